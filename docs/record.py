@@ -35,10 +35,11 @@ CTRL_C = "\x03"
 ABOUT = """\
 # The first minutes
 
-What a new user sees on a machine without a GPU ({cores} CPU cores, Python {python}), recorded on {day} by
-[record.py](record.py), which types the lines and reads the clock. Below the table is all that the terminal held, as it
-came; `[m:ss]` is the time since the shell was opened. The packages came from a mirror on the same machine: over a
-network the installation takes as long as its download ([README](../README.md#requirements)).
+The first session of a new user on a machine without a GPU ({cores} CPU cores, Python {python}), recorded on {day} by
+[record.py](record.py), which types the commands and measures the time. The block below the table is the complete,
+unedited output of the terminal; `[m:ss]` is the time since the shell started. The packages were installed from a mirror
+on the same machine. Over a network, the installation takes as long as the download
+([requirements](../README.md#requirements)).
 
 ![The chat in a terminal](chat.svg)
 
@@ -175,7 +176,7 @@ def record(directory: str) -> Recorder:
     user = Recorder(directory)
     user.command("git clone -q tridecode.git && cd tridecode", "the repository is cloned")
     user.type(readme_command("Chat"))
-    user.chat_is_ready("installed, the model is loaded, the chat's prompt is there")
+    user.chat_is_ready("the package is installed, the model is loaded, the prompt of the chat appears")
     user.say("Hello! Who are you?")
     user.moment("the first answer is complete")
     user.say("How do I make a cup of tea?")
@@ -185,7 +186,7 @@ def record(directory: str) -> Recorder:
     user.child.send(CTRL_C)
     user.child.expect("stopped after")
     user.child.expect_exact(READY)
-    user.moment("an answer was interrupted with Ctrl-C; what was said is kept")
+    user.moment("Ctrl-C interrupted an answer; the chat keeps its text")
     user.child.expect(pexpect.TIMEOUT, timeout=0.5)
     user.svg = user.screen.svg("tridecode chat")
     user.command("/exit")
@@ -195,10 +196,10 @@ def record(directory: str) -> Recorder:
     user.say("Thanks, bye!")
     user.command("/exit")
     user.command(". .venv/bin/activate")
-    user.command('echo "Name three rivers." | python cli.py chat', "a question came from a pipe")
+    user.command('echo "Name three rivers." | python cli.py chat', "the chat answered a question from a pipe")
     user.command('echo "17 + 25?" | python cli.py generate --prompt "What is -"')
-    user.command('python cli.py generate --json --prompt "Name three rivers." --temperature 0', "generate gave JSON")
-    user.command("python cli.py chat --model missing; echo $?", "a wrong model's name was one line")
+    user.command('python cli.py generate --json --prompt "Name three rivers." --temperature 0', "generate printed JSON")
+    user.command("python cli.py chat --model missing; echo $?", "a wrong model name gave an error of one line")
     user.child.sendeof()
     user.child.expect(pexpect.EOF)
     return user

@@ -60,6 +60,19 @@ def said(*turns):
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
+def enter(child, keys: str, shows: str) -> None:
+    """Type `keys` into the terminal of `child`, and wait for `shows` and the next prompt."""
+    child.send(keys)
+    child.expect_exact(shows)
+    child.expect_exact(READY)
+
+
+def leave(child) -> None:
+    """Type Ctrl-D at the prompt."""
+    child.sendeof()
+    leaves(child)
+
+
 def leaves(child, code=0):
     """The program in the terminal ends with exit code `code`."""
     import pexpect

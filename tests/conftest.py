@@ -48,8 +48,8 @@ SLOW = """
     serve/test_scheduler serve/test_streams server/test_server server/test_server_life server/test_tool_calls
     state/test_offload step/test_batch_invariant step/test_compile step/test_long_prompts step/test_rows
     step/test_runners step/test_speculation step/test_step test_agents test_bad_input test_documents
-    text/test_encoder text/test_structured text/test_templates text/test_text text/test_thinking
-    text/test_tokenizer
+    text/test_encoder text/test_ready text/test_sandbox text/test_structured text/test_templates text/test_text
+    text/test_thinking text/test_tokenizer
 """.split()
 
 
@@ -100,11 +100,14 @@ def session(capsys, state):
 
     from tridecode import SamplingParams
     from tridecode.cli.chat.conversation import Conversation
-    from tridecode.cli.chat.local_talk import LocalChat
+    from tridecode.cli.chat.local import LocalModel
+    from tridecode.cli.chat.talk import Chat
     from tridecode.cli.terminal import Output
 
     def make(*answers, raw=False, params=None, **options):
-        chat = LocalChat(Script(*answers), params or SamplingParams(), Output(), Conversation(raw), **options)
+        script = Script(*answers)
+        chat = Chat(LocalModel(script), params or SamplingParams(), Output(), Conversation(raw), **options)
+        chat.engine = script
         chat.read = lambda: tuple(capsys.readouterr())
         return chat
 

@@ -17,6 +17,7 @@ class FakeServer:
     first: float = 0.0
     gap: float = 0.0
     tokens: int | None = None
+    owner: str | None = None  # owned_by of its models
     behave: object = lambda number: "ok"
     got: list = field(default_factory=list)  # (time, path, headers, body) of each POST
     running: int = 0
@@ -56,7 +57,8 @@ class FakeServer:
                 headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if method == "GET":
-                    models = {"object": "list", "data": [{"id": "a-model"}, {"id": "another"}]}
+                    names = ("a-model", "another")
+                    models = {"object": "list", "data": [{"id": name, "owned_by": self.owner} for name in names]}
                     whole(writer, 200, models if path == "/v1/models" else {})
                     continue
                 self.got.append((time.perf_counter(), path, headers, json.loads(body)))

@@ -413,7 +413,7 @@ def test_a_message_and_its_events_in_their_order(served, claude):
 
 
 def test_thinking_is_a_block_of_its_own(served, claude, client, monkeypatch):
-    monkeypatch.setattr(type(served.engine.tokenizer), "thinks", True)
+    monkeypatch.setattr(served.engine.tokenizer, "thinks", True)
     extra = saying("<think>\nhm\n</think>\n\nYes.")
     asked = {"model": "m", "messages": CHAT, "max_tokens": 50, "extra_body": extra}
     got = claude.messages.create(**asked)

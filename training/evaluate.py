@@ -1,10 +1,10 @@
-"""Evaluates the bundled model through the engine, as a user would meet it.
+"""Evaluate the bundled model through the engine, as a user would run it.
 
-    python training/evaluate.py                 all of it, on whatever device there is
+    python training/evaluate.py                 all evaluations, on the default device
     python training/evaluate.py --only exchanges --device cpu --json OUT.json
 
-Exchanges and limits have one right answer and are asked greedily; free prompts and edges use the model's own sampling
-defaults.
+Exchanges and limits have one right answer and use greedy sampling. Free prompts and edges use the sampling defaults of
+the model.
 """
 
 import argparse
@@ -32,6 +32,7 @@ NEARLY_EMPTY = [" ", ".", "?", "hm", "...", "ok", "x", "\n", "?!", "1"]
 
 
 def evaluate_exchanges(engine: Engine, count: int, seed: int) -> dict:
+    """Evaluate `count` held-out exchanges of each kind with greedy sampling."""
     table, misses = {}, []
     for kind in KINDS:
         right = 0
@@ -41,8 +42,8 @@ def evaluate_exchanges(engine: Engine, count: int, seed: int) -> dict:
             if is_right(exchange, reply):
                 right += 1
             else:
-                asked = exchange.messages[-1]["content"]
-                misses.append({"kind": kind, "asked": asked, "answer": exchange.answer, "reply": reply})
+                question = exchange.messages[-1]["content"]
+                misses.append({"kind": kind, "asked": question, "answer": exchange.answer, "reply": reply})
         table[kind] = right / count
         print(f"{kind:>10}  {right:4} of {count}", flush=True)
     mean = sum(table.values()) / len(table)
@@ -53,7 +54,7 @@ def evaluate_exchanges(engine: Engine, count: int, seed: int) -> dict:
 
 
 def limits(rng: random.Random, count: int) -> dict[str, list[tuple[str, int]]]:
-    """Questions that get harder step by step, each with its number or, for lists, how many things are asked for."""
+    """Return questions of increasing difficulty by kind, each with its number or the number of requested list items."""
     pairs = [(a, b) for a in range(11, 100) for b in range(10, a)]
     borrowing = [(a, b) for a, b in pairs if a % 10 < b % 10]
     plain = [(a, b) for a, b in pairs if a % 10 >= b % 10]
@@ -77,28 +78,31 @@ def limits(rng: random.Random, count: int) -> dict[str, list[tuple[str, int]]]:
 
 
 def evaluate_limits(engine: Engine, count: int, seed: int) -> dict:
-    """Where arithmetic and lists stop being right. A list is right if it has as many different items as were asked."""
+    """Evaluate arithmetic and lists up to the point of failure.
+
+    A list is right if it has the requested number of different items.
+    """
     rng = random.Random(f"limits {seed}")
     table, params = {}, SamplingParams(temperature=0.0, max_tokens=80)
     for kind, questions in limits(rng, count).items():
-        asked = rng.sample(questions, min(count, len(questions)))
+        sampled = rng.sample(questions, min(count, len(questions)))
         right, misses = 0, []
-        for question, answer in asked:
+        for question, answer in sampled:
             reply = engine.generate([{"role": "user", "content": question}], params).text
             if kind.startswith("lists"):
                 items = re.split(r", and |, | and ", reply.split(": ")[-1].lower().rstrip("."))
-                found = len(items) if len(set(items)) == len(items) else 0
+                result = len(items) if len(set(items)) == len(items) else 0
             else:
-                found = int(([-1] + re.findall(r"\d+", reply))[-1])
-            right += found == answer
-            misses += [] if found == answer else [f"{question!r} -> {reply[:200]!r}"]
-        table[kind] = {"right": right, "of": len(asked), "misses": misses}
-        print(f"{kind:>20}  {right:4} of {len(asked)}", *misses[:2], sep="\n  ", flush=True)
+                result = int(([-1] + re.findall(r"\d+", reply))[-1])
+            right += result == answer
+            misses += [] if result == answer else [f"{question!r} -> {reply[:200]!r}"]
+        table[kind] = {"right": right, "of": len(sampled), "misses": misses}
+        print(f"{kind:>20}  {right:4} of {len(sampled)}", *misses[:2], sep="\n  ", flush=True)
     return table
 
 
 def evaluate_free_prompts(engine: Engine) -> list[dict]:
-    """Prompts with many good answers, to be judged by a reader."""
+    """Run the prompts that have many good answers, for a reader to judge."""
     answers = []
     for seed, prompt in enumerate(FREE_PROMPTS):
         params = engine.default_params(seed=seed, max_tokens=500)
@@ -109,13 +113,13 @@ def evaluate_free_prompts(engine: Engine) -> list[dict]:
 
 
 def most_repeated(text: str, size: int = 4) -> int:
-    """How often the most frequent run of `size` words occurs."""
+    """Return the number of occurrences of the most frequent run of `size` words."""
     words = text.lower().split()
     return max(Counter(zip(*(words[i:] for i in range(size)))).values(), default=0)
 
 
 def edge_chats(seed: int) -> list[tuple[str, list[str]]]:
-    """Chats at the edges of what the model knows, as the user's turns."""
+    """Return edge cases as (kind, user messages): unusual input, long chats and long stories."""
     rng, generator = random.Random(seed), ChatGenerator(10**9 + 2)
     chats = [(kind, [text]) for kind, texts in EDGE_PROMPTS.items() for text in texts]
     chats += [("nearly empty", [text]) for text in NEARLY_EMPTY]
@@ -127,7 +131,7 @@ def edge_chats(seed: int) -> list[tuple[str, list[str]]]:
 
 
 def evaluate_edges(engine: Engine, seed: int) -> dict:
-    """Whether replies end, and whether they loop."""
+    """Check that the replies to edge cases end and do not loop."""
     failures, counts = [], Counter()
     for number, (kind, turns) in enumerate(edge_chats(seed)):
         messages = []
@@ -159,9 +163,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="exchanges and questions of each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=["exchanges", "limits", "free", "edges"])
-    parser.add_argument("--json", type=Path, help="where to write everything")
+    parser.add_argument("--json", type=Path, help="file for all results")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the model is too small to gain from more, and they stall where cores are busy
+    torch.set_num_threads(1)  # the model is too small for more threads, which wait for each other if cores are busy
     engine = Engine.load(options.model, device=options.device)
     started, report = time.monotonic(), {}
     if options.only in (None, "exchanges"):

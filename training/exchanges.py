@@ -1,7 +1,7 @@
 """Exchanges with one right answer, and the rule that keeps some of them out of the training data.
 
-The chat generator asks `held_out` before it uses a sum, a (name, color) or a (name, place) pair; `held_out_exchanges`
-makes its exchanges from exactly those pairs, so none of them can occur in generated training text.
+The chat generator uses a sum, a (name, color) pair or a (name, place) pair only if `held_out` is False for it.
+`held_out_exchanges` uses only the pairs for which it is True, so its exchanges cannot occur in generated training text.
 """
 
 import random
@@ -36,24 +36,27 @@ MOVES = ["is in", "went to", "ran to", "walked to", "is now in"]
 
 
 def _opposites() -> dict[str, str]:
-    """Both directions of each pair; the first mention of a word decides."""
-    found: dict[str, str] = {}
+    """Return both directions of each pair. The first pair that contains a word decides."""
+    opposite_of: dict[str, str] = {}
     for first, second in (line.split(" = ") for line in TABLES["opposites"]):
-        found.setdefault(first, second)
-        found.setdefault(second, first)
-    return found
+        opposite_of.setdefault(first, second)
+        opposite_of.setdefault(second, first)
+    return opposite_of
 
 
 OPPOSITES = _opposites()
 
 
 def held_out(*parts: object) -> bool:
-    """Whether this combination is kept for evaluation: one in ten, by a hash that never changes."""
+    """Return whether a combination is reserved for evaluation: one in ten, by a stable hash."""
     return zlib.crc32(" ".join(map(str, parts)).encode()) % 10 == 0
 
 
 def sum_held_out(a: int, b: int, question: str = "") -> bool:
-    """A sum is held out by its pair, in both orders; a one-digit sum, which a chat needs, only in some wordings."""
+    """Return whether a sum is reserved for evaluation, in both orders of its numbers.
+
+    A one-digit sum is reserved only in some wordings, because a chat model needs to see it.
+    """
     if not held_out("sum", min(a, b), max(a, b)):
         return False
     return max(a, b) > 9 or bool(question) and held_out("sum", a, b, question)
@@ -101,14 +104,14 @@ def _recall(rng: random.Random) -> Exchange | None:
     if not held_out("recall", name, color):
         return None
     if rng.random() < 0.4:
-        told = [
+        exchanges = [
             (
                 rng.choice(PHRASES["name and color statements"]).format(name=name, color=color),
                 f"Nice to meet you, {name}!",
             )
         ]
     else:
-        told = [
+        exchanges = [
             (rng.choice(PHRASES["name statements"]).format(name=name), f"Nice to meet you, {name}!"),
             (rng.choice(PHRASES["color statements"]).format(color=color), f"{color.capitalize()} is a pretty color!"),
         ]
@@ -118,35 +121,35 @@ def _recall(rng: random.Random) -> Exchange | None:
         ("What is the opposite of hot?", "The opposite of hot is cold."),
         ("Thanks!", "You're welcome!"),
     ]
-    told += rng.sample(fillers, rng.randint(0, 2))
+    exchanges += rng.sample(fillers, rng.randint(0, 2))
     if rng.random() < 0.5:
         question, answer, wrong = rng.choice(PHRASES["name questions"]), name, tuple(n for n in NAMES if n != name)
     else:
         question, answer, wrong = rng.choice(PHRASES["color questions"]), color, tuple(c for c in COLORS if c != color)
-    messages = [_message(*turn) for user, reply in told for turn in (("user", user), ("assistant", reply))]
+    messages = [_message(*turn) for user, reply in exchanges for turn in (("user", user), ("assistant", reply))]
     return Exchange("recall", (*messages, _message("user", question)), answer, wrong)
 
 
-def _where(rng: random.Random) -> Exchange | None:
-    (asked, other), (place, other_place) = rng.sample(NAMES, 2), rng.sample(PLACES, 2)
-    if not held_out("where", asked, place):
+def _location(rng: random.Random) -> Exchange | None:
+    (person, other), (place, other_place) = rng.sample(NAMES, 2), rng.sample(PLACES, 2)
+    if not held_out("where", person, place):
         return None
-    sentences = [f"{asked} {rng.choice(MOVES)} the {place}.", f"{other} {rng.choice(MOVES)} the {other_place}."]
+    sentences = [f"{person} {rng.choice(MOVES)} the {place}.", f"{other} {rng.choice(MOVES)} the {other_place}."]
     rng.shuffle(sentences)
-    question = f"{' '.join(sentences)} Where is {asked}?"
+    question = f"{' '.join(sentences)} Where is {person}?"
     return Exchange("where", (_message("user", question),), place, tuple(p for p in PLACES if p != place))
 
 
 def held_out_exchanges(kind: str, count: int, seed: int) -> list[Exchange]:
-    """`count` different exchanges of one of `KINDS`; those of sums, recall and where cannot occur in training."""
-    make = {"sums": _sum, "capitals": _capital, "opposites": _opposite, "recall": _recall, "where": _where}[kind]
+    """Return `count` different exchanges of a kind of `KINDS`. Sums, recall and where cannot occur in training."""
+    make = {"sums": _sum, "capitals": _capital, "opposites": _opposite, "recall": _recall, "where": _location}[kind]
     rng = random.Random(f"{kind} {seed}")
-    found: dict[str, Exchange] = {}
-    while len(found) < count:
+    exchanges: dict[str, Exchange] = {}
+    while len(exchanges) < count:
         exchange = make(rng)
         if exchange is not None:
-            found.setdefault(str(exchange.messages), exchange)
-    return list(found.values())
+            exchanges.setdefault(str(exchange.messages), exchange)
+    return list(exchanges.values())
 
 
 def _mentions(text: str, phrase: str) -> bool:
@@ -154,9 +157,12 @@ def _mentions(text: str, phrase: str) -> bool:
 
 
 def is_right(exchange: Exchange, reply: str) -> bool:
-    """The answer appears and no other candidate of its kind does (for sums: no number but those asked about)."""
+    """Return whether a reply has the answer and no other candidate of its kind.
+
+    For a sum, other candidates are all numbers that are not in the question.
+    """
     if exchange.kind == "sums":
-        asked = set(re.findall(r"\d+", exchange.messages[-1]["content"]))
+        in_question = set(re.findall(r"\d+", exchange.messages[-1]["content"]))
         numbers = re.findall(r"\d+", reply)
-        return exchange.answer in numbers and set(numbers) <= asked | {exchange.answer}
+        return exchange.answer in numbers and set(numbers) <= in_question | {exchange.answer}
     return _mentions(reply, exchange.answer) and not any(_mentions(reply, wrong) for wrong in exchange.wrong)

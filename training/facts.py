@@ -1,4 +1,4 @@
-"""Skills that answer with facts: tables asked row by row, words, lists and numbers."""
+"""Skills that answer with facts: rows of tables, words, lists and numbers."""
 
 from content import items, mapping
 from exchanges import CAPITALS, NAMES, OPPOSITES, PHRASES, sum_held_out
@@ -29,9 +29,10 @@ COMPARABLE = items(TABLES["comparable categories"])
 
 
 class FactSkills(Skills):
-    """Methods that return turns with facts."""
+    """Skills whose replies are facts. Each public method returns the turns of one exchange or a few."""
 
     def table_row(self) -> list[Turn]:
+        """Ask for a row of a table, such as the sound of an animal."""
         name = self.choice(list(TABLE_SKILLS))
         x, y = self.choice(list(TABLE_SKILLS[name].items()))
         y = y.replace(" | ", " ")
@@ -40,7 +41,7 @@ class FactSkills(Skills):
         return self._templated(self.choice(PHRASES[name]), x=x, y=y, a_x=article(x), a_y=article(y), xs=plural(x))
 
     def difference(self) -> list[Turn]:
-        """What two animals are, or that one of them is not known."""
+        """Describe two animals, or one animal and an unknown word."""
         known = TABLE_SKILLS["animals"]
         x, y = self.rng.sample(list(known), 2)
         first, second = (known[name].split(" | ")[0] for name in (x, y))
@@ -52,10 +53,12 @@ class FactSkills(Skills):
         return [Turn(question, f"{first} {second}")]
 
     def favorite(self) -> list[Turn]:
+        """Ask for a favorite thing of the model."""
         x, y = self.choice(list(mapping(TABLES["favorites"]).items()))
         return self._templated(self.choice(PHRASES["favorites"]), x=x, y=y)
 
     def capital(self) -> list[Turn]:
+        """Ask for the capitals of one to three countries."""
         countries = self.rng.sample(list(CAPITALS), 3)
         if self.chance(0.1):
             country = countries[0]
@@ -73,6 +76,7 @@ class FactSkills(Skills):
         ][: self.choice([1, 1, 1, 1, 2, 3])]
 
     def opposite(self) -> list[Turn]:
+        """Ask for the opposites of one to three words."""
         words = self.rng.sample(list(OPPOSITES), 3)
         follow_ups = ["And {x}?", "What about {x}?", "and of {x}?"]
         questions = [self.choice(PHRASES["opposite questions"]).format(word=words[0])]
@@ -83,6 +87,7 @@ class FactSkills(Skills):
         ][: self.choice([1, 1, 1, 1, 2, 3])]
 
     def rhyme(self) -> list[Turn]:
+        """Ask for words that rhyme."""
         words = self.choice(TABLES["rhymes"]).split()
         self.rng.shuffle(words)
         rhymes = words[1 : 1 + self.rng.randint(1, 3)]
@@ -92,6 +97,7 @@ class FactSkills(Skills):
         )
 
     def comparison(self) -> list[Turn]:
+        """Ask which of two things is bigger, smaller, faster or slower."""
         table, more, less = self.choice([("sizes", "bigger", "smaller"), ("speeds", "faster", "slower")])
         low, high = sorted(self.rng.sample(range(len(TABLES[table])), 2))
         smaller, bigger = TABLES[table][low], TABLES[table][high]
@@ -115,6 +121,7 @@ class FactSkills(Skills):
         )
 
     def calendar(self) -> list[Turn]:
+        """Ask for the day or month before or after another one."""
         period, names = self.choice([("day", CATEGORIES["days of the week"]), ("month", CATEGORIES["months"])])
         place = self.rng.randrange(len(names))
         word, step = self.choice([("after", 1), ("before", -1)])
@@ -127,6 +134,7 @@ class FactSkills(Skills):
         )
 
     def membership(self) -> list[Turn]:
+        """Ask whether a thing belongs to a category."""
         own, other = self.rng.sample(COMPARABLE, 2)
         member = self.choice(CATEGORIES[own])
         asked, verdict = (own, "Yes") if member in CATEGORIES[other] or self.chance(0.5) else (other, "No")
@@ -143,6 +151,7 @@ class FactSkills(Skills):
         )
 
     def spelling(self) -> list[Turn]:
+        """Ask for the letters of a word."""
         word = self.choice(items(TABLES["spelling"], " "))
         return self._templated(
             self.choice(PHRASES["spelling"]),
@@ -154,6 +163,7 @@ class FactSkills(Skills):
         )
 
     def lists(self) -> list[Turn]:
+        """Ask for two to five members of a category."""
         category, members = self.choice(list(CATEGORIES.items()))
         count = self.rng.randint(2, min(5, len(members)))
         chosen = self.rng.sample(members, count)
@@ -171,7 +181,7 @@ class FactSkills(Skills):
         return turns
 
     def sum_pair(self) -> tuple[int, int]:
-        """Two numbers below 100 whose sum may be taught."""
+        """Sample two numbers below 100 whose sum is not held out."""
         while True:
             high = self.choice([9, 9, 20, 50, 99, 99, 99])
             pair = [self.rng.randint(0, high), self.rng.randint(0, self.choice([high, high, 9]))]
@@ -180,6 +190,7 @@ class FactSkills(Skills):
                 return pair[0], pair[1]
 
     def sums(self) -> list[Turn]:
+        """Ask for a sum, sometimes with a second sum."""
         a, b = self.sum_pair()
         total = a + b
         if total <= 20 and self.chance(0.15):
@@ -200,6 +211,7 @@ class FactSkills(Skills):
         return turns
 
     def arithmetic(self) -> list[Turn]:
+        """Ask for a difference, product, quotient, comparison or count."""
         kind = self.rng.choices(
             ["difference", "product", "quotient", "too big", "one", "two", "count"], [32, 26, 8, 6, 10, 10, 8]
         )[0]
@@ -254,6 +266,7 @@ class FactSkills(Skills):
         return [Turn(question, f"{', '.join(map(str, numbers))}.")]
 
     def word_problem(self) -> list[Turn]:
+        """Ask a word problem with two numbers."""
         a, b = self.rng.randint(2, 15), self.rng.randint(1, 10)
         if sum_held_out(a, b) or a == b:
             return self.word_problem()

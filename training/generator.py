@@ -1,7 +1,7 @@
-"""Template-generated chats: original text for teaching a tiny model to talk, as much of it as wanted.
+"""Generator of chats from templates, as training data for a very small model.
 
-A skill is a method that returns one or more turns that belong together; `ChatGenerator.chat` strings skills together,
-adds the noise of real typing to the user's side and sometimes a system turn with a matching style on the other side.
+A skill is a method that returns one or more turns that belong together. `ChatGenerator.chat` joins skills to a chat and
+adds typing noise to the user messages. Some chats have a system message and replies in the style that it requests.
 `python training/generator.py` prints a few chats.
 """
 
@@ -26,39 +26,40 @@ Skill = Callable[[], list[Turn]]
 
 
 def plain(text: str) -> str:
-    """Only its letters and digits, in lower case: two prompts with the same are one prompt."""
+    """Return the letters and digits in lower case. Prompts with equal results count as the same prompt."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-# What evaluate.py asks word for word is never asked in a generated chat, however it is typed.
+# The prompts of evaluate.py, which no generated chat contains in any case or punctuation.
 FREE_PROMPTS = (CONTENT / "free_prompts.txt").read_text(encoding="utf-8").splitlines()
 EDGE_PROMPTS = sections("edge_prompts.txt")
 NEVER_ASKED = {plain(prompt) for prompts in (FREE_PROMPTS, *EDGE_PROMPTS.values()) for prompt in prompts}
 
 
 def _recalls_held_out(turns: list[Turn]) -> bool:
-    """Whether a name or a color is recalled in a chat that also tells the other half of a held-out pair."""
+    """Return whether a chat recalls a name or color, and also contains the other half of a held-out pair."""
     replies = " ".join(turn.reply for turn in turns)
-    names, colors = (re.findall(rf"Your {what} is (\w+)", replies) for what in ("name", "favorite color"))
+    names, colors = (re.findall(rf"Your {fact} is (\w+)", replies) for fact in ("name", "favorite color"))
     if not names and not colors:
         return False
-    told = set(plain(" ".join(turn.user for turn in turns)).split())
-    pairs = [(name, color) for name in names for color in COLORS if color in told]
-    pairs += [(name, color) for color in colors for name in NAMES if name.lower() in told]
+    user_words = set(plain(" ".join(turn.user for turn in turns)).split())
+    pairs = [(name, color) for name in names for color in COLORS if color in user_words]
+    pairs += [(name, color) for color in colors for name in NAMES if name.lower() in user_words]
     return any(held_out("recall", name, color) for name, color in pairs)
 
 
 class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
-    """A stream of chats that depends on nothing but the seed."""
+    """A stream of chats that depends only on the seed."""
 
-    # Skills made of other skills.
+    # Skills that combine other skills.
 
     def long_input(self) -> list[Turn]:
+        """Quote one to three stories in a long user message."""
         text = " ".join(self.any_story().text.replace("\n\n", " ") for _ in range(self.rng.randint(1, 3)))
         return [Turn(self._phrase("long input").format(text), self._phrase("long input replies"), exact=True)]
 
     def joined(self) -> list[Turn]:
-        """Two questions in one message, both answered."""
+        """Ask two questions in one message; the reply answers both."""
         skills = [
             self.identity,
             self.question,
@@ -84,7 +85,7 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         return [Turn(user, f"{first.reply} {second.reply}")]
 
     def polite_question(self) -> list[Turn]:
-        """A greeting and a question in one message."""
+        """Greet and ask a question in one message."""
         turn = self.choice(
             [self.question, self.sums, self.capital, self.advice, self.statement, self.feeling, self.story]
         )()[0]
@@ -97,7 +98,7 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         ]
 
     def quoting(self) -> list[Turn]:
-        """A turn, and a question about what was just said by one of the two."""
+        """Make a turn, and ask the model to repeat its reply or the user message."""
         skills = [self.question, self.statement, self.sums, self.capital, self.chatter, self.advice, self.joke]
         turns = self.choice(skills)()[:1]
         if len(turns[0].user) > LONGEST_QUOTED or len(turns[0].reply) > LONGEST_QUOTED:
@@ -148,7 +149,7 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
             self.rudeness: 2,
             self.thanks: 1,
             self.goodbye: 1,
-            self.not_told: 2,
+            self.unknown_user_fact: 2,
             self.joined: 4,
             self.polite_question: 4,
             self.long_input: 0.3,
@@ -163,12 +164,12 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         turns, picked = (self.greeting() if self.chance(0.2) else []), set()
         if turns and self.chance(0.3):
             turns += self.answered(turns[-1].reply)
-        names_told = {self.remembering, self.introduction}
-        told_about_users = names_told | {self.statement, self.activity}
+        name_skills = {self.remembering, self.introduction}
+        user_fact_skills = name_skills | {self.statement, self.activity}
         for skill in self.rng.choices(list(weights), list(weights.values()), k=length):
             again = skill in picked and skill in (self.greeting, self.how_are_you)
-            again |= skill in names_told and bool(picked & names_told)
-            contradicts = skill in (self.unknowable, self.not_told) and picked & told_about_users
+            again |= skill in name_skills and bool(picked & name_skills)
+            contradicts = skill in (self.unknowable, self.unknown_user_fact) and picked & user_fact_skills
             if again or contradicts or len(turns) > LONGEST_CHAT:
                 continue
             picked.add(skill)
@@ -184,7 +185,7 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         return turns + (self.goodbye() if len(turns) > 1 and self.chance(0.12) else [])
 
     def chat(self) -> list[dict[str, str]]:
-        """One chat as messages, user and assistant in turn, perhaps after a system turn."""
+        """Return one chat: alternating user and assistant messages, sometimes after a system message."""
         while True:
             messages = self._any_chat()
             if not any(message["role"] == "user" and plain(message["content"]) in NEVER_ASKED for message in messages):
@@ -205,17 +206,17 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         return messages
 
     def _named(self) -> tuple[str, list[Turn]]:
-        """A system turn that gives the model another name or tells it the user's name."""
+        """Return a system message with a name for the model or of the user, and turns that use it."""
         name = self.any_name()
-        whose = self.choice(["own name", "user's name"])
-        turns = self._templated(self._phrase(f"{whose} questions").replace("{name}", name))
+        owner = self.choice(["own name", "user's name"])
+        turns = self._templated(self._phrase(f"{owner} questions").replace("{name}", name))
         if self.chance(0.4):
             turns += self.choice([self.question, self.sums, self.table_row, self.advice])()
-        return self._phrase(f"system {whose}").format(name), turns
+        return self._phrase(f"system {owner}").format(name), turns
 
 
 def generate(count: int, seed: int) -> Iterator[list[dict[str, str]]]:
-    """`count` chats; the same ones for the same seed."""
+    """Yield `count` chats. Equal seeds give equal chats."""
     generator = ChatGenerator(seed)
     for _ in range(count):
         yield generator.chat()

@@ -1,4 +1,4 @@
-"""Skills of reading and remembering: answers that stand in what the user has said."""
+"""Skills of reading and remembering, whose answers are in earlier user messages."""
 
 import re
 from dataclasses import replace
@@ -13,68 +13,69 @@ THINGS = items(TABLES["things to find"])
 
 
 class MemorySkills(Skills):
-    """Methods that return turns to be answered from the chat itself."""
+    """Skills whose replies repeat facts of the chat. Public methods return turns."""
 
     def whereabouts(self) -> list[Turn]:
-        """Two or three people, each somewhere, and a question about one of them."""
+        """Place two or three people, and ask where one of them is."""
         count = self.choice([2, 2, 2, 3])
         more_places = [place.removeprefix("the ") for place in SLOTS["place"]] if self.chance(0.3) else []
         people, places = self._people(count), self.rng.sample(PLACES + more_places, count)
         if any(held_out("where", name, place) for name, place in zip(people, places)):
             return self.whereabouts()
-        told = " ".join(f"{name} {self.choice(MOVES)} the {place}." for name, place in zip(people, places))
-        asked = self.rng.randrange(count)
-        reply = f"{people[asked]} is in the {places[asked]}."
+        sentences = " ".join(f"{name} {self.choice(MOVES)} the {place}." for name, place in zip(people, places))
+        index = self.rng.randrange(count)
+        reply = f"{people[index]} is in the {places[index]}."
         if self.chance(0.15):
-            return [Turn(f"{told} Who is in the {places[asked]}?", reply, people[asked])]
-        return [Turn(f"{told} Where is {people[asked]}?", reply, f"The {places[asked]}")]
+            return [Turn(f"{sentences} Who is in the {places[index]}?", reply, people[index])]
+        return [Turn(f"{sentences} Where is {people[index]}?", reply, f"The {places[index]}")]
 
     def reading(self) -> list[Turn]:
-        """Two or three sentences and a question about one of them."""
+        """Write two or three sentences, and ask about one of them."""
         count = self.choice([2, 2, 2, 3])
         people, things = self._people(3), self.rng.sample(THINGS, 3)
         colors, foods = self.rng.sample(COLORS, 3), self.rng.sample(SLOTS["food"], 3)
-        asked = self.rng.randrange(count)
-        who, thing, color, food = people[asked], things[asked], colors[asked], foods[asked]
+        index = self.rng.randrange(count)
+        who, thing, color, food = people[index], things[index], colors[index], foods[index]
         kind = self.choice(["having", "coloring", "liking", "comparing", "moving"])
         if kind == "having":
-            told = " ".join(f"{people[i]} has {article(things[i])}." for i in range(count))
-            owner = Turn(f"{told} Who has the {thing}?", f"{who} has the {thing}.", who)
-            owned = Turn(f"{told} What does {who} have?", f"{who} has {article(thing)}.", capitalize(article(thing)))
+            sentences = " ".join(f"{people[i]} has {article(things[i])}." for i in range(count))
+            owner = Turn(f"{sentences} Who has the {thing}?", f"{who} has the {thing}.", who)
+            a_thing = article(thing)
+            owned = Turn(f"{sentences} What does {who} have?", f"{who} has {a_thing}.", capitalize(a_thing))
             return [self.choice([owner, owned])]
         if kind == "coloring":
-            told = " ".join(f"The {things[i]} is {colors[i]}." for i in range(count))
+            sentences = " ".join(f"The {things[i]} is {colors[i]}." for i in range(count))
             question = self.choice([f"What color is the {thing}?", f"Which one is {color}?"])
-            return [Turn(f"{told} {question}", f"The {thing} is {color}.")]
+            return [Turn(f"{sentences} {question}", f"The {thing} is {color}.")]
         if kind == "liking":
-            told = " ".join(f"{people[i]} likes {foods[i]}." for i in range(count))
+            sentences = " ".join(f"{people[i]} likes {foods[i]}." for i in range(count))
             question = self.choice([f"Who likes {food}?", f"What does {who} like?"])
-            return [Turn(f"{told} {question}", f"{who} likes {food}.")]
+            return [Turn(f"{sentences} {question}", f"{who} likes {food}.")]
         a, b, c = people
         if kind == "comparing":
             more, less = self.choice([("taller", "shorter"), ("older", "younger"), ("faster", "slower")])
-            asked_for = self.choice([more, less])
-            who, superlative = (a if asked_for == more else c), f"{asked_for[:-2]}est"
+            adjective = self.choice([more, less])
+            who, superlative = (a if adjective == more else c), f"{adjective[:-2]}est"
             question = f"{a} is {more} than {b}. {b} is {more} than {c}. Who is the {superlative}?"
             return [Turn(question, f"{who} is the {superlative}.", who)]
         first, second = self.rng.sample(PLACES, 2)
-        told = f"{a} took the {thing} in the {first}. Then {a} went to the {second} and left the {thing} there."
-        return [Turn(f"{told} Where is the {thing}?", f"The {thing} is in the {second}.", f"The {second}")]
+        sentences = f"{a} took the {thing} in the {first}. Then {a} went to the {second} and left the {thing} there."
+        return [Turn(f"{sentences} Where is the {thing}?", f"The {thing} is in the {second}.", f"The {second}")]
 
     def remembering(self) -> list[Turn]:
-        """The user tells a few things, talks of something else, and asks for them."""
+        """The user states facts, changes the subject, and then requests the facts."""
         name, color = self.any_name(), self.choice(COLORS)
         if held_out("recall", name, color):
             return self.remembering()
         turns, facts = self._introduction(name, color) if self.chance(0.65) else ([], [])
         templates = PHRASES["personal facts"] + PHRASES["more personal facts"]
-        told = []
+        statements = []
         for template in self.rng.sample(templates, self.choice([0, 0, 1, 1, 2, 3] if turns else [1, 1, 2, 3])):
             turn, fact = self._personal_fact(template)
             if fact[0] not in [questions for questions, _, _ in facts]:
-                told.append(turn)
+                statements.append(turn)
                 facts.append(fact)
-        turns += self._two_in_one(told)
+        turns += self._two_in_one(statements)
         turns = [replace(turn, short=self.choice(["Okay", "Nice", "Thanks", "Good"])) for turn in turns]
         distractions = [self.question, self.sums, self.joke, self.opposite, self.capital, self.chatter, self.thanks]
         distractions += [self.advice, self.table_row, self.how_are_you, self.story]
@@ -84,11 +85,11 @@ class MemorySkills(Skills):
         for questions, reply, short in facts[: self.choice([1, 1, 2, 3])]:
             turns.append(Turn(self.choice(split(questions)), reply, capitalize(short)))
         if self.chance(0.15):
-            turns += self._never_told(turns)
+            turns += self._unknown_fact_question(turns)
         return turns
 
     def _two_in_one(self, turns: list[Turn]) -> list[Turn]:
-        """Sometimes the first two statements become one."""
+        """Join the first two statements in one message, in some cases."""
         if len(turns) < 2 or self.chance(0.6) or any(turn.user.count(".") > 1 for turn in turns[:2]):
             return turns
         first, second = turns[:2]
@@ -102,14 +103,14 @@ class MemorySkills(Skills):
         if self.chance(0.2):
             values["city"] = self.invented_name()
         template = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", template.format_map(values))
-        said, replies, questions, answer, short = template.split(" => ")
-        return Turn(self.choice(split(said)), capitalize(self.choice(split(replies)))), (questions, answer, short)
+        statement, replies, questions, answer, short = template.split(" => ")
+        return Turn(self.choice(split(statement)), capitalize(self.choice(split(replies)))), (questions, answer, short)
 
-    def _never_told(self, turns: list[Turn]) -> list[Turn]:
-        """A question about something that the user has not said."""
-        said = " ".join(turn.user.lower() for turn in turns)
+    def _unknown_fact_question(self, turns: list[Turn]) -> list[Turn]:
+        """Ask about a fact that the user has not stated."""
+        user_text = " ".join(turn.user.lower() for turn in turns)
         for word in self.rng.sample(["name", "dog", "cat", "sister", "color", "live", "job", "old"], 8):
-            if word not in said:
+            if word not in user_text:
                 questions = [question for question in PHRASES["not told"] if word in question]
                 return [Turn(self.choice(questions), self._phrase("not told replies"))] if questions else []
         return []
@@ -121,9 +122,9 @@ class MemorySkills(Skills):
         color_fact = (" | ".join(PHRASES["color questions"]), f"Your favorite color is {color}.", color)
         kind = self.rng.random()
         if kind < 0.25:
-            said = self._phrase("name and color statements").format(name=name, color=color)
+            statement = self._phrase("name and color statements").format(name=name, color=color)
             reply = self.choice([hello, f"Nice to meet you, {name}! {capitalize(color)} is a pretty color."])
-            return [Turn(said, reply)], [name_fact, color_fact]
+            return [Turn(statement, reply)], [name_fact, color_fact]
         name_turn = Turn(self._phrase("name statements").format(name=name), hello)
         if self.chance(0.6):
             name_turn = self._introduced(name, hello)
@@ -135,25 +136,26 @@ class MemorySkills(Skills):
         return self.rng.sample([name_turn, color_turn], 2), [name_fact, color_fact]
 
     def _introduced(self, name: str, hello: str) -> Turn:
-        """A greeting, a name and perhaps a question, in one of many combinations."""
-        said = self._phrase("introductions").format(name=name)
+        """Return a turn with a name, and sometimes a greeting or a question."""
+        statement = self._phrase("introductions").format(name=name)
         greeting = self.choice(["", *PHRASES["greetings before a name"]])
         if greeting.endswith((",", "there", "hey")) and self.chance(0.3):
-            said = (
-                f"{greeting} {said[0].lower() if not said.startswith(name) and said[:2] != 'I ' else said[0]}{said[1:]}"
-            )
+            keep = statement.startswith(name) or statement[:2] == "I "
+            first = statement[0] if keep else statement[0].lower()
+            statement = f"{greeting} {first}{statement[1:]}"
         elif greeting:
-            said = f"{greeting} {said}"
+            statement = f"{greeting} {statement}"
         end = self.rng.random()
         if end < 0.5:
-            return Turn(said + self.choice([".", ".", "!", ""]), hello)
+            return Turn(statement + self.choice([".", ".", "!", ""]), hello)
         question, reply = self._phrase("after a name").format(name=name, model=MODEL_NAME).split(" => ")
-        return Turn(said + self.choice([". ", "! ", ", "]) + question, reply)
+        return Turn(statement + self.choice([". ", "! ", ", "]) + question, reply)
 
     def introduction(self) -> list[Turn]:
-        """A name, and nothing more of it."""
+        """Introduce the user by name only."""
         name = self.any_name()
         return [self._introduced(name, self._phrase("name replies").format(name=name, model=MODEL_NAME))]
 
-    def not_told(self) -> list[Turn]:
+    def unknown_user_fact(self) -> list[Turn]:
+        """Ask for a fact about the user that the chat does not contain."""
         return [Turn(self._phrase("not told"), self._phrase("not told replies"))]

@@ -1,4 +1,4 @@
-"""Draws the held-out bits per byte of a training log as an SVG.
+"""Plot the held-out bits per byte of a training log as an SVG.
 
 python training/plot_losses.py training/results/metrics.json training/results/losses.svg
 """
@@ -12,6 +12,7 @@ COLORS = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd2
 
 
 def draw(log: list[dict]) -> str:
+    """Return the SVG of a training log (`results/metrics.json`)."""
     points = [entry for entry in log if "held_out_bits_per_byte" in entry]
     sources = sorted(points[-1]["held_out_bits_per_byte"])
     most_tokens = max(entry["tokens"] for entry in points)

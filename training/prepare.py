@@ -1,11 +1,11 @@
-"""Turns the corpus and generated chats into token files for train.py.
+"""Convert the corpus and generated chats to token files for train.py.
 
-    python training/prepare.py tokenizer --corpus DIR --out DATA     learn the tokenizer
+    python training/prepare.py tokenizer --corpus DIR --out DATA     train the tokenizer
     python training/prepare.py corpus --corpus DIR --out DATA        DATA/{train,held_out}/<source>.npy
     python training/prepare.py chats --out DATA --count N            DATA/{train,held_out}/generated.npy
 
-A token file is a flat uint16 array of documents, each closed by <|endoftext|>. The high bit marks the tokens that
-fine-tuning learns from: what the assistant says, up to and with <|im_end|>; in plain text, everything.
+A token file is a flat uint16 array of documents, each of which ends with <|endoftext|>. The high bit marks the tokens
+that count in the loss of fine-tuning: assistant messages including <|im_end|>, and all tokens of plain text.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LEARN = 0x8000
 MAX_TOKENS = 2048
 GENERATED_BY_CORPUS = "gen-core"
 HELD_OUT_SEED, TOKENIZER_SEED = 10**9, 10**9 + 1
-# Words with their leading space, single digits, runs of other signs, and white space, as in Qwen's tokenizers.
+# Words with their leading space, single digits, runs of other characters, and white space, as in Qwen's tokenizers.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,17 +34,19 @@ SPLIT = (
 
 
 def read_records(corpus: Path) -> Iterator[dict]:
+    """Yield the records of the corpus."""
     for name in ("chat.jsonl.xz", "text.jsonl.xz"):
         with lzma.open(corpus / name, "rt", encoding="utf-8") as lines:
             yield from map(json.loads, lines)
 
 
 def record_texts(record: dict) -> list[str]:
+    """Return the texts of a record: of each message, or the plain text."""
     return [message["content"] for message in record["messages"]] if "messages" in record else [record["text"]]
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Byte-level BPE over the full byte alphabet, so that any text survives a round trip."""
+    """Train a byte-level BPE tokenizer with the full byte alphabet, which encodes any text without loss."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -64,7 +66,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 class Encoder:
-    """Documents to tokens with their learn marks."""
+    """Encodes documents as tokens, with the LEARN bit on tokens that count in the loss."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -73,7 +75,7 @@ class Encoder:
         self.roles = {role: tokenizer.encode(f"{role}\n").ids for role in ("system", "user", "assistant")}
 
     def encode(self, documents: list[dict]) -> tuple[list[np.ndarray], int]:
-        """Token arrays, and the number of bytes of the text that is marked."""
+        """Return a uint16 array for each document, and the number of bytes of the marked text."""
         encodings = iter(
             self.tokenizer.encode_batch(
                 [text for record in documents for text in record_texts(record)], add_special_tokens=False
@@ -82,27 +84,27 @@ class Encoder:
         arrays, marked_bytes = [], 0
         for record in documents:
             if "text" in record:
-                pieces = [np.array(next(encodings).ids + [self.end_of_text], np.uint16) | LEARN]
+                parts = [np.array(next(encodings).ids + [self.end_of_text], np.uint16) | LEARN]
                 marked_bytes += len(record["text"].encode())
             else:
-                pieces = []
+                parts = []
                 for message in record["messages"]:
                     content = np.array(next(encodings).ids + [self.im_end], np.uint16)
                     if message["role"] == "assistant":
                         content |= LEARN
                         marked_bytes += len(message["content"].encode())
-                    pieces += [
+                    parts += [
                         np.array([self.im_start, *self.roles[message["role"]]], np.uint16),
                         content,
                         np.array(self.newline, np.uint16),
                     ]
-                pieces[-1] = np.array([self.end_of_text], np.uint16)
-            arrays.append(np.concatenate(pieces))
+                parts[-1] = np.array([self.end_of_text], np.uint16)
+            arrays.append(np.concatenate(parts))
         return arrays, marked_bytes
 
 
 def on_topic(record: dict) -> bool:
-    """For a story asked for by its subject: the subject comes up early and again."""
+    """Return whether a story mentions the subject that the user requested early, and at least twice."""
     user, story = (message["content"].lower() for message in record["messages"][:2])
     if " about " not in user:
         return True
@@ -111,19 +113,21 @@ def on_topic(record: dict) -> bool:
 
 
 def save(out: Path, split: str, source: str, arrays: list[np.ndarray]) -> None:
+    """Write the documents of a source to OUT/SPLIT/SOURCE.npy."""
     folder = out / split
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / f"{source}.npy", np.concatenate(arrays))
 
 
 def note_bytes(out: Path, source: str, count: int) -> None:
-    """Remembers how many bytes of text the marked tokens of a held-out file stand for."""
+    """Record the number of bytes of text that the marked tokens of a held-out file represent."""
     path = out / "held_out" / "bytes.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(known | {source: count}, indent=1, sort_keys=True))
 
 
 def prepare_corpus(corpus: Path, out: Path) -> None:
+    """Write the token files of the corpus, with 1% of each source held out."""
     encoder = Encoder(Tokenizer.from_file(str(out / "tokenizer.json")))
     by_source: dict[str, list[dict]] = {}
     for record in read_records(corpus):
@@ -155,6 +159,7 @@ def _generated_part(tokenizer_file: str, count: int, seed: int) -> np.ndarray:
 
 
 def prepare_chats(out: Path, count: int, seed: int, workers: int) -> None:
+    """Generate `count` chats in parallel processes, and write their token files."""
     tokenizer_file = str(out / "tokenizer.json")
     parts = max(workers, count // 25_000)
     with ProcessPoolExecutor(workers) as pool:
@@ -170,6 +175,7 @@ def prepare_chats(out: Path, count: int, seed: int, workers: int) -> None:
 
 
 def tokenizer_texts(corpus: Path) -> Iterator[str]:
+    """Yield the texts from which the tokenizer is trained."""
     for record in read_records(corpus):
         if record["source"] != GENERATED_BY_CORPUS:
             yield from record_texts(record)
@@ -185,7 +191,7 @@ def main() -> None:
     parser.add_argument("what", choices=["tokenizer", "corpus", "chats"])
     parser.add_argument("--corpus", type=Path, help="folder with chat.jsonl.xz and text.jsonl.xz")
     parser.add_argument("--out", type=Path, required=True, help="folder for the token files")
-    parser.add_argument("--count", type=int, default=1_000_000, help="how many chats to generate")
+    parser.add_argument("--count", type=int, default=1_000_000, help="number of chats to generate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What every kind of skill stands on: the random choices, the phrases, and names to choose from."""
+"""Base class of all skills: random choices, phrases and names."""
 
 import random
 
@@ -18,19 +18,21 @@ SLOTS |= {"day": CATEGORIES["days of the week"], "season": CATEGORIES["seasons"]
 
 
 class Skills:
-    """Random choices that depend on nothing but the seed."""
+    """Random choices that depend only on the seed."""
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)
 
     def choice(self, options):
+        """Return one of the options."""
         return self.rng.choice(options)
 
     def chance(self, probability: float) -> bool:
+        """Return True with this probability."""
         return self.rng.random() < probability
 
     def _templated(self, template: str, **slots: object) -> list[Turn]:
-        """A turn from `question | question => reply => short reply`."""
+        """Make a turn from a template `question | question => reply => short reply`."""
         questions, reply, *short = template.split(" => ")
         return [
             Turn(
@@ -44,7 +46,7 @@ class Skills:
         return self.choice(PHRASES[section])
 
     def invented_name(self) -> str:
-        """A name that nobody has, so that names are copied and not guessed."""
+        """Invent a name, so that the model learns to copy names instead of guessing them."""
         onsets = items(
             ["b, d, f, g, h, j, k, l, m, n, p, r, s, t, v, w, z, br, ch, cl, dr, fl, gr, kr, pl, qu, sh, st, th, tr"]
         )
@@ -53,10 +55,12 @@ class Skills:
         return ("".join(syllables[: self.choice([1, 2, 2, 3])]) + self.choice(codas)).capitalize()
 
     def any_name(self) -> str:
+        """Return a common, rare or invented name."""
         kind = self.rng.random()
         return self.choice(NAMES) if kind < 0.5 else self.choice(MORE_NAMES) if kind < 0.8 else self.invented_name()
 
     def any_pet_name(self) -> str:
+        """Return a name for a pet."""
         kind = self.rng.random()
         if kind < 0.4:
             return self.choice(SLOTS["pet_name"])

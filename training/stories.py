@@ -1,4 +1,4 @@
-"""Short stories from plots: a plot's lines are expanded with a hero, a friend, a place, a thing and a mood."""
+"""Short stories from plots, whose lines have slots for a hero, a friend, a place, a thing and a mood."""
 
 import random
 import re
@@ -20,7 +20,7 @@ FEMALE, MALE, FEMALE_NAMES = (set(items(TOPICS[kind])) for kind in ("female", "m
 
 @dataclass(frozen=True)
 class Topic:
-    """What a story is asked to be about: the words for it, the plots that suit, and the slots that it fixes."""
+    """The requested subject of a story: its text, the plots that fit it, and the values of their slots."""
 
     text: str
     kind: str
@@ -30,12 +30,13 @@ class Topic:
 
     @property
     def can_be_tiny(self) -> bool:
+        """Whether a plot for very short stories fits the topic."""
         return not self.plots and self.kind == "hero"
 
 
 @dataclass(frozen=True)
 class Story:
-    """A story's text and what can be asked about it."""
+    """The text of a story, and the characters that questions may refer to."""
 
     text: str
     hero: str
@@ -56,7 +57,7 @@ def _hero_home(rng: random.Random, hero: str) -> str:
 
 
 def _named(rng: random.Random, kind: str, other_than: str = "") -> tuple[str, str]:
-    """A name and a gender that agree with the kind of being."""
+    """Return a name and a gender that fit the kind of character."""
     gender = "f" if kind in FEMALE else "m" if kind in MALE else rng.choice("mf")
     names = STORY_NAMES if rng.random() < 0.7 else NAMED_BY_USERS
     names = [name for name in names if (name in FEMALE_NAMES) == (gender == "f") and name != other_than]
@@ -64,7 +65,7 @@ def _named(rng: random.Random, kind: str, other_than: str = "") -> tuple[str, st
 
 
 def _cast(rng: random.Random) -> dict[str, str]:
-    """A value for every slot of the plots."""
+    """Return a value for every slot of the plots."""
     hero = _any_hero(rng)
     other = rng.choice([kind for kind in rng.choice([ANIMALS, ANIMALS, PEOPLE]) if kind != hero])
     name, gender = _named(rng, hero)
@@ -87,6 +88,7 @@ def _cast(rng: random.Random) -> dict[str, str]:
 
 
 def random_topic(rng: random.Random) -> Topic:
+    """Sample a topic."""
     kind = rng.choices(["hero", "item", "place", "theme"], [60, 17, 13, 10])[0]
     slots = _cast(rng)
     if kind == "theme":
@@ -108,7 +110,7 @@ def _plot(rng: random.Random, topic: Topic) -> list[str]:
 
 
 def tell(rng: random.Random, topic: Topic) -> Story:
-    """A story about the topic."""
+    """Write a story about the topic."""
     paragraphs: list[list[str]] = [[]]
     for line in _plot(rng, topic):
         if line == "//":

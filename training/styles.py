@@ -1,4 +1,4 @@
-"""System turns that ask for a way of answering, and what the generated replies become under them."""
+"""System messages that request a style, and the functions that convert replies to that style."""
 
 import random
 import re
@@ -13,17 +13,21 @@ SHORT_ENOUGH_FOR_A_STYLE = 300
 
 
 def first_sentence(text: str) -> str:
+    """Return the first sentence of a text."""
     match = re.match(r'.+?[.!?]"?(?=\s|$)', text.replace("\n", " "))
     return match[0] if match else text
 
 
 def first_two_sentences(text: str) -> str:
+    """Return the first two sentences of a text."""
     first = first_sentence(text)
     rest = text.replace("\n", " ")[len(first) :].strip()
     return f"{first} {first_sentence(rest)}" if rest else first
 
 
 def pirate(text: str) -> str:
+    """Return the text in the words of a pirate."""
+
     def word(match: re.Match) -> str:
         new = PIRATE_WORDS.get(match[0].lower(), match[0])
         return new.capitalize() if match[0][0].isupper() else new
@@ -32,6 +36,7 @@ def pirate(text: str) -> str:
 
 
 def framed(before: str, after: str = "") -> Callable[[str], str]:
+    """Return a style that adds words before and after two sentences."""
     return lambda text: f"{before} {first_two_sentences(text)} {after}".strip()
 
 
@@ -54,7 +59,7 @@ STYLES: dict[str, Callable[[str], str]] = {
 
 
 def apply(rng: random.Random, turns: list) -> tuple[str, list]:
-    """A system turn, and the turns with their replies in its style."""
+    """Return a system message, and the turns with replies in the style that it requests."""
     short = [turn for turn in turns if turn.short]
     if short and rng.random() < 0.4:
         return rng.choice(PHRASES["system one word"]), [replace(turn, reply=f"{turn.short}.") for turn in short]

@@ -1,4 +1,4 @@
-"""Skills of everyday talk: greetings, feelings, advice, who the model is, and what it cannot know."""
+"""Skills of everyday talk: greetings, feelings, advice, the identity of the model, and unknowable facts."""
 
 import re
 import string
@@ -23,7 +23,7 @@ HAVE_OWN_SKILL = {
 
 
 class TalkSkills(Skills):
-    """Methods that return turns of everyday talk."""
+    """Skills of everyday talk. Public methods return turns."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -46,6 +46,7 @@ class TalkSkills(Skills):
         return [Turn(self._fill(self.choice(questions)), self._fill(self.choice(replies)))]
 
     def question(self) -> list[Turn]:
+        """Ask a common question."""
         turn = self._from_bank(self.choice(self.banks["questions"]))[0]
         what = re.fullmatch(r"What is ((?:an? |the )?[a-z ]+)\?", turn.user)
         if what and "best" not in turn.user and self.chance(0.35):
@@ -56,6 +57,7 @@ class TalkSkills(Skills):
         return [turn]
 
     def advice(self) -> list[Turn]:
+        """Ask for advice or instructions."""
         turn = self._from_bank(self.choice(self.banks["advice"]))[0]
         how = re.fullmatch(r"How do I (.*)\?", turn.user)
         if how and self.chance(0.35):
@@ -63,9 +65,11 @@ class TalkSkills(Skills):
         return [turn]
 
     def identity(self) -> list[Turn]:
+        """Ask about the model itself."""
         return self._from_bank(self.choice(self.banks["identity"]))
 
     def unknowable(self) -> list[Turn]:
+        """Ask for a fact that the model cannot know."""
         if self.chance(0.75):
             return self._from_bank(self.choice(self.banks["unknowable"]))
         if self.chance(0.35):
@@ -77,19 +81,21 @@ class TalkSkills(Skills):
         return [Turn(self._phrase("unknown topic").format(topic), self._phrase("unknown topic replies").format(topic))]
 
     def unknown_how(self) -> list[Turn]:
-        """How to do what the model was never told: it says so."""
+        """Ask for instructions that the model does not have; the reply admits it."""
         verb, thing = (self.choice(items(TABLES[f"unknown {kind}"])) for kind in ("verbs", "things"))
         if self.chance(0.15):
             thing = f"{self.choice(['a', 'my', 'the'])} {self.invented_name().lower()}"
         return [Turn(self._phrase("how to any").format(f"{verb} {thing}"), self._phrase("unknown how replies"))]
 
     def chatter(self) -> list[Turn]:
+        """Open small talk."""
         return self._from_bank(self.choice(self.openers))
 
     def _smalltalk(self, first: str) -> list[Turn]:
         return self._from_bank(self.smalltalk[first])
 
     def greeting(self) -> list[Turn]:
+        """Greet the model."""
         turn = self._smalltalk("Hi")[0]
         part = re.search(r"morning|afternoon|evening", turn.user)
         if part:
@@ -101,6 +107,7 @@ class TalkSkills(Skills):
         return turns
 
     def how_are_you(self) -> list[Turn]:
+        """Ask how the model is."""
         turns = self._smalltalk("How are you?")
         if self.chance(0.2):
             greeting = self.choice(["Hi!", "Hello,", "Hey,", "Hi there!", "Good morning!"])
@@ -108,38 +115,44 @@ class TalkSkills(Skills):
         return turns + (self._smalltalk("I'm good, thanks.") if self.chance(0.5) else [])
 
     def thanks(self) -> list[Turn]:
+        """Thank the model."""
         return self._smalltalk("Thanks!")
 
     def praise(self) -> list[Turn]:
+        """Praise the model."""
         turns = self._smalltalk("You are nice.")
         if self.chance(0.3):
             turns = [replace(turns[0], user=f"{self.choice(['Thanks!', 'Thank you,', 'Thank you!'])} {turns[0].user}")]
         return turns
 
     def rudeness(self) -> list[Turn]:
+        """Insult the model; the reply stays polite."""
         return self._smalltalk("You are stupid.")
 
     def goodbye(self) -> list[Turn]:
+        """Say goodbye."""
         turn = self._smalltalk("Bye")[0]
         if "ight" in turn.user or "sleep" in turn.user:
             replies = ["Good night! Sleep well.", "Good night! Sweet dreams.", "Sleep well! Talk to you soon."]
             turn = replace(turn, reply=self.choice(replies))
         return [turn]
 
-    def _dialogue(self, parts: list[list[str]], go_on: float) -> list[Turn]:
+    def _dialogue(self, parts: list[list[str]], continue_chance: float) -> list[Turn]:
         turns = [Turn(self.choice(parts[0]), self.choice(parts[1]))]
-        if self.chance(go_on):
+        if self.chance(continue_chance):
             turns.append(Turn(self.choice(parts[2]), self.choice(parts[3])))
         return turns
 
     def feeling(self) -> list[Turn]:
+        """Talk about a feeling."""
         return self._dialogue(self.choice(self.feelings), 0.75)
 
     def activity(self) -> list[Turn]:
+        """Talk about an activity."""
         return self._dialogue(self.choice(self.acts), 0.8)
 
     def statement(self) -> list[Turn]:
-        """What users say about their lives; the reply takes up their own words."""
+        """State something about the user's life; the reply repeats words of the statement."""
         users, replies = self.choice(self.banks["statements"])
         values = self._slot_values()
         user, reply = self.choice(users).format_map(values), self.choice(replies).format_map(values)
@@ -154,14 +167,17 @@ class TalkSkills(Skills):
         return turns
 
     def answered(self, reply: str) -> list[Turn]:
-        """The user's answer to the question that the reply ends with, and what is said to that."""
+        """Answer the question at the end of a reply, with the reply to that answer.
+
+        Returns an empty list if no pattern of follow_ups.txt matches.
+        """
         if not reply.endswith(("?", "about.")):
             return []
-        found = [(pattern.search(reply), *rest) for pattern, *rest in self.follow_ups]
-        found = [entry for entry in found if entry[0]]
-        if not found:
+        matches = [(pattern.search(reply), *rest) for pattern, *rest in self.follow_ups]
+        matches = [entry for entry in matches if entry[0]]
+        if not matches:
             return []
-        match, answers, replies = self.choice(found)
+        match, answers, replies = self.choice(matches)
         values = self._slot_values() | {"it": next(filter(None, match.groups()), "")}
         values["number"] = str(self.rng.randint(2, 15))
         answer, reply = self.choice(answers), self.choice(replies)
@@ -172,6 +188,7 @@ class TalkSkills(Skills):
         return [Turn(self.choice([capitalize(answer), answer]), capitalize(reply))]
 
     def fragment(self) -> list[Turn]:
+        """Send unusual input: nothing, random keys, an emoji, or another language."""
         kind = self.rng.choice(["empty", "empty", "keys", "emoji", "languages other", "languages other"])
         if kind == "keys":
             keys = "".join(self.choice(string.ascii_lowercase) for _ in range(self.rng.randint(1, 9)))

@@ -1,4 +1,4 @@
-"""Skills that produce a little text: stories, jokes, riddles, poems and echoes."""
+"""Skills that write short texts: stories, jokes, riddles, poems and echoes."""
 
 from dataclasses import replace
 
@@ -10,25 +10,29 @@ from turns import Turn, article, capitalize, sentence
 
 
 class TextSkills(Skills):
-    """Methods that return turns with a little text made to order."""
+    """Skills that write a short text on request. Public methods return turns or their parts."""
 
     def any_story(self) -> stories.Story:
+        """Write a story about a random topic."""
         return stories.tell(self.rng, stories.random_topic(self.rng))
 
-    def any_told_story(self) -> Turn:
+    def any_story_turn(self) -> Turn:
+        """Return a turn with a story."""
         return Turn("Tell me a story.", self.any_story().text)
 
-    def asked_story(self) -> Turn:
-        """Only the subject is said."""
+    def requested_story(self) -> Turn:
+        """Request a story by its subject alone."""
         topic = stories.random_topic(self.rng)
-        said = self.choice(["{}", "{}.", "About {}.", "about {}", "It should be about {}.", "{}, please."])
-        return Turn(capitalize(said.format(topic.text)), stories.tell(self.rng, topic).text)
+        template = self.choice(["{}", "{}.", "About {}.", "about {}", "It should be about {}.", "{}, please."])
+        return Turn(capitalize(template.format(topic.text)), stories.tell(self.rng, topic).text)
 
     def any_joke(self) -> Turn:
+        """Return a turn with a joke."""
         question, answer = self.choice(list(mapping(TABLES["jokes"]).items()))
         return Turn("Tell me a joke.", f"{question} {answer}")
 
     def story(self) -> list[Turn]:
+        """Request a story, sometimes with a question about it."""
         topic = stories.random_topic(self.rng)
         if self.chance(0.12):
             question = self._phrase("story")
@@ -36,10 +40,10 @@ class TextSkills(Skills):
             short = self.chance(0.15) and topic.can_be_tiny
             topic = replace(topic, tiny=short)
             question = self._story_request("short story about" if short else "story about", topic.text)
-        told = stories.tell(self.rng, topic)
-        turns = [Turn(question, told.text)]
+        result = stories.tell(self.rng, topic)
+        turns = [Turn(question, result.text)]
         if self.chance(0.3):
-            turns += self._about_story(told)
+            turns += self._about_story(result)
         if self.chance(0.12):
             turns.append(Turn(self._phrase("another story"), self.any_story().text))
         return turns
@@ -51,19 +55,20 @@ class TextSkills(Skills):
         kind_only = self.choice(["story", "story", "tale", "bedtime story"])
         return self._phrase(section).format(topic, ask=ask, short=short, kind=kind, kind_only=kind_only, end=end)
 
-    def _about_story(self, told: stories.Story) -> list[Turn]:
-        if f"{told.hero} named {told.hero_name}" not in told.text or told.friend_name not in told.text:
+    def _about_story(self, story: stories.Story) -> list[Turn]:
+        if f"{story.hero} named {story.hero_name}" not in story.text or story.friend_name not in story.text:
             return self._smalltalk("Thanks!")
         return self._templated(
             self._phrase("story questions"),
-            name=told.hero_name,
-            hero=told.hero,
-            friend=told.friend_name,
-            other=told.friend,
-            a_hero=article(told.hero),
+            name=story.hero_name,
+            hero=story.hero,
+            friend=story.friend_name,
+            other=story.friend,
+            a_hero=article(story.hero),
         )
 
     def joke(self) -> list[Turn]:
+        """Request a joke."""
         if self.chance(0.3):
             return self.riddle()
         question, answer = self.choice(list(mapping(TABLES["jokes"]).items()))
@@ -78,6 +83,7 @@ class TextSkills(Skills):
         return turns
 
     def riddle(self) -> list[Turn]:
+        """Request a riddle, and guess its answer."""
         question, answer = self.choice(list(mapping(TABLES["riddles"]).items()))
         answer = answer[0].lower() + answer[1:]
         solution = answer.rstrip(".")
@@ -86,6 +92,7 @@ class TextSkills(Skills):
         return [Turn(self._phrase("riddle"), question), Turn(guess, f"{praise}The answer is {answer}")]
 
     def poem(self) -> list[Turn]:
+        """Request a poem."""
         topic, lines = self.choice(list(mapping(TABLES["poems"]).items()))
         if topic not in ("rain", "love", "winter", "spring", "snow", "summer", "fall", "school", "home"):
             topic = f"the {topic}" if topic in ("moon", "sun", "sea", "night") else article(topic)
@@ -94,6 +101,7 @@ class TextSkills(Skills):
         return [Turn(question, lines.replace(" / ", "\n"))]
 
     def echo(self) -> list[Turn]:
+        """Request exact words."""
         word = self.choice(items(TABLES["spelling"], " "))
         animal = f"{self.choice(stories.ADJECTIVES)} {self.choice(stories.ANIMALS)}"
         phrase, name, count = (

@@ -1,11 +1,11 @@
-"""Trains the bundled chat model from scratch: pretraining on everything, then fine-tuning on what the assistant says.
+"""Train the bundled chat model from scratch: pretraining on all texts, then fine-tuning on assistant messages.
 
     python training/train.py pretrain --data DATA --out OUT --minutes 3
     python training/train.py finetune --data DATA --out OUT --minutes 6
 
-DATA is what prepare.py wrote. Each stage keeps OUT/<stage>.pt and goes on from there when it is started again; its
-best weights end up in OUT/<stage>.safetensors, where the second stage begins. The model is written in plain PyTorch
-with the parameter names of a Hugging Face Qwen3 checkpoint, so that saving it is all the conversion there is.
+DATA is the output of prepare.py. Each stage writes OUT/<stage>.pt and resumes from it when it is started again. Its
+best weights are in OUT/<stage>.safetensors, from which fine-tuning starts. The model is plain PyTorch with the
+parameter names of a Hugging Face Qwen3 checkpoint, so no conversion is needed.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 LEARN = 0x8000
 IGNORE = -100
-# Fine-tuning pads documents of about the same length together: these lengths are where one group ends.
+# Fine-tuning pads documents of similar length together. These are the largest lengths of the groups.
 WIDTHS = (64, 128, 192, 256, 384, 512, 1024)
 
-# Shares of the tokens, by source. Pretraining sees all of it; fine-tuning what is fit to be said by the model.
+# Shares of the tokens, by source. Pretraining uses all sources, fine-tuning only those that suit an assistant.
 PRETRAIN = {
     "generated": 0.45,
     "selfdialogue": 0.16,
@@ -68,11 +68,14 @@ class Config:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding to x [batch, length, heads, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Attention(nn.Module):
+    """Causal self-attention with grouped queries, q/k norm and rotary embedding."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.head_dim = config.head_dim
@@ -94,6 +97,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Feed-forward block with SiLU gate."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -105,6 +110,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """A decoder layer."""
+
     def __init__(self, config: Config, dropout: float):
         super().__init__()
         self.self_attn, self.mlp = Attention(config), MLP(config)
@@ -139,7 +146,11 @@ class Qwen3(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.num_hidden_layers) if branch_end else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the cross-entropy over the targets that are not IGNORE."""
+        """Return the sum of the cross-entropy over the targets that are not IGNORE.
+
+        Args:
+            tokens, targets: int64 [batch, length]
+        """
         x = self.model["embed_tokens"](tokens)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for layer in self.model["layers"]:
@@ -149,7 +160,7 @@ class Qwen3(nn.Module):
 
 
 class Documents:
-    """Every document of the sources, and where each one begins and ends."""
+    """The tokens of all sources, and the start and end of each document."""
 
     def __init__(self, folder: Path, shares: dict[str, float], end_of_text: int):
         self.shares = {source: share for source, share in shares.items() if (folder / f"{source}.npy").exists()}
@@ -161,24 +172,27 @@ class Documents:
             self.spans.append(np.stack((np.concatenate(([0], ends[:-1])), ends), axis=1) + offset)
             offset += len(array)
 
-    def draw(self, rng: np.random.Generator, tokens: int) -> np.ndarray:
-        """Spans of about `tokens` tokens in all, the sources mixed by their shares."""
-        drawn = []
+    def sample(self, rng: np.random.Generator, tokens: int) -> np.ndarray:
+        """Sample documents with about `tokens` tokens in all, by the shares of the sources.
+
+        Returns (start, end) of each document, int64 [documents, 2].
+        """
+        sampled = []
         for spans, share in zip(self.spans, self.shares.values()):
-            want = tokens * share / sum(self.shares.values()) / np.diff(spans).mean()
-            drawn.append(spans[rng.integers(len(spans), size=int(want) + int(rng.random() < want % 1))])
-        return rng.permutation(np.concatenate(drawn))
+            expected = tokens * share / sum(self.shares.values()) / np.diff(spans).mean()
+            sampled.append(spans[rng.integers(len(spans), size=int(expected) + int(rng.random() < expected % 1))])
+        return rng.permutation(np.concatenate(sampled))
 
     def packed(self, rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Whole documents one after another, cut into rows; everything is a target."""
+        """Return tokens and targets of concatenated documents, cut into rows; every token is a target."""
         size = rows * (length + 1)
-        spans = self.draw(rng, int(size * 1.1) + 4 * length)
+        spans = self.sample(rng, int(size * 1.1) + 4 * length)
         stream = np.concatenate([self.tokens[start:end] for start, end in spans]) & ~np.uint16(LEARN)
         block = np.resize(stream, size).reshape(rows, length + 1).astype(np.int64)
         return block[:, :-1], block[:, 1:]
 
     def padded(self, spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """One document a row, as it will be met in use; marked tokens are the targets."""
+        """Return tokens and targets with one document a row, as in use; marked tokens are the targets."""
         width = min(length, -(-int(np.diff(spans).max()) // 32) * 32)
         index = spans[:, :1] + np.arange(width + 1)
         block = self.tokens[np.minimum(index, len(self.tokens) - 1)].astype(np.int64)
@@ -187,23 +201,24 @@ class Documents:
         return np.where(inside, tokens, 0)[:, :-1], targets[:, 1:]
 
     def batches(self, stage: str, step: int, options: argparse.Namespace) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The micro-batches of a step: a function of the seed and the step alone, so a run can be resumed."""
+        """Return the micro-batches of a step. They depend only on the seed and the step, so a run can be resumed."""
         rng = np.random.default_rng((options.seed, step))
         if stage == "pretrain":
             return [self.packed(rng, options.batch_tokens // options.length, options.length)]
-        spans = self.draw(rng, options.batch_tokens)
+        spans = self.sample(rng, options.batch_tokens)
         spans = spans[np.argsort(spans[:, 1] - spans[:, 0], kind="stable")]
         cuts = np.searchsorted(spans[:, 1] - spans[:, 0], WIDTHS, side="right")
         return [self.padded(part, options.length) for part in np.split(spans, cuts) if len(part)]
 
 
 def to_device(array: np.ndarray, device: str) -> Tensor:
+    """Copy an array to the device."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device == "cuda" else tensor
 
 
 def held_out_bits(model: nn.Module, folder: Path, end_of_text: int, device: str, length: int) -> dict[str, float]:
-    """Bits per byte of each source's held-out text: of a chat the assistant's side, of plain text everything."""
+    """Return the bits per byte of each source's held-out text: assistant messages, or the whole plain text."""
     model.eval()
     bits = {}
     for source, size in json.loads((folder / "bytes.json").read_text()).items():
@@ -220,6 +235,7 @@ def held_out_bits(model: nn.Module, folder: Path, end_of_text: int, device: str,
 
 
 def save_model(model: Qwen3, config: Config, out: Path, name: str) -> None:
+    """Write the weights in bf16, and config.json."""
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, out / f"{name}.safetensors", metadata={"format": "pt"})
     described = asdict(config) | {
@@ -241,18 +257,19 @@ def save_model(model: Qwen3, config: Config, out: Path, name: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line, with the defaults of the stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["pretrain", "finetune"])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=4.0, help="the learning rate follows the clock")
-    parser.add_argument("--init", type=Path, help="weights to start from; default: those of the stage before")
+    parser.add_argument("--minutes", type=float, default=4.0, help="duration; it sets the learning rate")
+    parser.add_argument("--init", type=Path, help="weights to start from; default: the weights of the previous stage")
     parser.add_argument("--batch-tokens", type=int, help="default: 131072 to pretrain, 262144 to fine-tune")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--learning-rate", type=float, help="default: 2e-3 to pretrain, 1.5e-3 to fine-tune")
     parser.add_argument("--dropout", type=float, help="default: 0.1 to pretrain, 0 to fine-tune")
-    parser.add_argument("--evaluations", type=int, default=6, help="how often to look at the held-out text")
-    parser.add_argument("--patience", type=int, default=3, help="stop after so many evaluations without a better one")
+    parser.add_argument("--evaluations", type=int, default=6, help="number of evaluations on the held-out text")
+    parser.add_argument("--patience", type=int, default=3, help="stop after N evaluations without an improvement")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     pretrain = options.stage == "pretrain"
@@ -268,6 +285,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_optimizer(model: nn.Module, learning_rate: float, device: str) -> torch.optim.AdamW:
+    """Return AdamW, with weight decay on matrices only."""
     decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -275,11 +293,12 @@ def make_optimizer(model: nn.Module, learning_rate: float, device: str) -> torch
 
 
 def rate_at(progress: float) -> float:
-    """Share of the peak learning rate: a short warm-up, a plateau, and a linear way down over the second half."""
+    """Return the share of the peak learning rate: a short warm-up, a plateau, and a linear decay in the second half."""
     return max(0.0, min(1.0, progress / 0.02 + 0.01, (1.0 - progress) / 0.5))
 
 
 def train(options: argparse.Namespace) -> None:
+    """Run one stage."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")

@@ -1,4 +1,4 @@
-"""One exchange of a chat, and the small grammar that replies are made with."""
+"""One exchange of a chat, and grammar functions for replies."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ IRREGULAR_PLURALS = mapping(sections("tables.txt")["irregular plurals"])
 
 @dataclass(frozen=True)
 class Turn:
-    """A user turn and its reply; `short` is the reply as a word or phrase, `exact` keeps typing noise away."""
+    """A user message and its reply. `short` is the reply as a word or phrase; `exact` disables typing noise."""
 
     user: str
     reply: str
@@ -18,25 +18,29 @@ class Turn:
 
 
 def capitalize(text: str) -> str:
+    """Capitalize the first letter only."""
     return text[:1].upper() + text[1:]
 
 
 def sentence(text: str) -> str:
-    """With a capital letter and a final stop."""
+    """Add a capital letter and a final period."""
     return capitalize(text) if text[-1] in ".!?" else f"{capitalize(text)}."
 
 
 def listing(words: list[str]) -> str:
+    """Join words with commas and "and"."""
     if len(words) < 3:
         return " and ".join(words)
     return f"{', '.join(words[:-1])}, and {words[-1]}"
 
 
 def article(noun: str) -> str:
+    """Add "a" or "an" to a noun."""
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def plural(noun: str) -> str:
+    """Return the plural of a noun."""
     if noun in IRREGULAR_PLURALS:
         return IRREGULAR_PLURALS[noun]
     if noun.endswith(("s", "x", "ch", "sh")):

@@ -1,4 +1,4 @@
-"""The user's side as people type it: other words for the same, short forms, missing stops, typos, shouting."""
+"""Typing noise in user messages: synonyms, short forms, missing periods, typos and capital letters."""
 
 import random
 import re
@@ -46,7 +46,7 @@ AFTER = ["!!", "??", "!!!", " ...", " please", ", please", " :)", " now", "?", "
 
 
 def typed(rng: random.Random, turn: Turn) -> Turn:
-    """The turn with its user's side typed carelessly, or as it was."""
+    """Return the turn, in most cases with noise in its user message."""
     user = turn.user
     if turn.exact or len(user) > LONGEST_WITH_NOISE:
         return turn
@@ -78,7 +78,7 @@ def typed(rng: random.Random, turn: Turn) -> Turn:
 
 
 def _other_words(rng: random.Random, user: str) -> str:
-    """With some of its words said in the other way."""
+    """Replace a phrase by a synonym of SAME."""
     for one, other in rng.sample(SAME, len(SAME)):
         if rng.random() < 0.5:
             one, other = other, one

@@ -4,14 +4,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from .arguments import Flag, Text, function, mapping, shown
+from .arguments import Flag, Integer, Text, function, mapping, shown
 from .blocks.spec import ModelSpec
 from .blocks.weights import Weights
 from .checkpoint.hub import BUNDLED, fetch_weights, resolve_model
@@ -42,7 +42,7 @@ from .text.prompt import Encoded, Prompt, listed, prompt_ids
 from .text.tokenizer import Tokenizer
 from .tuning.configs import PassConfigs
 
-FLAG, TEXT = Flag(), Text()
+FLAG, TEXT, CALLERS = Flag(), Text(), Integer(1)
 FIRST_TURN = 64  # tokens of the largest prompt pass that an engine of one slot captures before it is ready
 
 
@@ -59,6 +59,7 @@ class Engine:
     plan: EnginePlan
     name: str
     threads: int | None = None  # number of CPU threads; None: the user has chosen
+    grammars: InitVar[Grammars | None] = None
 
     @classmethod
     def load(
@@ -67,6 +68,7 @@ class Engine:
         *,
         progress: Callable[[int, int], None] | None = None,
         compiling: Callable[[int, int], None] | None = None,
+        callers: int | None = None,
         **options: Any,
     ) -> Self:
         """Load a checkpoint.
@@ -76,6 +78,8 @@ class Engine:
                 directory of that name.
             progress: called with (bytes done, bytes in all) while weights load.
             compiling: called with (kernels done, kernels in all) while kernels compile, from several threads.
+            callers: threads that submit prompts at the same time; None: as many as slots. For several, `load` also
+                does `warm_up`, while weights load and kernels compile.
             options: the fields of EngineOptions.
 
         On a CPU the engine sets PyTorch's number of threads: one for a tiny model, else the number of free cores. A
@@ -88,6 +92,7 @@ class Engine:
         """
         function("progress", progress)
         function("compiling", compiling)
+        callers = None if callers is None else CALLERS.check("callers", callers)
         requested = EngineOptions(**{name: named(value) for name, value in options.items()})
         device = find_device(requested)
         path = resolve_model(model, weights=False)
@@ -95,11 +100,18 @@ class Engine:
         plan.check()
         fetch_weights(model, path)
         tokenizer = Tokenizer.load(path)
+        callers = callers or plan.slots
+        tokenizer.start(callers)
+        grammars = Grammars(tokenizer, plan.spec.vocab_size, plan.spec.stop_ids)
+        if callers > 1:
+            grammars.start()
         cores = threads.FreeCores()
         weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)
         name = BUNDLED.name if model is None else str(model)
-        engine = cls.build(plan, weights, tokenizer, name, compiling=compiling)
+        engine = cls.build(plan, weights, tokenizer, name, compiling=compiling, grammars=grammars)
         engine.threads = threads.choose(plan.memory.weights, cores) if device.type == "cpu" else None
+        if callers > 1:
+            engine.warm_up()
         return engine
 
     @classmethod
@@ -111,20 +123,22 @@ class Engine:
         name: str = "",
         configs: Mapping[int, PassConfigs] | None = None,
         compiling: Callable[[int, int], None] | None = None,
+        grammars: Grammars | None = None,
     ) -> Self:
         """Build an engine from weights that are on their device already.
 
         Args:
             configs: launch configs by rows, by default those chosen for the GPU.
             compiling: as for `load`.
+            grammars: those of this tokenizer and model, if they are being prepared already.
         """
         with allocating(plan.capacity, plan.device):
             model = model_of(plan, weights, configs)
         if plan.graphs.captured:
             compile_passes(model, plan.graphs.sizes, plan.graphs.prompt_attention, compiling)
-        return cls(model, tokenizer, plan, name)
+        return cls(model, tokenizer, plan, name, grammars=grammars)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, grammars: Grammars | None) -> None:
         graphs, options = self.graphs, self.plan.options
         dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
         self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention, compiled=graphs.captured)
@@ -134,10 +148,21 @@ class Engine:
         runners = (lambda: self.steps), (lambda: self.prompts)  # benchmarks replace them
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, options.prefix_sharing)
         scheduler = Scheduler(self.model, self.tokenizer, *runners, ahead, policy)
+        self._grammars = grammars or Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         if self.model.verify:
+            self._grammars.wait()  # it holds the GIL, which would count as a cost
             self.steps.costs = measure_costs(self.steps, scheduler.slots)
-        self._grammars = Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
+
+    def warm_up(self) -> None:
+        """Wait for the child processes that render prompts, and build the vocabulary of grammars.
+
+        Then no request waits for them. `load` does this for several callers, a server for any engine.
+        """
+        self._grammars.start()
+        if self.tokenizer is not None:
+            self.tokenizer.wait()
+        self._grammars.wait()
 
     def close(self) -> None:
         """Cancel all requests and free the memory. Later calls raise EngineClosed."""

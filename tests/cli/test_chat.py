@@ -15,11 +15,13 @@ from tridecode import Engine, SamplingParams
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.command import converse
 from tridecode.cli.chat.conversation import Conversation
-from tridecode.cli.chat.display import Thinking, opens_thinking
+from tridecode.cli.chat.display import Display
 from tridecode.cli.chat.lines import PlainReader, join_blocks, unfinished, unquoted
+from tridecode.cli.chat.local import opens_thinking
 from tridecode.cli.signals import one_interrupt
 from tridecode.cli.terminal import Output
 from tridecode.errors import PromptError
+from tridecode.text.thinking import ThinkSplitter
 
 
 @pytest.fixture(scope="module")
@@ -263,15 +265,6 @@ def test_resume_and_named_sessions(piped, tiny, state):
     assert code == 1 and "session name" in err
 
 
-class Answer:
-    """Where an answer is shown."""
-
-    def __init__(self):
-        self.shown = []
-        self.finish = self.abort = lambda: self.shown.append("|")
-        self.push = self.shown.append
-
-
 @pytest.mark.parametrize(
     "pieces, opened, hide, out, answer",
     [
@@ -284,14 +277,15 @@ class Answer:
     ],
 )
 def test_thinking_is_shown_apart(capsys, pieces, opened, hide, out, answer):
-    shows = Answer()
-    display = Thinking(Output(), shows, opened, hide)
+    shown = []
+    sink = SimpleNamespace(push=shown.append, finish=lambda: shown.append("|"), pause=None, resume=None)
+    display = Display(Output(), sink, splitter := ThinkSplitter(opened), hide)
     for piece in pieces:
-        display.push(piece)
+        display.push(splitter.feed(piece))
+    display.push(splitter.finish())
     display.finish()
-    display.abort()
     read = capsys.readouterr()
-    assert read.out == out and "".join(shows.shown) == answer + "||"
+    assert read.out == out and "".join(shown) == answer + "|"
     assert ("thought for " in read.err) == (bool(out) or hide)
 
 

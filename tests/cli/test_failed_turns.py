@@ -117,7 +117,7 @@ def lost(monkeypatch):
 def test_a_lost_gpu_ends_the_chat_and_loses_no_turn(session, lost, state, command):
     store = sessions.Store(sessions.named("work"), "m")
     chat = session(["fine"], [RuntimeError("CUDA error: device-side assert triggered")], store=store)
-    chat.engine.device = torch.device("cuda", 0)
+    chat.engine.device = chat.model.device = torch.device("cuda", 0)
     assert chat.handle("one") and not chat.handle(command)
     assert chat.exit_code == 3 == DEVICE_LOST
     assert chat.read()[1].endswith("tridecode: error: cuda:0 can no longer be used by this program; the chat ends\n")
@@ -127,7 +127,7 @@ def test_a_lost_gpu_ends_the_chat_and_loses_no_turn(session, lost, state, comman
 def test_a_gpu_out_of_memory_is_not_lost(session, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     chat = session([torch.OutOfMemoryError("CUDA out of memory")], ["fine"])
-    chat.engine.device = torch.device("cuda", 0)
+    chat.engine.device = chat.model.device = torch.device("cuda", 0)
     assert chat.handle("one") and chat.handle("two")
     assert "error: out of memory; choose a smaller" in chat.read()[1] and len(chat.conversation.turns) == 1
 

@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from chats import ENVIRONMENT, READY, ROOT, leaves
+from chats import ENVIRONMENT, READY, ROOT, enter, leave
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -81,7 +81,7 @@ def test_help_fits_the_window_and_is_not_dim(session, width):
     chat, stream = session(), io.StringIO()
     chat.output = Output()
     chat.output.errors = Console(file=stream, force_terminal=True, width=width, _environ={"TERM": "xterm"})
-    chat.output._unwrapped = False
+    chat.output.wraps = True
     assert chat.handle("/help")
     shown = stream.getvalue()
     assert "\x1b[2m" not in shown and "\x1b[1mKeys\x1b[0m" in shown
@@ -101,21 +101,12 @@ def test_a_title_stands_at_the_left():
     assert terminal.shown.startswith("Mean and median\n")
 
 
-def ask(child, message: str) -> None:
-    child.send(f"{message}\r")
-    child.expect_exact("tok/s")
-    child.expect_exact(READY)
-
-
 def test_turns_are_told_apart(terminal):
     child = terminal("--temperature", 0)
-    ask(child, "Hello")
-    child.send("/set seed\r")
-    child.expect_exact("needs a value")
-    child.expect_exact(READY)
-    ask(child, "Thanks, bye!")
-    child.sendeof()
-    leaves(child)
+    enter(child, "Hello\r", "tok/s")
+    enter(child, "/set seed\r", "needs a value")
+    enter(child, "Thanks, bye!\r", "tok/s")
+    leave(child)
     shown = child.screen.getvalue()
     assert "\x1b[36m> Hello\x1b[0m" in shown and "\x1b[36m> Thanks, bye!\x1b[0m" in shown, "in a colour"
     screen = pyte_lines(shown)
@@ -133,12 +124,9 @@ def pyte_lines(written: str) -> list[str]:
 
 def test_no_color_is_obeyed(terminal):
     child = terminal("--temperature", 0, NO_COLOR="1")
-    ask(child, "Hello")
-    child.send("/nothing\r")
-    child.expect_exact("there is no command")
-    child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    enter(child, "Hello\r", "tok/s")
+    enter(child, "/nothing\r", "there is no command")
+    leave(child)
     assert not COLOUR.search(child.screen.getvalue())
 
 
@@ -146,7 +134,7 @@ def test_plain_takes_nothing_back(terminal, endless):
     """What a screen reader has read is never written again: of an answer, of a message, or of a prompt that is read."""
     child = terminal("--plain", "--model", endless, "--max-tokens", 40, "--seed", 3, "--max-seq-len", 60_000)
     before = len(child.screen.getvalue())
-    ask(child, "Hello there")
+    enter(child, "Hello there\r", "tok/s")
     shown = child.screen.getvalue()[before:]
     assert "\x1b[36m> Hello there" not in shown, "typed, and not printed once more"
     answer = shown.partition("2004h")[2].partition("\x1b[2m")[0]
@@ -155,17 +143,15 @@ def test_plain_takes_nothing_back(terminal, endless):
     child.expect_exact("reading a prompt of ")
     child.expect_exact("tok/s")
     child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    leave(child)
     assert "\x1b[G" not in child.screen.getvalue() and "loading \x1b" not in child.screen.getvalue()
 
 
 def test_plain_text_is_wrapped_in_a_terminal_only(terminal, piped):
     child = terminal("--plain", "--temperature", 0, COLUMNS="")
     child.setwinsize(50, 40)
-    ask(child, "How do I make a cup of tea?")
-    child.sendeof()
-    leaves(child)
+    enter(child, "How do I make a cup of tea?\r", "tok/s")
+    leave(child)
     answer = child.screen.getvalue().rpartition("2004hB")[2].partition("\x1b")[0].split("\r\n")[:-1]
     assert len(answer) > 2 and max(map(len, answer)) < 40 and min(map(len, answer[:-1])) > 25, answer
     whole = piped("How do I make a cup of tea?\n", "--temperature", "0")[1]

@@ -4,7 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from chats import READY, leaves, said
+from chats import enter, leave, said
 
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.conversation import Conversation
@@ -52,7 +52,7 @@ def test_overflow_can_drop_the_oldest_turns(session):
 def test_tokens_are_counted_only_where_they_could_be_too_many(session):
     counted = []
     chat = session(["a"], ["b"], ["c"], ["d"])
-    chat.engine.capacity = 10_000
+    chat.model.capacity = 10_000
     chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages, context: counted.append(len(messages)) or [0])
     for line in ("one", "two", "x" * 3000, "/system Sys", "four"):
         chat.handle(line)
@@ -144,12 +144,9 @@ def test_a_terminal_makes_room_and_a_pipe_refuses(terminal, piped):
     assert code == 1 and "this turn needs" in err and out.count("\n") == 1
     child = terminal("--temperature", 0, "--max-seq-len", 70)
     for _ in range(2):
-        child.send(f"{QUESTION}\r")
-        child.expect_exact("tok/s")
-        child.expect_exact(READY)
+        enter(child, f"{QUESTION}\r", "tok/s")
     assert "turn 1 is no longer sent to the model" in child.screen.getvalue()
-    child.sendeof()
-    leaves(child)
+    leave(child)
 
 
 @pytest.mark.parametrize("kind", [(), ("--raw",)], ids=["chat", "raw"])

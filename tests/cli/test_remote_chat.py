@@ -5,12 +5,12 @@ import re
 import sys
 
 import pytest
-from chats import READY, leaves, said
+from chats import READY, enter, leave, said
 from openai_server import FakeServer
 from servers import ANSWER, CHAT, Running, slow_passes, until
 
 from tridecode import Engine, SamplingParams
-from tridecode.cli.chat.remote import OURS, Answer, RemoteModel, ServerError, events, sent
+from tridecode.cli.chat.remote import OURS, Answer, ServerError, events, sent
 
 QUESTION = CHAT[0]["content"]
 
@@ -144,11 +144,8 @@ def test_ctrl_c_stops_the_answer_and_the_servers_work(terminal, monkeypatch, tmp
         assert running.metric("generation_tokens_total") < 500
         child.expect_exact(READY)
         child.send("/set ignore_eos default\r")
-        child.send("What is 17 + 25?\r")
-        child.expect_exact("first ")
-        child.expect_exact(READY)
-        child.sendeof()
-        leaves(child)
+        enter(child, "What is 17 + 25?\r", "first ")
+        leave(child)
 
 
 def test_tab_offers_the_options_that_the_server_takes(terminal, served):
@@ -156,8 +153,7 @@ def test_tab_offers_the_options_that_the_server_takes(terminal, served):
     child.send("/set re\t1.5\r")  # and no regex
     child.expect_exact("repetition_penalty is 1.5")
     child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    leave(child)
 
 
 # ---- with servers of other kinds
@@ -166,14 +162,11 @@ def test_tab_offers_the_options_that_the_server_takes(terminal, served):
 def test_tab_offers_the_models_of_the_server_and_no_overflow_that_it_cannot_have(terminal):
     with FakeServer(tokens=1) as server:
         child = terminal("--url", server.url, TRIDECODE_API_KEY="")
-        child.send("/model an\t\r")
-        child.expect_exact(f"another on {server.url}: ")
-        child.expect_exact(READY)
+        enter(child, "/model an\t\r", f"another on {server.url}: ")
         child.send("/set overflow d\t\r")  # and no drop-oldest
         child.expect_exact("overflow is error")
         child.expect_exact(READY)
-        child.sendeof()
-        leaves(child)
+        leave(child)
 
 
 @pytest.mark.parametrize("how, says", [
@@ -265,11 +258,11 @@ def test_without_httpx_it_says_what_to_install(piped, monkeypatch):
     assert code == 1 and errors(err) == [f"chat --url needs the package httpx; {fix}"]
 
 
-def test_sampling_options_have_the_servers_names():
-    model = object.__new__(RemoteModel)
-    model.name, model.owner = "m", "llamacpp"
-    body = model._body({}, {"repetition_penalty": 1.2, "seed": None, "stop": ()}, None)
-    assert body == {"model": "m", "repeat_penalty": 1.2}
+def test_sampling_options_have_the_servers_names(asked):
+    with FakeServer(tokens=1, owner="llamacpp") as server:
+        asked("one\n", "--repetition-penalty", 1.2, "--top-k", 3, url=server.url)
+        [body] = server.bodies
+        assert (body["repeat_penalty"], body["top_k"]) == (1.2, 3) and "repetition_penalty" not in body
 
 
 # ---- events

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from chats import READY, leaves, said
+from chats import enter, leave, said
 from rich.cells import cell_len
 
 from tridecode import cli as commands
@@ -220,14 +220,9 @@ def test_resume_shows_the_last_turns_in_a_terminal(terminal):
     keep("rivers")
     child = terminal("--resume")
     assert "And a lake?" in child.screen.getvalue() and "Como" in child.screen.getvalue()
-    child.send("/title Water\r")
-    child.expect_exact("the title is Water")
-    child.expect_exact(READY)
-    child.send("/load riv\t\r")
-    child.expect_exact("continuing 2 turns")
-    child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    enter(child, "/title Water\r", "the title is Water")
+    enter(child, "/load riv\t\r", "continuing 2 turns")
+    leave(child)
     assert store.read(store.named("rivers")).title == "Water"
 
 

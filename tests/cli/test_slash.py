@@ -13,6 +13,7 @@ from tridecode import SamplingParams
 from tridecode.cli.chat import stats
 from tridecode.cli.chat.clipboard import LARGEST
 from tridecode.cli.chat.command import converse
+from tridecode.cli.chat.model import Thinking
 from tridecode.cli.chat.settings import CHOICES, NAMES
 from tridecode.cli.chat.slash import COMMANDS, GROUPS
 from tridecode.cli.terminal import Output
@@ -91,7 +92,7 @@ def test_edit_puts_the_message_into_the_prompt(session):
     chat.handle(" /etc/passwd is what?")
     chat.handle("/edit")
     typed, drafts = ["//etc/shadow is what?", "/exit"], []
-    reader = SimpleNamespace(read=lambda draft: drafts.append(draft) or typed.pop(0), is_editor=True)
+    reader = SimpleNamespace(read=lambda draft: drafts.append(draft) or typed.pop(0))
     assert converse(chat, reader) == 0
     assert drafts == [" /etc/passwd is what?", ""]
     assert chat.conversation.turns == (("/etc/shadow is what?", "two"),)
@@ -274,7 +275,7 @@ def test_save_load_and_export(session, tmp_path):
 
 def test_every_command_is_in_the_help(session):
     chat = session()
-    chat.thinks = True  # /think is only for models that can
+    chat.thinking = Thinking(possible=True)  # /think is only for models that can
     chat.handle("/help")
     lines = chat.read()[1].splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  /")] == [*COMMANDS, "//"]
@@ -349,7 +350,7 @@ def test_an_answer_too_long_for_the_clipboard(session, monkeypatch):
     chat = session(["x" * LARGEST], ["x" * (LARGEST - 2) + "é" * 2])
     chat.output = as_terminal(monkeypatch)
     chat.plain = True
-    chat.engine.capacity = 10**6
+    chat.model.capacity = 10**6
     for line, copied in (("one", True), ("two", False)):
         chat.handle(line)
         chat.read()
@@ -384,7 +385,7 @@ def gpu(monkeypatch):
 
 def test_stats_of_a_gpu(session, gpu):
     chat = session(["a", "b"], ["c"])
-    chat.engine.device = torch.device("cuda", 0)
+    chat.engine.device = chat.model.device = torch.device("cuda", 0)
     chat.handle("/stats")
     shown = chat.read()[1]
     assert "GPU memory: 50.0 GiB by this chat, 60.0 of 100.0 GiB in use" in shown and not gpu, "no answer yet"
@@ -398,7 +399,7 @@ def test_stats_of_a_gpu(session, gpu):
 def test_bandwidth_is_left_out_where_no_memory_is_free(session, gpu, monkeypatch):
     monkeypatch.setattr(stats, "free_memory", lambda device: 2**20)
     chat = session(["a", "b"])
-    chat.engine.device = torch.device("cuda", 0)
+    chat.engine.device = chat.model.device = torch.device("cuda", 0)
     for line in ("x", "/stats"):
         chat.handle(line)
     assert "too little memory is free to measure" in chat.read()[1] and not gpu

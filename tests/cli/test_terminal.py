@@ -8,7 +8,7 @@ import termios
 import time
 
 import pytest
-from chats import READY, STREAMS, leaves
+from chats import READY, STREAMS, enter, leave, leaves
 
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.conversation import Conversation
@@ -29,9 +29,7 @@ def test_in_a_terminal(endless, terminal):
         child.expect(r"stopped after (\d+) tokens? and [\d.]+ s; kept in the conversation")
         assert int(child.match[1]) > 0 and time.monotonic() - began < 2
         child.expect_exact(READY)
-    child.send("/stats\r")
-    child.expect_exact("2 turns")
-    child.expect_exact(READY)
+    enter(child, "/stats\r", "2 turns")
     time.sleep(1)  # a Ctrl-C right after an answer was stopped was meant for that answer
     child.sendintr()
     child.expect_exact("leaves")
@@ -54,8 +52,7 @@ def test_markdown_in_a_terminal(endless, terminal, state):
     assert time.monotonic() - began < 2
     child.expect_exact(READY)
     time.sleep(1)
-    child.sendeof()
-    leaves(child)
+    leave(child)
     assert child.screen.getvalue().count("\x1b[?25l") <= child.screen.getvalue().count("\x1b[?25h"), "cursor hidden"
     (file,) = (state / "sessions").iterdir()
     assert len(sessions.read(file).turns[0][1]) > 20
@@ -63,25 +60,16 @@ def test_markdown_in_a_terminal(endless, terminal, state):
 
 def test_lines_are_edited(terminal, state):
     child = terminal("--max-tokens", 2, "--temperature", 0)
-
-    def ask(keys):
-        child.send(keys)
-        child.expect_exact("context ")
-        child.expect_exact(READY)
-
-    ask("\x1b[200~pasted one\n/exit\nthree\n\x1b[201~\r")
-    ask("alt\x1b\renter\r")
-    ask('"""quoted\r/exit\r"""\r')
-    child.send("/syx\x7f\t Be brief.\r")
-    child.expect_exact("the system turn is set")
-    child.expect_exact(READY)
+    enter(child, "\x1b[200~pasted one\n/exit\nthree\n\x1b[201~\r", "context ")
+    enter(child, "alt\x1b\renter\r", "context ")
+    enter(child, '"""quoted\r/exit\r"""\r', "context ")
+    enter(child, "/syx\x7f\t Be brief.\r", "the system turn is set")
     child.send("/edit\r")
     child.expect_exact("/exit")
     child.sendintr()
     child.expect_exact("Up brings it back")
     child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    leave(child)
     (file,) = (state / "sessions").iterdir()
     saved = sessions.read(file)
     users = [user for user, _ in saved.turns]
@@ -94,11 +82,8 @@ def test_lines_are_edited(terminal, state):
     assert f"session {file.stem}: continuing {len(users)} turns" in child.screen.getvalue()
     child.send("\x1b[A\r")  # /edit, the last line of the chat before
     child.expect_exact("/exit")
-    child.send("\x1b\rmore\r")
-    child.expect_exact("context ")
-    child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    enter(child, "\x1b\rmore\r", "context ")
+    leave(child)
     assert len(sessions.read(file).turns) == len(users) and sessions.read(file).turns[-1][0].endswith("\nmore")
 
 
@@ -128,7 +113,7 @@ TYPED = {
 
 def test_every_command_is_accepted(terminal, tmp_path):
     child = terminal("--max-tokens", 4, "--temperature", 0)
-    ask(child, "Hello")
+    enter(child, "Hello\r", "context ")
     for name, (rest, words) in TYPED.items():
         child.send(f"{name} {rest.format(path=tmp_path)}".rstrip() + "\r")
         child.expect(f"(?i){re.escape(words)}")
@@ -139,13 +124,6 @@ def test_every_command_is_accepted(terminal, tmp_path):
     shown = child.screen.getvalue()
     assert "there is no command" not in shown and "tridecode: error" not in shown
     assert sessions.read(tmp_path / "talk.json").turns[0][0] == "Hello again" and (tmp_path / "talk.md").exists()
-
-
-def ask(child, message: str, shows: str = "context ") -> None:
-    """A whole turn; shows: a part of the line after it."""
-    child.send(f"{message}\r")
-    child.expect_exact(shows)
-    child.expect_exact(READY)
 
 
 def interrupt(child) -> float:
@@ -186,11 +164,8 @@ def test_keys_during_an_answer_are_for_the_next_prompt(terminal, endless):
     child.expect_exact("context ")
     assert "/set" not in child.before  # behind it the next prompt may be there already
     child.expect_exact(READY)
-    child.send("\r")
-    child.expect_exact("top_k is 7")
-    child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    enter(child, "\r", "top_k is 7")
+    leave(child)
 
 
 def test_a_paste_during_an_answer_is_one_message(terminal, endless, state):
@@ -200,15 +175,10 @@ def test_a_paste_during_an_answer_is_one_message(terminal, endless, state):
     child.send("one\r")
     child.expect_exact("2004h")  # a terminal marks pastes from here on
     child.expect(r"[^\s\x1b]{20}")
-    child.send("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
-    child.expect_exact("context ")
-    child.expect_exact(READY)
+    enter(child, "\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~", "context ")
     child.expect_exact("the last line")
-    child.send("\r")
-    child.expect_exact("context ")
-    child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    enter(child, "\r", "context ")
+    leave(child)
     assert [user for user, _ in only_session(state).turns] == ["one", text]
 
 
@@ -226,12 +196,9 @@ def test_a_long_prompt_stops_at_once(terminal, endless, state):
         child.expect_exact("the turn is not kept")
         child.expect_exact(READY)
     assert store.load().turns == (("word " * 12_000, "fine"),)
-    child.send("/clear\r")
-    child.expect_exact("stays in session long")
-    child.expect_exact(READY)
-    ask(child, "hello")
-    child.sendeof()
-    leaves(child)
+    enter(child, "/clear\r", "stays in session long")
+    enter(child, "hello\r", "context ")
+    leave(child)
 
 
 def test_a_long_paste_is_one_message(terminal, state):
@@ -239,40 +206,56 @@ def test_a_long_paste_is_one_message(terminal, state):
     child = terminal("--max-tokens", 2, "--max-seq-len", 200)
     child.send("\x1b[200~" + lines.replace("\n", "\r") + "\x1b[201~")
     child.expect_exact("299.")
-    child.send("\r")
-    child.expect_exact("holds 200")
-    child.expect_exact(READY)
-    child.send("\x1b[200~" + lines[:100].replace("\n", "\r") + "\x1b[201~\r")
-    child.expect_exact("context ")
-    child.expect_exact(READY)
-    child.sendeof()
-    leaves(child)
+    enter(child, "\r", "holds 200")
+    enter(child, "\x1b[200~" + lines[:100].replace("\n", "\r") + "\x1b[201~\r", "context ")
+    leave(child)
     assert [user for user, _ in only_session(state).turns] == [lines[:100]]
 
 
-def test_a_paste_while_the_program_starts_is_one_message(terminal, endless, state):
-    """Before anything of torch is imported; of more than the 4,096 bytes that the kernel keeps of a line."""
+@pytest.mark.parametrize("when", ["", "loading"], ids=["start", "load"])
+def test_a_paste_while_the_program_starts_is_one_message(terminal, state, when):
+    """Before torch is imported, or in the load. It has more than the 4,096 bytes that the kernel keeps of a line."""
     text = "x" * 5000 + "\n/exit\nthe last line"
-    child = terminal("--model", endless, "--max-tokens", 2, early="\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
+    child = terminal("--max-tokens", 2, "--max-seq-len", 200, early="")
+    child.expect_exact(when)
+    child.send("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
     child.expect_exact("/help lists the commands")
     assert "the last line" not in child.screen.getvalue(), "shown before the prompt was there"
     child.expect_exact("the last line")
-    child.send("\r")
-    child.expect_exact("context ")
+    enter(child, "\r", "holds 200")
+    child.send("\x1b[A\r")  # the editor has it as one message
+    child.expect_exact("holds 200")
     child.expect_exact(READY)
-    child.sendeof()
+    leave(child)
+
+
+def test_keys_during_the_start_are_for_the_first_prompts(terminal):
+    child = terminal(early="/set top_k 7\r/set top_p 0.5\r\x04")
     leaves(child)
-    assert [user for user, _ in only_session(state).turns] == [text]
+    before, _, after = ANSI.sub("", child.screen.getvalue()).partition("lists the commands")
+    assert "/set" not in before and "top_k is 7" in after and "top_p is 0.5" in after
 
 
-def test_ctrl_c_while_the_program_starts_leaves_the_terminal_as_it_was(terminal):
-    child = terminal(early="\x03")
+@pytest.mark.parametrize(
+    "options, when, keys, ends",
+    [
+        ((), "", "\x03", "\x1b[?2004l"),
+        ((), "loading", "\x03", 130),
+        ((), "loading", "/exit\r", 0),
+        (("--model", "/nowhere"), "", "x", 1),
+    ],
+    ids=["Ctrl-C before the imports", "Ctrl-C in the load", "/exit in the load", "an error"],
+)
+def test_however_the_start_ends_the_terminal_is_as_it_was(terminal, options, when, keys, ends):
+    child = terminal(*options, early="")
+    child.expect_exact(when)
+    child.send(keys)
     child.expect(pexpect.EOF)
-    kept = termios.tcgetattr(child.child_fd)[3]
+    kept, shown = termios.tcgetattr(child.child_fd)[3], child.screen.getvalue()
     child.close()
-    assert child.signalstatus == signal.SIGINT
+    assert child.exitstatus == ends or (child.signalstatus == signal.SIGINT and shown.endswith(ends))
     assert kept & termios.ECHO and kept & termios.ICANON
-    assert child.screen.getvalue().endswith("\x1b[?2004l")
+    assert shown.rfind("2004h") < shown.rfind("2004l") and shown.rfind("?25l") <= shown.rfind("?25h")
 
 
 def only_session(state) -> Conversation:
@@ -283,7 +266,7 @@ def only_session(state) -> Conversation:
 def test_resumed_after_a_kill(terminal, endless, state):
     """kill -9 in mid-answer: what was complete is there again, and the conversation goes on."""
     child = terminal("--model", endless, "--seed", 3, "--max-tokens", 5, "--plain")
-    ask(child, "first")
+    enter(child, "first\r", "context ")
     child.send("/set max_tokens none\r")
     child.expect_exact(READY)
     child.send("second\r")
@@ -292,16 +275,15 @@ def test_resumed_after_a_kill(terminal, endless, state):
     child.wait()
     child = terminal("--model", endless, "--resume", "--max-tokens", 5)
     assert "continuing 1 turn, the last was 'first'" in child.screen.getvalue()
-    ask(child, "third")
-    child.sendeof()
-    leaves(child)
+    enter(child, "third\r", "context ")
+    leave(child)
     assert [user for user, _ in only_session(state).turns] == ["first", "third"]
 
 
 @pytest.mark.parametrize("answering", [False, True], ids=["at the prompt", "in mid-answer"])
 def test_a_terminal_that_is_closed(terminal, endless, state, answering):
     child = terminal("--model", endless, "--seed", 3, "--max-tokens", 5, "--plain")
-    ask(child, "first")
+    enter(child, "first\r", "context ")
     if answering:
         child.send("/set max_tokens none\r")
         child.expect_exact(READY)
@@ -337,11 +319,8 @@ def test_a_terminal_that_becomes_narrow(terminal, state):
     child.expect_exact(READY)
     child.setwinsize(50, 20)
     wide = "a line that is wider than the screen"
-    child.send("/set max_tokens 4\r")
-    child.expect_exact("max_tokens is 4")
-    child.expect_exact(READY)
-    ask(child, wide, "tok/s")
-    child.sendeof()
-    leaves(child)
+    enter(child, "/set max_tokens 4\r", "max_tokens is 4")
+    enter(child, f"{wide}\r", "tok/s")
+    leave(child)
     turns = only_session(state).turns
     assert [user for user, _ in turns] == ["Tell me a story.", wide] and len(turns[0][1]) > 100

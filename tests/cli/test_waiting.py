@@ -15,7 +15,7 @@ def output(state):
     """An Output whose stderr is a terminal of 80 columns; .written() is all that it got."""
     output, stream = Output(), io.StringIO()
     output.errors = Console(file=stream, force_terminal=True, width=80, color_system=None, _environ={"TERM": "xterm"})
-    output._unwrapped, output.written = False, stream.getvalue
+    output.wraps, output.written = True, stream.getvalue
     return output
 
 

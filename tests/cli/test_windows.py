@@ -91,14 +91,14 @@ def test_the_word_that_is_begun_goes_on_where_it_stands():
 PLAYER = """
 import os, time
 from pathlib import Path
-from tridecode.cli.chat.display import answer_display
+from tridecode.cli.chat.display import open_sink
 from tridecode.cli.terminal import Output
 
 text, asked = open({text!r}).read(), Path({asked!r})
 blocks = text.split("\\n\\n")
 starts = [sum(len(block) + 2 for block in blocks[:i]) for i in range(len(blocks))]
 places = [starts[i] + len(blocks[i]) * 7 // 10 for i in (0, 1, 3, 4, 5, 7, 9)]  # in paragraphs and lists
-answer = answer_display(Output(), plain=False)
+answer = open_sink(Output(), plain=False)
 for i in range(0, len(text), 4):
     if places and i >= places[0]:
         time.sleep(0.2)

@@ -3,21 +3,18 @@
 import gc
 import signal
 import weakref
-from types import SimpleNamespace
 
 import pytest
-from chats import said
+from chats import Script, said
 from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine
 from tridecode.cli import loading
 from tridecode.cli.chat import session as sessions
-from tridecode.cli.chat.conversation import Conversation
-from tridecode.cli.chat.local_talk import LocalChat
+from tridecode.cli.chat.local import LocalModel
 from tridecode.cli.chat.settings import CHOICES, NAMES
 from tridecode.cli.loading import Loader
 from tridecode.cli.parser import make_parser
-from tridecode.cli.terminal import Output
 from tridecode.errors import CheckpointError, DeviceError
 
 FEW = ("--max-tokens", 4, "--temperature", 0)
@@ -94,20 +91,23 @@ def test_the_old_model_is_let_go_before_where_both_do_not_fit(piped, models, cro
     assert code == 0 and len(engines) == 2 and out.count("\n") == 2, err
 
 
-def test_ctrl_c_leaves_the_model_that_is_there(models, crowded, monkeypatch, capsys):
+def test_ctrl_c_keeps_the_loaded_model(models, session, crowded, monkeypatch):
     """One more, while that is loaded again, changes nothing."""
+    loads, before = [], signal.getsignal(signal.SIGINT)
+
+    def load(args, model, *rest):
+        loads.append(model)
+        signal.raise_signal(signal.SIGINT)
+        return Script(["fine"])
+
+    monkeypatch.setattr(loading, "load_model", load)
+    chat = session(interactive=True)
     args = make_parser().parse_args(["chat", "--model", str(models["qwen"])])
-    output = Output()
-    loader, loads = Loader(args, output), []
-    loader._load = lambda model, *args: (loads.append(model), signal.raise_signal(signal.SIGINT), model)[2]
-    chat = LocalChat.__new__(LocalChat)
-    chat.interactive, chat.output, chat.loader, chat.stopped_at = True, output, loader, 0.0
-    chat.engine, chat.conversation = SimpleNamespace(name="qwen"), Conversation()
-    chat.use = lambda engine: setattr(chat, "engine", engine)
-    chat.switch(str(models["llama"]))
-    assert loads == [str(models["llama"]), str(models["qwen"])] and chat.engine == str(models["qwen"])
-    assert "stopped; the model stays" in capsys.readouterr().err and chat.stopped_at > 0
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    chat.model = LocalModel(Script(), Loader(args, chat.output))
+    assert chat.handle(f"/model {models['llama']}") and chat.handle("hello")
+    out, err = chat.read()
+    assert loads == [models["llama"], models["qwen"]] and out == "fine\n" and "stopped; the model stays" in err
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_without_any_model_the_chat_ends(piped, models, crowded, monkeypatch, state):

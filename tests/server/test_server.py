@@ -16,6 +16,7 @@ from servers import ANSWER, CHAT, GREEDY, LONG, Running, events, slow_passes, un
 
 from tridecode import Engine, SamplingParams
 from tridecode.server import settings
+from tridecode.text.chat_template import ChatTemplate
 from tridecode.text.prompt import Encoded
 from tridecode.text.thinking import CLOSE, OPEN
 from tridecode.version import __version__
@@ -76,7 +77,7 @@ def test_a_chat_streams_with_its_role_on_the_first_token(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_prompt_becomes_a_list_of_numbers(client, served, monkeypatch, stream):
     """A long one would cost memory and time at each; a chat that may think, or is held to a form, reads its end."""
-    monkeypatch.setattr(type(served.engine.tokenizer), "thinks", True)
+    monkeypatch.setattr(served.engine.tokenizer, "thinks", True)
     monkeypatch.setattr(Encoded, "ids", property(lambda self: pytest.fail("all ids became numbers")))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}
     assert list(client.chat.completions.create(**GREEDY, response_format=form, max_tokens=8, stream=stream))
@@ -255,7 +256,7 @@ def test_a_stop_string_never_shows(served):
 def test_thinking_comes_apart_from_the_answer(served, monkeypatch, stream):
     """The bundled model does not think: a template that begins its answers so does it for the tests."""
     tokenizer = served.engine.tokenizer
-    monkeypatch.setattr(type(tokenizer), "thinks", True)
+    monkeypatch.setattr(tokenizer, "thinks", True)
     monkeypatch.setattr("tridecode.server.choice.ends_inside", lambda text: True)
     words = iter(f"so{CLOSE}\n\n17 is odd.")
 
@@ -486,10 +487,8 @@ def test_paths_and_methods_that_are_not_there(served):
 def test_errors_name_no_path_and_show_no_stack(served, monkeypatch, caplog):
     tokenizer = served.engine.tokenizer
     directory = str(tokenizer.directory)
-    monkeypatch.setattr(tokenizer._template, "_name", f"the chat template in {directory}/chat_template.jinja")
-    monkeypatch.setattr(
-        type(tokenizer._template), "_ask", lambda *args: {"failure": "refused", "reason": "no such thing"}
-    )
+    refusing = ChatTemplate("{{ raise_exception('no such thing') }}", {}, f"{directory}/chat_template.jinja")
+    monkeypatch.setattr(tokenizer, "_template", refusing)
     message = served.post("/v1/chat/completions", GREEDY).json()["error"]["message"]
     assert message == "the chat template in chat_template.jinja refused these messages: no such thing"
 

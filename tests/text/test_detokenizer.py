@@ -65,7 +65,7 @@ def test_ids_that_the_tokenizer_lacks_are_seen(tokenizer):
 @pytest.fixture(scope="module")
 def by_bytes(tokenizer, plain) -> dict[bytes, int]:
     """Token by the bytes it stands for."""
-    return {tokenizer._token_bytes(token): token for token in range(3, plain.get_vocab_size())}
+    return {tokenizer.token_bytes(token): token for token in range(3, plain.get_vocab_size())}
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))

@@ -10,6 +10,7 @@ from threading import Event
 
 import captures
 import pytest
+from checkpoints import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CUDA
@@ -23,6 +24,7 @@ from tridecode.step.dispatch import Dispatcher
 from tridecode.step.graphs import DecodePasses
 from tridecode.step.prompt_graphs import PromptPasses
 from tridecode.text.grammar import Grammar, Grammars, Matcher, exact
+from tridecode.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Tell me of a person."}]
 PERSON = {
@@ -210,51 +212,59 @@ def test_a_grammar_that_fails_later_ends_its_own_request(bundled, monkeypatch, e
     bundled.scheduler.assert_consistent()
 
 
+RECURSES = '{"default": {"const": -9223372036854775808}, "$ref": "#/default"}'
 REFUSED = {
-    "an_unknown_type": (dict(json_schema={"type": "nonsense"}), "json_schema: Invalid type: nonsense"),
-    "what_is_not_implemented": (dict(json_schema={"not": {}}), 'json_schema: Unimplemented keys: ["not"]'),
-    "one_of_several_that_overlap": (dict(json_schema={"oneOf": [{"type": "string"}, {"const": "a"}]}), "use anyOf"),
-    "a_reference_to_nothing": (dict(json_schema={"$ref": "#/nope"}), "json_schema: Pointer '/nope' does not exist"),
-    "what_nothing_satisfies": (dict(json_schema={"type": "integer", "minimum": 5, "maximum": 2}), "Unsatisfiable"),
-    "integers_beyond_floating_point": (dict(json_schema={"enum": [2**53 + 1]}), "9007199254740993 is too large"),
-    "neighbours_of_64_bits": (dict(json_schema={"const": 2**63}), "9223372036854775808 is too large"),
-    "an_integer_that_recurses_for_ever": (dict(json_schema={"const": [-(2**63)]}), "is too large"),
-    "a_bound_of_integers_below_64_bits": (dict(json_schema={"maximum": -1e299}), "json_schema: maximum: numbers of"),
-    "the_same_in_lark": (
-        dict(grammar='start: %json {"default": {"const": -9223372036854775808}, "$ref": "#/default"}'),
-        "grammar: in its json_schema",
-    ),
-    "a_bound_beyond_floating_point": (dict(json_schema={"minimum": 10**310}), "json_schema: minimum: numbers of"),
-    "a_length_beyond_64_bits": (dict(json_schema={"maxLength": 10**30}), "json_schema: maxLength: numbers of"),
-    "lists_too_deep": (dict(json_schema='{"anyOf": [' * 440 + "{}" + "]}" * 440), "json_schema: "),
-    "no_number": (dict(json_schema='{"const": NaN}'), "json_schema must be plain JSON: NaN is no number of it"),
-    "no_finite_number": (dict(json_schema={"const": float("-inf")}), "JSON: -Infinity is no number of it"),
-    "a_number_too_large_to_be_finite": (dict(json_schema='{"const": 1e999}'), "json_schema must be plain JSON: "),
-    "no_schema": (dict(json_schema=[1]), "json_schema must be a JSON object, got [1]"),
-    "no_json": (dict(json_schema="{"), "json_schema must be plain JSON"),
-    "a_schema_too_deep": (dict(json_schema="[" * 100_000), "json_schema must be plain JSON"),
-    "a_schema_too_long": (dict(json_schema={"enum": ["x" * 300_000]}), "at most 262,144 characters"),
-    "a_broken_regex": (dict(regex="("), "unclosed group"),
-    "look_ahead": (dict(regex="(?=a)b"), "look-ahead"),
-    "broken_lark": (dict(grammar="nonsense"), "grammar: "),
-    "no_choices": (dict(choice=[]), "choice must be a list"),
-    "a_choice_of_nothing": (dict(choice=["a", ""]), "choice: every entry must be a non-empty string"),
-    "two_forms": (dict(choice=["a"], regex="a"), "choice: an answer has one form, and regex is given too"),
-    "a_number": (dict(regex=5), "regex must be a non-empty string, got 5"),
-    "a_regex_of_bytes": (dict(regex="a\udcff"), "regex: a lone surrogate is not text, got 'a\\udcff'"),
-    "a_choice_of_half_a_pair": (dict(choice=["\ud800"]), "choice: a lone surrogate is not text"),
-    "half_a_pair_in_a_schema": (dict(json_schema={"enum": ["\ud800"]}), "json_schema must be plain JSON"),
-    "half_a_pair_escaped": (dict(json_schema='{"enum": ["\\ud800"]}'), "json_schema must be plain JSON"),
+    # name: (form, code of the error)
+    "an_unknown_type": (dict(json_schema={"type": "nonsense"}), "type"),
+    "what_is_not_implemented": (dict(json_schema={"not": {}}), "type"),
+    "alternatives_that_overlap": (dict(json_schema={"oneOf": [{"type": "string"}, {"const": "a"}]}), "type"),
+    "a_reference_to_nothing": (dict(json_schema={"$ref": "#/nope"}), "type"),
+    "what_nothing_satisfies": (dict(json_schema={"type": "integer", "minimum": 5, "maximum": 2}), "type"),
+    "integers_beyond_floating_point": (dict(json_schema={"enum": [2**53 + 1]}), "range"),
+    "neighbours_of_64_bits": (dict(json_schema={"const": 2**63}), "range"),
+    "an_integer_that_recurses_for_ever": (dict(json_schema={"const": [-(2**63)]}), "range"),
+    "the_same_in_lark": (dict(grammar=f"start: %json {RECURSES}"), "type"),
+    "a_bound_of_integers_below_64_bits": (dict(json_schema={"maximum": -1e299}), "range"),
+    "a_bound_beyond_floating_point": (dict(json_schema={"minimum": 10**310}), "range"),
+    "a_length_beyond_64_bits": (dict(json_schema={"maxLength": 10**30}), "range"),
+    "lists_too_deep": (dict(json_schema='{"anyOf": [' * 440 + "{}" + "]}" * 440), "range"),
+    "no_number": (dict(json_schema='{"const": NaN}'), "type"),
+    "no_finite_number": (dict(json_schema={"const": float("-inf")}), "type"),
+    "a_number_too_large_to_be_finite": (dict(json_schema='{"const": 1e999}'), "type"),
+    "no_schema": (dict(json_schema=[1]), "type"),
+    "no_json": (dict(json_schema="{"), "type"),
+    "a_schema_too_deep": (dict(json_schema="[" * 100_000), "type"),
+    "a_schema_too_long": (dict(json_schema={"enum": ["x" * 300_000]}), "range"),
+    "a_broken_regex": (dict(regex="("), "type"),
+    "look_ahead": (dict(regex="(?=a)b"), "type"),
+    "broken_lark": (dict(grammar="nonsense"), "type"),
+    "no_choices": (dict(choice=[]), "type"),
+    "a_choice_of_nothing": (dict(choice=["a", ""]), "type"),
+    "two_forms": (dict(choice=["a"], regex="a"), "conflict"),
+    "a_number": (dict(regex=5), "type"),
+    "a_regex_of_bytes": (dict(regex="a\udcff"), "type"),
+    "a_choice_of_half_a_pair": (dict(choice=["\ud800"]), "type"),
+    "half_a_pair_in_a_schema": (dict(json_schema={"enum": ["\ud800"]}), "type"),
+    "half_a_pair_escaped": (dict(json_schema='{"enum": ["\\ud800"]}'), "type"),
 }
 
 
-@pytest.mark.parametrize("given, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_followed_is_refused_with_the_reason(bundled, given, message):
+@pytest.mark.parametrize("form, code", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_followed_is_refused(bundled, form, code):
     started = time.monotonic()
-    with pytest.raises(ParameterError, match=re.escape(message)) as refused:
-        bundled.submit(CHAT, SamplingParams(**given))
+    with pytest.raises(ParameterError) as refused:
+        bundled.submit(CHAT, SamplingParams(**form))
+    assert (refused.value.argument, refused.value.code) == (next(iter(form)), code)
     assert "\n" not in str(refused.value) and time.monotonic() - started < 5
-    assert refused.value.argument in given and refused.value.code in ("type", "range", "conflict")
+
+
+@pytest.mark.parametrize(
+    "schema, words",
+    [({"type": "nonsense"}, "^json_schema: Invalid type: nonsense$"), ({"oneOf": [{}, {"const": 1}]}, "use anyOf$")],
+)
+def test_the_library_gives_the_reason(bundled, schema, words):
+    with pytest.raises(ParameterError, match=words):
+        bundled.submit(CHAT, SamplingParams(json_schema=schema))
 
 
 def test_bounds_beyond_floating_point_are_drawn_in():
@@ -275,9 +285,10 @@ def test_whatever_compiling_raises_is_an_error_of_the_parameter(bundled, monkeyp
     def panics(*args):
         raise type("Panic", (BaseException,), {})("index out of bounds")
 
-    monkeypatch.setattr(Grammars, "_made_of", panics)
-    with pytest.raises(ParameterError, match="regex cannot be compiled: Panic: index out of bounds"):
+    monkeypatch.setattr(Grammars, "compiled", panics)
+    with pytest.raises(ParameterError, match="Panic: index out of bounds") as refused:
         bundled.submit(CHAT, SamplingParams(regex="panic"))
+    assert (refused.value.argument, refused.value.code) == ("regex", "type")
 
 
 DEEP = """
@@ -312,7 +323,7 @@ def test_grammars_may_be_as_deep_as_their_length_allows():
 @pytest.fixture
 def slow(monkeypatch):
     """Grammars of slow.* that are ready when it is set. The sources that are compiled: slow.begun."""
-    made, ready = Grammars._made_of, Event()
+    made, ready = Grammars.compiled, Event()
     ready.begun = []
 
     def compiled(self, name, source):
@@ -321,19 +332,40 @@ def slow(monkeypatch):
             assert ready.wait(30)
         return made(self, name, source)
 
-    monkeypatch.setattr(Grammars, "_made_of", compiled)
+    monkeypatch.setattr(Grammars, "compiled", compiled)
     yield ready
     ready.set()
 
 
-def test_a_slow_grammar_is_compiled_once_and_others_beside_it(bundled, slow):
+@pytest.fixture
+def grammars(bundled):
+    return Grammars(bundled.tokenizer, bundled.config.vocab_size, bundled.config.stop_ids)
+
+
+def test_a_slow_grammar_is_compiled_once_and_others_beside_it(grammars, slow):
     with ThreadPoolExecutor(3) as pool:
-        same = [pool.submit(bundled._grammars.of, SamplingParams(regex="slow once")) for _ in range(3)]
+        same = [pool.submit(grammars.of, SamplingParams(regex="slow once")) for _ in range(3)]
         until(lambda: slow.begun)
-        assert bundled._grammars.of(SamplingParams(regex="quick"))
+        assert grammars.of(SamplingParams(regex="quick"))
         slow.set()
         assert len({id(each.result()) for each in same}) == 1
     assert slow.begun == ["slow once", "quick"]
+
+
+def test_the_vocabulary_is_built_before_the_first_grammar(grammars, monkeypatch):
+    grammars.start()
+    grammars.wait()
+    monkeypatch.setattr(Tokenizer, "token_bytes", None)  # the vocabulary is not read again
+    assert grammars.of(SamplingParams(regex="a"))
+
+
+def test_a_model_whose_texts_do_not_end_has_no_grammars():
+    grammars = Grammars(Tokenizer(sentencepiece(), {}), 100, ())
+    grammars.start()
+    grammars.wait()
+    for _ in range(2):
+        with pytest.raises(ParameterError, match="no token that ends a text"):
+            grammars.of(SamplingParams(regex="a"))
 
 
 def test_requests_that_wait_for_a_grammar_keep_none_of_a_server_waiting(bundled, slow):
@@ -353,8 +385,9 @@ def test_requests_that_wait_for_a_grammar_keep_none_of_a_server_waiting(bundled,
 def test_an_engine_without_a_tokenizer_says_so():
     from models import tiny_engine
 
-    with pytest.raises(ParameterError, match="json_schema needs a tokenizer"):
+    with pytest.raises(ParameterError) as refused:
         tiny_engine().submit([1, 2], SamplingParams(json_schema={}))
+    assert (refused.value.argument, refused.value.code) == ("json_schema", "conflict")
 
 
 NAMES = st.sampled_from(["a", "b", "name", "\u00e9t\u00e9", 'quo"te', "two words"])

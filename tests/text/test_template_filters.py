@@ -4,7 +4,7 @@ import pytest
 
 from tridecode.errors import PromptError
 from tridecode.text.chat_template import ChatTemplate
-from tridecode.text.template_worker import make_environment
+from tridecode.text.rendering import make_environment
 
 USER = [{"role": "user", "content": "Hello"}]
 FILTERS = sorted(make_environment().filters)

@@ -1,15 +1,8 @@
 """Chat templates: public ones equal to transformers' rendering, hostile ones stopped, and no input forges a token."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import jinja2
 import pytest
@@ -20,7 +13,6 @@ from hypothesis import strategies as st
 
 from tridecode import cli as commands
 from tridecode.errors import PromptError
-from tridecode.text import chat_template
 from tridecode.text.chat_template import ChatTemplate, Limits
 from tridecode.text.tokenizer import DEEPEST, Tokenizer
 
@@ -75,168 +67,10 @@ def test_the_limits_are_for_each_render():
     assert len(template.render([{"n": 3}], {})) == 3000
 
 
-def test_a_template_has_no_files_and_no_processes():
-    """Were the sandbox to fail: what runs in the child may open nothing."""
-    source = (
-        Path(chat_template.WORKER)
-        .read_text()
-        .replace("def _raise_exception(message):", "def _raise_exception(message):\n    eval(message)")
-    )
-    for attempt, words in (
-        ("open('/etc/passwd')", "Too many open files"),
-        ("open('new', 'w')", "Too many open files"),
-        ("__import__('socket').socket()", "Too many open files"),
-    ):
-        reply = run_worker(source, f"{{{{ raise_exception({attempt!r}) }}}}")
-        assert reply["failure"] == "failed" and words in reply["reason"]
-
-
-def run_worker(worker: str, template: str) -> dict:
-    lines = f"{json.dumps(template)}\n{json.dumps({})}\n"
-    argv = [sys.executable, "-c", worker, str(512 << 20), "10", "1000"]
-    done = subprocess.run(argv, input=lines, capture_output=True, text=True, timeout=60, check=True)
-    ready, reply = map(json.loads, done.stdout.splitlines())
-    assert ready == "ready"
-    return reply
-
-
-# ---- the child process
-
-
-def test_the_child_is_ended_with_its_template():
+@pytest.mark.parametrize("children", [1, 4])
+def test_many_callers(children):
     template = ChatTemplate("{{ messages[0].content }}", {})
-    assert template.render(USER, {}) == "Hello"
-    child = template._workers.first.process
-    assert child.poll() is None
-    del template
-    assert child.returncode == -signal.SIGKILL, "ended, and waited for: no zombie"
-
-
-def test_a_child_that_is_gone_is_replaced():
-    template = ChatTemplate("{{ messages[0].content }}", {})
-    template.start()
-    for _ in range(2):
-        template._workers.first.process.kill()
-        template._workers.first.process.wait()
-        assert template.render(USER, {}) == "Hello"
-
-
-SOMETIMES = "{% if messages[0].busy %}" + LOOPS.replace("%s", "") + "{% endif %}yes"
-BUSY, IDLE = [{"busy": True}], [{"busy": False}]
-
-
-def busy(process) -> None:
-    """Wait until the process has begun to loop."""
-    began = cpu_seconds(process)
-    while cpu_seconds(process) < began + 0.1:
-        time.sleep(0.01)
-
-
-def cpu_seconds(process) -> float:
-    user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def while_it_renders(template, action) -> threading.Thread:
-    def act():
-        busy(template._workers.first.process)
-        action()
-
-    thread = threading.Thread(target=act)
-    thread.start()
-    return thread
-
-
-def test_a_child_that_is_killed_while_it_renders():
-    template = ChatTemplate(SOMETIMES, {}, limits=Limits(seconds=60))
-    assert template.render(IDLE, {}) == "yes"
-    thread = while_it_renders(template, template._workers.first.process.kill)
-    with pytest.raises(PromptError, match="its process ended with code -9"):
-        template.render(BUSY, {})
-    thread.join()
-    assert template.render(IDLE, {}) == "yes"
-
-
-def test_an_interrupt_ends_the_render():
-    template = ChatTemplate(SOMETIMES, {}, limits=Limits(seconds=60))
-    assert template.render(IDLE, {}) == "yes"
-    child = template._workers.first.process
-    thread = while_it_renders(template, lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        template.render(BUSY, {})
-    thread.join()
-    assert child.returncode == -signal.SIGKILL
-    assert template.render(IDLE, {}) == "yes"
-
-
-def test_the_terminal_reaches_the_parent_only():
-    """Ctrl-C goes to a whole process group; the child has its own."""
-    template = ChatTemplate("yes", {})
-    template.start()
-    assert os.getpgid(template._workers.first.process.pid) == template._workers.first.process.pid != os.getpgrp()
-
-
-def test_a_child_ends_with_its_parent(tmp_path):
-    """Even if the parent is killed while a template loops: its processor time is bounded."""
-    code = (
-        "from tridecode.text.chat_template import ChatTemplate, Limits\n"
-        f"template = ChatTemplate({SOMETIMES!r}, {{}}, limits=Limits(seconds=1))\n"
-        "template.render([{}], {})\n"
-        "print(template._workers.first.process.pid, flush=True)\n"
-        "input()\n"
-        "template.render([{'busy': True}], {})\n"
-    )
-    for is_busy in (False, True):
-        parent = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        child = SimpleNamespace(pid=int(parent.stdout.readline()))
-        if is_busy:
-            parent.stdin.write("\n")
-            parent.stdin.flush()
-            busy(child)
-        parent.kill()
-        parent.communicate()
-        until = time.monotonic() + 30
-        while running(child.pid):
-            assert time.monotonic() < until
-            time.sleep(0.02)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_a_fork_has_a_child_of_its_own():
-    template = ChatTemplate("{{ messages[0].content }}", {})
-    assert template.render(USER, {}) == "Hello"
-    child = template._workers.first.process
-    pid = os.fork()
-    if pid == 0:
-        fine = False
-        try:
-            fine = template.render([{"content": "fork"}], {}) == "fork" and template._workers.first.process is not child
-        finally:
-            os._exit(0 if fine else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert template.render(USER, {}) == "Hello" and template._workers.first.process is child
-
-
-def test_a_process_that_cannot_be_started(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/no/python")
-    template = ChatTemplate("yes", {})
-    template.start()  # says nothing: the prompt may be raw text
-    with pytest.raises(PromptError, match="no process can be started for it .No such file"):
-        template.render(USER, {})
-    monkeypatch.undo()
-    assert template.render(USER, {}) == "yes"
-
-
-def test_many_callers():
-    template = ChatTemplate("{{ messages[0].content }}", {})
+    template.sandbox.start(children)
     with ThreadPoolExecutor(8) as pool:
         texts = [str(n) for n in range(200)]
         assert list(pool.map(lambda text: template.render([{"content": text}], {}), texts)) == texts

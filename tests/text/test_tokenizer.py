@@ -255,26 +255,22 @@ def test_any_content_is_text(tokenizer, content):
 
 
 MALFORMED = {
-    "a string": ("Hello", "expected a list like"),
-    "empty": ([], "expected a list like"),
-    "no dict": (["Hello"], "message 0 must be a dict with role and content, got 'Hello'"),
-    "no role": ([{"content": "x"}], "message 0: role must be a string, got none"),
-    "no content": ([*user("x"), {"role": "user"}], "message 1: content must be a string, got none"),
-    "content of parts": ([{"role": "user", "content": [{"type": "text"}]}], "content must be a string, got .{'type'"),
-    "not JSON": ([{"role": "user", "content": "x", "image": b"x"}], "plain JSON"),
+    # name: (messages, template variables, the part that the error names)
+    "a string": ("Hello", {}, "list"),
+    "empty": ([], {}, "list"),
+    "no dict": (["Hello"], {}, "message 0"),
+    "no role": ([{"content": "x"}], {}, "message 0: role"),
+    "no content": ([*user("x"), {"role": "user"}], {}, "message 1: content"),
+    "content of parts": ([{"role": "user", "content": [{"type": "text"}]}], {}, "message 0: content"),
+    "not JSON": ([{"role": "user", "content": "x", "image": b"x"}], {}, "messages"),
+    "variables that are no JSON": (user("x"), {"now": object()}, "template variables"),
 }
 
 
-@pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_messages(case, tokenizer):
-    messages, words = MALFORMED[case]
-    with pytest.raises(PromptError, match=words):
-        tokenizer.encode_chat(messages)
-
-
-def test_variables_that_are_no_json(tokenizer):
-    with pytest.raises(PromptError, match="plain JSON"):
-        tokenizer.encode_chat(user("x"), now=object())
+@pytest.mark.parametrize("messages, variables, part", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_messages(messages, variables, part, tokenizer):
+    with pytest.raises(PromptError, match=part):
+        tokenizer.encode_chat(messages, **variables)
 
 
 REFUSING = {

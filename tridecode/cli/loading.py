@@ -1,5 +1,6 @@
 """From the options to a loaded engine and its sampling parameters; from one model to another."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def load_model(args, model: str | Path | None, max_seq_len: int | None, output: 
     """Load `model` (None: bundled) with the engine's options of the command line."""
     with output.loading() as progress:
         options = engine_options(args) | {"max_seq_len": max_seq_len}
-        engine = Engine.load(model, progress=progress.weights, compiling=progress.kernels, **options)
+        callers = None if args.command == "serve" else 1  # all other commands submit from one thread
+        engine = Engine.load(model, progress=progress.weights, compiling=progress.kernels, callers=callers, **options)
     for note in engine.notes:
         output.note(with_options(note, LOADING))
     return engine
@@ -43,9 +45,9 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
     return engine.tokenizer
 
 
-def show_defaults(engine: Engine, given: dict, output: Output) -> None:
+def show_defaults(engine: Engine, overrides: Collection[str], output: Output) -> None:
     """One line with the sampling defaults that the checkpoint brings and no option replaced."""
-    found = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in given]
+    found = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in overrides]
     if found:
         output.note(f"{', '.join(found)} from generation_config.json")
 
@@ -57,30 +59,31 @@ class Loader:
         self._args, self._output = args, output
         self.model: str | None = args.model  # the one in use
 
-    def switch(self, chat, name: str) -> None:
-        """Give `chat` (a chat.local_talk.LocalChat) the model `name`; after an error it has the model that it had.
+    def switch(self, model, name: str, overrides: Collection[str], raw: bool) -> None:
+        """Give `model` (a chat.local.LocalModel) the engine of `name`; after an error it has the engine that it had.
 
-        If both models do not fit, the old one is closed first, and loaded again if the new one fails. If even that
-        fails, chat.engine is None.
+        If both do not fit, the old one is closed first, and loaded again if the new one fails. If even that fails,
+        the model has no engine. overrides: names of the sampling options that the checkpoint's defaults do not replace.
         """
         path = resolve_model(name)
         plan = self._plan(path)
-        if not chat.conversation.raw:  # its PromptError, before anything is given up
+        if not raw:  # raises PromptError before the old engine is freed
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
-        if self._fits_beside(chat.engine, plan):
-            chat.use(self._load(name, path))
+        if self._fits_beside(model.engine, plan):
+            model.use(self._load(name, path))
         else:
-            self._output.note(f"{chat.engine.name} and {name} do not fit together: the first is let go before")
-            chat.engine, failure = None, None
+            self._output.note(f"{model.name} and {name} do not fit together: the first is let go before")
+            failure = None
+            model.let_go()
             try:
-                chat.use(self._load(name, path))
+                model.use(self._load(name, path))
             except BaseException as error:
                 failure = error.with_traceback(None)  # which holds what was loaded so far
             if failure is not None:
-                chat.use(self._load(self.model, resolve_model(self.model)))
+                model.use(self._load(self.model, resolve_model(self.model)))
                 raise failure
         self.model = name
-        show_defaults(chat.engine, chat.given, self._output)
+        show_defaults(model.engine, overrides, self._output)
 
     def _plan(self, path: Path) -> EnginePlan:
         spec = load_config(path)

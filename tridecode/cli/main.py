@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -101,12 +102,15 @@ def run(args, output: Output) -> int:
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.reader import shows_editor
 
-        # The imports take a second or two: what is typed or pasted meanwhile is for the first prompt.
-        with unechoed(True, nothing, nothing, shows_editor()) as put_away, ended_by_interrupt(put_away):
-            command = imported(args.command)
-    else:
-        with ended_by_interrupt():
-            command = imported(args.command)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, from nohup or a background job
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        # The imports and the model take their time: what is typed or pasted meanwhile is for the first prompt.
+        with unechoed(True, nothing, nothing, paste=shows_editor()) as output.keys:
+            with ended_by_interrupt(output.keys.release):
+                command = imported(args.command)
+            return command(args, output)
+    with ended_by_interrupt():
+        command = imported(args.command)
     return command(args, output)
 
 

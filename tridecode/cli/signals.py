@@ -142,8 +142,12 @@ def one_interrupt(enabled: bool):
 
 @contextmanager
 def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
-    """Within, Ctrl-Z calls `put_away`, stops the program, and calls `take_out` once it goes on; the cursor is shown."""
-    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:  # ignored: there is nobody who could let it go on
+    """Within, Ctrl-Z calls `put_away`, shows the cursor, stops the program, and calls `take_out` when it continues.
+
+    If contexts are nested, the inner `put_away` is called first and the inner `take_out` last.
+    """
+    outer = signal.getsignal(signal.SIGTSTP)
+    if outer in (signal.SIG_IGN, None):  # ignored: no shell would continue the program
         yield
         return
 
@@ -151,12 +155,10 @@ def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # another one would come amid of this
         try:
             put_away()
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):
-                    if stream.isatty():
-                        os.write(stream.fileno(), SHOW_CURSOR.encode())
-            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGTSTP)
+            if callable(outer):
+                outer(signum, frame)
+            else:
+                stop()
         finally:
             signal.signal(signal.SIGTSTP, suspend)
             take_out()
@@ -165,4 +167,14 @@ def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
     try:
         yield
     finally:
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.signal(signal.SIGTSTP, outer)
+
+
+def stop() -> None:
+    """Stop the program, as Ctrl-Z does without a handler, and show the cursor."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            if stream.isatty():
+                os.write(stream.fileno(), SHOW_CURSOR.encode())
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTSTP)

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from textwrap import wrap
 
 from rich.console import Console
@@ -79,10 +78,10 @@ class Output:
     def __init__(self):
         self.console, self.errors = make_console(), make_console(stderr=True)
         # rich's own answer can be forced by environment variables
-        self.tty, self._unwrapped = sys.stdout.isatty(), not sys.stderr.isatty()
+        self.tty, self.wraps = sys.stdout.isatty(), sys.stderr.isatty()
         self.quiet = False  # no notes and no bar
         self.redraws = True  # whether what stands in a terminal may change, as a bar does
-        self.editor = False  # whether what is typed while something loads is for a line editor
+        self.keys = Keys()
 
     def text(self, text: str) -> None:
         """Answer text, at once and as it is; on a terminal without its control characters."""
@@ -107,15 +106,15 @@ class Output:
         if self.quiet:
             return
         text = visible(message) if aligned else one_line(message)
-        self.errors.print(text, style="dim", soft_wrap=self._unwrapped)
+        self.errors.print(text, style="dim", soft_wrap=not self.wraps)
 
     def say(self, message: str, style: str | None = None) -> None:
         """What was asked for, on stderr: like a note whose spaces stay, but not dim."""
-        self.errors.print(visible(message), style=style, soft_wrap=self._unwrapped)
+        self.errors.print(visible(message), style=style, soft_wrap=not self.wraps)
 
     def entry(self, name: str, words: str, column: int = 24) -> None:
         """A name, and beside it what it is, whose further lines are indented too; below it in a narrow window."""
-        width = None if self._unwrapped else self.errors.width
+        width = self.errors.width if self.wraps else None
         if width is None or width >= 2.5 * column:
             first, rest = f"  {name:<{column - 3}} ", " " * column
         else:
@@ -126,7 +125,7 @@ class Output:
             self.say((rest if i else first) + line)
 
     def error(self, message: object) -> None:
-        self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=self._unwrapped)
+        self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=not self.wraps)
 
     @contextmanager
     def loading(self):
@@ -139,9 +138,7 @@ class Output:
 
         shows = self.errors.is_terminal and not self.quiet
         with Loading(self.errors, disable=not (shows and self.redraws)) as bar:
-            # What is typed meanwhile is for the first prompt, and would stand amid the bar.
-            typed = unechoed(shows and sys.stdin.isatty(), bar.stop, bar.start, self.editor)
-            with logged(self.note) if shows else nullcontext(), typed:
+            with logged(self.note) if shows else nullcontext(), suspendable(bar.stop, bar.start):
                 yield bar
 
 
@@ -173,20 +170,59 @@ def logged(note: Callable[[str], None]):
         logger.setLevel(logging.NOTSET)
 
 
-@contextmanager
-def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None], editor: bool = False):
-    """Within, the terminal shows no typed keys, not even Ctrl-C's ^C: they would stand amid what is being drawn there.
+class Keys:
+    """The terminal's input while no prompt reads it.
 
-    The next prompt gets what was typed; if that is a line `editor`, also what was pasted, as one text. Ctrl-Z calls
-    `pause` and leaves the terminal as a shell needs it until it calls `resume`. Yields what leaves it so at once.
+    Keys are not echoed, because they would appear amid the output. The next prompt receives all of them.
     """
-    echo = partial(_echo, editor=editor) if enabled else lambda on: None
-    with suspendable(both(pause, partial(echo, True)), both(partial(echo, False), resume)):
+
+    def __init__(self, enabled: bool = False, paste: bool = False):
+        """paste: ask the terminal to mark pastes, so that several pasted lines arrive as one text."""
+        self._enabled, self._paste = enabled, paste
+        self._before: list | None = None  # the terminal's attributes, while they are changed
+
+    def hold(self) -> None:
+        """Switch the echo off. Call it again after each prompt."""
+        if not self._enabled or in_background():  # the terminal is the shell's: the change would stop this program
+            return
+        import termios
+
+        with suppress(termios.error, OSError, ValueError):  # stdin is not a terminal, or it was closed
+            attributes = termios.tcgetattr(sys.stdin.fileno())
+            self._before = self._before or [*attributes]
+            # In canonical mode the kernel drops the rest of a line after 4,096 bytes: the end of a long paste.
+            attributes[3] &= ~(termios.ECHO | termios.ICANON)
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
+            if self._paste:
+                # Mode 7 is on anyway; with it the sequence differs from the prompt's, which tests wait for.
+                os.write(sys.stdout.fileno(), b"\x1b[?7;2004h")
+
+    def release(self) -> None:
+        """Restore the terminal's attributes."""
+        if self._before is None or in_background():
+            return
+        import termios
+
+        with suppress(termios.error, OSError, ValueError):
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, self._before)
+            if self._paste:
+                os.write(sys.stdout.fileno(), b"\x1b[?2004l")
+        self._before = None
+
+
+@contextmanager
+def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None], paste: bool = False):
+    """Hold the terminal's keys within the context, and yield the Keys.
+
+    Ctrl-Z calls `pause` and releases the keys. When the program continues, they are held again and `resume` is called.
+    """
+    keys = Keys(enabled, paste)
+    with suspendable(both(pause, keys.release), both(keys.hold, resume)):
         try:
-            echo(False)
-            yield partial(echo, True)
+            keys.hold()
+            yield keys
         finally:
-            echo(True)
+            keys.release()
 
 
 def both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
@@ -197,22 +233,6 @@ def both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], No
         then()
 
     return call
-
-
-def _echo(on: bool, editor: bool) -> None:
-    import termios
-
-    if in_background():  # the terminal is the shell's, and to change it there would stop this program
-        return
-    # The kernel's own lines have 4,096 bytes and lose what comes after: the end of a long paste.
-    flags = termios.ECHO | (termios.ICANON if editor else 0)
-    with suppress(termios.error, OSError, ValueError):  # stdin is no terminal, or one that is gone
-        attributes = termios.tcgetattr(sys.stdin.fileno())
-        attributes[3] = attributes[3] | flags if on else attributes[3] & ~flags
-        termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
-        if editor:
-            # Whether pastes come marked. With mode 7, which is on anyway: 2004 alone says that the prompt is there.
-            os.write(sys.stdout.fileno(), b"\x1b[?2004l" if on else b"\x1b[?7;2004h")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -87,6 +87,7 @@ class Server:
 
     async def start(self) -> None:
         await self.loop.start(self._died)
+        await self.loop.prepared(self.engine.warm_up)
 
     # ---- generations
 

@@ -1,20 +1,17 @@
-"""Chat templates: Jinja programs that come with a checkpoint, run in a sandbox by a child process with limits."""
+"""Chat templates: Jinja programs that come with a checkpoint, rendered in child processes with limits."""
 
-import json
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 
 from ..errors import NO_CHAT, PromptError
-from .worker import Pool, Worker, WorkerFailure
+from .sandbox import Program, Sandbox, SandboxError
 
-WORKER = Path(__file__).with_name("template_worker.py")
-PROCESSES = 4  # that render at the same time; most programs need the first only
+CHILDREN = 4  # that render at the same time, at most
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one render may take: seconds on the clock, bytes of memory, characters of output."""
+    """Limits of one render: seconds on the clock, bytes of memory, characters of output."""
 
     seconds: float = 5.0
     memory: int = 512 << 20
@@ -22,10 +19,13 @@ class Limits:
 
 
 class ChatTemplate:
-    """A template's source and the special tokens it may name (bos_token, eos_token, ...), rendered as text.
+    """A template's source and the special tokens that it may name (bos_token, eos_token, ...).
 
-    The sandbox keeps a template from Python's objects; the child processes, which live as long as this object, keep it
-    from files and bound its time, memory and output. file: where the source is from, for messages.
+    Jinja's sandbox keeps a template from Python's objects; the child processes keep it from files and bound its time,
+    memory and output.
+
+    Args:
+        file: the source's file, for messages.
     """
 
     def __init__(
@@ -34,50 +34,46 @@ class ChatTemplate:
         self.source, self.special_tokens = source, special_tokens
         self.limits = limits or Limits()
         self._name = "the chat template" if file is None else f"the chat template in {file}"
-        arguments = (self.limits.memory, 2 * ceil(self.limits.seconds), self.limits.characters)
-        longest = 8 * self.limits.characters + 1000  # no character takes more in JSON
-        self._workers = Pool(PROCESSES, lambda: Worker(WORKER, arguments, lambda: source, longest))
-
-    def start(self) -> None:
-        """Start the child, which takes some 60 ms, without waiting for it; `render` does so too where it must."""
-        self._workers.first.start()
+        setup = [source, self.limits.characters]
+        longest = 8 * self.limits.characters + 1000  # a character takes at most 6 bytes in JSON
+        self.sandbox = Sandbox(
+            Program(
+                "tridecode.text.rendering:renderer", lambda: setup, self.limits.memory, self.limits.seconds, longest
+            )
+        )
 
     def render(self, messages: list[dict], variables: dict) -> str:
-        """The prompt's text; PromptError with the template's own words where it refuses, or with what went wrong."""
+        """Return the text of the prompt.
+
+        Raises:
+            PromptError: the template refuses the messages, fails, or exceeds a limit.
+        """
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special_tokens, **variables}
-        found = self._ask(given | {"messages": messages})
-        match found.get("failure"):
-            case None:
-                # A literal of the template may hold half a surrogate pair.
-                return found["text"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            case "refused":
-                raise PromptError(f"{self._name} refused these messages: {found['reason']}")
-            case "broken":
-                raise PromptError(f"{self._name} is broken, {found['reason']}; {NO_CHAT}")
-            case "failed":
-                raise PromptError(f"{self._name} failed on these messages: {found['reason']}")
-            case "memory":
-                raise PromptError(f"{self._name} needs more than {self.limits.memory >> 20} MiB of memory; {NO_CHAT}")
-            case _:
-                limit = f"{self.limits.characters:,} characters"
-                raise PromptError(f"{self._name} wrote more than {limit}; shorten the chat, or {NO_CHAT}")
+        try:
+            text = self.sandbox.ask(given | {"messages": messages}, self.limits.seconds)
+        except SandboxError as error:
+            raise PromptError(f"{self._name}{self._problem(error)}") from None
+        # A literal of the template may hold half a surrogate pair.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def variables(self) -> frozenset[str]:
-        """Names that the template reads and that `render` may give it; none where that cannot be found out."""
+        """Return the names that the template reads and `render` takes; none if the template cannot be compiled."""
         try:
-            found = self._ask(None)
-        except PromptError:
+            names = self.sandbox.ask(None, self.limits.seconds)
+        except SandboxError:
             return frozenset()
-        names = json.loads(found.get("text", "[]"))
         return frozenset(names) - {"messages", "add_generation_prompt", *self.special_tokens}
 
-    def _ask(self, given: dict | None) -> dict:
-        """The child's answer, to None the names that the template reads."""
-        worker = self._workers.one()
-        try:
-            found = worker.ask(given, self.limits.seconds)
-        except WorkerFailure as failure:
-            raise PromptError(f"{self._name}: {failure}; {NO_CHAT} if that happens again") from None
-        if found.get("failure") == "memory":
-            worker.stop()  # what is left of its memory may not do for the next one
-        return found
+    def _problem(self, error: SandboxError) -> str:
+        match error.kind:
+            case None:
+                return f": {error}; {NO_CHAT} if that happens again"
+            case "Refusal":
+                return f" refused these messages: {error}"
+            case "Broken":
+                return f" is broken, {error}; {NO_CHAT}"
+            case "MemoryError":
+                return f" needs more than {self.limits.memory >> 20} MiB of memory; {NO_CHAT}"
+            case "OutputTooLong":
+                return f" wrote more than {self.limits.characters:,} characters; shorten the chat, or {NO_CHAT}"
+        return f" failed on these messages: {error}"

@@ -1,4 +1,4 @@
-"""Token ids back to text, one at a time, as bytes: a character is shown once its last byte is there."""
+"""Token ids to text, one at a time, as bytes: a character is shown when its last byte has arrived."""
 
 import codecs
 import json
@@ -11,24 +11,30 @@ import tokenizers
 
 from ..errors import CheckpointError
 
-_MOST_STEPS = 16  # of a decoder: each takes its time for each token
+_MOST_STEPS = 16  # of a decoder
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's alphabet: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    """Return the alphabet of byte-level BPE: printable bytes are themselves, the others characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_alphabet()
+# For str.translate: other characters become one that Latin-1 lacks.
+_TO_LATIN_1 = dict.fromkeys(range(256), 0xFFFF) | {ord(char): byte for char, byte in _byte_alphabet().items()}
 
 
 class TokenBytes:
-    """The bytes of each token, by the rules of a tokenizer's decoder; `source` names it in a CheckpointError.
+    """The bytes of each token, by a tokenizer's decoder: of byte-level BPE (ByteLevel) or of SentencePiece (Metaspace,
+    or Replace with ByteFallback).
 
-    Decoders of byte-level BPE (ByteLevel) and of SentencePiece (Metaspace, or Replace with ByteFallback) are known.
+    Args:
+        source: its file, for messages.
+
+    Raises:
+        CheckpointError: the decoder is another one.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, source: Path | str = "tokenizer.json"):
@@ -37,8 +43,8 @@ class TokenBytes:
         self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._byte_level = self._byte_fallback = False
         self._replace: list[tuple[str, str]] = []
-        self._drop_first = ""  # text that goes from the first token's front ...
-        self._drop_all = False  # ... or wherever it stands in that token
+        self._drop_first = ""  # text that is removed from the front of a text's first token
+        self._drop_all = False  # or from anywhere in that token
         self._cache: dict[int, bytes] = {}
         decoder = tokenizer.decoder
         state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
@@ -61,7 +67,7 @@ class TokenBytes:
             case {"type": "ByteFallback"}:
                 self._byte_fallback = True
             case {"type": "Fuse"}:
-                pass  # pieces are joined here anyway
+                pass  # the bytes of tokens are joined anyway
             case {"type": "Replace", "pattern": {"String": old}, "content": new} if 0 < len(old) >= len(new):
                 self._replace.append((old, new))
             case {"type": "Metaspace", "replacement": old}:
@@ -75,7 +81,11 @@ class TokenBytes:
         return True
 
     def __call__(self, token: int, first: bool = False) -> bytes:
-        """Bytes of `token`; U+FFFD for an id that the tokenizer lacks. The `first` of a text loses its prefix space."""
+        """Return the bytes of `token`, U+FFFD for an id that the tokenizer lacks.
+
+        Args:
+            first: it is the first token of a text, and loses its prefix space.
+        """
         if token not in self._cache:
             self._cache[token] = self._bytes(token)
         data = self._cache[token]
@@ -86,7 +96,7 @@ class TokenBytes:
 
     @property
     def lossless(self) -> bool:
-        """Whether every text has tokens of its own: none becomes the unknown token."""
+        """Whether no text becomes the unknown token."""
         return self._byte_level or self._byte_fallback
 
     def size(self, token: int) -> int:
@@ -96,12 +106,12 @@ class TokenBytes:
         if token in self._added:
             return self._added[token].encode()
         text = self._tokenizer.id_to_token(token)
-        if text is None:  # such as the rows that pad an embedding; no text would hide that the model chose it
+        if text is None:  # a row that pads the embedding; it must be visible that the model chose it
             return "\ufffd".encode()
         if self._byte_level:
             try:
-                return bytes(_ALPHABET[char] for char in text)
-            except KeyError:
+                return text.translate(_TO_LATIN_1).encode("latin-1")
+            except UnicodeEncodeError:
                 return text.encode()
         if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(text)):
             return bytes([int(byte[1], 16)])
@@ -111,11 +121,13 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """Text of a stream of tokens: `push` each id, `flush` at the end. The pieces together are the whole text.
+    """The text of a stream of tokens: `push` each id, `flush` at the end. The parts together are the whole text.
 
-    At most the 3 bytes of an unfinished character are held. Bytes that are no UTF-8 come out as U+FFFD, an unfinished
-    character at the end too. With `prompt_ids` the text continues theirs: no prefix space is dropped, and a character
-    they began is finished. Special tokens have no text where `skip_special` is set.
+    It holds at most the 3 bytes of an unfinished character. Bytes that are not UTF-8 become U+FFFD.
+
+    Args:
+        prompt_ids: the text continues theirs: it keeps its prefix space and finishes their last character.
+        skip_special: special tokens have no text.
     """
 
     def __init__(self, token_bytes: TokenBytes, prompt_ids: Sequence[int] = (), skip_special: bool = True):
@@ -124,12 +136,12 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = True
         if any(token not in self._hidden for token in prompt_ids):
-            for token in prompt_ids[-8:]:  # more than any character takes
+            for token in prompt_ids[-8:]:  # more tokens than a character has
                 self.push(token)
             self._first = False
 
     def push(self, token: int) -> str:
-        """The text that `token` completes, "" while its character lacks bytes."""
+        """Return the text that `token` completes, "" while its character lacks bytes."""
         if token in self._hidden:
             return ""
         data = self._token_bytes(token, self._first)
@@ -137,5 +149,5 @@ class Detokenizer:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What is still held, as U+FFFD; the next push begins afresh."""
+        """Return the bytes of an unfinished character as U+FFFD."""
         return self._utf8.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""From a prompt, which may be text, token ids or a chat, to the token ids that a model takes."""
+"""Prompts, which are text, token ids or chats, to the token ids that a model takes."""
 
 import operator
 import struct
@@ -16,7 +16,7 @@ from .tokenizer import Tokenizer
 
 
 class Encoded(NamedTuple):
-    """A prompt that was checked and turned into token ids, int32; chat: an answer to it begins a text of its own."""
+    """The token ids of a checked prompt, int32; chat: its answer does not continue a text."""
 
     tokens: array
     chat: bool
@@ -32,10 +32,19 @@ Prompt = str | Sequence[int] | Sequence[dict] | Encoded
 def prompt_ids(
     prompt: Prompt, variables: dict, tokenizer: Tokenizer | None, vocab_size: int, capacity: int, limit: int
 ) -> Encoded:
-    """The ids, and whether the prompt was a chat. limit: positions that the model could have; raises PromptError."""
+    """Check and encode a prompt.
+
+    Args:
+        variables: of the chat template.
+        capacity: positions of the context.
+        limit: positions that the model could have.
+
+    Raises:
+        PromptError: it is not a prompt, or does not fit.
+    """
     fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
     if isinstance(prompt, Encoded):
-        return _fitting(*prompt, vocab_size, capacity, fix)  # it may be of another engine
+        return _fitting(*prompt, vocab_size, capacity, fix)  # perhaps another engine's
     items = [] if isinstance(prompt, str) else listed(prompt)
     if items is None:
         kind = type(prompt).__name__
@@ -44,14 +53,14 @@ def prompt_ids(
     if tokenizer is None and (chat or isinstance(prompt, str)):
         raise PromptError("this engine has no tokenizer: give token ids")
     _check_variables(variables, tokenizer if chat else None)
-    if not chat and len(items) > capacity:  # before each is looked at
+    if not chat and len(items) > capacity:  # before each is checked
         raise TooLong(len(items), capacity, fix=fix)
     try:
         if isinstance(prompt, str) and tokenizer:
             ids = tokenizer.encode(prompt, context=capacity)
         elif chat and tokenizer:
             ids = tokenizer.encode_chat(items, capacity, **variables)
-        elif [*map(type, items)].count(int) == len(items):  # mostly, and long prompts should not wait for the others
+        elif [*map(type, items)].count(int) == len(items):  # nearly always, and fast for long prompts
             ids = items
         else:
             ids = [_token_id(token, vocab_size) for token in items]
@@ -63,14 +72,13 @@ def prompt_ids(
 
 
 def listed(prompt) -> list | None:
-    """The items of token ids or messages; None for text and for what is no prompt."""
-    # Bytes are no ids, and a set has no order.
+    """Return the items of token ids or messages; None for text and for values that are not prompts."""
     if isinstance(prompt, (str, bytes, bytearray, memoryview, Set, Mapping)):
         return None
     try:
-        # Arrays and tensors make Python's numbers, and its bools, of theirs at once.
+        # Arrays and tensors convert all items to Python's numbers and bools at once.
         return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-    except TypeError:  # no iterable, or one that only looks like it, such as a tensor without dimensions
+    except TypeError:  # not iterable, as a tensor without dimensions
         return None
 
 
@@ -82,7 +90,6 @@ def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
 
 
 def _fitting(ids: Sequence[int], chat: bool, vocab_size: int, capacity: int, fix: str) -> Encoded:
-    """Raises PromptError."""
     tokens = _packed(ids, vocab_size)  # a tokenizer may know more tokens than the model
     if len(ids) > capacity:
         raise TooLong(len(ids), capacity, fix=fix)
@@ -90,10 +97,9 @@ def _fitting(ids: Sequence[int], chat: bool, vocab_size: int, capacity: int, fix
 
 
 def _packed(ids: Sequence[int], vocab_size: int) -> array:
-    """Raises PromptError for one that the vocabulary lacks."""
-    with suppress(struct.error):  # some take more than 32 bits
+    with suppress(struct.error):  # an id has more than 32 bits
         tokens = packed(ids)
-        if np.frombuffer(tokens, np.uint32).max() < vocab_size:  # without a sign negative ones are large
+        if np.frombuffer(tokens, np.uint32).max() < vocab_size:  # unsigned, so negative ids are large
             return tokens
     raise _outside(min(ids) if min(ids) < 0 else max(ids), vocab_size)
 
@@ -101,7 +107,7 @@ def _packed(ids: Sequence[int], vocab_size: int) -> array:
 def _token_id(token, vocab_size: int) -> int:
     if not isinstance(token, bool):
         with suppress(TypeError):
-            return operator.index(token)  # integers of numpy and torch too
+            return operator.index(token)  # also integers of numpy and torch
     raise _outside(token, vocab_size)
 
 

@@ -4,19 +4,23 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Passes text through until a stop string; never lets a part of one out before it is known not to be one."""
+    """Passes text through up to a stop string, and holds back text that may begin one.
+
+    Attributes:
+        hit: the stop string that ended the text.
+    """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
         self._held = ""
-        self.hit: str | None = None  # the one that ended the text
+        self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """Text that is safe to show now. After a hit nothing more comes out."""
+        """Return the text that can be shown; "" after a hit."""
         if self.hit or not self._stops:
             return "" if self.hit else text
         self._held += text
-        # The stop string that is complete first ends the text, however the text was cut into pieces.
+        # The stop string that is complete first ends the text, however the text was divided.
         found = [(at + len(s), at, s) for s in self._stops if (at := self._held.find(s)) >= 0]
         if found:
             _, at, self.hit = min(found)
@@ -27,11 +31,11 @@ class StopStrings:
         return shown
 
     def flush(self) -> str:
-        """What is still held when the text ends."""
+        """Return the text that is held back when the text ends."""
         held, self._held = self._held, ""
         return held
 
     def _partial(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
+        """Return the length of the longest end of the held text that begins `stop`."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)

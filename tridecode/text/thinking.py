@@ -1,42 +1,48 @@
-"""Thinking and answer told apart in streamed text: the `<think>` block that some models begin with."""
+"""The split of streamed text into thinking, the `<think>` block that some models begin with, and answer."""
 
 import time
 
 OPEN, CLOSE = "<think>", "</think>"
-SWITCH = "enable_thinking"  # the variable by which templates are told whether to think
+SWITCH = "enable_thinking"  # the template variable that enables thinking
 THINKING, ANSWER = "thinking", "answer"
 
 
 class ThinkSplitter:
-    """Tell a think block at the start of an answer from the answer itself, piece by piece.
+    """Separates a think block at the start of an answer from the answer, as text arrives.
 
-    Tags may be split anywhere over the pieces. `opened`: the prompt already ended inside a think block. Only a block
-    at the very start counts: a tag later in an answer is text. White space around the block belongs to neither side.
-    `tokens` and `seconds` are those of the block, its tags included; `closed` says that its end was seen.
+    Tags may be split over several parts. A tag later in an answer is text. White space around the block belongs to
+    neither side.
+
+    Args:
+        opened: the prompt ends inside a think block.
+
+    Attributes:
+        tokens: those of the block, with its tags.
+        closed: whether the block has ended.
     """
 
     def __init__(self, opened: bool = False, clock=time.perf_counter):
         self.tokens, self.closed = 0, False
         self._opened, self._clock = opened, clock
         self._started = self._ended = None
-        self._kind: str | None = None  # not known before the first tag could have come
-        self._held = ""  # what later pieces may still turn into a tag, or into white space around one
-        self._begun = False  # something of the present kind was given out
+        self._kind: str | None = None  # None until the text is long enough for the first tag
+        self._held = ""  # perhaps part of a tag, or white space around one
+        self._begun = False  # text of this kind was returned
 
     @property
     def thinking(self) -> bool:
-        """Whether the text of now is thinking."""
+        """Whether the next text is thinking."""
         return self._kind == THINKING
 
     @property
     def seconds(self) -> float:
-        """From the first piece to the end of the block; 0 where there is no thinking."""
+        """The time from the first text to the end of the block; 0 without a block."""
         if self._started is None or not (self.thinking or self.closed):
             return 0.0
         return (self._clock() if self._ended is None else self._ended) - self._started
 
     def feed(self, text: str, tokens: int = 1) -> list[tuple[str, str]]:
-        """The (kind, text) pairs that this piece decides; `tokens` is how many it stands for."""
+        """Return the (kind, text) pairs that are decided with this text of `tokens` tokens."""
         if self._started is None:
             self._started = self._clock()
         if self._kind != ANSWER:
@@ -51,7 +57,7 @@ class ThinkSplitter:
         return given
 
     def finish(self) -> list[tuple[str, str]]:
-        """The pairs held back until now, at the end of the stream."""
+        """Return the pairs that were held back, at the end of the stream."""
         if self._kind is None:
             self._become(THINKING if self._opened else ANSWER)
         held, self._held = self._held, ""
@@ -62,7 +68,7 @@ class ThinkSplitter:
         return self._give(held)
 
     def _decide(self) -> bool:
-        """Find out how the text begins; False while that is open."""
+        """Find out how the text begins; return False while that is open."""
         body = self._held.lstrip()
         if len(body) < len(OPEN) and OPEN.startswith(body):
             return False
@@ -74,7 +80,7 @@ class ThinkSplitter:
         return True
 
     def _think(self) -> list[tuple[str, str]]:
-        """Give out the thinking that is certain, and change to the answer where the block ends."""
+        """Return the thinking that is certain, and change to the answer where the block ends."""
         if not self._begun:
             self._held = self._held.lstrip()
         head, close, rest = self._held.partition(CLOSE)
@@ -91,7 +97,7 @@ class ThinkSplitter:
     def _become(self, kind: str) -> None:
         self._kind, self._begun = kind, False
         if kind == ANSWER and not self.closed:
-            self.tokens = 0  # counted until now in case this became thinking
+            self.tokens = 0  # they were counted in case this became thinking
 
     def _give(self, text: str) -> list[tuple[str, str]]:
         self._begun |= bool(text)
@@ -99,12 +105,12 @@ class ThinkSplitter:
 
 
 def ends_inside(text: str) -> bool:
-    """Whether a prompt that ends like this has begun the think block, so that its answer starts inside it."""
+    """Whether a prompt with this end has opened a think block."""
     return text.rstrip().endswith(OPEN)
 
 
 def end_thinking(text: str, opened: bool = False) -> str:
-    """A text that was cut off, its think block ended: templates take the thinking out of earlier turns only then."""
+    """Close the think block of a text that was cut off: templates remove only closed ones from earlier turns."""
     splitter = ThinkSplitter(opened)
     splitter.feed(text)
     splitter.finish()
@@ -112,6 +118,6 @@ def end_thinking(text: str, opened: bool = False) -> str:
 
 
 def strip_thinking(text: str, opened: bool = False) -> str:
-    """An answer without its think block; empty when the block never ended."""
+    """Return an answer without its think block; "" if the block does not end."""
     splitter = ThinkSplitter(opened)
     return "".join(piece for kind, piece in splitter.feed(text) + splitter.finish() if kind == ANSWER)

@@ -1,4 +1,4 @@
-"""Control tokens found in text, in time that grows with the text and not with their number: some models have 30,000."""
+"""Search for control tokens in text, in time that does not grow with their number: some models have 30,000."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
@@ -8,14 +8,14 @@ import tokenizers
 
 
 class TokenSet:
-    """Strings to be found in text."""
+    """Strings that are searched in text."""
 
     def __init__(self, tokens: Iterable[str]):
         self._sorted = sorted(tokens)
         self.longest = max(map(len, self._sorted), default=0)
         self.first_chars = frozenset(token[0] for token in self._sorted)
-        # Where a token begins, so does each shorter one that it begins with; and of those that begin with no other,
-        # the only one that can begin a text is the last that is not above it.
+        # A text that begins with a token begins with the shortest token that begins that token. Among those, only the
+        # last one that does not sort after the text can begin it.
         self._shortest: list[str] = []
         for token in self._sorted:
             if not self._shortest or not token.startswith(self._shortest[-1]):
@@ -25,7 +25,7 @@ class TokenSet:
         return iter(self._sorted)
 
     def starts_at(self, text: str, i: int) -> bool:
-        """Whether a token stands in `text` from character i on."""
+        """Whether a token begins at character i of `text`."""
         found = bisect_right(self._shortest, text[i : i + self.longest])
         return found > 0 and text.startswith(self._shortest[found - 1], i)
 
@@ -35,14 +35,14 @@ class TokenSet:
         return found < len(self._sorted) and self._sorted[found].startswith(start)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """First and last character (exclusive) of each token in `text`, the longest at each place, as tokenizers do."""
-        if self.first_chars.isdisjoint(text):  # true of most short texts, and soon known
+        """Return first and last character (exclusive) of each token in `text`, the longest at each place."""
+        if self.first_chars.isdisjoint(text):  # as for most short texts
             return []
         found = self._finder.encode(text, add_special_tokens=False)
         return [span for span, token in zip(found.offsets, found.ids) if token]
 
     def replace(self, text: str, by: Callable[[str], str]) -> str:
-        """`text` with each token of `spans` replaced."""
+        """Replace each token of `spans`."""
         pieces: list[str] = []
         end = 0
         for start, stop in self.spans(text):
@@ -52,7 +52,7 @@ class TokenSet:
 
     @cached_property
     def _finder(self) -> tokenizers.Tokenizer:
-        """The library's own search for added tokens; all other text is token 0."""
+        """The search of tokenizers for added tokens; all other text is token 0."""
         finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
         finder.add_special_tokens([tokenizers.AddedToken(t, normalized=False, special=True) for t in self._sorted])
         return finder

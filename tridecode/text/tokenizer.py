@@ -1,13 +1,12 @@
 """Tokenizer: text and chats to token ids, and back.
 
-Control tokens (<|im_end|>, </s>, <think>, ...) steer a model. Only the chat template may write them: in text that
-comes from a user they are ordinary characters.
+Control tokens (<|im_end|>, </s>, <think>, ...) steer a model. Only the chat template may write them: in a user's text
+they are ordinary characters.
 """
 
 import json
 import re
 import secrets
-import threading
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain, islice
@@ -19,7 +18,7 @@ from ..arguments import check_messages, shown
 from ..errors import NO_CHAT, CheckpointError, PromptError, TooLong, brief
 from ..models.files import present, read_file
 from ..models.reader import read_json
-from .chat_template import ChatTemplate
+from .chat_template import CHILDREN, ChatTemplate
 from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child
 from .thinking import CLOSE
@@ -35,7 +34,20 @@ _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint: tokenizer.json, its special tokens' names and its chat template."""
+    """The tokenizer of a checkpoint: tokenizer.json, the names of its special tokens and its chat template.
+
+    Args:
+        special_tokens: text by name (bos_token, ...), for templates.
+        template: Jinja.
+        source: its file, for messages.
+
+    Attributes:
+        vocab_size: tokens, added ones included; a model's own vocabulary is often padded beyond it.
+        bos_id, eos_id: None if there is no such token.
+        special_ids: the tokens that no text shows.
+        directory: that of its files.
+        thinks: whether the chat template knows think blocks, so that an answer may begin with one.
+    """
 
     def __init__(
         self,
@@ -44,15 +56,21 @@ class Tokenizer:
         template: str | ChatTemplate | None = None,
         source: Path | str = "tokenizer.json",
     ):
-        """special_tokens: text by name (bos_token, ...), as templates see it; template: Jinja; source: for messages."""
         self._tokenizer, self._source = tokenizer, source
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._encode = Encoder(tokenizer, source)
-        self._token_bytes = TokenBytes(tokenizer, source)
+        self._encode, self._token_bytes = Encoder(tokenizer, source), TokenBytes(tokenizer, source)
         self._template = ChatTemplate(template, special_tokens) if isinstance(template, str) else template
-        self._special_tokens = special_tokens
+        self.has_template = self._template is not None
+        self.template_source = self._template.source if self._template else ""
+        self.thinks, self.directory = CLOSE in self.template_source, Path(source).parent
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.bos_id, self.eos_id = (
+            tokenizer.token_to_id(special_tokens[name]) if name in special_tokens else None
+            for name in ("bos_token", "eos_token")
+        )
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.content}
+        self.special_ids = self._token_bytes.special
         self._special = TokenSet(token.content for token in added.values() if token.special)
         # Tokens added as vocabulary (words, runs of spaces) are text like any other; markup is not.
         control = {i: t.content for i, t in added.items() if t.special or _MARKUP.fullmatch(t.content)}
@@ -66,7 +84,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """From the checkpoint directory `path`; raises CheckpointError."""
+        """Load the tokenizer of a checkpoint's directory. Raises CheckpointError."""
         path = Path(path)
         file = path / "tokenizer.json"
         if not present(file):
@@ -76,69 +94,38 @@ class Tokenizer:
         tokenizer = _load(file)
         settings = _read(path / "special_tokens_map.json") | _read(path / "tokenizer_config.json")
         special_tokens = _special_tokens(settings)
-        template = _template(path, settings, special_tokens)
-        made = cls(tokenizer, special_tokens, template, file)
-        # Their processes are ready when the weights are.
-        if template:
-            template.start()
-        if not made._encode.harmless:
-            threading.Thread(target=made._encode.start, daemon=True).start()  # it writes down the whole vocabulary
-        return made
+        return cls(tokenizer, special_tokens, _template(path, settings, special_tokens), file)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model's own vocabulary is often padded beyond it."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+    def start(self, callers: int = 1) -> None:
+        """Start its child processes in the background, for `callers` requests at a time."""
+        if self._template:
+            self._template.sandbox.start(min(callers, CHILDREN))
+        if not self._encode.harmless:
+            self._encode.sandbox.start()
 
-    @property
-    def has_template(self) -> bool:
-        return self._template is not None
-
-    @property
-    def template_source(self) -> str:
-        return "" if self._template is None else self._template.source
-
-    @property
-    def thinks(self) -> bool:
-        """Whether the chat template knows think blocks: then its model's answers may begin with one."""
-        return self._template is not None and CLOSE in self._template.source
-
-    @property
-    def directory(self) -> Path:
-        """Where it came from: messages name its files."""
-        return Path(self._source).parent
+    def wait(self) -> None:
+        """Wait until the processes that `start` starts are ready."""
+        self._encode.sandbox.wait()
+        if self._template:
+            self._template.sandbox.wait()
 
     def token_bytes(self, token: int) -> bytes:
-        """Its part of a text; that of a special token is its name."""
+        """Return the token's part of a text; that of a special token is its name."""
         return self._token_bytes(token)
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Those that no text shows."""
-        return self._token_bytes.special
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """Names that `encode_chat` can give the chat template (tools, enable_thinking, ...); none without one."""
+        """The variables of the chat template that `encode_chat` takes (tools, enable_thinking, ...)."""
         return frozenset() if self._template is None else self._template.variables()
 
-    @property
-    def bos_id(self) -> int | None:
-        return self._id("bos_token")
-
-    @property
-    def eos_id(self) -> int | None:
-        return self._id("eos_token")
-
-    def _id(self, name: str) -> int | None:
-        text = self._special_tokens.get(name)
-        return None if text is None else self._tokenizer.token_to_id(text)
-
     def encode(self, text: str, allow_special: bool = False, context: int | None = None) -> list[int]:
-        """Token ids of raw text, with what the tokenizer itself puts around a text (bos, for most).
+        """Return the token ids of a raw text, with those that the tokenizer puts around a text (bos, for most).
 
-        Control tokens in the text are read as such only with `allow_special`. Lone surrogates become U+FFFD.
-        context: raise TooLong, at once, for what is so long that it cannot have as few tokens.
+        Lone surrogates become U+FFFD.
+
+        Args:
+            allow_special: read control tokens in the text as such.
+            context: raise TooLong, at once, for a text that surely has more tokens.
         """
         if not isinstance(text, str):
             raise PromptError(f"a prompt must be text, got {type(text).__name__}")
@@ -150,7 +137,7 @@ class Tokenizer:
         return ids
 
     def encode_within(self, text: str) -> list[int]:
-        """Token ids of a part of a text, with nothing around it."""
+        """Return the token ids of a part of a text, with nothing around it."""
         return self._encode(_clean(text))
 
     def _count_control(self, ids: list[int]) -> int:
@@ -158,16 +145,22 @@ class Tokenizer:
 
     @cached_property
     def _control_around(self) -> int:
-        """Number of control tokens that the post-processor puts around any text."""
+        """The number of control tokens that the post-processor puts around any text."""
         return self._count_control(self._encode("", around=True))
 
     def encode_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> list[int]:
-        """Token ids of a conversation, through the chat template, up to where the assistant's answer begins.
+        """Return the token ids of a conversation, through the chat template, up to where the answer begins.
 
-        messages: dicts with the strings "role" and "content"; other keys and `template_variables` (enable_thinking,
-        tools, ...) reach the template as plain JSON values. Control tokens are the template's alone, but for those that
-        are not special in the assistant's own words: its <think> was one token, and templates look for </think>.
-        Raises PromptError: malformed messages, no template, or the template's own refusal; with `context` as `encode`.
+        Only the template writes control tokens. In the assistant's own messages those that are not special count too:
+        its <think> was one token, and templates look for </think>.
+
+        Args:
+            messages: dicts with the strings "role" and "content". Other keys reach the template as plain JSON values.
+            context: as for `encode`.
+            template_variables: plain JSON values (enable_thinking, tools, ...).
+
+        Raises:
+            PromptError: the messages are malformed, there is no template, or it refuses them.
         """
         if self._template is None:
             raise PromptError(f"this model has no chat template (it may be a base model); {NO_CHAT}")
@@ -190,7 +183,7 @@ class Tokenizer:
         return self._neutral(_restore(renamed, marks))
 
     def _check_size(self, text: str, context: int | None) -> None:
-        # Nearly no text is so long, and counting takes time.
+        # Counting takes time, and nearly no text is so long.
         if context is not None and len(text) > 4 * context and (least := fewest(text, self._longest)) > context:
             raise TooLong(least, context, or_more=True)
 
@@ -199,18 +192,18 @@ class Tokenizer:
         return longest(self._tokenizer, self._token_bytes)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of `ids`, as a Detokenizer gives it; U+FFFD for an id that the tokenizer lacks."""
+        """Return the text of `ids`, with U+FFFD for ids that the tokenizer lacks."""
         detokenizer = Detokenizer(self._token_bytes, (), skip_special)
         return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
     def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
-        """A Detokenizer for one stream of tokens; with `prompt_ids` its text continues that of the prompt."""
+        """Return a Detokenizer for one stream of tokens. With `prompt_ids` its text continues that of the prompt."""
         return Detokenizer(self._token_bytes, prompt_ids, skip_special)
 
-    # Control tokens that a user wrote. Where there are none, and that is nearly always, the tokenizer reads the text as
-    # it is. Otherwise a twin reads it that knows the control tokens by unguessable names only: what the template wrote
-    # is renamed, what a user wrote is text. To tell one from the other, the first character of each control token in a
-    # message becomes a private-use character before the template sees it.
+    # Nearly always a user's text has no control tokens, and the tokenizer reads the prompt as it is. Otherwise a twin
+    # reads it, which knows the control tokens by unguessable names only: those that the template wrote are renamed, a
+    # user's are text. To tell them apart, the first character of each control token in a message is replaced by a
+    # private-use character before the template sees it.
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -220,7 +213,7 @@ class Tokenizer:
 
     @cached_property
     def _neutral(self) -> Encoder:
-        """The twin: the same tokenizer, the same ids, each control token under its name in `_names`."""
+        """The twin: the same tokenizer and ids, each control token under its name in `_names`."""
         state, names = json.loads(self._tokenizer.to_str()), self._names
         for token in state["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
@@ -239,9 +232,17 @@ class Tokenizer:
             raise PromptError("this tokenizer cannot read control tokens as text; remove them from the prompt")
         return Encoder(twin, self._source)
 
+    @cached_property
+    def _template_chars(self) -> frozenset[str]:
+        return frozenset(self.template_source)
+
+    @cached_property
+    def _beginnings(self) -> re.Pattern[str]:
+        return re.compile(f"[{re.escape(''.join(self._control.first_chars))}]")
+
     def _marks(self, *values) -> dict[str, str]:
-        """For each character that begins a control token a private-use character that occurs nowhere else."""
-        used = set(json.dumps(values, ensure_ascii=False)) | set(self.template_source)
+        """Return, for each character that begins a control token, a private-use character that occurs nowhere."""
+        used = self._template_chars.union(json.dumps(values, ensure_ascii=False))
         begins = sorted(self._control.first_chars)
         private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
         free = list(islice((char for char in private if char not in used), len(begins)))
@@ -250,9 +251,9 @@ class Tokenizer:
         return dict(zip(begins, free))
 
     def _mark(self, value, marks: dict[str, str], tokens: TokenSet):
-        """`value` with the first character of each of `tokens` in its strings replaced, and of `_control` in its keys.
+        """Replace the first character of each of `tokens` in strings, and of each of `_control` in keys.
 
-        Templates look keys up by name, so those without a whole control token stay as they are.
+        Templates look up keys by name: those without a whole control token stay as they are.
         """
         if isinstance(value, dict):
             return {
@@ -263,15 +264,16 @@ class Tokenizer:
             return [self._mark(item, marks, tokens) for item in value]
         if not isinstance(value, str) or marks.keys().isdisjoint(value):
             return value
-        chars = list(value)
-        for i, char in enumerate(value):
-            if char in marks and tokens.starts_at(value, i):
-                chars[i] = marks[char]
-        # A text may also end in the beginning of a control token that the template's next characters would complete.
+        places = [i for i in map(re.Match.start, self._beginnings.finditer(value)) if tokens.starts_at(value, i)]
+        # The template's next characters may complete a control token that begins at the end of a text.
         end = len(value.rstrip())
-        for i in range(max(end - tokens.longest, 0), end):
-            if value[i] in marks and tokens.begins(value[i:end]):
-                chars[i] = marks[value[i]]
+        tail = range(max(end - tokens.longest, 0), end)
+        places += [i for i in tail if value[i] in marks and tokens.begins(value[i:end])]
+        if not places:
+            return value
+        chars = list(value)
+        for i in set(places):
+            chars[i] = marks[chars[i]]
         return "".join(chars)
 
 
@@ -280,12 +282,12 @@ def _restore(text: str, marks: dict[str, str]) -> str:
 
 
 def _clean(text: str) -> str:
-    """Surrogate pairs joined, lone surrogates replaced by U+FFFD: tokenizers take valid Unicode only."""
+    """Join surrogate pairs and replace lone surrogates by U+FFFD: tokenizers take valid Unicode only."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _plain(messages, variables: dict) -> tuple[list[dict], dict]:
-    """Checked messages and variables, rebuilt from JSON: a template may see no object with methods of its own."""
+    """Check messages and variables, and rebuild them from JSON: a template must see no object with other methods."""
     check_messages(messages, roles=())  # a template may know others
     try:
         given = json.dumps([[{k: v for k, v in m.items() if v is not None} for m in messages], variables])
@@ -308,13 +310,13 @@ def _clean_value(value, depth: int):
 def _load(file: Path) -> tokenizers.Tokenizer:
     data = read_file(file, _FILE_LIMIT)
     try:
-        # The only part whose loading is known to panic, which writes a page to stderr: first where nobody sees that.
+        # Loading this part may panic, which writes a page to stderr: a child tries first.
         if b'"Precompiled"' in data and (reason := check_in_child(data.decode())):
             raise ValueError(reason)
         return tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # tokenizers raises Exception itself, and for some files a panic
+    except BaseException as error:  # tokenizers raises Exception itself, or panics
         raise CheckpointError(f"{file}: not a tokenizer ({brief(error)}); download the file again") from None
 
 
@@ -323,7 +325,7 @@ def _read(path: Path) -> dict:
 
 
 def _special_tokens(settings: dict) -> dict[str, str]:
-    """Special tokens by name: each a string, or an object with its "content"."""
+    """Return the special tokens by name. Each is a string, or an object with its "content"."""
     found = {}
     for name in _TOKEN_NAMES:
         value = settings.get(name)
@@ -334,7 +336,7 @@ def _special_tokens(settings: dict) -> dict[str, str]:
 
 
 def _template(path: Path, settings: dict, special_tokens: dict[str, str]) -> ChatTemplate | None:
-    """The chat template: from its own file, else from tokenizer_config.json, where several may have names."""
+    """Return the chat template of its own file, else of tokenizer_config.json, which may have several by name."""
     file = path / "chat_template.jinja"
     if present(file):
         try:

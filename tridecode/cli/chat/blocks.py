@@ -2,7 +2,7 @@
 
 from rich import box
 from rich.cells import cell_len
-from rich.markdown import CodeBlock, Heading, HorizontalRule, ListElement, ListItem, Markdown, TableElement
+from rich.markdown import CodeBlock, Heading, HorizontalRule, ListElement, ListItem, Markdown, Paragraph, TableElement
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.segment import Segment
@@ -10,7 +10,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from .markup import PARSER, worded
+from .markup import PARSER
 
 DEEPEST = 15  # nested blocks; deeper ones would have no columns left, and are shown as plain text
 NARROW = 8  # columns of a table's cell, below which words are no longer readable
@@ -80,16 +80,14 @@ class Line(HorizontalRule):
 
 
 class Item(ListItem):
-    """An item with the number that it was given. A bullet stays as written where it may be a sign."""
+    """An item with the number that it was given."""
 
     marker = ""
 
     @classmethod
     def create(cls, markdown, token):
         item = cls()
-        item.marker = token.info + token.markup
-        if token.markup in "-*" and worded("\n".join(markdown.markup.split("\n")[slice(*token.map)])):
-            item.marker = "•"
+        item.marker = token.info + token.markup if token.info else "•"
         return item
 
 
@@ -99,7 +97,7 @@ class Items(ListElement):
     def __rich_console__(self, console, options):
         for item in self.items:
             assert isinstance(item, Item)
-            style = "markdown.item.bullet" if item.marker in "•-*+" else "markdown.item.number"
+            style = "markdown.item.bullet" if item.marker == "•" else "markdown.item.number"
             marker, style = f" {item.marker} ", console.get_style(style, default="none")
             inner = options.update(width=options.max_width - len(marker))
             for i, line in enumerate(console.render_lines(item.elements, inner, style=item.style) or [[]]):
@@ -120,8 +118,8 @@ class Block(Markdown):
         "list_item_open": Item,
         "bullet_list_open": Items,
         "ordered_list_open": Items,
+        "tex": Paragraph,
     }
-    inlines = Markdown.inlines | {"link_url"}
 
     def __init__(self, source: str):
         # Not rich's own __init__, which builds a parser every time: a quarter of a frame.

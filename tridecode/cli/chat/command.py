@@ -5,6 +5,10 @@ import sys
 import time
 from dataclasses import replace
 
+from ...errors import TridecodeError
+from ...options import OPTIONS
+from ...sampling import SamplingParams
+from ..api_key import api_key
 from ..graph_stats import show_graph_stats
 from ..inputs import stdin_lines, with_stdin
 from ..loading import Loader, load_engine, tokenizer_of
@@ -14,10 +18,10 @@ from . import lines, saving, session
 from .completion import completed
 from .conversation import Conversation
 from .lines import Interrupted, join_blocks
-from .local_talk import LocalChat
-from .reader import open_reader, shows_editor
-from .remote_talk import RemoteChat, connect
-from .talk import DEVICE_LOST, IMPATIENCE, Chat
+from .local import LocalModel
+from .model import Model
+from .reader import open_reader
+from .talk import COUNTING, DEVICE_LOST, IMPATIENCE, Chat
 
 TURN = 0.0005  # seconds that the drawing thread may keep the token loop waiting; Python's own 5 ms are many steps
 
@@ -27,23 +31,24 @@ def chat(args, output: Output) -> int:
     if args.api_key_file is not None and args.url is None and "api_key_file" not in args.origins:
         args.refuse("--api-key-file needs --url")
     output.quiet, output.redraws = args.quiet, not args.plain
-    output.editor = interactive and shows_editor()
     conversation, store = open_session(args, output, interactive)
-    talk = open_chat(
-        args,
+    model, params = (open_model if args.url is None else connect)(args, output)
+    talk = Chat(
+        model,
+        params,
         output,
-        interactive,
-        conversation=conversation,
+        conversation,
+        interactive=interactive,
         store=store,
+        overflow=args.overflow or ("drop-oldest" if interactive else "error"),  # `connect` may set it
         stats=args.stats or ("off" if args.quiet else "full"),
         system=args.system,
         plain=args.plain,
         think=args.think,
-        given=sampling_overrides(args),
-        loader=Loader(args, output),
+        overrides=sampling_overrides(args),
     )
     if store:
-        store.model = talk.engine.name
+        store.model = model.name
     if store and store.saved:
         output.note(f"session {store.name}: {talk.describe()}")
         if not args.quiet:
@@ -52,9 +57,9 @@ def chat(args, output: Output) -> int:
     try:
         if interactive:
             sys.setswitchinterval(TURN)
-            talk.use_idle_time()
-            place = f" at {talk.engine.device}" if args.url else ""
-            output.note(f"{talk.engine.name}{place}: {talk.capacity_words()}; /help lists the commands")
+            model.use_idle_time()
+            place = f" at {model.device}" if args.url else ""
+            output.note(f"{model.name}{place}: {talk.capacity_words()}; /help lists the commands")
             output.quiet = False  # what is asked for from here on is shown
             code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output), args.question)
         else:
@@ -64,13 +69,13 @@ def chat(args, output: Output) -> int:
                 if not talk.handle(line):
                     break
     finally:
-        if talk.idle is not None:
-            talk.idle.end()
+        model.close()
         talk.save()
-        if args.graph_stats and isinstance(talk, LocalChat) and talk.engine is not None:
-            show_graph_stats(talk.engine, output)
+        if args.graph_stats and isinstance(model, LocalModel) and model.loaded:
+            show_graph_stats(model.engine, output)
     code = talk.exit_code if code is None else code
     if code == DEVICE_LOST:
+        output.keys.release()
         # What is freed on such a GPU fails once more, in places that end the program by a signal.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -78,18 +83,40 @@ def chat(args, output: Output) -> int:
     return code
 
 
-def open_chat(args, output: Output, interactive: bool, **how) -> Chat:
-    """Load the model, or connect to its server, and return the chat with it. how: more arguments of the chat."""
-    how["interactive"], overflow = interactive, "drop-oldest" if interactive else "error"
-    # No variable holds the engine: /model must be able to free it. `connect` may set args.overflow.
-    if args.url is not None:
-        return RemoteChat(*connect(args, output), output, overflow=args.overflow or overflow, **how)
-    talk = LocalChat(*load_engine(args, output), output, overflow=args.overflow or overflow, **how)
-    if not (args.raw or tokenizer_of(talk.engine).has_template):
-        talk.engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before the user types anything
-    if talk.engine.device.type == "cpu":
+def open_model(args, output: Output) -> tuple[LocalModel, SamplingParams]:
+    """Load the model."""
+    engine, params = load_engine(args, output)
+    if not (args.raw or tokenizer_of(engine).has_template):
+        engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before the user types anything
+    if engine.device.type == "cpu":
         output.note("running on the CPU")
-    return talk
+    return LocalModel(engine, Loader(args, output)), params
+
+
+def connect(args, output: Output) -> tuple[Model, SamplingParams]:
+    """Return the model of a server that the options name. Raises TridecodeError.
+
+    Engine options from the configuration file or the environment are meant for other chats and do not count here.
+    """
+    local = {*OPTIONS, "graph_stats"}
+    for name, word in args.typed.items():
+        if name in local:
+            args.refuse(f"{word} is of an engine in this process; a server (--url) has its own")
+    try:
+        from .remote import RemoteModel
+    except ModuleNotFoundError as error:
+        if error.name != "httpx":
+            raise
+        raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
+    overrides = sampling_overrides(args)
+    params = SamplingParams(**overrides)  # a wrong value fails here
+    name = None if "model" in args.origins else args.model
+    model = RemoteModel(args.url, api_key(args.api_key_file, output), name, overrides)
+    if not model.counts:
+        if args.overflow not in (None, "error") and "overflow" not in args.origins:
+            args.refuse(f"--overflow {args.overflow} {COUNTING}")
+        args.overflow = "error"
+    return model, params
 
 
 def open_session(args, output: Output, interactive: bool) -> tuple[Conversation, session.Store | None]:
@@ -132,7 +159,6 @@ def converse(talk: Chat, reader, first: str | None = None) -> int:
             between = False
             reader.redraws = talk.output.redraws = not talk.plain
             line = reader.read(draft or "")
-            talk.editor = talk.output.editor = reader.is_editor
             leaving, between = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):
                 return talk.exit_code

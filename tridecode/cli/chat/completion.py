@@ -29,8 +29,10 @@ def completed(typed: str, offer: Offer = Offer()) -> tuple[int, list[str]]:
     if not space:
         return len(typed), [name for name in slash.COMMANDS if name.startswith(typed.lower())]
     rest = rest.lstrip()
-    after = AFTER.get(slash.ALIASES.get(command.lower(), command.lower()))
-    found = after(rest, offer) if after else ()
+    name = slash.ALIASES.get(command.lower(), command.lower())
+    found: Iterable[str] = slash.COMMANDS[name].words if name in slash.COMMANDS else ()
+    if name in AFTER:
+        found = AFTER[name](rest, offer)
     word = rest if command in WHOLE else rest.rpartition(" ")[2]
     return len(word), list(dict.fromkeys(text for text in found if text.startswith(word) and text != word))
 
@@ -85,7 +87,5 @@ AFTER: dict[str, Callable[[str, Offer], Iterable[str]]] = {
     "/sessions": of_sessions,
     "/set": of_set,
     "/model": of_model,
-    "/think": lambda typed, offer: ("on", "off", "hide"),
-    "/plain": lambda typed, offer: ("on", "off"),
 }
 WHOLE = ("/load", "/save", "/export", "/model")  # what follows is one word, spaces and all

@@ -1,9 +1,9 @@
 """How an answer is shown: as Markdown in a terminal, elsewhere and with --plain as plain text, token by token."""
 
 import re
+from collections.abc import Iterable
 
-from ...errors import PromptError
-from ...text.thinking import THINKING, ThinkSplitter, ends_inside
+from ...text.thinking import THINKING, ThinkSplitter
 from ..terminal import Output, counted
 from ..wrapping import Wrapped
 
@@ -37,53 +37,40 @@ class PlainText:
         """What comes goes on where the cursor is."""
 
 
-class Thinking:
-    """Shows the think block that an answer may begin with apart from it: dimmed, or with `hide` only its length."""
+class Display:
+    """Shows one answer in `sink`, and the think block that it may begin with apart from it: dimmed, or with `hide` only
+    its length. `push` takes pairs of kind and text from `splitter`."""
 
-    def __init__(self, output: Output, answer, opened: bool, hide: bool, unit: str = "token"):
-        """unit: what a push is."""
-        self._output, self._answer, self._hide, self._unit = output, answer, hide, unit
-        self._splitter = ThinkSplitter(opened)
+    def __init__(self, output: Output, sink, splitter: ThinkSplitter, hide: bool, unit: str = "token"):
+        """unit: the unit of the stream, for the length of the block."""
+        self._output, self._sink, self._splitter, self._hide, self._unit = output, sink, splitter, hide, unit
         self._dim = Wrapped(output.console, output.dim)
-        self._open = self._said = False  # whether a block was begun, and whether its length was said
+        self._open = self._ended = False  # the think block
+        self.pause, self.resume = sink.pause, sink.resume
 
-    def push(self, text: str) -> None:
-        for kind, piece in self._splitter.feed(text):
-            self._show(kind, piece)
-
-    def finish(self) -> None:
-        self._rest()
-        self._answer.finish()
-
-    def abort(self) -> None:
-        try:
-            self._rest()
-        finally:
-            self._answer.abort()
-
-    def pause(self) -> None:
-        self._answer.pause()
-
-    def resume(self) -> None:
-        self._answer.resume()
-
-    def _show(self, kind: str, text: str) -> None:
-        if kind == THINKING:
+    def push(self, parts: Iterable[tuple[str, str]]) -> None:
+        for kind, text in parts:
+            if kind != THINKING:
+                self._end()
+                self._sink.push(text)
+                continue
             self._open = True
             if not self._hide:
                 self._dim(text)
-        else:
-            self._end()
-            self._answer.push(text)
 
-    def _rest(self) -> None:
-        for kind, piece in self._splitter.finish():
-            self._show(kind, piece)
+    def finish(self) -> None:
         self._end()
+        self._sink.finish()
+
+    def abort(self) -> None:
+        try:
+            self._end()
+        finally:
+            self._sink.abort()
 
     def _end(self) -> None:
-        if self._open and not self._said:
-            self._said = True
+        if self._open and not self._ended:
+            self._ended = True
             if not self._hide:
                 self._dim("\n")
             length = counted(self._splitter.tokens, self._unit)
@@ -99,24 +86,16 @@ def open_fence(text: str) -> str:
     return opened
 
 
-def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
-    """Whether the template itself begins the think block, so that answers start inside it."""
-    try:
-        ids = tokenizer.encode_chat([{"role": "user", "content": "?"}], **variables or {})
-    except PromptError:  # no template, or one that wants other messages
-        return False
-    return ends_inside(tokenizer.decode(ids[-4:], skip_special=False))
+def as_plain(output: Output, plain: bool) -> bool:
+    """Return whether answers are plain text: `plain` is set, or stdout is not a terminal that can show Markdown."""
+    return plain or not output.tty or output.console.is_dumb_terminal
 
 
-def answer_display(output: Output, plain: bool, opened: bool = False, hide: bool = False, unit: str = "token"):
-    """What shows one answer: push(text), then finish() or abort(), which may both be called twice. pause() leaves
-    the terminal to another program until resume().
-
-    opened: the prompt ended inside a think block. hide: of thinking only its length is shown, in pushes, which `unit`
-    says what they are. Plain text has the think block as the model wrote it.
-    """
-    if plain or not output.tty or output.console.is_dumb_terminal:
-        return Thinking(output, PlainText(output), opened, hide, unit) if hide else PlainText(output)
+def open_sink(output: Output, plain: bool):
+    """Return the sink that shows the text of one answer. Its methods: push(text), then finish() or abort(), which may
+    both be called twice; pause() leaves the terminal to another program until resume()."""
+    if as_plain(output, plain):
+        return PlainText(output)
     from .markdown import MarkdownStream
 
-    return Thinking(output, MarkdownStream(output.console), opened, hide, unit)
+    return MarkdownStream(output.console)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import select
 import signal
 import sys
 
@@ -13,7 +12,6 @@ from prompt_toolkit.completion import Completer, Completion
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory
-from prompt_toolkit.input import create_input
 from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.lexers import SimpleLexer
 from prompt_toolkit.output import ColorDepth
@@ -23,7 +21,6 @@ from rich.cells import cell_len
 
 from ..terminal import USER, one_line
 from .lines import CONTINUED, PROMPT, Interrupted, PlainReader, unfinished
-from .sequences import Parser
 from .session import SessionError, state_dir
 
 LEFT = (UnicodeDecodeError, FileNotFoundError)  # of a file that was written by an editor outside, or removed
@@ -77,7 +74,7 @@ class Keyboard:
 
     def __init__(self, complete, output, keys=None, screen=None):
         """complete: as Words takes it. keys, screen: prompt_toolkit's input and output, by default the terminal's."""
-        self.output, self._plain, self._touched, self._drawn = output, None, False, False
+        self.output, self._plain, self._touched = output, None, False
         self.redraws = True  # without, a message that fits in the window stays as it was typed
         try:
             file = str(state_dir() / "history")
@@ -85,10 +82,6 @@ class Keyboard:
             file = os.devnull
             output.note(f"what you type is not remembered: {error}")
         self.history = History(file)
-        self._parser = None
-        if keys is None:
-            keys = create_input()
-            keys.vt100_parser = self._parser = Parser(keys.vt100_parser.feed_key_callback)
         if screen is None:
             screen = Screen.from_pty(sys.stdout, term=os.environ.get("TERM"))
             # Nobody reads the terminal's answer about the cursor while a model talks; it would be taken for typing.
@@ -113,7 +106,6 @@ class Keyboard:
             output=screen,
         )
         self.session.default_buffer.on_text_changed += self._touch
-        self.session.app.before_render += self._look
 
     def read(self, draft: str = "") -> str:
         if self._plain is None:
@@ -125,17 +117,12 @@ class Keyboard:
                 log.debug("the line editor failed", exc_info=True)
                 why = one_line(error)[:100]
                 self.output.note(f"the line editor failed ({type(error).__name__}: {why}); plain line input from here")
-                self._plain, draft = PlainReader(), self.session.default_buffer.text or draft
+                self._plain, draft = PlainReader(self.output.keys), self.session.default_buffer.text or draft
             else:
                 if self.session.app.erase_when_done:
                     self.output.user(PROMPT + text.replace("\n", "\n" + CONTINUED))
                 return text
         return self._plain.read(draft)
-
-    @property
-    def is_editor(self) -> bool:
-        """Whether the next read is the editor's, which knows pastes from keys."""
-        return self._plain is None
 
     def fits(self, text: str) -> bool:
         """Whether the window shows all of a message."""
@@ -150,7 +137,7 @@ class Keyboard:
         interrupts: list[int] = []
 
         def begin():
-            self._touched, self._drawn = False, False
+            self._touched = False
             asyncio.get_running_loop().set_exception_handler(fail)
             if interrupts:
                 interrupts.clear()
@@ -171,18 +158,13 @@ class Keyboard:
             text = self.session.prompt([(TYPED, PROMPT)], default=draft, pre_run=begin, set_exception_handler=False)
         finally:
             signal.signal(signal.SIGINT, before)
+            self.output.keys.hold()
         if interrupts:
             raise Interrupted(text)
         return text
 
     def _touch(self, buffer) -> None:
         self._touched = True
-
-    def _look(self, app) -> None:
-        """Before the prompt is drawn, and behind the change of the terminal's mode: was anything typed already?"""
-        if self._parser and not self._drawn:
-            self._parser.ahead = bool(select.select([app.input.fileno()], [], [], 0)[0])
-        self._drawn = True
 
     def _interrupted(self) -> Interrupted:
         buffer = self.session.default_buffer

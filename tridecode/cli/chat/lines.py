@@ -5,7 +5,7 @@ from contextlib import suppress
 from functools import partial
 from types import ModuleType
 
-from ..terminal import visible
+from ..terminal import Keys, visible
 
 MARK = '"""'
 PROMPT, CONTINUED = "> ", "… "
@@ -55,10 +55,11 @@ def _insert(readline: ModuleType, draft: str) -> None:
 class PlainReader:
     """input(), with readline where Python has it."""
 
-    is_editor = False
     redraws = True  # for whoever reads; this one never does
 
-    def __init__(self):
+    def __init__(self, keys: Keys | None = None):
+        """keys: those that are held while nothing is read."""
+        self._keys = keys or Keys()
         self._readline: ModuleType | None = None
         with suppress(ImportError):
             import readline  # arrow keys and history in input()
@@ -68,6 +69,7 @@ class PlainReader:
     def read(self, draft: str = "") -> str:
         lines: list[str] = []
         self._begin_with(draft)
+        self._keys.release()
         try:
             return next(join_blocks(self._lines(lines)))
         except (EOFError, KeyboardInterrupt) as end:
@@ -75,6 +77,8 @@ class PlainReader:
             if isinstance(end, EOFError):
                 raise
             raise self._discard(lines) from None
+        finally:
+            self._keys.hold()
 
     def _lines(self, lines: list[str]) -> Iterator[str]:
         """What is typed, which is also kept in `lines`."""

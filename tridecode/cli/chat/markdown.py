@@ -11,12 +11,14 @@ from rich.segment import ControlType, Segment, Segments
 
 from ..terminal import visible
 from .blocks import rows_of
-from .markup import decided, nameless_head, split
+from .markup import nameless_head, split
 
 FRAME = 1 / 30  # seconds between frames, at least
 SHARE = 1 / 32  # of a core that may go into frames: a long unfinished block is redrawn less often, not at any cost
 LONG = 100  # lines of code; of a longer unfinished block only the last ones are highlighted again for each frame
 FENCE = re.compile(r"\s*(?:```+|~~~+)[ \t]*[^\s`~]*")  # with the language, but not what is shown of its line
+# A line that may become a list, or makes a heading of the line before. It is shown when more of it has arrived.
+HELD = re.compile(r"\n[ \t]*[-=]+[ \t]*\Z")
 
 Row = tuple[Segment, ...]
 
@@ -46,8 +48,7 @@ class Painter:
             if self._until and not final:
                 return
             self._rest = "" if self._until else self._rest  # at the end nothing comes to go on with
-        rest, unsettled = self._rest + text, final or not self._settled(text)
-        blocks, rest, fence = split(rest, final) if unsettled else ([], rest, self._fence)
+        blocks, rest, fence = split(self._rest + text, final)
         rows: list[Row] = []
         gap = self._gap
         for block in blocks:
@@ -55,7 +56,7 @@ class Painter:
             rows, gap = rows + shown, gap or bool(shown)
         finished = len(rows)
         if self.console.is_terminal:
-            rows += self._spaced(rest, gap, finished=False)
+            rows += self._spaced(HELD.sub("", rest) if not fence else rest, gap, finished=False)
             if self._rows and not rows:
                 rows.append(())  # what was drawn is no text any more, such as a fence's first line
         if not self._draw(rows):
@@ -74,7 +75,7 @@ class Painter:
         if self._fence or head:
             self._rest = self._opener() if self._fence else head
         else:
-            self._rest = begun if FENCE.match(begun) else ""  # of such a line nothing is shown
+            self._rest = begun if FENCE.match(begun) or HELD.match("\n" + begun) else ""  # it is not on the screen
         if not ((self._fence or head) and not begun or begun[-1:].isspace() or self._rest == begun):
             # The word or line that is begun goes on where it stands.
             self._until = r"\n" if self._fence or head else r"\s"
@@ -146,13 +147,6 @@ class Painter:
 
     def _write(self, segments: list[Segment]) -> None:
         self.console.print(Segments(segments), end="", crop=False)
-
-    def _settled(self, text: str) -> bool:
-        """Whether `text` surely finishes no block: a long one must not be split again for every frame."""
-        line = self._rest[self._rest.rfind("\n") + 1 :]
-        if self._fence and self._rest.count("\n"):
-            return self._rest.lstrip()[0] * 3 not in line + text
-        return "\n" not in text and decided(line) == decided(line + text)
 
     def _opener(self) -> str:
         """The line that begins the unfinished code block, without what is shown of it."""

@@ -20,4 +20,4 @@ def open_reader(complete: Callable, output):
             return Keyboard(complete, output)
         except Exception as error:
             output.note(f"there is no line editor here ({type(error).__name__}: {error}); plain line input")
-    return PlainReader()
+    return PlainReader(output.keys)

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -11,9 +11,10 @@ import httpx
 from ...errors import ParameterError, PromptError, TooLong, TridecodeError, brief
 from ...results import Piece, Timings, Usage
 from ...sampling import SamplingParams
-from ...text.thinking import CLOSE, OPEN, strip_thinking
+from ...text.thinking import CLOSE, OPEN, SWITCH, strip_thinking
 from ..bench.client import message_of
 from ..terminal import did_you_mean, joined
+from .model import Model, Prompt, Thinking
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # seconds without a byte
 LONGEST = 1 << 24  # bytes of an event
@@ -38,23 +39,28 @@ class ServerError(TridecodeError):
     """The server cannot be reached, refuses, or its answer was cut off."""
 
 
-class RemoteModel:
+class RemoteModel(Model):
     """A model of one server; `device` is the server's address. Nothing is kept there between two answers.
 
-    capacity: positions of the context, None where the server does not tell. names: of the server's models.
+    Options that are not set have the values of the server.
     """
 
-    def __init__(self, url: str, key: str | None, name: str | None = None, options: Iterable[str] = ()):
-        """name: as the server calls the model, None for its first one. options: the names of sampling options that it
+    unit, defaults = "piece", "as the server has it"  # a server may put several tokens into one piece
+    continues = seeds = False
+    device: str
+    options: dict[str, str]  # our names and the server's
+
+    def __init__(self, url: str, key: str | None, name: str | None = None, overrides: Collection[str] = ()):
+        """name: as the server calls the model, None for its first one. overrides: the names of sampling options that it
         has to take. Raises ServerError and ParameterError."""
         self.device = str(httpx.URL(url).copy_with(userinfo=b"")).rstrip("/")  # as it is shown
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
         # Servers close what is idle for some seconds (uvicorn: 5): no request should meet that.
         limits = httpx.Limits(keepalive_expiry=3.0)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits)
-        self.use(name, options)
+        self.switch(name, overrides)
 
-    def use(self, name: str | None, options: Iterable[str] = ()) -> None:
+    def switch(self, name: str | None, overrides: Collection[str], raw: bool = False) -> None:
         """Go on with another of the server's models. Raises ServerError and ParameterError, and nothing has changed."""
         with failing(self.device):
             response = self._http.get("/v1/models")
@@ -73,41 +79,37 @@ class RemoteModel:
         card = cards[name]
         owner, meta = card.get("owned_by"), card.get("meta")
         owner = brief(owner, 40) if isinstance(owner, str) else "no known kind"
-        for option in options:
+        for option in overrides:
             check_option(option, owner)
-        self.name, self.owner, self.names = name, owner, [*cards]
+        self.name, self.owner, self.options = name, owner, OPTIONS.get(owner, OPENAI)
+        self.models = [known for known in cards if known.isprintable()]
         told = card.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
         self.capacity = told if type(told) is int and told > 0 else None
+        self.counts = owner in COUNTING and self.capacity is not None
+
+    def check(self, option: str) -> None:
+        check_option(option, self.owner)
+
+    def thinking(self, mode: str, raw: bool) -> Thinking:
+        """Return how the server handles thinking. `on` leaves it to the server, which does not report whether its model
+        thinks."""
+        if raw:
+            return Thinking(refusal="with --raw there is no chat template")
+        if self.owner not in OPTIONS:  # these servers pass variables to the template
+            return Thinking(True, refusal=f"no chat template can be told through a server of {self.owner}")
+        variables = {SWITCH: False} if mode == "off" else None
+        return Thinking(True, variables=variables, advice="/think on leaves thinking to the server")
+
+    def facts(self, last: Piece | None) -> list[str]:
+        return [f"model {self.name} at {self.device}, a server of {self.owner}"]
 
     def close(self) -> None:
         self._http.close()
 
-    def default_params(self, **given) -> SamplingParams:
-        return SamplingParams(**given)
-
-    @property
-    def counts(self) -> bool:
-        """Whether the server says how long a prompt is."""
-        return self.owner in COUNTING and self.capacity is not None
-
-    @property
-    def switches(self) -> bool:
-        """Whether the server hands variables to the chat template."""
-        return self.owner in OPTIONS
-
-    @property
-    def options(self) -> Iterable[str]:
-        """The names of the sampling options that the server takes."""
-        return known_options(self.owner)
-
-    def check(self, option: str) -> None:
-        """Raises ParameterError for a sampling option that the server might ignore."""
-        check_option(option, self.owner)
-
-    def count(self, prompt, variables: dict | None = None) -> int:
+    def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
         """Tokens of a prompt. Raises ServerError, and TooLong where the server does not count so many."""
         with failing(self.device):
-            response = self._post("/tokenize", self._body(prompt_field(prompt), {}, variables))
+            response = self._post("/tokenize", self._body(prompt_field(prompt), {}, thinking.variables))
             try:
                 check(response)
                 return int(response.json()["count"])
@@ -116,18 +118,23 @@ class RemoteModel:
             except (ValueError, LookupError, TypeError):
                 raise ServerError(f"{self.device}/tokenize counts no tokens") from None
 
-    def stream(self, prompt, params: SamplingParams, given: Iterable[str], variables: dict | None) -> Iterator[Piece]:
-        """A Piece for each event with text, without token ids, then a last one; see Engine.stream. given: the names of
-        the options that are sent; the server's own defaults count for the others. Thinking that comes apart from the
-        answer is put between tags, as models write it. Closing the iterator closes the stream, which cancels the
-        request. Raises ServerError, and TooLong.
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
+    ) -> Iterator[Piece]:
+        """Yield a Piece without token ids for each event with text, then a last one; see Engine.stream.
+
+        Thinking that the server sends apart from the answer is put between tags, as models write it. Closing the
+        iterator closes the stream, which cancels the request. Raises ServerError, and TooLong.
+
+        Args:
+            overrides: Names of the options that are sent; for the others the server uses its defaults.
         """
-        options = {name: getattr(params, name) for name in given}
+        options = {name: getattr(params, name) for name in overrides}
         path = "/v1/completions" if isinstance(prompt, str) else "/v1/chat/completions"
         body = prompt_field(prompt) | {"stream": True, "stream_options": {"include_usage": True}}
         with failing(self.device):
             answer = Answer()
-            request = self._http.build_request("POST", path, **encoded(self._body(body, options, variables)))
+            request = self._http.build_request("POST", path, **encoded(self._body(body, options, thinking.variables)))
             response = self._http.send(request, stream=True)
             try:
                 if response.status_code != 200:
@@ -144,21 +151,16 @@ class RemoteModel:
         return self._http.post(path, **encoded(body))
 
     def _body(self, asked: dict, options: dict, variables: dict | None) -> dict:
-        body, names = {"model": self.name} | asked, known_options(self.owner)
+        body = {"model": self.name} | asked
         for name, value in options.items():
             if value not in (None, (), {}):
-                body[names[name]] = value
+                body[self.options[name]] = value
         return body | ({"chat_template_kwargs": variables} if variables else {})
 
 
-def known_options(owner: str) -> dict[str, str]:
-    """Our names of the sampling options that a server takes, and its own."""
-    return OPTIONS.get(owner, OPENAI)
-
-
 def check_option(name: str, owner: str) -> None:
-    """Raises ParameterError for a sampling option that a server might ignore."""
-    if name not in known_options(owner):
+    """Raise ParameterError for a sampling option that a server might ignore."""
+    if name not in OPTIONS.get(owner, OPENAI):
         raise ParameterError(f"{name}: not known to a server of {owner}, which might ignore it; leave it out")
 
 
@@ -203,7 +205,7 @@ class Answer:
         return made + (self._closed() + text if text else "")
 
     def _closed(self) -> str:
-        """The end of the thinking, where it has begun."""
+        """Return the end of the thinking if it has begun."""
         was, self._thinking = self._thinking, False
         return f"\n{CLOSE}\n\n" if was else ""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..terminal import counted
 from . import session, sessions
-from .display import answer_display
+from .display import open_sink
 from .lines import CONTINUED, PROMPT
 
 LISTED = 20  # sessions that /sessions shows
@@ -18,7 +18,7 @@ def save(chat, rest: str) -> None:
         return export(chat, rest)
     if os.path.lexists(path):
         session.read(path)  # anything but a session is not overwritten
-    session.write(path, session.dumps(chat.conversation, chat.engine.name))
+    session.write(path, session.dumps(chat.conversation, chat.model.name))
     chat.output.note(f"saved to {path}")
 
 
@@ -26,7 +26,7 @@ def load(chat, rest: str) -> None:
     """A session by its name, which is then continued, or else a file, which goes on in a session of its own."""
     store = None
     if rest in sessions.names():
-        store = session.Store(sessions.existing(rest), chat.engine.name)
+        store = session.Store(sessions.existing(rest), chat.model.name)
         loaded = store.load()
     else:
         path = path_of(rest)
@@ -52,7 +52,7 @@ def load(chat, rest: str) -> None:
 
 def export(chat, rest: str) -> None:
     path = path_of(rest)
-    sessions.export(chat.conversation.markdown(chat.opens_thinking), path)
+    sessions.export(chat.conversation.markdown(chat.thinking.opened), path)
     chat.output.note(f"exported to {path}")
 
 
@@ -120,12 +120,12 @@ def show(chat, first: int) -> None:
         if number:
             chat.output.text("\n")
         chat.output.user(PROMPT + user.replace("\n", "\n" + CONTINUED))
-        display = answer_display(chat.output, chat.plain)
+        sink = open_sink(chat.output, chat.plain)
         try:
-            display.push(chat.answer_only(answer))
-            display.finish()
+            sink.push(chat.answer_only(answer))
+            sink.finish()
         except BaseException:
-            display.abort()
+            sink.abort()
             raise
 
 

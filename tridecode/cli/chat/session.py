@@ -5,7 +5,7 @@ import os
 import re
 import secrets
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
@@ -23,13 +23,22 @@ class SessionError(TridecodeError):
     """A session file cannot be read or written."""
 
 
+@contextmanager
+def failing(path: Path, fix: str = ""):
+    """Within, an error of the file system, or of a name with a NUL, is a SessionError."""
+    try:
+        yield
+    except OSError as error:
+        raise SessionError(f"{path}: {error.strerror}{fix}") from None
+    except ValueError as error:
+        raise SessionError(f"{str(path)!r}: {error}") from None
+
+
 def state_dir() -> Path:
     """Where history and sessions live; only its owner may look into it."""
     path = Path(platformdirs.user_state_dir("tridecode", appauthor=False))
-    try:
+    with failing(path, "; set XDG_STATE_HOME to a directory that can be written"):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise SessionError(f"{path}: {error.strerror}; set XDG_STATE_HOME to a directory that can be written") from None
     return path
 
 
@@ -53,16 +62,11 @@ def new_path() -> Path:
 def files() -> list[Path]:
     """Of all sessions, the one that was saved last at the end."""
     found, where = [], sessions_dir()
-    try:
-        entries = [entry for entry in os.scandir(where) if entry.name.endswith(".json")]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise SessionError(f"{where}: {error.strerror}") from None
-    for entry in entries:
-        with suppress(OSError):  # a link that leads nowhere
-            if entry.is_file():
-                found.append((entry.stat().st_mtime_ns, where / entry.name))
+    with failing(where), suppress(FileNotFoundError), os.scandir(where) as entries:
+        for entry in entries:
+            with suppress(OSError):  # a link that leads nowhere
+                if entry.name.endswith(".json") and entry.is_file():
+                    found.append((entry.stat().st_mtime_ns, where / entry.name))
     return [path for _, path in sorted(found)]
 
 
@@ -132,13 +136,8 @@ def read(path: Path) -> Conversation:
 
 def write(path: Path, text: str) -> None:
     """All of it or nothing, for the owner only. Raises SessionError."""
-    try:
-        with replacing(path, private=True, errors="replace") as file:
-            file.write(text)
-    except OSError as error:
-        raise SessionError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise SessionError(f"{str(path)!r}: {error}") from None
+    with failing(path), replacing(path, private=True, errors="replace") as file:
+        file.write(text)
 
 
 class Store:
@@ -167,10 +166,8 @@ class Store:
             busy = self.name
             self.begin_new()
             note = f"session {busy} was changed by another program; this conversation goes on in {self.name}"
-        try:
+        with failing(self.path.parent):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise SessionError(f"{self.path.parent}: {error.strerror}") from None
         write(self.path, dumps(conversation, self.model))
         self.saved, self._seen = conversation, self._state()
         return note
@@ -181,10 +178,8 @@ class Store:
         if os.path.lexists(path):
             raise SessionError(f"session {name} exists already; choose another name, or delete that one first")
         if os.path.lexists(self.path):
-            try:
+            with failing(self.path):
                 self.path.rename(path)
-            except OSError as error:
-                raise SessionError(f"{self.path}: {error.strerror}") from None
         self.path = path
 
     def begin_new(self) -> None:

@@ -121,10 +121,8 @@ def rename(old: str, new: str) -> None:
 def delete(chosen: Sequence[str]) -> None:
     """All of them or, where one is not there, none. Raises SessionError."""
     for path in dict.fromkeys([existing(name) for name in chosen]):
-        try:
+        with session.failing(path):
             path.unlink()
-        except OSError as error:
-            raise SessionError(f"{path}: {error.strerror}") from None
 
 
 def markdown(conversation: Conversation) -> str:

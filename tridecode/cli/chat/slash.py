@@ -1,5 +1,8 @@
 """The commands of the chat: what each does, and which one was meant."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from ...errors import ParameterError, brief
 from ..terminal import counted, did_you_mean
 from . import saving, stats
@@ -7,40 +10,6 @@ from .clipboard import copy
 from .markup import code_blocks
 from .settings import CHOICES, full_name
 
-# Group -> name -> arguments and what it does, in the order of /help.
-GROUPS = {
-    "Conversation": {
-        "/retry": ("", "ask the last message again"),
-        "/continue": ("", "go on with the last answer where it ended"),
-        "/edit": ("[TEXT]", "change the last message and ask it again"),
-        "/undo": ("", "take back the last message and its answer"),
-        "/clear": ("", "begin a new conversation"),
-        "/system": ("[TEXT]", "set the system turn; - removes it, alone shows it"),
-        "/history": ("[N]", "show what was said, or the last N turns of it"),
-    },
-    "Saved conversations": {
-        "/sessions": ("[ACTION]", "list them; rename [OLD] NEW, or delete NAME ..."),
-        "/title": ("[TEXT]", "what this one is called there; - for its first words"),
-    },
-    "Files and clipboard": {
-        "/save": ("FILE", "save the conversation as JSON, to FILE.md as Markdown"),
-        "/load": ("FILE|SESSION", "continue a conversation that was saved"),
-        "/export": ("FILE.md", "write the conversation as Markdown"),
-        "/copy": ("[N]", "copy the last answer, or its Nth block of code"),
-    },
-    "Model": {
-        "/model": ("[PATH_OR_ID]", "another model (bundled is built in); alone says which"),
-        "/think": ("[on|off|hide]", "think, do not, or hide it; alone says which"),
-        "/set": ("[NAME VALUE]", "sampling, stats, ...; VALUE may be default"),
-        "/stats": ("", "the model, its speed, memory and context"),
-    },
-    "Chat": {
-        "/plain": ("[on|off]", "answers as the model writes them, or as Markdown"),
-        "/help": ("", "show this"),
-        "/exit": ("", "leave"),
-    },
-}
-COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
 BARE = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # words that alone are hardly meant for the model
 # What other chats call them.
 ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help"}
@@ -57,24 +26,40 @@ KEYS = {
 }
 
 
+class Command(NamedTuple):
+    """A chat command. `action` returns False to end the chat."""
+
+    name: str
+    arguments: str
+    help: str
+    action: Callable
+
+    @property
+    def words(self) -> list[str]:
+        """The words that the command accepts; empty if it accepts any text."""
+        words = self.arguments.strip("[]").split("|")
+        return words if words[1:] and words[0].islower() else []
+
+
 def run(chat, word: str, rest: str) -> bool:
     """One command; False ends the chat. `chat` is a talk.Chat."""
-    word = ALIASES.get(word.lower(), word.lower())
-    if word not in COMMANDS:
+    command = COMMANDS.get(ALIASES.get(word.lower(), word.lower()))
+    if command is None:
         fix = f"{did_you_mean(word, COMMANDS)} /help lists them, // begins a message with a /"
         chat.output.error(f"there is no command {word[:80]}; {fix.lstrip()}")
         if not chat.interactive:  # what was meant as a message has no answer
             chat.exit_code = 1
         return True
-    arguments = COMMANDS[word][0]
-    if arguments.startswith("FILE") and not rest:
-        chat.output.note(f"{word} needs {arguments}")
-    elif not arguments and rest:
-        chat.output.note(f"{word} takes nothing after it; a message that begins with it needs a space before the /")
-    elif word == "/exit":
-        return False
+    if command.arguments.startswith("FILE") and not rest:
+        chat.output.note(f"{command.name} needs {command.arguments}")
+    elif command.words and rest and rest not in command.words:
+        words = f"{', '.join(command.words[:-1])} or {command.words[-1]}"
+        chat.output.note(f"{command.name} takes {words}, not {quoted(rest)}")
+    elif not command.arguments and rest:
+        words = "takes nothing after it; a message that begins with it needs a space before the /"
+        chat.output.note(f"{command.name} {words}")
     else:
-        return _ACTIONS[word](chat, rest) is not False
+        return command.action(chat, rest) is not False
     return True
 
 
@@ -92,10 +77,9 @@ def literal(message: str) -> str:
 def _help(chat, rest) -> None:
     for title, group in GROUPS.items():
         chat.output.say(title, "bold")
-        for name, (arguments, what) in group.items():
-            if name == "/think" and not chat.thinks:
-                continue
-            chat.output.entry(f"{name} {arguments}", what)
+        for command in group:
+            if command.name != "/think" or chat.thinking.possible:
+                chat.output.entry(f"{command.name} {command.arguments}", command.help)
     chat.output.say("Keys", "bold")
     for key, what in KEYS.items():
         chat.output.entry(key, what)
@@ -143,7 +127,7 @@ def _edit(chat, rest):
 
 def _continue(chat, rest):
     if _last(chat):
-        return chat.go_on()
+        return chat.continue_answer()
 
 
 def _undo(chat, rest) -> None:
@@ -191,25 +175,20 @@ def _copy(chat, rest) -> None:
 def _model(chat, rest) -> None:
     if rest:
         chat.switch(saving.unquote(rest))
-    chat.output.note(f"{chat.engine.name} on {chat.engine.device}: {chat.capacity_words()}")
+    chat.output.note(f"{chat.model.name} on {chat.model.device}: {chat.capacity_words()}")
 
 
 def _think(chat, rest) -> None:
-    if rest not in ("", "on", "off", "hide"):
-        chat.output.note(f"/think takes on, off or hide, not {quoted(rest)}")
-        return
     if rest:
         chat.set_think(rest)
-    if not chat.thinks:
+    if not chat.thinking.possible:
         chat.output.note("this model's chat template knows no thinking")
         return
     chat.output.note(f"thinking is {chat.think}")
 
 
 def _plain(chat, rest) -> None:
-    if rest not in ("", "on", "off"):
-        chat.output.note(f"/plain takes on or off, not {quoted(rest)}")
-    elif chat.conversation.raw and rest == "off":
+    if chat.conversation.raw and rest == "off":
         chat.output.note("with --raw answers are always plain: a text that is continued is no Markdown")
     else:
         chat.plain = rest == "on" if rest else chat.plain
@@ -226,24 +205,41 @@ def quoted(text: str) -> str:
     return repr(brief(text, 50))
 
 
-_ACTIONS = {
-    "/help": _help,
-    "/clear": _clear,
-    "/system": _system,
-    "/retry": _retry,
-    "/continue": _continue,
-    "/undo": _undo,
-    "/edit": _edit,
-    "/history": saving.history,
-    "/sessions": saving.listed,
-    "/title": saving.title,
-    "/save": saving.save,
-    "/load": saving.load,
-    "/export": saving.export,
-    "/copy": _copy,
-    "/model": _model,
-    "/think": _think,
-    "/plain": _plain,
-    "/set": _set,
-    "/stats": _stats,
+def _exit(chat, rest) -> bool:
+    return False
+
+
+# In the order of /help.
+GROUPS = {
+    "Conversation": [
+        Command("/retry", "", "ask the last message again", _retry),
+        Command("/continue", "", "go on with the last answer where it ended", _continue),
+        Command("/edit", "[TEXT]", "change the last message and ask it again", _edit),
+        Command("/undo", "", "take back the last message and its answer", _undo),
+        Command("/clear", "", "begin a new conversation", _clear),
+        Command("/system", "[TEXT]", "set the system turn; - removes it, alone shows it", _system),
+        Command("/history", "[N]", "show what was said, or the last N turns of it", saving.history),
+    ],
+    "Saved conversations": [
+        Command("/sessions", "[ACTION]", "list them; rename [OLD] NEW, or delete NAME ...", saving.listed),
+        Command("/title", "[TEXT]", "what this one is called there; - for its first words", saving.title),
+    ],
+    "Files and clipboard": [
+        Command("/save", "FILE", "save the conversation as JSON, to FILE.md as Markdown", saving.save),
+        Command("/load", "FILE|SESSION", "continue a conversation that was saved", saving.load),
+        Command("/export", "FILE.md", "write the conversation as Markdown", saving.export),
+        Command("/copy", "[N]", "copy the last answer, or its Nth block of code", _copy),
+    ],
+    "Model": [
+        Command("/model", "[PATH_OR_ID]", "another model (bundled is built in); alone says which", _model),
+        Command("/think", "[on|off|hide]", "think, do not, or hide it; alone says which", _think),
+        Command("/set", "[NAME VALUE]", "sampling, stats, ...; VALUE may be default", _set),
+        Command("/stats", "", "the model, its speed, memory and context", _stats),
+    ],
+    "Chat": [
+        Command("/plain", "[on|off]", "answers as the model writes them, or as Markdown", _plain),
+        Command("/help", "", "show this", _help),
+        Command("/exit", "", "leave", _exit),
+    ],
 }
+COMMANDS = {command.name: command for group in GROUPS.values() for command in group}

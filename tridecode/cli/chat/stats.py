@@ -13,14 +13,14 @@ LEAST = 2**28  # bytes to read for a measurement: more than any cache holds
 
 
 def lines(chat) -> list[str]:
-    found, turns, dropped = chat.facts(), len(chat.conversation.turns), chat.conversation.dropped
+    found, turns, dropped = chat.model.facts(chat.last), len(chat.conversation.turns), chat.conversation.dropped
     found.append(counted(turns, "turn") + (f", {turns - dropped:,} of them sent to the model" if dropped else ""))
     if chat.last is None:
         found.append(f"{chat.capacity_words()}, no complete answer yet")
     else:
-        found.append(f"last answer: {speed_line(chat.last.usage, chat.last.timings, chat.engine.capacity, chat.seed)}")
+        found.append(f"last answer: {speed_line(chat.last.usage, chat.last.timings, chat.model.capacity, chat.seed)}")
     answers = counted(chat.answers, "answer")
-    found.append(f"{counted(chat.tokens, chat.unit)} in {answers} since the start, {chat.seconds:.1f} s in all")
+    found.append(f"{counted(chat.tokens, chat.model.unit)} in {answers} since the start, {chat.seconds:.1f} s in all")
     if chat.store:
         found.append(f"session {chat.store.name} in {chat.store.path.parent}")
     return found

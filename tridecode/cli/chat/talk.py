@@ -1,22 +1,22 @@
 """Chat: a conversation with a model, turn by turn, whichever process runs the model."""
 
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from ...errors import ParameterError
 from ...results import Piece
 from ...sampling import SamplingParams
-from ...text.prompt import Prompt
-from ...text.thinking import strip_thinking
+from ...text.thinking import SWITCH, strip_thinking
 from ..explain import explain
+from ..signals import one_interrupt
 from ..terminal import Output, counted, joined
 from . import session, slash
 from .completion import Offer
 from .conversation import Conversation
-from .idle import IdleCapture
 from .lines import unquoted
+from .model import Model, Prompt, Thinking
 from .overflow import Overflow, fit
 from .settings import CHOICES, NAMES, as_typed, changed, known
 from .turn import Turn
@@ -24,34 +24,15 @@ from .turn import Turn
 log = logging.getLogger("tridecode")
 DEVICE_LOST = 3  # exit code
 IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
-
-
-class Model(Protocol):
-    """What every chat needs of its model. capacity: None if it is unknown."""
-
-    name: str
-
-    @property
-    def capacity(self) -> int | None: ...
-
-    @property
-    def device(self) -> object: ...
-
-    def default_params(self, **given) -> SamplingParams: ...
+COUNTING = "needs a server that counts tokens, as tridecode's and vLLM's do"
 
 
 class Chat:
-    """A conversation with a model, its settings, and the file that holds it (None: no file).
-
-    The base of LocalChat and RemoteChat. Both implement the methods that raise NotImplementedError, and facts (lines of
-    /stats), switch (to another model), go_on (continue the last answer) and cut (explain why an answer was cut).
-    """
-
-    unit = "token"  # what a piece of an answer is
+    """A conversation with a model, its settings, and the file that holds it (None: no file)."""
 
     def __init__(
         self,
-        engine: Model,
+        model: Model,
         params: SamplingParams,
         output: Output,
         conversation: Conversation,
@@ -63,86 +44,76 @@ class Chat:
         system: str | None = None,
         plain: bool = False,
         think: str = "on",
-        given: dict | None = None,
-        loader=None,
+        overrides: dict | None = None,
     ):
-        """think: on, off or hide. given: sampling options that were asked for. loader: a loading.Loader, for /model."""
-        self.engine, self.params, self.output = engine, params, output
+        """think: on, off or hide. overrides: sampling options that are set."""
+        self.model, self.params, self.output = model, params, output
         self.conversation, self.system = conversation, system
-        self.given, self.loader = dict(given or {}), loader
+        self.overrides = dict(overrides or {})
         self.interactive, self.store, self.overflow, self.stats = interactive, store, overflow, stats
         self.begun_with = {name: getattr(self, name) for name in CHOICES}
         self.plain = plain or conversation.raw  # a text that is continued is no Markdown
-        self.idle: IdleCapture | None = None
-        self.stopped_at = -IMPATIENCE
+        self.stopped_at = float("-inf")  # when an answer, or the load of a model, was stopped
         self.tries = 0  # of the last message, beside the first
         self.draft: str | None = None  # what /edit puts into the next prompt
         self.kept: str | None = None  # the session that holds the conversation before this one
-        self.editor = False  # whether what is typed meanwhile goes to a line editor
         self.exit_code = 0
         self.last: Piece | None = None  # the last piece of the latest complete answer
         self.seed: int | None = None  # its seed, where that counts
         self.used: int | None = None  # tokens of the conversation at most, where that is known
         self.answers = self.tokens = 0
         self.seconds = 0.0
-        self.think, self.opens_thinking, self.thinks = "on", False, False
-        self.variables: dict[str, bool] | None = None  # of the chat template
+        self.think, self.thinking = "on", Thinking()
         self.set_think(think)
 
     def set_think(self, mode: str) -> None:
-        """Set how thinking is handled: on, off or hide."""
-        raise NotImplementedError
+        """Set the mode of thinking: on, off or hide. If off is not supported, print the reason and keep the mode."""
+        found = self.model.thinking(mode, self.conversation.raw)
+        if mode == "off" and found.refusal:
+            self.output.note(f"thinking cannot be switched off: {found.refusal}; /think hide shows only its length")
+            mode = self.think if self.think != "off" else "on"
+            found = self.model.thinking(mode, self.conversation.raw)
+        self.think, self.thinking, self.used = mode, found, None
 
-    def pieces(self, prompt: Prompt, params: SamplingParams) -> Iterator[Piece]:
-        """Return the pieces of an answer as they come."""
-        raise NotImplementedError
+    def switch(self, name: str) -> None:
+        """Load another model and keep the conversation. Ctrl-C keeps the present model."""
+        with one_interrupt(self.interactive):  # while that is loaded again, too
+            try:
+                self.model.switch(name, self.overrides, self.conversation.raw)
+            except KeyboardInterrupt:
+                if not (self.interactive and self.model.loaded):
+                    raise
+                self.stopped_at = time.monotonic()
+                self.output.note("stopped; the model stays")
+            finally:
+                if self.model.loaded:
+                    self.adopt()
 
-    def count(self, prompt: str | list[dict]) -> int:
-        """Return the number of tokens of a prompt. Raises TooLong, without counting, if it far exceeds the context."""
-        raise NotImplementedError
-
-    def make_room(self, base: Conversation, line: str, begun: str = "") -> Conversation:
-        """Return the conversation in which `line` fits. Raises Overflow."""
-        raise NotImplementedError
-
-    def begun_prompt(self, prompt: Prompt, begun: str) -> Prompt:
-        """Return the prompt of an answer that continues `begun`."""
-        return prompt
-
-    def seeded(self) -> SamplingParams:
-        """Return the sampling parameters of the next answer."""
-        return self.params
-
-    def reading(self) -> tuple[int, int, int] | None:
-        """Return the progress of the prompt as Scheduler.reading does. Another thread calls it."""
-        return None
-
-    def use_idle_time(self) -> None:
-        """Start the work that can be done while no answer is generated."""
-
-    def goes_on(self, error: Exception) -> bool:
-        """Return whether the chat can go on after `error`; if not, report it."""
-        return True
-
-    def largest(self) -> int:
-        """Return the largest context that the model supports, 0 if it is unknown."""
-        return 0
+    def adopt(self) -> None:
+        """Update the settings that depend on the model."""
+        self.params, self.last = self.model.default_params(**self.overrides), None
+        self.set_think(self.think)
+        if self.store:
+            self.store.model = self.model.name
 
     def capacity_words(self) -> str:
-        if self.engine.capacity is None:
+        if self.model.capacity is None:
             return "context of a length that the server does not tell"
-        return f"context of {counted(self.engine.capacity, 'token')}"
+        return f"context of {counted(self.model.capacity, 'token')}"
 
     def settings(self) -> Sequence[str]:
         """The names of the sampling options that can be set."""
-        return NAMES
+        return [name for name in NAMES if name in self.model.options]
 
     def offer(self) -> Offer:
         """What Tab completes."""
-        return Offer(self.settings())
+        fixed: dict[str, tuple[str, ...]] = {} if self.model.counts else {"overflow": ("error",)}
+        return Offer(self.settings(), CHOICES | fixed, self.model.models)
 
     def setting(self, name: str) -> str:
         """The value of a sampling option, as /set takes it."""
+        if self.model.defaults is not None and name not in self.overrides:
+            return self.model.defaults
         return as_typed(name, getattr(self.params, name))
 
     def change(self, name: str, text: str) -> str:
@@ -150,10 +121,13 @@ class Chat:
         name = known(name)
         if not text:
             raise ParameterError(f"/set {name} needs a value; it is {self.setting(name)}")
-        self.params = changed(self.params, self.engine.default_params(), name, text)
-        self.given[name] = getattr(self.params, name)
+        params = changed(self.params, self.model.default_params(), name, text)
         if text == "default":
-            del self.given[name]
+            self.overrides.pop(name, None)
+        else:
+            self.model.check(name)
+            self.overrides[name] = getattr(params, name)
+        self.params = params
         return name
 
     def choose(self, name: str, value: str) -> None:
@@ -162,6 +136,8 @@ class Chat:
             if not value:
                 raise ParameterError(f"/set {name} needs a value; it is {getattr(self, name)}")
             raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, default, got {value[:80]!r}")
+        if name == "overflow" and value in ("drop-oldest", "stop") and not self.model.counts:
+            raise ParameterError(f"overflow {value} {COUNTING}")
         setattr(self, name, self.begun_with[name] if value == "default" else value)
 
     def handle(self, line: str, replaces: bool = False) -> bool:
@@ -188,20 +164,20 @@ class Chat:
         except Exception as error:
             log.debug("%s failed", word, exc_info=True)
             self.output.error(explain(error))
-            return self.goes_on(error)
+            return self.survives(error)
 
-    def ask(self, message: str, replaces: bool = False, tries: int = 0, begun: str = "") -> bool:
+    def ask(self, message: str, replaces: bool = False, tries: int = 0, prefix: str = "") -> bool:
         """One turn; an error is one line and leaves the conversation as it was. False ends the chat.
 
-        tries: how often this message was asked before, which changes the seed. begun: the answer that is continued.
+        tries: number of earlier answers to this message; it changes the seed. prefix: the answer that is continued.
         """
         before, self.tries = self.tries, tries
         try:
             base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
-            Turn(self, message, base, begun).run()
+            Turn(self, message, base, prefix).run()
         except Overflow as error:
             self.tries = before
-            self.fail(str(error), begun)
+            self.fail(str(error), prefix)
             if self.overflow == "stop":
                 self.exit_code = 1
                 return False
@@ -210,34 +186,73 @@ class Chat:
         except Exception as error:
             log.debug("a turn failed", exc_info=True)
             self.tries = before
-            self.fail(explain(error), begun)
-            return self.goes_on(error)
+            self.fail(explain(error), prefix)
+            return self.survives(error)
         return True
 
-    def fail(self, what: str, begun: str = "") -> None:
+    def continue_answer(self) -> bool:
+        """Continue the last answer where it ended."""
+        if not self.model.continues:
+            self.output.note("through a server an answer cannot be continued; ask the model to go on")
+            return True
+        message, answer = self.conversation.turns[-1]
+        return self.ask(message, replaces=True, prefix=answer)
+
+    def survives(self, error: Exception) -> bool:
+        """Return whether the chat can continue after `error`; if it cannot, print the reason."""
+        if not self.model.loaded:
+            what, code = "there is no model any more", 1
+        elif self.model.lost(error):
+            what, code = f"{self.model.device} can no longer be used by this program", DEVICE_LOST
+        else:
+            return True
+        self.output.error(f"{what}; the chat ends")
+        self.exit_code = code
+        return False
+
+    def fail(self, what: str, prefix: str = "") -> None:
         """One line; a pipe, where nobody may have read it, says so again with its exit code."""
-        self.output.error(joined(what, "the answer stays as it was" if begun else "the turn is not kept"))
+        if SWITCH in what and self.thinking.advice:
+            what = joined(what, self.thinking.advice)
+        self.output.error(joined(what, "the answer stays as it was" if prefix else "the turn is not kept"))
         if not self.interactive:
             self.exit_code = 1
 
-    def fitted(self, base: Conversation, line: str, begun: str = "", more: int = 0) -> Conversation:
-        """Return the conversation in which `line` fits. more: the tokens of `begun` in a chat. Raises Overflow."""
-        capacity = self.engine.capacity
-        assert capacity is not None
+    def make_room(self, base: Conversation, line: str, prefix: str = "") -> Conversation:
+        """Return the conversation in which `line` fits. Raises Overflow."""
+        capacity = self.model.capacity
+        if capacity is None or not self.model.counts:
+            return base
         # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
-        if not begun and self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
+        if not prefix and self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
             return base
 
-        def count(prompt) -> int:
-            if isinstance(prompt, str):
-                return self.count(prompt + begun)
-            return self.count(prompt) + more
+        def count(prompt: Prompt) -> int:
+            return self.model.count(prompt, self.thinking, prefix)
 
         most = self.params.max_tokens
-        base, note = fit(base, line, count, capacity, self.overflow, most, self.largest(), bool(begun))
+        base, note = fit(base, line, count, capacity, self.overflow, most, self.model.largest, bool(prefix))
         if note:
             self.output.note(note)
         return base
+
+    def cut(self, last: Piece) -> str:
+        """Return a line that explains why the answer was cut, or ""."""
+        usage, limit, capacity = last.usage, self.params.max_tokens, self.model.capacity
+        if last.finish_reason == "stop":
+            return ""
+        if last.finish_reason != "length":
+            return f"the server ended the answer: {last.finish_reason}"
+        more = True
+        if capacity is not None and usage and usage.prompt_tokens + usage.completion_tokens >= capacity:
+            why = f"the context of {counted(capacity, 'token')} is full"
+            more = self.overflow == "drop-oldest" and len(self.conversation.turns) - self.conversation.dropped > 1
+        elif limit is not None and (usage is None or usage.completion_tokens >= limit):
+            why = f"max_tokens ({limit:,}) was reached"
+        else:
+            why = "the context is full, or the server has a limit"
+        goes_on = self.interactive and self.model.continues and more
+        return f"the answer was cut: {why}" + ("; /continue goes on" if goes_on else "")
 
     def save(self) -> None:
         """Bring the session file up to date; where that fails, a line says so and the chat goes on."""
@@ -265,7 +280,7 @@ class Chat:
 
     def answer_only(self, answer: str) -> str:
         """An answer without its thinking."""
-        return answer if self.conversation.raw else strip_thinking(answer, self.opens_thinking)
+        return answer if self.conversation.raw else strip_thinking(answer, self.thinking.opened)
 
     def replace_conversation(self, conversation: Conversation) -> None:
         """Go on with another conversation, in a file of its own: the one so far stays on disk."""

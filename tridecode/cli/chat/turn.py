@@ -7,27 +7,29 @@ from dataclasses import replace
 from ...errors import GenerationError
 from ...results import Piece
 from ...sampling import SamplingParams
-from ...text.thinking import end_thinking
+from ...text.thinking import ANSWER, CLOSE, ThinkSplitter
 from ..explain import explain
-from ..signals import one_interrupt
-from ..terminal import both, counted, speed_line, unechoed
+from ..signals import one_interrupt, suspendable
+from ..terminal import both, counted, speed_line
 from ..waiting import Waiting
 from .conversation import Conversation
-from .display import answer_display, open_fence
+from .display import Display, as_plain, open_fence, open_sink
 
 SEEDS = 1_000_000  # that are drawn from where none is given
 COLUMNS = 80  # of the line after an answer, at most
 
 
 class Turn:
-    """The answer to `line` in the conversation `base`, or its rest after `begun`. `chat` is a talk.Chat.
+    """The answer to `line` in the conversation `base`, or its rest after `prefix`. `chat` is a talk.Chat.
 
     `run` streams it and keeps the turn, unless it failed or was stopped before its first character.
     """
 
-    def __init__(self, chat, line: str, base: Conversation, begun: str = ""):
-        self.chat, self.line, self.base, self.begun = chat, line, base, begun
+    def __init__(self, chat, line: str, base: Conversation, prefix: str = ""):
+        self.chat, self.line, self.base, self.prefix = chat, line, base, prefix
         self.params: SamplingParams  # set by run
+        # The thinking of an answer that is continued is over.
+        self.splitter = ThinkSplitter(chat.thinking.opened and not prefix)
         self.said: list[str] = []
         self.tokens = 0
         self.last: Piece | None = None  # the last piece, once it is there
@@ -35,19 +37,20 @@ class Turn:
 
     def run(self) -> None:
         chat, output = self.chat, self.chat.output
-        # Around all of it: a second Ctrl-C must not lose what the first one stopped.
-        opened = chat.opens_thinking and not self.begun  # its thinking is over
-        shown = answer_display(output, chat.plain, opened, chat.think == "hide", chat.unit)
-        if self.begun and output.tty and not chat.plain:
-            shown.push(open_fence(self.begun))
-        waiting = Waiting(output, chat.reading, redraws=not chat.plain, shows=chat.interactive)
+        sink = open_sink(output, chat.plain)
+        if self.prefix and not as_plain(output, chat.plain):
+            sink.push(open_fence(self.prefix))
+        shown = Display(output, sink, self.splitter, chat.think == "hide", chat.model.unit)
+        waiting = Waiting(output, chat.model.reading, redraws=not chat.plain, shows=chat.interactive)
         pause, resume = both(waiting.pause, shown.pause), both(shown.resume, waiting.resume)
-        with one_interrupt(chat.interactive), unechoed(chat.interactive, pause, resume, chat.editor):
+        # Around all of it: a second Ctrl-C must not lose what the first one stopped.
+        with one_interrupt(chat.interactive), suspendable(pause, resume):
             self.params = params_of(chat)
             self.started = time.perf_counter()
             try:
                 self._stream(shown, waiting)
             except KeyboardInterrupt:
+                self._show(shown, self.splitter.finish())
                 shown.abort()
                 if not chat.interactive:
                     raise
@@ -57,23 +60,30 @@ class Turn:
                 raise
             self._keep(shown)
 
-    def _stream(self, shown, waiting: Waiting) -> None:
+    def _stream(self, shown: Display, waiting: Waiting) -> None:
         chat = self.chat
-        self.base = chat.make_room(self.base, self.line, self.begun)
+        self.base = chat.make_room(self.base, self.line, self.prefix)
+        prompt = self.base.prompt(self.line)
         with waiting:
-            for piece in chat.pieces(chat.begun_prompt(self.base.prompt(self.line), self.begun), self.params):
+            for piece in chat.model.stream(prompt, self.params, chat.overrides, chat.thinking, self.prefix):
                 waiting.end()
                 self.last = piece
                 self.said.append(piece.text)
                 self.tokens += piece.finish_reason is None
-                shown.push(piece.text)
+                self._show(shown, self.splitter.feed(piece.text), piece.text)
+        self._show(shown, self.splitter.finish())
 
-    def _keep(self, shown) -> None:
+    def _show(self, shown: Display, parts: list[tuple[str, str]], text: str = "") -> None:
+        """Plain text has the think block as the model wrote it, unless that is hidden."""
+        whole = self.chat.think != "hide" and as_plain(self.chat.output, self.chat.plain)
+        shown.push([(ANSWER, text)] if whole else parts)
+
+    def _keep(self, shown: Display) -> None:
         """What became of it: in the conversation, on the disk, and in a line."""
         chat, last = self.chat, self.last
-        answer, added = self.begun + "".join(self.said), bool("".join(self.said))
-        if last is None or last.finish_reason == "length":
-            answer = end_thinking(answer, chat.opens_thinking)
+        answer, added = self.prefix + "".join(self.said), bool("".join(self.said))
+        if self.splitter.thinking and (last is None or last.finish_reason == "length"):
+            answer += f"\n{CLOSE}\n\n"  # templates take the thinking out of earlier turns only if it has an end
         failed = last is not None and last.finish_reason == "error"
         chat.used = None
         if last is not None and last.usage is not None and not failed:
@@ -88,11 +98,11 @@ class Turn:
         chat.answers, chat.tokens, chat.seconds = chat.answers + 1, chat.tokens + self.tokens, chat.seconds + seconds
         if last is None:
             rest = "kept in the conversation" if answer else "the turn is not kept"
-            chat.output.note(f"stopped after {counted(self.tokens, chat.unit)} and {seconds:.1f} s; {rest}")
+            chat.output.note(f"stopped after {counted(self.tokens, chat.model.unit)} and {seconds:.1f} s; {rest}")
         elif failed:
-            chat.fail(explain(GenerationError(last.error)), self.begun)
+            chat.fail(explain(GenerationError(last.error)), self.prefix)
         else:
-            if self.begun and not added:
+            if self.prefix and not added:
                 chat.output.note("the model has nothing to add")
             chat.last, chat.seed = last, self.params.seed if self.params.temperature else None
             if cut := chat.cut(last):
@@ -104,7 +114,7 @@ def params_of(chat):
     """Those that are set; a further try of the same message has another seed, which is told."""
     params = chat.params
     if not chat.tries:
-        return chat.seeded()
+        return with_seed(params) if chat.model.seeds else params
     if params.temperature == 0:
         chat.output.note("temperature is 0, so every try gives the same answer; /set temperature 0.7 changes that")
     elif params.seed is not None:
@@ -112,10 +122,10 @@ def params_of(chat):
         seed -= 2**64 if seed >= 2**64 else 0
         chat.output.note(f"try {chat.tries + 1}, seed {seed}")
         return replace(params, seed=seed)
-    return chat.seeded()
+    return with_seed(params) if chat.model.seeds else params
 
 
-def with_seed(params):
+def with_seed(params: SamplingParams) -> SamplingParams:
     """The parameters with a seed that can be read and typed, so that an answer can be had again."""
     if params.seed is not None or params.temperature == 0:
         return params
@@ -128,4 +138,4 @@ def tell_speed(chat, last) -> None:
         chat.output.note(" · ".join(speed_line(last.usage, last.timings).split(" · ")[:2]))
     elif chat.stats == "full":
         width = min(COLUMNS, chat.output.errors.width)
-        chat.output.note(speed_line(last.usage, last.timings, chat.engine.capacity, chat.seed, width))
+        chat.output.note(speed_line(last.usage, last.timings, chat.model.capacity, chat.seed, width))

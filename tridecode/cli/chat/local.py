@@ -1,0 +1,120 @@
+"""A model in this process."""
+
+from collections.abc import Collection, Iterator
+
+import torch
+
+from ...engine import Engine
+from ...errors import PromptError
+from ...results import Piece
+from ...sampling import SamplingParams
+from ...text.thinking import CLOSE, SWITCH, ends_inside
+from ..loading import Loader, tokenizer_of
+from . import stats
+from .idle import IdleCapture
+from .model import Model, Prompt, Thinking
+
+
+class LocalModel(Model):
+    """An engine, and the loader that replaces it."""
+
+    engine: Engine
+    device: torch.device
+    capacity: int
+
+    def __init__(self, engine: Engine, loader: Loader | None = None):
+        self._loader = loader
+        self._idle: IdleCapture | None = None
+        self.use(engine)
+
+    def use(self, engine: Engine) -> None:
+        """Replace the engine."""
+        self.engine, self.loaded = engine, True
+        self.name, self.device, self.capacity = engine.name, engine.device, engine.capacity
+        self.largest = engine.config.max_position
+        if self._idle is not None:
+            self.use_idle_time()
+
+    def let_go(self) -> None:
+        """Free the engine, to make room for another."""
+        del self.engine
+        self.loaded = False
+
+    def default_params(self, **overrides) -> SamplingParams:
+        return self.engine.default_params(**overrides)
+
+    def thinking(self, mode: str, raw: bool) -> Thinking:
+        if raw:
+            return Thinking(refusal="with --raw there is no chat template")
+        tokenizer = tokenizer_of(self.engine)
+        switch = SWITCH in tokenizer.template_variables
+        variables = {SWITCH: mode != "off"} if switch else None
+        possible = switch or tokenizer.thinks or opens_thinking(tokenizer)
+        refusal = f"the chat template has no variable {SWITCH}" if possible and not switch else ""
+        return Thinking(possible, opens_thinking(tokenizer, variables), variables, refusal)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
+    ) -> Iterator[Piece]:
+        if isinstance(prompt, str):
+            return self.engine.stream(prompt + prefix, params)
+        if prefix:
+            return self.engine.stream(
+                self.engine.encode(prompt, thinking.variables) + self._ids(prefix, thinking), params
+            )
+        return self.engine.stream(prompt, params, template_variables=thinking.variables)
+
+    def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
+        tokenizer, context = tokenizer_of(self.engine), self.capacity
+        if isinstance(prompt, str):
+            return len(tokenizer.encode(prompt + prefix, context=context))
+        more = len(self._ids(prefix, thinking)) if prefix else 0
+        return len(tokenizer.encode_chat(prompt, context, **thinking.variables or {})) + more
+
+    def reading(self) -> tuple[int, int, int] | None:
+        return self.engine.scheduler.reading()
+
+    def facts(self, last: Piece | None) -> list[str]:
+        return stats.engine_lines(self.engine, last)
+
+    def switch(self, name: str, overrides: Collection[str], raw: bool) -> None:
+        assert self._loader is not None
+        self._loader.switch(self, name, overrides, raw)
+
+    def lost(self, error: Exception) -> bool:
+        return isinstance(error, RuntimeError) and not responds(self.device)
+
+    def use_idle_time(self) -> None:
+        self.close()
+        self._idle = IdleCapture(self.engine)
+
+    def close(self) -> None:
+        if self._idle is not None:
+            self._idle.end()
+
+    def _ids(self, answer: str, thinking: Thinking) -> list[int]:
+        """Return the tokens of an answer; only its think block has control tokens."""
+        tokenizer, (thought, tag, rest) = tokenizer_of(self.engine), answer.partition(CLOSE)
+        parts = [(thought + tag, True), (rest, False)] if tag and thinking.possible else [(answer, False)]
+        around = tokenizer.bos_id, tokenizer.eos_id
+        ids = [tokenizer.encode(part, special) for part, special in parts if part]
+        return [token for part in ids for token in part if token not in around]
+
+
+def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
+    """Return whether the template itself begins the think block, so that answers start inside it."""
+    try:
+        ids = tokenizer.encode_chat([{"role": "user", "content": "?"}], **variables or {})
+    except PromptError:  # no template, or one that wants other messages
+        return False
+    return ends_inside(tokenizer.decode(ids[-4:], skip_special=False))
+
+
+def responds(device: torch.device) -> bool:
+    """Return whether calls of the device succeed: after a device-side assert or a bad address every call fails."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            return False
+    return True

@@ -1,0 +1,78 @@
+"""The interface between a chat and its model."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from ...results import Piece
+from ...sampling import SamplingParams
+from .settings import NAMES
+
+Prompt = str | list[dict]
+
+
+class Thinking(NamedTuple):
+    """The way in which a model handles thinking in the mode on, off or hide."""
+
+    possible: bool = False
+    opened: bool = False  # the template begins the think block, so that answers start inside it
+    variables: dict[str, bool] | None = None  # variables of the chat template
+    refusal: str = ""  # the reason why thinking cannot be switched off
+    advice: str = ""  # advice to add to errors that name the variable
+
+
+class Model:
+    """A model in this process (local.LocalModel) or of a server (remote.RemoteModel)."""
+
+    name: str
+    device: object
+    capacity: int | None = None  # tokens of the context, None if they are unknown
+    largest = 0  # the largest context that the model supports, 0 if it is unknown
+    unit = "token"  # the unit of a stream
+    options: Collection[str] = NAMES  # supported sampling options
+    defaults: str | None = None  # shown in place of the value of an option that is not set; None: the value is shown
+    models: Sequence[str] | None = None  # names that `switch` accepts, None: the models of this machine
+    counts = True  # `count` is supported
+    continues = True  # `stream` supports a prefix
+    seeds = True  # an answer without a seed gets a random one, which is shown
+    loaded = True  # False if `switch` failed and could not load the old model again
+
+    def default_params(self, **overrides) -> SamplingParams:
+        return SamplingParams(**overrides)
+
+    def check(self, option: str) -> None:
+        """Raise ParameterError if the model does not support a sampling option."""
+
+    def thinking(self, mode: str, raw: bool) -> Thinking:
+        raise NotImplementedError
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
+    ) -> Iterator[Piece]:
+        """Yield the pieces of an answer, or of its rest after `prefix`. overrides: names of the set options."""
+        raise NotImplementedError
+
+    def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
+        """Return the tokens of a prompt. Raises TooLong, without counting, if it far exceeds the context."""
+        raise NotImplementedError
+
+    def reading(self) -> tuple[int, int, int] | None:
+        """Return the progress of the prompt as Scheduler.reading does. Another thread calls it."""
+        return None
+
+    def facts(self, last: Piece | None) -> list[str]:
+        """Return lines of /stats. last: the last output chunk of the latest answer."""
+        raise NotImplementedError
+
+    def switch(self, name: str, overrides: Collection[str], raw: bool) -> None:
+        """Load another model, which must support the options `overrides`. After an error the old one is loaded."""
+        raise NotImplementedError
+
+    def lost(self, error: Exception) -> bool:
+        """Return whether `error` means that the device is unusable."""
+        return False
+
+    def use_idle_time(self) -> None:
+        """Start background work for the time between answers."""
+
+    def close(self) -> None:
+        """End the background work."""
