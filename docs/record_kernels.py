@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from tridecode.checkpoint.quantization.quantize import rules
-from tridecode.cli.info.kernels import kernel_choices
+from tridecode.cli.info import kernel_choices
 from tridecode.kernels.device import Device
 from tridecode.models.presets import PRESETS
 from tridecode.tuning.report import render

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +18,13 @@ if not torch.cuda.is_available():
 os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "tridecode-tests-without-settings")
 for name in [name for name in os.environ if name.startswith("TRIDECODE_")]:
     del os.environ[name]
+# A parent such as nohup ignores these signals. Processes that tests start must not inherit that; a handler is not
+# inherited. This process still survives a terminal that is closed.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+for signum in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(signum) is signal.SIG_IGN:
+        signal.signal(signum, lambda signum, frame: None)
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), *(str(path) for path in TESTS.iterdir() if path.is_dir())]  # each may contain helpers
 sys.path.append(str(TESTS.parent))  # contains benchmarks/

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from .errors import ParameterError, conflict
+from .errors import ParameterError, PromptError, conflict
 
 LARGEST = 2**31 - 2  # positions and counts are 32-bit integers
+ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat messages
 WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 T = TypeVar("T")
@@ -50,12 +51,17 @@ class Rejected(ValueError):
 
 
 class Constraint:
-    """The values that an argument may have."""
+    """The values that an argument may have.
+
+    expects: the end of the sentence "... must be", in which {0} is the constraint.
+    """
+
+    expects = ""
 
     @property
     def expected(self) -> str:
         """The end of the sentence "... must be"."""
-        raise NotImplementedError
+        return self.expects.format(self)
 
     def accept(self, value: Any) -> Any:
         """Return the value in its normal form. Raises Rejected."""
@@ -112,10 +118,7 @@ class Integer(Constraint):
     low: int
     high: int = LARGEST
     of_high: str = ""
-
-    @property
-    def expected(self) -> str:
-        return f"an integer from {self.low:,} to {self.of_high}{self.high:,}"
+    expects: str = "an integer from {0.low:,} to {0.of_high}{0.high:,}"
 
     def accept(self, value: Any) -> int:
         if isinstance(value, bool):
@@ -167,9 +170,7 @@ class Number(Constraint):
 class Flag(Constraint):
     """True or False."""
 
-    @property
-    def expected(self) -> str:
-        return "True or False"
+    expects = "True or False"
 
     def accept(self, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -182,14 +183,10 @@ class Flag(Constraint):
 
 @dataclass(frozen=True)
 class Text(Constraint):
-    """A string that matches a pattern as a whole. words: what is expected."""
+    """A string that matches a pattern as a whole."""
 
-    words: str = "a string"
+    expects: str = "a string"
     pattern: str = r"(?s).*"
-
-    @property
-    def expected(self) -> str:
-        return self.words
 
     def accept(self, value: Any) -> str:
         if not isinstance(value, str):
@@ -200,32 +197,46 @@ class Text(Constraint):
 
 
 @dataclass(frozen=True)
-class Integers(Constraint):
-    """Integers, on the command line separated by commas. ascending: each is larger than the one before."""
+class Several(Constraint):
+    """Values of one constraint, on the command line separated by commas.
 
-    low: int
-    high: int = LARGEST
+    Args:
+        each: the constraint of each of them.
+        expects: as of Constraint.
+        least: how many there are at least. If it is 0, None is none of them and a string is one.
+        ascending: each is larger than the one before.
+    """
+
+    each: Constraint
+    expects: str = "a list"
+    least: int = 1
     ascending: bool = False
 
     @property
-    def expected(self) -> str:
-        order = "ascending " if self.ascending else ""
-        return f"{order}integers from {self.low:,} to {self.high:,}, like 1, 2, 4"
+    def item(self) -> Constraint:
+        return self.each
 
-    def accept(self, value: Any) -> tuple[int, ...]:
-        ordered = isinstance(value, Iterable) and not isinstance(
-            value, str | bytes | bytearray | memoryview | Set | Mapping
-        )
-        items = list(value) if ordered else []
-        if not items:
+    def accept(self, value: Any) -> tuple[Any, ...]:
+        if not self.least and (value is None or isinstance(value, str)):
+            value = () if value is None else (value,)
+        unordered = (Set,) if self.ascending else ()
+        other = isinstance(value, (str, bytes, bytearray, memoryview, Mapping, *unordered))
+        items = list(value) if isinstance(value, Iterable) and not other else None
+        if items is None or len(items) < self.least:
             raise Rejected("type")
-        found = [Integer(self.low, self.high).accept(item) for item in items]
+        found = []
+        for entry in items:
+            try:
+                found.append(self.each.accept(entry))
+            except Rejected as error:
+                detail = error.detail or f"every entry must be {self.each.expected}"
+                raise Rejected("range" if error.code == "range" else "type", detail, entry) from None
         if self.ascending and found != sorted(set(found)):
             raise Rejected("range")
         return tuple(found)
 
-    def read(self, text: str) -> list[int | str]:
-        return [Integer(self.low).read(part) for part in text.split(",")]
+    def read(self, text: str) -> list[Any]:
+        return [self.each.read(part) for part in text.split(",")] if text.strip() else []
 
 
 @dataclass(frozen=True)
@@ -234,11 +245,7 @@ class Pair(Constraint):
 
     most: int
     example: tuple[int, int]
-
-    @property
-    def expected(self) -> str:
-        large, small = self.example
-        return f"two numbers from {self.most} down to 1, the larger first, like {large} and {small}"
+    expects: str = "two numbers from {0.most} down to 1, the larger first, like {0.example[0]} and {0.example[1]}"
 
     def accept(self, value: Any) -> tuple[int, int]:
         if not isinstance(value, Sequence) or len(value) != 2 or not all(type(each) is int for each in value):
@@ -369,3 +376,29 @@ def function(name: str, value: object) -> None:
     if value is not None and not callable(value):
         message = f"{name} must be a function or None, got {shown(value)}"
         raise ParameterError(message, argument=name, code="type")
+
+
+def check_messages(value: Any, place: str = "", roles: Sequence[str] = ROLES) -> list[dict[str, Any]]:
+    """Return a chat, which is a list of dicts with the strings "role" and "content".
+
+    Args:
+        place: where the chat is from, for the message.
+        roles: the roles that are accepted; none: any.
+
+    Raises:
+        PromptError: a message is wrong. The error has its index, or with `place` its number from 1.
+    """
+    begin = f"{place}: " if place else ""
+    if not isinstance(value, list | tuple) or not value:
+        raise PromptError(f'{begin}expected a list like [{{"role": "user", "content": "..."}}], got {shown(value)}')
+    for number, message in enumerate(value, 1 if place else 0):
+        begun = f"{begin}message {number:,}"
+        if not isinstance(message, dict):
+            raise PromptError(f"{begun} must be a dict with role and content, got {shown(message)}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                got = shown(message[key]) if key in message else "none"
+                raise PromptError(f"{begun}: {key} must be a string, got {got}")
+        if roles and message["role"] not in roles:
+            raise PromptError(f"{begun}: role must be one of {', '.join(roles)}, got {shown(message['role'])}")
+    return list(value)

@@ -5,7 +5,7 @@ made from the fields below. This module does not import torch, so that `--help` 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .arguments import (
@@ -13,9 +13,9 @@ from .arguments import (
     Constraint,
     Flag,
     Integer,
-    Integers,
     Number,
     Pair,
+    Several,
     Text,
     check_fields,
     documented,
@@ -38,6 +38,8 @@ QUANTIZE = ("fp8", "int8", "int4")
 ENGINE = ("chat", "generate", "serve", "info", "precompile")  # the commands that load or describe an engine
 
 NO_PROMPT_GRAPHS = ("none", "full_decode_only"), ': no prompt pass is captured with graph="{}"; leave one of them out'
+SIZES = Several(Integer(1), "ascending integers from {0.each.low:,} to {0.each.high:,}, like 1, 2, 4", ascending=True)
+SLOTS = replace(SIZES, each=Integer(1, MAX_SLOTS))
 DEVICE = Text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:[0-9]{1,4})?")
 
 
@@ -83,7 +85,7 @@ class EngineOptions:
     graph: str = _option("graphs", "full", Choice(GRAPHS), "capture of passes as CUDA graphs: full (whole), piecewise "
         "(pieces with attention between them), none, or two modes that capture prompt passes differently; see "
         "docs/graphs.md", aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")})
-    graph_sizes: Sequence[int] | None = _option("graphs", None, Integers(1, MAX_SLOTS, ascending=True), "rows of the "
+    graph_sizes: Sequence[int] | None = _option("graphs", None, SLOTS, "rows of the "
         "captured decode passes; others are padded to the next size", metavar="N,N",
         default_words="1,2,4,8,16,32,64 up to the slots")
     attention: str = _option("graphs", "triton", Choice(("triton", "torch")), "backend of attention in decode passes; "
@@ -92,7 +94,7 @@ class EngineOptions:
         metavar="N", default_words=f"{CHUNK}, with --batch-invariant {FIXED_CHUNK}")
     prompt_graph_max_tokens: int | None = _option("prompts", None, Integer(1), "largest captured prompt pass of the "
         "usual schedule", metavar="N", default_words="2048", excludes={"graph": NO_PROMPT_GRAPHS})
-    prompt_graph_sizes: Sequence[int] | None = _option("prompts", None, Integers(1, ascending=True), "tokens of the "
+    prompt_graph_sizes: Sequence[int] | None = _option("prompts", None, SIZES, "tokens of the "
         "captured prompt passes, in place of the usual schedule; others are padded to the next size", metavar="N,N",
         default_words="the usual schedule",
         excludes={

@@ -12,6 +12,7 @@ from .arguments import (
     Number,
     Option,
     Rejected,
+    Several,
     Text,
     check_fields,
     documented,
@@ -26,68 +27,15 @@ STRUCTURE_CHARACTERS = 1 << 18
 COMMANDS = ("chat", "generate")
 
 
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-@dataclass(frozen=True)
-class Texts(Constraint):
-    """Non-empty strings. least: how many; one string alone is a list of one if it is 0."""
-
-    least: int = 0
-
-    @property
-    def expected(self) -> str:
-        return "a list of at least one string" if self.least else "a list"
-
-    @property
-    def item(self) -> Constraint:
-        return Text("a non-empty string", r"(?s).+")
-
-    def accept(self, value: Any) -> tuple[str, ...]:
-        if isinstance(value, str) and not self.least:
-            value = (value,)
-        try:
-            texts = tuple(() if value is None else value)
-        except TypeError:
-            raise Rejected("type") from None
-        if isinstance(value, str | Mapping) or len(texts) < self.least:
-            raise Rejected("type")
-        for text in texts:
-            if not isinstance(text, str) or not text:
-                raise Rejected("type", "every entry must be a non-empty string", text)
-        return texts
-
-
-@dataclass(frozen=True)
-class TokenIds(Constraint):
-    """Token ids; on the command line separated by commas."""
-
-    @property
-    def expected(self) -> str:
-        return "a list"
-
-    def accept(self, value: Any) -> tuple[int, ...]:
-        try:
-            tokens = tuple(() if value is None else value)
-        except TypeError:
-            raise Rejected("type") from None
-        for token in tokens:
-            if not _is_token(token):
-                raise Rejected("type", "every entry must be a token id (an integer >= 0)", token)
-        return tokens
-
-    def read(self, text: str) -> list[int | str]:
-        return [Integer(0).read(part) for part in text.split(",")] if text.strip() else []
+TOKEN = Integer(0, expects="a token id (an integer >= 0)")
+NON_EMPTY = Text("a non-empty string", r"(?s).+")
 
 
 @dataclass(frozen=True)
 class Bias(Constraint):
     """A mapping of token ids to numbers."""
 
-    @property
-    def expected(self) -> str:
-        return "a mapping of token ids to numbers"
+    expects = "a mapping of token ids to numbers"
 
     @property
     def item(self) -> Constraint:
@@ -99,8 +47,10 @@ class Bias(Constraint):
         except (TypeError, ValueError):
             raise Rejected("type") from None
         for token, bias in found.items():
-            if not _is_token(token):
-                raise Rejected("type", "every key must be a token id (an integer >= 0)", token)
+            try:
+                TOKEN.accept(token)
+            except Rejected as error:
+                raise Rejected(error.code, f"every key must be {TOKEN.expected}", token) from None
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= 1e30:
                 raise Rejected("range", f"token {shown(token)} must have a number from -1e30 to 1e30", bias)
         return found
@@ -110,9 +60,7 @@ class Bias(Constraint):
 class BiasItem(Constraint):
     """ID=VALUE on the command line, as a pair."""
 
-    @property
-    def expected(self) -> str:
-        return "ID=VALUE, like 42=-1.5"
+    expects = "ID=VALUE, like 42=-1.5"
 
     def accept(self, value: Any) -> tuple[int, float]:
         if not isinstance(value, tuple):
@@ -132,15 +80,10 @@ class BiasItem(Constraint):
 class Schema(Constraint):
     """A JSON schema: a dict, or its JSON text."""
 
-    @property
-    def expected(self) -> str:
-        return "a JSON object"
+    expects = "a JSON object"
 
     def accept(self, value: Any) -> str:
         return _schema(value)
-
-
-NON_EMPTY = Text("a non-empty string", r"(?s).+")
 
 
 def _option(default: Any, constraint: Constraint, help: str, **more: Any) -> Any:
@@ -189,10 +132,10 @@ class SamplingParams:
         "tokens", metavar="N", default_words="another one each time")
     max_tokens: int | None = _option(None, Integer(1, 2**31 - 1), "longest answer", metavar="N", default_words="up to "
         "the context's end")
-    stop: Sequence[str] = _option((), Texts(), "a string that ends the answer and is not shown; repeatable",
-        metavar="STRING", repeated=True, default_words="none")
-    stop_token_ids: Sequence[int] = _option((), TokenIds(), "token ids that end the answer, in addition to the model's "
-        "own", metavar="IDS", default_words="none")
+    stop: Sequence[str] = _option((), Several(NON_EMPTY, "a text or a list of texts", 0), "a string that ends the "
+        "answer and is not shown; repeatable", metavar="STRING", repeated=True, default_words="none")
+    stop_token_ids: Sequence[int] = _option((), Several(TOKEN, least=0), "token ids that end the answer, "
+        "in addition to the model's own", metavar="IDS", default_words="none")
     ignore_eos: bool = _option(False, Flag(), "the model's own stop tokens do not end the answer")
     logprobs: int | None = _option(None, Integer(0, MAX_LOGPROBS), "report the logprob of each token and of the N most "
         "likely ones; on the command line with --json", metavar="N", commands=("generate",), unsaved=("generate",),
@@ -200,7 +143,8 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | str | None = _form(Schema(), "JSON that this schema allows", metavar="FILE",
         from_file=True)
     regex: str | None = _form(NON_EMPTY, "a text that the regular expression matches as a whole", metavar="PATTERN")
-    choice: Sequence[str] | None = _form(Texts(1), "one of these texts; repeatable", metavar="TEXT", repeated=True)
+    choice: Sequence[str] | None = _form(Several(NON_EMPTY, "a list of at least one string"), "one of these texts; "
+        "repeatable", metavar="TEXT", repeated=True)
     grammar: str | None = _form(NON_EMPTY, "a text of this grammar in Lark's form", metavar="FILE", from_file=True)
     # fmt: on
 

@@ -127,7 +127,10 @@ def test_what_is_wrong_with_the_file_is_one_line(config, capsys, text, words):
 def test_what_is_wrong_with_the_environment_is_one_line(config, capsys, monkeypatch):
     config("", MODLE="x")
     for command in ("chat", "config"):
-        assert refused(capsys, command) == "TRIDECODE_MODLE is no option's variable; did you mean TRIDECODE_MODEL?"
+        assert (
+            refused(capsys, command)
+            == "TRIDECODE_MODLE is not the variable of an option; did you mean TRIDECODE_MODEL?"
+        )
     monkeypatch.delenv("TRIDECODE_MODLE")
     config("", SLOTS="many")
     for command in ("chat", "config"):

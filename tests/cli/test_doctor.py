@@ -10,8 +10,8 @@ import pytest
 from checkpoints import write_tiny
 
 from tridecode import cli as commands
-from tridecode.cli.info import doctor
-from tridecode.cli.info.command import verdict
+from tridecode.cli import doctor
+from tridecode.cli.info import verdict
 
 GPU = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory": 100 * 2**30, "free": 90 * 2**30}
 HEALTHY = {

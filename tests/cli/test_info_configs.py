@@ -8,8 +8,8 @@ from checkpoints import write_tiny
 from gpus import GPUS
 
 from tridecode import cli as commands
-from tridecode.cli.info import command, doctor
-from tridecode.cli.info.kernels import config_facts, config_words, kernel_choices
+from tridecode.cli import doctor
+from tridecode.cli.info import config_facts, config_words, kernel_choices
 from tridecode.kernels.linear.matvec import MatvecConfig
 from tridecode.kernels.linear.registry import kernel_named
 from tridecode.models.presets import PRESETS
@@ -19,6 +19,7 @@ from tridecode.tuning.configs import Choice, PassConfigs
 
 RULES = "rules (no table for this GPU)"
 SUGGESTION = "; `tridecode tune` searches better ones"
+HOPPER = ["NVIDIA H100", "NVIDIA H200"]  # whose tables serve an H100
 
 
 @pytest.fixture(autouse=True)
@@ -44,15 +45,20 @@ def test_gpus_without_a_table_have_rules_and_a_suggestion(gpu):
 
 def test_the_table_is_named():
     facts = facts_of("qwen3-4b", "h100")
-    assert (facts["tables"], facts["tune"]) == (["NVIDIA H200"], False)
-    assert config_words(facts).startswith("table of NVIDIA H200") and facts["choices"]["table"] > 0
-    assert config_words(facts | {"choices": {"user table": 0, "table": 30, "rule": 0}}) == "table of NVIDIA H200"
+    assert (facts["tables"], facts["tune"]) == (HOPPER, False)
+    assert config_words(facts).startswith(f"table of {' and '.join(HOPPER)}") and facts["choices"]["table"] > 0
+    assert (
+        config_words(facts | {"choices": {"user table": 0, "table": 30, "rule": 0}})
+        == f"table of {' and '.join(HOPPER)}"
+    )
 
 
 def test_a_table_without_the_model_does_not_apply():
     facts = facts_of("qwen3-14b", "h100")
     assert facts["choices"] == {"user table": 0, "table": 0, "rule": 30} and facts["tune"]
-    assert config_words(facts) == "rules (the table of NVIDIA H200 has no entry for this model)" + SUGGESTION
+    assert (
+        config_words(facts) == f"rules (the table of {' and '.join(HOPPER)} has no entry for this model)" + SUGGESTION
+    )
 
 
 def test_tune_is_not_suggested_where_its_table_is_not_read():
@@ -78,9 +84,9 @@ def run(capsys, tmp_path, monkeypatch):
     tiny = write_tiny(tmp_path / "tiny", "qwen3")
 
     def run(gpu: str, *options: str) -> str:
-        for module in ("plan.memory", "plan.graphs", "plan.resolve", "step.model", "cli.info.command"):
+        for module in ("plan.memory", "plan.graphs", "plan.resolve", "step.model", "cli.info"):
             monkeypatch.setattr(f"tridecode.{module}.device_of", lambda device: GPUS[gpu])
-        monkeypatch.setattr(command, "find_device", lambda options: torch.device("cuda", 0))
+        monkeypatch.setattr("tridecode.cli.info.find_device", lambda options: torch.device("cuda", 0))
         monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: 2**34)
         monkeypatch.setattr(doctor, "gpu_facts", lambda: [])
         assert commands.main(["info", "--model", str(tiny), *options]) == 0
@@ -95,7 +101,7 @@ def test_info_reports_them(run):
     assert report["launch_configs"]["tune"] and report["launch_configs"]["tables"] == [] and "kernels" not in report
     assert report["prompts"]["attention"] == "flash" and report["run"]["pdl"] is False
     report = json.loads(run("h100", "--json", "--kernels"))
-    assert report["launch_configs"]["tables"] == ["NVIDIA H200"] and {row["source"] for row in report["kernels"]}
+    assert report["launch_configs"]["tables"] == HOPPER and {row["source"] for row in report["kernels"]}
     assert "launch configs" not in run("rtx-4090", "--backend", "torch")
 
 

@@ -9,7 +9,6 @@ import threading
 import pytest
 from generating import LIMITS, user
 
-from tridecode.cli.generate.prompts import STDIN
 from tridecode.cli.inputs import clean
 from tridecode.cli.terminal import Output
 
@@ -28,19 +27,23 @@ SESSION = {
         ("5 - 3 = ?", "5 - 3 = ?"),
         ("- a\n- b", "- a\n- b"),
         ("a-", "a-"),
-        ("--", "--"),
         ("well-known", "well-known"),
     ],
 )
-def test_a_hyphen_that_stands_for_stdin(prompt, text):
-    assert STDIN.sub(lambda _: "IN", prompt) == text
+def test_a_hyphen_that_stands_for_stdin(generate, seen, prompt, text):
+    assert generate(f"--prompt={prompt}", *LIMITS, stdin=b"IN")[0] == 0 and seen[-1][0] == [user(text)]
+
+
+def test_a_question_is_a_prompt(generate, seen):
+    assert generate("Name", "a", "river.", *LIMITS)[0] == 0 and seen[-1][0] == [user("Name a river.")]
+    assert generate("Shorten: -", *LIMITS, stdin=b"a river")[0] == 0 and seen[-1][0] == [user("Shorten: a river")]
 
 
 def test_stdin_inside_the_prompt(generate, seen):
     code, _, err = generate("--prompt", "Shorten: -", *LIMITS, stdin=b"\\1 a river\n")
     assert code == 0 and seen[0][0] == [user("Shorten: \\1 a river")] and err.count("\n") == 1
     _, _, err = generate("--prompt", "Shorten: -", *LIMITS, stdin=b"")
-    assert err.startswith("stdin, which the - in --prompt stands for, is empty\n")
+    assert err.startswith("stdin, which the - in the prompt stands for, is empty\n")
 
 
 def test_what_is_no_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
@@ -175,7 +178,9 @@ def test_other_kinds_of_stdin_are_not_read_unasked(generate, seen):
 
 def test_a_pipe_that_stays_open_is_told(generate, seen, pipe, monkeypatch):
     stdin, end = pipe()
-    writer = threading.Timer(0.3, lambda: (end.write(b"late"), end.close()))
+    told, note = threading.Event(), Output.note
+    monkeypatch.setattr(Output, "note", lambda *args, **how: (note(*args, **how), told.set()))
+    writer = threading.Thread(target=lambda: (told.wait(60), end.write(b"late"), end.close()))
     writer.start()
     monkeypatch.setattr("tridecode.cli.inputs.PATIENCE", 0.05)
     code, _, err = generate("--prompt", "Hi", *LIMITS, stdin=stdin)

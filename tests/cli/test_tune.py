@@ -125,7 +125,7 @@ def test_logits_are_compared_over_the_same_cache():
 def test_wrong_minutes(capsys, value):
     with pytest.raises(SystemExit) as end:
         commands.main(["tune", "--minutes", value])
-    assert end.value.code == 2 and "expected minutes" in capsys.readouterr().err
+    assert end.value.code == 2 and "expected a number above 0 to 1,440" in capsys.readouterr().err
 
 
 def with_qkv(model, **fields):

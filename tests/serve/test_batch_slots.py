@@ -16,8 +16,9 @@ from generating import LIMITS, lines
 
 from tridecode import Engine
 from tridecode import cli as commands
-from tridecode.cli.generate import batch, reports
-from tridecode.cli.generate.lines import Lines, split
+from tridecode.cli.generate import batch
+from tridecode.cli.generate.batch import Lines, split
+from tridecode.cli.generate.prompts import report
 from tridecode.cli.graph_stats import SPARED, show_graph_stats
 from tridecode.cli.progress import progress
 from tridecode.cli.terminal import make_console
@@ -229,7 +230,7 @@ def test_the_default_slots_are_those_of_the_command(monkeypatch, several, tmp_pa
         ("--graph", "half", "invalid choice: 'half'"),
         ("--graph-sizes", "4,2", "expected ascending integers from 1 to 64, like 1, 2, 4, got '4,2'"),
         ("--graph-sizes", "1,1", "ascending"),
-        ("--graph-sizes", "0,1", "expected ascending integers from 1 to 64, like 1, 2, 4, got '0,1'"),
+        ("--graph-sizes", "0,1", "every entry must be an integer from 1 to 64, got '0,1'"),
         ("--graph-sizes", "", "expected ascending integers from 1 to 64, like 1, 2, 4, got ''"),
         ("--max-queue", "-1", "expected an integer from 0 to 2,147,483,646, got '-1'"),
         ("--max-queue", "4", "--max-queue needs --jsonl"),
@@ -259,7 +260,6 @@ def test_n_answers_share_the_slots(several, monkeypatch, capsys):
     monkeypatch.setattr(several, "submit", lambda *args, **options: begun.append(submit(*args, **options)) or begun[-1])
     command = ["generate", *LIMITS, "--prompt-ids", "5,17", "--temperature", "1", "--n", "5", "--seed", "3"]
     running = []
-    report = reports.report
     monkeypatch.setattr(
         "tridecode.cli.generate.command.report", lambda *args: running.append(len(begun)) or report(*args)
     )

@@ -1,4 +1,4 @@
-"""The key with which clients and a server know each other."""
+"""The API key of a server and its clients."""
 
 import os
 
@@ -10,7 +10,7 @@ VARIABLE = "TRIDECODE_API_KEY"
 
 
 def api_key(path: str | None, output: Output) -> str | None:
-    """The one line of a file, or what the environment has. Raises PromptError, or ParameterError for what is no key."""
+    """Return the only line of a file, or else the value of VARIABLE. Raises PromptError or ParameterError."""
     if path is None:
         key = os.environ.get(VARIABLE, "").strip()
         if not key:

@@ -6,9 +6,10 @@ A key is the name of a declared option, and its value passes the option's constr
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 import platformdirs
@@ -20,17 +21,17 @@ from .options import SAMPLING
 from .terminal import did_you_mean
 
 PREFIX = "TRIDECODE_"
-OTHERS = ("TRIDECODE_API_KEY",)  # variables that are no option
+OTHERS = ("TRIDECODE_API_KEY",)  # variables that are not options
 LARGEST = 1_000_000  # bytes of the file
-TABLES = ("chat", "generate", "serve")  # whose keys are for that command only
+TABLES = ("chat", "generate", "serve")  # a table's keys are for that command only
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and where it comes from: a variable's name, the file's, or "" for the option's own default."""
+    """A value, and where it comes from: the name of a variable or of the file."""
 
     value: object
-    origin: str = ""
+    origin: str
 
 
 def config_path() -> Path:
@@ -40,7 +41,8 @@ def config_path() -> Path:
 class Configuration:
     """The keys of several commands, and their values in file and environment.
 
-    Both are read when a value is needed. Any wrong key then raises ParameterError, also one of another command.
+    Both are read when a value is needed. Any wrong key or value then raises ParameterError, also one of another
+    command.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
@@ -52,42 +54,54 @@ class Configuration:
         """Make the options of a command keys, except those that belong to one call."""
         self.keys[command] = {name: each for name, each in options.items() if command not in each.unsaved}
 
-    def settings(self, command: str) -> dict[str, Setting]:
-        """The settings of a command that file or environment contain. Raises ParameterError."""
-        content, found = self.content, {}
-        for name in self.keys[command]:
-            for setting in (self.variable(name), *(self.entry(t, name, content) for t in (command, None))):
-                if setting:
-                    found[name] = setting
-                    break
-        return found
+    def settings(self, table: str | None, keys: Iterable[str]) -> dict[str, Setting]:
+        """Return those of the keys that are set: in the environment, or else in a table or above all tables."""
+        environment, above = self.values[PREFIX], self.values[None]
+        every = above | self.values.get(table, {}) | environment
+        return {name: every[name] for name in keys if name in every}
 
     @cached_property
-    def content(self) -> dict:
-        """The file, {} where there is none; checked, and so are the variables' names."""
-        content = self._parsed()
+    def values(self) -> dict[str | None, dict[str, Setting]]:
+        """The settings by table; above all tables: None; of the environment: PREFIX. Raises ParameterError."""
+        found: dict[str | None, dict[str, Setting]] = {table: {} for table in (PREFIX, None, *TABLES)}
         known = self.options(None)
-        for variable in self._environment:
+        for variable, text in self._environment.items():
             name = variable.removeprefix(PREFIX).lower()
-            if variable.startswith(PREFIX) and variable not in OTHERS and name not in known:
+            if not variable.startswith(PREFIX) or variable in OTHERS:
+                continue
+            if name not in known:
                 fix = did_you_mean(variable, [PREFIX + key.upper() for key in known])
-                raise ParameterError(f"{variable} is no option's variable; {fix or 'tridecode config lists the keys'}")
-        for key, value in content.items():
-            if key in TABLES:
-                if not isinstance(value, dict):
-                    raise ParameterError(f"{self.path}: {key} must be a table, [{key}], got {as_json(value)}")
-                for inner in value:
-                    self._check(inner, self.options(key), f"in [{key}] ")
-                    self.entry(key, inner, content)
+                raise ParameterError(
+                    f"{variable} is not the variable of an option; {fix or 'tridecode config lists the keys'}"
+                )
+            if text.strip():
+                found[PREFIX][name] = Setting(converted(known[name], text, variable), variable)
+        for key, value in self._parsed().items():
+            if key not in TABLES:
+                self._put(found, None, key, value)
+            elif not isinstance(value, dict):
+                raise ParameterError(f"{self.path}: {key} must be a table, [{key}], got {as_json(value)}")
             else:
-                self._check(key, [*known, *TABLES], "")
-                self.entry(None, key, content)
-        return content
+                for inner, each in value.items():
+                    self._put(found, key, inner, each)
+        return found
+
+    def _put(self, found: dict[str | None, dict[str, Setting]], table: str | None, key: str, value) -> None:
+        """Add an entry of the file to the settings of a table."""
+        name, known = key.replace("-", "_"), self.options(table)
+        if name not in known:
+            fix = did_you_mean(key, [*known, *([] if table else TABLES)]) or "tridecode config lists them"
+            raise ParameterError(f"{self.path}: {f'in [{table}] ' * bool(table)}there is no key {key}; {fix}")
+        if name in found[table]:
+            raise ParameterError(
+                f"{self.path}: {name} and {name.replace('_', '-')} are one setting; leave one of them out"
+            )
+        found[table][name] = Setting(converted(known[name], value, f"{self.path}: {key}"), self.path.name)
 
     def _parsed(self) -> dict:
         try:
             text = b""
-            if self.path.exists():  # a pipe there is nobody's on purpose, and would be waited for for ever
+            if self.path.exists():  # a pipe there is a mistake, and reading it could block forever
                 text = read_bytes(str(self.path), LARGEST, "a regular file with settings", pipes=False)
             return tomllib.loads(text.decode("utf-8-sig"))  # editors of Windows put a mark before the text
         except TridecodeError as error:
@@ -103,31 +117,12 @@ class Configuration:
             return self.keys[table]
         return {name: option for keys in reversed(self.keys.values()) for name, option in keys.items()}
 
-    def _check(self, key: str, known, where: str) -> None:
-        if key.replace("-", "_") not in known:
-            fix = did_you_mean(key, known) or "tridecode config lists them"
-            raise ParameterError(f"{self.path}: {where}there is no key {key}; {fix}")
-
-    def entry(self, table: str | None, name: str, content: dict) -> Setting | None:
-        """The file's value of a key, in a table or above all tables."""
-        values = content.get(table, {}) if table else content
-        keys = [key for key in dict.fromkeys((name, name.replace("_", "-"))) if key in values]
-        if len(keys) > 1:
-            raise ParameterError(f"{self.path}: {keys[0]} and {keys[1]} are one setting; leave one of them out")
-        for key in keys:
-            option = self.options(table)[name.replace("-", "_")]
-            return Setting(converted(option, values[key], f"{self.path}: {key}"), self.path.name)
-        return None
-
-    def variable(self, name: str) -> Setting | None:
-        variable = PREFIX + name.upper()
-        text = self._environment.get(variable, "")
-        return Setting(converted(self.options(None)[name], text, variable), variable) if text.strip() else None
-
 
 def converted(option: Option, value, where: str):
-    """Return a value from the file or the environment as the command line would have it. `where` begins an error.
-    Raises ParameterError."""
+    """Return a value from the file or the environment as the command line would parse it.
+
+    where: the beginning of an error. Raises ParameterError.
+    """
     if isinstance(option.constraint, Flag):
         value = option.constraint.read(value) if isinstance(value, str) else value
         if not isinstance(value, bool):
@@ -162,46 +157,42 @@ def toml(option: Option, value) -> str:
     if isinstance(option.constraint, Pair):
         value = ":".join(map(str, value))
     if isinstance(value, tuple | list):
-        if value and isinstance(value[0], tuple):  # of logit_bias
+        if value and isinstance(value[0], tuple):  # logit_bias
             return "{" + ", ".join(f"{key} = {bias}" for key, bias in value) + "}"
         value = list(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # which TOML takes escaped only
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # TOML requires the escape
 
 
 def lines(configuration: Configuration) -> list[str]:
-    """All keys as a file of settings: those that are set with where they come from, the others as comments with their
-    defaults. Raises ParameterError."""
-    content, every = configuration.content, configuration.options(None)
+    """Return all keys as lines of a file of settings, each with its source; keys that are not set are comments.
+
+    Raises ParameterError.
+    """
     general = {**configuration.keys["chat"], **configuration.keys["generate"]}
     shown = [f"# {configuration.path}{'' if configuration.path.exists() else ', which is not there yet'}"]
-    group = None
-    for name, option in general.items():
-        if group != (group := option.group):
-            shown += ["", f"# {group}"]
-        shown.append(line(name, configuration.variable(name) or configuration.entry(None, name, content), option))
+    settings = configuration.settings(None, general)
+    for group, options in groupby(general.values(), lambda option: option.group):
+        shown += ["", f"# {group}", *(line(option, settings.get(option.name)) for option in options)]
     for table in TABLES:
-        own = [name for name in configuration.keys[table] if name not in general]
-        named = [key.replace("-", "_") for key in content.get(table, {})]
-        shown += ["", f"[{table}]"] if own or named else []
-        for name in dict.fromkeys([*own, *named]):
-            variable = configuration.variable(name)
-            setting = configuration.entry(table, name, content) or configuration.entry(None, name, content)
-            shown.append(line(name, variable or setting, every[name]))
+        keys = configuration.keys[table]
+        own = {name: keys[name] for name in keys if name not in general or name in configuration.values[table]}
+        settings = configuration.settings(table, own)
+        shown += ["", f"[{table}]"] if own else []
+        shown += [line(option, settings.get(name)) for name, option in own.items()]
     return shown
 
 
-def line(name: str, setting: Setting | None, option: Option) -> str:
+def line(option: Option, setting: Setting | None) -> str:
     if setting:
-        return f"{f'{name} = {toml(option, setting.value)}':<40}  # {setting.origin}"
-    default = None if name in SAMPLING else option.default
-    return f"# {name} = {'' if default is None else toml(option, default)}".rstrip()
+        return f"{f'{option.name} = {toml(option, setting.value)}':<40}  # {setting.origin}"
+    default = None if option.name in SAMPLING else option.default
+    return f"# {option.name} = {'' if default is None else toml(option, default)}".rstrip()
 
 
 def show(args, output) -> int:
-    """`tridecode config`. args.wrong ends as in the other commands."""
+    """Run `tridecode config`. A wrong setting ends it as in the other commands."""
     try:
-        shown = lines(args.configuration)
+        output.text("".join(f"{each}\n" for each in lines(args.configuration)))
     except ParameterError as error:
         args.wrong(error)
-    output.text("".join(f"{each}\n" for each in shown))
     return 0

@@ -11,9 +11,9 @@ LOADING = ("model", *OPTIONS)  # arguments of Engine.load, each an option
 
 
 def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
-    """One line about any error; those that are not the user's say how to learn more.
+    """Return one line about any error. For an error of the program it mentions --verbose.
 
-    arguments: those that were given as options, beside LOADING; the line names their options.
+    arguments: arguments that were passed as options, in addition to LOADING; the line names their options.
     """
     if isinstance(error, TridecodeError):
         return one_line(with_options(str(error), (*LOADING, *arguments)))
@@ -28,9 +28,10 @@ def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
 
 
 def with_options(text: str, arguments: Iterable[str]) -> str:
-    """An error of the library, which names Python's arguments, with their options in place of them.
+    """Replace the arguments of Python that an error of the library names by their options.
 
-    Some are words as well: they count at the beginning and as name="value", those with an underscore everywhere.
+    Some arguments are ordinary words too. They are replaced at the beginning and as name="value"; arguments with an
+    underscore are replaced everywhere.
     """
     names = "|".join(arguments)
     text = re.sub(rf'\b({names})="(\w+)"', lambda found: f"{option(found[1])} {found[2]}", text)

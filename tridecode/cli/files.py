@@ -1,4 +1,4 @@
-"""A file that is whole or absent."""
+"""Files that are written whole or not at all."""
 
 import os
 import secrets
@@ -10,14 +10,17 @@ from typing import TextIO
 
 @contextmanager
 def replacing(path: Path, private: bool = False, errors: str = "strict") -> Iterator[TextIO]:
-    """A text file that takes the name `path` (of a link, its target's) once everything is in it and on the disk.
+    """Yield a text file that replaces `path`, or the target of a link, once it is complete and on the disk.
 
-    Until then, and if something fails, a file of that name stays what it was. private: for the owner only; otherwise
-    with the mode of the file that it replaces. errors: as for open.
+    Until then, and if an error occurs, an older file stays unchanged.
+
+    Args:
+        private: only the owner may read it; otherwise it has the mode of the file that it replaces.
+        errors: as for open.
     """
     target = Path(os.path.realpath(path))
     if target.exists():
-        open(target, "a").close()  # may it be written at all?
+        open(target, "a").close()  # raises if it cannot be written
     place = target.with_name(f".tridecode-{secrets.token_hex(6)}.tmp")
     mode = 0o600 if private else 0o666
     file = open(
@@ -32,7 +35,7 @@ def replacing(path: Path, private: bool = False, errors: str = "strict") -> Iter
             place.chmod(target.stat().st_mode & 0o7777)
         place.replace(target)
     except BaseException:
-        with suppress(OSError):  # a second complaint about a full disk
+        with suppress(OSError):  # a full disk is reported already
             file.close()
         place.unlink(missing_ok=True)
         raise

@@ -1,4 +1,4 @@
-"""--graph-stats: how many passes of how many rows were run, and how."""
+"""--graph-stats: the passes that ran, by rows and mode."""
 
 from rich import box
 from rich.measure import Measurement
@@ -8,13 +8,15 @@ from ..engine import Engine
 from .terminal import Output
 
 NUMBERS, WORDS = ("rows", "padded", "padding", "count"), ("mode", "kind")
-SPARED = ("padding", "padded", "mode")  # where a terminal is narrow, the first first
+SPARED = ("padding", "padded", "mode")  # columns that a narrow terminal omits, in this order
 
 
 def show_graph_stats(engine: Engine, output: Output) -> None:
-    """A table on stderr with a line for each kind and size of pass: the rows that were wanted, those of the pass that
-    ran, the difference, mode and kind, and how often. Where a terminal is narrow columns are left out: no word is
-    broken."""
+    """Print a table on stderr with a line for each kind and size of pass.
+
+    Its columns are the rows that were needed, the rows of the pass, their difference, the number of passes, mode and
+    kind. A narrow terminal gets fewer columns, so that no word is broken.
+    """
     console, stats = output.errors, engine.graph_stats()
     look = box.SIMPLE_HEAD if console.is_terminal else None
     for spared in range(len(SPARED) + 1):
@@ -25,7 +27,7 @@ def show_graph_stats(engine: Engine, output: Output) -> None:
 
 
 def table_of(stats: list, spared: tuple[str, ...], look: box.Box | None) -> Table:
-    """All columns but those of the names `spared`."""
+    """Return the table without the columns in `spared`."""
     table = Table(box=look, pad_edge=False, padding=(0, 1, 0, 0))
     numbers, words = ([name for name in names if name not in spared] for names in (NUMBERS, WORDS))
     for name in (*numbers, *words):

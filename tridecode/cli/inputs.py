@@ -1,26 +1,27 @@
-"""What a command reads: files, stdin and JSON, all of it bounded, checked and valid Unicode."""
+"""Input of the commands: files, stdin and JSON, which is bounded, checked and valid Unicode."""
 
 import json
 import math
 import os
+import re
 import select
 import stat
 import sys
 from collections.abc import Callable, Iterator
 
-from ..errors import PromptError, as_json
+from ..arguments import check_messages as check_messages
+from ..errors import PromptError
 from .terminal import Output
 
 LARGEST = 64_000_000  # characters of stdin or bytes of a file; no context holds a prompt as long
-PIECE = 1 << 20  # read at once: Ctrl-C ends what reads between two
-DIGITS = 100  # of a number in JSON
-PATIENCE = 1.0  # seconds until somebody is told what is being waited for
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGES = 'expected a list like [{"role": "user", "content": "..."}]'
+PIECE = 1 << 20  # units that are read at a time; Ctrl-C takes effect between two reads
+DIGITS = 100  # most digits of a number in JSON
+PATIENCE = 1.0  # seconds until a note reports the wait for stdin
+STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in a prompt; a hyphen in the middle of a line is only that
 
 
 def read_file(path: str, output: Output, most: int | None = None) -> str:
-    """The text of a regular file or a pipe; - is stdin. Raises PromptError."""
+    """Return the text of a regular file or a pipe; - is stdin. Raises PromptError."""
     if path == "-":
         return read_stdin(output, most)
     data = read_bytes(path, most, "a regular file or a pipe, or - for stdin")
@@ -28,8 +29,10 @@ def read_file(path: str, output: Output, most: int | None = None) -> str:
 
 
 def read_bytes(path: str, most: int | None, expected: str, pipes: bool = True) -> bytes:
-    """What is in a regular file or, with `pipes`, a pipe; `expected` is told to whoever named something else
-    (PromptError)."""
+    """Return the bytes of a regular file or, with `pipes`, a pipe.
+
+    Raises PromptError, which names `expected`, for anything else.
+    """
     try:
         if not (is_file if pipes else stat.S_ISREG)(os.stat(path).st_mode):
             raise PromptError(f"{path}: not a file; give {expected}")
@@ -40,19 +43,33 @@ def read_bytes(path: str, most: int | None, expected: str, pipes: bool = True) -
 
 
 def read_stdin(output: Output, most: int | None = None, way_out: str = "") -> str:
-    """The text of stdin, all of it; `way_out` is told with what is waited for."""
+    """Return all of stdin. way_out: the end of the note that reports a wait."""
     if sys.stdin.isatty():
         output.note("reading from the terminal; Ctrl-D on an empty line ends it")
     elif not readable_within(PATIENCE):
         output.note(f"waiting for stdin, which is open and gives nothing{way_out}")
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # so that `clean` sees what could not be decoded
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that `clean` sees bytes that cannot be decoded
     return clean(read_all(sys.stdin.read, "stdin", most).removeprefix("\ufeff"), "stdin", output)
 
 
+def with_stdin(text: str, output: Output) -> str:
+    """Return a prompt with stdin where a - stands for it, or else after it if stdin is a pipe or a file."""
+    if STDIN.search(text):
+        given = read_stdin(output).removesuffix("\n")
+        if not given:
+            output.note("stdin, which the - in the prompt stands for, is empty")
+        return STDIN.sub(lambda _: given, text)
+    if not stdin_is_file():
+        return text
+    given = read_stdin(output, way_out="; </dev/null leaves it out of the prompt").removesuffix("\n")
+    before = text.removesuffix("\n")
+    return f"{before}\n{given}" if before and given else given or text
+
+
 def stdin_lines() -> Iterator[str]:
-    """The lines of stdin as they come; PromptError at one that is too long, such as all of /dev/zero."""
-    pieces, size, mark = [], 0, "\ufeff"  # which the first line may begin with
+    """Yield the lines of stdin as they arrive. Raises PromptError if one is too long."""
+    pieces, size, mark = [], 0, "\ufeff"  # the first line may begin with it
     while piece := sys.stdin.readline(PIECE):
         pieces.append(piece.removeprefix(mark))
         mark = ""
@@ -67,7 +84,7 @@ def stdin_lines() -> Iterator[str]:
 
 
 def is_file(mode: int) -> bool:
-    """Whether an st_mode is that of a regular file or a pipe: what ends, and is somebody's on purpose."""
+    """Return whether an st_mode is a regular file or a pipe: both end, and are passed on purpose."""
     return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
 
 
@@ -79,7 +96,7 @@ def stdin_is_file() -> bool:
 
 
 def readable_within(seconds: float) -> bool:
-    """Whether stdin gives something, or its end, within that time."""
+    """Return whether stdin has data, or ends, within that time."""
     try:
         return bool(select.select([sys.stdin], [], [], seconds)[0])
     except (OSError, ValueError):
@@ -87,7 +104,7 @@ def readable_within(seconds: float) -> bool:
 
 
 def read_all(read: Callable, name: str, most: int | None):
-    """All that `read(n)` gives, str or bytes, in pieces; what never ends is refused."""
+    """Return all that `read(n)` returns, str or bytes. Raises PromptError if it is longer than `most`."""
     pieces, size, most = [], 0, most or LARGEST
     while piece := read(PIECE):
         pieces.append(piece)
@@ -99,7 +116,7 @@ def read_all(read: Callable, name: str, most: int | None):
 
 
 def parse_json(text: str, where: str, output: Output):
-    """The JSON value of `text`, its lone surrogates replaced as in `clean`. Whatever it holds can be JSON again."""
+    """Return the value of a JSON text, with lone surrogates replaced as in `clean`. It can be written as JSON again."""
     try:
         value = loads(text)
         again = json.dumps(value, ensure_ascii=False)
@@ -108,14 +125,14 @@ def parse_json(text: str, where: str, output: Output):
         raise PromptError(f"{where}: not JSON ({error.msg}, {line}column {error.colno:,}); correct it") from None
     except RecursionError:
         raise PromptError(f"{where}: not JSON that can be read (nested too deep); correct it") from None
-    except ValueError as error:  # of the functions below
+    except ValueError as error:  # from the functions below
         raise PromptError(f"{where}: not JSON that can be read ({error}); correct it") from None
     cleaned = clean(again, where, output)
     return value if cleaned == again else json.loads(cleaned)
 
 
 def loads(text: str | bytes):
-    """json.loads, but for numbers that could not be printed as JSON again (ValueError)."""
+    """Parse JSON. Raises ValueError for numbers that cannot be written as JSON again."""
     return json.loads(text, parse_int=_integer, parse_float=_real, parse_constant=_constant)
 
 
@@ -132,31 +149,14 @@ def _real(digits: str) -> float:
 
 
 def _constant(word: str) -> float:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a number of JSON")
 
 
 def clean(text: str, name: str, output: Output) -> str:
-    """`text` as valid Unicode: halves of surrogate pairs, as undecodable bytes arrive, become U+FFFD with a note."""
+    """Return a text as valid Unicode. Lone surrogates, which stand for undecodable bytes, become U+FFFD with a note."""
     data = text.encode("utf-16", "surrogatepass")
     try:
         return data.decode("utf-16")
     except UnicodeDecodeError:
         output.note(f"{name}: what is not valid UTF-8 or Unicode was replaced by U+FFFD")
         return data.decode("utf-16", "replace")
-
-
-def check_messages(found, where: str) -> list[dict]:
-    """`found` if it is a chat; PromptError names the place of what is wrong."""
-    if not isinstance(found, list) or not found:
-        raise PromptError(f"{where}: {MESSAGES}, got {as_json(found)}")
-    for i, message in enumerate(found, 1):
-        place = f"{where}: message {i:,}"
-        if not isinstance(message, dict):
-            raise PromptError(f"{place}: expected an object with role and content, got {as_json(message)}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                got = as_json(message[key]) if key in message else "none"
-                raise PromptError(f"{place}: {key} must be a string, got {got}")
-        if message["role"] not in ROLES:
-            raise PromptError(f"{place}: role must be one of {', '.join(ROLES)}, got {as_json(message['role'])}")
-    return found

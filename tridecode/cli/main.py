@@ -1,10 +1,11 @@
-"""Dispatch, logging, and what the shell sees of an error: one line and an exit code."""
+"""Dispatch, logging, and errors as one line and an exit code."""
 
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib import import_module
 
 from ..errors import DeviceError
 from .explain import explain, option
@@ -14,8 +15,22 @@ from .signals import Ended, ended_by_interrupt, ending
 from .terminal import Output, foreign_encoding, tolerant_streams, unechoed
 
 NEED_GPU = ("bench", "profile", "tune")
+FUNCTIONS = {  # command -> its module in this package, and the function there
+    "chat": ("chat.command", "chat"),
+    "generate": ("generate.command", "generate"),
+    "serve": ("serve", "serve"),
+    "sessions": ("sessions", "run"),
+    "info": ("info", "info"),
+    "doctor": ("info", "info"),
+    "precompile": ("precompile", "precompile"),
+    "quantize": ("quantize", "quantize"),
+    "config": ("configuration", "show"),
+    "bench": ("bench", "run"),
+    "profile": ("profile.command", "run"),
+    "tune": ("tune", "run"),
+}
 INTERRUPTED = 130
-BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
+BROKEN_PIPE = 141  # the code that a shell reports for a program that SIGPIPE ended
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,20 +47,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def flushed(argv: list[str] | None) -> int:
-    """`main`, but for signals."""
+    """Run `main` without its handling of signals."""
     tolerant_streams()
     try:
         return guarded(argv)
     except BrokenPipeError:
         return BROKEN_PIPE
-    except OSError:  # stderr takes nothing either: nobody can be told
+    except OSError:  # stderr cannot be written either
         return 1
     finally:
         drop_unwritten()
 
 
 def guarded(argv: list[str] | None) -> int:
-    """`main`, but for streams that fail while the error itself is told."""
+    """Run `main` without its handling of streams that fail while an error is reported."""
     if encoding := foreign_encoding():
         Output().error(f"text cannot be read and written as {encoding}; unset PYTHONIOENCODING, or set it to utf-8")
         return 1
@@ -58,7 +73,7 @@ def guarded(argv: list[str] | None) -> int:
             return 0
         set_up_logging(args.verbose)
         code = run(args, output)
-        sys.stdout.flush()  # here, where what fails can still be told
+        sys.stdout.flush()  # here, where a failure can still be reported
         return code
     except BrokenPipeError:
         raise
@@ -75,7 +90,7 @@ def guarded(argv: list[str] | None) -> int:
 
 
 def drop_unwritten() -> None:
-    """Python flushes its streams once more at exit: what they could not write must not fail again."""
+    """Discard text that the streams could not write: Python flushes them again at exit, which must not fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -103,51 +118,11 @@ def nothing() -> None:
     """Where Ctrl-Z has nothing drawn to put away."""
 
 
-def imported(name: str) -> Callable:
-    """The function of a command. The commands bring torch with them, so they are imported only now."""
-    if name == "chat":
-        from .chat.command import chat
-
-        return chat
-    if name == "generate":
-        from .generate.command import generate
-
-        return generate
-    if name == "serve":
-        from .serve import serve
-
-        return serve
-    if name == "sessions":
-        from .sessions import run as sessions
-
-        return sessions
-    if name == "config":
-        from .configuration import show
-
-        return show
-    if name == "bench":
-        from .bench import run as bench
-
-        return lambda args, output: bench(args)
-    if name == "profile":
-        from .profile import run as profile
-
-        return profile
-    if name == "tune":
-        from .tune import run as tune
-
-        return tune
-    if name == "quantize":
-        from .quantize import quantize
-
-        return quantize
-    if name == "precompile":
-        from .precompile import precompile
-
-        return precompile
-    from .info.command import info
-
-    return info
+def imported(command: str) -> Callable:
+    """Return the function of a command. The commands import torch, so they are imported only now."""
+    module, function = FUNCTIONS[command]
+    found = getattr(import_module(f"{__package__}.{module}"), function)
+    return (lambda args, output: found(args)) if command == "bench" else found
 
 
 def set_up_logging(verbose: bool) -> None:

@@ -6,15 +6,17 @@ Nothing here imports torch: `--help` answers at once.
 import argparse
 from urllib.parse import urlsplit
 
-from ..arguments import Choice, Constraint, Flag, Integer, Number, Option, Rejected, Text, options_of
-from ..errors import ParameterError
+from ..arguments import Choice, Constraint, Flag, Integer, Number, Option, Rejected, Several, Text, options_of
 from ..kernels.device import GPUS
 from ..options import OPTIONS
-from ..sampling import SamplingParams, TokenIds
+from ..sampling import SamplingParams
+from .values import reader
 
 ANY = Text()
 NAME = Text("a name", r".*\S.*")
 ORIGIN = Text("* or an origin like https://chat.example, without a path", r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
+# The model decides later which of them are tokens of its vocabulary.
+IDS = Several(Integer(-(10**40), 10**40), "token ids separated by commas, like 1,2,3", least=0)
 SECONDS = Number(0, 1e6)
 # Commands whose options may be set in the file and environment.
 CONFIGURED = ("chat", "generate", "serve", "info", "precompile")
@@ -29,9 +31,7 @@ GROUPS = {  # group -> its description in the help
 class Url(Constraint):
     """The base of a server's addresses, with or without /v1."""
 
-    @property
-    def expected(self) -> str:
-        return "an address like http://127.0.0.1:8000"
+    expects = "an address like http://127.0.0.1:8000"
 
     def accept(self, value) -> str:
         try:
@@ -42,19 +42,6 @@ class Url(Constraint):
         if not usable:
             raise Rejected("choice")
         return value.rstrip("/").removesuffix("/v1")
-
-
-class Ids(TokenIds):
-    """Integers separated by commas. The model decides later which ones are tokens of its vocabulary."""
-
-    @property
-    def expected(self) -> str:
-        return "token ids separated by commas, like 1,2,3"
-
-    def accept(self, value) -> tuple[int, ...]:
-        if not all(isinstance(token, int) for token in value):
-            raise Rejected("type")
-        return tuple(value)
 
 
 def _once(name: str, default, constraint: Constraint, help: str, *commands: str, **more) -> Option:
@@ -90,7 +77,7 @@ OTHERS = (
             default_words="drop-oldest, in a pipe error"),
     _once("prompt", None, ANY, "the prompt; it goes through the chat template unless --raw", "generate", group="prompt",
           exclusive="prompt", metavar="TEXT"),
-    _once("prompt_ids", None, Ids(), "token ids, like 1,2,3", "generate", group="prompt", exclusive="prompt",
+    _once("prompt_ids", None, IDS, "token ids, like 1,2,3", "generate", group="prompt", exclusive="prompt",
           metavar="IDS"),
     _once("messages", None, ANY, 'a chat as JSON, [{"role": "user", "content": "..."}, ...], or a saved session; - is '
           "stdin", "generate", group="prompt", exclusive="prompt", metavar="FILE"),
@@ -177,18 +164,6 @@ def add_option(parser, option: Option, **more) -> None:
     parser.add_argument(option.flag, **how | more)
     for flag, (value, help) in option.aliases.items():
         parser.add_argument(flag, dest=option.name, action="store_const", const=value, help=help)
-
-
-def reader(constraint: Constraint):
-    """The function with which argparse reads a value."""
-
-    def read(text: str):
-        try:
-            return constraint.parse(text)
-        except ParameterError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
 
 
 def sampling_overrides(args) -> dict:

@@ -1,10 +1,10 @@
-"""Where a command's --output goes: a file that is whole or absent, or what is no regular file, written directly."""
+"""The destination of --output: a file that is written whole or not at all, or a device or pipe."""
 
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -17,30 +17,23 @@ _DESCRIPTOR = re.compile(r"/dev/(stdout|stderr|fd/(\d{1,9}))|/proc/self/fd/(\d{1
 
 @contextmanager
 def text_sink(path: str | None, output: Output) -> Iterator[Callable[[str], None]]:
-    """Yields the function that writes: to stdout, or to a file that takes the name `path` once everything is in it.
+    """Yield the function that writes to stdout, or to a file that replaces `path` once it is complete.
 
-    Until then, and if something fails, a file of that name stays what it was. What is no regular file (/dev/null, a
-    pipe) is written directly.
+    Until then, and if an error occurs, an older file stays unchanged. Devices and pipes are written directly.
     """
     if path is None:
         yield output.text
         return
-    own = None
-    try:
-        with open_special(path) or replacing(Path(path)) as file:
-            try:
-                yield writer(file, path)
-            except OSError as error:
-                own = error  # the caller's, or one that the writer has named
-                raise
-    except OSError as error:
-        if error is own:
-            raise
-        raise unwritable(error, path) from None
+    with ExitStack() as files:
+        with naming(path):
+            file = files.enter_context(open_special(path) or replacing(Path(path)))
+        yield writer(file, path)
+        with naming(path):
+            files.close()
 
 
 def writer(file: TextIO, path: str, flush: bool = False) -> Callable[[str], None]:
-    """The function that writes to `file`, with `flush` at once; a terminal gets no control characters."""
+    """Return the function that writes to `file`, with `flush` at once. A terminal gets no control characters."""
     shows = file.isatty()
 
     def write(text: str) -> None:
@@ -53,9 +46,10 @@ def writer(file: TextIO, path: str, flush: bool = False) -> Callable[[str], None
 
 
 def open_special(path: str) -> TextIO | None:
-    """The open descriptor that `path` names (/dev/fd/63, as a shell writes >(command)), or the device or pipe.
+    """Open a path that is not a regular file; return None for a regular file, or if there is no file yet.
 
-    None where there is a regular file, or nothing yet. A descriptor's file is not opened anew: that would empty it.
+    The path is a device, a pipe, or the name of an open descriptor, such as /dev/fd/63, which a shell writes for
+    >(command). The file of a descriptor is not opened again, because that would empty it.
     """
     if found := _DESCRIPTOR.fullmatch(path):
         name = found[2] or found[3] or ("1" if found[1] == "stdout" else "2")
@@ -70,12 +64,8 @@ def open_special(path: str) -> TextIO | None:
 
 @contextmanager
 def naming(path: str):
-    """Within, an error of the file system names `path` and not a temporary file, or nothing."""
+    """Make errors of the file system name `path` and not a temporary file."""
     try:
         yield
     except OSError as error:
-        raise unwritable(error, path) from None
-
-
-def unwritable(error: OSError, path: str) -> OSError:
-    return OSError(error.errno, f"--output cannot be written ({error.strerror})", path)
+        raise OSError(error.errno, f"--output cannot be written ({error.strerror})", path) from None

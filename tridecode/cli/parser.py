@@ -1,35 +1,42 @@
 """The options of every command. Nothing here imports torch: `--help` answers at once."""
 
 import argparse
+import difflib
+import re
 import sys
+from collections.abc import Iterable
+from typing import Any
 
-from ..checkpoint.hub import BUNDLED
 from ..version import __version__
 from .bench_options import BENCH, add_benches, add_quantize, add_shape, add_verbose
 from .command_line import Parser
-from .completions import kinds
 from .configuration import Configuration
 from .options import CONFIGURED
 from .values import minutes, positive, row_count
 
+ABOUT = """\
+Run open-weight language models on one GPU, or on the CPU. A question in place of COMMAND begins a chat.
+"""
 EXAMPLES = """\
 examples:
-  tridecode chat                                       talk with the small bundled model
+  tridecode "Why is the sky blue?"                     ask the small bundled model, and go on talking
   tridecode chat --model Qwen/Qwen3-4B                 with a model from Hugging Face, or of a directory
   git diff | tridecode generate --prompt "Explain:"    one answer, in a pipe
 """
 CHAT = """\
-Talk with a model. In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
-With stdin from a pipe or file, each line is one turn; answers go to stdout, everything else to stderr. A message of
-several lines stands between \""" and \""".
+Talk with a model. QUESTION is the first message: tridecode "Why is the sky blue?" is a chat too.
+In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
+Without a terminal, QUESTION is answered alone; stdin comes after it if it is a pipe or a file. Without QUESTION, each
+line of stdin is one turn. Answers go to stdout, everything else to stderr. A message of several lines stands between
+\""" and \""".
 """
 CHAT_CODES = """\
 Exit codes: 0 done, 1 error, 2 wrong options, 3 the GPU is lost, 130 interrupted, 141 reader of stdout gone.
 """
 GENERATE = """\
-Answer one prompt: --prompt, --prompt-ids, --messages, or stdin when none is given (one newline at its end is dropped).
-Beside --prompt, stdin comes after it if it is a pipe or a file (</dev/null: nothing does); a - that is the last word of
---prompt, or alone on a line of it, says where instead. --jsonl answers a file of prompts.
+Answer one prompt: QUESTION, which is the same as --prompt, or --prompt-ids, --messages, or stdin if there is none (one
+newline at its end is dropped). If stdin is a pipe or a file it is put after QUESTION, or in place of a - that is its
+last word, or alone on one of its lines (</dev/null: nothing is put there). --jsonl answers a file of prompts.
 The text streams to stdout, everything else goes to stderr. With --json, stdout gets exactly one line an answer.
 """
 SESSIONS = """\
@@ -69,24 +76,71 @@ Write an unquantized checkpoint again with quantized weights, rounded to nearest
 few. The format is compressed-tensors, which transformers reads as well; see docs/quantization.md.
 """
 TUNE = """\
-Search the launch shapes that make one token step fastest on this GPU for one model's matrices, judged by the time of
+Search the launch configs that make one token step fastest on this GPU for one model's matrices, judged by the time of
 the whole captured step. What is faster goes into a table in the user's cache directory, which every engine on this GPU
 reads when it loads. Prints what changed and, as the last line, one JSON object. Needs a GPU.
 """
 
+# Ids of cached models, without starting Python: only names that bash does not expand; no single quotes, because fish
+# puts the command into single quotes.
+CACHED = (
+    'ls -d "${HF_HUB_CACHE:-${HF_HOME:-$HOME/.cache/huggingface}/hub}"/models--*--* 2>/dev/null'
+    r' | sed -n "s|.*/models--\([A-Za-z0-9._-]*\)--\([A-Za-z0-9._-]*\)\$|\1/\2|p"'
+)
+MODELS = {
+    "bash": "_tridecode_models",
+    "zsh": "_tridecode_models",
+    "fish": "(__tridecode_models)",
+    "tcsh": "d",
+    "preamble": {
+        "bash": f'_tridecode_models() {{\n  compgen -d -- $1\n  compgen -W "bundled $({CACHED})" -- $1\n}}',
+        "zsh": f"_tridecode_models() {{\n  compadd -- bundled $({CACHED})\n  _files -/\n}}",
+        "fish": f"function __tridecode_models\n  echo bundled\n  sh -c '{CACHED}'\n  __fish_complete_directories\nend",
+    },
+}
 
-def is_model(words: list[str]) -> bool:
-    """Whether they look like a model's name, and not like a message."""
-    return len(words) == 1 and ("/" in words[0] or words[0] == BUNDLED.name)
+
+class Program(Parser):
+    """The parser of the whole command line. Words that name no command are a question for `chat`."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        args = list(sys.argv[1:] if args is None else args)
+        at = next((i for i, word in enumerate(args) if word != "--verbose"), None)
+        if at is not None and self._is_chat(args[at]):
+            args.insert(at, "chat")
+        return super().parse_known_args(args, namespace)
+
+    def _is_chat(self, word: str) -> bool:
+        """Return whether a command line that begins with this word is one of `chat`, whose name is left out."""
+        assert self._subparsers is not None
+        commands: Any = self._subparsers._group_actions[0].choices
+        option = word.split("=")[0]
+        if word in commands or option in self._option_string_actions:
+            return False
+        if re.fullmatch(r"-\S+", word):
+            return option in commands["chat"]._option_string_actions
+        if " " not in word and not word.endswith("?"):
+            options = {name[2:]: name for name in self._option_string_actions if name.startswith("--")}
+            if near := nearest(word, [*commands, *options]):
+                self.error(f"there is no command {word}; did you mean {options.get(near, near)}?")
+        return True
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """Return the name that a misspelled word means. Its first letter is right, or two letters are swapped."""
+    word = word.lower()
+    near = difflib.get_close_matches(word, names, cutoff=0.75)
+    return next((name for name in near if name[0] == word[0] or sorted(name) == sorted(word)), None)
 
 
 class PrintCompletion(argparse.Action):
-    """Print the completion script of a shell. A metavar says what is completed."""
+    """Print the completion script of a shell. The metavar of an argument determines its completion."""
 
     def __call__(self, parser, namespace, shell, option_string=None):
         import shtab  # here, because nothing else needs it
 
-        known = kinds()
+        sessions = shtab.cmd("tridecode sessions --names 2>/dev/null")
+        known = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR_OR_ID": MODELS, "SESSION": sessions}  # by metavar
 
         def complete_paths(parser):
             for action in parser._actions:
@@ -101,8 +155,7 @@ class PrintCompletion(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    words = "Run open-weight language models on one GPU, or on the CPU."
-    parser = Parser(prog="tridecode", description=words, epilog=EXAMPLES)
+    parser = Program(prog="tridecode", description=ABOUT, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tridecode {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log to stderr, and show tracebacks")
     parser.add_argument(
@@ -137,21 +190,26 @@ def make_parser() -> argparse.ArgumentParser:
     for name in CONFIGURED:
         command = commands.choices[name]
         command.configure(name, configuration)
-        command.words(*(("--prompt", bool) if name == "generate" else ("--model", is_model)))
         command.set_defaults(refuse=command.error)
         add_verbose(command)
+    commands.choices["chat"].ask("the first message; without a terminal its answer is the only one")
+    commands.choices["generate"].ask("the prompt, as with --prompt")
     add_benches(add("bench", help="time this engine on a GPU", description=BENCH))
     profile = add("profile", help="show where a step's time goes", description=PROFILE)
     add_shape(profile, model=True)
     add_quantize(profile)
     profile.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first step (64)")
     profile.add_argument(
-        "--prompt-tokens", type=positive, default=2048, metavar="N", help="of the prefill chunk, at most 2048 (2048)"
+        "--prompt-tokens",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="tokens of the prefill chunk, at most 2048 (2048)",
     )
     profile.add_argument("--rows", type=row_count, default=1, metavar="N", help="requests in the step, 1 to 64 (1)")
     profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures there")
     add_verbose(profile)
-    tune = add("tune", help="search launch shapes for this GPU", description=TUNE)
+    tune = add("tune", help="search launch configs for this GPU", description=TUNE)
     add_shape(tune, model=True)
     add_quantize(tune, kv_dtype=False)
     rows_help = "tune steps of so many requests, 1 to 64 (1)"
@@ -162,7 +220,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def session_options(sessions) -> None:
-    """The options of `sessions`."""
+    """Add the options and actions of `sessions`."""
     form = sessions.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object a line")
     form.add_argument("--names", action="store_true", help="only their names")

@@ -1,12 +1,24 @@
-"""The bar of many requests: those that are done, tokens a second, and the time that is left."""
+"""Progress bars: of an engine that loads, and of many requests."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
-from .terminal import Output
+if TYPE_CHECKING:  # it imports Loading
+    from .terminal import Output
 
 WIDE = 60  # columns; in a narrower terminal the bar has the room of the word
 
@@ -22,7 +34,7 @@ class Rate(ProgressColumn):
         return Text(f"{self._rate():,.0f} tok/s")
 
 
-def progress(word: str, output: Output, rate: Callable[[], float], shows: bool = True) -> Progress:
+def progress(word: str, output: "Output", rate: Callable[[], float], shows: bool = True) -> Progress:
     """A bar on stderr if that is a terminal and `shows`."""
     words = [TextColumn(word)] if output.errors.width >= WIDE else []
     return Progress(
@@ -39,3 +51,29 @@ def progress(word: str, output: Output, rate: Callable[[], float], shows: bool =
         redirect_stderr=False,
         refresh_per_second=4,  # the thread that draws takes its time from the requests
     )
+
+
+class Amount(DownloadColumn):
+    """The progress of a task: bytes and speed, or a count in the unit of the task."""
+
+    def render(self, task: Task) -> Text:
+        if unit := task.fields["unit"]:
+            return Text(f"{task.completed:,.0f}/{task.total or 0:,.0f} {unit}")
+        return Text.assemble(super().render(task), " ", TransferSpeedColumn().render(task))
+
+
+class Loading(Progress):
+    """The bar of an engine that loads its weights, then compiles its kernels."""
+
+    def __init__(self, console: Console, disable: bool):
+        columns = TextColumn("{task.description}"), BarColumn(), Amount()
+        super().__init__(*columns, console=console, transient=True, disable=disable)
+        self._weights = self.add_task("loading", total=None, visible=False, unit="")
+        self._kernels = self.add_task("compiling", total=None, visible=False, unit="kernels")
+
+    def weights(self, done: int, total: int) -> None:
+        self.update(self._weights, completed=done, total=total, visible=True)
+
+    def kernels(self, done: int, total: int) -> None:
+        self.update(self._weights, visible=False)
+        self.update(self._kernels, completed=done, total=total, visible=True)

@@ -1,4 +1,4 @@
-"""serve: the HTTP server, from its options to its end."""
+"""`tridecode serve`: the HTTP server."""
 
 import gc
 import logging
@@ -48,14 +48,14 @@ def serve(args, output: Output) -> int:
     log_requests()
     sys.setswitchinterval(SWITCH)
     gc.collect()
-    gc.freeze()  # what is loaded stays: later collections, which stop all threads, need not look at it
+    gc.freeze()  # loaded objects stay, so later collections, which stop all threads, can skip them
 
     def ready() -> None:
         tell(output, engine, settings, bound.getsockname(), "https" if tls else "http")
 
     code = run(engine, settings, bound, tls, ready)
-    gc.unfreeze()  # or extension modules tell of what was left
-    if code == 0:  # a lost GPU has nothing to give back
+    gc.unfreeze()  # otherwise extension modules report leaks
+    if code == 0:  # memory of a lost GPU cannot be freed
         engine.close()
     return code
 
@@ -70,14 +70,14 @@ def tell(output: Output, engine: Engine, settings, address: tuple, scheme: str) 
 
 
 def public_name(model: str | None) -> str:
-    """The name that clients give: a Hugging Face id, or the last part of a directory's path, never the path."""
+    """Return the model's name for clients: a Hugging Face id, or the last part of a directory's path."""
     if model is None:
         return BUNDLED.name
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def log_requests() -> None:
-    """A line for each request on stderr."""
+    """Log a line for each request to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     for name in ("tridecode.server", "uvicorn.error"):

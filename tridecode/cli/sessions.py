@@ -1,4 +1,4 @@
-"""`tridecode sessions`: the saved conversations, and what is done with one by its name."""
+"""`tridecode sessions`: list, rename, delete and export saved conversations."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What signals do: Ctrl-C, Ctrl-Z, and the end that another program or a closed terminal asks for."""
+"""Handling of signals: Ctrl-C, Ctrl-Z, and the signals that end the program."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the last one is Ctrl-
 
 
 class Ended(SystemExit):
-    """A signal asked the program to end. It is raised so that the terminal and temporary files are put in order."""
+    """A signal that ends the program, as an exception, so that the terminal and temporary files are cleaned up."""
 
     def __init__(self, signum: int):
         super().__init__(128 + signum)
         self.signum = signum
 
     def end(self) -> None:
-        """End by the signal, as whoever sent it expects; it does nothing more where that is not possible."""
+        """End the process by the signal, so that its parent sees the signal. Does nothing if that is not possible."""
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         signal.signal(self.signum, signal.SIG_DFL)
@@ -28,12 +28,12 @@ class Ended(SystemExit):
 
 @contextmanager
 def ending():
-    """Within, the signals in _ENDS raise Ended, once; one that the caller has set to something else stays that."""
+    """Make the signals in _ENDS raise Ended, once. A signal that is ignored or has a handler already is left alone."""
 
     def end(signum, frame):
-        for each in changed:  # a closed terminal sends more than one; what is put in order must not be cut short
+        for each in changed:  # a closed terminal sends several; a second one must not interrupt the cleanup
             signal.signal(each, signal.SIG_IGN)
-        if in_background():  # suspended, with the terminal in order: to change it there would stop this program again
+        if in_background():  # suspended: changing the terminal would stop this program again
             with open(os.devnull) as nothing:
                 os.dup2(nothing.fileno(), sys.stdin.fileno())
         asked.append(Ended(signum))
@@ -50,7 +50,7 @@ def ending():
         try:
             yield
         finally:
-            if asked:  # what came on the way, such as the error of a terminal that has gone, changes nothing
+            if asked:  # an error of the cleanup, for example of a closed terminal, does not replace it
                 raise asked[0] from None
     finally:
         for each in changed:
@@ -59,8 +59,11 @@ def ending():
 
 @contextmanager
 def ending_task():
-    """Within, in a task of an event loop, a signal for `ending` cancels the task instead, as asyncio does for Ctrl-C:
-    what is raised in a loop's callbacks can be swallowed there. `ending` raises Ended once the loop has ended."""
+    """Make a signal for `ending` cancel the current task, as asyncio does for Ctrl-C.
+
+    An exception that is raised in a callback of the loop could be swallowed there. `ending` raises Ended after the
+    loop.
+    """
     import asyncio  # not for the start of every command
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -86,7 +89,7 @@ def ending_task():
 
 
 def in_background() -> bool:
-    """Whether the terminal of stdin is another program's now, such as that of the shell."""
+    """Return whether another program, for example the shell, has the terminal of stdin now."""
     with suppress(OSError, ValueError):  # no terminal
         return os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp()
     return False
@@ -94,9 +97,14 @@ def in_background() -> bool:
 
 @contextmanager
 def ended_by_interrupt(put_away: Callable[[], None] | None = None):
-    """Within, Ctrl-C ends the program as the system does it, once `put_away` has returned. For imports: torch swallows
-    a KeyboardInterrupt that comes while it starts, and would be left half made."""
+    """Make Ctrl-C end the process by the signal, after `put_away`.
+
+    This is for imports: torch swallows a KeyboardInterrupt while it is imported, and would be incomplete afterwards.
+    With `put_away`, as in an interactive chat, Ctrl-C works from here on even if the parent ignores SIGINT.
+    """
     main = threading.current_thread() is threading.main_thread()
+    if main and put_away is not None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
@@ -116,7 +124,7 @@ def ended_by_interrupt(put_away: Callable[[], None] | None = None):
 
 @contextmanager
 def one_interrupt(enabled: bool):
-    """Within, the first Ctrl-C raises KeyboardInterrupt and later ones do nothing: impatience must not end the chat."""
+    """Make the first Ctrl-C raise KeyboardInterrupt, and ignore later ones: they must not end the chat."""
     if not enabled:
         yield
         return

@@ -134,7 +134,7 @@ class Output:
 
         Yields an object whose `weights` and `kernels` Engine.load calls with its progress.
         """
-        from .loading_bar import Loading
+        from .progress import Loading
 
         shows = self.errors.is_terminal and not self.quiet
         with Loading(self.errors, disable=not (shows and self.redraws)) as bar:

@@ -1,4 +1,4 @@
-"""Plain text that streams into a terminal, its lines broken between words."""
+"""Plain text that streams into a terminal, with lines broken between words."""
 
 import re
 from collections.abc import Callable
@@ -9,21 +9,21 @@ from rich.console import Console
 # Scripts that are written without spaces: a line may end after each of these.
 WIDE = "\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef\U0001f000-\U0003ffff"
 PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
-MARKER = re.compile(r"[-*+•]|\d{1,3}[.)]")  # of a list's item, below whose text its lines go on
+MARKER = re.compile(r"[-*+•]|\d{1,3}[.)]")  # begins an item of a list, whose further lines are indented as its text
 FENCES = ("```", "~~~")
 TAB = 8
 
 
 class Wrapped:
-    """Called with text as it comes; `write` gets it with newlines where the window ends. Nothing is taken back: a word
-    is held until its end is there, so what ends a text must be a newline.
+    """A function that takes text as it arrives and writes it with newlines at the edge of the window.
 
-    Lines of code between fences stay whole, and so do words that are longer than the window.
+    Written text is never changed: a word is held until it is complete, so the last character of a text must be a
+    newline. Lines of code between fences, and words longer than the window, are not broken.
     """
 
     def __init__(self, console: Console, write: Callable[[str], None]):
         self._console, self._write = console, write
-        self._word, self._fence = "", ""  # the one that is begun; the mark that opened a block of code
+        self._word, self._fence = "", ""  # the incomplete word; the mark that opened a block of code
         self._begin_line()
 
     def _begin_line(self) -> None:
@@ -39,7 +39,7 @@ class Wrapped:
             self._write(out)
 
     def _placed(self, part: str) -> str:
-        """What is written for it now."""
+        """Return the text to write for a part now."""
         if part == "\n":
             self._begin_line()
             return part
@@ -65,7 +65,7 @@ class Wrapped:
         return out
 
     def _first(self, word: str) -> None:
-        """The first word of a line says where its further rows begin, and whether code begins or ends."""
+        """Set the indent of further rows, and whether code begins or ends, from the first word of a line."""
         if MARKER.fullmatch(word):
             self._indent = self._indent.expandtabs(TAB) + " " * (len(word) + 1)
         if word.startswith(self._fence or FENCES):

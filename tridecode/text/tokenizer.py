@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tokenizers
 
-from ..arguments import shown
+from ..arguments import check_messages, shown
 from ..errors import NO_CHAT, CheckpointError, PromptError, TooLong, brief
 from ..models.files import present, read_file
 from ..models.reader import read_json
@@ -288,14 +288,7 @@ def _clean(text: str) -> str:
 
 def _plain(messages, variables: dict) -> tuple[list[dict], dict]:
     """Check messages and variables, and rebuild them from JSON: a template must see no object with other methods."""
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise PromptError("a chat must be a list of at least one message, each a dict with role and content")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise PromptError(f"message {i} must be a dict with role and content, got {type(message).__name__}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise PromptError(f"message {i}: {key} must be a string, got {type(message.get(key)).__name__}")
+    check_messages(messages, roles=())  # a template may know others
     try:
         given = json.dumps([[{k: v for k, v in m.items() if v is not None} for m in messages], variables])
         messages, variables = _clean_value(json.loads(given), DEEPEST)

@@ -10,11 +10,11 @@ from ...options import OPTIONS
 from ...sampling import SamplingParams
 from ..api_key import api_key
 from ..graph_stats import show_graph_stats
-from ..inputs import stdin_lines
+from ..inputs import stdin_lines, with_stdin
 from ..loading import Loader, load_engine, tokenizer_of
 from ..options import sampling_overrides
 from ..terminal import Output
-from . import saving, session
+from . import lines, saving, session
 from .completion import completed
 from .conversation import Conversation
 from .lines import Interrupted, join_blocks
@@ -61,10 +61,11 @@ def chat(args, output: Output) -> int:
             place = f" at {model.device}" if args.url else ""
             output.note(f"{model.name}{place}: {talk.capacity_words()}; /help lists the commands")
             output.quiet = False  # what is asked for from here on is shown
-            code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output))
+            code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output), args.question)
         else:
             output.quiet = False
-            for line in join_blocks(stdin_lines()):
+            question = args.question is not None and [with_stdin(args.question, output)]
+            for line in question or join_blocks(stdin_lines()):
                 if not talk.handle(line):
                     break
     finally:
@@ -140,9 +141,16 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
     return conversation, store
 
 
-def converse(talk: Chat, reader) -> int:
-    """Read from the terminal until /exit, Ctrl-D, or Ctrl-C twice in a row."""
-    leaving = between = False  # between: whether something was said that a blank line parts from what comes
+def converse(talk: Chat, reader, first: str | None = None) -> int:
+    """Read from the terminal until /exit, Ctrl-D, or Ctrl-C twice in a row. first: the first message."""
+    if first is not None:
+        talk.output.user(lines.PROMPT + first.replace("\n", "\n" + lines.CONTINUED))
+        if not talk.handle(first):
+            return talk.exit_code
+    leaving, between = (
+        False,
+        first is not None,
+    )  # between: whether something was said that a blank line parts from what comes
     while True:
         try:
             draft, talk.draft = talk.draft, None

@@ -1,35 +1,153 @@
 """`tridecode generate --jsonl`: a file of prompts, one JSON line an answer, resumed where it stopped."""
 
+import hashlib
+import json
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
-from ...engine import Engine
+from ...arguments import check_messages
+from ...engine import Engine, Prompt
 from ...engine import Request as Handle
-from ...errors import PromptError, TridecodeError
+from ...errors import PromptError, TridecodeError, as_json
 from ...sampling import SamplingParams
 from ..explain import explain
 from ..graph_stats import show_graph_stats
-from ..inputs import read_file
+from ..inputs import DIGITS, parse_json, read_file
 from ..loading import load_engine
 from ..options import SAMPLING
 from ..progress import progress
-from ..terminal import Output, counted, unechoed
-from .lines import Lines, Request
-from .prompts import encoded, reuse
-from .reports import report
+from ..terminal import Output, counted, did_you_mean, one_line, unechoed
+from .prompts import encoded, report, reuse, with_system
 from .results import open_results
 
 LARGEST = 256_000_000  # bytes of the input, all lines together
-FAILURES = TridecodeError, MemoryError, RuntimeError  # of a line alone; the last is torch's, out of memory too
-WAITING = 3  # lines for each slot that wait for it: while the oldest answer is long, the other slots have work
+FAILURES = (
+    TridecodeError,
+    MemoryError,
+    RuntimeError,
+)  # errors of one line; the last is torch's, also out of memory
+WAITING = 3  # lines that wait for each slot: the other slots have work while the oldest answer is long
+PROMPTS = ("prompt", "messages", "prompt_ids")
+FIELDS = (*PROMPTS, "id", *SAMPLING)
+
+
+@dataclass(eq=False)
+class Request:
+    """A line of the input. key: a hash of its text, which matches an answer to its prompt. handle: the engine's."""
+
+    index: int
+    key: int
+    prompt: Prompt = ""
+    fields: dict = field(default_factory=dict)
+    id: object = None
+    error: str | None = None
+    handle: Handle | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.handle is None or self.handle.finish_reason not in (None, "cancelled")
+
+    def fail(self, error: Exception) -> None:
+        """Set the error, which names fields of the line, or else the options."""
+        self.error, self.handle = explain(error, [name for name in SAMPLING if name not in self.fields]), None
+
+    def entry(self, **values) -> str:
+        known = {"index": self.index, "input": f"{self.key:016x}"} | ({} if self.id is None else {"id": self.id})
+        return json.dumps(known | values) + "\n"
+
+
+class Lines:
+    """The lines of a text that are not empty. A Request is made for each when it is needed."""
+
+    def __init__(self, text: str):
+        self._text = text
+        self.keys = array("Q", (key_of(line) if line.strip() else 0 for line in split(text)))
+
+    def __len__(self) -> int:
+        return len(self.keys) - self.keys.count(0)
+
+    def answered(self, index: int, key: str) -> bool:
+        """Return whether line `index` has the hexadecimal `key`."""
+        return index < len(self.keys) and self.keys[index] == int(key, 16) > 0
+
+    def requests(self, done: set[int], args, output: Output) -> Iterator[Request]:
+        """Yield the lines whose indices are not in `done`."""
+        for index, (key, line) in enumerate(zip(self.keys, split(self._text))):
+            if key and index not in done:
+                yield read_request(index, key, line, args, output)
+
+
+def split(text: str) -> Iterator[str]:
+    """Yield text.split("\\n") one line at a time, because a file may be large."""
+    start = 0
+    while (end := text.find("\n", start)) >= 0:
+        yield text[start:end]
+        start = end + 1
+    yield text[start:]
+
+
+def key_of(line: str) -> int:
+    return int.from_bytes(hashlib.sha256(line.strip().encode()).digest()[:8])
+
+
+def read_request(index: int, key: int, line: str, args, output: Output) -> Request:
+    """Return the request of a line. If the line is wrong, its error is set."""
+    request = Request(index, key)
+    try:
+        found = parse_json(line, f"line {index + 1}", output)
+        if not isinstance(found, dict):
+            raise PromptError(f'expected an object like {{"prompt": "..."}}, got {as_json(found)}')
+        if type(found.get("id", "")) not in (str, int):  # no bool; a fraction might be written differently later
+            raise PromptError(f"id must be a string or an integer, got {as_json(found['id'])}")
+        request.id = found.get("id")
+        for name in found:
+            if name not in FIELDS:
+                known = f"known are {', '.join(FIELDS)}"
+                raise PromptError(f"unknown field {as_json(name)}; {did_you_mean(name, FIELDS) or known}")
+        request.prompt = prompt_of(found, args)
+        request.fields = {name: sampling_field(name, found[name]) for name in SAMPLING if name in found}
+        SamplingParams(**request.fields)
+    except TridecodeError as error:
+        request.error = one_line(error).removeprefix(f"line {index + 1}: ")
+    return request
+
+
+def prompt_of(found: dict, args) -> Prompt:
+    given = [name for name in PROMPTS if name in found]
+    if len(given) != 1:
+        raise PromptError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")
+    if "messages" in found:
+        return with_system(check_messages(found["messages"], "messages"), args, "messages")
+    if "prompt_ids" in found:
+        return checked_ids(found["prompt_ids"], args)
+    text = found["prompt"]
+    if not isinstance(text, str) or not (text if args.raw else text.strip()):
+        raise PromptError(f"prompt must be a text that is not empty, got {as_json(text)}")
+    return text if args.raw else with_system([{"role": "user", "content": text}], args, "prompt")
+
+
+def checked_ids(ids, args) -> list[int]:
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise PromptError(f"prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(ids)}")
+    if args.system is not None:
+        raise PromptError("prompt_ids: --system needs a chat; leave out one of them")
+    return ids
+
+
+def sampling_field(name: str, value):
+    """Return a sampling option as SamplingParams takes it: JSON has only strings as keys."""
+    if name == "logit_bias" and isinstance(value, dict):
+        return {int(key) if key.isdecimal() and len(key) <= DIGITS else key: bias for key, bias in value.items()}
+    return value
 
 
 def batch(args, output: Output, load: Callable = load_engine) -> int:
-    """Answer the lines of --jsonl; the exit code is 1 where one failed. load(args, output): engine and parameters."""
+    """Answer the lines of --jsonl. Returns 1 if a line failed. load(args, output): engine and parameters."""
     lines = Lines(read_file(args.jsonl, output, LARGEST))
     if not len(lines):
         raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
@@ -42,45 +160,28 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
         answers = Answers(args, output, write, left, len(done))
         try:
             answers.run(lines.requests(done, args, output), load)
-        finally:  # interrupted or not
+        finally:  # also if it was interrupted
             output.note(answers.summary())
             if args.graph_stats and answers.loaded:
                 show_graph_stats(answers.engine, output)
     return int(answers.failed > 0)
 
 
-@dataclass(eq=False)
-class UnderWay:
-    """A line that the engine works on; without a handle it has failed already, and its request says how."""
-
-    request: Request
-    handle: Handle | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.handle is None or self.handle.finish_reason not in (None, "cancelled")
-
-    def fail(self, error: Exception) -> None:
-        """In the words of the line's own fields where it has them, else in those of the options."""
-        fields = self.request.fields
-        self.request.error, self.handle = explain(error, [name for name in SAMPLING if name not in fields]), None
-
-
 class Answers:
-    """Answers lines, and writes each answer: in the order of the lines, or with --unordered as they end.
+    """Answers lines, and writes the answers in the order of the lines, or with --unordered as they end.
 
-    So many lines are read ahead as there are slots, and as may wait for one. Where a signal ends it early, what the
-    engine has finished is written all the same, and the rest is cancelled.
+    It submits as many lines as there are slots and places in the queue. If a signal ends it early, finished answers are
+    written, and the others are cancelled.
     """
 
     def __init__(self, args, output: Output, write: Callable[[str], None], left: int, before: int):
         self._args, self._output, self._write = args, output, write
         self._left, self._before = left, before
-        self.engine: Engine  # there if `loaded`
+        self.engine: Engine  # set if `loaded`
         self._params: SamplingParams
         self.loaded = False
         self.answered = self.failed = self.tokens = 0
-        self._under_way: deque[UnderWay] = deque()
+        self._under_way: deque[Request] = deque()
         self._started = time.perf_counter()
 
     def run(self, requests: Iterator[Request], load: Callable) -> None:
@@ -95,7 +196,7 @@ class Answers:
         self.loaded = True
         self._started = time.perf_counter()
         most = self.engine.slots + (self._args.max_queue or WAITING * self.engine.slots)
-        between = self._output.tty and self._args.output is None  # the lines of stdout a bar would stand between
+        between = self._output.tty and self._args.output is None  # a bar would be between the lines of stdout
         bar = progress("answering", self._output, self.rate, shows=not between)
         task = bar.add_task("answering", total=self._before + self._left, completed=self._before + self.failed)
         try:
@@ -111,61 +212,58 @@ class Answers:
         except (KeyboardInterrupt, SystemExit):
             for each in self._under_way:
                 if each.ended:
-                    self._put(each.request, self._line(each))
+                    self._put(each, self._line(each))
             raise
         finally:
             for each in self._under_way:
                 if each.handle is not None and not each.ended:
                     each.handle.cancel()
 
-    def _begin(self, request: Request) -> UnderWay:
-        begun = UnderWay(request)
+    def _begin(self, request: Request) -> Request:
         if request.error is None:
             try:
                 prompt = encoded(request.prompt, self._args, self.engine)
                 params = replace(self._params, **request.fields)
-                begun.handle = self.engine.submit(prompt, params, **reuse(self._args))
+                request.handle = self.engine.submit(prompt, params, **reuse(self._args))
             except FAILURES as error:
-                begun.fail(error)
-        return begun
+                request.fail(error)
+        return request
 
     def _end_one(self) -> None:
         """Wait for the next answer and write it."""
-        each = self._first_ended() if self._args.unordered else self._under_way[0]
-        line = self._line(each)
-        self._under_way.remove(each)
-        self._put(each.request, line)
+        request = self._first_ended() if self._args.unordered else self._under_way[0]
+        line = self._line(request)
+        self._under_way.remove(request)
+        self._put(request, line)
 
     def _put(self, request: Request, line: str) -> None:
-        """Write a line, which counts once it stands there."""
+        """Write a line, and count it after it is written."""
         self._write(line)
         if request.error is None:
             self.answered += 1
         else:
             self.failed += 1
 
-    def _first_ended(self) -> UnderWay:
-        """Waits for one of those that have a slot: of all under way the oldest."""
+    def _first_ended(self) -> Request:
+        """Return the first that has ended of the oldest lines, which have a slot. Waits for it."""
         oldest = list(islice(self._under_way, self.engine.slots))
         if not any(each.ended for each in oldest):
-            with suppress(*FAILURES):  # the next result() tells them, as an error of its line
+            with suppress(*FAILURES):  # the next result() raises it as an error of its line
                 self.engine.wait([each.handle for each in oldest if each.handle is not None])
         return next((each for each in oldest if each.ended), oldest[0])
 
-    def _line(self, each: UnderWay) -> str:
-        """The line of an answer, which is waited for; what goes wrong with it is that line's alone."""
-        request, found = each.request, {}
-        if each.handle is not None:
+    def _line(self, request: Request) -> str:
+        """Wait for an answer and return its line. An error fails only that line."""
+        found = {}
+        if request.handle is not None:
             try:
-                result = each.handle.result()
+                result = request.handle.result()
                 found = report(result, self.engine)
                 self.tokens += result.usage.completion_tokens
                 request.error = found.get("error")
             except FAILURES as error:
-                each.fail(error)
-        if request.error is not None:
-            return self._failed(request, found)
-        return request.entry(**found)
+                request.fail(error)
+        return request.entry(**found) if request.error is None else self._failed(request, found)
 
     def _failed(self, request: Request, found: dict) -> str:
         self._output.error(f"{self._args.jsonl}: line {request.index + 1}: {request.error}")
@@ -180,7 +278,7 @@ class Answers:
         return ", ".join(words) + f" · {counted(self.tokens, 'token')} in {seconds:,.1f} s"
 
     def rate(self) -> float:
-        """Tokens a second, of answers that go on too; called by the thread that draws."""
+        """Return tokens per second, including unfinished answers. The thread that draws calls it."""
         handles = [each.handle for each in list(self._under_way)]
         tokens = self.tokens + sum(handle.completion_tokens for handle in handles if handle)
         return tokens / (time.perf_counter() - self._started)

@@ -20,8 +20,7 @@ from ..terminal import Output, speed_line
 from ..waiting import Waiting
 from ..wrapping import Wrapped
 from .batch import batch
-from .prompts import encoded, read_prompt, reuse
-from .reports import report
+from .prompts import encoded, read_prompt, report, reuse
 
 LAST_SEED = 2**64 - 1
 MOST = 4 * STRUCTURE_CHARACTERS  # bytes of a schema or a grammar
@@ -38,7 +37,7 @@ def generate(args, output: Output) -> int:
     if args.jsonl is not None:
         return batch(args, output)
     prompt = read_prompt(args, output)
-    with text_sink(args.output, output) as write:  # opened before the model, so that a wrong name costs no time
+    with text_sink(args.output, output) as write:  # opened first, so that a wrong name fails before the model is loaded
         engine, params = load_engine(args, output)
         prompt = encoded(prompt, args, engine)
         failed = 0
@@ -59,7 +58,7 @@ def generate(args, output: Output) -> int:
             if last.finish_reason == "error":
                 failed += 1
                 if failed == args.n:
-                    raise GenerationError(last.error)  # no answer at all: a file stays what it was
+                    raise GenerationError(last.error)  # no answer at all: an older file stays unchanged
                 output.error(explain(GenerationError(last.error)))
         if args.graph_stats:
             show_graph_stats(engine, output)
@@ -67,9 +66,13 @@ def generate(args, output: Output) -> int:
 
 
 def check_options(args) -> None:
-    """End as for a wrong option where options contradict each other."""
+    """Exit as for a wrong option if options contradict each other."""
     if args.output in STDOUT:  # as by default
         args.output = None
+    if args.question is not None:
+        if any(getattr(args, name) is not None for name in ("prompt", "prompt_ids", "messages", "jsonl")):
+            args.refuse(f"there are two prompts, one is {args.question!r}; put a prompt of several words in quotes")
+        args.prompt = args.question
     if args.allow_special and not args.raw:
         args.refuse("--allow-special needs --raw: in a chat only the template writes control tokens")
     if args.logprobs is not None and not args.json and args.jsonl is None:
@@ -91,7 +94,7 @@ def check_options(args) -> None:
 
 
 def seeded(params, n: int) -> Iterator:
-    """The parameters of each of `n` answers: seeds seed, seed + 1, ... All are checked before the first is used."""
+    """Return the parameters of `n` answers, with the seeds seed, seed + 1, ... All are checked first."""
     if n == 1:
         return iter([params])
     if n > LAST_SEED - 2**62:
@@ -102,7 +105,7 @@ def seeded(params, n: int) -> Iterator:
 
 
 def begun(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Iterator[tuple[int | None, Request]]:
-    """Seed and request of each answer in order; as many are under way as the engine has slots."""
+    """Yield seed and request of each answer in order. As many requests run as the engine has slots."""
     under_way: deque[tuple[int | None, Request]] = deque()
     for params in several:
         under_way.append((params.seed, engine.submit(prompt, params, **options)))
@@ -112,7 +115,7 @@ def begun(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Itera
 
 
 def write_text(request: Request, write: Callable[[str], None], waiting: Waiting) -> Piece:
-    """Write the text as it comes; returns the last piece. Whatever happens, a line that was begun is ended."""
+    """Write the text as it arrives. Returns the last piece. An incomplete line is always ended."""
     wrote = False
     try:
         with waiting:

@@ -1,19 +1,22 @@
-"""The prompt that the options give: text, a chat or ids, from the command line, a file or stdin."""
+"""Prompts from the options of `generate`, and results as JSON."""
 
-import re
+from dataclasses import asdict
+from functools import partial
 
+from ...arguments import check_messages
 from ...engine import Engine, Prompt
-from ...errors import PromptError
+from ...errors import GenerationError, PromptError
+from ...results import Result
+from ...text.tokenizer import Tokenizer
 from ..chat import session
-from ..inputs import check_messages, clean, parse_json, read_file, read_stdin, stdin_is_file
+from ..explain import explain
+from ..inputs import clean, parse_json, read_file, read_stdin, with_stdin
 from ..loading import tokenizer_of
 from ..terminal import Output
 
-STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in --prompt; a hyphen in the middle of a line is only that
-
 
 def read_prompt(args, output: Output) -> Prompt:
-    """Before the model is loaded, so that a missing prompt costs no time."""
+    """Return the prompt. It is read before the model is loaded, so that a missing prompt fails at once."""
     if args.prompt_ids is not None:
         return args.prompt_ids
     if args.messages is not None:
@@ -29,22 +32,8 @@ def read_prompt(args, output: Output) -> Prompt:
     return text if args.raw else with_system([{"role": "user", "content": text}], args, "the prompt")
 
 
-def with_stdin(text: str, output: Output) -> str:
-    """The text of --prompt with stdin where a - stands for it, else after it, if stdin is a pipe or a file."""
-    if STDIN.search(text):
-        given = read_stdin(output).removesuffix("\n")
-        if not given:
-            output.note("stdin, which the - in --prompt stands for, is empty")
-        return STDIN.sub(lambda _: given, text)
-    if not stdin_is_file():
-        return text
-    given = read_stdin(output, way_out="; </dev/null leaves it out of the prompt").removesuffix("\n")
-    before = text.removesuffix("\n")
-    return f"{before}\n{given}" if before and given else given or text
-
-
 def read_messages(args, output: Output) -> Prompt:
-    """The chat in a file: messages, or a saved session, whose last question is asked anew."""
+    """Return the chat in a file: messages, or a saved session, whose last message is answered again."""
     path = args.messages
     found = parse_json(read_file(path, output), path, output)
     if session.is_session(found):
@@ -70,7 +59,7 @@ def with_system(messages: list[dict], args, where: str) -> list[dict]:
 
 
 def encoded(prompt: Prompt, args, engine: Engine) -> Prompt:
-    """With --allow-special, text as token ids, its control tokens among them."""
+    """Return a text as token ids, with its control tokens, if --allow-special is set."""
     if args.allow_special and isinstance(prompt, str):
         return tokenizer_of(engine).encode(prompt, allow_special=True, context=engine.capacity)
     return prompt
@@ -78,3 +67,30 @@ def encoded(prompt: Prompt, args, engine: Engine) -> Prompt:
 
 def reuse(args) -> dict:
     return {"reuse_prefix": False} if args.no_reuse_prefix else {}
+
+
+def report(result: Result, engine: Engine) -> dict:
+    """Return a Result for JSON. It is dumped as ASCII, so no reader takes a separator for the end of a line."""
+    found = {
+        "token_ids": result.token_ids,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "usage": asdict(result.usage) | {"tokens_per_pass": round(result.usage.tokens_per_pass, 3)},
+        "timings": asdict(result.timings),
+        "seed": result.seed,
+    }
+    if result.logprobs is not None:
+        entry = partial(logprob_entry, tokenizer_of(engine))
+        found["logprobs"] = [
+            entry(token, each.logprob) | {"top": [entry(*top) for top in each.top]}
+            for token, each in zip(result.token_ids, result.logprobs)
+        ]
+    if result.error is not None:
+        found["error"] = explain(GenerationError(result.error))
+    return found
+
+
+def logprob_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
+    detokenizer = tokenizer.detokenizer((token,), skip_special=False)  # after another token, so that its space stays
+    detokenizer.flush()
+    return {"token_id": token, "text": detokenizer.push(token) + detokenizer.flush(), "logprob": logprob}

@@ -1,4 +1,4 @@
-"""The file of results of a batch: read to go on where it stopped, locked, and never anything else overwritten."""
+"""The file of results of a batch: it is locked, resumed where it stopped, and no other file is overwritten."""
 
 import fcntl
 import json
@@ -15,7 +15,7 @@ from ..terminal import Output
 OTHER = "give --output another name, or move this file away"
 Answered = Callable[[int, str], bool]
 LONGEST = 64 << 20  # bytes of a line
-# How every line begins, and how one does that was cut off within that.
+# The beginning of every line, and of a line that was cut off within it.
 _HEAD = re.compile(rb'\{"index": (\d{1,18}), "input": "([0-9a-f]{16})"')
 _CUT_HEAD = re.compile(rb'\{"index": \d{1,18}, "input": "[0-9a-f]{0,16}')
 _EMPTY_HEAD = b'{"index": 0, "input": "'
@@ -25,11 +25,15 @@ _EMPTY_HEAD = b'{"index": 0, "input": "'
 def open_results(
     path: str | None, answered: Answered, output: Output
 ) -> Iterator[tuple[set[int], Callable[[str], None]]]:
-    """Yields the indices of the input that the file answers, and the function that adds a line to it at once.
+    """Yield the indices of the input that the file answers, and the function that appends a line to it.
 
-    answered(index, key): whether a result so named is that of a line of the input. Failed lines and one that was cut
-    off are taken out of the file. One that holds anything else, or that another process writes, is refused
-    (PromptError) and stays as it is.
+    Failed lines, and a last line that was cut off, are removed from the file.
+
+    Args:
+        answered: answered(index, key) is whether the input has that line.
+
+    Raises:
+        PromptError: the file contains anything else, or another process writes it. It stays unchanged.
     """
     if path is None:
         yield set(), output.text
@@ -48,13 +52,13 @@ def open_results(
                 for line, index in entries(file, answered, path):
                     if index is not None:
                         write(line.decode())
-            file = files.enter_context(locked(path))  # the one that has taken its place
+            file = files.enter_context(locked(path))  # the file that has replaced it
         yield {index for index in found if index is not None}, writer(file, path, flush=True)
 
 
 @contextmanager
 def locked(path: str) -> Iterator[TextIO]:
-    """The file open to be read and added to; PromptError where another process has it so."""
+    """Yield the file, open for reading and appending. Raises PromptError if another process has it open so."""
     with naming(path):
         file = open(path, "a+", encoding="utf-8", newline="\n")
     try:
@@ -65,7 +69,7 @@ def locked(path: str) -> Iterator[TextIO]:
             busy = True
         except OSError:  # a file system without locks
             pass
-        # Whoever held the lock until now may have put another file in its place.
+        # The previous holder of the lock may have replaced the file.
         if busy or not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno()))):
             raise PromptError(f"{path}: another process writes it; wait for its end, or give --output another name")
         yield file
@@ -74,14 +78,14 @@ def locked(path: str) -> Iterator[TextIO]:
 
 
 def close(file: TextIO) -> None:
-    with suppress(OSError):  # all of it was flushed, or has failed already
+    with suppress(OSError):  # every line was flushed already
         file.close()
 
 
 def entries(file: TextIO, answered: Answered, path: str) -> Iterator[tuple[bytes, int | None]]:
-    """Each line with the index of the input that it answers; None if it failed, or is the last and was cut off.
+    """Yield each line with the index of the input that it answers; None if it failed, or is the last and was cut off.
 
-    Raises PromptError at a line that is surely no result of this command for that input.
+    Raises PromptError at a line that cannot be a result of this command for that input.
     """
     file.seek(0)
     offset, data = 0, file.buffer
@@ -91,7 +95,7 @@ def entries(file: TextIO, answered: Answered, path: str) -> Iterator[tuple[bytes
         else:
             begun = line.rstrip(b"\0")
             if begun and not is_cut_off(begun, answered, number == 1):
-                raise PromptError(f"{path}: its last line is no result of this command; {OTHER}")
+                raise PromptError(f"{path}: its last line is not a result of this command; {OTHER}")
             if len(begun) < len(line):
                 raise nul_bytes(path, offset + len(begun))
             yield line, None
@@ -112,19 +116,21 @@ def answered_by(line: bytes, answered: Answered, where: str) -> int | None:
             raise ValueError
         index, error = int(head[1]), entry.get("error")
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise PromptError(f"{where} is no result of this command; {OTHER}") from None
+        raise PromptError(f"{where} is not a result of this command; {OTHER}") from None
     if isinstance(error, str) and error.startswith(f"line {index + 1}: "):
         return None
     if error is not None or not {"token_ids", "text", "finish_reason"} <= entry.keys():
-        raise PromptError(f"{where} is no result of this command; {OTHER}")
+        raise PromptError(f"{where} is not a result of this command; {OTHER}")
     if not answered(index, head[2].decode()):
         raise PromptError(f"{where} answers a line that is not in the input; {OTHER}")
     return index
 
 
 def is_cut_off(line: bytes, answered: Answered, alone: bool) -> bool:
-    """Whether the end of a file is the beginning of a result. `alone`, without results before it, it must name its line
-    of the input."""
+    """Return whether the last line of a file is the beginning of a result.
+
+    alone: there are no results before it; then it must name a line of the input.
+    """
     if head := _HEAD.match(line):
         return not alone or answered(int(head[1]), head[2].decode())
     beginning = _CUT_HEAD.fullmatch(line) or _EMPTY_HEAD.startswith(re.sub(rb"\d{1,18}", b"0", line))

@@ -1,25 +1,29 @@
-"""Runs the work under torch's profiler, and shows what its records say."""
+"""`tridecode profile`: one decode step and one prefill chunk, from the GPU's own activity records."""
 
 import gzip
 import json
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from ...engine import Engine
 from ...errors import DeviceError, ParameterError
-from ...step.prompt import CHUNK, prefill
+from ...layout import Chunk
+from ...step import decode
+from ...step.model import DecodeModel
+from ...step.prompt import CHUNK, prefill, read, write_chunks
+from ...step.run import Launch, Recorder
 from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, run_facts, time_decode
 from ..bench.passes import enqueue, rewind
 from ..terminal import Output, counted
 from . import draw
-from .records import Span, apart, chained, read_records, split_steps, summarise, typical
-from .step import add_bytes, bytes_by_kernel, bytes_by_role, prompt_launches, roles_and_kernels, step_launches
+from .records import Span, apart, chained, read_records, split_steps, summarize, typical
 
 STEPS, DROPPED = 20, 4  # decode steps that count, and those before them
 CHUNKS, DROPPED_CHUNKS = 5, 2
@@ -27,7 +31,7 @@ SHOWN = 12  # roles in a table
 
 
 def run(args, output: Output) -> int:
-    """Entry of `profile`: a table for the step, one for the prefill chunk, and one JSON line."""
+    """Run `profile`: print a table for the step, one for the prefill chunk, and one JSON line."""
     if not torch.cuda.is_available():
         raise DeviceError("profile needs an NVIDIA GPU and none is usable here")
     if args.prompt_tokens > CHUNK:
@@ -35,7 +39,7 @@ def run(args, output: Output) -> int:
     folder = None if args.output is None else Path(args.output)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    record_on_gpu(lambda: torch.zeros(1, device="cuda"))  # the profiler is attached before the step is captured
+    record_on_gpu(lambda: torch.zeros(1, device="cuda"))  # attaches the profiler before the step is captured
     engine = bench_engine(args, max(args.context + DROPPED + STEPS + 2, args.prompt_tokens), args.rows)
     bandwidth = read_bandwidth(engine.device)
     clean = median(time_decode(engine, args.context, STEPS, 5, GREEDY, args.rows)) * 1e6
@@ -51,11 +55,11 @@ def run(args, output: Output) -> int:
         "context": args.context,
         "prompt_tokens": args.prompt_tokens,
         "read_bandwidth_gbs": bandwidth / 1e9,
-        "decode": {"us_without_profiler": clean} | summarise(steps),
-        "prefill": summarise(chunks),
+        "decode": {"us_without_profiler": clean} | summarize(steps),
+        "prefill": summarize(chunks),
         **run_facts(engine.device),
     }
-    rewind(engine, args.context + DROPPED + STEPS // 2, GREEDY, args.rows)  # where those that count were half done
+    rewind(engine, args.context + DROPPED + STEPS // 2, GREEDY, args.rows)  # the middle of the steps that count
     add_bytes(report["decode"]["kernels"], bytes_by_role(step_launches(engine.model, args.rows)), bandwidth)
     chunk_launches = prompt_launches(engine.model, args.prompt_tokens)
     add_bytes(report["prefill"]["kernels"], bytes_by_kernel(chunk_launches), bandwidth)
@@ -94,12 +98,12 @@ def prefill_trace(engine: Engine, tokens: int) -> dict:
             once()
             torch.cuda.synchronize()
 
-    once()  # libraries choose and load their kernels
+    once()  # lets libraries choose and load their kernels
     return record_on_gpu(chunks)
 
 
 def record_on_gpu(work) -> dict:
-    """The Chrome trace of what `work` makes the GPU do, without the name of the machine."""
+    """Return the Chrome trace of the GPU's activities during `work`, without the name of the machine."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work()
@@ -109,7 +113,7 @@ def record_on_gpu(work) -> dict:
         profiler.export_chrome_trace(str(file))
         trace = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)
     trace.pop("host_name", None)
-    trace.pop("traceName", None)  # the temporary file's
+    trace.pop("traceName", None)  # the name of the temporary file
     return trace
 
 
@@ -119,7 +123,7 @@ def write(path: Path, trace: dict) -> None:
 
 
 def pictures(report: dict, name: str, step: Sequence[Span]) -> dict[str, str]:
-    """File name -> SVG."""
+    """Return SVG pictures by file name."""
     decode, chunk, gpu = report["decode"], report["prefill"], report["gpu"]
     title = f"{name}, {at(report)}, one token step on {gpu}"
     prompt = f"{name}, prefill of {counted(report['prompt_tokens'], 'token')} on {gpu}"
@@ -131,13 +135,13 @@ def pictures(report: dict, name: str, step: Sequence[Span]) -> dict[str, str]:
 
 
 def at(report: dict) -> str:
-    """Where the step was: context 64, or 8 rows at context 64."""
+    """Return the rows and the context of the step, like "8 rows at context 64"."""
     rows = f"{report['rows']} rows at " if report["rows"] > 1 else ""
     return f"{rows}context {report['context']:,}"
 
 
 def rounded(value):
-    """The report with numbers to three places."""
+    """Return a report with numbers rounded to three places."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -181,3 +185,51 @@ def table(part: dict) -> list[str]:
         lines.append(f"{f'{len(rest)} more':<40} {sum(role['share_pct'] for role in rest):>8.1f}")
     lines.append("gaps (µs): " + ", ".join(f"{name}: {count}" for name, count in part["gaps"].items()))
     return lines
+
+
+def step_launches(model: DecodeModel, rows: int = 1) -> list[Launch]:
+    """Return the launches of a greedy step, in order."""
+    recorder = Recorder()
+    decode.decode_pass(recorder, model.of_rows(rows), "greedy")
+    return recorder.launches
+
+
+def prompt_launches(model: DecodeModel, tokens: int) -> list[Launch]:
+    """Return the launches of a prompt chunk without reused K/V, in order."""
+    recorder = Recorder()
+    with torch.inference_mode():
+        write_chunks(model, [Chunk(0, 0, tokens, 0)])
+        read(recorder, model, tokens)
+    return recorder.launches
+
+
+def roles_and_kernels(launches: Iterable[Launch]) -> tuple[list[str], list[str]]:
+    """Return the role and the name of each kernel of the launches, in order."""
+    pairs = [(launch.role, kernel) for launch in launches for kernel in launch.kernels()]
+    return [role for role, _ in pairs], [kernel for _, kernel in pairs]
+
+
+def bytes_by_role(launches: Iterable[Launch]) -> dict[str, float]:
+    """Return mean bytes per launch by role, for the present state. Layers differ if they have windows."""
+    return _mean_bytes((launch.role, launch) for launch in launches)
+
+
+def bytes_by_kernel(launches: Iterable[Launch]) -> dict[str, float]:
+    """Return mean bytes per launch by kernel, for launches of a single Triton kernel."""
+    return _mean_bytes((launch.kernels()[0], launch) for launch in launches if len(launch.op.kernels) == 1)
+
+
+def _mean_bytes(named: Iterable[tuple[str, Launch]]) -> dict[str, float]:
+    found = defaultdict(list)
+    for name, launch in named:
+        found[name].append(launch.bytes())
+    return {name: mean(sizes) for name, sizes in found.items()}
+
+
+def add_bytes(kernels: list[dict], moved: dict[str, float], bandwidth: float) -> None:
+    """Add to each role in `moved` its bytes per launch, and its share of `bandwidth`, in bytes per second."""
+    for role in kernels:
+        if role["op"] in moved:
+            role["bytes"] = round(moved[role["op"]])
+            seconds = role["mean_us"] / 1e6
+            role["pct_bandwidth"] = 100 * moved[role["op"]] / seconds / bandwidth if seconds else None

@@ -9,7 +9,7 @@ from .records import Span
 WIDTH, LEFT, RIGHT = 1000, 20, 20
 LANES, LANE = 3, 18  # rows over which overlapping launches are spread; pixels a row
 COLORS = ("#d9822b", "#c75c7f", "#8a8f98", "#9a6fc9", "#b59a3c", "#7f9a3b", "#3aa08f", "#4c8bd6")
-OTHER = "#6f8299"  # of roles beyond those colors
+OTHER = "#6f8299"  # color of further roles
 STYLE = """\
 <style>
 text { font: 12px sans-serif; fill: #1f2328 } .title { font-weight: bold }
@@ -29,8 +29,10 @@ def text(x: float, y: float, words: str, more: str = "") -> str:
 
 
 def timeline(title: str, step: Sequence[Span]) -> str:
-    """The whole step above, the layer in its middle below. Pale: a launch while earlier ones still run; full colour:
-    from their end on."""
+    """Draw the whole step above, and the layer in its middle below.
+
+    A launch is pale while earlier launches still run, and has its full color after they have ended.
+    """
     repeated = {op for op, count in Counter(span.op for span in step).items() if count > 1}
     first = next((span.op for span in step if span.op in repeated), None)  # the first launch of a layer
     borders = [i for i, span in enumerate(step) if span.op == first or span.op == "lm_head"]
@@ -61,7 +63,7 @@ def legend(ops: Sequence[str], y: float) -> list[str]:
 
 
 def track(title: str, spans: Sequence[Span], top: float, colors: dict[str, str], labels: bool = False) -> list[str]:
-    """A row of launches over a time axis that starts where the first one's cost does."""
+    """Draw a row of launches over a time axis that starts with the cost of the first one."""
     begin, end = spans[0].before, max(span.end for span in spans)
     begin = min(begin, *(span.start for span in spans)) if labels else begin
     scale = (WIDTH - LEFT - RIGHT) / max(end - begin, 1e-9)
@@ -89,7 +91,7 @@ def track(title: str, spans: Sequence[Span], top: float, colors: dict[str, str],
 
 
 def shares(title: str, kernels: Sequence[dict]) -> str:
-    """A bar a role, as long as its share of the step."""
+    """Draw a bar for each role, as long as its share of the step."""
     parts, y, start, most = [text(LEFT, 24, title, 'class="title"')], 40, 330, 360
     colors = colors_of(role["op"] for role in kernels)
     largest = max(role["share_pct"] for role in kernels)

@@ -1,4 +1,4 @@
-"""The GPU's activity records, and what each of them cost. Times are in microseconds; nothing here needs a GPU."""
+"""The GPU's activity records and their cost. Times are in microseconds. No GPU is needed here."""
 
 import re
 from collections import Counter
@@ -27,7 +27,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Span:
-    """A record with its role. `before`: the latest end of all earlier records, from which on it is accounted for."""
+    """A record with its role. before: the latest end of all earlier records, where its cost begins."""
 
     op: str
     start: float
@@ -36,7 +36,7 @@ class Span:
 
     @property
     def cost(self) -> float:
-        """What it adds to the step: from the latest earlier end to its own, 0 if it ended within an earlier one."""
+        """The time that it adds to the step: from `before` to its end, 0 if it ended before an earlier one."""
         return max(self.end - self.before, 0.0)
 
     @property
@@ -46,7 +46,7 @@ class Span:
 
 
 def read_records(trace: dict) -> list[Record]:
-    """The GPU's records of a Chrome trace, in the order of their starts."""
+    """Return the GPU's records of a Chrome trace, in the order of their starts."""
     found = [
         Record(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         for event in trace.get("traceEvents", ())
@@ -56,9 +56,9 @@ def read_records(trace: dict) -> list[Record]:
 
 
 def split_steps(records: Sequence[Record], steps: int, kernels: Sequence[str] | None = None) -> list[list[Record]]:
-    """Records of `steps` equal steps, a list a step; with `kernels`, the names that those of each step begin with.
+    """Return the records of `steps` equal steps, a list for each. kernels: prefixes of the names of each step.
 
-    Raises ProfileError when the number of records or a name is another one.
+    Raises ProfileError if the number of records or a name differs.
     """
     size, rest = divmod(len(records), steps)
     expected = size if kernels is None else len(kernels)
@@ -74,8 +74,11 @@ def split_steps(records: Sequence[Record], steps: int, kernels: Sequence[str] | 
 
 
 def attribute(step: Sequence[Record], ops: Sequence[str], before: float) -> list[Span]:
-    """Each record's cost. With programmatic dependent launch a kernel starts while the one before it still runs, and
-    its own duration holds that wait; the time since the latest earlier end does not, and adds up to the step's."""
+    """Return the spans of a step.
+
+    With programmatic dependent launch a kernel starts while the previous kernel runs, and its duration contains that
+    wait. The time since the latest earlier end does not, and these times add up to the step.
+    """
     spans = []
     for record, op in zip(step, ops, strict=True):
         spans.append(Span(op, record.start, record.end, before))
@@ -84,14 +87,16 @@ def attribute(step: Sequence[Record], ops: Sequence[str], before: float) -> list
 
 
 def chained(steps: Sequence[Sequence[Record]], ops: Sequence[str], drop: int) -> list[list[Span]]:
-    """Steps that follow each other at once, each counted from the end of the one before it; the first `drop` (at least
-    one) are left out."""
+    """Return the spans of steps that follow each other at once. A step begins at the end of the step before it.
+
+    drop: number of first steps to leave out, at least one.
+    """
     ends = [max(record.end for record in step) for step in steps]
     return [attribute(step, ops, before) for step, before in zip(steps[drop:], ends[drop - 1 :])]
 
 
 def apart(steps: Sequence[Sequence[Record]], drop: int) -> list[list[Span]]:
-    """Steps with the host between them, each counted from its first start; the records' names are the roles."""
+    """Return the spans of steps with the host between them. The names of the records are the roles."""
     return [attribute(step, [short_name(r.name) for r in step], step[0].start) for step in steps[drop:]]
 
 
@@ -100,15 +105,15 @@ def wall(step: Sequence[Span]) -> float:
 
 
 def typical(steps: Sequence[Sequence[Span]]) -> Sequence[Span]:
-    """The step of median wall time (of an even number, the shorter of the two)."""
+    """Return the step of median wall time; of an even number, the shorter of the two."""
     return sorted(steps, key=wall)[(len(steps) - 1) // 2]
 
 
-def summarise(steps: Sequence[Sequence[Span]]) -> dict:
-    """Medians over steps of wall, compute and gap time, and of each role's; the gaps of all steps by their length."""
+def summarize(steps: Sequence[Sequence[Span]]) -> dict:
+    """Return the medians over steps of wall, compute and gap time, the roles, and the gaps by length."""
     gaps = Counter(next(name for name, limit in GAPS if span.gap < limit) for step in steps for span in step)
     walls, idle = [wall(step) for step in steps], [sum(span.gap for span in step) for step in steps]
-    roles = [summarise_op(op, steps) for op in dict.fromkeys(span.op for span in steps[0])]
+    roles = [summarize_op(op, steps) for op in dict.fromkeys(span.op for span in steps[0])]
     total = sum(role["us_per_step"] for role in roles)
     for role in roles:
         role["share_pct"] = 100 * role["us_per_step"] / total if total else 0.0
@@ -124,8 +129,8 @@ def summarise(steps: Sequence[Sequence[Span]]) -> dict:
     }
 
 
-def summarise_op(op: str, steps: Sequence[Sequence[Span]]) -> dict:
-    """`mean_us`: the cost of a launch; `recorded_us`: its duration as recorded, waits included."""
+def summarize_op(op: str, steps: Sequence[Sequence[Span]]) -> dict:
+    """Return the figures of a role. mean_us is the cost of a launch, recorded_us its duration with waits."""
     mine = [[span for span in step if span.op == op] for step in steps]
     launches = len(mine[0])
     cost = median(sum(span.cost for span in spans) for spans in mine)
@@ -140,7 +145,7 @@ def summarise_op(op: str, steps: Sequence[Sequence[Span]]) -> dict:
 
 
 def short_name(name: str) -> str:
-    """A library kernel's name without return type, template arguments, parameters and namespaces."""
+    """Return the name of a library kernel without return type, template arguments, parameters and namespaces."""
     plain = re.sub(r"\(anonymous namespace\)::", "", name.removeprefix("void "))
     plain = re.split(r"[<(]", plain, maxsplit=1)[0].strip()
     return plain.rsplit("::", 1)[-1] or name

@@ -2,32 +2,35 @@
 
 import json
 import platform
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...blocks.attention import Attention
-from ...blocks.spec import ModelSpec
-from ...checkpoint.hub import BUNDLED, resolve_model
-from ...checkpoint.load import load_config, told_tensors
-from ...checkpoint.slices import host_layer_bytes, parameter_count
-from ...errors import CheckpointError, DeviceError
-from ...kernels.device import device_of
-from ...options import EngineOptions
-from ...plan.device import find_device
-from ...plan.memory import prompt_bytes
-from ...plan.resolve import EnginePlan, resolve
-from ...state.kv import kv_bytes_per_token
-from ...step.dispatch import Dispatcher
-from ...tuning.report import render
-from ...version import __version__
-from ..explain import LOADING, with_options
-from ..options import engine_options
-from ..terminal import Output, counted, visible
+from ..blocks.attention import Attention
+from ..blocks.spec import ModelSpec
+from ..checkpoint.hub import BUNDLED, resolve_model
+from ..checkpoint.load import empty_weights, load_config, told_tensors
+from ..checkpoint.slices import host_layer_bytes, parameter_count
+from ..errors import CheckpointError, DeviceError
+from ..kernels.device import Device, device_of
+from ..options import EngineOptions
+from ..plan.device import find_device
+from ..plan.memory import prompt_bytes
+from ..plan.resolve import EnginePlan, resolve
+from ..state.kv import kv_bytes_per_token
+from ..step.dispatch import Dispatcher
+from ..step.model import choose_configs, linear_cases
+from ..tuning.report import KernelRow, kernel_rows, render
+from ..tuning.tables import package_tables, table_path
+from ..version import __version__
 from . import doctor
-from .kernels import config_facts, config_words, kernel_choices
+from .explain import LOADING, with_options
+from .options import engine_options
+from .terminal import Output, counted, visible
 
 
 def info(args, output: Output) -> int:
@@ -66,7 +69,7 @@ def info(args, output: Output) -> int:
 
 
 def weights_problem(path: Path, spec: ModelSpec) -> str | None:
-    """Why the weights in a directory cannot be loaded, as far as their files' headers tell."""
+    """Return the error of the weights in a directory, if the headers of the files show one."""
     try:
         told_tensors(path, spec)
     except CheckpointError as error:
@@ -95,17 +98,17 @@ def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
 
 
 def formats(spec: ModelSpec) -> list[str]:
-    """The quantization of the weights in words: its name, and its schemes."""
+    """Return the name of the quantization of the weights, and its schemes in words."""
     which = spec.quantization
     return [which.name, *(scheme.describe() for scheme in which.schemes)] if which else []
 
 
 def memory_facts(plan: EnginePlan) -> dict:
-    """Sizes in bytes, contexts in tokens.
+    """Return the memory plan, with sizes in bytes and contexts in tokens.
 
-    `context` is that of each of the `slots` requests, and `kv_tokens` are the positions that all of them share; 0, with
-    `problem`, if the plan does not fit. `pools`: bytes by pool. `offload`: pages of the host and of each of the ring's
-    buffers, if requested. `weights_on_host`: bytes of the last `host_layers` layers.
+    `context` is the context of each of the `slots` requests, and `kv_tokens` are the positions that they share; 0, with
+    `problem`, if the plan does not fit. `pools` has the bytes of each pool, `offload` the pages of the host and of the
+    ring's buffers, `weights_on_host` the bytes of the last `host_layers` layers.
     """
     memory, spec, offload = plan.memory, plan.spec, plan.offload
     per_token = kv_bytes_per_token(spec, plan.dtype)
@@ -129,9 +132,12 @@ def memory_facts(plan: EnginePlan) -> dict:
 
 
 def prompt_facts(plan: EnginePlan) -> dict:
-    """How prompts are read: in chunks of at most `chunk_tokens`, by a graph of the next of `sizes` unless `mode` is
-    none, and beside decoding rows, if there are `slots` for them, by one of as many more. `sharing`: whether the K/V of
-    equal prefixes are computed once. `buffers`: bytes, part of the workspace."""
+    """Return how prompts are read.
+
+    A chunk has at most `chunk_tokens` tokens. Unless `mode` is none, a graph of the next of `sizes` runs it; with
+    several slots, there are as many graphs more for chunks with decoding rows. `sharing` is whether the K/V of equal
+    prefixes are computed once. `buffers` is a number of bytes of the workspace.
+    """
     graphs = plan.graphs
     mode, _ = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention).plan_prompt(1)
     sizes = list(graphs.prompt_sizes) if mode != "none" else []
@@ -148,8 +154,11 @@ def prompt_facts(plan: EnginePlan) -> dict:
 
 
 def run_facts(plan: EnginePlan) -> dict:
-    """`speculate`: ngram, with the tokens that must agree, or off; `speculate_off`: why, if the engine decided so.
-    `pdl`: programmatic dependent launch."""
+    """Return how the engine would run.
+
+    `speculate` is ngram or off, `speculate_off` the reason if the engine decided that, `pdl` programmatic dependent
+    launch.
+    """
     return {
         "device": str(plan.device),
         "backend": plan.backend,
@@ -164,7 +173,7 @@ def run_facts(plan: EnginePlan) -> dict:
 
 
 def version_facts() -> dict:
-    """None where something is not installed."""
+    """Return versions; None if something is not installed."""
     return {
         "tridecode": __version__,
         "python": platform.python_version(),
@@ -221,7 +230,7 @@ def as_text(report: dict, plan: EnginePlan) -> str:
 
 
 def verdict(report: dict) -> str:
-    """Whether the model runs here and on what; the last line."""
+    """Return the last line: whether the model runs here, and on which device."""
     model, run, gpus = report["model"]["name"], report["run"], report["gpus"]
     if report["model"]["problem"]:
         return f"does not run: {report['model']['problem']}"
@@ -278,7 +287,7 @@ def pool_words(memory: dict) -> str:
 
 
 def pool_sizes(memory: dict, on_cpu: bool) -> str:
-    """The bytes of each pool of device memory."""
+    """Return the bytes of each pool of device memory in words."""
     others = "temporary tensors" if on_cpu else "CUDA graphs and libraries"
     names, pools = {"kv": "K/V", "prompts": "buffers of prompts", "graphs": others}, memory["pools"]
     return f"{size(sum(pools.values()))}: " + ", ".join(f"{names.get(n, n)} {size(b)}" for n, b in pools.items())
@@ -304,3 +313,38 @@ def size(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return counted(count, "byte")
+
+
+def kernel_choices(spec: ModelSpec, dtype: torch.dtype, gpu: Device, batch_invariant: bool = False) -> list[KernelRow]:
+    """Return the choices for a model on a GPU. No memory is allocated for the weights."""
+    weights = empty_weights(spec, "meta", dtype, packs=True)
+    configs = choose_configs(spec, weights, gpu, batch_invariant, user_table=True)
+    return kernel_rows(linear_cases(spec, weights), configs)
+
+
+def config_facts(rows: Sequence[KernelRow], gpu: Device, batch_invariant: bool = False) -> dict:
+    """Return the sources of the launch configs of linears on a GPU.
+
+    `choices`: the number of choices by source; a linear has one for each size of a pass. `tables`: names of the GPUs
+    whose tables in the package serve this GPU. `user_table`: the path of the user's table if a choice is from it.
+    `tune`: whether to suggest a search, because all choices are from rules.
+    """
+    counts = Counter(row.source for row in rows)
+    return {
+        "choices": {source: counts[source] for source in ("user table", "table", "rule")},
+        "tables": [table.gpu for table in package_tables(gpu)],
+        "user_table": str(table_path(gpu.name)) if counts["user table"] else None,
+        "tune": set(counts) == {"rule"} and not batch_invariant,  # that mode reads no table of the user
+    }
+
+
+def config_words(facts: dict) -> str:
+    tables, choices = " and ".join(facts["tables"]), {name: n for name, n in facts["choices"].items() if n}
+    names = {"user table": f"your table {facts['user_table']}", "table": f"table of {tables}", "rule": "rules"}
+    if set(choices) == {"rule"}:
+        why = f"the table of {tables} has no entry for this model" if tables else "no table for this GPU"
+        return f"rules ({why})" + "; `tridecode tune` searches better ones" * facts["tune"]
+    if len(choices) == 1:
+        return names[next(iter(choices))]
+    shares = ", ".join(f"{names[source]} for {count}" for source, count in choices.items())
+    return f"{shares} of {sum(choices.values())} choices"

@@ -1,4 +1,4 @@
-"""What stands in the way of this program on this machine, each with its fix. Probes are functions, for the tests."""
+"""Problems of this machine that keep the program from running on a GPU, each with its fix."""
 
 import os
 import shutil
@@ -11,13 +11,16 @@ import torch
 # The oldest driver that runs programs of a CUDA version, by NVIDIA's compatibility tables.
 OLDEST_DRIVER = {"12": 525, "13": 580}
 NEEDED = (8, 0)  # compute capability
-FEW = 0.1  # of a GPU's memory
+FEW = 0.1  # share of a GPU's memory
 
 
 def warnings(gpus: list[dict], driver: str | None, cuda: str | None) -> list[dict]:
-    """Each {"problem": ..., "fix": ...}. gpus: as info shows them; driver, cuda: versions, None where there is none.
+    """Return a {"problem": ..., "fix": ...} for each problem. The CPU needs neither driver nor compiler.
 
-    Without a GPU nothing is missing: the CPU needs neither driver nor compiler.
+    Args:
+        gpus: as from gpu_facts.
+        driver: version of the driver, None without one.
+        cuda: version of CUDA that PyTorch was built for, None without one.
     """
     found = []
 
@@ -48,7 +51,7 @@ def warnings(gpus: list[dict], driver: str | None, cuda: str | None) -> list[dic
 
 
 def unusable_driver(driver: str, cuda: str | None) -> tuple[str, str]:
-    """Problem and fix where there is a driver, but no GPU that torch can use."""
+    """Return the problem and its fix if there is a driver, but no GPU that torch can use."""
     if cuda is None:
         return "this PyTorch was built without CUDA, and there is an NVIDIA driver", "install PyTorch's CUDA build"
     oldest = OLDEST_DRIVER.get(cuda.split(".")[0])
@@ -60,7 +63,7 @@ def unusable_driver(driver: str, cuda: str | None) -> tuple[str, str]:
 
 
 def driver_version() -> str | None:
-    """torch knows the driver's CUDA version only; nvidia-smi comes with every driver, under WSL2 too."""
+    """Return the version that nvidia-smi reports. torch knows only the driver's CUDA version."""
     if (program := shutil.which("nvidia-smi")) is None:
         return None
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -73,7 +76,7 @@ def driver_version() -> str | None:
 
 
 def gpu_facts() -> list[dict]:
-    """The GPUs that torch can use; sizes in bytes."""
+    """Return the GPUs that torch can use; sizes are in bytes."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -84,7 +87,7 @@ def gpu_facts() -> list[dict]:
 
 
 def c_compiler() -> str | None:
-    """The compiler that Triton would use."""
+    """Return the compiler that Triton would use."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
@@ -99,6 +102,6 @@ def triton_cache() -> Path:
 
 
 def writable(path: Path) -> bool:
-    """Whether files can be made in `path`, or in what of it exists already."""
+    """Return whether files can be created in a directory, or in the nearest parent that exists."""
     there = next((each for each in (path, *path.parents) if each.exists()), path)
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
