@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -102,20 +101,14 @@ def run(args, output: Output) -> int:
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.reader import shows_editor
 
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, from nohup or a background job
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        # The imports and the model take their time: what is typed or pasted meanwhile is for the first prompt.
-        with unechoed(True, nothing, nothing, paste=shows_editor()) as output.keys:
+        # Text that is typed or pasted while the imports run and the model loads belongs to the first prompt.
+        with unechoed(True, lambda: None, lambda: None, paste=shows_editor()) as output.keys:
             with ended_by_interrupt(output.keys.release):
                 command = imported(args.command)
             return command(args, output)
     with ended_by_interrupt():
         command = imported(args.command)
     return command(args, output)
-
-
-def nothing() -> None:
-    """Where Ctrl-Z has nothing drawn to put away."""
 
 
 def imported(command: str) -> Callable:
