@@ -12,10 +12,10 @@ from tridecode.results import Piece
 from tridecode.sampling import SamplingParams
 from tridecode.server.choice import Choice
 from tridecode.server.errors import ApiError
-from tridecode.server.form import Structure, held_to, thinking_off
-from tridecode.server.tools.asked import as_text, openai_tools, with_objects, with_short_ids
+from tridecode.server.constraints import ResponseFormat, answer_constraint, thinking_off
+from tridecode.server.tools.toolset import as_text, openai_tools, with_objects, with_short_ids
 from tridecode.server.tools.formats import FORMATS, TAGGED
-from tridecode.server.tools.parser import ARGUMENTS, NAME, TEXT, BareCalls, MistralCalls, TaggedCalls, XmlCalls
+from tridecode.server.tools.parser import ARGUMENTS, NAME, TEXT, BareCallParser, MistralCallParser, TaggedCallParser, XmlCallParser
 from tridecode.text.grammar import Grammars
 
 F, G = (NAME, "f"), (NAME, "g")
@@ -24,103 +24,103 @@ TYPES = {"f": {"properties": {"a": {"type": "integer"}, "on": {"type": "boolean"
 # Of each machine: the text, what comes of it, and whether its calls came to a good end.
 CASES = {
     "two_in_tags": (
-        TaggedCalls,
+        TaggedCallParser,
         'Let me look.\n<tool_call>\n{"name": "f", "arguments": {"a": "x}\\"{", "b": [1, {"c": 2}]}}\n</tool_call>\n'
         '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n',
         [(TEXT, "Let me look."), F, (ARGUMENTS, '{"a": "x}\\"{", "b": [1, {"c": 2}]}'), G, (ARGUMENTS, "{}")],
         [True, True],
     ),
     "text_between_and_behind": (
-        TaggedCalls,
+        TaggedCallParser,
         '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> and <tool_call>{"name": "g", "arguments": {}}'
         "</tool_call>\nDone.",
         [F, ONE, (TEXT, "and"), G, (ARGUMENTS, "{}"), (TEXT, "Done.")],
         [True, True],
     ),
-    "another_order": (TaggedCalls, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [F, ONE], [True]),
+    "another_order": (TaggedCallParser, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [F, ONE], [True]),
     "arguments_as_text": (
-        TaggedCalls, '<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>', [F, ONE], [True],
+        TaggedCallParser, '<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>', [F, ONE], [True],
     ),
-    "no_arguments": (TaggedCalls, '<tool_call>{"name": "f"}</tool_call>', [F, (ARGUMENTS, "{}")], [True]),
-    "no_end_tag": (TaggedCalls, '<tool_call>{"name": "f", "arguments": {"a": 1}}', [F, ONE], [True]),
-    "no_json": (TaggedCalls, "a <tool_call> b", [(TEXT, "a <tool_call> b")], []),
-    "no_name": (TaggedCalls, '<tool_call>{"x": 3}</tool_call>', [(TEXT, '<tool_call>{"x": 3}</tool_call>')], []),
-    "cut_before_the_name": (TaggedCalls, ' <tool_call>{"na', [(TEXT, ' <tool_call>{"na')], []),
+    "no_arguments": (TaggedCallParser, '<tool_call>{"name": "f"}</tool_call>', [F, (ARGUMENTS, "{}")], [True]),
+    "no_end_tag": (TaggedCallParser, '<tool_call>{"name": "f", "arguments": {"a": 1}}', [F, ONE], [True]),
+    "no_json": (TaggedCallParser, "a <tool_call> b", [(TEXT, "a <tool_call> b")], []),
+    "no_name": (TaggedCallParser, '<tool_call>{"x": 3}</tool_call>', [(TEXT, '<tool_call>{"x": 3}</tool_call>')], []),
+    "cut_before_the_name": (TaggedCallParser, ' <tool_call>{"na', [(TEXT, ' <tool_call>{"na')], []),
     "cut_in_the_arguments": (
-        TaggedCalls, '<tool_call>{"name": "f", "arguments": {"a": ', [F, (ARGUMENTS, '{"a": ')], [False],
+        TaggedCallParser, '<tool_call>{"name": "f", "arguments": {"a": ', [F, (ARGUMENTS, '{"a": ')], [False],
     ),
     "broken_arguments": (
-        TaggedCalls, '<tool_call>{"name": "f", "arguments": {a}}</tool_call>', [F, (ARGUMENTS, "{a}")], [False],
+        TaggedCallParser, '<tool_call>{"name": "f", "arguments": {a}}</tool_call>', [F, (ARGUMENTS, "{a}")], [False],
     ),
     "no_number": (
-        TaggedCalls,
+        TaggedCallParser,
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
         [F, (ARGUMENTS, '{"a": NaN}')],
         [False],
     ),
     "white_space_behind_what_is_no_call": (
-        TaggedCalls,
+        TaggedCallParser,
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call> hello',
         [F, (ARGUMENTS, '{"a": NaN}'), (TEXT, " hello")],
         [False],
     ),
     "a_name_that_is_no_json": (
-        TaggedCalls, NO_JSON := '<tool_call>{"name": "a\\x", "arguments": {}}</tool_call>', [(TEXT, NO_JSON)], [],
+        TaggedCallParser, NO_JSON := '<tool_call>{"name": "a\\x", "arguments": {}}</tool_call>', [(TEXT, NO_JSON)], [],
     ),
     "half_a_character_in_a_name": (
-        TaggedCalls, HALF := '<tool_call>{"name": "a\\ud800", "arguments": {}}</tool_call>', [(TEXT, HALF)], [],
+        TaggedCallParser, HALF := '<tool_call>{"name": "a\\ud800", "arguments": {}}</tool_call>', [(TEXT, HALF)], [],
     ),
     "and_in_another_order": (
-        TaggedCalls, ODD := '<tool_call>{"arguments": {}, "name": "\\ud800"}</tool_call>', [(TEXT, ODD)], [],
+        TaggedCallParser, ODD := '<tool_call>{"arguments": {}, "name": "\\ud800"}</tool_call>', [(TEXT, ODD)], [],
     ),
     "half_a_character_before_the_name": (
-        TaggedCalls,
+        TaggedCallParser,
         EARLY := '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>',
         [(TEXT, EARLY)],
         [],
     ),
     "a_number_too_large_before_the_name": (
-        TaggedCalls,
+        TaggedCallParser,
         LARGE := '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}</tool_call>',
         [(TEXT, LARGE)],
         [],
     ),
-    "text_alone": (TaggedCalls, " 1 < 2, <tool and <b>\n", [(TEXT, " 1 < 2, <tool and <b>\n")], []),
-    "bare": (BareCalls, '{"name": "f", "parameters": {"a": 1}}', [F, ONE], [True]),
+    "text_alone": (TaggedCallParser, " 1 < 2, <tool and <b>\n", [(TEXT, " 1 < 2, <tool and <b>\n")], []),
+    "bare": (BareCallParser, '{"name": "f", "parameters": {"a": 1}}', [F, ONE], [True]),
     "bare_behind_a_tag": (
-        BareCalls,
+        BareCallParser,
         '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
         [F, ONE, G, (ARGUMENTS, "{}")],
         [True, True],
     ),
-    "an_object_that_is_no_call": (BareCalls, '{"answer": 5}', [(TEXT, '{"answer": 5}')], []),
+    "an_object_that_is_no_call": (BareCallParser, '{"answer": 5}', [(TEXT, '{"answer": 5}')], []),
     "an_object_behind_text": (
-        BareCalls, 'So: {"name": "f", "parameters": {}}', [(TEXT, 'So: {"name": "f", "parameters": {}}')], [],
+        BareCallParser, 'So: {"name": "f", "parameters": {}}', [(TEXT, 'So: {"name": "f", "parameters": {}}')], [],
     ),
     "a_list": (
-        MistralCalls,
+        MistralCallParser,
         '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
         [F, ONE, G, (ARGUMENTS, "{}")],
         [True, True],
     ),
     "names_and_arguments": (
-        MistralCalls,
+        MistralCallParser,
         'Hm. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abc12[ARGS]{}',
         [(TEXT, "Hm."), F, ONE, G, (ARGUMENTS, "{}")],
         [True, True],
     ),
-    "a_name_alone": (MistralCalls, '[TOOL_CALLS]f{"a": 1}', [F, ONE], [True]),
-    "a_mark_alone": (MistralCalls, "[TOOL_CALLS] no, wait!", [(TEXT, "[TOOL_CALLS] no, wait!")], []),
+    "a_name_alone": (MistralCallParser, '[TOOL_CALLS]f{"a": 1}', [F, ONE], [True]),
+    "a_mark_alone": (MistralCallParser, "[TOOL_CALLS] no, wait!", [(TEXT, "[TOOL_CALLS] no, wait!")], []),
     "parameters": (
-        XmlCalls,
+        XmlCallParser,
         "Now.\n<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=s>\n1 < 2\nnot 5\n</parameter>\n"
         "<parameter=on>True</parameter>\n</function>\n</tool_call>",
         [(TEXT, "Now."), F, (ARGUMENTS, '{"a": 5, "s": "1 < 2\\nnot 5", "on": true}')],
         [True],
     ),
-    "no_parameters": (XmlCalls, "<function=g>\n</function>", [G, (ARGUMENTS, "{}")], [True]),
-    "cut_in_a_parameter": (XmlCalls, "<tool_call>\n<function=f>\n<parameter=a>\n5", [F], [False]),
-    "no_function": (XmlCalls, "<tool_call> nothing", [(TEXT, "<tool_call> nothing")], []),
+    "no_parameters": (XmlCallParser, "<function=g>\n</function>", [G, (ARGUMENTS, "{}")], [True]),
+    "cut_in_a_parameter": (XmlCallParser, "<tool_call>\n<function=f>\n<parameter=a>\n5", [F], [False]),
+    "no_function": (XmlCallParser, "<tool_call> nothing", [(TEXT, "<tool_call> nothing")], []),
 }  # fmt: skip
 
 
@@ -154,11 +154,11 @@ def whole(machine, text) -> str:
 
 BROKEN = '{"name": "f", "arguments": {"a": NaN}}'
 LOST = {
-    "tagged": (TaggedCalls, f"Well. \n<tool_call>{BROKEN}</tool_call>\n<tool_call>{BROKEN}</tool_call>\n"),
-    "list": (MistralCalls, f"Well.\n[TOOL_CALLS] [{BROKEN} , {BROKEN} ]\n"),
-    "name": (MistralCalls, '\n[TOOL_CALLS]f{"a": NaN} [TOOL_CALLS]f{"a": NaN}'),
-    "bare": (BareCalls, f"\n{BROKEN}; {BROKEN};\n".replace("arguments", "parameters")),
-    "xml": (XmlCalls, "Well.\n<tool_call>\n<function=f>\n<parameter=a>"),
+    "tagged": (TaggedCallParser, f"Well. \n<tool_call>{BROKEN}</tool_call>\n<tool_call>{BROKEN}</tool_call>\n"),
+    "list": (MistralCallParser, f"Well.\n[TOOL_CALLS] [{BROKEN} , {BROKEN} ]\n"),
+    "name": (MistralCallParser, '\n[TOOL_CALLS]f{"a": NaN} [TOOL_CALLS]f{"a": NaN}'),
+    "bare": (BareCallParser, f"\n{BROKEN}; {BROKEN};\n".replace("arguments", "parameters")),
+    "xml": (XmlCallParser, "Well.\n<tool_call>\n<function=f>\n<parameter=a>"),
 }
 
 
@@ -167,7 +167,7 @@ def test_an_answer_whose_calls_are_all_malformed_is_the_text_that_it_was(machine
     assert whole(machine, text) == text
 
 
-@pytest.mark.parametrize("machine", [TaggedCalls, BareCalls, MistralCalls, XmlCalls])
+@pytest.mark.parametrize("machine", [TaggedCallParser, BareCallParser, MistralCallParser, XmlCallParser])
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from([
     "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{}", "}", "{", '"', "\\", " ",
@@ -205,7 +205,7 @@ def test_arguments_in_xml_have_the_types_of_their_schemas(schema, values):
     wide = [*({"$ref": "#/$defs/Wide"} for _ in range(100)), {"$ref": "#/$defs/Size"}]  # of itself, again and again
     defs = {"Size": {"type": "integer"}, "Circle": {"$ref": "#/$defs/Circle"}, "Wide": {"anyOf": wide}}
     for written, value in values.items():
-        machine = XmlCalls({"f": {"type": "object", "properties": {"x": schema}, "$defs": defs}})
+        machine = XmlCallParser({"f": {"type": "object", "properties": {"x": schema}, "$defs": defs}})
         begun = time.monotonic()
         machine.feed(f"<tool_call><function=f><parameter=x>{written}</parameter></function></tool_call>")
         assert time.monotonic() - begun < 1
@@ -214,13 +214,13 @@ def test_arguments_in_xml_have_the_types_of_their_schemas(schema, values):
 
 @pytest.mark.parametrize("properties", [[], None, "x"])
 def test_a_schema_without_properties_says_nothing(properties):
-    machine = XmlCalls({"f": {"properties": properties}})
+    machine = XmlCallParser({"f": {"properties": properties}})
     machine.feed("<tool_call><function=f><parameter=x>5</parameter></function></tool_call>")
     assert machine.calls[0].arguments == '{"x": "5"}'
 
 
 def test_arguments_come_in_pieces_behind_the_name():
-    machine, events = TaggedCalls({}), []
+    machine, events = TaggedCallParser({}), []
     for char in '<tool_call>{"name": "f", "arguments": {"path": "x"}}</tool_call>':
         events += machine.feed(char)
     assert events[0] == F and [text for kind, text in events[1:]] == list('{"path": "x"}')
@@ -272,7 +272,7 @@ def bundled():
 def test_whoever_must_call_calls_in_its_own_format(bundled, known, choice, parallel):
     tokenizer = Told(bundled.tokenizer, " ".join(known.tell))
     tools = openai_tools([WEATHER], choice, parallel)
-    form = held_to(None, tools, tokenizer, [1])
+    form = answer_constraint(None, tools, tokenizer, [1])
     result = bundled.generate("x", SamplingParams(temperature=0, max_tokens=150, **form))
     machine = tools.machine(tokenizer)
     events = machine.feed(result.text) + machine.finish()
@@ -285,7 +285,7 @@ def test_a_special_token_that_begins_calls_is_enforced_as_a_token(bundled):
     tools = openai_tools([PING], "required", False)
     tokenizer = Told(bundled.tokenizer, "[TOOL_CALLS]")
     tokenizer.special_ids, tokenizer.token_bytes = frozenset([1]), lambda token: b"[TOOL_CALLS]"
-    form = held_to(None, tools, tokenizer, [1])
+    form = answer_constraint(None, tools, tokenizer, [1])
     result = bundled.generate("x", SamplingParams(temperature=0, max_tokens=60, **form))
     assert result.token_ids[0] == 1 and result.text == ' [{"name": "ping", "arguments": {}}]'
     assert tools.special(tokenizer) == {1: "[TOOL_CALLS]"}
@@ -295,8 +295,8 @@ def test_a_special_token_that_begins_calls_is_enforced_as_a_token(bundled):
 def test_who_thinks_does_so_before_the_form(bundled, opened):
     tokenizer = Told(bundled.tokenizer, "</think>", (), thinks=True)
     prompt = bundled.encode("assistant\n<think>\n" if opened else "assistant\n")
-    five = Structure("json_schema", {"enum": [5]}, "response_format")
-    form = held_to(five, openai_tools(None, None, None), tokenizer, prompt)
+    five = ResponseFormat("json_schema", {"enum": [5]}, "response_format")
+    form = answer_constraint(five, openai_tools(None, None, None), tokenizer, prompt)
     grammar = Grammars(bundled.tokenizer, bundled.config.vocab_size, bundled.config.stop_ids).of(SamplingParams(**form))
 
     def fits(text: str) -> bool:
@@ -308,8 +308,8 @@ def test_who_thinks_does_so_before_the_form(bundled, opened):
     assert fits("hm, 5?</think>\n\n5" if opened else "<think>\nhm, 5?\n</think>\n\n5")
     assert fits("hm, 5") is opened and fits("5")
     done = bundled.encode("<think>\n\n</think>\n\n")
-    regex = Structure("regex", "a", "structured_outputs.regex")
-    assert held_to(regex, openai_tools(None, None, None), tokenizer, done) == {"regex": "a"}
+    regex = ResponseFormat("regex", "a", "structured_outputs.regex")
+    assert answer_constraint(regex, openai_tools(None, None, None), tokenizer, done) == {"regex": "a"}
 
 
 def test_thinking_is_switched_off_where_the_template_can(bundled):
@@ -320,7 +320,7 @@ def test_thinking_is_switched_off_where_the_template_can(bundled):
 
 def test_calls_or_the_format_where_both_may_be(bundled):
     tools = openai_tools([PING], "auto", False)
-    form = held_to(Structure("json_schema", {"enum": ["yes"]}, "response_format"), tools, bundled.tokenizer, [1])
+    form = answer_constraint(ResponseFormat("json_schema", {"enum": ["yes"]}, "response_format"), tools, bundled.tokenizer, [1])
     texts = {bundled.generate("x", SamplingParams(temperature=2, seed=seed, **form)).text for seed in range(8)}
     assert texts == {'"yes"', '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'}
 
@@ -382,7 +382,7 @@ def test_tools_that_cannot_be_are_refused(tools, choice, message):
 
 
 def test_the_tagged_format_is_that_of_a_template_that_says_nothing(bundled):
-    from tridecode.server.tools.formats import format_of
+    from tridecode.server.tools.formats import detect_format
 
-    assert format_of(bundled.tokenizer) is TAGGED
-    assert [format_of(Told(bundled.tokenizer, " ".join(known.tell))) for known in FORMATS] == list(FORMATS)
+    assert detect_format(bundled.tokenizer) is TAGGED
+    assert [detect_format(Told(bundled.tokenizer, " ".join(known.tell))) for known in FORMATS] == list(FORMATS)

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's published forms, whole and in chunks, with every field that those require."""
+"""Serializers that write answers as JSON or as events, with every field that OpenAI's schemas require."""
 
 import secrets
 import time
@@ -7,18 +7,22 @@ from ..results import TokenLogprobs
 from ..text.thinking import THINKING
 from ..text.tokenizer import Tokenizer
 from . import events
-from .choice import Choice, Said
+from .choice import Choice, Delta
 from .errors import ApiError
 from .tools.parser import ARGUMENTS, NAME, TEXT
 
-IMPOSSIBLE = -9999.0  # the log-probability of what cannot be: JSON has no infinity
+IMPOSSIBLE = -9999.0  # stands for a log-probability of -inf, which JSON cannot represent
 
 
-class Shape:
-    """How an API says what an answer is: whole, or as the events of a stream.
+class Serializer:
+    """Writes the answers of one API as a JSON response or as the events of a stream.
 
-    n: answers a prompt; with_logprobs: they have been asked for; with_usage: a stream ends with it; with_ids: choices
-    have token_ids.
+    Args:
+        model: the name of the model in responses.
+        n: number of answers to each prompt.
+        with_logprobs: whether choices contain log-probabilities.
+        with_usage: whether a stream ends with an event with the usage.
+        with_ids: whether choices contain token_ids.
     """
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, n: int = 1, with_logprobs: bool = False,
@@ -26,31 +30,33 @@ class Shape:
         self.model, self.tokenizer, self._n = model, tokenizer, n
         self._with_logprobs, self._with_usage, self._with_ids = with_logprobs, with_usage, with_ids
 
-    def whole(self, choices: list[Choice], said: list[Said]) -> dict:
+    def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
+        """Return the whole response; each delta contains the whole answer of its choice."""
         raise NotImplementedError
 
-    def opening(self, prompts: list[int]) -> bytes:
-        """What a stream begins with; prompts: how many tokens each has."""
+    def first_events(self, prompts: list[int]) -> bytes:
+        """Return the events that begin a stream. Args: prompts: number of tokens of each prompt."""
         return b""
 
-    def news(self, number: int, choice: Choice, said: Said) -> bytes:
-        """What pieces have brought to the choice of this number."""
+    def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
+        """Return the events of a delta of the choice with this number."""
         raise NotImplementedError
 
-    def closing(self, choices: list[Choice]) -> bytes:
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """Return the events that end a stream."""
         raise NotImplementedError
 
-    def failure(self, problem: ApiError) -> bytes:
-        """The last event of a stream that fails."""
+    def error_events(self, problem: ApiError) -> bytes:
+        """Return the events that end a failed stream."""
         return events.event(problem.body()) + events.DONE
 
-    def refusal(self, problem: ApiError) -> dict:
-        """The body of a response that is an error."""
+    def error_body(self, problem: ApiError) -> dict:
+        """Return the body of an error response."""
         return problem.body()
 
 
-class OpenAI(Shape):
-    """What chats and completions share."""
+class OpenAISerializer(Serializer):
+    """Base of the serializers of chats and completions."""
 
     prefix, whole_object, chunk_object = "", "", ""
 
@@ -59,25 +65,30 @@ class OpenAI(Shape):
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": self.model, "system_fingerprint": None}
 
-    def choice(self, number: int, choice: Choice, said: Said) -> dict:
+    def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
+        """Return a whole choice of a response."""
         raise NotImplementedError
 
-    def deltas(self, number: int, choice: Choice, said: Said) -> list[dict]:
+    def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
+        """Return the choices of a stream's chunks for a delta."""
         raise NotImplementedError
 
-    def whole(self, choices: list[Choice], said: list[Said]) -> dict:
-        made = [self.choice(i, choice, choice.settle(said[i])) for i, choice in enumerate(choices)]
+    def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
+        """Return the whole response."""
+        made = [self.choice(i, choice, choice.settle(deltas[i])) for i, choice in enumerate(choices)]
         return self._head | {"object": self.whole_object, "choices": made, "usage": usage(choices, self._n)}
 
-    def news(self, number: int, choice: Choice, said: Said) -> bytes:
-        ids = self._with_ids and said.token_ids
-        if not (said.events or said.logprobs or ids or choice.finish_reason) and choice.begun:
+    def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
+        """Return the events of a delta; the first ones of a choice also if the delta is empty."""
+        ids = self._with_ids and delta.token_ids
+        if not (delta.events or delta.logprobs or ids or choice.finish_reason) and choice.sent:
             return b""
-        made = self.deltas(number, choice, said)
-        choice.begun = True
+        made = self.deltas(number, choice, delta)
+        choice.sent = True
         return b"".join(events.event(self._chunk([delta])) for delta in made)
 
-    def closing(self, choices: list[Choice]) -> bytes:
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """Return the usage, if requested, and [DONE]."""
         last = events.event(self._chunk([], usage(choices, self._n))) if self._with_usage else b""
         return last + events.DONE
 
@@ -93,33 +104,36 @@ class OpenAI(Shape):
         return choice | {"token_ids": ids} if self._with_ids else choice
 
 
-class ChatShape(OpenAI):
+class ChatSerializer(OpenAISerializer):
+    """Writes the answers of /v1/chat/completions."""
+
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self._calls: dict[int, int] = {}  # by choice, how many have begun
+        self._calls: dict[int, int] = {}  # number of a choice -> index of its latest call
 
-    def choice(self, number: int, choice: Choice, said: Said) -> dict:
+    def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
+        """Return a whole choice."""
         calls = []
-        for kind, text in said.events:
+        for kind, text in delta.events:
             if kind == NAME:
                 calls.append(_call(text))
             elif kind == ARGUMENTS:
                 calls[-1]["function"]["arguments"] += text
-        content = said.text(TEXT)
+        content = delta.text(TEXT)
         message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
         message |= {"refusal": None, "annotations": None} | ({"tool_calls": calls} if calls else {})
         if self.tokenizer.thinks:
-            message["reasoning_content"] = said.text(THINKING) or None
-        logprobs = self._logprobs(said.logprobs) if self._with_logprobs else None
+            message["reasoning_content"] = delta.text(THINKING) or None
+        logprobs = self._logprobs(delta.logprobs) if self._with_logprobs else None
         made = {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _reason(choice)}
-        return self._ids(made, said.token_ids)
+        return self._ids(made, delta.token_ids)
 
-    def deltas(self, number: int, choice: Choice, said: Said) -> list[dict]:
-        """One for text and thinking together, then one for each piece of a call; the last says how it ended."""
+    def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
+        """Return one choice for text and thinking, then one for each part of a call; the last has the finish_reason."""
         parts: list[dict] = []
-        for kind, text in said.events:
+        for kind, text in delta.events:
             if kind == NAME:
                 self._calls[number] = self._calls.get(number, -1) + 1
                 parts.append({"tool_calls": [{"index": self._calls[number]} | _call(text)]})
@@ -131,19 +145,19 @@ class ChatShape(OpenAI):
                     parts.append({})
                 parts[-1][name] = parts[-1].get(name, "") + text
         parts = parts or [{}]
-        if not choice.begun:
+        if not choice.sent:
             content = None if parts[0].get("reasoning_content") or "tool_calls" in parts[0] else ""
             parts[0] = {"role": "assistant", "content": content} | parts[0]
-        logprobs = self._logprobs(said.logprobs) if self._with_logprobs and said.logprobs else None
+        logprobs = self._logprobs(delta.logprobs) if self._with_logprobs and delta.logprobs else None
         made: list[dict] = [{"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
-        made[0] = self._ids(made[0] | {"logprobs": logprobs}, said.token_ids)
+        made[0] = self._ids(made[0] | {"logprobs": logprobs}, delta.token_ids)
         made[-1]["finish_reason"] = _reason(choice)
         return made
 
-    def _logprobs(self, found: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
+    def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         content = [
             self._entry(token, own.logprob) | {"top_logprobs": [self._entry(*top) for top in own.top]}
-            for token, own, _ in found
+            for token, own, _ in tokens
             if own is not None
         ]
         return {"content": content, "refusal": None}
@@ -153,29 +167,33 @@ class ChatShape(OpenAI):
         return {"token": text, "logprob": max(logprob, IMPOSSIBLE), "bytes": list(data)}
 
 
-class CompletionShape(OpenAI):
+class CompletionSerializer(OpenAISerializer):
+    """Writes the answers of /v1/completions."""
+
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def choice(self, number: int, choice: Choice, said: Said) -> dict:
-        return self._made(number, choice, said, self._with_logprobs)
+    def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
+        """Return a whole choice."""
+        return self._made(number, choice, delta, self._with_logprobs)
 
-    def deltas(self, number: int, choice: Choice, said: Said) -> list[dict]:
-        return [self._made(number, choice, said, self._with_logprobs and bool(said.logprobs))]
+    def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
+        """Return one choice with the text and the log-probabilities of a delta."""
+        return [self._made(number, choice, delta, self._with_logprobs and bool(delta.logprobs))]
 
-    def _made(self, number: int, choice: Choice, said: Said, with_logprobs: bool) -> dict:
-        logprobs = self._logprobs(said.logprobs) if with_logprobs else None
-        made = {"index": number, "text": said.text(TEXT), "logprobs": logprobs, "finish_reason": choice.finish_reason}
-        return self._ids(made, said.token_ids)
+    def _made(self, number: int, choice: Choice, delta: Delta, with_logprobs: bool) -> dict:
+        logprobs = self._logprobs(delta.logprobs) if with_logprobs else None
+        made = {"index": number, "text": delta.text(TEXT), "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return self._ids(made, delta.token_ids)
 
-    def _logprobs(self, found: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
+    def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         return {
-            "tokens": [self._token(token)[0] for token, _, _ in found],
-            "token_logprobs": [own and max(own.logprob, IMPOSSIBLE) for _, own, _ in found],
+            "tokens": [self._token(token)[0] for token, _, _ in tokens],
+            "token_logprobs": [own and max(own.logprob, IMPOSSIBLE) for _, own, _ in tokens],
             "top_logprobs": [
                 own and {self._token(token)[0]: max(value, IMPOSSIBLE) for token, value in own.top}
-                for _, own, _ in found
+                for _, own, _ in tokens
             ],
-            "text_offset": [offset for _, _, offset in found],
+            "text_offset": [offset for _, _, offset in tokens],
         }
 
 
@@ -188,7 +206,7 @@ def _reason(choice: Choice) -> str | None:
 
 
 def usage(choices: list[Choice], n: int) -> dict:
-    """Tokens of a request: those of a prompt count once for all its `n` answers."""
+    """Return the usage of a request; the tokens of a prompt count once for all its `n` answers."""
     prompts = choices[::n]
     prompt = sum(choice.usage.prompt_tokens for choice in prompts)
     completion = sum(choice.usage.completion_tokens for choice in choices)
