@@ -373,8 +373,8 @@ def test_empty_input_is_answered(client):
 
 FORM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
 REFUSED = {
-    "a_stored_response": ({"store": True}, "store: this server stores no responses"),
-    "previous_response": ({"previous_response_id": "resp_1"}, "previous_response_id: this server stores no responses"),
+    "a_stored_response": ({"store": True}, "store: this server does not store responses"),
+    "previous_response": ({"previous_response_id": "resp_1"}, "previous_response_id: this server does not store"),
     "the_background": ({"background": True}, "background is not supported"),
     "an_image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
     "an_unknown_item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: expected a message"),

@@ -284,9 +284,9 @@ def test_markdown(chat, text):
 @in_chromium
 @pytest.mark.parametrize("text", ["```python\na = '<b>'\n```\nafter", "```python\na = '<b>'", "~~~\na = '<b>'\n~~~"])
 def test_code_block_has_copy_button(chat, served, text):
-    made = shown(chat, text)
+    html = shown(chat, text)
     block = '<div class="block"><pre><code>a = \'&lt;b&gt;\'</code></pre><button type="button">Copy</button></div>'
-    assert made == block + ("<p>after</p>" if text.endswith("after") else "")
+    assert html == block + ("<p>after</p>" if text.endswith("after") else "")
     chat.allow_clipboard(served.url)
     chat.run(f"(() => {{ const node = make('div'); $('log').append(node); show(node, {json.dumps(text)}) }})()")
     chat.run("document.querySelector('.block button').click()")
@@ -306,14 +306,14 @@ UNTRUSTED = [
 @in_chromium
 @pytest.mark.parametrize("text", UNTRUSTED)
 def test_model_output_never_becomes_markup(chat, text):
-    made = shown(chat, text)
-    tags = set(re.findall(r"<(\w+)", made))
+    html = shown(chat, text)
+    tags = set(re.findall(r"<(\w+)", html))
     assert tags <= {"p", "a", "div", "pre", "code", "button", "table", "thead", "tbody", "tr", "th", "td"}
     code = f"(() => {{ const node = make('div'); show(node, {json.dumps(text)});"
     code += " return [...node.querySelectorAll('*')].flatMap(each => each.getAttributeNames()) })()"
     assert set(chat.run(code)) <= {"class", "href", "title", "target", "rel", "type"}
-    assert "\u202e" not in made and not chat.run("window.hit")
-    assert all(href.startswith("https://example.com/") for href in re.findall(r'href="([^"]*)"', made))
+    assert "\u202e" not in html and not chat.run("window.hit")
+    assert all(href.startswith("https://example.com/") for href in re.findall(r'href="([^"]*)"', html))
 
 
 @in_chromium

@@ -34,13 +34,13 @@ def client(served):
     return served.client()
 
 
-def strict(model, made):
+def strict(model, received):
     """Validate an object of the client, which does not validate responses itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        validated = model.model_validate(made.model_dump(), strict=True)
+        validated = model.model_validate(received.model_dump(), strict=True)
     required = {name for name, field in model.model_fields.items() if field.is_required()}
-    assert required <= made.model_fields_set
+    assert required <= received.model_fields_set
     return validated
 
 

@@ -166,7 +166,7 @@ def test_ended_request_frees_its_place():
     """The place is free before the running pass ends."""
     loop = Loop(SimpleNamespace(slots=1), 0, 1.0)
     call = Call(loop, None, None, 0.0, None)
-    call.follow([SimpleNamespace(finish_reason=None, drop=lambda: None)])
+    call.attach([SimpleNamespace(finish_reason=None, drop=lambda: None)])
     with pytest.raises(ApiError, match="the queue is full: 1 request running or waiting"):
         loop.check()
     call.end(ApiError(504, "too long", code="timeout"))
@@ -501,14 +501,14 @@ class Process:
 
 @pytest.fixture
 def process():
-    made = []
+    processes = []
 
     def process(*argv, **environment):
-        made.append(Process(*argv, **environment))
-        return made[-1]
+        processes.append(Process(*argv, **environment))
+        return processes[-1]
 
     yield process
-    for each in made:
+    for each in processes:
         each.process.kill()
         each.process.wait()
 

@@ -107,16 +107,16 @@ class MessagesRequest(Generation, kw_only=True):
         """Convert the messages for a chat template. Raises ApiError."""
         if not self.messages or len(self.messages) > MAX_MESSAGES:
             raise bad_request(f"messages: expected from 1 to {MAX_MESSAGES:,}, got {len(self.messages):,}", "messages")
-        made = []
+        messages = []
         if system := _texts(self.system, "system", system=True):
-            made.append({"role": "system", "content": system})
+            messages.append({"role": "system", "content": system})
         for i, message in enumerate(self.messages):
-            made += _turns(message, f"messages[{i}]")
-        made = merge_turns(made)
-        if made[-1]["role"] == "assistant":
+            messages += _turns(message, f"messages[{i}]")
+        messages = merge_turns(messages)
+        if messages[-1]["role"] == "assistant":
             problem = "the last message must be the user's: this server cannot continue an answer"
             raise bad_request(f"messages: {problem}", "messages")
-        return made
+        return messages
 
 
 class CountRequest(MessagesRequest, kw_only=True):
@@ -176,12 +176,12 @@ def _turns(message, place: str) -> list[dict]:
                 pass  # encrypted by Anthropic
             case _:
                 texts.append(_text(block, where))
-    made = {"role": role, "content": "\n\n".join(text for text in texts if text)}
+    turn = {"role": role, "content": "\n\n".join(text for text in texts if text)}
     if thoughts:
-        made["reasoning_content"] = "\n".join(thoughts)
+        turn["reasoning_content"] = "\n".join(thoughts)
     if calls:
-        made["tool_calls"] = calls
-    return results if results and not texts else [*results, made]
+        turn["tool_calls"] = calls
+    return results if results and not texts else [*results, turn]
 
 
 def _refused(place: str, message: str) -> ApiError:
@@ -257,8 +257,8 @@ class MessagesSerializer(Serializer):
         return named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _message(self, blocks: list[dict], usage: dict) -> dict:
-        made = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
-        return made | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        body = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
+        return body | {"stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _end(self, choice: Choice) -> dict:
         stopped = choice.stop_string if choice.finish_reason == "stop" else None

@@ -30,24 +30,24 @@ def _message(message, place: str) -> dict:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise _refused(f"{place}.role", f"expected {', '.join(ROLES)}, got {as_json(role)}")
-    made: dict = {"role": ROLES[role], "content": _content(message.get("content"), role, f"{place}.content")}
+    converted: dict = {"role": ROLES[role], "content": _content(message.get("content"), role, f"{place}.content")}
     for name, value in message.items():
         if name in ("role", "content") or value in EMPTY:
             continue
         if name == "tool_calls" and role == "assistant":
-            made[name] = _calls(value, f"{place}.{name}")
+            converted[name] = _calls(value, f"{place}.{name}")
             continue
         if name not in ("name", "reasoning_content") and (name, role) != ("tool_call_id", "tool"):
             raise _refused(f"{place}.{as_json(name)[1:-1]}", "not supported by this server: leave it out")
         if not isinstance(value, str):
             raise _refused(f"{place}.{name}", f"expected text, got {as_json(value)}")
-        made[name] = value
-    return made
+        converted[name] = value
+    return converted
 
 
 def _calls(calls, place: str) -> list[dict]:
     """Check the tool calls of an earlier answer and convert them for a chat template."""
-    made = []
+    converted = []
     for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -55,8 +55,8 @@ def _calls(calls, place: str) -> list[dict]:
             raise _refused(f"{place}[{i}]", f"expected {expected}, got {as_json(call)}")
         if not isinstance(arguments := function.get("arguments") or "{}", str):
             raise _refused(f"{place}[{i}].function.arguments", f"expected JSON as text, got {as_json(arguments)}")
-        made.append(function_call(str(call.get("id") or f"call_{i}"), function["name"], arguments))
-    return made
+        converted.append(function_call(str(call.get("id") or f"call_{i}"), function["name"], arguments))
+    return converted
 
 
 def function_call(id: str, name: str, arguments: str) -> dict:
@@ -70,18 +70,18 @@ def merge_turns(messages: list[dict]) -> list[dict]:
     System messages before the first turn become one system turn; later ones become messages of the user. Consecutive
     messages of one role become one message.
     """
-    made: list[dict] = []
+    merged: list[dict] = []
     for message in messages:
-        if message["role"] == "system" and any(earlier["role"] != "system" for earlier in made):
+        if message["role"] == "system" and any(earlier["role"] != "system" for earlier in merged):
             message = message | {"role": "user"}
-        last = made[-1] if made else None
+        last = merged[-1] if merged else None
         if last and last["role"] == message["role"] != "tool":
             joined = "\n\n".join(text for text in (last["content"], message["content"]) if text)
             calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-            made[-1] = last | message | {"content": joined} | ({"tool_calls": calls} if calls else {})
+            merged[-1] = last | message | {"content": joined} | ({"tool_calls": calls} if calls else {})
         else:
-            made.append(message)
-    return made
+            merged.append(message)
+    return merged
 
 
 def _content(content, role: str, place: str) -> str:

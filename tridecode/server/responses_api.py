@@ -26,7 +26,7 @@ from .tools.toolset import Tools, apply_tool_choice, parse_function
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-STORED = "this server stores no responses: send the whole conversation as input"
+STORED = "this server does not store responses: send the whole conversation as input"
 log = logging.getLogger("tridecode.server")
 
 
@@ -117,11 +117,12 @@ class ResponsesRequest(Generation, kw_only=True):
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         if len(items) > MAX_MESSAGES:
             raise bad_request(f"input: at most {MAX_MESSAGES:,} items, got {len(items):,}", "input")
-        made = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        made += [message for i, item in enumerate(items) if (message := _message(item, f"input[{i}]"))]
-        if not any(message["role"] in ("user", "tool") for message in made):
-            made.append({"role": "user", "content": ""})  # clients send an empty input to check that the server answers
-        return merge_turns(made)
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages += [message for i, item in enumerate(items) if (message := _message(item, f"input[{i}]"))]
+        if not any(message["role"] in ("user", "tool") for message in messages):
+            # Clients send an empty input to check that the server answers.
+            messages.append({"role": "user", "content": ""})
+        return merge_turns(messages)
 
 
 def _message(item, place: str) -> dict | None:

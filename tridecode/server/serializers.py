@@ -75,17 +75,17 @@ class OpenAISerializer(Serializer):
 
     def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
         """Return the whole response."""
-        made = [self.choice(i, choice, choice.settle(deltas[i])) for i, choice in enumerate(choices)]
-        return self._head | {"object": self.whole_object, "choices": made, "usage": usage(choices, self._n)}
+        results = [self.choice(i, choice, choice.settle(deltas[i])) for i, choice in enumerate(choices)]
+        return self._head | {"object": self.whole_object, "choices": results, "usage": usage(choices, self._n)}
 
     def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
         """Return the events of a delta; the first ones of a choice also if the delta is empty."""
         ids = self._with_ids and delta.token_ids
         if not (delta.events or delta.logprobs or ids or choice.finish_reason) and choice.sent:
             return b""
-        made = self.deltas(number, choice, delta)
+        chunks = self.deltas(number, choice, delta)
         choice.sent = True
-        return b"".join(events.event(self._chunk([delta])) for delta in made)
+        return b"".join(events.event(self._chunk([choice_delta])) for choice_delta in chunks)
 
     def last_events(self, choices: list[Choice]) -> bytes:
         """Return the usage, if requested, and [DONE]."""
@@ -93,8 +93,8 @@ class OpenAISerializer(Serializer):
         return last + events.DONE
 
     def _chunk(self, choices: list[dict], usage: dict | None = None) -> dict:
-        made = self._head | {"object": self.chunk_object, "choices": choices}
-        return made | {"usage": usage} if self._with_usage else made
+        chunk = self._head | {"object": self.chunk_object, "choices": choices}
+        return chunk | {"usage": usage} if self._with_usage else chunk
 
     def _token(self, token: int) -> tuple[str, bytes]:
         data = self.tokenizer.token_bytes(token)
@@ -127,8 +127,8 @@ class ChatSerializer(OpenAISerializer):
         if self.tokenizer.thinks:
             message["reasoning_content"] = delta.text(THINKING) or None
         logprobs = self._logprobs(delta.logprobs) if self._with_logprobs else None
-        made = {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _reason(choice)}
-        return self._ids(made, delta.token_ids)
+        result = {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _reason(choice)}
+        return self._ids(result, delta.token_ids)
 
     def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
         """Return one choice for text and thinking, then one for each part of a call; the last has the finish_reason."""
@@ -149,10 +149,10 @@ class ChatSerializer(OpenAISerializer):
             content = None if parts[0].get("reasoning_content") or "tool_calls" in parts[0] else ""
             parts[0] = {"role": "assistant", "content": content} | parts[0]
         logprobs = self._logprobs(delta.logprobs) if self._with_logprobs and delta.logprobs else None
-        made: list[dict] = [{"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
-        made[0] = self._ids(made[0] | {"logprobs": logprobs}, delta.token_ids)
-        made[-1]["finish_reason"] = _reason(choice)
-        return made
+        chunks: list[dict] = [{"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
+        chunks[0] = self._ids(chunks[0] | {"logprobs": logprobs}, delta.token_ids)
+        chunks[-1]["finish_reason"] = _reason(choice)
+        return chunks
 
     def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         content = [
@@ -174,16 +174,17 @@ class CompletionSerializer(OpenAISerializer):
 
     def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
         """Return a whole choice."""
-        return self._made(number, choice, delta, self._with_logprobs)
+        return self._choice(number, choice, delta, self._with_logprobs)
 
     def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
         """Return one choice with the text and the log-probabilities of a delta."""
-        return [self._made(number, choice, delta, self._with_logprobs and bool(delta.logprobs))]
+        return [self._choice(number, choice, delta, self._with_logprobs and bool(delta.logprobs))]
 
-    def _made(self, number: int, choice: Choice, delta: Delta, with_logprobs: bool) -> dict:
+    def _choice(self, number: int, choice: Choice, delta: Delta, with_logprobs: bool) -> dict:
         logprobs = self._logprobs(delta.logprobs) if with_logprobs else None
-        made = {"index": number, "text": delta.text(TEXT), "logprobs": logprobs, "finish_reason": choice.finish_reason}
-        return self._ids(made, delta.token_ids)
+        reason = choice.finish_reason
+        result = {"index": number, "text": delta.text(TEXT), "logprobs": logprobs, "finish_reason": reason}
+        return self._ids(result, delta.token_ids)
 
     def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         return {

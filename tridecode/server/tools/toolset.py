@@ -100,12 +100,12 @@ def _with_object(call: dict) -> dict:
 
 def with_short_ids(message: dict) -> dict:
     """Return a message whose call ids have nine characters, which Mistral's templates require."""
-    made = dict(message)
-    if "tool_call_id" in made:
-        made["tool_call_id"] = _short(made["tool_call_id"])
-    if "tool_calls" in made:
-        made["tool_calls"] = [call | {"id": _short(call["id"])} for call in made["tool_calls"]]
-    return made
+    result = dict(message)
+    if "tool_call_id" in result:
+        result["tool_call_id"] = _short(result["tool_call_id"])
+    if "tool_calls" in result:
+        result["tool_calls"] = [call | {"id": _short(call["id"])} for call in result["tool_calls"]]
+    return result
 
 
 def _short(name: str) -> str:
