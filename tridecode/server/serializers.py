@@ -149,7 +149,9 @@ class ChatSerializer(OpenAISerializer):
             content = None if parts[0].get("reasoning_content") or "tool_calls" in parts[0] else ""
             parts[0] = {"role": "assistant", "content": content} | parts[0]
         logprobs = self._logprobs(delta.logprobs) if self._with_logprobs and delta.logprobs else None
-        chunks: list[dict] = [{"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
+        chunks: list[dict] = [
+            {"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts
+        ]
         chunks[0] = self._ids(chunks[0] | {"logprobs": logprobs}, delta.token_ids)
         chunks[-1]["finish_reason"] = _reason(choice)
         return chunks
