@@ -47,7 +47,13 @@ class Access:
     """ASGI middleware that logs each request, without its prompt, and checks the API key."""
 
     def __init__(self, app, api_key: str | None, ended: Callable[[str, float], None]):
-        """Args: ended: called with the outcome and the seconds of every request for a generation."""
+        """Create the middleware.
+
+        Args:
+            app: the ASGI application behind it.
+            api_key: the key that requests must have; None accepts all requests.
+            ended: called with the outcome and the seconds of every request for a generation.
+        """
         self._app, self._key, self._ended = app, None if api_key is None else api_key.encode(), ended
 
     async def __call__(self, scope, receive, send) -> None:

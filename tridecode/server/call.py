@@ -77,7 +77,7 @@ class Call:
 
     async def __call__(self, scope, receive, send) -> None:
         record = scope["tridecode.record"]
-        gone = asyncio.create_task(self._watch(receive))
+        watcher = asyncio.create_task(self._watch(receive))
         try:
             await self._loop.begin(self, self._plan.requests, self._submit, self._plan.constrained)
             if self._plan.payload.stream:
@@ -94,7 +94,7 @@ class Call:
             record.outcome = outcome(problem.status)
             await self._send_error(problem, send)
         finally:
-            gone.cancel()
+            watcher.cancel()
             self._cancel()
             self._loop.remove(self)
             usages = [choice.usage for choice in self._choices]
@@ -169,6 +169,7 @@ class Call:
         return any(len(r.pieces) > read or r.failure for r, read in zip(self._requests, self._read))
 
     def _take(self, number: int) -> list[Piece]:
+        """Return the unread chunks of a request; raise its error after the last one."""
         request, read = self._requests[number], self._read[number]
         if len(request.pieces) == read and request.failure:
             raise request.failure
@@ -207,6 +208,7 @@ class Call:
     # ---- response
 
     async def _respond(self, send) -> None:
+        """Wait for all answers and send one response."""
         answers, n, left = len(self._choices), len(self._plan.params), self._plan.requests
         chunks: list[list[Piece]] = [[] for _ in range(left)]
         while left:

@@ -35,7 +35,7 @@ class Serializer:
         raise NotImplementedError
 
     def first_events(self, prompts: list[int]) -> bytes:
-        """Return the events that begin a stream. Args: prompts: number of tokens of each prompt."""
+        """Return the events that begin a stream; `prompts` contains the number of tokens of each prompt."""
         return b""
 
     def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:

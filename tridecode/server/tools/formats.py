@@ -27,12 +27,12 @@ class Format:
     """A format of tool calls.
 
     Args:
-        name: for tests and comparisons.
+        name: identifier; only "tagged" calls each have a prefix and a suffix.
         parser: class that parses the calls.
         template_words: words that a chat template of this format contains.
         call: text of an enforced call; NAME and ARGUMENTS stand for its name and its arguments.
-        prefix: text in front of an enforced call, in `mistral` and `bare` in front of all calls.
-        suffix: text after it.
+        prefix: text in front of an enforced call if the name is "tagged", else in front of the first one.
+        suffix: text after an enforced call if the name is "tagged", else after the last one.
         separator: text between two calls.
         special: special tokens in calls, which decoded text omits.
     """
@@ -79,7 +79,7 @@ def system_turn(functions: tuple[Function, ...]) -> str:
     lines = "\n".join(json.dumps(function.definition(), ensure_ascii=False) for function in functions)
     return (
         "# Tools\n\nYou may call functions to assist with the user's request. Their signatures, as JSON:\n<tools>\n"
-        f"{lines}\n</tools>\n\nFor each call write a JSON object with the function's name and its arguments separator "
+        f"{lines}\n</tools>\n\nFor each call write a JSON object with the function's name and its arguments between "
         '<tool_call> tags:\n<tool_call>\n{"name": <function-name>, "arguments": <arguments-object>}\n</tool_call>'
     )
 
