@@ -50,7 +50,7 @@ class Access:
         """Create the middleware.
 
         Args:
-            app: the ASGI application behind it.
+            app: the ASGI application that receives accepted requests.
             api_key: the key that requests must have; None accepts all requests.
             ended: called with the outcome and the seconds of every request for a generation.
         """

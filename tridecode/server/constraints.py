@@ -67,7 +67,7 @@ def parse_response_format(
 
 
 def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasoning_effort") -> dict:
-    """Return the template variable that disables thinking for a low `effort`; {} if the template has no such one.
+    """Return template variables that disable thinking for a low `effort`, if the template supports that.
 
     Args:
         name: the name of the parameter in the request, for errors.
