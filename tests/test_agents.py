@@ -232,7 +232,7 @@ def test_response_formats_in_all_apis(client, claude):
 
 WITH_TOOLS = {
     "choices": ({"choice": ["yes", "no"]}, ("yes", "no")),
-    "a_slash": ({"regex": r"a/b\/[/]\n"}, ("a/b//\n",)),
+    "regex_with_slash": ({"regex": r"a/b\/[/]\n"}, ("a/b//\n",)),
     "json_text": ({"json": '{"const": "x"}'}, ('"x"',)),
 }
 
@@ -256,25 +256,25 @@ def test_invalid_structured_outputs_are_refused(served, wrong, tools):
 
 NOT = {"not": {}}
 EXACT = {"const": 2**53 + 1}  # has no exact floating-point representation
-PLACES = {  # path, request fields with its conversation, parameter that the error names
+INVALID_FORMATS = {  # path, request fields with its conversation, parameter that the error names
     "json": ("chat/completions", {"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
     "json_text": ("completions", {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-    "a_keyword": ("responses", {"structured_outputs": {"json": NOT}}, "structured_outputs.json"),
+    "unsupported_keyword": ("responses", {"structured_outputs": {"json": NOT}}, "structured_outputs.json"),
     "regex": ("messages", {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     "choice": ("completions", {"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
     "grammar": ("responses", {"structured_outputs": {"grammar": "start: ("}}, "structured_outputs.grammar"),
-    "grammar_of_a_message": ("messages", {"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+    "grammar_in_messages": ("messages", {"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
     "grammar_with_tools": (
         "chat/completions", {"structured_outputs": {"grammar": 5}, "tools": [CHAT_TOOL]}, "structured_outputs.grammar",
     ),
-    "one_of_two": (
+    "format_or_tools": (
         "chat/completions", {"structured_outputs": {"json": NOT}, "tools": [CHAT_TOOL]},
         "structured_outputs.json or tools",
     ),
-    "a_number": (
+    "inexact_number": (
         "chat/completions", {"structured_outputs": {"json": EXACT}, "tools": [CHAT_TOOL]}, "structured_outputs.json",
     ),
-    "a_number_of_a_tool": (
+    "inexact_number_in_tool": (
         "responses", {"tools": [TOOL | {"parameters": {"items": EXACT}}], "tool_choice": "required"}, "tools",
     ),
     "text": ("responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": NOT}}}, "text.format"),
@@ -284,21 +284,21 @@ PLACES = {  # path, request fields with its conversation, parameter that the err
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path, sent, place", PLACES.values(), ids=PLACES)
-def test_invalid_response_format_names_its_parameter(served, path, sent, place):
+@pytest.mark.parametrize("path, sent, parameter", INVALID_FORMATS.values(), ids=INVALID_FORMATS)
+def test_invalid_response_format_names_its_parameter(served, path, sent, parameter):
     conversation = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(path, {"messages": CHAT})
     got = served.post(f"/v1/{path}", {"model": "m", "max_tokens": 3} | conversation | sent)
     error = got.json()["error"]
-    assert got.status_code == 400 and error["message"].startswith((f"{place}: ", f"{place} must ")), got.text
-    assert path == "messages" or error["param"] == (None if " or " in place else place)
+    assert got.status_code == 400 and error["message"].startswith((f"{parameter}: ", f"{parameter} must ")), got.text
+    assert path == "messages" or error["param"] == (None if " or " in parameter else parameter)
 
 
 def test_conflict_of_call_and_format_names_both_parameters(served):
     call = {"tools": [TOOL], "tool_choice": "required"}
-    for form, place in (({"text": {"format": {"type": "json_object"}}}, "text.format"),
-                        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex")):  # fmt: skip
+    for form, parameter in (({"text": {"format": {"type": "json_object"}}}, "text.format"),
+                            ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex")):  # fmt: skip
         got = served.post("/v1/responses", {"model": "m", "input": "x"} | call | form)
-        assert f"tool_choice requires a call, {place} a text" in got.json()["error"]["message"], got.text
+        assert f"tool_choice requires a call, {parameter} a text" in got.json()["error"]["message"], got.text
 
 
 # ---- /v1/responses
@@ -373,22 +373,22 @@ def test_empty_input_is_answered(client):
 
 FORM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
 REFUSED = {
-    "a_stored_response": ({"store": True}, "store: this server does not store responses"),
+    "store": ({"store": True}, "store: this server does not store responses"),
     "previous_response": ({"previous_response_id": "resp_1"}, "previous_response_id: this server does not store"),
-    "the_background": ({"background": True}, "background is not supported"),
-    "an_image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
-    "an_unknown_item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: expected a message"),
-    "an_unknown_parameter": ({"extra_body": {"inputs": 1}}, "did you mean input?"),
+    "background": ({"background": True}, "background is not supported"),
+    "image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
+    "unknown_item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: expected a message"),
+    "unknown_parameter": ({"extra_body": {"inputs": 1}}, "did you mean input?"),
     "unknown_field_of_text": ({"text": {"fromat": {}}}, "text: object contains unknown field fromat"),
     "unknown_field_of_reasoning": ({"reasoning": {"efort": "low"}}, "reasoning: object contains unknown field"),
     "format_is_number": ({"text": {"format": 5}}, "text.format: expected object"),
     "unknown_format_type": ({"text": {"format": {"type": "xml"}}}, "text.format: expected type text"),
-    "a_format_without_a_schema": (
+    "format_without_schema": (
         {"text": {"format": {"type": "json_schema", "name": "x"}}}, 'json_schema with {"name": ..., "schema": {...}}',
     ),
-    "two_forms": ({"text": {"format": FORM}, "extra_body": {"structured_outputs": {"regex": "x"}}}, "set one of them"),
-    "no_tokens": ({"max_output_tokens": 0}, "max_output_tokens must be an integer from 1"),
-    "two_counts": ({"max_output_tokens": 3, "extra_body": {"max_tokens": 4}}, "max_tokens and max_output_tokens have"),
+    "two_formats": ({"text": {"format": FORM}, "extra_body": {"structured_outputs": {"regex": "x"}}}, "set one of"),
+    "zero_max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens must be an integer from 1"),
+    "two_maxima": ({"max_output_tokens": 3, "extra_body": {"max_tokens": 4}}, "max_tokens and max_output_tokens have"),
     "return_token_ids": ({"extra_body": {"return_token_ids": True}}, "a response cannot contain them"),
     "unknown_tool_choice": ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: expected auto, none"),
 }  # fmt: skip
@@ -516,8 +516,8 @@ def test_stop_sequence_is_reported(claude, answer, stops, text, stopped):
 
 
 MESSAGES_REFUSED = {
-    "no_maximum": ({}, "max_tokens is required"),
-    "an_image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}, "reads text only"),
+    "no_max_tokens": ({}, "max_tokens is required"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}, "reads text only"),
     "no_messages": ({"messages": [], "max_tokens": 1}, "messages: expected from 1"),
     "last_message_of_assistant": (
         {"messages": [*CHAT, {"role": "assistant", "content": "I"}], "max_tokens": 1}, "the last message must be",
@@ -526,7 +526,7 @@ MESSAGES_REFUSED = {
     "unknown_field_of_output_config": ({"output_config": {"fromat": 1}, "max_tokens": 1}, "output_config: object"),
     "too_many_stops": ({"stop_sequences": ["a"] * 99, "max_tokens": 1}, "stop_sequences: at most 16 strings"),
     "two_lists_of_stops": ({"stop_sequences": ["a"], "stop": ["b"], "max_tokens": 1}, "stop and stop_sequences have"),
-    "two_forms": (
+    "two_formats": (
         {"output_config": {"format": FORM}, "response_format": {"type": "json_object"}, "max_tokens": 1}, "set one",
     ),
     "return_token_ids": ({"return_token_ids": True, "max_tokens": 1}, "a message cannot contain them"),
