@@ -100,12 +100,13 @@ def main() -> None:
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     page, url = Page(), f"http://127.0.0.1:{PORT}"
     page.lines += [
-        "# Sessions of the clients",
+        "# Client sessions",
         "",
-        "Written by [record_agents.py](record_agents.py): rounds with a tool as the Python clients of OpenAI "
+        "Recorded by [record_agents.py](record_agents.py): sessions with a tool call of the Python clients of OpenAI "
         f"({version('openai')}) and",
-        f"Anthropic ({version('anthropic')}) play them against `tridecode serve` with the bundled model, which is held",
-        "to its calls. Each line is what a client made of an answer, or of an event, cut at 400 characters.",
+        f"Anthropic ({version('anthropic')}) with `tridecode serve` and the bundled model, whose calls are forced by "
+        "`tool_choice`. Each line is an",
+        "answer or an event as the client returned it, truncated to 400 characters.",
     ]
     try:
         for _ in range(600):

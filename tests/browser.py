@@ -1,4 +1,4 @@
-"""A headless Chromium over its DevTools pipe: pages, what they show, keys typed and pictures."""
+"""A headless Chromium, controlled over its DevTools pipe."""
 
 import base64
 import json
@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-OPTIONS = (  # no sandbox of its own: it cannot make one for root, or within a container
+OPTIONS = (  # without its sandbox, which Chromium cannot create as root or in a container
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-extensions", "--remote-debugging-pipe",
 )  # fmt: skip
@@ -18,12 +18,12 @@ KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
 
 
 class Browser:
-    """One page. Every wait is bounded."""
+    """One page of a browser. Every wait has a timeout."""
 
     def __init__(self, process, to, back):
         self._process, self._to, self._back = process, to, back
         self._rest, self._number, self._session = b"", 0, None
-        self.told: list[str] = []  # by the console and of uncaught errors
+        self.errors: list[str] = []  # messages of the console's log and uncaught errors
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -35,10 +35,10 @@ class Browser:
         message |= {"sessionId": self._session} if self._session else {}
         os.write(self._to, json.dumps(message).encode() + b"\0")
         end = time.monotonic() + 30
-        while (found := self._read(end)).get("id") != self._number:
-            self._event(found)
-        assert "error" not in found, (method, found)
-        return found["result"]
+        while (message := self._read(end)).get("id") != self._number:
+            self._event(message)
+        assert "error" not in message, (method, message)
+        return message["result"]
 
     def _read(self, end: float) -> dict:
         while b"\0" not in self._rest:
@@ -49,12 +49,12 @@ class Browser:
         message, self._rest = self._rest.split(b"\0", 1)
         return json.loads(message)
 
-    def _event(self, found: dict) -> None:
-        if found.get("method") == "Runtime.exceptionThrown":
-            details = found["params"]["exceptionDetails"]
-            self.told.append(details.get("exception", {}).get("description") or details["text"])
-        elif found.get("method") == "Log.entryAdded":
-            self.told.append(found["params"]["entry"]["text"])
+    def _event(self, message: dict) -> None:
+        if message.get("method") == "Runtime.exceptionThrown":
+            details = message["params"]["exceptionDetails"]
+            self.errors.append(details.get("exception", {}).get("description") or details["text"])
+        elif message.get("method") == "Log.entryAdded":
+            self.errors.append(message["params"]["entry"]["text"])
 
     def open(self, url: str) -> None:
         self._call("Page.navigate", url=url)
@@ -66,7 +66,7 @@ class Browser:
         self.until("document.readyState === 'complete' && !window.before")
 
     def run(self, code: str):
-        """The value of an expression in the page, a promise's too."""
+        """Return the value of an expression in the page, or of the promise that it returns."""
         done = self._call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
@@ -74,11 +74,11 @@ class Browser:
     def until(self, code: str, seconds: float = 20) -> None:
         end = time.monotonic() + seconds
         while not self.run(code):
-            assert time.monotonic() < end, (code, self.run("document.body.innerText"), self.told)
+            assert time.monotonic() < end, (code, self.run("document.body.innerText"), self.errors)
             time.sleep(0.02)
 
     def type(self, text: str) -> None:
-        """Into whatever has the focus."""
+        """Insert text into the focused element."""
         self._call("Input.insertText", text=text)
 
     def press(self, key: str, shift: bool = False) -> None:
@@ -94,7 +94,7 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", media="screen", features=scheme)
 
     def picture(self) -> bytes:
-        """What the window shows, as PNG."""
+        """Return a screenshot of the window as PNG."""
         return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def allow_clipboard(self, url: str) -> None:
@@ -104,10 +104,10 @@ class Browser:
 
 @contextmanager
 def browser(directory):
-    """A browser whose files are in `directory`."""
-    ours, theirs = os.pipe(), os.pipe()  # its file descriptor 3 is read, 4 is written
+    """Run a browser whose profile is in `directory`."""
+    ours, theirs = os.pipe(), os.pipe()  # Chromium reads file descriptor 3 and writes 4
     command = [CHROMIUM, *OPTIONS, f"--user-data-dir={directory}"]
-    # The shell puts the pipes where Chromium looks for them.
+    # The shell assigns the pipes to the file descriptors that Chromium uses.
     shell = f'exec "$0" "$@" 3<&{ours[0]} 4>&{theirs[1]}'
     process = subprocess.Popen(
         ["bash", "-c", shell, *command], pass_fds=(ours[0], theirs[1]), stdout=subprocess.DEVNULL,
@@ -118,7 +118,7 @@ def browser(directory):
     try:
         yield Browser(process, ours[1], theirs[0])
     finally:
-        os.close(ours[1])  # it ends with its pipe
+        os.close(ours[1])  # Chromium exits when its pipe closes
         os.close(theirs[0])
         try:
             process.wait(10)

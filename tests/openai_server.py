@@ -1,4 +1,4 @@
-"""A small server with OpenAI's API and known delays, for the tests of the client that measures servers."""
+"""A small server with OpenAI's API and known delays, for tests of clients."""
 
 import asyncio
 import json
@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class FakeServer:
-    """Answers `tokens` (or max_tokens) words: the first after `first` seconds, the others `gap` after one another.
+    """A server whose answers have known lengths and delays.
 
-    behave: of the request of that number (from 0, warm-up too) "ok", or how it goes wrong; see `respond`.
+    Args:
+        first: seconds before the first word.
+        gap: seconds between words.
+        tokens: words of an answer; None uses max_tokens of the request.
+        behave: number of a request (from 0, including warm-up) -> "ok" or a failure; see `respond`.
     """
 
     first: float = 0.0
@@ -21,7 +25,7 @@ class FakeServer:
     behave: object = lambda number: "ok"
     got: list = field(default_factory=list)  # (time, path, headers, body) of each POST
     running: int = 0
-    most: int = 0  # running at once
+    most: int = 0  # maximum of `running`
 
     def __enter__(self):
         self._loop = asyncio.new_event_loop()
@@ -59,7 +63,7 @@ class FakeServer:
                 if method == "GET":
                     names = ("a-model", "another")
                     models = {"object": "list", "data": [{"id": name, "owned_by": self.owner} for name in names]}
-                    whole(writer, 200, models if path == "/v1/models" else {})
+                    respond_json(writer, 200, models if path == "/v1/models" else {})
                     continue
                 self.got.append((time.perf_counter(), path, headers, json.loads(body)))
                 self.running += 1
@@ -75,19 +79,19 @@ class FakeServer:
             writer.close()
 
     async def respond(self, writer, number, path, body) -> bool:
-        """Whether the connection goes on."""
+        """Answer a request and return whether the connection stays open."""
         how = self.behave(number)
         if how == "500":
-            whole(writer, 500, {"error": {"message": "out of luck", "type": "server_error", "code": None}})
+            respond_json(writer, 500, {"error": {"message": "out of luck", "type": "server_error", "code": None}})
             return True
         if how == "503":
-            whole(writer, 503, {"error": {"message": "256 requests wait already"}}, b"retry-after: 2\r\n")
+            respond_json(writer, 503, {"error": {"message": "256 requests wait already"}}, b"retry-after: 2\r\n")
             return True
         if how == "401":
-            whole(writer, 401, {"error": "no key"})
+            respond_json(writer, 401, {"error": "no key"})
             return True
         if how == "text":
-            whole(writer, 502, b"<html>Bad gateway</html>")
+            respond_json(writer, 502, b"<html>Bad gateway</html>")
             return True
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         chat = path.endswith("/chat/completions")
@@ -96,10 +100,10 @@ class FakeServer:
             event(writer, choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
         chunk(writer, b": keep-alive\n\n")
         await asyncio.sleep(self.first)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for i in range(tokens):
-            await asyncio.sleep(begun + i * self.gap - time.perf_counter())
-            if writer.is_closing():  # the client has gone
+            await asyncio.sleep(start + i * self.gap - time.perf_counter())
+            if writer.is_closing():  # the client disconnected
                 return False
             if i == tokens // 2 and how == "cut":
                 return False
@@ -112,9 +116,9 @@ class FakeServer:
             event(writer, choices=[{"index": 0} | ({"delta": {"content": " word"}} if chat else {"text": " word"})])
         event(writer, choices=[{"index": 0, "finish_reason": "length"} | ({"delta": {}} if chat else {"text": ""})])
         prompt = body.get("prompt", body.get("messages"))
-        given = len(prompt) if isinstance(prompt, list) and not chat else 7
+        prompt_tokens = len(prompt) if isinstance(prompt, list) and not chat else 7
         if how != "no usage":
-            event(writer, choices=[], usage={"prompt_tokens": given, "completion_tokens": tokens})
+            event(writer, choices=[], usage={"prompt_tokens": prompt_tokens, "completion_tokens": tokens})
         chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         return True
@@ -122,7 +126,7 @@ class FakeServer:
 
 def event(writer, **fields):
     data = json.dumps({"id": "cmpl-1", "object": "chunk", "created": 1, "model": "a-model"} | fields)
-    half = len(data) // 2  # an event may come in pieces
+    half = len(data) // 2  # clients must accept events in parts
     chunk(writer, f"data: {data[:half]}".encode())
     chunk(writer, f"{data[half:]}\n\n".encode())
 
@@ -131,6 +135,6 @@ def chunk(writer, data: bytes):
     writer.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-def whole(writer, status, body, headers=b""):
+def respond_json(writer, status, body, headers=b""):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     writer.write(b"HTTP/1.1 %d X\r\n%bcontent-length: %d\r\n\r\n%b" % (status, headers, len(data), data))

@@ -1,4 +1,4 @@
-"""Servers for tests: one in a thread of this process, over an engine that the test can look at, and clients."""
+"""A server for tests in a thread of the test's process, and clients."""
 
 import asyncio
 import json
@@ -18,9 +18,9 @@ from tridecode.server.settings import Settings
 CHAT = [{"role": "user", "content": "What is 17 + 25?"}]
 ANSWER = "17 + 25 = 42."
 GREEDY = {"model": "bundled", "messages": CHAT, "temperature": 0}
-LONG = {"model": "bundled", "prompt": "Once upon a time", "ignore_eos": True}  # to the end of the context
+LONG = {"model": "bundled", "prompt": "Once upon a time", "ignore_eos": True}  # runs to the end of the context
 
-# Of 127.0.0.1, by itself, for a hundred years; it guards nothing.
+# Self-signed certificate for 127.0.0.1, valid for a hundred years; it protects no data.
 CERTIFICATE = """\
 -----BEGIN CERTIFICATE-----
 MIIBnDCCAUGgAwIBAgIUOf1z+weH7gKoinzKUzHM4eGqe9owCgYIKoZIzj0EAwIw
@@ -53,7 +53,7 @@ ED25519_KEY = """\
 MC4CAQAwBQYDK2VwBCIEILqPKnWh4Rj0SKZ4vdrGQ+zrzDhqyaOpc3Uwb/H7vQDc
 -----END PRIVATE KEY-----
 """
-# KEY, by a pass phrase.
+# KEY, encrypted with a pass phrase.
 ENCRYPTED_KEY = """\
 -----BEGIN ENCRYPTED PRIVATE KEY-----
 MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAjyXwANMKeL5gICCAAw
@@ -66,7 +66,11 @@ sDijSrbdkEPihrHPVbSg81ZNQe+hpjGbHRwatXNH0yzaKEMPbygzbpNq2/VbCGg=
 
 
 class Running:
-    """A server on a port of its own. settings: those of Settings beside the model's name."""
+    """A server on a free port.
+
+    Args:
+        settings: fields of Settings; the model's name is "bundled" by default.
+    """
 
     def __init__(self, engine: Engine, **settings):
         self.engine = engine
@@ -102,17 +106,20 @@ class Running:
         assert not self._thread.is_alive()
 
     def client(self, **options) -> openai.OpenAI:
+        """Return OpenAI's client for this server."""
         return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0} | options)
 
     def post(self, path: str, body, **options) -> httpx.Response:
+        """Send a POST request with bytes, or with a value as JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return httpx.post(f"{self.url}{path}", content=content, timeout=60, **options)
 
     def get(self, path: str, **options) -> httpx.Response:
+        """Send a GET request."""
         return httpx.get(f"{self.url}{path}", timeout=60, **options)
 
     def metric(self, name: str, label: str = "") -> float:
-        """The sum over the labels of a metric, or those lines of it that have a label like 'outcome="stop"'."""
+        """Return the sum of a metric over its labels, or over the samples with a label like 'outcome="stop"'."""
         lines = self.get("/metrics").text.splitlines()
         lines = [line for line in lines if line.startswith(f"tridecode:{name}" + "{") and label in line]
         assert lines, name
@@ -120,13 +127,14 @@ class Running:
 
     @contextmanager
     def stream(self, body: dict, path: str = "/v1/completions", **options):
+        """Send a request for a stream and yield its response."""
         timeout = httpx.Timeout(60)
         with httpx.stream("POST", f"{self.url}{path}", json=body | {"stream": True}, timeout=timeout, **options) as got:
             yield got
 
 
 def until(true, seconds: float = 20) -> None:
-    """Wait until true() is."""
+    """Wait until `true()` returns a true value."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end
@@ -134,17 +142,17 @@ def until(true, seconds: float = 20) -> None:
 
 
 def slow_passes(engine: Engine, monkeypatch, seconds: float = 0.01) -> None:
-    """Make sure that what talks to the context's end does so for a while."""
+    """Delay each pass, so that requests to the end of the context run long enough for a test."""
     replay = engine.steps.replay
     monkeypatch.setattr(engine.steps, "replay", lambda *args: (time.sleep(seconds), replay(*args)))
 
 
 def events(lines) -> list:
-    """What the events of a stream hold, [DONE] and comments included."""
-    found = []
+    """Return the data of a stream's events, including [DONE] and comments."""
+    data = []
     for line in lines:
         if line.startswith("data: "):
-            found.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
+            data.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
         elif line:
-            found.append(line)
-    return found
+            data.append(line)
+    return data

@@ -1,4 +1,4 @@
-"""The page at /: who may have it and what it may load, and in a headless Chromium that it chats."""
+"""The chat page at /: its headers and content, and its behavior in a headless Chromium."""
 
 import json
 import re
@@ -28,44 +28,46 @@ def served(engine):
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
-    with browser(tmp_path_factory.mktemp("chromium")) as found:
-        yield found
+    with browser(tmp_path_factory.mktemp("chromium")) as running:
+        yield running
 
 
 @pytest.fixture
 def chat(chromium, served):
-    """The page, with the model's name and nothing said yet."""
+    """The page with an empty conversation, after it has received the model's name."""
     chromium.window(900, 700)
     chromium.open(served.url)
     chromium.run("sessionStorage.clear(); turns = []; for (const name of OPTIONS) $(name).value = ''")
     chromium.reload()
     chromium.until("model")
-    chromium.told.clear()
+    chromium.errors.clear()
     yield chromium
-    assert chromium.told == [], "errors, or what the policy refused"
+    assert chromium.errors == [], "errors in scripts, or requests that the policy refused"
 
 
 def ask(chat, text):
+    """Type a message and send it."""
     chat.until("document.activeElement.id === 'input'")
     chat.type(text)
     chat.press("Enter")
 
 
 def answered(chat, number=1):
+    """Wait for the end of the answer with this number and return its text."""
     chat.until(f"!running && document.querySelectorAll('.stats').length === {number}")
     return chat.run("[...document.querySelectorAll('.answer, .assistant')].at(-1).innerText")
 
 
 def shown(chat, text):
-    """The nodes that Markdown becomes, written as HTML."""
+    """Return the HTML of the nodes that the page makes of Markdown."""
     code = f"(() => {{ const node = document.createElement('div'); show(node, {json.dumps(text)}); return node"
     return chat.run(f"{code}.innerHTML }})()")
 
 
-# ---- what is sent
+# ---- the document
 
 
-def test_the_page_is_one_document_with_nothing_from_outside():
+def test_page_is_one_document_without_external_resources():
     html, headers = page()
     text = html.decode()
     assert not re.search(r"<(img|iframe|object|embed|base)\b|\bsrc=|@import|\burl\(|\bon\w+=", text)
@@ -76,13 +78,13 @@ def test_the_page_is_one_document_with_nothing_from_outside():
     assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 3
 
 
-def test_nothing_turns_text_into_markup():
+def test_scripts_never_assign_markup():
     for script in STATIC.glob("*.js"):
         ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\("
         assert not re.search(ways, script.read_text())
 
 
-def test_the_page_needs_no_key_and_what_it_asks_does(engine):
+def test_page_needs_no_key_but_its_requests_do(engine):
     with Running(engine, api_key="right") as running:
         got = running.get("/")
         assert got.status_code == 200 and got.headers["content-type"] == "text/html; charset=utf-8"
@@ -95,7 +97,7 @@ def test_the_page_needs_no_key_and_what_it_asks_does(engine):
 
 
 @in_chromium
-def test_a_chat_streams_with_its_statistics(chat, served):
+def test_chat_streams_and_shows_statistics(chat, served):
     chat.run("$('temperature').value = '0'")
     ask(chat, QUESTION)
     assert answered(chat) == ANSWER
@@ -108,22 +110,22 @@ def test_a_chat_streams_with_its_statistics(chat, served):
 
 
 @in_chromium
-def test_shift_enter_begins_a_line_and_a_system_message_is_sent(chat, served, monkeypatch):
-    found, encode = [], served.engine.tokenizer.encode_chat
-    spy = lambda messages, *rest, **more: (found.append(messages), encode(messages, *rest, **more))[1]  # noqa: E731
+def test_shift_enter_inserts_newline_and_system_message_is_sent(chat, served, monkeypatch):
+    sent, encode = [], served.engine.tokenizer.encode_chat
+    spy = lambda messages, *rest, **more: (sent.append(messages), encode(messages, *rest, **more))[1]  # noqa: E731
     monkeypatch.setattr(served.engine.tokenizer, "encode_chat", spy)
     chat.run("$('system').value = 'Be brief.'; $('max_tokens').value = '3'; $('input').focus()")
     chat.type("Hello")
     chat.press("Enter", shift=True)
     ask(chat, "there")
     answered(chat)
-    assert found == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello\nthere"}]]
-    assert chat.run("document.querySelector('.stats').textContent").endswith("or the context's end was reached")
+    assert sent == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello\nthere"}]]
+    assert chat.run("document.querySelector('.stats').textContent").endswith("or the end of the context")
 
 
 @in_chromium
 @pytest.mark.parametrize("stop", ["Escape", "button"])
-def test_an_answer_is_stopped_and_kept(chat, served, monkeypatch, stop):
+def test_stopped_answer_is_kept(chat, served, monkeypatch, stop):
     with monkeypatch.context() as slowly:
         slow_passes(served.engine, slowly, 0.05)
         ask(chat, "Tell me a short story about a snail.")
@@ -140,7 +142,7 @@ def test_an_answer_is_stopped_and_kept(chat, served, monkeypatch, stop):
 
 
 @in_chromium
-def test_a_conversation_outlives_a_reload_and_new_chat_ends_it(chat):
+def test_conversation_survives_reload_until_new_chat(chat):
     chat.run("$('temperature').value = '0'")
     ask(chat, "Hi, I'm Nora!")
     first = answered(chat)
@@ -156,11 +158,11 @@ def test_a_conversation_outlives_a_reload_and_new_chat_ends_it(chat):
 
 
 @in_chromium
-def test_an_error_is_one_line_with_a_retry(chat):
+def test_error_is_one_line_with_retry(chat):
     chat.run("$('temperature').value = 'warm'")
     ask(chat, QUESTION)
     chat.until("!$('failed').hidden && !running")
-    assert chat.run("$('error').textContent").startswith("temperature: expected float") and chat.told.pop()
+    assert chat.run("$('error').textContent").startswith("temperature: expected float") and chat.errors.pop()
     assert chat.run("$('input').value") == QUESTION and chat.run("$('log').innerText") == ""
     chat.run("$('temperature').value = '0'; $('retry').click()")
     assert answered(chat) == ANSWER
@@ -168,7 +170,7 @@ def test_an_error_is_one_line_with_a_retry(chat):
 
 
 @in_chromium
-def test_a_server_that_is_gone_keeps_the_conversation(chromium, engine):
+def test_conversation_survives_server_stop(chromium, engine):
     with Running(engine) as running:
         chromium.open(running.url)
         chromium.until("model")
@@ -176,13 +178,13 @@ def test_a_server_that_is_gone_keeps_the_conversation(chromium, engine):
         answered(chromium)
     ask(chromium, QUESTION)
     chromium.until("!$('failed').hidden && !running")
-    assert chromium.run("$('error').textContent") == "the server cannot be reached, or went away"
+    assert chromium.run("$('error').textContent") == "the server is not reachable, or the connection was lost"
     assert chromium.run("turns.length") == 1 and chromium.run("$('input').value") == QUESTION
-    chromium.told.clear()
+    chromium.errors.clear()
 
 
 @in_chromium
-def test_a_key_is_asked_for_and_kept_for_the_tab(chromium, engine):
+def test_page_requests_key_and_stores_it_for_the_tab(chromium, engine):
     with Running(engine, api_key="right") as running:
         chromium.open(running.url)
         chromium.until("!$('keyed').hidden && document.activeElement.id === 'key'")
@@ -195,15 +197,15 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(chromium, engine):
         ask(chromium, "Hi")
         assert answered(chromium)
         assert chromium.run("localStorage.length") == 0 and chromium.run("document.cookie") == ""
-    chromium.told.clear()
+    chromium.errors.clear()
 
 
 def answers(chat, status, body, headers=None):
-    """The next request is answered so, `body` in pieces of a few bytes."""
+    """Make the page receive this response to its next request, with the body in parts of a few bytes."""
     chat.run(f"""
-        window.asks ??= request;
+        window.originalRequest ??= request;
         request = async () => {{
-          request = window.asks;
+          request = window.originalRequest;
           const bytes = new TextEncoder().encode({json.dumps(body)}), body = new ReadableStream({{start(to) {{
             for (let i = 0; i < bytes.length; i += 7) to.enqueue(bytes.slice(i, i + 7));
             to.close();
@@ -214,12 +216,13 @@ def answers(chat, status, body, headers=None):
 
 
 def stream(*choices, **last):
+    """Return the events of chunks with these choices, and of a last chunk with these fields."""
     lines = [json.dumps({"choices": [choice]}) for choice in choices] + ([json.dumps(last)] if last else [])
     return "".join(f"data: {line}\n\n: keep-alive\n\n" for line in lines)
 
 
 @in_chromium
-def test_thinking_is_folded_away_above_the_answer(chat):
+def test_thinking_is_collapsed_above_the_answer(chat):
     thoughts = [{"reasoning_content": text} for text in ("Hm, ", "42\u00e9?")]
     deltas = [*thoughts, {"content": "It is"}, {"content": " **42**."}]
     usage = {"prompt_tokens": 9, "completion_tokens": 5}
@@ -234,19 +237,19 @@ def test_thinking_is_folded_away_above_the_answer(chat):
 
 
 @in_chromium
-@pytest.mark.parametrize("status, body, headers, says", [
+@pytest.mark.parametrize("status, body, headers, message", [
     (503, json.dumps({"error": {"message": "the queue is full"}}), {"Retry-After": "2"},
-     "the queue is full; it can be asked again in 2 s (503)"),
+     "the queue is full; retry after 2 s (503)"),
     (502, "<html>Bad gateway</html>", {}, "an error (502)"),
     (200, stream({"delta": {"content": "Half"}}, error={"message": "the engine died"}), {}, "the engine died"),
-    (200, stream({"delta": {"content": "Half"}}), {}, "the answer was cut off: its stream ended early"),
-    (200, "data: {\n\n", {}, "the server's answer cannot be read"),
+    (200, stream({"delta": {"content": "Half"}}), {}, "the answer is incomplete: its stream ended early"),
+    (200, "data: {\n\n", {}, "the answer of the server is not valid"),
 ])  # fmt: skip
-def test_an_answer_that_fails_is_not_kept(chat, status, body, headers, says):
+def test_failed_answer_is_dropped_and_can_be_retried(chat, status, body, headers, message):
     answers(chat, status, body, headers)
     ask(chat, QUESTION)
     chat.until("!$('failed').hidden && !running")
-    assert chat.run("$('error').textContent") == says
+    assert chat.run("$('error').textContent") == message
     assert chat.run("turns.length") == 0 and chat.run("$('input').value") == QUESTION
     chat.run("$('temperature').value = '0'; $('retry').click()")
     assert answered(chat) == ANSWER
@@ -280,10 +283,10 @@ def test_markdown(chat, text):
 
 @in_chromium
 @pytest.mark.parametrize("text", ["```python\na = '<b>'\n```\nafter", "```python\na = '<b>'", "~~~\na = '<b>'\n~~~"])
-def test_code_has_a_button_that_copies_it(chat, served, text):
-    made = shown(chat, text)
+def test_code_block_has_copy_button(chat, served, text):
+    html = shown(chat, text)
     block = '<div class="block"><pre><code>a = \'&lt;b&gt;\'</code></pre><button type="button">Copy</button></div>'
-    assert made == block + ("<p>after</p>" if text.endswith("after") else "")
+    assert html == block + ("<p>after</p>" if text.endswith("after") else "")
     chat.allow_clipboard(served.url)
     chat.run(f"(() => {{ const node = make('div'); $('log').append(node); show(node, {json.dumps(text)}) }})()")
     chat.run("document.querySelector('.block button').click()")
@@ -302,19 +305,19 @@ UNTRUSTED = [
 
 @in_chromium
 @pytest.mark.parametrize("text", UNTRUSTED)
-def test_what_a_model_writes_is_no_markup(chat, text):
-    made = shown(chat, text)
-    tags = set(re.findall(r"<(\w+)", made))
+def test_model_output_never_becomes_markup(chat, text):
+    html = shown(chat, text)
+    tags = set(re.findall(r"<(\w+)", html))
     assert tags <= {"p", "a", "div", "pre", "code", "button", "table", "thead", "tbody", "tr", "th", "td"}
     code = f"(() => {{ const node = make('div'); show(node, {json.dumps(text)});"
     code += " return [...node.querySelectorAll('*')].flatMap(each => each.getAttributeNames()) })()"
     assert set(chat.run(code)) <= {"class", "href", "title", "target", "rel", "type"}
-    assert "\u202e" not in made and not chat.run("window.hit")
-    assert all(href.startswith("https://example.com/") for href in re.findall(r'href="([^"]*)"', made))
+    assert "\u202e" not in html and not chat.run("window.hit")
+    assert all(href.startswith("https://example.com/") for href in re.findall(r'href="([^"]*)"', html))
 
 
 @in_chromium
-def test_links_say_where_they_lead_and_tell_nothing(chat):
+def test_links_show_target_and_send_no_referrer(chat):
     href = "https://example.com/a_b_c"
     link = f'<a href="{href}" title="{href}" target="_blank" rel="noopener noreferrer nofollow">'
     assert shown(chat, f"[x]({href}) and {href}.") == f"<p>{link}x</a> and {link}{href}</a>.</p>"
@@ -331,13 +334,13 @@ LONG = {
 
 @in_chromium
 @pytest.mark.parametrize("name", LONG)
-def test_no_text_takes_long(chat, name):
-    code = f"(() => {{ const begun = performance.now(); show(make('div'), {json.dumps(LONG[name])});"
-    assert chat.run(f"{code} return performance.now() - begun }})()") < 3000
+def test_pathological_text_renders_quickly(chat, name):
+    code = f"(() => {{ const start = performance.now(); show(make('div'), {json.dumps(LONG[name])});"
+    assert chat.run(f"{code} return performance.now() - start }})()") < 3000
 
 
 @in_chromium
-def test_a_text_that_grows_ends_as_the_whole_one(chat):
+def test_incremental_rendering_equals_whole_rendering(chat):
     text = "# A\n\n- a\n  - b\n\n```py\nx\n```\n\n|a|b|\n|-|-|\n|1|2|\n\nend **b**\n"
     code = f"(() => {{ const node = make('div'), text = {json.dumps(text)};"
     code += " for (let i = 0; i <= text.length; i++) show(node, text.slice(0, i)); return node.innerHTML })()"
@@ -346,22 +349,22 @@ def test_a_text_that_grows_ends_as_the_whole_one(chat):
 
 @in_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_all_of_it_in_both_schemes(chat, scheme):
+def test_phone_layout_in_both_color_schemes(chat, scheme):
     chat.window(320, 600, scheme, phone=True)
     text = f"{'w' * 300}\n\n```\n{'c' * 300}\n```\n\n|{'|'.join(['cell'] * 30)}|\n|{'-|' * 30}"
-    chat.run(f"draw({{asked: 'a', thought: '', answer: {json.dumps(text)}, stats: ''}})")
+    chat.run(f"draw({{question: 'a', thought: '', answer: {json.dumps(text)}, stats: ''}})")
     assert chat.run("document.documentElement.scrollWidth") <= 320
     light = chat.run("getComputedStyle(document.documentElement).backgroundColor") == "rgb(251, 250, 248)"
     assert light == (scheme == "light")
 
 
 @in_chromium
-def test_it_works_from_the_keyboard(chat):
-    reached = []
+def test_keyboard_navigation_and_labels(chat):
+    focused = []
     chat.run("$('new').focus()")
     for _ in range(3):
         chat.press("Tab")
-        reached.append(chat.run("document.activeElement.id || document.activeElement.tagName"))
-    assert reached == ["SUMMARY", "input", "send"]
-    ask_again = "Array.from(document.querySelectorAll('button, input, textarea')).every(node => node.textContent.trim()"
-    assert chat.run(f"{ask_again} || node.ariaLabel || node.labels?.length)")
+        focused.append(chat.run("document.activeElement.id || document.activeElement.tagName"))
+    assert focused == ["SUMMARY", "input", "send"]
+    labeled = "Array.from(document.querySelectorAll('button, input, textarea')).every(node => node.textContent.trim()"
+    assert chat.run(f"{labeled} || node.ariaLabel || node.labels?.length)")

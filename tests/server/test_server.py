@@ -1,4 +1,4 @@
-"""The HTTP server over the bundled model: OpenAI's client on each endpoint, what is refused, and who may ask."""
+"""The HTTP server with the bundled model: endpoints, invalid requests, and access."""
 
 import json
 import logging
@@ -35,20 +35,20 @@ def client(served):
     return served.client()
 
 
-def strict(model, made):
-    """The client builds its objects without looking; this one looks."""
+def strict(model, received):
+    """Validate an object of the client, which does not validate responses itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = model.model_validate(made.model_dump(), strict=True)
+        validated = model.model_validate(received.model_dump(), strict=True)
     required = {name for name, field in model.model_fields.items() if field.is_required()}
-    assert required <= made.model_fields_set
-    return found
+    assert required <= received.model_fields_set
+    return validated
 
 
 # ---- answers
 
 
-def test_a_chat_is_answered(client, served):
+def test_chat(client, served):
     got = client.chat.completions.create(**GREEDY)
     strict(ChatCompletion, got)
     [choice] = got.choices
@@ -61,7 +61,7 @@ def test_a_chat_is_answered(client, served):
     assert got.model == "bundled" and got.id.startswith("chatcmpl-")
 
 
-def test_a_chat_streams_with_its_role_on_the_first_token(client):
+def test_chat_stream_sends_role_with_first_token(client):
     chunks = list(client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
     for chunk in chunks:
         strict(ChatCompletionChunk, chunk)
@@ -75,36 +75,36 @@ def test_a_chat_streams_with_its_role_on_the_first_token(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_prompt_becomes_a_list_of_numbers(client, served, monkeypatch, stream):
-    """A long one would cost memory and time at each; a chat that may think, or is held to a form, reads its end."""
+def test_prompt_ids_stay_packed(client, served, monkeypatch, stream):
+    """Lists of ids would cost memory and time for long prompts; checks for thinking and formats read only their end."""
     monkeypatch.setattr(served.engine.tokenizer, "thinks", True)
-    monkeypatch.setattr(Encoded, "ids", property(lambda self: pytest.fail("all ids became numbers")))
+    monkeypatch.setattr(Encoded, "ids", property(lambda self: pytest.fail("all ids became a list")))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}
     assert list(client.chat.completions.create(**GREEDY, response_format=form, max_tokens=8, stream=stream))
 
 
-def test_a_stream_without_usage_has_no_such_field_and_ends_with_done(served):
+def test_stream_without_usage_omits_field_and_ends_with_done(served):
     with served.stream(GREEDY, "/v1/chat/completions") as got:
         assert got.headers["content-type"].startswith("text/event-stream")
         *chunks, done = events(got.iter_lines())
     assert done == "[DONE]" and all("usage" not in chunk for chunk in chunks) and chunks[-1]["choices"]
 
 
-def test_several_answers_have_seeds_of_their_own(client):
-    asked = GREEDY | {"temperature": 3, "seed": 7, "max_tokens": 12}
-    got = client.chat.completions.create(**asked, n=3)
+def test_answers_of_one_request_use_consecutive_seeds(client):
+    payload = GREEDY | {"temperature": 3, "seed": 7, "max_tokens": 12}
+    got = client.chat.completions.create(**payload, n=3)
     texts = [choice.message.content for choice in got.choices]
     assert [choice.index for choice in got.choices] == [0, 1, 2] and len(set(texts)) == 3
-    alone = client.chat.completions.create(**asked | {"seed": 8})
+    alone = client.chat.completions.create(**payload | {"seed": 8})
     assert alone.choices[0].message.content == texts[1]
     assert got.usage.prompt_tokens == alone.usage.prompt_tokens
     streamed = [""] * 3
-    for chunk in client.chat.completions.create(**asked, n=3, stream=True):
+    for chunk in client.chat.completions.create(**payload, n=3, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert streamed == texts
 
 
-def test_logprobs_of_a_chat(client):
+def test_chat_logprobs(client):
     got = client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=2)
     strict(ChatCompletion, got)
     content = got.choices[0].logprobs.content
@@ -117,51 +117,52 @@ def test_logprobs_of_a_chat(client):
     assert [token.token for token in streamed] == [token.token for token in content]
 
 
-def test_logprobs_of_a_completion_have_offsets(client):
+def test_completion_logprobs_have_offsets(client):
     got = client.completions.create(model="bundled", prompt="Once", temperature=0, max_tokens=6, logprobs=1)
     strict(Completion, got)
-    found, text = got.choices[0].logprobs, got.choices[0].text
-    for token, offset in zip(found.tokens, found.text_offset):
+    logprobs, text = got.choices[0].logprobs, got.choices[0].text
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset):
         assert text[offset:].startswith(token)
-    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 6
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 6
 
 
-def test_offsets_are_the_same_where_text_is_held_back_for_a_stop_string(client):
-    asked = {"model": "bundled", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6, "logprobs": 1}
-    free, held = (client.completions.create(**asked, stop=stop).choices[0] for stop in (None, "there was"))
-    assert free.text == held.text and " the" in held.logprobs.tokens  # which might go on
-    assert held.logprobs.text_offset == free.logprobs.text_offset
+def test_stop_strings_do_not_change_offsets(client):
+    payload = {"model": "bundled", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6, "logprobs": 1}
+    free, delayed = (client.completions.create(**payload, stop=stop).choices[0] for stop in (None, "there was"))
+    assert free.text == delayed.text and " the" in delayed.logprobs.tokens  # a possible start of the stop string
+    assert delayed.logprobs.text_offset == free.logprobs.text_offset
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_no_logprobs_beside_those_of_the_tokens_themselves(client, echo):
-    asked = {"model": "bundled", "prompt": "Once", "temperature": 0, "max_tokens": 3, "echo": echo}
-    none, one = (client.completions.create(**asked, logprobs=count).choices[0].logprobs for count in (0, 1))
+def test_zero_logprobs_returns_only_sampled_tokens(client, echo):
+    payload = {"model": "bundled", "prompt": "Once", "temperature": 0, "max_tokens": 3, "echo": echo}
+    none, one = (client.completions.create(**payload, logprobs=count).choices[0].logprobs for count in (0, 1))
     assert none.tokens == one.tokens
     assert none.token_logprobs[echo:] == pytest.approx(one.token_logprobs[echo:], abs=1e-4)
     assert none.top_logprobs[echo:] == [{}] * 3
 
 
-def test_echo_with_logprobs_tells_of_the_prompt(client, served):
+def test_echo_with_logprobs_scores_the_prompt(client, served):
     prompts = ["Once upon a time", "Hi"]
     got = client.completions.create(model="bundled", prompt=prompts, temperature=0, max_tokens=3, logprobs=2, echo=True)
     for prompt, choice in zip(prompts, got.choices):
-        ids, found = served.engine.encode(prompt), choice.logprobs
+        ids, logprobs = served.engine.encode(prompt), choice.logprobs
         expected = served.engine.score(ids).log_softmax(-1)
-        assert found.token_logprobs[0] is found.top_logprobs[0] is None  # as clients expect, whatever the schema says
+        # The schema does not allow None for the first token, but clients expect it.
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
         for i, token in enumerate(ids[1:]):
-            assert found.token_logprobs[i + 1] == pytest.approx(float(expected[i, token]), abs=1e-4)
-        assert len(found.tokens) == len(ids) + 3 and choice.text.startswith(prompt)
-        for token, offset in zip(found.tokens, found.text_offset):
+            assert logprobs.token_logprobs[i + 1] == pytest.approx(float(expected[i, token]), abs=1e-4)
+        assert len(logprobs.tokens) == len(ids) + 3 and choice.text.startswith(prompt)
+        for token, offset in zip(logprobs.tokens, logprobs.text_offset):
             assert choice.text[offset:].startswith(token)
     assert got.usage.completion_tokens == 6
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_completions_of_many_prompts_with_echo(client, served, stream):
+def test_completions_of_several_prompts_with_echo(client, served, stream):
     prompts = ["Once upon a time", "The cat"]
-    asked = dict(model="bundled", prompt=prompts, temperature=0, max_tokens=5, echo=True, stream=stream)
-    got = client.completions.create(**asked)
+    payload = dict(model="bundled", prompt=prompts, temperature=0, max_tokens=5, echo=True, stream=stream)
+    got = client.completions.create(**payload)
     texts = [""] * 2
     for part in got if stream else [got]:
         strict(Completion, part) if not stream else None
@@ -172,16 +173,16 @@ def test_completions_of_many_prompts_with_echo(client, served, stream):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_token_ids_are_prompts(client, served, several):
+def test_token_ids_as_prompt(client, served, several):
     ids = served.engine.encode("Once upon a time")
-    asked = dict(model="bundled", prompt=[ids, ids[:2]] if several else ids, temperature=0, max_tokens=4)
-    got = client.completions.create(**asked)
+    payload = dict(model="bundled", prompt=[ids, ids[:2]] if several else ids, temperature=0, max_tokens=4)
+    got = client.completions.create(**payload)
     text = served.engine.generate(ids, SamplingParams(temperature=0, max_tokens=4)).text
     assert got.choices[0].text == text and len(got.choices) == 1 + several
     assert got.usage.prompt_tokens == len(ids) + 2 * several
 
 
-def test_parts_of_text_and_the_developer_are_read(client, served):
+def test_text_parts_and_developer_role(client, served):
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "17 + 25?"}]
     messages = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": parts}]
     same = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is\n17 + 25?"}]
@@ -189,15 +190,15 @@ def test_parts_of_text_and_the_developer_are_read(client, served):
     assert got.choices[0].message.content == served.engine.generate(same, SamplingParams(temperature=0)).text
 
 
-def test_an_answer_can_be_sent_back_as_it_came(client):
-    said = client.chat.completions.create(**GREEDY).choices[0].message.model_dump()
-    messages = [*CHAT, said, {"role": "user", "content": "and plus 10?"}]
+def test_answer_can_be_sent_back_unchanged(client):
+    answer = client.chat.completions.create(**GREEDY).choices[0].message.model_dump()
+    messages = [*CHAT, answer, {"role": "user", "content": "and plus 10?"}]
     got = client.chat.completions.create(model="bundled", messages=messages, temperature=0)
     assert got.choices[0].message.content == "42 + 10 = 52." and got.usage.prompt_tokens_details.cached_tokens > 20
 
 
 @pytest.mark.parametrize(
-    "asked, same",
+    "payload, same",
     [
         ({"stop": "+"}, {"stop": ["+"]}),
         ({"stop": ["=", "25"]}, {"stop": ["=", "25"]}),
@@ -214,15 +215,15 @@ def test_an_answer_can_be_sent_back_as_it_came(client):
     ],
     ids=lambda value: ",".join(value)[:40] if isinstance(value, dict) else "",
 )
-def test_parameters_are_honoured_as_the_engine_does(served, asked, same):
-    got = served.post("/v1/chat/completions", GREEDY | asked).json()
-    params = SamplingParams(**{"temperature": 0, "top_k": 40, "top_p": 0.9} | (asked if same is ... else same))
+def test_parameters_match_engine(served, payload, same):
+    got = served.post("/v1/chat/completions", GREEDY | payload).json()
+    params = SamplingParams(**{"temperature": 0, "top_k": 40, "top_p": 0.9} | (payload if same is ... else same))
     expected = served.engine.generate(CHAT, params)
     choice = got["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
 
 
-def test_token_ids_are_returned_where_asked_for(served):
+def test_return_token_ids(served):
     expected = list(served.engine.generate(CHAT, SamplingParams(temperature=0)).token_ids)
     got = served.post("/v1/chat/completions", GREEDY | {"return_token_ids": True}).json()
     assert got["choices"][0]["token_ids"] == expected
@@ -235,26 +236,26 @@ def test_token_ids_are_returned_where_asked_for(served):
 @pytest.mark.parametrize(
     "more",
     [{"structured_outputs": {"choice": ["😀🚀 ✓"]}}, {"stop": ["= 42", "ever after"]}],
-    ids=["parts_of_characters", "what_may_begin_a_stop"],
+    ids=["partial_characters", "partial_stop_string"],
 )
-def test_a_stream_has_the_ids_of_tokens_without_text_too(served, path, more):
-    said = {"prompt": "What is 17 + 25?"} if path == "/v1/completions" else {"messages": CHAT}
-    asked = {"model": "bundled", "temperature": 0, "max_tokens": 30, "return_token_ids": True} | said | more
-    expected = served.post(path, asked).json()["choices"][0]["token_ids"]
-    with served.stream(asked, path) as stream:
+def test_stream_contains_ids_of_tokens_without_text(served, path, more):
+    prompt = {"prompt": "What is 17 + 25?"} if path == "/v1/completions" else {"messages": CHAT}
+    payload = {"model": "bundled", "temperature": 0, "max_tokens": 30, "return_token_ids": True} | prompt | more
+    expected = served.post(path, payload).json()["choices"][0]["token_ids"]
+    with served.stream(payload, path) as stream:
         chunks = events(stream.iter_lines())[:-1]
     assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())] == expected
 
 
-def test_a_stop_string_never_shows(served):
+def test_stop_string_is_not_sent(served):
     with served.stream(GREEDY | {"stop": ["= 42"]}, "/v1/chat/completions") as got:
         chunks = events(got.iter_lines())[:-1]
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == "17 + 25 "
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thinking_comes_apart_from_the_answer(served, monkeypatch, stream):
-    """The bundled model does not think: a template that begins its answers so does it for the tests."""
+def test_thinking_is_separate_from_answer(served, monkeypatch, stream):
+    """The bundled model does not think, so the test opens thinking and replaces the decoded text."""
     tokenizer = served.engine.tokenizer
     monkeypatch.setattr(tokenizer, "thinks", True)
     monkeypatch.setattr("tridecode.server.choice.ends_inside", lambda text: True)
@@ -271,19 +272,19 @@ def test_thinking_comes_apart_from_the_answer(served, monkeypatch, stream):
     if stream:
         with served.stream(GREEDY, "/v1/chat/completions") as got:
             deltas = [chunk["choices"][0]["delta"] for chunk in events(got.iter_lines())[:-1]]
-        said = {key: "".join(delta.get(key) or "" for delta in deltas) for key in ("content", "reasoning_content")}
+        message = {key: "".join(delta.get(key) or "" for delta in deltas) for key in ("content", "reasoning_content")}
     else:
         got = served.post("/v1/chat/completions", GREEDY).json()
-        said = got["choices"][0]["message"]
+        message = got["choices"][0]["message"]
         assert got["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
-    assert (said["reasoning_content"], said["content"]) == ("so", "17 is odd.")
-    assert OPEN not in json.dumps(said)
+    assert (message["reasoning_content"], message["content"]) == ("so", "17 is odd.")
+    assert OPEN not in json.dumps(message)
 
 
-# ---- the other paths
+# ---- other paths
 
 
-def test_the_model_has_names_and_no_path(client):
+def test_model_card_contains_no_path(client):
     [model] = client.models.list().data
     strict(Model, model)
     assert (model.id, model.root, client.models.retrieve("bundled").id) == ("bundled", "bundled", "bundled")
@@ -291,7 +292,7 @@ def test_the_model_has_names_and_no_path(client):
         client.models.retrieve("gpt-4")
 
 
-def test_text_becomes_tokens_and_comes_back(served):
+def test_tokenize_and_detokenize_round_trip(served):
     text = "Once upon a time, <|im_end|> there was an owl: ü"
     got = served.post("/tokenize", {"model": "bundled", "prompt": text}).json()
     assert got["tokens"] == served.engine.encode(text) and got["count"] == len(got["tokens"])
@@ -305,7 +306,7 @@ def test_text_becomes_tokens_and_comes_back(served):
 def test_health_version_and_metrics(served):
     assert served.get("/health").json() == {"status": "ok"}
     assert served.get("/version").json() == {"version": __version__}
-    served.post("/v1/chat/completions", GREEDY)  # what counts by label has no line before its first
+    served.post("/v1/chat/completions", GREEDY)  # counters by label appear with their first sample
     before = {name: served.metric(name) for name in ("generation_tokens_total", "requests_total", "passes_total")}
     first = served.metric("time_to_first_token_seconds_count")
     served.post("/v1/chat/completions", GREEDY)
@@ -323,7 +324,7 @@ def test_health_version_and_metrics(served):
     assert served.metric("requests_total", 'outcome="refused"') >= 1
 
 
-def test_the_dashboard_and_the_documents_name_metrics_that_are_there(served):
+def test_dashboard_and_docs_list_all_metrics(served):
     served.post("/v1/chat/completions", GREEDY)
     lines = [line for line in served.get("/metrics").text.splitlines() if line.startswith("tridecode:")]
     labels = {}
@@ -331,78 +332,80 @@ def test_the_dashboard_and_the_documents_name_metrics_that_are_there(served):
         labels.setdefault(re.match(r"tridecode:\w+", line)[0], set()).update(re.findall(r'(\w+)="', line))
     board = json.loads((DOCS / "grafana.json").read_text("utf-8"))
     targets = [target for panel in board["panels"] for target in panel["targets"]]
-    found = set()
+    shown = set()
     for target in targets:
-        named = re.findall(r"tridecode:\w+", target["expr"])
+        names = re.findall(r"tridecode:\w+", target["expr"])
         by = re.findall(r"by \((\w+)\)", target["expr"]) + re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
-        assert named and all({"model_name", *by} <= labels[name] for name in named), target["expr"]
-        found.update(named)
+        assert names and all({"model_name", *by} <= labels[name] for name in names), target["expr"]
+        shown.update(names)
     assert board["templating"]["list"][1]["definition"] == "label_values(tridecode:slots, model_name)"
     counted = {re.sub("_(bucket|sum|count)$", "", name) for name in labels if not name.endswith("_created")}
-    assert {re.sub("_(bucket|sum|count)$", "", name) for name in found} == counted, "each has a place in the dashboard"
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in shown} == counted, "the dashboard shows each metric"
     table = (DOCS / "serving.md").read_text("utf-8").split("## Metrics")[1].split("## Benchmarks")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     assert {f"tridecode:{name}" for row in rows for name in re.findall(r"`(\w+)`", row)} == counted
 
 
-# ---- what is refused
+# ---- invalid requests
 
 PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}]}
 REFUSED = {
     "no model": ({"model": None}, 400, "model is required"),
     "another model": ({"model": "gpt-4"}, 404, '"gpt-4" does not exist'),
     "no messages": ({"messages": None}, 400, "messages is required"),
-    "no message": ({"messages": []}, 400, "at least one message"),
-    "a message that is text": ({"messages": ["hi"]}, 400, "messages[0]: expected an object"),
-    "an unknown role": ({"messages": [{"role": "bot", "content": "x"}]}, 400, 'messages[0].role: expected system'),
+    "empty messages": ({"messages": []}, 400, "at least one message"),
+    "message as text": ({"messages": ["hi"]}, 400, "messages[0]: expected an object"),
+    "unknown role": ({"messages": [{"role": "bot", "content": "x"}]}, 400, 'messages[0].role: expected system'),
     "no content": ({"messages": [{"role": "user"}]}, 400, "messages[0].content: expected text"),
-    "an image": (
+    "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
         400,
         "messages[0].content[0]: image_url is not supported",
     ),
-    "a sound": (
+    "audio": (
         {"messages": [CHAT[0], {"role": "user", "content": [*PARTS["content"], {"type": "input_audio"}]}]},
         400,
         "messages[1].content[1]: input_audio is not supported",
     ),
-    "calls": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls[0]: expected"),
-    "tools": ({"tools": [{"type": "function"}]}, 400, "tools[0]: expected"),
-    "a form": ({"response_format": {"type": "xml"}}, 400, "response_format: expected type text"),
-    "the store": ({"store": True}, 400, "store is not supported"),
-    "beams": ({"use_beam_search": True}, 400, "use_beam_search is not supported"),
-    "a typing error": ({"temprature": 1}, 400, "did you mean temperature?"),
-    "an effort": ({"reasoning_effort": 5}, 400, "reasoning_effort: expected str"),
-    "no effort": ({"reasoning_effort": "huge"}, 400, "reasoning_effort must be one of none, minimal, low, medium"),
-    "a wrong type": ({"temperature": "hot"}, 400, "temperature: expected float, got str"),
-    "a wrong type inside": ({"stop": [1]}, 400, "stop[0]: expected str, got int"),
-    "out of range": ({"top_p": 0}, 400, "top_p must be a number above 0 to 1"),
-    "a count by its own name": ({"max_completion_tokens": 0}, 400, "max_completion_tokens must be"),
-    "a negative count": ({"max_tokens": -1}, 400, "max_tokens must be an integer from 1"),
-    "two counts": ({"max_completion_tokens": 4, "max_tokens": 5}, 400, "give one"),
-    "a bias on no token": ({"logit_bias": {"x": 1}}, 400, "logit_bias: every key must be a token id"),
-    "a bias beyond the vocabulary": ({"logit_bias": {"4096": 1}}, 400, "not in the vocabulary"),
+    "invalid call": (
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls[0]: expected",
+    ),
+    "invalid tool": ({"tools": [{"type": "function"}]}, 400, "tools[0]: expected"),
+    "unknown response format": ({"response_format": {"type": "xml"}}, 400, "response_format: expected type text"),
+    "stored answers": ({"store": True}, 400, "store is not supported"),
+    "beam search": ({"use_beam_search": True}, 400, "use_beam_search is not supported"),
+    "misspelled parameter": ({"temprature": 1}, 400, "did you mean temperature?"),
+    "effort as number": ({"reasoning_effort": 5}, 400, "reasoning_effort: expected str"),
+    "unknown effort": ({"reasoning_effort": "huge"}, 400, "reasoning_effort must be one of none, minimal, low"),
+    "wrong type": ({"temperature": "hot"}, 400, "temperature: expected float, got str"),
+    "wrong type of item": ({"stop": [1]}, 400, "stop[0]: expected str, got int"),
+    "value out of range": ({"top_p": 0}, 400, "top_p must be a number above 0 to 1"),
+    "invalid max_completion_tokens": ({"max_completion_tokens": 0}, 400, "max_completion_tokens must be"),
+    "negative max_tokens": ({"max_tokens": -1}, 400, "max_tokens must be an integer from 1"),
+    "two different maxima": ({"max_completion_tokens": 4, "max_tokens": 5}, 400, "set one of them"),
+    "bias without token id": ({"logit_bias": {"x": 1}}, 400, "logit_bias: every key must be a token id"),
+    "bias outside the vocabulary": ({"logit_bias": {"4096": 1}}, 400, "not in the vocabulary"),
     "too many biases": ({"logit_bias": {str(i): 1 for i in range(1025)}}, 400, "at most 1,024 tokens"),
     "too many stops": ({"stop": ["a"] * 17}, 400, "at most 16 strings"),
-    "too long a stop": ({"stop": "a" * 257}, 400, "at most 256 characters"),
+    "too long stop": ({"stop": "a" * 257}, 400, "at most 256 characters"),
     "too many messages": ({"messages": CHAT * 4097}, 400, "at most 4,096"),
     "too many answers": ({"n": 129}, 400, "n must be from 1 to 128"),
-    "minimum where a stop may come": ({"min_tokens": 3}, 400, "together with ignore_eos"),
-    "minimum of a form": (
+    "min_tokens without ignore_eos": ({"min_tokens": 3}, 400, "together with ignore_eos"),
+    "min_tokens with a response format": (
         {"min_tokens": 3, "ignore_eos": True, "structured_outputs": {"choice": ["yes"]}}, 400,
-        "structured_outputs.choice says where the answer ends",
+        "structured_outputs.choice determines the answer's end",
     ),
-    "minimum of a call": (
+    "min_tokens with a required call": (
         {"min_tokens": 3, "ignore_eos": True, "tool_choice": "required",
-         "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tool_choice says where the answer ends",
+         "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tool_choice determines the answer's end",
     ),
-    "minimum beyond the maximum": ({"min_tokens": 3, "max_tokens": 2, "ignore_eos": True}, 400, "from 0 to max_tokens"),
-    "top_logprobs alone": ({"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
+    "min_tokens > max_tokens": ({"min_tokens": 3, "max_tokens": 2, "ignore_eos": True}, 400, "from 0 to max_tokens"),
+    "top_logprobs without logprobs": ({"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
     "too many top_logprobs": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs must be"),
-    "options of no stream": ({"stream_options": {"include_usage": True}}, 400, "needs stream"),
-    "unknown options of a stream": ({"stream": True, "stream_options": {"usage": True}}, 400, "stream_options"),
-    "a variable that the template lacks": ({"chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs: the chat"),
-    "a prompt that is too long": (
+    "stream options without a stream": ({"stream_options": {"include_usage": True}}, 400, "needs stream"),
+    "unknown stream options": ({"stream": True, "stream_options": {"usage": True}}, 400, "stream_options"),
+    "unknown template variable": ({"chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs: the chat"),
+    "too long prompt": (
         {"messages": [{"role": "user", "content": "a b " * 3000}]}, 400, "has 6,009 tokens, the context holds 2,048"
     ),
 }  # fmt: skip
@@ -410,7 +413,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_is_refused_by_name(served, name, stream):
+def test_invalid_chat_request_names_parameter(served, name, stream):
     wrong, status, message = REFUSED[name]
     if stream and "stream_options" not in wrong:
         wrong = wrong | {"stream": True}
@@ -439,7 +442,7 @@ def test_what_cannot_be_is_refused_by_name(served, name, stream):
         ({"messages": []}, "messages is not a parameter"),
     ],
 )  # fmt: skip
-def test_a_completion_that_cannot_be_is_refused(served, wrong, message):
+def test_invalid_completion_request_is_refused(served, wrong, message):
     got = served.post("/v1/completions", {"model": "bundled", "prompt": "a", "max_tokens": 2} | wrong)
     assert got.status_code == 400 and message in got.json()["error"]["message"]
 
@@ -449,28 +452,28 @@ def test_a_completion_that_cannot_be_is_refused(served, wrong, message):
     [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}', b"nan"],
     ids=lambda body: repr(body[:9]),
 )
-def test_a_body_that_is_no_object_is_refused(served, body):
+def test_body_must_be_json_object(served, body):
     got = served.post("/v1/chat/completions", body)
     assert got.status_code == 400 and got.json()["error"]["message"].startswith("the body ")
 
 
 @pytest.mark.parametrize("half", ["\ud83d", "\ude00", "\ud83d\ud83d"], ids=ascii)
 @pytest.mark.parametrize("after", [" def", "\\", ""])
-def test_half_of_a_surrogate_pair_is_read_as_the_engine_does(served, half, after):
-    """JavaScript sends them where it has cut a text in an emoji."""
-    text, read = (f"abc 😀 \\{character}{after}" for character in (half, "\ufffd" * len(half)))
+def test_half_surrogate_pair_is_replaced(served, half, after):
+    """JavaScript sends half of a pair if it cuts a text within an emoji."""
+    text, replaced = (f"abc 😀 \\{character}{after}" for character in (half, "\ufffd" * len(half)))
     expected = served.engine.encode(text)
-    assert served.post("/tokenize", {"prompt": text}).json()["tokens"] == expected == served.engine.encode(read)
+    assert served.post("/tokenize", {"prompt": text}).json()["tokens"] == expected == served.engine.encode(replaced)
     got = served.post("/v1/completions", {"model": "bundled", "prompt": text, "max_tokens": 1, "echo": True}).json()
-    assert got["choices"][0]["text"].startswith(read) and got["usage"]["prompt_tokens"] == len(expected)
+    assert got["choices"][0]["text"].startswith(replaced) and got["usage"]["prompt_tokens"] == len(expected)
 
 
-def test_a_body_that_is_too_long_is_refused_early(served, monkeypatch):
-    monkeypatch.setattr("tridecode.server.access.BODY", 1 << 20)
-    assert settings.BODY == 32 << 20
+def test_too_long_body_is_refused_early(served, monkeypatch):
+    monkeypatch.setattr("tridecode.server.access.MAX_BODY_BYTES", 1 << 20)
+    assert settings.MAX_BODY_BYTES == 32 << 20
     assert served.post("/v1/chat/completions", b" " * ((1 << 20) + 1)).status_code == 413
 
-    def parts():  # without a length
+    def parts():  # a generator sends no Content-Length
         for _ in range(40):
             yield b" " * (1 << 15)
 
@@ -478,13 +481,13 @@ def test_a_body_that_is_too_long_is_refused_early(served, monkeypatch):
     assert got.status_code == 413 and "1 MiB" in got.json()["error"]["message"]
 
 
-def test_paths_and_methods_that_are_not_there(served):
+def test_unknown_path_and_method(served):
     assert served.get("/v1/embeddings").status_code == 404
     got = served.get("/v1/chat/completions")
     assert got.status_code == 405 and "method" in got.json()["error"]["message"]
 
 
-def test_errors_name_no_path_and_show_no_stack(served, monkeypatch, caplog):
+def test_errors_contain_no_path_or_stack(served, monkeypatch, caplog):
     tokenizer = served.engine.tokenizer
     directory = str(tokenizer.directory)
     refusing = ChatTemplate("{{ raise_exception('no such thing') }}", {}, f"{directory}/chat_template.jinja")
@@ -501,26 +504,26 @@ def test_errors_name_no_path_and_show_no_stack(served, monkeypatch, caplog):
     assert got.status_code == 500 and "secret" not in got.text and "Traceback" not in got.text
 
 
-def test_an_unforeseen_error_is_said_in_each_apis_form_and_counted(served, monkeypatch, caplog):
+def test_unexpected_error_has_each_apis_form_and_is_counted(served, monkeypatch, caplog):
     def broken(*args):
         raise RuntimeError("secret")
 
-    monkeypatch.setattr("tridecode.server.app.parsed", broken)
+    monkeypatch.setattr("tridecode.server.app.parse_body", broken)
     with caplog.at_level(logging.INFO, "tridecode.server"):
         got, other = served.post("/v1/chat/completions", {}), served.post("/v1/messages", {})
     assert got.status_code == other.status_code == 500 and "secret" not in got.text + other.text
     assert got.json()["error"]["type"] == "server_error" and got.json().keys() == {"error"}
     assert other.json()["type"] == "error" and other.json()["error"]["type"] == "api_error"
-    said = [record.getMessage() for record in caplog.records if record.name == "tridecode.server"]
-    for answer in (got, other):  # the line of a request of before may come late
-        (line,) = (line for line in said if line.startswith(answer.headers["x-request-id"]))
+    lines = [record.getMessage() for record in caplog.records if record.name == "tridecode.server"]
+    for answer in (got, other):  # the log may also contain lines of earlier requests
+        (line,) = (line for line in lines if line.startswith(answer.headers["x-request-id"]))
         assert " 500 " in line and line.endswith(" failed")
 
 
-# ---- who may ask
+# ---- access
 
 
-def test_a_key_opens_all_but_health(served):
+def test_key_protects_all_paths_but_health(served):
     with Running(served.engine, api_key="s3cret-ü") as locked:
         assert locked.get("/health").status_code == 200
         for path in ("/v1/models", "/metrics", "/version", "/nothing"):
@@ -532,7 +535,7 @@ def test_a_key_opens_all_but_health(served):
             locked.client().chat.completions.create(**GREEDY)
 
 
-def test_pages_of_other_origins_are_let_in_only_where_asked_for(served):
+def test_cors_allows_only_listed_origins(served):
     asks = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     with Running(served.engine, api_key="k", cors=("https://chat.example",)) as open_to:
         for running, allowed in ((served, None), (open_to, "https://chat.example")):
@@ -542,60 +545,60 @@ def test_pages_of_other_origins_are_let_in_only_where_asked_for(served):
         assert "access-control-allow-origin" not in other.headers
 
 
-def test_any_model_may_be_allowed(served):
+def test_any_model_option(served):
     with Running(served.engine, any_model=True) as lenient:
         for model in ({"model": "gpt-4"}, {}):
             got = lenient.post("/v1/completions", {"prompt": "a", "max_tokens": 1} | model)
             assert got.status_code == 200 and got.json()["model"] == "bundled"
 
 
-def test_the_log_has_prompts_only_where_asked_for(served, caplog):
+def test_log_contains_prompts_only_with_log_prompts(served, caplog):
     with caplog.at_level(logging.INFO, "tridecode.server"):
         served.post("/v1/chat/completions", GREEDY)
-        until(lambda: "POST /v1/chat/completions 200" in caplog.text)  # the client may be faster than the log
+        until(lambda: "POST /v1/chat/completions 200" in caplog.text)  # the response may arrive before the log line
         assert "What" not in caplog.text
-        with Running(served.engine, log_prompts=True) as telling:
-            telling.post("/v1/chat/completions", GREEDY)
+        with Running(served.engine, log_prompts=True) as verbose:
+            verbose.post("/v1/chat/completions", GREEDY)
         assert "What is 17 + 25?" in caplog.text
 
 
-# ---- at the same time
+# ---- concurrent requests
 
 
-def test_many_at_once_have_the_texts_that_they_have_alone(served):
+def test_concurrent_requests_equal_single_requests(served):
     prompts = [f"What is {a} + {b}?" for a in range(11, 15) for b in range(20, 23)]
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     expected = [served.engine.generate(chat, SamplingParams(temperature=0)).text for chat in chats]
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
 
     def ask(number: int) -> None:
         got = served.client().chat.completions.create(model="bundled", messages=chats[number], temperature=0)
-        found[number] = got.choices[0].message.content
+        texts[number] = got.choices[0].message.content
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(chats))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [found.get(i) for i in range(len(chats))] == expected
+    assert [texts.get(i) for i in range(len(chats))] == expected
 
 
-def test_a_client_that_goes_is_cancelled_at_once(served, monkeypatch):
+def test_disconnect_cancels_stream(served, monkeypatch):
     slow_passes(served.engine, monkeypatch)
     scheduler, cancelled = served.engine.scheduler, served.metric("requests_total", 'outcome="cancelled"')
     with served.stream(LONG) as got:
-        lines = got.iter_lines()  # which leaves the server as soon as nobody holds it
+        lines = got.iter_lines()  # its deletion would close the connection
         next(lines)
         until(lambda: scheduler.load().rows == 1)
     until(lambda: scheduler.load().requests == 0)
-    drawn = served.metric("generation_tokens_total")
+    sampled = served.metric("generation_tokens_total")
     until(lambda: served.metric("requests_total", 'outcome="cancelled"') == cancelled + 1)
     time.sleep(0.3)
-    assert served.metric("generation_tokens_total") == drawn
+    assert served.metric("generation_tokens_total") == sampled
     served.engine._driver.exclusively(lambda scheduler: scheduler.assert_consistent())
 
 
-def test_a_client_that_goes_without_a_stream_is_cancelled_too(served, monkeypatch):
+def test_disconnect_cancels_request_without_stream(served, monkeypatch):
     slow_passes(served.engine, monkeypatch)
     with pytest.raises(openai.APITimeoutError):
         served.client(timeout=0.5).completions.create(

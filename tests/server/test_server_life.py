@@ -1,4 +1,4 @@
-"""The server's life: slow readers, full queues, deadlines, storms, signals, and an engine that dies."""
+"""The server under stress: slow readers, full queues, deadlines, random load, signals and engine failures."""
 
 import json
 import os
@@ -42,7 +42,7 @@ from tridecode.server.loop import Loop
 from tridecode.server.tls import Tls
 
 ROOT = Path(__file__).parents[2]
-STORM = 15.0  # seconds
+STORM_SECONDS = 15.0
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +51,14 @@ def engine():
         yield engine
 
 
-def consistent(engine) -> None:
+def assert_idle(engine) -> None:
+    """Check the scheduler's invariants, and that it has no requests."""
     engine._driver.exclusively(lambda scheduler: scheduler.assert_consistent())
     assert engine.scheduler.load().requests == 0
 
 
 class RawClient:
-    """A client that reads when it likes."""
+    """A client over a plain socket, which reads only on demand."""
 
     def __init__(self, running: Running, body: dict, path: str = "/v1/completions", buffer: int = 4096):
         self.socket = socket.socket()
@@ -69,7 +70,7 @@ class RawClient:
         self.socket.sendall(head.encode() + data)
 
     def rest(self) -> str:
-        """All that still comes, without the chunks' lengths between."""
+        """Return the rest of the response, without the lengths of its chunks."""
         got = b""
         while part := self.socket.recv(1 << 16):
             got += part
@@ -87,26 +88,26 @@ class RawClient:
 # ---- slow and stuck readers
 
 
-def test_a_stuck_reader_stalls_nobody_and_loses_nothing(engine, monkeypatch):
-    """Its socket holds a few events only, and the server's buffer is small; neither the engine nor others wait."""
-    asked = LONG | {"stream": True, "logprobs": 20, "max_tokens": 400, "temperature": 0}
+def test_stuck_reader_neither_blocks_others_nor_loses_tokens(engine, monkeypatch):
+    """The client's socket and the server's buffer hold few events; the engine and other clients do not wait."""
+    payload = LONG | {"stream": True, "logprobs": 20, "max_tokens": 400, "temperature": 0}
     with Running(engine) as running:
-        stuck = RawClient(running, asked)
+        stuck = RawClient(running, payload)
         until(lambda: engine.scheduler.load().rows == 1)
         began = time.monotonic()
         assert running.client().chat.completions.create(**GREEDY).choices[0].message.content == ANSWER
         assert time.monotonic() - began < 20
-        until(lambda: engine.scheduler.load().requests == 0, 60)  # all of it is drawn, and its slot is free
+        until(lambda: engine.scheduler.load().requests == 0, 60)  # all tokens are sampled, and the slot is free
         time.sleep(0.2)
-        found = events(stuck.rest().splitlines())
+        got = events(stuck.rest().splitlines())
     expected = engine.generate(LONG["prompt"], SamplingParams(temperature=0, ignore_eos=True, max_tokens=400))
-    assert found[-1] == "[DONE]"
-    assert "".join(chunk["choices"][0]["text"] for chunk in found[:-1]) == expected.text
-    sizes = [len(chunk["choices"][0]["logprobs"]["tokens"]) for chunk in found[:-1] if chunk["choices"][0]["logprobs"]]
-    assert sum(sizes) == 400 and max(sizes) > 1, "tokens were not taken together"
+    assert got[-1] == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in got[:-1]) == expected.text
+    sizes = [len(chunk["choices"][0]["logprobs"]["tokens"]) for chunk in got[:-1] if chunk["choices"][0]["logprobs"]]
+    assert sum(sizes) == 400 and max(sizes) > 1, "tokens were not sent together"
 
 
-def test_a_stream_that_waits_has_comments(engine, monkeypatch):
+def test_waiting_stream_sends_comments(engine, monkeypatch):
     slow_passes(engine, monkeypatch)
     with Running(engine, keep_alive=0.3) as running:
         blockers = [RawClient(running, LONG | {"stream": True}) for _ in range(engine.slots)]
@@ -122,7 +123,7 @@ def test_a_stream_that_waits_has_comments(engine, monkeypatch):
         until(lambda: engine.scheduler.load().requests == 0)
 
 
-def test_a_reader_that_never_reads_is_let_go(engine):
+def test_reader_that_never_reads_is_disconnected(engine):
     with Running(engine, timeout=1) as running:
         stuck = RawClient(running, LONG | {"stream": True, "logprobs": 20})
         until(lambda: engine.scheduler.load().rows == 1)
@@ -133,7 +134,7 @@ def test_a_reader_that_never_reads_is_let_go(engine):
 # ---- queue and deadline
 
 
-def test_a_full_queue_is_told_at_once(engine, monkeypatch):
+def test_full_queue_is_503_immediately(engine, monkeypatch):
     with Running(engine, max_queue=2) as running:
         running.client().chat.completions.create(**GREEDY, n=6)
         slow_passes(engine, monkeypatch)
@@ -147,33 +148,33 @@ def test_a_full_queue_is_told_at_once(engine, monkeypatch):
             blocker.socket.close()
         until(lambda: engine.scheduler.load().requests == 0)
         assert running.post("/v1/chat/completions", GREEDY).status_code == 200
-    consistent(engine)
+    assert_idle(engine)
 
 
-def test_what_can_never_find_a_place_is_no_matter_of_later(engine):
+def test_request_larger_than_queue_is_400(engine):
     with Running(engine, max_queue=2) as running:
-        never = "requests: this server takes at most 6 at a time; ask for fewer"
+        limit = "requests: this server accepts at most 6 at a time; send fewer"
         texts = {"model": "bundled", "prompt": ["a"] * 4, "max_tokens": 1, "logprobs": 1, "echo": True}
-        for path, asked, count in (("chat/completions", GREEDY | {"n": 7}, 7), ("completions", texts, 8)):
-            got = running.post(f"/v1/{path}", asked)
+        for path, payload, count in (("chat/completions", GREEDY | {"n": 7}, 7), ("completions", texts, 8)):
+            got = running.post(f"/v1/{path}", payload)
             assert got.status_code == 400 and "retry-after" not in got.headers, got.text
-            assert f"come to {count} {never}" in got.json()["error"]["message"]
+            assert f"are {count} {limit}" in got.json()["error"]["message"]
         assert running.post("/v1/completions", texts | {"prompt": ["a"] * 3}).status_code == 200
 
 
-def test_a_request_that_was_ended_has_no_place_any_more():
-    """Before a pass is over, which may be long."""
+def test_ended_request_frees_its_place():
+    """The place is free before the running pass ends."""
     loop = Loop(SimpleNamespace(slots=1), 0, 1.0)
     call = Call(loop, None, None, 0.0, None)
-    call.follow([SimpleNamespace(finish_reason=None, drop=lambda: None)])
-    with pytest.raises(ApiError, match="1 request under way or waiting, as many as may be"):
+    call.attach([SimpleNamespace(finish_reason=None, drop=lambda: None)])
+    with pytest.raises(ApiError, match="the queue is full: 1 request running or waiting"):
         loop.check()
     call.end(ApiError(504, "too long", code="timeout"))
     loop.check()
 
 
-def test_a_queue_that_only_the_engine_finds_full_is_told_in_words_for_clients():
-    """As for two passes behind requests that ended by themselves."""
+def test_queue_full_in_engine_is_503_without_server_options():
+    """The engine counts finished requests for two more passes than the server does."""
     full = "the queue is full: 2 requests under way and 2 waiting; try again later, or raise max_queue"
     problem = api_error(QueueFull(full), None)
     assert (problem.status, problem.code, problem.headers) == (503, "queue_full", {"Retry-After": "1"})
@@ -181,18 +182,18 @@ def test_a_queue_that_only_the_engine_finds_full_is_told_in_words_for_clients():
 
 
 @pytest.mark.parametrize("message", ["max_tokens must be larger", "the answer must be longer"])
-def test_param_is_the_client_name_of_the_argument(message):
+def test_param_is_client_name_of_argument(message):
     problem = api_error(ParameterError(message, "max_tokens", "range"), None, {"max_tokens": "max_output_tokens"})
     assert (problem.status, problem.param) == (400, "max_output_tokens")
     assert problem.message == message.replace("max_tokens", "max_output_tokens")
 
 
-def test_param_is_the_first_word_of_an_error_without_an_argument():
+def test_param_is_first_word_of_error_without_argument():
     problem = api_error(ParameterError("json_schema: too deep"), None, {"json_schema": "response_format"})
     assert (problem.param, problem.message) == ("response_format", "response_format: too deep")
 
 
-def test_a_deadline_ends_what_runs_and_what_waits(engine, monkeypatch):
+def test_deadline_ends_running_and_waiting_requests(engine, monkeypatch):
     slow_passes(engine, monkeypatch)
     with Running(engine, timeout=0.6) as running:
         slow = [RawClient(running, LONG | {"stream": True}) for _ in range(engine.slots)]
@@ -211,7 +212,7 @@ def test_a_deadline_ends_what_runs_and_what_waits(engine, monkeypatch):
         assert running.metric("requests_total", 'outcome="timeout"') >= 1
 
 
-def test_a_body_that_never_comes_is_given_up(engine):
+def test_incomplete_body_times_out(engine):
     with Running(engine, timeout=0.4) as running, socket.create_connection(("127.0.0.1", running.port)) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         client.settimeout(20)
@@ -219,10 +220,10 @@ def test_a_body_that_never_comes_is_given_up(engine):
         until(lambda: running.metric("requests_total", 'outcome="refused"') == 1)
 
 
-# ---- one request's failure
+# ---- failures
 
 
-def test_a_prompt_that_cannot_be_read_fails_alone(engine, monkeypatch):
+def test_failed_prompt_pass_ends_only_its_request(engine, monkeypatch):
     read = engine.prompts.read
 
     def fails(chunks, tokens, decoding):
@@ -236,13 +237,13 @@ def test_a_prompt_that_cannot_be_read_fails_alone(engine, monkeypatch):
         assert got.status_code == 500 and got.json()["error"]["code"] == "out_of_memory"
         assert running.post("/v1/chat/completions", GREEDY).json()["choices"][0]["message"]["content"] == ANSWER
         assert running.metric("requests_total", 'outcome="failed"') >= 1
-    consistent(engine)
+    assert_idle(engine)
 
 
-def test_an_engine_that_dies_is_told_of(monkeypatch):
+def test_engine_failure_ends_streams_and_fails_health(monkeypatch):
     died = threading.Event()
     with Engine.load(device="cpu", slots=2) as engine, Running(engine) as running:
-        running.server.loop._died = died.set
+        running.server.loop._on_failure = died.set
         with running.stream(LONG) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -256,7 +257,7 @@ def test_an_engine_that_dies_is_told_of(monkeypatch):
         monkeypatch.undo()
 
 
-def test_an_engine_that_is_closed_is_told_of_at_once():
+def test_closed_engine_ends_streams_at_once():
     with Engine.load(device="cpu", slots=2) as engine, Running(engine, keep_alive=20) as running:
 
         def step():
@@ -275,15 +276,15 @@ def test_an_engine_that_is_closed_is_told_of_at_once():
         assert running.server.loop.failure is None
 
 
-@pytest.mark.parametrize("name, what", [("scheduler", property), ("capture_next", lambda closing: closing)])
-def test_an_engine_that_closes_while_nothing_runs_has_not_failed(monkeypatch, name, what):
+@pytest.mark.parametrize("name, wrap", [("scheduler", property), ("capture_next", lambda closing: closing)])
+def test_closing_idle_engine_is_not_a_failure(monkeypatch, name, wrap):
     def closing(engine):
-        if engine._driver.opened().answered:  # else the thread may end before it has begun to wait for work
+        if engine._driver.opened().answered:  # an earlier end would occur before the thread waits for work
             raise EngineClosed
         return engine._driver.opened()
 
     with Engine.load(device="cpu", slots=2) as engine, Running(engine) as running:
-        monkeypatch.setattr(Engine, name, what(closing))
+        monkeypatch.setattr(Engine, name, wrap(closing))
         assert running.post("/v1/chat/completions", GREEDY).status_code == 200
         until(lambda: not running.server.loop._thread.is_alive())
         assert running.server.loop.failure is None
@@ -291,14 +292,14 @@ def test_an_engine_that_closes_while_nothing_runs_has_not_failed(monkeypatch, na
         monkeypatch.undo()
 
 
-def test_what_can_be_captured_later_is_while_nobody_waits(monkeypatch):
-    """After the first answer, one at a time: whoever comes meanwhile waits for the one that is under way."""
+def test_deferred_captures_run_while_idle(monkeypatch):
+    """Captures run one at a time after the first answer; a new request waits for the running one only."""
     with Engine.load(device="cpu", slots=2) as engine:
-        began, beside, left = [], [], [8]
+        began, busy, left = [], [], [8]
 
         def capture_next() -> bool:
             began.append(time.monotonic())
-            beside.append(engine.scheduler.busy)
+            busy.append(engine.scheduler.busy)
             time.sleep(0.2)
             left[0] -= 1
             return left[0] > 0
@@ -306,7 +307,7 @@ def test_what_can_be_captured_later_is_while_nobody_waits(monkeypatch):
         monkeypatch.setattr(engine.prompts, "capture_next", capture_next)
         with Running(engine) as running:
             time.sleep(0.3)
-            assert not began, "the first answer comes first"
+            assert not began, "no capture may run before the first answer"
             running.post("/v1/chat/completions", GREEDY)
             until(lambda: began)
             before = len(began)
@@ -314,11 +315,11 @@ def test_what_can_be_captured_later_is_while_nobody_waits(monkeypatch):
             assert len(began) - before <= 2 and left[0] > 0
             until(lambda: left[0] == 0)
             time.sleep(0.3)
-            assert len(began) == 8 and not any(beside)
+            assert len(began) == 8 and not any(busy)
         assert running.server.loop.failure is None
 
 
-def test_a_server_stops_between_two_captures(monkeypatch):
+def test_server_stops_between_captures(monkeypatch):
     with Engine.load(device="cpu", slots=2) as engine:
         began = []
         monkeypatch.setattr(engine.prompts, "capture_next", lambda: began.append(time.sleep(0.05)) or True)
@@ -330,14 +331,14 @@ def test_a_server_stops_between_two_captures(monkeypatch):
         assert len(began) == ended
 
 
-# ---- the storm
+# ---- random load
 
 
 def storm(running: Running, seconds: float, clients: int = 64) -> dict[str, int]:
-    """Counts by kind of what happened to clients that ask, go away, read slowly or talk rubbish."""
+    """Run clients that disconnect, read slowly or send invalid bodies; return counts by kind."""
     counts, wrong, lock, end = {}, [], threading.Lock(), time.monotonic() + seconds
 
-    def did(kind: str) -> None:
+    def count(kind: str) -> None:
         with lock:
             counts[kind] = counts.get(kind, 0) + 1
 
@@ -345,7 +346,7 @@ def storm(running: Running, seconds: float, clients: int = 64) -> dict[str, int]
         body = GREEDY | {"stream": rng.random() < 0.5}
         with http.stream("POST", f"{running.url}/v1/chat/completions", json=body) as got:
             if got.status_code == 503:
-                did("full")
+                count("full")
                 time.sleep(0.1)
                 return
             if body["stream"]:
@@ -356,20 +357,20 @@ def storm(running: Running, seconds: float, clients: int = 64) -> dict[str, int]
                 text = got.json()["choices"][0]["message"]["content"]
         if text != ANSWER:
             wrong.append(text)
-        did("answered")
+        count("answered")
 
-    def gone(rng, http) -> None:
+    def disconnecting(rng, http) -> None:
         client = RawClient(running, LONG | {"stream": rng.random() < 0.7, "n": rng.choice([1, 1, 2])})
         time.sleep(rng.random() * 0.5)
         client.socket.close()
-        did("gone")
+        count("disconnected")
 
     def slow(rng, http) -> None:
         client = RawClient(running, LONG | {"stream": True, "max_tokens": 60, "logprobs": 5})
         time.sleep(rng.random() * 2)
         text = client.rest()
         assert text.endswith("[DONE]\n\n") or "queue_full" in text, text[-200:]
-        did("slow")
+        count("slow")
 
     def garbage(rng, http) -> None:
         body = rng.choice(
@@ -384,14 +385,14 @@ def storm(running: Running, seconds: float, clients: int = 64) -> dict[str, int]
         got = http.post(f"{running.url}/v1/chat/completions", content=body)
         if got.status_code not in (400, 503):
             wrong.append(got.text)
-        did("garbage")
+        count("garbage")
 
     def client(number: int) -> None:
         rng = random.Random(number)
         with httpx.Client(timeout=60) as http:
             while time.monotonic() < end:
                 try:
-                    rng.choices([good, gone, slow, garbage], [4, 2, 1, 1])[0](rng, http)
+                    rng.choices([good, disconnecting, slow, garbage], [4, 2, 1, 1])[0](rng, http)
                 except Exception as error:
                     wrong.append(repr(error))
 
@@ -405,18 +406,18 @@ def storm(running: Running, seconds: float, clients: int = 64) -> dict[str, int]
     return counts
 
 
-def test_a_storm_leaves_nothing_behind(engine):
+def test_storm_leaves_engine_consistent(engine):
     threads = threading.active_count()
     with Running(engine, max_queue=40) as running:
-        counts = storm(running, STORM)
-        assert counts["answered"] > 10 and counts["gone"] and counts["slow"] and counts["garbage"], counts
+        counts = storm(running, STORM_SECONDS)
+        assert counts["answered"] > 10 and counts["disconnected"] and counts["slow"] and counts["garbage"], counts
         until(lambda: engine.scheduler.load().requests == 0 and not running.server.loop._calls)
-        consistent(engine)
+        assert_idle(engine)
         assert running.post("/v1/chat/completions", GREEDY).json()["choices"][0]["message"]["content"] == ANSWER
     until(lambda: threading.active_count() <= threads)
 
 
-# ---- the schema
+# ---- random requests
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
@@ -457,9 +458,9 @@ def lenient(engine):
 
 
 @hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(asked=st.tuples(st.just("/v1/chat/completions"), CHATS) | st.tuples(st.just("/v1/completions"), TEXTS))
-def test_no_request_is_a_5xx(lenient, asked):
-    path, body = asked
+@given(payload=st.tuples(st.just("/v1/chat/completions"), CHATS) | st.tuples(st.just("/v1/completions"), TEXTS))
+def test_random_requests_never_return_5xx(lenient, payload):
+    path, body = payload
     got = lenient.post(path, {"max_tokens": 2, "model": "bundled"} | body)
     assert got.status_code in (200, 400), got.text
     if got.status_code == 400:
@@ -470,11 +471,11 @@ def test_no_request_is_a_5xx(lenient, asked):
         assert got.json()["choices"]
 
 
-# ---- the process
+# ---- process
 
 
 class Process:
-    """`tridecode serve` as a user starts it."""
+    """A process that runs `tridecode serve`."""
 
     def __init__(self, *argv, **environment):
         self.process = subprocess.Popen(
@@ -500,45 +501,45 @@ class Process:
 
 @pytest.fixture
 def process():
-    made = []
+    processes = []
 
     def process(*argv, **environment):
-        made.append(Process(*argv, **environment))
-        return made[-1]
+        processes.append(Process(*argv, **environment))
+        return processes[-1]
 
     yield process
-    for each in made:
+    for each in processes:
         each.process.kill()
         each.process.wait()
 
 
-def loaded(process: Process, asked: dict, clients: int) -> tuple[list, list[threading.Thread]]:
-    """Clients that stream what is `asked`, each with its first event there; where their events will be."""
-    found, begun = [], threading.Semaphore(0)
+def loaded(process: Process, payload: dict, clients: int) -> tuple[list, list[threading.Thread]]:
+    """Start clients that stream, and wait for the first event of each; return (list for their events, threads)."""
+    streams, begun = [], threading.Semaphore(0)
 
-    def ask() -> None:
+    def client() -> None:
         lines = []
         try:
-            url, asking = f"{process.url}/v1/completions", asked | {"stream": True}
-            with httpx.stream("POST", url, json=asking, timeout=60) as got:
+            url, body = f"{process.url}/v1/completions", payload | {"stream": True}
+            with httpx.stream("POST", url, json=body, timeout=60) as got:
                 for line in got.iter_lines():
                     lines.append(line)
                     begun.release() if len(lines) == 1 else None
         except httpx.HTTPError as error:
             lines.append(f"data: {json.dumps(repr(error))}")
-        found.append(events(lines))
+        streams.append(events(lines))
 
-    threads = [threading.Thread(target=ask) for _ in range(clients)]
+    threads = [threading.Thread(target=client) for _ in range(clients)]
     for thread in threads:
         thread.start()
     for _ in threads:
         assert begun.acquire(timeout=60)
-    return found, threads
+    return streams, threads
 
 
-def test_sigterm_under_load_lets_answers_end(process):
+def test_sigterm_lets_running_answers_finish(process):
     server = process("--slots", "4", "--grace", "60")
-    found, threads = loaded(server, LONG | {"max_tokens": 150}, 6)
+    streams, threads = loaded(server, LONG | {"max_tokens": 150}, 6)
     server.process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     with pytest.raises(httpx.TransportError):
@@ -547,30 +548,30 @@ def test_sigterm_under_load_lets_answers_end(process):
         thread.join(60)
     code, log = server.end()
     assert code == 0 and "Traceback" not in log, log
-    assert len(found) == 6
-    for answer in found:
+    assert len(streams) == 6
+    for answer in streams:
         assert answer[-1] == "[DONE]" and answer[-2]["choices"][0]["finish_reason"] == "length"
 
 
-def test_sigterm_cancels_what_outlasts_the_grace(process):
+def test_sigterm_cancels_answers_after_grace(process):
     server = process("--slots", "4", "--grace", "0.3")
-    found, threads = loaded(server, LONG, 6)
+    streams, threads = loaded(server, LONG, 6)
     server.process.send_signal(signal.SIGTERM)
     code, log = server.end()
     for thread in threads:
         thread.join(10)
     assert code == 0 and "Traceback" not in log, log
-    assert [answer[-1] for answer in found] == ["[DONE]"] * 6
-    assert all(answer[-2]["error"]["code"] == "stopping" for answer in found)
+    assert [answer[-1] for answer in streams] == ["[DONE]"] * 6
+    assert all(answer[-2]["error"]["code"] == "stopping" for answer in streams)
 
 
-def test_a_body_that_still_comes_when_the_server_ends_is_told_why(process):
+def test_incomplete_body_at_shutdown_is_503(process):
     server = process("--slots", "2", "--grace", "0")
     paths, answers, data = ("/v1/chat/completions", "/v1/messages", "/tokenize"), [], json.dumps(GREEDY).encode()
     clients = [socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 20) for _ in paths]
     for client, path in zip(clients, paths):
         client.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data[:-5])
-    httpx.get(f"{server.url}/health")  # those before it are there too
+    httpx.get(f"{server.url}/health")  # the earlier connections are accepted too
     server.process.send_signal(signal.SIGTERM)
     for client in clients:
         head, _, body = b"".join(iter(lambda client=client: client.recv(1 << 16), b"")).partition(b"\r\n\r\n")
@@ -582,9 +583,9 @@ def test_a_body_that_still_comes_when_the_server_ends_is_told_why(process):
     assert answers[0]["code"] == "stopping" and answers[1]["type"] == "overloaded_error"
 
 
-def test_a_second_signal_ends_at_once(process):
+def test_second_signal_ends_process_at_once(process):
     server = process("--slots", "2", "--grace", "60")
-    found, threads = loaded(server, LONG, 2)
+    streams, threads = loaded(server, LONG, 2)
     server.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     server.process.send_signal(signal.SIGINT)
@@ -593,21 +594,21 @@ def test_a_second_signal_ends_at_once(process):
         thread.join(10)
 
 
-def test_a_dead_engine_ends_the_process_with_code_3():
+def test_engine_failure_exits_with_code_3():
     code = (
         "import sys, threading, httpx\n"
         "from tridecode import Engine\n"
         "from tridecode.server import run\n"
         "from tridecode.server.settings import Settings\n"
-        "run.DYING = 1.0\n"
+        "run.FAILURE_GRACE = 1.0\n"
         "engine, bound = Engine.load(device='cpu', slots=2), run.bind('127.0.0.1', 0)\n"
         "engine.steps.replay = lambda *args: 1 / 0\n"
         "url = f'http://127.0.0.1:{bound.getsockname()[1]}'\n"
         "def ask():\n"
         "    transport = httpx.HTTPTransport(retries=5)\n"
         "    with httpx.Client(transport=transport) as client:\n"
-        "        asked = {'model': 'm', 'prompt': 'a'}\n"
-        "        print(client.post(f'{url}/v1/completions', json=asked).status_code, flush=True)\n"
+        "        payload = {'model': 'm', 'prompt': 'a'}\n"
+        "        print(client.post(f'{url}/v1/completions', json=payload).status_code, flush=True)\n"
         "        print(client.get(f'{url}/health').status_code, flush=True)\n"
         "threading.Thread(target=ask, daemon=True).start()\n"
         "sys.exit(run.serve(engine, Settings(model='m'), bound))\n"
@@ -616,7 +617,7 @@ def test_a_dead_engine_ends_the_process_with_code_3():
     assert (done.returncode, done.stdout) == (3, "503\n503\n"), done.stderr
 
 
-def test_a_key_and_a_name_from_outside(process, tmp_path):
+def test_api_key_file_and_served_model_name(process, tmp_path):
     (tmp_path / "key").write_text("from-file\n")
     server = process("--api-key-file", str(tmp_path / "key"), "--served-model-name", "tri", TRIDECODE_API_KEY="other")
     for key, status in (("other", 401), ("from-file", 200)):
@@ -625,7 +626,7 @@ def test_a_key_and_a_name_from_outside(process, tmp_path):
     assert got.json()["data"][0]["id"] == "tri"
 
 
-def test_a_certificate_makes_it_https(process, tmp_path):
+def test_certificate_enables_https(process, tmp_path):
     for name, text in (("cert.pem", CERTIFICATE), ("key.pem", KEY)):
         (tmp_path / name).write_text(text)
     server = process("--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem"))
@@ -637,33 +638,33 @@ def test_a_certificate_makes_it_https(process, tmp_path):
 
 NO_CERTIFICATE = "no certificate can be read in {cert}: expected a PEM file, with -----BEGIN CERTIFICATE----- to"
 NO_KEY = "no key can be read in {key}: expected a PEM file, with -----BEGIN PRIVATE KEY----- to"
-TLS = {  # what is in the two files, and the error
+TLS = {  # contents of the certificate and key files, and the error
     "no_certificate": ("hello", KEY, NO_CERTIFICATE),
-    "nothing": ("", KEY, NO_CERTIFICATE),
-    "a_cut_certificate": (CERTIFICATE[:400], KEY, NO_CERTIFICATE),
-    "a_key_for_it": (KEY, KEY, NO_CERTIFICATE),
+    "empty_certificate": ("", KEY, NO_CERTIFICATE),
+    "truncated_certificate": (CERTIFICATE[:400], KEY, NO_CERTIFICATE),
+    "key_as_certificate": (KEY, KEY, NO_CERTIFICATE),
     "no_key": (CERTIFICATE, "hello", NO_KEY),
-    "a_cut_key": (CERTIFICATE, KEY[:150], NO_KEY),
-    "a_certificate_for_it": (CERTIFICATE, CERTIFICATE, NO_KEY),
-    "another_key": (CERTIFICATE, OTHER_KEY, "the key {key} does not belong to the certificate {cert}; name the one"),
-    "another_kind_of_key": (CERTIFICATE, ED25519_KEY, "the key {key} does not belong to the certificate {cert}; name"),
-    "an_encrypted_key": (CERTIFICATE, ENCRYPTED_KEY, "the key {key} is encrypted: expected one without a pass phrase"),
-    "an_encrypted_key_beside_it": (CERTIFICATE + ENCRYPTED_KEY, None, "the key {cert} is encrypted: expected"),
-    "none_beside_it": (CERTIFICATE, None, NO_KEY.replace("{key}", "{cert}")),
+    "truncated_key": (CERTIFICATE, KEY[:150], NO_KEY),
+    "certificate_as_key": (CERTIFICATE, CERTIFICATE, NO_KEY),
+    "other_key": (CERTIFICATE, OTHER_KEY, "the key {key} does not belong to the certificate {cert}; name the key"),
+    "other_key_algorithm": (CERTIFICATE, ED25519_KEY, "the key {key} does not belong to the certificate {cert}; name"),
+    "encrypted_key": (CERTIFICATE, ENCRYPTED_KEY, "the key {key} is encrypted: expected one without a pass phrase"),
+    "encrypted_key_in_certificate_file": (CERTIFICATE + ENCRYPTED_KEY, None, "the key {cert} is encrypted: expected"),
+    "no_key_in_certificate_file": (CERTIFICATE, None, NO_KEY.replace("{key}", "{cert}")),
 }
 
 
-@pytest.mark.parametrize("certificate, key, says", TLS.values(), ids=TLS)
-def test_a_certificate_or_key_that_cannot_be_is_named(tmp_path, certificate, key, says):
+@pytest.mark.parametrize("certificate, key, message", TLS.values(), ids=TLS)
+def test_invalid_certificate_or_key_is_named(tmp_path, certificate, key, message):
     paths = tmp_path / "cert.pem", tmp_path / "key.pem"
     for path, text in zip(paths, (certificate, key)):
         path.write_text(text or "")
     with pytest.raises(TridecodeError) as error:
         Tls(str(paths[0]), None if key is None else str(paths[1])).check()
-    assert str(error.value).startswith(says.format(cert=paths[0], key=paths[1]))
+    assert str(error.value).startswith(message.format(cert=paths[0], key=paths[1]))
 
 
-def test_an_encrypted_key_asks_nothing_on_the_terminal(tmp_path):
+def test_encrypted_key_does_not_prompt(tmp_path):
     pexpect = pytest.importorskip("pexpect")
     (tmp_path / "cert.pem").write_text(CERTIFICATE + ENCRYPTED_KEY)
     argv = ["cli.py", "serve", "--ssl-certfile", str(tmp_path / "cert.pem")]
@@ -690,7 +691,7 @@ def test_an_encrypted_key_asks_nothing_on_the_terminal(tmp_path):
         (["--host", "256.0.0.1"], 1, "cannot listen on 256.0.0.1"),
     ],
 )
-def test_wrong_options_are_one_line(capsys, argv, code, message):
+def test_invalid_options_are_one_line(capsys, argv, code, message):
     from tridecode import cli as commands
 
     try:
@@ -701,24 +702,24 @@ def test_wrong_options_are_one_line(capsys, argv, code, message):
     assert got == code and message in " ".join(error.split())
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys, monkeypatch):
+def test_port_in_use_fails_before_loading(capsys, monkeypatch):
     from tridecode import cli as commands
 
     monkeypatch.setattr(Engine, "load", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert commands.main(["serve", "--port", port]) == 1
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in told
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in error
 
 
-def test_without_its_packages_serve_says_what_to_install():
+def test_missing_packages_name_the_extra():
     code = "import sys; sys.modules['starlette'] = None; from tridecode.cli import main; sys.exit(main(['serve']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 1 and "pip install 'tridecode[serve]'" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_directory_is_served_by_its_name(tmp_path):
+def test_directory_name_is_model_name(tmp_path):
     from tridecode.cli.serve import public_name
 
     (tmp_path / "my-model").mkdir()

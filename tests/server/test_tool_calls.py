@@ -1,4 +1,4 @@
-"""Tool calls in text: read the same however the text is cut, told to models by their templates, and enforced."""
+"""Tool calls: parsing of partial text, definitions in chat templates, and enforcement."""
 
 import json
 import time
@@ -11,179 +11,192 @@ from hypothesis import strategies as st
 from tridecode.results import Piece
 from tridecode.sampling import SamplingParams
 from tridecode.server.choice import Choice
+from tridecode.server.constraints import ResponseFormat, answer_constraint, thinking_off
 from tridecode.server.errors import ApiError
-from tridecode.server.form import Structure, held_to, thinking_off
-from tridecode.server.tools.asked import as_text, openai_tools, with_objects, with_short_ids
 from tridecode.server.tools.formats import FORMATS, TAGGED
-from tridecode.server.tools.parser import ARGUMENTS, NAME, TEXT, BareCalls, MistralCalls, TaggedCalls, XmlCalls
+from tridecode.server.tools.parser import (
+    ARGUMENTS,
+    NAME,
+    TEXT,
+    BareCallParser,
+    MistralCallParser,
+    TaggedCallParser,
+    XmlCallParser,
+)
+from tridecode.server.tools.toolset import as_text, openai_tools, with_objects, with_short_ids
 from tridecode.text.grammar import Grammars
 
 F, G = (NAME, "f"), (NAME, "g")
 ONE = (ARGUMENTS, '{"a": 1}')
 TYPES = {"f": {"properties": {"a": {"type": "integer"}, "on": {"type": "boolean"}, "s": {"type": "string"}}}}
-# Of each machine: the text, what comes of it, and whether its calls came to a good end.
+# Parser, text, expected events, and for each call whether it is valid.
 CASES = {
     "two_in_tags": (
-        TaggedCalls,
+        TaggedCallParser,
         'Let me look.\n<tool_call>\n{"name": "f", "arguments": {"a": "x}\\"{", "b": [1, {"c": 2}]}}\n</tool_call>\n'
         '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n',
         [(TEXT, "Let me look."), F, (ARGUMENTS, '{"a": "x}\\"{", "b": [1, {"c": 2}]}'), G, (ARGUMENTS, "{}")],
         [True, True],
     ),
-    "text_between_and_behind": (
-        TaggedCalls,
+    "text_between_and_after": (
+        TaggedCallParser,
         '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> and <tool_call>{"name": "g", "arguments": {}}'
         "</tool_call>\nDone.",
         [F, ONE, (TEXT, "and"), G, (ARGUMENTS, "{}"), (TEXT, "Done.")],
         [True, True],
     ),
-    "another_order": (TaggedCalls, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [F, ONE], [True]),
-    "arguments_as_text": (
-        TaggedCalls, '<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>', [F, ONE], [True],
+    "arguments_first": (
+        TaggedCallParser, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [F, ONE], [True],
     ),
-    "no_arguments": (TaggedCalls, '<tool_call>{"name": "f"}</tool_call>', [F, (ARGUMENTS, "{}")], [True]),
-    "no_end_tag": (TaggedCalls, '<tool_call>{"name": "f", "arguments": {"a": 1}}', [F, ONE], [True]),
-    "no_json": (TaggedCalls, "a <tool_call> b", [(TEXT, "a <tool_call> b")], []),
-    "no_name": (TaggedCalls, '<tool_call>{"x": 3}</tool_call>', [(TEXT, '<tool_call>{"x": 3}</tool_call>')], []),
-    "cut_before_the_name": (TaggedCalls, ' <tool_call>{"na', [(TEXT, ' <tool_call>{"na')], []),
+    "arguments_as_text": (
+        TaggedCallParser, '<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>', [F, ONE], [True],
+    ),
+    "no_arguments": (TaggedCallParser, '<tool_call>{"name": "f"}</tool_call>', [F, (ARGUMENTS, "{}")], [True]),
+    "no_end_tag": (TaggedCallParser, '<tool_call>{"name": "f", "arguments": {"a": 1}}', [F, ONE], [True]),
+    "text_after_tag": (TaggedCallParser, "a <tool_call> b", [(TEXT, "a <tool_call> b")], []),
+    "no_name": (TaggedCallParser, '<tool_call>{"x": 3}</tool_call>', [(TEXT, '<tool_call>{"x": 3}</tool_call>')], []),
+    "cut_before_the_name": (TaggedCallParser, ' <tool_call>{"na', [(TEXT, ' <tool_call>{"na')], []),
     "cut_in_the_arguments": (
-        TaggedCalls, '<tool_call>{"name": "f", "arguments": {"a": ', [F, (ARGUMENTS, '{"a": ')], [False],
+        TaggedCallParser, '<tool_call>{"name": "f", "arguments": {"a": ', [F, (ARGUMENTS, '{"a": ')], [False],
     ),
     "broken_arguments": (
-        TaggedCalls, '<tool_call>{"name": "f", "arguments": {a}}</tool_call>', [F, (ARGUMENTS, "{a}")], [False],
+        TaggedCallParser, '<tool_call>{"name": "f", "arguments": {a}}</tool_call>', [F, (ARGUMENTS, "{a}")], [False],
     ),
-    "no_number": (
-        TaggedCalls,
+    "invalid_number": (
+        TaggedCallParser,
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
         [F, (ARGUMENTS, '{"a": NaN}')],
         [False],
     ),
-    "white_space_behind_what_is_no_call": (
-        TaggedCalls,
+    "white_space_after_invalid_call": (
+        TaggedCallParser,
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call> hello',
         [F, (ARGUMENTS, '{"a": NaN}'), (TEXT, " hello")],
         [False],
     ),
-    "a_name_that_is_no_json": (
-        TaggedCalls, NO_JSON := '<tool_call>{"name": "a\\x", "arguments": {}}</tool_call>', [(TEXT, NO_JSON)], [],
+    "invalid_escape_in_name": (
+        TaggedCallParser, NO_JSON := '<tool_call>{"name": "a\\x", "arguments": {}}</tool_call>', [(TEXT, NO_JSON)], [],
     ),
-    "half_a_character_in_a_name": (
-        TaggedCalls, HALF := '<tool_call>{"name": "a\\ud800", "arguments": {}}</tool_call>', [(TEXT, HALF)], [],
+    "half_surrogate_pair_in_name": (
+        TaggedCallParser, HALF := '<tool_call>{"name": "a\\ud800", "arguments": {}}</tool_call>', [(TEXT, HALF)], [],
     ),
-    "and_in_another_order": (
-        TaggedCalls, ODD := '<tool_call>{"arguments": {}, "name": "\\ud800"}</tool_call>', [(TEXT, ODD)], [],
+    "half_surrogate_pair_in_name_after_arguments": (
+        TaggedCallParser, ODD := '<tool_call>{"arguments": {}, "name": "\\ud800"}</tool_call>', [(TEXT, ODD)], [],
     ),
-    "half_a_character_before_the_name": (
-        TaggedCalls,
+    "half_surrogate_pair_in_arguments_before_name": (
+        TaggedCallParser,
         EARLY := '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>',
         [(TEXT, EARLY)],
         [],
     ),
     "a_number_too_large_before_the_name": (
-        TaggedCalls,
+        TaggedCallParser,
         LARGE := '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}</tool_call>',
         [(TEXT, LARGE)],
         [],
     ),
-    "text_alone": (TaggedCalls, " 1 < 2, <tool and <b>\n", [(TEXT, " 1 < 2, <tool and <b>\n")], []),
-    "bare": (BareCalls, '{"name": "f", "parameters": {"a": 1}}', [F, ONE], [True]),
+    "text_alone": (TaggedCallParser, " 1 < 2, <tool and <b>\n", [(TEXT, " 1 < 2, <tool and <b>\n")], []),
+    "bare": (BareCallParser, '{"name": "f", "parameters": {"a": 1}}', [F, ONE], [True]),
     "bare_behind_a_tag": (
-        BareCalls,
+        BareCallParser,
         '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
         [F, ONE, G, (ARGUMENTS, "{}")],
         [True, True],
     ),
-    "an_object_that_is_no_call": (BareCalls, '{"answer": 5}', [(TEXT, '{"answer": 5}')], []),
+    "an_object_that_is_no_call": (BareCallParser, '{"answer": 5}', [(TEXT, '{"answer": 5}')], []),
     "an_object_behind_text": (
-        BareCalls, 'So: {"name": "f", "parameters": {}}', [(TEXT, 'So: {"name": "f", "parameters": {}}')], [],
+        BareCallParser, 'So: {"name": "f", "parameters": {}}', [(TEXT, 'So: {"name": "f", "parameters": {}}')], [],
     ),
     "a_list": (
-        MistralCalls,
+        MistralCallParser,
         '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
         [F, ONE, G, (ARGUMENTS, "{}")],
         [True, True],
     ),
     "names_and_arguments": (
-        MistralCalls,
+        MistralCallParser,
         'Hm. [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abc12[ARGS]{}',
         [(TEXT, "Hm."), F, ONE, G, (ARGUMENTS, "{}")],
         [True, True],
     ),
-    "a_name_alone": (MistralCalls, '[TOOL_CALLS]f{"a": 1}', [F, ONE], [True]),
-    "a_mark_alone": (MistralCalls, "[TOOL_CALLS] no, wait!", [(TEXT, "[TOOL_CALLS] no, wait!")], []),
+    "name_without_args_mark": (MistralCallParser, '[TOOL_CALLS]f{"a": 1}', [F, ONE], [True]),
+    "mark_without_call": (MistralCallParser, "[TOOL_CALLS] no, wait!", [(TEXT, "[TOOL_CALLS] no, wait!")], []),
     "parameters": (
-        XmlCalls,
+        XmlCallParser,
         "Now.\n<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=s>\n1 < 2\nnot 5\n</parameter>\n"
         "<parameter=on>True</parameter>\n</function>\n</tool_call>",
         [(TEXT, "Now."), F, (ARGUMENTS, '{"a": 5, "s": "1 < 2\\nnot 5", "on": true}')],
         [True],
     ),
-    "no_parameters": (XmlCalls, "<function=g>\n</function>", [G, (ARGUMENTS, "{}")], [True]),
-    "cut_in_a_parameter": (XmlCalls, "<tool_call>\n<function=f>\n<parameter=a>\n5", [F], [False]),
-    "no_function": (XmlCalls, "<tool_call> nothing", [(TEXT, "<tool_call> nothing")], []),
+    "no_parameters": (XmlCallParser, "<function=g>\n</function>", [G, (ARGUMENTS, "{}")], [True]),
+    "cut_in_a_parameter": (XmlCallParser, "<tool_call>\n<function=f>\n<parameter=a>\n5", [F], [False]),
+    "tag_without_function": (XmlCallParser, "<tool_call> nothing", [(TEXT, "<tool_call> nothing")], []),
 }  # fmt: skip
 
 
-def read(machine, parts) -> tuple[list, list[bool]]:
-    """What a machine makes of a text in these parts, neighbouring events of a kind joined."""
-    reader, found = machine(TYPES), []
+def read(parser, parts) -> tuple[list, list[bool]]:
+    """Return the events of a text in parts, with those of a kind joined, and for each call whether it is valid."""
+    reader, events = parser(TYPES), []
     for part in (*parts, None):
         for kind, text in reader.finish() if part is None else reader.feed(part):
-            if found and found[-1][0] == kind != NAME:
-                found[-1] = kind, found[-1][1] + text
+            if events and events[-1][0] == kind != NAME:
+                events[-1] = kind, events[-1][1] + text
             else:
-                found.append((kind, text))
-    return found, [not call.broken for call in reader.calls]
+                events.append((kind, text))
+    return events, [not call.broken for call in reader.calls]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_calls_are_read_the_same_wherever_the_text_is_cut(name):
-    machine, text, events, good = CASES[name]
-    assert read(machine, [text]) == (events, good)
+def test_parsing_does_not_depend_on_cuts(name):
+    parser, text, events, valid = CASES[name]
+    assert read(parser, [text]) == (events, valid)
     for at in range(len(text) + 1):
-        assert read(machine, [text[:at], text[at:]]) == (events, good), (text[:at], text[at:])
-    assert read(machine, text) == (events, good)
+        assert read(parser, [text[:at], text[at:]]) == (events, valid), (text[:at], text[at:])
+    assert read(parser, text) == (events, valid)
 
 
-def whole(machine, text) -> str:
-    """The text of an answer that is not streamed."""
+def answer_text(parser, text) -> str:
+    """Return the text of an answer that is not streamed."""
     tokenizer = SimpleNamespace(detokenizer=lambda before: None)
-    choice = Choice(tokenizer, None, tools=SimpleNamespace(machine=lambda _: machine(TYPES), special=lambda _: {}))
+    choice = Choice(tokenizer, None, tools=SimpleNamespace(parser=lambda _: parser(TYPES), special_tokens=lambda _: {}))
     return choice.settle(choice.add([Piece(None, text, finish_reason="stop")])).text(TEXT)
 
 
-BROKEN = '{"name": "f", "arguments": {"a": NaN}}'
-LOST = {
-    "tagged": (TaggedCalls, f"Well. \n<tool_call>{BROKEN}</tool_call>\n<tool_call>{BROKEN}</tool_call>\n"),
-    "list": (MistralCalls, f"Well.\n[TOOL_CALLS] [{BROKEN} , {BROKEN} ]\n"),
-    "name": (MistralCalls, '\n[TOOL_CALLS]f{"a": NaN} [TOOL_CALLS]f{"a": NaN}'),
-    "bare": (BareCalls, f"\n{BROKEN}; {BROKEN};\n".replace("arguments", "parameters")),
-    "xml": (XmlCalls, "Well.\n<tool_call>\n<function=f>\n<parameter=a>"),
+INVALID_CALL = '{"name": "f", "arguments": {"a": NaN}}'
+MALFORMED = {
+    "tagged": (
+        TaggedCallParser,
+        f"Well. \n<tool_call>{INVALID_CALL}</tool_call>\n<tool_call>{INVALID_CALL}</tool_call>\n",
+    ),
+    "list": (MistralCallParser, f"Well.\n[TOOL_CALLS] [{INVALID_CALL} , {INVALID_CALL} ]\n"),
+    "name": (MistralCallParser, '\n[TOOL_CALLS]f{"a": NaN} [TOOL_CALLS]f{"a": NaN}'),
+    "bare": (BareCallParser, f"\n{INVALID_CALL}; {INVALID_CALL};\n".replace("arguments", "parameters")),
+    "xml": (XmlCallParser, "Well.\n<tool_call>\n<function=f>\n<parameter=a>"),
 }
 
 
-@pytest.mark.parametrize("machine, text", LOST.values(), ids=LOST)
-def test_an_answer_whose_calls_are_all_malformed_is_the_text_that_it_was(machine, text):
-    assert whole(machine, text) == text
+@pytest.mark.parametrize("parser, text", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_calls_become_original_text(parser, text):
+    assert answer_text(parser, text) == text
 
 
-@pytest.mark.parametrize("machine", [TaggedCalls, BareCalls, MistralCalls, XmlCalls])
+@pytest.mark.parametrize("parser", [TaggedCallParser, BareCallParser, MistralCallParser, XmlCallParser])
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from([
     "<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": ', '"parameters": ', "{}", "}", "{", '"', "\\", " ",
     "\n", "x", "[TOOL_CALLS]", "[", "]", ", ", "f", "[ARGS]", "<function=f>", "<parameter=a>", "</parameter>",
     "</function>", "<|python_tag|>", ";", "5", '{"a": NaN}',
 ]), max_size=14), st.randoms())  # fmt: skip
-def test_nothing_is_lost_nor_depends_on_the_cuts(machine, words, random):
+def test_random_text_is_preserved_for_any_cuts(parser, words, random):
     text = "".join(words)
-    found, good = read(machine, [text])
+    events, valid = read(parser, [text])
     cuts = sorted(random.randrange(len(text) + 1) for _ in range(3))
-    assert read(machine, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == (found, good)
-    if not any(good):  # no call: the text as it was
-        assert whole(machine, text) == text
+    assert read(parser, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == (events, valid)
+    if not any(valid):  # without a valid call, the text is unchanged
+        assert answer_text(parser, text) == text
 
 
-ANY = {
+ARGUMENT_TYPES = {
     "maybe": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"5": 5, "null": None, "None": None, "x": "x"}),
     "list": ({"anyOf": [{"type": "array"}, {"type": "null"}]}, {"[1, 2]": [1, 2], "null": None}),
     "enum": ({"enum": [1, 2]}, {"1": 1}),
@@ -193,40 +206,40 @@ ANY = {
     "wide": ({"$ref": "#/$defs/Wide"}, {"3": 3}),
     "root": ({"$ref": "#"}, {'{"x": 3}': {"x": 3}}),
     "anchor": ({"$ref": "#Size"}, {"3": "3"}),
-    "text_or_none": ({"type": ["string", "null"]}, {"5": "5", "true": "true", "null": None}),
+    "string_or_null": ({"type": ["string", "null"]}, {"5": "5", "true": "true", "null": None}),
     "number": ({"type": "number"}, {"1.5": 1.5, "NaN": "NaN", "1e999": "1e999"}),
     "nothing": ({}, {"5": "5"}),
     "no_schema": (True, {"5": "5"}),
 }
 
 
-@pytest.mark.parametrize("schema, values", ANY.values(), ids=ANY)
-def test_arguments_in_xml_have_the_types_of_their_schemas(schema, values):
-    wide = [*({"$ref": "#/$defs/Wide"} for _ in range(100)), {"$ref": "#/$defs/Size"}]  # of itself, again and again
+@pytest.mark.parametrize("schema, values", ARGUMENT_TYPES.values(), ids=ARGUMENT_TYPES)
+def test_xml_arguments_have_schema_types(schema, values):
+    wide = [*({"$ref": "#/$defs/Wide"} for _ in range(100)), {"$ref": "#/$defs/Size"}]  # many circular references
     defs = {"Size": {"type": "integer"}, "Circle": {"$ref": "#/$defs/Circle"}, "Wide": {"anyOf": wide}}
-    for written, value in values.items():
-        machine = XmlCalls({"f": {"type": "object", "properties": {"x": schema}, "$defs": defs}})
-        begun = time.monotonic()
-        machine.feed(f"<tool_call><function=f><parameter=x>{written}</parameter></function></tool_call>")
-        assert time.monotonic() - begun < 1
-        assert json.loads(machine.calls[0].arguments) == {"x": value} and not machine.calls[0].broken
+    for text, value in values.items():
+        parser = XmlCallParser({"f": {"type": "object", "properties": {"x": schema}, "$defs": defs}})
+        start = time.monotonic()
+        parser.feed(f"<tool_call><function=f><parameter=x>{text}</parameter></function></tool_call>")
+        assert time.monotonic() - start < 1
+        assert json.loads(parser.calls[0].arguments) == {"x": value} and not parser.calls[0].broken
 
 
 @pytest.mark.parametrize("properties", [[], None, "x"])
-def test_a_schema_without_properties_says_nothing(properties):
-    machine = XmlCalls({"f": {"properties": properties}})
-    machine.feed("<tool_call><function=f><parameter=x>5</parameter></function></tool_call>")
-    assert machine.calls[0].arguments == '{"x": "5"}'
+def test_xml_arguments_without_properties_are_strings(properties):
+    parser = XmlCallParser({"f": {"properties": properties}})
+    parser.feed("<tool_call><function=f><parameter=x>5</parameter></function></tool_call>")
+    assert parser.calls[0].arguments == '{"x": "5"}'
 
 
-def test_arguments_come_in_pieces_behind_the_name():
-    machine, events = TaggedCalls({}), []
+def test_arguments_stream_after_name():
+    parser, events = TaggedCallParser({}), []
     for char in '<tool_call>{"name": "f", "arguments": {"path": "x"}}</tool_call>':
-        events += machine.feed(char)
+        events += parser.feed(char)
     assert events[0] == F and [text for kind, text in events[1:]] == list('{"path": "x"}')
 
 
-# ---- what is asked
+# ---- requests
 
 WEATHER = {
     "type": "function",
@@ -247,8 +260,8 @@ PING = {"type": "function", "function": {"name": "ping"}}
 CALL = {"id": "call_0", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bonn"}'}}
 
 
-class Told:
-    """A tokenizer with another template."""
+class TokenizerWithTemplate:
+    """A tokenizer with another chat template."""
 
     def __init__(self, tokenizer, source: str, variables=("tools",), thinks=False):
         self._tokenizer, self.template_source, self.thinks = tokenizer, source, thinks
@@ -266,123 +279,131 @@ def bundled():
         yield engine
 
 
-@pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.name)
+@pytest.mark.parametrize("family", FORMATS, ids=lambda family: family.name)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
 @pytest.mark.parametrize("parallel", [False, True])
-def test_whoever_must_call_calls_in_its_own_format(bundled, known, choice, parallel):
-    tokenizer = Told(bundled.tokenizer, " ".join(known.tell))
+def test_enforced_calls_use_the_models_format(bundled, family, choice, parallel):
+    tokenizer = TokenizerWithTemplate(bundled.tokenizer, " ".join(family.template_words))
     tools = openai_tools([WEATHER], choice, parallel)
-    form = held_to(None, tools, tokenizer, [1])
+    form = answer_constraint(None, tools, tokenizer, [1])
     result = bundled.generate("x", SamplingParams(temperature=0, max_tokens=150, **form))
-    machine = tools.machine(tokenizer)
-    events = machine.feed(result.text) + machine.finish()
+    parser = tools.parser(tokenizer)
+    events = parser.feed(result.text) + parser.finish()
     assert events[0] == (NAME, "get_weather") and not any(kind == TEXT for kind, _ in events), result.text
-    assert set(json.loads(machine.calls[0].arguments)) == {"city", "days"}
-    assert parallel or result.finish_reason == "stop" and len(machine.calls) == 1
+    assert set(json.loads(parser.calls[0].arguments)) == {"city", "days"}
+    assert parallel or result.finish_reason == "stop" and len(parser.calls) == 1
 
 
-def test_a_special_token_that_begins_calls_is_enforced_as_a_token(bundled):
+def test_special_token_is_enforced_as_token(bundled):
     tools = openai_tools([PING], "required", False)
-    tokenizer = Told(bundled.tokenizer, "[TOOL_CALLS]")
+    tokenizer = TokenizerWithTemplate(bundled.tokenizer, "[TOOL_CALLS]")
     tokenizer.special_ids, tokenizer.token_bytes = frozenset([1]), lambda token: b"[TOOL_CALLS]"
-    form = held_to(None, tools, tokenizer, [1])
+    form = answer_constraint(None, tools, tokenizer, [1])
     result = bundled.generate("x", SamplingParams(temperature=0, max_tokens=60, **form))
     assert result.token_ids[0] == 1 and result.text == ' [{"name": "ping", "arguments": {}}]'
-    assert tools.special(tokenizer) == {1: "[TOOL_CALLS]"}
+    assert tools.special_tokens(tokenizer) == {1: "[TOOL_CALLS]"}
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_who_thinks_does_so_before_the_form(bundled, opened):
-    tokenizer = Told(bundled.tokenizer, "</think>", (), thinks=True)
+def test_thinking_precedes_constrained_answer(bundled, opened):
+    tokenizer = TokenizerWithTemplate(bundled.tokenizer, "</think>", (), thinks=True)
     prompt = bundled.encode("assistant\n<think>\n" if opened else "assistant\n")
-    five = Structure("json_schema", {"enum": [5]}, "response_format")
-    form = held_to(five, openai_tools(None, None, None), tokenizer, prompt)
+    five = ResponseFormat("json_schema", {"enum": [5]}, "response_format")
+    form = answer_constraint(five, openai_tools(None, None, None), tokenizer, prompt)
     grammar = Grammars(bundled.tokenizer, bundled.config.vocab_size, bundled.config.stop_ids).of(SamplingParams(**form))
 
-    def fits(text: str) -> bool:
+    def allowed(text: str) -> bool:
         matcher = grammar.matcher(())
         tokens = bundled.tokenizer.encode_within(text)
         return all(matcher.allowed()[token // 32] >> token % 32 & 1 and (matcher.accept(token), True)[1]
                    for token in tokens)  # fmt: skip
 
-    assert fits("hm, 5?</think>\n\n5" if opened else "<think>\nhm, 5?\n</think>\n\n5")
-    assert fits("hm, 5") is opened and fits("5")
-    done = bundled.encode("<think>\n\n</think>\n\n")
-    regex = Structure("regex", "a", "structured_outputs.regex")
-    assert held_to(regex, openai_tools(None, None, None), tokenizer, done) == {"regex": "a"}
+    assert allowed("hm, 5?</think>\n\n5" if opened else "<think>\nhm, 5?\n</think>\n\n5")
+    assert allowed("hm, 5") is opened and allowed("5")
+    closed = bundled.encode("<think>\n\n</think>\n\n")
+    regex = ResponseFormat("regex", "a", "structured_outputs.regex")
+    assert answer_constraint(regex, openai_tools(None, None, None), tokenizer, closed) == {"regex": "a"}
 
 
-def test_thinking_is_switched_off_where_the_template_can(bundled):
-    tokenizer = Told(bundled.tokenizer, "", ("enable_thinking",))
+def test_low_effort_disables_thinking_if_template_supports_it(bundled):
+    tokenizer = TokenizerWithTemplate(bundled.tokenizer, "", ("enable_thinking",))
     assert thinking_off("none", tokenizer) == {"enable_thinking": False} and thinking_off("low", tokenizer) == {}
     assert thinking_off("none", bundled.tokenizer) == {}
 
 
-def test_calls_or_the_format_where_both_may_be(bundled):
+def test_answer_is_call_or_response_format(bundled):
     tools = openai_tools([PING], "auto", False)
-    form = held_to(Structure("json_schema", {"enum": ["yes"]}, "response_format"), tools, bundled.tokenizer, [1])
+    form = answer_constraint(
+        ResponseFormat("json_schema", {"enum": ["yes"]}, "response_format"), tools, bundled.tokenizer, [1]
+    )
     texts = {bundled.generate("x", SamplingParams(temperature=2, seed=seed, **form)).text for seed in range(8)}
     assert texts == {'"yes"', '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'}
 
 
-def test_a_template_without_tools_is_told_of_them_in_a_system_turn(bundled):
+def test_template_without_tools_gets_system_turn(bundled):
     messages = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]},
                 {"role": "tool", "content": "Rain.", "tool_call_id": "call_0"}]  # fmt: skip
     tools = openai_tools([WEATHER], None, None)
-    fitted, variables = tools.fit(messages, bundled.tokenizer)
+    fitted, variables = tools.render(messages, bundled.tokenizer)
     assert variables == {} and [message["role"] for message in fitted] == ["system", "user", "assistant", "user"]
     assert "get_weather" in fitted[0]["content"]
     assert fitted[2]["content"] == '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
     assert fitted[3]["content"] == "<tool_response>\nRain.\n</tool_response>"
     system = [{"role": "system", "content": "Be brief."}, *messages]
-    assert tools.fit(system, bundled.tokenizer)[0][0]["content"].startswith("Be brief.\n\n# Tools")
-    assert tools.fit(messages, bundled.tokenizer)[0] == fitted and "tool_calls" in messages[1]
+    assert tools.render(system, bundled.tokenizer)[0][0]["content"].startswith("Be brief.\n\n# Tools")
+    assert tools.render(messages, bundled.tokenizer)[0] == fitted and "tool_calls" in messages[1]
 
 
-def test_a_template_with_tools_has_them_as_it_expects(bundled):
+def test_template_with_tools_gets_definitions(bundled):
     messages = [{"role": "assistant", "content": "", "tool_calls": [CALL]},
                 {"role": "tool", "content": "Rain.", "tool_call_id": "call_0"}]  # fmt: skip
-    fitted, variables = openai_tools([WEATHER], None, None).fit(messages, Told(bundled.tokenizer, "<tool_call>"))
+    fitted, variables = openai_tools([WEATHER], None, None).render(
+        messages, TokenizerWithTemplate(bundled.tokenizer, "<tool_call>")
+    )
     assert variables == {"tools": [WEATHER]} and fitted[0]["tool_calls"][0]["function"]["arguments"] == {"city": "Bonn"}
-    fitted, variables = openai_tools([WEATHER], "none", None).fit(messages, Told(bundled.tokenizer, "[TOOL_CALLS]"))
+    fitted, variables = openai_tools([WEATHER], "none", None).render(
+        messages, TokenizerWithTemplate(bundled.tokenizer, "[TOOL_CALLS]")
+    )
     short = fitted[1]["tool_call_id"]
     assert variables == {} and len(short) == 9 and short == fitted[0]["tool_calls"][0]["id"]
 
 
-def test_arguments_that_are_no_object_go_back_as_they_were():
+def test_invalid_arguments_are_sent_back_unchanged():
     call = CALL | {"function": {"name": "f", "arguments": "{broken"}}
     assert with_objects({"role": "assistant", "tool_calls": [call]})["tool_calls"] == [call]
     assert '"{broken"' in as_text({"role": "assistant", "content": "", "tool_calls": [call]})["content"]
     assert with_short_ids({"role": "tool", "tool_call_id": "abcdefgh1"})["tool_call_id"] == "abcdefgh1"
 
 
-def allowed(*tools) -> dict:
+def allowed_tools(*tools) -> dict:
     return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": list(tools)}}
 
 
 REFUSED = {
-    "no_function": ([{"type": "web_search"}], None, "tools[0]: expected"),
+    "other_tool_type": ([{"type": "web_search"}], None, "tools[0]: expected"),
     "no_name": ([{"type": "function", "function": {}}], None, "tools[0]: expected a name"),
     "no_schema": ([{"type": "function", "function": {"name": "f", "parameters": []}}], None, "parameters must be"),
-    "a_name_twice": ([PING, PING], None, 'tools: "ping" is there twice'),
-    "a_choice_that_is_none": ([PING], "sometimes", "tool_choice: expected auto, none"),
-    "a_choice_of_another": ([PING], {"type": "function", "function": {"name": "pong"}}, '"pong" is none of the tools'),
-    "an_allowed_name_alone": ([PING], allowed("ping"), 'allowed_tools.tools[0]: expected {"type": "function"'),
-    "an_allowed_function_without_a_name": ([PING], allowed(PING, {"type": "function"}), "allowed_tools.tools[1]"),
-    "an_allowed_tool_of_no_kind": ([PING], allowed({"type": ["function"]}), "allowed_tools.tools[0]"),
-    "a_choice_of_nothing": ([], "required", "there are no tools"),
+    "duplicate_name": ([PING, PING], None, 'tools: "ping" is defined twice'),
+    "unknown_choice": ([PING], "sometimes", "tool_choice: expected auto, none"),
+    "unknown_function": ([PING], {"type": "function", "function": {"name": "pong"}}, '"pong" is not one of the tools'),
+    "allowed_tool_is_text": ([PING], allowed_tools("ping"), 'allowed_tools.tools[0]: expected {"type": "function"'),
+    "allowed_function_without_name": ([PING], allowed_tools(PING, {"type": "function"}), "allowed_tools.tools[1]"),
+    "allowed_tool_with_invalid_type": ([PING], allowed_tools({"type": ["function"]}), "allowed_tools.tools[0]"),
+    "required_without_tools": ([], "required", "there are no tools"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("tools, choice, message", REFUSED.values(), ids=REFUSED)
-def test_tools_that_cannot_be_are_refused(tools, choice, message):
+def test_invalid_tools_are_refused(tools, choice, message):
     with pytest.raises(ApiError, match="tool") as refused:
         openai_tools(tools, choice, None)
     assert message in refused.value.message and refused.value.status == 400
 
 
-def test_the_tagged_format_is_that_of_a_template_that_says_nothing(bundled):
-    from tridecode.server.tools.formats import format_of
+def test_detect_format(bundled):
+    from tridecode.server.tools.formats import detect_format
 
-    assert format_of(bundled.tokenizer) is TAGGED
-    assert [format_of(Told(bundled.tokenizer, " ".join(known.tell))) for known in FORMATS] == list(FORMATS)
+    assert detect_format(bundled.tokenizer) is TAGGED
+    for family in FORMATS:
+        tokenizer = TokenizerWithTemplate(bundled.tokenizer, " ".join(family.template_words))
+        assert detect_format(tokenizer) is family

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API over an Engine. It needs the extra `serve`; cli/serve.py starts it."""
+"""HTTP server with OpenAI's and Anthropic's APIs over an Engine. It needs the extra `serve`; cli/serve.py starts it."""

@@ -1,4 +1,4 @@
-"""What stands before the routes: a line in the log, the API key, and a body of bounded size."""
+"""Middleware that logs requests and checks the API key, and a reader of bodies with a size limit."""
 
 import asyncio
 import hmac
@@ -13,18 +13,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from .errors import ApiError, outcome, stopping
-from .settings import BODY
+from .settings import MAX_BODY_BYTES
 
-PUBLIC = ("/", "/health")  # without a key: a page that holds no secret, and whether the server is there
+PUBLIC = ("/", "/health")  # paths that need no key: the page contains no secret, and monitors have no key
 GENERATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-ID_HEADERS = ("x-request-id", "request-id")  # where OpenAI's and Anthropic's clients look
+ID_HEADERS = ("x-request-id", "request-id")  # the headers that OpenAI's and Anthropic's clients read
 log = logging.getLogger("tridecode.server")
 
 
 @dataclass
 class Record:
-    """What is told of one request. id: for its client and the log; started: by time.monotonic; outcome: how a
-    generation ended; tokens: for the log."""
+    """Log record of one HTTP request.
+
+    Args:
+        id: identifier in the log and in the response headers.
+        started: arrival, by time.monotonic.
+        outcome: how a generation ended, one of metrics.OUTCOMES; None for other requests.
+        tokens: text for the log with the numbers of prompt and output tokens.
+    """
 
     id: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     started: float = field(default_factory=time.monotonic)
@@ -33,15 +39,21 @@ class Record:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a client needs to name the request."""
+        """Response headers with the request's identifier."""
         return dict.fromkeys(ID_HEADERS, self.id)
 
 
 class Access:
-    """ASGI middleware. The log has no prompts: what of them is wanted is another line's."""
+    """ASGI middleware that logs each request, without its prompt, and checks the API key."""
 
     def __init__(self, app, api_key: str | None, ended: Callable[[str, float], None]):
-        """ended: called with outcome and seconds of every request for a generation."""
+        """Create the middleware.
+
+        Args:
+            app: the ASGI application that receives accepted requests.
+            api_key: the key that requests must have; None accepts all requests.
+            ended: called with the outcome and the seconds of every request for a generation.
+        """
         self._app, self._key, self._ended = app, None if api_key is None else api_key.encode(), ended
 
     async def __call__(self, scope, receive, send) -> None:
@@ -54,8 +66,8 @@ class Access:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                told = [(name.encode(), id.encode()) for name, id in record.headers.items()]
-                message = message | {"headers": [*message.get("headers", ()), *told]}
+                headers = [(name.encode(), id.encode()) for name, id in record.headers.items()]
+                message = message | {"headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
         try:
@@ -64,13 +76,13 @@ class Access:
                 error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
                 app = JSONResponse(error.body(scope["path"]), 401, error.headers)
             await app(scope, receive, watched)
-        except asyncio.CancelledError:  # the server stops, and this body does not come or this client does not read
+        except asyncio.CancelledError:  # the server stops while it waits for a body or a reader
             if status:
                 record.outcome = record.outcome or "cancelled"
             else:
                 error = stopping()
                 await JSONResponse(error.body(scope["path"]), 503, error.headers)(scope, receive, watched)
-        except Exception:  # the 500 for it is sent by who calls this
+        except Exception:  # Starlette sends the response with status 500
             status = status or 500
             raise
         finally:
@@ -78,27 +90,33 @@ class Access:
             if scope["path"] in GENERATIONS:
                 record.outcome = record.outcome or outcome(status)
                 self._ended(record.outcome, seconds)
-            path, words = json.dumps(scope["path"][:200])[1:-1], f"{record.outcome or ''}{record.tokens}"
-            log.info("%s %s %s %d %.3f s %s", record.id, scope["method"], path, status, seconds, words)
+            path, result = json.dumps(scope["path"][:200])[1:-1], f"{record.outcome or ''}{record.tokens}"
+            log.info("%s %s %s %d %.3f s %s", record.id, scope["method"], path, status, seconds, result)
 
     def _allowed(self, scope) -> bool:
         headers = dict(scope["headers"])
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if b"x-api-key" in headers:  # as Anthropic's clients send it
+        if b"x-api-key" in headers:  # the header of Anthropic's clients
             kind, key = b"bearer", headers[b"x-api-key"]
         return hmac.compare_digest(key.strip(), self._key) and kind.lower() == b"bearer"
 
 
-async def body(request: Request) -> bytes:
-    """The body of a request. Raises ApiError (413) as soon as it is too long."""
-    too_long = ApiError(413, f"the body has more than {BODY >> 20} MiB", code="body_too_large")
+async def read_body(request: Request) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        ApiError: (413) as soon as the body exceeds the limit.
+    """
+    too_long = ApiError(
+        413, f"the body is longer than {MAX_BODY_BYTES >> 20} MiB; send a shorter one", code="body_too_large"
+    )
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > BODY:
+    if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
         raise too_long
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > BODY:
+        if size > MAX_BODY_BYTES:
             raise too_long
         parts.append(part)
     return b"".join(parts)

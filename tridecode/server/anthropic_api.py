@@ -1,4 +1,4 @@
-"""Anthropic's API: /v1/messages, from its requests to answers and events in its form."""
+"""Anthropic's Messages API, /v1/messages: parsing of requests, and answers as JSON and as events."""
 
 import json
 import logging
@@ -11,35 +11,40 @@ import msgspec
 from ..errors import as_json
 from ..text.thinking import SWITCH, THINKING
 from ..text.tokenizer import Tokenizer
-from .choice import Choice, Said
-from .errors import ApiError, refusal
-from .events import named
-from .form import Structure
-from .messages import call_of, in_turns
+from .choice import Choice, Delta
+from .constraints import ResponseFormat
+from .errors import ApiError, bad_request
+from .events import named_event
+from .messages import function_call, merge_turns
 from .protocol import Generation
-from .settings import MESSAGES
-from .shapes import Shape
-from .tools.asked import Tools, checked, function_of
+from .serializers import Serializer
+from .settings import MAX_MESSAGES
 from .tools.parser import NAME, TEXT
+from .tools.toolset import Tools, check_tools, parse_function
 
-BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")  # another one with each request: no prefix would match
+# Claude Code sends another line in each request; it would keep prompts from sharing a prefix.
+BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
 log = logging.getLogger("tridecode.server")
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """The parameter `thinking`."""
+
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
     display: str | None = None
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """The parameter `output_config`."""
+
     format: dict[str, Any] | None = None
     effort: str | None = None
     task_budget: dict[str, Any] | None = None
 
 
 class MessagesRequest(Generation, kw_only=True):
-    """What of a message's fields changes the answer; max_tokens is required, but not to count tokens."""
+    """Body of /v1/messages."""
 
     neutral: ClassVar[dict[str, list]] = {"container": [], "mcp_servers": [[]]}
     without_effect: ClassVar[frozenset[str]] = frozenset(
@@ -53,71 +58,75 @@ class MessagesRequest(Generation, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
-    counts: ClassVar = False
+    counts: ClassVar = False  # whether the request only counts tokens, which needs no max_tokens
 
     def check(self) -> None:
         if self.max_tokens is None and not self.counts:
-            raise refusal("max_tokens is required", "max_tokens")
-        self.single("a message")
-        self.keep("stop_sequences", "stop")
-        self.keep_format(self.output_config.format if self.output_config else None, "output_config.format")
+            raise bad_request("max_tokens is required", "max_tokens")
+        self.check_single_answer("a message")
+        self.alias("stop_sequences", "stop")
+        self.check_single_format(self.output_config.format if self.output_config else None, "output_config.format")
         super().check()
 
     @property
-    def structure(self) -> Structure | None:
-        given = self.output_config.format if self.output_config else None
-        if given is None:
+    def structure(self) -> ResponseFormat | None:
+        """The response format of the request, if it has one."""
+        value = self.output_config.format if self.output_config else None
+        if value is None:
             return super().structure
-        if given.get("type") != "json_schema" or "schema" not in given:
+        if value.get("type") != "json_schema" or "schema" not in value:
             expected = '{"type": "json_schema", "schema": {...}}'
-            raise refusal(f"output_config.format: expected {expected}, got {as_json(given)}", "output_config")
-        return Structure("json_schema", given["schema"], "output_config.format.schema")
+            raise bad_request(f"output_config.format: expected {expected}, got {as_json(value)}", "output_config")
+        return ResponseFormat("json_schema", value["schema"], "output_config.format.schema")
 
     def variables(self, tokenizer: Tokenizer) -> dict:
-        """Of the template: whether to think, where it can be told."""
+        """Return the template variable that controls thinking, or {} if the template has no such variable."""
         if SWITCH not in tokenizer.template_variables:
             return {}
         return {SWITCH: self.thinking is not None and self.thinking.type != "disabled"}
 
-    def asked_tools(self) -> Tools:
-        """Raises ApiError. Tools that Anthropic itself would run are left out."""
+    def parse_tools(self) -> Tools:
+        """Parse the tools, without those that Anthropic's servers run. Raises ApiError."""
         functions, choice = [], {"type": "auto"} if self.tool_choice is None else self.tool_choice
         for i, tool in enumerate(self.tools or ()):
             place = f"tools[{i}]"
             if not isinstance(tool, dict):
-                raise refusal(f"{place}: expected an object, got {as_json(tool)}", "tools")
+                raise bad_request(f"{place}: expected an object, got {as_json(tool)}", "tools")
             if tool.get("type", "custom") not in (None, "custom"):
-                log.info("a tool of type %s is left out", as_json(tool["type"])[:100])
+                log.info("ignored a tool of type %s", as_json(tool["type"])[:100])
                 continue
-            given = tool.get("name"), tool.get("description"), tool.get("input_schema")
-            functions.append(function_of(*given, place))
+            function = parse_function(tool.get("name"), tool.get("description"), tool.get("input_schema"), place)
+            functions.append(function)
         kinds = {"auto": "auto", "any": "required", "tool": "one", "none": "none"}
         if not isinstance(kind := choice.get("type"), str) or kind not in kinds:
-            raise refusal(f"tool_choice: expected type {', '.join(kinds)}, got {as_json(choice)}", "tool_choice")
+            raise bad_request(f"tool_choice: expected type {', '.join(kinds)}, got {as_json(choice)}", "tool_choice")
         parallel = not choice.get("disable_parallel_tool_use", False)
-        return checked(functions, kinds[kind], choice.get("name"), parallel)
+        return check_tools(functions, kinds[kind], choice.get("name"), parallel)
 
     def conversation(self) -> list[dict]:
-        """As chat templates take it. Raises ApiError."""
-        if not self.messages or len(self.messages) > MESSAGES:
-            raise refusal(f"messages: expected from 1 to {MESSAGES:,}, got {len(self.messages):,}", "messages")
-        made = []
+        """Convert the messages for a chat template. Raises ApiError."""
+        if not self.messages or len(self.messages) > MAX_MESSAGES:
+            raise bad_request(f"messages: expected from 1 to {MAX_MESSAGES:,}, got {len(self.messages):,}", "messages")
+        messages = []
         if system := _texts(self.system, "system", system=True):
-            made.append({"role": "system", "content": system})
+            messages.append({"role": "system", "content": system})
         for i, message in enumerate(self.messages):
-            made += _turns(message, f"messages[{i}]")
-        made = in_turns(made)
-        if made[-1]["role"] == "assistant":
-            raise refusal("messages: the last must be the user's; to go on with an answer is not supported", "messages")
-        return made
+            messages += _turns(message, f"messages[{i}]")
+        messages = merge_turns(messages)
+        if messages[-1]["role"] == "assistant":
+            problem = "the last message must be the user's: this server cannot continue an answer"
+            raise bad_request(f"messages: {problem}", "messages")
+        return messages
 
 
 class CountRequest(MessagesRequest, kw_only=True):
+    """Body of /v1/messages/count_tokens."""
+
     counts: ClassVar = True
 
 
 def _texts(content, place: str, system: bool = False) -> str:
-    """Text, or the texts of its blocks; of a system prompt without the line that changes with each request."""
+    """Return text content, or the joined texts of its blocks; remove the billing line from a system prompt."""
     if isinstance(content, str):
         texts = [content]
     elif isinstance(content, list):
@@ -142,7 +151,7 @@ def _text(block, place: str) -> str:
 
 
 def _turns(message, place: str) -> list[dict]:
-    """What a message is: results of tools come before the text beside them."""
+    """Convert a message into messages for a chat template; results of tools precede the text of the message."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise _refused(place, f"expected a role of user, assistant or system, got {as_json(message)}")
@@ -156,7 +165,7 @@ def _turns(message, place: str) -> list[dict]:
         where = f"{place}.content[{i}]"
         match block:
             case {"type": "tool_use", "id": str(id), "name": str(name)} if role == "assistant":
-                calls.append(call_of(id, name, json.dumps(block.get("input") or {}, ensure_ascii=False)))
+                calls.append(function_call(id, name, json.dumps(block.get("input") or {}, ensure_ascii=False)))
             case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
                 text = _texts(block.get("content") or "", f"{where}.content")
                 text = f"Error: {text}" if block.get("is_error") else text
@@ -164,33 +173,34 @@ def _turns(message, place: str) -> list[dict]:
             case {"type": "thinking", "thinking": str(text)} if role == "assistant":
                 thoughts.append(text)
             case {"type": "redacted_thinking"} if role == "assistant":
-                pass  # nobody here can read it
+                pass  # encrypted by Anthropic
             case _:
                 texts.append(_text(block, where))
-    made = {"role": role, "content": "\n\n".join(text for text in texts if text)}
+    turn = {"role": role, "content": "\n\n".join(text for text in texts if text)}
     if thoughts:
-        made["reasoning_content"] = "\n".join(thoughts)
+        turn["reasoning_content"] = "\n".join(thoughts)
     if calls:
-        made["tool_calls"] = calls
-    return results if results and not texts else [*results, made]
+        turn["tool_calls"] = calls
+    return results if results and not texts else [*results, turn]
 
 
 def _refused(place: str, message: str) -> ApiError:
-    return refusal(f"{place}: {message}", place.partition("[")[0])
+    return bad_request(f"{place}: {message}", place.partition("[")[0])
 
 
-class MessagesShape(Shape):
-    """A message of blocks: thinking, text, tool_use."""
+class MessagesSerializer(Serializer):
+    """Writes answers as messages with thinking, text and tool_use blocks."""
 
     def __init__(self, model: str, tokenizer: Tokenizer):
         super().__init__(model, tokenizer)
         self.id = f"msg_{secrets.token_hex(12)}"
-        self._open: str | None = None  # kind of the block that the stream is in
+        self._open: str | None = None  # kind of the open block of a stream
         self._index = -1
 
-    def whole(self, choices: list[Choice], said: list[Said]) -> dict:
+    def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
+        """Return the whole message."""
         (choice,), blocks = choices, []
-        for kind, text in choice.settle(said[0]).events:
+        for kind, text in choice.settle(deltas[0]).events:
             if kind in (TEXT, THINKING, NAME):
                 blocks.append(_block(kind, text if kind == NAME else ""))
             if kind != NAME:
@@ -200,35 +210,40 @@ class MessagesShape(Shape):
                 block["input"] = msgspec.json.decode(block["input"] or "{}")
         return self._message(blocks, _usage(choice)) | self._end(choice)
 
-    def opening(self, prompts: list[int]) -> bytes:
+    def first_events(self, prompts: list[int]) -> bytes:
+        """Return the event message_start."""
         usage = {"input_tokens": prompts[0], "output_tokens": 0}
         usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        return named({"type": "message_start", "message": self._message([], usage)})
+        return named_event({"type": "message_start", "message": self._message([], usage)})
 
-    def news(self, number: int, choice: Choice, said: Said) -> bytes:
+    def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
+        """Return the events of a delta."""
         data = b""
-        for kind, text in said.events:
+        for kind, text in delta.events:
             if kind == NAME or kind in (TEXT, THINKING) and kind != self._open:
                 data += self._close()
                 self._open, self._index = kind, self._index + 1
                 block = _block(kind, text if kind == NAME else "")
                 if kind == NAME:
                     block["input"] = {}
-                data += named({"type": "content_block_start", "index": self._index, "content_block": block})
+                data += named_event({"type": "content_block_start", "index": self._index, "content_block": block})
             if kind != NAME and text:
-                delta = _DELTAS.get(kind, "input_json_delta"), _FIELDS.get(kind, "partial_json")
-                data += self._delta({"type": delta[0], delta[1]: text})
+                delta_type, field = _DELTAS.get(kind, "input_json_delta"), _FIELDS.get(kind, "partial_json")
+                data += self._delta({"type": delta_type, field: text})
         return data
 
-    def closing(self, choices: list[Choice]) -> bytes:
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """Return the events that end a stream."""
         (choice,) = choices
         delta = {"type": "message_delta", "delta": self._end(choice), "usage": _usage(choice)}
-        return self._close() + named(delta) + named({"type": "message_stop"})
+        return self._close() + named_event(delta) + named_event({"type": "message_stop"})
 
-    def failure(self, problem: ApiError) -> bytes:
-        return named(self.refusal(problem))
+    def error_events(self, problem: ApiError) -> bytes:
+        """Return the event that ends a failed stream."""
+        return named_event(self.error_body(problem))
 
-    def refusal(self, problem: ApiError) -> dict:
+    def error_body(self, problem: ApiError) -> dict:
+        """Return the body of an error response."""
         return problem.body("/v1/messages")
 
     def _close(self) -> bytes:
@@ -236,14 +251,14 @@ class MessagesShape(Shape):
             return b""
         signed = self._delta({"type": "signature_delta", "signature": self.id}) if self._open == THINKING else b""
         self._open = None
-        return signed + named({"type": "content_block_stop", "index": self._index})
+        return signed + named_event({"type": "content_block_stop", "index": self._index})
 
     def _delta(self, delta: dict) -> bytes:
-        return named({"type": "content_block_delta", "index": self._index, "delta": delta})
+        return named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _message(self, blocks: list[dict], usage: dict) -> dict:
-        made = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
-        return made | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        body = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
+        return body | {"stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _end(self, choice: Choice) -> dict:
         stopped = choice.stop_string if choice.finish_reason == "stop" else None

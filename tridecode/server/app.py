@@ -1,4 +1,4 @@
-"""The routes: from a request to what answers it."""
+"""The routes of the server and their handlers."""
 
 import asyncio
 import json
@@ -23,36 +23,40 @@ from ..sampling import SamplingParams
 from ..text.prompt import Encoded
 from ..text.tokenizer import Tokenizer
 from ..version import __version__
-from .access import Access, body
-from .anthropic_api import CountRequest, MessagesRequest, MessagesShape
+from .access import Access, read_body
+from .anthropic_api import CountRequest, MessagesRequest, MessagesSerializer
 from .call import Call, Plan
 from .choice import Choice
-from .errors import ApiError, api_error, refusal
-from .form import held_to, places, thinking_off
+from .constraints import answer_constraint, parameter_names, thinking_off
+from .errors import ApiError, api_error, bad_request
 from .loop import Loop
 from .messages import chat_messages
 from .metrics import Metrics
 from .page import page
-from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, F, Generation, TokenizeRequest, parsed
-from .responses_api import ResponsesRequest, ResponsesShape
+from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, F, Generation, TokenizeRequest, parse_body
+from .responses_api import ResponsesRequest, ResponsesSerializer
+from .serializers import ChatSerializer, CompletionSerializer, Serializer
 from .settings import Settings
-from .shapes import ChatShape, CompletionShape, Shape
-from .tools.asked import Tools, openai_tools
+from .tools.toolset import Tools, openai_tools
 
 G = TypeVar("G", bound=Generation)
 log = logging.getLogger("tridecode.server")
 
 
 class Server:
-    """An engine's HTTP face; `app` is the ASGI application. died: called once, when the engine has failed."""
+    """HTTP server over an engine; `app` is its ASGI application.
 
-    def __init__(self, engine: Engine, settings: Settings, died: Callable[[], None] = lambda: None):
-        self.engine, self.settings, self._died = engine, settings, died
+    Args:
+        on_failure: called once if the engine fails.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, on_failure: Callable[[], None] = lambda: None):
+        self.engine, self.settings, self._on_failure = engine, settings, on_failure
         self.loop = Loop(engine, settings.max_queue, settings.keep_alive)
         self.metrics = Metrics(engine, settings.model)
         self._created = int(time.time())
         self._page, self._page_headers = page()
-        middleware = [Middleware(Access, api_key=settings.api_key, ended=self.metrics.ended)]
+        middleware = [Middleware(Access, api_key=settings.api_key, ended=self.metrics.observe_outcome)]
         if settings.cors:
             middleware.insert(
                 0,
@@ -77,174 +81,193 @@ class Server:
                 Route("/version", self.version),
             ],
             middleware=middleware,
-            exception_handlers={ApiError: refused, EngineClosed: refused, HTTPException: not_found, 500: internal},
+            exception_handlers={
+                ApiError: handle_api_error,
+                EngineClosed: handle_api_error,
+                HTTPException: handle_http_error,
+                500: handle_internal_error,
+            },
         )
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the engine."""
         assert self.engine.tokenizer is not None, "a server needs a tokenizer"
         return self.engine.tokenizer
 
     async def start(self) -> None:
-        await self.loop.start(self._died)
-        await self.loop.prepared(self.engine.warm_up)
+        """Start the thread that runs the engine, and wait until the engine is warm."""
+        await self.loop.start(self._on_failure)
+        await self.loop.run_in_thread(self.engine.warm_up)
 
     # ---- generations
 
     async def chat(self, request: Request):
-        asked, deadline = await self._asked(request, ChatRequest)
-        tools = openai_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-        shape = ChatShape(self.settings.model, self.tokenizer, **shown(asked))
-        variables = thinking_off(asked.reasoning_effort, self.tokenizer) | (asked.chat_template_kwargs or {})
-        return self._conversation(request, deadline, asked, shape, chat_messages(asked.messages), tools, variables)
+        """Handle POST /v1/chat/completions."""
+        payload, deadline = await self._read_generation(request, ChatRequest)
+        tools = openai_tools(payload.tools, payload.tool_choice, payload.parallel_tool_calls)
+        serializer = ChatSerializer(self.settings.model, self.tokenizer, **serializer_options(payload))
+        variables = thinking_off(payload.reasoning_effort, self.tokenizer) | (payload.chat_template_kwargs or {})
+        messages = chat_messages(payload.messages)
+        return self._conversation(request, deadline, payload, serializer, messages, tools, variables)
 
     async def responses(self, request: Request):
-        asked, deadline = await self._asked(request, ResponsesRequest)
-        shape = ResponsesShape(asked.model or self.settings.model, self.tokenizer, asked)
-        return self._agents(request, deadline, asked, shape)
+        """Handle POST /v1/responses."""
+        payload, deadline = await self._read_generation(request, ResponsesRequest)
+        serializer = ResponsesSerializer(payload.model or self.settings.model, self.tokenizer, payload)
+        return self._agent_call(request, deadline, payload, serializer)
 
     async def messages(self, request: Request):
-        asked, deadline = await self._asked(request, MessagesRequest)
-        shape = MessagesShape(asked.model or self.settings.model, self.tokenizer)
-        return self._agents(request, deadline, asked, shape)
+        """Handle POST /v1/messages."""
+        payload, deadline = await self._read_generation(request, MessagesRequest)
+        serializer = MessagesSerializer(payload.model or self.settings.model, self.tokenizer)
+        return self._agent_call(request, deadline, payload, serializer)
 
-    def _agents(self, request, deadline, asked: ResponsesRequest | MessagesRequest, shape: Shape) -> Call:
-        messages, tools = asked.conversation(), asked.asked_tools()
-        return self._conversation(request, deadline, asked, shape, messages, tools, asked.variables(self.tokenizer))
+    def _agent_call(
+        self, request, deadline, payload: ResponsesRequest | MessagesRequest, serializer: Serializer
+    ) -> Call:
+        messages, tools, variables = payload.conversation(), payload.parse_tools(), payload.variables(self.tokenizer)
+        return self._conversation(request, deadline, payload, serializer, messages, tools, variables)
 
     async def count_tokens(self, request: Request) -> Response:
-        asked = await self._read(request, CountRequest)
-        self._check_model(asked.model, required=True)
-        messages, tools, tokenizer = asked.conversation(), asked.asked_tools(), self.tokenizer
+        """Handle POST /v1/messages/count_tokens."""
+        payload = await self._read(request, CountRequest)
+        self._check_model(payload.model, required=True)
+        messages, tools, tokenizer = payload.conversation(), payload.parse_tools(), self.tokenizer
 
         def count() -> int:
-            fitted, variables = tools.fit(messages, tokenizer)
-            return len(tokenizer.encode_chat(fitted, **asked.variables(tokenizer), **variables))
+            rendered, variables = tools.render(messages, tokenizer)
+            return len(tokenizer.encode_chat(rendered, **payload.variables(tokenizer), **variables))
 
         try:
-            return JSONResponse({"input_tokens": await self.loop.prepared(count)})
+            return JSONResponse({"input_tokens": await self.loop.run_in_thread(count)})
         except TridecodeError as error:
-            raise api_error(error, tokenizer.directory, asked.names) or error from None
+            raise api_error(error, tokenizer.directory, payload.names) or error from None
 
     def _conversation(
-        self, request: Request, deadline: float | None, asked: Generation, shape: Shape, messages: list[dict],
-        tools: Tools, variables: dict,
+        self, request: Request, deadline: float | None, payload: Generation, serializer: Serializer,
+        messages: list[dict], tools: Tools, variables: dict,
     ) -> Call:  # fmt: skip
-        """The call of a conversation, in any of the APIs."""
-        tokenizer, engine, structure = self.tokenizer, self.engine, asked.structure
+        """Create the call of a conversation in any of the APIs."""
+        tokenizer, engine, structure = self.tokenizer, self.engine, payload.structure
         if tools.enforced:
-            asked.check_ended_by("tool_choice")
+            payload.check_ended_by("tool_choice")
 
         def prepare() -> list[Encoded]:
-            fitted, told_tools = tools.fit(messages, tokenizer)
-            return [engine.prepare(fitted, variables | told_tools)]
+            rendered, tool_variables = tools.render(messages, tokenizer)
+            return [engine.prepare(rendered, variables | tool_variables)]
 
         return self._call(
             request,
             deadline,
             Plan(
-                asked,
-                shape,
+                payload,
+                serializer,
                 prepare,
-                self._params(asked),
+                self._params(payload),
                 lambda number, prompt: Choice(tokenizer, prompt.tokens if tokenizer.thinks else None, tools=tools),
-                form=lambda prompt: held_to(structure, tools, tokenizer, prompt.tokens),
-                places=places(structure, tools),
-                formed=structure is not None or tools.enforced,
+                constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tokens),
+                parameter_names=parameter_names(structure, tools),
+                constrained=structure is not None or tools.enforced,
             ),
         )
 
     async def completions(self, request: Request):
-        asked, deadline = await self._asked(request, CompletionRequest)
-        prompts, tokenizer, structure = asked.prompts, self.tokenizer, asked.structure
+        """Handle POST /v1/completions."""
+        payload, deadline = await self._read_generation(request, CompletionRequest)
+        prompts, tokenizer, structure = payload.prompts, self.tokenizer, payload.structure
 
         def choice(number: int, prompt: Encoded) -> Choice:
-            given = prompts[number] if asked.echo else ""
-            text = given if isinstance(given, str) else tokenizer.decode(given, False)
+            echoed = prompts[number] if payload.echo else ""
+            text = echoed if isinstance(echoed, str) else tokenizer.decode(echoed, False)
             return Choice(tokenizer, None, text, before=prompt.tokens)
 
         return self._call(
             request,
             deadline,
             Plan(
-                asked,
-                CompletionShape(self.settings.model, tokenizer, **shown(asked)),
+                payload,
+                CompletionSerializer(self.settings.model, tokenizer, **serializer_options(payload)),
                 lambda: [self.engine.prepare(prompt) for prompt in prompts],
-                self._params(asked),
+                self._params(payload),
                 choice,
                 len(prompts),
-                lambda prompt: held_to(structure, Tools(), tokenizer, None),
-                places(structure, Tools()),
+                lambda prompt: answer_constraint(structure, Tools(), tokenizer, None),
+                parameter_names(structure, Tools()),
                 structure is not None,
             ),
         )
 
-    async def _asked(self, request: Request, form: type[G]) -> tuple[G, float | None]:
-        """Return the checked request and its deadline. A server that accepts no requests does not read the body."""
+    async def _read_generation(self, request: Request, body_type: type[G]) -> tuple[G, float | None]:
+        """Return the checked body and its deadline. A server that cannot accept requests does not read the body."""
         self.loop.check()
         started, timeout = request.scope["tridecode.record"].started, self.settings.timeout
-        asked = await self._read(request, form)
-        self._check_model(asked.model, required=True)
+        payload = await self._read(request, body_type)
+        self._check_model(payload.model, required=True)
         if self.settings.log_prompts:
-            log.info("asked: %s", json.dumps(getattr(asked, "messages", None) or getattr(asked, "prompt", "")))
-        return asked, None if timeout is None else started + timeout
+            log.info("prompt: %s", json.dumps(getattr(payload, "messages", None) or getattr(payload, "prompt", "")))
+        return payload, None if timeout is None else started + timeout
 
-    async def _read(self, request: Request, form: type[F]) -> F:
+    async def _read(self, request: Request, body_type: type[F]) -> F:
         try:
             async with asyncio.timeout(self.settings.timeout):
-                return parsed(await body(request), form)
+                return parse_body(await read_body(request), body_type)
         except TimeoutError:
             raise ApiError(408, "the body took longer than this server allows", code="timeout") from None
         except ClientDisconnect:
-            raise ApiError(499, "the client has gone", code="disconnected") from None
+            raise ApiError(499, "the client disconnected", code="disconnected") from None
 
     def _check_model(self, model: str | None, required: bool = False) -> None:
         if self.settings.any_model or model == self.settings.model or model is None and not required:
             return
         if model is None:
-            raise refusal(f"model is required: this server has {self.settings.model}", "model")
+            raise bad_request(f"model is required: this server has {self.settings.model}", "model")
         message = f"the model {json.dumps(model[:100])} does not exist: this server has {self.settings.model}"
         raise ApiError(404, message, "model", "model_not_found")
 
-    def _params(self, asked: Generation) -> list[SamplingParams]:
-        """Of each of the n answers: seeds seed, seed + 1, ..."""
+    def _params(self, payload: Generation) -> list[SamplingParams]:
+        """Return the sampling parameters of each of the n answers, with the seeds seed, seed + 1, ..."""
         try:
-            params = self.engine.default_params(**asked.sampling())
-            if asked.n == 1:
+            params = self.engine.default_params(**payload.sampling())
+            if payload.n == 1:
                 return [params]
             first = secrets.randbits(62) if params.seed is None else params.seed
-            return [replace(params, seed=first + i) for i in range(asked.n)]
+            return [replace(params, seed=first + i) for i in range(payload.n)]
         except TridecodeError as error:
-            raise api_error(error, None, asked.names) or error from None
+            raise api_error(error, None, payload.names) or error from None
 
     def _call(self, request: Request, deadline: float | None, plan: Plan) -> Call:
         return Call(self.loop, self.metrics, plan, request.scope["tridecode.record"].started, deadline)
 
-    # ---- the rest
+    # ---- other endpoints
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._read(request, TokenizeRequest)
-        self._check_model(asked.model)
-        prompt = chat_messages(asked.messages or []) if asked.prompt is None else asked.prompt
+        """Handle POST /tokenize."""
+        payload = await self._read(request, TokenizeRequest)
+        self._check_model(payload.model)
+        prompt = chat_messages(payload.messages or []) if payload.prompt is None else payload.prompt
         try:
-            ids = await self.loop.prepared(lambda: self.engine.encode(prompt, asked.chat_template_kwargs))
+            ids = await self.loop.run_in_thread(lambda: self.engine.encode(prompt, payload.chat_template_kwargs))
         except TridecodeError as error:
-            raise api_error(error, self.tokenizer.directory, asked.names) or error from None
+            raise api_error(error, self.tokenizer.directory, payload.names) or error from None
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.engine.capacity})
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._read(request, DetokenizeRequest)
-        self._check_model(asked.model)
+        """Handle POST /detokenize."""
+        payload = await self._read(request, DetokenizeRequest)
+        self._check_model(payload.model)
         size = self.engine.config.vocab_size
-        if outside := next((token for token in asked.tokens if not 0 <= token < size), None):
-            raise refusal(f"tokens: {outside} is not in the vocabulary (0 to {size - 1})", "tokens")
-        text = await self.loop.prepared(lambda: self.tokenizer.decode(asked.tokens, skip_special=False))
+        if outside := next((token for token in payload.tokens if not 0 <= token < size), None):
+            raise bad_request(f"tokens: {outside} is not in the vocabulary (0 to {size - 1})", "tokens")
+        text = await self.loop.run_in_thread(lambda: self.tokenizer.decode(payload.tokens, skip_special=False))
         return JSONResponse({"prompt": text})
 
     async def models(self, request: Request) -> Response:
+        """Handle GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
+        """Handle GET /v1/models/NAME."""
         self._check_model(request.path_params["model"], required=True)
         return JSONResponse(self._card())
 
@@ -254,44 +277,53 @@ class Server:
         return {"id": name, "object": "model", "created": self._created} | facts
 
     async def root(self, request: Request) -> Response:
+        """Handle GET /, the chat page."""
         return HTMLResponse(self._page, headers=self._page_headers)
 
     async def health(self, request: Request) -> Response:
+        """Handle GET /health."""
         if self.loop.failure is not None:
             return JSONResponse({"status": "failed"}, 503)
         return JSONResponse({"status": "stopping"}, 503) if self.loop.refusing else JSONResponse({"status": "ok"})
 
     async def scrape(self, request: Request) -> Response:
+        """Handle GET /metrics."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self, request: Request) -> Response:
+        """Handle GET /version."""
         return JSONResponse({"version": __version__})
 
 
-def shown(asked: ChatRequest | CompletionRequest) -> dict:
-    """Return the options of a Shape that a request sets."""
-    with_logprobs = asked.logprobs is not None and asked.logprobs is not False  # 0 asks for those of drawn tokens
+def serializer_options(payload: ChatRequest | CompletionRequest) -> dict:
+    """Return the options of Serializer that a request sets."""
+    # logprobs=0 requests the log-probabilities of the sampled tokens only.
+    with_logprobs = payload.logprobs is not None and payload.logprobs is not False
     return {
-        "n": asked.n,
+        "n": payload.n,
         "with_logprobs": with_logprobs,
-        "with_usage": asked.with_usage,
-        "with_ids": asked.return_token_ids,
+        "with_usage": payload.with_usage,
+        "with_ids": payload.return_token_ids,
     }
 
 
-async def refused(request: Request, error: Exception) -> Response:
+async def handle_api_error(request: Request, error: Exception) -> Response:
+    """Return the response for an ApiError or a closed engine; raise other errors again."""
     if (problem := api_error(error, None)) is None:
         raise error
     return JSONResponse(problem.body(request.url.path), problem.status, problem.headers)
 
 
-async def not_found(request: Request, error: Exception) -> Response:
+async def handle_http_error(request: Request, error: Exception) -> Response:
+    """Return the response for an unknown path or method."""
     assert isinstance(error, HTTPException)
-    known = {404: "there is nothing at this path", 405: "this path does not take this method"}
-    message = known.get(error.status_code, str(error.detail))
+    messages = {404: "this path does not exist", 405: "this path does not support this method"}
+    message = messages.get(error.status_code, str(error.detail))
     return JSONResponse(ApiError(error.status_code, message).body(request.url.path), error.status_code, error.headers)
 
 
-async def internal(request: Request, error: Exception) -> Response:
-    said = ApiError(500, "internal error; the server's log says more").body(request.url.path)
-    return JSONResponse(said, 500, request.scope["tridecode.record"].headers)  # sent past Access
+async def handle_internal_error(request: Request, error: Exception) -> Response:
+    """Return the response for an unexpected error, without its detail."""
+    body = ApiError(500, "internal error; the server's log has the details").body(request.url.path)
+    # Starlette sends this response outside of Access, which adds the headers to all others.
+    return JSONResponse(body, 500, request.scope["tridecode.record"].headers)

@@ -1,4 +1,4 @@
-"""Call: an HTTP request, its requests of the engine, and its response, whole or as a stream."""
+"""Call: an HTTP request, its requests in the engine, and its response."""
 
 import asyncio
 import logging
@@ -20,77 +20,85 @@ from .errors import ApiError, api_error, outcome, stopping
 from .loop import Loop
 from .metrics import Metrics
 from .protocol import Generation
-from .shapes import Shape
+from .serializers import Serializer
 
 log = logging.getLogger("tridecode.server")
 
 
 @dataclass
 class Plan:
-    """The requests of a call, and the form of its response.
+    """The requests of a call, and the serializer of its response.
 
-    prepare: returns the encoded prompts, in a thread. choice: returns the initial Choice for a prompt and its number.
+    Args:
+        payload: the parsed body.
+        prepare: returns the encoded prompts; it runs in a thread.
+        params: sampling parameters, one for each of the n answers to a prompt.
+        choice: (number of a prompt, prompt) -> a new Choice.
+        prompts: number of prompts.
+        constraint: prompt -> fields of SamplingParams that constrain its answers.
+        parameter_names: field of SamplingParams -> the parameter that sets it in the request, for errors.
+        constrained: whether `constraint` returns fields.
     """
 
-    asked: Generation
-    shape: Shape
+    payload: Generation
+    serializer: Serializer
     prepare: Callable[[], list[Encoded]]
-    params: list[SamplingParams]  # one for each of n answers
+    params: list[SamplingParams]
     choice: Callable[[int, Encoded], Choice]
     prompts: int = 1
-    form: Callable[[Encoded], dict] = lambda prompt: {}  # fields of SamplingParams that depend on it
-    places: dict[str, str] = field(default_factory=dict)  # where the request has those
-    formed: bool = False  # whether there are any
+    constraint: Callable[[Encoded], dict] = lambda prompt: {}
+    parameter_names: dict[str, str] = field(default_factory=dict)
+    constrained: bool = False
 
     @property
     def requests(self) -> int:
-        """Number of requests of the engine: one a choice, and one a prompt if its log-probabilities are requested."""
-        return self.prompts * (len(self.params) + self.asked.scores_prompt)
+        """Number of requests in the engine: one per choice, and one per prompt with requested log-probabilities."""
+        return self.prompts * (len(self.params) + self.payload.scores_prompt)
 
 
 class Call:
-    """An HTTP request and its response, an ASGI application. It has one or several requests of the engine."""
+    """ASGI application that answers one HTTP request with one or several requests in the engine."""
 
     def __init__(self, loop: Loop, metrics: Metrics, plan: Plan, started: float, deadline: float | None):
         self._loop, self._metrics, self._plan = loop, metrics, plan
-        self.started, self.deadline = started, deadline  # by time.monotonic, as all times here
-        self.heard = time.monotonic()  # when its task was last awake
-        self.last: dict[int, float] = {}  # when the last pieces of each request arrived
-        self.expected = 0  # number of requests that it will have
-        self.ended: ApiError | None = None  # why the server ended it early
+        self.started, self.deadline = started, deadline  # by time.monotonic, as all times in this class
+        self.last_awake = time.monotonic()  # the time at which its task last ran
+        self.last: dict[int, float] = {}  # request number -> arrival of its latest chunks
+        self.expected = 0  # number of requests that it will submit
+        self.ended: ApiError | None = None  # the error, if the server ended it early
         self._prompts: list[Encoded] = []
         self._choices: list[Choice] = []
         self._requests: list[Request] = []
-        self._taken: list[int] = []  # pieces of each request that were read
+        self._read: list[int] = []  # number of chunks read, by request
         self._waiter: asyncio.Future | None = None
-        self._begun = False  # the head of the response was sent
-        self._opened = False  # and the first event of a stream
+        self._head_sent = False  # whether the head of the response was sent
+        self._opened = False  # whether the first event of the stream was sent
         loop.add(self)
 
     async def __call__(self, scope, receive, send) -> None:
         record = scope["tridecode.record"]
-        gone = asyncio.create_task(self._watch(receive))
+        watcher = asyncio.create_task(self._watch(receive))
         try:
-            await self._loop.begin(self, self._plan.requests, self._submit, self._plan.formed)
-            if self._plan.asked.stream:
+            await self._loop.begin(self, self._plan.requests, self._submit, self._plan.constrained)
+            if self._plan.payload.stream:
                 await self._stream(send)
             else:
-                await self._whole(send)
+                await self._respond(send)
             record.outcome = self._choices[0].finish_reason
         except Exception as error:
-            names = self._plan.asked.names | self._plan.places
-            problem = api_error(error, self._plan.shape.tokenizer.directory, names)
+            names = self._plan.payload.names | self._plan.parameter_names
+            problem = api_error(error, self._plan.serializer.tokenizer.directory, names)
             if problem is None:
                 log.exception("a request failed")
-                problem = ApiError(500, "internal error; the server's log says more")
+                problem = ApiError(500, "internal error; the server's log has the details")
             record.outcome = outcome(problem.status)
-            await self._tell(problem, send)
+            await self._send_error(problem, send)
         finally:
-            gone.cancel()
-            self._drop()
-            self._loop.forget(self)
+            watcher.cancel()
+            self._cancel()
+            self._loop.remove(self)
             usages = [choice.usage for choice in self._choices]
-            self._metrics.read(usages)
+            self._metrics.observe_usages(usages)
             prompt, output = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
             record.tokens = f", {prompt} + {output} tokens"
 
@@ -98,32 +106,35 @@ class Call:
         """End the call when the client disconnects."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.end(ApiError(499, "the client has gone", code="disconnected"))
+        self.end(ApiError(499, "the client disconnected", code="disconnected"))
 
-    # ---- its requests
+    # ---- requests
 
     def _submit(self) -> list[Request]:
         """Submit the requests of all choices, and after them the requests that score the prompts."""
-        plan, asked, engine = self._plan, self._plan.asked, self._loop.engine
+        plan, payload, engine = self._plan, self._plan.payload, self._loop.engine
         prompts = self._prompts = plan.prepare()
         self._choices = [plan.choice(i, prompt) for i, prompt in enumerate(prompts) for _ in plan.params]
-        forms = [plan.form(prompt) for prompt in prompts]
+        constraints = [plan.constraint(prompt) for prompt in prompts]
         answers = [
-            engine.submit(prompt, replace(params, **form), reuse_prefix=asked.cache_prompt, cache_salt=asked.cache_salt)
-            for prompt, form in zip(prompts, forms)
+            engine.submit(
+                prompt, replace(params, **fields), reuse_prefix=payload.cache_prompt, cache_salt=payload.cache_salt
+            )
+            for prompt, fields in zip(prompts, constraints)
             for params in plan.params
         ]
-        scored = prompts if asked.scores_prompt else ()
+        scored = prompts if payload.scores_prompt else ()
         return answers + [engine.submit_score(prompt, plan.params[0].logprobs or 0) for prompt in scored]
 
-    def follow(self, requests: list[Request]) -> None:
-        self._requests, self._taken = requests, [0] * len(requests)
+    def attach(self, requests: list[Request]) -> None:
+        """Set the submitted requests; cancel them if the call has ended in the meantime."""
+        self._requests, self._read = requests, [0] * len(requests)
         if self.ended:
-            self._drop()
+            self._cancel()
 
     @property
     def open(self) -> int:
-        """Number of its requests that take a place in the queue or a slot.
+        """Number of its requests that occupy a slot or a place in the queue.
 
         After `end` it is 0, although a pass may still run.
         """
@@ -133,103 +144,104 @@ class Call:
             return self.expected
         return sum(request.finish_reason is None for request in self._requests)
 
-    def look(self, anyway: bool = False) -> None:
-        """Wake its task if there are new pieces, or with `anyway` in any case."""
+    def wake(self, force: bool = False) -> None:
+        """Wake its task if new chunks or an error have arrived; with `force` in any case."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
-        if self.ended or self._loop.failure is not None or self._fresh():
+        if self.ended or self._loop.failure is not None or self._has_new_chunks():
             waiter.set_result(False)
-        elif anyway:
+        elif force:
             waiter.set_result(True)
 
     def end(self, error: ApiError) -> None:
-        """Cancel its requests and let its task raise `error`. Within two passes their slots and pages are free."""
+        """Cancel its requests and let its task raise `error`. The slots and pages are free within two passes."""
         if self.ended is None:
             self.ended = error
-            self._drop()
-            self.look()
+            self._cancel()
+            self.wake()
 
-    def _drop(self) -> None:
+    def _cancel(self) -> None:
         for request in self._requests:
             request.drop()
 
-    def _fresh(self) -> bool:
-        return any(len(r.pieces) > taken or r.failure for r, taken in zip(self._requests, self._taken))
+    def _has_new_chunks(self) -> bool:
+        return any(len(r.pieces) > read or r.failure for r, read in zip(self._requests, self._read))
 
     def _take(self, number: int) -> list[Piece]:
-        request, taken = self._requests[number], self._taken[number]
-        if len(request.pieces) == taken and request.failure:
+        """Return the unread chunks of a request; raise its error after the last one."""
+        request, read = self._requests[number], self._read[number]
+        if len(request.pieces) == read and request.failure:
             raise request.failure
-        pieces = request.pieces[taken:]
-        self._taken[number] += len(pieces)
-        return pieces
+        chunks = request.pieces[read:]
+        self._read[number] += len(chunks)
+        return chunks
 
-    async def _news(self) -> list[tuple[int, list[Piece]]]:
-        """Wait for new pieces; return them by number of their request, or [] after a long silence.
+    async def _new_chunks(self) -> list[tuple[int, list[Piece]]]:
+        """Wait for new chunks; return (number of the request, its chunks) pairs, or [] after a long silence.
 
-        Raises ApiError if the call or the engine was ended, and the error of a request that failed.
+        Raises:
+            ApiError: the call or the engine was ended.
+            GenerationError: a request failed.
         """
         while True:
             if self._loop.failure is not None:
-                raise ApiError(503, "the engine has failed; this server is about to end", code="engine_failed")
+                raise ApiError(503, "the engine has failed; this server is about to stop", code="engine_failed")
             if self.ended:
                 raise self.ended
-            self.heard = time.monotonic()
-            if self._fresh():
+            self.last_awake = time.monotonic()
+            if self._has_new_chunks():
                 break
             self._waiter = asyncio.get_running_loop().create_future()
             if await self._waiter:
                 return []
-        news = [(i, pieces) for i in range(len(self._requests)) if (pieces := self._take(i))]
-        for _, pieces in news:
-            last = pieces[-1]
+        new = [(i, chunks) for i in range(len(self._requests)) if (chunks := self._take(i))]
+        for _, chunks in new:
+            last = chunks[-1]
             if last.finish_reason == "error":
                 raise GenerationError(last.error)
             if last.finish_reason == "cancelled":  # the engine was closed
                 raise self.ended or stopping()
-        self._metrics.heard(self, [(i, pieces) for i, pieces in news if i < len(self._choices)])
-        return news
+        self._metrics.observe_chunks(self, [(i, chunks) for i, chunks in new if i < len(self._choices)])
+        return new
 
-    # ---- its response
+    # ---- response
 
-    async def _whole(self, send) -> None:
+    async def _respond(self, send) -> None:
+        """Wait for all answers and send one response."""
         answers, n, left = len(self._choices), len(self._plan.params), self._plan.requests
-        pieces: list[list[Piece]] = [[] for _ in range(left)]
+        chunks: list[list[Piece]] = [[] for _ in range(left)]
         while left:
-            for i, new in await self._news():
-                pieces[i] += new
+            for i, new in await self._new_chunks():
+                chunks[i] += new
                 left -= new[-1].finish_reason is not None
-        for i, scores in enumerate(pieces[answers:]):
+        for i, scores in enumerate(chunks[answers:]):
             for choice in self._choices[i * n : (i + 1) * n]:
                 choice.echo_logprobs(self._prompts[i].tokens, scores)
-        said = [choice.add(new) for choice, new in zip(self._choices, pieces)]
-        await self._send_json(send, 200, self._plan.shape.whole(self._choices, said))
+        deltas = [choice.add(new) for choice, new in zip(self._choices, chunks)]
+        await self._send_json(send, 200, self._plan.serializer.response(self._choices, deltas))
 
     async def _stream(self, send) -> None:
-        """Send events as tokens arrive, and comments during a long silence.
-
-        An error before anything was sent has a status of its own.
-        """
-        shape, left = self._plan.shape, len(self._choices)
+        """Send events as tokens arrive, and comments during a long silence."""
+        serializer, left = self._plan.serializer, len(self._choices)
         while left:
-            news = await self._news()
-            data = b"" if news else events.KEEP_ALIVE
-            if news and not self._opened:
+            new = await self._new_chunks()
+            data = b"" if new else events.KEEP_ALIVE
+            if new and not self._opened:
                 self._opened = True
-                data = shape.opening([len(prompt.tokens) for prompt in self._prompts])
-            for i, pieces in news:
+                data = serializer.first_events([len(prompt.tokens) for prompt in self._prompts])
+            for i, chunks in new:
                 choice = self._choices[i]
-                said = choice.add(pieces)
+                delta = choice.add(chunks)
                 left -= choice.finish_reason is not None
-                data += shape.news(i, choice, said)
+                data += serializer.new_events(i, choice, delta)
             if data:
                 await self._send(send, data)
-        await self._send(send, shape.closing(self._choices), more=False)
+        await self._send(send, serializer.last_events(self._choices), more=False)
 
     async def _send(self, send, data: bytes, more: bool = True) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self._head_sent:
+            self._head_sent = True
             await send(_head(200, events.HEADERS))
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -239,13 +251,13 @@ class Call:
         await send(_head(status, own | (headers or {})))
         await send({"type": "http.response.body", "body": body})
 
-    async def _tell(self, problem: ApiError, send) -> None:
-        """Send the problem as the response, or as the last event of a stream."""
+    async def _send_error(self, problem: ApiError, send) -> None:
+        """Send the problem as a response with its status, or as the last event of a stream that has begun."""
         with suppress(OSError):
-            if self._begun:
-                await self._send(send, self._plan.shape.failure(problem), more=False)
+            if self._head_sent:
+                await self._send(send, self._plan.serializer.error_events(problem), more=False)
             else:
-                await self._send_json(send, problem.status, self._plan.shape.refusal(problem), problem.headers)
+                await self._send_json(send, problem.status, self._plan.serializer.error_body(problem), problem.headers)
 
 
 def _head(status: int, headers: dict[str, str]) -> dict:

@@ -1,4 +1,4 @@
-"""Choice: one answer as it grows, told apart into thinking, text and calls."""
+"""Choice: one growing answer, split into thinking, text and tool calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,96 +6,110 @@ from dataclasses import dataclass, field
 from ..results import Piece, TokenLogprobs, Usage
 from ..text.thinking import THINKING, ThinkSplitter, ends_inside
 from ..text.tokenizer import Tokenizer
-from .tools.asked import Tools
 from .tools.parser import ARGUMENTS, NAME, TEXT, Event
+from .tools.toolset import Tools
 
 
 @dataclass
-class Said:
-    """What some pieces brought. events: (kind, text) in their order, of THINKING, and those of tools.parser; logprobs:
-    (id, TokenLogprobs, offset of its text)."""
+class Delta:
+    """The part of an answer that some output chunks add.
+
+    Args:
+        events: (kind, text) pairs in order; the kind is THINKING or one of tools.parser.
+        token_ids: ids of the sampled tokens.
+        logprobs: (token id, log-probabilities, offset of the token's text in the answer) for each token.
+    """
 
     events: list[Event] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, TokenLogprobs | None, int]] = field(default_factory=list)
 
     def text(self, kind: str) -> str:
-        return "".join(text for found, text in self.events if found == kind)
+        """Return the joined text of the events of `kind`."""
+        return "".join(text for event_kind, text in self.events if event_kind == kind)
 
 
 class Choice:
-    """Text apart from thinking and calls, log-probabilities, and how it ended."""
+    """One answer: its text apart from thinking and calls, its log-probabilities, and the reason for its end."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] | None, first_text: str = "", tools: Tools | None = None,
         before: Sequence[int] = (),
     ):  # fmt: skip
-        """prompt: of a chat whose model may think; first_text: what stands before the text; before: the ids of a prompt
-        that the text continues."""
+        """Create an empty answer.
+
+        Args:
+            prompt: token ids of a chat's prompt if the model may think; None otherwise.
+            first_text: text in front of the answer, for `echo`.
+            tools: the request's tools, whose calls are parsed.
+            before: token ids of a prompt that the answer continues.
+        """
         self._tokenizer, self._splitter = tokenizer, None
         if prompt is not None:
             opened = ends_inside(tokenizer.decode(list(prompt[-4:]), skip_special=False))
             self._splitter = ThinkSplitter(opened)
-        self._machine = tools.machine(tokenizer) if tools else None
-        self._special = tools.special(tokenizer) if tools else {}
+        self._parser = tools.parser(tokenizer) if tools else None
+        self._special = tools.special_tokens(tokenizer) if tools else {}
         self._first_text, self._characters = first_text, len(first_text)
-        self._text = tokenizer.detokenizer(before)  # without stop strings, which hold text back: for offsets
+        # Offsets need the text of each token; the text of the chunks may be delayed by stop strings.
+        self._text = tokenizer.detokenizer(before)
         self._first_logprobs: list[tuple[int, TokenLogprobs | None, int]] = []
-        self.begun = False  # something of it was sent
+        self.sent = False  # whether a part of it was sent
         self.finish_reason: str | None = None
-        self.stop_string: str | None = None  # that has cut it
-        self.usage = Usage(0, 0, 0)  # of the whole answer, once it has ended
+        self.stop_string: str | None = None  # the stop string that ended it
+        self.usage = Usage(0, 0, 0)  # set at the end of the answer
 
     @property
     def reasoning_tokens(self) -> int:
+        """Number of tokens of thinking."""
         return self._splitter.tokens if self._splitter else 0
 
     @property
     def called(self) -> bool:
-        """Whether it has calls that came to a good end."""
-        return self._machine is not None and any(not call.broken for call in self._machine.calls)
+        """Whether it has a valid call."""
+        return self._parser is not None and any(not call.broken for call in self._parser.calls)
 
     def echo_logprobs(self, prompt: Sequence[int], scores: list[Piece]) -> None:
-        """Begin with the prompt's own: of its first token nothing is known, of the others what `scores` say."""
+        """Insert the log-probabilities of the prompt, which `scores` contains for all tokens but the first."""
         text, offset = self._tokenizer.detokenizer(skip_special=False), 0
-        for token, found in zip(prompt, (None, *(piece.logprobs for piece in scores))):
-            self._first_logprobs.append((token, found, offset))
+        for token, logprobs in zip(prompt, (None, *(chunk.logprobs for chunk in scores))):
+            self._first_logprobs.append((token, logprobs, offset))
             offset += len(text.push(token))
 
-    def add(self, pieces: list[Piece]) -> Said:
-        """What these pieces bring; of the last one finish_reason, stop_string and usage are kept."""
-        said = Said([(TEXT, self._first_text)] if self._first_text else [], logprobs=self._first_logprobs)
+    def add(self, chunks: list[Piece]) -> Delta:
+        """Add output chunks and return their delta; store finish_reason, stop_string and usage of the last chunk."""
+        delta = Delta([(TEXT, self._first_text)] if self._first_text else [], logprobs=self._first_logprobs)
         self._first_text, self._first_logprobs = "", []
-        for piece in pieces:
-            text = piece.text
-            if piece.token_id is not None:
-                said.token_ids.append(piece.token_id)
-                text = self._special.get(piece.token_id, "") + text
-                if piece.logprobs is not None:
-                    said.logprobs.append((piece.token_id, piece.logprobs, self._characters))
-                    self._characters += len(self._text.push(piece.token_id))
+        for chunk in chunks:
+            text = chunk.text
+            if chunk.token_id is not None:
+                delta.token_ids.append(chunk.token_id)
+                text = self._special.get(chunk.token_id, "") + text
+                if chunk.logprobs is not None:
+                    delta.logprobs.append((chunk.token_id, chunk.logprobs, self._characters))
+                    self._characters += len(self._text.push(chunk.token_id))
             pairs = [(TEXT, text)] if text else []
             if self._splitter:
-                pairs = self._splitter.feed(text, int(piece.token_id is not None))
-                if piece.finish_reason:
+                pairs = self._splitter.feed(text, int(chunk.token_id is not None))
+                if chunk.finish_reason:
                     pairs += self._splitter.finish()
             for kind, part in pairs:
                 if kind == THINKING:
-                    said.events.append((THINKING, part))
+                    delta.events.append((THINKING, part))
                 else:
-                    said.events += self._machine.feed(part) if self._machine else [(TEXT, part)]
-            if piece.finish_reason:
-                if self._machine:
-                    said.events += self._machine.finish()
-                self.finish_reason, self.stop_string = piece.finish_reason, piece.stop_string
-                self.usage = piece.usage or self.usage
-        return said
+                    delta.events += self._parser.feed(part) if self._parser else [(TEXT, part)]
+            if chunk.finish_reason:
+                if self._parser:
+                    delta.events += self._parser.finish()
+                self.finish_reason, self.stop_string = chunk.finish_reason, chunk.stop_string
+                self.usage = chunk.usage or self.usage
+        return delta
 
-    def settle(self, said: Said) -> Said:
-        """What a whole answer says, calls that did not come to a good end being text, as they stood."""
+    def settle(self, delta: Delta) -> Delta:
+        """Return the delta of a whole answer with its malformed calls as the text that the model wrote."""
         events: list[Event] = []
-        calls, number = (self._machine.calls if self._machine else []), -1
-        for kind, text in said.events:
+        calls, number = (self._parser.calls if self._parser else []), -1
+        for kind, text in delta.events:
             number += kind == NAME
             if kind in (NAME, ARGUMENTS) and calls[number].broken:
                 kind, text = TEXT, calls[number].raw if kind == NAME else ""
@@ -103,6 +117,6 @@ class Choice:
                 events[-1] = kind, events[-1][1] + text
             else:
                 events.append((kind, text))
-        if self._machine:
-            self._machine.calls = [call for call in calls if not call.broken]
-        return Said(events, said.token_ids, said.logprobs)
+        if self._parser:
+            self._parser.calls = [call for call in calls if not call.broken]
+        return Delta(events, delta.token_ids, delta.logprobs)

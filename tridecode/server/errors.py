@@ -1,17 +1,24 @@
-"""The error that a client gets: a status, and one line in OpenAI's JSON form; never a path or a stack."""
+"""Errors for clients: a status and one line in JSON, without paths and stack traces."""
 
 import re
 from pathlib import Path
 
 from ..errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull, TooLong
 
-RETRY_AFTER = 1  # seconds, beside a status 503
+RETRY_AFTER = 1  # seconds, sent with a status 503
 ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
              503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
 
 
 class ApiError(Exception):
-    """param: the name of the wrong parameter; code: a word for programs."""
+    """An error that is sent to a client.
+
+    Args:
+        status: HTTP status.
+        message: one line for people.
+        param: name of the invalid parameter.
+        code: a word for programs.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -19,6 +26,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
+        """Response headers of this status."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
@@ -36,16 +44,18 @@ class ApiError(Exception):
 
 
 def outcome(status: int) -> str:
-    """How a request ended that got no answer, in a word for metrics and the log; status 0: not even this one."""
+    """Return the outcome, for metrics and the log, of a request that ended with an error; status 0 if none was sent."""
     named = {0: "cancelled", 499: "cancelled", 503: "unavailable", 504: "timeout"}
     return named.get(status, "refused" if status < 500 else "failed")
 
 
-def refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return an error with status 400."""
     return ApiError(400, message, param, code)
 
 
 def stopping() -> ApiError:
+    """Return the error for requests that the server refuses or ends because it stops."""
     return ApiError(503, "this server is stopping", code="stopping")
 
 
@@ -53,21 +63,21 @@ def api_error(error: Exception, directory: Path | None, names: dict[str, str] | 
     """Return the error for the client, None for internal errors, whose detail is not shown.
 
     Args:
-        directory: of the checkpoint; it is removed from messages.
+        directory: directory of the checkpoint; it is removed from messages.
         names: argument -> its name in the request. It may be "one or another"; then `param` is None.
     """
     if isinstance(error, ApiError):
         return error
     text = str(error) if directory is None else str(error).replace(f"{directory}/", "")
     if isinstance(error, TooLong):
-        return refusal(text, code="context_length_exceeded")
+        return bad_request(text, code="context_length_exceeded")
     if isinstance(error, ParameterError | PromptError):
         argument = (error.argument if isinstance(error, ParameterError) else None) or re.split(r"\W", text)[0]
         name = (names or {}).get(argument, argument)
         if text.startswith(argument):
             text = name + text[len(argument) :]
         one = " or " not in name and ("_" in name or isinstance(error, ParameterError))
-        return refusal(text, name if one else None)
+        return bad_request(text, name if one else None)
     if isinstance(error, EngineClosed):
         return stopping()
     if isinstance(error, QueueFull):
@@ -75,5 +85,5 @@ def api_error(error: Exception, directory: Path | None, names: dict[str, str] | 
     if isinstance(error, GenerationError):
         return ApiError(500, text, code="generation_failed")
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return ApiError(500, "out of memory while the prompt was read; shorten it", code="out_of_memory")
+        return ApiError(500, "out of memory during the prompt pass; shorten the prompt", code="out_of_memory")
     return None

@@ -1,4 +1,4 @@
-"""Server-sent events: the bytes of a stream."""
+"""Encoding of server-sent events."""
 
 import msgspec
 
@@ -9,9 +9,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 def event(value) -> bytes:
+    """Encode `value` as the data of an event."""
     return b"data: %b\n\n" % _encode(value)
 
 
-def named(value: dict) -> bytes:
-    """An event that says its type twice."""
+def named_event(value: dict) -> bytes:
+    """Encode an event whose name is the "type" in its data, as Anthropic and the Responses API do."""
     return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), _encode(value))

@@ -1,8 +1,9 @@
-"""Loop: the one thread that owns the device, and the calls that asyncio has under way.
+"""The thread that runs the engine, and its connection to asyncio.
 
-The list of a request's pieces only grows, so it is the buffer between both sides; it is no longer than the context. The
-thread appends pieces and wakes asyncio at most once until asyncio has looked. A call then takes all new pieces. So no
-client stalls the thread, a slow client gets several tokens at once, and no token is lost.
+The buffer between the two sides is the list of a request's output chunks, which only grows and is no longer than the
+context. The thread appends chunks and schedules one callback on the asyncio side, unless one is already scheduled. A
+call then reads all new chunks. Therefore no client stalls the thread, a slow client receives several tokens at once,
+and no token is lost.
 """
 
 import asyncio
@@ -16,52 +17,54 @@ from typing import TYPE_CHECKING, TypeVar
 from ..engine import Engine
 from ..errors import EngineClosed, counted
 from ..serve.request import Request
-from .errors import ApiError, refusal
-from .settings import TICK
+from .errors import ApiError, bad_request
+from .settings import TICK_SECONDS
 
 if TYPE_CHECKING:
     from .call import Call
 
 R = TypeVar("R")
-PREPARING = 8  # prompts that are rendered and encoded at the same time
-FORMS = 16  # and those beside them whose requests may wait for a grammar
+PREPARING = 8  # threads that render and encode prompts
+GRAMMAR_THREADS = 16  # threads for requests with a grammar, which wait for its compilation
 log = logging.getLogger("tridecode.server")
 
 
 class Loop:
-    """Steps `engine` while any request runs.
+    """Runs the engine's passes in a thread, and wakes calls in asyncio.
 
-    All but the thread's own function belongs to the asyncio side.
+    Only `_run` and the methods that it calls run in the thread; all others run in asyncio.
 
     Args:
-        max_queue: requests that may wait for a slot
+        max_queue: number of requests that may wait for a slot.
+        keep_alive: seconds of silence after which a stream sends a comment.
     """
 
-    _asyncio: asyncio.AbstractEventLoop  # set by `start`, as is _died
-    _died: Callable[[], None] | None
+    _asyncio: asyncio.AbstractEventLoop  # set by `start`, as is _on_failure
+    _on_failure: Callable[[], None] | None
 
     def __init__(self, engine: Engine, max_queue: int, keep_alive: float):
         self.engine, self._keep_alive = engine, keep_alive
-        self._most = engine.slots + max_queue
+        self._max_requests = engine.slots + max_queue
         self._calls: set[Call] = set()
-        self._work, self._told, self._stopping = threading.Event(), False, False
+        self._work, self._notified, self._stopping = threading.Event(), False, False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
-        self._pool, self._forms = ThreadPoolExecutor(PREPARING, "prompt"), ThreadPoolExecutor(FORMS, "form")
-        self.failure: BaseException | None = None  # what ended the engine
-        self.refusing: str | None = None  # why new calls are turned away
+        self._pool = ThreadPoolExecutor(PREPARING, "prompt")
+        self._grammar_pool = ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
+        self.failure: BaseException | None = None  # the error that ended the engine
+        self.refusing: str | None = None  # the reason, if new calls are refused
 
-    async def start(self, died: Callable[[], None]) -> None:
-        """died: called once, by asyncio, when the engine has failed."""
-        self._asyncio, self._died = asyncio.get_running_loop(), died
+    async def start(self, on_failure: Callable[[], None]) -> None:
+        """Start the thread. `on_failure` is called once in asyncio if the engine fails."""
+        self._asyncio, self._on_failure = asyncio.get_running_loop(), on_failure
         self._thread.start()
         self._ticker = asyncio.create_task(self._tick())
 
     def stop(self) -> None:
-        """End the thread, after the pass that runs."""
+        """End the thread after the running pass."""
         self._stopping = True
         self._work.set()
         self._ticker.cancel()
-        for pool in (self._pool, self._forms):
+        for pool in (self._pool, self._grammar_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join(timeout=60)
 
@@ -72,85 +75,101 @@ class Loop:
             while not self._stopping:
                 self._work.clear()
                 while self.engine.step() and not self._stopping:
-                    self._tell()
-                self._tell()
+                    self._notify()
+                self._notify()
                 if not self._capture():
                     self._work.wait()
-        except EngineClosed:  # which has cancelled what ran
-            self._tell()
+        except EngineClosed:  # closing the engine has canceled its requests
+            self._notify()
         except BaseException as error:
             self.failure = error
             log.exception("the engine failed")
-            self._tell()
+            self._notify()
 
     def _capture(self) -> bool:
-        """Use time in which nothing runs for one of the captures that could wait: whoever comes meanwhile waits for it
-        alone, and before the first answer for none. False where none is left."""
+        """Capture one deferred graph while the engine is idle; return False if all are captured or a request arrived.
+
+        A request that arrives during a capture waits for that capture only. No capture runs before the first answer.
+        """
         return not self._work.is_set() and self.engine.scheduler.answered and self.engine.capture_next()
 
-    def _tell(self) -> None:
-        if not self._told and not self._asyncio.is_closed():
-            self._told = True
-            self._asyncio.call_soon_threadsafe(self._hear)
+    def _notify(self) -> None:
+        if not self._notified and not self._asyncio.is_closed():
+            self._notified = True
+            self._asyncio.call_soon_threadsafe(self._on_progress)
 
     # ---- asyncio
 
-    def _hear(self) -> None:
-        self._told = False  # first: what comes from now on is told anew
+    def _on_progress(self) -> None:
+        self._notified = False  # reset first, so that chunks appended during this callback schedule another one
         for call in self._calls:
-            call.look()
-        if self.failure is not None and self._died is not None:
-            died, self._died = self._died, None
-            died()
+            call.wake()
+        if self.failure is not None and self._on_failure is not None:
+            on_failure, self._on_failure = self._on_failure, None
+            on_failure()
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
             for call in list(self._calls):
                 if call.deadline is not None and now > call.deadline:
                     call.end(ApiError(504, "the request took longer than this server allows", code="timeout"))
-                elif now - call.heard > self._keep_alive:
-                    call.look(anyway=True)
+                elif now - call.last_awake > self._keep_alive:
+                    call.wake(force=True)
 
     def check(self, count: int = 1) -> None:
-        """Raises ApiError where `count` more requests cannot be taken now, or never."""
+        """Check that `count` more requests can be accepted.
+
+        Raises:
+            ApiError: (400) if they never can, or (503) if they cannot now.
+        """
         if self.failure is not None:
-            raise ApiError(503, "the engine has failed; this server is about to end", code="engine_failed")
+            raise ApiError(503, "the engine has failed; this server is about to stop", code="engine_failed")
         if self.refusing:
             raise ApiError(503, self.refusing, code="stopping")
-        if count > self._most:
-            asked = f"prompts times n, and each prompt again for echo with logprobs, come to {count:,} requests"
-            raise refusal(f"{asked}: this server takes at most {self._most:,} at a time; ask for fewer")
-        if sum(call.open for call in self._calls) + count > self._most:
-            most = counted(self._most, "request")
-            raise ApiError(503, f"{most} under way or waiting, as many as may be; try again later", code="queue_full")
+        if count > self._max_requests:
+            needed = f"prompts times n, plus one per prompt for echo with logprobs, are {count:,} requests"
+            raise bad_request(f"{needed}: this server accepts at most {self._max_requests:,} at a time; send fewer")
+        if sum(call.open for call in self._calls) + count > self._max_requests:
+            limit = counted(self._max_requests, "request")
+            raise ApiError(503, f"the queue is full: {limit} running or waiting; try again later", code="queue_full")
 
-    async def prepared(self, work: Callable[[], R]) -> R:
-        """Return the result of work(), which runs in a thread because it may be slow."""
+    async def run_in_thread(self, work: Callable[[], R]) -> R:
+        """Return the result of `work()`, which runs in a thread because it may be slow."""
         return await self._asyncio.run_in_executor(self._pool, work)
 
-    async def begin(self, call: "Call", count: int, submit: Callable[[], list[Request]], formed: bool = False) -> None:
-        """Give `call` the `count` requests that submit() returns. Raises ApiError and the errors of submit().
+    async def begin(
+        self, call: "Call", count: int, submit: Callable[[], list[Request]], constrained: bool = False
+    ) -> None:
+        """Run `submit()` in a thread and attach the `count` requests that it returns to `call`.
 
-        formed: the requests have grammars, which submit() may wait for
+        Args:
+            constrained: whether the requests have grammars, for which `submit()` may wait.
+
+        Raises:
+            ApiError: the requests cannot be accepted; errors of `submit()` are raised unchanged.
         """
         self.check(count)
         call.expected = count
         try:
-            call.follow(await self._asyncio.run_in_executor(self._forms if formed else self._pool, submit))
+            call.attach(await self._asyncio.run_in_executor(self._grammar_pool if constrained else self._pool, submit))
         finally:
             self._work.set()
 
     def add(self, call: "Call") -> None:
+        """Register a call, so that it is woken and its deadline is checked."""
         self._calls.add(call)
 
-    def forget(self, call: "Call") -> None:
+    def remove(self, call: "Call") -> None:
+        """Remove a call that has ended."""
         self._calls.discard(call)
 
     def end_all(self, error: ApiError) -> None:
+        """End all calls with `error`."""
         for call in list(self._calls):
             call.end(error)
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run `action` in asyncio after `seconds`."""
         self._asyncio.call_later(seconds, action)

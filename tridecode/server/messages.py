@@ -1,20 +1,26 @@
-"""Chat messages as clients send them, turned into those that a chat template takes: a role and text."""
+"""Conversion of clients' chat messages into messages for a chat template."""
 
 from ..errors import as_json
-from .errors import ApiError, refusal
-from .settings import MESSAGES
+from .errors import ApiError, bad_request
+from .settings import MAX_MESSAGES
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 EMPTY: tuple[object, ...] = (None, [], "", {})
 
 
 def chat_messages(messages: list) -> list[dict]:
-    """Each with role, content, and where given name, reasoning_content, tool_calls and tool_call_id. Raises ApiError
-    (400), by name."""
+    """Check messages of OpenAI's chat API and convert them for a chat template.
+
+    Returns:
+        Dicts with role, content (text) and, if set, name, reasoning_content, tool_calls and tool_call_id.
+
+    Raises:
+        ApiError: (400) a message is invalid or has content that is not text.
+    """
     if not messages:
-        raise refusal("messages must hold at least one message", "messages")
-    if len(messages) > MESSAGES:
-        raise refusal(f"messages: at most {MESSAGES:,}, got {len(messages):,}", "messages")
+        raise bad_request("messages must contain at least one message", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise bad_request(f"messages: at most {MAX_MESSAGES:,}, got {len(messages):,}", "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -24,58 +30,62 @@ def _message(message, place: str) -> dict:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise _refused(f"{place}.role", f"expected {', '.join(ROLES)}, got {as_json(role)}")
-    made: dict = {"role": ROLES[role], "content": _content(message.get("content"), role, f"{place}.content")}
+    converted: dict = {"role": ROLES[role], "content": _content(message.get("content"), role, f"{place}.content")}
     for name, value in message.items():
         if name in ("role", "content") or value in EMPTY:
             continue
         if name == "tool_calls" and role == "assistant":
-            made[name] = _calls(value, f"{place}.{name}")
+            converted[name] = _calls(value, f"{place}.{name}")
             continue
         if name not in ("name", "reasoning_content") and (name, role) != ("tool_call_id", "tool"):
             raise _refused(f"{place}.{as_json(name)[1:-1]}", "not supported by this server: leave it out")
         if not isinstance(value, str):
             raise _refused(f"{place}.{name}", f"expected text, got {as_json(value)}")
-        made[name] = value
-    return made
+        converted[name] = value
+    return converted
 
 
 def _calls(calls, place: str) -> list[dict]:
-    """Those of an earlier answer, as templates take them."""
-    made = []
+    """Check the tool calls of an earlier answer and convert them for a chat template."""
+    converted = []
     for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
-        told = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(told, dict) or not isinstance(told.get("name"), str):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             expected = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
             raise _refused(f"{place}[{i}]", f"expected {expected}, got {as_json(call)}")
-        if not isinstance(arguments := told.get("arguments") or "{}", str):
+        if not isinstance(arguments := function.get("arguments") or "{}", str):
             raise _refused(f"{place}[{i}].function.arguments", f"expected JSON as text, got {as_json(arguments)}")
-        made.append(call_of(str(call.get("id") or f"call_{i}"), told["name"], arguments))
-    return made
+        converted.append(function_call(str(call.get("id") or f"call_{i}"), function["name"], arguments))
+    return converted
 
 
-def call_of(id: str, name: str, arguments: str) -> dict:
+def function_call(id: str, name: str, arguments: str) -> dict:
+    """Return a tool call in the form of chat templates; `arguments` is JSON text."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def in_turns(messages: list[dict]) -> list[dict]:
-    """Messages of APIs that put instructions anywhere, as templates take them: those before the first turn are one
-    system turn, later ones are the user's, and texts of one role that follow each other are one."""
-    made: list[dict] = []
+def merge_turns(messages: list[dict]) -> list[dict]:
+    """Merge messages into alternating turns, as chat templates require.
+
+    System messages before the first turn become one system turn; later ones become messages of the user. Consecutive
+    messages of one role become one message.
+    """
+    merged: list[dict] = []
     for message in messages:
-        if message["role"] == "system" and any(before["role"] != "system" for before in made):
+        if message["role"] == "system" and any(earlier["role"] != "system" for earlier in merged):
             message = message | {"role": "user"}
-        last = made[-1] if made else None
+        last = merged[-1] if merged else None
         if last and last["role"] == message["role"] != "tool":
             joined = "\n\n".join(text for text in (last["content"], message["content"]) if text)
             calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-            made[-1] = last | message | {"content": joined} | ({"tool_calls": calls} if calls else {})
+            merged[-1] = last | message | {"content": joined} | ({"tool_calls": calls} if calls else {})
         else:
-            made.append(message)
-    return made
+            merged.append(message)
+    return merged
 
 
 def _content(content, role: str, place: str) -> str:
-    """Text, or the texts of its parts, a line each."""
+    """Return text content, or the texts of its parts joined by newlines."""
     if isinstance(content, str):
         return content
     if content is None and role == "assistant":
@@ -96,4 +106,4 @@ def _part(part, place: str) -> str:
 
 
 def _refused(place: str, message: str) -> ApiError:
-    return refusal(f"{place}: {message}", "messages")
+    return bad_request(f"{place}: {message}", "messages")

@@ -1,6 +1,6 @@
-"""What a server counts, as Prometheus reads it; names are vLLM's, with tridecode before the colon.
+"""Metrics of a server for Prometheus. The names are vLLM's, with the prefix `tridecode:`.
 
-Counts are plain numbers that asyncio changes and a scrape reads: prometheus-client only writes them down.
+asyncio updates plain numbers, and a scrape reads them; prometheus-client only formats the output.
 """
 
 import time
@@ -15,107 +15,120 @@ from ..engine import Engine
 from ..results import Usage
 
 OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "unavailable", "failed")
-FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
-WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+# Upper bounds of the histograms' buckets in seconds.
+FIRST_TOKEN_BOUNDS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+)  # fmt: skip
+INTER_TOKEN_BOUNDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5,
+)  # fmt: skip
+REQUEST_BOUNDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
 class Histogram:
-    """Counts of seconds by bucket, the last of which has no end."""
+    """Counts of durations in seconds by bucket; the last bucket has no upper bound."""
 
     def __init__(self, bounds: tuple[float, ...]):
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
+        """Count a duration `times` times."""
         self._counts[bisect_left(self._bounds, seconds)] += times
         self._sum += seconds * times
 
     def buckets(self) -> list[tuple[str, int]]:
-        total, found = 0, []
+        """Return (upper bound, cumulative count) for each bucket."""
+        total, cumulative = 0, []
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts):
             total += count
-            found.append((bound, total))
-        return found
+            cumulative.append((bound, total))
+        return cumulative
 
     @property
     def sum(self) -> float:
+        """Sum of all durations in seconds."""
         return self._sum
 
 
 class Metrics:
-    """Of one server; `text` is what /metrics says."""
+    """Metrics of one server; `text` is the body of /metrics."""
 
     def __init__(self, engine: Engine, model: str):
         self._engine, self._model = engine, model
-        self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))  # a rate wants a zero before the first
-        self._prompt = self._reused = self._drawn = self._drafted = self._accepted = 0
-        self._first, self._between, self._whole = Histogram(FIRST), Histogram(BETWEEN), Histogram(WHOLE)
+        # Prometheus computes rates from the first sample, so each outcome starts at zero.
+        self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._prompt = self._reused = self._sampled = self._drafted = self._accepted = 0
+        self._first_token, self._inter_token = Histogram(FIRST_TOKEN_BOUNDS), Histogram(INTER_TOKEN_BOUNDS)
+        self._request = Histogram(REQUEST_BOUNDS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    # ---- what happens
+    # ---- updates
 
-    def heard(self, call, news) -> None:
-        """Pieces reached the side of a request's client."""
+    def observe_chunks(self, call, new) -> None:
+        """Count the tokens of (request number, output chunks) pairs that reached a call, and their latencies."""
         now = time.monotonic()
-        for number, pieces in news:
-            tokens = sum(piece.token_id is not None for piece in pieces)
-            self._drawn += tokens
+        for number, chunks in new:
+            tokens = sum(chunk.token_id is not None for chunk in chunks)
+            self._sampled += tokens
             last, call.last[number] = call.last.get(number), now
             if not tokens:
                 continue
             if last is None:
-                self._first.observe(now - call.started)
-                tokens -= 1  # beside the first those that came with it
+                self._first_token.observe(now - call.started)
+                tokens -= 1  # the tokens that arrived with the first one
                 last = now
             if tokens:
-                self._between.observe((now - last) / tokens, tokens)
+                self._inter_token.observe((now - last) / tokens, tokens)
 
-    def read(self, usages: Iterable[Usage]) -> None:
-        """The prompts of requests that have ended; those of requests that were cut short are not known."""
+    def observe_usages(self, usages: Iterable[Usage]) -> None:
+        """Count the usage of requests that have ended. Requests that were canceled have no usage."""
         for usage in usages:
             self._prompt += usage.prompt_tokens
             self._reused += usage.reused_tokens
             self._drafted += usage.drafted
             self._accepted += usage.accepted
 
-    def ended(self, outcome: str, seconds: float) -> None:
+    def observe_outcome(self, outcome: str, seconds: float) -> None:
+        """Count a request that ended after `seconds`."""
         self._outcomes[outcome] += 1
         if outcome in ("stop", "length"):
-            self._whole.observe(seconds)
+            self._request.observe(seconds)
 
-    # ---- what a scrape reads
+    # ---- scrapes
 
     def collect(self):
+        """Yield the metrics; prometheus-client calls this for each scrape."""
         load = self._engine.scheduler.load()
         gauges = {
             "num_requests_running": ("requests that have a slot", load.requests - load.waiting),
             "num_requests_waiting": ("requests that wait for a slot", load.waiting),
             "active_rows": ("rows of the next pass", load.rows),
-            "slots": ("requests that can run at a time", self._engine.slots),
+            "slots": ("maximum number of running requests", self._engine.slots),
             "kv_cache_usage_perc": (
-                "share of the K/V pages that requests or kept prefixes hold, 0 to 1",
+                "share of the K/V pages that requests or cached prefixes use, 0 to 1",
                 1 - load.free_pages / load.pages,
             ),
             "kv_pages": ("K/V pages", load.pages),
-            "kv_pages_free": ("K/V pages that nobody holds", load.free_pages),
+            "kv_pages_free": ("unused K/V pages", load.free_pages),
         }
         counters = {
-            "num_preemptions": ("requests that gave their pages up and began again", load.preemptions),
+            "num_preemptions": ("requests that were preempted and restarted", load.preemptions),
             "prompt_tokens": ("tokens of the prompts of requests that ended", self._prompt),
-            "prefix_cache_queries": ("tokens of prompts that were looked up in kept prefixes", self._prompt),
-            "prefix_cache_hits": ("of these those whose K/V were there", self._reused),
-            "generation_tokens": ("tokens drawn", self._drawn),
-            "spec_decode_num_draft_tokens": ("tokens guessed for requests that ended", self._drafted),
-            "spec_decode_num_accepted_tokens": ("of these those that were right", self._accepted),
+            "prefix_cache_queries": ("prompt tokens that were looked up in the prefix cache", self._prompt),
+            "prefix_cache_hits": ("prompt tokens whose K/V were in the prefix cache", self._reused),
+            "generation_tokens": ("sampled tokens", self._sampled),
+            "spec_decode_num_draft_tokens": ("draft tokens of requests that ended", self._drafted),
+            "spec_decode_num_accepted_tokens": ("accepted draft tokens of requests that ended", self._accepted),
         }
         histograms = {
-            "time_to_first_token_seconds": ("from a request's arrival to its first token", self._first),
-            "inter_token_latency_seconds": ("between the tokens of an answer", self._between),
-            "e2e_request_latency_seconds": ("from a request's arrival to its last token", self._whole),
+            "time_to_first_token_seconds": ("from a request's arrival to its first token", self._first_token),
+            "inter_token_latency_seconds": ("between the tokens of an answer", self._inter_token),
+            "e2e_request_latency_seconds": ("from a request's arrival to its last token", self._request),
         }
         name = {"model_name": self._model}
         for kind, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
@@ -127,7 +140,7 @@ class Metrics:
             seconds = HistogramMetricFamily(f"tridecode:{metric}", help, labels=list(name))
             seconds.add_metric(list(name.values()), histogram.buckets(), histogram.sum)
             yield seconds
-        family = CounterMetricFamily("tridecode:requests", "requests by how they ended", labels=[*name, "outcome"])
+        family = CounterMetricFamily("tridecode:requests", "requests by outcome", labels=[*name, "outcome"])
         for outcome, count in sorted(self._outcomes.items()):
             family.add_metric([self._model, outcome], count)
         yield family
@@ -135,12 +148,12 @@ class Metrics:
 
     def _passes(self):
         labels = ["model_name", "mode", "kind", "rows", "padded"]
-        passes = CounterMetricFamily("tridecode:passes", "passes by how they ran", labels=labels)
+        passes = CounterMetricFamily("tridecode:passes", "passes by mode, kind and rows", labels=labels)
         padding = 0
         for stat in self._engine.graph_stats():
             passes.add_metric([self._model, stat.mode, stat.kind, str(stat.rows), str(stat.padded)], stat.count)
             padding += stat.padding * stat.count
         yield passes
-        family = CounterMetricFamily("tridecode:padding_rows", "rows of passes that nobody wanted", labels=labels[:1])
+        family = CounterMetricFamily("tridecode:padding_rows", "padding rows of passes", labels=labels[:1])
         family.add_metric([self._model], padding)
         yield family

@@ -1,11 +1,11 @@
-"""The page at /: one document with its style and scripts inside, and the policy that lets a browser run no others."""
+"""The chat page at /: one document with inline style and scripts, and a policy that allows only these."""
 
 import base64
 import hashlib
 from pathlib import Path
 
 STATIC = Path(__file__).parent / "static"
-PARTS = {  # what page.html refers to, and the element that takes its place
+PARTS = {  # reference in page.html -> (tag of the inline element that replaces it, file)
     '<link rel="stylesheet" href="page.css">': ("style", "page.css"),
     '<script src="markdown.js"></script>': ("script", "markdown.js"),
     '<script src="chat.js"></script>': ("script", "chat.js"),
@@ -13,7 +13,7 @@ PARTS = {  # what page.html refers to, and the element that takes its place
 
 
 def page() -> tuple[bytes, dict[str, str]]:
-    """The document, and the headers that it needs."""
+    """Return the document and its response headers."""
     html = (STATIC / "page.html").read_text(encoding="utf-8")
     sources: dict[str, list[str]] = {"style": [], "script": []}
     for reference, (tag, name) in PARTS.items():
@@ -30,7 +30,7 @@ def page() -> tuple[bytes, dict[str, str]]:
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",  # nothing turns text into markup
+        "require-trusted-types-for": "'script'",  # scripts cannot assign text as markup
         "trusted-types": "'none'",
     }
     headers = {

@@ -1,4 +1,4 @@
-"""Requests: from a body to checked values. What would change the text and is not known here is refused by name."""
+"""Request bodies: parsing and validation. Unknown parameters are refused by name, so that none is ignored."""
 
 import difflib
 import json
@@ -9,16 +9,16 @@ import msgspec
 
 from ..arguments import shown
 from ..errors import as_json
-from .errors import ApiError, refusal
-from .form import Structure, response_format
-from .settings import ANSWERS, BIASES, STOP_CHARACTERS, STOPS, TOKENS
+from .constraints import ResponseFormat, parse_response_format
+from .errors import ApiError, bad_request
+from .settings import MAX_ANSWERS, MAX_DETOKENIZE_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOPS
 
-# Without effect on the text, whatever they say; docs/serving.md lists them.
+# Parameters that do not change the text, with any value; docs/serving.md lists them.
 WITHOUT_EFFECT = frozenset(
     "user metadata service_tier prompt_cache_key prompt_cache_retention safety_identifier request_id priority "
     "verbosity".split()
 )
-# Accepted where they ask for nothing.
+# Unsupported parameters -> values that are accepted, because they request nothing.
 NEUTRAL: dict[str, list] = {
     "best_of": [1],
     "function_call": ["none"],
@@ -30,26 +30,28 @@ NEUTRAL: dict[str, list] = {
     "suffix": [""],
     "use_beam_search": [False],
 }
-OF_CHATS: dict[str, list] = {
+NEUTRAL_IN_CHATS: dict[str, list] = {
     "add_generation_prompt": [True], "add_special_tokens": [False], "continue_final_message": [False],
 }  # fmt: skip
-OF_TEXTS: dict[str, list] = {
+NEUTRAL_IN_COMPLETIONS: dict[str, list] = {
     "add_special_tokens": [True], "parallel_tool_calls": [True, False], "tool_choice": ["none", "auto"], "tools": [[]],
 }  # fmt: skip
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Options of a stream."""
+
     include_usage: bool = False
-    include_obfuscation: bool = False  # there is none here, and none is needed
+    include_obfuscation: bool = False  # accepted; this server adds no obfuscation
 
 
-class Form(msgspec.Struct, kw_only=True):
+class RequestBody(msgspec.Struct, kw_only=True):
     """The body of a request.
 
     Args:
         neutral: unsupported parameter -> values that are accepted because they request nothing.
         without_effect: parameters that are ignored.
-        renamed: field of SamplingParams -> its name in this request.
+        renamed: field of SamplingParams -> its name in this request, for errors.
     """
 
     neutral: ClassVar[dict[str, list]] = {}
@@ -59,17 +61,18 @@ class Form(msgspec.Struct, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
+        """Field of SamplingParams -> its name in this request."""
         return self.renamed
 
     def check(self) -> None:
-        """Check what the types do not. Raises ApiError."""
+        """Check constraints that the field types do not express. Raises ApiError."""
 
 
-F = TypeVar("F", bound=Form)
+F = TypeVar("F", bound=RequestBody)
 
 
-class Generation(Form, kw_only=True):
-    """The parameters of all APIs: SamplingParams by their usual names, and how the answer is sent."""
+class Generation(RequestBody, kw_only=True):
+    """Parameters that all APIs share: those of SamplingParams, and how the answer is sent."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -101,73 +104,85 @@ class Generation(Form, kw_only=True):
 
     @property
     def with_usage(self) -> bool:
+        """Whether a stream ends with an event with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> dict:
-        """Fields of SamplingParams that were given."""
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        if "logit_bias" in given:
-            given["logit_bias"] = {_token(key): value for key, value in given["logit_bias"].items()}
-        return given
+        """Return the fields of SamplingParams that the request sets."""
+        fields = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if "logit_bias" in fields:
+            fields["logit_bias"] = {_token(key): value for key, value in fields["logit_bias"].items()}
+        return fields
 
     @property
-    def structure(self) -> Structure | None:
-        return response_format(self.response_format, self.structured_outputs)
+    def structure(self) -> ResponseFormat | None:
+        """The response format of the request, if it has one."""
+        return parse_response_format(self.response_format, self.structured_outputs)
 
-    def keep(self, name: str, general: str) -> None:
-        """The field that an API calls `name`, kept under its `general` name. Raises ApiError where both differ."""
+    def alias(self, name: str, general: str) -> None:
+        """Store the field `name` of an API under its `general` name. Raises ApiError if both are set and differ."""
         value = getattr(self, name)
         if value is not None and getattr(self, general) not in (None, value):
-            raise refusal(f"{general} and {name} say the same; give one", name)
+            raise bad_request(f"{general} and {name} have the same meaning; set one of them", name)
         setattr(self, general, getattr(self, general) if value is None else value)
 
-    def keep_format(self, given: dict[str, Any] | None, name: str) -> None:
-        """The same for the form of an answer, which other APIs have elsewhere."""
-        if given is not None and (self.response_format is not None or self.structured_outputs is not None):
-            raise refusal(f"{name}, response_format and structured_outputs say the same; give one", name)
+    def check_single_format(self, value: dict[str, Any] | None, name: str) -> None:
+        """Check that `value`, the response format in an API's own parameter `name`, is the only one."""
+        if value is not None and (self.response_format is not None or self.structured_outputs is not None):
+            raise bad_request(
+                f"{name}, response_format and structured_outputs have the same meaning; set one of them", name
+            )
 
-    def single(self, what: str) -> None:
-        """Refuse what an API with one answer a request, `what`, has no place for."""
+    def check_single_answer(self, answer: str) -> None:
+        """Refuse parameters that an API with one `answer` per request cannot represent."""
         if self.n != 1:
-            raise refusal(f"n must be 1: {what} is one answer", "n")
+            raise bad_request(f"n must be 1: {answer} is one answer", "n")
         if self.return_token_ids:
-            raise refusal(f"return_token_ids: {what} has no place for them; leave it out", "return_token_ids")
+            raise bad_request(f"return_token_ids: {answer} cannot contain them; leave it out", "return_token_ids")
 
     def check(self) -> None:
         structure = self.structure
-        if not 1 <= self.n <= ANSWERS:
-            raise refusal(f"n must be from 1 to {ANSWERS}, got {shown(self.n)}", "n")
+        if not 1 <= self.n <= MAX_ANSWERS:
+            raise bad_request(f"n must be from 1 to {MAX_ANSWERS}, got {shown(self.n)}", "n")
         if self.stream_options is not None and not self.stream:
-            raise refusal("stream_options needs stream: true", "stream_options")
+            raise bad_request("stream_options needs stream: true", "stream_options")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > STOPS or any(len(stop) > STOP_CHARACTERS for stop in stops):
+        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
             name = self.names.get("stop", "stop")
-            raise refusal(f"{name}: at most {STOPS} strings of at most {STOP_CHARACTERS} characters each", name)
-        if self.logit_bias and len(self.logit_bias) > BIASES:
-            raise refusal(f"logit_bias: at most {BIASES:,} tokens, got {len(self.logit_bias):,}", "logit_bias")
+            raise bad_request(
+                f"{name}: at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} characters each", name
+            )
+        if self.logit_bias and len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise bad_request(
+                f"logit_bias: at most {MAX_LOGIT_BIASES:,} tokens, got {len(self.logit_bias):,}", "logit_bias"
+            )
         self._check_min_tokens()
         if structure is not None:
-            self.check_ended_by(structure.place)
+            self.check_ended_by(structure.parameter)
 
     def _check_min_tokens(self) -> None:
-        """The sampler cannot keep a stop token from being drawn for a while; where nothing stops it, it need not."""
+        """Refuse min_tokens unless no token ends the answer: the sampler cannot exclude stop tokens temporarily."""
         if self.min_tokens < 0 or 0 < (self.max_tokens or 0) < self.min_tokens:
-            raise refusal(f"min_tokens must be from 0 to max_tokens, got {shown(self.min_tokens)}", "min_tokens")
+            raise bad_request(f"min_tokens must be from 0 to max_tokens, got {shown(self.min_tokens)}", "min_tokens")
         if self.min_tokens and (not self.ignore_eos or self.stop or self.stop_token_ids):
-            raise refusal(
+            raise bad_request(
                 "min_tokens is supported together with ignore_eos: true and without stop and stop_token_ids; "
                 "leave it out, or set ignore_eos",
                 "min_tokens",
             )
 
-    def check_ended_by(self, place: str) -> None:
-        """Refuse min_tokens where `place` asks for a form, which may be whole sooner."""
+    def check_ended_by(self, parameter: str) -> None:
+        """Refuse min_tokens together with a `parameter` that constrains the answer, which may be complete earlier."""
         if self.min_tokens:
-            raise refusal(f"min_tokens: {place} says where the answer ends; leave one of them out", "min_tokens")
+            raise bad_request(
+                f"min_tokens: {parameter} determines the answer's end; leave one of them out", "min_tokens"
+            )
 
 
 class ChatRequest(Generation, kw_only=True):
-    neutral: ClassVar[dict[str, list]] = NEUTRAL | OF_CHATS
+    """Body of /v1/chat/completions."""
+
+    neutral: ClassVar[dict[str, list]] = NEUTRAL | NEUTRAL_IN_CHATS
     messages: list[Any]
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -179,13 +194,13 @@ class ChatRequest(Generation, kw_only=True):
     reasoning_effort: str | None = None
 
     def sampling(self) -> dict:
-        given = super().sampling()
-        return given | {"logprobs": self.top_logprobs or 0} if self.logprobs else given
+        fields = super().sampling()
+        return fields | {"logprobs": self.top_logprobs or 0} if self.logprobs else fields
 
     def check(self) -> None:
-        self.keep("max_completion_tokens", "max_tokens")
+        self.alias("max_completion_tokens", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
-            raise refusal("top_logprobs needs logprobs: true", "top_logprobs")
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         super().check()
 
     @property
@@ -195,21 +210,23 @@ class ChatRequest(Generation, kw_only=True):
 
 
 class CompletionRequest(Generation, kw_only=True):
-    neutral: ClassVar[dict[str, list]] = NEUTRAL | OF_TEXTS
+    """Body of /v1/completions."""
+
+    neutral: ClassVar[dict[str, list]] = NEUTRAL | NEUTRAL_IN_COMPLETIONS
     prompt: str | list[str | int | list[int]]
     echo: bool = False
     logprobs: int | None = None
 
     def sampling(self) -> dict:
-        given = super().sampling()
-        return given if self.logprobs is None else given | {"logprobs": self.logprobs}
+        fields = super().sampling()
+        return fields if self.logprobs is None else fields | {"logprobs": self.logprobs}
 
     def check(self) -> None:
         super().check()
         if self.scores_prompt and self.stream:
-            raise refusal("echo together with logprobs needs stream: false", "echo")
-        if len(self.prompts) * self.n > ANSWERS:
-            raise refusal(f"prompt: at most {ANSWERS} answers a request, prompts times n", "prompt")
+            raise bad_request("echo together with logprobs needs stream: false", "echo")
+        if len(self.prompts) * self.n > MAX_ANSWERS:
+            raise bad_request(f"prompt: at most {MAX_ANSWERS} answers a request, prompts times n", "prompt")
 
     @property
     def scores_prompt(self) -> bool:
@@ -217,14 +234,19 @@ class CompletionRequest(Generation, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        given: list[str | int | list[int]] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if not given or any(type(item) is not type(given[0]) for item in given):
-            raise refusal("prompt must be text, a list of texts, token ids or a list of lists of token ids", "prompt")
-        tokens = [item for item in given if isinstance(item, int)]
-        return [tokens] if tokens else [item for item in given if not isinstance(item, int)]
+        """The prompts: texts or lists of token ids. Raises ApiError."""
+        items: list[str | int | list[int]] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if not items or any(type(item) is not type(items[0]) for item in items):
+            raise bad_request(
+                "prompt must be text, a list of texts, token ids or a list of lists of token ids", "prompt"
+            )
+        tokens = [item for item in items if isinstance(item, int)]
+        return [tokens] if tokens else [item for item in items if not isinstance(item, int)]
 
 
-class TokenizeRequest(Form, kw_only=True):
+class TokenizeRequest(RequestBody, kw_only=True):
+    """Body of /tokenize."""
+
     renamed: ClassVar[dict[str, str]] = {"template_variables": "chat_template_kwargs"}
     prompt: str | None = None
     messages: list[Any] | None = None
@@ -232,51 +254,57 @@ class TokenizeRequest(Form, kw_only=True):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise refusal("give prompt or messages, one of them", "prompt")
+            raise bad_request("set either prompt or messages", "prompt")
         if self.chat_template_kwargs and self.messages is None:
-            raise refusal("chat_template_kwargs needs messages", "chat_template_kwargs")
+            raise bad_request("chat_template_kwargs needs messages", "chat_template_kwargs")
 
 
-class DetokenizeRequest(Form, kw_only=True):
+class DetokenizeRequest(RequestBody, kw_only=True):
+    """Body of /detokenize."""
+
     tokens: list[int]
 
     def check(self) -> None:
-        if len(self.tokens) > TOKENS:
-            raise refusal(f"tokens: at most {TOKENS:,}, got {len(self.tokens):,}", "tokens")
+        if len(self.tokens) > MAX_DETOKENIZE_TOKENS:
+            raise bad_request(f"tokens: at most {MAX_DETOKENIZE_TOKENS:,}, got {len(self.tokens):,}", "tokens")
 
 
-# Those of SamplingParams, but for logprobs, whose form differs between the endpoints.
+# Fields of SamplingParams, without logprobs, whose form differs between the endpoints.
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos",
 )  # fmt: skip
 
 
-def parsed(body: bytes, form: type[F]) -> F:
-    """Return the checked `form` that a body holds. null counts as absent. Raises ApiError (400)."""
+def parse_body(body: bytes, body_type: type[F]) -> F:
+    """Parse and check a body. A parameter that is null counts as absent.
+
+    Raises:
+        ApiError: (400) the body is invalid.
+    """
     try:
-        given = _decoded(body)
+        values = _decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise refusal(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(given, dict):
-        raise refusal("the body must be a JSON object")
-    given = {name: value for name, value in given.items() if value is not None}
-    fields = form.__struct_fields__
-    for name in [name for name in given if name not in fields]:
-        _check_other(name, given.pop(name), form.neutral, WITHOUT_EFFECT | form.without_effect, fields)
+        raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise bad_request("the body must be a JSON object")
+    values = {name: value for name, value in values.items() if value is not None}
+    fields = body_type.__struct_fields__
+    for name in [name for name in values if name not in fields]:
+        _check_other(name, values.pop(name), body_type.neutral, WITHOUT_EFFECT | body_type.without_effect, fields)
     try:
-        made = msgspec.convert(given, form)
+        request = msgspec.convert(values, body_type)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _invalid(str(error)) from None
-    made.check()
-    return made
+    request.check()
+    return request
 
 
-def _decoded(body: bytes):
-    """Its JSON; half of a surrogate pair, as of an emoji that was cut, is U+FFFD there, as for the tokenizer."""
+def _decode(body: bytes):
+    """Decode JSON. Half of a surrogate pair, such as of an emoji that was cut, becomes U+FFFD, as in the tokenizer."""
     try:
         return msgspec.json.decode(body)
-    except msgspec.DecodeError as error:  # msgspec takes no such half
+    except msgspec.DecodeError as error:  # msgspec rejects half of a surrogate pair
         try:
             text = json.dumps(json.loads(body.decode()), ensure_ascii=False)
         except ValueError:
@@ -285,31 +313,33 @@ def _decoded(body: bytes):
 
 
 def _check_other(name: str, value, neutral: dict[str, list], no_effect: frozenset, fields: tuple[str, ...]) -> None:
-    """A parameter that is not ours: it has no effect, or asks for nothing, or is refused."""
-    if name in no_effect or any(type(value) is type(fine) and value == fine for fine in neutral.get(name, ())):
+    """Refuse a parameter that this server does not support, unless it has no effect or requests nothing."""
+    if name in no_effect or any(type(value) is type(other) and value == other for other in neutral.get(name, ())):
         return
     if name in neutral:
-        known = " or ".join(as_json(fine) for fine in neutral[name])
-        only = f" (only {known} is accepted)" if known else ""
+        accepted = " or ".join(as_json(other) for other in neutral[name])
+        only = f" (only {accepted} is accepted)" if accepted else ""
         message = f"{name} is not supported: leave it out{only}, got {as_json(value)}"
-        raise refusal(message, name, "unsupported_parameter")
+        raise bad_request(message, name, "unsupported_parameter")
     shown_name = as_json(name).strip('"')
-    near = difflib.get_close_matches(name[:100], fields, n=1)
-    meant = f"did you mean {near[0]}?" if near else "leave it out"
-    raise refusal(f"{shown_name} is not a parameter that this server knows: {meant}", shown_name, "unknown_parameter")
+    similar = difflib.get_close_matches(name[:100], fields, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else "leave it out"
+    raise bad_request(f"{shown_name} is not a parameter of this API: {hint}", shown_name, "unknown_parameter")
 
 
 def _invalid(message: str) -> ApiError:
-    """msgspec's words, which say the place last, with it in front."""
+    """Rewrite an error of msgspec so that it begins with the parameter."""
     if missing := re.match(r"Object missing required field `(\w+)`$", message):
-        return refusal(f"{missing[1]} is required", missing[1])
-    found = re.match(r"(.*) - at `(?:key in )?\$\.?(.*)`$", message, re.DOTALL)
-    what, place = found.groups() if found else (message, "")
-    what = what.replace("`", "").replace(" | null", "").replace(" | ", " or ")
-    return refusal(f"{place}: {what[:1].lower()}{what[1:]}" if place else what, re.split(r"\W", place)[0] or None)
+        return bad_request(f"{missing[1]} is required", missing[1])
+    match = re.match(r"(.*) - at `(?:key in )?\$\.?(.*)`$", message, re.DOTALL)
+    problem, place = match.groups() if match else (message, "")
+    problem = problem.replace("`", "").replace(" | null", "").replace(" | ", " or ")
+    return bad_request(
+        f"{place}: {problem[:1].lower()}{problem[1:]}" if place else problem, re.split(r"\W", place)[0] or None
+    )
 
 
 def _token(key: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", key):
-        raise refusal(f"logit_bias: every key must be a token id, got {shown(key)}", "logit_bias")
+        raise bad_request(f"logit_bias: every key must be a token id, got {shown(key)}", "logit_bias")
     return int(key)

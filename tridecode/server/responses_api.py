@@ -1,4 +1,7 @@
-"""OpenAI's Responses API: /v1/responses, from its requests to answers and events in its form. Nothing is stored."""
+"""OpenAI's Responses API, /v1/responses: parsing of requests, and answers as JSON and as events.
+
+The server does not store responses.
+"""
 
 import logging
 import secrets
@@ -10,29 +13,33 @@ import msgspec
 from ..errors import as_json
 from ..text.thinking import THINKING
 from ..text.tokenizer import Tokenizer
-from .choice import Choice, Said
-from .errors import ApiError, refusal
-from .events import named
-from .form import Structure, response_format, thinking_off
-from .messages import call_of, in_turns
+from .choice import Choice, Delta
+from .constraints import ResponseFormat, parse_response_format, thinking_off
+from .errors import ApiError, bad_request
+from .events import named_event
+from .messages import function_call, merge_turns
 from .protocol import Generation
-from .settings import MESSAGES
-from .shapes import Shape
-from .tools.asked import Tools, chosen, function_of
+from .serializers import Serializer
+from .settings import MAX_MESSAGES
 from .tools.parser import ARGUMENTS, NAME, TEXT, Event
+from .tools.toolset import Tools, apply_tool_choice, parse_function
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-STORED = "this server stores no responses: send the whole conversation as input"
+STORED = "this server does not store responses: send the whole conversation as input"
 log = logging.getLogger("tridecode.server")
 
 
 class Text(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The parameter `text`."""
+
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The parameter `reasoning`."""
+
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
@@ -41,6 +48,8 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class ResponsesRequest(Generation, kw_only=True):
+    """Body of /v1/responses."""
+
     neutral: ClassVar[dict[str, list]] = {
         "background": [False], "conversation": [], "moderation": [], "prompt": [], "truncation": ["disabled"],
         "top_logprobs": [0],
@@ -63,114 +72,122 @@ class ResponsesRequest(Generation, kw_only=True):
 
     def check(self) -> None:
         if self.store:
-            raise refusal(f"store: {STORED}, and store: false", "store", "unsupported_parameter")
+            raise bad_request(f"store: {STORED}, and store: false", "store", "unsupported_parameter")
         if self.previous_response_id is not None:
-            raise refusal(f"previous_response_id: {STORED}", "previous_response_id", "unsupported_parameter")
-        self.single("a response")
-        self.keep("max_output_tokens", "max_tokens")
-        self.keep_format(self.text.format if self.text else None, "text.format")
+            raise bad_request(f"previous_response_id: {STORED}", "previous_response_id", "unsupported_parameter")
+        self.check_single_answer("a response")
+        self.alias("max_output_tokens", "max_tokens")
+        self.check_single_format(self.text.format if self.text else None, "text.format")
         super().check()
 
     @property
     def messages(self):
-        """For the log of prompts."""
+        """The input, under the name that the log of prompts uses."""
         return self.input
 
     @property
-    def structure(self) -> Structure | None:
+    def structure(self) -> ResponseFormat | None:
+        """The response format of the request, if it has one."""
         if self.text is None or self.text.format is None:
             return super().structure
-        return response_format(self.text.format, None, "text.format", '{"name": ..., "schema": {...}}')
+        return parse_response_format(self.text.format, None, "text.format", '{"name": ..., "schema": {...}}')
 
     def variables(self, tokenizer: Tokenizer) -> dict:
+        """Return the template variable that disables thinking if `reasoning.effort` is low, else {}."""
         return thinking_off(self.reasoning.effort if self.reasoning else None, tokenizer, "reasoning.effort")
 
-    def asked_tools(self) -> Tools:
-        """Raises ApiError. Tools that are no functions are for servers that run them: they are left out, as clients
-        that send them everywhere expect."""
+    def parse_tools(self) -> Tools:
+        """Parse the functions among the tools. Raises ApiError.
+
+        Other tools run on OpenAI's servers. Clients send them to every server, so they are ignored.
+        """
         functions = []
         for i, tool in enumerate(self.tools or ()):
             if not isinstance(tool, dict):
-                raise refusal(f"tools[{i}]: expected an object, got {as_json(tool)}", "tools")
+                raise bad_request(f"tools[{i}]: expected an object, got {as_json(tool)}", "tools")
             if tool.get("type") != "function":
-                log.info("a tool of type %s is left out", as_json(tool.get("type"))[:100])
+                log.info("ignored a tool of type %s", as_json(tool.get("type"))[:100])
                 continue
-            given = tool.get("name"), tool.get("description"), tool.get("parameters")
-            functions.append(function_of(*given, f"tools[{i}]"))
-        return chosen(functions, self.tool_choice, self.parallel_tool_calls)
+            place = f"tools[{i}]"
+            functions.append(parse_function(tool.get("name"), tool.get("description"), tool.get("parameters"), place))
+        return apply_tool_choice(functions, self.tool_choice, self.parallel_tool_calls)
 
     def conversation(self) -> list[dict]:
-        """As chat templates take it. Raises ApiError."""
+        """Convert instructions and input for a chat template. Raises ApiError."""
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        if len(items) > MESSAGES:
-            raise refusal(f"input: at most {MESSAGES:,} items, got {len(items):,}", "input")
-        made = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        made += [message for i, item in enumerate(items) if (message := _message(item, f"input[{i}]"))]
-        if not any(message["role"] in ("user", "tool") for message in made):
-            made.append({"role": "user", "content": ""})  # a client that asks whether there is somebody
-        return in_turns(made)
+        if len(items) > MAX_MESSAGES:
+            raise bad_request(f"input: at most {MAX_MESSAGES:,} items, got {len(items):,}", "input")
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages += [message for i, item in enumerate(items) if (message := _message(item, f"input[{i}]"))]
+        if not any(message["role"] in ("user", "tool") for message in messages):
+            # Clients send an empty input to check that the server answers.
+            messages.append({"role": "user", "content": ""})
+        return merge_turns(messages)
 
 
 def _message(item, place: str) -> dict | None:
-    """What an item of the input is, in a chat."""
+    """Convert an item of the input into a chat message; None for reasoning without text."""
     if not isinstance(item, dict):
-        raise refusal(f"{place}: expected an object, got {as_json(item)}", "input")
+        raise bad_request(f"{place}: expected an object, got {as_json(item)}", "input")
     match item:
         case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
-            return {"role": "assistant", "content": "", "tool_calls": [call_of(id, name, arguments)]}
+            return {"role": "assistant", "content": "", "tool_calls": [function_call(id, name, arguments)]}
         case {"type": "function_call_output", "call_id": str(id)}:
             return {"role": "tool", "content": _texts(item.get("output"), f"{place}.output"), "tool_call_id": id}
         case {"type": "reasoning"}:
-            said = item.get("content") or item.get("summary") or ""
-            thought = _texts(said, f"{place}.content")
+            thought = _texts(item.get("content") or item.get("summary") or "", f"{place}.content")
             return {"role": "assistant", "content": "", "reasoning_content": thought} if thought else None
         case {"role": str(role)} if item.get("type", "message") == "message" and role in ROLES:
             return {"role": ROLES[role], "content": _texts(item.get("content"), f"{place}.content")}
-    raise refusal(f"{place}: expected a message, function_call, function_call_output or reasoning, got {as_json(item)}",
-                  "input")  # fmt: skip
+    expected = "a message, function_call, function_call_output or reasoning"
+    raise bad_request(f"{place}: expected {expected}, got {as_json(item)}", "input")
 
 
 def _texts(content, place: str) -> str:
+    """Return text content, or the texts of its parts joined by newlines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise refusal(f"{place}: expected text or a list of texts, got {as_json(content)}", "input")
+        raise bad_request(f"{place}: expected text or a list of texts, got {as_json(content)}", "input")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXTS or not isinstance(part.get("text"), str):
-            raise refusal(f"{place}[{i}]: this model reads text only, got {as_json(part)}", "input")
+            raise bad_request(f"{place}[{i}]: this model reads text only, got {as_json(part)}", "input")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
-class ResponsesShape(Shape):
-    """A response of items: reasoning, message, function_call."""
+class ResponsesSerializer(Serializer):
+    """Writes answers as responses with reasoning, message and function_call items."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, asked: ResponsesRequest):
+    def __init__(self, model: str, tokenizer: Tokenizer, payload: ResponsesRequest):
         super().__init__(model, tokenizer)
-        self.id, self._asked, self._created = f"resp_{secrets.token_hex(16)}", asked, int(time.time())
+        self.id, self._payload, self._created = f"resp_{secrets.token_hex(16)}", payload, int(time.time())
         self._sequence = 0
-        self._items: list[dict] = []  # of a stream: those that have begun, the last one being open
-        self._open = False
+        self._items: list[dict] = []  # items so far
+        self._open = False  # whether the last item of a stream has not ended
 
-    def whole(self, choices: list[Choice], said: list[Said]) -> dict:
+    def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
+        """Return the whole response."""
         (choice,) = choices
-        for event in choice.settle(said[0]).events:
+        for event in choice.settle(deltas[0]).events:
             self._take(event)
         for item in self._items:
             item["status"] = "completed"
         return self._end(choice)
 
-    def opening(self, prompts: list[int]) -> bytes:
+    def first_events(self, prompts: list[int]) -> bytes:
+        """Return the events that begin a stream."""
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
-    def news(self, number: int, choice: Choice, said: Said) -> bytes:
+    def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
+        """Return the events of a delta."""
         data = b""
-        for event in said.events:
+        for event in delta.events:
             kind, text = event
             if self._begins(event):
                 data += self._close()
@@ -181,23 +198,26 @@ class ResponsesShape(Shape):
                 data += self._part(f"{_DELTAS[kind]}.delta", delta=text, **({"logprobs": []} if kind == TEXT else {}))
         return data
 
-    def closing(self, choices: list[Choice]) -> bytes:
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """Return the events that end a stream."""
         data = self._close("incomplete" if choices[0].finish_reason == "length" else "completed")
         response = self._end(choices[0])
         return data + self._event(f"response.{response['status']}", response=response)
 
-    def failure(self, problem: ApiError) -> bytes:
+    def error_events(self, problem: ApiError) -> bytes:
+        """Return the event that ends a failed stream."""
         error = {"code": "server_error", "message": problem.message}
         return self._event("response.failed", response=self._response("failed") | {"error": error})
 
     # ---- items
 
     def _begins(self, event: Event) -> bool:
+        """Return whether the event begins an item."""
         kind, _ = event
         return kind == NAME or not self._open or _ITEMS[kind] != self._items[-1]["type"]
 
     def _take(self, event: Event) -> None:
-        """Add what came to the item that it belongs to, which may begin with it."""
+        """Append an event to the last item, or to a new item if the event begins one."""
         kind, text = event
         if self._begins(event):
             self._items.append(_item(kind, text))
@@ -210,8 +230,8 @@ class ResponsesShape(Shape):
 
     def _begin(self) -> bytes:
         item = self._items[-1]
-        shown = item if item["type"] == "function_call" else item | {"content": []}
-        data = self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown)
+        sent = item if item["type"] == "function_call" else item | {"content": []}
+        data = self._event("response.output_item.added", output_index=len(self._items) - 1, item=sent)
         if item["type"] != "function_call":
             data += self._part("response.content_part.added", part=dict(item["content"][0]))
         return data
@@ -222,8 +242,7 @@ class ResponsesShape(Shape):
         self._open, item = False, self._items[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            done = _DELTAS[ARGUMENTS], {"arguments": item["arguments"]}
-            data = self._part(f"{done[0]}.done", **done[1])
+            data = self._part(f"{_DELTAS[ARGUMENTS]}.done", arguments=item["arguments"])
         else:
             kind, part = THINKING if item["type"] == "reasoning" else TEXT, item["content"][0]
             logprobs: dict[str, list] = {"logprobs": []} if kind == TEXT else {}
@@ -232,7 +251,7 @@ class ResponsesShape(Shape):
         return data + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _part(self, kind: str, **more) -> bytes:
-        """An event of the last item."""
+        """Return an event of the last item."""
         item = self._items[-1]
         place = {"item_id": item["id"], "output_index": len(self._items) - 1}
         if item["type"] != "function_call":
@@ -241,17 +260,17 @@ class ResponsesShape(Shape):
 
     def _event(self, kind: str, **more) -> bytes:
         self._sequence += 1
-        return named({"type": kind, "sequence_number": self._sequence - 1} | more)
+        return named_event({"type": kind, "sequence_number": self._sequence - 1} | more)
 
     # ---- the response itself
 
     def _end(self, choice: Choice) -> dict:
-        usage, cut = choice.usage, choice.finish_reason == "length"
-        if cut and self._items:
+        usage, truncated = choice.usage, choice.finish_reason == "length"
+        if truncated and self._items:
             self._items[-1]["status"] = "incomplete"
-        return self._response("incomplete" if cut else "completed") | {
-            "completed_at": None if cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        return self._response("incomplete" if truncated else "completed") | {
+            "completed_at": None if truncated else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
             "output": self._items,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -263,16 +282,16 @@ class ResponsesShape(Shape):
         }
 
     def _response(self, status: str) -> dict:
-        asked = self._asked
+        payload = self._payload
         return {
             "id": self.id, "object": "response", "created_at": self._created, "status": status, "model": self.model,
             "output": [], "error": None, "incomplete_details": None, "usage": None,
-            "instructions": asked.instructions or None, "max_output_tokens": asked.max_output_tokens,
-            "parallel_tool_calls": asked.parallel_tool_calls, "previous_response_id": None, "store": False,
-            "temperature": asked.temperature, "top_p": asked.top_p, "tools": asked.tools or [],
-            "tool_choice": asked.tool_choice or "auto", "text": asked.text or {"format": {"type": "text"}},
-            "reasoning": asked.reasoning or {"effort": None, "summary": None}, "truncation": "disabled",
-            "background": False, "metadata": asked.metadata or {},
+            "instructions": payload.instructions or None, "max_output_tokens": payload.max_output_tokens,
+            "parallel_tool_calls": payload.parallel_tool_calls, "previous_response_id": None, "store": False,
+            "temperature": payload.temperature, "top_p": payload.top_p, "tools": payload.tools or [],
+            "tool_choice": payload.tool_choice or "auto", "text": payload.text or {"format": {"type": "text"}},
+            "reasoning": payload.reasoning or {"effort": None, "summary": None}, "truncation": "disabled",
+            "background": False, "metadata": payload.metadata or {},
         }  # fmt: skip
 
 

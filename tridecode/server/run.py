@@ -1,4 +1,4 @@
-"""From a server to a process: its socket, uvicorn, signals, and the code with which it ends."""
+"""The server as a process: socket, uvicorn, signals and exit code."""
 
 import os
 import signal
@@ -13,26 +13,32 @@ from ..engine import Engine
 from ..errors import TridecodeError
 from .app import Server
 from .errors import stopping
-from .settings import DYING, Settings
+from .settings import FAILURE_GRACE, Settings
 from .tls import Tls
 
 ENGINE_FAILED = 3
-UNREAD = 1 << 16  # bytes of an answer that the kernel holds for its reader; beyond it tokens wait to be sent together
-STUCK = 600  # seconds that it may be full where requests have no deadline
+SEND_BUFFER = 1 << 16  # bytes of a response in the kernel; if it is full, tokens wait and are sent together
+STALL_TIMEOUT = 600  # seconds that the send buffer may stay full if requests have no deadline
 
 
 def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
-    """A socket that nobody can connect to yet. timeout: that of Settings, here the seconds for which a client may read
-    nothing of what is there for it, before the kernel ends the connection. Raises TridecodeError."""
+    """Bind a socket that does not listen yet.
+
+    Args:
+        timeout: seconds, as in Settings. The kernel closes a connection whose client does not read for this time.
+
+    Raises:
+        TridecodeError: the address cannot be used.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, proto)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Of each connection that it accepts:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (timeout or STUCK)))
+        # Accepted connections inherit these options.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (timeout or STALL_TIMEOUT)))
         bound.bind(address)
         return bound
     except OSError as error:
@@ -40,13 +46,13 @@ def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
 
 
 class Uvicorn(uvicorn.Server):
-    """uvicorn, but for signals: the first one lets requests finish for the grace time, a second one ends at once."""
+    """uvicorn with our signal handling: the first signal starts the grace time, the second one ends the process."""
 
     def __init__(self, engine: Engine, settings: Settings, tls: Tls | None, ready: Callable[[], None]):
         self.code, self._settings, self._ready = 0, settings, ready
-        self.face = Server(engine, settings, self._died)
+        self.http = Server(engine, settings, self._engine_failed)
         config = uvicorn.Config(
-            self.face.app,
+            self.http.app,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -60,24 +66,27 @@ class Uvicorn(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets=None) -> None:
-        await self.face.start()
+        """Start the engine's thread, then listen."""
+        await self.http.start()
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets=None) -> None:
-        loop = self.face.loop
+        """Refuse new requests, wait for running ones during the grace time, then stop the engine's thread."""
+        loop = self.http.loop
         problem = stopping()
         loop.refusing = problem.message
-        loop.later(self._settings.grace, lambda: loop.end_all(problem))
+        loop.call_later(self._settings.grace, lambda: loop.end_all(problem))
         await super().shutdown(sockets)
         loop.stop()
 
-    def _died(self) -> None:
+    def _engine_failed(self) -> None:
         self.code = ENGINE_FAILED
-        self.face.loop.later(DYING, lambda: setattr(self, "should_exit", True))
+        self.http.loop.call_later(FAILURE_GRACE, lambda: setattr(self, "should_exit", True))
 
     @contextmanager
     def capture_signals(self):
+        """Install the signal handlers, and restore the previous ones at the end."""
         before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -86,9 +95,10 @@ class Uvicorn(uvicorn.Server):
                 signal.signal(each, handler)
 
     def handle_exit(self, sig: int, frame) -> None:
+        """Request a graceful stop; end the process at the second signal."""
         if self.should_exit:
             sys.stderr.flush()
-            os._exit(128 + sig)  # a pass that runs cannot be waited for
+            os._exit(128 + sig)  # a running pass cannot be interrupted
         self.should_exit = True
 
 
@@ -99,8 +109,15 @@ def serve(
     tls: Tls | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve until a signal; returns the exit code: 0, or 3 where the engine has failed. ready: called once clients can
-    connect."""
+    """Serve until a signal arrives.
+
+    Args:
+        bound: the socket, from `bind`.
+        ready: called once, when clients can connect.
+
+    Returns:
+        The exit code: 0, or ENGINE_FAILED.
+    """
     server = Uvicorn(engine, settings, tls, ready)
     server.run(sockets=[bound])
     return server.code

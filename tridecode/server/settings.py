@@ -1,22 +1,32 @@
-"""How a server runs: what the command line says of it, and limits that no request may pass."""
+"""Server settings from the command line, and fixed limits for requests."""
 
 from dataclasses import dataclass
 
-BODY = 32 << 20  # bytes of a request
-MESSAGES = 4096
-ANSWERS = 128  # of one request: n times its prompts
-STOPS, STOP_CHARACTERS = 16, 256
-BIASES = 1024
-TOKENS = 1 << 18  # to make text of
-TICK = 0.25  # seconds between looks at deadlines and quiet streams
-DYING = 5.0  # seconds for which a dead engine is told of before the process ends
+MAX_BODY_BYTES = 32 << 20
+MAX_MESSAGES = 4096
+MAX_ANSWERS = 128  # prompts of one request times n
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_LOGIT_BIASES = 1024
+MAX_DETOKENIZE_TOKENS = 1 << 18
+TICK_SECONDS = 0.25  # interval of the checks for deadlines and silent streams
+FAILURE_GRACE = 5.0  # seconds between the failure of the engine and the end of the process
 
 
 @dataclass(frozen=True)
 class Settings:
-    """model: the name by which clients know it. max_queue: requests that may wait for a slot. timeout: seconds that a
-    request may take from its first byte, None for any time. keep_alive: seconds of silence after which a stream has a
-    comment."""
+    """Settings of a server.
+
+    Args:
+        model: the name of the model for clients.
+        any_model: whether requests may name any model, or none.
+        max_queue: number of requests that may wait for a slot.
+        timeout: seconds that a request may take from its first byte; None removes the limit.
+        grace: seconds for running requests to end when the server stops.
+        keep_alive: seconds of silence after which a stream sends a comment.
+        api_key: the key that requests must send; None accepts all requests.
+        cors: origins of web pages that may send requests.
+        log_prompts: whether the log contains prompts.
+    """
 
     model: str
     any_model: bool = False

@@ -1,11 +1,11 @@
 "use strict";
-// The conversation with the server that this page came from.
+// The chat of the page with its own server.
 
 const $ = id => document.getElementById(id), OPTIONS = ["system", "temperature", "max_tokens"];
-let turns = [], model = null, context = null, running = null, failed = "";  // failed: the message to ask again
+let turns = [], model = null, context = null, running = null, failed = "";  // failed: the message that Retry sends again
 
 function store(name, value) {
-  try { sessionStorage.setItem(`tridecode.${name}`, value); } catch { /* full, or forbidden */ }
+  try { sessionStorage.setItem(`tridecode.${name}`, value); } catch { /* The storage is full or disabled. */ }
 }
 function stored(name) { try { return sessionStorage.getItem(`tridecode.${name}`); } catch { return null; } }
 
@@ -20,22 +20,22 @@ function restore() {
     const saved = JSON.parse(stored("chat"));
     for (const name of OPTIONS) $(name).value = saved.options[name];
     for (const turn of saved.turns) {
-      turn.stats ||= "stopped";  // by the reload
+      turn.stats ||= "stopped";  // the reload interrupted the answer
       turns.push(turn);
       draw(turn);
     }
-  } catch { /* nothing, or nothing of ours */ }
+  } catch { /* The storage is empty or has another format. */ }
 }
 
-/** A turn is {asked, answer, thought, stats}; its nodes show it. */
+/** Append the nodes of a turn, {question, answer, thought, stats}, to the log and return them. */
 function draw(turn) {
   const thought = make("div", [], {className: "thought"});
   const nodes = {
-    asked: make("div", turn.asked, {className: "user"}), thought,
+    question: make("div", turn.question, {className: "user"}), thought,
     thinking: make("details", [make("summary", "Thinking"), thought]),
     answer: make("div", [], {className: "assistant"}), stats: make("p", [], {className: "stats"}),
   };
-  $("log").append(nodes.asked, nodes.thinking, nodes.answer, nodes.stats);
+  $("log").append(nodes.question, nodes.thinking, nodes.answer, nodes.stats);
   update(turn, nodes);
   return nodes;
 }
@@ -57,19 +57,20 @@ function request(path, body, signal) {
 
 async function checked(response) {
   if (response.ok) return response;
-  const said = (await response.json().catch(() => null))?.error?.message || response.statusText || "an error";
+  const message = (await response.json().catch(() => null))?.error?.message || response.statusText || "an error";
   const wait = response.headers.get("Retry-After");
   if (response.status === 401) { $("keyed").hidden = false; $("key").focus(); }
-  throw new Error(`${said}${wait ? `; it can be asked again in ${wait} s` : ""} (${response.status})`);
+  throw new Error(`${message}${wait ? `; retry after ${wait} s` : ""} (${response.status})`);
 }
 
 function fail(error) {
-  const lost = "the server cannot be reached, or went away", unread = "the server's answer cannot be read";
-  $("error").textContent = {TypeError: lost, SyntaxError: unread}[error.name] ?? error.message;  // of fetch, of JSON
+  const lost = "the server is not reachable, or the connection was lost";
+  const unreadable = "the answer of the server is not valid";
+  $("error").textContent = {TypeError: lost, SyntaxError: unreadable}[error.name] ?? error.message;  // from fetch, from JSON.parse
   $("failed").hidden = false;
 }
 
-/** Learn the model's name; whether that is known now. */
+/** Request the model's name and return whether it is known. */
 async function connect() {
   $("failed").hidden = true;
   try {
@@ -86,7 +87,7 @@ async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = "";;) {
     const {done, value} = await reader.read();
-    if (done) throw new Error("the answer was cut off: its stream ended early");
+    if (done) throw new Error("the answer is incomplete: its stream ended early");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
@@ -96,29 +97,31 @@ async function* events(response) {
   }
 }
 
-function requestOf(asked) {
-  const given = name => $(name).value.trim(), messages = [];
-  if (given("system")) messages.push({role: "system", content: given("system")});
-  for (const {asked, answer} of turns) {
-    messages.push({role: "user", content: asked}, {role: "assistant", content: answer});
+/** Return the body of a request with the turns so far and a new question. */
+function requestOf(question) {
+  const value = name => $(name).value.trim(), messages = [];
+  if (value("system")) messages.push({role: "system", content: value("system")});
+  for (const turn of turns) {
+    messages.push({role: "user", content: turn.question}, {role: "assistant", content: turn.answer});
   }
-  messages.push({role: "user", content: asked});
+  messages.push({role: "user", content: question});
   const body = {model, messages, stream: true, stream_options: {include_usage: true}};
   for (const name of ["temperature", "max_tokens"]) {
-    if (given(name)) body[name] = isFinite(given(name)) ? Number(given(name)) : given(name);  // or the server's error
+    // A value that is not a number is sent unchanged, and the server reports the error.
+    if (value(name)) body[name] = isFinite(value(name)) ? Number(value(name)) : value(name);
   }
   return body;
 }
 
-async function ask(asked) {
-  const turn = {asked, answer: "", thought: "", stats: ""}, body = requestOf(asked);
+async function ask(question) {
+  const turn = {question, answer: "", thought: "", stats: ""}, body = requestOf(question);
   const nodes = draw(turn), started = performance.now();
   let first = null, last = null, usage = null, reason = null, drawing = 0, pause = 40, problem = null;
-  const shown = () => {
-    const begun = performance.now();
+  const redraw = () => {
+    const begin = performance.now();
     drawing = 0;
     update(turn, nodes);
-    pause = Math.max(40, 4 * (performance.now() - begun));  // ms: at most a fifth of the time is for drawing
+    pause = Math.max(40, 4 * (performance.now() - begin));  // ms; at most a fifth of the time is spent on drawing
   };
   running = new AbortController();
   failed = "";
@@ -139,18 +142,18 @@ async function ask(asked) {
         reason = finish_reason ?? reason;
         if (delta.content || delta.reasoning_content) { last = performance.now(); first ??= last; }
       }
-      drawing ||= setTimeout(shown, pause);
+      drawing ||= setTimeout(redraw, pause);
     }
   } catch (error) { problem = error; }
   clearTimeout(drawing);
   const stopped = running.signal.aborted;
   running = null;
   turn.stats = statistics({first, last, started, usage, reason, stopped});
-  if (problem && !stopped || stopped && !turn.answer) {  // the turn is not kept
+  if (problem && !stopped || stopped && !turn.answer) {  // drop the turn
     turns = turns.filter(other => other !== turn);
-    for (const node of [nodes.asked, nodes.thinking, nodes.answer, nodes.stats]) node.remove();
-    $("input").value ||= asked;
-    if (!stopped) { failed = asked; fail(problem); }
+    for (const node of [nodes.question, nodes.thinking, nodes.answer, nodes.stats]) node.remove();
+    $("input").value ||= question;
+    if (!stopped) { failed = question; fail(problem); }
   } else update(turn, nodes);
   $("log").removeAttribute("aria-busy");
   $("stop").hidden = true; $("send").hidden = false;
@@ -171,15 +174,15 @@ function statistics({first, last, started, usage, reason, stopped}) {
     parts.push(`${count(usage.prompt_tokens_details?.cached_tokens ?? 0)} of ${count(usage.prompt_tokens)} reused`);
     parts.push(`context ${count(used)} / ${count(context)}`);
   }
-  if (reason === "length") parts.push("cut: the longest answer or the context's end was reached");
+  if (reason === "length") parts.push("truncated at the maximum length or the end of the context");
   return parts.join(" · ");
 }
 
 async function send() {
-  const asked = $("input").value;
-  if (running || !asked.trim() || model === null && !await connect()) return;
+  const question = $("input").value;
+  if (running || !question.trim() || model === null && !await connect()) return;
   $("input").value = "";
-  await ask(asked.trim());
+  await ask(question.trim());
 }
 
 $("form").onsubmit = event => { event.preventDefault(); send(); };

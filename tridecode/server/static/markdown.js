@@ -1,5 +1,5 @@
 "use strict";
-// Markdown: from text to nodes. What a model writes is data: it becomes text nodes and the few elements made below,
+// Conversion of Markdown into DOM nodes. Text of the model becomes text nodes and the few elements that this file makes,
 // never markup. Every search is bounded, so that no text takes long.
 
 function make(tag, children = [], properties = {}) {
@@ -8,15 +8,15 @@ function make(tag, children = [], properties = {}) {
   return node;
 }
 
-const AHEAD = 2000, DEEPEST = 8;
+const LOOKAHEAD = 2000, MAX_DEPTH = 8;  // characters that a search covers; nesting of blocks and emphasis
 const FENCE = /^ {0,3}(```+|~~~+)(.*)$/, ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])( +|$)/, QUOTE = /^ {0,3}>/;
 const HEADING = /^(#{1,6}) (.*)$/, RULE = /^ {0,3}([-*_])( *\1){2,} *$/, COLUMNS = /^[-:| ]+$/;
 const INDENTED = /^(?: {2,}|\t)[ \t]*\S/, WORD = /[\p{L}\p{N}]/u, OPENS = /[\p{L}\p{N}"'“(`*_~[]/u;
 const LINK = /^\[([^\[\]\n]{1,500})\]\(([^\s()]{1,1000})\)/, ADDRESS = /https?:\/\/[^\s<>"]{1,500}/y;
 
-/** The top blocks of a text: {kind, lines}. */
+/** Return the top-level blocks of a text as {kind, lines}. */
 function blocksOf(lines) {
-  const found = [];
+  const blocks = [];
   for (let i = 0; i < lines.length;) {
     const line = lines[i], start = i, fence = FENCE.exec(line);
     let kind = "p";
@@ -34,14 +34,14 @@ function blocksOf(lines) {
     } else if (ITEM.test(line)) {
       kind = "list";
       for (i++; i < lines.length; i++) {
-        const next = lines[i].trim() ? lines[i] : lines[i + 1] ?? "";  // it goes on over one blank line
+        const next = lines[i].trim() ? lines[i] : lines[i + 1] ?? "";  // a list continues after one blank line
         if (INDENTED.test(next) || ITEM.test(next)) continue;
         if (!lines[i].trim() || begins(next)) break;
       }
     } else { for (i++; i < lines.length && lines[i].trim() && !begins(lines[i]); i++); }
-    found.push({kind, lines: lines.slice(start, i)});
+    blocks.push({kind, lines: lines.slice(start, i)});
   }
-  return found;
+  return blocks;
 }
 
 function isColumns(line = "") { return COLUMNS.test(line) && line.includes("|") && line.includes("-"); }
@@ -51,7 +51,7 @@ function begins(line) {
 }
 
 function blockNode({kind, lines}, deep) {
-  if (deep > DEEPEST) return make("p", lines.join("\n"));
+  if (deep > MAX_DEPTH) return make("p", lines.join("\n"));
   if (kind === "pre") return codeNode(lines);
   if (kind === "hr") return make("hr");
   if (kind === "heading") {
@@ -84,7 +84,7 @@ async function copied(node) {
   try {
     await navigator.clipboard.writeText(node.textContent);
     return true;
-  } catch {  // there is no clipboard but over https and on this machine
+  } catch {  // browsers provide the clipboard only over https and on localhost
     getSelection().selectAllChildren(node);
     return document.execCommand("copy");
   }
@@ -118,13 +118,13 @@ function tableNode(lines) {
   return make("div", make("table", [make("thead", row(head, "th")), body]), {className: "table"});
 }
 
-/** Text with its code, emphasis and links, as nodes. */
+/** Convert text with code, emphasis and links into nodes. */
 function inline(text, deep = 0) {
   const made = [];
   let plain = "";
   const add = node => { if (plain) made.push(plain); plain = ""; made.push(node); };
   for (let i = 0; i < text.length;) {
-    const char = text[i], before = text[i - 1] ?? " ", end = i + AHEAD;
+    const char = text[i], before = text[i - 1] ?? " ", end = i + LOOKAHEAD;
     if (char === "\\" && /[!-/:-@[-`{-~]/.test(text[i + 1] ?? "")) {
       plain += text[i + 1]; i += 2; continue;
     }
@@ -136,7 +136,7 @@ function inline(text, deep = 0) {
       }
       plain += mark; i += mark.length; continue;
     }
-    if ((char === "*" || char === "_" || char === "~") && deep < DEEPEST) {
+    if ((char === "*" || char === "_" || char === "~") && deep < MAX_DEPTH) {
       const double = text[i + 1] === char, mark = double ? char + char : char;
       const inWord = WORD.test(before) && mark !== "**", close = inWord ? -1 : closing(text, i + mark.length, mark);
       if (close > 0 && mark !== "~") {
@@ -148,12 +148,12 @@ function inline(text, deep = 0) {
     }
     if (char === "[") {
       const link = LINK.exec(text.slice(i, end)), to = link && address(link[2]);
-      if (to) { add(anchor(to, inline(link[1], DEEPEST))); i += link[0].length; continue; }
+      if (to) { add(anchor(to, inline(link[1], MAX_DEPTH))); i += link[0].length; continue; }
     }
     if (char === "h" && !/\w/.test(before)) {
       ADDRESS.lastIndex = i;
-      const found = ADDRESS.exec(text)?.[0].replace(/[.,;:!?'")\]*_]+$/, ""), to = found && address(found);
-      if (to && deep < DEEPEST) { add(anchor(to, found)); i += found.length; continue; }
+      const url = ADDRESS.exec(text)?.[0].replace(/[.,;:!?'")\]*_]+$/, ""), to = url && address(url);
+      if (to && deep < MAX_DEPTH) { add(anchor(to, url)); i += url.length; continue; }
     }
     plain += char; i++;
   }
@@ -161,14 +161,14 @@ function inline(text, deep = 0) {
   return made;
 }
 
-/** Where emphasis that begins at `from` ends, -1 where it does not. */
+/** Return the end of emphasis that begins at `from`, -1 if it does not end. */
 function closing(text, from, mark) {
   if (!OPENS.test(text[from] ?? "")) return -1;
-  const near = text.slice(from, from + AHEAD);
+  const near = text.slice(from, from + LOOKAHEAD);
   for (let at = near.indexOf(mark, 1); at > 0; at = near.indexOf(mark, at + 1)) {
     const before = near[at - 1], next = text[from + at + mark.length] ?? " ";
-    if (mark.length === 2 && text[from] === mark[0] && next === mark[0]) at++;  // of *** the two outer ones
-    const alone = mark.length === 2 || next !== mark && before !== mark;  // a * of its own, none of a **
+    if (mark.length === 2 && text[from] === mark[0] && next === mark[0]) at++;  // in *** the outer two characters match
+    const alone = mark.length === 2 || next !== mark && before !== mark;  // a single *, not a part of **
     if (alone && !/\s/.test(before) && (mark[0] === "*" || !WORD.test(next))) return from + at;
     if (!alone) at++;
   }
@@ -186,9 +186,9 @@ function anchor(href, children) {
   return make("a", children, {href, title: href, target: "_blank", rel: "noopener noreferrer nofollow"});
 }
 
-/** Show `text` in `target`; blocks that have not changed since the last call stay as they are. */
+/** Show `text` in `target`; keep the nodes of blocks that have not changed since the previous call. */
 function show(target, text) {
-  // Marks that turn the direction of writing make text look like another.
+  // Characters that change the direction of text can disguise it, so they are replaced.
   const blocks = blocksOf(text.replace(/\r\n?/g, "\n").replace(/[\u202a-\u202e\u2066-\u2069]/g, "\ufffd").split("\n"));
   const sources = blocks.map(block => block.lines.join("\n")), before = target.sources ?? [];
   let same = 0;

@@ -1,1 +1,1 @@
-"""Tools: what a model is told of them, the calls that it writes, and what holds it to them."""
+"""Tool calls: definitions for the chat template, parsing of calls, and grammars that enforce them."""

@@ -1,72 +1,81 @@
-"""The ways in which families write calls: how their templates give them away, how they are read, and how enforced."""
+"""Formats of tool calls by family: detection from the chat template, parsing, and grammars that enforce calls."""
 
 import json
 from dataclasses import dataclass
 
 from ...text.grammar import LAYOUT, exact
 from ...text.tokenizer import Tokenizer
-from .parser import BareCalls, Machine, MistralCalls, TaggedCalls, XmlCalls
+from .parser import BareCallParser, CallParser, MistralCallParser, TaggedCallParser, XmlCallParser
 
 
 @dataclass(frozen=True)
 class Function:
-    """A tool of a client. parameters: a JSON schema, of an object."""
+    """A tool of a client; `parameters` is the JSON schema of its arguments, an object."""
 
     name: str
     description: str | None
     parameters: dict
 
     def definition(self) -> dict:
-        """As chat templates expect it."""
-        told = {"name": self.name, "description": self.description or "", "parameters": self.parameters}
-        return {"type": "function", "function": told}
+        """Return the definition in the form of chat templates."""
+        function = {"name": self.name, "description": self.description or "", "parameters": self.parameters}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Format:
-    """tell: a word of a template whose model writes so. opens, closes: the text around an enforced call, `name` and
-    `arguments` standing for what they are; between: that between two. special: tokens that no text shows, but that the
-    calls begin with."""
+    """A format of tool calls.
+
+    Args:
+        name: identifier; only "tagged" calls each have a prefix and a suffix.
+        parser: class that parses the calls.
+        template_words: words that a chat template of this format contains.
+        call: text of an enforced call; NAME and ARGUMENTS stand for its name and its arguments.
+        prefix: text in front of an enforced call if the name is "tagged", else in front of the first one.
+        suffix: text after an enforced call if the name is "tagged", else after the last one.
+        separator: text between two calls.
+        special: special tokens in calls, which decoded text omits.
+    """
 
     name: str
-    machine: type[Machine]
-    tell: tuple[str, ...]
+    parser: type[CallParser]
+    template_words: tuple[str, ...]
     call: str = '{"name": NAME, "arguments": ARGUMENTS}'
-    opens: str = ""
-    closes: str = ""
-    between: str = "\n"
+    prefix: str = ""
+    suffix: str = ""
+    separator: str = "\n"
     special: tuple[str, ...] = ()
 
 
-OBJECT = {"type": "object"}  # as all arguments are, though a schema may not say so
+OBJECT = {"type": "object"}  # the type of all arguments, also if their schema has no type
 TAGS = ("<tool_call>", "</tool_call>")
-TAGGED = Format("tagged", TaggedCalls, TAGS[:1], opens="<tool_call>\n", closes="\n</tool_call>", special=TAGS)
-FORMATS = (  # the first whose words a template has
-    Format("xml", XmlCalls, ("<function=",), special=TAGS),
-    Format("mistral", MistralCalls, ("[TOOL_CALLS]",), opens="[TOOL_CALLS] [", closes="]", between=", ",
+TAGGED = Format("tagged", TaggedCallParser, TAGS[:1], prefix="<tool_call>\n", suffix="\n</tool_call>", special=TAGS)
+FORMATS = (  # the first one whose words are in the template applies
+    Format("xml", XmlCallParser, ("<function=",), special=TAGS),
+    Format("mistral", MistralCallParser, ("[TOOL_CALLS]",), prefix="[TOOL_CALLS] [", suffix="]", separator=", ",
            special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
     TAGGED,
-    Format("bare", BareCalls, ('"parameters"', "ipython"), '{"name": NAME, "parameters": ARGUMENTS}', between="; ",
-           special=("<|python_tag|>",)),
+    Format("bare", BareCallParser, ('"parameters"', "ipython"), '{"name": NAME, "parameters": ARGUMENTS}',
+           separator="; ", special=("<|python_tag|>",)),
 )  # fmt: skip
 
 
-def format_of(tokenizer: Tokenizer) -> Format:
-    """What the model's template gives away; of one that knows no tools the tagged format, which it is told of."""
+def detect_format(tokenizer: Tokenizer) -> Format:
+    """Return the format of the model's template; TAGGED (see `system_turn`) if it does not support tools."""
     source = tokenizer.template_source
     if "tools" not in tokenizer.template_variables:
         return TAGGED
-    return next((known for known in FORMATS if all(word in source for word in known.tell)), TAGGED)
+    return next((each for each in FORMATS if all(word in source for word in each.template_words)), TAGGED)
 
 
-def special_texts(tokenizer: Tokenizer, known: Format) -> dict[int, str]:
-    """Tokens that a format's calls begin with and that texts do not show, and what they stand for."""
+def special_tokens(tokenizer: Tokenizer, format: Format) -> dict[int, str]:
+    """Return token id -> text of the special tokens in a format's calls, which decoded text omits."""
     names = {token: tokenizer.token_bytes(token).decode(errors="replace") for token in tokenizer.special_ids}
-    return {token: name for token, name in names.items() if name in known.special}
+    return {token: name for token, name in names.items() if name in format.special}
 
 
 def system_turn(functions: tuple[Function, ...]) -> str:
-    """What a model is told of its tools whose template does not do that."""
+    """Return the system turn that describes tools to a model whose template does not support them."""
     lines = "\n".join(json.dumps(function.definition(), ensure_ascii=False) for function in functions)
     return (
         "# Tools\n\nYou may call functions to assist with the user's request. Their signatures, as JSON:\n<tools>\n"
@@ -76,34 +85,37 @@ def system_turn(functions: tuple[Function, ...]) -> str:
 
 
 def call_grammar(
-    known: Format, functions: tuple[Function, ...], parallel: bool, special: dict[int, str]
+    format: Format, functions: tuple[Function, ...], parallel: bool, special: dict[int, str]
 ) -> tuple[str, list[str]]:
-    """What an answer must be that calls one of the functions, as a Lark expression and the rules that it needs."""
+    """Return (Lark expression, its rules) of an answer that calls one of the functions."""
     marks = {text: f"<[{token}]>" for token, text in special.items()}
     rules, names = [], []
     for i, function in enumerate(functions):
-        parts = quoted(known.call, {"NAME": json.dumps(json.dumps(function.name)), "ARGUMENTS": f"arguments{i}"}, {})
+        parts = lark_text(
+            format.call, {"NAME": json.dumps(json.dumps(function.name)), "ARGUMENTS": f"arguments{i}"}, {}
+        )
         rules += [f"call{i}: {parts}", f"arguments{i}: {json_rule(function.parameters | OBJECT)}"]
         names.append(f"call{i}")
-    opens, closes = quoted(known.opens, {}, marks), quoted(known.closes, {}, marks)
+    prefix, suffix = lark_text(format.prefix, {}, marks), lark_text(format.suffix, {}, marks)
     any_call = f"({' | '.join(names)})"
-    if known.name == "tagged":
-        one = f"{opens} {any_call} {closes}"
-        more = f"{quoted(known.between, {}, marks)} {one}"
+    if format.name == "tagged":
+        one = f"{prefix} {any_call} {suffix}"
+        more = f"{lark_text(format.separator, {}, marks)} {one}"
         return f"{one}" + (f" ({more})*" if parallel else ""), rules
-    more = f" ({quoted(known.between, {}, marks)} {any_call})*" if parallel else ""
-    return f"{opens} {any_call}{more} {closes}".strip(), rules
+    more = f" ({lark_text(format.separator, {}, marks)} {any_call})*" if parallel else ""
+    return f"{prefix} {any_call}{more} {suffix}".strip(), rules
 
 
 def json_rule(schema: dict) -> str:
+    """Return the Lark rule of JSON that a schema allows."""
     return "%json " + json.dumps({**exact(schema), "x-guidance": LAYOUT})
 
 
-def quoted(text: str, names: dict[str, str], marks: dict[str, str]) -> str:
-    """A text as a Lark expression, with some words in it replaced by others."""
+def lark_text(text: str, names: dict[str, str], marks: dict[str, str]) -> str:
+    """Return a text as a Lark expression, with `names` and `marks` in it replaced by their expressions."""
     for word, expression in (names | marks).items():
-        before, found, after = text.partition(word)
-        if found:
-            left, right = quoted(before, names, marks), quoted(after, names, marks)
+        before, match, after = text.partition(word)
+        if match:
+            left, right = lark_text(before, names, marks), lark_text(after, names, marks)
             return " ".join(part for part in (left, expression, right) if part)
     return json.dumps(text, ensure_ascii=False) if text else ""

@@ -1,200 +1,221 @@
-"""Tool calls told apart from text, piece by piece: a small state machine for each way in which models write them.
+"""Streaming parsers that separate tool calls from text: one state machine for each format of calls.
 
-A machine takes text cut anywhere and gives out events: ("text", text), ("name", name) for a call that begins, and
-("arguments", JSON text) for pieces of its arguments. What does not become a call comes out as the text that it was. A
-call whose arguments turn out broken after some of them were given out has `broken` set, and `raw` says how it stood.
+A parser accepts text that is cut at any position and emits events: ("text", text), ("name", name) at the start of a
+call, and ("arguments", JSON text) for parts of its arguments. Text that does not become a call is emitted unchanged. If
+the arguments of a call turn out to be malformed after some of them were emitted, `broken` stays set, and `raw` contains
+the text of the call.
 """
 
 import json
 import re
 from dataclasses import dataclass
 
-from .pieces import Value, begins_at_end, call_of, first_of, is_json, is_object, kinds_of, text_of
+from .json_text import (
+    ObjectScanner,
+    decode_string,
+    find_first,
+    is_json,
+    is_object,
+    parse_call,
+    partial_mark,
+    schema_types,
+)
 
 TEXT, NAME, ARGUMENTS = "text", "name", "arguments"
-PYTHONS = {"True": "true", "False": "false", "None": "null"}  # as a template's Python wrote them
+PYTHONS = {"True": "true", "False": "false", "None": "null"}  # Python literals that templates write -> JSON
 Event = tuple[str, str]
 
 
 @dataclass
 class Call:
-    """One that was begun. raw: the text that it was read from, with white space before it and what parts it from
-    others."""
+    """A call whose name was parsed.
+
+    Args:
+        raw: the text of the call, with the white space and the separator in front of it.
+        broken: whether its end is missing or its arguments are malformed.
+    """
 
     name: str
     arguments: str = ""
     raw: str = ""
-    broken: bool = True  # until its end was seen
+    broken: bool = True
 
 
-class Machine:
-    """What all have in common: text until a call opens, white space around calls dropped.
+class CallParser:
+    """Base of the parsers: emits text up to the mark that opens a call, and drops white space around calls.
 
-    `_held` is what may still become part of a call, or white space before one. States are methods, which take what they
-    can from it and say whether they got on.
+    `_pending` is text that may become part of a call, or white space in front of one. Each state is a method that
+    consumes a part of `_pending` and returns whether it made progress.
+
+    Args:
+        schemas: name of a function -> JSON schema of its arguments.
     """
 
-    opens: tuple[str, ...] = ()
-    closes: str = ""
+    open_marks: tuple[str, ...] = ()
+    close_mark: str = ""
 
     def __init__(self, schemas: dict[str, dict]):
-        """schemas: of each function's arguments, by name."""
         self.calls: list[Call] = []
         self._events: list[Event] = []
-        self._schemas, self._held, self._raw = schemas, "", ""
-        self._lead = ""  # white space before the mark that `_raw` begins with
+        self._schemas, self._pending, self._raw = schemas, "", ""
+        self._leading_space = ""  # white space in front of the mark that begins `_raw`
         self._state = self._text
-        self._begun_since = True  # text came behind the last call
+        self._text_since_call = True  # whether text followed the last call
 
     def feed(self, text: str) -> list[Event]:
-        self._held += text
+        """Parse the next part of the answer and return its events."""
+        self._pending += text
         while self._state():
             pass
-        return self._given()
+        return self._take_events()
 
     def finish(self) -> list[Event]:
-        """What is left at the end of the answer."""
+        """Return the events of the remaining text at the end of the answer."""
         self._end()
-        self._say(self._lead + self._raw + self._held)
-        self._lead = self._raw = self._held = ""
-        return self._given()
+        self._emit_text(self._leading_space + self._raw + self._pending)
+        self._leading_space = self._raw = self._pending = ""
+        return self._take_events()
 
     def _end(self) -> None:
-        """The last that comes of what is held."""
+        """Complete or abandon the open call at the end of the answer."""
 
-    def _given(self) -> list[Event]:
-        given, self._events = self._events, []
+    def _take_events(self) -> list[Event]:
+        """Return the events so far, with consecutive events of one kind joined."""
+        events, self._events = self._events, []
         joined: list[Event] = []
-        for kind, text in given:
+        for kind, text in events:
             if joined and joined[-1][0] == kind != NAME:
                 joined[-1] = kind, joined[-1][1] + text
             elif text or kind == NAME:
                 joined.append((kind, text))
         return joined
 
-    def _behind(self, text: str) -> str:
-        """What is kept of a text that comes next: of one behind a call not its white space."""
-        return text.lstrip() if self.calls and not self._begun_since and not self.calls[-1].broken else text
+    def _strip_after_call(self, text: str) -> str:
+        """Return the text without leading white space if it directly follows a valid call."""
+        return text.lstrip() if self.calls and not self._text_since_call and not self.calls[-1].broken else text
 
-    def _say(self, text: str) -> None:
-        text = self._behind(text)
-        self._begun_since = self._begun_since or bool(text)
+    def _emit_text(self, text: str) -> None:
+        text = self._strip_after_call(text)
+        self._text_since_call = self._text_since_call or bool(text)
         self._events.append((TEXT, text))
 
-    def _call(self, name: str) -> None:
-        self._raw, self._lead = self._behind(self._lead) + self._raw, ""
+    def _emit_call(self, name: str) -> None:
+        self._raw, self._leading_space = self._strip_after_call(self._leading_space) + self._raw, ""
         self.calls.append(Call(name))
-        self._begun_since = False
+        self._text_since_call = False
         self._events.append((NAME, name))
 
-    def _argue(self, text: str) -> None:
+    def _emit_arguments(self, text: str) -> None:
         self.calls[-1].arguments += text
         self._events.append((ARGUMENTS, text))
 
     def _close(self, raw: str) -> None:
-        """The call's end was seen."""
+        """Complete the last call, whose text is `raw`."""
         call = self.calls[-1]
         call.raw, call.broken = raw, not is_object(call.arguments)
 
     def _take(self, count: int) -> str:
-        taken, self._held = self._held[:count], self._held[count:]
+        """Move `count` characters from `_pending` to `_raw` and return them."""
+        taken, self._pending = self._pending[:count], self._pending[count:]
         self._raw += taken
         return taken
 
     # ---- states
 
     def _text(self) -> bool:
-        """Give out what cannot be the beginning of a call, nor white space before one."""
-        at, mark = first_of(self._held, self.opens)
+        """Emit text that can be neither the beginning of a call nor white space in front of one."""
+        at, mark = find_first(self._pending, self.open_marks)
         if mark:
-            text = self._held[:at].rstrip()
-            self._say(text)
-            self._raw, self._lead, self._held = "", self._held[len(text) : at], self._held[at:]
+            text = self._pending[:at].rstrip()
+            self._emit_text(text)
+            self._raw, self._leading_space, self._pending = "", self._pending[len(text) : at], self._pending[at:]
             self._take(len(mark))
             self._state = self._head
             return True
-        sure = len(self._held) - max(begins_at_end(self._held, mark) for mark in self.opens)
-        sure = len(self._held[:sure].rstrip())
-        self._say(self._held[:sure])
-        self._held = self._held[sure:]
+        end = len(self._pending) - max(partial_mark(self._pending, mark) for mark in self.open_marks)
+        end = len(self._pending[:end].rstrip())
+        self._emit_text(self._pending[:end])
+        self._pending = self._pending[end:]
         return False
 
     def _skip_close(self) -> bool:
-        """Take the tag that closes a call, if it is there; False where it may still come."""
-        held = self._held.lstrip()
-        if len(held) < len(self.closes) and self.closes.startswith(held):
+        """Consume the closing mark if it follows; return False if the rest of it may still arrive."""
+        pending = self._pending.lstrip()
+        if len(pending) < len(self.close_mark) and self.close_mark.startswith(pending):
             return False
-        if held.startswith(self.closes):
-            self._take(len(self._held) - len(held) + len(self.closes))
+        if pending.startswith(self.close_mark):
+            self._take(len(self._pending) - len(pending) + len(self.close_mark))
         return True
 
     def _head(self) -> bool:
+        """Parse the text between the opening mark and the arguments."""
         raise NotImplementedError
 
     def _arguments(self) -> bool:
+        """Parse the arguments."""
         raise NotImplementedError
 
-    def _no_call(self) -> bool:
-        """What was read since the mark is text."""
-        self._say(self._lead + self._raw)
-        self._lead, self._raw, self._state = "", "", self._text
+    def _reject_call(self) -> bool:
+        """Emit the text since the opening mark as text."""
+        self._emit_text(self._leading_space + self._raw)
+        self._leading_space, self._raw, self._state = "", "", self._text
         return True
 
 
-class JsonCalls(Machine):
-    """Calls as JSON objects, {"name": ..., "arguments": {...}}: their name, then the arguments as they come."""
+class JsonCallParser(CallParser):
+    """Base of the parsers of calls that are JSON objects, {"name": ..., "arguments": {...}}."""
 
     key = "arguments"
 
     def __init__(self, schemas: dict[str, dict]):
         super().__init__(schemas)
         name = r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*'
-        self._begins = re.compile(rf'{name}"{self.key}"\s*:\s*(?=\{{)')
-        self._value = Value()
+        self._start = re.compile(rf'{name}"{self.key}"\s*:\s*(?=\{{)')
+        self._value = ObjectScanner()
 
     def _head(self) -> bool:
-        if begun := self._begins.match(self._held):
-            if (name := text_of(begun[1])) is None:
-                return self._no_call()
-            self._take(begun.end())
-            self._call(name)
-            self._value, self._state = Value(), self._arguments
+        if match := self._start.match(self._pending):
+            if (name := decode_string(match[1])) is None:
+                return self._reject_call()
+            self._take(match.end())
+            self._emit_call(name)
+            self._value, self._state = ObjectScanner(), self._arguments
             return True
-        return self._whole()
+        return self._whole_object()
 
-    def _whole(self) -> bool:
-        """Where the object is in another order, wait for its end."""
-        start = len(self._held) - len(self._held.lstrip())
-        if start == len(self._held):
+    def _whole_object(self) -> bool:
+        """Wait for the end of an object that does not begin with its name."""
+        start = len(self._pending) - len(self._pending.lstrip())
+        if start == len(self._pending):
             return False
-        if self._held[start] != "{":
-            return self._no_call()
-        value = Value()
-        end = value.feed(self._held[start:])
+        if self._pending[start] != "{":
+            return self._reject_call()
+        value = ObjectScanner()
+        end = value.feed(self._pending[start:])
         if not value.ended:
             return False
-        name, arguments = call_of(self._held[start : start + end], self.key)
+        name, arguments = parse_call(self._pending[start : start + end], self.key)
         self._take(start + end)
         if name is None:
-            return self._no_call()
-        self._call(name)
-        self._argue(arguments)
+            return self._reject_call()
+        self._emit_call(name)
+        self._emit_arguments(arguments)
         self._state = self._tail
         return True
 
     def _arguments(self) -> bool:
-        self._argue(self._take(self._value.feed(self._held)))
+        self._emit_arguments(self._take(self._value.feed(self._pending)))
         if not self._value.ended:
             return False
-        self._state = self._rest
+        self._state = self._object_end
         return True
 
-    def _rest(self) -> bool:
-        """The object ends behind its arguments."""
-        if not self._held.lstrip():
+    def _object_end(self) -> bool:
+        """Consume the end of the object after its arguments."""
+        if not self._pending.lstrip():
             return False
-        start = len(self._held) - len(self._held.lstrip())
-        if self._held[start] != "}":
+        start = len(self._pending) - len(self._pending.lstrip())
+        if self._pending[start] != "}":
             self._close(self._raw)
             self.calls[-1].broken, self._raw, self._state = True, "", self._text
             return True
@@ -203,21 +224,21 @@ class JsonCalls(Machine):
         return True
 
     def _tail(self) -> bool:
-        """What ends a call behind its object."""
+        """Complete the call after its object."""
         self._close(self._raw)
         self._raw, self._state = "", self._text
         return True
 
     def _end(self) -> None:
-        if self._state in (self._arguments, self._rest):
-            self.calls[-1].raw = self._raw + self._held
-            self._raw = self._held = ""
+        if self._state in (self._arguments, self._object_end):
+            self.calls[-1].raw = self._raw + self._pending
+            self._raw = self._pending = ""
 
 
-class TaggedCalls(JsonCalls):
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and Hermes write."""
+class TaggedCallParser(JsonCallParser):
+    """Parses <tool_call>{"name": ..., "arguments": {...}}</tool_call>, the format of Qwen and Hermes."""
 
-    opens, closes = ("<tool_call>",), "</tool_call>"
+    open_marks, close_mark = ("<tool_call>",), "</tool_call>"
 
     def _tail(self) -> bool:
         if not self._skip_close():
@@ -227,79 +248,82 @@ class TaggedCalls(JsonCalls):
     def _end(self) -> None:
         super()._end()
         if self._state == self._tail:
-            self._close(self._raw + self._held)
-            self._raw = self._held = ""
+            self._close(self._raw + self._pending)
+            self._raw = self._pending = ""
 
 
-class BareCalls(JsonCalls):
-    """{"name": ..., "parameters": {...}} as the whole answer, as Llama writes; several with ; between them."""
+class BareCallParser(JsonCallParser):
+    """Parses {"name": ..., "parameters": {...}}, one or several separated by `;`, the format of Llama."""
 
-    opens, key = ("<|python_tag|>",), "parameters"
-    _spoke = False  # a brace behind text is text
+    open_marks, key = ("<|python_tag|>",), "parameters"
+    _had_text = False  # after text, a brace does not begin a call
 
     def _text(self) -> bool:
-        held = self._held.lstrip(" \t\r\n;" if self.calls else None)
-        if not held:
+        pending = self._pending.lstrip(" \t\r\n;" if self.calls else None)
+        if not pending:
             return False
-        if held[0] == "{" and not (self._begun_since and self.calls) and not self._spoke:
-            self._lead = self._held[: len(self._held) - len(held)]
-            self._held, self._raw, self._state = held, "", self._head
+        if pending[0] == "{" and not (self._text_since_call and self.calls) and not self._had_text:
+            self._leading_space = self._pending[: len(self._pending) - len(pending)]
+            self._pending, self._raw, self._state = pending, "", self._head
             return True
-        spoke = len(self._events)
-        went_on = super()._text()
-        self._spoke = self._spoke or any(text.strip() for kind, text in self._events[spoke:] if kind == TEXT)
-        return went_on
+        before = len(self._events)
+        progress = super()._text()
+        self._had_text = self._had_text or any(text.strip() for kind, text in self._events[before:] if kind == TEXT)
+        return progress
 
-    def _no_call(self) -> bool:
-        self._spoke = True
-        return super()._no_call()
+    def _reject_call(self) -> bool:
+        self._had_text = True
+        return super()._reject_call()
 
 
-class MistralCalls(JsonCalls):
-    """[TOOL_CALLS] and a list of objects, or each name with its arguments behind it, [ARGS] between them or nothing."""
+class MistralCallParser(JsonCallParser):
+    """Parses Mistral's calls.
 
-    opens = ("[TOOL_CALLS]",)
+    They are [TOOL_CALLS] with a list of objects, or [TOOL_CALLS], a name, optionally [ARGS], and the arguments.
+    """
+
+    open_marks = ("[TOOL_CALLS]",)
     _named = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
-    _listed = False
+    _in_list = False
 
     def _head(self) -> bool:
-        held = self._held.lstrip()
-        if not self._listed and held.startswith("["):
-            self._listed = True
-            self._take(len(self._held) - len(held) + 1)
+        pending = self._pending.lstrip()
+        if not self._in_list and pending.startswith("["):
+            self._in_list = True
+            self._take(len(self._pending) - len(pending) + 1)
             return True
-        if self._listed or held.startswith("{"):
+        if self._in_list or pending.startswith("{"):
             return super()._head()
-        if named := self._named.match(self._held):
+        if named := self._named.match(self._pending):
             self._take(named.end())
-            self._call(named[1])
-            self._value, self._state = Value(), self._arguments
+            self._emit_call(named[1])
+            self._value, self._state = ObjectScanner(), self._arguments
             return True
-        if re.fullmatch(r"\s*[\w.-]*\s*(\[[A-Z_]*\]?\s*\w*\s*(\[[A-Z]*\]?)?)?\s*", self._held):
+        if re.fullmatch(r"\s*[\w.-]*\s*(\[[A-Z_]*\]?\s*\w*\s*(\[[A-Z]*\]?)?)?\s*", self._pending):
             return False
-        return self._no_call()
+        return self._reject_call()
 
     def _arguments(self) -> bool:
-        got_on = super()._arguments()
-        if self._state == self._rest and not self._in_object:
+        progress = super()._arguments()
+        if self._state == self._object_end and not self._in_object:
             self._state = self._tail
-        return got_on
+        return progress
 
     @property
     def _in_object(self) -> bool:
-        """Whether the arguments stand in an object with their name."""
-        return self._listed or self._raw.lstrip().removeprefix(self.opens[0]).lstrip().startswith("{")
+        """Whether the arguments are in an object with their name."""
+        return self._in_list or self._raw.lstrip().removeprefix(self.open_marks[0]).lstrip().startswith("{")
 
     def _tail(self) -> bool:
-        if not self._listed:
+        if not self._in_list:
             return super()._tail()
-        held = self._held.lstrip()
-        if not held:
+        pending = self._pending.lstrip()
+        if not pending:
             return False
-        self._listed = held[0] == ","
-        self._take(len(self._held) - len(held) + (held[0] in ",]"))
+        self._in_list = pending[0] == ","
+        self._take(len(self._pending) - len(pending) + (pending[0] in ",]"))
         self._close(self._raw)
-        self._raw, self._state = "", self._head if self._listed else self._text
+        self._raw, self._state = "", self._head if self._in_list else self._text
         return True
 
     def _end(self) -> None:
@@ -309,50 +333,55 @@ class MistralCalls(JsonCalls):
             self._raw = ""
 
 
-class XmlCalls(Machine):
-    """<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>, as Qwen3-Coder writes."""
+class XmlCallParser(CallParser):
+    """Parses the format of Qwen3-Coder.
 
-    opens, closes = ("<tool_call>", "<function="), "</tool_call>"
+    It is <tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>.
+    """
+
+    open_marks, close_mark = ("<tool_call>", "<function="), "</tool_call>"
     _name = re.compile(r"\s*(?:<function=)?([^<>\s]+)>")
     _parameter = re.compile(r"\s*<parameter=([^<>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
     _function_end = re.compile(r"\s*</function>")
 
     def _head(self) -> bool:
-        if (named := self._name.match(self._held)) and (self._raw != "<tool_call>" or "<function=" in named[0]):
+        if (named := self._name.match(self._pending)) and (self._raw != "<tool_call>" or "<function=" in named[0]):
             self._take(named.end())
-            self._call(named[1])
-            self._given_keys, self._state = 0, self._arguments
+            self._emit_call(named[1])
+            self._keys_seen, self._state = 0, self._arguments
             return True
-        held = self._held.lstrip()
-        if "<function=".startswith(held[:10]) or self._raw != "<tool_call>" and re.fullmatch(r"[^<>\s]*", held):
+        pending = self._pending.lstrip()
+        if "<function=".startswith(pending[:10]) or self._raw != "<tool_call>" and re.fullmatch(r"[^<>\s]*", pending):
             return False
-        return False if held.startswith("<function=") and ">" not in held else self._no_call()
+        return False if pending.startswith("<function=") and ">" not in pending else self._reject_call()
 
     def _arguments(self) -> bool:
-        if "</" not in self._held:
+        if "</" not in self._pending:
             return False
-        if found := self._parameter.match(self._held):
-            self._take(found.end())
-            key, value = found.groups()
-            self._argue(("{" if not self._given_keys else ", ") + f"{json.dumps(key)}: {self._typed(key, value)}")
-            self._given_keys += 1
+        if match := self._parameter.match(self._pending):
+            self._take(match.end())
+            key, value = match.groups()
+            self._emit_arguments(
+                ("{" if not self._keys_seen else ", ") + f"{json.dumps(key)}: {self._typed(key, value)}"
+            )
+            self._keys_seen += 1
             return True
-        if ended := self._function_end.match(self._held):
-            self._take(ended.end())
-            self._argue("}" if self._given_keys else "{}")
+        if match := self._function_end.match(self._pending):
+            self._take(match.end())
+            self._emit_arguments("}" if self._keys_seen else "{}")
             self._state = self._tail
             return True
         return False
 
     def _typed(self, key: str, value: str) -> str:
-        """The value as JSON: text, unless its schema says that it is something else."""
-        schema, kinds = self._schemas.get(self.calls[-1].name, {}), set()
+        """Return the value as JSON: a string, unless its schema allows another type and the value has that type."""
+        schema, types = self._schemas.get(self.calls[-1].name, {}), set()
         if isinstance(properties := schema.get("properties"), dict):
-            kinds = kinds_of(properties.get(key), schema)
+            types = schema_types(properties.get(key), schema)
         word = value.strip()
         word = PYTHONS.get(word, word)
-        wanted = word == "null" and "null" in kinds if "string" in kinds else bool(kinds)
-        return word if wanted and is_json(word) else json.dumps(value, ensure_ascii=False)
+        typed = word == "null" and "null" in types if "string" in types else bool(types)
+        return word if typed and is_json(word) else json.dumps(value, ensure_ascii=False)
 
     def _tail(self) -> bool:
         if not self._skip_close():
@@ -363,9 +392,9 @@ class XmlCalls(Machine):
 
     def _end(self) -> None:
         if self._state == self._arguments:
-            self.calls[-1].raw = self._raw + self._held
+            self.calls[-1].raw = self._raw + self._pending
         elif self._state == self._tail:
             self._close(self._raw)
         else:
             return
-        self._raw = self._held = ""
+        self._raw = self._pending = ""

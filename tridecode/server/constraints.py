@@ -1,0 +1,142 @@
+"""Constraints on answers: the response format of a request, tool calls, and thinking in front of both."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..arguments import shown
+from ..errors import ParameterError
+from ..sampling import STRUCTURES, SamplingParams
+from ..text.grammar import lark_of_choices
+from ..text.thinking import CLOSE, OPEN, SWITCH, ends_inside
+from ..text.tokenizer import Tokenizer
+from .errors import api_error, bad_request
+from .tools.formats import json_rule
+from .tools.toolset import Tools
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+class ResponseFormat(NamedTuple):
+    """A response format: a field of SamplingParams, its value, and the request parameter that sets it."""
+
+    field: str
+    value: object
+    parameter: str
+
+    @property
+    def params(self) -> dict:
+        """The field and its value, as keyword arguments of SamplingParams."""
+        return {self.field: self.value}
+
+
+def parse_response_format(
+    value: dict | None, structured: dict | None, name: str = "response_format",
+    schema: str = '{"json_schema": {"name": ..., "schema": {...}}}',
+) -> ResponseFormat | None:  # fmt: skip
+    """Parse a request's response_format or structured_outputs.
+
+    Args:
+        value: response_format, or the parameter that has its role in another API.
+        structured: structured_outputs.
+        name: the name of `value` in the API.
+        schema: the expected form of a JSON schema in the API, for errors.
+
+    Raises:
+        ApiError: both are set, or the value is not supported.
+    """
+    if structured is not None:
+        requested = {key: setting for key, setting in structured.items() if setting is not None}
+        if value is not None or len(requested) != 1 or not requested.keys() <= STRUCTURED.keys():
+            expected = f"one of {', '.join(STRUCTURED)}, and no response_format with it"
+            raise bad_request(f"structured_outputs: expected {expected}", "structured_outputs")
+        ((key, setting),) = requested.items()
+        return ResponseFormat(STRUCTURED[key], setting, f"structured_outputs.{key}")
+    match value:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return ResponseFormat("json_schema", {"type": "object"}, name)
+        case {"type": "json_schema", "json_schema": {"schema": dict(fields)}} | {
+            "type": "json_schema", "schema": dict(fields),
+        }:  # fmt: skip
+            return ResponseFormat("json_schema", fields, name)
+    raise bad_request(f"{name}: expected type text, json_object or json_schema with {schema}", name)
+
+
+def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasoning_effort") -> dict:
+    """Return template variables that disable thinking for a low `effort`, if the template supports that.
+
+    Args:
+        name: the name of the parameter in the request, for errors.
+
+    Raises:
+        ApiError: the effort is unknown.
+    """
+    if effort is not None and effort not in EFFORTS:
+        raise bad_request(f"{name} must be one of {', '.join(EFFORTS)}, got {shown(effort)}", name)
+    return {SWITCH: False} if effort in ("none", "minimal") and SWITCH in tokenizer.template_variables else {}
+
+
+def answer_constraint(
+    structure: ResponseFormat | None, tools: Tools, tokenizer: Tokenizer, prompt: Sequence[int] | None
+) -> dict:
+    """Return the fields of SamplingParams that constrain an answer to a response format or to tool calls.
+
+    Args:
+        structure: the response format of the request.
+        tools: the tools of the request.
+        prompt: token ids of a chat's prompt, whose answer may begin with thinking; None for a completion.
+
+    Raises:
+        ApiError: the request has a response format and requires calls, or a schema cannot be enforced.
+        ParameterError: the response format is invalid.
+    """
+    if structure is None and not tools.enforced:
+        return {}
+    if structure is not None and tools.enforced:
+        conflict = f"tool_choice requires a call, {structure.parameter} a text"
+        raise bad_request(f"{conflict}: an answer has one form; leave one of them out", "tool_choice")
+    tail = "" if prompt is None else tokenizer.decode(list(prompt[-8:]), skip_special=False)
+    thinks = prompt is not None and tokenizer.thinks and not tail.rstrip().endswith(CLOSE)
+    if structure is not None and (not thinks and not tools.used or structure.field == "grammar"):
+        return structure.params
+    alternatives, rules = [], []
+    if structure is not None:
+        alternatives.append("answer")
+        rules.append(f"answer: {lark_expression(SamplingParams(**structure.params))}")
+    if tools.used:
+        try:
+            calls, call_rules = tools.grammar(tokenizer)
+        except ParameterError as error:
+            raise api_error(error, None, {"json_schema": "tools"}) or error from None
+        alternatives.append("calls")
+        rules += [f"calls: {calls}", *call_rules]
+    start = f"({' | '.join(alternatives)})"
+    if thinks:
+        rules += [f"thinking[suffix={json.dumps(CLOSE)}]: /(.|\\n)*/", "gap: /\\s*/"]
+        start = f"thinking gap {start}" if ends_inside(tail) else f"({json.dumps(OPEN)} thinking gap)? {start}"
+    return {"grammar": "\n".join([f"start: {start}", *rules])}
+
+
+def parameter_names(structure: ResponseFormat | None, tools: Tools) -> dict[str, str]:
+    """Return field of SamplingParams -> the request parameter that sets it, for errors about `answer_constraint`."""
+    if structure is None:
+        return {"grammar": "tools"}
+    combined = tools.used and structure.field != "grammar"  # one grammar contains the format and the calls
+    names = dict.fromkeys(STRUCTURES, structure.parameter)
+    return names | ({"grammar": f"{structure.parameter} or tools"} if combined else {})
+
+
+def lark_expression(params: SamplingParams) -> str:
+    """Return the structure of the answer as a Lark expression."""
+    assert params.structure is not None
+    name, source = params.structure
+    if name == "json_schema":
+        return json_rule(json.loads(source))
+    if name == "choice":
+        return lark_of_choices(json.loads(source)).removeprefix("start: ")
+    escapes = {"/": r"\/", "\n": r"\n"}  # characters that end a Lark expression, or its line
+    return "/" + re.sub(r"\\.|/|\n", lambda match: escapes.get(match[0], match[0]), source) + "/"

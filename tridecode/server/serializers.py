@@ -1,0 +1,222 @@
+"""Serializers that write answers as JSON or as events, with every field that OpenAI's schemas require."""
+
+import secrets
+import time
+
+from ..results import TokenLogprobs
+from ..text.thinking import THINKING
+from ..text.tokenizer import Tokenizer
+from . import events
+from .choice import Choice, Delta
+from .errors import ApiError
+from .tools.parser import ARGUMENTS, NAME, TEXT
+
+IMPOSSIBLE = -9999.0  # stands for a log-probability of -inf, which JSON cannot represent
+
+
+class Serializer:
+    """Writes the answers of one API as a JSON response or as the events of a stream.
+
+    Args:
+        model: the name of the model in responses.
+        n: number of answers to each prompt.
+        with_logprobs: whether choices contain log-probabilities.
+        with_usage: whether a stream ends with an event with the usage.
+        with_ids: whether choices contain token_ids.
+    """
+
+    def __init__(self, model: str, tokenizer: Tokenizer, *, n: int = 1, with_logprobs: bool = False,
+                 with_usage: bool = False, with_ids: bool = False):  # fmt: skip
+        self.model, self.tokenizer, self._n = model, tokenizer, n
+        self._with_logprobs, self._with_usage, self._with_ids = with_logprobs, with_usage, with_ids
+
+    def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
+        """Return the whole response; each delta contains the whole answer of its choice."""
+        raise NotImplementedError
+
+    def first_events(self, prompts: list[int]) -> bytes:
+        """Return the events that begin a stream; `prompts` contains the number of tokens of each prompt."""
+        return b""
+
+    def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
+        """Return the events of a delta of the choice with this number."""
+        raise NotImplementedError
+
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """Return the events that end a stream."""
+        raise NotImplementedError
+
+    def error_events(self, problem: ApiError) -> bytes:
+        """Return the events that end a failed stream."""
+        return events.event(problem.body()) + events.DONE
+
+    def error_body(self, problem: ApiError) -> dict:
+        """Return the body of an error response."""
+        return problem.body()
+
+
+class OpenAISerializer(Serializer):
+    """Base of the serializers of chats and completions."""
+
+    prefix, whole_object, chunk_object = "", "", ""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.id = f"{self.prefix}-{secrets.token_hex(16)}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": self.model, "system_fingerprint": None}
+
+    def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
+        """Return a whole choice of a response."""
+        raise NotImplementedError
+
+    def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
+        """Return the choices of a stream's chunks for a delta."""
+        raise NotImplementedError
+
+    def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
+        """Return the whole response."""
+        results = [self.choice(i, choice, choice.settle(deltas[i])) for i, choice in enumerate(choices)]
+        return self._head | {"object": self.whole_object, "choices": results, "usage": usage(choices, self._n)}
+
+    def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
+        """Return the events of a delta; the first ones of a choice also if the delta is empty."""
+        ids = self._with_ids and delta.token_ids
+        if not (delta.events or delta.logprobs or ids or choice.finish_reason) and choice.sent:
+            return b""
+        chunks = self.deltas(number, choice, delta)
+        choice.sent = True
+        return b"".join(events.event(self._chunk([choice_delta])) for choice_delta in chunks)
+
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """Return the usage, if requested, and [DONE]."""
+        last = events.event(self._chunk([], usage(choices, self._n))) if self._with_usage else b""
+        return last + events.DONE
+
+    def _chunk(self, choices: list[dict], usage: dict | None = None) -> dict:
+        chunk = self._head | {"object": self.chunk_object, "choices": choices}
+        return chunk | {"usage": usage} if self._with_usage else chunk
+
+    def _token(self, token: int) -> tuple[str, bytes]:
+        data = self.tokenizer.token_bytes(token)
+        return data.decode(errors="replace"), data
+
+    def _ids(self, choice: dict, ids: list[int]) -> dict:
+        return choice | {"token_ids": ids} if self._with_ids else choice
+
+
+class ChatSerializer(OpenAISerializer):
+    """Writes the answers of /v1/chat/completions."""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._calls: dict[int, int] = {}  # number of a choice -> index of its latest call
+
+    def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
+        """Return a whole choice."""
+        calls = []
+        for kind, text in delta.events:
+            if kind == NAME:
+                calls.append(_call(text))
+            elif kind == ARGUMENTS:
+                calls[-1]["function"]["arguments"] += text
+        content = delta.text(TEXT)
+        message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
+        message |= {"refusal": None, "annotations": None} | ({"tool_calls": calls} if calls else {})
+        if self.tokenizer.thinks:
+            message["reasoning_content"] = delta.text(THINKING) or None
+        logprobs = self._logprobs(delta.logprobs) if self._with_logprobs else None
+        result = {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _reason(choice)}
+        return self._ids(result, delta.token_ids)
+
+    def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
+        """Return one choice for text and thinking, then one for each part of a call; the last has the finish_reason."""
+        parts: list[dict] = []
+        for kind, text in delta.events:
+            if kind == NAME:
+                self._calls[number] = self._calls.get(number, -1) + 1
+                parts.append({"tool_calls": [{"index": self._calls[number]} | _call(text)]})
+            elif kind == ARGUMENTS:
+                parts.append({"tool_calls": [{"index": self._calls[number], "function": {"arguments": text}}]})
+            else:
+                name = "reasoning_content" if kind == THINKING else "content"
+                if not parts or "tool_calls" in parts[-1]:
+                    parts.append({})
+                parts[-1][name] = parts[-1].get(name, "") + text
+        parts = parts or [{}]
+        if not choice.sent:
+            content = None if parts[0].get("reasoning_content") or "tool_calls" in parts[0] else ""
+            parts[0] = {"role": "assistant", "content": content} | parts[0]
+        logprobs = self._logprobs(delta.logprobs) if self._with_logprobs and delta.logprobs else None
+        chunks: list[dict] = [
+            {"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts
+        ]
+        chunks[0] = self._ids(chunks[0] | {"logprobs": logprobs}, delta.token_ids)
+        chunks[-1]["finish_reason"] = _reason(choice)
+        return chunks
+
+    def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
+        content = [
+            self._entry(token, own.logprob) | {"top_logprobs": [self._entry(*top) for top in own.top]}
+            for token, own, _ in tokens
+            if own is not None
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict:
+        text, data = self._token(token)
+        return {"token": text, "logprob": max(logprob, IMPOSSIBLE), "bytes": list(data)}
+
+
+class CompletionSerializer(OpenAISerializer):
+    """Writes the answers of /v1/completions."""
+
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
+        """Return a whole choice."""
+        return self._choice(number, choice, delta, self._with_logprobs)
+
+    def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
+        """Return one choice with the text and the log-probabilities of a delta."""
+        return [self._choice(number, choice, delta, self._with_logprobs and bool(delta.logprobs))]
+
+    def _choice(self, number: int, choice: Choice, delta: Delta, with_logprobs: bool) -> dict:
+        logprobs = self._logprobs(delta.logprobs) if with_logprobs else None
+        reason = choice.finish_reason
+        result = {"index": number, "text": delta.text(TEXT), "logprobs": logprobs, "finish_reason": reason}
+        return self._ids(result, delta.token_ids)
+
+    def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
+        return {
+            "tokens": [self._token(token)[0] for token, _, _ in tokens],
+            "token_logprobs": [own and max(own.logprob, IMPOSSIBLE) for _, own, _ in tokens],
+            "top_logprobs": [
+                own and {self._token(token)[0]: max(value, IMPOSSIBLE) for token, value in own.top}
+                for _, own, _ in tokens
+            ],
+            "text_offset": [offset for _, _, offset in tokens],
+        }
+
+
+def _call(name: str) -> dict:
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def _reason(choice: Choice) -> str | None:
+    return "tool_calls" if choice.finish_reason == "stop" and choice.called else choice.finish_reason
+
+
+def usage(choices: list[Choice], n: int) -> dict:
+    """Return the usage of a request; the tokens of a prompt count once for all its `n` answers."""
+    prompts = choices[::n]
+    prompt = sum(choice.usage.prompt_tokens for choice in prompts)
+    completion = sum(choice.usage.completion_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.usage.reused_tokens for choice in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+    }
