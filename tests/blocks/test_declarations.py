@@ -195,7 +195,7 @@ def test_buffers_have_their_declared_shapes_and_dtypes(spec):
 
 
 @EVERY_SPEC
-def test_all_layers_have_pages_of_one_form(spec):
+def test_all_layers_have_equal_pages(spec):
     attention = spec.layers[0].mixer
     assert spec.pages == Pages(attention.kv_heads, attention.head_dim)
     assert spec.pages.width == attention.kv_size and spec.page_layers == spec.num_layers
@@ -224,7 +224,7 @@ def test_pages_of_two_forms_are_refused():
         _ = spec_of(Layer(MLP(hidden=96, intermediate=160))).pages
 
 
-def test_blocks_of_equal_settings_are_one():
+def test_equal_blocks_are_listed_once():
     first, second = (Layer(Attention(**FIELDS), MLP(hidden=96, intermediate=160)) for _ in range(2))
     spec = spec_of(first, second)
     assert first == second and spec.blocks() == first.blocks

@@ -385,7 +385,7 @@ def test_rewound_rows_do_not_change_later_requests(small, run_alone):
 
 @pytest.fixture(scope="module")
 def reader():
-    """Return an engine with these slots and this chunk size, and its log of prompt passes (chunks, tokens, decoding)."""
+    """Return an engine with these slots and this chunk size, and its log of prompt passes."""
 
     @cache
     def reader(slots, chunk):

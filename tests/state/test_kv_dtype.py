@@ -78,9 +78,9 @@ def test_fp8_nearly_doubles_the_positions(preset):
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"one_piece": True}, {"batch_invariant": True}], ids=["triton", "torch", "batch-invariant"]
+    "options", [{}, {"one_piece": True}, {"batch_invariant": True}], ids=["triton", "torch", "batch-invariant"]
 )
-def test_plan_counts_expanded_kv(monkeypatch, how):
+def test_plan_counts_expanded_kv(monkeypatch, options):
     """Hopper's prompt attention expands one layer's K/V to bf16.
 
     Torch's attention gathers the K/V of a request instead, and batch-invariant prompt attention reads fp8.
@@ -89,10 +89,10 @@ def test_plan_counts_expanded_kv(monkeypatch, how):
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
     config, slots = replace(PRESETS["qwen3-4b"], fp8_kv=True), 4
     weights = empty_weights(config, "meta", torch.bfloat16)
-    model = make_model(config, weights, 640, slots, page=PAGE, **how)
-    plan = plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, **{"one_piece": False} | how)
+    model = make_model(config, weights, 640, slots, page=PAGE, **options)
+    plan = plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, **{"one_piece": False} | options)
     assert model.kv.pool.nbytes + model.prompt.kv.nbytes == slots * 640 * plan.kv_per_token
-    assert (model.prompt.kv.nbytes > 0) is not any(how.values())
+    assert (model.prompt.kv.nbytes > 0) is not any(options.values())
 
 
 @pytest.mark.parametrize("slots", [1, 3])

@@ -41,10 +41,12 @@ class Attention(Block):
 
     @property
     def q_size(self) -> int:
+        """Elements of q in one row."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
+        """Elements of k, and of v, in one row."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -104,11 +106,11 @@ class Attention(Block):
             "attention", PROMPT_ATTENTION, state.chunks, own["q"], own["attended"], expanded or kv,
             state.attention_scratch, heads, config=state.attention_config,
         )  # fmt: skip
-        if beside := state.decoding:
-            plan, rope = beside.attention(self), state.rope(self, layer)
-            qkv, out = own["qkv"][: beside.rows], own["attended"][: beside.rows]
-            scratch = self._scratch(beside)
-            run("decoding", plan.op, beside.meta, qkv, out, kv, rope, scratch, heads, config=plan.config)
+        if decoding := state.decoding:
+            plan, rope = decoding.attention(self), state.rope(self, layer)
+            qkv, out = own["qkv"][: decoding.rows], own["attended"][: decoding.rows]
+            scratch = self._scratch(decoding)
+            run("decoding", plan.op, decoding.meta, qkv, out, kv, rope, scratch, heads, config=plan.config)
         state.fetch_next_pages(run, layer)
         project(run, state, layer, "o_proj", own["attended"], state.delta, Plain())
         return residual._replace(pending=state.delta)

@@ -1,4 +1,4 @@
-"""Block: what a layer consists of, and the contract between blocks."""
+"""Block: one part of a layer (a mixer or a feed-forward), and the contract between blocks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -185,6 +185,7 @@ class Block:
         return ()
 
     def linears(self) -> tuple[Linear, ...]:
+        """Return the block's linears."""
         return ()
 
     def weights(self) -> tuple[Weight, ...]:

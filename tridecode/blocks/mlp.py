@@ -10,7 +10,11 @@ from .declarations import Buffer, Linear, Part
 
 @dataclass(frozen=True, kw_only=True)
 class MLP(Block):
-    """intermediate: width of gate, of up and of their product."""
+    """Settings of a gated feed-forward block with SiLU, and its launches.
+
+    Args:
+        intermediate: width of gate, of up and of their product.
+    """
 
     norm: str = "post_attention_layernorm"
     intermediate: int

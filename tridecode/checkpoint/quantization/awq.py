@@ -1,4 +1,4 @@
-"""AWQ, version gemm: 4 bits, words [in_features, out_features / 8] with eight columns each, in an order of its own."""
+"""AWQ, version gemm: 4 bits, words [in_features, out_features / 8] of eight columns in a special order."""
 
 import re
 from dataclasses import dataclass
