@@ -236,7 +236,7 @@ def test_equal_blocks_are_listed_once():
 
 @pytest.mark.parametrize("change", [dict(window=24), dict(qk_norm=True), dict(bias=True), dict(scale=0.5)], ids=str)
 def test_blocks_of_equal_sizes_share_their_buffers(change):
-    """They do not run at the same time."""
+    """Equal blocks never run at the same time, so they share buffers."""
     one, other = Attention(**FIELDS), Attention(**FIELDS | change)
     small = MLP(hidden=96, intermediate=32)
     spec = spec_of(Layer(one, MLP(hidden=96, intermediate=160)), Layer(other, small))

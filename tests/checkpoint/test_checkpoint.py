@@ -20,7 +20,7 @@ from tridecode.errors import CheckpointError, DeviceError
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Checkpoint directories by (family, shards), written once; not to be changed."""
+    """Checkpoint directories by (family, shards), written once. Tests must not change them."""
     made = {}
 
     def get(family: str, shards: int = 1) -> Path:

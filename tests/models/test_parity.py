@@ -41,7 +41,7 @@ def tiny(tmp_path_factory):
 
 
 def transformers_logits(path, ids, dtype):
-    """Return logits, fp32 [tokens, vocab]. The model is loaded each time, because casting also rounds rotary frequencies."""
+    """Return logits, fp32 [tokens, vocab]. Each call loads the model, because a cast also rounds rotary frequencies."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
     with torch.no_grad():
         return model(torch.tensor([ids], device=DEVICE)).logits[0].float()

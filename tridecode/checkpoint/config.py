@@ -30,6 +30,8 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
     """Check a config.json, and generation_config.json if there is one, and return the specification.
 
     Args:
+        config_json: the object in config.json.
+        generation_json: the object in generation_config.json, or None.
         source: the name of config.json, for messages.
 
     Raises:

@@ -34,7 +34,7 @@ _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 _MOST_DIMENSIONS = 8  # most dimensions of a tensor; the product of very many sizes would take minutes
-_PIECE = 64 * 2**20  # most bytes that are copied to the device at once
+_PIECE = 64 * 2**20  # maximum bytes that are copied to the device at once
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 
 

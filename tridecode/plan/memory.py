@@ -63,7 +63,12 @@ class MemoryPlan:
     scratch: int = 0
 
     def pools(self, capacity: int, kv_tokens: int) -> dict[str, int]:
-        """Return the bytes of each pool, for contexts of `capacity` positions and a K/V pool of `kv_tokens` positions."""
+        """Return the bytes of each pool.
+
+        Args:
+            capacity: positions of a context.
+            kv_tokens: K/V positions on the device.
+        """
         pools = {"weights": self.weights, "kv": kv_tokens * self.kv_per_token}
         others = {"prompts": self.buffers, "graphs": self.scratch}
         rest = self.needed(capacity, kv_tokens) - sum(pools.values()) - sum(others.values())
@@ -159,7 +164,7 @@ class MemoryPlan:
         """
         most = max(self.slots * -(-capacity // page), least)
         left = self.usable - self.needed(capacity, 0) - 4 * most * layers  # without the tables of all layers
-        cells = left * layers // (self.kv_per_token * page)  # pages of one layer
+        cells = left * layers // (self.kv_per_token * page)  # a cell is a page of one layer
         if kv_tokens is not None:
             pages = -(-kv_tokens // page)
             return pages, min(host, max(most - pages, 0), (cells - pages * layers) // buffers)

@@ -69,6 +69,7 @@ class EnginePlan:
 
     @property
     def slots(self) -> int:
+        """Number of requests that run at a time."""
         return self.options.slots
 
     @property

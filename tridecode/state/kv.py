@@ -122,6 +122,8 @@ def make_kv_cache(
     """Allocate K/V for slots of `capacity` positions.
 
     Args:
+        capacity: positions of one slot.
+        slots: number of slots.
         page: positions in a page. By default PAGE; on a CPU all positions of a slot, so that references read slices.
         pages: pages of the pool, by default enough for all slots.
         offload: additional pages in host memory.

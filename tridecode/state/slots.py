@@ -21,25 +21,37 @@ if TYPE_CHECKING:
 
 
 class SlotModel(Protocol):
-    """The parts of a model (step/model.py: DecodeModel) that slots write."""
+    """The parts of a model (step/model.py: DecodeModel) that slots read and write."""
 
     @property
-    def workspace(self) -> "Workspace": ...
+    def workspace(self) -> "Workspace":
+        """Device state of the rows and slots."""
+        ...
 
     @property
-    def prompt(self) -> "PromptBuffers": ...
+    def prompt(self) -> "PromptBuffers":
+        """Buffers of prompt passes."""
+        ...
 
     @property
-    def kv(self) -> KVCache: ...
+    def kv(self) -> KVCache:
+        """K/V of all slots."""
+        ...
 
     @property
-    def fixed_chunk(self) -> int: ...
+    def fixed_chunk(self) -> int:
+        """Rows of each prompt pass in batch-invariant mode; 0 in other modes."""
+        ...
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Device of the model."""
+        ...
 
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        """Rows of the largest decode pass."""
+        ...
 
 
 STAGED_WRITES = 4  # copies of one kind that may be pending on the GPU before the host waits for the oldest
@@ -287,7 +299,10 @@ class Slots:
 
         Args:
             params: sampling parameters with a seed
+            position: position of the first decode pass
             n_known: number of known tokens
+            limit: number of tokens at which the request ends
+            stop_ids: tokens that end the request
             prompt: number of known tokens that belong to the prompt, by default all; the others were sampled before
             source: row of the enqueued prompt pass that reads `position`
         """

@@ -83,7 +83,7 @@ def write(
     """Write the checkpoint in `source` to the empty directory `out`, with the weights of `modules` quantized.
 
     Args:
-        files: each file of the checkpoint -> the tensors to copy from it.
+        files: each file of the checkpoint -> the names of its tensors to write.
         rules: the rules that choose a scheme for each module.
         repo: the repository on the Hugging Face hub, if the checkpoint came from there.
 
@@ -102,7 +102,7 @@ def write(
             name = f"model-{shards:05}.safetensors"
             try:
                 save_file(shard, out / name, metadata={"format": "pt"})
-            except SafetensorError as error:  # a full disk
+            except SafetensorError as error:  # for example a full disk
                 raise CheckpointError(f"{out / name}: cannot be written ({brief(error)})") from None
             places.update(dict.fromkeys(shard, name))
             shard, size = {}, 0
