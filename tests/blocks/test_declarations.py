@@ -216,11 +216,11 @@ def test_layers_without_pages_are_not_counted():
     assert model.kv.pool.shape[1] == 2
 
 
-def test_pages_of_two_forms_are_refused():
+def test_layers_with_different_pages_are_refused():
     layers = (Layer(Attention(**FIELDS)), Layer(Attention(**FIELDS | dict(kv_heads=4))))
-    with pytest.raises(AssertionError, match="pages of one form"):
+    with pytest.raises(AssertionError, match="only layers with equal pages"):
         _ = spec_of(*layers).pages
-    with pytest.raises(AssertionError, match="pages of one form"):
+    with pytest.raises(AssertionError, match="only layers with equal pages"):
         _ = spec_of(Layer(MLP(hidden=96, intermediate=160))).pages
 
 

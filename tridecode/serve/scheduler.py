@@ -276,7 +276,7 @@ class Scheduler:
         return rows
 
     def _grow(self, slot: Slot) -> None:
-        """Give a row more pages before it needs them. If it has none left, preempt the youngest requests for them."""
+        """Give a row more pages before it needs them. If no page is free, preempt the youngest requests."""
         slots, waits = self.slots, slot.position + slot.in_flight >= slot.room
         if waits and slot.in_flight:
             return  # a pass in flight may end the request, and then no preemption is necessary
