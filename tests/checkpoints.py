@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of each family, written by transformers, with a byte-level BPE tokenizer beside them.
+"""Tiny random checkpoints of each family, written by transformers, with a byte-level BPE tokenizer.
 
     path = write_tiny(tmp_path, "qwen3")                         # a directory that Engine.load takes
     path = write_tiny(tmp_path, "llama", dtype=torch.bfloat16, shards=3, num_hidden_layers=1)
@@ -52,7 +52,7 @@ _LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,  # short, so that the scaling shows within a test's positions
+    "original_max_position_embeddings": 64,  # short, so that the scaling affects the positions of a test
 }
 _MISTRAL = dict(
     intermediate_size=304,
@@ -178,7 +178,7 @@ def write_tokenizer(path, chat_template: str | None = CHATML, add_bos: bool = Fa
 
 
 def sentencepiece(metaspace: bool = False):
-    """As Llama 2's: U+2581 for spaces, byte tokens for unknown characters, <s> and </s> in the model's vocabulary."""
+    """Write a tokenizer like Llama 2's: U+2581 for spaces, byte tokens, <s> and </s> in the vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     merges = ["h e", "he l", "hel l", "hell o", "▁ hello", "w o", "wo r", "▁ wor", "▁ ▁"]

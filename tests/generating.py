@@ -1,4 +1,4 @@
-"""What the tests of `generate` share."""
+"""Helpers for the tests of `generate`."""
 
 import json
 

@@ -24,7 +24,7 @@ from tridecode.tuning.configs import Choice, PassConfigs
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 H100 = Device("NVIDIA H100 80GB HBM3", 90, 132, 232448, 233472, 65536)
-# Few, large programs: the interpreter takes about 2 ms for each, and for each iteration of a loop.
+# Few, large programs, because the interpreter takes about 2 ms for each program and each iteration of a loop.
 _BLOCK_N = {"qkv": 128, "o_proj": 64, "gate_up": 64, "down": 64, "lm_head": 128}
 _ATTENTION = {
     1: AttentionConfig(block_t=32, splits=3),
@@ -97,9 +97,9 @@ def tiny_engine(
 
     Args:
         backend: by default the one that this machine has: Triton on a GPU, torch otherwise.
-        build: more for build_engine.
+        build: additional arguments of build_engine.
         on_host: layers whose linears are in host memory.
-        overrides: of the configuration.
+        overrides: arguments of tiny_config.
     """
     config = tiny_config(**overrides)
     dtype = dtype or (torch.bfloat16 if CUDA else torch.float32)
@@ -117,8 +117,8 @@ def build_engine(
 
     Args:
         backend: by default the one that this machine has.
-        pages, page, offload: in place of what the plan has.
-        options: of EngineOptions; drafts only if they request them.
+        pages, page, offload: values that replace those of the plan.
+        options: fields of EngineOptions. Drafts are off unless requested.
     """
     backend = backend or ("triton" if CUDA else "torch")
     dtype = str(weights.dtype).removeprefix("torch.")
@@ -132,7 +132,7 @@ def build_engine(
 
 
 def planned(spec: ModelSpec, on="cuda", **options) -> EnginePlan:
-    """Return the plan of a model that fits on a device; drafts only if options request them. Raises DeviceError."""
+    """Return the plan of a model, without drafts unless options request them. Raises DeviceError if it does not fit."""
     plan = resolve(EngineOptions(**{"speculate": "off"} | options), spec, torch.device(on))
     plan.check()
     return plan
@@ -147,16 +147,16 @@ def use_h100(monkeypatch) -> None:
 def slowed(late: str):
     """Return a runner that launches; before each launch of the role `late` its stream sleeps for a millisecond."""
 
-    def run(role, op, *args, **how):
+    def run(role, op, *args, **options):
         if role == late:
             torch.cuda._sleep(2_000_000)
-        launch(role, op, *args, **how)
+        launch(role, op, *args, **options)
 
     return run
 
 
 def begin(engine: Engine, ids, position, params, stop_ids=(), limit=None) -> None:
-    """Begin slot 0 at `position` of `ids` without the engine's streaming."""
+    """Start slot 0 at `position` of `ids`, without a request."""
     slots, limit = engine.scheduler.slots, limit or engine.capacity + 1
     slots.write_tokens(slots[0], ids, limit - 1)
     slots.begin(slots[0], 0, params, position=position, n_known=len(ids), limit=limit, stop_ids=stop_ids)

@@ -1,18 +1,19 @@
-"""A checkpoint whose answer to a long prompt is right only if attention finds one token among all of them, twice.
+"""A checkpoint that answers a long prompt correctly only if attention finds one token among all others, twice.
 
-Its vocabulary are facts (a key and its value), questions (ask of a key), ends (answer what was asked of a key) and
-answers (a value). A prompt is a haystack of facts about other keys, one fact about the key somewhere, a question about
-it somewhere behind, and an end. The answer must be the fact's value:
+Its vocabulary consists of facts (a key and its value), questions (about a key), ends (request the answer for a key) and
+answers (a value). A prompt is a haystack of facts about other keys, with one fact about the key, a later question about
+the key, and an end as its last token. The answer must be the fact's value:
 
-- In the first layer the question looks for the fact: its query is the key's code, as the key of that fact is. Its
-  values bring the code of the fact's value, of which each head carries a part of its own.
-- In the second layer the end looks for the question in the same way and takes what this has found.
+- In the first layer the question attends to the fact: its query is the code of the key, and so is the key of the fact.
+  Its values carry the code of the fact's value. Each head carries one part of this code.
+- In the second layer the end attends to the question in the same way, and reads the code that the question found.
 
-So a prompt pass must attend from the question's row to the fact wherever both are, and the pass that draws the token
-from the last row to the question. Codes are rows of a Hadamard matrix: those of different keys are orthogonal. They
-stand where RoPE turns slowest: next to not at all with the base that is the default, and by a sixth of a radian within
-128,000 positions in the slowest 8 of 64 pairs of Llama 3.1's. A match is MATCH above all else, so that it outweighs
-e ** MATCH others, and the logits are 1 for the right answer and 0 for each other one, but for rounding.
+Therefore a prompt pass must attend from the question's row to the fact at any distance, and the pass that samples from
+the last row must attend to the question. Codes are rows of a Hadamard matrix, so codes of different keys are
+orthogonal. They use the dimensions that RoPE rotates most slowly: almost no rotation with the default base here, and a
+sixth of a radian within 128,000 positions in the slowest 8 of the 64 pairs of Llama 3.1. The score of a match is MATCH
+above all other scores, so it outweighs e ** MATCH other tokens. Except for rounding, the logits are 1 for the right
+answer and 0 for all others.
 """
 
 import random
@@ -21,8 +22,8 @@ from pathlib import Path
 import torch
 from checkpoints import TOKENIZER_VOCAB_SIZE, write_tokenizer
 
-MATCH = 24.0  # of the scores
-KEY, VALUE, ASKED, ENDED, FOUND, ANSWER = range(6)  # the parts of the residual stream, and two that stay empty
+MATCH = 24.0  # score of a match
+KEY, VALUE, ASKED, ENDED, FOUND, ANSWER = range(6)  # parts of the residual stream; two more parts stay empty
 STILL = {"rope_type": "default", "rope_theta": 1e12}
 LLAMA = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -31,15 +32,15 @@ LLAMA = {
 
 
 def hadamard(n: int) -> torch.Tensor:
-    """fp32 [n, n] of 1 and -1, its rows orthogonal; n: a power of two."""
-    found = torch.ones(1, 1)
-    while len(found) < n:
-        found = torch.cat((torch.cat((found, found), 1), torch.cat((found, -found), 1)))
-    return found
+    """Return a Hadamard matrix, fp32 [n, n] of 1 and -1 with orthogonal rows. n must be a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < n:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix
 
 
 class Needles:
-    """The tokens of a checkpoint with `codes` keys and as many values; see the module."""
+    """The tokens of a checkpoint with `codes` keys and `codes` values; see the module."""
 
     def __init__(self, codes: int):
         self.codes = codes
@@ -56,15 +57,15 @@ class Needles:
 
     @property
     def answers(self) -> slice:
-        """The token of each value."""
+        """Token ids of the answers, one for each value."""
         first = self.codes**2 + 2 * self.codes
         return slice(first, first + self.codes)
 
     def prompt(self, tokens: int, fact: int | None, question: int, key: int, value: int, seed: int = 0) -> list[int]:
-        """Of `tokens` tokens, with the fact (None: nowhere) and the question at these positions."""
+        """Return a prompt of `tokens` tokens, with the fact (None: no fact) and the question at these positions."""
         draw, half = random.Random(seed), self.codes // 2
         ids = [self.fact(draw.randrange(half, self.codes), draw.randrange(self.codes)) for _ in range(tokens)]
-        ids[tokens // 3] = self.fact((key + 1) % half, (value + 1) % self.codes)  # another one, asked for too
+        ids[tokens // 3] = self.fact((key + 1) % half, (value + 1) % self.codes)  # another fact with its question
         ids[tokens * 2 // 3] = self.question((key + 1) % half)
         if fact is not None:
             ids[fact] = self.fact(key, value)
@@ -75,8 +76,14 @@ class Needles:
     def write(
         self, path, dtype: torch.dtype, positions: int, heads: int, kv_heads: int, size: int | None = None, rope=STILL
     ) -> Path:
-        """Write the checkpoint into directory `path`, for prompts of up to `positions` tokens; heads divide the codes.
-        size: dimensions of a head, by default twice as many as codes; the residual stream has eight times as many."""
+        """Write the checkpoint to directory `path`.
+
+        Args:
+            positions: maximum length of prompts.
+            heads: must divide the number of codes.
+            size: dimensions of a head, by default twice the number of codes. The residual stream has eight times the
+                codes.
+        """
         import transformers
 
         codes, size = self.codes, size or 2 * self.codes
@@ -99,16 +106,16 @@ class Needles:
             embed[codes * key : codes * (key + 1), part(VALUE)] = code
         embed[self.question(0) : self.question(codes), part(ASKED)] = code
         embed[self.end(0) : self.end(codes), part(ENDED)] = code
-        # What a norm makes of the ones in a row with one part filled, and with two.
-        alone, pair = 8**0.5, 2.0
-        gain = (MATCH * size**0.5 / (codes * alone * pair)) ** 0.5
-        slow = [*range(size // 2 - codes // 2, size // 2), *range(size - codes // 2, size)]  # each with its partner
+        # Value that a norm gives to the ones in a row, with one part filled and with two parts filled.
+        single, pair = 8**0.5, 2.0
+        gain = (MATCH * size**0.5 / (codes * single * pair)) ** 0.5
+        slow = [*range(size // 2 - codes // 2, size // 2), *range(size - codes // 2, size)]  # RoPE pairs of dimensions
         for layer, asks, is_asked, brings, into in (
             (model.model.layers[0].self_attn, ASKED, KEY, VALUE, FOUND),
             (model.model.layers[1].self_attn, ENDED, ASKED, FOUND, ANSWER),
         ):
             for head in range(heads):
-                own = range(head * codes // heads, (head + 1) * codes // heads)  # of the value's code
+                own = range(head * codes // heads, (head + 1) * codes // heads)  # this head's part of the value's code
                 layer.q_proj.weight[[head * size + d for d in slow], part(asks)] = gain * one
                 for i in own:
                     layer.o_proj.weight[into * codes + i, head * size + i] = 1 / pair

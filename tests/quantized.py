@@ -13,10 +13,10 @@ from checkpoints import write_tiny
 from safetensors.torch import load_file, save_file
 
 WIDTHS = dict(hidden_size=192, intermediate_size=320, head_dim=64, num_attention_heads=6, num_key_value_heads=2)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each nibble of a word
 
 
-def write_quantized(path, method, skip=("lm_head",), family="qwen3", **how) -> dict[str, torch.Tensor]:
+def write_quantized(path, method, skip=("lm_head",), family="qwen3", **options) -> dict[str, torch.Tensor]:
     """Write a tiny checkpoint. `method` quantizes its linears, except modules with a word of `skip` in their names."""
     write_tiny(path, family, **WIDTHS)
     rng = np.random.default_rng(0)
@@ -26,10 +26,10 @@ def write_quantized(path, method, skip=("lm_head",), family="qwen3", **how) -> d
         if any(word in module for word in skip):
             continue
         weight = tensors.pop(name).numpy()
-        found, truth[module] = WRITERS[method](weight, rng, **how)
+        found, truth[module] = WRITERS[method](weight, rng, **options)
         tensors |= {f"{module}.{part}": torch.as_tensor(value).contiguous() for part, value in found.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    change_config(path, quantization_config=CONFIGS[method](skip=list(skip), **how))
+    change_config(path, quantization_config=CONFIGS[method](skip=list(skip), **options))
     return truth
 
 
@@ -84,13 +84,13 @@ def gptq(weight, rng, bits=4, group=64, ordered=False, version=1):
     n, k = weight.shape
     size = group if group > 0 else k
     g_idx = np.arange(k) // size
-    if ordered:  # the same for all that read the same activations, as when their importance decides
+    if ordered:  # equal for linears with the same input, as GPTQ orders columns by their activations
         g_idx = np.random.default_rng(k).permutation(g_idx)
     order = np.argsort(g_idx, kind="stable")
     codes, scale, zero, truth = integers(weight[:, order], rng, bits, group, zeros=True)
     back = np.argsort(order)
     found = {
-        "qweight": words_along_rows(codes[:, back], bits).T,  # [k, n]: a word holds consecutive rows of it
+        "qweight": words_along_rows(codes[:, back], bits).T,  # [k, n], a word has consecutive rows
         "qzeros": words_along_rows((zero.T - (version == 1)) % 2**bits, bits),
         "scales": scale.T,
         "g_idx": g_idx.astype(np.int32),

@@ -15,7 +15,7 @@ from tridecode.blocks.spec import NORM_NAMES, Layer, ModelSpec
 from tridecode.checkpoint.load import random_weights
 
 VOCAB = 331
-# reference(block, weights in fp32 by name, normalized rows [tokens, hidden]) -> what the block adds to the rows
+# reference(block, weights in fp32 by name, normalized rows [tokens, hidden]) -> output of the block [tokens, hidden]
 Reference = Callable[[Block, dict[str, torch.Tensor], torch.Tensor], torch.Tensor]
 
 
@@ -44,11 +44,11 @@ def check_block(layer: Layer, references: dict[type, Reference], tokens: int = 9
         assert relative(engine.model.workspace.logits[0], exact[-1]) < tolerance, "the prompt pass"
         longer = [*ids, *engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=4)).token_ids]
         exact = reference_logits(spec, weights, longer[:-1], references)
-        assert relative(engine.model.workspace.logits[0], exact[-1]) < tolerance, "decode passes behind a prompt pass"
+        assert relative(engine.model.workspace.logits[0], exact[-1]) < tolerance, "decode passes after a prompt pass"
 
 
-def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+def relative(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((actual.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

@@ -195,7 +195,7 @@ def test_buffers_have_their_declared_shapes_and_dtypes(spec):
 
 
 @EVERY_SPEC
-def test_all_layers_have_pages_of_one_form(spec):
+def test_all_layers_have_equal_pages(spec):
     attention = spec.layers[0].mixer
     assert spec.pages == Pages(attention.kv_heads, attention.head_dim)
     assert spec.pages.width == attention.kv_size and spec.page_layers == spec.num_layers
@@ -216,15 +216,15 @@ def test_layers_without_pages_are_not_counted():
     assert model.kv.pool.shape[1] == 2
 
 
-def test_pages_of_two_forms_are_refused():
+def test_layers_with_different_pages_are_refused():
     layers = (Layer(Attention(**FIELDS)), Layer(Attention(**FIELDS | dict(kv_heads=4))))
-    with pytest.raises(AssertionError, match="pages of one form"):
+    with pytest.raises(AssertionError, match="only layers with equal pages"):
         _ = spec_of(*layers).pages
-    with pytest.raises(AssertionError, match="pages of one form"):
+    with pytest.raises(AssertionError, match="only layers with equal pages"):
         _ = spec_of(Layer(MLP(hidden=96, intermediate=160))).pages
 
 
-def test_blocks_of_equal_settings_are_one():
+def test_equal_blocks_are_listed_once():
     first, second = (Layer(Attention(**FIELDS), MLP(hidden=96, intermediate=160)) for _ in range(2))
     spec = spec_of(first, second)
     assert first == second and spec.blocks() == first.blocks
@@ -236,7 +236,7 @@ def test_blocks_of_equal_settings_are_one():
 
 @pytest.mark.parametrize("change", [dict(window=24), dict(qk_norm=True), dict(bias=True), dict(scale=0.5)], ids=str)
 def test_blocks_of_equal_sizes_share_their_buffers(change):
-    """They do not run at the same time."""
+    """Equal blocks never run at the same time, so they share buffers."""
     one, other = Attention(**FIELDS), Attention(**FIELDS | change)
     small = MLP(hidden=96, intermediate=32)
     spec = spec_of(Layer(one, MLP(hidden=96, intermediate=160)), Layer(other, small))

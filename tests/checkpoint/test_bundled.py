@@ -1,4 +1,4 @@
-"""The bundled model's files: all there, small enough, and in agreement with one another."""
+"""Files of the bundled model: complete, small enough and consistent."""
 
 import json
 import re
@@ -39,11 +39,11 @@ def template():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_file_is_there(name):
+def test_file_exists(name):
     assert (BUNDLED / name).stat().st_size > 0
 
 
-def test_weights_fit_in_the_bound_and_match_the_config():
+def test_weights_match_the_config_and_the_size_limit():
     assert (BUNDLED / "model.safetensors").stat().st_size <= 15_000_000
     config = read("config.json")
     assert (config["model_type"], config["architectures"]) == ("qwen3", ["Qwen3ForCausalLM"])
@@ -128,7 +128,7 @@ def test_notice_credits_sources_and_authors():
         assert name in notice
 
 
-def test_held_out_exchanges_are_never_taught(monkeypatch):
+def test_held_out_exchanges_are_not_in_the_training_data(monkeypatch):
     monkeypatch.syspath_prepend(str(TRAINING))
     import exchanges
     import generator
@@ -150,7 +150,7 @@ def test_held_out_exchanges_are_never_taught(monkeypatch):
             assert not any(exchanges.held_out("recall", name, color) for color in exchanges.COLORS if color in told)
 
 
-def test_prompts_of_the_evaluation_are_never_taught(monkeypatch):
+def test_evaluation_prompts_are_not_in_the_training_data(monkeypatch):
     monkeypatch.syspath_prepend(str(TRAINING))
     import generator
 
@@ -160,8 +160,8 @@ def test_prompts_of_the_evaluation_are_never_taught(monkeypatch):
     assert not prompts & {generator.plain(message["content"]) for message in messages if message["role"] == "user"}
 
 
-def test_the_card_says_what_was_judged(monkeypatch):
-    """The counts of the card and of both READMEs are those of the verdicts, and no chat was left out."""
+def test_model_card_matches_the_verdicts(monkeypatch):
+    """The counts in the card and in both READMEs match the verdicts, and each chat has a verdict."""
     monkeypatch.syspath_prepend(str(TRAINING))
     import sixty_chats
     from content import sections

@@ -1,4 +1,4 @@
-"""Checkpoints: every tensor in its place for each family, and each way a file can be wrong found before loading."""
+"""Checkpoints: every tensor is loaded to its place for each family, and invalid files are refused before loading."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from tridecode.errors import CheckpointError, DeviceError
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Checkpoint directories by (family, shards), written once; not to be changed."""
+    """Checkpoint directories by (family, shards), written once. Tests must not change them."""
     made = {}
 
     def get(family: str, shards: int = 1) -> Path:
@@ -45,7 +45,7 @@ def file_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_in_its_place(family, shards, written):
+def test_every_tensor_is_loaded_to_its_place(family, shards, written):
     path = written(family, shards)
     assert (path / "model.safetensors.index.json").exists() == (shards > 1)
     config = load_config(path)
@@ -104,7 +104,7 @@ def test_dtype(stored, dtype, tmp_path):
     assert torch.equal(weights.layers[1].linears["qkv"].weight[-config.pages.width :], expected)
 
 
-def test_dtype_not_in_config_is_the_files(tmp_path):
+def test_dtype_is_read_from_the_files_if_config_lacks_it(tmp_path):
     path = write_tiny(tmp_path, "llama", dtype=torch.float16)
     values = json.loads((path / "config.json").read_text())
     del values["dtype"]
@@ -131,7 +131,7 @@ def test_progress_counts_the_bytes_of_the_files(written):
     assert {total for _, total in calls} == {size}
 
 
-def test_tensors_travel_in_small_pieces(written, monkeypatch):
+def test_tensors_are_copied_in_small_pieces(written, monkeypatch):
     path = written("qwen2")
     config = load_config(path)
     moved = []
@@ -146,7 +146,7 @@ def test_tensors_travel_in_small_pieces(written, monkeypatch):
     assert moved and max(moved) <= 0.05 * weights.nbytes()
 
 
-def test_harmless_extras_are_tolerated(copy_of):
+def test_harmless_extra_tensors_are_ignored(copy_of):
     path = copy_of("qwen3-tied")
     tensors = load_file(path / "model.safetensors")
     embed = tensors["model.embed_tokens.weight"]
@@ -154,7 +154,7 @@ def test_harmless_extras_are_tolerated(copy_of):
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
     save_file(tensors, path / "model.safetensors")
     weights = load_weights(path, load_config(path), "cpu", torch.float32)
-    assert torch.equal(weights.lm_head.weight, embed), "the tied embedding wins"
+    assert torch.equal(weights.lm_head.weight, embed), "the tied embedding replaces the stored head"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -175,7 +175,7 @@ def test_random_weights(family, written):
             assert abs(value.mean() - 1) < 0.1
 
 
-# ---- what is wrong with the files; each case changes a good checkpoint
+# ---- invalid files; each case changes a valid checkpoint
 
 
 def edit(path: Path, change, file: str = "model.safetensors") -> None:
@@ -252,8 +252,8 @@ BROKEN = {
     "truncated in the data": (lambda p: cut(p, lambda n: n - 1), ["truncated", "ends at byte"]),
     "truncated in the header": (lambda p: cut(p, lambda n: 100), ["truncated", "100 bytes"]),
     "empty": (lambda p: cut(p, lambda n: 0), ["truncated", "0 bytes"]),
-    "header no JSON": (lambda p: edit_header(p, lambda s: "{" * len(s)), ["header is no JSON"]),
-    "header a list": (lambda p: edit_header(p, lambda s: "[]"), ["no JSON object"]),
+    "header not JSON": (lambda p: edit_header(p, lambda s: "{" * len(s)), ["header is not valid JSON"]),
+    "header a list": (lambda p: edit_header(p, lambda s: "[]"), ["not a JSON object"]),
     "name twice in the header": (
         lambda p: edit_header(p, lambda s: s.rstrip()[:-1] + "," + json.dumps({DOWN: json.loads(s)[DOWN]})[1:]),
         [DOWN, "twice"],
@@ -277,8 +277,8 @@ BROKEN_SHARDED = {
     "shard missing": (lambda p: (p / first_shard(p)).unlink(), [SHARD, "not in"]),
     "shard outside": (lambda p: edit_index(p, lambda m: m.update({DOWN: "../model.safetensors"})), [DOWN, "'../model"]),
     "shard absolute": (lambda p: edit_index(p, lambda m: m.update({DOWN: "/tmp/x.safetensors"})), [DOWN, "'/tmp/x."]),
-    "shard in a directory": (lambda p: edit_index(p, lambda m: m.update({DOWN: "a/x.safetensors"})), [DOWN, "beside"]),
-    "shard of Windows": (lambda p: edit_index(p, lambda m: m.update({DOWN: "..\\x.safetensors"})), [DOWN, "beside"]),
+    "shard in a directory": (lambda p: edit_index(p, lambda m: m.update({DOWN: "a/x.safetensors"})), [DOWN, "next to"]),
+    "shard of Windows": (lambda p: edit_index(p, lambda m: m.update({DOWN: "..\\x.safetensors"})), [DOWN, "next to"]),
     "shard no string": (lambda p: edit_index(p, lambda m: m.update({DOWN: None})), [DOWN, "None"]),
     "shard pickled": (lambda p: edit_index(p, lambda m: m.update({DOWN: "x.bin"})), [DOWN, "x.bin"]),
     "empty index": (lambda p: edit_index(p, lambda m: m.clear()), ["weight_map"]),
@@ -300,7 +300,7 @@ BROKEN_SHARDED = {
 def check_refused(path: Path, change, words, monkeypatch) -> None:
     config = load_config(path)
     change(path)
-    monkeypatch.setattr(checkpoint, "_allocate", lambda *_: pytest.fail("memory was taken before the check"))
+    monkeypatch.setattr(checkpoint, "_allocate", lambda *_: pytest.fail("memory was allocated before the check"))
     with pytest.raises(CheckpointError) as caught:
         load_weights(path, config, "cpu", torch.float32)
     message = str(caught.value)
@@ -332,8 +332,8 @@ def test_config_errors_name_the_file(copy_of):
         load_config(path)
 
 
-def test_more_than_any_memory():
-    """Sizes that pass for a model's and that no machine holds: DeviceError, with the number of GiB."""
+def test_weights_larger_than_any_memory_raise_device_error():
+    """A valid config.json can have sizes that no machine can store; the error gives the number of GiB."""
     config = parse_config(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -350,6 +350,6 @@ def test_more_than_any_memory():
         random_weights(config, "cpu", torch.bfloat16)
 
 
-def test_shapes_agree_up_to_dimensions_of_one_after_the_first():
+def test_shapes_ignore_later_dimensions_of_one():
     assert _shape((5,)) == _shape((5, 1)) == _shape((5, 1, 1)) and _shape(()) == _shape((1,))
-    assert _shape((5, 1)) != _shape((1, 5)), "a scale of a column is not a scale of a row"
+    assert _shape((5, 1)) != _shape((1, 5)), "scales of columns are not scales of rows"

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are odd, huge or malformed: refused by name, soon, in one short line."""
+"""Checkpoints with irregular, huge or malformed files: each is refused quickly, in one short line."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tridecode.errors import CheckpointError
 from tridecode.models.reader import read_json
 from tridecode.text.tokenizer import Tokenizer
 
-SHORT = 600  # characters that a message may have, with a path of this test's in it
+SHORT = 600  # maximum characters of a message with a path of this test
 
 
 def load(path: Path) -> None:
@@ -45,7 +45,7 @@ def copy(written, tmp_path):
     return Path(shutil.copytree(written, tmp_path / "copy"))
 
 
-# ---- what is no regular file, or too large
+# ---- irregular and huge files
 
 FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
          "chat_template.jinja", "model.safetensors"}  # fmt: skip
@@ -59,15 +59,15 @@ ODD = {
 
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_what_is_no_file_is_refused(name, kind, copy):
+def test_irregular_file_is_refused(name, kind, copy):
     (copy / name).unlink(missing_ok=True)
     ODD[kind](copy / name)
     message = refusal(load, copy)
-    assert message.startswith(f"{copy / name}: ") and ("no regular file" in message or "No such file" in message)
+    assert message.startswith(f"{copy / name}: ") and ("not a regular file" in message or "No such file" in message)
 
 
 @pytest.mark.parametrize("name", sorted(FILES - {"model.safetensors"}))
-def test_a_file_of_gigabytes_is_not_read(name, copy):
+def test_huge_file_is_refused_unread(name, copy):
     with open(copy / name, "ab") as file:
         file.truncate(5 << 30)  # sparse
     began = time.monotonic()
@@ -76,13 +76,13 @@ def test_a_file_of_gigabytes_is_not_read(name, copy):
     assert time.monotonic() - began < 5
 
 
-def test_a_template_in_the_settings_is_bounded_too(copy):
+def test_template_in_tokenizer_config_is_limited(copy):
     settings = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "x" * (2 << 20)}))
     assert "chat_template has 2,097,152 characters" in refusal(Tokenizer.load, copy)
 
 
-def test_names_of_templates_may_be_anything(copy):
+def test_template_names_may_be_anything(copy):
     settings = json.loads((copy / "tokenizer_config.json").read_text())
     templates = [{"name": ["x"], "template": "A"}, {"template": "B"}]
     (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": templates}))
@@ -118,15 +118,15 @@ def test_read_json_of_a_good_file(tmp_path):
 MANY = {f"key_{i}": i for i in range(100_000)}
 
 
-def test_many_keys_one_of_them_twice(tmp_path):
-    """Found in one pass: to count each name would take minutes."""
+def test_duplicate_among_many_keys(tmp_path):
+    """The duplicate is found in one pass: counting each name would take minutes."""
     (tmp_path / "config.json").write_text(json.dumps(MANY)[:-1] + ', "key_99999": 1}')
     began = time.monotonic()
     assert "'key_99999' is given twice" in refusal(read_json, tmp_path / "config.json")
     assert time.monotonic() - began < 5
 
 
-def test_many_tensors_one_of_them_twice(copy):
+def test_duplicate_among_many_tensors(copy):
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     write_header(copy, json.dumps(dict.fromkeys(MANY, entry))[:-1] + f', "key_99999": {json.dumps(entry)}}}')
     began = time.monotonic()
@@ -193,12 +193,12 @@ def test_long_values(name, key, value, copy):
     values = json.loads((copy / name).read_text())
     (copy / name).write_text(json.dumps(values | {key: value}))
     try:
-        load_config(copy)  # a key that is not this file's is nobody's
+        load_config(copy)  # this file ignores a key that belongs to another file
     except CheckpointError as error:
         assert len(str(error)) < SHORT and str(copy / name) in str(error)
 
 
-def test_a_long_key_twice(tmp_path):
+def test_duplicate_long_key(tmp_path):
     (tmp_path / "config.json").write_text(f'{{"{LONG}": 1, "{LONG}": 1}}')
     assert "is given twice" in refusal(read_json, tmp_path / "config.json")
 
@@ -207,8 +207,8 @@ def test_a_long_key_twice(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_file_that_is_cut_while_it_is_read(dtype, copy):
-    """Not mapped: a page that is no more would be a signal, and the end of the process."""
+def test_file_truncated_during_the_load(dtype, copy):
+    """Files are not mapped, because a missing page of a mapped file would end the process with a signal."""
     config, file = load_config(copy), copy / "model.safetensors"
 
     def cut(done, total):

@@ -1,4 +1,4 @@
-"""Models larger than the device: the last layers' weights in host memory give the texts of weights on the device."""
+"""Weights of the last layers in host memory: equal tokens, order of fetches, plans and pinned memory."""
 
 import gc
 from contextlib import nullcontext
@@ -46,40 +46,40 @@ def engine_of(on_host=0, offload=None, pages=None, **more):
     return engine
 
 
-def said(engine, params, prompt=PROMPT):
+def tokens_and_logprobs(engine, params, prompt=PROMPT):
     result = engine.generate(prompt, params, reuse_prefix=False)
     return result.token_ids, [each.logprob for each in result.logprobs or ()]
 
 
 @pytest.fixture(scope="module")
-def alone():
+def on_device():
     return engine_of()
 
 
 @pytest.mark.parametrize("on_host", [3, 4, 5, LAYERS], ids=lambda layers: f"{layers}_of_{LAYERS}_layers")
 @pytest.mark.parametrize("graph", ["full", "piecewise", "none"] if CUDA else ["none"])
-def test_a_text_is_the_same_wherever_the_weights_lie(graph, on_host, alone):
-    """The same products of the same numbers: equal to the bit."""
+def test_tokens_do_not_depend_on_the_location_of_weights(graph, on_host, on_device):
+    """The same kernels read the same numbers, so results are bit-equal."""
     engine = engine_of(on_host, graph=graph)
     for params in (GREEDY, SAMPLED):
         for prompt in (PROMPT, PROMPT[:5]):
-            assert said(engine, params, prompt) == said(alone, params, prompt)
+            assert tokens_and_logprobs(engine, params, prompt) == tokens_and_logprobs(on_device, params, prompt)
 
 
-def test_weights_and_pages_of_the_host_come_beside_each_other(alone):
+def test_weights_and_pages_on_the_host_together(on_device):
     engine = engine_of(4, Offload(host=40, ring=16), pages=8, chunk_tokens=5 * PAGE)
-    assert said(engine, GREEDY) == said(alone, GREEDY)
-    assert said(engine, SAMPLED) == said(alone, SAMPLED)
+    assert tokens_and_logprobs(engine, GREEDY) == tokens_and_logprobs(on_device, GREEDY)
+    assert tokens_and_logprobs(engine, SAMPLED) == tokens_and_logprobs(on_device, SAMPLED)
 
 
-def test_several_requests_run_on_weights_of_the_host():
+def test_concurrent_requests_with_weights_on_the_host():
     plain, engine = (engine_of(layers, slots=3, prompt_ms=1e6) for layers in (0, 4))
     prompts = [PROMPT[: 3 + 50 * i] for i in range(5)]
     found = [[result.token_ids for result in e.generate_many(prompts, GREEDY)] for e in (plain, engine)]
     assert found[0] == found[1]
 
 
-def test_layers_may_have_different_sizes():
+def test_host_layers_may_have_different_sizes():
     spec = tiny_config(num_layers=LAYERS, max_position=16 * PAGE)
     sizes = [160, 96, 224, 160, 96, 224]
     layers = [replace(each, ffn=replace(each.ffn, intermediate=size)) for each, size in zip(spec.layers, sizes)]
@@ -88,17 +88,17 @@ def test_layers_may_have_different_sizes():
     for on_host in (0, 5):
         weights = random_weights(spec, DEVICE, dtype, on_host=on_host)
         engine = build_engine(spec, weights, 16 * PAGE, page=PAGE)
-        texts.append(said(engine, GREEDY))
+        texts.append(tokens_and_logprobs(engine, GREEDY))
     assert texts[0] == texts[1]
     pieces = {source.nbytes for source in weights.host.source}
     assert len(pieces) == 3 and max(pieces) == host_layer_bytes(spec, dtype)
 
 
-# ---- what is launched
+# ---- launches
 
 
 def lists(kind):
-    """A pass's list, and the layers whose weights it reads, in their order."""
+    """Return a function that lists the launches of a pass."""
     if kind == "decode":
         return lambda run, model: decode.decode_pass(run, model, "greedy")
 
@@ -111,7 +111,7 @@ def lists(kind):
 
 @pytest.mark.parametrize("kind", ["decode", "prompt"])
 @pytest.mark.parametrize("on_host", [3, LAYERS])
-def test_weights_are_fetched_before_they_are_read_and_after_their_buffers_last_reader(on_host, kind):
+def test_fetch_order_of_weights(on_host, kind):
     model = engine_of(on_host).model
     host, recorder = model.weights.host, Recorder()
     lists(kind)(recorder, model)
@@ -123,7 +123,7 @@ def test_weights_are_fetched_before_they_are_read_and_after_their_buffers_last_r
             layer = next(i for i, source in enumerate(host.source) if source.data_ptr() == line.args[2].data_ptr())
             address = line.args[3].data_ptr()
             before = buffers[address]
-            assert before is None or (before, "down") in reads, "a buffer is filled while it is to be read"
+            assert before is None or (before, "down") in reads, "a buffer is filled before its last reader"
             buffers[address] = layer
             waited.discard(address)
         elif line.role == "fetched":
@@ -140,7 +140,7 @@ def test_weights_are_fetched_before_they_are_read_and_after_their_buffers_last_r
 
 
 class Stream:
-    """What a stream is told, in the log of all of them."""
+    """A stream that logs its operations to a common log."""
 
     def __init__(self, name, log):
         self.name, self._log = name, log
@@ -157,8 +157,8 @@ class Stream:
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_fetches_run_beside_the_list_and_are_waited_for_one_by_one(capturing, monkeypatch):
-    """What follows a wait is launched plainly, for it has two predecessors."""
+def test_fetches_run_on_a_second_stream(capturing, monkeypatch):
+    """A launch after a wait has two predecessors, so it is a plain launch."""
     log = []
     main, side, captured = (Stream(name, log) for name in ("main", "side", "captured"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
@@ -179,7 +179,7 @@ def test_fetches_run_beside_the_list_and_are_waited_for_one_by_one(capturing, mo
     ]  # fmt: skip
 
 
-def test_lists_in_the_interpreter_give_what_the_references_give():
+def test_kernels_and_references_agree_with_host_layers():
     found = []
     for run in (launch, run_reference):
         engine = engine_of(3)
@@ -195,7 +195,7 @@ def test_lists_in_the_interpreter_give_what_the_references_give():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_is_read_into_the_hosts_memory(dtype, tmp_path):
+def test_checkpoint_is_loaded_into_host_memory(dtype, tmp_path):
     path = write_tiny(tmp_path, "qwen2", num_hidden_layers=5)
     config = load_config(path)
     plain, weights = (load_weights(path, config, DEVICE, dtype, on_host=layers) for layers in (0, 4))
@@ -208,7 +208,7 @@ def test_a_checkpoint_is_read_into_the_hosts_memory(dtype, tmp_path):
             assert tensor.shape == held.shape and tensor.data_ptr() % 64 == 0 and held.device.type == "cpu"
 
 
-def test_the_bytes_of_the_device_are_those_that_are_allocated():
+def test_counted_device_bytes_match_the_allocation():
     config, dtype = tiny_config(num_layers=7), torch.bfloat16
     weights = random_weights(config, DEVICE, dtype, on_host=5)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in weights.tensors().values()}
@@ -229,12 +229,12 @@ def machine(monkeypatch):
     return free
 
 
-def test_a_model_larger_than_the_device_is_planned(machine):
-    """Qwen3-4B's 7.5 GiB of weights on a device of 5."""
+def test_model_larger_than_the_device_is_planned(machine):
+    """Qwen3-4B has 7.5 GiB of weights, the device has 5 GiB."""
     config, dtype = PRESETS["qwen3-4b"], torch.bfloat16
     with pytest.raises(DeviceError, match="not enough memory"):
         planned(config, max_seq_len=1000)
-    assert planned(config, max_seq_len=1000, weights_offload=19).host_layers == 36, "never more than all"
+    assert planned(config, max_seq_len=1000, weights_offload=19).host_layers == 36, "at most all layers"
     plan = planned(config, max_seq_len=1000, weights_offload=6)
     layers = plan.host_layers
     assert layers == int(6 * GIB / host_layer_bytes(config, dtype)) and 28 < layers < 36
@@ -243,11 +243,11 @@ def test_a_model_larger_than_the_device_is_planned(machine):
     assert kv.offload.ring > 0 and kv.memory.needed(40_000, kv.kv_tokens) <= kv.memory.usable
     assert kv.offload.host <= (20 * GIB - layers * host_layer_bytes(config, dtype)) / 2 / (64 * 147_456) + 1
     on_cpu = plan_memory(config, dtype, torch.device("cpu"), on_host=layers)
-    assert on_cpu.weights > weight_bytes(config, dtype), "the same memory holds the buffers too"
+    assert on_cpu.weights > weight_bytes(config, dtype), "the buffers are in the same memory"
 
 
 @pytest.mark.parametrize(
-    "asked, words",
+    "gib, words",
     [
         ("much", "weights_offload must be a number"),
         (0, "weights_offload must be a number"),
@@ -255,19 +255,19 @@ def test_a_model_larger_than_the_device_is_planned(machine):
     ],
     ids=str,
 )
-def test_what_cannot_be_had_is_one_line(machine, asked, words):
+def test_impossible_weights_offload_is_one_line(machine, gib, words):
     with pytest.raises((ParameterError, DeviceError)) as raised:
-        planned(PRESETS["qwen3-4b"], weights_offload=asked)
+        planned(PRESETS["qwen3-4b"], weights_offload=gib)
     assert words in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_host_that_is_too_small_is_one_line(machine):
+def test_too_small_host_is_one_line(machine):
     machine["cpu"] = 4 * GIB
     with pytest.raises(DeviceError, match=r"31 layers take 5\.8 GiB of the host's memory, 4\.0 are free"):
         planned(PRESETS["qwen3-4b"], weights_offload=6)
 
 
-def test_weights_in_fewer_bits_stay_on_the_device(machine):
+def test_quantized_weights_cannot_be_offloaded(machine):
     with pytest.raises(ParameterError, match=r"^weights_offload: quantized weights \(int4\) are kept on the"):
         planned(PRESETS["qwen3-4b"], quantize="int4", weights_offload=6)
     assert planned(PRESETS["qwen3-4b"], quantize="int4").host_layers == 0
@@ -275,20 +275,20 @@ def test_weights_in_fewer_bits_stay_on_the_device(machine):
         Engine.load(device=str(DEVICE), quantize="int8", weights_offload=0.02)
 
 
-def test_an_engine_loads_with_weights_of_the_host():
-    asked = dict(device=str(DEVICE), max_seq_len=64)
-    with Engine.load(speculate="off", **asked) as plain, Engine.load(weights_offload=0.02, **asked) as engine:
+def test_engine_loads_with_weights_on_the_host():
+    options = dict(device=str(DEVICE), max_seq_len=64)
+    with Engine.load(speculate="off", **options) as plain, Engine.load(weights_offload=0.02, **options) as engine:
         assert engine.model.weights.host.end == engine.config.num_layers and engine.plan.ngram is None
-        assert said(engine, SAMPLED, "Hello") == said(plain, SAMPLED, "Hello")
+        assert tokens_and_logprobs(engine, SAMPLED, "Hello") == tokens_and_logprobs(plain, SAMPLED, "Hello")
 
 
 # ---- on a GPU: one graph, two streams
 
-needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs are a GPU's")
+needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs need a GPU")
 
 
 def logits_of(engine, run) -> torch.Tensor:
-    """Of one step, whose buffers hold NaN before."""
+    """Return the logits of one pass, whose buffers contain NaN before."""
     steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), batches=[BatchDescriptor("greedy", 1)])
     rewind(engine, 7, replace(GREEDY, seed=1))
     for buffer in engine.model.weights.host.target:
@@ -300,7 +300,7 @@ def logits_of(engine, run) -> torch.Tensor:
 
 @needs_gpu
 @pytest.mark.parametrize("late", ["fetch", "qkv", "down"])
-def test_neither_stream_overtakes_the_other(late):
+def test_streams_wait_for_each_other(late):
     engine = engine_of(4)
     wanted = logits_of(engine, launch)
     assert wanted.isfinite().all() and torch.equal(logits_of(engine, slowed(late)), wanted)
@@ -308,27 +308,27 @@ def test_neither_stream_overtakes_the_other(late):
 
 
 @needs_gpu
-def test_a_graph_is_captured_once():
+def test_graph_is_captured_once():
     engine = engine_of(4)
     engine.steps.check_addresses = True
     captures = engine.steps.captures
-    said(engine, GREEDY)
-    said(engine, SAMPLED)
+    tokens_and_logprobs(engine, GREEDY)
+    tokens_and_logprobs(engine, SAMPLED)
     assert engine.steps.captures == captures == len(decode.KINDS)
     assert {stat.mode for stat in engine.graph_stats() if stat.kind in decode.KINDS} == {"full"}
 
 
-# ---- host memory itself
+# ---- pinned host memory
 
 
 class Driver:
-    """What registers memory, and refuses the piece after so many."""
+    """A driver that registers memory, and refuses after `limit` pieces."""
 
-    def __init__(self, most):
-        self.most, self.pieces = most, {}
+    def __init__(self, limit):
+        self.limit, self.pieces = limit, {}
 
     def cudaHostRegister(self, address, length, flags):
-        if len(self.pieces) == self.most:
+        if len(self.pieces) == self.limit:
             return 2
         self.pieces[address] = length
         return 0
@@ -345,7 +345,7 @@ def driver(monkeypatch):
     return made
 
 
-def test_host_memory_is_registered_in_pieces_of_whole_rows_and_given_back(driver):
+def test_host_memory_is_registered_in_pieces_and_unregistered(driver):
     memory = pinned.host_memory(7, 2 * 4096, torch.device("cuda"), "weights_offload")
     first = memory.data_ptr()
     assert memory.shape == (7, 8192) and not memory.any() and first % 4096 == 0
@@ -353,17 +353,17 @@ def test_host_memory_is_registered_in_pieces_of_whole_rows_and_given_back(driver
     part = memory[3, :8]
     del memory
     gc.collect()
-    assert len(driver.pieces) == 4, "part of it is held"
+    assert len(driver.pieces) == 4, "a part of it is still referenced"
     del part
     gc.collect()
     assert driver.pieces == {}
 
 
-def test_a_driver_that_pins_no_more_is_one_line(driver):
-    driver.most = 2
+def test_driver_that_refuses_to_pin_is_one_line(driver):
+    driver.limit = 2
     with pytest.raises(DeviceError) as raised:
         pinned.host_memory(7, 2 * 4096, torch.device("cuda"), "kv_offload")
     assert str(raised.value).startswith("kv_offload: the driver refuses to pin more than 0.0 of 0.0 GiB (CUDA error 2)")
     del raised
     gc.collect()
-    assert driver.pieces == {}, "what was pinned is given back"
+    assert driver.pieces == {}, "the pinned pieces are unregistered"

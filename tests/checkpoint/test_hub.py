@@ -1,7 +1,7 @@
-"""Model names: directories, and Hugging Face ids against a loopback hub, each in a process of its own.
+"""Model names: directories, and Hugging Face ids with a hub on the loopback interface, each in a separate process.
 
-Published checkpoints are not downloaded here: what is tested is which files are asked for, the cache, the offline mode
-and the message of each failure.
+The tests check the requested files, the cache, the offline mode and the message of each failure. They do not download
+published checkpoints.
 """
 
 import errno
@@ -47,13 +47,13 @@ except TridecodeError as error:
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """What huggingface_hub asks of the hub: a repository's commit, its list of files, the files."""
+    """A hub that answers requests for a repository's commit, its list of files and the files."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
-        self.status: dict[str, tuple[int, str]] = {}  # answer to every request for a file
-        self.always: bytes | None = None  # answer to whatever is asked, as a network that wants a login gives
+        self.status: dict[str, tuple[int, str]] = {}  # status of the answer to each request for a file
+        self.always: bytes | None = None  # one answer to all requests, as in a network with a login page
         self.fetched: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -118,7 +118,7 @@ def hub():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, bytes]:
-    """A sharded repository, with the files beside it that published ones have and nobody here needs."""
+    """A sharded repository, with additional files that published repositories have and loading does not need."""
     path = write_tiny(tmp_path_factory.mktemp("published"), "llama", shards=3)
     found = {file.name: file.read_bytes() for file in path.iterdir()}
     unneeded = (
@@ -142,8 +142,8 @@ def needed(files: dict[str, bytes]) -> set[str]:
 def resolve(
     model: str, home: Path, endpoint: str, *more: str, offline: bool = False, code: str = RESOLVE, **environment: str
 ) -> str:
-    """The outcome of resolve_model in a fresh process, "path ..." or "error ..." on one line, and no warning."""
-    ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")  # a proxy serves no loopback
+    """Return the output of resolve_model in a new process: "path ..." or "error ...", one line without warnings."""
+    ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")  # also proxies
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *inherited.get("PYTHONPATH", "").split(os.pathsep)])
@@ -161,14 +161,14 @@ def test_download_then_offline_then_no_network(hub, files, tmp_path):
     found = resolve("owner/tiny-model", home, hub.url)
     path = home / "hub" / "models--owner--tiny-model" / "snapshots" / COMMIT
     assert found == f"path {path}"
-    assert sorted(hub.fetched) == sorted(needed(files)), "each needed file once, and no other"
+    assert sorted(hub.fetched) == sorted(needed(files)), "exactly the needed files, each of them once"
     assert {str(file.relative_to(path)) for file in path.rglob("*")} == needed(files)
     assert all((path / name).read_bytes() == files[name] for name in needed(files))
 
     hub.fetched.clear()
     assert resolve("owner/tiny-model", home, hub.url) == found
     assert resolve("owner/tiny-model", home, hub.url, offline=True) == found
-    assert hub.fetched == [], "the cache serves"
+    assert hub.fetched == [], "all files come from the cache"
     assert resolve("owner/tiny-model", home, "http://127.0.0.1:9") == found
 
 
@@ -194,7 +194,7 @@ def test_one_file_without_index(hub, files, tmp_path):
     assert sorted(hub.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
-def test_no_weights_are_fetched_where_none_are_wanted(hub, files, tmp_path):
+def test_weights_are_not_downloaded_unless_requested(hub, files, tmp_path):
     hub.repos["owner/small"] = files
     assert resolve("owner/small", tmp_path / "home", hub.url, "small").startswith("path ")
     assert set(hub.fetched) == {name for name in needed(files) if not name.endswith(".safetensors")}
@@ -202,15 +202,15 @@ def test_no_weights_are_fetched_where_none_are_wanted(hub, files, tmp_path):
 
 def test_weights_are_downloaded_only_for_a_plan_that_fits(hub, files, tmp_path):
     hub.repos["owner/small"] = files
-    said = resolve("owner/small", tmp_path / "home", hub.url, "1000000", code=LOAD)
-    assert said.startswith("error max_seq_len must be an integer from 1 to the model's limit of ")
+    outcome = resolve("owner/small", tmp_path / "home", hub.url, "1000000", code=LOAD)
+    assert outcome.startswith("error max_seq_len must be an integer from 1 to the model's limit of ")
     assert not [name for name in hub.fetched if name.endswith(".safetensors")]
     assert resolve("owner/small", tmp_path / "home", hub.url, "64", code=LOAD) == "loaded 64"
     assert set(hub.fetched) == needed(files)
 
 
 REFUSED = {
-    # name: (changes to the files, None: the file is not there; words of the message)
+    # name: (changes to the files, None for a missing file; words of the message)
     "unsupported architecture": (
         {"config.json": b'{"architectures": ["GemmaForCausalLM"]}'},
         ["config.json: architectures must be", "GemmaForCausalLM"],
@@ -259,15 +259,15 @@ def test_failures(case, hub, files, tmp_path):
 
 
 @pytest.mark.parametrize("answer", [b"<html>Log in</html>", b"[]", b"{}", b'{"id": "owner/name", "sha": 5}', b""])
-def test_answers_that_are_none_of_a_hub(answer, hub, tmp_path):
+def test_invalid_hub_answers_are_refused(answer, hub, tmp_path):
     hub.always = answer
     outcome = resolve("owner/name", tmp_path / "home", hub.url)
     assert outcome.startswith(f"error owner/name: {hub.url} does not answer as a hub does (") and len(outcome) < 500
     assert outcome.endswith("whether this network wants you to log in first, or give a local directory")
 
 
-def test_a_hub_that_never_answers(files, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait in its queue
+def test_silent_hub_times_out(files, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted and get no answer
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         began = time.monotonic()
         outcome = resolve("owner/name", tmp_path / "home", url, HF_HUB_ETAG_TIMEOUT="1")
@@ -276,8 +276,8 @@ def test_a_hub_that_never_answers(files, tmp_path):
     assert "HF_HUB_ETAG_TIMEOUT" in outcome
 
 
-def test_requests_have_their_bound_only_while_a_model_is_sought(monkeypatch):
-    """The session is the whole process's: what else it sends may take its time."""
+def test_request_timeouts_are_restored_after_a_download(monkeypatch):
+    """The session belongs to the whole process; its other requests may take longer."""
     import huggingface_hub
 
     session = huggingface_hub.get_session()
@@ -297,7 +297,7 @@ def test_full_disk(monkeypatch):
         resolve_model("owner/name")
 
 
-def test_directory_as_it_is(tmp_path):
+def test_directory_is_returned_unchanged(tmp_path):
     assert resolve_model(tmp_path) == tmp_path
     assert resolve_model(str(tmp_path)) == tmp_path
 
@@ -325,8 +325,8 @@ def test_empty_name(name):
         resolve_model(name)
 
 
-def test_the_bundled_model_has_a_name(tmp_path, monkeypatch):
-    """A directory of that name goes before it."""
+def test_bundled_is_a_model_name(tmp_path, monkeypatch):
+    """A directory of that name has precedence."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bundled").write_text("a file is no model")
     assert resolve_model(None) == resolve_model("bundled") == BUNDLED

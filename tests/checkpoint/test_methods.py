@@ -52,7 +52,7 @@ def compare(weights, truth: dict[str, torch.Tensor], tolerance=0.0) -> int:
 
 @pytest.mark.parametrize("packs", [False, True], ids=["dequantized", "packed"])
 @pytest.mark.parametrize("case", CHECKPOINTS)
-def test_weights_are_what_the_file_stands_for(case, packs, tmp_path):
+def test_dequantized_weights_match_the_file(case, packs, tmp_path):
     method, how = CHECKPOINTS[case]
     truth = write_quantized(tmp_path, method, **how)
     seen = []
@@ -64,7 +64,7 @@ def test_weights_are_what_the_file_stands_for(case, packs, tmp_path):
     assert seen[-1][0] == seen[-1][1] and weights.lm_head.number_type == "dense"
 
 
-def test_an_engine_answers_as_with_the_dequantized_checkpoint(tmp_path):
+def test_engine_matches_the_dequantized_checkpoint(tmp_path):
     truth = write_quantized(tmp_path / "few", "awq")
     write_tiny(tmp_path / "all", "qwen3", **WIDTHS)
     tensors = load_file(tmp_path / "all" / "model.safetensors")
@@ -122,7 +122,7 @@ def test_files_of_compressed_tensors(strategy, tmp_path):
 
 
 def refused(path, words, monkeypatch):
-    monkeypatch.setattr("tridecode.checkpoint.load._allocate", None)  # the error comes before memory is allocated
+    monkeypatch.setattr("tridecode.checkpoint.load._allocate", None)  # the error is raised before memory is allocated
     with pytest.raises(CheckpointError) as caught:
         load_weights(path, load_config(path), "cpu", torch.float32)
     message = str(caught.value)
@@ -149,7 +149,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_configuration_is_refused(case, tmp_path, monkeypatch):
+def test_invalid_quantization_config_is_refused(case, tmp_path, monkeypatch):
     method, changes, words = CONFIGS[case]
     write_quantized(tmp_path, method)
     before = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -201,7 +201,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_is_refused(case, tmp_path, monkeypatch):
+def test_invalid_quantized_file_is_refused(case, tmp_path, monkeypatch):
     method, change, words = FILES[case]
     write_quantized(tmp_path, method)
     change_tensors(tmp_path, change)
@@ -219,11 +219,11 @@ def test_groups_of_uneven_size_are_refused(tmp_path):
         load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32)
 
 
-def test_parts_of_a_linear_with_different_orders_of_columns_are_refused(tmp_path):
+def test_linear_with_different_column_orders_is_refused(tmp_path):
     write_quantized(tmp_path, "gptq", ordered=True)
     change_tensors(tmp_path, lambda t: t.update({k: v.flip(0) for k, v in t.items() if k.endswith("k_proj.g_idx")}))
     config = load_config(tmp_path)
-    with pytest.raises(CheckpointError, match="q_proj orders its columns otherwise"):
+    with pytest.raises(CheckpointError, match="q_proj has columns in another order"):
         load_weights(tmp_path, config, "cpu", torch.float32, packs=True)
     load_weights(tmp_path, config, "cpu", torch.float32)
 

@@ -1,4 +1,4 @@
-"""Quantization while a checkpoint is loaded, and into a checkpoint that other programs read."""
+"""Quantization while a checkpoint is loaded, and to a checkpoint that other programs read."""
 
 import json
 import shutil
@@ -30,13 +30,13 @@ def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 @SCHEME_CASES
-def test_weights_are_near_what_they_were(scheme, error):
+def test_quantization_error_is_small(scheme, error):
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * 0.02
     found = quantize(weight, SCHEMES[scheme]).dequantize()
     assert 0 < relative_rms(found, weight) < error
 
 
-def test_the_best_scale_is_no_worse_than_the_largest_number_says():
+def test_chosen_scale_is_no_worse_than_the_peak_scale():
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     best = (quantize(weight, SCHEMES["int4"]).dequantize() - weight).square().sum()
     parts = weight.view(64, 2, 128)
@@ -45,7 +45,7 @@ def test_the_best_scale_is_no_worse_than_the_largest_number_says():
     assert best < 0.95 * plain
 
 
-def test_zeros_stay_zeros():
+def test_zeros_stay_zero():
     for scheme in SCHEMES:
         assert not quantize(torch.zeros(4, 256), SCHEMES[scheme]).dequantize().any()
 
@@ -70,7 +70,7 @@ def test_loading_and_packing_agree(scheme, error, family, tmp_path):
 
 
 @SCHEME_CASES
-def test_an_engine_that_quantizes_answers(scheme, error, tmp_path):
+def test_engine_quantizes_at_load(scheme, error, tmp_path):
     write_tiny(tmp_path, "qwen3", **WIDTHS)
     ids = [3, 40, 5, 106, 7]
     exact = Engine.load(tmp_path, device="cpu").score(ids)
@@ -84,12 +84,12 @@ def test_the_memory_plan_counts_packed_weights(tmp_path):
     assert weights.nbytes() == weight_bytes(config, torch.bfloat16, packs=True)
 
 
-def test_a_head_is_quantized_only_together_with_the_other_linears(tmp_path):
+def test_head_is_quantized_only_with_the_other_linears(tmp_path):
     with pytest.raises(ParameterError, match="^quantize_head: nothing is quantized; use it with quantize"):
         Engine.load(write_tiny(tmp_path, "qwen3"), device="cpu", quantize_head="int4")
 
 
-def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
+def test_quantized_checkpoint_is_refused(tmp_path):
     write_quantized(tmp_path, "awq")
     with pytest.raises(ParameterError, match="quantize int4: the checkpoint is quantized already .awq."):
         Engine.load(tmp_path, device="cpu", quantize="int4")
@@ -98,7 +98,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
 
 
 @SCHEME_CASES
-def test_a_written_checkpoint_is_what_loading_makes(scheme, error, tmp_path):
+def test_written_checkpoint_matches_quantization_at_load(scheme, error, tmp_path):
     source, out = write_tiny(tmp_path / "source", "qwen3", shards=3), tmp_path / "out"
     assert main(["quantize", str(source), str(out), "--to", scheme, "--head", "fp8", "--quiet"]) == 0
     config = device.quantized(EngineOptions(quantize=scheme), load_config(source))
@@ -110,7 +110,7 @@ def test_a_written_checkpoint_is_what_loading_makes(scheme, error, tmp_path):
     assert main(["quantize", str(source), str(out), "--quiet"]) == 1
 
 
-def test_what_is_no_checkpoint_is_refused_before_anything_is_written(tmp_path, capsys):
+def test_invalid_checkpoint_is_refused_before_writing(tmp_path, capsys):
     source, out = write_tiny(tmp_path / "source", "qwen3"), tmp_path / "out"
 
     def refused() -> str:
@@ -120,8 +120,8 @@ def test_what_is_no_checkpoint_is_refused_before_anything_is_written(tmp_path, c
         assert error.count("\n") == 1
         return error
 
-    (source / "other.safetensors").write_bytes(b"of another program")
-    (source / "model.gguf").write_bytes(b"of another program")
+    (source / "other.safetensors").write_bytes(b"from another program")
+    (source / "model.gguf").write_bytes(b"from another program")
     assert main(["quantize", str(source), str(out), "--quiet"]) == 0
     assert not (out / "model.gguf").exists() and Engine.load(out, device="cpu").score([3, 40, 5]).isfinite().all()
     shutil.rmtree(out)
@@ -132,7 +132,7 @@ def test_what_is_no_checkpoint_is_refused_before_anything_is_written(tmp_path, c
     assert "no model.safetensors and no model.safetensors.index.json" in refused()
 
 
-def test_a_disk_that_is_full_is_one_line(tmp_path, capsys, monkeypatch):
+def test_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
     def full(*args, **options):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -143,19 +143,19 @@ def test_a_disk_that_is_full_is_one_line(tmp_path, capsys, monkeypatch):
     assert "model-00001.safetensors: cannot be written" in error and "No space" in error and "traceback" not in error
 
 
-def test_the_bundled_model_has_its_name_here_too(tmp_path, monkeypatch):
+def test_quantize_accepts_the_name_bundled(tmp_path, monkeypatch):
     monkeypatch.setattr("tridecode.cli.quantize.write", lambda source, *args: found.append(source))
     found = []
     assert main(["quantize", "bundled", str(tmp_path / "out"), "--quiet"]) == 0 and found == [BUNDLED]
 
 
-def test_a_written_checkpoint_is_readable_as_other_files_are(tmp_path):
+def test_written_files_have_equal_permissions(tmp_path):
     source, out = write_tiny(tmp_path / "source", "qwen3"), tmp_path / "out"
     assert main(["quantize", str(source), str(out), "--quiet"]) == 0
     assert len({file.stat().st_mode for file in out.iterdir() if file.name.startswith("model")}) == 1
 
 
-def test_only_what_a_checkpoint_needs_is_copied(tmp_path):
+def test_only_needed_files_are_copied(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     needed = {"LICENSE", "README.md", "NOTICE", "chat_template.jinja", "generation_config.json", "tokenizer.json",
               "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -182,7 +182,7 @@ class XConfig(Qwen3Config):
 
 @pytest.fixture
 def with_code(tmp_path):
-    """A checkpoint whose configuration is a class of its own, in Python of which nothing may run here."""
+    """A checkpoint whose configuration class is in Python files, which must not run here."""
     source = write_tiny(tmp_path / "source", "qwen3")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration_x.XConfig"}}))
@@ -192,7 +192,7 @@ def with_code(tmp_path):
     return source
 
 
-def test_the_python_that_a_checkpoint_names_is_copied(with_code, tmp_path, monkeypatch):
+def test_named_python_files_are_copied(with_code, tmp_path, monkeypatch):
     import transformers
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -203,7 +203,7 @@ def test_the_python_that_a_checkpoint_names_is_copied(with_code, tmp_path, monke
     assert transformers.AutoConfig.from_pretrained(out, trust_remote_code=True).seven == 7
 
 
-def test_of_a_repository_its_python_stays_there(with_code, tmp_path, monkeypatch):
+def test_python_of_a_repository_is_referenced(with_code, tmp_path, monkeypatch):
     monkeypatch.setattr("tridecode.cli.quantize.resolve_model", lambda model: with_code)
     tokenizer = {"auto_map": {"AutoTokenizer": [None, "tokenization_x.X"]}, "a": 1}
     (with_code / "tokenizer_config.json").write_text(json.dumps(tokenizer))
@@ -216,7 +216,7 @@ def test_of_a_repository_its_python_stays_there(with_code, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("named", [5, ["a"], {"AutoModel": "../x.X"}, {"AutoModel": "o/n--m.X"}, {"AutoModel": None}])
-def test_what_names_no_file_here_copies_none(named, tmp_path):
+def test_invalid_auto_map_copies_no_file(named, tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "x.py").write_text("")
     (tmp_path / "source" / "m.py").write_text("")

@@ -1,4 +1,4 @@
-"""config.json of every family, as transformers 4 and 5 write it, and the messages of refusals."""
+"""config.json of each family, as transformers 4 and 5 write it, and refused values."""
 
 import pytest
 
@@ -112,7 +112,7 @@ def without(config, *keys):
     return {key: value for key, value in config.items() if key not in keys}
 
 
-def test_llama_file_of_transformers_4():
+def test_llama_config_of_transformers_4():
     spec = parse_config(LLAMA)
     rope = RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
     attention = Attention(hidden=2048, eps=1e-5, heads=32, kv_heads=8, head_dim=64, rope=rope)
@@ -346,7 +346,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case):
+def test_invalid_config_is_refused(case):
     values, changes, words = REFUSED[case]
     parse_config(values)
     with pytest.raises(CheckpointError) as caught:
@@ -370,7 +370,7 @@ REFUSED_GENERATION = {
 
 
 @pytest.mark.parametrize("case", REFUSED_GENERATION)
-def test_refused_generation_config(case):
+def test_invalid_generation_config_is_refused(case):
     (key,) = REFUSED_GENERATION[case]
     with pytest.raises(CheckpointError, match=f"^somewhere/generation_config.json: {key} must be"):
         parse_config(LLAMA, REFUSED_GENERATION[case], source="somewhere/config.json")
@@ -403,7 +403,7 @@ ABSENT = dict.fromkeys(["rope_parameters", "layer_types", "quantization_config",
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_odd_values_end_in_one_clear_line(family):
+def test_odd_values_raise_one_line_errors(family):
     """Any value of a key leads to a specification or to a CheckpointError that names the file."""
     values = PUBLISHED[family] | ABSENT
     refused = 0

@@ -1,4 +1,4 @@
-"""The numerical contract: against transformers in fp32, no worse than transformers' own bf16; greedy text agrees."""
+"""The numerical contract: errors are at most those of transformers in bf16, and greedy tokens agree with fp32."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tridecode.serve.request import scoring
 transformers = pytest.importorskip("transformers")
 TOKENS = 96
 
-# Real widths, two layers each; rope and norm settings stay the tiny ones', which differ from the models' in no shape.
+# Real widths with two layers each. Rope and norm settings of the tiny models stay; they change no shape.
 REAL_WIDTHS = {
     "qwen3-4b": ("qwen3-tied", dict(
         hidden_size=2560, intermediate_size=9728, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -41,14 +41,14 @@ def tiny(tmp_path_factory):
 
 
 def transformers_logits(path, ids, dtype):
-    """fp32 [tokens, vocab]; loaded afresh, since casting a loaded model also rounds its rotary frequencies."""
+    """Return logits, fp32 [tokens, vocab]. Each call loads the model, because a cast also rounds rotary frequencies."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
     with torch.no_grad():
         return model(torch.tensor([ids], device=DEVICE)).logits[0].float()
 
 
 def errors(logits, exact):
-    """(mean KL of the next-token distribution in nats, relative RMS of the logits) against `exact`."""
+    """Return (mean KL of the next-token distribution in nats, relative RMS of the logits) against `exact`."""
     log_p, log_q = exact.double().log_softmax(-1), logits.double().log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
     return kl, ((logits.double() - exact.double()).norm() / exact.double().norm()).item()
@@ -69,16 +69,16 @@ def check_contract(path):
 
 
 def check_contract_of_rows(path, rows):
-    """As many texts scored at once, each in its row; of the first, one in the middle and the last the errors."""
+    """Score `rows` texts at once, and check the first, the middle and the last one."""
     generator = torch.Generator().manual_seed(6)
     texts = [torch.randint(0, 380, (TOKENS,), generator=generator).tolist() for _ in range(rows)]
     with Engine.load(path, device=str(DEVICE), slots=rows, max_seq_len=2 * TOKENS) as engine:
         shape = TOKENS, engine.config.vocab_size
         requests = [scoring(packed(ids), 0.0, logits=torch.empty(shape, device=DEVICE)) for ids in texts]
-        for request in [engine._driver.submit(request) for request in requests]:  # all before the first pass
+        for request in [engine._driver.submit(request) for request in requests]:  # submit all before the first pass
             assert request.result().error is None
         logits = [request.logits for request in requests]
-        assert max(stat.rows for stat in engine.graph_stats()) == rows, "they never ran together"
+        assert max(stat.rows for stat in engine.graph_stats()) == rows, "the texts were not scored in one pass"
     for i in (0, rows // 2, rows - 1):
         exact = transformers_logits(path, texts[i], torch.float32)
         kl, rms = errors(logits[i], exact)
@@ -114,7 +114,7 @@ def test_score_is_no_worse_than_transformers_bf16_at_real_widths(name, tmp_path)
 
 @pytest.mark.parametrize("family", [*FAMILIES, "bundled"])
 def test_greedy_tokens_agree_with_transformers(tiny, family):
-    """Tokens may part only where the top-2 gap of the fp32 logits is below the bf16 noise (none in fp32)."""
+    """Tokens may differ only if the gap of the best two fp32 logits is below the bf16 noise (none in fp32)."""
     path = BUNDLED if family == "bundled" else tiny(family)
     engine = Engine.load(path, device=str(DEVICE))
     prompt = torch.randint(0, 380, (37,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -127,8 +127,8 @@ def test_greedy_tokens_agree_with_transformers(tiny, family):
         assert gap <= noise, f"position {position}: token {ids[position + 1]} is {gap:.2e} below the best"
 
 
-def test_prefill_leaves_what_the_step_leaves(tiny):
-    """K/V of a prompt through torch matmuls, against the same tokens through the token step."""
+def test_prefill_and_decode_passes_write_the_same_kv(tiny):
+    """Compare K/V of a prompt pass with torch matmuls to K/V of decode passes."""
     for family in FAMILIES:
         engine = Engine.load(tiny(family), device=str(DEVICE))
         ids = torch.randint(0, 380, (90,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -137,7 +137,7 @@ def test_prefill_leaves_what_the_step_leaves(tiny):
         engine.model.kv.pool.fill_(float("nan"))
         from tridecode.step.prompt import prefill
 
-        prefill(engine.model, 0, len(ids), chunk=32)  # the tokens stand where score has put them
+        prefill(engine.model, 0, len(ids), chunk=32)  # score has written the tokens to the slot
         prefilled = engine.model.kv.held(0, 90).double()
         for layer, (a, b) in enumerate(zip(prefilled.flatten(0, 1), stepped.flatten(0, 1))):  # K, V of each layer
             assert ((a - b).norm() / b.norm()).item() < (2e-2 if CUDA else 1e-5), f"{family}, {layer}"

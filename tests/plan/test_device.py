@@ -1,4 +1,4 @@
-"""The device of an engine: GPUs that are too old are refused."""
+"""Device of an engine: GPUs that are too old are refused."""
 
 import pytest
 import torch
@@ -28,13 +28,13 @@ def test_gpus_from_compute_capability_8_are_used(gpu_of, capability):
 
 
 @pytest.mark.parametrize("options", [dict(device="cuda"), dict(device="auto", backend="triton")])
-def test_older_gpus_are_refused_in_one_line(gpu_of, options):
+def test_requested_older_gpu_is_refused(gpu_of, options):
     gpu_of((7, 5))
     with pytest.raises(DeviceError) as raised:
         find_device(EngineOptions(**options))
     assert "\n" not in str(raised.value) and 'device="cpu"' in str(raised.value)
 
 
-def test_an_older_gpu_that_is_not_requested_leaves_the_cpu(gpu_of):
+def test_auto_device_ignores_an_older_gpu(gpu_of):
     gpu_of((7, 5))
     assert find_device(EngineOptions()) == torch.device("cpu")

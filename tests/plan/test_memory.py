@@ -1,4 +1,4 @@
-"""The memory plan: what fits, what does not, and a container's own limit."""
+"""The memory plan: contexts that fit, refusals, and limits of containers."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from tridecode.tuning.configs import TILE_ROWS
 GIB = 2**30
 
 
-def test_the_context_is_what_fits_beside_the_weights():
+def test_context_is_the_memory_left_by_the_weights():
     plan = MemoryPlan(free=10 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192, headroom=0.1)
     assert plan.max_context == 2048
     assert plan.capacity(None, "x") == 2048 and plan.capacity(1000, "x") == 1000
@@ -27,13 +27,13 @@ def test_the_context_is_what_fits_beside_the_weights():
         plan.capacity(3000, "x")
 
 
-def test_weights_that_do_not_fit():
+def test_weights_that_do_not_fit_are_refused():
     plan = MemoryPlan(free=5 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192)
     with pytest.raises(DeviceError, match="choose a smaller model"):
         plan.capacity(None, "x")
 
 
-def test_a_cpu_gets_a_moderate_context_unless_asked_for_more(monkeypatch):
+def test_default_context_on_a_cpu_is_limited(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 8 * GIB)
     config, cpu = tiny_config(max_position=2**30), torch.device("cpu")
     plan = planned(config, cpu)
@@ -46,7 +46,7 @@ def test_a_cpu_gets_a_moderate_context_unless_asked_for_more(monkeypatch):
         assert (plan.capacity, plan.notes) == (capacity, ())
 
 
-def test_slots_share_what_fits():
+def test_slots_share_the_positions_that_fit():
     plan = MemoryPlan(
         free=10 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192, kv_per_token=2**19,
         per_slot=2**26, slots=4,
@@ -56,19 +56,19 @@ def test_slots_share_what_fits():
     for capacity, pool in ((100, 400), (1000, 4000), (2000, 3759)):
         assert plan.capacity(capacity, "x") == capacity and plan.kv_tokens(capacity, None, "x") == pool
         assert plan.needed(capacity, pool) <= plan.free
-    assert plan.needed(2000, 3759 + 1) > plan.free, "it is all that fits"
+    assert plan.needed(2000, 3759 + 1) > plan.free, "one more position fits"
     assert plan.kv_tokens(1000, 1500, "x") == 1500
     with pytest.raises(DeviceError, match=r"kv_tokens: 5,000 positions need .* at most 4,\d\d\d fit$"):
         plan.kv_tokens(1000, 5000, "x")
 
 
-def test_more_slots_than_memory_is_one_line_that_says_how_many_fit():
+def test_too_many_slots_error_gives_the_number_that_fits():
     plan = MemoryPlan(
         free=10 * GIB, weights=6 * GIB, per_token=2**20, fixed=GIB, model_limit=8192, kv_per_token=2**19,
         per_slot=2**26, slots=64,
     )  # fmt: skip
-    wanted = r"^not enough memory on x: 64 slots with 100 positions need 11\.\d\d GiB \(6\.00 GiB of weights\), "
-    with pytest.raises(DeviceError, match=wanted + r"10\.00 GiB are free; at most 47 slots fit$"):
+    message = r"^not enough memory on x: 64 slots with 100 positions need 11\.\d\d GiB \(6\.00 GiB of weights\), "
+    with pytest.raises(DeviceError, match=message + r"10\.00 GiB are free; at most 47 slots fit$"):
         plan.capacity(100, "x")
     assert replace(plan, slots=47).capacity(100, "x") == 100
     with pytest.raises(DeviceError, match="at most 46 slots fit"):
@@ -77,7 +77,7 @@ def test_more_slots_than_memory_is_one_line_that_says_how_many_fit():
         replace(plan, free=GIB).capacity(100, "x")
 
 
-def test_the_plan_counts_what_a_slot_takes():
+def test_plan_counts_the_bytes_of_a_slot():
     config, cpu = tiny_config(), torch.device("cpu")
     assert plan_memory(config, torch.float32, cpu).per_slot == 0
 
@@ -94,11 +94,11 @@ def test_the_plan_counts_what_a_slot_takes():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("slots, capacity, chunk", [(1, 8192, 2048), (1, 100, 2048), (16, 4096, 512), (64, 1024, 8192)])
 @pytest.mark.parametrize("preset", ["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-7b", "mistral-7b"])
-def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chunk, dtype):
-    """Every tensor beside the weights counted on the meta device; what others allocate is a number of its own."""
+def test_plan_matches_the_allocation(monkeypatch, preset, slots, capacity, chunk, dtype):
+    """Count all tensors except the weights on the meta device; SCRATCH is separate."""
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
     use_h100(monkeypatch)
-    config = replace(PRESETS[preset], max_position=capacity)  # so that the plan is one for this context
+    config = replace(PRESETS[preset], max_position=capacity)  # so that the plan is for this context
     weights = checkpoint.empty_weights(config, "meta", dtype)
     model = make_model(config, weights, capacity, slots, prompt_rows=chunk)
     tensors = named_tensors(model.workspace) | {f"prompt.{name}": t for name, t in named_tensors(model.prompt).items()}
@@ -106,7 +106,7 @@ def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chu
     tensors |= {f"rope.{i}": table for i, table in enumerate(sum(model.ropes.values(), ()))}
     allocated = sum(t.nbytes for t in tensors.values() if t.is_meta)
     plan = plan_memory(config, dtype, torch.device("cuda"), slots, chunk, one_piece=False)
-    pages = -(-capacity // 64) * 64  # whole ones
+    pages = -(-capacity // 64) * 64  # in whole pages
     planned = plan.needed(capacity, slots * pages) - plan.weights - memory.SCRATCH["cuda"]
     assert allocated == pytest.approx(planned, abs=100 * slots)
     with_torchs = plan_memory(config, dtype, torch.device("cuda"), slots, chunk)
@@ -114,18 +114,18 @@ def test_the_plan_is_what_is_allocated(monkeypatch, preset, slots, capacity, chu
 
 
 @pytest.mark.parametrize("slots", [1, 3, 65])
-def test_what_products_read_has_the_rows_of_a_tile(slots):
-    """In the batch-invariant mode one row too is multiplied in tiles."""
+def test_buffers_of_linears_have_the_rows_of_a_tile(slots):
+    """A single row is multiplied in tiles too, in batch-invariant mode."""
     workspace = make_workspace(tiny_config(), 100, torch.device("cpu"), torch.bfloat16, slots)
     tensors = named_tensors(workspace)
     for name in ("normed", "attention.attended", "mlp.act"):
-        given = tensors[name]
-        assert len(given) == slots
-        assert given.untyped_storage().nbytes() >= max(slots, TILE_ROWS) * given.shape[1] * given.itemsize, name
+        tensor = tensors[name]
+        assert len(tensor) == slots
+        assert tensor.untyped_storage().nbytes() >= max(slots, TILE_ROWS) * tensor.shape[1] * tensor.itemsize, name
 
 
 @pytest.mark.parametrize("slots", [1, 3, 64])
-def test_the_plan_counts_rows_that_verify_drafts(monkeypatch, slots):
+def test_plan_counts_rows_that_verify_drafts(monkeypatch, slots):
     config, cpu = tiny_config(), torch.device("cpu")
     monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
     weights = checkpoint.random_weights(config, cpu, torch.float32)
@@ -139,11 +139,11 @@ def test_the_plan_counts_rows_that_verify_drafts(monkeypatch, slots):
 
     off, ngram = (plan_memory(config, torch.float32, cpu, slots, speculate=each) for each in (False, True))
     more = allocated(True) - allocated(False)
-    assert ngram.fixed - off.fixed == pytest.approx(more, rel=0.15, abs=11_000), "but for rows that fill tiles"
+    assert ngram.fixed - off.fixed == pytest.approx(more, rel=0.15, abs=11_000), "equal except for rows that fill tiles"
     assert (more > 11_000) == (slots < 64)
 
 
-def test_kv_tokens_and_context_bound_each_other(monkeypatch):
+def test_kv_tokens_and_context_limit_each_other(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
     config, cpu = tiny_config(max_position=512), torch.device("cpu")
     plan = planned(config, cpu, slots=4, kv_tokens=1000)
@@ -158,14 +158,14 @@ def test_kv_tokens_and_context_bound_each_other(monkeypatch):
     assert plan.notes == ("8 slots share 2,000 K/V positions: that is what fits cpu",)
 
 
-def test_a_gpus_context_is_what_fits(monkeypatch):
+def test_default_context_on_a_gpu_is_the_largest_that_fits(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 4 * GIB)
     use_h100(monkeypatch)
     plan = planned(tiny_config(max_position=2**30), dtype="float32")
     assert plan.capacity == plan.memory.max_context > 2**20 and plan.notes[0].endswith("that is what fits cuda")
 
 
-def test_a_model_beyond_the_limit_of_its_group_is_refused_before_it_is_read(monkeypatch, tmp_path):
+def test_model_beyond_the_cgroup_limit_is_refused_before_loading(monkeypatch, tmp_path):
     monkeypatch.setattr("tridecode.engine.load_weights", None)
     (tmp_path / "own").write_text(V2)
     for name, text in (("memory.max", str(50 << 20)), ("memory.current", str(20 << 20))):
@@ -177,7 +177,7 @@ def test_a_model_beyond_the_limit_of_its_group_is_refused_before_it_is_read(monk
         Engine.load(device="cpu")
 
 
-def test_a_context_that_cannot_be_allocated_names_its_cause(monkeypatch):
+def test_failed_allocation_names_the_context_size(monkeypatch):
     def full(*args):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
 
@@ -186,7 +186,7 @@ def test_a_context_that_cannot_be_allocated_names_its_cause(monkeypatch):
         Engine.load(device="cpu", max_seq_len=64)
 
 
-def test_the_plan_leaves_a_share_of_the_memory(monkeypatch):
+def test_plan_leaves_headroom(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
     plan = plan_memory(tiny_config(max_position=2**24), torch.float32, torch.device("cpu"))
     assert plan.needed(plan.max_context) <= 0.75 * GIB < plan.needed(plan.max_context + 1)

@@ -1,4 +1,4 @@
-"""/model: another model in the same conversation, and what happens where it cannot be loaded."""
+"""/model: switching models within a conversation, and models that cannot be loaded."""
 
 import gc
 import signal
@@ -22,7 +22,7 @@ FEW = ("--max-tokens", 4, "--temperature", 0)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Two models, and three directories that are none: too short weights, no chat template, nothing."""
+    """Two models and three invalid directories: with short weights, without a chat template, and a missing one."""
     path = tmp_path_factory.mktemp("models")
     found = {name: write_tiny(path / name, family) for name, family in (("qwen", "qwen3"), ("llama", "llama"))}
     found["cut"] = write_tiny(path / "cut", "llama")
@@ -35,7 +35,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def crowded(monkeypatch):
-    """Two models never fit together."""
+    """Two models never fit in memory together."""
     monkeypatch.setattr(Loader, "_fits_beside", lambda *args: False)
 
 
@@ -44,7 +44,7 @@ def answers(engine, *turns):
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_the_conversation_goes_on_with_the_other_model(piped, models, state, request, together):
+def test_conversation_continues_with_the_other_model(piped, models, state, request, together):
     if not together:
         request.getfixturevalue("crowded")
     lines = f"hello\n/model '{models['llama']}'\nagain\n/model\n"
@@ -59,24 +59,24 @@ def test_the_conversation_goes_on_with_the_other_model(piped, models, state, req
 
 
 @pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("name, says", [
+@pytest.mark.parametrize("name, message", [
     ("nothing", "no such directory"),
     ("cut", "model.safetensors"),
     ("base", "no chat template"),
 ])  # fmt: skip
-def test_a_model_that_cannot_be_loaded_costs_nothing(piped, models, request, name, says, together):
+def test_failed_load_keeps_the_old_model(piped, models, request, name, message, together):
     if not together:
         request.getfixturevalue("crowded")
     code, out, err = piped(f"hello\n/model {models[name]}\nagain\n", "--model", models["qwen"], *FEW)
     assert code == 0
     (error,) = (line for line in err.splitlines() if line.startswith("tridecode: error"))
-    assert says in error
+    assert message in error
     engine = Engine.load(models["qwen"], device="cpu")
     first = answers(engine, "hello")
     assert out == f"{first}\n{answers(engine, 'hello', first, 'again')}\n"
 
 
-def test_the_old_model_is_let_go_before_where_both_do_not_fit(piped, models, crowded, monkeypatch):
+def test_old_model_is_released_first_if_both_do_not_fit(piped, models, crowded, monkeypatch):
     engines, load = [], loading.load_model
 
     def counting(*args):
@@ -91,8 +91,8 @@ def test_the_old_model_is_let_go_before_where_both_do_not_fit(piped, models, cro
     assert code == 0 and len(engines) == 2 and out.count("\n") == 2, err
 
 
-def test_ctrl_c_keeps_the_loaded_model(models, session, crowded, monkeypatch):
-    """One more, while that is loaded again, changes nothing."""
+def test_ctrl_c_during_a_load_keeps_the_old_model(models, session, crowded, monkeypatch):
+    """A second Ctrl-C, while the old model is loaded again, has no effect."""
     loads, before = [], signal.getsignal(signal.SIGINT)
 
     def load(args, model, *rest):
@@ -110,7 +110,7 @@ def test_ctrl_c_keeps_the_loaded_model(models, session, crowded, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_without_any_model_the_chat_ends(piped, models, crowded, monkeypatch, state):
+def test_chat_ends_without_a_model(piped, models, crowded, monkeypatch, state):
     load = loading.load_model
 
     def once(args, model, *rest):
@@ -128,15 +128,15 @@ def test_without_any_model_the_chat_ends(piped, models, crowded, monkeypatch, st
     assert [user for user, _ in sessions.read(sessions.named("work")).turns] == ["hello"]
 
 
-@pytest.mark.parametrize("free, beside", [(2**30, True), (2**24, False)])
-def test_both_fit_where_the_new_one_gets_all_of_its_context(models, monkeypatch, free, beside):
+@pytest.mark.parametrize("free, fits", [(2**30, True), (2**24, False)])
+def test_two_models_fit_if_the_new_one_has_its_full_context(models, monkeypatch, free, fits):
     old = Engine.load(models["qwen"], device="cpu")
     loader = Loader(make_parser().parse_args(["chat", "--device", "cpu"]), None)
     monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: free)
-    assert loader._fits_beside(old, loader._plan(models["llama"])) is beside
+    assert loader._fits_beside(old, loader._plan(models["llama"])) is fits
 
 
-def test_a_model_too_large_even_alone_is_refused_before_anything_is_given_up(models, monkeypatch):
+def test_model_larger_than_memory_is_refused_before_the_switch(models, monkeypatch):
     old = Engine.load(models["qwen"], device="cpu", max_seq_len=1)
     loader = Loader(make_parser().parse_args(["chat", "--device", "cpu"]), None)
     monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: -old.plan.memory.needed(old.capacity))
@@ -144,7 +144,7 @@ def test_a_model_too_large_even_alone_is_refused_before_anything_is_given_up(mod
         loader._fits_beside(old, loader._plan(models["llama"]))
 
 
-def test_sampling_options_that_were_asked_for_stay(piped, models, tmp_path):
+def test_requested_sampling_options_survive_a_switch(piped, models, tmp_path):
     warm = tmp_path / "warm"
     warm.mkdir()
     for file in models["llama"].iterdir():

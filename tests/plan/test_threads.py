@@ -1,4 +1,4 @@
-"""CPU threads: one for a tiny model, free cores for others, and whatever the user has said."""
+"""CPU threads: one for a tiny model, free cores for others, or the number that the user sets."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from chats import ROOT
 from tridecode.plan import cgroup, threads
 
 SCENARIOS = {
-    # what a program does -> the numbers of threads it sees
+    # actions of a program -> the numbers of threads that it reads
     "untouched": ("load(); print(torch.get_num_threads())", "1"),
     "set before, as many as PyTorch's own": (
         "torch.set_num_threads(N); load(); print(torch.get_num_threads() == N)",
@@ -62,12 +62,12 @@ def run(code: str, **environment) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_number_of_threads(name):
+def test_number_of_threads(name):
     code, expected = SCENARIOS[name]
     assert run(code) == expected.split()
 
 
-def test_the_environment_chooses():
+def test_environment_sets_the_number_of_threads():
     assert run("load(); print(torch.get_num_threads())", OMP_NUM_THREADS="2") == ["2"]
 
 
@@ -76,14 +76,14 @@ class Free:
         return 7
 
 
-def test_a_tiny_model_takes_one_thread_and_others_the_free_cores():
+def test_tiny_model_uses_one_thread():
     assert threads.choose(threads.TINY - 1, Free()) == 1
     assert threads.choose(threads.TINY, Free()) == 7
 
 
 @pytest.mark.parametrize("idle, own, cores", [(4.0, 0, 4), (3.0, 1.0, 4), (1.9, 0.9, 3), (0.2, 0.6, 1), (0, 0, 1)])
-def test_cores_that_others_use_are_not_free(monkeypatch, idle, own, cores):
-    """idle: cores idle, own: cores busy with this process, of four."""
+def test_cores_used_by_other_programs_are_not_free(monkeypatch, idle, own, cores):
+    """The machine has four cores: `idle` are idle, `own` are busy with this process."""
     clock = {"now": 100.0}
     monkeypatch.setattr(threads, "DEFAULT", 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
@@ -97,7 +97,7 @@ def test_cores_that_others_use_are_not_free(monkeypatch, idle, own, cores):
 
 
 @pytest.mark.parametrize("quota, affinity, cores", [(1.5, {0, 1, 2, 3}, 1), (2.0, {0, 1, 2, 3}, 2), (0.5, {1}, 1)])
-def test_a_quota_and_an_affinity_bound_the_cores(monkeypatch, quota, affinity, cores):
+def test_quota_and_affinity_limit_the_cores(monkeypatch, quota, affinity, cores):
     monkeypatch.setattr(threads, "DEFAULT", 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: affinity)
     monkeypatch.setattr(cgroup, "cpus", lambda: quota)
@@ -105,7 +105,7 @@ def test_a_quota_and_an_affinity_bound_the_cores(monkeypatch, quota, affinity, c
     assert threads.FreeCores().count() == cores
 
 
-def test_the_machine_tells_its_idle_time():
+def test_idle_time_can_be_measured():
     assert threads._idle_seconds() > 0
     assert 1 <= threads.FreeCores().count() <= max(torch.get_num_threads(), threads.DEFAULT)
 

@@ -1,4 +1,4 @@
-"""generate --jsonl over several slots: order, what is read ahead, interrupts, the bar, statistics."""
+"""`generate --jsonl` with several slots: order, reading ahead, interrupts, progress bar and statistics."""
 
 import io
 import json
@@ -30,14 +30,14 @@ LENGTHS = (40, 3, 9, 1, 25, 2, 14, 5)
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
-    """An engine of SLOTS slots."""
+    """An engine with SLOTS slots."""
     path = write_tiny(tmp_path_factory.mktemp("several") / "qwen3", "qwen3")
     return Engine.load(path, device="cpu", slots=SLOTS)
 
 
 @pytest.fixture
 def run(several, capsys, monkeypatch, tmp_path):
-    """Run `generate --jsonl` on lines that are given; returns exit code, the entries of stdout or --output, stderr."""
+    """Run `generate --jsonl` on these lines; return the exit code, the entries of stdout or --output, and stderr."""
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: several)
     file, results = tmp_path / "b.jsonl", tmp_path / "o.jsonl"
 
@@ -63,44 +63,44 @@ def indices(entries):
     return [entry["index"] for entry in entries]
 
 
-def test_answers_in_the_order_of_the_lines_are_those_of_single_runs(run, several):
-    given = prompts(*LENGTHS) + [{"prompt": "Hello", "temperature": 1.0, "seed": 7}]
-    code, found, err = run(given)
-    assert code == 0 and indices(found) == list(range(9)) and err.startswith("9 answered, 0 failed · 104 tokens in ")
-    for entry, line in zip(found, given[:8]):
+def test_ordered_answers_match_single_runs(run, several):
+    requests = prompts(*LENGTHS) + [{"prompt": "Hello", "temperature": 1.0, "seed": 7}]
+    code, entries, err = run(requests)
+    assert code == 0 and indices(entries) == list(range(9)) and err.startswith("9 answered, 0 failed · 104 tokens in ")
+    for entry, line in zip(entries, requests[:8]):
         params = several.default_params(temperature=0, max_tokens=line["max_tokens"], ignore_eos=True)
         assert entry["token_ids"] == list(several.generate(line["prompt_ids"], params).token_ids)
 
 
-def test_unordered_answers_come_as_they_end(run):
+def test_unordered_answers_are_written_when_they_end(run):
     _, ordered, _ = run(prompts(*LENGTHS))
-    code, found, _ = run(prompts(*LENGTHS), "--unordered", "--no-reuse-prefix")
-    assert code == 0 and sorted(indices(found)) == list(range(8))
-    assert indices(found)[:2] == [1, 3] and indices(found)[-1] == 0  # the shortest first; the longest outlasts all
-    assert {entry["index"]: entry["text"] for entry in found} == {entry["index"]: entry["text"] for entry in ordered}
+    code, entries, _ = run(prompts(*LENGTHS), "--unordered", "--no-reuse-prefix")
+    assert code == 0 and sorted(indices(entries)) == list(range(8))
+    assert indices(entries)[:2] == [1, 3] and indices(entries)[-1] == 0  # the shortest end first
+    assert {entry["index"]: entry["text"] for entry in entries} == {entry["index"]: entry["text"] for entry in ordered}
 
 
-def test_a_line_that_cannot_be_written_is_not_counted(run):
-    """Of a reader that has gone, or on a full disk."""
+def test_unwritten_line_is_not_counted(run):
+    """The reader has closed the pipe, or the disk is full."""
     code, _, err = run(prompts(*LENGTHS[:3]), "--output", "/dev/full")
     assert code == 1 and "0 answered, 0 failed, 3 left" in err
 
 
 @pytest.mark.parametrize("order", [(), ("--unordered",)])
-def test_what_cannot_be_answered_fails_alone_among_others(run, order):
-    given = prompts(6, 5, 4, 3, 2)
-    given[1] = {"prompt_ids": [5] * 600}
-    given[3] = {"prompt_ids": [10**6]}
-    code, found, err = run(given, *order)
-    by_index = {entry["index"]: entry for entry in found}
+def test_invalid_line_fails_alone(run, order):
+    requests = prompts(6, 5, 4, 3, 2)
+    requests[1] = {"prompt_ids": [5] * 600}
+    requests[3] = {"prompt_ids": [10**6]}
+    code, entries, err = run(requests, *order)
+    by_index = {entry["index"]: entry for entry in entries}
     assert code == 1 and len(by_index) == 5 and err.splitlines()[-1].startswith("3 answered, 2 failed")
     assert "the context holds" in by_index[1]["error"] and "vocabulary" in by_index[3]["error"]
     assert all(len(by_index[i]["token_ids"]) == 6 - i for i in (0, 2, 4))
 
 
 @pytest.mark.parametrize("order", [(), ("--unordered",)])
-def test_no_more_lines_are_held_than_the_slots_and_those_that_wait(run, several, monkeypatch, order):
-    read, held, submit = [], [], several.submit
+def test_lines_are_read_as_slots_and_queue_allow(run, several, monkeypatch, order):
+    read, pending, submit = [], [], several.submit
     reading = batch.Lines.requests
 
     def requests(*args):
@@ -109,7 +109,7 @@ def test_no_more_lines_are_held_than_the_slots_and_those_that_wait(run, several,
             yield request
 
     def spy(*args, **kwargs):
-        held.append(len(read) - answered[0])
+        pending.append(len(read) - answered[0])
         return submit(*args, **kwargs)
 
     answered, line = [0], batch.Answers._line
@@ -121,13 +121,13 @@ def test_no_more_lines_are_held_than_the_slots_and_those_that_wait(run, several,
     monkeypatch.setattr(batch.Lines, "requests", requests)
     monkeypatch.setattr(several, "submit", spy)
     monkeypatch.setattr(batch.Answers, "_line", counting)
-    code, found, _ = run(prompts(*[4] * 40), "--max-queue", "2", *order)
-    assert code == 0 and len(found) == 40 and max(held) == SLOTS + 2
+    code, entries, _ = run(prompts(*[4] * 40), "--max-queue", "2", *order)
+    assert code == 0 and len(entries) == 40 and max(pending) == SLOTS + 2
 
 
-def test_unordered_results_are_resumed_by_their_lines(run, several, monkeypatch):
-    given, submit, calls = prompts(*LENGTHS), several.submit, []
-    _, whole, _ = run(given)
+def test_unordered_batch_resumes_by_line(run, several, monkeypatch):
+    requests, submit, calls = prompts(*LENGTHS), several.submit, []
+    _, whole, _ = run(requests)
 
     def interrupted(*args, **kwargs):
         calls.append(args)
@@ -136,37 +136,37 @@ def test_unordered_results_are_resumed_by_their_lines(run, several, monkeypatch)
         return submit(*args, **kwargs)
 
     monkeypatch.setattr(several, "submit", interrupted)
-    code, first, err = run(given, "--unordered", "--max-queue", "1", to_file=True)
+    code, first, err = run(requests, "--unordered", "--max-queue", "1", to_file=True)
     assert code == 130 and 0 < len(first) < 8 and f"{len(first)} answered, 0 failed, {8 - len(first)} left" in err
-    assert 0 not in indices(first)  # the longest was under way
-    code, found, err = run(given, "--unordered", to_file=True)
+    assert 0 not in indices(first)  # the longest answer was not complete
+    code, entries, err = run(requests, "--unordered", to_file=True)
     assert code == 0 and f"{len(first)} were there already" in err and len(calls) == 8 + 8 - len(first)
-    assert sorted(indices(found)) == list(range(8)) and found[: len(first)] == first
-    assert {entry["index"]: entry["text"] for entry in found} == {entry["index"]: entry["text"] for entry in whole}
-    assert run(given, to_file=True)[2] == f"{run.results}: all 8 lines are answered\n"
+    assert sorted(indices(entries)) == list(range(8)) and entries[: len(first)] == first
+    assert {entry["index"]: entry["text"] for entry in entries} == {entry["index"]: entry["text"] for entry in whole}
+    assert run(requests, to_file=True)[2] == f"{run.results}: all 8 lines are answered\n"
 
 
-def test_an_interrupt_loses_nothing_that_is_finished(run, monkeypatch):
-    """In the order of the lines, answers wait for the first one; an interrupt writes them without it."""
+def test_interrupt_writes_all_finished_answers(run, monkeypatch):
+    """Ordered answers wait for the first line; an interrupt writes them without it."""
     result = Request.result
 
     def interrupted(handle):
         if handle.finish_reason is None:
-            for _ in zip(range(29), handle):  # of the 40 tokens of the first line
+            for _ in zip(range(29), handle):  # the first line has 40 tokens
                 pass
             raise KeyboardInterrupt
         return result(handle)
 
     monkeypatch.setattr(Request, "result", interrupted)
-    code, found, err = run(prompts(*LENGTHS), to_file=True)
-    assert code == 130 and indices(found) == [1, 2, 3, 4, 5, 6] and "6 answered, 0 failed, 2 left" in err
+    code, entries, err = run(prompts(*LENGTHS), to_file=True)
+    assert code == 130 and indices(entries) == [1, 2, 3, 4, 5, 6] and "6 answered, 0 failed, 2 left" in err
 
 
 @pytest.mark.parametrize("order", [(), ("--unordered",)])
-def test_ctrl_c_ends_promptly_and_keeps_what_is_there(endless, tmp_path, order):
+def test_ctrl_c_ends_promptly_and_keeps_finished_answers(endless, tmp_path, order):
     file, results = tmp_path / "b.jsonl", tmp_path / "o.jsonl"
-    given = prompts(2, 10**4, 3, 10**4, 10**4)
-    file.write_text("".join(json.dumps(entry) + "\n" for entry in given))
+    requests = prompts(2, 10**4, 3, 10**4, 10**4)
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in requests))
     command = [sys.executable, "cli.py", "generate", "--jsonl", file, "--output", results, "--device", "cpu"]
     command += ["--model", endless, "--temperature", "0", "--slots", "2", *order]
     with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
@@ -179,11 +179,11 @@ def test_ctrl_c_ends_promptly_and_keeps_what_is_there(endless, tmp_path, order):
         finally:
             process.kill()
     assert process.returncode == 130 and time.perf_counter() - started < 10
-    found = lines(results.read_text())
-    assert indices(found) == [0, 2] and "2 answered, 0 failed, 3 left" in err and "Traceback" not in err
+    entries = lines(results.read_text())
+    assert indices(entries) == [0, 2] and "2 answered, 0 failed, 3 left" in err and "Traceback" not in err
 
 
-def test_a_terminal_shows_the_bar_and_no_half_of_it_after_ctrl_c(endless, tmp_path):
+def test_ctrl_c_clears_the_progress_bar(endless, tmp_path):
     pexpect = pytest.importorskip("pexpect")
     file, results = tmp_path / "b.jsonl", tmp_path / "o.jsonl"
     file.write_text("".join(json.dumps(entry) + "\n" for entry in prompts(*[2, 10**4] * 4)))
@@ -197,7 +197,7 @@ def test_a_terminal_shows_the_bar_and_no_half_of_it_after_ctrl_c(endless, tmp_pa
     child.close()
     assert child.exitstatus == 130 and indices(lines(results.read_text()))[0] == 0
     assert b"^C" not in screen.getvalue() and b"left" in screen.getvalue()
-    assert screen.getvalue().rindex(b"\x1b[2K") > screen.getvalue().rindex(b"tok/s")  # the bar's line is cleared
+    assert screen.getvalue().rindex(b"\x1b[2K") > screen.getvalue().rindex(b"tok/s")  # the line of the bar is cleared
 
 
 def until(true, seconds=60):
@@ -207,16 +207,16 @@ def until(true, seconds=60):
         time.sleep(0.05)
 
 
-def test_the_default_slots_are_those_of_the_command(monkeypatch, several, tmp_path, capsys):
-    asked = []
-    monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: asked.append(kwargs) or several)
+def test_default_slots_depend_on_the_command(monkeypatch, several, tmp_path, capsys):
+    options_of_load = []
+    monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: options_of_load.append(kwargs) or several)
     file = tmp_path / "b.jsonl"
     file.write_text(json.dumps(prompts(1)[0]))
     engine = ["--kv-tokens", "900", "--graph", "piecewise", "--graph-sizes", "1,3", "--chunk-tokens", "64"]
     for argv in (["--jsonl", str(file)], ["--jsonl", str(file), "--slots", "5", *engine], ["--prompt-ids", "5"]):
         assert commands.main(["generate", *LIMITS, *argv]) == 0
-    assert [kwargs["slots"] for kwargs in asked] == [16, 5, 1]
-    assert {name: asked[1][name] for name in ("kv_tokens", "graph", "graph_sizes", "chunk_tokens")} == {
+    assert [kwargs["slots"] for kwargs in options_of_load] == [16, 5, 1]
+    assert {name: options_of_load[1][name] for name in ("kv_tokens", "graph", "graph_sizes", "chunk_tokens")} == {
         "kv_tokens": 900, "graph": "piecewise", "graph_sizes": (1, 3), "chunk_tokens": 64
     }  # fmt: skip
 
@@ -245,36 +245,38 @@ def test_wrong_values_are_one_line(option, value, named, capsys):
     assert exit.value.code == 2 and err.count("\n") == 1 and option in err and named in err
 
 
-def test_the_lines_of_a_file_are_its_lines():
+def test_lines_are_split_at_newlines_only():
     for text in ("", "\n", "a", "a\n", "a\n\nb\r\n", "\u2028\x0b\x1e\na"):
         assert list(split(text)) == text.split("\n")
-    found = Lines("a\n\n b \n")
-    assert len(found) == 2 and found.keys[1] == 0 and found.keys[2] == Lines("b").keys[0]
-    assert found.answered(0, f"{found.keys[0]:016x}") and not found.answered(1, "0" * 16)
-    assert not found.answered(9, f"{found.keys[0]:016x}")
+    batch_lines = Lines("a\n\n b \n")
+    assert len(batch_lines) == 2 and batch_lines.keys[1] == 0 and batch_lines.keys[2] == Lines("b").keys[0]
+    assert batch_lines.answered(0, f"{batch_lines.keys[0]:016x}") and not batch_lines.answered(1, "0" * 16)
+    assert not batch_lines.answered(9, f"{batch_lines.keys[0]:016x}")
 
 
 def test_n_answers_share_the_slots(several, monkeypatch, capsys):
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: several)
-    begun, submit = [], several.submit
-    monkeypatch.setattr(several, "submit", lambda *args, **options: begun.append(submit(*args, **options)) or begun[-1])
+    started, submit = [], several.submit
+    monkeypatch.setattr(
+        several, "submit", lambda *args, **kwargs: started.append(submit(*args, **kwargs)) or started[-1]
+    )
     command = ["generate", *LIMITS, "--prompt-ids", "5,17", "--temperature", "1", "--n", "5", "--seed", "3"]
     running = []
     monkeypatch.setattr(
-        "tridecode.cli.generate.command.report", lambda *args: running.append(len(begun)) or report(*args)
+        "tridecode.cli.generate.command.report", lambda *args: running.append(len(started)) or report(*args)
     )
     assert commands.main([*command, "--json"]) == 0
-    found = lines(capsys.readouterr().out)
-    assert [entry["seed"] for entry in found] == [3, 4, 5, 6, 7] and running == [3, 4, 5, 5, 5]
-    for entry in found:
+    entries = lines(capsys.readouterr().out)
+    assert [entry["seed"] for entry in entries] == [3, 4, 5, 6, 7] and running == [3, 4, 5, 5, 5]
+    for entry in entries:
         params = several.default_params(temperature=1.0, max_tokens=5, seed=entry["seed"])
         assert entry["token_ids"] == list(several.generate([5, 17], params).token_ids)
     assert commands.main(command) == 0
     out, err = capsys.readouterr()
-    assert out == "".join(entry["text"] + "\n" for entry in found) and "answer 2 of 5, seed 4" in err
+    assert out == "".join(entry["text"] + "\n" for entry in entries) and "answer 2 of 5, seed 4" in err
 
 
-# the bar, and the statistics at the end
+# ---- progress bar and statistics
 
 
 STATS = [
@@ -284,7 +286,7 @@ STATS = [
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_the_bar_fits_in_one_line(width):
+def test_progress_bar_fits_in_one_line(width):
     screen = io.StringIO()
     output = SimpleNamespace(errors=make_console(file=screen, width=width, force_terminal=True), tty=False, quiet=False)
     bar = progress("answering", output, lambda: 12345.6)
@@ -294,12 +296,12 @@ def test_the_bar_fits_in_one_line(width):
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue().replace("\r", "\n"))
     assert {"11/1,000", "12,346", "tok/s"} <= set(shown.split())
     assert all(len(line) <= width for line in shown.splitlines())
-    assert screen.getvalue().count("\n") == 1  # of one line, which is drawn again
+    assert screen.getvalue().count("\n") == 1  # the bar rewrites one line
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("width", [30, 40, 200])
-def test_statistics_are_a_table(monkeypatch, terminal, width):
+def test_graph_stats_are_a_table(monkeypatch, terminal, width):
     screen = io.StringIO()
     output = SimpleNamespace(errors=make_console(file=screen, width=width, force_terminal=terminal))
     show_graph_stats(SimpleNamespace(graph_stats=lambda: STATS), output)
@@ -307,16 +309,16 @@ def test_statistics_are_a_table(monkeypatch, terminal, width):
     assert ("───" in shown) == terminal and all(len(line) <= width for line in shown.splitlines())
     rows = [line.split() for line in shown.splitlines()]
     figures = dict(rows="19", padded="20", padding="1", count="7", mode="full", kind="logprobs+mask").items()
-    fewer = [[each for each in figures if each[0] not in SPARED[:spared]] for spared in range(4)]
-    found = next(columns for columns in fewer if [name for name, _ in columns] in rows)
-    assert [value for _, value in found] in rows, "no word is broken"
-    assert len(found) == {30: 4 - terminal, 40: 5 - terminal, 200: 6}[width]
+    tables = [[each for each in figures if each[0] not in SPARED[:spared]] for spared in range(4)]
+    shown_columns = next(columns for columns in tables if [name for name, _ in columns] in rows)
+    assert [value for _, value in shown_columns] in rows, "a word is broken"
+    assert len(shown_columns) == {30: 4 - terminal, 40: 5 - terminal, 200: 6}[width]
     if width == 200:
         assert ["1", "1", "0", "12,345", "full", "greedy"] in rows
         assert ["19", "20", "1", "7", "full", "logprobs+mask"] in rows
 
 
-def test_statistics_come_at_the_end_and_on_stderr(run, several, monkeypatch):
+def test_graph_stats_follow_the_answers_on_stderr(run, several, monkeypatch):
     monkeypatch.setattr(several, "graph_stats", lambda: STATS, raising=False)
-    _, found, err = run(prompts(2, 2), "--graph-stats")
-    assert len(found) == 2 and "12,345" in err and err.index("answered") < err.index("padded")
+    _, entries, err = run(prompts(2, 2), "--graph-stats")
+    assert len(entries) == 2 and "12,345" in err and err.index("answered") < err.index("padded")

@@ -1,4 +1,4 @@
-"""Prompt passes: captured, in pieces and launched; padded, shared by several prompts, and beside rows that decode."""
+"""Prompt passes: captured, piecewise, launched, padded and shared."""
 
 import re
 from dataclasses import replace
@@ -41,8 +41,8 @@ def close(a, b) -> bool:
 @needs_gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", [5, 16, 70, 200])
-def test_captured_passes_are_bit_equal_to_those_in_pieces_and_to_launched_ones(family, tokens):
-    """Of one size, which is the prompt's: nothing is padded."""
+def test_graph_modes_give_equal_bits(family, tokens):
+    """The captured size is the length of the prompt, so there is no padding."""
     found = []
     for mode, attention in (("full", "triton"), ("full_and_piecewise", "triton"), ("full_decode_only", "triton")):
         sizes = {} if mode == "full_decode_only" else {"prompt_graph_sizes": [tokens]}
@@ -53,18 +53,18 @@ def test_captured_passes_are_bit_equal_to_those_in_pieces_and_to_launched_ones(f
         (stat,) = [stat for stat in engine.graph_stats() if stat.kind == "prompt"]
         assert stat.mode == {"full": "full", "full_and_piecewise": "piecewise"}.get(mode, "none")
         found.append((result.token_ids, result.logprobs, engine.model.kv.held(0, tokens)))
-    for tokens_of, logprobs, held in found[1:]:
-        assert tokens_of == found[0][0] and logprobs == found[0][1] and torch.equal(held, found[0][2])
+    for token_ids, logprobs, kv in found[1:]:
+        assert token_ids == found[0][0] and logprobs == found[0][1] and torch.equal(kv, found[0][2])
 
 
 @needs_gpu
 @pytest.mark.parametrize("attention", ["flash", "cudnn"])
-def test_torchs_attention_stands_between_the_pieces(attention):
+def test_torch_attention_runs_between_pieces(attention):
     plain = engine_of()
     engine = engine_of(prompt_attention=attention)
     while engine.capture_next():
         pass
-    for n in (40, 70):  # the second begins with the first
+    for n in (40, 70):  # the first prompt is a prefix of the second
         plain.generate(ids(n), GREEDY)
         engine.generate(ids(n), GREEDY)
         assert close(engine.model.kv.held(0, n), plain.model.kv.held(0, n))
@@ -74,8 +74,8 @@ def test_torchs_attention_stands_between_the_pieces(attention):
 @pytest.mark.skipif(
     not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for compute capability 9.0 only"
 )
-def test_long_prompts_by_the_kernel_for_hopper(monkeypatch):
-    """Captured as well as launched, the same bits; and close to torch's attention."""
+def test_long_prompts_on_hopper(monkeypatch):
+    """Captured and launched passes give equal bits, close to those of torch's attention."""
     found, launches, launch = {}, [], prompt_attention_hopper.launch
 
     def noted(*args):
@@ -99,8 +99,8 @@ def test_long_prompts_by_the_kernel_for_hopper(monkeypatch):
 
 
 @needs_gpu
-def test_padding_is_never_seen():
-    """Whatever the buffers hold, and whatever lies in pages that a prompt does not have."""
+def test_padding_does_not_change_results():
+    """Buffers and unused pages contain NaN."""
     exact, padded = engine_of(prompt_graph_sizes=[21]), engine_of(prompt_graph_sizes=[64])
     for engine in (exact, padded):
         while engine.capture_next():
@@ -115,9 +115,9 @@ def test_padding_is_never_seen():
 
 
 @needs_gpu
-def test_nothing_is_captured_or_allocated_once_all_sizes_are_there():
+def test_no_capture_or_allocation_after_load():
     engine = engine_of(slots=4)
-    assert not engine.capture_next(), "an engine of several slots has captured all at load"
+    assert not engine.capture_next(), "an engine with several slots captures all sizes at load"
     engine.generate_many([ids(n, n) for n in (3, 70, 200, 5)], GREEDY)
     before, sizes = torch.cuda.memory_stats()["allocation.all.allocated"], len(engine.prompts.seconds)
     for n in (3, 70, 200, 5):
@@ -128,7 +128,7 @@ def test_nothing_is_captured_or_allocated_once_all_sizes_are_there():
 
 
 @needs_gpu
-def test_a_size_that_comes_again_is_captured_on_the_way_and_one_that_cannot_be_stays_as_it_was(monkeypatch, caplog):
+def test_repeated_size_is_captured_and_a_failed_capture_is_logged(monkeypatch, caplog):
     engine = engine_of()
     expected = engine.generate(ids(200), GREEDY, reuse_prefix=False).token_ids
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_a_size_that_comes_again_is_captured_on_the_way_and_one_that_cannot_be_s
 
 
 @needs_gpu
-def test_what_was_captured_is_logged_with_its_time_and_memory(caplog):
+def test_captures_are_logged_with_time_and_memory(caplog):
     caplog.set_level("DEBUG", "tridecode")
     engine = engine_of(slots=2, prompt_graph_sizes=[16, 64])
     line = r"captured a pass of (\d+) prompt tokens and (\d) decoding rows \(full\) in \d+ ms, "
@@ -157,48 +157,48 @@ def test_what_was_captured_is_logged_with_its_time_and_memory(caplog):
 
 
 @needs_gpu
-def test_more_rows_decode_than_the_largest_captured_pass_has():
-    """Prompts read beside them take rows of their own: no request's tokens are drawn from another's row."""
+def test_more_decoding_rows_than_the_largest_graph():
+    """Prompts in the same pass have separate rows: no request samples from the row of another."""
     engine, exact = (engine_of(slots=6, graph=mode, graph_sizes=[2, 4]) for mode in ("full", "none"))
     prompts = [ids(20 + i, i) for i in range(14)]
-    params = [replace(GREEDY, max_tokens=3 + i % 5) for i in range(14)]  # not all end, and are read, in the same pass
+    params = [replace(GREEDY, max_tokens=3 + i % 5) for i in range(14)]  # so that not all end in the same pass
     found = [[r.token_ids for r in e.generate_many(prompts, params, reuse_prefix=False)] for e in (engine, exact)]
     assert any(stat.kind == "mixed" and stat.mode == "full" for stat in engine.graph_stats())
-    assert sum(a == b for a, b in zip(*found)) >= 12, "more than a token that tipped"
+    assert sum(a == b for a, b in zip(*found)) >= 12, "more than rounding differs"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_prompts_share_a_pass(family):
-    engine, alone = engine_of(slots=4, family=family), engine_of(family=family)
+    engine, single = engine_of(slots=4, family=family), engine_of(family=family)
     lengths = (5, 64, 1, 30)
     results = engine.generate_many([ids(n, n) for n in lengths], GREEDY)
     reads = [stat for stat in engine.graph_stats() if stat.kind in ("prompt", "mixed")]
     assert [(stat.rows, stat.count) for stat in reads] == [(5 + 64 + 30, 1)], "the prompt of one token is decoded"
     for n, result in zip(lengths, results):
-        expected = alone.generate(ids(n, n), GREEDY, reuse_prefix=False)
+        expected = single.generate(ids(n, n), GREEDY, reuse_prefix=False)
         assert result.usage == expected.usage
-        if not CUDA:  # in bf16 a token may tip
+        if not CUDA:  # in bf16 rounding may change a token
             assert result.token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixed_pass_against_passes_apart(family):
-    """K/V of a prompt read beside a row that decodes, and of that row, are those of either alone."""
-    engine, alone = (engine_of(slots=2, family=family, chunk_tokens=40) for _ in range(2))
+def test_mixed_pass_matches_separate_passes(family):
+    """A pass reads a prompt and decodes a row; the K/V of both match those of separate passes."""
+    engine, single = (engine_of(slots=2, family=family, chunk_tokens=40) for _ in range(2))
     first = engine.submit(ids(20), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     pieces = iter(first)
     next(pieces)
     engine.submit(ids(100, 7), GREEDY).result()
     assert sum(stat.count for stat in engine.graph_stats() if stat.kind == "mixed") == 3
     text = [*ids(20), *first.result().token_ids]
-    alone.score(text)
-    wanted = alone.model.kv.held(0, 40)
-    assert close(engine.model.kv.held(0, 40), wanted)  # the page tables stay as they were
-    alone.generate(ids(100, 7), GREEDY, reuse_prefix=False)
-    assert close(engine.model.kv.held(1, 100), alone.model.kv.held(0, 100))
+    single.score(text)
+    expected = single.model.kv.held(0, 40)
+    assert close(engine.model.kv.held(0, 40), expected)  # after the end of the request its page table is unchanged
+    single.generate(ids(100, 7), GREEDY, reuse_prefix=False)
+    assert close(engine.model.kv.held(1, 100), single.model.kv.held(0, 100))
 
 
-def test_a_prompt_that_is_there_already_costs_a_decode_pass():
+def test_cached_prompt_needs_decode_passes_only():
     engine = engine_of()
     engine.generate(ids(30), GREEDY)
     before = {stat: stat.count for stat in engine.graph_stats()}
@@ -209,7 +209,7 @@ def test_a_prompt_that_is_there_already_costs_a_decode_pass():
 # ---- sizes, modes and time
 
 
-def test_sizes_are_those_that_chunks_need():
+def test_prompt_sizes():
     assert prompt_sizes(2048) == tuple(size for size in PROMPT_SIZES if size <= 2048)
     assert prompt_sizes(100) == (16, 32, 48, 64, 96, 100) and prompt_sizes(4096)[-1] == 2048
     assert prompt_sizes(2048, 200) == (16, 32, 48, 64, 96, 128, 160, 192)
@@ -223,18 +223,18 @@ def test_sizes_are_those_that_chunks_need():
         ("full_decode_only", "triton", "none"), ("none", "flash", "none"), ("piecewise", "cudnn", "piecewise"),
     ],
 )  # fmt: skip
-def test_how_a_prompt_pass_runs(mode, attention, expected):
+def test_dispatch_of_prompt_passes(mode, attention, expected):
     dispatcher = Dispatcher(mode, (1,), (16, 64), attention)
     assert dispatcher.plan_prompt(17) == ((expected, 64) if expected != "none" else ("none", 17))
-    assert dispatcher.plan_prompt(65) == ("none", 65), "above the largest size it is launched"
+    assert dispatcher.plan_prompt(65) == ("none", 65), "a pass above the largest size is launched"
 
 
-def test_a_pass_beside_decoding_rows_is_as_long_as_it_may_be():
+def test_tokens_within_a_time_limit():
     model = SimpleNamespace(prompt_pair_flops=4 * 4096 * 35)
     seconds = {(16, 0): 1e-9, (16, 8): 0.003, (512, 8): 0.006, (1024, 8): 0.011, (2048, 8): 0.02}
     within = PromptPasses.tokens_within.__get__(SimpleNamespace(seconds=seconds, model=model))
     assert [within(limit, 0, 4096) for limit in (0.001, 0.004, 0.015, 1.0)] == [16, 16, 1024, 2048]
-    assert within(0.015, 30_000, 4096) < 1024, "attention to what stands before counts"
+    assert within(0.015, 30_000, 4096) < 1024, "attention to earlier positions takes time"
     assert within(0.015, 0, 700) == 700
 
 
@@ -251,20 +251,20 @@ def test_a_pass_beside_decoding_rows_is_as_long_as_it_may_be():
         (dict(prompt_attention="triton"), "prompt_attention triton needs a GPU of compute capability 9.x"),
     ],
 )
-def test_options_that_cannot_be(options, message):
-    cuda = torch.device("cuda")  # without properties of a GPU: Triton's attention of prompts does not fit
+def test_invalid_graph_options_are_refused(options, message):
+    cuda = torch.device("cuda")  # no GPU properties are known here, so Triton's prompt attention is not supported
     with pytest.raises(ParameterError, match=message.replace("[", "\\[")) as refused:
         plan_graphs(EngineOptions(slots=4, **options), "triton", tiny_config(), torch.float32, cuda)
     assert refused.value.argument in options and refused.value.code in ("type", "range", "choice", "conflict")
 
 
-def test_milliseconds_that_are_none():
+def test_invalid_prompt_ms_is_refused():
     for wrong in (0, -1, "5", True, float("nan")):
         with pytest.raises(ParameterError, match="prompt_ms must be a number from 0.1 to"):
             engine_of(prompt_ms=wrong)
 
 
-def test_idle_time_is_used_until_all_is_captured_or_it_ends():
+def test_idle_capture_ends():
     class Engine:
         def __init__(self, *left):
             self.left = list(left)
@@ -281,6 +281,6 @@ def test_idle_time_is_used_until_all_is_captured_or_it_ends():
     assert not idle.is_alive()
 
 
-def test_chunks_say_whose_rows_they_are():
+def test_rows_and_end_of_a_chunk():
     chunk = Chunk(slot=2, first=5, count=3, start=9)
     assert chunk.rows == slice(5, 8) and chunk.end == 12

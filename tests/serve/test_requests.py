@@ -1,4 +1,4 @@
-"""Requests from Python: several at a time, from several threads, waited for, dropped, cancelled, refused, closed."""
+"""Requests in Python: submission, threads, cancellation, limits and closing the engine."""
 
 import gc
 import threading
@@ -27,7 +27,7 @@ def build(slots, **options):
 
 
 @pytest.fixture(scope="module")
-def alone():
+def run_alone():
     engine = build(1)
     return lambda prompt, params=GREEDY: engine.generate(prompt, params, reuse_prefix=False).token_ids
 
@@ -41,7 +41,7 @@ def engine():
 def consistent(engine):
     yield
     gc.collect()
-    if engine.scheduler.queue.requests:  # dropped in the middle of a step of another one
+    if engine.scheduler.queue.requests:  # a request that was dropped during a step is cancelled by the next step
         engine.generate([1], GREEDY)
     assert not engine.scheduler.queue.requests
     engine.scheduler.assert_consistent()
@@ -51,72 +51,72 @@ def tokens(pieces) -> tuple[int, ...]:
     return tuple(piece.token_id for piece in pieces if piece.token_id is not None)
 
 
-def test_a_request_is_iterated_and_waited_for(engine, alone):
+def test_request_can_be_iterated_and_awaited(engine, run_alone):
     request = engine.submit(PROMPTS[0], GREEDY)
     assert isinstance(request, Request) and request.finish_reason is None
     assert repr(request) == "Request(prompt_tokens=7, finish_reason=None)"
     pieces = list(request)
-    assert tokens(pieces) == alone(PROMPTS[0]) == request.result().token_ids == tokens(request)
+    assert tokens(pieces) == run_alone(PROMPTS[0]) == request.result().token_ids == tokens(request)
     assert pieces[-1].finish_reason == request.finish_reason == "length"
     assert request.result().usage.completion_tokens == 12 and request.result().timings.ttft > 0
 
 
-def test_whoever_waits_steps_for_all_and_tokens_are_kept(engine, alone):
+def test_waiting_for_one_request_advances_all(engine, run_alone):
     first, second = (engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2])
-    assert second.result().token_ids == alone(PROMPTS[1])
-    assert len(first.pieces) >= 11, "it ran beside the second"
-    assert first.result().token_ids == alone(PROMPTS[0])
+    assert second.result().token_ids == run_alone(PROMPTS[1])
+    assert len(first.pieces) >= 11, "it ran at the same time as the second request"
+    assert first.result().token_ids == run_alone(PROMPTS[0])
 
 
-def test_nothing_to_wait_for_is_no_wait(engine):
+def test_wait_checks_its_arguments(engine):
     engine.wait([])
     for wrong in (None, engine.submit(PROMPTS[0], GREEDY), [5]):
         with pytest.raises(ParameterError, match="^requests must be a list of what submit gave, got "):
             engine.wait(wrong)
 
 
-def test_more_requests_than_slots_wait_in_their_order(engine, alone):
+def test_requests_beyond_the_slots_wait_in_order(engine, run_alone):
     requests = [engine.submit(prompt, SAMPLED) for prompt in PROMPTS]
-    assert requests[-1].result().token_ids == alone(PROMPTS[-1], SAMPLED)
+    assert requests[-1].result().token_ids == run_alone(PROMPTS[-1], SAMPLED)
     assert [request.finish_reason for request in requests] == ["length"] * 5
-    assert [request.result().token_ids for request in requests] == [alone(prompt, SAMPLED) for prompt in PROMPTS]
+    assert [request.result().token_ids for request in requests] == [run_alone(prompt, SAMPLED) for prompt in PROMPTS]
 
 
-def test_one_slot_serves_one_after_another(alone):
+def test_one_slot_serves_requests_one_after_another(run_alone):
     engine = build(1)
     older, newer = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
     first = next(older)
-    assert tokens(newer) == alone(PROMPTS[1]) and (first.token_id, *tokens(older)) == alone(PROMPTS[0])
+    assert tokens(newer) == run_alone(PROMPTS[1]) and (first.token_id, *tokens(older)) == run_alone(PROMPTS[0])
 
 
 # ---- ends
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
-def test_a_cancelled_request_ends_with_a_last_piece(engine, alone, taken):
+def test_cancelled_request_ends_with_a_last_output_chunk(engine, run_alone, taken):
     request = engine.submit(PROMPTS[0], LONG)
     pieces = iter(request)
     read = [next(pieces) for _ in range(taken)]
     assert request.cancel() and request.finish_reason == "cancelled"
     *rest, last = pieces
-    assert tokens([*read, *rest]) == alone(PROMPTS[0])[: taken + len(rest)]
+    assert tokens([*read, *rest]) == run_alone(PROMPTS[0])[: taken + len(rest)]
     assert last.finish_reason == "cancelled" and last.usage.completion_tokens == taken + len(rest)
     assert last.timings.ttft > 0 and request.result().finish_reason == "cancelled"
 
 
-def test_a_second_cancel_is_harmless(engine):
+def test_second_cancel_returns_false(engine):
     request = engine.submit(PROMPTS[0], LONG)
     assert [request.cancel(), request.cancel()] == [True, False]
     ended = engine.submit(PROMPTS[0], GREEDY)
     assert ended.result().finish_reason == "length" and not ended.cancel() and ended.finish_reason == "length"
 
 
-def test_a_waiting_request_is_cancelled_before_it_has_begun(engine, alone):
+def test_cancel_of_a_waiting_request(engine, run_alone):
     running = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
     waiting, after = (engine.submit(prompt, GREEDY) for prompt in PROMPTS[2:4])
     next(iter(running[0]))
     assert waiting.cancel() and waiting.result().token_ids == ()
-    assert after.result().token_ids == alone(PROMPTS[3])
+    assert after.result().token_ids == run_alone(PROMPTS[3])
 
 
 def dropped_request(engine):
@@ -160,12 +160,12 @@ def waiting_garbage_in_a_circle(engine):
 
 
 def garbage_within_a_step(engine, circle=False):
-    held, replay = [[engine.submit(PROMPTS[0], LONG)]], engine.steps.replay
+    active, replay = [[engine.submit(PROMPTS[0], LONG)]], engine.steps.replay
     if circle:
-        held[0].append(held[0])
+        active[0].append(active[0])
 
     def collecting(*args):
-        held.clear()
+        active.clear()
         gc.collect()
         replay(*args)
 
@@ -176,9 +176,9 @@ def garbage_within_a_step(engine, circle=False):
 
 def garbage_in_a_circle_before_it_is_in_the_queue(engine):
     with engine._driver._lock:  # as if another thread stepped
-        held = [engine.submit(PROMPTS[1], LONG)]
-        held.append(held)
-        del held
+        active = [engine.submit(PROMPTS[1], LONG)]
+        active.append(active)
+        del active
         gc.collect()
 
 
@@ -195,23 +195,23 @@ def garbage_in_a_circle_within_a_step(engine):
         garbage_in_a_circle_before_it_is_in_the_queue,
     ],
 )  # fmt: skip
-def test_what_nobody_reads_any_more_is_cancelled(engine, alone, drop):
+def test_unreferenced_request_is_cancelled(engine, run_alone, drop):
     neighbour = engine.submit(PROMPTS[2], SAMPLED)
     drop(engine)
-    assert neighbour.result().token_ids == alone(PROMPTS[2], SAMPLED)
+    assert neighbour.result().token_ids == run_alone(PROMPTS[2], SAMPLED)
     assert not engine.scheduler.queue.requests and not any(slot.busy for slot in engine.scheduler.slots)
 
 
-def test_an_error_of_progress_drops_the_requests(engine):
+def test_error_in_progress_cancels_the_requests(engine):
     def broken(done, total):
         raise KeyError("progress")
 
     with pytest.raises(KeyError) as raised:
         engine.generate_many([PROMPTS[1]] * 6, GREEDY, progress=broken)
-    assert raised.value and not engine.scheduler.queue.requests, "while the traceback lives"
+    assert raised.value and not engine.scheduler.queue.requests, "requests run although the traceback refers to them"
 
 
-def test_an_interrupt_cancels_the_request_that_waits_and_no_other(engine, alone, monkeypatch):
+def test_interrupt_cancels_only_the_awaited_request(engine, run_alone, monkeypatch):
     other, own = engine.submit(PROMPTS[0], SAMPLED), engine.submit(PROMPTS[1], LONG)
     ring, calls = engine.scheduler._ring, []
 
@@ -224,14 +224,14 @@ def test_an_interrupt_cancels_the_request_that_waits_and_no_other(engine, alone,
     monkeypatch.setattr(ring, "entry", interrupted)
     with pytest.raises(KeyboardInterrupt):
         own.result()
-    assert own.finish_reason == "cancelled" and other.result().token_ids == alone(PROMPTS[0], SAMPLED)
+    assert own.finish_reason == "cancelled" and other.result().token_ids == run_alone(PROMPTS[0], SAMPLED)
 
 
 # ---- threads
 
 
-def test_threads_share_an_engine(engine, alone):
-    found, errors = {}, []
+def test_threads_share_an_engine(engine, run_alone):
+    results, errors = {}, []
 
     def run(i):
         try:
@@ -242,21 +242,21 @@ def test_threads_share_an_engine(engine, alone):
                     got = tokens(engine.stream(prompt, params))
                 else:
                     got = engine.submit(prompt, params).result().token_ids
-                found[i, turn] = got == expected[(i + turn) % 5][params is SAMPLED]
+                results[i, turn] = got == expected[(i + turn) % 5][params is SAMPLED]
         except BaseException as error:
             errors.append(error)
 
-    expected = [(alone(prompt), alone(prompt, SAMPLED)) for prompt in PROMPTS]
+    expected = [(run_alone(prompt), run_alone(prompt, SAMPLED)) for prompt in PROMPTS]
     threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not errors and len(found) == 24 and all(found.values())
+    assert not errors and len(results) == 24 and all(results.values())
 
 
-def test_no_thread_keeps_the_lock_from_another(engine, alone):
-    """A second thread has its whole answer while the first one reads a long one as fast as it comes."""
+def test_lock_is_shared_fairly_between_threads(engine, run_alone):
+    """A second thread gets its whole answer while the first one reads a long stream without pauses."""
     began, arrived = threading.Event(), []
 
     def second():
@@ -271,18 +271,18 @@ def test_no_thread_keeps_the_lock_from_another(engine, alone):
     rest = tokens(pieces)
     ended = time.perf_counter()
     thread.join(30)
-    assert len(rest) == 199 and arrived[0][0] == alone(PROMPTS[1]) and arrived[0][1] < ended
+    assert len(rest) == 199 and arrived[0][0] == run_alone(PROMPTS[1]) and arrived[0][1] < ended
 
 
-def test_who_is_dropped_as_he_comes_does_not_run(engine, monkeypatch):
-    """While somebody cancels others: a submission that he has not seen yet, and its end."""
+def test_request_dropped_at_submission_does_not_run(engine, monkeypatch):
+    """One request is submitted and dropped while another one is being cancelled."""
     cancel, late = engine.scheduler.cancel, []
 
-    def cancelling(job):
+    def cancelling(request):
         if not late:
             late.append(engine.submit(PROMPTS[1], LONG))
             late[0].drop()
-        return cancel(job)
+        return cancel(request)
 
     first = engine.submit(PROMPTS[0], LONG)
     engine.step()
@@ -294,7 +294,7 @@ def test_who_is_dropped_as_he_comes_does_not_run(engine, monkeypatch):
     assert (late[0].finish_reason, late[0].completion_tokens) == ("cancelled", 0)
 
 
-def test_the_last_place_in_the_queue_is_one_requests(alone):
+def test_last_place_in_the_queue_is_taken_once(run_alone):
     with build(1, max_queue=0) as engine:
         check, there = engine.scheduler.check_queue, threading.Barrier(4)
         engine.scheduler.check_queue = lambda *args: (check(*args), time.sleep(0.01))
@@ -305,7 +305,7 @@ def test_the_last_place_in_the_queue_is_one_requests(alone):
             with suppress(QueueFull):
                 taken.append(engine.submit(PROMPTS[0], GREEDY))
 
-        engine._driver._lock.acquire()  # as whoever steps has it
+        engine._driver._lock.acquire()  # as a thread that steps does
         threads = [threading.Thread(target=come) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -313,10 +313,10 @@ def test_the_last_place_in_the_queue_is_one_requests(alone):
             thread.join(30)
         engine._driver._lock.release()
         (request,) = taken
-        assert request.result().token_ids == alone(PROMPTS[0])
+        assert request.result().token_ids == run_alone(PROMPTS[0])
 
 
-def test_scores_of_a_closed_engine_are_none(engine):
+def test_close_ends_a_pending_score_with_an_error(engine):
     def scores(end):
         raised = []
 
@@ -328,7 +328,7 @@ def test_scores_of_a_closed_engine_are_none(engine):
 
         with build(1) as own:
             thread = threading.Thread(target=score, args=(own,))
-            with own._driver._lock:  # it is submitted and waits
+            with own._driver._lock:  # the score is submitted and waits
                 thread.start()
                 while not own._driver._submitted:
                     time.sleep(0.001)
@@ -342,37 +342,37 @@ def test_scores_of_a_closed_engine_are_none(engine):
     assert "score was cancelled" in str(cancelled) and not isinstance(cancelled, EngineClosed)
 
 
-def test_threads_of_which_one_scores(engine, alone):
-    expected, found = engine.score(PROMPTS[3]), []
-    thread = threading.Thread(target=lambda: found.append(engine.score(PROMPTS[3])))
+def test_score_in_one_thread_during_a_stream_in_another(engine, run_alone):
+    expected, results = engine.score(PROMPTS[3]), []
+    thread = threading.Thread(target=lambda: results.append(engine.score(PROMPTS[3])))
     stream = engine.stream(PROMPTS[0], LONG)
     next(stream)
     thread.start()
-    assert (next(stream).token_id, *tokens(stream))[:11] == alone(PROMPTS[0])[1:]
+    assert (next(stream).token_id, *tokens(stream))[:11] == run_alone(PROMPTS[0])[1:]
     thread.join(30)
-    assert torch.allclose(found[0], expected, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(results[0], expected, rtol=1e-4, atol=1e-5)
 
 
 # ---- many
 
 
-def test_many_prompts_give_their_results_in_order(engine, alone):
+def test_generate_many_returns_results_in_order(engine, run_alone):
     seen = []
     results = engine.generate_many(PROMPTS * 3, SAMPLED, progress=lambda *counts: seen.append(counts))
-    assert [result.token_ids for result in results] == [alone(prompt, SAMPLED) for prompt in PROMPTS * 3]
+    assert [result.token_ids for result in results] == [run_alone(prompt, SAMPLED) for prompt in PROMPTS * 3]
     done, totals = zip(*seen)
     assert list(done) == sorted(set(done)) and done[-1] == 15 and set(totals) == {15}
     assert engine.generate_many([]) == []
 
 
-def test_each_prompt_may_have_its_own_parameters(engine, alone):
+def test_generate_many_takes_parameters_for_each_prompt(engine, run_alone):
     params = [GREEDY, SAMPLED, LONG, None, GREEDY]
     results = engine.generate_many(PROMPTS, params)
     assert [len(result.token_ids) for result in results][:3] == [12, 12, 200]
-    assert results[1].token_ids == alone(PROMPTS[1], SAMPLED)
+    assert results[1].token_ids == run_alone(PROMPTS[1], SAMPLED)
 
 
-def test_what_is_wrong_with_a_request_is_its_own(engine, alone):
+def test_invalid_request_fails_alone(engine, run_alone):
     bad = [
         ([1] * 257, GREEDY, "the prompt has 257 tokens, the context holds 256"),
         ([331], GREEDY, "token id 331 is not in the vocabulary"),
@@ -388,7 +388,7 @@ def test_what_is_wrong_with_a_request_is_its_own(engine, alone):
     for result, (_, _, message) in zip(results[::2], bad):
         assert result.finish_reason == "error" and message in result.error and "\n" not in result.error
         assert (result.text, result.token_ids) == ("", ())
-    assert [result.token_ids for result in results[1::2]] == [alone(prompt) for prompt in (PROMPTS * 2)[:6]]
+    assert [result.token_ids for result in results[1::2]] == [run_alone(prompt) for prompt in (PROMPTS * 2)[:6]]
     assert seen[-1] == (12, 12)
 
 
@@ -401,14 +401,14 @@ def test_what_is_wrong_with_a_request_is_its_own(engine, alone):
         (([[1]], 5), "params must be"),
     ],
 )
-def test_lists_that_are_wrong_are_refused(engine, arguments, message):
+def test_generate_many_checks_its_arguments(engine, arguments, message):
     with pytest.raises(ParameterError, match=message):
         engine.generate_many(*arguments)
     with pytest.raises(ParameterError, match="progress"):
         engine.generate_many([[1]], progress=5)
 
 
-def test_an_interrupt_of_many_leaves_nothing_behind(engine):
+def test_interrupt_of_generate_many_cancels_all_requests(engine):
     def progress(done, total):
         if done >= 2:
             raise KeyboardInterrupt
@@ -422,7 +422,7 @@ def test_an_interrupt_of_many_leaves_nothing_behind(engine):
 # ---- limits and ends of an engine
 
 
-def test_a_full_queue_refuses_and_harms_nobody(alone):
+def test_full_queue_refuses_only_new_requests(run_alone):
     engine = build(1, max_queue=2)
     requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
     for call in (engine.submit, engine.generate, engine.stream):
@@ -430,31 +430,31 @@ def test_a_full_queue_refuses_and_harms_nobody(alone):
             call(PROMPTS[3], GREEDY)
     requests.pop().cancel()
     requests.append(engine.submit(PROMPTS[3], GREEDY))
-    assert [request.result().token_ids for request in requests] == [alone(PROMPTS[i]) for i in (0, 1, 3)]
+    assert [request.result().token_ids for request in requests] == [run_alone(PROMPTS[i]) for i in (0, 1, 3)]
     requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
-    many = engine.generate_many(PROMPTS, GREEDY)  # as many as may wait, then the next
-    assert [result.token_ids for result in many] == [alone(prompt) for prompt in PROMPTS]
+    many = engine.generate_many(PROMPTS, GREEDY)  # submits requests until the queue is full, then the others
+    assert [result.token_ids for result in many] == [run_alone(prompt) for prompt in PROMPTS]
 
 
-def test_what_is_about_to_be_cancelled_has_no_place_any_more(alone):
-    """A server drops its requests while a pass runs: whoever steps next cancels them."""
+def test_dropped_request_frees_its_place_in_the_queue(run_alone):
+    """A server drops requests while a pass runs; the next step cancels them."""
     engine = build(1, max_queue=0)
     first = engine.submit(PROMPTS[0], LONG)
     for _ in range(2):
-        first.drop()  # a second one frees nothing
+        first.drop()  # a second drop has no effect
     second = engine.submit(PROMPTS[1], GREEDY)
     with pytest.raises(QueueFull):
         engine.submit(PROMPTS[2], GREEDY)
-    assert second.result().token_ids == alone(PROMPTS[1]) and first.finish_reason == "cancelled"
+    assert second.result().token_ids == run_alone(PROMPTS[1]) and first.finish_reason == "cancelled"
 
 
-def test_a_queue_of_none_takes_what_can_run_at_once(alone):
+def test_queue_of_length_zero_accepts_one_request_per_slot(run_alone):
     engine = build(2, max_queue=0)
-    assert [r.token_ids for r in engine.generate_many(PROMPTS, GREEDY)] == [alone(prompt) for prompt in PROMPTS]
-    held = [engine.submit(prompt, LONG) for prompt in PROMPTS[:2]]
+    assert [r.token_ids for r in engine.generate_many(PROMPTS, GREEDY)] == [run_alone(prompt) for prompt in PROMPTS]
+    active = [engine.submit(prompt, LONG) for prompt in PROMPTS[:2]]
     (refused,) = engine.generate_many(PROMPTS[:1], GREEDY)
     assert refused.finish_reason == "error" and "the queue is full" in refused.error
-    assert all(request.cancel() for request in held)
+    assert all(request.cancel() for request in active)
 
 
 CALLS = {
@@ -473,7 +473,7 @@ CALLS = {
 }
 
 
-def test_a_closed_engine_has_ended_its_requests_and_refuses_others():
+def test_close_cancels_requests_and_later_calls_are_refused():
     with build(2) as engine:
         running, waiting = engine.stream(PROMPTS[0], LONG), [engine.submit([1], LONG) for _ in range(3)]
         read = [next(running) for _ in range(3)]
@@ -489,9 +489,9 @@ def test_a_closed_engine_has_ended_its_requests_and_refuses_others():
     assert repr(engine) == "Engine(name='', closed)"
 
 
-def test_a_submission_waits_for_no_pass():
+def test_submit_does_not_wait_for_a_pass():
     with build(2) as engine:
-        engine._driver._lock.acquire()  # as whoever steps has it
+        engine._driver._lock.acquire()  # as a thread that steps does
         try:
             requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
             assert not engine.scheduler.busy
@@ -501,7 +501,7 @@ def test_a_submission_waits_for_no_pass():
         assert all(request.result().finish_reason == "length" for request in requests)
 
 
-def test_what_was_submitted_while_the_engine_was_closed_is_refused():
+def test_request_submitted_during_close_is_cancelled():
     engine = build(2)
     with engine._driver._lock:
         request = engine.submit(PROMPTS[0], GREEDY)
@@ -512,8 +512,8 @@ def test_what_was_submitted_while_the_engine_was_closed_is_refused():
 
 
 @pytest.mark.skipif(not CUDA, reason="measures GPU memory")
-def test_a_closed_engine_gives_its_memory_back():
-    with build(2) as engine:  # torch keeps the workspaces of its products
+def test_close_frees_gpu_memory():
+    with build(2) as engine:  # torch keeps its cuBLAS workspaces
         engine.generate(PROMPTS[0], GREEDY)
     del engine
     gc.collect()
@@ -525,8 +525,8 @@ def test_a_closed_engine_gives_its_memory_back():
     assert torch.cuda.memory_allocated() == before
 
 
-def test_an_engine_that_is_being_closed_says_so():
-    """While it waits for the GPU."""
+def test_calls_during_close_raise_engine_closed():
+    """Close waits for the GPU; other threads call the engine meanwhile."""
     engine, raised = build(1), []
 
     def synchronize():
@@ -540,17 +540,17 @@ def test_an_engine_that_is_being_closed_says_so():
     assert len(raised) == 3
 
 
-def test_a_thread_that_waits_hears_of_the_end(alone):
-    engine, found = build(1), []
-    thread = threading.Thread(target=lambda: found.append(engine.submit(PROMPTS[0], LONG).result()))
+def test_close_wakes_a_waiting_thread(run_alone):
+    engine, results = build(1), []
+    thread = threading.Thread(target=lambda: results.append(engine.submit(PROMPTS[0], LONG).result()))
     thread.start()
     while not engine.scheduler.queue.rows:
         time.sleep(0.001)
     engine.close()
     thread.join(30)
-    (result,) = found
+    (result,) = results
     assert result.finish_reason in ("cancelled", "length")
-    assert result.token_ids[:12] == alone(PROMPTS[0])[: len(result.token_ids)]
+    assert result.token_ids[:12] == run_alone(PROMPTS[0])[: len(result.token_ids)]
 
 
 @pytest.mark.parametrize(
@@ -572,12 +572,12 @@ def test_options_are_refused_by_name(options, message):
         Engine.load(device="cpu", **options)
 
 
-def test_a_pool_smaller_than_a_request_is_refused():
+def test_pool_smaller_than_a_request_is_refused():
     with pytest.raises(ParameterError, match="pages: 3 hold fewer positions than a request's 256"):
         build(2, page=16, pages=3)
 
 
-def test_several_slots_of_a_loaded_model_share_their_pages():
+def test_slots_of_a_loaded_model_share_pages():
     engine = Engine.load(device="cpu", max_seq_len=200, slots=3, kv_tokens=300)
     assert (engine.slots, engine.capacity, engine.kv_tokens) == (3, 200, 320)
     chats = [[{"role": "user", "content": text}] for text in ("Hello", "What is 17 + 25?", "Name three rivers.")]
@@ -590,7 +590,7 @@ def test_several_slots_of_a_loaded_model_share_their_pages():
         engine.submit("word " * 300)
 
 
-def test_stop_strings_of_several_requests():
+def test_stop_strings_of_concurrent_requests():
     engine = Engine.load(device="cpu", max_seq_len=200, slots=3)
     chat = [{"role": "user", "content": "Name three rivers."}]
     whole = engine.generate(chat, SamplingParams(temperature=0, max_tokens=30)).text
@@ -601,8 +601,8 @@ def test_stop_strings_of_several_requests():
     assert {result.finish_reason for result in results} == {"stop"}
 
 
-def test_texts_of_requests_that_waited_for_pages():
-    """Also where a character or a stop string was half there when its request had to give its pages up."""
+def test_preempted_requests_return_the_same_text():
+    """Requests are preempted in the middle of a character or of a stop string."""
     engine = Engine.load(device="cpu", max_seq_len=192, slots=3, kv_tokens=192)
     preempted, preempt = [], engine.scheduler._preempt
     engine.scheduler._preempt = lambda slot: preempted.append(slot) or preempt(slot)
@@ -618,7 +618,7 @@ def test_texts_of_requests_that_waited_for_pages():
     engine.scheduler.assert_consistent()
 
 
-def test_rewind_checks_what_it_is_given(engine):
+def test_rewind_checks_its_arguments(engine):
     params = SamplingParams(temperature=0, seed=1)
     for arguments, message in (
         ((5, params, 3), "rows must be an integer from 1 to the engine's slots, 2, got 3"),
@@ -633,8 +633,8 @@ def test_rewind_checks_what_it_is_given(engine):
 
 
 @pytest.mark.parametrize("ends, message", [(True, "ended without a token"), (False, "the GPU hangs")])
-def test_a_pass_that_leaves_no_token_is_not_awaited_for_ever(engine, monkeypatch, ends, message):
-    """Neither where the device has nothing left to do, nor where it never ends."""
+def test_pass_without_a_token_raises_an_error(engine, monkeypatch, ends, message):
+    """The device is idle without a token, or its pass never ends."""
     monkeypatch.setattr(output, "PATIENCE", 0.05)
     monkeypatch.setattr(output.Ring, "_idle", lambda ring: ends)
     monkeypatch.setattr(engine.steps, "replay", lambda *args: None)
@@ -642,4 +642,4 @@ def test_a_pass_that_leaves_no_token_is_not_awaited_for_ever(engine, monkeypatch
     with pytest.raises(GenerationError, match=message):
         request.result()
     monkeypatch.undo()
-    assert engine.generate(PROMPTS[0], GREEDY).finish_reason == "length", "the engine goes on"
+    assert engine.generate(PROMPTS[0], GREEDY).finish_reason == "length", "the engine still works"

@@ -1,7 +1,7 @@
-"""Scheduler: whatever comes, goes or runs short, a request's tokens are those of running alone, and no page is lost.
+"""Scheduler: any sequence of submissions, cancellations and preemptions leaves tokens unchanged and loses no page.
 
-In fp32, where the rows of a pass have no influence on a text. On a machine without a GPU the scheduler is told to keep
-a pass in flight all the same, so that what it does is what it does on a GPU.
+The engines use fp32, so that tokens do not depend on the rows of a pass. On a machine without a GPU the tests still
+let the scheduler keep a pass in flight, so that it behaves as on a GPU.
 """
 
 import gc
@@ -34,11 +34,11 @@ PARAMS = {
 
 
 def engine_of(slots=1, ahead=1, capacity=CAPACITY, **build):
-    """An engine with small pages, in fp32, with a token that poisons."""
+    """Build an engine in fp32 with small pages, and with the token POISON, whose embedding is NaN."""
     engine = tiny_engine(
         dtype=torch.float32, capacity=capacity, tie_word_embeddings=False, num_layers=1, build=build | {"slots": slots}
     )
-    weights = engine.model.weights.tensors()  # those of any machine: what is drawn, POISON too, depends on them
+    weights = engine.model.weights.tensors()  # the same on any machine, because sampled tokens depend on them
     for name, tensor in random_weights(engine.config, torch.device("cpu"), torch.float32, seed=0).tensors().items():
         weights[name].copy_(tensor)
     engine.model.weights.embed[POISON] = float("nan")
@@ -48,15 +48,15 @@ def engine_of(slots=1, ahead=1, capacity=CAPACITY, **build):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """What a request of the same arguments gives in an engine of its own."""
+def run_alone():
+    """Return the result of a request with these arguments in a separate engine."""
     engine = engine_of()
 
     @cache
-    def alone(prompt, kind, max_tokens, stop=None):
+    def run_alone(prompt, kind, max_tokens, stop=None):
         return engine.generate(prompt, params_of(kind, max_tokens, stop), reuse_prefix=False)
 
-    return alone
+    return run_alone
 
 
 @cache
@@ -66,7 +66,7 @@ def params_of(kind: str, max_tokens: int, stop: int | None = None) -> SamplingPa
 
 @cache
 def prompt_of(base: int, length: int, poisoned: bool = False) -> tuple[int, ...]:
-    """One of a few conversations, cut: many share a beginning."""
+    """Return a prefix of one of a few conversations; many of them share their first tokens."""
     ids = [(base * 97 + i * (13 + base)) % 300 for i in range(length)]
     return tuple(ids[:-1] + [POISON] + ids[-1:] if poisoned else ids)
 
@@ -76,9 +76,9 @@ def same(result, expected) -> None:
         expected.token_ids, expected.finish_reason, expected.error,
     )  # fmt: skip
     assert result.usage.prompt_tokens == expected.usage.prompt_tokens
-    for got, wanted in zip(result.logprobs or (), expected.logprobs or ()):
-        assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-        assert [token for token, _ in got.top] == [token for token, _ in wanted.top]
+    for actual, other in zip(result.logprobs or (), expected.logprobs or ()):
+        assert actual.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [token for token, _ in actual.top] == [token for token, _ in other.top]
 
 
 def finish(scheduler) -> None:
@@ -104,26 +104,26 @@ ACTION = st.one_of(
 
 @pytest.fixture(scope="module")
 def small():
-    """Three slots, and pages for little more than one request."""
+    """An engine with three slots, and pages for little more than one request."""
     return engine_of(slots=3, page=16, pages=7, chunk_tokens=24, max_queue=4)
 
 
 @settings(max_examples=300, deadline=None)
 @given(actions=st.lists(ACTION, min_size=4, max_size=24), ahead=st.integers(0, 1))
-def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, ahead):
+def test_any_schedule_gives_the_tokens_of_single_requests(small, run_alone, actions, ahead):
     scheduler, requests, cancelled = small.scheduler, [], set()
     scheduler._ahead = 1 if CUDA else ahead
     for action, value in actions:
         if action == "submit":
             base, length, kind, most, reuse, special = value
-            prompt, wanted = prompt_of(base, length, poisoned=special == 9), (kind, most)
+            prompt, params = prompt_of(base, length, poisoned=special == 9), (kind, most)
             if special < 3:
-                tokens = alone(prompt, *wanted).token_ids
-                wanted = (*wanted, tokens[special * len(tokens) // 3])
+                tokens = run_alone(prompt, *params).token_ids
+                params = (*params, tokens[special * len(tokens) // 3])
             full = len(scheduler.queue.requests) == 3 + 4
             try:
-                request = small.submit(prompt, params_of(*wanted), reuse_prefix=reuse)
-                requests.append((request, prompt, wanted))
+                request = small.submit(prompt, params_of(*params), reuse_prefix=reuse)
+                requests.append((request, prompt, params))
                 assert not full
             except QueueFull:
                 assert full
@@ -146,8 +146,8 @@ def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, a
             cancelled |= {number} if running else set()
         scheduler.assert_consistent()
     finish(scheduler)
-    for number, (request, prompt, wanted) in enumerate(requests):
-        result, expected = request.result(), alone(prompt, *wanted)
+    for number, (request, prompt, params) in enumerate(requests):
+        result, expected = request.result(), run_alone(prompt, *params)
         if number in cancelled:
             assert result.finish_reason == "cancelled"
             assert result.token_ids == expected.token_ids[: len(result.token_ids)]
@@ -155,21 +155,21 @@ def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, a
             same(result, expected)
 
 
-def test_who_waits_for_pages_is_matched_once(monkeypatch):
-    """And again when pages may have come."""
+def test_request_that_waits_for_pages_is_matched_once(monkeypatch):
+    """The request is matched again only when pages may have become free."""
     small, looked = engine_of(slots=2, page=16, pages=7), []
     first, second = (small.submit(prompt_of(base, 60), params_of("greedy", 30)) for base in (0, 1))
     slots, admit = small.scheduler.slots, small.scheduler.slots.admit
     monkeypatch.setattr(slots, "admit", lambda *args: looked.append(first.finish_reason) or admit(*args))
     finish(small.scheduler)
     assert len(second.result().token_ids) == 30 and small.scheduler.preemptions == 0
-    assert looked.count(None) <= 3, "one for the first, and for the second before and after what that has published"
+    assert looked.count(None) <= 3, "once for the first request, twice for the second one"
     assert len(looked) == looked.count(None) + 1
 
 
 @settings(max_examples=100, deadline=None)
 @given(actions=st.lists(ACTION, min_size=4, max_size=24))
-def test_nobody_waits_who_could_be_admitted(small, actions):
+def test_request_is_admitted_as_soon_as_pages_are_free(small, actions):
     scheduler, queue, requests = small.scheduler, small.scheduler.queue, []
     for action, value in actions:
         if action == "submit" and len(queue.requests) < 3 + 4:
@@ -179,8 +179,8 @@ def test_nobody_waits_who_could_be_admitted(small, actions):
         elif action == "step":
             for _ in range(value):
                 scheduler.step()
-                if queue._refused and not queue.admit():
-                    queue._refused = None
+                if queue._blocked and not queue.admit():
+                    queue._blocked = None
                     assert not queue.admit()
         elif requests:
             requests[value % len(requests)].cancel()
@@ -188,7 +188,7 @@ def test_nobody_waits_who_could_be_admitted(small, actions):
 
 
 def spied(monkeypatch, owner, name, log):
-    """Calls of owner.name go to `log` as (name, arguments) before they are made."""
+    """Append (name, arguments) to `log` before each call of owner.name."""
     function = getattr(owner, name)
 
     def spy(*args, **kwargs):
@@ -199,20 +199,20 @@ def spied(monkeypatch, owner, name, log):
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-def test_a_preempted_request_resumes_with_the_same_tokens(small, alone, monkeypatch, kind):
-    """Two that need ten pages of seven: the younger one waits, and goes on behind its last token."""
+def test_preempted_request_resumes_with_the_same_tokens(small, run_alone, monkeypatch, kind):
+    """Two requests need ten pages of seven: the younger one waits and continues after its last token."""
     log = []
     spied(monkeypatch, small.scheduler, "_preempt", log)
-    wanted = [(prompt_of(base, 17), kind, 60) for base in (0, 1)]
-    requests = [small.submit(prompt, params_of(*rest)) for prompt, *rest in wanted]
+    cases = [(prompt_of(base, 17), kind, 60) for base in (0, 1)]
+    requests = [small.submit(prompt, params_of(*rest)) for prompt, *rest in cases]
     finish(small.scheduler)
     assert [slot.ref is requests[1].ref for _, (slot,) in log] == [True]
-    for request, expected in zip(requests, wanted):
-        same(request.result(), alone(*expected))
+    for request, expected in zip(requests, cases):
+        same(request.result(), run_alone(*expected))
     assert requests[1].result().usage.reused_tokens <= 16
 
 
-def test_a_request_takes_pages_that_nobody_uses_before_those_of_others(small, alone, monkeypatch):
+def test_unused_pages_are_evicted_before_a_request_is_preempted(small, run_alone, monkeypatch):
     cache = small.scheduler.slots.cache
     cache.clear()
     for base in (0, 1, 2):
@@ -220,36 +220,36 @@ def test_a_request_takes_pages_that_nobody_uses_before_those_of_others(small, al
     assert len(cache.pages()) == 6
     log = []
     spied(monkeypatch, small.scheduler, "_preempt", log)
-    same(small.generate(prompt_of(3, 40), params_of("greedy", 50)), alone(prompt_of(3, 40), "greedy", 50))
+    same(small.generate(prompt_of(3, 40), params_of("greedy", 50)), run_alone(prompt_of(3, 40), "greedy", 50))
     assert not log and len(cache.pages()) <= 7
     assert cache.match(prompt_of(3, 40)).tokens(16) == 40
 
 
-def test_pages_are_given_as_they_are_needed(alone, monkeypatch):
-    """Eight slots of a pool of twelve pages: each page of a long request comes alone, at most 16 positions ahead."""
+def test_slot_grows_one_page_at_a_time(run_alone, monkeypatch):
+    """Eight slots share seven pages: a long request gets its pages one at a time, at most 16 positions in advance."""
     engine = engine_of(slots=8, page=16, pages=7)
     log = []
     spied(monkeypatch, engine.scheduler.slots, "grow", log)
     prompt = prompt_of(0, 5)
     for kind in PARAMS:
-        same(engine.generate(prompt, params_of(kind, 90), reuse_prefix=False), alone(prompt, kind, 90))
+        same(engine.generate(prompt, params_of(kind, 90), reuse_prefix=False), run_alone(prompt, kind, 90))
     assert [(slot.number, *rest) for _, (slot, *rest) in log] == [(0, 0, 1)] * 20
     engine.scheduler.assert_consistent()
 
 
-def test_a_row_whose_pages_end_idles_until_there_are_more(small, alone):
-    """The oldest waits at the end of its pages until its passes were seen, then takes those of the youngest."""
+def test_row_without_pages_waits_and_preempts(small, run_alone):
+    """The oldest request waits at the end of its pages for its passes, then takes pages of the youngest one."""
     before = small.scheduler.preemptions
-    wanted = [(prompt_of(0, 40), "sampled", 50), (prompt_of(1, 17), "sampled", 60)]
-    requests = [small.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
+    cases = [(prompt_of(0, 40), "sampled", 50), (prompt_of(1, 17), "sampled", 60)]
+    requests = [small.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in cases]
     finish(small.scheduler)
-    assert small.scheduler.preemptions > before, "no row came to the end of its pages"
-    for request, expected in zip(requests, wanted):
-        same(request.result(), alone(*expected))
+    assert small.scheduler.preemptions > before, "no row reached the end of its pages"
+    for request, expected in zip(requests, cases):
+        same(request.result(), run_alone(*expected))
 
 
 @pytest.mark.parametrize("ahead", [1] if CUDA else [0, 1])
-def test_rows_decode_beside_the_chunks_of_a_prompt_and_no_more_passes_are_in_flight(small, monkeypatch, ahead):
+def test_rows_decode_while_a_prompt_is_read(small, monkeypatch, ahead):
     scheduler, log = small.scheduler, []
     monkeypatch.setattr(scheduler, "_ahead", ahead)
     spied(monkeypatch, small.prompts, "read", log)
@@ -264,43 +264,41 @@ def test_rows_decode_beside_the_chunks_of_a_prompt_and_no_more_passes_are_in_fli
     read = [(*chunk[2:], args[2] > 0) for name, args in log if name == "read" for chunk in args[0]]
     assert read == [(5, 0, False), (24, 0, True), (24, 24, True), (12, 48, True)]
     passes = "".join({"read": "c", "finish": "f", "replay": "p", "entry": ""}[name] for name in names)
-    assert passes.startswith("cf") and passes[2:].strip("p") == "cfcfcf", "a row waited for a chunk"
+    assert passes.startswith("cf") and passes[2:].strip("p") == "cfcfcf", "a row missed a pass that reads a chunk"
     enqueued, seen, slot = 0, 0, next(args[0] for name, args in log if name == "entry")
     for name, args in log:
         enqueued += name in ("replay", "finish")
         seen = args[2] + 1 if name == "entry" and args[0] == slot else seen
-        assert enqueued - seen <= ahead + 1, "a pass was enqueued before the last but one was seen"
+        assert enqueued - seen <= ahead + 1, "too many passes are in flight"
 
 
-def test_rows_are_the_first_ones_whoever_leaves(small, alone, monkeypatch):
+def test_rows_stay_contiguous_when_requests_end(small, run_alone, monkeypatch):
     log, scheduler = [], small.scheduler
     spied(monkeypatch, small.steps, "replay", log)
     spied(monkeypatch, small.prompts, "finish", log)
-    wanted = [
-        (prompt_of(base, 5), *rest) for base, rest in enumerate((("sampled", 3), ("greedy", 9), ("penalties", 6)))
-    ]
-    requests = [small.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
+    cases = [(prompt_of(base, 5), *rest) for base, rest in enumerate((("sampled", 3), ("greedy", 9), ("penalties", 6)))]
+    requests = [small.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in cases]
     finish(scheduler)
-    for request, expected in zip(requests, wanted):
-        same(request.result(), alone(*expected))
+    for request, expected in zip(requests, cases):
+        same(request.result(), run_alone(*expected))
     passes = [args[:2] for _, args in log]
     assert passes[0] == ("sample", 3) and ("sample", 2) in passes and passes[-1] == ("greedy", 1)
 
 
-def test_a_request_that_fails_is_cut_out_of_its_neighbours(small, alone):
+def test_request_with_nan_fails_alone(small, run_alone):
     bad = [(prompt_of(0, 20, True), "greedy", 9), (prompt_of(1, 1, True), "sampled", 9)]
     good = [(prompt_of(1, 20), "greedy", 20), (prompt_of(2, 17), "penalties", 20)]
-    wanted = [bad[0], good[0], bad[1], good[1]]
-    results = small.generate_many([ids for ids, *_ in wanted], [params_of(*rest) for _, *rest in wanted])
-    for result, expected in zip(results, wanted):
-        same(result, alone(*expected))
+    cases = [bad[0], good[0], bad[1], good[1]]
+    results = small.generate_many([ids for ids, *_ in cases], [params_of(*rest) for _, *rest in cases])
+    for result, expected in zip(results, cases):
+        same(result, run_alone(*expected))
     assert [result.finish_reason for result in results] == ["error", "length", "error", "length"]
     small.scheduler.assert_consistent()
-    found = [small.scheduler.slots.cache.match(ids).tokens(16) for ids, *_ in bad]
-    assert all(tokens <= ids.index(POISON) for tokens, (ids, *_) in zip(found, bad))
+    cached = [small.scheduler.slots.cache.match(ids).tokens(16) for ids, *_ in bad]
+    assert all(tokens <= ids.index(POISON) for tokens, (ids, *_) in zip(cached, bad))
 
 
-def test_a_prompt_that_finds_no_memory_ends_alone(small, alone, monkeypatch):
+def test_prompt_without_memory_fails_alone(small, run_alone, monkeypatch):
     read = small.prompts.read
 
     def full(chunks, tokens, decoding):
@@ -311,7 +309,7 @@ def test_a_prompt_that_finds_no_memory_ends_alone(small, alone, monkeypatch):
     monkeypatch.setattr(small.prompts, "read", full)
     good = small.submit(prompt_of(0, 20), params_of("greedy", 20))
     bad = small.submit(prompt_of(1, 17), params_of("greedy", 20), reuse_prefix=False)
-    same(good.result(), alone(prompt_of(0, 20), "greedy", 20))
+    same(good.result(), run_alone(prompt_of(0, 20), "greedy", 20))
     assert bad.finish_reason == "error"
     with pytest.raises(RuntimeError, match="out of memory"):
         bad.result()
@@ -320,8 +318,8 @@ def test_a_prompt_that_finds_no_memory_ends_alone(small, alone, monkeypatch):
     small.scheduler.assert_consistent()
 
 
-def test_a_conversation_finds_its_slot_again(small):
-    """Not the slot of another one that begins alike, while there is one that has nothing to lose."""
+def test_each_conversation_reuses_its_own_pages(small):
+    """Two conversations begin with the same tokens; each of them reuses its own pages."""
     greedy = params_of("greedy", 5)
     system = list(prompt_of(0, 4))
     first = system + list(prompt_of(1, 10))
@@ -332,30 +330,31 @@ def test_a_conversation_finds_its_slot_again(small):
     assert small.generate(second, greedy).usage.reused_tokens == len(second) - 2
 
 
-def test_a_score_runs_beside_others(small, alone):
+def test_score_runs_during_other_requests(small, run_alone):
     ids = prompt_of(2, 40)
     expected = small.score(ids)
     request = small.submit(prompt_of(0, 17), params_of("sampled", 60))
     next(iter_of := iter(request))
     assert torch.allclose(small.score(ids), expected, rtol=1e-4, atol=1e-5)
     assert len(list(iter_of)) == 60
-    same(request.result(), alone(prompt_of(0, 17), "sampled", 60))
+    same(request.result(), run_alone(prompt_of(0, 17), "sampled", 60))
 
 
-def test_of_a_prompt_no_more_is_read_than_there_is(alone):
-    """Neither of one that was preempted, which reads what it has drawn, too."""
-    engine, told = engine_of(slots=2, page=16, pages=7, chunk_tokens=8), set()
+def test_reading_reports_consistent_progress(run_alone):
+    """A preempted request reads its output too, so its total grows beyond the prompt."""
+    engine, reports = engine_of(slots=2, page=16, pages=7, chunk_tokens=8), set()
     requests = [engine.submit(prompt_of(base, 30), params_of("greedy", 60)) for base in range(2)]
     while engine.step():
-        told.add(engine.scheduler.reading())
-    assert engine.scheduler.preemptions and all(0 <= kept <= read <= of for kept, read, of in told - {None})
-    assert max(of for _, _, of in told - {None}) > 30
+        reports.add(engine.scheduler.reading())
+    reports -= {None}
+    assert engine.scheduler.preemptions and all(0 <= reused <= read <= total for reused, read, total in reports)
+    assert max(total for _, _, total in reports) > 30
     for base, request in enumerate(requests):
-        same(request.result(), alone(prompt_of(base, 30), "greedy", 60))
+        same(request.result(), run_alone(prompt_of(base, 30), "greedy", 60))
 
 
-def test_a_score_that_is_preempted_goes_on_where_it_was(alone):
-    """Its pieces are never fewer than they were: who reads them has some of them already."""
+def test_preempted_score_keeps_its_pieces(run_alone):
+    """The list of pieces never becomes shorter, because a reader may have consumed some of them."""
     engine = engine_of(slots=2, page=16, pages=7)
     ids, kept = prompt_of(2, 80), []
     expected = engine.submit_score(ids, 2).result()
@@ -367,17 +366,17 @@ def test_a_score_that_is_preempted_goes_on_where_it_was(alone):
         kept = [*score.pieces]
     assert engine.scheduler.preemptions > 0 and kept[-1].usage.completion_tokens == len(ids)
     same(score.result(), expected)
-    same(older.result(), alone(prompt_of(0, 17), "greedy", 60))
+    same(older.result(), run_alone(prompt_of(0, 17), "greedy", 60))
     engine.scheduler.assert_consistent()
 
 
-def test_rewound_rows_are_no_requests(small, alone):
+def test_rewound_rows_do_not_change_later_requests(small, run_alone):
     params = SamplingParams(temperature=0, seed=1)
     rewind(small, [20, 3], params, rows=2)
     for _ in range(3):
         enqueue(small, params, rows=2)
     assert small.model.workspace.meta[:3, 32].tolist()[:2] == [23, 6]
-    same(small.generate(prompt_of(0, 17), params_of("greedy", 20)), alone(prompt_of(0, 17), "greedy", 20))
+    same(small.generate(prompt_of(0, 17), params_of("greedy", 20)), run_alone(prompt_of(0, 17), "greedy", 20))
     small.scheduler.assert_consistent()
 
 
@@ -386,7 +385,7 @@ def test_rewound_rows_are_no_requests(small, alone):
 
 @pytest.fixture(scope="module")
 def reader():
-    """An engine of so many slots and tokens of prompts in a pass, and what it reads: (chunks, tokens, decoding)."""
+    """Return an engine with these slots and this chunk size, and its log of prompt passes."""
 
     @cache
     def reader(slots, chunk):
@@ -404,8 +403,11 @@ def reader():
 
 
 def check_reads(log, chunk, lengths) -> None:
-    """Each position of each prompt was read once, in order, in passes of at most `chunk` tokens whose rows stand
-    without gaps behind those that decode; but for a last position that a decode pass took."""
+    """Check that each position of each prompt was read once, in order.
+
+    Each pass reads at most `chunk` tokens, whose rows follow the decoding rows without gaps. A decode pass may read the
+    last position of a prompt instead.
+    """
     reached, prompts = {}, []
     for chunks, tokens, decoding in log:
         assert 0 < sum(each.count for each in chunks) == tokens <= chunk
@@ -417,9 +419,9 @@ def check_reads(log, chunk, lengths) -> None:
                 prompts.append(reached[each.slot])
             reached[each.slot] = each.end
             first = each.rows.stop
-    ends, wanted = sorted(prompts + list(reached.values())), sorted(length for length in lengths if length > 1)
-    assert len(ends) == len(wanted), "a prompt was not read, or twice"
-    assert sum(wanted) - len(wanted) <= sum(ends) <= sum(wanted)
+    ends, expected = sorted(prompts + list(reached.values())), sorted(length for length in lengths if length > 1)
+    assert len(ends) == len(expected), "a prompt was not read, or read twice"
+    assert sum(expected) - len(expected) <= sum(ends) <= sum(expected)
 
 
 PROMPT = st.tuples(
@@ -433,51 +435,49 @@ PROMPT = st.tuples(
     sizes=st.sampled_from([(2, 1), (2, 3), (4, 7), (8, 24), (8, 96), (16, 48)]), ahead=st.integers(0, 1),
     decoding=st.integers(0, 3), prompts=st.lists(PROMPT, min_size=1, max_size=20),
 )  # fmt: skip
-def test_prompts_of_any_lengths_in_chunks_of_any_size_beside_any_neighbours(
-    reader, alone, sizes, ahead, decoding, prompts
-):
-    """prompts: length, kind of sampling, tokens to draw, and steps until the next one comes."""
+def test_prompts_of_any_length_chunk_size_and_batch(reader, run_alone, sizes, ahead, decoding, prompts):
+    """Each prompt is (length, kind of sampling, tokens to sample, steps until the next submission)."""
     engine, log = reader(*sizes)
     log.clear()
     scheduler = engine.scheduler
     scheduler._ahead = 1 if CUDA else ahead
-    wanted = [(prompt_of(base, 5 + base), "sampled", 60) for base in range(min(decoding, sizes[0] - 1))]
-    requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
+    cases = [(prompt_of(base, 5 + base), "sampled", 60) for base in range(min(decoding, sizes[0] - 1))]
+    requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in cases]
     while not all(request.completion_tokens for request in requests):
         scheduler.step()
     for i, (length, kind, most, steps) in enumerate(prompts):
-        wanted.append((prompt_of(i % 3, length), kind, most))
-        requests.append(engine.submit(wanted[-1][0], params_of(kind, most), reuse_prefix=False))
+        cases.append((prompt_of(i % 3, length), kind, most))
+        requests.append(engine.submit(cases[-1][0], params_of(kind, most), reuse_prefix=False))
         for _ in range(steps):
             scheduler.step()
             scheduler.assert_consistent()
     finish(scheduler)
-    for request, expected in zip(requests, wanted):
-        same(request.result(), alone(*expected))
-    check_reads(log, sizes[1], [len(prompt) for prompt, *_ in wanted])
+    for request, expected in zip(requests, cases):
+        same(request.result(), run_alone(*expected))
+    check_reads(log, sizes[1], [len(prompt) for prompt, *_ in cases])
 
 
-def test_as_many_short_prompts_as_there_are_slots_take_one_pass(reader, alone):
+def test_short_prompts_of_all_slots_share_one_pass(reader, run_alone):
     engine, log = reader(16, 48)
     log.clear()
-    wanted = [(prompt_of(i % 3, 3), sorted(PARAMS)[i % 4], 9) for i in range(16)]
-    requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
+    cases = [(prompt_of(i % 3, 3), sorted(PARAMS)[i % 4], 9) for i in range(16)]
+    requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in cases]
     finish(engine.scheduler)
-    for request, expected in zip(requests, wanted):
-        same(request.result(), alone(*expected))
+    for request, expected in zip(requests, cases):
+        same(request.result(), run_alone(*expected))
     ((chunks, tokens, decoding),) = log
     assert (len(chunks), tokens, decoding) == (16, 48, 0)
 
 
-def test_a_prompt_that_is_cut_leaves_the_rest_of_a_pass_to_the_next_one(reader, alone):
-    """First come, first served: the last part of a prompt shares its pass with the beginning of the next."""
+def test_chunks_of_two_prompts_share_a_pass(reader, run_alone):
+    """The last chunk of a prompt shares its pass with the first chunk of the next prompt."""
     engine, log = reader(4, 7)
     log.clear()
-    wanted = [(prompt_of(base, 10), "greedy", 4) for base in range(3)]
-    requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in wanted]
+    cases = [(prompt_of(base, 10), "greedy", 4) for base in range(3)]
+    requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in cases]
     finish(engine.scheduler)
-    for request, expected in zip(requests, wanted):
-        same(request.result(), alone(*expected))
+    for request, expected in zip(requests, cases):
+        same(request.result(), run_alone(*expected))
     assert [[(each.start, each.count) for each in chunks] for chunks, *_ in log] == [
         [(0, 7)], [(7, 3), (0, 4)], [(4, 6), (0, 1)], [(1, 7)], [(8, 2)],
     ]  # fmt: skip
@@ -487,7 +487,7 @@ def test_a_prompt_that_is_cut_leaves_the_rest_of_a_pass_to_the_next_one(reader, 
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt before the instruction `at` of serve/ and state/, except for the driver and its lock."""
+    """Raises KeyboardInterrupt before instruction number `at` of serve/ and state/, except in the driver."""
 
     def __init__(self, at: int):
         self.at, self.count = at, 0
@@ -505,7 +505,7 @@ class Interrupts:
         return self
 
     def __enter__(self):
-        sys._getframe().f_trace_opcodes = True  # Python 3.12 heeds it only where one was set before it begins to trace
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 requires this before tracing starts
         sys.settrace(self)
         return self
 
@@ -518,8 +518,8 @@ INTERRUPTED = [(prompt_of(0, 17), "penalties", 40), (prompt_of(1, 40), "sampled"
 
 
 @pytest.mark.parametrize("driven", ["scheduler", "stream"])
-def test_an_interrupt_anywhere_harms_nobody_else(small, alone, driven):
-    """Whoever steps when it comes loses his own request; no page is lost, no token of another one."""
+def test_interrupt_anywhere_affects_no_other_request(small, run_alone, driven):
+    """The interrupted thread loses its own request only: other requests lose no token, and no page is lost."""
 
     def run(at):
         requests = [small.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in INTERRUPTED]
@@ -534,9 +534,9 @@ def test_an_interrupt_anywhere_harms_nobody_else(small, alone, driven):
         small.scheduler.assert_consistent()
         finish(small.scheduler)
         for request, expected in zip(requests, INTERRUPTED):
-            same(request.result(), alone(*expected))
+            same(request.result(), run_alone(*expected))
         if own and interrupts.count == at:
-            ended = alone(prompt_of(1, 3), "greedy", 30).finish_reason  # before the interrupt
+            ended = run_alone(prompt_of(1, 3), "greedy", 30).finish_reason  # if it ended before the interrupt
             assert own.finish_reason in ("cancelled", ended)
         return interrupts.count
 
@@ -546,7 +546,7 @@ def test_an_interrupt_anywhere_harms_nobody_else(small, alone, driven):
         run(at)
 
 
-def test_an_interrupt_that_is_interrupted(small, alone):
+def test_repeated_interrupts_during_recovery(small, run_alone):
     request = small.submit(prompt_of(0, 17), params_of("sampled", 30))
     with Interrupts(3000):
         request.result()
@@ -556,18 +556,18 @@ def test_an_interrupt_that_is_interrupted(small, alone):
         with Interrupts(at):
             for _ in range(100):
                 small.scheduler.step()
-    same(request.result(), alone(prompt_of(0, 17), "sampled", 30))
+    same(request.result(), run_alone(prompt_of(0, 17), "sampled", 30))
     small.scheduler.assert_consistent()
 
 
 # ---- many
 
 
-def test_many_requests_leave_nothing_behind(alone, monkeypatch):
+def test_many_requests_leak_no_memory(run_alone, monkeypatch):
     total = 10_000 if CUDA else 500
     engine = engine_of(slots=16, page=16, pages=40, chunk_tokens=32)
     kinds = sorted(PARAMS)
-    wanted = [
+    cases = [
         (prompt_of(i % 3, (1, 5, 16, 17, 40)[i * 7 % 5], i % 41 == 40), kinds[i % 4], (1, 3, 9, 20)[i * 11 % 4])
         for i in range(total)
     ]
@@ -580,10 +580,10 @@ def test_many_requests_leave_nothing_behind(alone, monkeypatch):
             seen.append((len(alive), torch.cuda.memory_allocated() if CUDA else 0))
 
     results = engine.generate_many(
-        [ids for ids, *_ in wanted], [params_of(*rest) for _, *rest in wanted], progress=look, reuse_prefix=False
+        [ids for ids, *_ in cases], [params_of(*rest) for _, *rest in cases], progress=look, reuse_prefix=False
     )
-    for result, expected in zip(results, wanted):
-        same(result, alone(*expected))
+    for result, expected in zip(results, cases):
+        same(result, run_alone(*expected))
     engine.scheduler.assert_consistent()
     (half, bytes_then), (last, bytes_now) = seen
     assert half <= 2 * 16 and last <= 1 and bytes_now == bytes_then

@@ -1,4 +1,4 @@
-"""The streams: a reader that has gone, a full device, odd encodings and windows, and what a terminal must not get."""
+"""Standard streams: closed readers, full devices, odd encodings and windows, and control characters in a terminal."""
 
 import io
 import os
@@ -13,7 +13,7 @@ from tridecode import cli as commands
 from tridecode.cli.terminal import Output, visible
 
 ROOT = Path(__file__).parents[2]
-FULL = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
+FULL = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full exists on Linux only")
 SHOWS = (
     ("--help",),
     ("--version",),
@@ -32,7 +32,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def run_into(monkeypatch, tiny, capsys):
-    """Run the program with a file of the system as stdout or stderr; returns exit code and what stderr shows."""
+    """Run the program with a system file as stdout or stderr; return the exit code and the text on stderr."""
 
     def run_into(argv, stream, name="stdout"):
         monkeypatch.setattr(sys, name, stream)
@@ -42,14 +42,14 @@ def run_into(monkeypatch, tiny, capsys):
             code = commands.main(argv)
         except SystemExit as exit:
             code = exit.code
-        stream.flush()  # as Python does at exit: what the program could not write must be gone
+        stream.flush()  # as Python does at exit: the buffer must be empty
         return code, capsys.readouterr().err
 
     return run_into
 
 
 @pytest.mark.parametrize("argv", SHOWS, ids=" ".join)
-def test_a_reader_that_has_gone_is_exit_code_141_and_silence(run_into, argv):
+def test_closed_stdout_exits_with_141(run_into, argv):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as gone:
@@ -57,7 +57,7 @@ def test_a_reader_that_has_gone_is_exit_code_141_and_silence(run_into, argv):
 
 
 @pytest.mark.parametrize("argv", [("info", "--model", "/absent"), SHOWS[-1]], ids=" ".join)
-def test_a_reader_of_stderr_that_has_gone_is_the_same(run_into, argv):
+def test_closed_stderr_exits_with_141(run_into, argv):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as gone:
@@ -66,29 +66,29 @@ def test_a_reader_of_stderr_that_has_gone_is_the_same(run_into, argv):
 
 @FULL
 @pytest.mark.parametrize("argv", SHOWS, ids=" ".join)
-def test_a_full_device_is_one_line(run_into, argv):
+def test_full_device_is_one_line(run_into, argv):
     with open("/dev/full", "w") as full:
         code, err = run_into(argv, full)
     assert code == 1 and err.endswith("tridecode: error: No space left on device\n") and err.count("\n") == 1
 
 
 @FULL
-def test_wrong_options_are_code_2_even_where_nobody_can_be_told(run_into):
+def test_wrong_options_exit_with_2_if_stderr_is_full(run_into):
     with open("/dev/full", "w") as full:
         assert run_into(("--nope",), full, "stderr")[0] == 2
 
 
-def test_a_reader_that_leaves_is_no_error(tiny):
+def test_closed_pipe_is_not_an_error(tiny):
     argv = [sys.executable, "cli.py", "generate", "--model", tiny, "--prompt", "Hello", "--device", "cpu"]
     read, write = os.pipe()
-    os.close(read)  # gone before the first character
+    os.close(read)  # closed before the first character
     done = subprocess.run(argv, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be"])
-def test_an_encoding_that_no_terminal_shows_is_refused(encoding):
+def test_unsupported_output_encoding_is_refused(encoding):
     argv = [sys.executable, "cli.py", "generate", "--prompt", "Hello", "--max-tokens", "2"]
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL, text=True, env=environment)
@@ -97,7 +97,7 @@ def test_an_encoding_that_no_terminal_shows_is_refused(encoding):
 
 
 @pytest.mark.parametrize("size", ["0", "00", ""])
-def test_a_window_of_no_size_is_not_believed(monkeypatch, size):
+def test_window_size_of_zero_is_ignored(monkeypatch, size):
     monkeypatch.setenv("COLUMNS", size)
     monkeypatch.setenv("LINES", size)
     screen = io.StringIO()
@@ -107,11 +107,11 @@ def test_a_window_of_no_size_is_not_believed(monkeypatch, size):
     assert screen.getvalue() == "an answer\n" and output.console.width >= 80
 
 
-def test_what_turns_the_direction_of_writing_is_not_obeyed():
+def test_bidirectional_controls_are_replaced():
     assert visible("a\u202eb\u2066c\u202c\u2069 \u05d0\u200f") == "a\ufffdb\ufffdc\ufffd\ufffd \u05d0\u200f"
 
 
-def test_a_terminal_gets_no_control_characters(monkeypatch):
+def test_control_characters_are_replaced_in_a_terminal(monkeypatch):
     text = "\x1b]0;title\x07 \x9b2J\x08[bold]x[/] [/INST]\r\nA\tb\rc :smile:\n"
     screen = io.StringIO()
     screen.isatty = lambda: True
@@ -123,7 +123,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch):
     assert visible("ok\t\n") == "ok\t\n"
 
 
-def test_a_pipe_gets_the_text_as_it_is(capsys):
+def test_pipe_gets_the_unchanged_text(capsys):
     text = "\x1b[1m [/INST] \t\r\n"
     Output().text(text)
     assert capsys.readouterr().out == text

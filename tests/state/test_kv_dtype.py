@@ -1,4 +1,4 @@
-"""Engines whose K/V have 8 bits: answers, prefixes that are shared, pages, memory, refusals."""
+"""Engines with fp8 K/V: accuracy, shared prefixes, pages, memory and refused options."""
 
 from dataclasses import replace
 
@@ -29,22 +29,22 @@ def relative_rms(out, ref):
 
 @pytest.mark.parametrize("family", [{}, dict(sliding_window=24, layer_types=("sliding_attention",) * 2)])
 @pytest.mark.parametrize("slots", [1, 4])
-def test_scores_are_near_those_of_whole_numbers(family, slots):
+def test_scores_are_close_to_unquantized_kv(family, slots):
     build = {"slots": slots}
     exact = tiny_engine(build=build, **family).score(IDS)
     found = tiny_engine(build=build, fp8_kv=True, **family).score(IDS)
     assert 0 < relative_rms(found, exact) < (0.08 if CUDA else 0.05)
 
 
-def test_a_prompt_pass_and_the_token_step_agree():
-    """The same K/V, read by prompt attention or written token by token."""
+def test_prompt_pass_and_decode_passes_agree():
+    """Read K/V that a prompt pass wrote, and K/V written token by token."""
     engine = tiny_engine(fp8_kv=True)
     by_steps = engine.score(IDS)[-1]
     engine.generate(IDS, replace(GREEDY, max_tokens=1))
     assert relative_rms(engine.model.workspace.logits[0], by_steps) < (0.05 if CUDA else 2e-3)
 
 
-def test_requests_share_pages_and_answer_as_alone():
+def test_requests_that_share_pages_return_the_same_tokens():
     alone = tiny_engine(fp8_kv=True)
     prompts = [IDS[:130] + [i, i + 1] for i in range(4)]
     expected = [alone.generate(prompt, GREEDY, reuse_prefix=False).token_ids for prompt in prompts]
@@ -52,12 +52,12 @@ def test_requests_share_pages_and_answer_as_alone():
     first = several.generate(prompts[0], GREEDY)
     results = [several.generate(prompt, GREEDY) for prompt in prompts]
     assert all(result.usage.reused_tokens >= 128 for result in results) and not first.usage.reused_tokens
-    if not CUDA:  # elsewhere kernels of other shapes add in another order
+    if not CUDA:  # GPU kernels for other numbers of rows add in another order
         assert [result.token_ids for result in results] == expected
     several.scheduler.assert_consistent()
 
 
-def test_what_a_cache_holds():
+def test_cache_returns_and_fills_dequantized_kv():
     engine = tiny_engine(fp8_kv=True)
     engine.score(IDS)
     held = engine.model.kv.held(0, len(IDS))
@@ -67,34 +67,36 @@ def test_what_a_cache_holds():
 
 
 @pytest.mark.parametrize("preset", ["qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-1b"])
-def test_nearly_twice_as_many_fit(preset):
+def test_fp8_nearly_doubles_the_positions(preset):
     configs = PRESETS[preset], replace(PRESETS[preset], fp8_kv=True)
     whole, fp8 = (kv_bytes_per_token(config, torch.bfloat16) for config in configs)
     assert 1.9 < whole / fp8 < 2
     pool = make_kv_cache(configs[1], 640, "meta", torch.bfloat16, page=PAGE).pool
-    assert pool.nbytes == 640 * fp8, "the plan is what is allocated"
+    assert pool.nbytes == 640 * fp8, "the plan matches the allocation"
     plans = [plan_memory(config, torch.bfloat16, torch.device("cpu")) for config in configs]
     assert plans[1].kv_per_token == fp8 and plans[1].per_token < plans[0].per_token
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"one_piece": True}, {"batch_invariant": True}], ids=["triton", "torch", "batch-invariant"]
+    "options", [{}, {"one_piece": True}, {"batch_invariant": True}], ids=["triton", "torch", "batch-invariant"]
 )
-def test_what_is_expanded_is_planned(monkeypatch, how):
-    """On Hopper a kernel for it attends to a layer's K/V in bf16; torch's gathers those of a request, and in the
-    batch-invariant mode prompts are attended to in 8 bits."""
+def test_plan_counts_expanded_kv(monkeypatch, options):
+    """Hopper's prompt attention expands one layer's K/V to bf16.
+
+    Torch's attention gathers the K/V of a request instead, and batch-invariant prompt attention reads fp8.
+    """
     use_h100(monkeypatch)
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
     config, slots = replace(PRESETS["qwen3-4b"], fp8_kv=True), 4
     weights = empty_weights(config, "meta", torch.bfloat16)
-    model = make_model(config, weights, 640, slots, page=PAGE, **how)
-    plan = plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, **{"one_piece": False} | how)
+    model = make_model(config, weights, 640, slots, page=PAGE, **options)
+    plan = plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, **{"one_piece": False} | options)
     assert model.kv.pool.nbytes + model.prompt.kv.nbytes == slots * 640 * plan.kv_per_token
-    assert (model.prompt.kv.nbytes > 0) is not any(how.values())
+    assert (model.prompt.kv.nbytes > 0) is not any(options.values())
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_a_checkpoint_is_loaded_with_it(slots, tmp_path):
+def test_load_with_fp8_kv(slots, tmp_path):
     path = write_tiny(tmp_path, "qwen3")
     engine = Engine.load(path, device="cpu", kv_dtype="fp8", slots=slots)
     assert engine.model.kv.fp8 and engine.config.fp8_kv
@@ -102,10 +104,10 @@ def test_a_checkpoint_is_loaded_with_it(slots, tmp_path):
     assert not Engine.load(path, device="cpu").model.kv.fp8
 
 
-def test_what_is_refused(tmp_path):
+def test_invalid_kv_dtypes_are_refused(tmp_path):
     path = write_tiny(tmp_path, "qwen3")
     with pytest.raises(ParameterError, match="kv_dtype must be auto or fp8, got 'fp4'"):
         Engine.load(path, device="cpu", kv_dtype="fp4")
     config = quantized(EngineOptions(kv_dtype="fp8"), tiny_config())
-    with pytest.raises(ParameterError, match="dtype must be bfloat16 on a GPU beside kv_dtype fp8, got float16"):
+    with pytest.raises(ParameterError, match="dtype must be bfloat16 on a GPU with kv_dtype fp8, got float16"):
         resolve_dtype("float16", config, torch.device("cuda", 0))

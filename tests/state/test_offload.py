@@ -1,4 +1,4 @@
-"""Contexts larger than the device's memory: pages in host memory, whose texts are those of pages on the device."""
+"""K/V pages in host memory: equal tokens, moving pages, memory plans and benchmarks."""
 
 import gc
 import random
@@ -39,7 +39,12 @@ LONG = [(11 * i + i // 7) % 300 for i in range(9 * PAGE + 5)]
 
 
 def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context=16, on_host=0, **build):
-    """An engine of `context` pages a slot; pages: of the device, with `host` beside them."""
+    """Build an engine whose slots have `context` pages.
+
+    Args:
+        pages: pages on the device, or None to build without offload.
+        host: pages in host memory.
+    """
     build |= {"slots": slots, "page": PAGE, "pages": pages}
     if pages is not None:
         build["offload"] = Offload(host, ring, buffers)
@@ -51,20 +56,20 @@ def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """What an engine says that has all on its device and one request at a time."""
+def run_alone():
+    """Generate with one request at a time and all pages on the device."""
     engine = engine_of()
     return lambda ids, params=GREEDY: engine.generate(ids, params, reuse_prefix=False).token_ids
 
 
 def on_host(engine) -> int:
-    """Pages of running requests in the host's memory."""
-    return len(engine.scheduler.slots._ring)
+    """Return the number of pages of active requests that are in host memory."""
+    return len(engine.scheduler.slots._ring_place)
 
 
 @pytest.mark.parametrize("pages", [4, 5, 8, 11, 16], ids=lambda pages: f"{pages}_of_11_pages")
 @pytest.mark.parametrize("buffers", [2, 3], ids=lambda buffers: f"ring_of_{buffers}")
-def test_a_text_is_the_same_wherever_its_pages_lie(pages, buffers, alone):
+def test_tokens_do_not_depend_on_the_location_of_pages(pages, buffers, run_alone):
     engine = engine_of(pages, ring=16, buffers=buffers)
     for params in (GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=2 * PAGE, ignore_eos=True)):
         request = engine.submit(LONG, params, reuse_prefix=False)
@@ -72,12 +77,12 @@ def test_a_text_is_the_same_wherever_its_pages_lie(pages, buffers, alone):
         for _ in request:
             most = max(most, on_host(engine))
             engine.scheduler.assert_consistent()
-        assert request.result().token_ids == alone(LONG, params)
-        assert most >= min(10, max(10 - pages, 0)), "what the device does not hold was on the host"
+        assert request.result().token_ids == run_alone(LONG, params)
+        assert most >= min(10, max(10 - pages, 0)), "pages that do not fit on the device were on the host"
         assert on_host(engine) == 0
 
 
-# ---- several requests, whatever comes
+# ---- several requests
 
 SHORT = SamplingParams(temperature=0, max_tokens=PAGE + 3, ignore_eos=True)
 
@@ -87,25 +92,25 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 def drive(engine, requests) -> None:
-    """Step until all have ended, looking after every step."""
+    """Step until all requests have ended, and check the slots after each step."""
     for _ in range(40 * PAGE):
         if all(request.finish_reason for request in requests):
             return
         engine.step()
         engine.scheduler.assert_consistent()
-    raise AssertionError("no end in sight")
+    raise AssertionError("the requests did not end")
 
 
-def test_slots_share_device_and_ring(alone):
+def test_slots_share_the_device_and_the_ring(run_alone):
     engine = engine_of(10, ring=20, host=30, slots=3, chunk_tokens=2 * PAGE)
     prompts = prompts_of(7 * PAGE + 3, 2 * PAGE, 9 * PAGE - 1, 5 * PAGE)
     requests = [engine.submit(prompt, SHORT) for prompt in prompts]
     drive(engine, requests)
-    assert [request.result().token_ids for request in requests] == [alone(prompt, SHORT) for prompt in prompts]
+    assert [request.result().token_ids for request in requests] == [run_alone(prompt, SHORT) for prompt in prompts]
     assert engine.scheduler.preemptions == 0
 
 
-def test_a_prefix_on_the_host_is_shared_and_comes_once(alone):
+def test_prefix_on_the_host_is_shared_in_the_ring(run_alone):
     engine = engine_of(10, ring=8, slots=3, chunk_tokens=2 * PAGE)
     common = LONG[: 5 * PAGE]
     prompts = [[*common, 200 + i, 7, 9] for i in range(3)]
@@ -115,30 +120,30 @@ def test_a_prefix_on_the_host_is_shared_and_comes_once(alone):
         engine.step()
         engine.scheduler.assert_consistent()
         held = [slot.pages for slot in engine.scheduler.slots]
-        ring = engine.scheduler.slots._ring
+        ring = engine.scheduler.slots._ring_place
         most = max(most, max((sum(page in pages for pages in held) for page in ring), default=0))
-    assert most > 1, "a page in the ring was several requests'"
+    assert most > 1, "several requests shared a page in the ring"
     for request, prompt in zip(requests[1:], prompts):
-        assert request.result().token_ids == alone(prompt, SHORT)
+        assert request.result().token_ids == run_alone(prompt, SHORT)
         assert request.result().usage.reused_tokens == len(common)
 
 
-def test_more_than_device_and_ring_hold_waits_or_begins_again(alone):
+def test_requests_beyond_device_and_ring_are_preempted(run_alone):
     engine = engine_of(10, ring=4, slots=3, context=10)
     prompts = prompts_of(6 * PAGE, 4 * PAGE - 2, 4 * PAGE - 2)
     long = SamplingParams(temperature=0, max_tokens=3 * PAGE, ignore_eos=True)
     requests = [engine.submit(prompt, long) for prompt in prompts]
     drive(engine, requests)
-    assert [request.result().token_ids for request in requests] == [alone(prompt, long) for prompt in prompts]
+    assert [request.result().token_ids for request in requests] == [run_alone(prompt, long) for prompt in prompts]
     assert engine.scheduler.preemptions > 0
 
 
-def test_what_is_free_is_told_of_what_can_run():
+def test_load_counts_pages_of_device_and_ring():
     engine = engine_of(8, ring=6, host=40, context=8)
     load = engine.scheduler.load()
     assert (load.pages, load.free_pages) == (14, 14)
     engine.generate(LONG[: 5 * PAGE], GREEDY)
-    assert engine.scheduler.load().free_pages == 14, "what waits can go"
+    assert engine.scheduler.load().free_pages == 14, "unused pages can be evicted"
     request = engine.submit(LONG[: 7 * PAGE], SHORT)
     engine.step()
     assert engine.scheduler.load().free_pages <= 7
@@ -146,43 +151,43 @@ def test_what_is_free_is_told_of_what_can_run():
 
 
 @pytest.mark.parametrize("ring", [0, 6], ids=["swap", "ring"])
-def test_a_conversation_that_went_to_the_host_comes_back(ring, alone):
-    """Two conversations, for one of which the device has room: neither is computed again."""
+def test_conversation_on_the_host_is_copied_back(ring, run_alone):
+    """The device has room for one of two conversations; neither is computed again."""
     engine = engine_of(8, ring=ring, context=8)
     texts = prompts_of(4 * PAGE, 5 * PAGE)
     for turn in range(3):
         for text in texts:
             text += [30 + turn, 31, 32]
             result = engine.generate(text, GREEDY)
-            assert result.token_ids == alone(text)
+            assert result.token_ids == run_alone(text)
             assert result.usage.reused_tokens == (0 if turn == 0 else len(text) - 4)
             text += result.token_ids
             engine.scheduler.assert_consistent()
             assert on_host(engine) == 0
     slots = engine.scheduler.slots
-    assert any(slots._on_host(page) for page in slots.cache.pages()), "one of them is on the host"
+    assert any(slots._on_host(page) for page in slots.cache.pages()), "one conversation is on the host"
 
 
-def test_a_page_that_was_copied_ahead_and_goes_on_is_copied_anew(alone):
-    """Its copy on the host is of before: who goes on with the last page of another text writes behind it."""
+def test_page_written_after_its_precopy_is_copied_again(run_alone):
+    """A request that continues the last page of an earlier one makes the page's copy on the host outdated."""
     engine = engine_of(8, ring=20, slots=2, chunk_tokens=2 * PAGE)
     slots = engine.scheduler.slots
     text = prompts_of(PAGE + 3)[0]
     text += engine.generate(text, GREEDY).token_ids
     long = engine.submit(LONG, SHORT)
-    while not slots._leaving:
+    while not slots._precopied:
         engine.step()
-    assert slots.cache.match(text).tail.page in slots._leaving
+    assert slots.cache.match(text).tail.page in slots._precopied
     long.cancel()
     other = engine.generate([*text, 5], SHORT)
-    assert other.token_ids == alone([*text, 5], SHORT) and other.usage.reused_tokens == len(text) - 1
-    assert engine.generate(LONG, SHORT).token_ids == alone(LONG, SHORT)
+    assert other.token_ids == run_alone([*text, 5], SHORT) and other.usage.reused_tokens == len(text) - 1
+    assert engine.generate(LONG, SHORT).token_ids == run_alone(LONG, SHORT)
     more = [*text, 5, *other.token_ids, 6]
-    assert engine.generate(more, GREEDY).token_ids == alone(more)
+    assert engine.generate(more, GREEDY).token_ids == run_alone(more)
 
 
-def test_whose_pages_go_is_looked_up_once_a_chunk(monkeypatch):
-    """However many of them, of a full device and a full host."""
+def test_eviction_candidates_are_listed_once_per_chunk(monkeypatch):
+    """The number of listings does not depend on the number of pages, with a full device and a full host."""
     engine = engine_of(10, ring=8, host=20)
     for prompt in prompts_of(*[8 * PAGE] * 4):
         engine.generate(prompt[::-1], GREEDY)
@@ -195,15 +200,15 @@ def test_whose_pages_go_is_looked_up_once_a_chunk(monkeypatch):
 
 
 @pytest.mark.parametrize("pages", [4, 8], ids=lambda pages: f"{pages}_of_9_pages")
-def test_scores_are_the_same_wherever_pages_lie(pages):
-    """Teacher forcing writes page after page, all by the decode pass."""
-    wanted, found = engine_of().score(LONG[: 9 * PAGE]), engine_of(pages, ring=16).score(LONG[: 9 * PAGE])
-    assert torch.equal(wanted, found)
+def test_scores_do_not_depend_on_the_location_of_pages(pages):
+    """Scoring writes all pages with decode passes."""
+    expected, found = engine_of().score(LONG[: 9 * PAGE]), engine_of(pages, ring=16).score(LONG[: 9 * PAGE])
+    assert torch.equal(expected, found)
 
 
 @pytest.mark.parametrize("ring", [0, 20], ids=["swap", "ring"])
-def test_the_batch_invariant_mode_keeps_its_bits(ring):
-    """With requests that are preempted and replay their outputs, and with what comes back from the host."""
+def test_batch_invariant_results_with_offload(ring):
+    """Requests are preempted and replay their outputs, and pages are copied back from the host."""
     chunk = 2 * PAGE if CUDA else 64
     build = dict(batch_invariant=True, chunk_tokens=chunk, dtype=None)
     single = engine_of(**build)
@@ -213,13 +218,13 @@ def test_the_batch_invariant_mode_keeps_its_bits(ring):
     requests = [engine.submit(prompt, params) for prompt in prompts]
     drive(engine, requests)
     for request, prompt in zip(requests, prompts):
-        wanted, found = single.generate(prompt, params, reuse_prefix=False), request.result()
-        assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs)
+        expected, found = single.generate(prompt, params, reuse_prefix=False), request.result()
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
     assert engine.scheduler.preemptions > 0 or ring
 
 
 @pytest.mark.parametrize("when", range(0, 24, 3))
-def test_a_request_that_is_cancelled_leaves_its_places(when, alone):
+def test_cancel_frees_device_host_and_ring_places(when, run_alone):
     engine = engine_of(7, ring=10, slots=2, chunk_tokens=PAGE)
     first, second = prompts_of(8 * PAGE, 6 * PAGE)
     cancelled, kept = engine.submit(first, SHORT), engine.submit(second, SHORT)
@@ -228,16 +233,16 @@ def test_a_request_that_is_cancelled_leaves_its_places(when, alone):
     cancelled.cancel()
     engine.scheduler.assert_consistent()
     drive(engine, [kept])
-    assert kept.result().token_ids == alone(second, SHORT)
+    assert kept.result().token_ids == run_alone(second, SHORT)
     again = engine.submit(first, SHORT)
     drive(engine, [again])
-    assert again.result().token_ids == alone(first, SHORT)
+    assert again.result().token_ids == run_alone(first, SHORT)
 
 
-def test_an_interrupt_at_any_copy_loses_no_page(alone, monkeypatch):
+def test_interrupt_at_any_copy_loses_no_page(run_alone, monkeypatch):
     engine = engine_of(6, ring=12)
     slots, moved = engine.scheduler.slots, []
-    for name in ("_to_host", "_to_ring"):
+    for name in ("_to_host", "_add_to_ring"):
         original = getattr(slots, name)
 
         def interrupted(page, original=original):
@@ -255,12 +260,12 @@ def test_an_interrupt_at_any_copy_loses_no_page(alone, monkeypatch):
         except KeyboardInterrupt:
             interrupts += 1
         engine.scheduler.assert_consistent()
-    assert request.result().token_ids == alone(LONG) and interrupts > 1
+    assert request.result().token_ids == run_alone(LONG) and interrupts > 1
 
 
 @pytest.mark.parametrize("seed", [*range(6), 9, 30, 43, 52, 57, 68])
 @pytest.mark.parametrize("ring", [0, 5], ids=["swap", "ring"])
-def test_any_schedule_gives_the_texts_of_running_alone(seed, ring, alone):
+def test_any_schedule_returns_the_tokens_of_single_requests(seed, ring, run_alone):
     choose = random.Random(seed)
     engine = engine_of(10, ring=ring, host=9, slots=3, context=10, chunk_tokens=PAGE + PAGE // 2)
     if not CUDA:
@@ -280,31 +285,31 @@ def test_any_schedule_gives_the_texts_of_running_alone(seed, ring, alone):
     drive(engine, [request for request, _, _ in kept])
     for request, text, params in kept:
         if request.finish_reason != "cancelled":
-            assert request.result().token_ids == alone(text, params)
+            assert request.result().token_ids == run_alone(text, params)
 
 
 @pytest.mark.parametrize("cut", [9 * PAGE + 2, 8 * PAGE + 7, 3 * PAGE + 7])
 @pytest.mark.parametrize("pages", [4, 6, 8])
-def test_a_message_that_is_edited(pages, cut, alone):
-    """What was found fills the device, and makes room for the copy of the page in which the texts part."""
+def test_edited_prompt_reuses_its_unchanged_prefix(pages, cut, run_alone):
+    """The reused pages fill the device, and leave it for a copy of the page in which the prompts diverge."""
     engine = engine_of(pages, ring=12)
     engine.generate(LONG, GREEDY)
     edited = [*LONG[:cut], 299, 298, 297]
     result = engine.generate(edited, GREEDY)
-    assert result.token_ids == alone(edited) and result.usage.reused_tokens == cut
+    assert result.token_ids == run_alone(edited) and result.usage.reused_tokens == cut
     engine.scheduler.assert_consistent()
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_conversations_that_go_on_and_are_edited(seed):
+def test_random_conversations_with_edits(seed):
     choose = random.Random(seed)
     slots, ring = choose.choice([1, 2, 3]), choose.choice([0, 3, 6, 12])
     pages = max(choose.choice([4, 7, 10]), 3 * slots + 1)
     context, host = min(16, pages + ring), max(ring + 1, choose.choice([3, ring + 4, 20]))
     chunk = choose.choice([PAGE, PAGE + 8, 4 * PAGE])
     engine = engine_of(pages, ring, host, slots=slots, context=context, layers=1, chunk_tokens=chunk)
-    alone = engine_of(layers=1)
-    talks, asked = [[(7 * i + 31 * k) % 300 for i in range(choose.randint(3, 3 * PAGE))] for k in range(3)], []
+    run_alone = engine_of(layers=1)
+    talks, submitted = [[(7 * i + 31 * k) % 300 for i in range(choose.randint(3, 3 * PAGE))] for k in range(3)], []
     for _ in range(10):
         talk, ids = choose.choice(list(enumerate(talks)))
         if choose.random() < 0.35:
@@ -313,7 +318,7 @@ def test_conversations_that_go_on_and_are_edited(seed):
         more = [choose.randrange(300) for _ in range(choose.choice([1, 5, PAGE, 4 * PAGE]))]
         ids = (ids + more)[: context * PAGE - answer - 1]
         request = engine.submit(ids, replace(GREEDY, max_tokens=answer))
-        asked.append((request, ids, answer))
+        submitted.append((request, ids, answer))
         for _ in range(choose.choice([2, 10, 200])):
             engine.step()
             engine.scheduler.assert_consistent()
@@ -321,18 +326,18 @@ def test_conversations_that_go_on_and_are_edited(seed):
             talks[talk] = [*ids, *request.result().token_ids]
         elif choose.random() < 0.3:
             request.cancel()
-    drive(engine, [request for request, _, _ in asked])
-    for request, ids, answer in asked:
+    drive(engine, [request for request, _, _ in submitted])
+    for request, ids, answer in submitted:
         if request.finish_reason != "cancelled":
-            wanted = alone.generate(ids, replace(GREEDY, max_tokens=answer), reuse_prefix=False)
-            assert request.result().token_ids == wanted.token_ids
+            expected = run_alone.generate(ids, replace(GREEDY, max_tokens=answer), reuse_prefix=False)
+            assert request.result().token_ids == expected.token_ids
 
 
-# ---- what is launched
+# ---- launches
 
 
-def test_without_offload_the_lists_are_what_they_were():
-    """No line more, and the page table itself in every layer."""
+def test_passes_without_offload_have_no_fetches():
+    """There is no additional launch, and each layer reads the page table itself."""
     engine = engine_of()
     for lines in (lambda run: decode.decode_pass(run, engine.model, "greedy"), lambda run: read(run, engine.model, 5)):
         recorder = Recorder()
@@ -345,14 +350,14 @@ def test_without_offload_the_lists_are_what_they_were():
 
 @pytest.mark.parametrize("buffers", [2, 3])
 @pytest.mark.parametrize("kind", ["decode", "prompt"])
-def test_a_layer_is_fetched_before_its_attention_and_after_its_buffers_last_reader(buffers, kind):
+def test_fetch_order_in_the_list_of_launches(buffers, kind):
     model = engine_of(5, ring=11, buffers=buffers, layers=5).model
     recorder = Recorder()
     if kind == "decode":
         decode.decode_pass(recorder, model, "greedy")
     else:
         read(recorder, model, 5, decoding=1)
-    layers = 5 if kind == "decode" else 4  # the last one's attention is in the pass's tail
+    layers = 5 if kind == "decode" else 4  # the attention of the last layer is launched at the end of the pass
     lines = [line for line in recorder.launches if line.role in ("fetch", "attention", "decoding")]
     filled, fetched, attended = {}, 0, []
     for line in lines:
@@ -360,7 +365,7 @@ def test_a_layer_is_fetched_before_its_attention_and_after_its_buffers_last_read
             source, buffer = line.args[2], line.args[3].data_ptr()
             assert source.data_ptr() == model.kv.offload.source[fetched].data_ptr()
             if buffer in filled:
-                assert filled[buffer] in attended, "a buffer is filled while it is to be read"
+                assert filled[buffer] in attended, "a buffer is filled before its last reader"
             filled[buffer] = fetched
             fetched += 1
         else:
@@ -370,8 +375,8 @@ def test_a_layer_is_fetched_before_its_attention_and_after_its_buffers_last_read
     assert fetched == layers and sorted(set(attended)) == list(range(layers)) and len(filled) == buffers
 
 
-def test_lists_in_the_interpreter_give_what_the_references_give():
-    """The kernels themselves over device pages and the ring: hidden states of the last pass against the references."""
+def test_kernels_and_references_agree_with_offload():
+    """Compare logits of the kernels, which read device pages and the ring, with those of the references."""
     found = []
     for run in (launch, run_reference):
         engine = engine_of(4, ring=8, layers=2, context=8)
@@ -383,7 +388,7 @@ def test_lists_in_the_interpreter_give_what_the_references_give():
         rewind_slots(slots, [6 * PAGE + 5], params)
         host = engine.model.kv.offload.host
         host.copy_(torch.randn(host.shape, generator=generator))
-        assert len(slots._ring) > 0
+        assert len(slots._ring_place) > 0
         DecodePasses(engine.model, run).replay("greedy")
         engine.synchronize()
         found.append(engine.model.workspace.logits[0].cpu().clone())
@@ -399,7 +404,7 @@ GIB = 2**30
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A device of 10 GiB and a host of 100."""
+    """Simulate a device with 10 GiB and a host with 100 GiB."""
     free = {"cuda": 10 * GIB, "cpu": 100 * GIB}
     monkeypatch.setattr(memory, "free_memory", lambda device: free[device.type])
     use_h100(monkeypatch)
@@ -408,13 +413,13 @@ def machine(monkeypatch):
 
 @pytest.mark.parametrize("slots, kv_tokens", [(1, None), (1, 4096), (4, None), (4, 20_000)])
 @pytest.mark.parametrize("ring", [2, 3])
-def test_the_plan_fits_and_is_what_is_allocated(machine, slots, kv_tokens, ring):
+def test_plan_fits_and_matches_the_allocation(machine, slots, kv_tokens, ring):
     machine["cuda"] = 4 * GIB
     config, device = PRESETS["qwen3-0.6b"], torch.device("meta")
     options = dict(slots=slots, kv_tokens=kv_tokens, kv_offload=20, kv_ring=ring, chunk_tokens=512)
     kv = planned(config, max_seq_len=30_000, **options)
     assert kv.capacity == 30_000 and (kv.pages + kv.offload.ring) * 64 >= 30_000
-    assert kv.offload.ring < kv.offload.host, "a page of the host is left through which others change places"
+    assert kv.offload.ring < kv.offload.host, "one page of the host stays free, for pages that change places"
     assert kv_tokens is None or kv.kv_tokens == -(-kv_tokens // 64) * 64
     cache = make_kv_cache(config, kv.capacity, device, torch.bfloat16, slots, 64, kv.pages, kv.offload)
     plan, plain = kv.memory, plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, 512, one_piece=False)
@@ -422,53 +427,53 @@ def test_the_plan_fits_and_is_what_is_allocated(machine, slots, kv_tokens, ring)
     assert needed + cache.offload.tables.nbytes <= plan.usable
     beside = plan.needed(kv.capacity, 0) - plan.fixed + plain.fixed
     assert cache.offload.cells.nbytes == pytest.approx(needed - beside, rel=1e-4)
-    assert kv_tokens or needed > 0.98 * plan.usable or kv.kv_tokens == slots * 30_016, "the rest of it is used"
+    assert kv_tokens or needed > 0.98 * plan.usable or kv.kv_tokens == slots * 30_016, "the plan wastes memory"
 
 
-def test_what_all_fits_on_the_device_has_no_ring(machine):
+def test_no_ring_if_all_pages_fit_on_the_device(machine):
     kv = planned(PRESETS["qwen3-0.6b"], max_seq_len=30_000, kv_offload=4, chunk_tokens=512)
     assert kv.offload.ring == 0 and kv.kv_tokens == 30_016 and kv.offload.host * 64 * 114_688 <= 4 * GIB
 
 
 @pytest.mark.parametrize(
-    "asked, words",
+    "options, words",
     [
         (dict(kv_offload="much"), 'kv_offload must be a number from 0.001 to 1,000,000 or "auto", got'),
         (dict(kv_offload=True), "kv_offload must be a number"),
-        (dict(kv_offload=120), "kv_offload: 120.0 GiB are asked for, the host has 100.0"),
+        (dict(kv_offload=120), "kv_offload: 120.0 GiB are requested, the host has 100.0"),
         (dict(kv_offload=0.005), "kv_offload: a page takes 0.0068 GiB of the host's memory"),
         (dict(kv_ring=3), "kv_ring: no K/V are on the host; use it with kv_offload"),
         (dict(kv_offload=4, kv_ring=-1), "kv_ring must be an integer from 0 to 16"),
         (dict(kv_offload=4, kv_tokens=64), "kv_tokens must be an integer from 256"),
         (dict(kv_offload=4, kv_tokens=30_000, max_seq_len=2000), "what 1 slot of 2,000 positions can have, 2,000,"),
-        (dict(kv_offload=0.5, max_seq_len=40_000), "kv_offload: 40,000 positions are asked for, "),
+        (dict(kv_offload=0.5, max_seq_len=40_000), "kv_offload: 40,000 positions are requested, "),
         (dict(kv_offload=4, kv_tokens=40_000), "not enough memory on cuda: kv_tokens asks for 40,000 positions"),
     ],
     ids=lambda value: value if type(value) is str else "",
 )
-def test_what_cannot_be_had_is_one_line(machine, asked, words):
+def test_impossible_offload_options_are_one_line(machine, options, words):
     machine["cuda"] = 3 * GIB
     with pytest.raises((ParameterError, DeviceError)) as raised:
-        planned(PRESETS["qwen3-0.6b"], chunk_tokens=512, **asked)
+        planned(PRESETS["qwen3-0.6b"], chunk_tokens=512, **options)
     assert words in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_kv_in_8_bits_stay_on_the_device(machine):
+def test_fp8_kv_cannot_be_offloaded(machine):
     with pytest.raises(ParameterError, match="^kv_offload: K/V in kv_dtype fp8 are kept on the device; use"):
         planned(PRESETS["qwen3-0.6b"], kv_dtype="fp8", kv_offload=4)
     with pytest.raises(ParameterError, match="^kv_offload: K/V in kv_dtype fp8"):
         Engine.load(device=str(DEVICE), kv_dtype="fp8", kv_offload=0.1)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["a_copy_a_page", "a_copy_a_layer"])
-def test_the_benchs_copies_bring_as_much_as_the_fetch(whole):
+@pytest.mark.parametrize("per_layer", [False, True], ids=["a_copy_a_page", "a_copy_a_layer"])
+def test_bench_copies_the_same_bytes_as_the_fetch(per_layer):
     engine = engine_of(4, ring=8, context=8)
     rewind(engine, 6 * PAGE + 5, replace(GREEDY, seed=1))
     engine.scheduler.slots.send(0, 6)
     host = engine.model.kv.offload.host
     host.copy_(torch.randn(host.shape, generator=torch.Generator().manual_seed(2)))
     found = []
-    for run in (run_reference, ways.Copies(run_reference, engine.model, 6, whole)):
+    for run in (run_reference, ways.Copies(run_reference, engine.model, 6, per_layer)):
         for buffer in engine.model.kv.offload.target:
             buffer.fill_(-1)
         DecodePasses(engine.model, run).replay("greedy")
@@ -477,12 +482,12 @@ def test_the_benchs_copies_bring_as_much_as_the_fetch(whole):
         found.append([buffer.cpu().clone() for buffer in engine.model.kv.offload.target])
     for fetched, copied in zip(*found):
         assert (fetched[:6] != -1).all() and (copied[:6] != -1).all() and (copied[6:] == -1).all()
-        assert whole or torch.equal(fetched, copied)
+        assert per_layer or torch.equal(fetched, copied)
 
 
 @pytest.fixture
 def benched(monkeypatch):
-    """A bench of this machine's engine, all else as the command line gives it."""
+    """Run `bench offload` with an engine of this machine and otherwise default options."""
     made = []
 
     def engine_made(args, capacity, pages, plan):
@@ -510,14 +515,14 @@ def benched(monkeypatch):
     return benched
 
 
-def test_the_bench_of_conversations_that_come_back(benched, monkeypatch):
+def test_bench_of_returning_conversations(benched, monkeypatch):
     monkeypatch.setattr(bench, "SWAP_ROOM", 2 * PAGE)
     (row,) = benched("--swap", "--context", str(4 * PAGE))
     assert row.bench == "offload-swap" and row.back_ms > 0 and row.anew_ms > 0
     assert len(tables([row])) == 1
 
 
-def test_the_bench_of_long_prompts(benched, monkeypatch):
+def test_bench_of_long_prompts(benched, monkeypatch):
     tokens = 9 * PAGE
     gib = 5 * PAGE * bench.kv_bytes_per_token(PRESETS["qwen3-0.6b"], torch.bfloat16) / GIB
     (row,) = benched("--prompt-tokens", str(tokens), "--kv-gib", str(gib + 1e-9))
@@ -525,8 +530,9 @@ def test_the_bench_of_long_prompts(benched, monkeypatch):
     assert row.ttft_s > 0 and len(tables([row])) == 1
 
 
-def test_the_bench_lets_attention_read_the_hosts_own_cells():
-    build = dict(page=128, pages=9, offload=Offload(host=8, ring=8))  # so large that any distance is a number of them
+def test_bench_attention_reads_host_cells_directly():
+    # Pages are so large that the distance of host and device memory is a whole number of them.
+    build = dict(page=128, pages=9, offload=Offload(host=8, ring=8))
     engine = tiny_engine(dtype=torch.float32, capacity=1024, max_position=1024, build=build)
     rewind(engine, 6 * 128 + 5, replace(GREEDY, seed=1))
     ways.read_directly(engine, 5)
@@ -535,17 +541,17 @@ def test_the_bench_lets_attention_read_the_hosts_own_cells():
     at = offload.cells.data_ptr() + cell * offload.tables[:, 0, :5].long()
     assert len(set(at.flatten().tolist())) == at.numel()
     assert (begin <= at).all() and (at + cell <= begin + offload.host.untyped_storage().nbytes()).all()
-    assert (offload.tables[:, 0, 5] < len(offload.cells)).all(), "the others are the device's"
+    assert (offload.tables[:, 0, 5] < len(offload.cells)).all(), "the other pages are on the device"
 
 
 # ---- on a GPU: one graph, two streams
 
-needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs are a GPU's")
+needs_gpu = pytest.mark.skipif(not CUDA, reason="streams and graphs need a GPU")
 
 
 @needs_gpu
 @pytest.mark.parametrize("script", [False, True], ids=["bench", "script"])
-def test_there_is_a_row_for_each_share_in_each_way(benched, script):
+def test_bench_has_a_row_for_each_share_and_variant(benched, script):
     rows = benched("--context", str(6 * PAGE), "--host", "1,0.5,0", script=script)
     named = [(row.host, row.variant) for row in rows]
     assert len(set(named)) == len(named) >= (8 + 8 + 3 if script else 9)
@@ -554,7 +560,7 @@ def test_there_is_a_row_for_each_share_in_each_way(benched, script):
 
 
 @needs_gpu
-def test_the_bench_of_weights(benched):
+def test_bench_of_weights(benched):
     rows = benched("--context", str(6 * PAGE), "--weights", "0.1")
     assert [row.variant for row in rows] == ["eager", "a graph a layer", "one graph"]
     assert all(row.over_needed > 0 and row.host_layers == 3 for row in rows) and len(tables(rows)) == 1
@@ -564,7 +570,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=2 * PAGE, ignore_eo
 
 
 def gpu_engine(pages=None, ring=0, context=16, **build):
-    """In bf16, with heads of 128."""
+    """Build an engine in bf16 with heads of 128."""
     build |= {"pages": pages, "page": PAGE}
     if pages is not None:
         build["offload"] = Offload(40, ring)
@@ -575,20 +581,20 @@ def gpu_engine(pages=None, ring=0, context=16, **build):
 @needs_gpu
 @pytest.mark.parametrize("pages", [4, 7, 10, 16], ids=lambda pages: f"{pages}_of_12_pages")
 @pytest.mark.parametrize("graph", ["full", "piecewise", "none"])
-def test_texts_are_equal_whatever_share_is_on_the_host_and_however_passes_run(graph, pages):
-    """The same split of positions, in the same order: bit-equal logits, and so equal texts."""
+def test_tokens_are_equal_for_each_graph_mode_and_host_share(graph, pages):
+    """Attention splits positions in the same way and order, so logits are bit-equal."""
     chunk = (pages - 3) * PAGE if pages < 16 else 2048
     plain, engine = gpu_engine(chunk_tokens=chunk), gpu_engine(pages, ring=16, graph=graph, chunk_tokens=chunk)
     for params in (GREEDY, replace(SAMPLED, logprobs=2)):
         for prompt in (LONG, LONG[:70]):
-            wanted, result = (e.generate(prompt, params, reuse_prefix=False) for e in (plain, engine))
-            assert result.token_ids == wanted.token_ids
+            expected, result = (e.generate(prompt, params, reuse_prefix=False) for e in (plain, engine))
+            assert result.token_ids == expected.token_ids
             if result.logprobs:
-                assert [each.logprob for each in result.logprobs] == [each.logprob for each in wanted.logprobs]
+                assert [each.logprob for each in result.logprobs] == [each.logprob for each in expected.logprobs]
 
 
 @needs_gpu
-def test_a_graph_is_captured_once_while_the_context_grows():
+def test_graph_is_captured_once_while_the_context_grows():
     engine = gpu_engine(4, ring=16)
     engine.steps.check_addresses = True
     captures, graphs = engine.steps.captures, dict(engine.steps.graphs)
@@ -598,7 +604,7 @@ def test_a_graph_is_captured_once_while_the_context_grows():
 
 
 def logits_of(engine, run) -> torch.Tensor:
-    """Of one step behind 9 pages of the host, whose ring holds NaN before."""
+    """Return the logits of one pass at a position after 9 pages on the host; the ring contains NaN before."""
     steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), batches=[BatchDescriptor("greedy", 1)])
     position = 9 * PAGE + 3
     rewind(engine, position, replace(GREEDY, seed=1))
@@ -615,16 +621,16 @@ def logits_of(engine, run) -> torch.Tensor:
 
 @needs_gpu
 @pytest.mark.parametrize("late", ["fetch", "attention", "down"])
-def test_neither_stream_overtakes_the_other(late):
-    """With each fetch late, or the pass itself: what is read or overwritten too early is seen."""
+def test_streams_wait_for_each_other(late):
+    """Delay the fetches or the pass, so that a missing wait changes the logits."""
     engine = gpu_engine(4, ring=16, context=10)
-    wanted = logits_of(engine, launch)
-    assert wanted.isfinite().all() and torch.equal(logits_of(engine, slowed(late)), wanted)
-    assert torch.equal(logits_of(engine, launcher(engine.model)), wanted), "with dependent launches"
+    expected = logits_of(engine, launch)
+    assert expected.isfinite().all() and torch.equal(logits_of(engine, slowed(late)), expected)
+    assert torch.equal(logits_of(engine, launcher(engine.model)), expected), "with dependent launches"
 
 
 @needs_gpu
-def test_the_steps_enqueue_without_waiting_and_allocate_nothing():
+def test_passes_enqueue_without_waiting_or_allocating():
     engine = gpu_engine(4, ring=16, context=10)
     rewind(engine, 9 * PAGE + 3, replace(GREEDY, seed=1))
     engine.scheduler.slots.send(0, 9)
@@ -643,7 +649,7 @@ def test_the_steps_enqueue_without_waiting_and_allocate_nothing():
 
 
 @needs_gpu
-def test_host_pages_are_given_back(monkeypatch):
+def test_close_unregisters_host_pages(monkeypatch):
     given, unregister = [], pinned._unregister
     monkeypatch.setattr(pinned, "_unregister", lambda *args: (unregister(*args), given.append(args[1])))
     for pieces in range(1, 3):

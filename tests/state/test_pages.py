@@ -1,4 +1,4 @@
-"""The pool of K/V pages: every page is free, or held as often as it was taken and shared."""
+"""Reference counts of the pool of K/V pages."""
 
 import pytest
 from hypothesis import given
@@ -7,50 +7,50 @@ from hypothesis import strategies as st
 from tridecode.state.pages import OutOfPages, PagePool
 
 
-def test_pages_are_taken_from_the_lowest_and_come_back():
+def test_take_returns_the_lowest_free_pages():
     pool = PagePool(4)
     first = pool.take(3)
     assert first == [0, 1, 2] and pool.free == 1
-    pool.give_back([1])
+    pool.release([1])
     assert pool.free == 2 and pool.take(1) == [1]
 
 
-def test_a_shared_page_is_free_once_everybody_gave_it_back():
+def test_shared_page_is_free_after_its_last_release():
     pool = PagePool(2)
     (page,) = pool.take(1)
     pool.share([page])
-    pool.give_back([page])
+    pool.release([page])
     pool.assert_consistent([[page]])
     assert pool.free == 1
-    pool.give_back([page])
+    pool.release([page])
     assert pool.free == 2
 
 
-def test_what_is_not_there_is_not_taken():
+def test_take_raises_out_of_pages_and_takes_no_page():
     pool = PagePool(3)
     pool.take(2)
-    with pytest.raises(OutOfPages, match="2 pages wanted, 1 of 3 free"):
+    with pytest.raises(OutOfPages, match="2 pages requested, 1 of 3 are free"):
         pool.take(2)
-    assert pool.free == 1, "nothing was taken"
+    assert pool.free == 1, "no page was taken"
 
 
-@pytest.mark.parametrize("use", ["share", "give_back"])
-def test_a_free_page_is_nobodys(use):
+@pytest.mark.parametrize("use", ["share", "release"])
+def test_free_page_cannot_be_shared_or_released(use):
     with pytest.raises(AssertionError, match="page 0 is free"):
         getattr(PagePool(1), use)([0])
 
 
-@pytest.mark.parametrize("held", [[], [[0, 0], [1]], [[0], [1], [2]]])
-def test_a_page_that_is_lost_or_held_too_often_is_found(held):
+@pytest.mark.parametrize("references", [[], [[0, 0], [1]], [[0], [1], [2]]])
+def test_assert_consistent_detects_wrong_counts(references):
     pool = PagePool(3)
     pool.take(2)
     pool.assert_consistent([[0, 1]])
     with pytest.raises(AssertionError, match="page"):
-        pool.assert_consistent(held)
+        pool.assert_consistent(references)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "share", "give_back"]), st.integers(0, 7)), max_size=60))
-def test_no_sequence_loses_a_page(actions):
+@given(st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 7)), max_size=60))
+def test_any_sequence_of_operations_keeps_counts_consistent(actions):
     pool, lists = PagePool(8), []
     for action, number in actions:
         if action == "take":
@@ -64,6 +64,6 @@ def test_no_sequence_loses_a_page(actions):
                 pool.share(pages)
                 lists.append(list(pages))
             else:
-                pool.give_back(pages)
+                pool.release(pages)
                 lists.pop(number % len(lists))
         pool.assert_consistent(lists)

@@ -41,10 +41,12 @@ class Attention(Block):
 
     @property
     def q_size(self) -> int:
+        """Elements of q in one row."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
+        """Elements of k, and of v, in one row."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -53,6 +55,7 @@ class Attention(Block):
         return self.heads // self.kv_heads
 
     def linears(self) -> tuple[Linear, ...]:
+        """Return qkv, whose rows are q, k and v, and o_proj."""
         q, kv = self.q_size, self.kv_size
         parts = (Part("self_attn.q_proj", q), Part("self_attn.k_proj", kv), Part("self_attn.v_proj", kv))
         return (
@@ -64,10 +67,12 @@ class Attention(Block):
         )  # fmt: skip
 
     def weights(self) -> tuple[Weight, ...]:
+        """Return the weights of the q and k norms, if the block has them."""
         names = ("q_norm", "k_norm") if self.qk_norm else ()
         return tuple(Weight(name, f"self_attn.{name}.weight", (self.head_dim,)) for name in names)
 
     def buffers(self) -> tuple[Buffer, ...]:
+        """Return the activations of a decode pass: qkv, the output, and the partial results of splits."""
         return (
             Buffer("qkv", (self.q_size + 2 * self.kv_size,), "float32"),
             Buffer("attended", (self.q_size,), tile=True),
@@ -77,6 +82,7 @@ class Attention(Block):
         )
 
     def prompt_buffers(self) -> tuple[Buffer, ...]:
+        """Return the activations of a prompt pass: qkv, the rotated q, and the output."""
         return (
             Buffer("qkv", (self.q_size + 2 * self.kv_size,), "weights"),
             Buffer("q", (self.heads, self.head_dim), "weights"),  # rotated
@@ -84,17 +90,21 @@ class Attention(Block):
         )
 
     def states(self) -> tuple[Pages, ...]:
+        """Return the declaration of the K/V pages."""
         return (Pages(self.kv_heads, self.head_dim),)
 
     def pair_flops(self) -> int:
+        """Return the floating point operations of q @ k and p @ v for one pair of positions."""
         return 4 * self.q_size
 
     def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
+        """List qkv, attention and o_proj."""
         normed = Normed(residual.sumsq, residual.partials, self.eps)
         project(run, state, layer, "qkv", residual.normed, state.buffers(self)["qkv"], normed)
         return self._attend(run, state, layer, residual)
 
     def prompt(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> PromptResidual:
+        """List qkv, the rotary embedding with the writes of K and V, attention and o_proj."""
         self.prompt_start(run, state, layer, residual)
         state.wait_for_pages(run, layer)
         own, kv, heads = state.buffers(self), state.kv_layer(layer), self._heads()
@@ -104,16 +114,17 @@ class Attention(Block):
             "attention", PROMPT_ATTENTION, state.chunks, own["q"], own["attended"], expanded or kv,
             state.attention_scratch, heads, config=state.attention_config,
         )  # fmt: skip
-        if beside := state.decoding:
-            plan, rope = beside.attention(self), state.rope(self, layer)
-            qkv, out = own["qkv"][: beside.rows], own["attended"][: beside.rows]
-            scratch = self._scratch(beside)
-            run("decoding", plan.op, beside.meta, qkv, out, kv, rope, scratch, heads, config=plan.config)
+        if decoding := state.decoding:
+            plan, rope = decoding.attention(self), state.rope(self, layer)
+            qkv, out = own["qkv"][: decoding.rows], own["attended"][: decoding.rows]
+            scratch = self._scratch(decoding)
+            run("decoding", plan.op, decoding.meta, qkv, out, kv, rope, scratch, heads, config=plan.config)
         state.fetch_next_pages(run, layer)
         project(run, state, layer, "o_proj", own["attended"], state.delta, Plain())
         return residual._replace(pending=state.delta)
 
     def prompt_start(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> None:
+        """List qkv, and the rotary embedding with the writes of K and V."""
         own = state.buffers(self)
         project(run, state, layer, "qkv", residual.normed, own["qkv"], Plain())
         run(
@@ -122,14 +133,16 @@ class Attention(Block):
         )  # fmt: skip
 
     def resume(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
+        """List the copy of the rows that want a token, then attention and o_proj in decode form."""
         own, read = state.buffers(self), state.prompt.buffers(self)
         run("take_rows", TAKE_ROWS, state.meta, state.prompt.hidden, read["qkv"], residual.hidden, own["qkv"])
         return self._attend(run, state, layer, residual)
 
     def _attend(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
+        """List the write of K and V if it is separate, attention and o_proj."""
         own, plan, kv, rope = state.buffers(self), state.attention(self), state.kv_layer(layer), state.rope(self, layer)
         state.wait_for_pages(run, layer)
-        if plan.writes_first:  # rows attend to what other rows of this pass write
+        if plan.writes_first:  # rows attend to K and V that other rows of this pass write
             run("write_kv", WRITE_KV, state.meta, own["qkv"], kv, rope, self._heads(), config=plan.config)
         run(
             "attention", plan.op, state.meta, own["qkv"], own["attended"], kv, rope, self._scratch(state),

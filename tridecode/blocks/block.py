@@ -1,4 +1,4 @@
-"""Block: what a layer consists of, and the contract between blocks."""
+"""Block: one part of a layer (a mixer or a feed-forward), and the contract between blocks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,75 +89,120 @@ class Chosen(Protocol):
     """A kernel for a linear and its launch config (tuning/configs.py: Choice)."""
 
     @property
-    def kernel(self) -> LinearKernel: ...
+    def kernel(self) -> LinearKernel:
+        """The kernel."""
+        ...
+
     @property
-    def config(self) -> object: ...
-    def partials(self, n: int) -> int: ...
+    def config(self) -> object:
+        """The launch config of the kernel."""
+        ...
+
+    def partials(self, n: int) -> int:
+        """Return the number of partial sums of squares that the kernel writes for n rows of the weight."""
+        ...
 
 
 class PassState(Protocol):
-    """The view that blocks have of a decode or prompt pass. step/model.py implements it.
-
-    Args:
-        meta: state of the rows, None in a prompt pass.
-        scratch: scratch buffers of the linears.
-    """
+    """The view that blocks have of a decode or prompt pass. step/model.py implements it."""
 
     @property
-    def meta(self) -> torch.Tensor | None: ...
+    def meta(self) -> torch.Tensor | None:
+        """State of the rows, None in a prompt pass."""
+        ...
+
     @property
-    def scratch(self) -> object: ...
-    def buffers(self, block: "Block") -> Mapping[str, torch.Tensor]: ...
-    def choice(self, linear: LoadedLinear, epilogue: str) -> Chosen: ...
-    def kv_layer(self, layer: LoadedLayer) -> KVLayer: ...
-    def rope(self, block: "Attention", layer: LoadedLayer) -> Rope: ...
-    def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None: ...
-    def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None: ...
+    def scratch(self) -> object:
+        """Scratch buffers of the linears."""
+        ...
+
+    def buffers(self, block: "Block") -> Mapping[str, torch.Tensor]:
+        """Return the activations that the block declares, by their names."""
+        ...
+
+    def choice(self, linear: LoadedLinear, epilogue: str) -> Chosen:
+        """Return the kernel and launch config for a linear and an epilogue."""
+        ...
+
+    def kv_layer(self, layer: LoadedLayer) -> KVLayer:
+        """Return the K/V of a layer."""
+        ...
+
+    def rope(self, block: "Attention", layer: LoadedLayer) -> Rope:
+        """Return the rotary tables and the q/k norms of a layer."""
+        ...
+
+    def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
+        """List the wait for the layer's pages in host memory, if there is a ring."""
+        ...
+
+    def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None:
+        """List the fetch into the ring buffer that this layer has read, if there is a ring."""
+        ...
 
 
 class PromptRows(Protocol):
     """The activations of a prompt pass that `Block.resume` reads."""
 
     @property
-    def hidden(self) -> torch.Tensor: ...
-    def buffers(self, block: "Block") -> Mapping[str, torch.Tensor]: ...
+    def hidden(self) -> torch.Tensor:
+        """The residual stream, fp32 [rows, hidden]."""
+        ...
+
+    def buffers(self, block: "Block") -> Mapping[str, torch.Tensor]:
+        """Return the activations that the block declares, by their names."""
+        ...
 
 
 class DecodeState(PassState, Protocol):
-    """The view that blocks have of a decode pass.
-
-    Args:
-        rows: number of rows.
-        prompt: the prompt pass whose last layer `Block.resume` ends.
-    """
+    """The view that blocks have of a decode pass."""
 
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        """Number of rows."""
+        ...
+
     @property
-    def prompt(self) -> PromptRows: ...
-    def attention(self, block: "Attention") -> AttentionPlan: ...
+    def prompt(self) -> PromptRows:
+        """The prompt pass whose last layer `Block.resume` ends."""
+        ...
+
+    def attention(self, block: "Attention") -> AttentionPlan:
+        """Return the attention kernel for the rows of this pass."""
+        ...
 
 
 class PromptState(PassState, Protocol):
-    """The view that blocks have of a prompt pass.
-
-    Args:
-        chunks: the table of chunks.
-        delta: the output of a block, which the next norm adds to the residual stream.
-        decoding: the decode pass of the first rows. None if no rows decode.
-    """
+    """The view that blocks have of a prompt pass."""
 
     @property
-    def chunks(self) -> torch.Tensor: ...
+    def chunks(self) -> torch.Tensor:
+        """The table of chunks, int32."""
+        ...
+
     @property
-    def delta(self) -> torch.Tensor: ...
+    def delta(self) -> torch.Tensor:
+        """The output of a block, [rows, hidden], which the next norm adds to the residual stream."""
+        ...
+
     @property
-    def decoding(self) -> DecodeState | None: ...
+    def decoding(self) -> DecodeState | None:
+        """The decode pass of the first rows. None if no rows decode."""
+        ...
+
     @property
-    def attention_config(self) -> PromptAttentionConfig: ...
+    def attention_config(self) -> PromptAttentionConfig:
+        """The launch config of prompt attention."""
+        ...
+
     @property
-    def attention_scratch(self) -> Scratch: ...
-    def expanded(self, block: "Attention", q: torch.Tensor, kv: KVLayer) -> KVLayer | None: ...
+    def attention_scratch(self) -> Scratch:
+        """Scratch buffers of prompt attention."""
+        ...
+
+    def expanded(self, block: "Attention", q: torch.Tensor, kv: KVLayer) -> KVLayer | None:
+        """Return buffers for fp8 K/V expanded to 16 bits, or None if attention reads `kv` itself."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +230,7 @@ class Block:
         return ()
 
     def linears(self) -> tuple[Linear, ...]:
+        """Return the block's linears."""
         return ()
 
     def weights(self) -> tuple[Weight, ...]:

@@ -9,7 +9,7 @@ import torch
 from ..tensors import aligned, host_memory
 
 LAYER_BUFFERS = 2  # buffers on the device, one layer each: one is filled while the other is read
-ALIGNED = 256  # bytes, of a matrix within its layer
+ALIGNED = 256  # alignment in bytes of a matrix within its layer
 LINEAR = re.compile(r"layers\.(\d+)\.(\w+\.weight)")
 Shapes = dict[str, tuple[int, ...]]  # name of a tensor, for example "layers.3.qkv.weight" -> its shape
 
@@ -36,6 +36,7 @@ class HostLayers:
 
     @property
     def end(self) -> int:
+        """Index after the last of these layers."""
         return self.first + len(self.source)
 
 

@@ -10,12 +10,17 @@ from .declarations import Buffer, Linear, Part
 
 @dataclass(frozen=True, kw_only=True)
 class MLP(Block):
-    """intermediate: width of gate, of up and of their product."""
+    """Settings of a gated feed-forward block with SiLU, and its launches.
+
+    Args:
+        intermediate: width of gate, of up and of their product.
+    """
 
     norm: str = "post_attention_layernorm"
     intermediate: int
 
     def linears(self) -> tuple[Linear, ...]:
+        """Return gate_up, whose rows are gate and up, and down."""
         inner = self.intermediate
         halves = (Part("mlp.gate_proj", inner), Part("mlp.up_proj", inner))
         return (
@@ -27,21 +32,25 @@ class MLP(Block):
         )  # fmt: skip
 
     def buffers(self) -> tuple[Buffer, ...]:
+        """Return the activation of a decode pass: silu(gate) * up."""
         return (Buffer("act", (self.intermediate,), tile=True),)
 
     def prompt_buffers(self) -> tuple[Buffer, ...]:
+        """Return the activations of a prompt pass: gate and up, and silu(gate) * up."""
         return (
             Buffer("gate_up", (2 * self.intermediate,), "weights"),
             Buffer("act", (self.intermediate,), "weights"),
         )
 
     def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
+        """List gate_up with the activation, and down."""
         own = state.buffers(self)
         gated = Gated(residual.sumsq, residual.partials, self.eps)
         project(run, state, layer, "gate_up", residual.normed, own["act"], gated)
         return add_residual(run, state, layer, "down", own["act"], residual)
 
     def prompt(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> PromptResidual:
+        """List gate_up, the activation, and down."""
         own = state.buffers(self)
         project(run, state, layer, "gate_up", residual.normed, own["gate_up"], Plain())
         run("silu_mul", SILU_MUL, own["gate_up"], own["act"])

@@ -8,7 +8,16 @@ import torch
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Settings of a rotary embedding. kind: "default" or "llama3"; only "llama3" reads the last four fields."""
+    """Settings of a rotary embedding.
+
+    Args:
+        theta: base of the frequencies.
+        kind: "default" or "llama3". Only "llama3" reads the other fields.
+        factor: stretch of the longest wavelengths.
+        low_freq_factor: original_max_position / low_freq_factor is the wavelength above which `factor` applies in full.
+        high_freq_factor: original_max_position / high_freq_factor is the wavelength below which nothing is stretched.
+        original_max_position: context of the model before it was extended.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -19,7 +28,10 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return fp32 [head_dim / 2]; "llama3" stretches the long wavelengths as Llama 3.1 and later do."""
+    """Return the inverse frequencies, fp32 [head_dim / 2]. "llama3" stretches the long wavelengths as Llama 3.1 does.
+
+    Source: `_compute_llama3_parameters` in transformers.
+    """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequency = 1.0 / (rope.theta**exponent)
     if rope.kind == "default":

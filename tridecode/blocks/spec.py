@@ -28,18 +28,20 @@ class Layer:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
+        """The blocks of the layer: the mixer, then the feed-forward block if there is one."""
         return (self.mixer,) if self.ffn is None else (self.mixer, self.ffn)
 
     def declarations(self) -> tuple[Linear | Weight, ...]:
         """Return the norms, linears and weights of the layer in the order in which a pass reads them."""
-        found: list[Linear | Weight] = []
+        declared: list[Linear | Weight] = []
         for name, block in zip(NORM_NAMES, self.blocks):
             last = [linear for linear in block.linears() if linear.epilogue == "residual"]
             first = [linear for linear in block.linears() if linear not in last]
-            found += [Weight(name, f"{block.norm}.weight", (block.hidden,)), *first, *block.weights(), *last]
-        return tuple(found)
+            declared += [Weight(name, f"{block.norm}.weight", (block.hidden,)), *first, *block.weights(), *last]
+        return tuple(declared)
 
     def linears(self) -> tuple[Linear, ...]:
+        """Return the linears of the layer."""
         return tuple(each for each in self.declarations() if isinstance(each, Linear))
 
     def weights(self) -> tuple[Weight, ...]:
@@ -47,6 +49,7 @@ class Layer:
         return tuple(each for each in self.declarations() if isinstance(each, Weight))
 
     def pages(self) -> Pages | None:
+        """Return the declaration of the layer's pages, or None."""
         states = [state for block in self.blocks for state in block.states()]
         return states[0] if states else None
 
@@ -88,14 +91,17 @@ class ModelSpec:
 
     @property
     def embed(self) -> Weight:
+        """Declaration of the embedding."""
         return Weight("embed", f"{self.prefix}embed_tokens.weight", (self.vocab_size, self.hidden_size))
 
     @property
     def final_norm(self) -> Weight:
+        """Declaration of the norm before the LM head."""
         return Weight("final_norm", f"{self.prefix}norm.weight", (self.hidden_size,), self.logits_scale)
 
     @property
     def lm_head(self) -> Linear:
+        """Declaration of the LM head. It has no parts if it is tied to the embedding."""
         parts = () if self.tie_word_embeddings else (Part("lm_head", self.vocab_size),)
         return Linear("lm_head", self.vocab_size, self.hidden_size, parts, "normed")
 
@@ -105,6 +111,7 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers."""
         return len(self.layers)
 
     def blocks(self) -> tuple[Block, ...]:
@@ -120,9 +127,9 @@ class ModelSpec:
     @cached_property
     def pages(self) -> Pages:
         """The declaration of pages, which is equal in all layers with K and V."""
-        found = {pages for layer in self.layers if (pages := layer.pages())}
-        assert len(found) == 1, f"layers with pages of one form are supported, got {len(found)}"
-        return found.pop()
+        forms = {pages for layer in self.layers if (pages := layer.pages())}
+        assert len(forms) == 1, f"only layers with equal pages are supported, got {len(forms)} forms of pages"
+        return forms.pop()
 
     @cached_property
     def page_layers(self) -> int:

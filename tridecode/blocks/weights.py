@@ -42,10 +42,12 @@ class Weights:
 
     @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         return self.embed.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the embedding."""
         return self.embed.dtype
 
     @property
@@ -73,4 +75,5 @@ class Weights:
         return found
 
     def nbytes(self) -> int:
+        """Return the bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())

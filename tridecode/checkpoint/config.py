@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of a checkpoint, to a ModelSpec."""
+"""Reads config.json and generation_config.json of a checkpoint into a ModelSpec."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,8 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
     """Check a config.json, and generation_config.json if there is one, and return the specification.
 
     Args:
+        config_json: the object in config.json.
+        generation_json: the object in generation_config.json, or None.
         source: the name of config.json, for messages.
 
     Raises:
@@ -53,6 +55,7 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
 
 
 def _quantization(read: ConfigReader):
+    """Return the rules of quantization_config, or None if there is no such key."""
     if read.get("quantization_config") is None:
         return None
     from .quantization import methods
@@ -61,11 +64,12 @@ def _quantization(read: ConfigReader):
 
 
 def _generation_defaults(read: ConfigReader) -> tuple[tuple[str, float], ...]:
+    """Return pairs of a SamplingParams field and its value in generation_config.json."""
     found = {key: value for key in _GENERATION_FIELDS if (value := read.get(key)) is not None}
     try:
         SamplingParams(**found)
     except ParameterError as error:
         raise CheckpointError(f"{read.source}: {error}; correct it there") from None
-    if not read.flag("do_sample", default=True):  # absent: the author did not say
+    if not read.flag("do_sample", default=True):  # if it is absent, the other values apply
         found["temperature"] = 0.0
     return tuple(found.items())

@@ -1,35 +1,36 @@
-"""A checkpoint's own Python, which transformers runs where it is allowed to. Here it is read as text, never run."""
+"""Python files of a checkpoint, which transformers can run. This package copies them and never runs them."""
 
 import re
 from pathlib import Path
 
-KEY = "auto_map"  # of config.json and tokenizer_config.json; in it "module.Class" or "owner/name--module.Class"
-_BESIDE = re.compile(r"(?m)^\s*(?:from\s+\.(\w+)\s+import\b|import\s+\.(\w+)\s*$)")
+KEY = "auto_map"  # key in config.json and tokenizer_config.json; values: "module.Class" or "owner/name--module.Class"
+_RELATIVE_IMPORT = re.compile(r"(?m)^\s*(?:from\s+\.(\w+)\s+import\b|import\s+\.(\w+)\s*$)")
 
 
 def code_files(source: Path, values: dict) -> list[Path]:
-    """Of `source`, the files that its configuration `values` names, and those that these import from beside them."""
-    wanted = [name.partition(".")[0] for name in _names(values.get(KEY))]
-    found: dict[str, Path] = {}
-    while wanted:
-        name = wanted.pop()
+    """Return the Python files in `source` that the configuration `values` names, and those that they import from it."""
+    modules = [name.partition(".")[0] for name in _names(values.get(KEY))]
+    files: dict[str, Path] = {}
+    while modules:
+        name = modules.pop()
         file = source / f"{name}.py"
-        if name.isidentifier() and name not in found and file.is_file():
-            found[name] = file
+        if name.isidentifier() and name not in files and file.is_file():
+            files[name] = file
             text = file.read_text(encoding="utf-8", errors="replace")
-            wanted += [one or other for one, other in _BESIDE.findall(text)]
-    return list(found.values())
+            modules += [one or other for one, other in _RELATIVE_IMPORT.findall(text)]
+    return list(files.values())
 
 
 def _names(named) -> list[str]:
+    """Return the class names in a value of KEY, without those in other repositories."""
     if isinstance(named, str):
-        return [] if "--" in named else [named]  # of another repository
+        return [] if "--" in named else [named]  # the class is in another repository
     parts = named.values() if isinstance(named, dict) else named if isinstance(named, list) else ()
     return [name for each in parts for name in _names(each)]
 
 
-def of_repository(values: dict, repo: str) -> dict:
-    """The same configuration elsewhere: its Python is still that of the repository."""
+def refer_to_repository(values: dict, repo: str) -> dict:
+    """Return the configuration for use in another place: its Python classes refer to the repository."""
 
     def moved(named):
         if isinstance(named, str):

@@ -1,4 +1,4 @@
-"""From what the user typed after --model to a directory with the files of one checkpoint."""
+"""Resolves the value of --model to a directory with the files of one checkpoint."""
 
 import re
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from ..errors import CheckpointError, ParameterError, brief
 from ..models.reader import read_json
 from .config import read_config
 
-BUNDLED = Path(__file__).parents[1] / "bundled"  # the model in the package, which has that name
+BUNDLED = Path(__file__).parents[1] / "bundled"  # the model in the package, whose name is "bundled"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = (
@@ -26,12 +26,14 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
-    """The directory of `model`: a local directory as it is, else the model in the package (None, or its name), else a
-    Hugging Face id ("owner/name"), downloaded.
+    """Return the directory of `model`.
 
-    Only the files that are read come down, first the small ones: a model that is not supported costs no download of
-    weights, and with `weights` false none come at all. Cache, token, offline mode and progress bars are
-    huggingface_hub's. Raises CheckpointError.
+    A local directory is returned as it is. None and the name "bundled" mean the model in the package. Any other value
+    is a Hugging Face id ("owner/name"), which is downloaded.
+
+    Only files that are read are downloaded, the small ones first. Therefore an unsupported model costs no download of
+    weights. If `weights` is false, no weights are downloaded. huggingface_hub implements cache, token, offline mode and
+    progress bars. Raises CheckpointError.
     """
     if model is None:
         return BUNDLED
@@ -44,14 +46,14 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
     except RuntimeError:
         raise CheckpointError(f"{model}: there is no such user; give a directory or a Hugging Face id") from None
     try:
-        there, found = path.is_dir(), path.exists()
+        is_directory, exists = path.is_dir(), path.exists()
     except OSError as error:  # such as a name that is too long
         raise ParameterError(f"model {shown(str(model))}: {error.strerror}; give a directory or an id") from None
-    if there:
+    if is_directory:
         return path
     if model == BUNDLED.name:
         return BUNDLED
-    if found:
+    if exists:
         raise CheckpointError(f"{model}: is a file; give the directory that holds config.json and {SINGLE}")
     if isinstance(model, Path) or not _ID.fullmatch(model) or ".." in model:
         raise CheckpointError(
@@ -64,8 +66,10 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
 
 
 def fetch_weights(model: str | Path | None, path: Path) -> None:
-    """Download the weights of a Hugging Face id beside its small files in `path`; a directory has its own already.
-    Raises CheckpointError."""
+    """Download the weights of a Hugging Face id to `path`, which has its small files. Do nothing for a local directory.
+
+    Raises CheckpointError.
+    """
     if model is None or path in (BUNDLED, Path(model).expanduser()):
         return
     repo, index = str(model), path / INDEX
@@ -78,20 +82,20 @@ def fetch_weights(model: str | Path | None, path: Path) -> None:
 
 
 def cached_models() -> list[str]:
-    """Ids of the models that the Hugging Face cache has with their weights."""
+    """Return the ids of the models whose weights are in the Hugging Face cache."""
     from huggingface_hub import constants
 
-    found = set()
+    ids = set()
     for file in Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/*.safetensors"):
         if (file.parent / "config.json").exists():
-            found.add("/".join(file.parents[2].name.split("--", 2)[1:]))
-    return sorted(found)
+            ids.add("/".join(file.parents[2].name.split("--", 2)[1:]))
+    return sorted(ids)
 
 
 def shard_map(index: Path) -> dict[str, str]:
-    """The weight_map of an index file: tensor name -> shard file name.
+    """Return the weight_map of an index file: tensor name -> shard file name.
 
-    Shards lie beside their index: a name with a directory in it, absolute or with "..", is a CheckpointError.
+    Raises CheckpointError for a shard outside the directory of the index: a name with a directory or with "..".
     """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -100,13 +104,14 @@ def shard_map(index: Path) -> dict[str, str]:
         plain = isinstance(name, str) and PurePosixPath(name).name == name and not re.search(r"[\\:\0]", name)
         if not plain or not name.endswith(".safetensors") or len(name.encode("utf-8", "replace")) > _LONGEST_NAME:
             raise CheckpointError(
-                f"{index}: weight_map of {shown(tensor)} must name a .safetensors file beside the index, got "
+                f"{index}: weight_map of {shown(tensor)} must name a .safetensors file next to the index, got "
                 f"{shown(name)}; do not use this checkpoint unless you trust its source"
             )
     return names
 
 
 def _download(repo: str) -> Path:
+    """Download and check the small files of a repository; return their directory."""
     small = _snapshot(repo, list(SMALL_FILES), None)
     _require(repo, small, "config.json")
     read_config(small)
@@ -115,6 +120,7 @@ def _download(repo: str) -> Path:
 
 
 def _require(repo: str, path: Path, name: str) -> None:
+    """Raise CheckpointError if the file is missing."""
     if (path / name).is_file():
         return
     from huggingface_hub import constants
@@ -126,12 +132,12 @@ def _require(repo: str, path: Path, name: str) -> None:
 
 
 def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
-    """huggingface_hub's snapshot_download, with each failure as one line and its fix."""
-    import huggingface_hub  # here, since a local directory needs none of it
+    """Call huggingface_hub's snapshot_download. Each failure raises a CheckpointError of one line with advice."""
+    import huggingface_hub  # imported here, because a local directory does not need it
     from huggingface_hub import constants, errors
 
     try:
-        with _impatient(huggingface_hub, constants.HF_HUB_ETAG_TIMEOUT):
+        with _bounded_requests(huggingface_hub, constants.HF_HUB_ETAG_TIMEOUT):
             return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         reason = "the repository is gated"
@@ -159,10 +165,10 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
     except OSError as error:
         reason = f"the download failed ({_words(error)})"
         fix = f"check the connection and the free space of {constants.HF_HUB_CACHE}, and run again: it resumes"
-    except Exception as error:  # the HTTP client's own, which differ between versions of huggingface_hub
+    except Exception as error:  # errors of the HTTP client, which differ between versions of huggingface_hub
         if type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3", "hf_xet")):
             reason, fix = f"the download failed ({_words(error)})", "check the connection and run again: it resumes"
-        else:  # what huggingface_hub stumbles over in an answer of another kind
+        else:  # errors of huggingface_hub when it reads an answer of another kind
             stumble = f"{type(error).__name__}: {brief(error)}"
             reason = f"{constants.ENDPOINT} does not answer as a hub does ({stumble})"
             fix = "check HF_ENDPOINT and whether this network wants you to log in first, or give a local directory"
@@ -170,14 +176,14 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
 
 
 @contextmanager
-def _impatient(huggingface_hub, seconds: float):
-    """Give up on requests that would wait for ever, as huggingface_hub's questions about a repository do."""
+def _bounded_requests(huggingface_hub, seconds: float):
+    """Set a timeout on requests without one, such as huggingface_hub's queries about a repository."""
 
     def bound(request):
         timeout = request.extensions.get("timeout", {})
         request.extensions["timeout"] = {name: seconds if value is None else value for name, value in timeout.items()}
 
-    if not hasattr(huggingface_hub, "set_client_factory"):  # versions before 1.0, which have no such hooks
+    if not hasattr(huggingface_hub, "set_client_factory"):  # versions before 1.0 have no event hooks
         yield
         return
     session = huggingface_hub.get_session()
@@ -190,9 +196,11 @@ def _impatient(huggingface_hub, seconds: float):
 
 
 def _refusal(endpoint: str, status: int | None) -> tuple[str, str]:
+    """Return reason and advice for an HTTP status."""
     fix = "log in with `hf auth login` or set HF_TOKEN" if status in (401, 403) else "try again later"
     return f"{endpoint} answered with status {status}, and the model is not wholly in the cache", fix
 
 
 def _words(error: Exception) -> str:
+    """Return a short description of an error."""
     return brief(getattr(error, "strerror", None) or error) or type(error).__name__

@@ -1,7 +1,7 @@
-"""Checkpoints: safetensors files, one or many, to fused weights on the device.
+"""Loads checkpoints, one or many safetensors files, into fused weights on the device.
 
 The headers of the files are checked before memory is allocated. Then each tensor is copied to the device in small
-pieces, so that neither the host nor the device holds a second copy of the weights. Files are read, not mapped: if a
+pieces, so that neither the host nor the device stores a second copy of the weights. Files are read, not mapped: if a
 file becomes shorter during the load, or if the disk fails, the result is an error and not a signal.
 """
 
@@ -29,18 +29,25 @@ from .loader import Loader, quantize_into
 from .quantization.scheme import Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by the names of safetensors
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 _MOST_DIMENSIONS = 8  # most dimensions of a tensor; the product of very many sizes would take minutes
-_PIECE = 64 * 2**20  # most bytes that are copied to the device at once
+_PIECE = 64 * 2**20  # maximum bytes that are copied to the device at once
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One entry of a safetensors header: its file and where it begins there, dtype by safetensors' name, shape."""
+    """One entry of a safetensors header.
+
+    Args:
+        file: the file.
+        dtype: name of the dtype in safetensors.
+        shape: shape of the tensor.
+        begin: byte of the file at which the tensor begins.
+    """
 
     file: Path
     dtype: str
@@ -49,6 +56,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
 
 
@@ -93,11 +101,11 @@ def load_weights(
     """
     path, device = Path(path), torch.device(device)
     packs = device.type == "cuda" if packs is None else packs
-    tensors, wanted = stored_tensors(path, spec), tensor_slices(spec)
+    tensors, slices = stored_tensors(path, spec), tensor_slices(spec)
     total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:
-        scale = next(part for part in stored(name, wanted[name]) if "scale" in part.rpartition(".")[2])
+        scale = next(part for part in stored(name, slices[name]) if "scale" in part.rpartition(".")[2])
         return DTYPES[tensors[scale].dtype]
 
     plan = targets(spec, packs, scale_dtype)
@@ -107,9 +115,9 @@ def load_weights(
         places, host = _allocate(plan, device, dtype, spec.num_layers, on_host)
         loader = Loader(tensors, plan, places, limit, opened)
         done = 0
-        first = {name: tensors[next(iter(stored(name, of)))] for name, of in wanted.items()}
-        for name in sorted(wanted, key=lambda name: (first[name].file, first[name].begin)):  # in the order of the files
-            for count in loader.place(name, wanted[name]):
+        first = {name: tensors[next(iter(stored(name, of)))] for name, of in slices.items()}
+        for name in sorted(slices, key=lambda name: (first[name].file, first[name].begin)):  # in the order of the files
+            for count in loader.place(name, slices[name]):
                 done += count
                 if progress is not None:
                     progress(done, total)
@@ -122,17 +130,17 @@ def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: a tensor is wrong, missing, unexpected or misshapen.
     """
-    found = told_tensors(path, spec)
-    for file in {info.file for info in found.values()}:
+    infos = told_tensors(path, spec)
+    for file in {info.file for info in infos.values()}:
         _check_with_safetensors(file)
-    return found
+    return infos
 
 
 def told_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
-    """Return the tensors as `stored_tensors` does, checked by the headers of the files alone."""
-    tensors, wanted = _tensors(path), tensor_slices(spec)
-    needed = {name: of for key in wanted for name, of in stored(key, wanted[key]).items()}
-    _check(path, tensors, needed, wanted, spec)
+    """Return the tensors as `stored_tensors` does, but check only the headers of the files."""
+    tensors, slices = _tensors(path), tensor_slices(spec)
+    needed = {name: of for key in slices for name, of in stored(key, slices[key]).items()}
+    _check(path, tensors, needed, slices, spec)
     return {name: tensors[name] for name in needed}
 
 
@@ -163,7 +171,7 @@ def random_weights(
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, target in plan.items():
         if name == "lm_head.weight" and spec.tie_word_embeddings:
-            continue  # it is made of the embedding
+            continue  # it is copied from the embedding below
         tensor = place = places[name]["weight"]
         if target.load_scheme is not None or place.device.type != device.type:
             tensor = torch.empty(target.shape, dtype=dtype, device=device)
@@ -214,7 +222,7 @@ def _allocate(
     except RuntimeError as error:
         if "alloc" not in str(error):
             raise
-        room = "more than there is"
+        room = "more than is available"
     needed = device_bytes(plan, dtype, on_host)
     raise DeviceError(
         f"{device}: the weights need {needed / 2**30:.2f} GiB in {str(dtype).removeprefix('torch.')}, {room}; "
@@ -225,6 +233,7 @@ def _allocate(
 def _assemble(
     spec: ModelSpec, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
 ) -> Weights:
+    """Build the weights from the tensors of the targets."""
     if spec.tie_word_embeddings and "lm_head.weight" in plan:  # a quantized copy of the embedding
         quantize_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
 
@@ -255,32 +264,32 @@ def _tensors(path: Path) -> dict[str, TensorInfo]:
         hint = " (.bin files are not read: convert them with transformers' save_pretrained)" if pickled else ""
         raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}{hint}; give the directory of a whole checkpoint")
     weight_map = shard_map(index)
-    found: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
         if not present(path / shard):
             raise CheckpointError(f"{index}: names {shard}, which is not in {path}; download the checkpoint again")
         for name, info in read_header(path / shard).items():
-            if name in found:
+            if name in infos:
                 raise CheckpointError(
-                    f"{path / shard}: tensor {shown(name)} is also in {found[name].file.name}; remove one of the two"
+                    f"{path / shard}: tensor {shown(name)} is also in {infos[name].file.name}; remove one of the two"
                 )
-            found[name] = info
+            infos[name] = info
     for name, shard in weight_map.items():
-        if name not in found or found[name].file.name != shard:
+        if name not in infos or infos[name].file.name != shard:
             raise CheckpointError(
-                f"{path / shard}: tensor {shown(name)}, there by {INDEX}, is missing; download it again"
+                f"{path / shard}: tensor {shown(name)}, which {INDEX} lists, is missing; download it again"
             )
-    return found
+    return infos
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The entries of a safetensors file, its sizes checked against the file's; raises CheckpointError.
+    """Return the entries of a safetensors file, after checking their sizes against the file. Raises CheckpointError.
 
     Format: u64 little-endian n, n bytes of JSON {name: {dtype, shape, data_offsets}}, data.
     """
 
-    def broken(what: str) -> CheckpointError:
-        return CheckpointError(f"{file}: {what}; download the file again")
+    def broken(reason: str) -> CheckpointError:
+        return CheckpointError(f"{file}: {reason}; download the file again")
 
     def twice(name: str) -> CheckpointError:
         return broken(f"its header gives the name {shown(name)} twice")
@@ -291,16 +300,16 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             opened.seek(0)
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, _HEADER_LIMIT):
-                raise broken(f"truncated, or no safetensors file: {size:,} bytes cannot hold a header of {length:,}")
+                raise broken(f"truncated, or not a safetensors file: {size:,} bytes cannot hold a header of {length:,}")
             header = json.loads(opened.read(length), object_pairs_hook=unique(twice))
     except OSError as error:
         raise unreadable(file, error) from None
     except (ValueError, RecursionError):
-        raise broken("its header is no JSON") from None
+        raise broken("its header is not valid JSON") from None
     if not isinstance(header, dict):
-        raise broken("its header is no JSON object")
+        raise broken("its header is not a JSON object")
     header.pop("__metadata__", None)
-    found = {}
+    infos = {}
     for name, entry in header.items():
         try:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -315,8 +324,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise broken(f"truncated: tensor {shown(name)} ends at byte {8 + length + end:,} of a file of {size:,}")
         if dtype in _DTYPE_BYTES and math.prod(shape) * _DTYPE_BYTES[dtype] != end - begin:
             raise broken(f"tensor {shown(name)}, {dtype} of shape {list(shape)}, does not take {end - begin:,} bytes")
-        found[name] = TensorInfo(file, dtype, shape, 8 + length + begin)
-    return found
+        infos[name] = TensorInfo(file, dtype, shape, 8 + length + begin)
+    return infos
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:
@@ -325,7 +334,7 @@ def _harmless(name: str, spec: ModelSpec) -> bool:
 
 
 def _check(
-    path: Path, tensors: dict[str, TensorInfo], needed: dict[str, Stored], wanted: dict[str, TensorSlice],
+    path: Path, tensors: dict[str, TensorInfo], needed: dict[str, Stored], slices: dict[str, TensorSlice],
     spec: ModelSpec,
 ) -> None:  # fmt: skip
     """Check the names, shapes and dtypes of a checkpoint's tensors. Raises CheckpointError.
@@ -333,11 +342,11 @@ def _check(
     Args:
         tensors: the tensors of the checkpoint.
         needed: the tensors that the model needs, by their names in the checkpoint.
-        wanted: the slices, by the names of the unquantized tensors.
+        slices: the slices, by the names of the unquantized tensors.
     """
     unused = {
         name.removesuffix("weight") + suffix
-        for name, tensor_slice in wanted.items()
+        for name, tensor_slice in slices.items()
         if tensor_slice.scheme is not None
         for suffix in tensor_slice.scheme.unused
     }
@@ -355,8 +364,8 @@ def _check(
         fix = "download the checkpoint again"
         if missing == ["lm_head.weight"]:
             fix = "set tie_word_embeddings to true in config.json if the LM head is the embedding"
-        elif missing[0] not in wanted and spec.checkpoint_quantization:
-            fix = f"quantization_config ({spec.checkpoint_quantization.name}) asks for it: both must belong together"
+        elif missing[0] not in slices and spec.checkpoint_quantization:
+            fix = f"quantization_config ({spec.checkpoint_quantization.name}) requires it; both must belong together"
         raise CheckpointError(f"{path}: tensor {shown(missing[0])} is missing{more}; {fix}")
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""

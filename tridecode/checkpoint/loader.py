@@ -30,7 +30,7 @@ class Loader:
         tensors: TensorInfo of each tensor of the checkpoint, by name.
         plan: the targets by name.
         places: target -> part -> tensor on the device.
-        limit: most bytes that are copied to the device at once.
+        limit: maximum number of bytes that are copied to the device at once.
         opened: closes the files.
     """
 
@@ -104,12 +104,13 @@ class Loader:
             self._ordered.add(tensor_slice.target)
         elif not torch.equal(parts["order"].long(), order):
             raise CheckpointError(
-                f"{self._tensors[next(iter(stored(name, tensor_slice)))].file}: {name.removesuffix('.weight')} orders "
-                "its columns otherwise than the other parts of its linear, which is not supported; use device cpu, or "
-                "a checkpoint without desc_act"
+                f"{self._tensors[next(iter(stored(name, tensor_slice)))].file}: {name.removesuffix('.weight')} has "
+                "columns in another order than the other parts of its linear, which is not supported; use device cpu, "
+                "or a checkpoint without desc_act"
             )
 
     def _file(self, path: Path) -> BufferedReader:
+        """Return the open file; open it at the first call."""
         if path not in self._files:
             self._files[path] = self._opened.enter_context(open_regular(path))
         return self._files[path]
@@ -118,9 +119,9 @@ class Loader:
         """Read `count` rows of a tensor from row `first` on, onto the CPU; all rows if `count` is None."""
         info = self._tensors[name]
         shape = info.shape if count is None else (count, *info.shape[1:])
-        found = torch.empty(shape, dtype=READ[info.dtype])
-        self._fill(name, first if count is not None else 0, found)
-        return found
+        rows = torch.empty(shape, dtype=READ[info.dtype])
+        self._fill(name, first if count is not None else 0, rows)
+        return rows
 
     def _fill(self, name: str, first: int, part: torch.Tensor) -> None:
         """Fill `part`, contiguous on the CPU, with the rows from `first` on."""
@@ -128,11 +129,11 @@ class Loader:
         opened = self._file(info.file)
         try:
             opened.seek(info.begin + first * (info.nbytes // max(info.shape[0] if info.shape else 1, 1)))
-            got = opened.readinto(part.reshape(-1).view(torch.uint8).numpy().data)
+            count = opened.readinto(part.reshape(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             raise unreadable(info.file, error) from None
-        if got < part.nbytes:
-            raise CheckpointError(f"{info.file}: became shorter while it was read; load it again once it is whole")
+        if count < part.nbytes:
+            raise CheckpointError(f"{info.file}: became shorter while it was read; load it again when it is complete")
 
     def _straight(self, name: str, first: int, place: torch.Tensor, scale: float) -> int:
         """Fill `place` with the rows of an unquantized tensor from row `first` on. Return the bytes read."""

@@ -1,4 +1,4 @@
-"""The tensors that a model needs from its checkpoint, and the device tensors that they fill."""
+"""Tensor slices: the parts of a checkpoint that a model needs, and the device tensors that they fill."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -71,37 +71,37 @@ def linear_modules(spec: ModelSpec) -> set[str]:
 
 def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
     """Return every tensor of an unquantized checkpoint by its name there; targets are named as in Weights."""
-    found = {}
+    slices = {}
     for target, prefix, each in declared(spec):
         if isinstance(each, Weight):
-            found[prefix + each.tensor] = TensorSlice(target, 0, each.shape, scale=each.scale)
+            slices[prefix + each.tensor] = TensorSlice(target, 0, each.shape, scale=each.scale)
             continue
         start = 0
         for part in each.parts:
             module, shape = prefix + part.module, (part.rows, each.k)
             scheme = spec.checkpoint_quantization.scheme(module) if spec.checkpoint_quantization else None
-            found[f"{module}.weight"] = TensorSlice(f"{target}.weight", start, shape, scheme, each.scale)
+            slices[f"{module}.weight"] = TensorSlice(f"{target}.weight", start, shape, scheme, each.scale)
             if each.bias:
-                found[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=each.scale)
+                slices[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=each.scale)
             start += part.rows
-    return found
+    return slices
 
 
-def stored(name: str, of: TensorSlice) -> dict[str, Stored]:
-    """Return the tensors of the checkpoint that hold a slice, by their names; the largest comes first."""
-    if of.scheme is None:
-        return {name: Stored(of.shape, FLOATS)}
+def stored(name: str, tensor_slice: TensorSlice) -> dict[str, Stored]:
+    """Return the tensors of the checkpoint that store a slice, by their names, the largest first."""
+    if tensor_slice.scheme is None:
+        return {name: Stored(tensor_slice.shape, FLOATS)}
     module = name.removesuffix("weight")
-    return {module + suffix: tensor for suffix, tensor in of.scheme.tensors(*of.shape).items()}
+    return {module + suffix: tensor for suffix, tensor in tensor_slice.scheme.tensors(*tensor_slice.shape).items()}
 
 
 def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dtype] | None = None) -> dict[str, Target]:
-    """Return name -> every tensor on the device.
+    """Return all tensors on the device, by name.
 
     Args:
         packs: a quantized weight becomes a packed tensor if all its slices have one scheme. All other quantized weights
             are dequantized.
-        scale_dtype: the dtype of a slice's scales, by its name in the checkpoint.
+        scale_dtype: returns the dtype of a slice's scales, by the slice's name in the checkpoint.
     """
     known = tensor_slices(spec)
     members: dict[str, list[str]] = {}
@@ -127,6 +127,7 @@ def _weight_target(
     spec: ModelSpec, linear: Linear, names: list[str], known: dict[str, TensorSlice], packs: bool,
     scale_dtype: Callable[[str], torch.dtype] | None, residual: bool,
 ) -> Target:  # fmt: skip
+    """Return the target of a weight whose slices are `names`."""
     own = [known[name] for name in names]
     shape, schemes, starts = (linear.n, linear.k), {of.scheme for of in own}, [of.start for of in own]
     if schemes == {None}:
@@ -180,15 +181,16 @@ def host_layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return max(_layer_sizes(targets(spec, packs=False), dtype))
 
 
-def device_bytes(found: dict[str, Target], dtype: torch.dtype, on_host: int) -> int:
+def device_bytes(device_targets: dict[str, Target], dtype: torch.dtype, on_host: int) -> int:
     """Return the bytes on the device, with the linears of the last `on_host` layers in host memory."""
-    parts = [part for target in found.values() for part in target.tensors(dtype).values()]
+    parts = [part for target in device_targets.values() for part in target.tensors(dtype).values()]
     total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
     if not on_host:
         return total
-    sizes = _layer_sizes(found, dtype)[-on_host:]
+    sizes = _layer_sizes(device_targets, dtype)[-on_host:]
     return total - sum(sizes) + LAYER_BUFFERS * max(sizes)
 
 
-def _layer_sizes(found: dict[str, Target], dtype: torch.dtype) -> list[int]:
-    return layer_sizes({name: target.shape for name, target in found.items()}, dtype)
+def _layer_sizes(device_targets: dict[str, Target], dtype: torch.dtype) -> list[int]:
+    """Return the bytes of the linears of each layer."""
+    return layer_sizes({name: target.shape for name, target in device_targets.items()}, dtype)

@@ -1,1 +1,1 @@
-"""Families of models: one file a family, from config.json to a specification."""
+"""Families of models: one file for each family, which converts config.json to a ModelSpec."""

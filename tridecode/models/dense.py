@@ -13,7 +13,7 @@ from ..layout import LATE_TOKEN
 from .reader import ConfigReader
 
 DTYPES = ("bfloat16", "float16", "float32")
-MISTRAL_WINDOW = 4096  # if a Mistral checkpoint lacks the key; null means no window
+MISTRAL_WINDOW = 4096  # default if a Mistral checkpoint lacks the key; null means no window
 NO_SCALING = RopeConfig()
 MAX_GROUP = 16  # query heads of a K/V head: the rows of a tensor core tile in attention
 
@@ -41,19 +41,19 @@ def dense_spec(
         windows: number of positions that attention sees, by layer; 0 for all. None: all in every layer.
         more: other fields of ModelSpec.
     """
-    of_layer = windows or (0,) * num_layers
+    layer_windows = windows or (0,) * num_layers
     attention = Attention(
         hidden=hidden_size, eps=rms_norm_eps, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, rope=rope,
         qk_norm=qk_norm, bias=qkv_bias,
     )  # fmt: skip
-    mixers = {window: replace(attention, window=window) for window in set(of_layer)}
+    mixers = {window: replace(attention, window=window) for window in set(layer_windows)}
     mlp = MLP(hidden=hidden_size, eps=rms_norm_eps, intermediate=intermediate_size)
     return ModelSpec(
         family=family,
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         max_position=max_position,
-        layers=tuple(Layer(mixers[window], mlp) for window in of_layer),
+        layers=tuple(Layer(mixers[window], mlp) for window in layer_windows),
         eps=rms_norm_eps,
         **more,
     )
@@ -104,6 +104,7 @@ def _refuse_other_layers(read: ConfigReader) -> None:
 
 
 def _sizes(read: ConfigReader) -> dict[str, int]:
+    """Return the sizes of the model, as arguments of `dense_spec`."""
     sizes = {
         "hidden_size": read.integer("hidden_size", 1, 2**20),
         "intermediate_size": read.integer("intermediate_size", 1, 2**20),
@@ -196,6 +197,7 @@ def _rope(read: ConfigReader, max_position: int) -> RopeConfig:
 
 
 def _dtype(read: ConfigReader) -> str:
+    """Return the dtype of the checkpoint."""
     key = "dtype" if read.get("dtype") is not None else "torch_dtype"
     name = read.get(key, "bfloat16")
     name = name.removeprefix("torch.") if isinstance(name, str) else name

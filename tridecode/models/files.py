@@ -1,4 +1,4 @@
-"""Files of a checkpoint: regular ones, of a bounded size. What a directory holds was written by others."""
+"""Reads files of a checkpoint: regular files of a limited size, because a checkpoint is not trusted."""
 
 import os
 import stat
@@ -11,12 +11,12 @@ from ..errors import CheckpointError
 
 
 def present(path: Path) -> bool:
-    """Whether a directory has an entry of this name, of whatever kind: an odd one is refused, not passed over."""
+    """Return whether an entry of this name exists, of any kind. A wrong kind is refused later, not ignored."""
     return os.path.lexists(path)
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open for reading; CheckpointError for what is no regular file (a directory, a device, a pipe)."""
+    """Open a regular file for reading. Raises CheckpointError, also for a directory, a device or a pipe."""
     try:
         # A pipe without a writer would block the open itself.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -25,11 +25,11 @@ def open_regular(path: Path) -> BufferedReader:
     except OSError as error:
         raise unreadable(path, error) from None
     os.close(descriptor)
-    raise CheckpointError(f"{path}: is no regular file, which it must be; download the checkpoint again")
+    raise CheckpointError(f"{path}: is not a regular file; download the checkpoint again")
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file, at most `limit` of them; raises CheckpointError."""
+    """Return the bytes of a regular file, at most `limit`. Raises CheckpointError."""
     with open_regular(path) as file:
         try:
             data = file.read(limit + 1) if (size := os.fstat(file.fileno()).st_size) <= limit else None
@@ -37,12 +37,13 @@ def read_file(path: Path, limit: int) -> bytes:
             raise unreadable(path, error) from None
         if data is None or len(data) > limit:
             raise CheckpointError(
-                f"{path}: larger than {limit >> 20} MiB ({size:,} bytes); no such file is, download it again"
+                f"{path}: larger than {limit >> 20} MiB ({size:,} bytes), which is too large; download it again"
             )
         return data
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file that cannot be read."""
     return CheckpointError(f"{path}: cannot be read ({error.strerror or error}); check the file")
 
 
@@ -50,11 +51,11 @@ def unique(refusal: Callable[[str], Exception]) -> Callable[[list[tuple[str, Any
     """Return an object_pairs_hook for JSON. It raises refusal(name) if an object has a name twice."""
 
     def hook(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        items: dict[str, Any] = {}
         for name, value in pairs:
-            if name in found:
+            if name in items:
                 raise refusal(name)
-            found[name] = value
-        return found
+            items[name] = value
+        return items
 
     return hook

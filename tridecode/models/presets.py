@@ -19,10 +19,12 @@ _MISTRAL = dict(family="mistral", vocab_size=32768, rms_norm_eps=1e-5, max_posit
 
 
 def _rope3(factor: float) -> Fields:
+    """Return the rotary settings of Llama 3.1 and later."""
     return dict(theta=500000.0, kind="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 def _sizes(base: Fields, hidden: int, inter: int, layers: int, heads: int, **more: Any) -> Fields:
+    """Return the fields of a preset."""
     return base | dict(hidden_size=hidden, intermediate_size=inter, num_layers=layers, num_heads=heads) | more
 
 
@@ -48,7 +50,7 @@ _PRESETS = {
 
 
 class Presets(Mapping[str, "ModelSpec"]):
-    """Name -> ModelSpec. The names are known without an import of torch, which a command line's help does not need."""
+    """Mapping from name to ModelSpec. Listing the names does not import torch, so `--help` is fast."""
 
     def __getitem__(self, name: str) -> "ModelSpec":
         return _spec(name)
@@ -62,6 +64,7 @@ class Presets(Mapping[str, "ModelSpec"]):
 
 @cache
 def _spec(name: str) -> "ModelSpec":
+    """Build a preset."""
     from ..blocks.rope import RopeConfig
     from .dense import dense_spec
 

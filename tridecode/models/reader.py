@@ -14,11 +14,11 @@ _JSON_LIMIT = 64 * 2**20  # bytes; no config or index is larger
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in file `path`. Raises CheckpointError for a duplicate key or anything but an object."""
 
-    def twice(key: str) -> CheckpointError:
+    def duplicate(key: str) -> CheckpointError:
         return CheckpointError(f"{path}: the key {shown(key)} is given twice; keep one of the two")
 
     try:
-        value = json.loads(read_file(path, _JSON_LIMIT), object_pairs_hook=unique(twice))
+        value = json.loads(read_file(path, _JSON_LIMIT), object_pairs_hook=unique(duplicate))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); download the file again") from None
     if not isinstance(value, dict):
@@ -51,6 +51,7 @@ class ConfigReader:
         return default if value is None else value
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """Return an integer from `low` to `high`. Raises CheckpointError."""
         value = self.get(key, default)
         if not is_integer(value) or not low <= value <= high:
             raise self.fail(key, f"an integer from {low} to {high}")
@@ -68,6 +69,7 @@ class ConfigReader:
         return ConfigReader(self.get(key, {}), self.source, f"{self.prefix}{key}.")
 
     def choice(self, key: str, choices: tuple[str, ...], default: str | None) -> str:
+        """Return one of `choices`. Raises CheckpointError."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in choices:
             raise self.fail(key, f"one of {', '.join(choices)}")
@@ -81,6 +83,7 @@ class ConfigReader:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
+        """Return a boolean. Raises CheckpointError."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.fail(key, "true or false")
@@ -96,4 +99,5 @@ class ConfigReader:
 
 
 def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

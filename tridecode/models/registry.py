@@ -1,4 +1,4 @@
-"""The families: architecture name in config.json -> function from its keys to a ModelSpec."""
+"""The families: a mapping from the architecture name in config.json to the function that parses it."""
 
 from ..blocks.spec import ModelSpec
 from . import llama, mistral, qwen2, qwen3

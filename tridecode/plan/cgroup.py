@@ -1,15 +1,15 @@
-"""What the control groups of this process leave it: memory and CPU time, by cgroup v2 and v1."""
+"""Limits of this process's control groups on memory and CPU time, for cgroup v2 and v1."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 MOUNTED, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-CACHE = ("inactive_file", "active_file")  # pages of files: given back before anything is refused
+CACHE = ("inactive_file", "active_file")  # page cache of files, which the kernel frees before it refuses memory
 
 
 def free_memory(mounted: Path = MOUNTED, own: Path = OWN) -> float:
-    """Bytes that the tightest limit leaves; infinite without a limit."""
+    """Return the bytes that the tightest memory limit leaves; infinite without a limit."""
     left = [float("inf")]
     for group in _groups("memory", mounted, own):
         for limit, used, prefix in (
@@ -17,25 +17,25 @@ def free_memory(mounted: Path = MOUNTED, own: Path = OWN) -> float:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             if most := _numbers(group / limit):
-                found = dict(re.findall(r"(?m)^(\w+) (\d+)$", _text(group / "memory.stat")))
-                cache = sum(int(found.get(prefix + name, 0)) for name in CACHE)
+                stat = dict(re.findall(r"(?m)^(\w+) (\d+)$", _text(group / "memory.stat")))
+                cache = sum(int(stat.get(prefix + name, 0)) for name in CACHE)
                 left.append(max(most[0] - max(sum(_numbers(group / used)) - cache, 0), 0))
     return min(left)
 
 
 def cpus(mounted: Path = MOUNTED, own: Path = OWN) -> float:
-    """CPUs' worth of time that the tightest quota gives; infinite without a quota."""
+    """Return the number of CPUs that the tightest quota allows; infinite without a quota."""
     quotas = [float("inf")]
     for group in _groups("cpu", mounted, own):
-        given = _numbers(group / "cpu.max")
-        given = given or [*_numbers(group / "cpu.cfs_quota_us"), *_numbers(group / "cpu.cfs_period_us")]
-        if len(given) == 2 and given[0] > 0 and given[1] > 0:  # v1 writes -1 where there is none
-            quotas.append(given[0] / given[1])
+        quota = _numbers(group / "cpu.max")
+        quota = quota or [*_numbers(group / "cpu.cfs_quota_us"), *_numbers(group / "cpu.cfs_period_us")]
+        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:  # v1 writes -1 if there is no quota
+            quotas.append(quota[0] / quota[1])
     return min(quotas)
 
 
 def _groups(controller: str, mounted: Path, own: Path) -> Iterator[Path]:
-    """Directories of the group of this process and of those above it; some may not be visible here."""
+    """Yield the directories of this process's control group and its ancestors; some may not be visible here."""
     for _, controllers, path in re.findall(r"(?m)^(\d+):(.*?):(.*)$", _text(own)):
         if not controllers:
             base = mounted
@@ -49,7 +49,7 @@ def _groups(controller: str, mounted: Path, own: Path) -> Iterator[Path]:
 
 
 def _numbers(file: Path) -> list[int]:
-    """The integers in a file; none where it is absent or says "max"."""
+    """Return the integers in a file; an empty list if it is absent or contains "max"."""
     try:
         return [int(word) for word in _text(file).split()]
     except ValueError:
@@ -57,6 +57,7 @@ def _numbers(file: Path) -> list[int]:
 
 
 def _text(file: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return file.read_text()
     except OSError:

@@ -16,7 +16,7 @@ def find_device(options: EngineOptions) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(index or 0) >= count:
         usable = f"{counted(count, 'CUDA GPU')} {'is' if count == 1 else 'are'} usable here"
-        raise DeviceError(f'device {options.device} was asked for, but {usable}; use device="cpu"')
+        raise DeviceError(f'device {options.device} was requested, but {usable}; use device="cpu"')
     if kind == "auto":
         gpu = count > 0 and options.backend != "torch"
         # A GPU that is too old is left alone, unless options request the backend that needs one.
@@ -31,8 +31,11 @@ def find_device(options: EngineOptions) -> torch.device:
 
 
 def quantized(options: EngineOptions, spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a model whose linears are quantized while it is loaded, as options request, the LM head in fp8
-    by default, and its K/V while they are written. Raises ParameterError."""
+    """Return the spec with the quantization that options request for weights and K/V.
+
+    Weights are quantized while they are loaded, the LM head in fp8 by default; K/V are quantized while they are
+    written. Raises ParameterError.
+    """
     if options.kv_dtype == "fp8":
         spec = replace(spec, fp8_kv=True)
     if options.quantize is None:
@@ -51,12 +54,12 @@ def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> torch.dt
     if (spec.quantization or spec.fp8_kv) and device.type == "cuda":
         if dtype not in ("auto", "bfloat16"):
             what = "quantized weights" if spec.quantization else "kv_dtype fp8"
-            message = f"dtype must be bfloat16 on a GPU beside {what}, got {dtype}"
+            message = f"dtype must be bfloat16 on a GPU with {what}, got {dtype}"
             raise ParameterError(message, "dtype", "conflict")
         return torch.bfloat16
     if dtype == "auto" and device.type == "cpu":
         return torch.float32
     if dtype == "auto":
         dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    resolved: torch.dtype = getattr(torch, dtype)
+    return resolved

@@ -1,4 +1,4 @@
-"""How passes run: which are captured, with which attention, and whether they verify drafts."""
+"""Plan of the passes: which are captured, the attention kernels, and whether passes verify drafts."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from ..step.dispatch import (
 )
 from ..tuning.attention import prompt_tiles_fit
 
-LEAST_WEIGHTS = 2**27  # bytes: a pass that reads fewer takes so little time that drafting slows it by more than 2%
+LEAST_WEIGHTS = 2**27  # bytes; a pass that reads fewer is so short that drafting slows it by more than 2%
 TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"  # see prompt_tiles_fit
 
 
@@ -33,11 +33,11 @@ class GraphPlan:
     Args:
         graph: one of MODES.
         sizes: rows of the captured decode passes.
-        attention: backend of decode passes.
+        attention: attention backend of decode passes.
         prompt_sizes: tokens of the captured prompt passes.
-        prompt_attention: backend of prompt passes.
+        prompt_attention: attention backend of prompt passes.
         captured: whether the device captures passes at all.
-        note: what was changed, for the user.
+        note: a change to the requested options, shown to the user.
     """
 
     graph: str
@@ -50,7 +50,7 @@ class GraphPlan:
 
     @property
     def one_piece(self) -> bool:
-        """Whether prompt attention needs the K/V of a slot gathered in one piece, as torch's backends do."""
+        """Whether prompt attention needs the K/V of a slot in one contiguous tensor, as torch's backends do."""
         return self.prompt_attention != "triton" or not self.captured
 
 
@@ -86,11 +86,13 @@ def prompt_pass_sizes(options: EngineOptions, chunk: int) -> tuple[int, ...]:
 
 
 def plan_drafts(options: EngineOptions, graphs: GraphPlan, weights: int) -> tuple[tuple[int, int] | None, str | None]:
-    """Return how many tokens must agree for a draft, at most and at least, or None for no drafts; and if the engine
-    decided against them, why: what follows "it".
+    """Decide whether an engine drafts.
 
     Args:
         weights: bytes of the model's weights.
+
+    Returns: The maximum and minimum number of tokens that must agree for a draft, or None for no drafts. If the engine
+    decided against drafts, also the reason, as a phrase that follows "it".
 
     Raises:
         ParameterError: drafts are requested and impossible.

@@ -1,4 +1,4 @@
-"""How many K/V positions fit, on the device and in host memory, and how many layers' weights are in host memory."""
+"""Plan of K/V: the positions that fit on the device and in host memory, and the layers with weights in host memory."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -22,16 +22,16 @@ log = logging.getLogger("tridecode")
 
 @dataclass(frozen=True)
 class KVPlan:
-    """The K/V of all requests.
+    """The plan for the K/V of all requests.
 
     Args:
-        memory: the device's bytes.
+        memory: bytes of the device.
         capacity: positions of one request.
         kv_tokens: positions on the device.
-        page: positions in a page; None: one page holds a whole context.
-        pages: on the device; None: all that the slots can have.
+        page: positions in a page, or None for one page that stores a whole context.
+        pages: pages on the device, or None for as many as the slots can use.
         offload: pages in host memory.
-        notes: for the user.
+        notes: messages for the user.
     """
 
     memory: MemoryPlan
@@ -44,8 +44,10 @@ class KVPlan:
 
 
 def page_size(backend: str, options: EngineOptions) -> int | None:
-    """Return the positions in a K/V page. The one conversation of an engine on the CPU has a page for its whole
-    context (None), unless only whole pages are shared."""
+    """Return the positions in a K/V page.
+
+    An engine with one slot on the CPU has one page for its whole context (None), unless only whole pages are shared.
+    """
     return PAGE if backend == "triton" or options.slots > 1 or options.batch_invariant else None
 
 
@@ -59,8 +61,16 @@ def plan_kv(
     host_layers: int = 0,
     drafts: bool = False,
 ) -> KVPlan:
-    """Plan the K/V of a model whose last `host_layers` layers have their weights in host memory. drafts: passes can
-    verify drafts. Raises ParameterError, DeviceError."""
+    """Plan the K/V of a model.
+
+    Args:
+        host_layers: number of last layers with weights in host memory.
+        drafts: whether passes can verify drafts.
+
+    Raises:
+        ParameterError: options contradict the model.
+        DeviceError: the memory does not suffice.
+    """
     how = options.slots, options.chunk, graphs.one_piece, host_layers
     rows, invariant = max(graphs.sizes), options.batch_invariant
     if options.max_seq_len is not None:
@@ -79,13 +89,13 @@ def plan_kv(
 
 def plan_capacity(options: EngineOptions, plan: MemoryPlan, device: torch.device) -> tuple[int, tuple[str, ...]]:
     """Return the positions of one request, and notes for the user. Raises ParameterError, DeviceError."""
-    wanted, slots, kv_tokens = options.max_seq_len, options.slots, options.kv_tokens
+    requested, slots, kv_tokens = options.max_seq_len, options.slots, options.kv_tokens
     limit, where = plan.model_limit, str(device)
     if kv_tokens is not None:
-        Integer(wanted or 1).check("kv_tokens", kv_tokens)
-    capacity = plan.capacity(wanted, where)
+        Integer(requested or 1).check("kv_tokens", kv_tokens)
+    capacity = plan.capacity(requested, where)
     why = f"that is what fits {where}"
-    if capacity < min(wanted or limit, plan.max_context):
+    if capacity < min(requested or limit, plan.max_context):
         why = f"max_seq_len can ask for up to {plan.max_context:,} on this CPU"
     if kv_tokens is not None and kv_tokens < capacity:
         capacity, why = kv_tokens, "that is what kv_tokens asks for"
@@ -93,7 +103,7 @@ def plan_capacity(options: EngineOptions, plan: MemoryPlan, device: torch.device
         most = f"{counted(slots, 'slot')} of {counted(capacity, 'position')} can have at most {slots * capacity:,}"
         raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}", "kv_tokens", "range")
     notes = []
-    if capacity < (wanted or limit):
+    if capacity < (requested or limit):
         notes.append(f"context lowered to {capacity:,} of the model's {limit:,} positions: {why}")
         log.warning(notes[-1])
     pool = plan.kv_tokens(capacity, kv_tokens, where)
@@ -112,8 +122,10 @@ def _offloaded(
     plan: MemoryPlan,
     host_layers: int,
 ) -> KVPlan:
-    """Plan K/V on the device and in `kv_offload` GiB of host memory ("auto": half of what is free), with kv_ring
-    buffers; without buffers only K/V of waiting requests are in host memory."""
+    """Plan K/V on the device and in `kv_offload` GiB of host memory ("auto": half of the free memory).
+
+    The ring has kv_ring buffers. Without a ring, host memory stores K/V of waiting requests only.
+    """
     slots, where, kv_tokens = options.slots, str(device), options.kv_tokens
     buffers = BUFFERS if options.kv_ring is None else options.kv_ring
     longest = options.max_seq_len or spec.max_position
@@ -129,22 +141,22 @@ def _offloaded(
         assert isinstance(options.kv_offload, float | int)
         host = int(options.kv_offload * GIB) // each
         if host * each > free:
-            raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are asked for, the host has {free / GIB:,.1f}")
+            raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are requested, the host has {free / GIB:,.1f}")
     if host == 0:
-        raise DeviceError(f"kv_offload: a page takes {each / GIB:,.4f} GiB of the host's memory, and there are less")
-    if device.type == "cpu":  # the same memory
+        raise DeviceError(f"kv_offload: a page takes {each / GIB:,.4f} GiB of the host's memory, which has less")
+    if device.type == "cpu":  # the CPU is the device, so both share one memory
         plan = replace(plan, free=plan.free - host * each)
-    of_ring = host - 1 if buffers else 0  # one is left, through which pages change places
-    wanted = options.max_seq_len, kv_tokens, of_ring, max(buffers, 1)
-    capacity, pages, ring = plan.offloaded(spec, page, least, *wanted, where)
+    ring_limit = host - 1 if buffers else 0  # one host page stays free, so that pages can change places
+    limits = options.max_seq_len, kv_tokens, ring_limit, max(buffers, 1)
+    capacity, pages, ring = plan.offloaded(spec, page, least, *limits, where)
     offload = Offload(host, ring, max(buffers, 1))
-    held = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
-    notes = (f"{held}, of which {ring * page:,} can run",)
+    positions = f"{pages * page:,} K/V positions on {where}, {host * page:,} on the host"
+    notes = (f"{positions}, of which {ring * page:,} can run",)
     return KVPlan(plan.with_offload(spec, offload, page), capacity, pages * page, page, pages, offload, notes)
 
 
 def plan_host_layers(options: EngineOptions, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return how many of the last layers have their weights in host memory. Raises ParameterError, DeviceError."""
+    """Return the number of last layers that have their weights in host memory. Raises ParameterError, DeviceError."""
     if options.weights_offload is None:
         return 0
     if spec.quantization:
@@ -158,7 +170,8 @@ def plan_host_layers(options: EngineOptions, spec: ModelSpec, dtype: torch.dtype
     if layers < least:
         raise DeviceError(
             f"weights_offload: {least} layers or more, {least * each / GIB:,.3f} GiB, must go to the host, since the "
-            f"device keeps buffers for {LAYER_BUFFERS}; the model has {spec.num_layers}, {layers} fit what is asked"
+            f"device keeps buffers for {LAYER_BUFFERS}; the model has {spec.num_layers}, and the requested GiB hold "
+            f"{layers}"
         )
     if layers * each > (free := memory.free_memory(torch.device("cpu"))):
         takes = f"{layers:,} layers take {layers * each / GIB:,.1f} GiB of the host's memory"

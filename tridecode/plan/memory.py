@@ -1,4 +1,4 @@
-"""What a model needs on its device, and the largest context that fits."""
+"""Memory plan of a device: the bytes of a model, and the largest context that fits."""
 
 import gc
 from collections.abc import Iterator
@@ -20,11 +20,14 @@ from ..tuning.attention import prompt_attention_config
 from . import cgroup
 
 GIB = 2**30
-HEADROOM = {"cuda": 0.03, "cpu": 0.25}  # of the free memory, left to cuBLAS and kernels, or to other programs
-# What others allocate: cuBLAS's workspaces and the captured graphs, or the references' temporary tensors.
+HEADROOM = {
+    "cuda": 0.03,
+    "cpu": 0.25,
+}  # share of the free memory for cuBLAS and kernels, or other programs
+# Bytes for cuBLAS workspaces and captured graphs, or for temporary tensors of the references.
 SCRATCH = {"cuda": 2**27, "cpu": 2**25}
-TOKEN = 4  # bytes of an id; each slot has a context's
-CPU_CONTEXT = 8192  # positions, unless more are asked for: a host's memory is not the engine's alone
+TOKEN = 4  # bytes of a token id; each slot stores one for each position
+CPU_CONTEXT = 8192  # default limit of positions, because other programs share the host's memory
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,15 @@ class MemoryPlan:
     """Bytes of one device.
 
     Args:
-        free: that can be allocated now.
-        weights: of the weights on the device.
-        per_token: for each position of a context, K/V included.
-        fixed: the workspace of one slot, the buffers of prompt passes, and what others allocate.
+        free: bytes that can be allocated now.
+        weights: bytes of the weights on the device.
+        per_token: bytes of each position of a context, K/V included.
+        fixed: bytes of the workspace of one slot, of the buffers of prompt passes, and of graphs and libraries.
         model_limit: positions of a context that the model supports.
         headroom: share of `free` that stays unused.
-        default_limit: positions of a context at most if no number is requested.
-        kv_per_token: K/V of one position.
-        per_slot: for each slot beside the first.
+        default_limit: maximum number of positions of a context if no number is requested.
+        kv_per_token: bytes of K/V of one position.
+        per_slot: bytes of each slot after the first.
         slots: requests that run at a time.
         buffers: the part of `fixed` for prompt passes.
         scratch: the part of `fixed` that CUDA graphs and libraries allocate.
@@ -60,7 +63,12 @@ class MemoryPlan:
     scratch: int = 0
 
     def pools(self, capacity: int, kv_tokens: int) -> dict[str, int]:
-        """Bytes of each pool for contexts of `capacity` positions and `kv_tokens` K/V positions on the device."""
+        """Return the bytes of each pool.
+
+        Args:
+            capacity: positions of a context.
+            kv_tokens: K/V positions on the device.
+        """
         pools = {"weights": self.weights, "kv": kv_tokens * self.kv_per_token}
         others = {"prompts": self.buffers, "graphs": self.scratch}
         rest = self.needed(capacity, kv_tokens) - sum(pools.values()) - sum(others.values())
@@ -68,37 +76,44 @@ class MemoryPlan:
 
     @property
     def usable(self) -> int:
+        """Bytes that the plan may use: the free bytes without the headroom."""
         return int(self.free * (1 - self.headroom))
 
     @property
     def max_context(self) -> int:
-        """Positions that fit, at most the model's limit; 0 when not even the weights fit."""
+        """Number of positions that fit, at most the model's limit; 0 if the weights do not fit."""
         left = self.usable - self.weights - self.fixed - (self.slots - 1) * self.per_slot
         return max(min(left // (self.per_token + (self.slots - 1) * TOKEN), self.model_limit), 0)
 
     def needed(self, capacity: int, kv_tokens: int | None = None) -> int:
-        """With `kv_tokens` positions in the pool, by default those of one context."""
+        """Return the bytes for contexts of `capacity` positions and `kv_tokens` positions in the pool.
+
+        By default the pool has the positions of one context.
+        """
         extra = 0 if kv_tokens is None else (kv_tokens - capacity) * self.kv_per_token
         per_slot = self.per_slot + capacity * TOKEN
         return self.weights + self.fixed + (self.slots - 1) * per_slot + capacity * self.per_token + extra
 
     def capacity(self, requested: int | None, where: str) -> int:
-        """The number of positions of a context; DeviceError when what is asked for does not fit."""
-        fits, wanted = self.max_context, requested or 1
-        if fits < wanted:
-            left = self.usable - replace(self, slots=1).needed(wanted)
-            most = 1 + left // max(self.per_slot + wanted * TOKEN, 1)
+        """Return the number of positions of a context. Raises DeviceError if `requested` positions do not fit."""
+        fits, positions = self.max_context, requested or 1
+        if fits < positions:
+            left = self.usable - replace(self, slots=1).needed(positions)
+            most = 1 + left // max(self.per_slot + positions * TOKEN, 1)
             if self.slots > 1 and most >= 1:
                 what, advice = f" {self.slots:,} slots with", f"at most {counted(most, 'slot')} fit"
             else:
                 what = ""
                 advice = f"at most {counted(fits, 'position')} fit" if fits else "choose a smaller model or free memory"
-            raise DeviceError(f"not enough memory on {where}:{what}{self._lack(wanted, wanted)}; {advice}")
+            raise DeviceError(f"not enough memory on {where}:{what}{self._lack(positions, positions)}; {advice}")
         return requested or min(fits, self.default_limit)
 
     def kv_tokens(self, capacity: int, requested: int | None, where: str, page: int = 1) -> int:
-        """The number of positions in the pool of all slots, by default what these can fill, in whole pages, or what
-        fits; DeviceError when what is asked for does not fit."""
+        """Return the number of positions in the pool of all slots.
+
+        By default it is the number that the slots can fill, in whole pages, or the number that fits. Raises DeviceError
+        if `requested` positions do not fit.
+        """
         if self.slots == 1:
             return capacity
         left = self.usable - self.needed(capacity)
@@ -112,44 +127,58 @@ class MemoryPlan:
         self, spec: ModelSpec, page: int, least: int, capacity: int | None, kv_tokens: int | None, host: int,
         buffers: int, where: str,
     ) -> tuple[int, int, int]:  # fmt: skip
-        """With `host` pages in the host's memory: positions of a context, pages of the device, `least` or more, and
-        pages of one layer in each of `buffers` ring buffers. capacity, kv_tokens: those asked for. DeviceError when
-        that does not fit."""
-        wanted = capacity or min(self.model_limit, self.default_limit)
-        pages, ring = self._places(spec.page_layers, page, least, wanted, kv_tokens, host, buffers)
+        """Divide the memory between device pages and the ring, with `host` pages in host memory.
+
+        Args:
+            least: minimum number of device pages.
+            capacity, kv_tokens: requested numbers of positions, or None.
+            buffers: buffers of the ring.
+
+        Returns:
+            Positions of a context, pages on the device, and pages of one layer in each buffer of the ring.
+
+        Raises:
+            DeviceError: the requested numbers do not fit.
+        """
+        positions = capacity or min(self.model_limit, self.default_limit)
+        pages, ring = self._places(spec.page_layers, page, least, positions, kv_tokens, host, buffers)
         if pages < least or ring < 0:
             needs = f"kv_offload needs {least * page:,}" if kv_tokens is None else f"kv_tokens asks for {kv_tokens:,}"
             raise DeviceError(
-                f"not enough memory on {where}: {needs} positions there, and the ring comes on top; "
-                f"{self.usable / GIB:,.2f} GiB are usable, of which the weights take {self.weights / GIB:,.2f}"
+                f"not enough memory on {where}: {needs} positions there, in addition to the ring; "
+                f"{self.usable / GIB:,.2f} GiB are usable, and the weights take {self.weights / GIB:,.2f} of them"
             )
         if capacity is not None and (pages + ring) * page < capacity:
             raise DeviceError(
-                f"kv_offload: {capacity:,} positions are asked for, {pages * page:,} fit {where} and {ring * page:,} "
-                "can be on the host; ask for more of the host's memory, or a shorter context"
+                f"kv_offload: {capacity:,} positions are requested, {pages * page:,} fit {where} and {ring * page:,} "
+                "can be on the host; request more host memory, or a shorter context"
             )
-        return min(wanted, (pages + ring) * page), pages, ring
+        return min(positions, (pages + ring) * page), pages, ring
 
     def _places(
         self, layers: int, page: int, least: int, capacity: int, kv_tokens: int | None, host: int, buffers: int
     ) -> tuple[int, int]:
-        """Pages of the device and of the ring, for contexts of `capacity` positions; negative where nothing fits."""
-        wanted = max(self.slots * -(-capacity // page), least)
-        left = self.usable - self.needed(capacity, 0) - 4 * wanted * layers  # the tables of all layers
-        cells = left * layers // (self.kv_per_token * page)  # pages of one layer
+        """Return the pages on the device and in the ring, for contexts of `capacity` positions.
+
+        The numbers are negative if they do not fit.
+        """
+        most = max(self.slots * -(-capacity // page), least)
+        left = self.usable - self.needed(capacity, 0) - 4 * most * layers  # without the tables of all layers
+        cells = left * layers // (self.kv_per_token * page)  # a cell is a page of one layer
         if kv_tokens is not None:
             pages = -(-kv_tokens // page)
-            return pages, min(host, max(wanted - pages, 0), (cells - pages * layers) // buffers)
-        pages = min(cells // layers, wanted)
-        ring = min(host, -(-(wanted - pages) * layers // max(layers - buffers, 1)))
-        return min((cells - buffers * ring) // layers, wanted), ring
+            return pages, min(host, max(most - pages, 0), (cells - pages * layers) // buffers)
+        pages = min(cells // layers, most)
+        ring = min(host, -(-(most - pages) * layers // max(layers - buffers, 1)))
+        return min((cells - buffers * ring) // layers, most), ring
 
     def with_offload(self, spec: ModelSpec, offload: Offload, page: int) -> "MemoryPlan":
-        """The same with the ring's bytes."""
+        """Return the plan with the bytes of the ring added."""
         ring = offload.buffers * offload.ring * page * self.kv_per_token // spec.page_layers
         return replace(self, fixed=self.fixed + ring)
 
     def _lack(self, capacity: int, kv_tokens: int) -> str:
+        """Return the part of an error message that compares needed and available bytes."""
         return (
             f" {counted(kv_tokens, 'position')} need{'s' * (kv_tokens == 1)} "
             f"{self.needed(capacity, kv_tokens) / GIB:,.2f} GiB ({self.weights / GIB:,.2f} GiB of weights), "
@@ -160,7 +189,7 @@ class MemoryPlan:
 
 @contextmanager
 def allocating(capacity: int, device: torch.device) -> Iterator[None]:
-    """Within, where the state of a context of `capacity` positions is allocated, a lack of memory is a DeviceError."""
+    """Convert a lack of memory to a DeviceError, while the state of a context of `capacity` positions is allocated."""
     try:
         yield
     except RuntimeError as error:
@@ -188,12 +217,12 @@ def plan_memory(
 
     Args:
         slots: requests that run at a time.
-        chunk: tokens of prompts in one pass at most.
-        one_piece: torch's attention reads prompts, for which a layer's K/V of a slot are gathered.
-        on_host: layers whose linears are in host memory.
-        speculate: passes can verify drafts.
+        chunk: maximum number of prompt tokens in one pass.
+        one_piece: prompts use torch's attention, which needs a layer's K/V of a slot in one contiguous tensor.
+        on_host: layers with linears in host memory.
+        speculate: whether passes can verify drafts.
         batch_invariant: prompts use one kernel on every GPU.
-        rows: of the largest captured decode pass, by default the slots.
+        rows: rows of the largest captured decode pass, by default the slots.
     """
     rope = sum(4 * head_dim for _, head_dim in rope_keys(spec))
     kv, layer = kv_bytes_per_token(spec, dtype), 2 * spec.pages.width * dtype.itemsize
@@ -203,7 +232,7 @@ def plan_memory(
     weights = weight_bytes(spec, dtype, device.type == "cuda", on_host)
     largest = max(slots, rows)
     rows, scratch = min(chunk, slots * spec.max_position) + largest, SCRATCH[device.type]
-    if device.type == "cpu":  # the references' own, of a row
+    if device.type == "cpu":  # temporary tensors of the references, for each row
         layers = ((linear for linear in layer.linears() if linear.epilogue == "residual") for layer in spec.layers)
         inner = max(sum(linear.k for linear in linears) for linears in layers)
         scratch += 16 * rows * (inner + spec.pages.width)
@@ -231,32 +260,32 @@ def plan_memory(
 
 
 def slot_bytes(spec: ModelSpec, dtype: torch.dtype, slots: int) -> int:
-    """What the workspace has for each of `slots` beside the first, without its tokens: counted, not allocated."""
+    """Return the workspace bytes of each slot after the first, without its tokens. This allocates no memory."""
     if slots == 1:
         return 0
     return -(-(workspace_bytes(spec, dtype, slots) - workspace_bytes(spec, dtype, 1)) // (slots - 1))
 
 
 def workspace_bytes(spec: ModelSpec, dtype: torch.dtype, slots: int, rows: int | None = None) -> int:
-    """Of the workspace without tokens: counted, not allocated. The rings are in the host's memory."""
+    """Return the bytes of the workspace on the device, without tokens. It does not include rings in host memory."""
     tensors = named_tensors(make_workspace(spec, 0, "meta", dtype, slots, rows)).values()
     return sum(tensor.nbytes for tensor in tensors if tensor.is_meta)
 
 
 def prompt_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int, device: torch.device) -> int:
-    """Count the bytes of the buffers of prompt passes of up to `rows` rows."""
+    """Return the bytes of the buffers of prompt passes of up to `rows` rows."""
     config = prompt_attention_config(device_of(device), batch_invariant=False, fp8=spec.fp8_kv)
     buffers = make_prompt_buffers(spec, rows, "meta", dtype, config)
     return sum(tensor.nbytes for tensor in named_tensors(buffers).values())
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated now; of a simulated GPU all of its memory."""
+    """Return the bytes that can be allocated now; for a simulated GPU all of its memory."""
     if gpu := simulated_gpu(device):
         return gpu.memory
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # what an engine before this one left in the allocator's cache is free
+        torch.cuda.empty_cache()  # release the memory that an earlier engine left in the allocator's cache
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":", 1) for line in f)

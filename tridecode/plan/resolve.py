@@ -1,4 +1,4 @@
-"""resolve: from options, a model and a device to the plan of an engine, computed once before memory is allocated."""
+"""resolve: computes the plan of an engine from options, a model and a device, before memory is allocated."""
 
 from dataclasses import dataclass, replace
 
@@ -21,18 +21,19 @@ class EnginePlan:
     """How an engine runs a model.
 
     Args:
-        options: what was requested.
+        options: the requested options.
         spec: the model, with the quantization that is applied while it is loaded.
-        device, backend, dtype: where and in what it runs.
-        graphs: how passes are captured, with which attention.
-        ngram: tokens that must agree for a draft, at most and at least; None: no drafts.
-        why_no_drafts: why the engine decided against drafts: what follows "it".
-        memory: the device's bytes.
-        host_layers: the last layers, whose weights are in host memory.
-        chunk: tokens of prompts in one pass at most.
-        capacity, kv_tokens, page, pages, offload: as in KVPlan; capacity is 0 with a problem.
-        notes: for the user.
-        problem: why the plan does not fit the device, and what would fit.
+        device, backend, dtype: device, backend, and dtype of activations.
+        graphs: which passes are captured, and their attention kernels.
+        ngram: maximum and minimum number of tokens that must agree for a draft, or None for no drafts.
+        why_no_drafts: reason why the engine decided against drafts, as a phrase that follows "it".
+        memory: bytes of the device.
+        host_layers: number of last layers with weights in host memory.
+        chunk: maximum number of prompt tokens in one pass.
+        capacity: as in KVPlan, or 0 if there is a problem.
+        kv_tokens, page, pages, offload: as in KVPlan.
+        notes: messages for the user.
+        problem: reason why the plan does not fit the device, with advice; None if it fits.
     """
 
     options: EngineOptions
@@ -68,6 +69,7 @@ class EnginePlan:
 
     @property
     def slots(self) -> int:
+        """Number of requests that run at a time."""
         return self.options.slots
 
     @property
@@ -82,8 +84,11 @@ class EnginePlan:
 
     @property
     def pools(self) -> dict[str, int]:
-        """The device's bytes by pool: weights, kv, workspace, prompts (buffers of prompt passes), graphs (with what
-        libraries allocate)."""
+        """Bytes of the device by pool.
+
+        The pools are weights, kv, workspace, prompts (buffers of prompt passes), and graphs (with allocations of
+        libraries).
+        """
         return self.memory.pools(self.capacity, self.kv_tokens)
 
     def check(self) -> None:
@@ -93,9 +98,9 @@ class EnginePlan:
 
 
 def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> EnginePlan:
-    """Decide how an engine runs a model on a device. Nothing is allocated.
+    """Decide how an engine runs a model on a device. This allocates no memory.
 
-    A plan that does not fit has a `problem`. Raises ParameterError: options contradict the model or the device.
+    A plan that does not fit has a `problem`. Raises ParameterError if options contradict the model or the device.
     """
     backend = ("triton" if device.type == "cuda" else "torch") if options.backend == "auto" else options.backend
     spec = quantized(options, spec)
@@ -140,8 +145,10 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
 
 
 def chunk_of(options: EngineOptions, capacity: int, page: int | None) -> int:
-    """Return the tokens of prompts in one pass of an engine with contexts of `capacity` positions. In the
-    batch-invariant mode they are whole pages and do not depend on the slots."""
+    """Return the maximum number of prompt tokens in one pass, for contexts of `capacity` positions.
+
+    In batch-invariant mode it is a number of whole pages, and does not depend on the slots.
+    """
     page = page or capacity
     most = -(-capacity // page) * page if options.batch_invariant else options.slots * capacity
     return min(options.chunk, most)
@@ -150,7 +157,7 @@ def chunk_of(options: EngineOptions, capacity: int, page: int | None) -> int:
 def smaller_weights(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, memory: MemoryPlan, host_layers: int
 ) -> str:
-    """Return which quantization would make the weights fit, as the end of an error; empty if none would."""
+    """Return the end of an error message with the quantization whose weights fit; empty if no quantization helps."""
     if memory.max_context or spec.quantization or host_layers or dtype == torch.float16:
         return ""
     for scheme in QUANTIZE:

@@ -1,1 +1,1 @@
-"""Requests: who has which slot, who runs next, and what comes out."""
+"""Requests, their queue, the scheduler and the output of passes."""

@@ -1,4 +1,4 @@
-"""Driver: the one lock around a scheduler. Every thread that waits for a request steps for all requests."""
+"""Driver: the one lock around a scheduler. Each thread that waits for a request runs steps for all requests."""
 
 import sys
 import threading
@@ -16,49 +16,52 @@ from .scheduler import Scheduler
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
-HANDOVER = 2e-5  # seconds for which a thread leaves the lock to others after a step, because a lock has no queue
+YIELD_SECONDS = 2e-5  # pause after a step, so that other threads can take the lock, which is not fair
 
 
 class Driver:
-    """The lock around a scheduler, and the submissions and cancellations for the thread that has the lock.
+    """The lock of a scheduler, with queues of submissions and cancellations for the thread that has the lock.
 
-    scheduler: None after `close`. prepare: called in the thread that steps, before each step.
+    Args:
+        scheduler: the scheduler; the attribute is None after `close`.
+        prepare: called before each step, in the thread that steps.
     """
 
     def __init__(self, scheduler: Scheduler, prepare: Callable[[], None]):
         self.scheduler: Scheduler | None = scheduler
         self._prepare = prepare
         self._slots = len(scheduler.slots)
-        self._lock = threading.Lock()  # held while the device state changes, never while a caller has control
-        self._wanting: set[int] = set()  # threads that wait for it
-        # The thread that has the lock adds and cancels these requests, so no other thread waits for a pass.
+        self._lock = threading.Lock()  # held while device state changes, never while code of callers runs
+        self._waiting_threads: set[int] = set()  # threads that wait for the lock
+        # The thread that has the lock adds and cancels these requests, so that other threads do not wait for a pass.
         self._submitted: deque[weakref.ref[Request]] = deque()
         self._dropped: deque[Request] = deque()
-        self._entrance = threading.Lock()  # so that no two submissions take the last place in the queue
+        self._submit_lock = threading.Lock()  # prevents two submissions from taking the last place in the queue
 
     def opened(self) -> Scheduler:
-        """Raises EngineClosed."""
+        """Return the scheduler. Raises EngineClosed."""
         if (scheduler := self.scheduler) is None:
             raise EngineClosed
         return scheduler
 
     def exclusively(self, action: Callable[[Scheduler, *Ts], R], *args: *Ts) -> R:
-        """Return action(scheduler, *args), called between the steps of all threads. Raises EngineClosed."""
+        """Return action(scheduler, *args), which runs between the steps of all threads. Raises EngineClosed."""
         me = threading.get_ident()
         if self._lock.locked():
-            self._wanting.add(me)
+            self._waiting_threads.add(me)
         try:
             with self._lock:
                 scheduler = self.opened()
                 self._catch_up(scheduler)
                 return action(scheduler, *args)
         finally:
-            self._wanting.discard(me)
+            self._waiting_threads.discard(me)
 
     def _catch_up(self, scheduler: Scheduler) -> None:
         """Process submissions and cancellations queued by other threads.
 
-        A dropped request was submitted before, so it is read first and cancelled after all additions.
+        The next dropped request is read before the additions and cancelled after them, because its submission may be
+        among them.
         """
         while True:
             dropped = self._dropped[0] if self._dropped else None
@@ -76,10 +79,10 @@ class Driver:
             try:
                 self.exclusively(self._step, ready)
             except EngineClosed:
-                if not ready():  # the end of the engine may have ended the request
+                if not ready():  # closing the engine may have ended the request
                     raise
-            if self._wanting:
-                time.sleep(HANDOVER)
+            if self._waiting_threads:
+                time.sleep(YIELD_SECONDS)
 
     def _step(self, scheduler: Scheduler, ready: Callable[[], bool]) -> None:
         if not ready():
@@ -87,20 +90,20 @@ class Driver:
             scheduler.step()
 
     def step(self) -> bool:
-        """Step once for all requests; return whether any is left. Raises EngineClosed."""
+        """Step once for all requests; return whether any request is left. Raises EngineClosed."""
         self.exclusively(self._step, lambda: self.scheduler is None or not self.scheduler.busy)
-        if self._wanting:
-            time.sleep(HANDOVER)
+        if self._waiting_threads:
+            time.sleep(YIELD_SECONDS)
         scheduler = self.scheduler
         return scheduler is not None and (scheduler.busy or bool(self._submitted))
 
     def submit(self, request: Request) -> Request:
         """Put the request in the queue and return it. Raises QueueFull and EngineClosed."""
         scheduler = self.opened()
-        with self._entrance:
+        with self._submit_lock:
             scheduler.check_queue(len(self._submitted), len(self._dropped))
-            request.driver = self  # first: if an interrupt comes now, the request is dropped and thereby cancelled
-            self._submitted.append(request.ref)  # if the engine closes before it is added, `wait` raises EngineClosed
+            request.driver = self  # first, so that an interrupt from here on drops and thereby cancels the request
+            self._submitted.append(request.ref)  # if the engine closes now, `wait` raises EngineClosed
         if self._lock.acquire(blocking=False):
             try:
                 if self.scheduler is not None:
@@ -110,14 +113,15 @@ class Driver:
         return request
 
     def cancel(self, request: Request) -> bool:
+        """Cancel the request; return False if it has ended already. Raises EngineClosed."""
         return not request.ended and self.exclusively(Scheduler.cancel, request)
 
     def drop(self, request: Request) -> None:
-        """Cancel the request without waiting. Garbage is collected at any moment, also in the middle of a step."""
+        """Cancel the request without waiting. The garbage collector may call this at any time, even during a step."""
         if not request.ended:
             self.drop_later(request)
             if not self._lock.locked() and not sys.is_finalizing():
-                with suppress(EngineClosed, RuntimeError):  # the next step reports a lost GPU
+                with suppress(EngineClosed, RuntimeError):  # if the GPU is lost, the next step reports it
                     self.exclusively(lambda scheduler: None)
 
     def drop_later(self, request: Request) -> None:
@@ -129,9 +133,12 @@ class Driver:
     def gather(
         self, make: Sequence[Callable[[], Request]], progress: Callable[[int, int], None] | None
     ) -> list[Result]:
-        """Return the results of many requests in order, and call progress(done, total) when requests end.
+        """Return the results of many requests in order.
 
-        `make` makes each request shortly before it can run. If that raises, the result has the error.
+        Args:
+            make: functions that create the requests. Each is called shortly before its request can run. If it raises an
+                error, the result contains the error.
+            progress: called as progress(done, total) when requests end.
         """
         results: dict[int, Result] = {}
         running: dict[int, Request] = {}
@@ -145,7 +152,7 @@ class Driver:
                         raise
                     except QueueFull as error:
                         if running:
-                            break  # until one of them has ended
+                            break  # wait until one of them has ended
                         results[following] = failed(error)
                     except Exception as error:
                         results[following] = failed(error)
@@ -173,10 +180,10 @@ class Driver:
                     self._catch_up(self.scheduler)
                     self.scheduler.cancel_all()
                 finally:
-                    self.scheduler = None  # with its memory
+                    self.scheduler = None  # releases its memory
 
 
 def failed(error: Exception) -> Result:
-    """Return the result of a request that could not begin, or that an error has ended."""
+    """Return the result of a request that could not begin or that an error ended."""
     line = str(error) if isinstance(error, TridecodeError) else f"{type(error).__name__}: {brief(error)}"
     return Result("", (), "error", Usage(0, 0, 0), Timings(0.0, 0.0, 0.0), seed=0, error=line)

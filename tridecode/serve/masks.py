@@ -1,4 +1,4 @@
-"""Masks: what the grammars of requests allow next, computed in threads while the device runs."""
+"""Masks of allowed next tokens, computed from the requests' grammars in threads while the device runs."""
 
 import os
 import threading
@@ -19,117 +19,120 @@ from ..text.grammar import Grammar, Matcher
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 THREADS = min(8, os.cpu_count() or 1)
-PATIENCE = 2e-3  # seconds for which a pass that would have to do without a mask waits for it
+PATIENCE = 2e-3  # seconds to wait for a late mask before a pass runs without it
 
 
 class Masks:
     """The masks of all slots of a model.
 
-    A pass finds the mask of a row by its stamp. Without it the pass leaves the row unchanged, so a slow grammar delays
-    only its own request.
+    A pass identifies the mask of a row by its stamp. If the mask is missing, the pass leaves the row unchanged, so a
+    slow grammar delays only its own request.
     """
 
     def __init__(self, model: DecodeModel):
         self._masks, self._stamps = model.workspace.mask.numpy(), model.workspace.mask_stamp.numpy()
-        self._pool = ThreadPoolExecutor(THREADS, "mask")  # it starts its threads when they are needed
+        self._pool = ThreadPoolExecutor(THREADS, "mask")  # starts threads on demand
 
-    def follow(self, grammar: Grammar, sampled: list[int]) -> "Following":
-        """Begin the masks of a request with these sampled tokens."""
-        return Following(self, grammar, sampled)
+    def follow(self, grammar: Grammar, sampled: list[int]) -> "GrammarMasks":
+        """Start computing the masks of a request that has sampled these tokens."""
+        return GrammarMasks(self, grammar, sampled)
 
     def submit(self, work: Callable[[*Ts], R], *args: *Ts) -> Future[R]:
+        """Run work(*args) in a thread."""
         return self._pool.submit(work, *args)
 
     def write(self, slot: int, mask: np.ndarray, stamp: int) -> None:
+        """Write the mask of a slot, then its stamp."""
         self._masks[slot] = mask
-        self._stamps[slot] = stamp  # last: a pass that reads the stamp finds the whole mask
+        self._stamps[slot] = stamp  # last, so that a pass which reads the stamp reads the complete mask
 
 
-def failing_alone(work: Callable[[*Ts], R]) -> Callable[[*Ts], R]:
-    """Make all errors of a function for one request GenerationErrors, which end only this request."""
+def as_generation_error(work: Callable[[*Ts], R]) -> Callable[[*Ts], R]:
+    """Convert all errors of a function to GenerationErrors, which end only the request that the function works for."""
 
     @wraps(work)
-    def go(*args: *Ts) -> R:
+    def wrapper(*args: *Ts) -> R:
         try:
             return work(*args)
         except (GenerationError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic of the grammar library is not an Exception
             why = f"{type(error).__name__}: {brief(error)}"
             raise GenerationError(f"the grammar cannot be followed: {why}") from error
 
-    return go
+    return wrapper
 
 
-class Following:
-    """One request's way through its grammar: prepared while its prompt is read, then a mask for each token."""
+class GrammarMasks:
+    """The masks of one request: prepared while its prompt is read, then computed after each token."""
 
     _matcher: Matcher  # set by _prepare
-    _slot: int  # set by `begin`, as is _generation
-    _generation: int
+    _slot: int  # set by `begin`
+    _generation: int  # set by `begin`
 
     def __init__(self, masks: Masks, grammar: Grammar, sampled: list[int]):
-        self._masks, self._turn, self._gone = masks, threading.Lock(), False
+        self._masks, self._lock, self._dropped = masks, threading.Lock(), False
         self._prepared = masks.submit(self._prepare, grammar, sampled)
-        self._coming: Future[np.ndarray] | Future[None] = self._prepared
+        self._pending: Future[np.ndarray] | Future[None] = self._prepared
 
-    @failing_alone
+    @as_generation_error
     def _prepare(self, grammar: Grammar, sampled: list[int]) -> np.ndarray:
         self._matcher = grammar.matcher(sampled)
         return self._matcher.allowed() if sampled else grammar.first
 
     def begin(self, slot: int, generation: int, position: int) -> None:
-        """The request has its row: its first mask goes where the pass at `position` looks for it."""
+        """Write the first mask for the pass at `position`, when the request gets its row."""
         self._slot, self._generation, prepared = slot, generation, self._prepared
         if prepared.done():
-            with suppress(GenerationError):  # `check` says it
+            with suppress(GenerationError):  # `check` raises it
                 self._first(prepared, position)
         else:
-            self._coming = self._masks.submit(self._first, prepared, position)
+            self._pending = self._masks.submit(self._first, prepared, position)
 
     def _first(self, prepared: Future[np.ndarray], position: int) -> None:
         self._put(prepared.result(), position)
 
-    @failing_alone
+    @as_generation_error
     def accept(self, token: int) -> bool:
-        """Go on behind a drawn token; True where the answer ends with it. Raises GenerationError."""
+        """Advance the grammar by a sampled token; return True if the output ends with it. Raises GenerationError."""
         return self._matcher.accept(token)
 
     def next(self, position: int) -> None:
-        """Have the mask for the pass at `position` made."""
-        self._coming = self._masks.submit(self._make, position)
+        """Start computing the mask for the pass at `position`."""
+        self._pending = self._masks.submit(self._make, position)
 
-    @failing_alone
+    @as_generation_error
     def _make(self, position: int) -> None:
         self._put(self._matcher.allowed(), position)
 
     def _put(self, mask: np.ndarray, position: int) -> None:
-        with self._turn:
-            if not self._gone:
+        with self._lock:
+            if not self._dropped:
                 self._masks.write(self._slot, mask, layout.mask_stamp(self._generation, position))
 
     def check(self) -> None:
-        """Raises GenerationError where a mask could not be made."""
-        if self._coming.done():
-            self._coming.result()
+        """Raise the error of a mask that could not be computed, a GenerationError."""
+        if self._pending.done():
+            self._pending.result()
 
     def wait(self, seconds: float) -> None:
-        """Raises TimeoutError, and GenerationError as `check`."""
-        self._coming.result(seconds)
+        """Wait for the mask that is being computed. Raises TimeoutError, and GenerationError as `check` does."""
+        self._pending.result(seconds)
 
     @property
     def late(self) -> bool:
-        return not self._coming.done()
+        """Whether the mask of the next pass is not ready."""
+        return not self._pending.done()
 
     def drop(self) -> None:
-        """Nothing more is written: the slot may be another's."""
-        with self._turn:
-            self._gone = True
+        """Stop writing masks, because another request may get the slot."""
+        with self._lock:
+            self._dropped = True
 
 
-def wait_for(followings: list[Following]) -> None:
-    """Until their masks are there, but for no longer than PATIENCE."""
+def wait_for(requests: list[GrammarMasks]) -> None:
+    """Wait until the masks are ready, at most PATIENCE seconds."""
     end = time.perf_counter() + PATIENCE
-    for following in followings:
+    for masks in requests:
         with suppress(TimeoutError, GenerationError):
-            following.wait(max(end - time.perf_counter(), 0))
+            masks.wait(max(end - time.perf_counter(), 0))

@@ -1,4 +1,4 @@
-"""Output: reads sampled tokens from the ring in host memory that the device writes."""
+"""Output: reads sampled tokens from a ring in host memory that the device writes."""
 
 import time
 
@@ -9,45 +9,49 @@ from ..errors import GenerationError
 from ..results import TokenLogprobs
 from ..step.model import DecodeModel
 
-PATIENCE = 120.0  # seconds for which a pass is awaited
+PATIENCE = 120.0  # seconds before a pass counts as hanging
 
 
 class Ring:
-    """Reads the entries that steps leave in host memory."""
+    """Reads the entries that passes write to host memory."""
 
     def __init__(self, model: DecodeModel):
         self._workspace, self._device = model.workspace, model.device
         self._entries = model.workspace.out.numpy().data  # a memoryview, which returns int and is faster than numpy
 
     def entry(self, slot: int, generation: int, step: int) -> layout.Entry:
-        """The entry of a step; waits for it. The device writes it there: no copy, no synchronisation.
+        """Wait for the entry of a pass and return it. The device writes entries directly to host memory.
 
-        Raises GenerationError where everything enqueued has ended without it, or does not end.
+        Args:
+            step: number of the slot's pass since the request began.
+
+        Raises:
+            GenerationError: the device is idle and wrote no entry, or does not become idle.
         """
-        found = self._look(slot, generation, step)
-        return self._wait(slot, generation, step) if found is None else found
+        entry = self._look(slot, generation, step)
+        return self._wait(slot, generation, step) if entry is None else entry
 
     def _look(self, slot: int, generation: int, step: int) -> layout.Entry | None:
         return layout.entry_of(self._entries[slot, step % layout.RING], generation, step)
 
     def _wait(self, slot: int, generation: int, step: int) -> layout.Entry:
         polls, since = 0, time.monotonic()
-        while (found := self._look(slot, generation, step)) is None:
+        while (entry := self._look(slot, generation, step)) is None:
             polls += 1
-            time.sleep(0)  # let the thread that draws the screen run
+            time.sleep(0)  # let other threads run, such as the one that draws the terminal
             if polls % 1024:
                 continue
             idle, late = self._idle(), time.monotonic() - since > PATIENCE
             if (idle or late) and not self._look(slot, generation, step):
                 how = "ended without a token" if idle else f"has not ended in {PATIENCE:.0f} seconds; the GPU hangs"
                 raise GenerationError(f"step {step + 1} {how}")
-        return found
+        return entry
 
     def _idle(self) -> bool:
         return self._device.type != "cuda" or torch.cuda.current_stream(self._device).query()
 
     def logprobs(self, slot: int, step: int, count: int) -> TokenLogprobs:
-        """Of the token of a step that was seen, with the `count` likeliest."""
+        """Return the log-probabilities of a token whose entry was read, and of the `count` likeliest tokens."""
         ws, place = self._workspace, step % layout.RING
         values = ws.out_logprobs[slot, place, : count + 1].tolist()
         ids = ws.out_top_ids[slot, place, :count].tolist()

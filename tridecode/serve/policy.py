@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Policy:
-    """How requests share the passes.
+    """Limits for how requests share passes.
 
     Args:
-        chunk_tokens: tokens of prompts in one pass at most.
-        max_queue: requests that may wait for a slot; None: any number.
-        prompt_ms: milliseconds that a pass may take that reads prompts while other requests decode.
+        chunk_tokens: maximum number of prompt tokens in one pass.
+        max_queue: maximum number of requests that wait for a slot, or None for no limit.
+        prompt_ms: time limit in milliseconds of a pass that reads prompts while other requests decode.
         prefix_sharing: whether K/V of equal prefixes are computed once.
     """
 

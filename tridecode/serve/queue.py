@@ -1,4 +1,4 @@
-"""Queue: the requests that wait for a slot, and the slots of those that have one."""
+"""Queue: the requests that wait for a slot, and the slots of active requests."""
 
 import weakref
 from array import array
@@ -16,48 +16,51 @@ from .request import Request
 
 
 class Queue:
-    """The place of each request: it waits, its prompt is being read, or it has a row.
+    """The state of each request: it waits, its prompt is being read, or it has a row.
 
-    The requests are the truth, all else follows from them; see `recover`. References to them are weak; see `hold`.
+    The set of requests is authoritative, and `recover` rebuilds the other attributes from it. References to requests
+    are weak; see `hold_references`.
     """
 
     def __init__(self, model: DecodeModel, tokenizer: Tokenizer | None, policy: Policy):
         self.slots = (OffloadedSlots if model.kv.offload else Slots)(model, policy.prefix_sharing)
         self._tokenizer, self._masks = tokenizer, Masks(model)
         self._sharing, self._fixed = policy.prefix_sharing, model.fixed_chunk
-        self.requests: dict[weakref.ref[Request], None] = {}  # that have not ended, in the order of arrival
+        self.requests: dict[weakref.ref[Request], None] = {}  # requests that have not ended, in the order of arrival
         self.reset()
 
     def reset(self) -> None:
-        """Let all requests wait, as if none had ever had a slot."""
-        self.waiting = deque(self.requests)  # the next one first; some may have ended
-        self.admitted: list[Slot] = []  # all slots that requests have, the oldest first
-        self.reading: list[Slot] = []  # slots whose prompts are being read, always the youngest
-        self.rows: list[Slot] = []  # the others, by row
-        # The request that could not be admitted, and the state at that time.
-        self._refused: tuple[weakref.ref[Request], int, list[Slot]] | None = None
+        """Let all requests wait, as if none of them ever had a slot."""
+        self.waiting = deque(self.requests)  # the next request first; some may have ended
+        self.admitted: list[Slot] = []  # slots of all active requests, the oldest first
+        self.reading: list[Slot] = []  # slots whose prompts are being read; these requests are the youngest
+        self.rows: list[Slot] = []  # the other slots, indexed by row
+        # The last request that could not be admitted, and the state at that time.
+        self._blocked: tuple[weakref.ref[Request], int, list[Slot]] | None = None
 
     def add(self, request: Request) -> None:
+        """Put a new request at the end of the queue."""
         request.resume(self._tokenizer)
         self.requests[request.ref] = None
         self.waiting.append(request.ref)
 
-    def hold(self) -> None:
-        """Keep the active requests from garbage collection until `let_go`, which ends a step.
+    def hold_references(self) -> None:
+        """Keep strong references to the active requests until `release_references`, which ends a step.
 
-        Between steps only the callers refer to requests, so a request that all of them dropped is cancelled.
+        Between steps only callers have references to requests. A request that all callers dropped is cancelled.
         """
         for slot in [*self.admitted]:
             slot.request = slot.ref()
             if slot.request is None:
                 self.finish(slot.ref)
 
-    def let_go(self) -> None:
+    def release_references(self) -> None:
+        """Drop the strong references to the active requests."""
         for slot in [*self.admitted]:
             slot.request = None
 
     def _next(self) -> Request | None:
-        """The first request that waits."""
+        """Return the first waiting request, or None."""
         while self.waiting:
             ref = self.waiting[0]
             if ref in self.requests and (request := ref()) is not None:
@@ -66,18 +69,23 @@ class Queue:
         return None
 
     def admit(self) -> bool:
-        """Give the first request that waits a slot, and pages for its prompt, if both are free."""
+        """Give the first waiting request a slot and pages for its prompt; return whether that was possible."""
         if (request := self._next()) is None or all(slot.busy for slot in self.slots):
             return False
         slots, tokens, ref = self.slots, request.tokens, request.ref
-        if self._refused == (ref, slots.pages.changes, self.reading):  # do not look for a long prompt in each pass
+        if self._blocked == (
+            ref,
+            slots.pages.changes,
+            self.reading,
+        ):  # do not match a long prompt again
             return False
         position = 0 if request.scores else (request.prompt_tokens if self._fixed else len(tokens)) - 1
-        wanted = tokens[: position if request.reuse_prefix else 0]
-        if self._soon_there(wanted, request.salt) or (slot := slots.admit(wanted, position + 1, request.salt)) is None:
-            self._refused = ref, slots.pages.changes, [*self.reading]
+        reusable = tokens[: position if request.reuse_prefix else 0]
+        pending = self._prefix_is_pending(reusable, request.salt)
+        if pending or (slot := slots.admit(reusable, position + 1, request.salt)) is None:
+            self._blocked = ref, slots.pages.changes, [*self.reading]
             return False
-        self._refused = None
+        self._blocked = None
         self.waiting.popleft()
         slot.tokens, slot.ref, slot.request = tokens, ref, request
         slot.read, slot.position, slot.end = slot.filled, position, request.limit - 1
@@ -93,10 +101,10 @@ class Queue:
         slots.write_tokens(slot, tokens, min(needed * slots.page, slot.end))
         return True
 
-    def _soon_there(self, ids: "array[int]", salt: str) -> bool:
-        """Whether a prompt that is being read will have more whole pages of `ids` than there are now.
+    def _prefix_is_pending(self, ids: "array[int]", salt: str) -> bool:
+        """Return whether a prompt that is being read will soon provide more whole pages of `ids` than the cache has.
 
-        Then the request waits for them.
+        If so, the request waits for these pages.
         """
         if not self._sharing:
             return False
@@ -106,8 +114,11 @@ class Queue:
         return coming > 0 and self.slots.cache.match(ids, salt).tokens(page) < coming
 
     def begin(self, slot: Slot, source: int = OWN) -> None:
-        """Give the slot the next row. Its prompt is read up to the last token, which row `source` of a prompt pass has
-        read, or which its first decode pass reads."""
+        """Give the slot the next row of decode passes.
+
+        The prompt has been read up to its last token. Row `source` of a prompt pass has read the last token, or the
+        slot's first decode pass reads it (OWN).
+        """
         request = slot.request
         self.slots.begin(
             slot,
@@ -131,15 +142,15 @@ class Queue:
         if slot := next((slot for slot in self.admitted if slot.ref is ref), None):
             self._vacate(slot)
         self.requests.pop(ref, None)
-        self._refused = None
+        self._blocked = None
 
-    def put_off(self, slot: Slot) -> None:
-        """Let the slot's request wait again, before all others."""
+    def requeue(self, slot: Slot) -> None:
+        """Release the slot, and let its request wait before all others."""
         self._vacate(slot)
         self.waiting.appendleft(slot.ref)
 
     def _vacate(self, slot: Slot) -> None:
-        """Release the slot. The last row takes the place of its row, so that passes stay small."""
+        """Release the slot. The last row moves to its row, so that rows stay contiguous."""
         if slot.mask:
             slot.mask.drop()
         self.admitted.remove(slot)
@@ -155,7 +166,7 @@ class Queue:
         slot.request = None
 
     def recover(self) -> None:
-        """Let all requests that have not ended wait again, after an interrupt at any line."""
+        """Let all unfinished requests wait again, after an interrupt at any line."""
         left = [request for ref in self.requests if (request := ref()) is not None and not request.ended]
         self.requests = {request.ref: None for request in left}
         for slot in self.admitted:
@@ -170,7 +181,7 @@ class Queue:
         """Check that each request is in one place, rows and slots match, and no page is lost."""
         admitted = self.admitted
         known = [ref for ref in self.waiting if ref in self.requests] + [slot.ref for slot in admitted]
-        assert len(known) == len(set(known)) and set(known) == set(self.requests), "a request is lost, or known twice"
+        assert len(known) == len(set(known)) and set(known) == set(self.requests), "a request is lost or listed twice"
         assert [slot.row for slot in self.rows] == list(range(len(self.rows)))
         assert Counter(self.rows + self.reading) == Counter(admitted)
         assert set(admitted) == {slot for slot in self.slots if slot.busy}

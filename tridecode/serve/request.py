@@ -1,4 +1,4 @@
-"""Request: one generation, from its prompt's tokens to its last piece."""
+"""Request: one generation, from the tokens of its prompt to its last output chunk."""
 
 import time
 import weakref
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class Request:
-    """A generation, queued or active. Iterate over its pieces, or wait for its result.
+    """A generation, waiting or active. Iterate over its output chunks, or wait for its result.
 
-    It runs while any thread waits for any request of its engine. Its pieces are kept, so each iterator begins at the
-    first piece. If an iterator is closed or dropped, or the request itself is dropped, the request is cancelled. For
-    that reason the engine has only weak references to requests, except during a step.
+    It advances while any thread waits for any request of its engine. It keeps its output chunks (`pieces`), so each
+    iterator starts at the first one. The request is cancelled if an iterator is closed or dropped, or if the request
+    itself is dropped. Therefore the engine has only weak references to requests, except during a step.
 
     For callers: iteration, `result`, `cancel`, `drop`, and the attributes `pieces`, `finish_reason`, `failure` and
-    `completion_tokens`. The threads of an engine use the rest under the lock of its driver.
+    `completion_tokens`. The threads of an engine use the other attributes under the lock of its driver.
 
-    `pieces` is the truth: it only grows, and the last token comes together with the piece that ends it. After an
-    interrupt or an error, `resume` restores all else from it.
+    `pieces` is authoritative: it only grows, and the last token is added together with the output chunk that ends the
+    request. After an interrupt or an error, `resume` rebuilds the other attributes from it.
     """
 
     tokens: "array[int]"  # int32: the prompt, then the sampled tokens; its slot refers to the same array
     params: SamplingParams  # with a seed
     stop_ids: tuple[int, ...]  # the ids of the model and of params
     limit: int  # tokens, prompt and output, at which it ends
-    started: float  # by time.perf_counter
+    started: float  # value of time.perf_counter() at submission
     continues: bool = False  # the output continues the text of the prompt; in a chat it does not
     reuse_prefix: bool = True
     salt: str = ""  # it shares K/V only with requests of the same salt
-    grammar: Grammar | None = None  # that the output follows
-    scores: bool = False  # its passes begin at the first token; each piece is the token that follows
+    grammar: Grammar | None = None  # the grammar that the output must follow
+    scores: bool = False  # a score: each pass predicts the next prompt token, and each piece has that token
     logits: torch.Tensor | None = None  # fp32 [prompt, vocab], which the passes of a request that scores fill
-    pieces: list[Piece] = field(default_factory=list)  # so far; it grows while other threads step
-    failure: Exception | None = None  # raised by the pass of its prompt, such as a lack of memory; no last piece comes
+    pieces: list[Piece] = field(default_factory=list)  # the output so far; it grows while other threads step
+    failure: Exception | None = None  # error of the pass that read its prompt, such as out of memory
     cancelled: bool = False  # it was cancelled, or the next step cancels it
-    first: float | None = None  # when its first token came
+    first: float | None = None  # time of its first token
     reused: int | None = None  # positions whose K/V were present when its prompt was first read
     drafted: int = 0  # draft tokens that were verified
     accepted: int = 0  # draft tokens that were right
@@ -63,7 +63,7 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
         self.ref = weakref.ref(self)
-        hash(self.ref)  # while it can be computed: the garbage collector may clear the reference before it is a key
+        hash(self.ref)  # cache the hash now, because it cannot be computed after the request was collected
 
     def __repr__(self) -> str:
         return f"Request(prompt_tokens={self.prompt_tokens}, finish_reason={self.finish_reason!r})"
@@ -81,6 +81,7 @@ class Request:
 
     @property
     def ended(self) -> bool:
+        """Whether the request has its last output chunk, or its prompt failed."""
         return self.failure is not None or bool(self.pieces) and self.pieces[-1].finish_reason is not None
 
     @property
@@ -91,14 +92,15 @@ class Request:
 
     @cached_property
     def kind(self) -> str:
+        """Kind of decode pass that it needs."""
         return step_kind(self.params)
 
     # ---- For the caller
 
     def __iter__(self) -> Iterator[Piece]:
-        """Yield a Piece for each token, then the last one, which has finish_reason, usage and timings.
+        """Yield an output chunk for each token, then the last one, which has finish_reason, usage and timings.
 
-        Raises what the pass of the prompt raised, such as a lack of memory.
+        Raises the error of the pass that read the prompt, such as out of memory.
         """
         pieces, taken = self.pieces, 0
         ready = lambda: len(pieces) > taken or self.failure is not None  # noqa: E731
@@ -115,9 +117,9 @@ class Request:
             self.driver.drop(self)
 
     def result(self) -> Result:
-        """Wait for the end and return the whole result. With finish_reason "error", its `error` gives the reason.
+        """Wait for the end and return the whole result. If its finish_reason is "error", its `error` gives the reason.
 
-        Raises what the pass of the prompt raised, such as a lack of memory.
+        Raises the error of the pass that read the prompt, such as out of memory.
         """
         try:
             self.driver.wait(lambda: self.ended)
@@ -140,20 +142,20 @@ class Request:
         )
 
     def cancel(self) -> bool:
-        """End it now, with a last piece of finish_reason "cancelled"; its slot and pages are free at once.
+        """End the request now, with a last output chunk of finish_reason "cancelled", and free its slot and pages.
 
-        Returns False and does nothing if it has ended already, so a second call is harmless.
+        Returns False and does nothing if the request has ended already, so a second call is harmless.
         """
         return self.driver.cancel(self)
 
     def drop(self) -> None:
-        """Cancel it without waiting for a pass: the next step ends it."""
+        """Cancel the request without waiting for a pass: the next step ends it."""
         self.driver.drop_later(self)
 
     # ---- For the scheduler
 
     def resume(self, tokenizer: Tokenizer | None) -> None:
-        """Restore `tokens` and the text to what they were after the last piece."""
+        """Restore `tokens` and the text to their state after the last of `pieces`."""
         if not self.scores:
             del self.tokens[self.prompt_tokens + len(self.pieces) :]
         self._detokenizer: Detokenizer | None = None
@@ -165,7 +167,7 @@ class Request:
             self._text(token)
 
     def push(self, token: int, logprobs: TokenLogprobs | None, last: bool = False) -> None:
-        """Add a sampled token; `last` if its grammar ends the output with it."""
+        """Append a sampled token. `last` means that the request's grammar ends the output with this token."""
         self.first = self.first or time.perf_counter()
         if not self.scores:
             self.tokens.append(token)
@@ -180,10 +182,11 @@ class Request:
             self.pieces.append(piece)
 
     def _text(self, token: int) -> str:
+        """Return the text that a token completes, up to a stop string."""
         return "" if self._detokenizer is None else self._stops.push(self._detokenizer.push(token))
 
     def end(self, reason: str, error: str | None = None, pieces: Sequence[Piece] = ()) -> None:
-        """Add `pieces` and the last piece, which has the rest of the text, in one operation no interrupt divides."""
+        """Append `pieces` and a last output chunk with the rest of the text. No interrupt can divide this operation."""
         tail, now = "", time.perf_counter()
         if self._detokenizer is not None and not self._stops.hit:
             tail = self._stops.push(self._detokenizer.flush()) + self._stops.flush()

@@ -1,4 +1,4 @@
-"""Scheduler: which rows the next pass has. It does nothing by itself: add, step, cancel."""
+"""Scheduler: selects the rows of each pass. It runs only when add, step or cancel is called."""
 
 import weakref
 from collections import deque
@@ -25,20 +25,28 @@ from .request import Request
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """An enqueued pass."""
+    """An enqueued pass.
 
-    part: list[Slot]  # that take part in it
-    rooms: list[int]  # positions at which their pages ended when it was enqueued
-    rows: int  # rows of each slot
-    wanted: list[int]  # drafts that they wanted when it was enqueued
-    done: torch.cuda.Event | None = None  # recorded after it if no slot takes part, on a GPU
+    Args:
+        slots: slots whose rows the pass decodes.
+        rooms: for each slot, the number of positions that its pages stored when the pass was enqueued.
+        rows: rows of each slot.
+        drafts: for each slot, the number of drafts that it requested when the pass was enqueued.
+        done: on a GPU, an event recorded after a pass that decodes no rows.
+    """
+
+    slots: list[Slot]
+    rooms: list[int]
+    rows: int
+    drafts: list[int]
+    done: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True)
 class Load:
-    """How busy a scheduler is."""
+    """The load of a scheduler."""
 
-    requests: int  # that run or wait
+    requests: int  # active and waiting requests
     waiting: int  # requests without a slot
     rows: int  # rows of the next pass
     pages: int
@@ -47,16 +55,17 @@ class Load:
 
 
 class Scheduler:
-    """First come, first served, over the slots of a model.
+    """Scheduler over the slots of a model: requests run in the order of arrival.
 
-    The queue knows where each request is. The requests and the slots' pages are the truth, all else follows from them.
-    What an interrupt or an error leaves half done is therefore discarded: each request that has not ended begins again
-    after its last piece, as a preempted request does.
+    The queue knows the place of each request. The requests and the slots' pages are authoritative; all other state can
+    be rebuilt from them. After an interrupt or an error the scheduler discards the other state: each unfinished request
+    continues after its last output chunk, as a preempted request does.
 
     Args:
-        steps: returns what runs decode passes now
-        prompts: returns what runs prompt passes now
+        steps: returns the current object that runs decode passes
+        prompts: returns the current object that runs prompt passes
         ahead: passes that may be enqueued before the oldest pass has ended
+        policy: limits for how requests share passes
     """
 
     def __init__(
@@ -72,29 +81,29 @@ class Scheduler:
         self.slots = self.queue.slots
         self._model, self._ring, self._ahead = model, Ring(model), ahead
         self._steps, self._prompts = steps, prompts
-        self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.most_read())
+        self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.max_prompt_tokens())
         self._fixed = model.fixed_chunk
         self._in_flight: deque[Pass] = deque()
         self._unsettled = False  # an operation has begun and has not finished
-        self.answered = False  # a request has ended by itself; before that, captures that can wait do
+        self.answered = False  # whether a request has ended by itself; captures in idle time wait for that
         self.preemptions = 0
 
     @property
     def busy(self) -> bool:
-        """Whether a request runs or waits."""
+        """Whether a request is active or waits."""
         return bool(self.queue.requests)
 
     def load(self) -> Load:
-        """Return how busy it is. Any thread may call it; the numbers may be of different passes."""
+        """Return the current load. Any thread may call this; the numbers may belong to different passes."""
         requests, pages = len(self.queue.requests), self._model.kv.runnable
         waiting = max(requests - len(self.queue.admitted), 0)
         return Load(requests, waiting, len(self.queue.rows), pages, self.slots.available(), self.preemptions)
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return the progress of the oldest prompt that is being read, or None. Any thread may call it.
+        """Return the progress of the oldest prompt that is being read, or None. Any thread may call this.
 
-        The progress is (positions whose K/V were present, positions whose K/V are present or enqueued, all positions).
-        For a preempted request all positions include its output.
+        The progress is (positions reused from the cache, positions that are cached or enqueued, total positions). For a
+        preempted request the total includes its output.
         """
         for slot in tuple(self.queue.reading):
             request = slot.ref()
@@ -102,9 +111,11 @@ class Scheduler:
         return None
 
     def check_queue(self, coming: int, going: int) -> None:
-        """Raise QueueFull if there is no place for one more request. Any thread may call it.
+        """Raise QueueFull if there is no place for one more request. Any thread may call this.
 
-        `coming` requests are added before it. `going` requests are cancelled by the next step, so they take no place.
+        Args:
+            coming: submitted requests that will be added before it.
+            going: dropped requests, which the next step cancels; they take no place.
         """
         slots, most = len(self.slots), self._policy.max_queue
         if most is not None and len(self.queue.requests) + coming - min(going, slots + most) >= slots + most:
@@ -114,7 +125,7 @@ class Scheduler:
             )
 
     def add(self, ref: weakref.ref[Request]) -> None:
-        """Put a request at the end of the queue, unless it is there or its callers have dropped it."""
+        """Put a request at the end of the queue, unless it is in the queue or was dropped by its callers."""
         self._settle()
         if (request := ref()) is None or ref in self.queue.requests:
             return
@@ -123,11 +134,11 @@ class Scheduler:
         self._unsettled = False
 
     def step(self) -> None:
-        """Enqueue as many passes as allowed, and wait for the oldest pass in flight."""
+        """Enqueue as many passes as allowed, then wait for the oldest pass in flight."""
         self._settle()
         self._unsettled = True
-        self.queue.hold()
-        while self._in_flight and (part := self._in_flight[0].part) and not any(slot.busy for slot in part):
+        self.queue.hold_references()
+        while self._in_flight and (slots := self._in_flight[0].slots) and not any(slot.busy for slot in slots):
             self._in_flight.popleft()
         self._await_masks()
         while len(self._in_flight) <= self._ahead and self._enqueue():
@@ -135,10 +146,10 @@ class Scheduler:
         if self._in_flight:
             self._drain()
         self._unsettled = False
-        self.queue.let_go()
+        self.queue.release_references()
 
     def cancel(self, request: Request) -> bool:
-        """End the request, and return whether it had not ended. Its K/V stay in the cache."""
+        """End the request; return False if it had ended already. Its K/V stay in the cache."""
         if request.ref in self.queue.requests:
             self._settle()
         if request.ref not in self.queue.requests:
@@ -151,22 +162,24 @@ class Scheduler:
         return True
 
     def cancel_all(self) -> None:
+        """Cancel all requests."""
         for ref in list(self.queue.requests):
             if (request := ref()) is not None:
                 self.cancel(request)
 
     def assert_consistent(self) -> None:
+        """Check the queue, the slots and the pages."""
         self._settle()
         self.queue.assert_consistent()
 
     # ---- prompts
 
     def _choose(self) -> list[tuple[Slot, int]]:
-        """Choose the slots whose prompts the next pass reads, and how many tokens of each.
+        """Choose the slots whose prompts the next pass reads, and the number of tokens of each.
 
-        First come, first served, also for requests that wait for a slot. A request with one token left to read joins
-        the decode batch. In batch-invariant mode a pass reads one prompt, up to the next multiple of the fixed chunk,
-        and never its last token.
+        The order is the order of arrival, and includes requests that wait for a slot. A request with one token left to
+        read joins the decode batch. In batch-invariant mode a pass reads one prompt, up to the next multiple of the
+        fixed chunk, and never its last token.
         """
         most, chosen, reading = self._chunk, [], deque(self.queue.reading)
         if not self._fixed and any(slot.runs for slot in self.queue.rows) and (reading or self.queue.waiting):
@@ -197,8 +210,8 @@ class Scheduler:
         prompts.read(chunks, sum(chunk.count for chunk in chunks), decoding)
         return chunks
 
-    def _have_read(self, chosen: list[tuple[Slot, int]], chunks: list[Chunk]) -> None:
-        """Publish what an enqueued pass reads. A slot whose prompt ends gets a row."""
+    def _finish_chunks(self, chosen: list[tuple[Slot, int]], chunks: list[Chunk]) -> None:
+        """Publish the pages that an enqueued pass fills. A slot whose prompt is complete gets a row."""
         for (slot, count), chunk in zip(chosen, chunks):
             slot.read += count
             self.slots.publish(slot, slot.read)
@@ -210,7 +223,7 @@ class Scheduler:
     # ---- passes
 
     def _enqueue(self) -> bool:
-        """Enqueue a pass that reads prompts and has all rows that can take part; return False if there are neither."""
+        """Enqueue a pass that reads prompts and decodes all rows that can run; return False if there are neither."""
         for slot in [slot for slot in self.queue.admitted if slot.needs_pages]:
             if slot.busy:
                 self._grow(slot)
@@ -219,7 +232,7 @@ class Scheduler:
         while chosen:
             try:
                 chunks = self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
-            except Exception as error:  # usually out of memory; it ends one prompt only
+            except Exception as error:  # usually out of memory; only one request fails
                 if len(chosen) == 1:
                     slot = chosen[0][0]
                     slot.request.failure = error
@@ -227,34 +240,34 @@ class Scheduler:
                     return True
                 chosen = chosen[:1]
             else:
-                self._have_read(chosen, chunks)
+                self._finish_chunks(chosen, chunks)
                 break
-        part = [slot for slot in self.queue.rows if slot.runs]
-        if not chosen and all(slot.lacks_mask for slot in part):
+        slots = [slot for slot in self.queue.rows if slot.runs]
+        if not chosen and all(slot.lacks_mask for slot in slots):
             return False
-        wanted = [slot.drafts.wanted for slot in part]
-        rows = self._sample(part, ends_prompts=bool(chosen) and not self._fixed) if part else 0
+        drafts = [slot.drafts.wanted for slot in slots]
+        rows = self._sample(slots, ends_prompts=bool(chosen) and not self._fixed) if slots else 0
         done = None
-        if not part and self._model.device.type == "cuda":
+        if not slots and self._model.device.type == "cuda":
             done = torch.cuda.current_stream(self._model.device).record_event()
-        self._in_flight.append(Pass(part, [slot.room for slot in part], rows, wanted, done))
+        self._in_flight.append(Pass(slots, [slot.room for slot in slots], rows, drafts, done))
         return True
 
-    def _sample(self, part: list[Slot], ends_prompts: bool) -> int:
-        """Enqueue what samples tokens of these slots: a decode pass, or the end of the prompt pass with their rows.
+    def _sample(self, slots: list[Slot], ends_prompts: bool) -> int:
+        """Enqueue the sampling of these slots: a decode pass, or the end of the prompt pass with their rows.
 
-        Its kind is the strongest kind among them. Returns how many rows each slot has in it.
+        The pass is of the strongest kind that any of the slots needs. Returns the number of rows of each slot.
         """
-        kind = part[0].request.kind if len(part) == 1 else max((s.request.kind for s in part), key=KINDS.index)
-        count, masked, rows = part[-1].row + 1, any(slot.mask for slot in part), 1
+        kind = slots[0].request.kind if len(slots) == 1 else max((s.request.kind for s in slots), key=KINDS.index)
+        count, masked, rows = slots[-1].row + 1, any(slot.mask for slot in slots), 1
         self.slots.before_pass()
         if ends_prompts:
             self._prompts().finish(kind, count, masked)
         else:
-            if self._model.verify and not masked and all(slot.request.logits is None for slot in part):
-                rows = self._steps().tokens(kind, count, [slot.drafts for slot in part])
+            if self._model.verify and not masked and all(slot.request.logits is None for slot in slots):
+                rows = self._steps().tokens(kind, count, [slot.drafts for slot in slots])
             self._steps().replay(kind, count, masked, rows)
-        for slot in part:
+        for slot in slots:
             if slot.request.logits is not None:
                 position = slot.position + slot.in_flight
                 slot.request.logits[position].copy_(self._model.workspace.logits[slot.row])
@@ -263,10 +276,10 @@ class Scheduler:
         return rows
 
     def _grow(self, slot: Slot) -> None:
-        """Give a row more pages: free ones ahead of need, and at the end of its pages also those of the youngest."""
+        """Give a row more pages before it needs them. If no page is free, preempt the youngest requests."""
         slots, waits = self.slots, slot.position + slot.in_flight >= slot.room
         if waits and slot.in_flight:
-            return  # a pass in flight may end it, and then no other request has to be preempted
+            return  # a pass in flight may end the request, and then no preemption is necessary
         while not slots.make_room(1):
             if not waits:
                 return
@@ -278,7 +291,7 @@ class Scheduler:
         slot.room = slots.room(slot)
 
     def _await_masks(self) -> None:
-        """Wait a moment for late masks if no pass is in flight. A request whose mask cannot be made ends."""
+        """If no pass is in flight, wait briefly for late masks. A request whose mask cannot be computed ends."""
         masked = [slot for slot in self.queue.rows if slot.mask]
         if masked and not self._in_flight:
             wait_for([slot.mask for slot in masked])
@@ -290,48 +303,48 @@ class Scheduler:
                 self.queue.finish(slot.ref)
 
     def _drain(self) -> None:
-        """Wait for the oldest pass and give its tokens to their requests.
+        """Wait for the oldest pass and append its tokens to their requests.
 
-        Some rows leave no entry, so none is awaited: rows of requests that ended before the pass, which the host
-        learned after it was enqueued, and rows whose pages had ended when it began.
+        Two kinds of rows write no entry and are skipped: rows of requests that an earlier pass ended, and rows whose
+        pages were full when the pass was enqueued.
         """
         passed = self._in_flight.popleft()
         if passed.done:
             passed.done.synchronize()
-        for slot, room, wanted in zip(passed.part, passed.rooms, passed.wanted):
+        for slot, room, drafts in zip(passed.slots, passed.rooms, passed.drafts):
             slot.in_flight -= 1
             slot.rows_in_flight -= passed.rows
             following, place = 0 if slot.position < room else -1, 0
-            sampled = not slot.known  # drafts of known tokens do not count
+            sampled = not slot.known  # drafts of known tokens are always right, so they do not count
             while following >= 0 and slot.busy:
                 entry = self._ring.entry(slot.number, slot.generation, slot.seen)
                 if sampled:
                     slot.request.drafted += entry.drafted if place == 0 else 0
                     slot.request.accepted += place > 0
                 if place == 0:
-                    decided = wanted if sampled else 0  # known tokens are always right
+                    decided = drafts if sampled else 0
                     slot.drafts.learn(decided, entry.drafted, entry.following, entry.wanted)
-                self._take(slot, entry)
+                self._process_entry(slot, entry)
                 following, place = entry.following - 1, place + 1
 
-    def _take(self, slot: Slot, entry: Entry) -> None:
+    def _process_entry(self, slot: Slot, entry: Entry) -> None:
         """Process one token of a slot."""
         request, token = slot.request, entry.token
-        wanted = request.params.logprobs
-        logprobs = None if wanted is None else self._ring.logprobs(slot.number, slot.seen, wanted)
+        count = request.params.logprobs
+        logprobs = None if count is None else self._ring.logprobs(slot.number, slot.seen, count)
         slot.seen += 1
         if token == LATE_TOKEN:
             return
         slot.position += 1
         if token == NO_TOKEN:
-            others = slot.shared > 0  # the K/V of another request may be the cause, so it computes all K/V itself
-            self.slots.discredit(slot)
-            if others and request.reuse_prefix:
+            reused = slot.shared > 0  # the reused K/V may be the cause, so the request computes all K/V itself
+            self.slots.invalidate(slot)
+            if reused and request.reuse_prefix:
                 request.reuse_prefix = False
-                self.queue.put_off(slot)
+                self.queue.requeue(slot)
                 return
         else:
-            slot.filled = slot.position  # its pass has run, so the K/V are present
+            slot.filled = slot.position  # the pass has ended, so its K/V are present
         if slot.known and token != NO_TOKEN:
             slot.known -= 1
             return
@@ -341,7 +354,7 @@ class Scheduler:
             self.queue.finish(slot.ref)
 
     def _push(self, slot: Slot, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Add a sampled token to its request. If it has a grammar, begin the next mask."""
+        """Append a sampled token to its request. If the request has a grammar, start computing the next mask."""
         request, mask = slot.request, slot.mask
         if token == NO_TOKEN:
             number = len(request.pieces) + 1
@@ -358,12 +371,12 @@ class Scheduler:
                 request.end("error", str(error))
 
     def _preempt(self, slot: Slot) -> None:
-        """Let an active request wait before all others, which are younger. Its K/V may be evicted."""
+        """Let an active request wait before all waiting requests, which are younger. Its K/V may be evicted."""
         self.preemptions += 1
-        self.queue.put_off(slot)
+        self.queue.requeue(slot)
 
     def _settle(self) -> None:
-        """Discard what an interrupt or an error left half done."""
+        """Discard the partial state of an operation that an interrupt or an error ended."""
         if self._unsettled:
             self.queue.recover()
             self._in_flight.clear()

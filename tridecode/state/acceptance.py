@@ -1,23 +1,23 @@
-"""Acceptance: how many tokens a pass that verifies drafts of a request is expected to yield, by its recent passes."""
+"""Acceptance: the expected number of tokens of a pass with drafts, estimated from recent passes of the request."""
 
 from dataclasses import dataclass, field
 
 from ..layout import MAX_DRAFTS
 
-# A request wants more drafts after each pass whose drafts were right. Estimates are kept for requests that want up to
-# one draft, up to three, and more.
-FIRST = (0.2, 0.5, 0.8)  # the share of passes whose first draft is right, before any is known
-NEXT = 0.8  # the share of drafts that are right if the draft before is right
-KEEP = 0.9  # weight of an estimate, against one more pass
+# The device requests more drafts after each pass whose drafts were right. There are separate estimates for requests of
+# at most one draft, at most three drafts, and more.
+FIRST = (0.2, 0.5, 0.8)  # initial estimates of the share of passes whose first draft is right
+NEXT = 0.8  # initial estimate of the share of drafts that are right if the previous draft is right
+KEEP = 0.9  # weight of the old estimate when a pass is added
 
 
 @dataclass
 class Acceptance:
-    """Recent drafts of a request.
+    """Acceptance rates of a request's recent drafts.
 
     Args:
-        wanted: drafts that the device wants to verify, by the last entry.
-        first, following: current estimates in place of FIRST and NEXT.
+        wanted: number of drafts that the device requested in its last entry.
+        first, following: current estimates that replace FIRST and NEXT, for each level of `wanted`.
     """
 
     wanted: int = 0
@@ -30,14 +30,14 @@ class Acceptance:
         return 1 + self.first[level] * sum(self.following[level] ** i for i in range(drafts))
 
     def learn(self, decided: int, verified: int, accepted: int, wanted: int) -> None:
-        """Add the result of a pass.
+        """Update the estimates with the result of a pass.
 
-        A pass of one row has a draft too, which costs nothing: `wanted` grows if it was right.
+        A pass of one row also checks a draft, without extra cost: `wanted` grows if the draft was right.
 
         Args:
-            decided: `wanted` when the pass was chosen, which is two passes before its result is known.
-            verified, accepted: drafts of the pass.
-            wanted: drafts for later passes, by the entry of the pass.
+            decided: `wanted` when the pass was enqueued, two passes before its result is known.
+            verified, accepted: number of drafts that the pass verified and accepted.
+            wanted: number of drafts that the entry of the pass requests for later passes.
         """
         if decided > 0:
             level = _level(decided)
@@ -49,4 +49,5 @@ class Acceptance:
 
 
 def _level(wanted: int) -> int:
+    """Return the index of the estimates for `wanted` drafts."""
     return 0 if wanted <= 1 else 1 if wanted <= 3 else 2

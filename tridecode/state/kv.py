@@ -1,4 +1,4 @@
-"""K/V storage: a pool of pages, and the table that says which page holds which positions of a slot."""
+"""K/V storage: a pool of pages, and a page table that maps the positions of a slot to pages."""
 
 from dataclasses import dataclass, field
 
@@ -14,18 +14,26 @@ PAGE = 64  # positions
 
 @dataclass(frozen=True)
 class KVCache:
-    """pool: [pages, layers, 2, kv_heads, page, head_dim], K then V, or of 8 bits uint8 [pages, layers, 2, kv_heads,
-    bytes of a head], its codes and then its scales, see fp8_kv.py; page_table: [slots, max_pages] int32.
+    """The K/V of all slots.
 
-    k, v: of each layer [pages, kv_heads, page, head_dim] views, of 8 bits the codes, and tables: [slots, max_pages]
-    int32, which of these pages a slot has. Without offload the pool's part of the layer and the page table; with it all
-    cells (offload.py).
+    Args:
+        pool: [pages, layers, 2, kv_heads, page, head_dim], K then V. In fp8 it is uint8 [pages, layers, 2, kv_heads,
+            bytes of a head]. The bytes of a head are its codes, followed by their scales (fp8_kv.py).
+        page_table: [slots, max_pages] int32, the pages of each slot.
+        capacity: positions of one slot.
+        page: positions in a page.
+        offload: pages in host memory.
+
+    `k` and `v` have one view [pages, kv_heads, page, head_dim] for each layer (in fp8 of the codes). `tables` has one
+    [slots, max_pages] int32 table for each layer, which maps a slot's pages to indices of these views. Without a ring
+    the views are the layer's part of the pool, and each table is the page table. With a ring the views have all cells
+    (offload.py).
     """
 
     pool: torch.Tensor
     page_table: torch.Tensor
     capacity: int
-    page: int  # positions in a page
+    page: int
     head_dim: int
     offload: Offloaded | None = None
     k: tuple[torch.Tensor, ...] = field(init=False)
@@ -48,6 +56,7 @@ class KVCache:
 
     @property
     def fp8(self) -> bool:
+        """Whether K/V are stored in fp8."""
         return self.pool.dtype == torch.uint8
 
     @property
@@ -58,37 +67,37 @@ class KVCache:
 
     @property
     def positions(self) -> int:
-        """Of the device, all slots together."""
+        """Number of positions on the device, for all slots together."""
         return len(self.pool) * self.page
 
     @property
     def pages(self) -> int:
-        """Of the device and of the host."""
+        """Number of pages on the device and in host memory."""
         return len(self.pool) + (len(self.offload.host) if self.offload else 0)
 
     @property
     def runnable(self) -> int:
-        """Pages that requests which run can have together: the device's, and of the host as many as the ring holds."""
+        """Number of pages that active requests can have together: those on the device and the places in the ring."""
         return len(self.pool) + (self.offload.plan.ring if self.offload else 0)
 
     @property
     def rings(self) -> bool:
-        """Whether passes read pages of the host, through the ring."""
+        """Whether passes read pages in host memory through the ring."""
         return self.offload is not None and self.offload.plan.ring > 0
 
     @property
     def buffers(self) -> int:
-        """Number of buffers of the ring; 0 without one."""
+        """Number of buffers of the ring; 0 without a ring."""
         return self.offload.plan.buffers if self.offload and self.rings else 0
 
     def held(self, slot: int, end: int) -> torch.Tensor:
-        """A copy of the K/V of a slot's first `end` positions: [layers, 2, kv_heads, end, head_dim]."""
+        """Return a copy of the K/V of a slot's first `end` positions: [layers, 2, kv_heads, end, head_dim]."""
         numbers = self.page_table[slot, : max(-(-end // self.page), 1)].tolist()
         pages = torch.stack([self._page(number).to(self.pool.device) for number in numbers])
         return pages.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[..., :end, :]
 
     def fill(self, generator: torch.Generator | None = None) -> None:
-        """Random numbers of about unit size everywhere, for benchmarks."""
+        """Fill the pool with random numbers of about unit size, for benchmarks."""
         if not self.fp8:
             self.pool.normal_(generator=generator)
             return
@@ -97,7 +106,7 @@ class KVCache:
             scales(cache).fill_(1)
 
     def _page(self, number: int) -> torch.Tensor:
-        """The numbers of the page that an entry of page_table names, of 8 bits in fp32."""
+        """Return the K/V of the page that an entry of page_table refers to; fp8 is returned as fp32."""
         if self.fp8:
             return torch.stack([torch.stack([held(k, number), held(v, number)]) for k, v in zip(self.k, self.v)])
         if number < len(self.pool):
@@ -112,14 +121,20 @@ def make_kv_cache(
 ) -> KVCache:  # fmt: skip
     """Allocate K/V for slots of `capacity` positions.
 
-    page: positions in one, by default PAGE, and on a CPU all of a slot's, so that the references read slices. pages:
-    of the whole pool, by default what all slots can have. offload: pages beside those, in the host's memory. Raises
-    DeviceError where that cannot be had.
+    Args:
+        capacity: positions of one slot.
+        slots: number of slots.
+        page: positions in a page. By default PAGE; on a CPU all positions of a slot, so that references read slices.
+        pages: pages of the pool, by default enough for all slots.
+        offload: additional pages in host memory.
+
+    Raises:
+        DeviceError: the host memory cannot be allocated.
     """
     page = page or (capacity if torch.device(device).type == "cpu" else PAGE)
     longest = -(-capacity // page)
     pages = pages or slots * longest
-    assert offload is None or not spec.fp8_kv, "K/V in 8 bits are on the device"
+    assert offload is None or not spec.fp8_kv, "K/V in fp8 cannot be offloaded"
     layers, heads, dim = spec.page_layers, spec.pages.kv_heads, spec.pages.head_dim
     shape: tuple[int, ...] = (pages, layers, 2, heads, page, dim)
     if spec.fp8_kv:
@@ -134,7 +149,7 @@ def make_kv_cache(
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """In pages of the usual size."""
+    """Return the K/V bytes of one position, in pages of PAGE positions."""
     dim = spec.pages.head_dim
     row = dim * dtype.itemsize
     if spec.fp8_kv:

@@ -1,7 +1,7 @@
-"""Offload: K/V pages in the host's memory, and the ring of device buffers through which a layer's part of them comes.
+"""Offload: K/V pages in host memory, and the ring of device buffers into which passes copy one layer of them at a time.
 
-The ring and the device's pages are one tensor of cells, a cell being one page of one layer. A table for each layer
-names the cell of each page, be it on the device or in the ring, so attention reads both alike.
+The ring and the device's pages are one tensor of cells. A cell is one page of one layer. A table for each layer maps
+pages to cells, on the device or in the ring. Therefore attention reads both in the same way.
 """
 
 import math
@@ -12,15 +12,21 @@ import torch
 from ..blocks.spec import ModelSpec
 from ..tensors import aligned, host_memory
 
-WRITTEN = 3  # device pages that a slot's passes may write at a time, beside those of a chunk
-BUFFERS = 2  # of the ring: one is filled while another is read
+WRITTEN = 3  # device pages that a slot's decode passes may write at a time; prompt chunks need more
+BUFFERS = 2  # buffers of the ring: one is filled while the other is read
 
 
 @dataclass(frozen=True)
 class Offload:
-    """How much there is beside the device's pages. host: pages in the host's memory; ring: pages of one layer that each
-    of `buffers` buffers holds, and so host pages that the requests which run may have together, fewer than host; 0:
-    none, what runs is all on the device and the host has what waits."""
+    """Sizes of the storage in addition to the device's pages.
+
+    Args:
+        host: pages in host memory.
+        ring: pages of one layer that each of `buffers` buffers stores. It is the number of host pages that the active
+            requests may have together, and less than `host`. 0: there is no ring, so all pages of active requests are
+            on the device, and host memory has pages of waiting requests only.
+        buffers: buffers of the ring.
+    """
 
     host: int
     ring: int
@@ -29,19 +35,26 @@ class Offload:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """cells: [device pages x layers + buffers x ring pages, 2, kv_heads, page, head_dim]; host: [host pages, layers, 2,
-    kv_heads, page, head_dim]; tables: [layers, slots, max_pages] int32, cells; fetched: [1 + ring pages] int32, how
-    many places of the ring are in use, and of each the host page that it holds, -1 for none.
+    """Tensors of offloaded K/V.
 
-    source, target: of each layer its part of the host's pages, [host pages, cell] int64, and its buffer of the ring,
-    [ring pages, cell] int64.
+    Args:
+        cells: [device pages x layers + buffers x ring pages, 2, kv_heads, page, head_dim].
+        host: [host pages, layers, 2, kv_heads, page, head_dim], in host memory.
+        tables: [layers, slots, max_pages] int32, the cell of each page of each slot.
+        fetched: [1 + ring pages] int32. The first element is the number of places of the ring in use, the others are
+            the host page of each place, or -1.
+        pages: pages on the device.
+        plan: the sizes.
+
+    For each layer, `source` is its part of the host's pages, [host pages, cell] int64, and `target` is its buffer of
+    the ring, [ring pages, cell] int64.
     """
 
     cells: torch.Tensor
     host: torch.Tensor
     tables: torch.Tensor
     fetched: torch.Tensor
-    pages: int  # of the device
+    pages: int
     plan: Offload
     source: tuple[torch.Tensor, ...] = field(init=False)
     target: tuple[torch.Tensor, ...] = field(init=False)
@@ -62,8 +75,11 @@ class Offloaded:
         object.__setattr__(self, "_shift", (first - self.pages)[:, None].to(device))
 
     def resolve(self, page_table: torch.Tensor, slot: int, count: int) -> None:
-        """Write the slot's first `count` entries of all tables. page_table: [slots, max_pages] int32, of each page that
-        of the device, or device pages + its place in the ring."""
+        """Write the slot's first `count` entries of the tables of all layers.
+
+        Args:
+            page_table: [slots, max_pages] int32: a page of the device, or device pages + a place in the ring.
+        """
         at = page_table[slot, :count]
         cells = torch.where(at < self.pages, at * len(self.tables) + self._layer, at + self._shift)
         self.tables[:, slot, :count] = cells
@@ -73,8 +89,11 @@ def make_offloaded(
     spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, page_table: torch.Tensor, page: int, pages: int,
     plan: Offload,
 ) -> Offloaded:  # fmt: skip
-    """Allocate `pages` of the device, the ring and the host's pages. Raises DeviceError where the host's memory cannot
-    be had."""
+    """Allocate `pages` device pages, the ring and the host's pages.
+
+    Raises:
+        DeviceError: the host memory cannot be allocated.
+    """
     cell, layers = (2, spec.pages.kv_heads, page, spec.pages.head_dim), spec.page_layers
     cells = torch.zeros(pages * layers + plan.buffers * plan.ring, *cell, dtype=dtype, device=device)
     tables = torch.zeros(layers, *page_table.shape, dtype=torch.int32, device=device)
@@ -84,17 +103,17 @@ def make_offloaded(
 
 
 def least_pages(slots: int, page: int, chunk: int = 1) -> int:
-    """Of the device: for what slots write, and for a pass that reads `chunk` tokens of a prompt."""
+    """Return the minimum number of device pages: those that slots write, and those of `chunk` prompt tokens."""
     return slots * WRITTEN + -(-chunk // page)
 
 
 def page_bytes(layers: int, kv_size: int, page: int, dtype: torch.dtype) -> int:
-    """Of a page in the host's memory, all layers."""
+    """Return the bytes of a page in host memory, all layers."""
     return aligned(2 * layers * kv_size * page * dtype.itemsize)
 
 
 def host_pages(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[count, *shape] in the host's memory, where kernels of `device` can read it."""
+    """Allocate [count, *shape] in host memory that kernels on `device` can read."""
     layers, _, kv_heads, page, head_dim = shape
     memory = host_memory(count, page_bytes(layers, kv_heads * head_dim, page, dtype), device, "kv_offload")
     return memory.view(dtype)[:, : math.prod(shape)].view(count, *shape)

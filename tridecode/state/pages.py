@@ -1,4 +1,4 @@
-"""PagePool: which pages of the K/V pool are free, and how many hold each of the others."""
+"""PagePool: free pages and reference counts of the K/V pool."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,13 +7,14 @@ from ..errors import TridecodeError, counted
 
 
 class OutOfPages(TridecodeError):
-    """More pages are needed than are free."""
+    """More pages were requested than are free."""
 
 
 class PagePool:
-    """Pages 0 to pages - 1, all free at first. The host's book-keeping only: nothing is written to a device.
+    """Reference counts of pages 0 to pages - 1, all free at first. It is bookkeeping on the host only.
 
-    changes: counts what may let somebody in who found too few: as long as it stays there are no more pages for him.
+    `changes` is incremented whenever pages may have become free. A request that found too few pages can retry when it
+    has changed.
     """
 
     def __init__(self, pages: int):
@@ -23,48 +24,50 @@ class PagePool:
 
     @property
     def free(self) -> int:
+        """Number of free pages."""
         return len(self._free)
 
     def holders(self, page: int) -> int:
+        """Return the reference count of a page."""
         return self._holders[page]
 
     def take(self, count: int) -> list[int]:
-        """`count` free pages, each held once from now on. Raises OutOfPages, and takes none then."""
+        """Take `count` free pages, each with a reference count of 1. Raises OutOfPages, and takes no page then."""
         if count > len(self._free):
-            raise OutOfPages(f"{counted(count, 'page')} wanted, {len(self._free)} of {len(self._holders)} free")
+            raise OutOfPages(f"{counted(count, 'page')} requested, {len(self._free)} of {len(self._holders)} are free")
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._holders[page] = 1
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """Hold each of these pages, which somebody holds already, once more."""
+        """Increment the reference count of each page. None of them may be free."""
         self.changes += 1
         for page in pages:
-            assert self._holders[page] > 0, f"page {page} is free: nobody can share it"
+            assert self._holders[page] > 0, f"page {page} is free and cannot be shared"
             self._holders[page] += 1
 
-    def give_back(self, pages: Iterable[int]) -> None:
-        """Hold each of these pages once less; what nobody holds any more is free."""
+    def release(self, pages: Iterable[int]) -> None:
+        """Decrement the reference count of each page. Pages with a count of 0 become free."""
         self.changes += 1
         for page in pages:
-            assert self._holders[page] > 0, f"page {page} is free already"
+            assert self._holders[page] > 0, f"page {page} is free and cannot be released"
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
 
-    def recount(self, held: Iterable[Sequence[int]]) -> None:
-        """Believe the lists `held` alone: what stands in none of them is free."""
+    def recount(self, references: Iterable[Sequence[int]]) -> None:
+        """Recompute all counts from `references`, the lists of pages of all users. Other pages become free."""
         self.changes += 1
-        counts = Counter(page for pages in held for page in pages)
+        counts = Counter(page for pages in references for page in pages)
         self._holders = [counts[page] for page in range(len(self._holders))]
         self._free = [page for page in reversed(range(len(self._holders))) if not counts[page]]
 
-    def assert_consistent(self, held: Iterable[Sequence[int]]) -> None:
-        """Every page is free once, or held as often as it stands in the lists `held`."""
-        counts = Counter(page for pages in held for page in pages)
+    def assert_consistent(self, references: Iterable[Sequence[int]]) -> None:
+        """Check that each page is free once, or counted as often as it occurs in `references`."""
+        counts = Counter(page for pages in references for page in pages)
         free = set(self._free)
-        assert len(free) == len(self._free), "a page is free twice"
+        assert len(free) == len(self._free), "a page is in the free list twice"
         for page, holders in enumerate(self._holders):
-            assert counts[page] == holders, f"page {page} is held {counts[page]} times, counted {holders}"
-            assert (page in free) == (holders == 0), f"page {page} has {holders} holders"
+            assert counts[page] == holders, f"page {page} has {counts[page]} references, but its count is {holders}"
+            assert (page in free) == (holders == 0), f"page {page} has count {holders} and a wrong free list entry"

@@ -1,4 +1,4 @@
-"""PrefixCache: which pages hold the K/V of which tokens, whoever computed them."""
+"""PrefixCache: a tree of K/V pages, indexed by the tokens that they contain."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,39 +8,52 @@ from heapq import heapify, heappop, heappush
 from ..layout import packed
 from .pages import PagePool
 
-TOKEN = 4  # bytes of one
-HEAD_START = 64  # requests by which a page that was found again outlives one that was not
+TOKEN = 4  # bytes of a token id
+REUSE_BONUS = 64  # a page that was reused ranks as if it was used this many requests later
 
 
 @dataclass(eq=False)
 class Node:
-    """A page of K/V that can be found: of `tokens`, int32 and at most a page of them, behind those of its parents.
+    """A page of K/V in the prefix tree.
 
-    depth: pages up to and with it, 0 of a root, which has none. wanted: when it was last, by the cache's own clock, and
-    a HEAD_START more if it was found then. users: requests that use it, or what stands behind it. entry: its number
-    among those to go. gone: it is found no more.
+    Args:
+        page: number of the page; -1 for a root.
+        tokens: its tokens as int32 bytes, at most a page of them. They follow the tokens of its ancestors.
+        parent: the node of the preceding page.
+        depth: number of pages from the root to this node, inclusive; 0 for a root.
+        priority: the clock of the cache when the node was last used, plus REUSE_BONUS if it was reused. Nodes of the
+            lowest priority are evicted first.
+        users: number of requests that use the node or a descendant.
+        entry: number of its latest entry in the heap of evictable nodes.
+        removed: whether the node has left the tree.
+        children: nodes of the following pages, by their tokens.
     """
 
     page: int
     tokens: bytes
     parent: "Node | None"
     depth: int = 0
-    wanted: int = 0
+    priority: int = 0
     users: int = 0
     entry: int = 0
-    gone: bool = False
+    removed: bool = False
     children: dict[bytes, "Node"] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
-        """Of its tokens."""
+        """Number of its tokens."""
         return len(self.tokens) // TOKEN
 
 
 @dataclass(frozen=True)
 class Match:
-    """What the cache has of a prompt's beginning: whole pages, and then `common` tokens of a page that goes on in
-    another way, or ends there."""
+    """The longest cached prefix of a prompt.
+
+    Args:
+        nodes: nodes whose whole pages match.
+        tail: a node whose page matches in part, or None.
+        common: number of leading tokens of `tail` that match.
+    """
 
     nodes: tuple[Node, ...]
     tail: Node | None
@@ -48,82 +61,91 @@ class Match:
 
     @property
     def end(self) -> Node | None:
-        """The last of all."""
+        """The last node of the match, or None if nothing matches."""
         return self.tail or (self.nodes[-1] if self.nodes else None)
 
     @property
-    def goes_on(self) -> bool:
-        """Where nothing else has yet: a conversation's next turn does."""
+    def extends_leaf(self) -> bool:
+        """Whether the match covers a leaf of the tree completely, as the next turn of a conversation does."""
         end = self.end
         return end is not None and not end.children and (end is not self.tail or self.common == end.count)
 
     @property
-    def whole(self) -> "Match":
-        """Without what is there of a page in part."""
+    def whole_pages(self) -> "Match":
+        """The match without the partly matching page."""
         return Match(self.nodes, None, 0)
 
     def tokens(self, page: int) -> int:
+        """Return the number of matching tokens, for pages of `page` positions."""
         return len(self.nodes) * page + self.common
 
 
 class PrefixCache:
-    """A tree of pages, each found by the tokens before and in it. It holds each of its pages once; whoever uses one
-    says so by `use`, until he uses another one or None, which keeps it and all before it from being evicted.
+    """A tree of K/V pages. A page is identified by its tokens and all tokens before it.
 
-    page: positions in one. What goes first was not wanted for the longest time, counted in requests; what was found
-    again has a HEAD_START, with what goes on behind it: so the questions beside a conversation, for its title or tags,
-    do not push it out.
+    The tree holds one reference to each of its pages. A request registers the last node that it uses by `use`. A node
+    with users, and its ancestors, cannot be evicted.
 
-    Nodes enter and leave the tree in one step each, before their pages are shared and after which they are given back:
-    whatever is interrupted, `recover` and PagePool.recount with `pages` make the counts right.
+    Eviction removes leaves of the lowest priority first, that is, those unused for the largest number of requests. A
+    node that was reused gets a REUSE_BONUS, and so do the nodes that a request adds after it. Therefore requests for a
+    conversation's title or tags, which are sent once, do not evict the conversation.
+
+    A node enters or leaves the tree in one operation. Its page is shared after it enters, and released after it leaves.
+    Therefore `recover` and PagePool.recount with `pages` restore all counts after an interrupt.
+
+    Args:
+        pool: the reference counts of the pages.
+        page: positions in a page.
     """
 
     def __init__(self, pool: PagePool, page: int):
         self._pool, self._page = pool, page
         self._roots: dict[str, Node] = {}  # by salt
-        self._clock = self._entries = 0
-        self._nodes = self._idle = 0  # nodes in the tree, and of these those without users
-        self._ends: list[tuple[int, int, Node]] = []  # a heap of those to go; some are outdated
+        self._clock = self._entries = 0  # the clock counts requests
+        self._nodes = self._idle = 0  # number of nodes in the tree, and of nodes without users
+        self._evictable: list[tuple[int, int, Node]] = []  # a heap (priority, entry, leaf); some entries are outdated
 
     def match(self, ids: Sequence[int], salt: str = "") -> Match:
-        """The most that is there of `ids`."""
+        """Return the longest cached prefix of `ids` among requests of the same salt."""
         tokens, page = packed(ids).tobytes(), self._page * TOKEN
-        node, found, first = self._roots.get(salt), [], 0
+        node, nodes, first = self._roots.get(salt), [], 0
         while node and (child := node.children.get(tokens[first : first + page])):
             if len(child.tokens) < page:
                 break
             node = child
-            found.append(child)
+            nodes.append(child)
             first += page
         tail, most, rest = None, 0, tokens[first : first + page]
-        more = rest[:TOKEN]
+        longer = rest[:TOKEN]  # a child must begin with this to match more tokens than `tail` does
         for child in node.children.values() if node else ():
             if len(rest) == most * TOKEN:
                 break
-            if child.tokens.startswith(more) and (common := _common(child.tokens, rest)) > most:
-                tail, most, more = child, common, rest[: (common + 1) * TOKEN]
-        return Match(tuple(found), tail, most)
+            if child.tokens.startswith(longer) and (common := _common(child.tokens, rest)) > most:
+                tail, most, longer = child, common, rest[: (common + 1) * TOKEN]
+        return Match(tuple(nodes), tail, most)
 
-    def find(self, match: Match) -> None:
-        """A request goes on with what was matched: it is the latest wanted now."""
+    def touch(self, match: Match) -> None:
+        """Raise the priority of the matching nodes, because a request reuses them."""
         self._clock += 1
         for node in (*match.nodes, *filter(None, [match.tail])):
-            node.wanted = self._clock + HEAD_START
-            self._may_go(node)
+            node.priority = self._clock + REUSE_BONUS
+            self._track_evictable(node)
 
     def use(self, node: Node | None, before: Node | None = None) -> None:
-        """Keep the node and all in front of it, for one who used `before` until now: what is in front of both stays as
-        it is. None, where nothing was found, is no node."""
-        fork = _fork(node, before)
+        """Move one user from node `before` to `node`, either of which may be None.
+
+        The user protects its node and all ancestors of it from eviction. The counts of common ancestors do not change.
+        """
+        fork = _common_ancestor(node, before)
         while node is not None and node is not fork and node.parent is not None:
-            self._idle -= not (node.users or node.gone)
+            self._idle -= not (node.users or node.removed)
             node.users += 1
             node = node.parent
         while before is not None and before is not fork and before.parent is not None:
             before.users -= 1
-            self._idle += not (before.users or before.gone)
+            self._idle += not (before.users or before.removed)
             self._pool.changes += 1
-            self._may_go(before)
+            self._track_evictable(before)
             before = before.parent
 
     def insert(
@@ -131,17 +153,23 @@ class PrefixCache:
         ids: Sequence[int],
         pages: Sequence[int],
         salt: str = "",
-        goes_on: bool = False,
-        behind: Node | None = None,
+        extends_leaf: bool = False,
+        known_node: Node | None = None,
     ) -> Node:
-        """Let the K/V of `ids`, which `pages` hold, be found; returns the last node. Where their tokens are there
-        already in a page that somebody uses, it stays. goes_on: as their Match did. behind: the node of their first
-        whole pages, as far as it is known already; they are looked for only where it has gone."""
-        if salt not in self._roots:  # of others, those that nothing is left of go
+        """Add the K/V of `ids`, which are in `pages`, to the tree; return the last node.
+
+        If the tree already has a page with the same tokens that a request uses, that page stays.
+
+        Args:
+            extends_leaf: Match.extends_leaf of the match that the request began with.
+            known_node: a node that the first pages of `ids` belong to. These pages are not searched again, unless the
+                node was removed.
+        """
+        if salt not in self._roots:  # drop the empty roots of other salts
             self._roots = {other: root for other, root in self._roots.items() if root.children}
-        node, known = self._roots.setdefault(salt, Node(-1, b"", None)), _path(behind)
+        node, known = self._roots.setdefault(salt, Node(-1, b"", None)), _path(known_node)
         text, size = packed(ids).tobytes(), self._page * TOKEN
-        wanted = self._clock + HEAD_START * goes_on
+        priority = self._clock + REUSE_BONUS * extends_leaf
         for place, page in enumerate(pages):
             if place < len(known):
                 child: Node | None = known[place]
@@ -151,106 +179,109 @@ class PrefixCache:
                     break
                 child = node.children.get(tokens)
             if child is None:
-                self._drop_beginnings(node, tokens)
+                self._remove_shorter_pages(node, tokens)
                 child = Node(page, tokens, node, node.depth + 1)
                 node.children[tokens] = child
                 self._nodes += 1
                 self._idle += 1
                 self._pool.share([page])
             elif child.page != page and self._pool.holders(child.page) == 1:
-                # Nobody uses the old one: kept, it could not go as long as what stands behind it is in use.
+                # Replace the unused old page. Otherwise it could not be evicted while its descendants are in use.
                 unused, child.page = child.page, page
                 self._pool.share([page])
-                self._pool.give_back([unused])
-            child.wanted = max(child.wanted, wanted)
-            self._may_go(child)
+                self._pool.release([unused])
+            child.priority = max(child.priority, priority)
+            self._track_evictable(child)
             node = child
         return node
 
-    def _drop_beginnings(self, parent: Node, tokens: bytes) -> None:
-        """Pages whose tokens the new one begins with are wanted no more."""
+    def _remove_shorter_pages(self, parent: Node, tokens: bytes) -> None:
+        """Remove children whose tokens are a prefix of `tokens`, because the new page replaces them."""
         for child in [child for child in parent.children.values() if tokens.startswith(child.tokens)]:
             self._remove(child)
 
     def evict(self, pages: int) -> int:
-        """Give back up to that many pages that nobody uses, the longest unwanted first, ends before beginnings; returns
-        how many."""
-        given = 0
-        while given < pages and self._ends:
-            entry = heappop(self._ends)
-            if self._current(entry):
+        """Release up to `pages` unused pages, leaves of the lowest priority first; return their number."""
+        evicted = 0
+        while evicted < pages and self._evictable:
+            entry = heappop(self._evictable)
+            if self._is_current(entry):
                 self._remove(entry[2])
-                given += 1
-        return given
+                evicted += 1
+        return evicted
 
     def evictable(self) -> int:
-        """Pages that `evict` could give back."""
+        """Return the number of pages that `evict` could release."""
         return self._idle
 
-    def _may_go(self, node: Node) -> None:
-        """Put it among those to go, if nobody uses it and nothing stands behind it."""
-        if not (node.children or node.users or node.gone):
+    def _track_evictable(self, node: Node) -> None:
+        """Add the node to the heap of evictable nodes, if it is a leaf without users."""
+        if not (node.children or node.users or node.removed):
             self._entries += 1
             node.entry = self._entries
-            heappush(self._ends, (node.wanted, node.entry, node))
-            if len(self._ends) > 2 * self._nodes + 64:  # most are outdated
-                self._ends = list(filter(self._current, self._ends))
-                heapify(self._ends)
+            heappush(self._evictable, (node.priority, node.entry, node))
+            if len(self._evictable) > 2 * self._nodes + 64:  # most entries are outdated
+                self._evictable = list(filter(self._is_current, self._evictable))
+                heapify(self._evictable)
 
     @staticmethod
-    def _current(entry: tuple[int, int, Node]) -> bool:
-        """Whether nothing has come between: no use, nothing behind it, no later entry."""
+    def _is_current(entry: tuple[int, int, Node]) -> bool:
+        """Return whether the node of a heap entry is still an unused leaf and has no later entry."""
         _, number, node = entry
-        return node.entry == number and not (node.children or node.users or node.gone)
+        return node.entry == number and not (node.children or node.users or node.removed)
 
-    def hand_over(self, node: Node, with_more: bool = False) -> bool:
-        """Let the page go to its user, who holds it beside the cache, if he is alone and nothing stands behind it, or
-        with_more: with what does. They are found no more."""
-        if node.users != 1 or self._pool.holders(node.page) != 2 or node.children and not with_more:
+    def release_to_user(self, node: Node, with_descendants: bool = False) -> bool:
+        """Remove the node from the tree, so that its only user owns the page; return whether that was possible.
+
+        It is possible if the user and the tree hold the only references to the page, and if the node is a leaf. With
+        `with_descendants` it may have descendants, which are removed too.
+        """
+        if node.users != 1 or self._pool.holders(node.page) != 2 or node.children and not with_descendants:
             return False
-        for each in list(self._below(node)):
-            self._remove(each)
+        for member in list(self._subtree(node)):
+            self._remove(member)
         return True
 
     def forget(self, ids: Sequence[int], salt: str = "") -> None:
-        """Let what `match` finds of `ids`, and all behind it, not be found again."""
+        """Remove the nodes that `match` finds for `ids`, and all their descendants."""
         match = self.match(ids, salt)
         if first := match.nodes[0] if match.nodes else match.tail:
-            for node in list(self._below(first)):
+            for node in list(self._subtree(first)):
                 self._remove(node)
 
     def recover(self) -> None:
-        """After an interrupt: nobody uses anything, and whatever is in the tree can go again."""
-        nodes = list(self._all())
+        """Reset all counts after an interrupt: no node has users, so every node of the tree is evictable."""
+        nodes = list(self._all_nodes())
         for node in nodes:
-            node.users, node.gone = 0, False
+            node.users, node.removed = 0, False
         self._nodes = self._idle = len(nodes)
-        self._ends = []
+        self._evictable = []
         for node in nodes:
-            self._may_go(node)
+            self._track_evictable(node)
 
     def clear(self) -> None:
+        """Remove all nodes."""
         for root in list(self._roots.values()):
-            for node in [node for node in self._below(root) if node is not root]:
+            for node in [node for node in self._subtree(root) if node is not root]:
                 self._remove(node)
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None, "a root is never removed"
         del parent.children[node.tokens]
-        node.gone = True
+        node.removed = True
         self._nodes -= 1
         self._idle -= not node.users
-        self._pool.give_back([node.page])
+        self._pool.release([node.page])
         if parent.parent:
-            self._may_go(parent)
+            self._track_evictable(parent)
 
-    def _all(self) -> Iterator[Node]:
+    def _all_nodes(self) -> Iterator[Node]:
         for root in self._roots.values():
-            yield from (node for node in self._below(root) if node is not root)
+            yield from (node for node in self._subtree(root) if node is not root)
 
-    def _below(self, node: Node) -> Iterator[Node]:
-        """The node and all behind it, ends first."""
+    def _subtree(self, node: Node) -> Iterator[Node]:
+        """Return the node and all its descendants, children before parents."""
         order, stack = [], [node]
         while stack:
             order.append(stack.pop())
@@ -258,30 +289,36 @@ class PrefixCache:
         return reversed(order)
 
     def pages(self) -> list[int]:
-        """Those that it holds."""
-        return [node.page for node in self._all()]
+        """Return all pages in the tree."""
+        return [node.page for node in self._all_nodes()]
 
     def assert_consistent(self, used: Iterable[Node | None] = ()) -> None:
-        """Every node stands where its tokens say, only ends are less than a page, no page is there twice, and whoever
-        uses one, of whom `used` are all, is counted in it and those before it; what can go is among those to go."""
-        nodes, users = list(self._all()), Counter[int]()
+        """Check the structure and the counts of the tree.
+
+        Each node is stored under its tokens, only leaves have less than a page of tokens, no page occurs twice, each
+        user in `used` is counted in its node and all ancestors, and each unused leaf is in the heap.
+
+        Args:
+            used: for each user, the last node that it uses.
+        """
+        nodes, users = list(self._all_nodes()), Counter[int]()
         for node in used:
             while node is not None and node.parent is not None:
                 users[id(node)] += 1
                 node = node.parent
-        waiting = {id(entry[2]) for entry in self._ends if self._current(entry)}
+        waiting = {id(entry[2]) for entry in self._evictable if self._is_current(entry)}
         assert len({node.page for node in nodes}) == len(nodes), "a page is in the tree twice"
         for node in nodes:
-            assert node.parent and node.parent.children[node.tokens] is node and not node.gone
+            assert node.parent and node.parent.children[node.tokens] is node and not node.removed
             assert 0 < node.count <= self._page
-            assert node.count == self._page or not node.children, "tokens follow those of half a page"
+            assert node.count == self._page or not node.children, "a page that is not full has children"
             assert node.users == users[id(node)], f"page {node.page} has {users[id(node)]} users, counted {node.users}"
-            assert node.users or node.children or id(node) in waiting, f"page {node.page} would never go"
+            assert node.users or node.children or id(node) in waiting, f"page {node.page} would never be evicted"
         assert self._nodes == len(nodes) and self._idle == sum(not node.users for node in nodes)
 
 
-def _fork(one: Node | None, other: Node | None) -> Node | None:
-    """The last node that is, or is in front of, both; None where nothing is."""
+def _common_ancestor(one: Node | None, other: Node | None) -> Node | None:
+    """Return the deepest common ancestor of both nodes (a node counts as its own ancestor), or None."""
     while one is not other:
         if one is None or other is None:
             return None
@@ -293,15 +330,15 @@ def _fork(one: Node | None, other: Node | None) -> Node | None:
 
 
 def _path(node: Node | None) -> list[Node]:
-    """The pages up to and with this one, none if it has gone."""
+    """Return the nodes from the root's child to this node; an empty list if the node was removed."""
     path = []
-    while node is not None and node.parent is not None and not node.gone:
+    while node is not None and node.parent is not None and not node.removed:
         path.append(node)
         node = node.parent
     return path[::-1]
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Leading tokens that both have."""
+    """Return the number of leading tokens that are equal in both."""
     pairs = zip(memoryview(one).cast("i"), memoryview(other).cast("i"))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)) // TOKEN)

@@ -1,4 +1,4 @@
-"""Rows that run without requests, to measure passes: they start at any position, with whatever the K/V cache holds."""
+"""Rows without requests, used to measure passes: they start at any position and read any content of the K/V cache."""
 
 from ..sampling import SamplingParams
 from .offloaded_slots import OffloadedSlots
@@ -6,13 +6,15 @@ from .slots import Slots
 
 
 def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, given: int = 0) -> None:
-    """Start rows and slots 0, 1, ... at `positions`, with `given` known tokens after each, which passes do not sample.
+    """Start slots 0, 1, ... and their rows at `positions`.
 
-    No request may be active. Each slot has its share of the pages, up to the capacity, and the same pages every time.
-    With offload, every page gets a place as if it had been written, the oldest pages on the host.
+    After each position there are `given` known tokens, which passes do not sample.
+
+    No request may be active. Each slot gets an equal share of the pages, up to the capacity, and the same pages in each
+    call. With offload, every page gets a place as if it had been written, and the oldest pages are in host memory.
 
     Raises:
-        OutOfPages: the positions need more pages than there are.
+        OutOfPages: the positions need more pages than the pool has.
     """
     capacity, page = slots.model.kv.capacity, slots.page
     slots.recover()

@@ -1,4 +1,4 @@
-"""Slots: writes one request's state to its own place on the device, in stream order."""
+"""Slots: the places of active requests on the device, and the writes that fill them in stream order."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -21,35 +21,53 @@ if TYPE_CHECKING:
 
 
 class SlotModel(Protocol):
-    """The parts of a model (step/model.py: DecodeModel) that slots write."""
+    """The parts of a model (step/model.py: DecodeModel) that slots read and write."""
 
     @property
-    def workspace(self) -> "Workspace": ...
+    def workspace(self) -> "Workspace":
+        """Device state of the rows and slots."""
+        ...
 
     @property
-    def prompt(self) -> "PromptBuffers": ...
+    def prompt(self) -> "PromptBuffers":
+        """Buffers of prompt passes."""
+        ...
 
     @property
-    def kv(self) -> KVCache: ...
+    def kv(self) -> KVCache:
+        """K/V of all slots."""
+        ...
 
     @property
-    def fixed_chunk(self) -> int: ...
+    def fixed_chunk(self) -> int:
+        """Rows of each prompt pass in batch-invariant mode; 0 in other modes."""
+        ...
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Device of the model."""
+        ...
 
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        """Rows of the largest decode pass."""
+        ...
 
 
-RECORDS = 4  # writes of one kind that may wait for the GPU before the host waits for the oldest
+STAGED_WRITES = 4  # copies of one kind that may be pending on the GPU before the host waits for the oldest
 
 
-class Records:
-    """Host memory from which rows of some tensors are written: pinned, so that no copy need be waited for before
-    `count` others have begun."""
+class StagingBuffer:
+    """Pinned host memory from which rows of device tensors are written without waiting.
 
-    def __init__(self, *tensors: torch.Tensor, count: int = RECORDS):
+    The host waits for a copy only when `count` later copies have been started.
+
+    Args:
+        tensors: device tensors [rows, ...]. Each staged row has the shape and dtype of one of their rows.
+        count: number of staged rows.
+    """
+
+    def __init__(self, *tensors: torch.Tensor, count: int = STAGED_WRITES):
         self._device, self._used = tensors[0].device, 0
         pin = self._device.type == "cuda"
         self._rows = list(zip(*(torch.zeros(count, *t.shape[1:], dtype=t.dtype, pin_memory=pin) for t in tensors)))
@@ -57,14 +75,17 @@ class Records:
 
     @contextmanager
     def next(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield a row of each tensor that no copy reads. Copies that begin within the context end before its reuse."""
+        """Yield a staged row of each tensor that no copy reads.
+
+        Copies that are started within the context end before the row is reused.
+        """
         number = self._used % len(self._rows)
         self._used += 1
         if copied := self._copied[number]:
-            copied.synchronize()  # mostly done long ago
+            copied.synchronize()  # usually the copy has ended long ago
         try:
             yield self._rows[number]
-        finally:  # also if an interrupt came after the first copy
+        finally:  # also after an interrupt, because the first copy may have started
             if copied:
                 copied.record(torch.cuda.current_stream(self._device))
 
@@ -72,8 +93,12 @@ class Records:
 class Slots:
     """The slots of a model, their pages, and the prefix tree over the pages of earlier requests.
 
-    The slots' lists of pages and the prefix tree are the truth, and `filled` of a slot never exceeds what its pages
-    hold. Therefore `recover` repairs all other counts after an interrupt at any line.
+    The authoritative state is the list of pages of each slot and the prefix tree. `filled` of a slot never exceeds the
+    positions that its pages contain. Therefore `recover` can rebuild all other counts after an interrupt at any line.
+
+    Args:
+        model: the model whose workspace and K/V cache the slots write.
+        sharing: whether later requests may reuse the pages of earlier ones.
     """
 
     def __init__(self, model: SlotModel, sharing: bool = True):
@@ -82,10 +107,10 @@ class Slots:
         self.cache = PrefixCache(self.pages, self.page)
         self._slots = [Slot(number) for number in range(len(model.workspace.tokens))]
         ws = model.workspace
-        several = max(len(self), RECORDS)  # as many requests may begin within a pass
-        self._texts = Records(ws.tokens, model.kv.page_table, count=several)
-        self._states = Records(ws.meta, ws.samp, count=several)
-        self._biases, self._chunks = Records(ws.bias), Records(model.prompt.chunks[None])
+        several = max(len(self), STAGED_WRITES)  # one pass may start a request in every slot
+        self._texts = StagingBuffer(ws.tokens, model.kv.page_table, count=several)
+        self._states = StagingBuffer(ws.meta, ws.samp, count=several)
+        self._biases, self._chunks = StagingBuffer(ws.bias), StagingBuffer(model.prompt.chunks[None])
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -96,55 +121,57 @@ class Slots:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
 
-    # ---- the host's book-keeping
+    # ---- bookkeeping on the host
 
-    def most_read(self) -> int:
-        """Tokens of prompts in one pass."""
+    def max_prompt_tokens(self) -> int:
+        """Return the maximum number of prompt tokens in one pass."""
         return self.model.prompt.rows - self.model.rows
 
     def room(self, slot: Slot) -> int:
-        """Positions that have pages."""
+        """Return the number of positions that the slot's pages can store."""
         return len(slot.pages) * self.page
 
     def pages_for(self, positions: int) -> int:
+        """Return the number of pages that store `positions` positions."""
         return -(-positions // self.page)
 
     def available(self) -> int:
-        """Pages that are free, or would be without what nobody uses."""
+        """Return the number of pages that are free or can be evicted from the prefix tree."""
         return self.pages.free + self.cache.evictable()
 
     def admit(self, ids: "array[int]", positions: int, salt: str = "") -> Slot | None:
-        """Give an idle slot to a request that begins with `ids`, or return None if there are too few pages.
+        """Assign an idle slot to a request whose tokens start with `ids`; return None if too few pages are available.
 
-        The slot shares the pages with the longest known prefix of `ids`, whose length is its `filled`. The other pages
-        that it needs for `positions` positions are free afterwards.
+        The slot shares the pages that hold the longest cached prefix of `ids`; its `filled` is the length of that
+        prefix. Afterwards the pages that it still needs for `positions` positions are free.
         """
         match = self.cache.match(ids, salt)
-        goes_on = match.goes_on
+        extends_leaf = match.extends_leaf
         if self.model.fixed_chunk:
-            match = match.whole
+            match = match.whole_pages
         shared, tail = [node.page for node in match.nodes], match.tail
         slot = next(slot for slot in self if not slot.busy)
-        slot.pages = shared if tail is None else [*shared, tail.page]  # the slot holds them, so they are not evicted
+        slot.pages = shared if tail is None else [*shared, tail.page]  # the slot's reference prevents their eviction
         self.pages.share(slot.pages)
         self._use(slot, match.end)
-        fresh = self.pages_for(positions) - len(shared)
-        lacks = fresh - self.available()
-        if tail is not None and (goes_on or lacks > 0) and self.cache.hand_over(tail, with_more=lacks == 1):
-            fresh, tail = fresh - 1, None  # only this slot has it now, so it writes there without a copy
-        if fresh > self.available():
-            self._give_all_back(slot)
+        needed = self.pages_for(positions) - len(shared)
+        lacking = needed - self.available()
+        if tail is not None and (extends_leaf or lacking > 0):
+            if self.cache.release_to_user(tail, with_descendants=lacking == 1):
+                needed, tail = needed - 1, None  # the slot is the only user now, so it writes the page without a copy
+        if needed > self.available():
+            self._release_pages(slot)
             return None
-        self.make_room(fresh)
+        self.make_room(needed)
         if tail is not None:
             (own,) = self._take(1)
             self._copy_page(tail.page, own)
             slot.pages[-1] = own
-            self.pages.give_back([tail.page])
-        self.cache.find(match)
+            self.pages.release([tail.page])
+        self.cache.touch(match)
         self._use(slot, match.nodes[-1] if match.nodes else None)
         slot.tokens, slot.filled, slot.shared = ids, match.tokens(self.page), len(shared) * self.page
-        slot.busy, slot.salt, slot.goes_on = True, salt, goes_on
+        slot.busy, slot.salt, slot.extends_leaf = True, salt, extends_leaf
         return slot
 
     @torch.inference_mode()
@@ -152,61 +179,64 @@ class Slots:
         self.model.kv.pool[target].copy_(self.model.kv.pool[source])
 
     def publish(self, slot: Slot, read: int) -> None:
-        """Let other requests find the whole pages of the first `read` tokens, whose K/V the enqueued passes write."""
+        """Add the whole pages of the first `read` tokens to the prefix tree. Enqueued passes write their K/V."""
         slot.filled = read // self.page * self.page
         self._insert(slot)
 
     def _insert(self, slot: Slot) -> None:
-        """Let other requests find what the slot's pages hold."""
+        """Add the slot's filled pages to the prefix tree, if requests share prefixes."""
         if self._sharing:
             ids, pages = slot.tokens[: slot.filled], slot.pages[: self.pages_for(slot.filled)]
-            self._use(slot, self.cache.insert(ids, pages, slot.salt, slot.goes_on, slot.node))
+            self._use(slot, self.cache.insert(ids, pages, slot.salt, slot.extends_leaf, slot.node))
 
     def _use(self, slot: Slot, node: Node | None) -> None:
-        """Let the slot use this node of the prefix tree with all before it, and no other node."""
+        """Register the slot as a user of this node and its ancestors in the prefix tree, and of no other node."""
         before, slot.node = slot.node, node
         self.cache.use(node, before)
 
     def make_room(self, pages: int) -> bool:
-        """Have that many pages free, if need be by forgetting what nobody uses."""
+        """Evict unused pages until `pages` pages are free; return whether that succeeded."""
         if pages > self.pages.free:
             self.cache.evict(pages - self.pages.free)
         return pages <= self.pages.free
 
     def _take(self, pages: int) -> list[int]:
-        """So many free pages. Raises OutOfPages."""
+        """Take `pages` free pages. Raises OutOfPages."""
         return self.pages.take(pages)
 
     def spare(self, needed: int) -> int:
-        """Return how many pages a request may take beyond the `needed` ones: an equal share of the free pages for each
-        slot. With one slot it is all of them, so its table is written once."""
+        """Return how many pages a request may take in addition to the `needed` ones.
+
+        Each slot gets an equal share of the free pages. With one slot the share is all of them, so the page table is
+        written once.
+        """
         return max(self.pages.free - max(needed, 0), 0) // len(self)
 
     def release(self, slot: Slot) -> None:
-        """Make the slot idle. Its K/V can be found by other requests, its other pages are free.
+        """Make the slot idle: add its filled pages to the prefix tree and free its other pages.
 
-        In the batch-invariant mode only published K/V can be found: K/V of decode passes have other bits than those of
-        prompt passes.
+        In batch-invariant mode the tree gets only K/V that were published before, because K/V of decode passes and of
+        prompt passes differ in their bits.
         """
         if not self.model.fixed_chunk:
             self._insert(slot)
-        self._give_all_back(slot)
+        self._release_pages(slot)
         slot.busy = False
         self._slots[slot.number] = Slot(slot.number, slot.generation)
 
-    def discredit(self, slot: Slot) -> None:
-        """Let no request find the K/V that the slot has found and computed."""
+    def invalidate(self, slot: Slot) -> None:
+        """Remove the K/V that the slot reused or computed from the prefix tree."""
         slot.filled = 0
         self.cache.forget(slot.tokens, salt=slot.salt)
 
-    def _give_all_back(self, slot: Slot) -> None:
+    def _release_pages(self, slot: Slot) -> None:
         self._use(slot, None)
-        given, slot.pages, slot.filled, slot.shared = slot.pages, [], 0, 0
-        self.pages.give_back(reversed(given))  # so that they are taken in their order again
+        pages, slot.pages, slot.filled, slot.shared = slot.pages, [], 0, 0
+        self.pages.release(reversed(pages))  # reversed, so that `take` returns them in their order
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Make all slots idle, on the device too, and count the pages again, after an interrupt at any line."""
+        """Make all slots idle, also on the device, and recount the pages. Works after an interrupt at any line."""
         self.model.workspace.meta[:, layout.STATUS].fill_(layout.LIMIT_REACHED)
         for slot in self:
             slot.node = None
@@ -218,17 +248,18 @@ class Slots:
             self.release(slot)
 
     def assert_consistent(self) -> None:
-        """Check that every page is free, a slot's or in the prefix tree, and counted as often. Only pages in the tree
-        are in two slots, and no slot claims more than its pages hold."""
-        found = self.cache.pages()
+        """Check that reference counts match the slots and the prefix tree.
+
+        Only pages in the tree belong to two slots, and no slot claims more positions than its pages store.
+        """
         self.cache.assert_consistent(slot.node for slot in self)
-        self.pages.assert_consistent([*(slot.pages for slot in self), found])
+        self.pages.assert_consistent([*(slot.pages for slot in self), self.cache.pages()])
         own = [page for slot in self for page in slot.pages[slot.shared // self.page :]]
         assert len(set(own)) == len(own), "a page is written by two slots"
         for number, slot in enumerate(self):
             most = min(self.room(slot), len(slot.tokens))
-            assert slot.number == number and slot.filled <= most, f"slot {number} claims more than its pages hold"
-            assert slot.busy or not slot.pages, f"slot {number} is idle and keeps pages"
+            assert slot.number == number and slot.filled <= most, f"slot {number} claims more than its pages store"
+            assert slot.busy or not slot.pages, f"slot {number} is idle but has pages"
 
     # ---- writes to the device, in stream order
 
@@ -246,7 +277,7 @@ class Slots:
             self._write_table(slot.number, table, slot.pages)
 
     def _write_table(self, slot: int, table: torch.Tensor, pages: Sequence[int]) -> None:
-        """The slot's row of the page table, from a row of pinned memory."""
+        """Write the slot's row of the page table from `table`, a staged row of it."""
         table.numpy()[: len(pages)] = pages
         self.model.kv.page_table[slot, : len(pages)].copy_(table[: len(pages)], non_blocking=True)
 
@@ -268,11 +299,14 @@ class Slots:
 
         Args:
             params: sampling parameters with a seed
+            position: position of the first decode pass
             n_known: number of known tokens
-            prompt: how many of them belong to the prompt, by default all; the others were sampled before
-            source: the row of the prompt pass that has just read `position`
+            limit: number of tokens at which the request ends
+            stop_ids: tokens that end the request
+            prompt: number of known tokens that belong to the prompt, by default all; the others were sampled before
+            source: row of the enqueued prompt pass that reads `position`
         """
-        self._reach(slot, position)
+        self._prepare_page(slot, position)
         ws, number, room = self.model.workspace, slot.number, self.room(slot)
         prompt = n_known if prompt is None else prompt
         slot.generation = slot.generation % layout.MAX_GENERATION + 1
@@ -288,13 +322,13 @@ class Slots:
             fill_samp(samp.numpy(), params)
             ws.samp[row].copy_(samp, non_blocking=True)
             if params.penalties:
-                given, sampled = ws.tokens[number, :n_known].long().tensor_split([prompt])
-                counts = ws.counts[number].zero_().index_fill_(0, given, 1)
+                in_prompt, sampled = ws.tokens[number, :n_known].long().tensor_split([prompt])
+                counts = ws.counts[number].zero_().index_fill_(0, in_prompt, 1)
                 counts.index_add_(0, sampled, torch.full_like(sampled, 2, dtype=counts.dtype))
             ws.meta[row].copy_(meta, non_blocking=True)
         return slot.generation
 
-    def _reach(self, slot: Slot, position: int) -> None:
+    def _prepare_page(self, slot: Slot, position: int) -> None:
         """Prepare the page that the slot's first decode pass writes."""
 
     @torch.inference_mode()
@@ -307,28 +341,28 @@ class Slots:
 
     @torch.inference_mode()
     def grow(self, slot: Slot, row: int, pages: int) -> None:
-        """Give the slot that many more pages, and run its row again if it waits for them. Raises OutOfPages.
+        """Give the slot `pages` more pages, and resume its row if it waits for pages. Raises OutOfPages.
 
-        The numbers are arguments of launches, so nothing is copied from the host and nothing is waited for.
+        The page numbers are arguments of launches. Therefore there is no copy from host memory to wait for.
         """
         meta, have = self.model.workspace.meta, len(slot.pages)
         slot.pages += self._take(pages)
         self._extend_table(slot, have)
         meta[row, layout.ROOM].fill_(self.room(slot))
         status = meta[row, layout.STATUS]
-        status.masked_fill_(status == layout.WAIT, layout.RUN)  # a row that has ended meanwhile stays so
+        status.masked_fill_(status == layout.WAIT, layout.RUN)  # a row that has ended in the meantime stays ended
 
     def _extend_table(self, slot: Slot, have: int) -> None:
-        """The entries of the slot's pages from the `have`th on."""
+        """Write the slot's entries of the page table from entry `have` on."""
         for place in range(have, len(slot.pages)):
             self.model.kv.page_table[slot.number, place].fill_(slot.pages[place])
 
     def before_pass(self) -> None:
-        """What the next pass reads is to be written now, if it was not before."""
+        """Flush pending writes before the next pass reads them."""
 
     @torch.inference_mode()
     def vacate(self, row: int, last: int) -> None:
-        """Make the row idle and put the last one in its place."""
+        """Make the row idle, and move row `last` to its place."""
         ws = self.model.workspace
         if row != last:
             ws.samp[row].copy_(ws.samp[last])
@@ -337,9 +371,9 @@ class Slots:
 
 
 def common_prefix(one: "array[int]", other: "array[int]") -> int:
-    """Return the number of leading tokens that both have."""
+    """Return the number of leading tokens that are equal in both arrays."""
     most, first, step = min(len(one), len(other)), 0, 256
-    while first < most and one[first : first + step] == other[first : first + step]:  # far faster than one by one
+    while first < most and one[first : first + step] == other[first : first + step]:  # slices compare much faster
         first += step
     return next((i for i in range(first, most) if one[i] != other[i]), most)
 
@@ -355,8 +389,13 @@ def fill_meta(
     stop_ids: Sequence[int],
     room: int = 0,
 ) -> None:
-    """A row of meta, int32 [META_WIDTH], with which a request begins. params: with a seed. room: positions that have
-    pages, 0 for all up to the limit."""
+    """Fill a row of meta for a new request.
+
+    Args:
+        row: int32 [META_WIDTH], written.
+        params: sampling parameters with a seed.
+        room: positions that have pages; 0: all positions up to `limit`.
+    """
     assert params.seed is not None
     row[:] = 0
     row[layout.FLAGS] = layout.FLAG_BIAS * bool(params.logit_bias) | layout.FLAG_PENALTIES * params.penalties
@@ -372,12 +411,12 @@ def fill_meta(
 
 
 def fill_samp(row: np.ndarray, params: SamplingParams) -> None:
-    """A row of samp, fp32 [SAMP_WIDTH]."""
+    """Fill a row of samp, fp32 [SAMP_WIDTH]."""
     row[layout.TEMPERATURE], row[layout.TOP_P], row[layout.MIN_P] = params.temperature, params.top_p, params.min_p
     row[layout.REPETITION_PENALTY] = params.repetition_penalty
     row[layout.PRESENCE_PENALTY], row[layout.FREQUENCY_PENALTY] = params.presence_penalty, params.frequency_penalty
 
 
 def _as_int32(value: int) -> int:
-    """The low 32 bits, as the signed number that an int32 takes."""
+    """Return the low 32 bits of `value` as a signed int32."""
     return ((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

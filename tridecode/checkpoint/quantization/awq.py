@@ -1,4 +1,4 @@
-"""AWQ, version gemm: 4 bits, words [in_features, out_features / 8] with eight columns each, in an order of its own."""
+"""AWQ, version gemm: 4 bits, words [in_features, out_features / 8] of eight columns in a special order."""
 
 import re
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ class AwqScheme(Scheme):
     """Codes and zero points are stored transposed, with one row for each column of the weight."""
 
     def tensors(self, n: int, k: int) -> dict[str, Stored]:
+        """Return the tensors that store a weight [n, k]: qweight, scales and qzeros."""
         found = {
             "qweight": Stored((k, -(-n // 8)), ("I32",), per=0),
             "scales": Stored((self.groups(k), n), ("F16", "BF16", "F32"), per=0),
@@ -25,6 +26,7 @@ class AwqScheme(Scheme):
         return found
 
     def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
+        """Return the weight [n, k] that the tensors store."""
         zero = _unpack(tensors["qzeros"]).T.contiguous() if self.zeros else None
         return QuantizedWeight(_unpack(tensors["qweight"]).T, tensors["scales"].T, 1, self.group or k, 4, zero)
 

@@ -24,6 +24,7 @@ class FloatScheme(Scheme):
     unused = UNUSED
 
     def tensors(self, n: int, k: int) -> dict[str, Stored]:
+        """Return the tensors that store a weight [n, k]: weight and weight_scale."""
         if self.rows == 0:
             scale = Stored((1,), FLOATS, per=0)
         else:
@@ -31,6 +32,7 @@ class FloatScheme(Scheme):
         return {"weight": Stored((n, k), ("F8_E4M3",)), "weight_scale": scale}
 
     def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
+        """Return the weight [n, k] that the tensors store."""
         scale = tensors["weight_scale"].reshape(-1, self.groups(k))
         return QuantizedWeight(tensors["weight"], scale, self.rows or n, self.group or k, 8)
 
@@ -42,6 +44,7 @@ class IntegerScheme(Scheme):
     unused = UNUSED
 
     def tensors(self, n: int, k: int) -> dict[str, Stored]:
+        """Return the tensors that store a weight [n, k]. Zero points and the groups of columns are optional."""
         per_word = 32 // self.bits
         found = {
             "weight_packed": Stored((n, -(-k // per_word)), ("I32",)),
@@ -55,6 +58,7 @@ class IntegerScheme(Scheme):
         return found
 
     def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
+        """Return the weight [n, k] that the tensors store. Raises ValueError for groups of uneven size."""
         codes = unpack_words(tensors["weight_packed"], self.bits, 1)[:, :k]
         group, zero, order = self.group or k, None, None
         if self.zeros:
@@ -89,7 +93,7 @@ def _pattern(read, key: str, name: str) -> str:
     try:
         re.compile(pattern)
     except re.error:
-        raise read.fail(key, f"names or regular expressions, but {shown(name)} is none; it is") from None
+        raise read.fail(key, f"names or regular expressions, but {shown(name)} is invalid; it is") from None
     return pattern
 
 

@@ -1,4 +1,4 @@
-"""transformers' own fp8: e4m3 in blocks of 128 x 128. weight_scale_inv holds their scales, despite its name."""
+"""Block-wise fp8 of transformers: e4m3 codes in blocks of 128 x 128. weight_scale_inv contains their scales."""
 
 import re
 from dataclasses import dataclass
@@ -18,10 +18,12 @@ class Fp8Scheme(Scheme):
     unused = ("input_scale", "activation_scale")
 
     def tensors(self, n: int, k: int) -> dict[str, Stored]:
+        """Return the tensors that store a weight [n, k]: weight and weight_scale_inv."""
         scale = Stored((self.blocks(n), self.groups(k)), ("F32", "BF16", "F16"), per=BLOCK)
         return {"weight": Stored((n, k), ("F8_E4M3",)), "weight_scale_inv": scale}
 
     def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
+        """Return the weight [n, k] that the tensors store."""
         return QuantizedWeight(tensors["weight"], tensors["weight_scale_inv"], BLOCK, BLOCK, 8)
 
 

@@ -20,6 +20,7 @@ class GptqScheme(Scheme):
     subtracted: int = 0
 
     def tensors(self, n: int, k: int) -> dict[str, Stored]:
+        """Return the tensors that store a weight [n, k]: qweight, qzeros, scales and g_idx."""
         per_word = 32 // self.bits
         return {
             "qweight": Stored((-(-k // per_word), n), ("I32",), per=0),
@@ -29,6 +30,7 @@ class GptqScheme(Scheme):
         }
 
     def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
+        """Return the weight [n, k] that the tensors store. Raises ValueError if g_idx contradicts the scheme."""
         codes, group = unpack_words(tensors["qweight"], self.bits, 0)[:k].T, self.group or k
         zero = unpack_words(tensors["qzeros"], self.bits, 1)[:, :n].T.to(torch.int16)
         zero = ((zero + self.subtracted) % 2**self.bits).to(torch.uint8)

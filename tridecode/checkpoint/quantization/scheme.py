@@ -71,6 +71,7 @@ class Scheme(ABC):
         return -(-n // self.rows) if self.rows else 1
 
     def describe(self) -> str:
+        """Return a short description, for example "int4, groups of 128"."""
         shared = f"blocks of {self.rows} x {self.group}" if self.rows > 1 else f"groups of {self.group}"
         if not self.group:
             shared = "a scale a row" if self.rows else "one scale"

@@ -83,7 +83,7 @@ def write(
     """Write the checkpoint in `source` to the empty directory `out`, with the weights of `modules` quantized.
 
     Args:
-        files: each file of the checkpoint -> the tensors to copy from it.
+        files: each file of the checkpoint -> the names of its tensors to write.
         rules: the rules that choose a scheme for each module.
         repo: the repository on the Hugging Face hub, if the checkpoint came from there.
 
@@ -102,7 +102,7 @@ def write(
             name = f"model-{shards:05}.safetensors"
             try:
                 save_file(shard, out / name, metadata={"format": "pt"})
-            except SafetensorError as error:  # a full disk
+            except SafetensorError as error:  # for example a full disk
                 raise CheckpointError(f"{out / name}: cannot be written ({brief(error)})") from None
             places.update(dict.fromkeys(shard, name))
             shard, size = {}, 0
@@ -115,13 +115,13 @@ def write(
                 scheme = rules.scheme(module) if name.endswith(".weight") and module in modules else None
                 if scheme is None:
                     ignored += [module] if module == "lm_head" else []
-                    found = {name: tensor}
+                    stored = {name: tensor}
                 else:
                     scheme = fitted(scheme, tensor.shape[1])
                     schemes[module] = scheme
-                    found = {f"{module}.{part}": value for part, value in tensors_of(quantize(tensor, scheme)).items()}
-                shard |= {part: value.contiguous() for part, value in found.items()}
-                size += sum(value.nbytes for value in found.values())
+                    stored = {f"{module}.{part}": value for part, value in tensors_of(quantize(tensor, scheme)).items()}
+                shard |= {part: value.contiguous() for part, value in stored.items()}
+                size += sum(value.nbytes for value in stored.values())
                 if size >= SHARD:
                     flush()
                 if progress is not None:
@@ -146,7 +146,7 @@ def _with_code(source: Path, out: Path, name: str, repo: str | None) -> dict:
     """Return the object in a configuration file. Copy the Python files that it names, or add `repo` to the names."""
     values = read_json(source / name) if (source / name).exists() else {}
     if repo:
-        return custom_code.of_repository(values, repo)
+        return custom_code.refer_to_repository(values, repo)
     for file in custom_code.code_files(source, values):
         shutil.copyfile(file, out / file.name)
     return values
