@@ -171,7 +171,7 @@ def check(kind: str, state: State, with_logprobs: bool = False, masked: bool = F
         others["masked"] = True
     args = arguments(kind, state, with_logprobs, **others)
     draws = kind in ("greedy", "sample") and state.sampled is not None
-    outputs, scratch, views = ["drawn"] if draws else [], [f"sampler.{name}" for name in SCRATCH.get(kind, ())], {}
+    outputs, scratch, views = ["sampled"] if draws else [], [f"sampler.{name}" for name in SCRATCH.get(kind, ())], {}
     if name := OF_FINITE_ROWS.get(kind):
         finite = state.logits.isfinite().all(1) & (state.meta[:, m.STATUS] == m.RUN)
         (outputs if finite.any() else scratch).append(name)
