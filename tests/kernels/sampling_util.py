@@ -25,7 +25,7 @@ RINGS = ("out", "logprobs", "ids", "mask", "stamp")  # in host memory
 
 OPS = {"mask": MASK, "greedy": GREEDY, "sample": SAMPLE, "logprobs": LOGPROBS, "accept": ACCEPT}
 # parameter -> field of State, if the names differ
-FIELDS = {"logprobs_ring": "logprobs", "out_logprobs": "logprobs", "out_top_ids": "ids", "drawn": "sampled"}
+FIELDS = {"logprobs_ring": "logprobs", "out_logprobs": "logprobs", "out_top_ids": "ids", "sampled": "sampled"}
 ENDS_A_PASS = ("meta", "tokens", "counts", "out", "logprobs_ring")
 ACCUMULATES = {
     "mask": ("logits", "meta", "sampler.mask"),
@@ -36,7 +36,7 @@ ACCUMULATES = {
 }
 SCRATCH = {
     "greedy": ("keys",),
-    "sample": ("keys", "tops", "bins", "bin_mass", "state", "near", "ranks", "mass", "drawn"),
+    "sample": ("keys", "tops", "bins", "bin_mass", "state", "near", "ranks", "mass", "candidates"),
     "logprobs": ("top_keys", "block_lse"),
 }
 OF_FINITE_ROWS = {"sample": "sampler.processed", "logprobs": "sampler.lse"}  # compared if the row's logits are finite

@@ -71,7 +71,7 @@ def test_whoever_waits_steps_for_all_and_tokens_are_kept(engine, alone):
 def test_nothing_to_wait_for_is_no_wait(engine):
     engine.wait([])
     for wrong in (None, engine.submit(PROMPTS[0], GREEDY), [5]):
-        with pytest.raises(ParameterError, match="^requests must be a list of what submit gave, got "):
+        with pytest.raises(ParameterError, match="^requests must be a list of requests from submit, got "):
             engine.wait(wrong)
 
 
