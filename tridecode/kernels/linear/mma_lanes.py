@@ -115,8 +115,8 @@ def raised_asm(form):
     """Return assembly that scales two registers of activations for the weight's form (see bits.py)."""
     second = "0x5d805d80" if form == "int4" else "0x5f805f80"
     return (
-        "{ .reg .b32 up, other, minus_zero; mov.b32 up, 0x5f805f80; mov.b32 minus_zero, 0x80008000; "
-        f"mov.b32 other, {second}; fma.rn.bf16x2 $0, $2, up, minus_zero; fma.rn.bf16x2 $1, $3, other, minus_zero; }}"
+        "{ .reg .b32 up, other, nought; mov.b32 up, 0x5f805f80; mov.b32 nought, 0x80008000; "
+        f"mov.b32 other, {second}; fma.rn.bf16x2 $0, $2, up, nought; fma.rn.bf16x2 $1, $3, other, nought; }}"
     )
 
 
