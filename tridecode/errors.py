@@ -43,8 +43,8 @@ class ParameterError(TridecodeError, ValueError):
 
     Attributes:
         argument: the name of the parameter in Python. None if the error concerns no parameter or several.
-        code: "type", "range", "choice" or "conflict" (with another parameter, the model or the device). None for
-            other errors.
+        code: "type", "range", "choice" or "conflict" (with another parameter, the model or the device). None for other
+            errors.
     """
 
     def __init__(self, message: str, argument: str | None = None, code: str | None = None):

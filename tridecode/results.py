@@ -60,10 +60,8 @@ class Piece:
     """One output chunk of a stream: a token, and the text that became certain with it, which may be empty.
 
     The last chunk has no token (token_id is None). It has any remaining text, the finish_reason ("stop", "length",
-    "error"
-    or "cancelled"), usage and timings. With "error" it has a one-line `error`. If one of SamplingParams.stop has ended
-    the
-    text, `stop_string` is that string.
+    "error" or "cancelled"), usage and timings. With "error" it has a one-line `error`. If one of SamplingParams.stop
+    has ended the text, `stop_string` is that string.
     """
 
     token_id: int | None

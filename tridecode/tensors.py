@@ -25,8 +25,7 @@ def host_memory(count: int, stride: int, device: torch.device, option: str) -> t
 
     The memory is released when the tensor is no longer used. For a CPU it is plain memory.
     It is one range of addresses, registered in parts of whole rows, because a copy must not cross two parts and the
-    driver
-    limits the size of a part. torch would round the size of a pinned tensor up to a power of two.
+    driver limits the size of a part. torch would round the size of a pinned tensor up to a power of two.
 
     Args:
         stride: bytes of a row, a multiple of ALIGNED.

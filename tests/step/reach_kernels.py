@@ -1,8 +1,7 @@
 """List the kernels of passes that engines do not compile at load; a script, not interpreted.
 
 It plans engines for absent GPUs, and lists all their decode passes, and prompt passes of many lengths. For each engine
-it
-prints the number of kernels that are compiled at load, and the names of the kernels that are missing.
+it prints the number of kernels that are compiled at load, and the names of the kernels that are missing.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Batch-invariant mode: a request's log-probabilities have the same bits with and without other requests.
 
-The cases follow SGLang's deterministic test: the same prompt in batches of any size, prompts of several lengths
-mixed, and prompts with a common prefix, in 50 trials each on a GPU. The tests compare exactly the log-probabilities of
-every sampled token and of the most likely tokens, which depend on all logits.
+The cases follow SGLang's deterministic test: the same prompt in batches of any size, prompts of several lengths mixed,
+and prompts with a common prefix, in 50 trials each on a GPU. The tests compare exactly the log-probabilities of every
+sampled token and of the most likely tokens, which depend on all logits.
 """
 
 import random

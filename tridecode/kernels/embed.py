@@ -31,8 +31,7 @@ def _embed_kernel(
     A program computes BLOCK_K columns of a row. Grid: (cdiv(K, BLOCK_K), rows).
     Moves K * (2 * itemsize + 4 + act itemsize) bytes a row.
     Launched without PDL in every pass. It therefore acts as a fence: later kernels may read meta and old K/V before
-    they
-    wait for their predecessor.
+    they wait for their predecessor.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. Rows whose status is not RUN are skipped.

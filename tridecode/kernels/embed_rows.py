@@ -51,8 +51,7 @@ def embed_rows(chunks, meta, tokens, embed, out, decoding):
     """Write the embeddings of a prompt pass to out.
 
     The first `decoding` rows receive the embeddings of the current tokens of meta's rows, the others those of the
-    chunks'
-    tokens.
+    chunks' tokens.
 
     Args:
         out: [rows, K] fp32 (output).

@@ -13,14 +13,12 @@ class Op:
 
     Attributes:
         launch: launch(*args, **options) launches kernels. The options are the launch config, `pdl` and `followed`, if
-            the
-            launcher takes them.
+            the launcher takes them.
         ref: ref(*args) computes the same in torch.
         bytes: bytes(*args) returns the bytes that a launch moves.
         kernels: The kernels that a launch runs, in order. Empty if torch launches its own.
         outputs: Names of the arguments that an engine without a workspace would allocate. A dotted name is a field of
-            an
-            argument. It counts only if the argument has all the fields that `outputs` lists for it: `sumsq` is an
+            an argument. It counts only if the argument has all the fields that `outputs` lists for it: `sumsq` is an
                 output
             for AddResidual, which also has `normed`, and an input for Normed.
     """

@@ -27,8 +27,7 @@ def _take_residual_kernel(
     """Copy hidden + delta of the row that each row continues, and prepare the next norm. A program computes one row.
 
     Grid: (rows,). Launched without PDL in every pass. It therefore acts as a fence: later kernels may read meta and old
-    K/V
-    before they wait for their predecessor.
+    K/V before they wait for their predecessor.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. The kernel reads SOURCE, a row of the pass, and sets it to OWN.

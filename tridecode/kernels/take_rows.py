@@ -34,8 +34,7 @@ def _take_rows_kernel(
 
     A program copies one row. Grid: (rows,). Moves 8 * K + (4 + itemsize) * N bytes a row.
     Launched without PDL in every pass. It therefore acts as a fence: later kernels may read meta and old K/V before
-    they
-    wait for their predecessor.
+    they wait for their predecessor.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. The kernel reads SOURCE, a row of the pass, and sets it to OWN.

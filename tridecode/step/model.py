@@ -54,9 +54,9 @@ class DecodeModel:
         ropes: rotary embedding and head size -> cos and sin, fp32 [capacity, head_dim / 2].
         configs_by_rows: number of rows -> launch configs of passes with up to that number of rows. The configs of the
             largest number also serve larger passes.
-        fixed_chunk: number of rows of every prompt pass in batch-invariant mode. The token at position p is
-            in row p % fixed_chunk, and a decode pass computes the last token of a prompt. With 0, prompt passes have
-            the number of rows that they need.
+        fixed_chunk: number of rows of every prompt pass in batch-invariant mode. The token at position p is in
+            row p % fixed_chunk, and a decode pass computes the last token of a prompt. With 0, prompt passes have the
+            number of rows that they need.
         verify: workspace of passes that verify drafts, with its own meta and samp. None without drafts.
         requests: in a pass that verifies drafts (of_queries), the workspace with one row for each request.
         ngram: largest and smallest number of tokens that must match for a draft.

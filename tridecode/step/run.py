@@ -39,8 +39,8 @@ class Forked:
 
     Args:
         run: runs the lines of the current stream.
-        plain: the runner without dependent launch. It runs fetches and the first line after a wait, because a
-            dependent launch waits only for the kernel before it on its own stream.
+        plain: the runner without dependent launch. It runs fetches and the first line after a wait, because a dependent
+            launch waits only for the kernel before it on its own stream.
         side: the side stream.
         captured: the side stream during a capture.
     """
@@ -102,8 +102,7 @@ class Allocating:
     """Runs lines like an engine without a workspace: it allocates every output of every op.
 
     A tensor lives until the next one with the same role and name, like a variable of such an engine. The values remain
-    in
-    the workspace, since kernels add to the residual stream in place. Only the allocations are added.
+    in the workspace, since kernels add to the residual stream in place. Only the allocations are added.
     """
 
     def __init__(self, run: Run):

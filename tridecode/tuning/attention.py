@@ -56,12 +56,9 @@ def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> Att
     """Choose the config of the kernel in which a fixed number of programs shares the work.
 
     Mostly there are two programs a multiprocessor, each with two tiles in flight. A long row is split into as many
-    items as
-    there are programs. Tiles are smaller if shared memory has no room for these. Few rows have smaller tiles, too: a
-    kernel
-    with more than 48 KiB of shared memory leaves little L1 cache to the kernels that run at the same time, and the
-    linears
-    of few rows load all their tiles through that cache.
+    items as there are programs. Tiles are smaller if shared memory has no room for these. Few rows have smaller tiles,
+    too: a kernel with more than 48 KiB of shared memory leaves little L1 cache to the kernels that run at the same
+    time, and the linears of few rows load all their tiles through that cache.
     """
     heads, one = case.kv_heads, max(device.multiprocessors, 1)
     if case.head_dim > 128 or case.dtype == torch.float32:
@@ -99,8 +96,7 @@ def queries_config(case: AttentionCase, requests: int, queries: int, device: Dev
     """Choose the config of attention for `queries` rows of each of `requests` requests.
 
     The requests share the multiprocessors if none is long: all programs run at once, and each adds a part of the sums.
-    A
-    long request has as many splits as in a pass of its own.
+    A long request has as many splits as in a pass of its own.
     """
     hopper = device.capability == HOPPER
     splits = _share(device.multiprocessors, case.kv_heads)

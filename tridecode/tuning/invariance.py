@@ -40,8 +40,7 @@ def invariant_choices(
     """Choose for passes of up to each number of rows, all with one order of sums.
 
     The rules choose the kernel. The table's entry for the largest number of rows with this kernel decides the order.
-    Other
-    entries are used if they have the same order.
+    Other entries are used if they have the same order.
     """
     ruled = {rows: choose(case, rows, device, batch_invariant=True) for rows in rows_of_passes}
     most = max(rows_of_passes)

@@ -1,8 +1,7 @@
 """Tables of measured choices: JSON files of this package, one for each GPU, and the user's table.
 
 `tridecode tune` writes the user's table. A table maps the key of a case, for example "gated 19456x2560 int4/128 rows
-16",
-to a kernel and its launch config.
+16", to a kernel and its launch config.
 """
 
 import json

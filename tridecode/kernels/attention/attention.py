@@ -148,17 +148,13 @@ def _attention_kernel(
     written to the cache. A program computes one split of a K/V head of a request.
 
     Grid: (KV_HEADS, REQUESTS * SHORT_SPLITS + SPLITS - SHORT_SPLITS). The number of splits of a request depends only on
-    its
-    own length, so that its result does not depend on other requests. Each of the first SHORT_SPLITS splits of every
-    request
-    has its own program. The remaining splits, usually none, are distributed among the remaining programs. Programs
-    without
-    work exit immediately, so that those of the next kernel can start. The first TILES tiles of a split are in flight
-    before
-    the wait, because only earlier passes wrote them. With several queries, a split has at least LEAST iterations.
+    its own length, so that its result does not depend on other requests. Each of the first SHORT_SPLITS splits of every
+    request has its own program. The remaining splits, usually none, are distributed among the remaining programs.
+    Programs without work exit immediately, so that those of the next kernel can start. The first TILES tiles of a split
+    are in flight before the wait, because only earlier passes wrote them. With several queries, a split has at least
+    LEAST iterations.
     If TOGETHER, the first SHORT_SPLITS programs of all requests run at the same time. The splits of a request may then
-    wait
-    for each other, provided that no request has more splits.
+    wait for each other, provided that no request has more splits.
     Moves 2 * KV_HEADS * D * itemsize bytes a position.
 
     Args:

@@ -124,12 +124,10 @@ def _attention_rows_kernel(
     """Compute attention of each row's token to the cached positions of its slot and to itself.
 
     K and V of the token are written to the cache. Grid: (PROGRAMS,). Every program reads the lengths of all rows from
-    meta
-    before the wait, and computes its share of the items, each a split of a K/V head of a row. The split of a head that
-    finishes last combines all of them. The number of splits of a row depends only on its own length, so that its result
-    does not depend on other rows. Without EARLY, the first tile is loaded after the wait, because the previous launch
-    may
-    have written to the cache.
+    meta before the wait, and computes its share of the items, each a split of a K/V head of a row. The split of a head
+    that finishes last combines all of them. The number of splits of a row depends only on its own length, so that its
+    result does not depend on other rows. Without EARLY, the first tile is loaded after the wait, because the previous
+    launch may have written to the cache.
 
     Args: see _attention_kernel.
     """

@@ -29,8 +29,7 @@ def _expand_kv_kernel(
 
     Grid: (programs,). The programs share the items, each one page of one head. Moves three bytes a number.
     Entries after a chunk's last position are copied too. If several chunks share a page, each of them writes it, with
-    the
-    same numbers.
+    the same numbers.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.

@@ -71,8 +71,7 @@ def words_to_numbers(words, NUMBERS: tl.constexpr, CONVERTS: tl.constexpr, INTER
     """Convert words of four codes to [..., 2, 2] NUMBERS, fp16 or bf16.
 
     If CONVERTS, the GPU has an instruction that converts to fp16. Words are loaded instead of bytes, because the
-    compiler
-    might unpack and pack bytes again.
+    compiler might unpack and pack bytes again.
     """
     if INTERPRETED:
         a, b = e4m3_value(words & 255), e4m3_value((words >> 8) & 255)

@@ -25,8 +25,7 @@ def load_token(row_ptr, head, TYPE: tl.constexpr, SIZES: tl.constexpr):
     """Load the queries of a K/V head, its new key and its new value.
 
     Returns the queries, their partners, the key and its partners, fp32 [COLUMNS, BLOCK_D] each, and the value [BLOCK_D]
-    as
-    TYPE.
+    as TYPE.
     """
     D: tl.constexpr = SIZES.D
     offs_g, offs_d = tl.arange(0, SIZES.COLUMNS), tl.arange(0, SIZES.BLOCK_D)

@@ -169,8 +169,7 @@ def _tiles(acc, l, m, p, c, q, scale, first, end, tiles, positions, shared, MASK
     """Attend to the tiles [first, end), counted from the last position.
 
     Each iteration multiplies q with a tile of K, and the weights of the previous tile with V, so that exponentials
-    overlap
-    with products.
+    overlap with products.
     """
     _, k_smem, v_smem, _, _, k_full, v_full = shared
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -276,11 +275,9 @@ def _prompt_attention_hopper_kernel(
     """Compute attention of each row to the positions of its slot up to its own.
 
     Grid: (programs,), one for each multiprocessor. The programs share the items, each BLOCK_M rows of a chunk in one
-    head.
-    One warp copies q, K and V of one item after another to shared memory, up to STAGES tiles before they are used. Two
-    warpgroups attend with half of the rows each, and both read every tile. The result of an item depends on nothing
-    else.
-    Rows outside all chunks are not written.
+    head. One warp copies q, K and V of one item after another to shared memory, up to STAGES tiles before they are
+    used. Two warpgroups attend with half of the rows each, and both read every tile. The result of an item depends on
+    nothing else. Rows outside all chunks are not written.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.

@@ -70,8 +70,7 @@ def shares(block, splits, BLOCKS: tl.constexpr):
     """Divide the positions that a block attends to into splits.
 
     Returns the range [begin, end) of positions, where begin is the first of a page, the pages of each split, and the
-    number
-    of splits that have pages.
+    number of splits that have pages.
     """
     begin, end = 0, block.position + tl.minimum(block.left, BLOCKS.ROWS)
     if BLOCKS.WINDOW > 0:

@@ -54,8 +54,7 @@ def _rope_write_kernel(
     """Rotate q and k of a token, after normalizing them if QK_NORM. Write q, and k and v to the cache.
 
     A program computes one token. Grid: (rows,). Reads and writes each element once; partners come from L1. Rows outside
-    all
-    chunks are not written.
+    all chunks are not written.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.

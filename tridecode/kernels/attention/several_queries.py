@@ -20,11 +20,9 @@ def attend_queries(
 ):  # fmt: skip
     """Attend to the positions of the Split `part`, for the first `count` of QUERIES rows of its request.
 
-    The queries belong to the heads that share the split's K/V head. Split 0 also attends to the new tokens, and
-    writes
+    The queries belong to the heads that share the split's K/V head. Split 0 also attends to the new tokens, and writes
     their K and V. The split that finishes last combines all splits. If `together`, and if there are enough splits, they
-    wait
-    for each other instead, and each combines some of the columns, with the same results.
+    wait for each other instead, and each combines some of the columns, with the same results.
     """
     D: tl.constexpr = SIZES.D
     GROUP: tl.constexpr = SIZES.GROUP

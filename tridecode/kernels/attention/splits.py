@@ -107,8 +107,7 @@ def store_split(partials, out_ptr, unit, split, splits, m, l, acc, SIZES: tl.con
     """Store a split's result for K/V head `unit` of the pass.
 
     A single split stores the output [GROUP, D] at out_ptr. Otherwise each split stores a partial result, and the split
-    that
-    finishes last combines those of all `splits`.
+    that finishes last combines those of all `splits`.
     """
     offs_g, offs_d = tl.arange(0, SIZES.COLUMNS), tl.arange(0, SIZES.BLOCK_D)
     mask = (offs_d < SIZES.D)[:, None] & (offs_g < SIZES.GROUP)[None, :]

@@ -28,8 +28,7 @@ def prefetch_tiles(cache, table_ptr, first, start, end, SIZES: tl.constexpr):
     """Load the tiles that `attend_tiles` starts with.
 
     Returns TILES tiles of K and of V of one head from position `first`, the mask of their positions within [start,
-    end),
-    and the pages of the next two tiles.
+    end), and the pages of the next two tiles.
     """
     PAGE: tl.constexpr = SIZES.PAGE
     D: tl.constexpr = SIZES.D

@@ -44,10 +44,8 @@ def block_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads)
     """Compute prompt_attention by products whose sizes depend only on a row's position.
 
     The products cover whole pages, and all rows of a page together, even if a chunk contains only some of them.
-    Therefore
-    the bits of the result do not depend on the division of a prompt into chunks. Each chunk begins at the start of a
-    page,
-    and q has all rows of its last page.
+    Therefore the bits of the result do not depend on the division of a prompt into chunks. Each chunk begins at the
+    start of a page, and q has all rows of its last page.
     """
     page, window = kv.page, heads.window
     for chunk in listed(chunks):

@@ -40,8 +40,7 @@ def _write_kv_kernel(
     """Write K and V of each row's token to the cache. K is rotated, after normalizing it if QK_NORM.
 
     A program writes one K/V head of a row. Grid: (KV_HEADS, rows). Moves (8 + 2 * itemsize) * D bytes a row and head.
-    Every
-    row of a tile contains the key, as in attention, so that both kernels compute the same bits.
+    Every row of a tile contains the key, as in attention, so that both kernels compute the same bits.
 
     Args:
         k_ptr, v_ptr: K and V of the layer (outputs), which must not be fp8.

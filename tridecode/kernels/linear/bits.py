@@ -151,8 +151,7 @@ def unpack(
     """Unpack columns part * 32 to part * 32 + 31 of tiles to [lines, 32] bf16 (fp32 if INTERPRETED).
 
     No data moves between lanes. The caller multiplies the result by `factor(FORM)` or, if RAISED, by `raised`
-    activations.
-    RAISED weights of four bits still contain their zero points.
+    activations. RAISED weights of four bits still contain their zero points.
 
     Args:
         words: [lines, 16] int32, the tiles.

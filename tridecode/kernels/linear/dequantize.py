@@ -20,8 +20,7 @@ def _dequantize_kernel(
     """Dequantize the rows [first, end) of a weight.
 
     A program converts TILES tiles of BLOCK_N rows. Grid: (tiles of a row / TILES, cdiv(rows, BLOCK_N)). All words,
-    scales
-    and zero points of a program are in flight before the first is used. A lane writes 16 bytes at a time.
+    scales and zero points of a program are in flight before the first is used. A lane writes 16 bytes at a time.
 
     Args:
         out_ptr: [end - first, K] (output).

@@ -47,14 +47,12 @@ class MatmulConfig(RowBlocks):
     """Launch config of matmul.
 
     A program takes block_n rows of the weight at a time, and its warps share their columns. It has its next rows in
-    flight
-    while it multiplies.
+    flight while it multiplies.
 
     Attributes:
         block_n: Rows of the weight in a block, a multiple of 16. Gated counts gate and up rows together.
         ahead: Tiles of the weight that a warp has in flight, before the wait too. A tile has 32 columns, or 128 columns
-            of
-            4 bits, or 64 of 8 bits.
+            of 4 bits, or 64 of 8 bits.
         x_ahead: Tiles of 32 columns of the activations in flight. If these are all, a program loads them only once.
         registers: Maximum number of registers of a thread; 0: no limit.
         block_m: Minimum number of rows of a tile of activations.
@@ -84,12 +82,9 @@ def _matmul_kernel(
     """Compute `project` for up to BLOCK_M rows.
 
     Grid: (PROGRAMS,). Each program takes every PROGRAMS-th of BLOCKS blocks of BLOCK_N rows of the weight, and stores
-    one
-    partial sum of squares a row. The first AHEAD tiles of the weight are in flight before the wait. The activations
-    stay in
-    registers if all their tiles are in flight at once. The order of a sum does not depend on the row or its neighbors:
-    a
-    row is a column of the tensor cores' product, and the columns are independent.
+    one partial sum of squares a row. The first AHEAD tiles of the weight are in flight before the wait. The activations
+    stay in registers if all their tiles are in flight at once. The order of a sum does not depend on the row or its
+    neighbors: a row is a column of the tensor cores' product, and the columns are independent.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.

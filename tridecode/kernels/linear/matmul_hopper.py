@@ -61,8 +61,7 @@ class HopperConfig:
         programs: Number of programs that share the rows; 0: one for each tile.
         lag: 1 if a tile's stage is free only after the next product has begun.
         producer: 1 for a producer warp. Three idle warps accompany it; the other warps get the registers that these
-            four do
-            not need.
+            four do not need.
         registers: Maximum number of registers of a thread.
     """
 
@@ -109,8 +108,7 @@ def _copy_weights(C: gl.constexpr, w, c):
     """Copy tile c of the weight into its stage.
 
     The stage's barrier also counts the activations if both rings have the same number of stages. In shared memory, a
-    tile
-    is stored in parts of 128 bytes of its rows. If "gated", the rows of gate precede those of up.
+    tile is stored in parts of 128 bytes of its rows. If "gated", the rows of gate precede those of up.
     """
     HALVES: gl.constexpr = 2 if C.GATED else 1
     PARTS: gl.constexpr = C.BLOCK_K // columns_of(C.FORM)
@@ -431,10 +429,8 @@ def _matmul_hopper_kernel(
     """Compute `project` for `rows` rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
 
     Grid: (SPLIT * tiles,), a program for a part of the columns of a tile. If PERSISTENT, any number of programs, each
-    of
-    which computes every num_programs-th tile and has the next one in flight. Each tile stores one partial sum of
-    squares a
-    row. If "gated", half of a tile's rows are gate and half up.
+    of which computes every num_programs-th tile and has the next one in flight. Each tile stores one partial sum of
+    squares a row. If "gated", half of a tile's rows are gate and half up.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.

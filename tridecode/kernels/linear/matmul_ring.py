@@ -2,8 +2,7 @@
 
 A program multiplies 16 whole rows of the weight at a time. For Gated these are eight of gate and eight of up. Its warps
 share the columns (mma_lanes.py). TMA copies the weight into STAGES stages of STAGE_TILES tiles for each warp, each
-stage
-with its own barrier. As soon as all warps have multiplied a stage, TMA copies the one that is STAGES later to its
+stage with its own barrier. As soon as all warps have multiplied a stage, TMA copies the one that is STAGES later to its
 place.
 
 The instruction multiplies eight rows of activations. Each of them is the one row of the pass. Only the first result is
@@ -51,8 +50,7 @@ class RingConfig(RowBlocks):
     """Launch config of matmul_ring.
 
     A program takes 16 whole rows of the weight at a time, gate and up rows together, and its warps share their columns.
-    It
-    has its next stages in flight while it multiplies.
+    It has its next stages in flight while it multiplies.
 
     Attributes:
         tiles: Tiles of 64 bytes of a row in a stage, for each warp. A stage takes tiles * num_warps KiB of shared
@@ -61,8 +59,7 @@ class RingConfig(RowBlocks):
         x_shared: Whether the activations are in shared memory instead of registers.
         programs: Number of programs that share the rows; 0: one for each 16 rows.
         producer: 1 for a producer warp, as in HopperConfig. Useful for programs that take several blocks, or one block
-            of
-            more stages than the ring has.
+            of more stages than the ring has.
         registers: Maximum number of registers of a thread; 0: no limit.
     """
 
@@ -365,18 +362,15 @@ def _matmul_ring_kernel(
     """Compute `project` for one row (`rows` is 1) and a packed weight without zero points and order of columns.
 
     Grid: (PROGRAMS,). Each program takes every PROGRAMS-th block of 16 rows of the weight, and stores one partial sum
-    of
-    squares.
+    of squares.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.
         x_ptr: [rows, K].
         weight_desc: Tensor descriptor [pairs of tiles, 2, rows, 32] int32 of the weight [N, K], or [2 * N, K] if
-            "gated".
-            Two tiles of packed.py are 128 bytes of a row. The second dimension selects 8 rows, or the 8 rows that are 8
-            rows (N rows if "gated") later. The number of rows is a multiple of 16, and the number of columns a multiple
-                of
-            two tiles. If rows have several groups, these are whole tiles.
+            "gated". Two tiles of packed.py are 128 bytes of a row. The second dimension selects 8 rows, or the 8 rows
+            that are 8 rows (N rows if "gated") later. The number of rows is a multiple of 16, and the number of columns
+            a multiple of two tiles. If rows have several groups, these are whole tiles.
         scale_ptr: [N / SCALE_ROWS, K / GROUP].
         extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
     """

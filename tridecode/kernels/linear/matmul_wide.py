@@ -55,8 +55,7 @@ def _weight_lines(WARPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.conste
     """Return the places of the lines of a tile [BLOCK_N * BLOCK_K / 32, 32].
 
     For each line, these are the number of its eight rows, its place among them, and its first column, [lines, 1] each.
-    A
-    warp has eight lines of four lanes; the next warp has the next eight.
+    A warp has eight lines of four lanes; the next warp has the next eight.
     """
     line = tl.arange(0, BLOCK_N * BLOCK_K // 32)[:, None]
     warp, own = line // 8 % WARPS, line // (8 * WARPS)
@@ -70,8 +69,7 @@ def _weights(tile, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.const
     """Return the tile as an operand [BLOCK_N, BLOCK_K] of the tensor cores.
 
     A lane has loaded eight adjacent columns of a row. The instruction takes two columns of a lane from each half of 16.
-    The
-    order of the columns is free if both operands agree, so the columns are renamed and no data moves.
+    The order of the columns is free if both operands agree, so the columns are renamed and no data moves.
     """
     # Dimensions: 64 rows, half, columns, warp, row, lane, instruction, half, element.
     tile = tile.reshape(BLOCK_N // (16 * WARPS), 2, BLOCK_K // 32, WARPS, 8, 4, 2, 2, 2)
@@ -118,12 +116,9 @@ def _matmul_wide_kernel(
     """Compute `project` for up to BLOCK_M rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
 
     Grid: (cdiv(N, outputs of a program), SPLIT). SPLIT programs share the columns. The last of them to arrive adds the
-    sums
-    of all, in the order of the columns. Each tile of rows stores one partial sum of squares a row. AHEAD tiles of the
-    weight
-    are in flight, before the wait too, and X_AHEAD tiles of the activations. If "gated", half of a tile's rows are gate
-    and
-    half up.
+    sums of all, in the order of the columns. Each tile of rows stores one partial sum of squares a row. AHEAD tiles of
+    the weight are in flight, before the wait too, and X_AHEAD tiles of the activations. If "gated", half of a tile's
+    rows are gate and half up.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.

@@ -20,8 +20,7 @@ class MatvecConfig(RowBlocks):
     """Launch config of matvec.
 
     A program takes block_n whole rows of the weight at a time (Gated: of each half), and has its next rows in flight
-    while
-    it sums.
+    while it sums.
 
     Attributes:
         registers: Maximum number of registers of a thread; 0: no limit.
@@ -62,8 +61,7 @@ def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexp
     """Sum the products of w's tiles [BLOCK_N, BLOCK_K] and x's [1, BLOCK_K] along the columns: [BLOCK_N] fp32.
 
     A thread keeps eight sums for each row. With many rows it keeps one, to save registers, and first adds the elements
-    that
-    it loads at once.
+    that it loads at once.
     """
     GROUP: tl.constexpr = 8 if BLOCK_N > 2 else 1
     acc = tl.zeros([BLOCK_N, BLOCK_K // GROUP], tl.float32)
@@ -86,11 +84,9 @@ def _matvec_kernel(
     """Compute `project` for each row separately.
 
     Grid: (PROGRAMS, rows). Each program takes every PROGRAMS-th of BLOCKS blocks of BLOCK_N rows of the weight, and
-    stores
-    one partial sum of squares. Its first rows are in flight before the wait. BLOCK_K is one 16-byte load of each
-    thread, so
-    that the tiles of x [1, BLOCK_K] have the layout of the weight's tiles. Any other layout would be converted through
-    shared memory.
+    stores one partial sum of squares. Its first rows are in flight before the wait. BLOCK_K is one 16-byte load of each
+    thread, so that the tiles of x [1, BLOCK_K] have the layout of the weight's tiles. Any other layout would be
+    converted through shared memory.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.

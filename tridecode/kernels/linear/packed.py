@@ -2,8 +2,8 @@
 
 A row is divided into tiles of 16 words: 128 columns of 4 bits, or 64 columns of 8 bits. Four lanes of a warp read a
 tile, 16 bytes each. A lane has eight adjacent columns of each 32, as it has of 16-bit weights and of activations
-(register_tiles.py). Columns 0 and 1 of these eight are at the same place of the two halves of one word, so are 2 and
-3, and so on. Operations on both halves at once make the pairs of bf16 that tensor cores read (bits.py). A half contains
+(register_tiles.py). Columns 0 and 1 of these eight are at the same place of the two halves of one word, so are 2 and 3,
+and so on. Operations on both halves at once make the pairs of bf16 that tensor cores read (bits.py). A half contains
 two e4m3 codes. The bits of the first are at their place in bf16; the second has the remaining bits.
 """
 

@@ -85,9 +85,8 @@ def operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
 
     A lane has loaded eight adjacent columns of a row. The instruction takes two columns of a lane from each half of 16.
     With FOUR, it takes two of each four columns from each half of 32, which is the layout that the compiler gives to
-    joined
-    operands. The order of the columns is free if both operands agree, so the columns are renamed and no data moves.
-    Adjacent columns in memory remain adjacent in the registers.
+    joined operands. The order of the columns is free if both operands agree, so the columns are renamed and no data
+    moves. Adjacent columns in memory remain adjacent in the registers.
     """
     tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, STEP_COLUMNS), (1, 0, 2, 3))
     tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element

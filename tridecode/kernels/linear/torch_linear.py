@@ -29,8 +29,7 @@ def piece_rows(rows: int, most: int) -> int:
     """Return how many of a weight's `rows` rows to dequantize at a time, at most `most`.
 
     The parts have equal sizes, and are whole tiles of the product: cuBLAS takes several times as long for columns of
-    `out`
-    that do not begin at a multiple of 16 bytes.
+    `out` that do not begin at a multiple of 16 bytes.
     """
     each = -(-rows // -(-rows // most))
     whole = -(-each // 128) * 128

@@ -33,8 +33,7 @@ def _place_key(tokens_ptr, i, end, last, LONGEST: tl.constexpr, SHORTEST: tl.con
     """Return the key of the best position i < end: the length of its match << 32 | i, or NOWHERE.
 
     The match length is the number of tokens up to i that equal the tokens up to `last`, at most LONGEST. Matches
-    shorter
-    than SHORTEST do not count. The longest match wins, and of equally long ones the latest.
+    shorter than SHORTEST do not count. The longest match wins, and of equally long ones the latest.
     """
     agree = i < end
     length = tl.zeros_like(i)
@@ -62,14 +61,12 @@ def _draft_kernel(
     """Write drafts to tokens after each row's position, and their number to meta's DRAFTS.
 
     Grid: (rows, SPLITS). The programs of a row share the search, and the last to arrive writes the drafts. Launched
-    without
-    PDL in every pass, because embed reads the drafts before its wait.
+    without PDL in every pass, because embed reads the drafts before its wait.
 
-    A row gets at most MOST drafts, and at most max(TRUST, 1). Every position stays below ROOM and every sampled token
-    below
-    LIMIT. A row with a mask gets no drafts. Known tokens (below N_KNOWN) serve as drafts where they are, without a
-    copy. If
-    the match is so close that its continuation reaches the position, the kernel repeats the continuation.
+    Known tokens (below N_KNOWN) serve as drafts where they are, without a copy. Otherwise a row gets at most
+    max(TRUST, 1) drafts. In both cases there are at most MOST drafts, every position stays below ROOM and every
+    sampled token below LIMIT. A row with a mask gets no drafts. If the match is so close that its continuation reaches
+    the position, the kernel repeats the continuation.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32 (DRAFTS is an output).

@@ -75,8 +75,7 @@ def _process_kernel(
     A program computes one block of a row. Grid: (vocab blocks, rows).
     Moves 8 * vocab bytes a row, and 4 * vocab more for each of bias and counts if the request uses them.
     counts and bias do not change during the step, so their loads precede the wait. If the raw logits of a block contain
-    a
-    NaN or an infinity, its key is BAD, which the later launches check.
+    a NaN or an infinity, its key is BAD, which the later launches check.
 
     Args:
         logits_ptr: [rows, vocab] fp32.
@@ -225,14 +224,11 @@ def _bins_kernel(
     program.
 
     Level 0 lists the nearest tokens and bins distances by their upper 11 bits. The bins count tokens if top-k is
-    active,
-    and sum weights if only top-p is.
+    active, and sum weights if only top-p is.
     Level 1 ranks the list if the list decides the cut, and the search ends. Otherwise it finds the bin of the cut and
-    counts
-    the lower 11 bits of the distances inside it. With both filters it also sums the weights of the bins before.
+    counts the lower 11 bits of the distances inside it. With both filters it also sums the weights of the bins before.
     Level 2 runs only with both filters. It computes the mass that top-k keeps, finds top-p's bin and counts inside that
-    bin.
-    All tokens at a distance have the same weight, so counts are sufficient inside a bin.
+    bin. All tokens at a distance have the same weight, so counts are sufficient inside a bin.
 
     Atomics dominate the cost, so tokens that cannot matter are excluded: k of the blocks' largest logits bound the k-th
     distance, and the tokens beyond top-p's reach have at most 1 - p of the largest token's mass together.

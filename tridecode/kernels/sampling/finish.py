@@ -135,8 +135,7 @@ def finish_step(
 
     Known tokens (below N_KNOWN) are reported, are not overwritten and do not stop the request. With FENCE, the ring of
     log-probabilities, which is in host memory too, is written before the entry of `out` that the host polls. With
-    MASKED, a
-    row whose mask was late samples no token: its entry contains LATE_TOKEN, and its position does not change.
+    MASKED, a row whose mask was late samples no token: its entry contains LATE_TOKEN, and its position does not change.
     """
     slot, following, step, generation, known, known_token, ends, waits, stop_ids = state
     meta_ptr += row * META_WIDTH

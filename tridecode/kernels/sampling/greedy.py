@@ -45,8 +45,7 @@ def _greedy_kernel(
 
     A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row.
     A logit and its id are packed into one int64, so the largest key is the result in any order of arrival, ties
-    included. A
-    NaN or an infinity has the largest key of all.
+    included. A NaN or an infinity has the largest key of all.
 
     Args:
         logits_ptr: [rows, vocab] fp32.
@@ -56,8 +55,7 @@ def _greedy_kernel(
         keys_ptr: [rows, >= blocks] int64 (scratch).
         counter_ptr: [rows, 2] int32, zero (scratch).
         sampled_ptr: [rows] int32 (output), a token or NO_TOKEN. With DRAW it replaces the other outputs, and the step
-            does
-            not end.
+            does not end.
     """
     if PDL:
         gdc_launch_dependents()

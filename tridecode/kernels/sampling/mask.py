@@ -56,8 +56,7 @@ def _fetch_mask_kernel(
 
     Grid: (rows,). Moves vocab / 8 bytes over the bus for each row with a mask, in as few transactions as possible.
     The host computes the mask while this pass runs, and stamps it after it is complete. The kernel therefore runs as
-    late
-    as possible. Each thread reads the stamp itself, and all must see the expected value.
+    late as possible. Each thread reads the stamp itself, and all must see the expected value.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32 (LATE is an output).

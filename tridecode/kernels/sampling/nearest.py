@@ -25,8 +25,7 @@ def distance_bound(distances, count):
     """Return a distance within which at least `count` of the distances are.
 
     It is the end of the eighth of a nat that contains the count-th distance, or the end of the last bin but one if
-    fewer
-    than `count` are nearer: a cut in the last bin keeps all tokens.
+    fewer than `count` are nearer: a cut in the last bin keeps all tokens.
     """
     before = tl.cumsum(tl.histogram(distances >> _EIGHTH_BITS, _EIGHTHS), axis=0) < count
     eighth = tl.sum(before.to(tl.int32), axis=0)

@@ -160,15 +160,13 @@ def _draw_kernel(
     12 * NEAREST bytes, and 4 * BINS more if the list of nearest tokens does not decide.
 
     Each block draws a candidate among its tokens in the order of their ids, and the last program to arrive draws a
-    block.
-    Both draws take a random number below a sum of integer weights, which does not depend on the order of addition. Each
-    block has its own stream of the generator; the step's position is the counter.
+    block. Both draws take a random number below a sum of integer weights, which does not depend on the order of
+    addition. Each block has its own stream of the generator; the step's position is the counter.
     Temperature 0, a NaN and an infinity need no draw: the first program ends the step, and the others return.
 
     Args:
         logits_ptr, meta_ptr, tokens_ptr, counts_ptr, out_ptr, lse_ptr: see finish_step. meta, tokens, counts and out
-            are
-            outputs.
+            are outputs.
         samp_ptr: [rows, SAMP_WIDTH] fp32.
         keys_ptr: [rows, >= blocks] int64.
         counter_ptr: [rows, 2] int32, zero (scratch).
@@ -178,8 +176,7 @@ def _draw_kernel(
         candidates_ptr: [rows, >= blocks] int32 (scratch).
         logprobs_ptr: [slots, RING, LOGPROBS_WIDTH] fp32 (output). Used only if LOGPROBS.
         tokens_out_ptr: [rows] int32 (output), a token or NO_TOKEN. With DRAW it replaces the other outputs, and the
-            step
-            does not end.
+            step does not end.
     """
     if PDL:
         gdc_launch_dependents()
