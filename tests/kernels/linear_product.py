@@ -175,7 +175,7 @@ class Product:
         """Check that nothing is written if no row runs, and that the next launch is right."""
         meta = self.meta.clone()
         self.meta[:, layout.STATUS] = layout.STOP
-        for _ in range(3):  # a launch that partial_sums barriers or counters behind would disturb the next one
+        for _ in range(3):  # a launch that left barriers or counters behind would disturb the next one
             out, normed, sumsq = self.launch(config)
             assert torch.equal(out, self.hidden) if self.epilogue == "residual" else out.isnan().all()
             assert normed.isnan().all() and sumsq.isnan().all() and not self.scratch.counter.any()
