@@ -1,4 +1,4 @@
-"""Captured passes on a machine without a GPU: a graph is the list of the lines that were run while it was captured."""
+"""Captured passes without a GPU: a graph is the list of the lines that run while it is captured."""
 
 from contextlib import nullcontext
 from threading import RLock
@@ -8,7 +8,7 @@ import torch
 from tridecode.step import graphs
 from tridecode.step.run import run_reference
 
-CAPTURING: list["FakeGraph"] = []  # at most one
+CAPTURING: list["FakeGraph"] = []  # the graph that is being captured, if any
 
 
 class FakeGraph:
@@ -30,7 +30,7 @@ class FakeGraph:
             line(*args)
 
 
-def run(role, op, *args, **how):
+def run(role, op, *args, **options):
     """Run the reference, or add it to the graph that is being captured."""
     if CAPTURING:
         CAPTURING[0].lines.append((op.ref, args))
@@ -63,8 +63,8 @@ class Place(graphs.Place):
 
 
 def install(monkeypatch) -> None:
-    """Let runners capture on a CPU. Their lines must be run by `run`."""
+    """Let runners capture on a CPU. Their line runner must be `run`."""
     monkeypatch.setattr(graphs, "Place", Place)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda of: nullcontext())
+        monkeypatch.setattr(torch.cuda, name, lambda target: nullcontext())

@@ -1,4 +1,4 @@
-"""Engine: streams, limits, prefix reuse, seeds, early ends. Runs on the backend that this machine has."""
+"""Engine: streams, limits, prefix reuse, seeds and early ends, on the backend of this machine."""
 
 import itertools
 import re
@@ -98,7 +98,7 @@ def test_closing_a_stream_early_leaves_the_engine_consistent(engine):
         assert follow.token_ids[: 12 - taken] == expected[taken:]
 
 
-def test_an_interrupt_in_prefill_leaves_the_engine_consistent(engine, monkeypatch):
+def test_interrupt_in_prefill_leaves_the_engine_consistent(engine, monkeypatch):
     expected = engine.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
 
     def interrupted(chunks, tokens, decoding):
@@ -115,7 +115,7 @@ def test_an_interrupt_in_prefill_leaves_the_engine_consistent(engine, monkeypatc
 def test_an_interrupt_as_a_stream_ends_mixes_nothing_into_the_next(monkeypatch):
     engine = tiny_engine()
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    wanted = engine.generate([7, 8, 9], params).token_ids
+    expected = engine.generate([7, 8, 9], params).token_ids
     scheduler = engine.scheduler
     monkeypatch.setattr(scheduler, "_ahead", 1)  # as on a GPU: a step is in flight when its stream is closed
 
@@ -127,10 +127,10 @@ def test_an_interrupt_as_a_stream_ends_mixes_nothing_into_the_next(monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(scheduler.slots, "release", interrupted)
         stream.close()
-    assert engine.generate([7, 8, 9], params).token_ids == wanted
+    assert engine.generate([7, 8, 9], params).token_ids == expected
 
 
-def test_a_newer_stream_waits_for_the_older_one_and_nothing_of_it_is_lost(engine):
+def test_newer_stream_waits_for_the_older_one(engine):
     expected = [engine.generate(prompt, GREEDY, reuse_prefix=False).token_ids for prompt in (PROMPT, [1, 2])]
     old = engine.stream(PROMPT, GREEDY)
     first = next(old)
@@ -139,7 +139,7 @@ def test_a_newer_stream_waits_for_the_older_one_and_nothing_of_it_is_lost(engine
     assert (first.token_id, *(piece.token_id for piece in rest)) == expected[0] and last.finish_reason == "length"
 
 
-def test_logprobs_are_those_of_the_raw_logits(engine):
+def test_logprobs_describe_the_raw_logits(engine):
     params = SamplingParams(temperature=0.5, top_k=5, seed=3, logprobs=4, max_tokens=6)
     result = engine.generate(PROMPT, params, reuse_prefix=False)
     exact = engine.score([*PROMPT, *result.token_ids]).double().log_softmax(-1).cpu()
@@ -169,17 +169,17 @@ def test_the_repetition_penalty_counts_the_prompt(engine):
     best = int(engine.score(PROMPT)[-1].argmax())
     params = SamplingParams(temperature=0.0, max_tokens=1, repetition_penalty=50.0)
     assert engine.generate(PROMPT, params).token_ids == (int(exact.argmax()),)
-    penalised = engine.generate([*PROMPT, best], SamplingParams(temperature=0.0, max_tokens=1, repetition_penalty=50.0))
-    assert penalised.token_ids[0] not in (*PROMPT, best)
+    penalized = engine.generate([*PROMPT, best], SamplingParams(temperature=0.0, max_tokens=1, repetition_penalty=50.0))
+    assert penalized.token_ids[0] not in (*PROMPT, best)
 
 
-def test_the_models_own_stop_ids_and_ignore_eos(engine):
+def test_ignore_eos_disables_the_stop_ids_of_the_model(engine):
     free = engine.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
     stopping = tiny_engine(stop_ids=(free[4],))
     result = stopping.generate(PROMPT, GREEDY)
     assert (result.finish_reason, result.token_ids) == ("stop", free[: free.index(free[4]) + 1])
-    going_on = stopping.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
-    assert (going_on.finish_reason, going_on.token_ids) == ("length", free)
+    continued = stopping.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    assert (continued.finish_reason, continued.token_ids) == ("length", free)
 
 
 def test_a_stop_string_ends_the_generation():
@@ -203,7 +203,7 @@ def test_score_waits_for_an_open_stream_and_can_be_written_to(engine):
     assert engine.generate(PROMPT, GREEDY).token_ids == expected
 
 
-def test_threads_on_one_engine_never_mix_their_tokens(engine):
+def test_threads_do_not_mix_their_tokens(engine):
     prompts = [PROMPT, [200, 100, 50, 25]]
     params = SamplingParams(temperature=0.0, max_tokens=60)
     expected = [engine.generate(p, params, reuse_prefix=False).token_ids for p in prompts]
@@ -243,7 +243,10 @@ POISON = 301  # a token whose embedding is NaN
 
 @pytest.fixture(scope="module")
 def poisoned():
-    """A token step reads only what is before it, a prompt's pass all of its chunk, masked or not: 0 * NaN is NaN."""
+    """Return an engine with a token whose embedding is NaN.
+
+    A decode pass reads only earlier positions. A prompt pass also multiplies masked positions, and 0 * NaN is NaN.
+    """
     engine = tiny_engine(seed=3, tie_word_embeddings=False)
     engine.model.weights.embed[POISON] = float("nan")
     return engine
@@ -251,17 +254,19 @@ def poisoned():
 
 @pytest.mark.parametrize("prompt", [[*PROMPT, POISON, 7, 8], [*PROMPT, POISON], [POISON]], ids=["middle", "end", "all"])
 def test_nothing_of_a_failed_request_is_found_again(poisoned, prompt):
-    for before in ([1], PROMPT):  # nothing of it in the cache, and a part
+    for before in ([1], PROMPT):  # the cache contains no part of the prompt, or a part
         poisoned.generate(before, GREEDY, reuse_prefix=False)
         failed = poisoned.generate(prompt, GREEDY)
         assert failed.finish_reason == "error" and "the checkpoint may be damaged: download it again" in failed.error
         after = poisoned.generate(PROMPT, GREEDY)
         assert after.finish_reason == "length"
-        assert after.usage.reused_tokens == 0 or prompt[0] == POISON, "such a request has found nothing that may be bad"
+        assert after.usage.reused_tokens == 0 or prompt[0] == POISON, (
+            "a request without a cached prefix cannot have damaged it"
+        )
         assert after.token_ids == poisoned.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
 
 
-def test_a_step_that_fails_later_is_not_found_again(poisoned):
+def test_tokens_before_a_failed_step_are_not_cached(poisoned):
     first, second, third = poisoned.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids[:3]
     good = poisoned.model.weights.embed[second].clone()
     poisoned.model.weights.embed[second] = float("nan")
@@ -272,7 +277,7 @@ def test_a_step_that_fails_later_is_not_found_again(poisoned):
     assert after.finish_reason == "length" and after.usage.reused_tokens == 0
 
 
-def test_a_prompt_whose_first_token_nobody_awaited_is_not_found_again(poisoned, monkeypatch):
+def test_interrupted_prompt_is_not_cached(poisoned, monkeypatch):
     def interrupted(*place):
         raise KeyboardInterrupt
 
@@ -283,7 +288,7 @@ def test_a_prompt_whose_first_token_nobody_awaited_is_not_found_again(poisoned, 
     assert poisoned.generate(PROMPT, GREEDY).finish_reason == "length"
 
 
-def test_the_error_names_what_helps_in_half_precision():
+def test_error_in_half_precision_suggests_another_dtype():
     engine = tiny_engine(dtype=torch.float16, seed=3)
     engine.model.weights.final_norm[1] = float("inf")
     assert "float16 overflows" in engine.generate(PROMPT, GREEDY).error
@@ -305,20 +310,20 @@ def test_the_error_names_what_helps_in_half_precision():
     ],
     ids=["empty", "above", "negative", "bool", "float", "too_long", "none", "one_message", "bytes", "no_tokenizer"],
 )
-def test_bad_prompts_are_refused_by_name(engine, prompt, message):
+def test_bad_prompts_are_rejected(engine, prompt, message):
     with pytest.raises(PromptError, match=message):
         engine.generate(prompt, GREEDY)
 
 
 @pytest.mark.parametrize("prompt", ["Hello there", [{"role": "user", "content": "Hello"}]], ids=["text", "chat"])
-def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_refused(prompt):
+def test_tokens_beyond_the_vocabulary_of_the_model_are_rejected(prompt):
     engine = tiny_engine()
     engine.tokenizer = Tokenizer.load(BUNDLED)
     with pytest.raises(PromptError, match=r"token id \d+ is not in the vocabulary \(0 to 330\)"):
         engine.generate(prompt, GREEDY)
 
 
-def test_a_prompt_that_another_engine_has_prepared_is_checked(engine):
+def test_prompt_prepared_by_another_engine_is_checked(engine):
     other = tiny_engine(vocab_size=engine.config.vocab_size + 8, capacity=engine.capacity + 8)
     with pytest.raises(PromptError, match=f"token id {engine.config.vocab_size + 7} is not in the vocabulary"):
         engine.submit(other.prepare([1, engine.config.vocab_size + 7]))
@@ -328,24 +333,24 @@ def test_a_prompt_that_another_engine_has_prepared_is_checked(engine):
     assert engine.prepare(prepared) == prepared
 
 
-def test_ids_of_any_integer_type_are_taken(engine):
+def test_ids_of_any_integer_type_are_accepted(engine):
     assert engine.encode(torch.tensor([3, 4])) == engine.encode(iter([3, 4])) == [3, 4]
     for ids in (array("q", [3, 4]), np.array([3, 4], np.uint16), torch.tensor([3, 4], dtype=torch.int8)):
         assert engine.encode(ids) == [3, 4]
 
 
-@pytest.mark.parametrize("of", [np.array, torch.tensor], ids=["numpy", "torch"])
-def test_an_array_of_other_things_than_ids_is_refused_as_their_list_is(engine, of):
+@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_arrays_without_token_ids_are_rejected(engine, make):
     for wrong in ([True], [[3], [4]], [1.0], [331], [2**40]):
         with pytest.raises(PromptError, match=f"token id {re.escape(str(wrong[0]))} is not in the vocabulary"):
-            engine.encode(of(wrong))
+            engine.encode(make(wrong))
     with pytest.raises(PromptError, match="the prompt is empty"):
-        engine.encode(of([]))
+        engine.encode(make([]))
     with pytest.raises(PromptError, match="the prompt must be text, token ids or a list"):
-        engine.encode(of(3))
+        engine.encode(make(3))
 
 
-def test_ids_outside_the_vocabulary_are_refused(engine):
+def test_ids_outside_the_vocabulary_are_rejected(engine):
     for field in (dict(logit_bias={331: 1.0}), dict(stop_token_ids=[400])):
         with pytest.raises(ParameterError, match=next(iter(field))):
             engine.generate(PROMPT, SamplingParams(**field))
@@ -353,10 +358,10 @@ def test_ids_outside_the_vocabulary_are_refused(engine):
         engine.generate(PROMPT, SamplingParams(stop_token_ids=list(range(17))))
 
 
-def test_chunks_of_any_size_prefill_the_same(engine):
+def test_chunk_size_does_not_change_the_cache(engine):
     ids = [(i * 13) % 331 for i in range(70)]
     caches = []
-    engine.score(ids)  # puts them where prompts are read
+    engine.score(ids)  # writes the ids to the slot
     for chunk in (70, 64, 33, 1):
         engine.model.kv.pool.fill_(float("nan"))
         prefill(engine.model, 0, 70, chunk=chunk)
@@ -366,7 +371,7 @@ def test_chunks_of_any_size_prefill_the_same(engine):
     engine.generate([1], GREEDY, reuse_prefix=False)
 
 
-@pytest.mark.skipif(CUDA, reason="the CPU's own path")
+@pytest.mark.skipif(CUDA, reason="tests the CPU backend")
 @pytest.mark.parametrize("window", [0, 24])
 def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
     q, k, v = torch.randn(1, 4, 50, 64), torch.randn(1, 2, 90, 64), torch.randn(1, 2, 90, 64)
@@ -378,8 +383,8 @@ def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
 
 
 @pytest.mark.skipif(not CUDA, reason="measures GPU memory")
-def test_loading_takes_the_weights_and_little_more_and_can_be_done_again(tmp_path, monkeypatch):
-    total = torch.cuda.mem_get_info()[1]  # what other programs hold at the time is none of this test's
+def test_loading_needs_little_more_memory_than_the_weights(tmp_path, monkeypatch):
+    total = torch.cuda.mem_get_info()[1]  # ignore the memory of other programs
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total - torch.cuda.memory_reserved(), total))
     path = write_tiny(tmp_path / "m", "llama", dtype=torch.bfloat16, hidden_size=1280, vocab_size=65536)
     config = load_config(path)
@@ -413,7 +418,7 @@ def test_prefill_memory_is_bounded_at_32000_tokens(window):
     result = engine.generate(ids, GREEDY)
     assert result.finish_reason == "length" and len(result.token_ids) == 12
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    assert peak < 1.0, f"prefill took {peak:.2f} GiB beside the cache"
+    assert peak < 1.0, f"prefill took {peak:.2f} GiB in addition to the cache"
 
 
 CUT = "abcabxabcd--stop here"
@@ -421,7 +426,7 @@ CUT = "abcabxabcd--stop here"
 
 @pytest.mark.parametrize("stops", [["abcd"], ["stop", "x"], ["bxab", "abx"], ["zzz"], ["--stop here!", "here"]])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_stop_strings_do_not_depend_on_the_pieces(stops, size):
+def test_stop_strings_do_not_depend_on_the_division_of_the_text(stops, size):
     filter = StopStrings(stops)
     shown = "".join(filter.push(CUT[i : i + size]) for i in range(0, len(CUT), size)) + filter.flush()
     ends = [(CUT.find(s) + len(s), CUT.find(s), s) for s in stops if s in CUT]

@@ -1,4 +1,4 @@
-"""docs/faults.md promises no more than what is tested."""
+"""The table of faults in docs/faults.md names only tests and exit codes that exist."""
 
 import ast
 import re
@@ -37,6 +37,6 @@ def test_each_row_names_tests_that_exist(fault):
         assert function.startswith("test_") and function in functions_of(file), name
 
 
-def test_the_exit_codes_are_those_of_the_program():
+def test_exit_codes_match_the_program():
     assert {0, 1, 2, DEVICE_LOST, INTERRUPTED, BROKEN_PIPE} == CODES.keys()
     assert len(FAULTS) > 50

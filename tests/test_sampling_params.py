@@ -1,4 +1,4 @@
-"""SamplingParams: what is taken, and what is refused by name."""
+"""SamplingParams: accepted values, and errors with the name of the parameter."""
 
 import pytest
 
@@ -17,11 +17,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("fields", REFUSED, ids=str)
-def test_refused_by_name(fields):
+def test_wrong_values_are_rejected(fields):
     (name,) = fields
-    with pytest.raises(ParameterError, match=f"^{name}(:| must be) ") as refused:
+    with pytest.raises(ParameterError, match=f"^{name}(:| must be) ") as raised:
         SamplingParams(**fields)
-    assert refused.value.argument == name and refused.value.code in ("type", "range")
+    assert raised.value.argument == name and raised.value.code in ("type", "range")
 
 
 def test_none_is_absent_and_one_stop_string_is_a_list():
@@ -30,7 +30,7 @@ def test_none_is_absent_and_one_stop_string_is_a_list():
     assert SamplingParams(stop="ab").stop == ("ab",)
 
 
-def test_greedy_is_the_plain_argmax_only():
+def test_greedy_means_argmax_of_raw_logits():
     assert SamplingParams(temperature=0).greedy
     for more in (dict(logit_bias={1: 1.0}), dict(presence_penalty=0.1), dict(temperature=0.5)):
         assert not SamplingParams(**{"temperature": 0, **more}).greedy

@@ -50,15 +50,15 @@ FIRST_TURN = 64  # tokens of the largest prompt pass that an engine of one slot 
 class Engine:
     """A model on its device, with captured passes.
 
-    As many requests run at a time as there are slots. Others wait in a queue, first come, first served. Requests may be
-    submitted from any thread. Requests share the K/V of equal prefixes, also with requests that have ended.
+    At most one request runs in each slot. Other requests wait in a queue, in the order of their submission. Any thread
+    may submit requests. Requests share the K/V of equal prefixes, also with requests that have ended.
     """
 
     model: DecodeModel
     tokenizer: Tokenizer | None
     plan: EnginePlan
     name: str
-    threads: int | None = None  # number of CPU threads; None: the user has chosen
+    threads: int | None = None  # number of CPU threads; None keeps the number that the user has set
     grammars: InitVar[Grammars | None] = None
 
     @classmethod
@@ -76,14 +76,14 @@ class Engine:
         Args:
             model: a directory or a Hugging Face id. None is the bundled model, and so is "bundled" unless there is a
                 directory of that name.
-            progress: called with (bytes done, bytes in all) while weights load.
-            compiling: called with (kernels done, kernels in all) while kernels compile, from several threads.
-            callers: threads that submit prompts at the same time; None: as many as slots. For several, `load` also
-                does `warm_up`, while weights load and kernels compile.
+            progress: called with (bytes loaded, total bytes) while weights load.
+            compiling: called with (compiled kernels, total kernels) while kernels compile, from several threads.
+            callers: number of threads that submit prompts at the same time; the default is the number of slots. For
+                several, `load` also calls `warm_up`.
             options: the fields of EngineOptions.
 
-        On a CPU the engine sets PyTorch's number of threads: one for a tiny model, else the number of free cores. A
-        number from OMP_NUM_THREADS or torch.set_num_threads stays.
+        On a CPU the engine sets PyTorch's number of threads: one for a tiny model, else the number of free cores. It
+        keeps a number that OMP_NUM_THREADS or torch.set_num_threads has set.
 
         Raises:
             CheckpointError: the checkpoint cannot be used.
@@ -128,9 +128,9 @@ class Engine:
         """Build an engine from weights that are on their device already.
 
         Args:
-            configs: launch configs by rows, by default those chosen for the GPU.
-            compiling: as for `load`.
-            grammars: those of this tokenizer and model, if they are being prepared already.
+            configs: launch configs by rows. The default is chosen for the GPU.
+            compiling: see `load`.
+            grammars: the grammars of this tokenizer and model, if they are being prepared already.
         """
         with allocating(plan.capacity, plan.device):
             model = model_of(plan, weights, configs)
@@ -170,7 +170,7 @@ class Engine:
             return
         try:
             self._driver.close()
-            with suppress(RuntimeError):  # a lost GPU writes no more
+            with suppress(RuntimeError):  # fails if the GPU is lost, which then writes nothing either
                 self.synchronize()
         finally:
             self.model = self.steps = self.prompts = None  # type: ignore[assignment]  # only after `close`
@@ -194,23 +194,27 @@ class Engine:
 
     @property
     def backend(self) -> str:
+        """Backend of the passes: triton or torch."""
         return self.plan.backend
 
     @property
     def graphs(self) -> GraphPlan:
+        """Modes and sizes of the captured passes."""
         return self.plan.graphs
 
     @property
     def graph(self) -> str:
-        """How passes run: one of dispatch.MODES."""
+        """Mode of the CUDA graphs, one of dispatch.MODES."""
         return self.plan.graphs.graph
 
     @property
     def config(self) -> ModelSpec:
+        """Configuration of the model."""
         return self._open().spec
 
     @property
     def device(self) -> torch.device:
+        """Device of the model."""
         return self._open().device
 
     @property
@@ -220,7 +224,7 @@ class Engine:
 
     @property
     def slots(self) -> int:
-        """Requests that run at a time."""
+        """Number of requests that can run at the same time."""
         return len(self._open().workspace.tokens)
 
     @property
@@ -235,6 +239,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
+        """Scheduler of the requests. Raises EngineClosed."""
         return self._driver.opened()
 
     def capture_next(self) -> bool:
@@ -243,12 +248,12 @@ class Engine:
         An engine of several slots captures all passes at load. One of one slot captures prompt passes of up to
         FIRST_TURN tokens, and a caller with idle time may capture the rest. Returns False if all sizes are captured.
         """
-        if self.scheduler.busy:  # leave its lock to the threads that step
+        if self.scheduler.busy:  # do not delay the threads that run passes
             return True
         return self._driver.exclusively(lambda scheduler: scheduler.busy or self.prompts.capture_next())
 
     def graph_stats(self) -> list[GraphStat]:
-        """Return how many decode passes ran so far, by rows, padded rows and mode."""
+        """Return the number of passes so far, by kind, rows, padded rows and mode."""
         self._open()
         return self.steps.dispatcher.stats()
 
@@ -262,8 +267,10 @@ class Engine:
         return self.default_params() if params is None else params
 
     def encode(self, prompt: Prompt, template_variables: dict[str, Any] | None = None) -> list[int]:
-        """Return the token ids of a prompt: a text, token ids, or chat messages, which go through the chat template.
-        Raises PromptError."""
+        """Return the token ids of a prompt, which is a text, token ids, or chat messages. Raises PromptError.
+
+        The chat template formats messages.
+        """
         return self.prepare(prompt, template_variables).ids
 
     def prepare(self, prompt: Prompt, template_variables: dict[str, Any] | None = None) -> Encoded:
@@ -281,10 +288,10 @@ class Engine:
         template_variables: dict[str, Any] | None = None,
         cache_salt: str = "",
     ) -> Request:
-        """Put a request in the queue, from any thread. See Request, and `stream` for the arguments.
+        """Add a request to the queue, from any thread. See Request, and `stream` for the other arguments.
 
         Args:
-            cache_salt: the request shares K/V only with requests of the same salt.
+            cache_salt: the request shares K/V only with requests that have the same salt.
 
         Raises:
             PromptError, ParameterError, QueueFull, EngineClosed.
@@ -292,16 +299,16 @@ class Engine:
         return self._driver.submit(self._request(prompt, params, reuse_prefix, template_variables, cache_salt))
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Wait until one of the requests has ended; return at once if there are none."""
+        """Wait until one of the requests has ended. Return at once if there are no requests."""
         if not isinstance(requests, Sequence) or not all(isinstance(request, Request) for request in requests):
-            message = f"requests must be a list of what submit gave, got {shown(requests)}"
+            message = f"requests must be a list of requests from submit, got {shown(requests)}"
             raise ParameterError(message, "requests", "type")
         self._driver.wait(lambda: not requests or any(request.finish_reason for request in requests))
 
     def step(self) -> bool:
-        """Run one pass for the requests that run or wait. Returns False if all sizes are captured.
+        """Run one pass for the requests that run or wait. Return False if there are no requests.
 
-        This is for a thread that does nothing else: a thread that waits for a request runs passes by itself.
+        This is for a thread that only runs passes. A thread that waits for a request runs passes itself.
         """
         return self._driver.step()
 
@@ -318,13 +325,13 @@ class Engine:
         Closing the iterator early cancels the request.
 
         Args:
-            prompt: a text, which is used without a chat template; token ids; or chat messages.
-            params: None: the model's own defaults.
-            reuse_prefix: use the K/V of the longest prefix that earlier requests have left.
+            prompt: a text, token ids, or chat messages. A text is used without a chat template.
+            params: sampling parameters. None selects the model's defaults.
+            reuse_prefix: whether to reuse the K/V of the longest cached prefix of earlier requests.
             template_variables: plain JSON values that the chat template reads, like {"enable_thinking": False}.
 
         Raises:
-            PromptError, ParameterError, QueueFull, EngineClosed: before the first piece.
+            PromptError, ParameterError, QueueFull, EngineClosed: at the call, before any token.
         """
         return iter(self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables))
 
@@ -346,7 +353,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         limit = min(len(tokens) + (params.max_tokens or self.capacity), self.capacity + 1)
-        own = tokens[:]  # several requests may have the same prompt
+        own = tokens[:]  # a copy, because several requests may use the same encoded prompt
         return Request(own, params, stop_ids, limit, started, not chat, reuse_prefix, salt, grammar)
 
     def generate(
@@ -357,7 +364,7 @@ class Engine:
         reuse_prefix: bool = True,
         template_variables: dict[str, Any] | None = None,
     ) -> Result:
-        """Return the whole answer; see `stream`. If its finish_reason is "error", `error` has the reason."""
+        """Return the whole answer; see `stream`. If its finish_reason is "error", `error` contains the reason."""
         return self.submit(prompt, params, reuse_prefix=reuse_prefix, template_variables=template_variables).result()
 
     def generate_many(
@@ -369,20 +376,20 @@ class Engine:
         reuse_prefix: bool = True,
         template_variables: dict[str, Any] | None = None,
     ) -> list[Result]:
-        """Return the answers to many prompts in their order; as many run at a time as there are slots.
+        """Return the answers to many prompts, in the order of the prompts. At most one runs in each slot at a time.
 
-        An error of one request, of its prompt or parameters too, is the result of that request alone: finish_reason
-        "error", with the reason in `error`.
+        An error of one request, also of its prompt or parameters, affects only its own result, whose finish_reason is
+        "error" and whose `error` contains the reason.
 
         Args:
-            params: for all prompts, or a list with one for each.
-            progress: called with (requests done, requests in all) whenever a request ends.
+            params: parameters for all prompts, or a list with parameters for each.
+            progress: called with (ended requests, all requests) whenever a request ends.
 
         Raises:
-            ParameterError: the lists themselves are wrong.
+            ParameterError: the lists have a wrong type or different lengths.
         """
         if (several := listed(prompts)) is None:
-            message = "prompts must be a list of prompts; for one prompt there is generate"
+            message = "prompts must be a list of prompts; use generate for one prompt"
             raise ParameterError(message, "prompts", "type")
         each = list(params) if isinstance(params, list | tuple) else [self._params(params)] * len(several)
         if len(each) != len(several):
@@ -397,12 +404,12 @@ class Engine:
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Return the logits of all tokens: fp32 [tokens, vocab] on the model's device; row i predicts token i + 1.
+        """Return the logits of all tokens, fp32 [tokens, vocab] on the model's device. Row i predicts token i + 1.
 
-        Runs decode passes in a slot, as any request does.
+        The tokens run in decode passes of a slot, like those of any request.
 
         Raises:
-            PromptError: ids are outside the vocabulary, or more than the context.
+            PromptError: ids are outside the vocabulary, or exceed the context.
             GenerationError: logits are NaN or Inf, or the request is cancelled.
             EngineClosed: the engine is closed.
         """
@@ -415,12 +422,15 @@ class Engine:
             raise GenerationError(result.error)
         if result.finish_reason == "cancelled":
             self._driver.opened()
-            raise GenerationError("score was cancelled before all logits were there")
+            raise GenerationError("score was cancelled before it computed all logits")
         return logits
 
     def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
-        """Submit a request that generates nothing: its pieces have the logprob of each prompt token after the first,
-        with those of the `logprobs` most likely tokens, and of the token that would follow."""
+        """Submit a request that only scores its prompt.
+
+        Its pieces contain the logprob of each prompt token after the first, the logprobs of the `logprobs` most likely
+        tokens at each place, and at last those of the token that would follow.
+        """
         return self._driver.submit(scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs))
 
     def synchronize(self) -> None:
@@ -430,12 +440,12 @@ class Engine:
 
 
 def named(value: Any) -> Any:
-    """Return the name of a torch dtype or device, and other values as they are."""
+    """Return the name of a torch dtype or device. Return any other value unchanged."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype | torch.device) else value
 
 
 def model_of(plan: EnginePlan, weights: Weights, configs: Mapping[int, PassConfigs] | None = None) -> DecodeModel:
-    """Allocate the state of a planned model. configs: launch configs by rows, by default those chosen for the GPU."""
+    """Allocate the state of a planned model. configs: launch configs by rows; the default is chosen for the GPU."""
     return make_model(
         plan.spec, weights, plan.capacity, plan.slots, plan.page or plan.capacity, configs, plan.pages, plan.rows,
         plan.chunk, batch_invariant=plan.options.batch_invariant, offload=plan.offload,

@@ -1,12 +1,19 @@
-"""What a generation yields."""
+"""Results of a generation."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts. reused_tokens: prompt tokens whose K/V were still in the cache. drafted: tokens that were guessed
-    and verified; accepted: those of them that were right, each a token without a pass of its own."""
+    """Token counts of a generation.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        reused_tokens: prompt tokens whose K/V were in the cache.
+        completion_tokens: tokens of the output.
+        drafted: draft tokens that passes verified.
+        accepted: verified draft tokens that were right. Each is an output token without a pass of its own.
+    """
 
     prompt_tokens: int
     reused_tokens: int
@@ -16,13 +23,19 @@ class Usage:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Drawn in one pass, on average."""
+        """Average number of output tokens of a pass."""
         return self.completion_tokens / max(self.completion_tokens - self.accepted, 1)
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds. ttft: from the call to the first token; decode: from the first token to the last."""
+    """Times of a generation.
+
+    Attributes:
+        ttft: seconds from the call to the first token.
+        decode: seconds from the first token to the last.
+        tokens_per_second: output tokens per second of `decode`.
+    """
 
     ttft: float
     decode: float
@@ -31,7 +44,12 @@ class Timings:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural-log probabilities under the raw logits: of the drawn token, and (token id, logprob) of the likeliest."""
+    """Natural-log probabilities of a token under the raw logits.
+
+    Attributes:
+        logprob: log-probability of the sampled token.
+        top: (token id, log-probability) of the most likely tokens.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -39,11 +57,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of a stream, and the text that became certain with it (may be empty).
+    """One output chunk of a stream: a token, and the text that became certain with it, which may be empty.
 
-    The last piece has no token (token_id None) but any held-back text, finish_reason ("stop", "length", "error" or
-    "cancelled"), usage, timings, with "error" a one-line `error`, and where one of SamplingParams.stop has cut the text
-    that `stop_string`.
+    The last chunk has no token (token_id is None). It has any remaining text, the finish_reason ("stop", "length",
+    "error" or "cancelled"), usage and timings. With "error" it has a one-line `error`. If one of SamplingParams.stop
+    has ended the text, `stop_string` is that string.
     """
 
     token_id: int | None
@@ -58,9 +76,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Result:
-    """A whole generation. token_ids holds everything drawn, a final stop token included; text does not.
+    """A whole generation. token_ids contains all sampled tokens, including a final stop token, which `text` omits.
 
-    Of a request that was cancelled it is what came until then.
+    For a cancelled request, it contains the output until the cancellation.
     """
 
     text: str

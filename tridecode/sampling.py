@@ -1,4 +1,4 @@
-"""SamplingParams: how one generation samples its tokens and when it ends."""
+"""SamplingParams: parameters of sampling and stopping of one generation."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -43,22 +43,22 @@ class Bias(Constraint):
 
     def accept(self, value: Any) -> dict[int, float]:
         try:
-            found = dict(() if value is None else value)
+            biases = dict(() if value is None else value)
         except (TypeError, ValueError):
             raise Rejected("type") from None
-        for token, bias in found.items():
+        for token, bias in biases.items():
             try:
                 TOKEN.accept(token)
             except Rejected as error:
                 raise Rejected(error.code, f"every key must be {TOKEN.expected}", token) from None
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= 1e30:
                 raise Rejected("range", f"token {shown(token)} must have a number from -1e30 to 1e30", bias)
-        return found
+        return biases
 
 
 @dataclass(frozen=True)
 class BiasItem(Constraint):
-    """ID=VALUE on the command line, as a pair."""
+    """A token id and a number, ID=VALUE on the command line."""
 
     expects = "ID=VALUE, like 42=-1.5"
 
@@ -86,24 +86,27 @@ class Schema(Constraint):
         return _schema(value)
 
 
-def _option(default: Any, constraint: Constraint, help: str, **more: Any) -> Any:
-    return option(default, constraint, help, **{"group": "sampling", "commands": COMMANDS} | more)
+def _option(default: Any, constraint: Constraint, help: str, **rest: Any) -> Any:
+    """Declare an option of the group "sampling"."""
+    return option(default, constraint, help, **{"group": "sampling", "commands": COMMANDS} | rest)
 
 
-def _form(constraint: Constraint, help: str, **more: Any) -> Any:
-    return option(None, constraint, help, group="form of the answer", commands=("generate",), **more)
+def _form(constraint: Constraint, help: str, **rest: Any) -> Any:
+    """Declare an option for the form of the answer."""
+    return option(None, constraint, help, group="form of the answer", commands=("generate",), **rest)
 
 
 @documented
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling and stopping of one generation, checked on construction.
+    """Sampling and stopping parameters of one generation, checked on construction.
 
-    The order is: mask of json_schema, regex, choice or grammar; logit_bias; repetition, presence and frequency penalty;
-    temperature; top-k; top-p; min-p. Tokens that are tied at a threshold are all kept.
+    Sampling applies in this order: the mask of json_schema, regex, choice or grammar, then logit_bias, the repetition,
+    presence and frequency penalties, temperature, top-k, top-p and min-p. Tokens that are tied at a threshold are all
+    kept.
 
     Raises:
-        ParameterError: a value is wrong; `.argument` names the parameter.
+        ParameterError: a value is wrong. `.argument` is the name of the parameter.
     """
 
     # fmt: off
@@ -169,7 +172,7 @@ class SamplingParams:
 
     @property
     def structure(self) -> tuple[str, str] | None:
-        """The name of the one of json_schema, regex, choice and grammar that is set, and its value as text."""
+        """Name and text of the parameter that is set among json_schema, regex, choice and grammar, or None."""
         for name in STRUCTURES:
             if (value := getattr(self, name)) is not None:
                 return name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -177,28 +180,31 @@ class SamplingParams:
 
     @property
     def penalties(self) -> bool:
+        """Whether any penalty changes logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def greedy(self) -> bool:
-        """The plain argmax of the raw logits: the one-launch greedy step serves it."""
+        """Whether sampling is the argmax of the raw logits, which the greedy pass computes in one launch."""
         return self.temperature == 0 and not self.penalties and not self.logit_bias
 
 
 def _schema(value: Any) -> str:
-    """A JSON schema, which is an object or true, as JSON text. Raises ParameterError."""
+    """Return the text of a JSON schema, which must be an object or true. Raises ParameterError."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        found = json.loads(text, parse_constant=_no_number)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # 1e999, and lone surrogates by escapes
+        schema = json.loads(text, parse_constant=_no_number)
+        # Rejects 1e999, which is infinite, and escaped lone surrogates.
+        json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ParameterError(f"json_schema must be plain JSON: {brief(error)}", "json_schema", "type") from None
-    if found is True:
+    if schema is True:
         return "{}"
-    if not isinstance(found, dict):
+    if not isinstance(schema, dict):
         raise Rejected("type")
     return text
 
 
 def _no_number(name: str) -> NoReturn:
+    """Reject NaN and infinities, which are not JSON."""
     raise ValueError(f"{name} is no number of it")

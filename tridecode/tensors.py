@@ -1,4 +1,4 @@
-"""Host memory that the kernels of a GPU read."""
+"""Host memory that kernels on a GPU read, and the repr of objects with tensors."""
 
 import logging
 import mmap
@@ -10,22 +10,29 @@ import torch
 
 from .errors import DeviceError
 
-PIECE = 2**30  # bytes registered at a time
-ALIGNED = 4096  # bytes: of a page of the host's memory
+PIECE = 2**30  # bytes that are registered together
+ALIGNED = 4096  # bytes of a page of host memory
 log = logging.getLogger("tridecode")
 
 
 def aligned(size: int, to: int = ALIGNED) -> int:
-    """The next multiple."""
+    """Return the smallest multiple of `to` that is at least `size`."""
     return -(-size // to) * to
 
 
 def host_memory(count: int, stride: int, device: torch.device, option: str) -> torch.Tensor:
-    """Zeros, [count, stride] uint8, which kernels of `device` can read, given back when nobody holds it; plain memory
-    for a CPU. stride: a multiple of ALIGNED; option: who asks. Raises DeviceError.
+    """Allocate zeros [count, stride] uint8 in host memory that kernels of `device` can read.
 
-    One range of addresses, registered in pieces of whole rows: a copy must not cross two, and the driver takes no more
-    at a time. (torch would round a pinned tensor up to a power of two.)
+    The memory is released when the tensor is no longer used. For a CPU it is plain memory.
+    It is one range of addresses, registered in parts of whole rows, because a copy must not cross two parts and the
+    driver limits the size of a part. torch would round the size of a pinned tensor up to a power of two.
+
+    Args:
+        stride: bytes of a row, a multiple of ALIGNED.
+        option: name of the option for messages.
+
+    Raises:
+        DeviceError: the host has too little memory, or the driver cannot pin it.
     """
     if device.type != "cuda":
         return torch.zeros(count, stride, dtype=torch.uint8, device=device)
@@ -34,21 +41,21 @@ def host_memory(count: int, stride: int, device: torch.device, option: str) -> t
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise DeviceError(f"{option}: the host has no {size / 2**30:,.1f} GiB: {error.strerror}") from None
-    with suppress(AttributeError, OSError):  # where the system has no large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)  # a fraction of the time to register
+    with suppress(AttributeError, OSError):  # not every system supports large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)  # large pages take a fraction of the time to register
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    address, piece = whole.data_ptr(), max(PIECE // stride, 1) * stride
+    address, part = whole.data_ptr(), max(PIECE // stride, 1) * stride
     registered: list[int] = []
     weakref.finalize(memory, _unregister, runtime, registered)
-    for first in range(0, size, piece):
-        code = runtime.cudaHostRegister(address + first, min(piece, size - first), 3)  # portable | mapped
+    for first in range(0, size, part):
+        code = runtime.cudaHostRegister(address + first, min(part, size - first), 3)  # portable | mapped
         if int(code):
             if torch.cuda.is_available():
                 with suppress(RuntimeError):
-                    torch.zeros(1, device=device)  # the next launch tells of the error too, and then it is forgotten
+                    torch.zeros(1, device=device)  # CUDA reports the error once more at the next launch; discard it
             raise DeviceError(
                 f"{option}: the driver refuses to pin more than {first / 2**30:,.1f} of {size / 2**30:,.1f} GiB "
-                f"(CUDA error {int(code)}); ask for less, or raise the limit of locked memory"
+                f"(CUDA error {int(code)}); request less, or raise the limit of locked memory"
             )
         registered.append(address + first)
     log.info("%s: pinned %.1f GiB of host memory in %.1f s", option, size / 2**30, time.perf_counter() - started)
@@ -56,11 +63,12 @@ def host_memory(count: int, stride: int, device: torch.device, option: str) -> t
 
 
 def _unregister(runtime, addresses: list[int]) -> None:
+    """Unpin memory."""
     for address in addresses:
         runtime.cudaHostUnregister(address)
 
 
-def short_repr(holder, tensor: torch.Tensor, **facts) -> str:
-    """The repr of what holds tensors: a short line of facts, with dtype and device of `tensor`, one of them."""
+def short_repr(owner, tensor: torch.Tensor, **facts) -> str:
+    """Return a one-line repr of an object with tensors: the facts, and the dtype and device of `tensor`."""
     facts |= {"dtype": str(tensor.dtype).removeprefix("torch."), "device": str(tensor.device)}
-    return f"{type(holder).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"
+    return f"{type(owner).__name__}({', '.join(f'{name}={value}' for name, value in facts.items())})"

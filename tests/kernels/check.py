@@ -1,4 +1,4 @@
-"""check_op: the checks that every op must pass, in one call."""
+"""check_op: checks the rules of all ops with one call."""
 
 import copy
 import inspect
@@ -16,7 +16,7 @@ IDLE = layout.WAIT, layout.STOP, layout.LIMIT_REACHED, layout.NAN
 
 
 class Checked(NamedTuple):
-    """The arguments by name as the launch and as the reference left them."""
+    """The arguments by name after the launch, and after the reference."""
 
     launched: dict[str, Any]
     reference: dict[str, Any]
@@ -25,7 +25,7 @@ class Checked(NamedTuple):
 def check_op(
     op: Op,
     args: tuple | dict[str, Any],
-    how: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
     tolerance: float | dict[str, float] = 0.0,
     *,
     outputs: Sequence[str] | None = None,
@@ -64,7 +64,7 @@ def check_op(
         op: the op.
         args: the arguments of a launch, by position or by name. They are not changed. Tensors may share storage and may
             lie in tuples, dicts and objects.
-        how: keyword arguments of the launch alone, for example its config.
+        options: keyword arguments of the launch alone, for example its config.
         tolerance: the largest relative RMS error of floats, for all outputs or by output; 0, the default, means equal.
             The error is relative to the elements that the reference changes.
         outputs: the tensors that a launch writes, without reading what they contain; by default `op.outputs`, from
@@ -80,8 +80,8 @@ def check_op(
     Returns:
         The arguments of the launch and of the reference, for further assertions.
     """
-    how, views = how or {}, views or {}
-    arguments = _bound(op, args, how)
+    options, views = options or {}, views or {}
+    arguments = _bound(op, args, options)
     roles = _roles(arguments, op.outputs if outputs is None else outputs, accumulates, scratch, outputs is not None)
     tolerances = tolerance if isinstance(tolerance, dict) else dict.fromkeys(roles.compared, tolerance)
     unknown = (tolerances.keys() | views.keys()) - set(roles.compared)
@@ -90,7 +90,7 @@ def check_op(
     size = op.bytes(*arguments.values())
     assert isinstance(size, int) and (size > 0 if moved is None else size == moved), f"bytes: {size!r}"
 
-    launch = partial(op.launch, **how)
+    launch = partial(op.launch, **options)
     inputs = _Inputs(arguments)
     reference, launched = _Copy(arguments, roles, on_host), _Copy(arguments, roles)
     for copied, function, name in ((reference, op.ref, "reference"), (launched, launch, "launch")):
@@ -112,7 +112,7 @@ def check_op(
             copied.run(function)
             _fail_if(inputs.changes() + copied.changes(copied.start), f"the {name} of idle rows writes in")
     if torch.cuda.is_available() and op.kernels:
-        _check_on_gpu(op, how, _Copy(arguments, roles), launched.buffers, roles.scratch)
+        _check_on_gpu(op, options, _Copy(arguments, roles), launched.buffers, roles.scratch)
         _fail_if(inputs.changes(), "a replay writes in")
     return Checked(launched.arguments, reference.arguments)
 
@@ -218,14 +218,14 @@ class _Copy:
         return places
 
 
-def _check_on_gpu(op: Op, how, copied: _Copy, expected, scratch) -> None:
+def _check_on_gpu(op: Op, options, copied: _Copy, expected, scratch) -> None:
     """Check that launches repeat bit by bit, allocate nothing and can be captured, with dependent launch too."""
-    variants = [how]
-    if "pdl" in inspect.signature(op.launch).parameters.keys() - how.keys():
-        variants += [how | {"pdl": True}] if torch.cuda.get_device_capability() >= (9, 0) else []
+    variants = [options]
+    if "pdl" in inspect.signature(op.launch).parameters.keys() - options.keys():
+        variants += [options | {"pdl": True}] if torch.cuda.get_device_capability() >= (9, 0) else []
     for keywords in variants:
         launch = partial(op.launch, **keywords)
-        prefix = "with pdl=True " if keywords is not how else ""
+        prefix = "with pdl=True " if keywords is not options else ""
         copied.reset()
         copied.run(launch)  # compiles
         _fail_if(copied.changes(expected, besides=scratch), f"{prefix}a launch differs from the first one in")
@@ -268,10 +268,10 @@ def _mismatch(out, expected, before, tolerance: float, poisoned: bool) -> str:
     return "" if error <= tolerance else f"relative RMS error {error:.2e}, tolerance {tolerance:.0e}"
 
 
-def _bound(op: Op, args, how) -> dict[str, Any]:
+def _bound(op: Op, args, options) -> dict[str, Any]:
     """The positional arguments of a launch by name, with defaults."""
     signature = inspect.signature(op.launch)
-    bound = signature.bind(**args, **how) if isinstance(args, dict) else signature.bind(*args, **how)
+    bound = signature.bind(**args, **options) if isinstance(args, dict) else signature.bind(*args, **options)
     bound.apply_defaults()
     keywords = {name for name, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     return {name: value for name, value in bound.arguments.items() if name not in keywords}

@@ -1,4 +1,4 @@
-"""Without a GPU, kernel tests run torch in one thread: more cost more time than they save with tensors so small."""
+"""Without a GPU, kernel tests run torch in one thread, which is faster for small tensors."""
 
 import pytest
 import torch

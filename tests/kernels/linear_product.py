@@ -68,21 +68,26 @@ def packed(scheme: str, n: int, k: int) -> LoadedLinear:
 
 
 def idle(rows: int, *which: int) -> torch.Tensor:
-    """meta of rows that run, but for `which`."""
+    """Return meta whose rows run, except the rows `which`."""
     meta = meta_rows(*([0] * rows))
     meta[list(which), layout.STATUS] = layout.STOP
     return meta
 
 
-def same(some, others) -> bool:
-    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others, strict=True))
+def same(first, second) -> bool:
+    """Return whether two lists of outputs have equal bits, NaN included."""
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
 
 
 class Product:
-    """The arguments of a launch for one epilogue of EPILOGUES, or "plain", "plain_bias".
+    """The arguments of a launch for one epilogue of EPILOGUES or PLAIN.
 
-    dtype: of x. short: of outputs that the next product reads, by default dtype. Rows `stopped` do not run. `strided`:
-    SPARE columns lie between the rows of every buffer. partials: sums of squares that the norm reads.
+    Args:
+        dtype: dtype of x.
+        short: dtype of outputs that the next linear reads. The default is `dtype`.
+        stopped: rows that do not run.
+        strided: whether SPARE columns separate the rows of every buffer.
+        partials: number of partial sums of squares that the norm reads.
     """
 
     def __init__(
@@ -137,25 +142,25 @@ class Product:
         self.enqueue(config)
         return [output.clone() for output in self.outputs]
 
-    def left(self, config) -> int:
-        """Return how many partial sums of squares a launch leaves."""
+    def partial_sums(self, config) -> int:
+        """Return the number of partial sums of squares that a launch writes."""
         return kernel_of(config).partials(self.n, config)
 
     def check(self, config, tolerance=TOLERANCE, rounded=ROUNDED):
         rounded = tolerance if self.short == torch.float32 else rounded
         launched = self.launch(config)
         (out, normed, sumsq), runs, stopped = launched, self.runs, ~self.runs
-        wanted = [self.buffer(self.n) for _ in range(3)]
+        expected = [self.buffer(self.n) for _ in range(3)]
         if self.epilogue == "residual":
-            wanted[0].copy_(self.hidden)
-        project_ref(*self.arguments(*wanted))
+            expected[0].copy_(self.hidden)
+        project_ref(*self.arguments(*expected))
         gated = self.epilogue == "gated"
-        assert_close(out[runs].float(), wanted[0][runs], rounded if gated else tolerance, "out")
+        assert_close(out[runs].float(), expected[0][runs], rounded if gated else tolerance, "out")
         if self.epilogue == "residual":
-            left = self.left(config)
-            assert_close(normed[runs].float(), wanted[1][runs], rounded, "normed")
-            assert_close(sumsq[runs, :left].sum(1), wanted[2][runs, 0], tolerance, "sumsq")
-            assert sumsq[runs, left:].isnan().all(), "sums beyond the last were written"
+            count = self.partial_sums(config)
+            assert_close(normed[runs].float(), expected[1][runs], rounded, "normed")
+            assert_close(sumsq[runs, :count].sum(1), expected[2][runs, 0], tolerance, "sumsq")
+            assert sumsq[runs, count:].isnan().all(), "sums beyond the last were written"
             assert torch.equal(out[stopped], self.hidden[stopped]), "a row that does not run was written"
         else:
             assert out[stopped].isnan().all(), "a row that does not run was written"
@@ -179,12 +184,14 @@ class Product:
 
 
 def check_captured(products, configs):
-    """Check that products launched one after the other, each while the one before it runs, have the bits that they have
-    alone; those that share columns have the same counter and sums. configs: one each."""
+    """Check that captured launches, each started while the previous one runs, compute the same bits as alone.
+
+    Products that share columns use the same counter and sums. configs: one for each product.
+    """
     largest = max((product.scratch for product in products), key=lambda scratch: scratch.sums.numel())
     for product in products:
         product.scratch = largest
-    wanted = [product.launch(config) for product, config in zip(products, configs)]
+    expected = [product.launch(config) for product, config in zip(products, configs)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for product in products:
@@ -193,20 +200,23 @@ def check_captured(products, configs):
             product.enqueue(config, pdl=True)
     for _ in range(5):
         graph.replay()
-        for product, expected in zip(products, wanted):
-            assert same(product.outputs, expected), product.epilogue
+        for product, outputs in zip(products, expected):
+            assert same(product.outputs, outputs), product.epilogue
 
 
-def check_alike(most, few, configs):
-    """Check that a row has the same bits among any number of rows.
+def check_alike(whole, make_part, configs):
+    """Check that a row has the same bits in passes of any number of rows.
 
-    most: a product of 64 rows. few(rows): returns a product of `rows` rows. configs: by rows.
+    Args:
+        whole: a product of 64 rows.
+        make_part: make_part(rows) returns a product of `rows` rows.
+        configs: launch configs by rows.
     """
-    wanted = most.launch(configs[64])
+    expected = whole.launch(configs[64])
     for rows in (1, 8, 16, 17, 32, 33):
-        product = few(rows)
-        product.linear, product.norm = most.linear, most.norm
+        product = make_part(rows)
+        product.linear, product.norm = whole.linear, whole.norm
         for name in ("x", "partials", "hidden"):
-            getattr(product, name).copy_(getattr(most, name)[:rows])
+            getattr(product, name).copy_(getattr(whole, name)[:rows])
         launched = product.launch(configs[min(size for size in configs if size >= rows)])
-        assert same(launched, [output[:rows] for output in wanted]), f"{rows} rows"
+        assert same(launched, [output[:rows] for output in expected]), f"{rows} rows"

@@ -25,7 +25,7 @@ RINGS = ("out", "logprobs", "ids", "mask", "stamp")  # in host memory
 
 OPS = {"mask": MASK, "greedy": GREEDY, "sample": SAMPLE, "logprobs": LOGPROBS, "accept": ACCEPT}
 # parameter -> field of State, if the names differ
-FIELDS = {"logprobs_ring": "logprobs", "out_logprobs": "logprobs", "out_top_ids": "ids", "drawn": "sampled"}
+FIELDS = {"logprobs_ring": "logprobs", "out_logprobs": "logprobs", "out_top_ids": "ids", "sampled": "sampled"}
 ENDS_A_PASS = ("meta", "tokens", "counts", "out", "logprobs_ring")
 ACCUMULATES = {
     "mask": ("logits", "meta", "sampler.mask"),
@@ -36,7 +36,7 @@ ACCUMULATES = {
 }
 SCRATCH = {
     "greedy": ("keys",),
-    "sample": ("keys", "tops", "bins", "bin_mass", "state", "near", "ranks", "mass", "drawn"),
+    "sample": ("keys", "tops", "bins", "bin_mass", "state", "near", "ranks", "mass", "candidates"),
     "logprobs": ("top_keys", "block_lse"),
 }
 OF_FINITE_ROWS = {"sample": "sampler.processed", "logprobs": "sampler.lse"}  # compared if the row's logits are finite
@@ -44,7 +44,7 @@ OF_FINITE_ROWS = {"sample": "sampler.processed", "logprobs": "sampler.lse"}  # c
 
 @dataclass
 class State:
-    """The tensors that sampling reads and writes; on a GPU the rings are pinned host memory, as in the engine."""
+    """The tensors that sampling reads and writes. On a GPU the rings are pinned host memory, as in the engine."""
 
     logits: torch.Tensor
     meta: torch.Tensor
@@ -61,7 +61,7 @@ class State:
     sampled: torch.Tensor | None = None  # tokens by row, if `accept` ends the pass
 
     def copy(self, device=None) -> "State":
-        """A copy on `device`; by default each tensor stays where it is."""
+        """Return a copy on `device`. By default each tensor stays on its device."""
 
         def clone(t):
             if t is None or device is not None:
@@ -82,16 +82,16 @@ class State:
         return {name: values[getattr(m, name)] for name in ("STATUS", "POSITION", "STEP")}
 
     def entry(self, slot: int = 0, step: int = STEP) -> tuple[int, int]:
-        """Step and token of the output ring's entry for `step`."""
+        """Return step and token of the output ring's entry for `step`."""
         value = int(self.out[slot, step % m.RING])
         assert value >> m.GENERATION_SHIFT == GENERATION
         return value >> m.STEP_SHIFT & m.STEP_MASK, value & m.NO_TOKEN
 
 
 def make_state(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed: int = 1) -> State:
-    """The state in mid-generation with a row of logits for each slot; scratch and outputs are garbage.
+    """Return a state in mid-generation with a row of logits for each slot. Scratch and outputs contain garbage.
 
-    params: of each slot; by default SamplingParams() for all.
+    params: the parameters of each slot. The default is SamplingParams() for all.
     """
     rows, vocab = logits.shape
     params = params or (SamplingParams(),) * rows
@@ -130,7 +130,7 @@ def make_state(logits: torch.Tensor, *params: SamplingParams, stop_ids=(), seed:
 
 
 def arguments(kind: str, state: State, with_logprobs: bool = False, **others) -> dict:
-    """Arguments of a launch by name; `others` are those that are not a field of State, and replacements."""
+    """Return the arguments of a launch by name. `others` adds or replaces arguments."""
     parameters = inspect.signature(OPS[kind].ref).parameters
     values = {name: getattr(state, FIELDS.get(name, name), p.default) for name, p in parameters.items()}
     if "lse" in parameters:
@@ -171,7 +171,7 @@ def check(kind: str, state: State, with_logprobs: bool = False, masked: bool = F
         others["masked"] = True
     args = arguments(kind, state, with_logprobs, **others)
     draws = kind in ("greedy", "sample") and state.sampled is not None
-    outputs, scratch, views = ["drawn"] if draws else [], [f"sampler.{name}" for name in SCRATCH.get(kind, ())], {}
+    outputs, scratch, views = ["sampled"] if draws else [], [f"sampler.{name}" for name in SCRATCH.get(kind, ())], {}
     if name := OF_FINITE_ROWS.get(kind):
         finite = state.logits.isfinite().all(1) & (state.meta[:, m.STATUS] == m.RUN)
         (outputs if finite.any() else scratch).append(name)
@@ -204,7 +204,7 @@ def assert_same(state: State, expected: State, *names: str) -> None:
 
 
 def kept(state: State, slot: int = 0) -> set[int]:
-    """The tokens that the filters kept, according to the sampler's buffers."""
+    """Return the tokens that the filters kept, according to the sampler's buffers."""
     y = state.sampler.processed[slot].cpu()
     temperature, _, min_p = state.samp[slot, :3].cpu()
     d = distance_ref(y, y.max(), temperature)

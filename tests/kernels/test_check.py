@@ -81,7 +81,7 @@ def check(op: Op, args=None, **changes):
 def test_check_op_accepts_a_correct_op_and_keeps_the_arguments():
     args = arguments()
     before = {name: args[name].clone() for name in ("meta", "x", "hidden", "arrived")}
-    launched, reference = check(op_of(add), args, how=dict(parts=3))
+    launched, reference = check(op_of(add), args, options=dict(parts=3))
     assert all(torch.equal(args[name], value) for name, value in before.items())
     assert args["norm"].normed.isnan().all() and args["buffers"].sums.isnan().all()
     assert torch.equal(launched["hidden"], args["hidden"] + args["x"])
@@ -96,7 +96,7 @@ def test_check_op_omits_an_absent_output():
 def test_check_op_accepts_rows_that_do_not_run_among_others():
     args = arguments()
     args["meta"][1, layout.STATUS] = layout.WAIT
-    launched, _ = check(op_of(add), args, views={"buffers.sums": lambda sums: sums[:, 0]}, how=dict(parts=1))
+    launched, _ = check(op_of(add), args, views={"buffers.sums": lambda sums: sums[:, 0]}, options=dict(parts=1))
     assert launched["norm"].normed[1].isnan().all() and torch.equal(launched["hidden"][1], args["hidden"][1])
 
 

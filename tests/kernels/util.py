@@ -16,7 +16,10 @@ BF16_ROUNDING = 1e-3 if CUDA else 5e-3
 
 @dataclass(frozen=True)
 class Case:
-    """A named case: sizes of a real model, and sizes as odd for the interpreter (2 ms a program and iteration)."""
+    """A named case: sizes of a real model, and small sizes that are as odd.
+
+    The interpreter takes 2 ms a program and iteration, so it uses the small sizes.
+    """
 
     name: str
     gpu: dict
@@ -33,7 +36,7 @@ def cases(*entries: Case):
 
 
 def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """Return ||out - ref|| / ||ref||, which is NaN, and so never within a tolerance, if `out` is still poisoned."""
+    """Return ||out - ref|| / ||ref||. If `out` is still poisoned, the result is NaN, which no tolerance accepts."""
     return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
@@ -59,12 +62,12 @@ def norm_weight(n: int, dtype=torch.float32) -> torch.Tensor:
 def in_8_bits(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a pool [pages, layers, 2, kv_heads, page, head_dim] in 8 bits, and K and V of its layer 1."""
     *shape, page, D = pool.shape
-    found = torch.zeros(*shape, head_rows(page, D) * D, dtype=torch.uint8, device=pool.device)
-    numbers = found[..., : page * D].unflatten(-1, (page, D))
+    pool_8_bits = torch.zeros(*shape, head_rows(page, D) * D, dtype=torch.uint8, device=pool.device)
+    numbers = pool_8_bits[..., : page * D].unflatten(-1, (page, D))
     for layer in range(shape[1]):
         for part in range(2):
             put(numbers[:, layer, part], (slice(None),), pool[:, layer, part])
-    return found, *numbers[:, 1].unbind(1)
+    return pool_8_bits, *numbers[:, 1].unbind(1)
 
 
 def meta_rows(*positions: int, status: int = layout.RUN) -> torch.Tensor:

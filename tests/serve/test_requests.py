@@ -71,7 +71,7 @@ def test_waiting_for_one_request_advances_all(engine, run_alone):
 def test_wait_checks_its_arguments(engine):
     engine.wait([])
     for wrong in (None, engine.submit(PROMPTS[0], GREEDY), [5]):
-        with pytest.raises(ParameterError, match="^requests must be a list of what submit gave, got "):
+        with pytest.raises(ParameterError, match="^requests must be a list of requests from submit, got "):
             engine.wait(wrong)
 
 

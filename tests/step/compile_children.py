@@ -2,8 +2,8 @@
 
     python compile_children.py [BROKEN]
 
-Prints how many kernels Triton's cache lacked, how many were compiled in this process, the reported progress, and how
-many were compiled by a second call. BROKEN: the children end at once.
+Prints the number of kernels that Triton's cache lacked, the number compiled in this process, the reported progress, and
+the number compiled by a second call. With BROKEN, the children end at once.
 """
 
 import sys

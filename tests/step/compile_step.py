@@ -1,16 +1,16 @@
-"""Compile every launch of decode and prompt passes for GPUs that are not here, and check the limits of each GPU.
+"""Compile every launch of decode and prompt passes for absent GPUs, and check the limits of each GPU.
 
 A script, not interpreted:
 
     python compile_step.py MODELS GPUS [--common] [--rules] [--table]
 
 MODELS are names separated by commas: a preset or a model of OTHERS, with suffixes: _fp16, _fp8, _int8 or _int4
-(quantized weights), _kv8 (K and V in fp8). "dense" stands for every preset up to 8B in bf16, fp8 and int4. GPUS are
-names of gpus.py.
+(quantized weights), _kv8 (K and V in fp8). "dense" means every preset up to 8B in bf16, fp8 and int4. GPUS are names of
+gpus.py.
 
-The launchers run on meta tensors of the real sizes, with a recorder in place of each kernel. So an engine launches the
-same kernels. Prints a line for each kernel and GPU: model, kernel, GPU, registers, stack bytes, local bytes, shared
-bytes. The exit status is 1 if a kernel does not compile or exceeds a limit.
+The launchers run on meta tensors of the real sizes, with a recorder instead of each kernel. So an engine launches the
+same kernels. The script prints a line for each kernel and GPU: model, kernel, GPU, registers, stack bytes, local bytes,
+shared bytes. The exit status is 1 if a kernel does not compile or exceeds a limit.
 """
 
 import argparse
@@ -65,7 +65,7 @@ from tridecode.tuning.configs import HOPPER, Choice, PassConfigs
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpus import GPUS
 
-MODULES = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+MODULES = [import_module(module.name) for module in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
 ROWS = (1, 8, 16, 64)  # rows of the decode passes
 DENSE = [f"{preset}{suffix}" for preset in PRESETS if preset != "qwen3-14b" for suffix in ("", "_fp8", "_int4")]
 RINGS = [f"{preset}_{scheme}" for preset in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
@@ -77,7 +77,7 @@ TYPES = {
 
 # Limits.
 SHARED = 48 * 1024  # bytes; with more, Triton sets the largest carve-out, and the other kernels of a pass lose their L1
-LARGE = {  # kernels that run at the same time as kernels with as much shared memory
+LARGE = {  # kernels that may exceed SHARED, because the kernels that run at the same time do too
     "_matmul_tiles_kernel", "_attention_rows_kernel", "_matmul_hopper_kernel", "_matmul_ring_kernel",
     "_prompt_attention_kernel", "_prompt_splits_kernel", "_prompt_attention_hopper_kernel", "_expand_kv_kernel",
 }  # fmt: skip
@@ -96,8 +96,12 @@ THREADS, TENSOR_MEMORY = 1024, 512  # threads of a program, columns of a multipr
 class Resources(NamedTuple):
     """Resources of a compiled kernel.
 
-    registers, stack, local: of a thread, all but registers in bytes. shared: bytes of a program. tensor_memory: columns
-    of a program.
+    Attributes:
+        registers: registers of a thread.
+        stack, local: bytes of a thread.
+        shared: bytes of a program.
+        tensor_memory: columns of a program.
+        threads: threads of a program.
     """
 
     registers: int
@@ -108,7 +112,7 @@ class Resources(NamedTuple):
     threads: int
 
     def excess(self, kernel: str, gpu: Device) -> list[str]:
-        """Return which limits the kernel exceeds on the GPU."""
+        """Return the limits of the GPU that the kernel exceeds."""
         bounded = kernel == "_matmul_kernel" and 2 * self.registers * self.threads == gpu.registers
         needed = {
             "registers": (-(-self.registers // 8) * 8 * self.threads, gpu.registers),  # allocated in units of 8
@@ -118,7 +122,7 @@ class Resources(NamedTuple):
             "tensor memory": (self.tensor_memory, TENSOR_MEMORY),
             "threads": (self.threads, THREADS),
         }
-        return [f"{name} {value:,} > {most:,}" for name, (value, most) in needed.items() if value > most]
+        return [f"{name} {value:,} > {limit:,}" for name, (value, limit) in needed.items() if value > limit]
 
 
 class Launch(NamedTuple):
@@ -250,15 +254,15 @@ def run_common(name: str, gpu: Device) -> None:
 
 
 def prompt_run(model: DecodeModel) -> Callable[..., None]:
-    """Return what launches a prompt pass. Its attention is torch's where Triton's tiles do not fit."""
+    """Return the runner of a prompt pass. Its attention is torch's if Triton's tiles do not fit."""
     tiles = prompt_tiles_fit(model.spec.pages.head_dim, model.weights.dtype, model.gpu)
     return launch_ours if tiles else launch_but_attention
 
 
 def run_prompts(model: DecodeModel, decoding: int) -> None:
-    """Run prompt passes alone and with decoding rows."""
+    """Run prompt passes row_by_row and with decoding rows."""
     run = prompt_run(model)
-    for rows in (68, 512, 2048):  # with 512, no launch of its own adds up splits
+    for rows in (68, 512, 2048):  # with 512, there is no separate launch that adds splits
         read(run, model, rows)
     read(run, model, 132, decoding=decoding)
     key_values = model.prompt.x.new_empty(2, *model.kv.k[0][0].shape)
@@ -271,7 +275,7 @@ def run_all(name: str, gpu: Device) -> None:
     """Run all kinds of passes."""
     model, hopper = meta_model(name, gpu), gpu.capability == HOPPER
     quantized = model.spec.quantization is not None
-    for rows in (*ROWS, 32) if hopper else ROWS:  # Hopper has linears of its own for 32 rows
+    for rows in (*ROWS, 32) if hopper else ROWS:  # on Hopper, other kernels compute the linears of 32 rows
         for kind in decode.KINDS:
             decode.decode_pass(launcher(model), model.of_rows(rows), kind)
             decode.decode_pass(launcher(model), model.of_rows(rows), kind, masked=True)
@@ -279,8 +283,8 @@ def run_all(name: str, gpu: Device) -> None:
         for requests, queries in ((1, 1), (1, 8), (2, 2), (4, 4)):
             for kind in decode.KINDS:
                 decode.decode_pass(launcher(model), model.of_queries(requests, queries), kind)
-        alone = replace(model.of_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
-        decode.decode_pass(launcher(model), alone, "greedy")
+        row_by_row = replace(model.of_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
+        decode.decode_pass(launcher(model), row_by_row, "greedy")
     if quantized and hopper:
         for ring in RINGS:  # every number type of the ring
             one = meta_model(ring, gpu).of_rows(1)
@@ -288,7 +292,7 @@ def run_all(name: str, gpu: Device) -> None:
     if not quantized:
         few = replace(model.of_rows(16), configs_by_rows={16: wide(model.of_rows(16))})
         decode.decode_pass(launcher(model), few, "greedy")
-    if hopper:  # the batch-invariant mode, which other GPUs do not have
+    if hopper:  # batch-invariant mode
         alike = choose_configs(model.spec, model.weights, gpu, batch_invariant=True)
         alike = replace(model, configs_by_rows=alike)
         for rows in ROWS:
@@ -298,7 +302,7 @@ def run_all(name: str, gpu: Device) -> None:
     ws, prompt = model.of_rows(1).workspace, model.prompt  # after a last layer that is not cut
     take_residual(ws.meta, prompt.hidden, prompt.delta, model.weights.final_norm, ws.hidden, ws.normed, ws.sumsq)
     if quantized or model.spec.fp8_kv:
-        return  # packed tensors and fp8 K/V cannot be on the host
+        return  # packed tensors and fp8 K/V cannot be in host memory
     dtype = model.weights.dtype
     kv = make_kv_cache(model.spec, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
     weights = empty_weights(model.spec, model.device, dtype, on_host=min(3, model.spec.num_layers))
@@ -318,22 +322,22 @@ def wide(model: DecodeModel) -> PassConfigs:
     return replace(model.configs, linears=linears)
 
 
-def launch_ours(role: str, op, *args, **how) -> None:
+def launch_ours(role: str, op, *args, **options) -> None:
     """Launch ops with kernels. torch's own products and attention need no compilation."""
     if op.kernels:
-        op.launch(*args, **how)
+        op.launch(*args, **options)
 
 
-def launch_rings(run, role: str, op, *args, **how) -> None:
+def launch_rings(run, role: str, op, *args, **options) -> None:
     """Launch the linears that `matmul_ring` multiplies."""
     if _matmul_ring_kernel in op.kernels:
-        run(role, op, *args, **how)
+        run(role, op, *args, **options)
 
 
-def launch_but_attention(role: str, op, *args, **how) -> None:
+def launch_but_attention(role: str, op, *args, **options) -> None:
     """Launch a prompt pass whose attention is torch's."""
     if role != "attention":
-        launch_ours(role, op, *args, **how)
+        launch_ours(role, op, *args, **options)
 
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
@@ -389,14 +393,16 @@ def compile_all(launches: Iterable[tuple[Launch, int]]) -> Iterator[tuple[int, R
             yield index, result
 
 
-def render(found: list[tuple[str, str, Resources | str]]) -> str:
+def render(compiled_launches: list[tuple[str, str, Resources | str]]) -> str:
     """Return the largest resources of each kernel on each GPU, and the number of its launches and of failures."""
     lines = [("kernel", "GPU", "launches", "failed", "registers", "shared", "stack", "local")]
-    for kernel, gpu in sorted({row[:2] for row in found}, key=lambda key: (key[0], list(GPUS).index(key[1]))):
-        of_both = [result for *key, result in found if tuple(key) == (kernel, gpu)]
-        compiled = [result for result in of_both if isinstance(result, Resources)]
+    for kernel, gpu in sorted(
+        {row[:2] for row in compiled_launches}, key=lambda key: (key[0], list(GPUS).index(key[1]))
+    ):
+        results = [result for *key, result in compiled_launches if tuple(key) == (kernel, gpu)]
+        compiled = [result for result in results if isinstance(result, Resources)]
         most = Resources(*map(max, zip(*compiled))) if compiled else Resources(0, 0, 0, 0, 0, 0)
-        counts = len(of_both), len(of_both) - len(compiled)
+        counts = len(results), len(results) - len(compiled)
         sizes = most.registers, most.shared, most.stack, most.local
         lines.append((kernel.strip("_").removesuffix("_kernel"), gpu, *map(str, counts + sizes)))
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -421,12 +427,12 @@ def main() -> int:
             for key, launch in launches.items():
                 entry = distinct.setdefault((GPUS[gpu].capability, *key), (launch, model, []))
                 entry[2].extend([] if gpu in entry[2] else [gpu])
-    todo, found, faults = list(distinct.values()), [], []
+    todo, rows, faults = list(distinct.values()), [], []
     for index, result in compile_all((launch, GPUS[names[0]].capability) for launch, _, names in todo):
         launch, model, names = todo[index]
         kernel = launch.kernel.__name__
         for gpu in names:
-            found.append((kernel, gpu, result))
+            rows.append((kernel, gpu, result))
             if isinstance(result, str):
                 excess, numbers = [" ".join(result.split())[:500]], ["failed"]
             else:
@@ -434,7 +440,7 @@ def main() -> int:
             print(model, kernel, gpu, *numbers, flush=True)
             faults += [f"{model} {kernel} {gpu}: {fault} {launch.constants}" for fault in excess]
     if args.table:
-        print(render(found), end="")
+        print(render(rows), end="")
         print(f"{len(todo)} launches compiled in {time.monotonic() - started:,.0f} s, {len(faults)} faults")
     print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)
     return 1 if faults else 0

@@ -1,7 +1,7 @@
-"""List the kernels that passes of engines need and that engines do not compile at load; a script, not interpreted.
+"""List the kernels of passes that engines do not compile at load; a script, not interpreted.
 
-Plans engines for GPUs that are not here, and lists all their decode passes, and prompt passes of many lengths. Prints
-for each engine the number of kernels that it compiles at load, and the names of the kernels that it would lack.
+It plans engines for absent GPUs, and lists all their decode passes, and prompt passes of many lengths. For each engine
+it prints the number of kernels that are compiled at load, and the names of the kernels that are missing.
 """
 
 import torch

@@ -1,10 +1,10 @@
-"""Print in which order the kernels of a decode pass add, in the batch-invariant mode; a script, not interpreted.
+"""Print the order in which the kernels of a decode pass add in batch-invariant mode; a script, not interpreted.
 
     python sum_orders.py MODEL ROWS[,ROWS...] [GPU]
 
 Prints a line for each number of rows and each kernel that adds floats: rows, kernel, the instructions of its products
 with their numbers, and the layouts of the tensors that reductions add. The width of an instruction, which is the number
-of rows, is left out. MODEL and GPU (default h100) are names as for compile_step.py; no GPU is needed.
+of rows, is omitted. MODEL and GPU (default h100) are names as for compile_step.py. No GPU is needed.
 """
 
 import re
@@ -23,11 +23,11 @@ from tridecode.step.model import choose_configs
 def orders(capability: int, launch: Launch) -> str:
     kernel, asm = launch.kernel, launch.compile(capability).asm
     products = Counter(re.sub(r"n\d+k", "nk", name) for name in re.findall(r"w?gmma[\w.]+|mma\.sync[\w.]+", asm["ptx"]))
-    if kernel.__name__ == "_matmul_kernel":  # an instruction takes eight rows, so those of one row are counted
+    if kernel.__name__ == "_matmul_kernel":  # an instruction takes eight rows, so the count is divided
         products = {name: count * 8 // launch.constants["BLOCK_M"] for name, count in products.items()}
     layouts = dict(re.findall(r"(?m)^(#\w+) = (.*)$", asm["ttgir"]))
     reduced = re.findall(r"\}\) : \(tensor<[\dx]*f32, ([^>]*)>+\) ->", asm["ttgir"])
-    if kernel.is_gluon():  # a loop takes tiles and parts of the rows; the launch config decides the order of columns
+    if kernel.is_gluon():  # loops over tiles and parts of rows repeat them; the launch config decides the order
         products, reduced = dict.fromkeys(products, 1), dict.fromkeys(reduced)
     return f"{dict(products)} {[re.sub(r'#[a-z]+[0-9]*$', lambda m: layouts[m[0]], name) for name in reduced]}"
 

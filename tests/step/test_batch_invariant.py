@@ -1,8 +1,8 @@
-"""Batch-invariant mode: a request's log-probabilities have the same bits alone and in any company.
+"""Batch-invariant mode: a request's log-probabilities have the same bits with and without other requests.
 
-As SGLang's deterministic test has them: the same prompt in batches of any size, prompts of several lengths mixed, and
-prompts that share a beginning, 50 trials each on a GPU. What is compared is exact: the log-probability of every drawn
-token and of the likeliest beside it, each of which hears of all logits.
+The cases follow SGLang's deterministic test: the same prompt in batches of any size, prompts of several lengths mixed,
+and prompts with a common prefix, in 50 trials each on a GPU. The tests compare exactly the log-probabilities of every
+sampled token and of the most likely tokens, which depend on all logits.
 """
 
 import random
@@ -38,11 +38,12 @@ PARAMS = {
     "penalties": SamplingParams(
         temperature=0.9, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, seed=5, logprobs=5
     ),
-    "plain": SamplingParams(temperature=1.0, seed=3),  # such passes have another kind than its neighbours'
+    "plain": SamplingParams(temperature=1.0, seed=3),  # without logprobs, so such a pass is of another kind
 }
 
 
 def engine_of(slots=SLOTS, quantized=None, **build) -> Engine:
+    """Return an engine in batch-invariant mode."""
     build |= {"slots": slots, "page": PAGE, "chunk_tokens": CHUNK, "batch_invariant": True}
     engine = tiny_engine(
         capacity=CAPACITY, max_position=CAPACITY, tie_word_embeddings=False, build=build, **quantized or {}
@@ -57,15 +58,15 @@ def many():
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """What a request gives in an engine of its own, that has no other slot and finds nothing."""
+def single():
+    """Return a function that runs a request as the only one of an engine, without a cached prefix."""
     engine = engine_of(1)
 
     @cache
-    def alone(ids, kind="greedy", tokens=8):
+    def single(ids, kind="greedy", tokens=8):
         return bits(engine.generate(ids, params_of(kind, tokens), reuse_prefix=False))
 
-    return alone
+    return single
 
 
 def params_of(kind: str, tokens: int = 8) -> SamplingParams:
@@ -79,77 +80,81 @@ def bits(result):
 
 @cache
 def prompt_of(base: int, length: int) -> tuple[int, ...]:
-    """One of a few texts, cut: many share a beginning."""
+    """Return one of a few texts, cut to a length, so that many have a common prefix."""
     return tuple((base * 97 + i * (13 + base)) % 300 for i in range(length))
 
 
-def run(engine: Engine, wanted, steps) -> list:
-    """The results of `wanted`, (prompt, kind, tokens) each, of which the next comes after so many steps."""
+def run(engine: Engine, submitted, steps) -> list:
+    """Return the results of requests.
+
+    Args:
+        submitted: (prompt, kind, tokens) of each request.
+        steps: number of passes after the submission of each request.
+    """
     requests = []
-    for (prompt, *rest), count in zip(wanted, steps):
+    for (prompt, *rest), count in zip(submitted, steps):
         requests.append(engine.submit(prompt, params_of(*rest)))
         for _ in range(count):
             engine.step()
-    found = [bits(request.result()) for request in requests]
+    results = [bits(request.result()) for request in requests]
     engine.scheduler.assert_consistent()
-    return found
+    return results
 
 
 # ---- SGLang's three cases
 
 
-def test_single(many, alone):
-    """One prompt, as often as there are rows, in passes of every size."""
+def test_single(many, single):
+    """Run the same prompt in each row, in passes of every size."""
     draw, prompt = random.Random(0), prompt_of(0, 40)
     for trial in range(TRIALS):
         count = draw.randint(1, SLOTS)
         many.scheduler.slots.cache.clear()
-        found = run(many, [(prompt, "greedy", 8)] * count, [0] * count)
-        assert set(found) == {alone(prompt)}, f"trial {trial}: {count} rows"
+        results = run(many, [(prompt, "greedy", 8)] * count, [0] * count)
+        assert set(results) == {single(prompt)}, f"trial {trial}: {count} rows"
 
 
-def test_mixed(many, alone):
-    """Short and long prompts, of all kinds of sampling, that come and go."""
+def test_mixed(many, single):
+    """Run short and long prompts with all kinds of sampling, which start and end at different times."""
     draw = random.Random(1)
     for trial in range(TRIALS):
-        wanted = [
+        submitted = [
             (prompt_of(draw.randint(0, 9), draw.choice([1, 2, 17, PAGE, PAGE + 1, CHUNK, CHUNK + 1, 200])), kind, 8)
             for kind in draw.choices(sorted(PARAMS), k=draw.randint(2, SLOTS // (1 if CUDA else 2)))
         ]
-        found = run(many, wanted, [draw.randint(0, 3) for _ in wanted])
-        assert found == [alone(*each) for each in wanted], f"trial {trial}"
+        results = run(many, submitted, [draw.randint(0, 3) for _ in submitted])
+        assert results == [single(*each) for each in submitted], f"trial {trial}"
 
 
-def test_prefix(many, alone):
-    """A beginning of any length that has been read before, by another one, or not."""
+def test_prefix(many, single):
+    """Run prompts with a common prefix of any length, which may be cached."""
     draw = random.Random(2)
     for trial in range(TRIALS):
         if draw.random() < 0.3:
             many.scheduler.slots.cache.clear()
         common = prompt_of(20 + draw.randint(0, 2), draw.choice([1, PAGE - 1, PAGE, 3 * PAGE, CHUNK + 5, 200]))
-        wanted = [(common + prompt_of(draw.randint(0, 9), draw.randint(1, 40)), "sampled", 8) for _ in range(4)]
-        found = run(many, wanted, [draw.choice([0, 0, 5]) for _ in wanted])
-        assert found == [alone(*each) for each in wanted], f"trial {trial}"
+        submitted = [(common + prompt_of(draw.randint(0, 9), draw.randint(1, 40)), "sampled", 8) for _ in range(4)]
+        results = run(many, submitted, [draw.choice([0, 0, 5]) for _ in submitted])
+        assert results == [single(*each) for each in submitted], f"trial {trial}"
 
 
-# ---- what else might tell neighbours apart
+# ---- Other influences on a result
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32, 64] if CUDA else [1, 2, 4, 8])
 def test_every_captured_size_has_the_same_logits(many, rows):
-    """The logits themselves: the last row's, at positions where attention has one split and many. All pages are alike
-    before."""
+    """Compare the logits of the last row at positions with one split and with many. All pages have equal contents."""
     page = torch.randn_like(many.model.kv.pool[0])
     for position in (0, 5, PAGE, CAPACITY - 20):
-        found = []
+        results = []
         for count in (1, rows):
             many.model.kv.pool.copy_(page.expand_as(many.model.kv.pool))
             rewind(many, [position] * count, SamplingParams(temperature=0.0, seed=1), count)
             for _ in range(3):
                 enqueue(many, SamplingParams(temperature=0.0, seed=1), count)
             many.synchronize()
-            found.append(many.model.workspace.logits[count - 1].clone())
-        assert torch.equal(*found), f"position {position}"
+            results.append(many.model.workspace.logits[count - 1].clone())
+        assert torch.equal(*results), f"position {position}"
 
 
 @pytest.mark.parametrize(
@@ -158,23 +163,23 @@ def test_every_captured_size_has_the_same_logits(many, rows):
     ids=["int4", "fp8"],
 )
 def test_quantized_weights_and_kv(quantized):
-    alone, several = engine_of(1, quantized), engine_of(quantized=quantized)
+    single, several = engine_of(1, quantized), engine_of(quantized=quantized)
     lengths = (1, 17, PAGE + 1, CHUNK + 1, 40, 3, 64, 9)
-    wanted = [(prompt_of(base, length), "sampled", 6) for base, length in enumerate(lengths)]
-    expected = [bits(alone.generate(ids, params_of(*rest), reuse_prefix=False)) for ids, *rest in wanted]
-    assert run(several, wanted, [1] * len(wanted)) == expected
-    assert run(several, wanted[::-1], [0] * len(wanted)) == expected[::-1], "what others left is found"
+    submitted = [(prompt_of(base, length), "sampled", 6) for base, length in enumerate(lengths)]
+    expected = [bits(single.generate(ids, params_of(*rest), reuse_prefix=False)) for ids, *rest in submitted]
+    assert run(several, submitted, [1] * len(submitted)) == expected
+    assert run(several, submitted[::-1], [0] * len(submitted)) == expected[::-1], "cached prefixes are reused"
 
 
-def test_a_preempted_request_goes_on_with_the_same_bits(alone, monkeypatch):
-    """Two that need more pages than there are: the younger one replays what it has drawn, pass by pass."""
+def test_preempted_request_continues_with_the_same_bits(single, monkeypatch):
+    """Two requests need more pages than there are. The younger one recomputes its sampled tokens, pass by pass."""
     engine = engine_of(3, pages=CAPACITY // PAGE + 1)
     preempted, preempt = [], engine.scheduler._preempt
     monkeypatch.setattr(engine.scheduler, "_preempt", lambda slot: (preempted.append(slot), preempt(slot)))
     tokens = CAPACITY * 3 // 4
     for kind in ("greedy", "penalties"):
-        wanted = [(prompt_of(base, PAGE + 1), kind, tokens) for base in (0, 1)]
-        assert run(engine, wanted, [0, 0]) == [alone(*each) for each in wanted]
+        submitted = [(prompt_of(base, PAGE + 1), kind, tokens) for base in (0, 1)]
+        assert run(engine, submitted, [0, 0]) == [single(*each) for each in submitted]
     assert preempted
 
 
@@ -187,18 +192,18 @@ def test_a_score_has_the_same_bits(many):
     assert len(list(pieces)) == 60
 
 
-def test_only_what_prompt_passes_wrote_is_found_in_whole_pages(many, alone):
+def test_only_whole_pages_of_prompt_passes_are_reused(many, single):
     many.scheduler.slots.cache.clear()
     text = prompt_of(4, PAGE + 5)
     answer = many.generate(text, params_of("greedy", PAGE + 8)).token_ids
     result = many.generate(text + answer + (7,), params_of("greedy"))
     assert result.usage.reused_tokens == PAGE, "the page of the prompt, none of the answer"
-    assert bits(result) == alone(text + answer + (7,))
+    assert bits(result) == single(text + answer + (7,))
     assert many.generate(prompt_of(4, PAGE), params_of("greedy")).usage.reused_tokens == 0, "its last token is computed"
 
 
-def test_a_position_always_stands_in_the_same_row(monkeypatch):
-    """One prompt a pass, up to multiples of the chunk, beside no row that decodes."""
+def test_position_always_has_the_same_row(monkeypatch):
+    """A prompt pass has one prompt, ends at a multiple of the chunk, and has no decoding rows."""
     engine, log = engine_of(4), []
     read = engine.prompts.read
     monkeypatch.setattr(engine.prompts, "read", lambda *args: log.append(args) or read(*args))
@@ -215,7 +220,7 @@ def test_a_position_always_stands_in_the_same_row(monkeypatch):
 
 @settings(max_examples=60 if CUDA else 30, deadline=None)
 @given(
-    wanted=st.lists(
+    submitted=st.lists(
         st.tuples(
             st.integers(0, 2), st.sampled_from([1, 5, PAGE, PAGE + 1, 70, 150]), st.sampled_from(sorted(PARAMS)),
             st.sampled_from([1, 8, 30]), st.integers(0, 9),
@@ -223,9 +228,9 @@ def test_a_position_always_stands_in_the_same_row(monkeypatch):
         min_size=1, max_size=10,
     ),
 )  # fmt: skip
-def test_any_schedule_of_equal_prefixes_in_few_pages(tight, alone, wanted):
-    prompts = [(prompt_of(base, length), kind, tokens) for base, length, kind, tokens, _ in wanted]
-    assert run(tight, prompts, [steps for *_, steps in wanted]) == [alone(*each) for each in prompts]
+def test_any_schedule_of_equal_prefixes_in_few_pages(tight, single, submitted):
+    prompts = [(prompt_of(base, length), kind, tokens) for base, length, kind, tokens, _ in submitted]
+    assert run(tight, prompts, [steps for *_, steps in submitted]) == [single(*each) for each in prompts]
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +238,7 @@ def tight():
     return engine_of(3, pages=CAPACITY // PAGE + 2)
 
 
-# ---- what it refuses
+# ---- Errors
 
 
 @pytest.mark.parametrize(
@@ -246,12 +251,12 @@ def tight():
         ({"batch_invariant": 1}, "batch_invariant must be True or False"),
     ],
 )
-def test_what_it_cannot_keep_is_refused(options, named):
+def test_conflicting_options_are_rejected(options, named):
     with pytest.raises(ParameterError, match=named):
         Engine.load(device="cpu", **{"batch_invariant": True} | options)
 
 
-def test_chunks_are_small_unless_they_are_asked_for():
+def test_default_chunks_are_small():
     assert EngineOptions().chunk == 2048 and EngineOptions(batch_invariant=True).chunk == 256
     options = [EngineOptions(chunk_tokens=512, batch_invariant=True, slots=slots) for slots in (1, 9)]
     assert [chunk_of(each, 100, 64) for each in options] == [128, 128]
@@ -260,15 +265,15 @@ def test_chunks_are_small_unless_they_are_asked_for():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hidden, inter", [(96, 160), (2048, 8192)])
 def test_choices_add_the_columns_in_one_order_for_all_rows(dtype, hidden, inter):
-    """What decides the order of sums is the same for all rows; what is in flight may differ."""
+    """The fields that decide the order of sums are equal for all rows. The number of tiles in flight may differ."""
     spec = tiny_config(hidden_size=hidden, intermediate_size=inter)
     weights = empty_weights(spec, "meta", dtype)
-    found = choose_configs(spec, weights, H100, batch_invariant=True).values()
+    results = choose_configs(spec, weights, H100, batch_invariant=True).values()
     cases = linear_cases(spec, weights)
     assert list(cases) == ["qkv", "o_proj", "gate_up", "down", "lm_head"]
     for name, case in cases.items():
-        assert len({order_of_sums(case, configs.linears[case]) for configs in found}) == 1, name
-    assert len({config for configs in found for config in configs.attention.values()}) == 1
+        assert len({order_of_sums(case, configs.linears[case]) for configs in results}) == 1, name
+    assert len({config for configs in results for config in configs.attention.values()}) == 1
     room = max(case.n for case in cases.values() if not is_head(case))  # see make_workspace
     for case in cases.values():
-        assert case.n <= room or all(getattr(configs.linears[case].config, "split", 1) == 1 for configs in found)
+        assert case.n <= room or all(getattr(configs.linears[case].config, "split", 1) == 1 for configs in results)

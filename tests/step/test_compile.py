@@ -1,4 +1,4 @@
-"""Every kernel of decode and prompt passes compiles for GPUs that are not here, within registers and memory."""
+"""Every kernel of decode and prompt passes compiles for absent GPUs, within their registers and memory."""
 
 import os
 import re
@@ -36,20 +36,20 @@ CASES = ALL if CUDA else SOME
 
 @pytest.mark.parametrize("models, gpus, passes", CASES, ids=[",".join(gpus) for _, gpus, _ in CASES])
 def test_every_kernel_compiles_within_the_limits_of_the_gpu(models, gpus, passes):
-    """Without spills, and with little shared memory: the script checks it."""
+    """The script checks that kernels do not spill and use little shared memory."""
     options = ["--common", "--rules"] if passes == "common" else []
     lines = run_script("compile_step.py", ",".join(models), ",".join(gpus), *options).splitlines()
     expected = {"_matmul_kernel", "_attention_kernel", "_dequantize_kernel", "_draft_kernel"}  # among others
     if passes == "all":
         expected = KERNELS - (set() if QUANTIZED in models else {"_dequantize_kernel"})
     for gpu in gpus:
-        found = {kernel for _, kernel, name, *_ in map(str.split, lines) if name == gpu}
+        lines_by_rows = {kernel for _, kernel, name, *_ in map(str.split, lines) if name == gpu}
         possible = KERNELS - (HOPPER if gpu != "h100" else set())
-        assert expected & possible <= found <= possible, gpu
+        assert expected & possible <= lines_by_rows <= possible, gpu
 
 
 def test_failed_compilations_and_exceeded_limits_are_reported():
-    """An error of the compiler, one that ends its process, and a kernel that needs too much."""
+    """One kernel has an error, one ends the compiler's process, and one exceeds the shared memory."""
     lines = run_script("compile_faults.py").splitlines()
     assert len(lines) == 4 and lines[0].startswith("0 CompilationError: "), lines
     assert lines[1].startswith("1 PTXASError: ") and "sm_89" in lines[1]
@@ -60,12 +60,12 @@ def test_missing_kernels_are_reported_and_neither_compiled_nor_launched():
     assert run_script("compile_missing.py").splitlines() == ["_matmul_kernel", "True"]
 
 
-def test_the_launches_of_engines_on_a_gpu_are_found_without_one():
-    """With the keys of Triton, also of another installation."""
+def test_kernels_of_engines_are_listed_without_a_gpu():
+    """The kernels have the keys of Triton, also of another installation."""
     folder = str(Path(triton.__file__).parents[1])
     rows = ["qwen3-0.6b,322,1", "qwen3-0.6b,322,1", "qwen3-0.6b,320,8,2560,int4"]
-    found = run_script("../../benchmarks/precompile.py", *rows, "--count", "--triton", folder)
-    kernels, engines = re.fullmatch(r"(\d+) kernels of (\d) engines\n", found).groups()
+    lines_by_rows = run_script("../../benchmarks/precompile.py", *rows, "--count", "--triton", folder)
+    kernels, engines = re.fullmatch(r"(\d+) kernels of (\d) engines\n", lines_by_rows).groups()
     assert engines == "2" and int(kernels) > 30
 
 
@@ -75,8 +75,8 @@ def test_child_processes_compile_and_the_parent_compiles_nothing(tmp_path):
     assert progress == " ".join(str((done, 6)) for done in range(7))
 
 
-@pytest.mark.skipif(CUDA, reason="takes as long again")
-def test_the_parent_compiles_if_no_child_process_works(tmp_path):
+@pytest.mark.skipif(CUDA, reason="takes too long")
+def test_parent_compiles_if_the_child_processes_fail(tmp_path):
     lacked, here, _, again = run_script("compile_children.py", "broken", cache=tmp_path / "a").splitlines()
     assert (lacked, here, again) == ("6 of 6", "6 here", "0 again")
 
@@ -109,11 +109,11 @@ def run_script(script: str, *arguments: str, cache: Path | None = None) -> str:
     ],
 )
 def test_passes_of_any_number_of_rows_add_in_one_order(model, gpu, products):
-    """Test the part of the order that the compiler decides, in the batch-invariant mode."""
-    found = {}
+    """Test the part of the order that the compiler decides, in batch-invariant mode."""
+    lines_by_rows = {}
     for line in run_script("sum_orders.py", model, "1,64", gpu).splitlines():
         rows, rest = line.split(maxsplit=1)
-        found.setdefault(rows, []).append(rest)
-    assert list(found) == ["1", "64"] and len(found["1"]) > 5
-    assert products in "".join(found["1"]), "the products that were meant"
-    assert found["1"] == found["64"]
+        lines_by_rows.setdefault(rows, []).append(rest)
+    assert list(lines_by_rows) == ["1", "64"] and len(lines_by_rows["1"]) > 5
+    assert products in "".join(lines_by_rows["1"]), "the expected kernels were compiled"
+    assert lines_by_rows["1"] == lines_by_rows["64"]

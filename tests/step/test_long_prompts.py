@@ -1,4 +1,4 @@
-"""Prompts longer than a chunk: the numerical contract through prompt passes, and needles that attention must find."""
+"""Prompts longer than a chunk: the numerical contract of prompt passes, and needles that attention must find."""
 
 import pytest
 import torch
@@ -16,31 +16,38 @@ ENDS = 24  # positions at which logits are compared
 
 
 def prompt_logits(engine, ids, ends, reuse_prefix):
-    """fp32 [len(ends), vocab] that follow ids[:end], each out of the passes that have read it."""
-    found = []
+    """Return the logits that prompt passes compute after ids[:end] for each end, fp32 [len(ends), vocab]."""
+    logits = []
     for i, end in enumerate(ends):
         result = engine.generate(ids[:end], ONE, reuse_prefix=reuse_prefix)
         assert result.error is None and result.usage.reused_tokens == (ends[i - 1] if reuse_prefix and i else 0)
-        found.append(engine.model.workspace.logits[0].clone())
-    return torch.stack(found)
+        logits.append(engine.model.workspace.logits[0].clone())
+    return torch.stack(logits)
 
 
 def reference_logits(path, ids, ends, dtype):
-    """The same by transformers; loaded afresh, since casting a loaded model also rounds its rotary frequencies."""
+    """Return the same logits computed by transformers.
+
+    The model is loaded for each dtype, because casting a loaded model also rounds its rotary frequencies.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
     keep = torch.tensor([end - 1 for end in ends], device=DEVICE)
     with torch.no_grad():
         return model(torch.tensor([ids], device=DEVICE), logits_to_keep=keep).logits[0].float()
 
 
-def check_contract(path, tokens, few):
-    """Whichever way a prompt of `tokens` tokens is read: in one chunk, in many of `few` tokens, behind a prefix."""
+def check_contract(path, tokens, chunk_tokens):
+    """Check the logits of a prompt that is read in one chunk, in many chunks, and after a cached prefix."""
     ids = torch.randint(0, 380, (tokens,), generator=torch.Generator().manual_seed(8)).tolist()
     step = tokens // (2 * ENDS)
     ends = [tokens - step * i for i in reversed(range(ENDS))]
     exact = reference_logits(path, ids, ends, torch.float32)
     bf16_kl, bf16_rms = errors(reference_logits(path, ids, ends, torch.bfloat16), exact)
-    for way, chunk, reuse_prefix in (("one chunk", tokens, False), ("chunks", few, False), ("prefix", few, True)):
+    for way, chunk, reuse_prefix in (
+        ("one chunk", tokens, False),
+        ("chunks", chunk_tokens, False),
+        ("prefix", chunk_tokens, True),
+    ):
         sizes = dict(max_seq_len=tokens + 2, chunk_tokens=chunk, prompt_graph_max_tokens=tokens, speculate="off")
         with Engine.load(path, device=str(DEVICE), **sizes) as engine:
             while engine.capture_next():
@@ -57,26 +64,27 @@ def check_contract(path, tokens, few):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompt_passes_are_no_worse_than_transformers_bf16(family, tmp_path):
-    check_contract(write_tiny(tmp_path / family, family, dtype=DTYPE), tokens=300, few=48)
+def test_prompt_passes_are_as_accurate_as_transformers_bf16(family, tmp_path):
+    check_contract(write_tiny(tmp_path / family, family, dtype=DTYPE), tokens=300, chunk_tokens=48)
 
 
 @needs_gpu
 @pytest.mark.parametrize("name", REAL_WIDTHS)
-def test_prompt_passes_are_no_worse_than_transformers_bf16_at_real_widths(name, tmp_path):
-    """4,001 tokens, of which a sliding window shows a quarter; no end leaves one token behind a last whole chunk."""
+def test_prompt_passes_are_as_accurate_as_transformers_bf16_at_real_widths(name, tmp_path):
+    """Read 4,001 tokens. A sliding window covers a quarter. No end is one token after a whole chunk."""
     family, widths = REAL_WIDTHS[name]
     widths |= {"max_position_embeddings": 8192} | ({"sliding_window": 1024} if "sliding_window" in widths else {})
-    widths["tie_word_embeddings"] = False  # tied, random and two layers deep, the last token is all but certain to be
-    # the next one: the divergence then is one logit's error at one position (seen from 0.01 to 1.4 of transformers')
-    check_contract(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths), tokens=4001, few=512)
+    # With tied random embeddings and two layers, a model almost always repeats the last token. The divergence would be
+    # the error of one logit at one position (0.01 to 1.4 times that of transformers).
+    widths["tie_word_embeddings"] = False
+    check_contract(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths), tokens=4001, chunk_tokens=512)
 
 
-# ---- needles
+# ---- Needles
 
 TOKENS = 32_000 if CUDA else 400
 NEEDLES = Needles(64 if CUDA else 32)
-PLACES = [  # of the fact and of the question
+PLACES = [  # positions of the fact and of the question
     (0, TOKENS - 2), (1, TOKENS // 2), (TOKENS // 2 - 1, TOKENS // 2), (TOKENS - 3, TOKENS - 2), (63, 64),
     *([(2047, 2048), (2048, 31_743), (29_951, 29_952)] if CUDA else [(47, 48), (49, 383)]),
 ]  # fmt: skip
@@ -101,40 +109,40 @@ def finder(request, checkpoint):
 
 
 def answer_of(engine, ids, reuse_prefix=False):
-    """The token, and the logits of all answers."""
+    """Return the result with the generated token, and the logits of all answers."""
     result = engine.generate(ids, ONE, reuse_prefix=reuse_prefix)
     assert result.error is None
     return result, engine.model.workspace.logits[0, NEEDLES.answers].clone()
 
 
-def assert_found(found, value):
-    result, logits = found
+def assert_answer(answer, value):
+    result, logits = answer
     assert result.token_ids == (NEEDLES.answers.start + value,)
-    wanted = torch.zeros_like(logits)
-    wanted[value] = 1  # a head that finds nothing takes its part away: a 16th or a quarter
-    assert (logits - wanted).abs().max() < 0.03
+    expected = torch.zeros_like(logits)
+    expected[value] = 1  # each head contributes an equal part, a 16th or a quarter
+    assert (logits - expected).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
-def test_a_needle_is_found(finder, places):
+def test_needle_is_found(finder, places):
     for seed in range(3):
         key, value = 3 * seed + places[0] % 5, (7 * seed + places[1]) % NEEDLES.codes
-        assert_found(answer_of(finder, NEEDLES.prompt(TOKENS, *places, key, value, seed)), value)
+        assert_answer(answer_of(finder, NEEDLES.prompt(TOKENS, *places, key, value, seed)), value)
 
 
-def test_a_needle_is_found_in_what_the_cache_holds(finder):
+def test_needle_is_found_in_a_cached_prefix(finder):
     for places in ((5, TOKENS - 2), (5, 90)):
         ids = NEEDLES.prompt(TOKENS, *places, key=2, value=9)
-        kept = TOKENS // 2 + 7
-        finder.generate(ids[:kept], ONE, reuse_prefix=False)
-        found = answer_of(finder, ids, reuse_prefix=True)
-        assert found[0].usage.reused_tokens == kept
-        assert_found(found, 9)
+        cached = TOKENS // 2 + 7
+        finder.generate(ids[:cached], ONE, reuse_prefix=False)
+        answer = answer_of(finder, ids, reuse_prefix=True)
+        assert answer[0].usage.reused_tokens == cached
+        assert_answer(answer, 9)
 
 
 @pytest.mark.parametrize("tokens", [32_000, 128_000] if CUDA else [2000])
-def test_a_needle_is_found_at_ten_depths_among_pages_of_the_host(tokens, tmp_path):
-    """With Llama 3.1's rope, heads and context, and nearly all K/V on the host."""
+def test_needle_is_found_at_ten_depths_with_kv_offload(tokens, tmp_path):
+    """The model has Llama 3.1's rope, heads and context. Nearly all K/V are in host memory."""
     needles, context = Needles(16), 131_072 if CUDA else 2048
     path = needles.write(tmp_path / "needles", DTYPE, context, heads=16, kv_heads=4, size=128, rope=LLAMA)
     limits = dict(kv_offload=1, kv_tokens=40 * 64) if CUDA else dict(kv_offload=0.1, kv_tokens=5 * 64, chunk_tokens=128)
@@ -149,13 +157,13 @@ def test_a_needle_is_found_at_ten_depths_among_pages_of_the_host(tokens, tmp_pat
             assert logits[tenth] > 0.9 and logits.sort().values[-2] < 0.1
 
 
-def test_without_the_needle_there_is_no_answer(finder):
+def test_prompt_without_a_needle_has_no_answer(finder):
     _, logits = answer_of(finder, NEEDLES.prompt(TOKENS, None, TOKENS - 2, key=2, value=9))
     assert logits.abs().max() < 0.5
 
 
 def test_transformers_finds_the_needle(checkpoint):
-    """The checkpoint is what it says."""
+    """The checkpoint computes the same answers in transformers."""
     tokens = min(TOKENS, 2000)
     ids = NEEDLES.prompt(tokens, 0, tokens - 2, key=4, value=11)
     logits = reference_logits(checkpoint, ids, [tokens], torch.float32)[0]

@@ -1,4 +1,4 @@
-"""Passes of several rows: against the references, graphs of every size and mode against eager launches, dispatch."""
+"""Passes of several rows: against references, graphs of every size and mode against launches, and dispatch."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ _SPLIT = replace(_WIDE, split=2)
 WIDE = dict.fromkeys(ROLES, _SPLIT) | {"lm_head": _WIDE}
 INVARIANT = dict.fromkeys(ROLES, replace(_SPLIT, block_m=16)) | {"lm_head": replace(_WIDE, block_m=16)}
 ROWS = [1, 2, 3, 5, 8, 16, 31, 64] if CUDA else [3, 8]
-PARAMS = (  # a kind of request each
+PARAMS = (  # one for each kind of request
     SamplingParams(temperature=0, seed=1),
     SamplingParams(temperature=0.9, top_k=50, top_p=0.9, seed=7),
     SamplingParams(temperature=1.1, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={3: 2.0}, seed=3),
@@ -40,7 +40,7 @@ PARAMS = (  # a kind of request each
 
 
 def model_of(rows, by_role=None, dtype=DTYPE, page=16, **overrides):
-    """`rows` slots whose pages of 16 positions are shuffled among each other, everything in them poisoned."""
+    """Return a model with `rows` slots, whose pages of 16 positions are shuffled and poisoned."""
     config = tiny_config(**overrides)
     weights = random_weights(config, DEVICE, dtype, seed=0)
     if by_role is None and not CUDA:
@@ -52,8 +52,10 @@ def model_of(rows, by_role=None, dtype=DTYPE, page=16, **overrides):
 
 
 def begin_all(model, params=PARAMS[:1], idle=(), known=1):
-    """A request in every slot, of another length each, at least `known`; those in `idle` then do not run. Returns their
-    prompts."""
+    """Start a request in every slot, with different numbers of known tokens, at least `known`. Return their prompts.
+
+    The requests in `idle` do not run.
+    """
     slots, rows = Slots(model), model.rows
     order = torch.randperm(4 * rows, generator=torch.Generator().manual_seed(4)).tolist()
     slots.pages.take(4 * rows)
@@ -82,15 +84,15 @@ def state(model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_every_row_is_that_of_the_reference(family, rows):
-    model, oracle = (model_of(rows, **FAMILIES[family]) for _ in range(2))
+def test_every_row_matches_the_reference(family, rows):
+    model, reference = (model_of(rows, **FAMILIES[family]) for _ in range(2))
     idle = {rows // 2} if rows > 2 else set()
-    for m in (model, oracle):  # no pass embeds what another has drawn: where two tokens are as likely, they may differ
+    for m in (model, reference):  # all embedded tokens are known, because sampled ones may differ if two are as likely
         begin_all(m, idle=idle, known=3)
     run(DecodePasses(model, launcher(model)), "greedy", 3)
-    run(DecodePasses(oracle, run_reference), "greedy", 3)
+    run(DecodePasses(reference, run_reference), "greedy", 3)
     for row in set(range(rows)) - idle:
-        a, b = (m.workspace.logits[row].double() for m in (model, oracle))
+        a, b = (m.workspace.logits[row].double() for m in (model, reference))
         error = ((a - b).norm() / b.norm()).item()
         assert error < (3e-2 if CUDA else 1e-4), f"row {row} of {rows}: {error:.1e}"
     for row in idle:
@@ -98,38 +100,38 @@ def test_every_row_is_that_of_the_reference(family, rows):
 
 
 @pytest.mark.parametrize(
-    "shapes, rows", [(TILES, 4), (WIDE, 4), (INVARIANT, 1)], ids=["tiles", "wide", "invariant, one row"]
+    "shapes, rows", [(TILES, 4), (WIDE, 4), (INVARIANT, 1)], ids=["tiles", "wide", "invariant_one_row"]
 )
-def test_other_forms_of_products_in_the_whole_step(shapes, rows):
-    model, oracle = (model_of(rows, shapes) for _ in range(2))
-    for m in (model, oracle):
+def test_other_linear_kernels_match_the_reference(shapes, rows):
+    model, reference = (model_of(rows, shapes) for _ in range(2))
+    for m in (model, reference):
         begin_all(m, known=2)
     run(DecodePasses(model, launcher(model)), "greedy", 2)
-    run(DecodePasses(oracle, run_reference), "greedy", 2)
-    a, b = (m.workspace.logits.double() for m in (model, oracle))
+    run(DecodePasses(reference, run_reference), "greedy", 2)
+    a, b = (m.workspace.logits.double() for m in (model, reference))
     assert ((a - b).norm() / b.norm()).item() < (3e-2 if CUDA else 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["sample", "logprobs"] if CUDA else ["logprobs"])  # which samples too
-def test_each_row_draws_as_it_would_alone(kind):
-    """In passes of as many rows, the others idle: a greedy row among sampling ones too."""
+@pytest.mark.parametrize("kind", ["sample", "logprobs"] if CUDA else ["logprobs"])  # a logprobs pass samples too
+def test_row_samples_the_same_token_if_other_rows_are_idle(kind):
+    """The passes have the same number of rows. One row is greedy among rows that sample."""
     rows, steps = 5, 4 if CUDA else 2
     together = model_of(rows)
     begin_all(together, PARAMS)
     run(DecodePasses(together, launcher(together)), kind, steps)
     for row in range(rows):
-        alone = model_of(rows)
-        begin_all(alone, PARAMS, idle=set(range(rows)) - {row})
-        run(DecodePasses(alone, launcher(alone)), kind, steps)
-        assert torch.equal(alone.workspace.tokens[row], together.workspace.tokens[row])
-        assert torch.equal(alone.workspace.logits[row], together.workspace.logits[row]), "not bit-equal"
+        single = model_of(rows)
+        begin_all(single, PARAMS, idle=set(range(rows)) - {row})
+        run(DecodePasses(single, launcher(single)), kind, steps)
+        assert torch.equal(single.workspace.tokens[row], together.workspace.tokens[row])
+        assert torch.equal(single.workspace.logits[row], together.workspace.logits[row]), "not bit-equal"
     greedy = model_of(rows)
     begin_all(greedy, PARAMS, idle=set(range(1, rows)))
     run(DecodePasses(greedy, launcher(greedy)), "greedy", steps)
     assert torch.equal(greedy.workspace.tokens[0], together.workspace.tokens[0])
 
 
-def test_a_row_with_nan_ends_alone():
+def test_nan_ends_only_its_own_row():
     model, well = (model_of(4) for _ in range(2))
     for m in (model, well):
         begin_all(m)
@@ -137,7 +139,7 @@ def test_a_row_with_nan_ends_alone():
     model.kv.pool[page, 0, :, :, :8] = float("nan")
     steps = DecodePasses(model, launcher(model))
     run(steps, "greedy", 2)
-    model.kv.pool[page, 1, :, :, 0] = float("inf")  # what a pass before this one left
+    model.kv.pool[page, 1, :, :, 0] = float("inf")  # left by an earlier pass
     run(steps, "greedy", 1)
     run(DecodePasses(well, launcher(well)), "greedy", 3)
     assert model.workspace.meta[2, STATUS] == 3
@@ -151,7 +153,7 @@ def test_a_row_with_nan_ends_alone():
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
 def test_graphs_are_bit_equal_to_eager_launches(mode, kind):
     for rows in (1, 2, 3, 8, 13, 64):
-        found = []
+        states = []
         for graphs in (True, False):
             model = model_of(rows)
             sizes = graph_sizes(rows)
@@ -161,9 +163,9 @@ def test_graphs_are_bit_equal_to_eager_launches(mode, kind):
                 steps.check_addresses = True
             begin_all(model, PARAMS)
             run(steps, kind, 4)
-            found.append(state(model))
-        for name, a in found[0].items():
-            assert torch.equal(a, found[1][name]), f"{rows} rows: {name}"
+            states.append(state(model))
+        for name, a in states[0].items():
+            assert torch.equal(a, states[1][name]), f"{rows} rows: {name}"
 
 
 @needs_gpu
@@ -179,20 +181,20 @@ def test_padding_rows_write_nothing_and_change_nothing():
 
 
 @needs_gpu
-def test_torch_attention_between_the_pieces():
-    model, oracle = model_of(3), model_of(3)
+def test_torch_attention_runs_between_the_parts_of_a_graph():
+    model, reference = model_of(3), model_of(3)
     steps = make_steps(model, "triton", Dispatcher(lowered("full", Support.NEVER), (1, 2, 3)), "torch")
-    for m in (model, oracle):
+    for m in (model, reference):
         begin_all(m, known=3)
     run(steps, "greedy", 3)
-    run(DecodePasses(oracle, run_reference), "greedy", 3)
-    a, b = (m.workspace.logits.double() for m in (model, oracle))
+    run(DecodePasses(reference, run_reference), "greedy", 3)
+    a, b = (m.workspace.logits.double() for m in (model, reference))
     assert ((a - b).norm() / b.norm()).item() < 3e-2
     assert [row.mode for row in steps.dispatcher.stats()] == ["piecewise"]
 
 
 @needs_gpu
-def test_buffers_that_moved_are_found_at_replay():
+def test_moved_buffers_are_reported_at_replay():
     model = model_of(2)
     steps = DecodePasses(model, dispatcher=Dispatcher("full", (2,)), batches=[BatchDescriptor("greedy", 2)])
     steps.check_addresses = True
@@ -213,22 +215,22 @@ def test_buffers_that_moved_are_found_at_replay():
         (6, (2, 4), (2, 4)),
     ],
 )
-def test_sizes_are_those_that_the_slots_need(slots, sizes, expected):
+def test_captured_sizes_depend_on_the_slots(slots, sizes, expected):
     assert graph_sizes(slots, sizes) == expected
 
 
 def test_dispatch_pads_to_the_next_size_and_counts():
     dispatcher = Dispatcher("full", (1, 4))
     for rows, mode, padded in ((1, "full", 1), (3, "full", 4), (3, "full", 4), (5, "none", 5)):
-        got, batch = dispatcher.plan("greedy", rows)
-        dispatcher.count("greedy", rows, False, 1, batch, got)
-        assert (got, batch.rows) == (mode, padded)
+        planned, batch = dispatcher.plan("greedy", rows)
+        dispatcher.count("greedy", rows, False, 1, batch, planned)
+        assert (planned, batch.rows) == (mode, padded)
     rows = [(s.rows, s.padded, s.padding, s.mode, s.count) for s in dispatcher.stats()]
     assert rows == [(1, 1, 0, "full", 1), (3, 4, 1, "full", 2), (5, 5, 0, "none", 1)]
 
 
 @pytest.mark.parametrize("mode, decode", [(mode, halves[1]) for mode, halves in MODES.items()])
-def test_a_mode_says_how_decode_passes_run(mode, decode):
+def test_mode_selects_the_mode_of_decode_passes(mode, decode):
     assert Dispatcher(mode, (1,)).plan("greedy", 1)[0] == decode
 
 
@@ -244,5 +246,5 @@ def test_a_mode_says_how_decode_passes_run(mode, decode):
         *((mode, Support.ALWAYS, mode) for mode in MODES),
     ],
 )
-def test_a_mode_is_lowered_to_what_attention_can_be_captured_for(mode, support, expected):
+def test_mode_is_lowered_if_attention_cannot_be_captured(mode, support, expected):
     assert lowered(mode, support) == expected

@@ -1,4 +1,4 @@
-"""Runners of passes, with graphs of references on a CPU: modes, early, late and failed captures, pieces, drafts."""
+"""Runners of passes, with graphs of references on a CPU: modes, early, late and failed captures, parts, drafts."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -35,6 +35,7 @@ CAPTURED = [mode for mode in MODES if mode != "none"]
 
 
 def ids(n: int, base: int = 1) -> list[int]:
+    """Return n token ids."""
     return [(base * 41 + 13 * i) % 300 for i in range(n)]
 
 
@@ -50,16 +51,19 @@ def engine_of(mode="none", slots=3, sizes=SIZES, prompts=PROMPTS, attention=None
     return engine
 
 
-def passes(engine, kind, count=3, rows=3, masked=False, tokens=1, given=0):
-    """Run decode passes from a position with random K/V. Return the state that they leave."""
-    start(engine, kind, rows, given)
+def passes(engine, kind, count=3, rows=3, masked=False, tokens=1, known=0):
+    """Run decode passes from a position with random K/V. Return the resulting state.
+
+    known is the number of known tokens after the position.
+    """
+    start(engine, kind, rows, known)
     for _ in range(count):
         engine.steps.replay(kind, rows, masked, tokens)
     return state(engine)
 
 
 def finish(engine, kind, rows=3, masked=False):
-    """Run the end of a prompt pass that has left random values. Return the state that it leaves."""
+    """Run the end of a prompt pass after filling its buffers with random values. Return the resulting state."""
     start(engine, kind, rows)
     for tensor in read_buffers(engine.model):
         tensor.normal_(generator=torch.Generator().manual_seed(4))
@@ -72,10 +76,10 @@ def read_buffers(model):
     return model.prompt.hidden, model.prompt.buffers(model.spec.layers[-1].mixer)["qkv"]
 
 
-def start(engine, kind, rows, given=0):
+def start(engine, kind, rows, known=0):
     engine.model.kv.fill(torch.Generator().manual_seed(3))
     engine.model.workspace.tokens.zero_()
-    rewind(engine, 20, PARAMS[KINDS.index(kind)], rows, given)
+    rewind(engine, 20, PARAMS[KINDS.index(kind)], rows, known)
 
 
 def state(engine):
@@ -85,25 +89,25 @@ def state(engine):
     return named | {"pool": engine.model.kv.pool.clone()}
 
 
-def assert_same(found, wanted, rows=3):
-    for name, tensor in wanted.items():
+def assert_same(actual, expected, rows=3):
+    for name, tensor in expected.items():
         if name in ("meta", "logits"):
-            tensor, found[name] = tensor[:rows], found[name][:rows]
-        assert torch.equal(found[name], tensor), name
+            tensor, actual[name] = tensor[:rows], actual[name][:rows]
+        assert torch.equal(actual[name], tensor), name
 
 
 @pytest.fixture(autouse=True)
 def cpu_graphs(monkeypatch):
     captures.install(monkeypatch)
     yield
-    assert not captures.CAPTURING, "a capture has not ended"
+    assert not captures.CAPTURING, "a capture did not end"
 
 
 # ---- modes
 
 
 @pytest.mark.parametrize("mode", CAPTURED)
-def test_every_mode_gives_the_texts_of_launched_passes(mode):
+def test_every_mode_generates_the_texts_of_launched_passes(mode):
     plain, engine = engine_of(), engine_of(mode)
     at_load, prompts = engine.steps.captures, [ids(n, n) for n in (5, 20, 1, 30)]
     results = [each.generate_many(prompts, [*PARAMS, GREEDY], reuse_prefix=False) for each in (plain, engine)]
@@ -112,8 +116,8 @@ def test_every_mode_gives_the_texts_of_launched_passes(mode):
     decoded = {stat.mode for stat in engine.graph_stats() if stat.kind in KINDS}
     assert (reads, decoded) == tuple({each} for each in MODES[mode])
     assert {stat.mode for stat in plain.graph_stats()} == {"none"}
-    pieces = LAYERS + 1 if MODES[mode][1] == "piecewise" else 1
-    assert engine.steps.captures == at_load == 2 * len(KINDS) * len(SIZES) * pieces, "with and without masks"
+    parts = LAYERS + 1 if MODES[mode][1] == "piecewise" else 1
+    assert engine.steps.captures == at_load == 2 * len(KINDS) * len(SIZES) * parts, "with and without masks"
     assert set(engine.steps.place.modes) == {*MODES[mode]} - {"none"}
 
 
@@ -147,7 +151,7 @@ def test_smaller_passes_are_captured_after_larger_ones():
     assert [batch.rows for batch in batches] == 6 * [3] + 6 * [1] and {batch.kind for batch in batches} == {*KINDS}
 
 
-def test_a_runner_of_references_captures_nothing():
+def test_reference_runner_captures_nothing():
     engine = tiny_engine("torch", "none", torch.float32, 64)
     steps = make_steps(engine.model, "torch", Dispatcher("full", (1,), (8,)))
     prompts = make_prompts(engine.model, steps, "torch")
@@ -197,7 +201,7 @@ def test_one_slot_captures_a_prompt_size_at_its_second_use(caplog):
     assert "a pass of 32 prompt tokens and 0 decoding rows takes 1.00 ms without attention" in caplog.text
 
 
-def test_fixed_chunks_are_captured_as_they_are_and_end_in_decode_passes():
+def test_fixed_chunks_end_in_decode_passes():
     build = dict(slots=2, sizes=(2,), prompts=(64,), chunk_tokens=64, batch_invariant=True, page=None)
     plain, engine = engine_of(**build), engine_of("full", **build)
     found = [each.generate(ids(100), GREEDY, reuse_prefix=False).token_ids for each in (plain, engine)]
@@ -207,8 +211,8 @@ def test_fixed_chunks_are_captured_as_they_are_and_end_in_decode_passes():
 
 
 @pytest.mark.parametrize("mode", ["piecewise", "none"])
-def test_attention_of_prompts_that_reads_chunks_on_the_host(mode):
-    """It runs over no chunks during a capture, and then over those of each pass."""
+def test_prompt_attention_reads_the_chunks_of_each_pass(mode):
+    """During a capture, attention gets no chunks. Then it gets the chunks of each pass."""
     engine, chunks, seen = engine_of("full", prompts=()), [layout.Chunk(0, 0, 4, 0)], []
     lines = Op(lambda *args: seen.append([chunk.count for chunk in chunks]), None, None)
     steps = DecodePasses(engine.model, captures.run, Dispatcher(mode, SIZES, (32,)))
@@ -271,10 +275,10 @@ def test_captures_at_load_change_no_state_of_running_rows():
 def test_decode_passes_with_loaded_kernels_are_captured_without_a_launch():
     launched = []
 
-    def run(role, *args, **how):
+    def run(role, *args, **options):
         if not captures.CAPTURING:
             launched.append(role)
-        captures.run(role, *args, **how)
+        captures.run(role, *args, **options)
 
     steps = DecodePasses(engine_of().model, run, Dispatcher("full", SIZES, PROMPTS), compiled=True)
     assert steps.captures and not launched
@@ -287,26 +291,26 @@ def test_idle_rows_and_chunks_are_restored_after_an_error():
     rewind(engine, 20, GREEDY, rows=2)
     engine.scheduler.slots.write_chunks([layout.Chunk(1, 0, 3, 0)])
     model = engine.model
-    kept = model.workspace.meta.clone(), model.prompt.chunks.clone()
-    assert kept[0][:, layout.STATUS].eq(layout.RUN).all() and kept[1].any()
+    before = model.workspace.meta.clone(), model.prompt.chunks.clone()
+    assert before[0][:, layout.STATUS].eq(layout.RUN).all() and before[1].any()
     model.verify.meta[:, layout.STATUS] = layout.RUN
     with pytest.raises(ZeroDivisionError), idle(model):
         for workspace in (model.workspace, model.verify):
             assert workspace.meta[:, layout.STATUS].eq(layout.LIMIT_REACHED).all()
         assert not model.prompt.chunks.any()
         raise ZeroDivisionError
-    assert torch.equal(model.workspace.meta, kept[0]) and torch.equal(model.prompt.chunks, kept[1])
+    assert torch.equal(model.workspace.meta, before[0]) and torch.equal(model.prompt.chunks, before[1])
 
 
 def failing(monkeypatch, runner, role="down", error=None):
     """Let lines with this role fail in captures. Return the list of the failures."""
     failures, run = [], runner.run
 
-    def run_failing(name, *args, **how):
+    def run_failing(name, *args, **options):
         if captures.CAPTURING and name == role:
             failures.append(name)
             raise error or RuntimeError("out of\nmemory")
-        run(name, *args, **how)
+        run(name, *args, **options)
 
     monkeypatch.setattr(runner, "run", run_failing)
     return failures
@@ -329,7 +333,7 @@ def test_a_pass_with_masks_that_cannot_be_captured_is_launched(mode, monkeypatch
     assert {(stat.kind, stat.mode) for stat in engine.graph_stats()} == {("greedy", mode), ("greedy+mask", "none")}
 
 
-def test_a_prompt_size_that_cannot_be_captured_is_launched_from_then_on(monkeypatch, caplog):
+def test_prompt_size_that_cannot_be_captured_is_launched(monkeypatch, caplog):
     engine, plain = engine_of("full", slots=1), engine_of(slots=1)
     failures = failing(monkeypatch, engine.prompts)
     for n in (20, 21, 22):
@@ -342,10 +346,10 @@ def test_a_prompt_size_that_cannot_be_captured_is_launched_from_then_on(monkeypa
 
 
 def test_a_failure_at_load_is_an_error():
-    def run(role, *args, **how):
+    def run(role, *args, **options):
         if captures.CAPTURING and role == "lm_head":
             raise RuntimeError("no more")
-        captures.run(role, *args, **how)
+        captures.run(role, *args, **options)
 
     with pytest.raises(RuntimeError, match="no more"):
         DecodePasses(engine_of().model, run, Dispatcher("full", (1,)))
@@ -379,23 +383,23 @@ def test_a_pass_without_a_graph_is_launched_and_not_captured():
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
 @pytest.mark.parametrize("kind", ["greedy", "logprobs"])
 def test_verifying_passes_are_bit_equal_to_launched_ones(mode, kind):
-    """With drafts that are all accepted; then one row a request, and rows with masks."""
+    """All drafts are accepted. Then each request has one row, without and with masks."""
     engine, plain = engine_of(mode, speculate="ngram"), engine_of(speculate="ngram")
     for tokens, masked in ((4, False), (4, False), (1, False), (1, True)):
-        found, wanted = (passes(each, kind, 2, 3, masked, tokens, given=16) for each in (engine, plain))
-        assert_same(found, wanted)
-        assert found["meta"][0, layout.POSITION] == 20 + 2 * tokens
+        captured, launched = (passes(each, kind, 2, 3, masked, tokens, known=16) for each in (engine, plain))
+        assert_same(captured, launched)
+        assert captured["meta"][0, layout.POSITION] == 20 + 2 * tokens
     assert plain.steps.tokens("greedy", 3, 3 * [Acceptance(3)]) == 4, "launched passes need no graph"
 
 
 # ---- lines
 
 
-def test_another_attention_runs_between_the_pieces_and_in_launched_passes():
+def test_other_attention_runs_between_the_parts_of_a_graph():
     calls = []
 
     def counted(*args):
-        assert not captures.CAPTURING, "a graph contains it"
+        assert not captures.CAPTURING, "a graph contains the attention"
         calls.append(args)
         attention_ref(*args)
 
@@ -409,8 +413,8 @@ def test_another_attention_runs_between_the_pieces_and_in_launched_passes():
         assert len(calls) == LAYERS + 1, "the end of a prompt pass has the attention of decode passes"
 
 
-@pytest.mark.parametrize("mode, pieces", [("full", 1), ("piecewise", 3)])
-def test_pieces_end_at_attention_and_at_fetches(mode, pieces):
+@pytest.mark.parametrize("mode, parts", [("full", 1), ("piecewise", 3)])
+def test_parts_of_a_graph_end_at_attention_and_at_fetches(mode, parts):
     log, made = [], []
     roles = ["fetch", "embed", "fetched", "qkv", "attention", "fetch", "o_proj", "down"]
     op = Op(None, log.append, None)
@@ -421,7 +425,7 @@ def test_pieces_end_at_attention_and_at_fetches(mode, pieces):
 
     lines = lambda run: [run(role, op, role) for role in roles]  # noqa: E731
     replay, count = captures.Place("cuda").capture(mode, captures.run, between, lines)
-    assert count == pieces and log == made == [], "a capture runs nothing"
+    assert count == parts and log == made == [], "a capture runs nothing"
     for passes_run in (1, 2):
         log.clear()
         replay()
@@ -441,7 +445,7 @@ class Sizes:
     count: int | None = None
 
 
-def test_launches_are_alike_if_they_need_the_same_kernels():
+def test_launches_with_the_same_kernels_have_equal_keys():
     op, base = Op(lambda *args: None, None, None), torch.zeros(64)
 
     def key(*args):
@@ -454,7 +458,7 @@ def test_launches_are_alike_if_they_need_the_same_kernels():
     assert len(others) == 4 and alike[0] not in others
 
 
-def test_keys_read_as_passes():
+def test_keys_are_printed_as_passes():
     assert str(BatchDescriptor("greedy", 1)) == "a pass of 1 row"
     assert str(BatchDescriptor("sample", 3, 4, True)) == "a pass of 3 rows of 4 tokens with masks"
     assert str(PromptDescriptor(2048, 1)) == "a pass of 2,048 prompt tokens and 1 decoding row"
@@ -482,7 +486,7 @@ def test_costs_are_measured_with_all_rows_running(monkeypatch):
     assert engine.steps.tokens("greedy", 1, [Acceptance(7)]) == 2
 
 
-def test_costs_of_passes_that_are_not_captured_or_have_no_room_are_not_measured():
+def test_only_captured_passes_with_room_are_measured():
     engine = engine_of(speculate="ngram")
     assert measure_costs(engine.steps, engine.scheduler.slots) == {}
     engine = engine_of("full", speculate="ngram", page=16, pages=8)

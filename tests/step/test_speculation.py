@@ -1,7 +1,7 @@
-"""Speculation: text that repeats comes several tokens a pass, and is the text without, whatever comes or goes.
+"""Speculative decoding: texts equal those without drafts, and repetitive texts yield several tokens a pass.
 
-In fp32, where the rows of a pass have no influence on a text; on a GPU also in bf16 in the batch-invariant mode. A
-model with sharp logits repeats itself, sampled too.
+The tests run in fp32, in which the rows of a pass do not change a text, and on a GPU also in bf16 in batch-invariant
+mode. A model with sharp logits repeats itself, also when it samples.
 """
 
 import re
@@ -43,83 +43,85 @@ PROMPTS = [
 ]
 
 
-def engine_of(slots=1, ahead=1, speculate="ngram", capacity=CAPACITY, dtype=torch.float32, **build):
+def engine_of(slots=1, in_flight=1, speculate="ngram", capacity=CAPACITY, dtype=torch.float32, **build):
+    """Return an engine whose text repeats itself."""
     build |= {"slots": slots, "speculate": speculate}
     engine = tiny_engine(dtype=dtype, capacity=capacity, tie_word_embeddings=False, num_layers=1, build=build)
-    weights = engine.model.weights.tensors()  # those of any machine
+    weights = engine.model.weights.tensors()  # random weights are made on the CPU, so that they are the same everywhere
     for name, tensor in random_weights(engine.config, torch.device("cpu"), dtype, seed=0).tensors().items():
         weights[name].copy_(tensor)
     engine.model.weights.final_norm.mul_(SHARP)
     engine.model.weights.embed[POISON] = float("nan")
-    engine.scheduler._ahead = ahead
+    engine.scheduler._ahead = in_flight
     engine.threads = 1
-    engine.scheduler.answered = True  # passes that verify are captured when they are first wanted, and no others
+    engine.scheduler.answered = True
     return engine
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """What a request gives without speculation, in an engine of its own."""
-    engine, found = engine_of(speculate="off"), {}
+def plain_result():
+    """Return a function that generates a text without speculation, as the only request of an engine."""
+    engine, results = engine_of(speculate="off"), {}
 
-    def alone(prompt, params):
+    def generate(prompt, params):
         key = tuple(prompt), repr(params)
-        if key not in found:
-            found[key] = engine.generate(prompt, params, reuse_prefix=False)
-        return found[key]
+        if key not in results:
+            results[key] = engine.generate(prompt, params, reuse_prefix=False)
+        return results[key]
 
-    return alone
+    return generate
 
 
-@pytest.fixture(scope="module", params=[1] if CUDA else [0, 1], ids=lambda ahead: f"{ahead} passes ahead")
+@pytest.fixture(scope="module", params=[1] if CUDA else [0, 1], ids=lambda ahead: f"{ahead}_ahead")
 def engine(request):
-    return engine_of(ahead=request.param)
+    return engine_of(in_flight=request.param)
 
 
 @pytest.fixture(scope="module")
 def small():
-    """Three slots, and pages for little more than one request."""
+    """Return an engine with three slots, and pages for little more than one request."""
     return engine_of(slots=3, page=16, pages=9, chunk_tokens=24)
 
 
 def same(result, expected) -> None:
-    found = result.token_ids, result.finish_reason, result.error, result.text
-    assert found == (expected.token_ids, expected.finish_reason, expected.error, expected.text)
-    for got, wanted in zip(result.logprobs or (), expected.logprobs or (), strict=True):
-        assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-        assert [token for token, _ in got.top] == [token for token, _ in wanted.top]
+    """Check that two results are equal, with log-probabilities up to rounding."""
+    actual = result.token_ids, result.finish_reason, result.error, result.text
+    assert actual == (expected.token_ids, expected.finish_reason, expected.error, expected.text)
+    for ours, theirs in zip(result.logprobs or (), expected.logprobs or (), strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-def test_the_text_is_the_one_without(engine, alone, kind):
+def test_text_equals_text_without_drafts(engine, plain_result, kind):
     params, accepted = replace(PARAMS[kind], max_tokens=80), 0
     for prompt in PROMPTS:
         result = engine.generate(prompt, params)
-        same(result, alone(prompt, params))
+        same(result, plain_result(prompt, params))
         usage = result.usage
         assert 0 <= usage.accepted <= usage.drafted and usage.completion_tokens == len(result.token_ids)
-        drawn = len(result.token_ids)
-        assert usage.tokens_per_pass == pytest.approx(drawn / (drawn - usage.accepted))
+        sampled = len(result.token_ids)
+        assert usage.tokens_per_pass == pytest.approx(sampled / (sampled - usage.accepted))
         accepted += usage.accepted
-    assert accepted > 15, "nothing was won"
+    assert accepted > 15, "too few drafts were accepted"
 
 
-def test_text_in_company_is_the_one_alone(alone):
+def test_text_does_not_depend_on_other_requests(plain_result):
     engine = engine_of(slots=4, page=16)
     params = [replace(each, max_tokens=60) for each in PARAMS.values()]
     requests = [engine.submit(prompt, each) for each in params for prompt in PROMPTS]
-    expected = [alone(prompt, each) for each in params for prompt in PROMPTS]
-    for request, wanted in zip(requests, expected):
-        same(request.result(), wanted)
+    expected = [plain_result(prompt, each) for each in params for prompt in PROMPTS]
+    for request, result in zip(requests, expected):
+        same(request.result(), result)
     engine.scheduler.assert_consistent()
     assert any(" x" in stat.kind and stat.rows > 1 for stat in engine.graph_stats())
 
 
-def test_the_end_at_any_token(engine, alone):
-    whole = alone(PROMPTS[0], replace(PARAMS["greedy"], max_tokens=40)).token_ids
+def test_generation_can_end_at_any_draft(engine, plain_result):
+    whole = plain_result(PROMPTS[0], replace(PARAMS["greedy"], max_tokens=40)).token_ids
     for most in range(1, 30):
         params = replace(PARAMS["logprobs" if most % 2 else "greedy"], max_tokens=most)
-        same(engine.generate(PROMPTS[0], params), alone(PROMPTS[0], params))
+        same(engine.generate(PROMPTS[0], params), plain_result(PROMPTS[0], params))
     for token in set(whole):
         params = replace(PARAMS["greedy"], max_tokens=40, stop_token_ids=(token,))
         result = engine.generate(PROMPTS[0], params)
@@ -127,24 +129,23 @@ def test_the_end_at_any_token(engine, alone):
 
 
 @pytest.mark.parametrize("left", range(6))
-def test_the_capacitys_end(engine, alone, left):
+def test_generation_ends_at_the_capacity(engine, plain_result, left):
     prompt = (PROMPTS[0] * 8)[: CAPACITY - 20 - left]
-    same(engine.generate(prompt, PARAMS["greedy"]), alone(prompt, PARAMS["greedy"]))
+    same(engine.generate(prompt, PARAMS["greedy"]), plain_result(prompt, PARAMS["greedy"]))
 
 
-def test_a_poisoned_request_ends_as_without(engine, alone):
+def test_nan_logits_end_the_request(engine, plain_result):
     prompt = [*PROMPTS[0], POISON, *PROMPTS[0]]
     params = replace(PARAMS["greedy"], max_tokens=20)
     result = engine.generate(prompt, params)
-    assert result.finish_reason == "error" and result.error == alone(prompt, params).error
-    same(engine.generate(PROMPTS[0], params), alone(PROMPTS[0], params))
+    assert result.finish_reason == "error" and result.error == plain_result(prompt, params).error
+    same(engine.generate(PROMPTS[0], params), plain_result(PROMPTS[0], params))
 
 
-def test_scores_are_those_without(engine):
+def test_scores_equal_scores_without_drafts(engine):
     ids, without = PROMPTS[2] * 3, engine_of(speculate="off")
     assert torch.allclose(engine.score(ids), without.score(ids), atol=1e-4)
-    found, wanted = (each.submit_score(ids, 2).result() for each in (engine, without))
-    same(found, wanted)
+    same(*(each.submit_score(ids, 2).result() for each in (engine, without)))
 
 
 ACTION = st.one_of(
@@ -156,10 +157,10 @@ ACTION = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=30 if CUDA else 60, deadline=None)  # a GPU that others share answers late
+@settings(max_examples=30 if CUDA else 60, deadline=None)  # a shared GPU may be slow
 @given(actions=st.lists(ACTION, min_size=4, max_size=20), ahead=st.integers(0, 1))
-def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, ahead):
-    """Pages are short, so that requests wait at the end of theirs and are preempted in the middle of drafts."""
+def test_any_schedule_gives_the_same_tokens(small, plain_result, actions, ahead):
+    """The engine has few small pages, so that requests wait for pages and are preempted in the middle of drafts."""
     scheduler, requests, cancelled = small.scheduler, [], set()
     scheduler._ahead = 1 if CUDA else ahead
     for action, value in actions:
@@ -167,7 +168,7 @@ def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, a
             which, kind, most, reuse = value
             params = replace(PARAMS[kind], max_tokens=most)
             request = small.submit(PROMPTS[which], params, reuse_prefix=reuse)
-            requests.append((request, alone(PROMPTS[which], params)))
+            requests.append((request, plain_result(PROMPTS[which], params)))
         elif action == "cancel":
             if value < len(requests) and requests[value][0].cancel():
                 cancelled.add(value)
@@ -184,16 +185,16 @@ def test_any_schedule_gives_the_tokens_of_running_alone(small, alone, actions, a
     scheduler.assert_consistent()
 
 
-def test_a_preempted_request_goes_on_where_it_was(small, alone):
+def test_preempted_request_continues(small, plain_result):
     before = small.scheduler.preemptions
     params = [replace(PARAMS[kind], max_tokens=90) for kind in ("greedy", "sampled")]
     requests = [small.submit(PROMPTS[0], each, reuse_prefix=False) for each in params]
     for request, each in zip(requests, params):
-        same(request.result(), alone(PROMPTS[0], each))
+        same(request.result(), plain_result(PROMPTS[0], each))
     assert small.scheduler.preemptions > before
 
 
-def test_the_batch_invariant_mode_keeps_its_bits():
+def test_batch_invariant_mode_computes_the_same_bits():
     dtype = torch.bfloat16 if CUDA else torch.float32
     shape = dict(hidden_size=1024, head_dim=128, intermediate_size=2048) if CUDA else {}
     results = []
@@ -213,7 +214,7 @@ def test_the_batch_invariant_mode_keeps_its_bits():
 
 
 @pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
-def test_graphs_that_verify_are_captured_at_load():
+def test_verifying_passes_are_captured_at_load():
     engine = tiny_engine("triton", "full", capacity=256, build={"speculate": "ngram", "slots": 2})
     params, steps = replace(PARAMS["greedy"], max_tokens=60), engine.steps
     captured = steps.captures
@@ -231,12 +232,12 @@ def test_graphs_that_verify_are_captured_at_load():
                 each.steps.replay(kind, 2, tokens=tokens)
             each.synchronize()
         replayed, launched = (each.model.workspace.meta.clone() for each in (engine, eager))
-        replayed[:, GENERATION] = launched[:, GENERATION] = 0  # one of the two has had requests before
+        replayed[:, GENERATION] = launched[:, GENERATION] = 0  # the engines ran different numbers of requests
         assert torch.equal(replayed, launched), kind
 
 
 @pytest.mark.skipif(not CUDA, reason="allocations of a GPU")
-def test_passes_that_verify_allocate_nothing():
+def test_verifying_passes_allocate_nothing():
     engine = tiny_engine("triton", "full", capacity=512, build={"speculate": "ngram"})
     rewind(engine, 40, replace(PARAMS["greedy"], seed=1))
     for tokens in (8, 4, 2, 1):
@@ -251,7 +252,7 @@ def test_passes_that_verify_allocate_nothing():
         assert before[name] == after[name], name
 
 
-# ---- the bundled model: text, stop strings, grammars
+# ---- The bundled model: text, stop strings, grammars
 
 
 @pytest.fixture(scope="module")
@@ -262,16 +263,16 @@ def bundled():
 
 
 @pytest.mark.parametrize("stop", [(), (" the",), ("e", "zz"), ("ing to",)], ids=repr)
-def test_stop_strings_cut_as_without(bundled, stop):
+def test_stop_strings_cut_the_same_text(bundled, stop):
     params = SamplingParams(temperature=0, max_tokens=60, stop=stop)
     prompt = [{"role": "user", "content": "Say it again, say it again, say it again, say it"}]
     off, ngram = (engine.generate(prompt, params) for engine in bundled)
     same(ngram, off)
-    assert ngram.usage.accepted <= ngram.usage.drafted, "also where a string cuts what a pass has brought"
+    assert ngram.usage.accepted <= ngram.usage.drafted, "a stop string may cut the tokens of a pass"
 
 
-def test_a_server_counts_guesses(bundled):
-    """One token for ever, which nothing but guesses that are right can follow."""
+def test_server_counts_drafts(bundled):
+    """A bias makes the model repeat one token, so all drafts are right."""
     body = {"model": "bundled", "prompt": "Again", "temperature": 0, "max_tokens": 60, "logit_bias": {"300": 100}}
     names = [f"spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted")]
     with Running(bundled[1]) as running:
@@ -281,24 +282,24 @@ def test_a_server_counts_guesses(bundled):
     assert drafted >= accepted > 40
 
 
-def test_the_line_after_an_answer_tells_the_tokens_of_a_pass(piped):
-    few = ("--raw", "--temperature", 0, "--max-tokens", 60, "--logit-bias", "300=100", "--max-seq-len", 256)
-    assert re.search(r"60 tokens .* [4-7]\.\d a pass", piped("Again\n", *few, "--speculate", "ngram")[2])
-    assert " a pass" not in piped("Again\n", *few)[2]
+def test_chat_reports_the_tokens_of_a_pass(piped):
+    arguments = ("--raw", "--temperature", 0, "--max-tokens", 60, "--logit-bias", "300=100", "--max-seq-len", 256)
+    assert re.search(r"60 tokens .* [4-7]\.\d a pass", piped("Again\n", *arguments, "--speculate", "ngram")[2])
+    assert " a pass" not in piped("Again\n", *arguments)[2]
 
 
-def test_a_grammar_beside_text_that_repeats(bundled):
+def test_request_with_a_grammar_runs_with_a_repetitive_one(bundled):
     structured = SamplingParams(temperature=0, max_tokens=30, regex="(ab|cd)+")
     free = SamplingParams(temperature=0, max_tokens=60)
-    found = []
+    results = []
     for engine in bundled:
         requests = [engine.submit("one two one two one two", each) for each in (free, structured)]
-        found.append([request.result() for request in requests])
-    for off, ngram in zip(*found):
+        results.append([request.result() for request in requests])
+    for off, ngram in zip(*results):
         same(ngram, off)
 
 
-def test_the_option_is_checked():
+def test_speculation_options_are_checked():
     with pytest.raises(ParameterError, match="speculate must be auto, ngram or off, got 'draft'"):
         Engine.load(speculate="draft")
     for wrong in (4, "4:2", (2, 4), (17, 2), (10**5000, 1), (2, 0), (4, 2.0), (True, 1), (4, 3, 2)):
@@ -310,7 +311,8 @@ def test_the_option_is_checked():
         Engine.load(speculate="off", speculate_ngram=(4, 2))
 
 
-RESOLVED = [  # on a GPU, how passes run, beside what: what auto comes to, and what stands in the way of ngram
+# Whether a GPU is used, options, conflicting options, the choice of auto, and the error of ngram.
+RESOLVED = [
     (True, {}, (), "ngram", None),
     (True, dict(slots=64), (), "ngram", None),
     (True, dict(slots=16, graph_sizes=(8, 16)), (), "ngram", None),
@@ -328,40 +330,40 @@ RESOLVED = [  # on a GPU, how passes run, beside what: what auto comes to, and w
 ]  # fmt: skip
 
 
-BESIDE = {"kv_dtype": "fp8", "kv_offload": 0.1, "weights_offload": 0.1}
+CONFLICTS = {"kv_dtype": "fp8", "kv_offload": 0.1, "weights_offload": 0.1}
 
 
-@pytest.mark.parametrize("gpu, how, beside, auto, hindrance", RESOLVED, ids=str)
-def test_what_is_asked_for_and_what_it_comes_to(monkeypatch, gpu, how, beside, auto, hindrance):
+@pytest.mark.parametrize("gpu, fields, conflicts, auto, error", RESOLVED, ids=str)
+def test_speculation_is_resolved_from_the_options(monkeypatch, gpu, fields, conflicts, auto, error):
     use_h100(monkeypatch)
     device = torch.device("cuda" if gpu else "cpu")
 
     def drafts(**more):
-        options = EngineOptions(**how | {name: BESIDE[name] for name in beside} | more)
+        options = EngineOptions(**fields | {name: CONFLICTS[name] for name in conflicts} | more)
         graphs = plan_graphs(options, "triton" if gpu else "torch", tiny_config(), torch.bfloat16, device)
         return plan_drafts(options, graphs, LEAST_WEIGHTS)
 
-    found, why = drafts()
-    assert found == (NGRAM if auto == "ngram" else None) and (why is None) == (auto == "ngram")
+    ngram, why = drafts()
+    assert ngram == (NGRAM if auto == "ngram" else None) and (why is None) == (auto == "ngram")
     assert drafts(speculate="off") == (None, None)
-    if hindrance is None:
+    if error is None:
         assert drafts(speculate="ngram") == (NGRAM, None) and drafts(speculate_ngram=(4, 2)) == ((4, 2), None)
     else:
-        with pytest.raises(ParameterError, match=f'^speculate="ngram" .*{hindrance}; use speculate="off"$') as refused:
+        with pytest.raises(ParameterError, match=f'^speculate="ngram" .*{error}; use speculate="off"$') as refused:
             drafts(speculate="ngram")
         assert (refused.value.argument, refused.value.code) == ("speculate", "conflict")
-        with pytest.raises(ParameterError, match=f"^speculate_ngram .*{hindrance}; leave it out$") as refused:
+        with pytest.raises(ParameterError, match=f"^speculate_ngram .*{error}; leave it out$") as refused:
             drafts(speculate_ngram=(4, 2))
         assert (refused.value.argument, refused.value.code) == ("speculate_ngram", "conflict")
-        assert hindrance in why or not gpu
+        assert error in why or not gpu
 
 
 def test_auto_drafts_only_for_models_that_are_large_enough(monkeypatch):
     use_h100(monkeypatch)
     graphs = plan_graphs(EngineOptions(), "triton", tiny_config(), torch.bfloat16, torch.device("cuda"))
     assert plan_drafts(EngineOptions(), graphs, LEAST_WEIGHTS) == (NGRAM, None)
-    found, why = plan_drafts(EngineOptions(), graphs, LEAST_WEIGHTS - 1)
-    assert found is None and why.startswith("pays for models of 128 MiB or more")
+    ngram, why = plan_drafts(EngineOptions(), graphs, LEAST_WEIGHTS - 1)
+    assert ngram is None and why.startswith("pays for models of 128 MiB or more")
     assert plan_drafts(EngineOptions(speculate="ngram"), graphs, LEAST_WEIGHTS - 1) == (NGRAM, None)
 
 
@@ -370,114 +372,115 @@ def test_the_bundled_model_is_too_small_for_auto():
         assert engine.plan.ngram is None and engine.model.verify is None and engine.plan.why_no_drafts
 
 
-def test_who_says_how_to_guess_asks_for_it():
+def test_ngram_lengths_enable_speculation():
     with Engine.load(device=str(DEVICE), max_seq_len=64, speculate_ngram=(4, 2)) as engine:
         assert engine.plan.ngram == engine.model.ngram == (4, 2) and engine.model.verify
 
 
-def test_memory_is_planned_for_what_auto_comes_to(monkeypatch):
-    asked = dict(device=str(DEVICE), max_seq_len=64)
-    with Engine.load(speculate="off", **asked) as plain:
+def test_memory_is_planned_for_the_choice_of_auto(monkeypatch):
+    options = dict(device=str(DEVICE), max_seq_len=64)
+    with Engine.load(speculate="off", **options) as plain:
         fixed = plain.plan.memory.fixed
-    monkeypatch.setattr("tridecode.plan.resolve.plan_drafts", lambda *how: (NGRAM, None))
-    with Engine.load(**asked) as engine:
+    monkeypatch.setattr("tridecode.plan.resolve.plan_drafts", lambda *args: (NGRAM, None))
+    with Engine.load(**options) as engine:
         assert engine.model.verify is not None and engine.plan.memory.fixed > fixed
 
 
 @pytest.mark.parametrize("ngram", [(1, 1), (16, 16)], ids=str)
-def test_guesses_need_as_many_tokens_that_agree(alone, ngram):
+def test_drafts_need_a_match_of_the_minimum_length(plain_result, ngram):
     params = replace(PARAMS["greedy"], max_tokens=14)
     engine = engine_of(speculate_ngram=ngram)
     result = engine.generate(PROMPTS[1], params)
-    same(result, alone(PROMPTS[1], params))
-    assert (result.usage.drafted > 0) == (ngram == (1, 1)), "nowhere do sixteen tokens agree"
+    same(result, plain_result(PROMPTS[1], params))
+    assert (result.usage.drafted > 0) == (ngram == (1, 1)), "the text has no match of sixteen tokens"
 
 
-# ---- passes
+# ---- Passes
 
 
-@pytest.mark.parametrize("beside", [dict(kv_dtype="fp8"), dict(kv_offload=0.1), dict(weights_offload=0.02)], ids=list)
-def test_what_does_not_go_together_is_one_line(beside):
-    (name,) = beside
+@pytest.mark.parametrize("conflict", [dict(kv_dtype="fp8"), dict(kv_offload=0.1), dict(weights_offload=0.02)], ids=list)
+def test_what_does_not_go_together_is_one_line(conflict):
+    (name,) = conflict
     with pytest.raises(ParameterError, match=f'^speculate="ngram" does not work beside {name}.*; use speculate="off"$'):
-        Engine.load(device=str(DEVICE), max_seq_len=64, speculate="ngram", **beside)
-    with Engine.load(device=str(DEVICE), max_seq_len=64, **beside) as engine:
+        Engine.load(device=str(DEVICE), max_seq_len=64, speculate="ngram", **conflict)
+    with Engine.load(device=str(DEVICE), max_seq_len=64, **conflict) as engine:
         assert engine.plan.ngram is None and engine.model.verify is None
 
 
-def test_weights_in_fewer_bits_verify_too():
-    """Their products take the rows of drafts as any others; on a GPU in bf16, where rows may decide a text."""
-    asked = dict(device=str(DEVICE), max_seq_len=256, quantize="int8", batch_invariant=CUDA)
-    with Engine.load(speculate="off", **asked) as plain, Engine.load(speculate="ngram", **asked) as engine:
+def test_quantized_weights_verify_drafts():
+    """On a GPU in batch-invariant mode, because in bf16 the number of rows may change a text."""
+    options = dict(device=str(DEVICE), max_seq_len=256, quantize="int8", batch_invariant=CUDA)
+    with Engine.load(speculate="off", **options) as plain, Engine.load(speculate="ngram", **options) as engine:
         params = replace(PARAMS["greedy"], max_tokens=60, ignore_eos=True)
-        engine.scheduler.answered = True  # else passes that verify are captured after the first answer only
+        engine.scheduler.answered = True  # otherwise verifying passes are captured only after the first answer
         result = engine.generate(PROMPTS[0] * 3, params)
         assert result.token_ids == plain.generate(PROMPTS[0] * 3, params).token_ids
         assert result.usage.drafted > 0
 
 
-def test_sizes_that_leave_no_room_are_refused():
+def test_sizes_without_room_for_drafts_are_rejected():
     with pytest.raises(ParameterError, match='^speculate="ngram" .* at most 16 requests, .* graph_sizes is 32; use'):
         Engine.load(speculate="ngram", slots=32, graph_sizes=(32,))
 
 
-def right(*wanted: int) -> list[Acceptance]:
-    """Requests that want so many drafts, all of whose drafts were right."""
+def right(*drafts: int) -> list[Acceptance]:
+    """Return requests that could use these numbers of drafts, and whose drafts were always right."""
     sure = [1.0, 1.0, 1.0]
-    return [Acceptance(each, [*sure], [*sure]) for each in wanted]
+    return [Acceptance(each, [*sure], [*sure]) for each in drafts]
 
 
 def best(requests: int, drafts: list[Acceptance], **allowed) -> int:
+    """Return the best number of rows of each request."""
     return best_queries(typical_costs(requests), drafts, **allowed)
 
 
-def test_rows_by_requests():
+def test_number_of_rows_depends_on_the_requests():
     assert [most_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 17)] == [8, 8, 8, 8, 4, 4, 2, 1]
-    assert [best(1, right(wanted)) for wanted in (0, 1, 2, 3, 4, 7)] == [1, 2, 4, 4, 8, 8]
+    assert [best(1, right(drafts)) for drafts in (0, 1, 2, 3, 4, 7)] == [1, 2, 4, 4, 8, 8]
     assert best(4, right(7, 7, 7, 7)) == 8 and best(64, right(*[7] * 64)) == 1
     assert best(2, right(0, 7)) == 8 and best(1, right(7), allowed=[1, 2]) == 2
     assert [verify_rows(requests) for requests in (1, 2, 4, 64)] == [8, 16, 32, 32]
 
 
-def test_one_request_that_repeats_itself_does_not_slow_seven_others():
+def test_one_repetitive_request_does_not_slow_seven_others():
     assert best(8, [Acceptance(1), *right(*[0] * 7)]) == 1 and best(8, right(*[1] * 8)) == 2
     assert best(8, right(*[1] * 4, *[0] * 4)) == 2 and best(4, right(3, 0, 0, 0)) == 4
 
 
-def test_rows_follow_from_measured_costs():
+def test_number_of_rows_depends_on_measured_costs():
     cheap, dear = {1: 2e-3, 2: 2.1e-3, 8: 2.2e-3}, {1: 2e-3, 2: 3e-3, 8: 13e-3}
     assert best_queries(cheap, right(7)) == 8 and best_queries(dear, right(7)) == 2
     assert best_queries({1: 2e-3, 2: 4e-3}, right(7)) == 1 == best_queries({1: 2e-3}, right(7))
     assert best_queries(cheap, right(7), allowed=[2]) == 2 and best_queries(cheap, right(3), allowed=[1, 4]) == 1
 
 
-@pytest.mark.parametrize("wanted", [1, 3, 7])
-def test_a_request_whose_drafts_are_wrong_verifies_none_until_they_are_right(wanted):
-    drafts = Acceptance(wanted)
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_drafts_are_verified_again_after_they_become_right(count):
+    drafts = Acceptance(count)
     for _ in range(40):
-        drafts.learn(wanted, 1, 0, wanted)
+        drafts.learn(count, 1, 0, count)
     assert best(1, [drafts]) == 1
     for _ in range(40):  # passes of one row, whose draft was right
-        drafts.learn(wanted, 0, 0, 7)
-        drafts.wanted = wanted
+        drafts.learn(count, 0, 0, 7)
+        drafts.wanted = count
     assert best(1, [drafts]) > 1
 
 
-def test_estimates_follow_the_recent_results_of_as_many_wanted_drafts():
+def test_estimates_follow_recent_results():
     drafts = Acceptance()
     drafts.learn(0, 0, 0, 1)
-    assert drafts == Acceptance(1), "a pass that wanted no drafts changes no estimate"
+    assert drafts == Acceptance(1), "a pass without drafts changes no estimate"
     drafts.learn(1, 3, 2, 3)  # right, right, wrong
     assert drafts.first == pytest.approx([0.9 * FIRST[0] + 0.1, *FIRST[1:]])
     assert drafts.following == pytest.approx([0.9 * (0.9 * NEXT + 0.1), NEXT, NEXT])
-    drafts.learn(3, 0, 0, 1)  # one row, and the device wants fewer: its draft was wrong
+    drafts.learn(3, 0, 0, 1)  # one row, and the device requests fewer drafts, because its draft was wrong
     assert drafts.first[1] == pytest.approx(0.9 * FIRST[1]) and drafts.following[1:] == [NEXT, NEXT]
     assert drafts.wanted == 1 and drafts.expected(8) == 1 + drafts.first[0] and drafts.expected(1) == 1
 
 
 @pytest.mark.parametrize("kind, params", [("greedy", PARAMS["greedy"]), ("sample", PARAMS["penalties"])])
-def test_a_pass_of_kernels_does_what_the_references_do(kind, params):
-    """Fp32 states after the same passes, with drafts that are given, found, right and wrong."""
+def test_kernels_match_references(kind, params):
+    """Compare fp32 states after the same passes, with known tokens and with right and wrong drafts."""
     engines = [
         tiny_engine(backend, "none", torch.float32, capacity=64, num_layers=1, build={"speculate": "ngram"})
         for backend in ("triton", "torch")

@@ -1,4 +1,4 @@
-"""The decode pass: kernels against the reference buffer by buffer, replay against eager, state rules."""
+"""The decode pass: kernels against references buffer by buffer, replays against launches, and the rules for state."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ PROMPT = [5, 17, 300, 42, 8, 8, 99]
 
 
 def run_steps(engine, params, steps, ids=PROMPT):
-    """Tokens that `steps` bare steps leave, without the engine's streaming around them."""
+    """Run decode passes for one request without the engine's scheduler. Return its tokens."""
     begin(engine, ids, 0, params, limit=len(ids) + steps + 1)
     for _ in range(len(ids) - 1 + steps):
         enqueue(engine, params)
@@ -47,7 +47,7 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
         begin(engine, ids, 0, GREEDY, limit=len(ids) + 1)
     for step in range(len(ids)):
         checked = step in (0, 1, 24, 69)
-        if checked:  # every step is judged from the same state
+        if checked:  # both engines start the step from the same state
             set_cache(triton.model, oracle.model.kv.held(0, step))
             triton.model.workspace.meta.copy_(oracle.model.workspace.meta)
             triton.steps.replay("greedy")
@@ -104,8 +104,8 @@ def test_no_allocation_over_200_steps():
 
 
 @needs_gpu
-def test_a_request_makes_the_host_wait_for_its_tokens_only():
-    """No copy that waits and no synchronisation, from one request to the next."""
+def test_host_waits_only_for_tokens():
+    """From one request to the next, no copy waits and nothing synchronizes."""
     engine = tiny_engine("triton", "full")
     engine.generate(PROMPT, replace(SAMPLED, max_tokens=3))
     torch.cuda.set_sync_debug_mode("error")
@@ -118,7 +118,7 @@ def test_a_request_makes_the_host_wait_for_its_tokens_only():
 
 
 @needs_gpu
-def test_no_capture_after_load_and_addresses_hold():
+def test_no_capture_after_load_and_no_buffer_moves():
     engine = tiny_engine("triton", "full")
     engine.steps.check_addresses = True
     captures = engine.steps.captures
@@ -129,7 +129,7 @@ def test_no_capture_after_load_and_addresses_hold():
 
 
 @needs_gpu
-def test_moved_buffer_is_caught():
+def test_moved_buffer_is_reported():
     engine = tiny_engine("triton", "full")
     engine.steps.check_addresses = True
     own = engine.model.workspace.blocks[engine.config.layers[0].ffn]
@@ -139,21 +139,21 @@ def test_moved_buffer_is_caught():
 
 
 @needs_gpu
-def test_a_capture_that_fails_half_way_leaves_nothing_captured():
+def test_failed_capture_does_not_affect_later_captures():
     engine, fails = tiny_engine("triton", "full"), True
-    wanted = run_steps(engine, GREEDY, 4)
+    expected = run_steps(engine, GREEDY, 4)
 
-    def run(role, op, *args, **how):
+    def run(role, op, *args, **options):
         if fails and role == "down" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("no more")
-        launcher(engine.model)(role, op, *args, **how)
+        launcher(engine.model)(role, op, *args, **options)
 
     engine.steps.run = run
     batch = replace(engine.steps.dispatcher.plan("greedy", 1)[1], masked=True)
     with torch.inference_mode():
         with pytest.raises(RuntimeError, match="no more"):
             engine.steps.capture(batch)
-        assert run_steps(engine, GREEDY, 4) == wanted
+        assert run_steps(engine, GREEDY, 4) == expected
         fails = False
         engine.steps.capture(batch)  # the stream captures again
         assert engine.steps.graphs[batch]
@@ -171,7 +171,7 @@ def snapshot(engine):
 @pytest.mark.parametrize("backend", step_backends())
 @pytest.mark.parametrize("status", [layout.STOP, layout.LIMIT_REACHED, layout.NAN], ids=["stop", "limit", "nan"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_step_past_the_end_changes_nothing(backend, status, params):
+def test_pass_after_the_end_changes_nothing(backend, status, params):
     engine = tiny_engine(backend, "none")
     run_steps(engine, params, 1, PROMPT[:2])
     engine.model.workspace.meta[0, layout.STATUS] = status
@@ -201,7 +201,7 @@ def test_stop_limit_and_known_tokens(backend):
 
 
 @pytest.mark.parametrize("backend", step_backends())
-def test_the_capacity_limit_is_never_passed(backend):
+def test_no_position_exceeds_the_capacity(backend):
     capacity = 8
     engine = tiny_engine(backend, "none", capacity=capacity)
     begin(engine, [1, 2, 3, 4, 5], 0, GREEDY, limit=capacity + 1)
@@ -217,7 +217,7 @@ def test_the_capacity_limit_is_never_passed(backend):
 
 
 @pytest.mark.parametrize("backend", step_backends())
-def test_non_finite_logits_end_the_generation_and_draw_nothing(backend):
+def test_non_finite_logits_end_the_generation_without_a_token(backend):
     engine = tiny_engine(backend, "none")
     engine.model.weights.final_norm[3] = float("nan")
     for params in (GREEDY, SamplingParams(seed=1)):
@@ -232,15 +232,15 @@ def test_non_finite_logits_end_the_generation_and_draw_nothing(backend):
         assert entry & layout.NO_TOKEN == layout.NO_TOKEN and entry >> layout.STEP_SHIFT & layout.STEP_MASK == 0
 
 
-def set_cache(model, held, slot=0):
+def set_cache(model, cached, slot=0):
     """Write K/V [layers, 2, kv_heads, positions, head_dim] into a slot's pages."""
-    for position in range(held.shape[3]):
+    for position in range(cached.shape[3]):
         page = model.kv.page_table[slot, position // model.kv.page].long()
-        model.kv.pool[page, :, :, :, position % model.kv.page] = held[:, :, :, position]
+        model.kv.pool[page, :, :, :, position % model.kv.page] = cached[:, :, :, position]
 
 
 def two_slots(weights, **config):
-    """A model with two slots, their pages of 16 positions shuffled among each other, all K/V poisoned."""
+    """Return a model with two slots, whose pages of 16 positions are shuffled, and whose K/V are poisoned."""
     spec = tiny_config(**config)
     configs = None if CUDA else small_tiles(spec, weights)
     model = make_model(spec, weights, 64, slots=2, page=16, configs=configs)
@@ -265,15 +265,15 @@ def run_steps_of(model, kind, steps, backend):
 
 
 def small_tiles(spec, weights):
-    found = interpreter_configs(spec, weights)[1]
-    return {1: replace(found, attention=dict.fromkeys(found.attention, AttentionConfig(block_t=16, splits=2)))}
+    configs = interpreter_configs(spec, weights)[1]
+    return {1: replace(configs, attention=dict.fromkeys(configs.attention, AttentionConfig(block_t=16, splits=2)))}
 
 
 IDS = [(11 * i + 3) % 331 for i in range(40)]
 
 
 @pytest.mark.parametrize("backend", step_backends())
-def test_slots_with_the_same_request_are_bit_equal_wherever_their_pages_lie(backend):
+def test_result_does_not_depend_on_the_pages_of_a_slot(backend):
     model, slots = two_slots(tiny_engine("torch", "none").model.weights)
     for slot in range(2):
         start(slots, slot, SAMPLED, [5, 9])
@@ -287,8 +287,8 @@ def test_slots_with_the_same_request_are_bit_equal_wherever_their_pages_lie(back
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("slot", [0, 1])
-def test_prompt_and_step_share_a_slots_pages_wherever_they_lie(family, slot):
-    """The tokens after a prompt are those of a model with one slot and its pages in order."""
+def test_prompt_and_decode_passes_share_the_pages_of_a_slot(family, slot):
+    """A model with one slot and its pages in order generates the same tokens."""
     config = FAMILIES[family]
     plain = tiny_engine(graph="none", dtype=torch.float32, **config)
     expected = plain.generate(IDS, replace(GREEDY, max_tokens=4)).token_ids
@@ -302,9 +302,9 @@ def test_prompt_and_step_share_a_slots_pages_wherever_they_lie(family, slot):
 
 
 @pytest.mark.parametrize("backend", step_backends())
-def test_a_request_that_begins_touches_no_other_slot(backend):
-    """A slot in mid-request, all else poisoned: what it goes on to draw is what it draws undisturbed."""
-    found = []
+def test_starting_a_request_does_not_change_other_slots(backend):
+    """A running request samples the same tokens, whether or not another request starts. All other state is poisoned."""
+    results = []
     for disturbed in (False, True):
         model, slots = two_slots(tiny_engine("torch", "none").model.weights)
         ws, other = model.workspace, 0
@@ -321,16 +321,16 @@ def test_a_request_that_begins_touches_no_other_slot(backend):
             prefill(model, 0, len(IDS) - 1, other)
             assert all(torch.equal(t[1], before[name]) for name, t in state_of(ws).items())
         run_steps_of(model, "sample", 3, backend)
-        found.append({name: t[1].clone() for name, t in state_of(ws).items()} | {"held": model.kv.held(1, 6)})
-    for name, tensor in found[0].items():
-        assert torch.equal(tensor, found[1][name]), name
+        results.append({name: t[1].clone() for name, t in state_of(ws).items()} | {"held": model.kv.held(1, 6)})
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
 
 
 def state_of(ws):
     return {name: getattr(ws, name) for name in ("meta", "samp", "tokens", "counts", "bias", "out")}
 
 
-def test_entries_of_an_earlier_request_are_never_read_as_those_of_a_later_one():
+def test_entries_of_an_earlier_request_are_ignored():
     engine = tiny_engine()
     first = engine.generate(PROMPT, replace(SAMPLED, max_tokens=5), reuse_prefix=False)
     ring = engine.model.workspace.out[0].tolist()

@@ -1,4 +1,4 @@
-"""Texts that cannot fit in a context are refused by their size, and no text that fits is."""
+"""Bounds on the size of texts: a text that cannot fit in a context is rejected early, and no other text is."""
 
 import json
 import random
@@ -20,7 +20,7 @@ SPLIT = {"type": "Split", "pattern": {"String": " "}, "invert": False}
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory):
-    """The tiny tokenizer with other values in its tokenizer.json."""
+    """Return a function that loads the tiny tokenizer with changed values in its tokenizer.json."""
 
     def changed(**values):
         path = tmp_path_factory.mktemp("sizes")
@@ -49,7 +49,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(tokenizer, monkeypatc
 
 
 @given(st.text(max_size=400))
-def test_no_text_that_fits_is_refused(tokenizer, composing, text):
+def test_texts_that_fit_are_accepted(tokenizer, composing, text):
     for each in (tokenizer, composing):
         assert fewest(text, each._longest) <= len(each.encode(text))
 
@@ -64,7 +64,7 @@ def test_the_longest_tokens_in_a_row_fit(seed):
     assert bundled._longest == max(lengths.values())
 
 
-def test_a_text_that_its_normaliser_shortens_fits(composing):
+def test_text_that_the_normalizer_shortens_fits(composing):
     syllables = unicodedata.normalize("NFD", "각" * 3000)
     assert len(syllables.encode()) == 3 * len("각".encode()) * 3000
     assert fewest(syllables, composing._longest) == fewest("각" * 3000, composing._longest)
@@ -83,13 +83,13 @@ def test_a_text_that_its_normaliser_shortens_fits(composing):
         ({"pre_tokenizer": {"type": "Whitespace"}}, False),
     ],
 )
-def test_only_tokenizers_that_leave_nothing_out_have_a_bound(changed, values, bounded):
+def test_tokenizers_that_drop_characters_have_no_bound(changed, values, bounded):
     tokenizer = changed(**values)
     assert (tokenizer._longest < 1000) is bounded
     assert bounded or tokenizer.encode(" " * 50_000 + "a", context=50_001)
 
 
-def test_a_token_that_swallows_spaces_takes_the_bound_away(path):
+def test_tokenizer_with_a_stripping_token_has_no_bound(path):
     made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     made.add_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
     assert Tokenizer(made, {})._longest == float("inf")

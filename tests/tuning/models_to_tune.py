@@ -1,4 +1,4 @@
-"""The linears of public models, as the choice of kernels sees them, and devices."""
+"""The linears of public models, as cases for the choice of kernels, and devices."""
 
 import torch
 
@@ -27,14 +27,17 @@ WEIGHT_TYPES = ("bfloat16", "fp8", "int8", "int4")
 
 
 def device(capability: int, multiprocessors: int = 132) -> Device:
-    """A GPU without a name; of capability 0 a CPU."""
+    """Return a GPU without a name, or a CPU for capability 0."""
     if capability == 0:
         return Device()
     return H200._replace(name="NVIDIA Test 1 (80GB)", capability=capability, multiprocessors=multiprocessors)
 
 
 def packed(scheme: str, k: int, **fields) -> Packed:
-    """Return the packed tensor of `--quantize`: a scale a row for fp8, else the largest groups that divide a row."""
+    """Return the packed tensor of `--quantize`.
+
+    In fp8 there is a scale for each row, else for each group of the largest size that divides a row.
+    """
     if scheme == "fp8":
         return Packed(**dict(number_type="e4m3", bits=8, k=k, group=k) | fields)
     group = next(group for group in (128, 64, 32) if k % group == 0)
@@ -49,7 +52,7 @@ def case(n: int, k: int, weight_type: str, epilogue: str, **fields) -> Case:
 
 
 def cases_of(model: str, weight_type: str = "bfloat16") -> dict[str, Case]:
-    """Role -> case; the LM head of quantized weights is in fp8."""
+    """Map the roles of a model's linears to their cases. With quantized weights the LM head is fp8."""
     hidden, inter, heads, kv_heads, dim, vocab = MODELS[model]
     return {
         "qkv": case((heads + 2 * kv_heads) * dim, hidden, weight_type, "normed"),

@@ -1,4 +1,4 @@
-"""The choice of kernels and launch configs: what it supports, what it depends on, and one order of sums."""
+"""The choice of kernels and launch configs: supported cases, limits of the GPU, and one order of sums."""
 
 from dataclasses import replace
 from itertools import product
@@ -29,17 +29,17 @@ MEASURED = package_tables(H200)
 
 
 def choices(model: str, weight_type: str, rows: int, gpu: Device = H200, tables=MEASURED):
-    """Role -> choice."""
+    """Map the roles of a model's linears to their choices."""
     return {role: choose(part, rows, gpu, tables) for role, part in cases_of(model, weight_type).items()}
 
 
 def kernels(*args, **options) -> dict[str, str]:
-    """Role -> name of the kernel."""
+    """Map the roles of a model's linears to the names of their kernels."""
     return {role: choice.kernel.name for role, choice in choices(*args, **options).items()}
 
 
 def check_fits(part, rows: int, config, gpu: Device) -> None:
-    """The programs fit the registers and the shared memory of a multiprocessor, and share columns where they can."""
+    """Check that the programs fit the registers and shared memory of a multiprocessor, and may share columns."""
     warps = config.num_warps + 4 * getattr(config, "producer", 0)
     assert 32 * warps * (getattr(config, "registers", 0) or 32) <= 65536
     split = getattr(config, "split", 1)
@@ -70,7 +70,7 @@ def test_choices_are_supported_and_fit_the_gpu(model, name):
         assert choice.kernel.supports(part, rows, gpu), (role, rows)
         check_fits(part, rows, choice.config, gpu)
         table = Table({linear_key(part, rows): entry_of(choice.config)}, {})
-        assert table.linear(part, rows, gpu) == replace(choice, source="table"), "a table may not contain it"
+        assert table.linear(part, rows, gpu) == replace(choice, source="table"), "a table may contain every choice"
 
 
 def test_dense_weights_have_kernels_by_the_number_of_rows():
@@ -87,12 +87,12 @@ def test_dense_weights_have_kernels_by_the_number_of_rows():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes_are_multiplied_row_by_row_without_bounds_on_registers(dtype):
+def test_other_dtypes_are_multiplied_row_by_row_without_register_limits(dtype):
     parts = [part._replace(weight_type=dtype) for part in cases_of("qwen3-4b").values()]
-    found = resolve_configs(parts, [], dtype, H200)
-    assert sorted(found) == [1, 2]
+    configs_by_rows = resolve_configs(parts, [], dtype, H200)
+    assert sorted(configs_by_rows) == [1, 2]
     for part in parts:
-        one, two = (found[rows].linears[part] for rows in (1, 2))
+        one, two = (configs_by_rows[rows].linears[part] for rows in (1, 2))
         known = choose(part._replace(weight_type=BF16), 1, H200, MEASURED)
         assert one == two == replace(known, config=replace(known.config, registers=0))
 
@@ -115,26 +115,26 @@ def test_named_choices():
         assert choose(part, rows, H200, MEASURED).config == config, (part, rows)
 
 
-def test_bounded_programs_have_fewer_tiles_in_flight_on_gpus_after_hopper():
-    """Where more spills."""
+def test_programs_with_limited_registers_have_fewer_tiles_after_hopper():
+    """More would spill on these GPUs."""
     int4, fp8 = (cases_of("llama-3.1-8b", weight_type)["down"] for weight_type in ("int4", "fp8"))
-    for name, (of_int4, of_fp8) in {
+    for name, (int4_in_flight, fp8_in_flight) in {
         "h100": ((4, 8), (8, 8)),
         "a100": ((4, 8), (8, 8)),
         "b200": ((3, 4), (8, 6)),
     }.items():
-        for part, in_flight in (int4, of_int4), (fp8, of_fp8):
+        for part, in_flight in (int4, int4_in_flight), (fp8, fp8_in_flight):
             config = choose(part, 8, GPUS[name]).config
             assert config == MatmulConfig(16, 8, *in_flight, registers=128), name
 
 
-def test_sources_are_named():
+def test_choices_name_their_source():
     part = cases_of("qwen3-4b")["qkv"]
     assert choose(part, 1, H200, MEASURED).source == "table"
     assert choose(part, 1, H200).source == "rule"
 
 
-def test_many_rows_are_left_to_torch():
+def test_torch_multiplies_many_rows():
     for weight_type in ("bfloat16", "float16", "int4"):
         assert choose(case(6144, 2560, weight_type, "plain"), 2048, H200, MEASURED).kernel.name == "torch"
 
@@ -146,8 +146,8 @@ def test_the_ring_multiplies_one_row_in_measured_sizes():
     layers = {"qkv", "o_proj", "gate_up", "down"}
 
     def rings(model, weight_type, rows=1, gpu=H200):
-        found = kernels(model, weight_type, rows, gpu, package_tables(gpu))
-        return {role for role, name in found.items() if name == "ring"}
+        names = kernels(model, weight_type, rows, gpu, package_tables(gpu))
+        return {role for role, name in names.items() if name == "ring"}
 
     assert rings("qwen3-4b", "int4") == {"qkv", "o_proj", "gate_up", "lm_head"}
     assert rings("qwen3-4b", "fp8") == layers | {"lm_head"}
@@ -194,14 +194,14 @@ def test_more_than_eight_rows_of_packed_weights_are_multiplied_by_hopper(weight_
 def test_each_linear_is_chosen_for_its_own_format():
     """The layers of a model may have different schemes."""
     mixed = [case(6144, 2560, weight_type, "normed") for weight_type in WEIGHT_TYPES]
-    found = resolve_configs(mixed, [], BF16, H200)
-    assert sorted(found) == [1, 8, 16, 32, 64], "the rows of packed weights"
-    names = [found[1].linears[part].kernel.name for part in mixed]
+    configs_by_rows = resolve_configs(mixed, [], BF16, H200)
+    assert sorted(configs_by_rows) == [1, 8, 16, 32, 64], "the rows of packed weights"
+    names = [configs_by_rows[1].linears[part].kernel.name for part in mixed]
     assert names == ["matvec", "ring", "matmul", "ring"]
 
 
 @EVERY_MODEL
-def test_programs_that_share_columns_are_enough_and_have_enough(model):
+def test_programs_that_share_columns_fill_the_gpu(model):
     for part in cases_of(model).values():
         config = choose(part, 32, device(90)).config
         if isinstance(config, HopperConfig) and config.split > 1:
@@ -212,7 +212,7 @@ def test_programs_that_share_columns_are_enough_and_have_enough(model):
 # LM heads
 
 
-def test_lm_heads_are_known_by_their_outputs():
+def test_lm_heads_are_detected_by_their_outputs():
     for model in MODELS:
         assert [role for role, part in cases_of(model).items() if is_head(part)] == ["lm_head"]
     assert not is_head(case(2**16, 2560, "bfloat16", "gated"))
@@ -240,7 +240,7 @@ def test_rules_read_the_multiprocessors():
     assert choose(down, 32, less).config.split < choose(down, 32, device(90)).config.split
 
 
-# The batch-invariant mode
+# Batch-invariant mode
 
 
 @EVERY_MODEL
@@ -249,13 +249,13 @@ def test_rules_read_the_multiprocessors():
 def test_batch_invariant_choices_add_in_one_order(model, weight_type, capability):
     gpu = H200 if capability == 90 else device(capability)
     parts, attention = cases_of(model, weight_type), attention_of(model)
-    found = resolve_configs(parts.values(), [attention], BF16, gpu, batch_invariant=True)
-    assert sorted(found) == [16, 32, 64]
-    assert len({configs.attention[attention] for configs in found.values()}) == 1
+    configs_by_rows = resolve_configs(parts.values(), [attention], BF16, gpu, batch_invariant=True)
+    assert sorted(configs_by_rows) == [16, 32, 64]
+    assert len({configs.attention[attention] for configs in configs_by_rows.values()}) == 1
     for role, part in parts.items():
-        chosen = [configs.linears[part] for configs in found.values()]
+        chosen = [configs.linears[part] for configs in configs_by_rows.values()]
         assert len({order_of_sums(part, choice) for choice in chosen}) == 1, role
-        for choice, rows in zip(chosen, found):
+        for choice, rows in zip(chosen, configs_by_rows):
             assert choice.kernel.supports(part, rows, gpu)
             check_fits(part, rows, choice.config, gpu)
             assert getattr(choice.config, "block_m", 16) >= 16, "tiles of eight rows use another instruction"
@@ -269,8 +269,8 @@ def test_batch_invariant_choices_add_in_one_order(model, weight_type, capability
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_batch_invariant_passes_of_other_dtypes_have_the_choices_of_one_row(dtype):
     parts, attention = cases_of("qwen3-0.6b", str(dtype)[6:]).values(), attention_of("qwen3-0.6b", dtype)
-    found = resolve_configs(parts, [attention], dtype, H200, batch_invariant=True)
-    assert found == {1: resolve_configs(parts, [attention], dtype, H200)[2]}
+    configs_by_rows = resolve_configs(parts, [attention], dtype, H200, batch_invariant=True)
+    assert configs_by_rows == {1: resolve_configs(parts, [attention], dtype, H200)[2]}
 
 
 def test_orders_differ_if_the_sums_differ():
@@ -288,7 +288,9 @@ def test_orders_differ_if_the_sums_differ():
     assert order(hopper, HopperConfig(64, 256), four) != order(hopper, HopperConfig(64, 512), four), "scales"
     gated = cases_of("qwen3-4b")["gate_up"]
     one = replace(split, split=1)
-    assert order(hopper, one, gated) == order(hopper, replace(one, block_n=128), gated), "it leaves no sums of squares"
+    assert order(hopper, one, gated) == order(hopper, replace(one, block_n=128), gated), (
+        "gated writes no sums of squares"
+    )
     assert order(wide, WideConfig(block_m=16)) == order(wide, WideConfig(block_m=32, ahead=2, registers=128))
     assert order(wide, WideConfig(block_m=16)) != order(wide, WideConfig())
     assert order(wide, WideConfig(block_m=16)) != order(wide, WideConfig(block_m=16, block_k=128))

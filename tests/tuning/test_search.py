@@ -1,4 +1,4 @@
-"""The search over the choices of a pass, and the candidates that it tries."""
+"""The search over the choices of a pass, and its candidates."""
 
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ class Part:
 
 
 def step(a: Part = Part(), b: Part = Part()) -> PassConfigs:
-    """A pass of two parts."""
+    """Return the choices of a pass with two parts."""
     return PassConfigs({}, {"a": a, "b": b})
 
 
@@ -42,53 +42,54 @@ BEST = step(Part(4, 2), Part(2, 4))
 
 
 def distance(configs: PassConfigs) -> float:
-    """Seconds: least at BEST."""
+    """Return the seconds of a pass, which are lowest at BEST."""
     return 1 + sum(abs(one - other) for one, other in zip(numbers(configs), numbers(BEST)))
 
 
 def run(start=None, tried=CANDIDATES, measure=distance, **options):
+    """Run a search whose clock does not advance."""
     return search(start or step(), tried, measure, **{"deadline": 1, "clock": lambda: 0} | options)
 
 
-def test_the_search_finds_the_best_and_ends_when_a_round_changes_nothing():
+def test_search_finds_the_best_and_ends_after_an_unchanged_round():
     timed = []
-    found = run(measure=lambda configs: timed.append(numbers(configs)) or distance(configs))
-    assert found.configs == BEST and found.seconds == 1 and found.finished
-    assert len(timed) == len(set(timed)) == found.tried + 1, "a pass was timed twice"
+    state = run(measure=lambda configs: timed.append(numbers(configs)) or distance(configs))
+    assert state.configs == BEST and state.seconds == 1 and state.finished
+    assert len(timed) == len(set(timed)) == state.tried + 1, "a pass was timed twice"
 
 
 def test_parts_that_depend_on_each_other_need_a_second_round():
-    # a = 4 pays only once b = 4
+    # a = 4 is faster only if b = 4.
     seconds = {(1, 1): 9, (1, 4): 8, (4, 4): 1, (4, 1): 10}
     tried = [(part, [{"n": 1}, {"n": 4}]) for part in "ab"]
-    found = run(tried=tried, measure=lambda configs: seconds[numbers(configs)[::2]])
-    assert (numbers(found.configs)[::2], found.seconds) == ((4, 4), 1)
+    state = run(tried=tried, measure=lambda configs: seconds[numbers(configs)[::2]])
+    assert (numbers(state.configs)[::2], state.seconds) == ((4, 4), 1)
 
 
-def test_the_search_stops_when_the_time_is_up():
+def test_search_stops_at_its_deadline():
     now, timed = iter(range(100)), []
-    found = run(measure=lambda c: timed.append(distance(c)) or distance(c), deadline=5, clock=lambda: next(now))
-    assert found.tried == 5 and len(timed) == 6 and not found.finished
-    assert found.seconds == min(timed) and distance(found.configs) == found.seconds
+    state = run(measure=lambda c: timed.append(distance(c)) or distance(c), deadline=5, clock=lambda: next(now))
+    assert state.tried == 5 and len(timed) == 6 and not state.finished
+    assert state.seconds == min(timed) and distance(state.configs) == state.seconds
 
 
 def test_configs_that_do_not_run_are_skipped():
     def measure(configs):
         return None if numbers(configs)[0] == 4 else distance(configs)
 
-    found = run(measure=measure)
-    assert found.configs == step(Part(2, 2), Part(2, 4)) and found.finished
-    assert found.skipped >= 3
+    state = run(measure=measure)
+    assert state.configs == step(Part(2, 2), Part(2, 4)) and state.finished
+    assert state.skipped >= 3
     with pytest.raises(DeviceError):
         run(step(Part(4)), measure=measure)
 
 
 def test_gains_within_the_noise_change_nothing():
-    found = run(measure=lambda configs: 1 if configs == step() else 1 - MARGIN / 2)
-    assert found.configs == step() and found.tried == 16
+    state = run(measure=lambda configs: 1 if configs == step() else 1 - MARGIN / 2)
+    assert state.configs == step() and state.tried == 16
 
 
-def test_candidates_are_compiled_before_they_are_timed_some_at_a_time():
+def test_candidates_are_compiled_in_groups_before_they_are_timed():
     compiled, timed = [], []
 
     def measure(configs):
@@ -101,17 +102,17 @@ def test_candidates_are_compiled_before_they_are_timed_some_at_a_time():
     assert [len(several) for several in compiled[:4]] == [5, 3, 5, 3], "eight of each part are new"
 
 
-def test_fields_that_are_not_searched_stay():
-    found = run(step(Part(other="x"), Part(other="y")))
-    assert [part.other for part in found.configs.attention.values()] == ["x", "y"]
+def test_fields_that_are_not_searched_do_not_change():
+    state = run(step(Part(other="x"), Part(other="y")))
+    assert [part.other for part in state.configs.attention.values()] == ["x", "y"]
 
 
-def test_a_config_brings_its_kernel():
-    configs = present("qwen3-4b", "bfloat16", 16)
+def test_config_selects_its_kernel():
+    configs = current("qwen3-4b", "bfloat16", 16)
     part = cases_of("qwen3-4b")["qkv"]
-    found = with_config(configs, part, TilesConfig())
-    assert found.linears[part].kernel.name == "tiles" and config_of(found, part) == TilesConfig()
-    assert {other: choice for other, choice in found.linears.items() if other != part} == {
+    changed = with_config(configs, part, TilesConfig())
+    assert changed.linears[part].kernel.name == "tiles" and config_of(changed, part) == TilesConfig()
+    assert {other: choice for other, choice in changed.linears.items() if other != part} == {
         other: choice for other, choice in configs.linears.items() if other != part
     }
 
@@ -119,12 +120,12 @@ def test_a_config_brings_its_kernel():
 # Candidates
 
 
-def present(model: str, kind: str, rows: int, gpu: Device = H200) -> PassConfigs:
+def current(model: str, kind: str, rows: int, gpu: Device = H200) -> PassConfigs:
     return resolve_configs(cases_of(model, kind).values(), [attention_of(model)], BF16, gpu)[rows]
 
 
 def check_valid(part, config, rows: int, gpu: Device) -> None:
-    """A table may contain the config."""
+    """Check that a table may contain the config."""
     if part == attention_of("qwen3-4b"):
         assert Table({}, {attention_key(part, rows): entry_of(config)}).attention_config(part, rows, gpu) == config
     else:
@@ -136,10 +137,10 @@ def check_valid(part, config, rows: int, gpu: Device) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
 def test_candidates_are_valid_and_fit_the_gpu(kind, rows, gpu):
     gpu = GPUS[gpu]
-    configs = present("qwen3-4b", kind, rows, gpu)
-    found = candidates(configs, rows, gpu)
-    assert {part for part, _ in found} == {*configs.linears, *configs.attention}
-    for part, tried in found:
+    configs = current("qwen3-4b", kind, rows, gpu)
+    state = candidates(configs, rows, gpu)
+    assert {part for part, _ in state} == {*configs.linears, *configs.attention}
+    for part, tried in state:
         new = [replace(config_of(configs, part), **v) if isinstance(v, dict) else v for v in tried]
         assert len(new) > 1 and len(set(new)) == len(new)
         for config in new:
@@ -164,7 +165,7 @@ def test_several_rows_of_dense_weights_are_tried_with_several_kernels(rows):
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 @pytest.mark.parametrize("rows", [1, 8, 16, 64])
 def test_packed_weights_are_tried_with_the_kernels_that_read_them(kind, rows):
-    configs = present("qwen3-4b", kind, rows)
+    configs = current("qwen3-4b", kind, rows)
     for part, choice in configs.linears.items():
         (tried,) = linear_candidates(part, rows, choice.config, H200)
         kinds = {type(config) for config in tried}
@@ -176,8 +177,8 @@ def test_packed_weights_are_tried_with_the_kernels_that_read_them(kind, rows):
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 def test_the_ring_configs_in_use_are_among_the_candidates(kind):
-    """Apart from their registers."""
-    for part, choice in present("qwen3-4b", kind, 1).linears.items():
+    """Registers may differ."""
+    for part, choice in current("qwen3-4b", kind, 1).linears.items():
         if isinstance(choice.config, RingConfig):
             (tried,) = linear_candidates(part, 1, choice.config, H200)
             rings = [config for config in tried if isinstance(config, RingConfig)]
@@ -192,7 +193,7 @@ def test_the_tiles_of_one_row_are_limited_by_registers():
     assert not {(1, 1), (8, 8), (1, 16)} & sizes, "too many bytes a thread, or too few"
     assert {"block_n": 2, "num_warps": 4, "registers": 80 + 40} in tiles
     shared = matvec_candidates(part, True, H200)[0]
-    assert all(tile["registers"] == 0 for tile in shared), "they hold the next rows, too"
+    assert all(tile["registers"] == 0 for tile in shared), "registers also contain the next rows"
     assert {"programs": 132, "registers": 0} in programs and {"registers": 0} in bounds
 
 
@@ -205,7 +206,7 @@ def test_matvec_has_no_candidates_for_several_rows():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_large_parts_are_first_and_the_head_is_last(model):
-    parts = parts_of(present(model, "bfloat16", 8))
+    parts = parts_of(current(model, "bfloat16", 8))
     *linears, attention, head = parts
     assert is_head(head) and attention == attention_of(model)
     sizes = [part.n * part.k for part in linears]

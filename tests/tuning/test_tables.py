@@ -1,4 +1,4 @@
-"""Tables of choices, of the package and of the user, and their use by engines."""
+"""Tables of choices: those of the package, the user's table, and their use by engines."""
 
 import json
 import logging
@@ -47,13 +47,13 @@ PACKAGE = tables._package()
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The user's cache directory, empty."""
+    """Return an empty cache directory of the user."""
     monkeypatch.setattr(tables.platformdirs, "user_cache_dir", lambda *args, **kwargs: str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def write(rows: int, changes: dict, gpu=GPU) -> None:
-    """Merge configs for passes of `rows` rows into the user's table; changes: case -> config."""
+    """Merge configs for passes of `rows` rows into the user's table. changes maps cases to configs."""
     path = table_path(gpu.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     linears = {part: choice_of(config) for part, config in changes.items() if not isinstance(part, AttentionCase)}
@@ -62,6 +62,7 @@ def write(rows: int, changes: dict, gpu=GPU) -> None:
 
 
 def choice_of(config) -> Choice:
+    """Return the choice of a config and its kernel."""
     return Choice(kernel_named(tables.NAMES[type(config)]), config)
 
 
@@ -74,7 +75,7 @@ def shipped(*args, **options) -> dict[int, PassConfigs]:
 
 
 def config_of(part, rows: int, entry: dict, gpu=GPU):
-    """The config that a user's table with that entry has for a case."""
+    """Return the config for a case from a user's table with this entry."""
     return Table({linear_key(part, rows): entry}, {}, "user table").linear(part, rows, gpu).config
 
 
@@ -82,15 +83,15 @@ def config_of(part, rows: int, entry: dict, gpu=GPU):
 
 
 def parse(key: str):
-    """The case and the rows of a key of a linear."""
+    """Return the case and the rows of a linear's key."""
     epilogue, n, k, scheme, more, rows = re.fullmatch(r"(\w+) (\d+)x(\d+) (\S+)(.*) rows (\d+)", key).groups()
     n, k = int(n), int(k)
     weight_type, _, group = scheme.partition("/")
-    how = {word: True for word in more.split()}
+    options = {word: True for word in more.split()}
     if group:
         weight_type = {"e4m3": "fp8"}.get(weight_type, weight_type)
-        how["group"] = k if group == "row" else int(group)
-    return case(n, k, weight_type, epilogue, **how), int(rows)
+        options["group"] = k if group == "row" else int(group)
+    return case(n, k, weight_type, epilogue, **options), int(rows)
 
 
 @pytest.mark.parametrize("table", PACKAGE, ids=lambda table: table["gpu"])
@@ -98,11 +99,11 @@ def test_every_entry_is_valid_and_supported(table):
     gpu = H200._replace(name=table["gpu"], capability=table["capability"])
     assert table.keys() == {"format", "gpu", "capability", "multiprocessors", "linears", "attention"}
     assert table["format"] == tables.FORMAT
-    found = package_tables(gpu)[0]
+    first_table = package_tables(gpu)[0]
     for key, entry in table["linears"].items():
         part, rows = parse(key)
         assert linear_key(part, rows) == key
-        choice = found.linear(part, rows, gpu)
+        choice = first_table.linear(part, rows, gpu)
         assert choice.kernel.supports(part, rows, gpu), key
         assert (entry_of(choice.config), choice.source) == (entry, "table"), key
         assert 32 * choice.config.num_warps * getattr(choice.config, "registers", 0) <= gpu.registers
@@ -132,25 +133,26 @@ def test_tables_are_ordered_by_name_then_by_size(monkeypatch):
 def test_tables_of_other_capabilities_are_not_used():
     assert shipped(gpu=device(90))[1].linears[QKV].source == "table"
     assert shipped(gpu=device(89))[1].linears[QKV].source == "rule"
-    for name, gpu in GPUS.items():  # nor tables of other numbers of multiprocessors
-        assert [table.gpu for table in package_tables(gpu)] == (["NVIDIA H200"] if name == "h100" else []), name
+    for name, gpu in GPUS.items():  # tables for other numbers of multiprocessors are not used either
+        expected = ["NVIDIA H100", "NVIDIA H200"] if name == "h100" else []
+        assert [table.gpu for table in package_tables(gpu)] == expected, name
 
 
 # Keys and entries
 
 
-def test_keys_can_be_read():
+def test_keys_contain_the_properties_of_a_case():
     four = cases_of("qwen3-4b", "int4")
     assert linear_key(QKV, 1) == "normed 6144x2560 bfloat16 rows 1"
     assert linear_key(four["gate_up"], 16) == "gated 19456x2560 int4/128 rows 16"
     assert linear_key(four["lm_head"], 64) == "normed 151936x2560 e4m3/row rows 64"
     assert attention_key(ATTENTION, 8) == "attention 32/8x128 bfloat16 rows 8"
     assert attention_key(ATTENTION._replace(fp8=True), 8) == "attention 32/8x128 fp8 rows 8"
-    for how, scheme in (
+    for options, scheme in (
         (dict(group=64), "int4/64"), (dict(zeros=True), "int4/128 zeros"), (dict(group=2560), "int4/row"),
         (dict(ordered=True, zeros=True), "int4/128 zeros ordered"),
     ):  # fmt: skip
-        assert linear_key(case(6144, 2560, "int4", "normed", **how), 1) == f"normed 6144x2560 {scheme} rows 1"
+        assert linear_key(case(6144, 2560, "int4", "normed", **options), 1) == f"normed 6144x2560 {scheme} rows 1"
     assert len({linear_key(QKV, rows) for rows in (2, 4, 8)}) == 1 < len({linear_key(QKV, rows) for rows in (1, 8, 16)})
 
 
@@ -158,13 +160,13 @@ def test_keys_can_be_read():
     (WideConfig(split=2), PARTS["lm_head"]), (HopperConfig(split=2), PARTS["lm_head"]),
     (HopperConfig(split=2), PARTS["gate_up"]), (HopperConfig(split=2, programs=132), PARTS["down"]),
 ])  # fmt: skip
-def test_no_table_may_share_columns_where_the_kernels_do_not(config, part):
+def test_tables_may_not_share_columns_if_the_kernel_does_not(config, part):
     with pytest.raises(TableError, match=f"split of '{part.epilogue} .* rows 32' must be 1"):
         config_of(part, 32, entry_of(config))
     assert config_of(part, 32, entry_of(replace(config, split=1))) == replace(config, split=1)
 
 
-def test_tables_may_share_columns_elsewhere():
+def test_tables_may_share_columns_of_other_linears():
     assert config_of(PARTS["gate_up"], 32, entry_of(WideConfig(split=2))) == WideConfig(split=2)
     assert config_of(PARTS["down"], 32, entry_of(HopperConfig(split=2))) == HopperConfig(split=2)
 
@@ -187,7 +189,7 @@ def test_an_entry_names_a_kernel_that_supports_the_case(capability, weight_type,
 # The user's table
 
 
-def test_a_table_comes_back_and_is_kept_for_other_models(cache):
+def test_table_keeps_the_entries_of_other_models(cache):
     parts = [case(8, 4, "bfloat16", "normed"), case(4, 8, "bfloat16", "residual")]
     write(1, {parts[0]: MatvecConfig(2, 4)})
     write(1, {parts[1]: MatvecConfig(1, 8), ATTENTION: AttentionConfig()})
@@ -200,7 +202,7 @@ def test_a_table_comes_back_and_is_kept_for_other_models(cache):
     assert json.loads(path.read_text())["tridecode"] == __version__
 
 
-def test_the_users_table_is_first_then_the_package_then_the_rule(cache):
+def test_user_table_has_priority_over_the_package_and_the_rules(cache):
     before = shipped()
     assert resolved() == before, "no table, no change"
     mine = {
@@ -208,13 +210,13 @@ def test_the_users_table_is_first_then_the_package_then_the_rule(cache):
         ATTENTION: AttentionConfig(32, splits=64, num_warps=2),
     }  # fmt: skip
     write(1, mine)
-    found = resolved()
-    assert found[1].linears[QKV] == Choice(kernel_named("matvec"), MatvecConfig(4, 8), "user table")
-    assert found[1].attention[ATTENTION] == mine[ATTENTION]
-    changed = PassConfigs({**before[1].linears, QKV: found[1].linears[QKV]}, {ATTENTION: mine[ATTENTION]})
-    assert found == before | {1: changed}
+    configs = resolved()
+    assert configs[1].linears[QKV] == Choice(kernel_named("matvec"), MatvecConfig(4, 8), "user table")
+    assert configs[1].attention[ATTENTION] == mine[ATTENTION]
+    changed = PassConfigs({**before[1].linears, QKV: configs[1].linears[QKV]}, {ATTENTION: mine[ATTENTION]})
+    assert configs == before | {1: changed}
     assert resolved(gpu=GPU._replace(name="Another GPU")) == before
-    assert shipped() == before, "it is read on request only"
+    assert shipped() == before, "the user's table is read on request only"
     assert resolved(batch_invariant=True) == shipped(batch_invariant=True)
     half = {role: part._replace(weight_type=torch.float16) for role, part in PARTS.items()}
     other = dict(attention=attention_of("qwen3-4b", torch.float16), dtype=torch.float16)
@@ -227,18 +229,20 @@ def test_a_table_may_name_any_kernel_for_several_rows(cache):
         PARTS["down"]: MatmulConfig(32, 4, 3, 2), ATTENTION: AttentionRowsConfig(16, 7, programs=264),
     }  # fmt: skip
     write(16, mine)
-    before, found = shipped(), resolved()
-    assert {rows for rows in found if found[rows] != before[rows]} == {16}
+    before, configs = shipped(), resolved()
+    assert {rows for rows in configs if configs[rows] != before[rows]} == {16}
     for part, config in mine.items():
-        assert (found[16].attention[part] if part == ATTENTION else found[16].linears[part].config) == config
+        assert (configs[16].attention[part] if part == ATTENTION else configs[16].linears[part].config) == config
     assert before[16].linears[QKV].kernel.name == "matmul"
 
 
 def test_passes_of_up_to_8_rows_share_the_entries_of_linears(cache):
     write(4, {QKV: MatmulConfig(32, 4, 3, 2), ATTENTION: AttentionRowsConfig(16, 7, programs=264)})
-    found = resolved()
-    assert found[4].linears[QKV] == found[8].linears[QKV] and found[4].linears[QKV].source == "user table"
-    assert found[4].attention[ATTENTION] == AttentionRowsConfig(16, 7, programs=264) != found[8].attention[ATTENTION]
+    configs = resolved()
+    assert configs[4].linears[QKV] == configs[8].linears[QKV] and configs[4].linears[QKV].source == "user table"
+    assert (
+        configs[4].attention[ATTENTION] == AttentionRowsConfig(16, 7, programs=264) != configs[8].attention[ATTENTION]
+    )
 
 
 def test_a_table_has_entries_for_packed_weights(cache):
@@ -246,11 +250,11 @@ def test_a_table_has_entries_for_packed_weights(cache):
     mine, other = RingConfig(8, 1, 2, x_shared=True, producer=1, registers=64), MatmulConfig(32, 4, 3, 2, fetch=2)
     write(1, {parts["down"]: mine, parts["qkv"]: other, PARTS["o_proj"]: MatvecConfig(4, 1)})
     write(16, {parts["down"]: other})
-    before, found = shipped(parts), resolved(parts)
-    assert found[1].linears[parts["down"]].config == mine and found[1].linears[parts["qkv"]].config == other
-    assert found[16].linears[parts["down"]].config == other
-    assert found[1].linears[parts["o_proj"]] == before[1].linears[parts["o_proj"]], "the entry is for bf16"
-    assert all(found[rows] == before[rows] for rows in (8, 32, 64))
+    before, configs = shipped(parts), resolved(parts)
+    assert configs[1].linears[parts["down"]].config == mine and configs[1].linears[parts["qkv"]].config == other
+    assert configs[16].linears[parts["down"]].config == other
+    assert configs[1].linears[parts["o_proj"]] == before[1].linears[parts["o_proj"]], "the entry is for bf16"
+    assert all(configs[rows] == before[rows] for rows in (8, 32, 64))
 
 
 @pytest.mark.parametrize("block_t", [32, 64, 128])
@@ -262,7 +266,7 @@ def test_attention_to_fp8_has_room_for_the_splits_of_any_table(cache, block_t, c
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_attention_to_fp8_may_have_an_entry_of_its_own(cache, rows):
+def test_attention_to_fp8_may_have_a_separate_entry(cache, rows):
     fp8 = ATTENTION._replace(fp8=True)
     config = shipped(attention=fp8)[rows].attention[fp8]
     assert config.converts, "the GPU has an instruction"
@@ -314,7 +318,7 @@ def test_a_table_that_cannot_be_used_is_ignored_with_one_warning(cache, caplog, 
     assert message.startswith(str(table_path(GPU.name))) and "\n" not in message
     assert re.search(reason, message), message
     write(1, {QKV: MatvecConfig(2, 1)})
-    if reason != "recursion" and "must" not in reason:  # a new search replaces what it cannot read
+    if reason != "recursion" and "must" not in reason:  # a new search replaces a table that cannot be read
         assert resolved()[1].linears[QKV].config == MatvecConfig(2, 1)
 
 

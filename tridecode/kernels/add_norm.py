@@ -1,4 +1,4 @@
-"""add_norm: add to the residual stream of a prompt, and normalise it for the next matmul."""
+"""add_norm: adds to the residual stream of a prompt pass and normalizes it for the next linear."""
 
 import triton
 import triton.language as tl
@@ -12,10 +12,16 @@ from .op import Op
 def _add_norm_kernel(
     hidden_ptr, delta_ptr, norm_ptr, out_ptr, eps, N: tl.constexpr, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """hidden += delta; out = hidden * rsqrt(mean square + eps) * norm, a program a row.
+    """Add delta to the residual stream, and normalize the sum. A program computes one row.
 
-    hidden: [rows, N] fp32 (output); delta: [rows, N], read with HAS_DELTA; norm: [N]; out: [rows, N] (output). All
-    contiguous. Moves 8 bytes an element and delta's and out's. Grid (rows,).
+    hidden += delta; out = hidden * rsqrt(mean square + eps) * norm.
+    Grid: (rows,). Moves 8 bytes of hidden an element, and the bytes of delta and out. All tensors are contiguous.
+
+    Args:
+        hidden_ptr: [rows, N] fp32, updated in place if HAS_DELTA.
+        delta_ptr: [rows, N]. Read only if HAS_DELTA.
+        norm_ptr: [N], the norm's weight.
+        out_ptr: [rows, N] (output).
     """
     row = tl.program_id(0).to(tl.int64) * N
     offs = tl.arange(0, BLOCK)
@@ -30,23 +36,31 @@ def _add_norm_kernel(
 
 
 def add_norm(hidden, delta, norm, out, eps):
-    """hidden += delta, where there is one; out = rms_norm(hidden) * norm in out's dtype."""
+    """Add delta to hidden, unless it is None, and write rms_norm(hidden) * norm to out in out's dtype.
+
+    Args:
+        hidden: [rows, N] fp32, updated in place.
+        delta: [rows, N], or None.
+        norm: [N].
+        out: [rows, N] (output).
+    """
     rows, N = hidden.shape
-    spare = hidden  # stands in for an absent delta
+    unused = hidden  # an absent delta still needs a pointer
     _add_norm_kernel[(rows,)](
-        hidden, spare if delta is None else delta, norm, out, eps, N, delta is not None, next_power_of_2(N),
+        hidden, unused if delta is None else delta, norm, out, eps, N, delta is not None, next_power_of_2(N),
         **options(8),
     )  # fmt: skip
 
 
 def add_norm_ref(hidden, delta, norm, out, eps):
+    """Compute `add_norm` in torch."""
     if delta is not None:
         hidden += delta
     out.copy_(rms_norm(hidden, norm, eps))
 
 
 def add_norm_bytes(hidden, delta, norm, out, eps) -> int:
-    """The residual stream is written only where something is added to it."""
+    """Return the bytes that a launch moves. Without a delta, the kernel does not write hidden."""
     return hidden.nbytes + out.nbytes + (0 if delta is None else hidden.nbytes + delta.nbytes)
 
 

@@ -1,4 +1,4 @@
-"""What every kernel shares: the meta layout as compile-time constants, and how a launch is given its options."""
+"""The meta layout as compile-time constants, and the options of a launch. Every kernel uses them."""
 
 import triton
 import triton.language as tl
@@ -58,23 +58,28 @@ def next_power_of_2(n: int) -> int:
 
 
 def interpreted() -> bool:
-    """True where Triton's interpreter runs the kernels on CPU tensors (TRITON_INTERPRET=1)."""
+    """Return whether Triton's interpreter runs the kernels on CPU tensors (TRITON_INTERPRET=1)."""
     return triton.knobs.runtime.interpret
 
 
 def options(num_warps: int, pdl: bool = False, registers: int = 0) -> dict:
-    """Launch options; `pdl` lets the kernel start while its predecessor drains (sm_90 and above).
+    """Return launch options.
 
-    registers: the most a thread may use, so that more programs fit a multiprocessor; 0 for as many as there can be.
+    Args:
+        num_warps: Warps of a program.
+        pdl: Programmatic dependent launch. The kernel may start while its predecessor drains (sm_90 and later).
+        registers: Maximum number of registers of a thread. A low limit lets more programs fit into a multiprocessor. 0
+            sets the largest limit that num_warps allows.
     """
-    # Left alone, ptxas may stop at 64 or 128 registers, with fewer loads in flight and, in some versions, spills.
+    # Without an explicit limit, ptxas may use only 64 or 128 registers, which leaves fewer loads in flight and, in some
+    # versions, causes spills.
     registers = registers or min(65536 // (32 * num_warps), 255)
-    chosen = {"num_warps": num_warps, "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
+    launch = {"num_warps": num_warps, "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
     if pdl:
-        chosen["launch_pdl"] = True
-    return chosen
+        launch["launch_pdl"] = True
+    return launch
 
 
 def running(meta, count: int) -> list[int]:
-    """Those of the first `count` rows that have status RUN; the references' form of a kernel leaving early."""
+    """Return those of the first `count` rows whose status is RUN. References skip the other rows, as kernels do."""
     return [row for row, status in enumerate(meta[:count, STATUS.value].tolist()) if status == RUN.value]

@@ -10,11 +10,16 @@ if TYPE_CHECKING:
 
 
 class Device(NamedTuple):
-    """Properties of one device; of a CPU all numbers are 0.
+    """Properties of one device. All numbers of a CPU are 0.
 
-    name: as the driver reports it. capability: 10 * major + minor, for example 90. multiprocessors: their number.
-    shared_memory: bytes that one program may use. shared_memory_each: bytes of a multiprocessor. registers: 32-bit
-    registers of a multiprocessor. memory: bytes of the GPU.
+    Attributes:
+        name: Name that the driver reports.
+        capability: 10 * major + minor, for example 90.
+        multiprocessors: Number of multiprocessors.
+        shared_memory: Bytes that one program may use.
+        shared_memory_each: Bytes of a multiprocessor.
+        registers: 32-bit registers of a multiprocessor.
+        memory: Bytes of the GPU.
     """
 
     name: str = "cpu"
@@ -27,6 +32,7 @@ class Device(NamedTuple):
 
 
 def _gpu(name: str, capability: int, multiprocessors: int, shared_kib: int, memory_gib: int) -> Device:
+    """Return a GPU with 65,536 registers a multiprocessor."""
     return Device(
         name, capability, multiprocessors, shared_kib * 2**10, (shared_kib + 1) * 2**10, 65536, memory_gib * 2**30
     )
@@ -64,10 +70,10 @@ def simulated_gpu(device: "torch.device") -> Device | None:
 
 
 def device_of(device: "torch.device") -> Device:
-    """Read the properties of `device` from its driver; without a driver they are those of a CPU."""
+    """Return the properties of `device`, read from its driver. Without a driver, return those of a CPU."""
     if gpu := simulated_gpu(device):
         return gpu
-    import torch  # here, because `tridecode --help` lists GPUS without it
+    import torch  # imported here, because `tridecode --help` lists GPUS and must not load torch
 
     if device.type != "cuda" or not torch.cuda.is_available():
         return Device()

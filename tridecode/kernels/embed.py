@@ -1,4 +1,4 @@
-"""embed: the row of the current token becomes the residual stream."""
+"""embed: writes the embedding of each row's current token to the residual stream."""
 
 import triton
 import triton.language as tl
@@ -28,10 +28,19 @@ def _embed_kernel(
 ):
     """Copy the embedding of tokens[position] and prepare the first layer's norm.
 
-    meta: [rows, META_WIDTH] int32; tokens: [slots, capacity + 1] int32; embed: [vocab, K]; norm: [K]; outputs hidden:
-    [rows, K] fp32; normed: [rows, K], hidden * norm; sumsq: [rows, programs] fp32 partial sums.
-    Moves K * (2 * itemsize + 4 + act itemsize) bytes. Grid (cdiv(K, BLOCK_K), rows).
-    Always launched without PDL: the fence behind which later kernels may read meta and old K/V before their wait.
+    A program computes BLOCK_K columns of a row. Grid: (cdiv(K, BLOCK_K), rows).
+    Moves K * (2 * itemsize + 4 + act itemsize) bytes a row.
+    Launched without PDL in every pass. It therefore acts as a fence: later kernels may read meta and old K/V before
+    they wait for their predecessor.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32. Rows whose status is not RUN are skipped.
+        tokens_ptr: [slots, capacity + 1] int32.
+        embed_ptr: [vocab, K].
+        norm_ptr: [K], weight of the first layer's norm.
+        hidden_ptr: [rows, K] fp32 (output).
+        normed_ptr: [rows, K] (output), hidden * norm.
+        sumsq_ptr: [rows, programs] fp32 (output), partial sums of the squares of hidden.
     """
     if PDL:
         gdc_launch_dependents()
@@ -52,7 +61,7 @@ def _embed_kernel(
 
 
 def embed(meta, tokens, embed, norm, hidden, normed, sumsq, *, pdl=False):
-    """Launch the kernel; sumsq receives `embed_partials(K)` partial sums a row."""
+    """Launch the kernel. sumsq receives `embed_partials(K)` partial sums a row."""
     rows, K = hidden.shape
     _embed_kernel[(embed_partials(K), rows)](
         meta,
@@ -74,11 +83,12 @@ def embed(meta, tokens, embed, norm, hidden, normed, sumsq, *, pdl=False):
 
 
 def embed_partials(K: int) -> int:
-    """Partial sums of squares that a row of width K leaves."""
+    """Return the number of partial sums of squares that `embed` writes for a row of width K."""
     return cdiv(K, BLOCK_K)
 
 
 def embed_ref(meta, tokens, embed, norm, hidden, normed, sumsq):
+    """Compute `embed` in torch."""
     for row in running(meta, hidden.shape[0]):
         slot, position = meta[row, [SLOT.value, POSITION.value]].tolist()
         h = embed[tokens[slot, position].long()].float()
@@ -89,7 +99,7 @@ def embed_ref(meta, tokens, embed, norm, hidden, normed, sumsq):
 
 
 def embed_bytes(meta, tokens, embed, norm, hidden, normed, sumsq) -> int:
-    """A row of the table and the norm's weight in, the residual stream and its norm out."""
+    """Return the bytes that a launch moves: a row of the table and the norm's weight in, hidden and normed out."""
     return hidden.numel() * (2 * embed.itemsize + hidden.itemsize + normed.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""Op: an operation of a pass in all its forms, so that every runner can execute the list of the pass."""
+"""Op: an operation of a pass in all its forms. A runner can execute the list of a pass in any of them."""
 
 import inspect
 from collections.abc import Callable
@@ -9,12 +9,18 @@ import torch
 
 @dataclass(frozen=True)
 class Op:
-    """launch(*args, **how) launches kernels; ref(*args) computes the same in torch; bytes(*args): what a launch moves.
+    """One operation: its launcher, its reference and its cost.
 
-    how: the launch config, `pdl` and `followed`, if the launcher takes them. kernels: those that it launches, in order;
-    empty if torch launches its own. outputs: the arguments that an engine without a workspace would allocate. A dotted
-    name is a field of an argument. It counts if the argument has all the fields that `outputs` names of it: `sumsq` is
-    an output of AddResidual, which has `normed` too, and an input of Normed.
+    Attributes:
+        launch: launch(*args, **options) launches kernels. The options are the launch config, `pdl` and `followed`, if
+            the launcher takes them.
+        ref: ref(*args) computes the same in torch.
+        bytes: bytes(*args) returns the bytes that a launch moves.
+        kernels: The kernels that a launch runs, in order. Empty if torch launches its own.
+        outputs: Names of the arguments that an engine without a workspace would allocate. A dotted name is a field of
+            an argument. It counts only if the argument has all the fields that `outputs` lists for it: `sumsq` is an
+                output
+            for AddResidual, which also has `normed`, and an input for Normed.
     """
 
     launch: Callable
@@ -24,7 +30,7 @@ class Op:
     outputs: tuple[str, ...] = ()
 
     def output_tensors(self, args: tuple) -> dict[str, torch.Tensor]:
-        """Return the outputs among the arguments of a launch, by name."""
+        """Return the output tensors among the arguments of a launch, by name."""
         passed = dict(zip(inspect.signature(self.launch).parameters, args))
         tensors = {name: passed[name] for name in self.outputs if "." not in name}
         dotted = [name.split(".") for name in self.outputs if "." in name]

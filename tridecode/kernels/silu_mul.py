@@ -12,10 +12,13 @@ BLOCK = 1024
 
 @triton.jit
 def _silu_mul_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """out = silu(x[:, :N]) * x[:, N:], fp32 inside.
+    """Compute out = silu(x[:, :N]) * x[:, N:] in fp32. A program computes BLOCK columns of a row.
 
-    x: [rows, 2 * N]; out: [rows, N] (output); both contiguous. Moves 3 elements for each of out. Grid
-    (rows, cdiv(N, BLOCK)).
+    Grid: (rows, cdiv(N, BLOCK)). Moves three elements for each element of out.
+
+    Args:
+        x_ptr: [rows, 2 * N], contiguous, gate first.
+        out_ptr: [rows, N], contiguous (output).
     """
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -26,17 +29,24 @@ def _silu_mul_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def silu_mul(x, out):
-    """out [rows, N] = silu(gate) * up of x [rows, 2 * N], gate first."""
+    """Write silu(gate) * up to out.
+
+    Args:
+        x: [rows, 2 * N], gate first.
+        out: [rows, N] (output).
+    """
     rows, N = out.shape
     _silu_mul_kernel[(rows, cdiv(N, BLOCK))](x, out, N, BLOCK, **options(4))
 
 
 def silu_mul_ref(x, out):
+    """Compute `silu_mul` in torch."""
     gate, up = x.float().chunk(2, dim=-1)
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
 def silu_mul_bytes(x, out) -> int:
+    """Return the bytes that a launch moves."""
     return x.nbytes + out.nbytes
 
 

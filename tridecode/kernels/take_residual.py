@@ -1,4 +1,4 @@
-"""take_residual: the rows of a prompt pass that want a token, behind its last layer, prepared for the LM head."""
+"""take_residual: copies the rows of a prompt pass that sample a token, after its last layer, for the LM head."""
 
 import torch
 import triton
@@ -26,9 +26,17 @@ def _take_residual_kernel(
 ):
     """Copy hidden + delta of the row that each row continues, and prepare the next norm. A program computes one row.
 
-    meta: [rows, META_WIDTH] int32, of which SOURCE is read and becomes OWN; hidden: [pass rows, K] fp32; delta: [pass
-    rows, K]; norm: [K]; outputs: out [rows, K] fp32, normed [rows, K] = out * norm, sumsq [rows, 1] fp32. Grid (rows,).
-    Always launched without PDL: behind this fence later kernels may read meta and old K/V before their wait.
+    Grid: (rows,). Launched without PDL in every pass. It therefore acts as a fence: later kernels may read meta and old
+    K/V before they wait for their predecessor.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32. The kernel reads SOURCE, a row of the pass, and sets it to OWN.
+        hidden_ptr: [pass rows, K] fp32.
+        delta_ptr: [pass rows, K].
+        norm_ptr: [K].
+        out_ptr: [rows, K] fp32 (output).
+        normed_ptr: [rows, K] (output), out * norm.
+        sumsq_ptr: [rows, 1] fp32 (output), sum of the squares of out.
     """
     if PDL:
         gdc_launch_dependents()
@@ -50,7 +58,7 @@ def _take_residual_kernel(
 
 
 def take_residual(meta, hidden, delta, norm, out, normed, sumsq, *, pdl=False):
-    """Fill out, normed and one partial sum in sumsq from the rows of hidden + delta that meta's SOURCE names."""
+    """Fill out, normed and one partial sum in sumsq from the rows of hidden + delta at meta's SOURCE."""
     rows, K = out.shape
     _take_residual_kernel[(rows,)](
         meta, hidden, delta, norm, out, normed, sumsq, out.stride(0), normed.stride(0), sumsq.stride(0), K,
@@ -59,6 +67,7 @@ def take_residual(meta, hidden, delta, norm, out, normed, sumsq, *, pdl=False):
 
 
 def take_residual_ref(meta, hidden, delta, norm, out, normed, sumsq):
+    """Compute `take_residual` in torch."""
     for row in running(meta, len(out)):
         source = int(meta[row, SOURCE.value])
         source = row if source == OWN.value else source
@@ -69,6 +78,7 @@ def take_residual_ref(meta, hidden, delta, norm, out, normed, sumsq):
 
 
 def take_residual_bytes(meta, hidden, delta, norm, out, normed, sumsq) -> int:
+    """Return the bytes that a launch moves."""
     return 2 * out.nbytes + out.numel() * delta.itemsize + normed.nbytes
 
 

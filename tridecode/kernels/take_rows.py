@@ -1,4 +1,4 @@
-"""take_rows: from a prompt pass to the decode pass that ends it, the rows that want a token."""
+"""take_rows: copies the rows of a prompt pass that sample a token to the decode pass that completes it."""
 
 import triton
 import triton.language as tl
@@ -9,6 +9,7 @@ from .op import Op
 
 @triton.jit
 def _copy_row(source_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy N contiguous elements and convert them to the output's dtype."""
     for first in tl.static_range(0, N, BLOCK):
         offs = first + tl.arange(0, BLOCK)
         x = tl.load(source_ptr + offs, mask=offs < N, other=0.0)
@@ -31,9 +32,16 @@ def _take_rows_kernel(
 ):
     """Copy the residual stream and the last layer's q, k and v of the row that each row continues.
 
-    meta: [rows, META_WIDTH] int32, of which SOURCE is read and becomes OWN; hidden: [pass rows, K] fp32; qkv:
-    [pass rows, N]; outputs: [rows, K] and [rows, N] fp32. Moves 8 * K + (4 + itemsize) * N bytes a row. Grid (rows,).
-    Always launched without PDL: the fence behind which later kernels may read meta and old K/V before their wait.
+    A program copies one row. Grid: (rows,). Moves 8 * K + (4 + itemsize) * N bytes a row.
+    Launched without PDL in every pass. It therefore acts as a fence: later kernels may read meta and old K/V before
+    they wait for their predecessor.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32. The kernel reads SOURCE, a row of the pass, and sets it to OWN.
+        hidden_ptr: [pass rows, K] fp32.
+        qkv_ptr: [pass rows, N].
+        hidden_out_ptr: [rows, K] fp32 (output).
+        qkv_out_ptr: [rows, N] fp32 (output).
     """
     if PDL:
         gdc_launch_dependents()
@@ -49,7 +57,15 @@ def _take_rows_kernel(
 
 
 def take_rows(meta, hidden, qkv, hidden_out, qkv_out, *, pdl=False):
-    """hidden_out, qkv_out [rows, ...] get the rows of hidden, qkv [pass rows, ...] that meta's SOURCE names."""
+    """Copy the rows of hidden and qkv at meta's SOURCE to hidden_out and qkv_out.
+
+    Args:
+        meta: [rows, META_WIDTH] int32.
+        hidden: [pass rows, K] fp32.
+        qkv: [pass rows, N].
+        hidden_out: [rows, K] fp32 (output).
+        qkv_out: [rows, N] fp32 (output).
+    """
     rows, K = hidden_out.shape
     _take_rows_kernel[(rows,)](
         meta, hidden, qkv, hidden_out, qkv_out, hidden_out.stride(0), qkv_out.stride(0), K, qkv.shape[1], 1024, pdl,
@@ -58,6 +74,7 @@ def take_rows(meta, hidden, qkv, hidden_out, qkv_out, *, pdl=False):
 
 
 def take_rows_ref(meta, hidden, qkv, hidden_out, qkv_out):
+    """Compute `take_rows` in torch."""
     for row in running(meta, len(hidden_out)):
         source = int(meta[row, SOURCE.value])
         source = row if source == OWN.value else source
@@ -66,6 +83,7 @@ def take_rows_ref(meta, hidden, qkv, hidden_out, qkv_out):
 
 
 def take_rows_bytes(meta, hidden, qkv, hidden_out, qkv_out) -> int:
+    """Return the bytes that a launch moves."""
     return 2 * hidden_out.nbytes + qkv_out.numel() * (qkv_out.itemsize + qkv.itemsize)
 
 

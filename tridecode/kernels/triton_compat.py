@@ -1,4 +1,4 @@
-"""Functions of Triton whose names depend on its version, under the names of 3.9, and constants of kernels."""
+"""Constants of kernels, and Gluon functions whose names depend on Triton's version, under the names of Triton 3.9."""
 
 import triton.language as tl
 from triton.experimental.gluon import language as gl
@@ -12,10 +12,10 @@ reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.sh
 
 
 class Constants:
-    """Compile-time values, attributes that the functions of a kernel take as one constexpr argument.
+    """Compile-time values as attributes. A kernel passes them to its functions in one constexpr argument.
 
     Only a `constexpr_function` may compute the values: Triton's cache key covers its source, but not that of a method.
-    A NamedTuple does not serve here: assigning it to a variable turns its compile-time values into tensors.
+    A NamedTuple does not work here: assigning it to a variable turns its compile-time values into tensors.
     """
 
     def __init__(self, **values):

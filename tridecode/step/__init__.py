@@ -1,1 +1,1 @@
-"""One pass over the model: its lists, its buffers, and who runs it."""
+"""Passes over the model: their lists of launches, their buffers, and their runners."""

@@ -15,22 +15,26 @@ from ..errors import brief
 
 
 class OfflineDriver:
-    """A Triton driver that compiles for a GPU that need not exist, and launches nothing."""
+    """A Triton driver that compiles for a GPU that may be absent. It cannot launch kernels."""
 
     def __init__(self, target: GPUTarget):
         self.target = target
 
     def get_current_target(self) -> GPUTarget:
+        """Return the GPU to compile for."""
         return self.target
 
     def get_current_device(self) -> int:
+        """Return device 0."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
+        """Return stream 0."""
         return 0
 
 
 def main() -> None:
+    """Compile the kernels that stdin requests, and answer each request on stdout."""
     backend, arch, warp_size = sys.argv[1:]
     driver.set_active(OfflineDriver(GPUTarget(backend, int(arch), int(warp_size))))
     for line in sys.stdin:

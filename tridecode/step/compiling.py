@@ -22,10 +22,10 @@ from ..errors import counted
 from .run import Lines, Recorder, Run
 
 Kernel = tuple[JITFunction, str]  # a function, and the argument of its `preload`
-Progress = Callable[[int, int], None]  # kernels that are compiled, and in all
+Progress = Callable[[int, int], None]  # called with the number of compiled kernels and the number of all kernels
 
-MOST = 16  # processes or threads
-FEW = 4  # kernels that are compiled here: a child process needs some seconds to start
+MOST = 16  # maximum number of processes or threads
+FEW = 4  # up to this number of kernels compile in this process: a child process needs some seconds to start
 log = logging.getLogger("tridecode")
 _hooking = threading.Lock()  # hooks are global to the process, so their user restores the previous ones
 _looking = threading.local()
@@ -45,13 +45,13 @@ def compile_ahead(lists: Iterable[Lines], run: Run, device: torch.device) -> int
     Raises:
         Exception: any error of Triton's compiler.
     """
-    wanted = kernels_of(lists, run, device)
-    compile_kernels(wanted, device)
-    return len(wanted)
+    absent = kernels_of(lists, run, device)
+    compile_kernels(absent, device)
+    return len(absent)
 
 
 def kernels_of(lists: Iterable[Lines], run: Run, device: torch.device) -> list[Kernel]:
-    """Return the kernels that the lines of `lists` need and that are not loaded. `run`: as for compile_ahead."""
+    """Return the kernels that the lines of `lists` need and that are not loaded. `run`: see compile_ahead."""
     recorder = Recorder()
     for lines in lists:
         lines(recorder)
@@ -59,7 +59,7 @@ def kernels_of(lists: Iterable[Lines], run: Run, device: torch.device) -> list[K
 
     def launches() -> None:
         for launch in distinct.values():
-            run(launch.role, launch.op, *launch.args, **launch.how)
+            run(launch.role, launch.op, *launch.args, **launch.options)
 
     with _on(device):
         return missing(launches)
@@ -70,26 +70,26 @@ def missing(launches: Callable[[], None]) -> list[Kernel]:
 
     Launches that lack their kernel are skipped; all others run.
     """
-    found, me = {}, threading.get_ident()
+    noted, me = {}, threading.get_ident()
 
     def note(*, key, fn, compile, **_) -> bool:
         if threading.get_ident() == me:  # launches of other threads, of other engines, are not affected
-            found[fn.jit_function, key] = compile["specialization_data"]
+            noted[fn.jit_function, key] = compile["specialization_data"]
         return threading.get_ident() == me  # True: neither compile nor launch
 
     with _hooking, knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
         launches()
-    return [(function, specialization) for (function, _), specialization in found.items()]
+    return [(function, specialization) for (function, _), specialization in noted.items()]
 
 
-def compile_kernels(wanted: Sequence[Kernel], device: torch.device, progress: Progress | None = None) -> int:
+def compile_kernels(kernels: Sequence[Kernel], device: torch.device, progress: Progress | None = None) -> int:
     """Compile kernels, and load their code onto the device. Return the number of kernels that were compiled.
 
     Child processes compile what the cache lacks. The kernels that they cannot compile are compiled here, in threads.
-    progress: called with (compiled, in all) if the cache lacks kernels.
+    progress: called with (compiled kernels, all kernels) if the cache lacks some.
     """
-    absent = load_stored(wanted, device)
+    absent = load_stored(kernels, device)
     if absent:
         log.info("compiling %s", counted(len(absent), "kernel"))
     if len(absent) > FEW:
@@ -107,12 +107,12 @@ class _Absent(Exception):
     """Triton's cache does not contain a kernel."""
 
 
-def load_stored(wanted: Sequence[Kernel], device: torch.device) -> list[Kernel]:
+def load_stored(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]:
     """Load the kernels that Triton's cache contains onto the device, and return the others."""
     absent: list[Kernel] = []
 
     class StoredOnly(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
-        """A cache whose lookups fail, in the threads that look for stored kernels, instead of returning nothing."""
+        """A cache that raises _Absent for a missing kernel, in the threads that load stored kernels."""
 
         def get_group(self, filename: str) -> dict[str, str] | None:
             group = super().get_group(filename)
@@ -131,7 +131,7 @@ def load_stored(wanted: Sequence[Kernel], device: torch.device) -> list[Kernel]:
 
     with _hooking, knobs.cache.scope():
         knobs.cache.manager_class = StoredOnly
-        _in_threads(load, wanted, device)
+        _in_threads(load, kernels, device)
     return absent
 
 
@@ -147,6 +147,8 @@ def _load(kernel: Kernel, device: torch.device) -> None:
 
 
 def _in_threads(work: Callable[[Kernel], Any], kernels: Sequence[Kernel], device: torch.device) -> None:
+    """Call work(kernel) for each kernel in a pool of threads."""
+
     def on_device(kernel: Kernel) -> None:
         with _on(device):  # every thread has its own current device
             work(kernel)
@@ -159,6 +161,7 @@ def _in_threads(work: Callable[[Kernel], Any], kernels: Sequence[Kernel], device
 
 
 def _on(device: torch.device):
+    """Return a context in which `device` is the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -213,7 +216,7 @@ def _start_child(target: Any) -> subprocess.Popen:
 
 
 def _answer(child: subprocess.Popen) -> str | None:
-    """Return the error of the child's current kernel, or None. Lines that are not an answer are the compiler's."""
+    """Return the error of the child's current kernel, or None. Lines that are not an answer come from the compiler."""
     assert child.stdout
     for line in child.stdout:
         try:

@@ -7,8 +7,8 @@ from ..state.slots import Slots
 from .dispatch import QUERIES, BatchDescriptor
 from .graphs import DecodePasses
 
-POSITION = 1024  # of the measured rows, if they have so many pages
-PASSES = 3  # that each time is the mean of
+POSITION = 1024  # position of the measured rows, or less if there are too few pages
+PASSES = 3  # each time is the mean of this number of passes
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 
@@ -19,18 +19,19 @@ def measure_costs(steps: DecodePasses, slots: Slots) -> dict[int, dict[int, floa
     afterwards.
     """
     kv = steps.model.kv
-    found: dict[int, dict[int, float]] = {}
-    known = MAX_QUERIES * (PASSES + 1)  # tokens after the position: as right drafts they keep all rows running
+    seconds: dict[int, dict[int, float]] = {}
+    # Known tokens after the position serve as drafts that are always right, so all rows keep running.
+    known = MAX_QUERIES * (PASSES + 1)
     for requests in steps.dispatcher.sizes:
         room = min(kv.capacity, kv.positions // kv.page // requests * kv.page)
         position = min(POSITION, room - known - 1)
         replays = {rows: steps.graphs.get(BatchDescriptor("greedy", requests, rows)) for rows in QUERIES}
         if position < 0 or requests > len(slots) or not any(replays[rows] for rows in QUERIES[1:]):
             continue
-        found[requests] = {}
+        seconds[requests] = {}
         for rows, replay in replays.items():
             if replay is not None and steps.place is not None:
                 rewind_slots(slots, [position] * requests, GREEDY, known)
-                found[requests][rows] = steps.place.seconds(replay, PASSES)
+                seconds[requests][rows] = steps.place.seconds(replay, PASSES)
     slots.recover()
-    return found
+    return seconds

@@ -1,14 +1,14 @@
-"""The decode pass: its launches, in order, and nothing else.
+"""The list of launches of a decode pass, in order.
 
-Each block lists its own launches (blocks/attention.py, blocks/mlp.py). Embedding, LM head and sampling are here.
-Nothing here allocates, synchronizes or reads back. Kernels read the values that change between passes from the meta
-buffer, so the whole pass is captured once as a CUDA graph and replayed. The argument `run` launches, captures or
-records a line, or runs its reference (run.py).
+Each block lists its own launches (blocks/attention.py, blocks/mlp.py). Embedding, LM head and sampling are here. No
+launch allocates, synchronizes or reads back. Kernels read the values that change between passes from the meta buffer,
+so the whole pass is captured once as a CUDA graph and replayed. The argument `run` launches, captures or records a
+line, or runs its reference (run.py).
 
-`kind` and `masked` are fixed in a captured pass. kind: "greedy", "sample" or "logprobs" (sample, and report the most
-likely tokens). masked: some rows may sample only the tokens that their masks allow. A model made by `of_queries` also
-verifies drafts: DRAFT proposes tokens that followed the same words earlier in the text, SPREAD gives each draft a row,
-and ACCEPT keeps the drafts up to the first that differs from the sampled token.
+`kind` and `masked` are fixed in a captured pass. `kind` is "greedy", "sample" or "logprobs" (sample, and report the
+most likely tokens). `masked` means that some rows may sample only the tokens that their masks allow. A model made by
+`of_queries` also verifies drafts: DRAFT proposes tokens that followed an earlier occurrence of the last tokens, SPREAD
+gives each draft a row, and ACCEPT keeps the drafts up to the first that differs from the sampled token.
 """
 
 from ..blocks.block import Residual, Run
@@ -29,7 +29,7 @@ KINDS = ("greedy", "sample", "logprobs")
 
 
 def decode_pass(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> None:
-    """List one decode pass; of a model made by of_queries one that drafts and verifies."""
+    """List one decode pass. For a model made by of_queries, the pass also proposes and verifies drafts."""
     fetch_first(run, m, m.meta, m.spec.page_layers)
     if m.requests is not None:
         draft(run, m, m.requests)
@@ -52,6 +52,7 @@ def draft(run: Run, m: DecodeModel, own: Workspace) -> None:
 
 
 def embed(run: Run, m: DecodeModel) -> Residual:
+    """List the embedding of the current tokens. Return the residual stream."""
     ws, first_norm = m.workspace, m.norms(0)[0]
     run("embed", EMBED, ws.meta, ws.tokens, m.weights.embed, first_norm, ws.hidden, ws.normed, ws.sumsq)
     return Residual(ws.hidden, ws.normed, ws.sumsq, embed_partials(m.spec.hidden_size))
@@ -72,14 +73,14 @@ def sample(run: Run, m: DecodeModel, residual: Residual, kind: str, masked: bool
     if masked:
         run("mask", MASK, ws.logits, ws.meta, ws.mask, ws.mask_stamp, ws.sampler)
     own, counts = m.requests, None
-    drawn = None if own is None else ws.drawn
+    sampled = None if own is None else ws.sampled
     if kind == "greedy":
-        run("greedy", GREEDY, ws.logits, ws.meta, ws.tokens, ws.out, ws.sampler, masked, drawn)
+        run("greedy", GREEDY, ws.logits, ws.meta, ws.tokens, ws.out, ws.sampler, masked, sampled)
     else:
         counts = ws.counts
         run(
             "sample", SAMPLE, ws.logits, ws.meta, ws.samp, ws.tokens, counts, ws.bias, ws.out, ws.sampler, ring, masked,
-            drawn, m.queries,
+            sampled, m.queries,
         )  # fmt: skip
     if own is not None:
-        run("accept", ACCEPT, drawn, own.meta, ws.tokens, counts, ws.out, ws.logits, ws.sampler.lse, ring)
+        run("accept", ACCEPT, sampled, own.meta, ws.tokens, counts, ws.out, ws.logits, ws.sampler.lse, ring)

@@ -17,7 +17,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the captured decode passes
 PROMPT_SIZES = (
     *range(16, 65, 16), *range(96, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *range(1280, 4097, 256)
 )  # fmt: skip
-PROMPT_MOST = 2048
+PROMPT_MOST = 2048  # tokens of the largest captured prompt pass
 QUERIES = (1, 2, 4, 8)  # rows of a request in a captured decode pass: the next token's row, and drafts to verify
 # Requests -> the cost of a pass with 1, 2, 4 and 8 rows of each request, relative to one row. Measured with Qwen3-4B on
 # an H200 at a context of 1,024 (docs/speculation.md). An engine that captures passes measures its own costs (costs.py).
@@ -25,7 +25,7 @@ COSTS = {
     1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
     16: (1.0, 1.11),
 }  # fmt: skip
-GAIN = 1.05  # a pass verifies drafts if it is expected to yield so many times the tokens of one row for its cost
+GAIN = 1.05  # minimum ratio of expected tokens per cost, with drafts to without, at which a pass verifies drafts
 # Mode -> the mode of prompt passes, and the mode of decode passes.
 MODES = {
     "none": ("none", "none"),
@@ -77,8 +77,9 @@ class PromptDescriptor(NamedTuple):
 class GraphStat:
     """Number of passes of one kind, size and mode.
 
-    kind: a kind of sampling, with "+mask" if rows have masks, and with "x2" to "x8" if every request has that number of
-    rows to verify drafts. A pass that reads prompts is "prompt", or "mixed" if rows decode in it.
+    Attributes:
+        kind: the kind of sampling, with "+mask" if rows have masks, and with "x2" to "x8" if every request has that
+            number of rows to verify drafts. A pass that reads prompts is "prompt", or "mixed" if rows also decode.
     """
 
     kind: str
@@ -89,11 +90,12 @@ class GraphStat:
 
     @property
     def padding(self) -> int:
+        """Rows that were added to reach the captured size."""
         return self.padded - self.rows
 
 
 def graph_sizes(slots: int, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the decode pass sizes that `slots` requests need. sizes: ascending, by default SIZES."""
+    """Return the decode pass sizes that `slots` requests need. sizes must ascend; the default is SIZES."""
     if sizes is not None:
         return tuple(size for size in sizes if size < slots) + tuple(size for size in sizes if size >= slots)[:1]
     return tuple(size for size in SIZES if size < slots) + (min(slots, SIZES[-1]),)
@@ -114,8 +116,8 @@ def best_queries(costs: Mapping[int, float], drafts: Sequence[Acceptance], allow
 
     Args:
         costs: rows of each request -> the cost of the pass, in any unit.
-        drafts: of each request.
-        allowed: the rows to choose from, in addition to one.
+        drafts: the acceptance of each request's drafts.
+        allowed: the numbers of rows to choose from, in addition to one.
     """
 
     def value(rows: int) -> float:
@@ -134,18 +136,21 @@ def lowered(mode: str, support: Support) -> str:
 def prompt_sizes(chunk: int, most: int = PROMPT_MOST, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the prompt pass sizes that chunks of up to `chunk` tokens need.
 
-    sizes: ascending, by default PROMPT_SIZES up to `most`.
+    sizes must ascend; the default is PROMPT_SIZES up to `most`.
     """
-    wanted = [size for size in PROMPT_SIZES if size <= most] if sizes is None else list(sizes)
-    fitting = [size for size in wanted if size < chunk]
-    return tuple(fitting + ([chunk] if sizes is None and chunk <= most else [s for s in wanted if s >= chunk][:1]))
+    possible = [size for size in PROMPT_SIZES if size <= most] if sizes is None else list(sizes)
+    smaller = [size for size in possible if size < chunk]
+    return tuple(smaller + ([chunk] if sizes is None and chunk <= most else [s for s in possible if s >= chunk][:1]))
 
 
 class Dispatcher:
     """Chooses the mode and the size of every pass, and counts the passes.
 
-    mode: one of MODES. sizes: rows of the captured decode passes, ascending. prompts: tokens of the captured prompt
-    passes, ascending. attention: the attention backend of prompt passes.
+    Args:
+        mode: one of MODES.
+        sizes: rows of the captured decode passes, ascending.
+        prompts: tokens of the captured prompt passes, ascending.
+        attention: the attention backend of prompt passes.
     """
 
     def __init__(self, mode: str, sizes: Sequence[int], prompts: Sequence[int] = (), attention: str = "triton"):
@@ -156,18 +161,20 @@ class Dispatcher:
         self._counts: Counter[tuple[str, int, int, str]] = Counter()
 
     def plan(self, kind: str, rows: int, masked: bool = False, tokens: int = 1) -> tuple[str, BatchDescriptor]:
-        """Return the mode and the batch of a decode pass: padded to the next size, or unpadded in mode none."""
+        """Return the mode and the batch of a decode pass. It is padded to the next size, or unpadded in mode none."""
         mode, padded = _next_size(self.decode_mode, self.sizes, rows)
         return mode, BatchDescriptor(kind, padded, tokens, masked)
 
     def count(self, kind: str, rows: int, masked: bool, tokens: int, batch: BatchDescriptor, mode: str) -> None:
+        """Count a decode pass."""
         self._counts[kind + "+mask" * masked + f" x{tokens}" * (tokens > 1), rows, batch.rows, mode] += 1
 
     def plan_prompt(self, tokens: int) -> tuple[str, int]:
-        """Return the mode and the tokens of a prompt pass: padded to the next size, or unpadded in mode none."""
+        """Return the mode and the tokens of a prompt pass. It is padded to the next size, or unpadded in mode none."""
         return _next_size(self.prompt_mode, self.prompts, tokens)
 
     def count_prompt(self, tokens: int, decoding: int, padded: int, mode: str) -> None:
+        """Count a prompt pass."""
         self._counts["mixed" if decoding else "prompt", tokens, padded, mode] += 1
 
     def stats(self) -> list[GraphStat]:
@@ -176,6 +183,6 @@ class Dispatcher:
 
 
 def _next_size(mode: str, sizes: Sequence[int], least: int) -> tuple[str, int]:
-    """Return `mode` and the next size, or none and `least` if no captured size is large enough."""
+    """Return `mode` and the next size. If no captured size is large enough, return none and `least`."""
     padded = next((size for size in sizes if size >= least), None) if mode != "none" else None
     return ("none", least) if padded is None else (mode, padded)

@@ -1,4 +1,4 @@
-"""Runners of passes: a pass replays the CUDA graph that was captured for its key, or launches its list."""
+"""Runners of passes. A pass replays the CUDA graph that was captured for its key, or launches its list."""
 
 import logging
 import threading
@@ -25,8 +25,8 @@ from .run import Lines, Run, forked, launch, launch_dependent, recorded, run_ref
 log = logging.getLogger("tridecode")
 Key = TypeVar("Key", bound=Hashable)
 
-LISTS = 64  # lists that a runner keeps: making one narrows all buffers of the model to its rows
-# torch's attention reads lengths on the host, so no graph can contain it. It runs between the pieces of a graph.
+LISTS = 64  # lists that a runner caches, because making one narrows all buffers of the model to its rows
+# torch's attention reads lengths on the host, so no graph can contain it. It runs between the parts of a graph.
 TORCH_ATTENTION = Op(attention_ref, attention_ref, attention_bytes, outputs=("scratch.partial", "scratch.lse", "out"))
 
 
@@ -37,9 +37,9 @@ class PassRunner(Generic[Key]):
         lines: maps a key to the list of its pass.
         run: runs a line.
         mode: how passes are captured: full, piecewise or none.
-        place: where passes are captured. Mode none needs none.
+        place: where passes are captured. None in mode none.
         attention: replaces the attention of launched and piecewise passes if not None; see run.replaced.
-        between: runs the lines between the pieces of a piecewise graph.
+        between: runs the lines between the parts of a piecewise graph.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PassRunner(Generic[Key]):
         self.captures = 0  # CUDA graphs; a piecewise pass has several
 
     def enqueue(self, mode: str, key: Key) -> None:
-        """Enqueue a pass on the current stream: replay its graph, or in mode none and without a graph launch it."""
+        """Enqueue a pass on the current stream: replay its graph if there is one, else launch its list."""
         replay = self.graphs.get(key) if mode != "none" else None
         (replay or partial(self.launch, key))()
 
@@ -73,7 +73,7 @@ class PassRunner(Generic[Key]):
         self.captures += count
 
     def try_capture(self, key: Key) -> None:
-        """Capture a pass. If that fails, log it; the pass is launched from then on."""
+        """Capture a pass. If that fails, log the error; the pass is then always launched."""
         assert self.place is not None
         started, free = time.perf_counter(), self.place.free_memory()
         try:
@@ -83,11 +83,11 @@ class PassRunner(Generic[Key]):
             self.graphs[key] = None
             log.warning("%s stays uncaptured: %s", key, brief(error))
         else:
-            milliseconds, taken = 1e3 * (time.perf_counter() - started), free - self.place.free_memory()
-            log.debug("captured %s (%s) in %.0f ms, %.1f MiB", key, self.mode, milliseconds, taken / 2**20)
+            milliseconds, used = 1e3 * (time.perf_counter() - started), free - self.place.free_memory()
+            log.debug("captured %s (%s) in %.0f ms, %.1f MiB", key, self.mode, milliseconds, used / 2**20)
 
     def capture_first(self, keys: Iterable[Key]) -> bool:
-        """Capture the first of `keys` that was neither captured nor tried. Return whether others remain."""
+        """Capture the first of `keys` whose capture was not tried yet. Return whether others remain."""
         left = [key for key in keys if key not in self.graphs]
         if left:
             self.try_capture(left[0])
@@ -99,14 +99,14 @@ def idle(model: DecodeModel) -> Iterator[None]:
     """Stop all rows and empty the table of chunks, in stream order, so that passes write no state. Restore both."""
     states = model.workspace.meta, model.prompt.chunks
     with torch.inference_mode():
-        kept = [state.clone() for state in states]
+        copies = [state.clone() for state in states]
         model.prompt.chunks.zero_()
         for workspace in filter(None, (model.workspace, model.verify)):
             workspace.meta[:, STATUS] = LIMIT_REACHED
         try:
             yield
         finally:
-            for state, values in zip(states, kept):
+            for state, values in zip(states, copies):
                 state.copy_(values)
 
 
@@ -142,29 +142,29 @@ def list_of(model: DecodeModel, batch: BatchDescriptor) -> Lines:
 
 
 def first_batches(sizes: Sequence[int], kinds: Sequence[str] = decode.KINDS) -> list[BatchDescriptor]:
-    """Return the passes without masks and drafts, the largest first: smaller ones reuse its memory in the pool."""
+    """Return the passes without masks and drafts. The largest come first, because smaller ones reuse their memory."""
     return [BatchDescriptor(kind, rows) for rows in sorted(sizes, reverse=True) for kind in kinds]
 
 
 def decode_batches(model: DecodeModel, sizes: Sequence[int]) -> list[BatchDescriptor]:
     """Return all decode passes of these sizes: without masks, with masks, and those that verify drafts."""
-    found = []
+    batches = []
     for batch in first_batches(sizes):
         queries = [tokens for tokens in QUERIES[1:] if model.verify and tokens <= most_queries(batch.rows)]
-        found += [batch, replace(batch, masked=True), *(replace(batch, tokens=tokens) for tokens in queries)]
-    return found
+        batches += [batch, replace(batch, masked=True), *(replace(batch, tokens=tokens) for tokens in queries)]
+    return batches
 
 
 class DecodePasses(PassRunner[BatchDescriptor]):
-    """Runs the decode passes of a model, which all its requests share. It captures them when it is made.
+    """Runs the decode passes of a model, which all its requests share. The constructor captures them.
 
     Args:
         run: runs a line, by default launcher(model).
         dispatcher: its mode and sizes select the captured passes. By default all passes are launched.
         attention, between: see PassRunner.
         batches: the passes to capture, by default all of the sizes. Others are launched.
-        compiled: whether the kernels of all passes, also of PromptPasses, are compiled and loaded. They are by default
-            compiled here.
+        compiled: whether the kernels of all passes, including those of PromptPasses, are already compiled and loaded.
+            If not, the constructor compiles them.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         super().__init__(model, partial(list_of, model), run or launcher(model), mode, place, attention, between)
         self.compiled = compiled
         self.costs: dict[int, dict[int, float]] = {}  # requests -> rows of each -> seconds, if they were measured
-        self.check_addresses = False  # a debug aid: before each pass assert that no buffer has moved
+        self.check_addresses = False  # for debugging: assert before each pass that no buffer has moved
         self._addresses = model.addresses()
         if place:
             batches = decode_batches(model, sizes) if batches is None else batches
@@ -192,7 +192,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
     def tokens(self, kind: str, rows: int, drafts: Sequence[Acceptance]) -> int:
         """Return the rows that each of `rows` requests should have in the next pass. Only captured passes are chosen.
 
-        drafts: of each request.
+        drafts: the acceptance of each request's drafts.
         """
         if not self.model.verify or not any(each.wanted for each in drafts):
             return 1
@@ -221,7 +221,10 @@ class DecodePasses(PassRunner[BatchDescriptor]):
 
 @cache
 def capture_stream(device: torch.device) -> tuple[torch.cuda.Stream, threading.RLock]:
-    """Return the only capture stream of a device, and its lock: torch never frees the cuBLAS workspace of a stream."""
+    """Return the capture stream of a device, and its lock.
+
+    A device has only one, because torch never frees the cuBLAS workspace of a stream.
+    """
     return torch.cuda.Stream(device), threading.RLock()
 
 
@@ -234,7 +237,7 @@ class Place:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, enqueue: Callable[[], None]) -> None:
-        """Run a pass uncaptured and wait for it: this compiles and loads its kernels, and allocates its scratch."""
+        """Run a pass without capturing it, and wait for it. This loads its kernels and allocates its scratch."""
         with self._lock, torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -246,7 +249,7 @@ class Place:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def seconds(self, enqueue: Callable[[], None], passes: int = 1) -> float:
-        """Return the time of a pass on the GPU, the mean of `passes` after one to warm up."""
+        """Return the mean time of `passes` passes on the GPU, after one pass to warm up."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with self._lock, torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -261,22 +264,24 @@ class Place:
 
     def capture(self, mode: str, run: Run, between: Callable[[], Run], lines: Lines) -> tuple[Callable[[], None], int]:
         """Capture a list, in mode full or piecewise. Return the function that replays it, and the number of graphs."""
-        pieces = ListCapture(run, between, self._pool, cut=mode == "piecewise")
+        captured = ListCapture(run, between, self._pool, cut=mode == "piecewise")
         with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             try:
-                lines(pieces)
-                pieces.end()
+                lines(captured)
+                captured.end()
             except BaseException:
                 with suppress(RuntimeError):  # the capture may be invalid already
-                    pieces.end()  # otherwise all later work of this stream would be captured
+                    captured.end()  # otherwise all later work of this stream would be captured
                 raise
-        return (pieces.graphs[0].replay if mode == "full" else pieces.replay), len(pieces.graphs)
+        return (captured.graphs[0].replay if mode == "full" else captured.replay), len(captured.graphs)
 
 
 class ListCapture:
-    """Line runner that captures a list: as one graph, or if `cut` in pieces that end at attention and at fetches.
+    """Line runner that captures a list as one graph, or, if `cut`, in parts that end at attention and at fetches.
 
-    run: runs the captured lines. between: returns the runner of the other lines, for each replay.
+    Args:
+        run: runs the captured lines.
+        between: returns the runner of the other lines. It is called for each replay.
     """
 
     def __init__(self, run: Run, between: Callable[[], Run], pool, cut: bool):
@@ -285,27 +290,28 @@ class ListCapture:
         self._parts: list[Lines] = []
         self._capturing = False
 
-    def __call__(self, role: str, op: Op, *args, **how) -> None:
+    def __call__(self, role: str, op: Op, *args, **options) -> None:
         if self._cut and role in ("attention", "fetch", "fetched"):
             self.end()
-            self._parts.append(lambda run: run(role, op, *args, **how))
+            self._parts.append(lambda run: run(role, op, *args, **options))
             return
         if not self._capturing:
             graph, self._capturing = torch.cuda.CUDAGraph(), True
             self.graphs.append(graph)
             self._parts.append(lambda run: graph.replay())
-            # Not torch.cuda.graph, which collects garbage and synchronizes before each of hundreds of pieces.
+            # Not torch.cuda.graph, which collects garbage and synchronizes before each of hundreds of parts.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self._run(role, op, *args, **how)
+        self._run(role, op, *args, **options)
 
     def end(self) -> None:
-        """End the piece that is being captured."""
+        """End the capture of the current part."""
         if self._capturing:
             self._capturing = False
             self.graphs[-1].capture_end()
 
     @torch.inference_mode()
     def replay(self) -> None:
+        """Replay the parts, and run the lines between them."""
         run = self._between()
         for part in self._parts:
             part(run)

@@ -1,8 +1,8 @@
 """Lines of a list that copy K/V pages, and the linears of the last layers, from host memory to the device.
 
-Each of the two has a ring of buffers on the device. A "fetch" fills a buffer. It starts when the lines before it have
-finished, and runs in parallel with the lines after it. "fetched" waits for it. A model without host memory has no such
-lines.
+Pages and linears each have a ring of buffers on the device. A "fetch" fills a buffer. It starts when the lines before
+it have finished, and runs in parallel with the lines after it. A "fetched" line waits for it. A model without host
+memory has no such lines.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ def fetch_first(run: Run, m: "DecodeModel", meta: "torch.Tensor | None", end: in
     """Fill the rings before the first layer.
 
     Args:
-        meta: the kernel copies only if one of these rows runs. None: it always copies.
+        meta: the kernel copies only if one of these rows runs. With None it always copies.
         end: number of layers whose pages the pass reads.
     """
     for i in range(min(m.kv.buffers, end)):
@@ -51,6 +51,7 @@ def next_pages(run: Run, m: "DecodeModel", meta: "torch.Tensor | None", i: int, 
 
 
 def _fetch_weights(run: Run, m: "DecodeModel", host: "HostLayers", meta: "torch.Tensor | None", i: int) -> None:
+    """Fetch the linears of layer i."""
     at = i - host.first
     run("fetch", FETCH, meta, host.places, host.source[at], host.target[at], config=m.fetch_config)
 

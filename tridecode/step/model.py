@@ -1,4 +1,4 @@
-"""DecodeModel: everything that the passes read and write, at addresses that never change."""
+"""DecodeModel: all tensors that the passes read and write, at addresses that never change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,9 +54,9 @@ class DecodeModel:
         ropes: rotary embedding and head size -> cos and sin, fp32 [capacity, head_dim / 2].
         configs_by_rows: number of rows -> launch configs of passes with up to that number of rows. The configs of the
             largest number also serve larger passes.
-        fixed_chunk: number of rows of every prompt pass in batch-invariant mode. The token at position p is
-            in row p % fixed_chunk, and the last token of a prompt is left to a decode pass. 0: prompt passes have as
-            many rows as they need.
+        fixed_chunk: number of rows of every prompt pass in batch-invariant mode. The token at position p is in
+            row p % fixed_chunk, and a decode pass computes the last token of a prompt. With 0, prompt passes have the
+            number of rows that they need.
         verify: workspace of passes that verify drafts, with its own meta and samp. None without drafts.
         requests: in a pass that verifies drafts (of_queries), the workspace with one row for each request.
         ngram: largest and smallest number of tokens that must match for a draft.
@@ -83,6 +83,7 @@ class DecodeModel:
 
     @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         return self.weights.device
 
     @property
@@ -107,12 +108,13 @@ class DecodeModel:
 
     @cached_property
     def layers(self) -> tuple[LoadedLayer, ...]:
-        found, pages = [], 0
+        """The layers with their weights. Layers with pages are numbered."""
+        loaded, pages = [], 0
         for i, (layer, (linears, weights)) in enumerate(zip(self.spec.layers, self.weights.layers)):
             has_pages = layer.pages() is not None
-            found.append(LoadedLayer(i, linears, weights, pages if has_pages else None))
+            loaded.append(LoadedLayer(i, linears, weights, pages if has_pages else None))
             pages += has_pages
-        return tuple(found)
+        return tuple(loaded)
 
     def norms(self, index: int) -> list[torch.Tensor]:
         """Return the weights of the norms before the blocks of a layer."""
@@ -127,43 +129,52 @@ class DecodeModel:
 
     @property
     def meta(self) -> torch.Tensor:
+        """State of the rows, int32 [rows, META_WIDTH]."""
         return self.workspace.meta
 
     @property
     def scratch(self):
+        """Scratch of the linears."""
         return self.workspace.split
 
     def buffers(self, block: Block) -> Mapping[str, torch.Tensor]:
+        """Return the buffers that a block declares, by name."""
         return self.workspace.blocks[block]
 
     def choice(self, linear: LoadedLinear, epilogue: str) -> Choice:
+        """Return the kernel and the launch config of a linear."""
         key = id(linear), epilogue  # hashed faster than a case, in every line of a launched pass
-        if (found := self._choices.get(key)) is None:
-            found = self._choices[key] = self.configs.linears[linear_case(linear, epilogue)]
-        return found
+        if (choice := self._choices.get(key)) is None:
+            choice = self._choices[key] = self.configs.linears[linear_case(linear, epilogue)]
+        return choice
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
+        """Return K and V of a layer."""
         at = layer.page_index
         return KVLayer(self.kv.tables[at], self.kv.k[at], self.kv.v[at])
 
     def rope(self, block: Attention, layer: LoadedLayer) -> Rope:
+        """Return the rotary embedding and the norms of a layer's attention."""
         cos, sin = self.ropes[block.rope, block.head_dim]
         return Rope(cos, sin, layer.weights.get("q_norm"), layer.weights.get("k_norm"), block.eps)
 
     def attention(self, block: Attention) -> AttentionPlan:
+        """Return the kernel and the launch config of a block's attention."""
         return self._plans[block]
 
     def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
+        """List the wait for the layer's pages, if they are in host memory."""
         hosted.pages_fetched(run, self, layer.page_index)
 
     def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None:
+        """List the fetch of a later layer's pages, if they are in host memory."""
         hosted.next_pages(run, self, self.meta, layer.page_index, self.spec.page_layers)
 
     # ----
 
     @cached_property
     def configs_for(self) -> int:
-        """The number of rows that a pass of all rows has launch configs for."""
+        """Number of rows whose launch configs serve a pass of all rows."""
         fitting = [rows for rows in self.configs_by_rows if rows >= self.rows]
         return min(fitting, default=max(self.configs_by_rows))
 
@@ -174,7 +185,7 @@ class DecodeModel:
 
     @property
     def cases(self) -> dict[str, Case]:
-        """Name of each linear -> the case that decides its kernel; the first layer that has the linear counts."""
+        """Name of each linear -> the case that decides its kernel, of the first layer that has the linear."""
         return linear_cases(self.spec, self.weights)
 
     @cached_property
@@ -188,7 +199,7 @@ class DecodeModel:
     def _plan(self, block: Attention) -> AttentionPlan:
         case = attention_case(block, self.weights.dtype, self.spec.fp8_kv)
         config = self.configs.attention[case]
-        if self.queries > 1 and not self._alone(block):
+        if self.queries > 1 and not self._row_by_row(block):
             requests = self.rows // self.queries
             return AttentionPlan(ATTENTION_QUERIES, queries_config(case, requests, self.queries, self.gpu))
         if self.queries > 1:
@@ -196,7 +207,7 @@ class DecodeModel:
         op = ATTENTION_ROWS if isinstance(config, AttentionRowsConfig) else ATTENTION
         return AttentionPlan(op, config, self.queries > 1)
 
-    def _alone(self, block: Attention) -> bool:
+    def _row_by_row(self, block: Attention) -> bool:
         """Return whether attention computes each row of a request separately, after a launch that writes K and V.
 
         It does in batch-invariant mode, so that a row does not depend on other rows, and if a tile would not fit.
@@ -245,7 +256,7 @@ class PromptState:
 
     Args:
         own: the activations of the pass.
-        decoding: the model for the decoding rows, which are the first rows of the pass. None if there are none.
+        decoding: the model for the decoding rows, which are the first rows of the pass. None without such rows.
         fetched: number of layers whose pages the pass reads.
     """
 
@@ -258,10 +269,12 @@ class PromptState:
 
     @property
     def scratch(self) -> torch.Tensor:
+        """Buffer for rows of dequantized weights."""
         return self.own.dequantized
 
     @property
     def chunks(self) -> torch.Tensor:
+        """Table of chunks, int32 [MAX_CHUNKS, CHUNK_WIDTH]."""
         return self.own.chunks
 
     @property
@@ -271,26 +284,35 @@ class PromptState:
 
     @property
     def attention_config(self) -> PromptAttentionConfig:
+        """Launch config of attention."""
         return self.model.prompt_config
 
     @property
     def attention_scratch(self) -> Scratch:
+        """Scratch of attention."""
         return Scratch(self.own.partial, self.own.lse, self.own.counter)
 
     def buffers(self, block: Block) -> Mapping[str, torch.Tensor]:
+        """Return the buffers that a block declares, by name."""
         return self.own.blocks[block]
 
     def choice(self, linear: LoadedLinear, epilogue: str) -> Choice:
+        """Return torch's matrix product, which computes all linears of prompt passes."""
         return IN_TORCH
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
+        """Return K and V of a layer."""
         return self.model.kv_layer(layer)
 
     def rope(self, block: Attention, layer: LoadedLayer) -> Rope:
+        """Return the rotary embedding and the norms of a layer's attention."""
         return self.model.rope(block, layer)
 
     def expanded(self, block: Attention, q: torch.Tensor, kv: KVLayer) -> KVLayer | None:
-        """Return where K and V of 8 bits are expanded to bf16 for attention with these queries, None to read them."""
+        """Return the buffers to which K and V of 8 bits are expanded for attention with these queries.
+
+        None if attention reads the 8 bits itself.
+        """
         if not self.own.kv.numel():
             return None
         keys, values = self.own.kv.unbind(1)
@@ -298,14 +320,16 @@ class PromptState:
         return kv._replace(k=keys, v=values) if reads else None
 
     def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
+        """List the wait for the layer's pages, if they are in host memory."""
         hosted.pages_fetched(run, self.model, layer.page_index)
 
     def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None:
+        """List the fetch of a later layer's pages, if they are in host memory."""
         hosted.next_pages(run, self.model, None, layer.page_index, self.fetched)
 
 
 def rows_config(config, case: AttentionCase, rows: int, gpu: Device) -> AttentionRowsConfig:
-    """Return the config for rows that are attended one by one, `config` if it is one of those."""
+    """Return the config of attention that computes each row separately, `config` itself if it is of that type."""
     return config if isinstance(config, AttentionRowsConfig) else attention_rows_config(case, rows, gpu)
 
 
@@ -316,10 +340,12 @@ def rope_keys(spec: ModelSpec) -> list[tuple[RopeConfig, int]]:
 
 
 def attention_case(block: Attention, dtype: torch.dtype, fp8: bool) -> AttentionCase:
+    """Return the case that decides the launch config of a block's attention."""
     return AttentionCase(block.heads, block.kv_heads, block.head_dim, dtype, fp8)
 
 
 def linear_case(linear: LoadedLinear, epilogue: str) -> Case:
+    """Return the case that decides the kernel of a linear."""
     return Case(linear.out_features, linear.in_features, linear.packed or linear.weight.dtype, epilogue)
 
 
@@ -345,10 +371,10 @@ def choose_configs(
 
 
 def expands_kv(spec: ModelSpec, device: torch.device, batch_invariant: bool, one_piece: bool) -> bool:
-    """Return whether prompt passes expand a layer's K and V of 8 bits to bf16, as the kernel for Hopper reads them.
+    """Return whether prompt passes expand a layer's K and V of 8 bits to bf16, which the kernel for Hopper reads.
 
     Args:
-        one_piece: torch attends to prompts.
+        one_piece: whether torch computes the attention of prompts.
     """
     if not spec.fp8_kv or one_piece:
         return False
@@ -365,12 +391,13 @@ def make_model(
 
     Args:
         page, pages, offload: see make_kv_cache.
-        configs: launch configs by rows, by default those chosen for the GPU.
-        rows: of the largest pass, by default as many as slots.
-        prompt_rows: rows of the largest prompt pass, without decoding rows. With batch_invariant: rows of every one.
-        speculate: passes can verify drafts.
+        configs: launch configs by rows. The default is chosen for the GPU.
+        rows: rows of the largest decode pass. The default is `slots`.
+        prompt_rows: rows of the largest prompt pass, without decoding rows. With batch_invariant, every prompt pass has
+            this number of rows.
+        speculate: whether passes can verify drafts.
         ngram: see DecodeModel.
-        one_piece: torch attends to prompts, for which no K and V are expanded.
+        one_piece: whether torch computes the attention of prompts. Then no K and V are expanded.
     """
     device, dtype = weights.device, weights.dtype
     gpu = device_of(device)
@@ -382,7 +409,7 @@ def make_model(
     workspace = make_workspace(spec, capacity, device, dtype, slots, max(rows, verifying))
     meta, samp = make_states(verifying, device)
     kv = make_kv_cache(spec, capacity, device, dtype, slots, page, pages, offload)
-    if kv.rings:  # then attention waits for more than the kernel before
+    if kv.rings:  # attention then waits for more than the previous kernel
         prompt_config = replace(prompt_config, dependent=False)
     expanded = len(kv.pool) if expands_kv(spec, device, batch_invariant, one_piece) else 0  # pages
     return DecodeModel(
@@ -402,5 +429,5 @@ def make_model(
 
 
 def verify_rows(requests: int) -> int:
-    """Return the rows of the largest pass that verifies drafts of at most so many requests."""
+    """Return the rows of the largest pass that verifies drafts of up to `requests` requests."""
     return max(each * most_queries(each) for each in range(1, requests + 1) if most_queries(each) > 1)

@@ -51,7 +51,7 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
 
 
 def finish(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> None:
-    """List the rest of the pass for the model's rows, each of which continues the row that meta's SOURCE names."""
+    """List the rest of the pass for the model's rows. Each continues the row of the pass that meta's SOURCE selects."""
     ws, layer, declared = m.workspace, m.layers[-1], m.spec.layers[-1]
     residual = Residual(ws.hidden, ws.normed, ws.sumsq)
     if not declared.mixer.cuts_prompt:
@@ -81,7 +81,7 @@ def prefill(model: DecodeModel, start: int, end: int, slot: int = 0, chunk: int 
 
 
 def write_chunks(model: DecodeModel, chunks: Sequence[Chunk]) -> None:
-    """Write the table of chunks of the next pass, in stream order. It may wait: see Slots.write_chunks."""
+    """Write the table of chunks of the next pass, in stream order. The call may wait; see Slots.write_chunks."""
     table = model.prompt.chunks
     rows = torch.zeros(table.shape, dtype=table.dtype)
     rows[: len(chunks)] = torch.tensor(chunks, dtype=table.dtype)

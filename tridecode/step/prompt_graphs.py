@@ -1,4 +1,4 @@
-"""Runner of prompt passes: `read` and `finish`, each launched, or replayed from a graph."""
+"""Runner of prompt passes. `read` and `finish` are each launched, or replayed from a graph."""
 
 import logging
 import time
@@ -31,12 +31,12 @@ def make_prompts(model: DecodeModel, steps: DecodePasses, backend: str, attentio
 
 
 def decoding_rows(model: DecodeModel) -> tuple[int, ...]:
-    """Return the numbers of decoding rows of captured prompt passes: 0, and the most if several requests can run."""
+    """Return the numbers of decoding rows of captured prompt passes: 0, and the maximum if several requests can run."""
     return (0,) if model.fixed_chunk or len(model.workspace.tokens) == 1 else (0, model.rows)
 
 
 def read_of(model: DecodeModel, batch: PromptDescriptor) -> Lines:
-    """Return the list of `read`. In the batch-invariant mode every pass has the same number of rows."""
+    """Return the list of `read`. In batch-invariant mode every pass has the same number of rows."""
     rows = model.fixed_chunk or batch.decoding + batch.tokens
     return lambda run: prompt.read(run, model, rows, batch.decoding)
 
@@ -48,18 +48,18 @@ def end_of(model: DecodeModel, batch: BatchDescriptor) -> Lines:
 
 
 def first_reads(model: DecodeModel) -> list[Lines]:
-    """Return the reads to compile at load: attention has up to three kernels, for few, more and many tokens."""
+    """Return the reads to compile at load. Attention has up to three kernels, for few, more and many tokens."""
     most = model.prompt.rows - model.rows
     sizes = [*takewhile(lambda size: size < most, (4 << i for i in count())), most]
     return [read_of(model, PromptDescriptor(tokens, rows)) for tokens in sizes for rows in decoding_rows(model)]
 
 
 class PromptPasses(PassRunner[PromptDescriptor]):
-    """Runs the prompt passes of a model: `read`, and `finish` for the rows that want a token.
+    """Runs the prompt passes of a model: `read`, and `finish` for the rows that sample a token.
 
-    The sizes of the dispatcher are captured by `capture_next` and `capture_all`. An engine of one slot, in which no
-    other request runs, also captures a size at its second use. Other passes are launched. A captured read has no
-    decoding rows, or as many as the model can have. `finish` is captured like a decode pass, in the same mode.
+    `capture_next` and `capture_all` capture the sizes of the dispatcher. An engine with one slot, in which no other
+    request runs, also captures a size at its second use. Other passes are launched. A captured read has either no
+    decoding rows or the maximum number. `finish` is captured like a decode pass, in the same mode.
 
     Args:
         steps: the runner of the model's decode passes, which also runs the lines of `finish`.
@@ -85,7 +85,7 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         sizes = self.dispatcher.prompts if self.mode != "none" else ()
         self._sizes = [PromptDescriptor(size, rows) for size in reversed(sizes) for rows in decoding_rows(model)]
         if steps.place is not None:
-            # With fixed chunks, decode passes draw the first tokens.
+            # With fixed chunks, decode passes sample the first tokens.
             batches = [] if model.fixed_chunk else first_batches(self.dispatcher.sizes)
             ends = [replace(batch, masked=masked) for batch in batches for masked in (False, True)]
             with idle(model):
@@ -97,15 +97,20 @@ class PromptPasses(PassRunner[PromptDescriptor]):
                     self._ends.try_capture(batch) if batch.masked else self._ends.capture(batch)
 
     def decoding(self, rows: int) -> int:
-        """Return the decoding rows of a pass in which `rows` rows decode: padded, because kernels are compiled for the
-        most decoding rows, and for none.
+        """Return the decoding rows of a pass in which `rows` rows decode.
+
+        Kernels are compiled for the maximum number of decoding rows and for none, so the number is padded.
         """
         return self.model.rows if rows and self.place else rows
 
     def tokens_within(self, seconds: float, start: int, limit: int) -> int:
-        """Return the number of tokens, up to `limit`, that a pass with decoding rows may read in this time.
+        """Return the number of tokens, up to `limit`, that a pass with decoding rows can read in this time.
 
-        It is at least the smallest captured size, or `limit` if there is none. start: the position of the first token.
+        The result is at least the smallest captured size. Without captured sizes it is `limit`.
+
+        Args:
+            seconds: the time that the pass may take.
+            start: position of the first token.
         """
         timed = sorted((tokens, spent) for (tokens, decoding), spent in self.seconds.items() if decoding)
         if not timed:
@@ -115,6 +120,7 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         return min(max(fitting, default=timed[0][0]), limit)
 
     def capture(self, key: PromptDescriptor) -> None:
+        """Capture and time a pass whose kernels are compiled. The model must be idle."""
         self.chunks.clear()  # like the table of chunks
         place = self.place
         assert place is not None
@@ -136,11 +142,11 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         before, started, free = len(self.seconds), time.perf_counter(), self.place.free_memory()
         while self.capture_next(limit):
             pass
-        taken, spent = free - self.place.free_memory(), time.perf_counter() - started
-        log.info("captured %d prompt passes in %.1f s, %.0f MiB", len(self.seconds) - before, spent, taken / 2**20)
+        used, spent = free - self.place.free_memory(), time.perf_counter() - started
+        log.info("captured %d prompt passes in %.1f s, %.0f MiB", len(self.seconds) - before, spent, used / 2**20)
 
     def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
-        """Enqueue a pass of `tokens` tokens, whose chunks are in the table on the device, and of `decoding` rows."""
+        """Enqueue a pass of `tokens` prompt tokens and `decoding` rows. The table on the device has its chunks."""
         mode, padded = self.dispatcher.plan_prompt(tokens)
         batch = PromptDescriptor(padded, decoding)
         if self._missed is not None and mode != "none" and batch not in self.graphs:
@@ -154,5 +160,5 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         self.enqueue(mode, batch)
 
     def finish(self, kind: str, rows: int, masked: bool = False) -> None:
-        """Enqueue the end of that pass: it draws a token for each of the first `rows` rows."""
+        """Enqueue the end of that pass, which samples a token for each of the first `rows` rows."""
         self._ends.enqueue(*self.dispatcher.plan(kind, rows, masked))

@@ -1,4 +1,4 @@
-"""The passes that requests of an engine can reach, whose kernels are compiled before the engine is ready."""
+"""The passes that requests of an engine can use. Their kernels are compiled before the engine is ready."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,9 @@ from .run import Run, forked, launch
 
 
 def reachable_kernels(model: DecodeModel, sizes: Sequence[int], prompt_attention: str) -> list[Kernel]:
-    """Return the kernels that passes of a model lack. Lines whose kernels are loaded run, so the model must be idle.
+    """Return the kernels of a model's passes that are not loaded.
+
+    Lines whose kernels are loaded run, so the model must be idle.
 
     Args:
         sizes: rows of decode passes.
@@ -21,14 +23,14 @@ def reachable_kernels(model: DecodeModel, sizes: Sequence[int], prompt_attention
     """
     batches = decode_batches(model, sizes)
     steps = [list_of(model, batch) for batch in batches]
-    if not model.fixed_chunk:  # with fixed chunks, decode passes draw the first tokens
+    if not model.fixed_chunk:  # with fixed chunks, decode passes sample the first tokens
         steps += [end_of(model, batch) for batch in batches if batch.tokens == 1]
     groups = (steps, forked(model, launcher(model))), (first_reads(model), prompt_run(model, prompt_attention))
     return list(dict.fromkeys(kernel for lists, run in groups for kernel in kernels_of(lists, run, model.device)))
 
 
 def prompt_run(model: DecodeModel, attention: str) -> Run:
-    """Return the runner of prompt passes that launches all kernels of Triton, but not torch's attention."""
+    """Return a runner of prompt passes that launches all Triton kernels, but not torch's attention."""
     other = None if attention == "triton" else replace(torch_attention(attention, []), launch=gather_one)
     return forked(model, launch, other)
 

@@ -1,4 +1,7 @@
-"""Line runners: a list calls run(role, op, *args, **how) for each of its lines, and the runner decides what it does."""
+"""Line runners.
+
+A list calls run(role, op, *args, **options) for each of its lines, and the runner executes, captures or records it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -10,21 +13,21 @@ from ..blocks.block import Run
 from ..kernels.op import Op
 from .model import DecodeModel
 
-Lines = Callable[[Run], None]  # a list: calls its argument for every line, in order
+Lines = Callable[[Run], None]  # a list of launches; calls its argument for every line, in order
 
 
-def launch(role: str, op: Op, *args, **how) -> None:
+def launch(role: str, op: Op, *args, **options) -> None:
     """Launch the kernels on the current stream, which executes or captures them."""
-    op.launch(*args, **how)
+    op.launch(*args, **options)
 
 
-def launch_dependent(role: str, op: Op, *args, **how) -> None:
-    """Launch with programmatic dependent launch (sm_90 and above): a kernel starts while its predecessor drains."""
-    op.launch(*args, pdl=True, **how)
+def launch_dependent(role: str, op: Op, *args, **options) -> None:
+    """Launch with programmatic dependent launch (sm_90 and later): a kernel starts while its predecessor drains."""
+    op.launch(*args, pdl=True, **options)
 
 
-def run_reference(role: str, op: Op, *args, **how) -> None:
-    """Run the reference. It is the CPU backend and the oracle of the tests."""
+def run_reference(role: str, op: Op, *args, **options) -> None:
+    """Run the reference, for the CPU backend and as the expected result of tests."""
     op.ref(*args)
 
 
@@ -36,23 +39,23 @@ class Forked:
 
     Args:
         run: runs the lines of the current stream.
-        plain: the runner without dependent launch. It runs fetches and the first line after a wait, because a
-            dependent launch waits only for the kernel before it on its own stream.
+        plain: the runner without dependent launch. It runs fetches and the first line after a wait, because a dependent
+            launch waits only for the kernel before it on its own stream.
         side: the side stream.
-        captured: the side stream within a capture.
+        captured: the side stream during a capture.
     """
 
     def __init__(self, run: Run, plain: Run, side: torch.cuda.Stream, captured: torch.cuda.Stream):
         self._run, self._plain, self._sides = run, plain, (side, captured)
-        self._filled: dict[int, torch.cuda.Event] = {}  # by the address of a buffer
+        self._filled: dict[int, torch.cuda.Event] = {}  # address of a buffer -> event after its fetch
         self._joined = False
 
-    def __call__(self, role: str, op: Op, *args, **how) -> None:
+    def __call__(self, role: str, op: Op, *args, **options) -> None:
         if role == "fetch":
             side = self._sides[torch.cuda.is_current_stream_capturing()]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self._plain(role, op, *args, **how)
+                self._plain(role, op, *args, **options)
                 self._filled[args[-1].data_ptr()] = side.record_event()
         elif role == "fetched":
             if filled := self._filled.pop(args[0].data_ptr(), None):
@@ -60,7 +63,7 @@ class Forked:
                 self._joined = True
         else:
             run, self._joined = self._plain if self._joined else self._run, False
-            run(role, op, *args, **how)
+            run(role, op, *args, **options)
 
 
 def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
@@ -80,36 +83,36 @@ def replaced(run: Run, attention: Op | None) -> Run:
     if attention is None:
         return run
 
-    def run_other(role: str, op: Op, *args, **how) -> None:
+    def run_other(role: str, op: Op, *args, **options) -> None:
         if role == "attention":
             attention.launch(*args)  # torch's operations take no launch config
         else:
-            run(role, op, *args, **how)
+            run(role, op, *args, **options)
 
     return run_other
 
 
 @cache
 def fetch_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Return the side stream of all passes, and the one for captures: other engines may run during a capture."""
+    """Return the side stream of all passes, and another for captures, since other engines may run during a capture."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class Allocating:
-    """Runs lines as an engine without a workspace would: with an allocation for every output of every op.
+    """Runs lines like an engine without a workspace: it allocates every output of every op.
 
-    A tensor lives until the next one with the same role and name, as a variable of such an engine would. The values
-    remain in the workspace, since kernels add to the residual stream in place. Only the allocations are added.
+    A tensor lives until the next one with the same role and name, like a variable of such an engine. The values remain
+    in the workspace, since kernels add to the residual stream in place. Only the allocations are added.
     """
 
     def __init__(self, run: Run):
         self._run = run
         self._outputs: dict[tuple[str, str], torch.Tensor] = {}
 
-    def __call__(self, role: str, op: Op, *args, **how) -> None:
+    def __call__(self, role: str, op: Op, *args, **options) -> None:
         for name, tensor in op.output_tensors(args).items():
             self._outputs[role, name] = torch.empty_like(tensor)
-        self._run(role, op, *args, **how)
+        self._run(role, op, *args, **options)
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class Launch:
     role: str
     op: Op
     args: tuple
-    how: dict
+    options: dict
 
     def __repr__(self) -> str:
         return f"Launch({self.role}, {', '.join(self.kernels())})"
@@ -130,14 +133,15 @@ class Launch:
 
     def key(self) -> tuple:
         """Return a key that is equal for launches that need the same compiled kernels."""
-        return self.op.launch, _kind(self.args), tuple(self.how.items())
+        return self.op.launch, _kind(self.args), tuple(self.options.items())
 
     def kernels(self) -> list[str]:
+        """Return the names of the kernels that the launch runs."""
         return [kernel.fn.__name__ for kernel in self.op.kernels]
 
 
 def _kind(value):
-    """Return the properties of an argument that compilation depends on, and some more."""
+    """Return the properties of an argument that determine the compiled kernel."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
     if is_dataclass(value):
@@ -151,20 +155,20 @@ class Recorder:
     def __init__(self):
         self.launches: list[Launch] = []
 
-    def __call__(self, role: str, op: Op, *args, **how) -> None:
-        self.launches.append(Launch(role, op, args, how))
+    def __call__(self, role: str, op: Op, *args, **options) -> None:
+        self.launches.append(Launch(role, op, args, options))
 
 
 def recorded(lines: Lines) -> Lines:
-    """Return the same list, made once at its first use: its arguments never change, and to list them takes a while."""
+    """Return the same list, made once at its first use, because its arguments never change and making it takes time."""
     launches: list[Launch] = []
 
     def run_all(run: Run) -> None:
         if not launches:
             recorder = Recorder()
             lines(recorder)
-            launches[:] = recorder.launches  # at once: an interrupted list is made again
+            launches[:] = recorder.launches  # only now, so that an interrupted list is made again
         for each in launches:
-            run(each.role, each.op, *each.args, **each.how)
+            run(each.role, each.op, *each.args, **each.options)
 
     return run_all

@@ -50,7 +50,7 @@ class Workspace:
     mask: torch.Tensor  # int32 [slots, vocab / 32]: see layout.mask_words
     mask_stamp: torch.Tensor  # int64 [slots]: see layout.mask_stamp; written after the mask
     out: torch.Tensor  # int64 [slots, RING]: see layout.ring_entry
-    out_logprobs: torch.Tensor  # fp32 [slots, RING, 1 + MAX_LOGPROBS]: of the sampled token, then of the most likely
+    out_logprobs: torch.Tensor  # fp32 [slots, RING, 1 + MAX_LOGPROBS]: the sampled token's, then those of the likeliest
     out_top_ids: torch.Tensor  # int32 [slots, RING, MAX_LOGPROBS]
     # activations
     hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
@@ -58,7 +58,7 @@ class Workspace:
     sumsq: torch.Tensor  # fp32 [rows, hidden]: partial sums of hidden ** 2, at most one for each row of a weight
     blocks: BlockBuffers  # the buffers that each block declares
     logits: torch.Tensor  # fp32 [rows, vocab]: raw
-    drawn: torch.Tensor  # int32 [rows]: tokens of passes that verify drafts
+    sampled: torch.Tensor  # int32 [rows]: sampled tokens of passes that verify drafts
     draft_keys: torch.Tensor  # int64 [rows, DRAFT_SPLITS]: scratch
     draft_counter: torch.Tensor  # int32 [rows], zero between launches
     split: SplitBuffers
@@ -91,7 +91,7 @@ def make_workspace(
     def real(*shape, dtype=torch.float32):
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def tiled(*shape):  # whole tiles, whose last rows no one uses
+    def tiled(*shape):  # the buffer has whole tiles; the view has only the rows
         return real(max(rows, TILE_ROWS), *shape, dtype=act_dtype)[:rows]
 
     def activations(buffer: Buffer) -> torch.Tensor:
@@ -117,7 +117,7 @@ def make_workspace(
         sumsq=real(rows, spec.hidden_size),
         blocks=block_buffers(((block, block.buffers()) for block in spec.blocks()), activations),
         logits=real(rows, vocab),
-        drawn=state(rows),
+        sampled=state(rows),
         draft_keys=state(rows, DRAFT_SPLITS, dtype=torch.int64),
         draft_counter=state(rows),
         split=make_split_buffers(most, rows, device),
@@ -126,25 +126,25 @@ def make_workspace(
 
 
 def block_buffers(declared: Iterable[tuple[Block, tuple[Buffer, ...]]], allocate) -> BlockBuffers:
-    """Allocate the declared buffers of each block; equal declarations share one tensor."""
+    """Allocate the declared buffers of each block. Equal declarations share one tensor."""
     shared: dict[Buffer, torch.Tensor] = {}
-    found = {}
+    allocated = {}
     for block, buffers in declared:
         for buffer in buffers:
             if buffer not in shared:
                 shared[buffer] = allocate(buffer)
-        found[block] = {buffer.name: shared[buffer] for buffer in buffers}
-    return found
+        allocated[block] = {buffer.name: shared[buffer] for buffer in buffers}
+    return allocated
 
 
 def first_of(blocks: BlockBuffers, rows: int) -> BlockBuffers:
-    """Return the first `rows` rows of the buffers; what blocks share they share here too."""
+    """Return the first `rows` rows of the buffers. Blocks that share a buffer also share its first rows."""
     narrowed = {id(tensor): tensor[:rows] for own in blocks.values() for tensor in own.values()}
     return {block: {name: narrowed[id(tensor)] for name, tensor in own.items()} for block, own in blocks.items()}
 
 
 def make_states(rows: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate meta and samp; no row runs before a request has begun."""
+    """Allocate meta and samp. No row runs until a request starts."""
     meta = torch.zeros(rows, META_WIDTH, dtype=torch.int32, device=device)
     meta[:, STATUS] = LIMIT_REACHED
     return meta, torch.zeros(rows, SAMP_WIDTH, device=device)
@@ -152,14 +152,16 @@ def make_states(rows: int, device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class PromptBuffers:
-    """The activations of a prompt pass, at fixed addresses too."""
+    """The activations of a prompt pass, at fixed addresses."""
 
-    chunks: torch.Tensor  # int32 [MAX_CHUNKS, CHUNK_WIDTH]: which positions of which slots the rows are
+    chunks: torch.Tensor  # int32 [MAX_CHUNKS, CHUNK_WIDTH]: the slot and the positions of the rows
     hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
-    delta: torch.Tensor  # weights' dtype [rows, hidden]: what is added to it next
+    delta: (
+        torch.Tensor
+    )  # weights' dtype [rows, hidden]: output of a block, which the next norm adds to the residual stream
     x: torch.Tensor  # weights' dtype [rows, hidden]: the normalized rows
     blocks: BlockBuffers  # the buffers that each block declares
-    dequantized: torch.Tensor  # flat: rows of a quantized weight
+    dequantized: torch.Tensor  # [DEQUANTIZED] or [0]: rows of a quantized weight
     partial: torch.Tensor  # fp32, scratch of attention
     lse: torch.Tensor  # fp32
     counter: torch.Tensor  # int32, zero between launches
@@ -170,9 +172,11 @@ class PromptBuffers:
 
     @property
     def rows(self) -> int:
+        """Rows of the largest prompt pass."""
         return len(self.hidden)
 
     def buffers(self, block: Block) -> Mapping[str, torch.Tensor]:
+        """Return the buffers that a block declares."""
         return self.blocks[block]
 
     def first(self, rows: int) -> "PromptBuffers":
@@ -185,11 +189,12 @@ def make_prompt_buffers(
     spec: ModelSpec, rows: int, device, dtype: torch.dtype, config: PromptAttentionConfig, pages: int = 0,
     page: int = 0,
 ) -> PromptBuffers:  # fmt: skip
-    """Allocate them for passes of up to `rows` rows.
+    """Allocate the buffers of prompt passes of up to `rows` rows.
 
     Args:
-        config: launch config of their attention, which decides the size of its scratch.
-        pages, page: pages of K and V that are expanded from 8 bits, and positions of each.
+        config: launch config of their attention, which determines the size of its scratch.
+        pages: number of pages of K and V that are expanded from 8 bits.
+        page: positions of a page.
     """
     kv = spec.pages
     scratch = scratch_sizes(kv.head_dim, config)
@@ -227,12 +232,12 @@ def first_rows(ws: Workspace, rows: int) -> Workspace:
 
 
 def named_tensors(buffers) -> dict[str, torch.Tensor]:
-    """Return every tensor of the workspace by name, nested buffers included, a shared one once."""
-    found = {}
+    """Return every tensor of the buffers by name, including nested ones. A shared tensor is listed once."""
+    tensors = {}
     for f in fields(buffers):
         value = getattr(buffers, f.name)
         if isinstance(value, torch.Tensor):
-            found[f.name] = value
+            tensors[f.name] = value
         elif f.name == "blocks":
             seen = set()
             for i, (block, own) in enumerate(value.items()):
@@ -240,7 +245,7 @@ def named_tensors(buffers) -> dict[str, torch.Tensor]:
                 for name, tensor in own.items():
                     if id(tensor) not in seen:
                         seen.add(id(tensor))
-                        found[f"{kind}.{name}" if f"{kind}.{name}" not in found else f"{kind}.{i}.{name}"] = tensor
+                        tensors[f"{kind}.{name}" if f"{kind}.{name}" not in tensors else f"{kind}.{i}.{name}"] = tensor
         else:
-            found.update({f"{f.name}.{name}": t for name, t in named_tensors(value).items()})
-    return found
+            tensors.update({f"{f.name}.{name}": t for name, t in named_tensors(value).items()})
+    return tensors

@@ -1,1 +1,1 @@
-"""Launch configurations: rules, tables of GPUs, the user's own table."""
+"""Launch configs: rules, the tables of the package, and the user's table."""

@@ -17,15 +17,15 @@ from .configs import HOPPER, MAX_ROWS, AttentionCase
 def attention_config(
     case: AttentionCase, rows: int, device: Device, batch_invariant: bool = False
 ) -> AttentionConfig | AttentionRowsConfig:
-    """Choose the config of attention for passes of up to `rows` rows. With batch_invariant it is the same for all."""
+    """Choose the config of attention for passes of up to `rows` rows, or of all passes with batch_invariant."""
     narrow = case.head_dim <= 128 and case.group <= 8
     if rows == 1 and not batch_invariant:
         config: AttentionConfig | AttentionRowsConfig = _one_row(case, device)
     elif batch_invariant or case.dtype != torch.bfloat16:
         config = attention_rows_config(case, MAX_ROWS, device)
     elif rows <= 16 and device.capability == HOPPER and narrow:
-        # As few splits as fill the multiprocessors if no row is long. A long one has more, so that it takes about as
-        # long as it does alone.
+        # Without long rows, the splits just fill the multiprocessors. A long row has more splits, so that it takes
+        # about as long as in a pass of its own.
         short = _share(2 * device.multiprocessors, rows * case.kv_heads, 32)
         iterations = 4 if rows <= 4 else 16
         config = AttentionConfig(64, 32, 4, ahead=2, short_splits=short, short_iterations=iterations)
@@ -35,12 +35,16 @@ def attention_config(
 
 
 def _share(programs: int, parts: int, limit: int = MAX_SPLITS) -> int:
-    """Return the programs of each part, at least 1."""
+    """Return the number of programs of each part, between 1 and limit."""
     return min(max(programs // parts, 1), limit)
 
 
 def _one_row(case: AttentionCase, device: Device) -> AttentionConfig:
-    """Registers hold the tiles: wide heads, fp32 and GPUs before Hopper have smaller ones, and fewer ahead."""
+    """Choose the config for one row.
+
+    Registers contain the tiles. Wide heads, fp32 and GPUs before Hopper therefore have smaller tiles, and fewer in
+    flight.
+    """
     if case.head_dim > 128 or case.dtype == torch.float32:
         return AttentionConfig(block_t=32, splits=16, num_warps=8)
     if device.capability < HOPPER:
@@ -49,19 +53,19 @@ def _one_row(case: AttentionCase, device: Device) -> AttentionConfig:
 
 
 def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> AttentionRowsConfig:
-    """Choose the config of the kernel in which a fixed number of programs shares the work: mostly two a multiprocessor,
-    each with two tiles in flight. A long row is split into as many items as there are programs.
+    """Choose the config of the kernel in which a fixed number of programs shares the work.
 
-    Tiles are smaller if shared memory has no room for these. Few rows have smaller tiles, too: a kernel with more than
-    48 KiB of shared memory leaves little L1 cache to the kernels that run at the same time, and the linears of few rows
-    load all their tiles through that cache.
+    Mostly there are two programs a multiprocessor, each with two tiles in flight. A long row is split into as many
+    items as there are programs. Tiles are smaller if shared memory has no room for these. Few rows have smaller tiles,
+    too: a kernel with more than 48 KiB of shared memory leaves little L1 cache to the kernels that run at the same
+    time, and the linears of few rows load all their tiles through that cache.
     """
     heads, one = case.kv_heads, max(device.multiprocessors, 1)
     if case.head_dim > 128 or case.dtype == torch.float32:
         return AttentionRowsConfig(16, _share(3 * one, heads), num_warps=4, least=16, programs=3 * one)
     if case.group > 8:
         return AttentionRowsConfig(32, _share(3 * one, heads), num_warps=8, least=8, programs=one)
-    if rows <= 4 and case.dtype == torch.bfloat16:  # more programs share a long row, as there are few others
+    if rows <= 4 and case.dtype == torch.bfloat16:  # more programs share a long row, since there are few rows
         return AttentionRowsConfig(64, _share(2 * one, heads), num_warps=4, least=4, programs=2 * one, stages=2)
     in_flight = 2 * 2 * 2 * 64 * next_power_of_2(case.head_dim) * case.dtype.itemsize  # tiles of 64, of two programs
     block_t = 64 if rows > 16 and in_flight <= device.shared_memory_each else 32
@@ -69,28 +73,30 @@ def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> Att
 
 
 def fp8_config(config: AttentionConfig | AttentionRowsConfig, device: Device) -> AttentionConfig | AttentionRowsConfig:
-    """Adapt a config to K and V in fp8: 32 positions a warp, with the next ones in flight in registers, and two
-    programs of four warps a multiprocessor. Wide heads, and GPUs before Hopper, have 16 positions a warp, since more
-    spill in some Triton versions.
+    """Adapt a config to K and V in fp8.
+
+    Each warp has 32 positions, with the next ones in flight in registers, and a multiprocessor has two programs of four
+    warps. For wide heads, and on GPUs before Hopper, each warp has 16 positions, since more spill in some Triton
+    versions.
     """
     rows = isinstance(config, AttentionRowsConfig)
     half = device.capability < HOPPER or config.block_t <= (16 if rows else 32)
     num_warps = 8 if half and not rows else 4
     block_t = num_warps * (16 if half else 32)
-    found = replace(config, block_t=block_t, num_warps=num_warps, converts=device.capability >= 89)
-    if isinstance(found, AttentionRowsConfig):
-        least = max(found.least * config.block_t // block_t, 1)
-        return replace(found, least=least, programs=max(2 * device.multiprocessors, 1), stages=1)
+    adapted = replace(config, block_t=block_t, num_warps=num_warps, converts=device.capability >= 89)
+    if isinstance(adapted, AttentionRowsConfig):
+        least = max(adapted.least * config.block_t // block_t, 1)
+        return replace(adapted, least=least, programs=max(2 * device.multiprocessors, 1), stages=1)
     splits = min(config.splits * 8 // num_warps, MAX_SPLITS)
-    iterations = max(found.short_iterations * config.block_t // block_t, 1)
-    return replace(found, ahead=1, splits=splits, short_iterations=iterations)
+    iterations = max(adapted.short_iterations * config.block_t // block_t, 1)
+    return replace(adapted, ahead=1, splits=splits, short_iterations=iterations)
 
 
 def queries_config(case: AttentionCase, requests: int, queries: int, device: Device) -> QueriesConfig:
     """Choose the config of attention for `queries` rows of each of `requests` requests.
 
-    The requests share the multiprocessors if none is long: all programs run at once, and each adds up a part. A long
-    request has as many more splits as if it were alone.
+    The requests share the multiprocessors if none is long: all programs run at once, and each adds a part of the sums.
+    A long request has as many splits as in a pass of its own.
     """
     hopper = device.capability == HOPPER
     splits = _share(device.multiprocessors, case.kv_heads)
@@ -103,13 +109,14 @@ def queries_config(case: AttentionCase, requests: int, queries: int, device: Dev
         short_splits=min(_share(device.multiprocessors, requests * case.kv_heads), splits),
         short_iterations=2048 // block_t,
         together=hopper and requests * case.kv_heads <= device.multiprocessors,
-        registers=168 if requests == 1 and hopper else 0,  # leaves room for a program of the next linear
+        registers=168 if requests == 1 and hopper else 0,  # leaves registers for a program of the next linear
     )
 
 
 def prompt_attention_config(device: Device, batch_invariant: bool, fp8: bool = False) -> PromptAttentionConfig:
-    """Choose the config of attention in prompt passes. In the batch-invariant mode it does not depend on the rows of a
-    pass: nothing is split, and one kernel does all.
+    """Choose the config of attention in prompt passes.
+
+    In batch-invariant mode it does not depend on the rows of a pass. One kernel computes everything, without splits.
     """
     programs = max(2 * device.multiprocessors, 1)
     config = PromptAttentionConfig(programs=programs, stages=4 if fp8 else 3)  # more spills in some Triton versions
@@ -125,7 +132,8 @@ def prompt_attention_config(device: Device, batch_invariant: bool, fp8: bool = F
 
 
 def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: Device) -> bool:
-    """Return whether Triton's attention of prompts is faster than torch's: elsewhere its tiles need more registers or
-    more shared memory than there are.
+    """Return whether Triton's attention of prompts is faster than torch's.
+
+    For other GPUs, head sizes and dtypes, its tiles need too many registers or too much shared memory.
     """
     return device.capability // 10 == 9 and head_dim <= 128 and dtype != torch.float32

@@ -1,4 +1,4 @@
-"""Candidates: the launch configs that a search tries. Registers and shared memory of the GPU can hold them."""
+"""Candidates: the launch configs that a search tries. Registers and shared memory of the GPU have room for them."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -26,10 +26,10 @@ from .tables import VALUES
 Part = Case | AttentionCase
 
 SHARES = (0, 1, 2, 3, 4, 6, 8)  # programs of a multiprocessor that share the rows of a weight; 0: one for each block
-# Registers of a matvec thread: at least (with more than one warp) and at most for weights, and for all else. A thread
-# with few weights has few bytes in flight. One with many leaves room for few programs.
+# Registers of a matvec thread: the minimum (with more than one warp) and the maximum for weights, and the number for
+# everything else. A thread with few weights has few bytes in flight. One with many leaves room for few programs.
 FEWEST, MOST, OTHERS = 16, 128, 40
-BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # maximum registers of a thread; 0: no bound
+BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # maximum registers of a thread; 0: no limit
 # matmul: tiles in flight, of the weights and of the activations.
 IN_FLIGHT = ((4, 4), (8, 4), (8, 8), (12, 4), (12, 8), (16, 4), (5, 4), (6, 32), (10, 32))
 MOST_TILES = 40  # tiles of a wide program, which are unrolled: with more, compilation takes a minute
@@ -38,10 +38,10 @@ WIDE = ((128, 2, 1), (128, 2, 2), (128, 3, 1), (128, 3, 2), (128, 4, 3), (64, 3,
 STAGES = (2, 3, 4, 6, 8)
 # hopper: rows and columns of a tile, tiles in flight of the weights and of the activations.
 HOPPER = ((64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 5, 3))
-HOPPER_ALONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # one program a multiprocessor
+HOPPER_ONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # tiles for one program a multiprocessor
 # matmul of packed tensors: block_n, num_warps, ahead, x_ahead, registers, programs of a multiprocessor, fetch. The most
-# promising ones, which differ most, are first.
-ALL = 1000  # tiles
+# promising configs, which differ most, are first.
+ALL = 1000  # more tiles of activations than any weight has
 PACKED_SHARED = (
     (16, 4, 10, ALL, 0, 2, 0), (16, 4, 10, ALL, 0, 2, 2), (16, 4, 3, 4, 128, 4, 2), (16, 4, 4, 4, 128, 0, 1),
     (32, 4, 10, ALL, 0, 2, 0), (16, 4, 4, 4, 168, 3, 2), (16, 8, 3, ALL, 0, 1, 0), (16, 4, 10, 8, 0, 0, 1),
@@ -55,46 +55,50 @@ PACKED_EACH = (
     (16, 8, 2, 8, 128, 0, 1), (16, 16, 3, 4, 128, 0, 0), (64, 4, 2, 4, 0, 0, 1), (16, 2, 10, 8, 0, 0, 0),
     (16, 2, 5, 8, 128, 0, 1), (32, 8, 5, 4, 0, 0, 0), (16, 8, 8, 16, 0, 0, 1), (32, 16, 3, 4, 128, 0, 1),
 )  # fmt: skip
-PACKED_MANY = (  # for more than 16 rows, whose sums leave few registers
+PACKED_MANY = (  # for more than 16 rows, whose sums leave few registers for tiles
     (16, 8, 1, 1, 0, 0, 0), (16, 4, 1, 1, 0, 0, 0), (16, 8, 2, 1, 0, 0, 0), (16, 4, 2, 1, 0, 0, 0),
     (16, 8, 2, 2, 0, 0, 0), (16, 4, 2, 2, 0, 0, 0), (16, 8, 3, 1, 0, 0, 1), (32, 8, 1, 1, 0, 0, 0),
 )  # fmt: skip
-MOST_PACKED = 24  # candidates of matmul for one packed tensor
-# hopper of packed tensors: rows of a tile, and tiles in flight. By the rows of the pass: producer warps, and registers.
+MOST_PACKED = 24  # maximum number of candidates of matmul for one packed tensor
+# hopper of packed tensors. Tiles: rows, and tiles in flight of the weights and of the activations. Ways, by the rows of
+# the pass: producer warps, and registers.
 HOPPER_PACKED = ((64, 4, 4), (64, 4, 2), (64, 3, 3), (64, 2, 2), (64, 6, 4), (128, 4, 4), (128, 4, 2))
 HOPPER_WAYS = {
     16: ((1, 80), (1, 64), (0, 168), (0, 128)),
     32: ((1, 112), (1, 80), (0, 168), (0, 128)),
     64: ((1, 128), (1, 112), (0, 168)),
 }
-# ring: warps, tiles and stages, of one program for each 16 rows of the weight and of programs that share them. 0 tiles:
-# a whole row.
+# ring: warps, tiles and stages, for one program for each 16 rows of the weight, and for programs that share them. With
+# 0 tiles, a stage is a whole row.
 RING_EACH = ((4, 0, 1), (8, 0, 1), (2, 0, 1), (8, 1, 4), (8, 2, 3), (8, 2, 4), (8, 2, 5), (8, 4, 2))
 RING_SHARED = ((4, 0, 1), (4, 0, 2), (4, 4, 5), (4, 4, 4), (8, 4, 3))
-RING_X, RING_TILES = 128, 20  # registers of a thread for the activations at most, and tiles that are unrolled
+RING_X, RING_TILES = 128, 20  # maximum registers of a thread for the activations, and maximum number of unrolled tiles
 
 
 def parts_of(configs: PassConfigs) -> list[Part]:
-    """Return what is tuned, the largest parts of a pass first, since the time may not be enough for all."""
+    """Return the parts to tune. The largest parts of a pass come first, since there may not be time for all."""
     linears = sorted(configs.linears, key=lambda case: -case.n * case.k)
     heads = [case for case in linears if is_head(case)]
     return [*(case for case in linears if not is_head(case)), *configs.attention, *heads]
 
 
 def candidates(configs: PassConfigs, rows: int, device: Device) -> list[tuple[Part, list]]:
-    """Return what to try for passes of up to `rows` rows: parts with configs, or with fields to change in theirs."""
-    found = []
+    """Return the candidates for passes of up to `rows` rows.
+
+    Each entry is a part, and either configs to try or fields to change in its current config.
+    """
+    all_candidates: list[tuple[Part, list]] = []
     for part in parts_of(configs):
         if isinstance(part, AttentionCase):
             groups = attention_candidates(configs.attention[part], rows, device)
         else:
             groups = linear_candidates(part, rows, configs.linears[part].config, device)
-        found += [(part, tried) for tried in groups if tried]
-    return found
+        all_candidates += [(part, tried) for tried in groups if tried]
+    return all_candidates
 
 
 def attention_candidates(config: Any, rows: int, device: Device) -> list[list[dict]]:
-    """Return groups of fields of a config of attention; the fields of a group are tried with each other."""
+    """Return groups of fields of a config of attention. The fields of a group are tried together."""
     if not isinstance(config, AttentionConfig):
         programs = [device.multiprocessors * share for share in (1, 2, 3, 4)]
         groups = {"stages": (1, 3, 5, 7), "programs": programs, "least": (1, 2, 4, 8, 16)}
@@ -111,21 +115,22 @@ def attention_candidates(config: Any, rows: int, device: Device) -> list[list[di
 
 
 def linear_candidates(case: Case, rows: int, config: Any, device: Device) -> list[list]:
-    """Return groups of configs of a linear, or of fields of `config`, its present one."""
+    """Return groups of configs of a linear, or of fields to change in `config`, its current one."""
     if isinstance(config, MatvecConfig):
-        # For several rows it reads the weight once a row, as for one.
+        # For several rows, the kernel reads the weight once for each row, exactly as for one row.
         return matvec_candidates(case, config.programs > 0, device) if rows == 1 else []
-    found: list[object] = []
+    configs: list[object] = []
     for kernel in LINEAR_KERNELS:
         if kernel.name in CANDIDATES and kernel.supports(case, rows, device):
-            found += CANDIDATES[kernel.name](case, rows, device)
-    return [list(dict.fromkeys(found))]
+            configs += CANDIDATES[kernel.name](case, rows, device)
+    return [list(dict.fromkeys(configs))]
 
 
 def matvec_candidates(case: Case, shared: bool, device: Device) -> list[list[dict]]:
-    """Return tiles, numbers of programs, and bounds on registers.
+    """Return tiles, numbers of programs, and limits on registers.
 
-    shared: programs share the rows. They also hold the next rows, so that no bound on registers suits them.
+    Args:
+        shared: whether programs share the rows. They then also have the next rows in registers, so no limit suits them.
     """
     assert isinstance(case.weight_type, torch.dtype)
     row = case.weight_type.itemsize * case.k * (2 if case.epilogue == "gated" else 1)
@@ -140,8 +145,9 @@ def matvec_candidates(case: Case, shared: bool, device: Device) -> list[list[dic
 
 
 def matmul_candidates(case: Case, rows: int, device: Device) -> Iterable[MatmulConfig]:
-    """Yield configs whose tiles and sums fit in 200 registers, and the sums of all warps in 48 KiB. Programs share the
-    rows of the weight if they keep all activations in registers.
+    """Yield configs whose tiles and sums fit in 200 registers, and the sums of all warps in 48 KiB.
+
+    Programs share the rows of the weight if they keep all activations in registers.
     """
     if case.packed:
         yield from packed_matmul_candidates(case, case.packed, rows, device)
@@ -166,20 +172,24 @@ def tiles_candidates(case: Case, rows: int, device: Device) -> Iterable[TilesCon
 
 
 def wide_candidates(case: Case, rows: int, device: Device) -> Iterable[WideConfig]:
-    """Yield configs whose tiles and sums fit in 240 registers, bounded if that leaves room for one more program."""
+    """Yield configs whose tiles and sums fit in 240 registers.
+
+    The registers are limited if that leaves room for one more program.
+    """
     high, k = max(rows, 8), case.k
     splits = (1,) if is_head(case) else (1, 2, 3, 4, 6, 8)
     for warps, (block_k, ahead, x_ahead), split in product((4, 8), WIDE, splits):
-        of_x = high * block_k // (64 * warps)
-        registers = ahead * block_k // 4 + (x_ahead + 1) * of_x + high // 2 + 32
+        x_registers = high * block_k // (64 * warps)
+        registers = ahead * block_k // 4 + (x_ahead + 1) * x_registers + high // 2 + 32
         bound = next((most for most in ((128, 168) if warps == 4 else (128,)) if registers <= most), 0)
         if registers <= 240 and ahead * block_k * split <= k <= MOST_TILES * block_k * split:
             yield WideConfig(16 * warps, block_k, ahead, x_ahead, warps, split, bound)
 
 
 def hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperConfig]:
-    """Yield configs of which two programs fit a multiprocessor, and share the columns if there are few outputs. For an
-    LM head also yield configs of which one fits, and takes tile after tile.
+    """Yield configs of which two programs fit a multiprocessor, and share the columns if there are few outputs.
+
+    For an LM head also yield configs of which one program fits, and computes tile after tile.
     """
     if case.packed:
         yield from packed_hopper_candidates(case, case.packed, rows, device)
@@ -193,14 +203,14 @@ def hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperC
             yield HopperConfig(*tile, split, num_warps=warps, lag=lag)
             few = 8 if block_n * rows > 64 * 64 else 4
             yield HopperConfig(*tile, split, num_warps=few, lag=lag, producer=1, registers=80)
-    for tile in HOPPER_ALONE if head else ():
+    for tile in HOPPER_ONE if head else ():
         if _hopper_bytes(*tile, rows) + 2048 <= memory:
             programs = device.multiprocessors
             yield HopperConfig(*tile, num_warps=warps, programs=programs, producer=1, registers=88)
 
 
 def _hopper_bytes(block_n: int, block_k: int, stages: int, x_stages: int, rows: int, row: int = 0) -> int:
-    """Return the shared memory of all tiles; row: bytes of a tile's row of packed tensors."""
+    """Return the shared memory of all tiles. row is the number of bytes of a tile's row, for packed tensors."""
     return stages * block_n * (row or 2 * block_k) + 2 * block_k * x_stages * rows
 
 
@@ -213,8 +223,8 @@ def packed_hopper_candidates(case: Case, packed: Packed, rows: int, device: Devi
     for (block_n, stages, x_stages), (producer, registers) in product(HOPPER_PACKED, HOPPER_WAYS[high]):
         if _hopper_bytes(block_n, columns, stages, x_stages, high, 128) + 2048 > device.shared_memory:
             continue
-        how = dict(num_warps=block_n // 16, producer=producer, registers=registers)
-        config = HopperConfig(block_n, columns, stages, x_stages, **how)
+        warps = dict(num_warps=block_n // 16, producer=producer, registers=registers)
+        config = HopperConfig(block_n, columns, stages, x_stages, **warps)
         most = 1
         if case.epilogue != "gated" and not is_head(case):
             fit = programs_at_once(config, high, device) // -(-case.n // block_n)
@@ -223,30 +233,31 @@ def packed_hopper_candidates(case: Case, packed: Packed, rows: int, device: Devi
 
 
 def packed_matmul_candidates(case: Case, packed: Packed, rows: int, device: Device) -> list[MatmulConfig]:
-    """Return the config of the rule, then configs that registers may hold, the most promising ones first."""
+    """Return the config of the rule, then configs that may fit in registers. The most promising come first."""
     n, k, high = case.n, case.k, max(rows, 8)
-    chunks, found = packed.tile // 32, [packed_matmul_rule(case, packed, rows, device, False)]
+    chunks, configs = packed.tile // 32, [packed_matmul_rule(case, packed, rows, device, False)]
     mixed = [values for pair in zip_longest(PACKED_EACH, PACKED_SHARED) for values in pair if values]
     lists = PACKED_EACH + PACKED_SHARED if k > 2560 else PACKED_SHARED + PACKED_EACH if n > 16384 else mixed
     for block_n, warps, ahead, x_ahead, registers, share, fetch in PACKED_MANY if rows > 16 else lists:
         tiles = -(-k // (32 * chunks * warps))
         ahead, x_ahead, programs = min(ahead, tiles), min(x_ahead, tiles * chunks), share * device.multiprocessors
         config = MatmulConfig(block_n, warps, ahead, x_ahead, registers, 8, programs, fetch)
-        # Registers of a thread: tiles of the weights and of the activations, sums, and all else.
+        # Registers of a thread: tiles of the weights and of the activations, sums, and everything else.
         sums, kept = config.block_n * high // 32, config.x_ahead == tiles * chunks and config.programs
         needed = config.block_n // 2 * config.ahead + high // 2 * config.x_ahead + 2 * sums + 32
         needed += sums * tiles if kept and packed.number_type == "int4" else 0
         most = config.registers or min(device.registers // (32 * config.num_warps), 255)
         several = not config.programs or config.programs < config.grid(n)[0]
         wide = config.block_n == 16 or rows > 8 or n > 16384
-        if needed <= most and several and wide and config not in found:
-            found.append(config)
-    return found[:MOST_PACKED]
+        if needed <= most and several and wide and config not in configs:
+            configs.append(config)
+    return configs[:MOST_PACKED]
 
 
 def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfig]:
-    """Yield configs whose stages fit in shared memory, and whose activations fit there or in registers. Rings that are
-    filled more than once also have a producer warp.
+    """Yield configs whose stages fit in shared memory, and whose activations fit there or in registers.
+
+    Rings that are filled more than once also have a producer warp.
     """
     if case.packed is None:
         return

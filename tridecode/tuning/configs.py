@@ -1,4 +1,4 @@
-"""The decisions of tuning: a kernel and launch config for each linear of a model, a config for each attention."""
+"""The results of tuning: a kernel and launch config for each linear of a model, and a config for each attention."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from ..kernels.linear.project import Case, LinearKernel
 
 TILE_ROWS = 64  # rows of a buffer that kernels read in tiles
 DRAFT_SPLITS = 32  # programs that search the tokens of one row for drafts
-HOPPER = 90  # the compute capability that most measurements are for
-MAX_ROWS = 64  # rows of the largest pass for which tables and rules choose other kernels than torch
-HEAD = 2**15  # outputs from which a normed linear is an LM head
+HOPPER = 90  # the compute capability of most measurements
+MAX_ROWS = 64  # rows of the largest pass for which tables and rules choose a kernel other than torch's
+HEAD = 2**15  # minimum number of outputs of a normed linear that is an LM head
 
 
 class AttentionCase(NamedTuple):
     """Properties of attention that its launch config depends on, with the rows of the pass and the device.
 
-    dtype: of the weights, and of K and V unless fp8.
+    dtype is the type of the weights, and of K and V unless they are fp8.
     """
 
     heads: int
@@ -37,14 +37,14 @@ class AttentionCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel and how it is launched. source: "rule", "table" (of the package) or "user table"."""
+    """A kernel and its launch config. source is "rule", "table" (of the package) or "user table"."""
 
     kernel: LinearKernel
     config: Any
     source: str = "rule"
 
     def partials(self, n: int) -> int:
-        """Partial sums of squares that AddResidual leaves for n outputs."""
+        """Return the number of partial sums of squares that AddResidual writes for n outputs."""
         return self.kernel.partials(n, self.config)
 
 
@@ -57,5 +57,8 @@ class PassConfigs:
 
 
 def is_head(case: Case) -> bool:
-    """Whether the case is an LM head. No programs share its columns: the buffer of their sums has no room for it."""
+    """Return whether the case is an LM head.
+
+    No programs share the columns of an LM head, because the buffer of their sums has no room for it.
+    """
     return case.epilogue == "normed" and case.n >= HEAD

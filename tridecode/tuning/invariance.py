@@ -1,4 +1,4 @@
-"""The constraint of the batch-invariant mode: one order of the sums of a row for any number of rows of a pass."""
+"""The constraint of batch-invariant mode: one order of the sums of a row for any number of rows of a pass."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +12,11 @@ from .configs import Choice
 from .rules import choose
 from .tables import Table, listed
 
-ROWS = (16, 32, 64)  # passes of up to these numbers of rows have choices of their own
+ROWS = (16, 32, 64)  # there is a separate choice for passes of up to each of these numbers of rows
 
 
 def order_of_sums(case: Case, choice: Choice) -> tuple:
-    """Return what decides the order in which the sums of a row are added. Choices with equal orders give equal bits."""
+    """Return a key for the order in which the sums of a row are added. Choices with equal keys compute equal bits."""
     config = choice.config
     if isinstance(config, HopperConfig):  # the columns at which each program begins
         tiles = -(-case.k // config.block_k)
@@ -39,8 +39,8 @@ def invariant_choices(
 ) -> dict[int, Choice]:
     """Choose for passes of up to each number of rows, all with one order of sums.
 
-    The rules choose the kernel. The entry for the most rows that a table has for this kernel decides the order. Other
-    entries are used if they have the same order.
+    The rules choose the kernel. The table's entry for the largest number of rows with this kernel decides the order.
+    Other entries are used if they have the same order.
     """
     ruled = {rows: choose(case, rows, device, batch_invariant=True) for rows in rows_of_passes}
     most = max(rows_of_passes)
@@ -55,16 +55,17 @@ def invariant_choices(
     first = choice = entries.get(decisive, ruled[most])
     order, chosen = order_of_sums(case, first), {}
     for rows in sorted(rows_of_passes, reverse=True):
-        # The choice for more rows also computes fewer.
+        # The choice for more rows can also compute fewer.
         last = choice if rows < decisive else _with_split_of(first, ruled[rows])
         options = [option for option in (entries.get(rows), ruled[rows], last) if option]
-        found = next((option for option in options if order_of_sums(case, option) == order), None)
-        if found is None:
+        matching = next((option for option in options if order_of_sums(case, option) == order), None)
+        if matching is None:
             return ruled
-        chosen[rows] = choice = found
+        chosen[rows] = choice = matching
     return chosen
 
 
 def _with_split_of(first: Choice, choice: Choice) -> Choice:
+    """Return a choice with the number of programs that share the columns in `first`."""
     split = {"split": first.config.split} if hasattr(first.config, "split") else {}
     return replace(choice, config=replace(choice.config, **split))

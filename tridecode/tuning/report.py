@@ -1,4 +1,4 @@
-"""The choices of a model as a table to print."""
+"""Choices of a model as a printed table."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class KernelRow(NamedTuple):
 
     Args:
         n, k: rows and columns of the weight.
-        format: its scheme, or its dtype if it is dense.
+        format: the scheme of the weight, or the dtype of a dense weight.
         config: the launch config.
     """
 
@@ -28,20 +28,20 @@ class KernelRow(NamedTuple):
 
 
 def kernel_rows(cases: Mapping[str, Case], configs_by_rows: Mapping[int, PassConfigs]) -> list[KernelRow]:
-    """Return a row for each linear, by its role, and each size of a pass."""
-    found = []
+    """Return a row for each linear and each size of a pass. cases maps the role of a linear to its case."""
+    table = []
     for role, case in cases.items():
         for rows, configs in sorted(configs_by_rows.items()):
             choice = configs.linears[case]
             fields = entry_of(choice.config) if type(choice.config) in VALUES else {}
             fields.pop("kernel", None)
-            of_case = role, case.n, case.k, scheme_name(case)
-            found.append(KernelRow(*of_case, rows, choice.kernel.name, fields, choice.source))
-    return found
+            columns = role, case.n, case.k, scheme_name(case)
+            table.append(KernelRow(*columns, rows, choice.kernel.name, fields, choice.source))
+    return table
 
 
 def render(rows: list[KernelRow]) -> str:
-    """Return the rows in aligned columns, below a line of their names; fields of a config that are 0 are left out."""
+    """Return the rows in aligned columns, below a header. Fields of a config that are 0 are omitted."""
     lines: list[Sequence[str]] = [KernelRow._fields]
     for row in rows:
         config = " ".join(f"{name}={value}" for name, value in row.config.items() if value)

@@ -1,4 +1,4 @@
-"""Resolve the choices for a model, once, when it is built: by the rows of a pass, from tables and rules."""
+"""Resolve the choices of a model once, when it is built: from tables and rules, by the rows of a pass."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,14 @@ log = logging.getLogger("tridecode")
 
 
 def choose_attention(case: AttentionCase, rows: int, device: Device, tables: Iterable[Table]):
-    """Choose the launch config of attention: the entry of the first table that has one, else that of the rules. Without
-    an entry of its own, attention to K and V in fp8 has the config for bf16, adapted.
+    """Choose the launch config of attention: the entry of the first table that has one, else the rule's config.
+
+    Attention to K and V in fp8 without an entry uses the config for bf16, adapted.
     """
-    found = next((config for table in tables if (config := table.attention_config(case, rows, device))), None)
-    if found is None and case.fp8:
+    entry = next((config for table in tables if (config := table.attention_config(case, rows, device))), None)
+    if entry is None and case.fp8:
         return fp8_config(choose_attention(case._replace(fp8=False), rows, device, tables), device)
-    return found or attention_config(case, rows, device)
+    return entry or attention_config(case, rows, device)
 
 
 def resolve_configs(
@@ -38,10 +39,11 @@ def resolve_configs(
     """Choose the kernels and launch configs of a model.
 
     Args:
-        cases: of its linears; attention: of its attention layers; both may repeat.
-        dtype: of its weights that are not packed.
+        cases: the cases of its linears. They may repeat.
+        attention: the cases of its attention layers. They may repeat.
+        dtype: dtype of its weights that are not packed.
         batch_invariant: choose so that the sums of a row do not depend on the other rows of a pass.
-        user_table: ask the user's table first. A table that cannot be used is ignored with a warning.
+        user_table: read the user's table first. A table that cannot be used is ignored with a warning.
 
     Returns:
         A mapping from numbers of rows to the choices for passes of up to that many rows. The last choices also serve
@@ -55,7 +57,7 @@ def resolve_configs(
         path = table_path(device.name)
         try:
             table = read_user_table(path, device)
-            for rows in _sizes(cases, dtype):  # checks its entries
+            for rows in _sizes(cases, dtype):  # the lookups check the entries
                 for case in cases:
                     table.linear(case, rows, device)
                 for layer in attention:
@@ -77,14 +79,16 @@ def _sizes(cases: Iterable[Case], dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def _by_rows(cases, attention, dtype: torch.dtype, device: Device, tables: Sequence[Table]) -> dict[int, PassConfigs]:
-    found = {}
+    """Choose for each number of rows."""
+    by_rows = {}
     for rows in _sizes(cases, dtype):
         linears = {case: choose(case, rows, device, tables) for case in cases}
-        found[rows] = PassConfigs(linears, {case: choose_attention(case, rows, device, tables) for case in attention})
-    return found
+        by_rows[rows] = PassConfigs(linears, {case: choose_attention(case, rows, device, tables) for case in attention})
+    return by_rows
 
 
 def _invariant(cases, attention, dtype: torch.dtype, device: Device, tables: Sequence[Table]) -> dict[int, PassConfigs]:
+    """Choose for each number of rows in batch-invariant mode."""
     rows_of_passes = INVARIANT_ROWS if dtype == torch.bfloat16 else (1,)
     by_case = {case: invariant_choices(case, rows_of_passes, device, tables) for case in cases}
     configs = {case: attention_config(case, 1, device, batch_invariant=True) for case in attention}

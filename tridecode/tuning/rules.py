@@ -1,4 +1,4 @@
-"""Rules: for each kernel of linears the launch config for a case that no table lists.
+"""Rules that choose the launch config of a linear kernel for a case that no table lists.
 
 A rule returns None if another kernel is the better choice. The rules generalize measurements on an H200. They read the
 properties of a GPU from the device.
@@ -29,15 +29,17 @@ LARGE = 2**16  # outputs that keep all multiprocessors busy for many tiles each
 def choose(
     case: Case, rows: int, device: Device, tables: Sequence[Table] = (), batch_invariant: bool = False
 ) -> Choice:
-    """Choose the kernel and launch config of a linear: the entry of the first table that has one, else of the kernels
-    that support the case the first one whose rule returns a config.
+    """Choose the kernel and launch config of a linear.
+
+    The choice is the entry of the first table that has one. Otherwise it is the first kernel that supports the case and
+    whose rule returns a config.
 
     Args:
-        rows: of the largest pass that the choice is for.
+        rows: rows of the largest pass that the choice is for.
         batch_invariant: the rules add the sums of a row in one order for 16, 32 and 64 rows.
     """
-    if found := listed(tables, case, rows, device):
-        return found
+    if entry := listed(tables, case, rows, device):
+        return entry
     for kernel in LINEAR_KERNELS:
         if kernel.supports(case, rows, device):
             if kernel.name not in RULES:
@@ -74,13 +76,16 @@ def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> R
 
 
 def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatvecConfig | None:
-    """Choose for one row in bf16, and for any number of rows in other dtypes: it reads the weight once a row."""
+    """Choose for one row in bf16, and for any number of rows in other dtypes.
+
+    The kernel reads the weight once for each row.
+    """
     if rows > MAX_ROWS or (rows > 1 and case.weight_type == torch.bfloat16):
         return None
     if device.capability == HOPPER and case.k >= 8192:  # few programs share long rows
         return MatvecConfig(2 if case.k <= 20480 else 1, 16, programs=device.multiprocessors)
     columns = case.k * (2 if case.epilogue == "gated" else 1)
-    # As few warps as hold two rows of the weight in 64 registers a thread.
+    # The smallest number of warps that have two rows of the weight in 64 registers of each thread.
     return MatvecConfig(2, next((warps for warps in (1, 2, 4, 8) if columns <= 2048 * warps), 16))
 
 
@@ -90,7 +95,7 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
         if rows <= 8 or (rows <= 16 and case.hidden < 2560 and not batch_invariant):  # slower for small models
             return None
         config = _packed_hopper(case, packed, rows, device)
-        if batch_invariant and rows <= 32:  # the programs that share columns decide the order of sums
+        if batch_invariant and rows <= 32:  # the number of programs that share columns determines the order of sums
             config = replace(config, split=_packed_hopper(case, packed, MAX_ROWS, device).split)
         return config
     n, k = case.n, case.k
@@ -111,8 +116,9 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 
 def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> HopperConfig:
-    """Share the columns among as many programs as run at a time. If the tiles of the activations are larger than those
-    of the weights, fewer are in flight.
+    """Share the columns among as many programs as run at a time.
+
+    If the tiles of the activations are larger than those of the weights, fewer are in flight.
     """
     gated, head = case.epilogue == "gated", is_head(case)
     columns = COLUMNS_OF[packed.number_type]
@@ -129,7 +135,7 @@ def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> Hop
     elif not gated and not head:
         least = 640 if rows > 16 else columns  # columns of a program
         config = replace(config, split=max(min(fit // tiles, MAX_SPLIT, case.k // least), 1))
-    if rows > 32 and not head and tiles * config.split <= device.multiprocessors:  # each has one to itself
+    if rows > 32 and not head and tiles * config.split <= device.multiprocessors:  # one program a multiprocessor
         return replace(config, stages=768 // columns, x_stages=768 // columns)
     if rows <= 16 and columns == 256 and not gated and not head:  # no more stages than a program has tiles
         stages = min(max(case.k // columns // config.split, 2), 4)
@@ -138,10 +144,10 @@ def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> Hop
 
 
 def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device) -> HopperConfig:
-    """Return a config of which all programs run at a time, for at most 32 rows; `config` if there is none."""
+    """Return a config with which all programs run at a time, for at most 32 rows, or `config` if there is none."""
     if config.block_k == 256:  # three programs a multiprocessor
         other = replace(config, stages=4, x_stages=2, producer=0, registers=168)
-    elif rows <= 16:  # four
+    elif rows <= 16:  # four programs a multiprocessor
         other = replace(config, registers=64)
     else:  # half as many programs
         other = HopperConfig(128, config.block_k, 4, 4, num_warps=8, producer=1, registers=80)
@@ -149,7 +155,7 @@ def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device) -> Hop
 
 
 def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
-    """Return how many programs of packed tensors run on the device at a time."""
+    """Return how many programs with a packed tensor run on the device at a time."""
     tiles = config.stages * 128 * config.block_n + config.x_stages * 2 * config.block_k * max(rows, 16)
     warps = config.num_warps + 4 * config.producer  # the producer warp takes the registers of four
     by_registers = device.registers // (32 * warps * config.registers)
@@ -160,7 +166,9 @@ def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
     """Choose for up to 16 rows of dense weights, whose products stay in registers, and for packed tensors."""
     if case.packed:
         return packed_matmul_rule(case, case.packed, rows, device, batch_invariant)
-    if rows > 16 and case.k % 8 and not batch_invariant:  # TMA, and so the kernels for many rows, cannot read these
+    if (
+        rows > 16 and case.k % 8 and not batch_invariant
+    ):  # TMA, which the kernels for many rows use, cannot copy these rows
         return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
     if batch_invariant or rows > 16 or (rows > 8 and case.n >= LARGE and device.capability == HOPPER):
         return None
@@ -171,7 +179,7 @@ def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig:
     """Choose few warps, since each repeats the work before and after its sums, but enough for all multiprocessors."""
-    if batch_invariant:  # the warps decide the order of sums; tiles of 16 rows add the sums of squares alike
+    if batch_invariant:  # warps determine the order of sums; tiles of 16 rows add all sums of squares in one order
         ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
         return MatmulConfig(16, 8, ahead, ahead, registers=128 if rows <= 16 else 0, block_m=16)
     number_type, k, blocks = packed.number_type, case.k, -(-case.n // 16)
@@ -180,7 +188,7 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
         return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
     if rows > 8:  # four programs a multiprocessor, if there are enough blocks
         return MatmulConfig(16, 4, 10, 8, fetch=1) if blocks < programs else MatmulConfig(16, 4, 4, 4, 128, fetch=1)
-    # Programs that take several blocks, with as few warps as keep the activations in 20 tiles of registers each.
+    # Programs take several blocks, with the smallest number of warps that keeps the activations in 20 tiles each.
     tile = packed.tile
     warps = next((warps for warps in (2, 4) if -(-k // (tile * warps)) * tile // 32 <= 20), 0)
     if warps and number_type != "int8" and blocks >= 2 * programs * 4 // warps:
@@ -198,13 +206,13 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
 
 
 def wide_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> WideConfig | None:
-    """Choose for the batch-invariant mode; elsewhere only tables choose this kernel. Tiles have at least 16 rows,
-    because tiles of eight are multiplied by another instruction.
+    """Choose for batch-invariant mode. In other modes only tables choose this kernel.
+
+    Tiles have at least 16 rows, because tiles of eight are multiplied by another instruction.
     """
     if not batch_invariant:
         return None
-    # Two programs a multiprocessor, each with as many tiles as it has in flight, but with at most 40, which compile in
-    # seconds.
+    # Two programs a multiprocessor, each with all its tiles in flight, but at most 40 tiles, which compile in seconds.
     programs = 2 * device.multiprocessors // -(-case.n // 64)
     most = 1 if case.epilogue == "gated" else min(programs, case.k // (4 * 128))
     split = 1 if is_head(case) else min(max(most, -(-case.k // (40 * 128)), 1), MAX_SPLIT)
@@ -215,7 +223,7 @@ def wide_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> W
 
 
 def tiles_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> TilesConfig:
-    """Choose tiles as large as the shared memory of most GPUs holds."""
+    """Choose the largest tiles that fit the shared memory of most GPUs."""
     hopper = device.capability == HOPPER
     if hopper and rows <= 16:
         return TilesConfig(32, 256, 4)

@@ -1,6 +1,7 @@
-"""Tables of measured choices: JSON files of this package, one a GPU, and the user's, which `tridecode tune` writes.
+"""Tables of measured choices: JSON files of this package, one for each GPU, and the user's table.
 
-A table maps the key of a case, for example "gated 19456x2560 int4/128 rows 16", to a kernel and its launch config.
+`tridecode tune` writes the user's table. A table maps the key of a case, for example "gated 19456x2560 int4/128 rows
+16", to a kernel and its launch config.
 """
 
 import json
@@ -73,14 +74,16 @@ NAMES = {kernel.config: kernel.name for kernel in LINEAR_KERNELS} | {kind: name 
 
 
 class TableError(ValueError):
-    """A table, or an entry of one, that this version of tridecode cannot use on this GPU."""
+    """A table, or an entry of a table, cannot be used by this version of tridecode on this GPU."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Keys -> entries, which are checked when they are used.
+    """Mappings from keys to entries. An entry is checked when it is used.
 
-    source: as in Choice. gpu: name of the GPU that the entries were measured on; empty if it is not known.
+    Attributes:
+        source: as in Choice.
+        gpu: name of the GPU on which the entries were measured. Empty if unknown.
     """
 
     linears: Mapping[str, Any]
@@ -89,7 +92,7 @@ class Table:
     gpu: str = ""
 
     def linear(self, case: Case, rows: int, device: Device) -> Choice | None:
-        """Return the table's choice for a linear, None if it has no entry. Raises TableError."""
+        """Return the table's choice for a linear, or None if it has no entry. Raises TableError."""
         key = linear_key(case, rows)
         if key in self.linears:
             kernels = [kernel for kernel in LINEAR_KERNELS if kernel.supports(case, rows, device)]
@@ -97,14 +100,14 @@ class Table:
             _check_linear(config, case, key)
             return Choice(kernel_named(NAMES[type(config)]), config, self.source)
         if self.source == "table" and rows <= 2 and case.weight_type in (torch.float16, torch.float32):
-            # The config of matvec for bf16, without its bound on registers: the activations are in fp32.
-            found = self.linear(case._replace(weight_type=torch.bfloat16), 1, device)
-            if found and isinstance(found.config, MatvecConfig):
-                return replace(found, config=replace(found.config, registers=0))
+            # The config of matvec for bf16, without its limit on registers, because the activations are fp32.
+            entry = self.linear(case._replace(weight_type=torch.bfloat16), 1, device)
+            if entry and isinstance(entry.config, MatvecConfig):
+                return replace(entry, config=replace(entry.config, registers=0))
         return None
 
     def attention_config(self, case: AttentionCase, rows: int, device: Device):
-        """Return the table's config of attention, None if it has no entry. Raises TableError."""
+        """Return the table's config of attention, or None if it has no entry. Raises TableError."""
         key = attention_key(case, rows)
         if key not in self.attention:
             return None
@@ -113,12 +116,12 @@ class Table:
 
 
 def linear_key(case: Case, rows: int) -> str:
-    """Return the key of a linear. Passes of 2 to 8 rows share one, since their tiles have eight rows."""
+    """Return the key of a linear. Passes of 2 to 8 rows share a key, since their tiles have eight rows."""
     return f"{case.epilogue} {case.n}x{case.k} {scheme_name(case)} rows {8 if 1 < rows < 8 else rows}"
 
 
 def scheme_name(case: Case) -> str:
-    """Return the scheme of the weight as tables name it, for example "int4/128 zeros"; of a dense weight the dtype."""
+    """Return the name of the weight's scheme in tables, like "int4/128 zeros", or the dtype of a dense weight."""
     packed = case.packed
     if packed is None:
         return str(case.weight_type).removeprefix("torch.")
@@ -127,6 +130,7 @@ def scheme_name(case: Case) -> str:
 
 
 def attention_key(case: AttentionCase, rows: int) -> str:
+    """Return the key of attention."""
     kind = "fp8" if case.fp8 else str(case.dtype).removeprefix("torch.")
     return f"attention {case.heads}/{case.kv_heads}x{case.head_dim} {kind} rows {rows}"
 
@@ -137,7 +141,7 @@ def entry_of(config: Any) -> dict:
 
 
 def _config(entry: Any, key: str, kinds: Mapping[str, type]) -> Any:
-    """Check the fields of an entry; kinds: names of the kernels that it may name -> types of their configs."""
+    """Check the fields of an entry and return its config. kinds: allowed kernels -> types of their configs."""
     kind = kinds.get(str(entry.get("kernel"))) if isinstance(entry, dict) else None
     if kind is None:
         raise TableError(f"kernel of {key!r} must be one of {', '.join(kinds)}")
@@ -151,27 +155,28 @@ def _config(entry: Any, key: str, kinds: Mapping[str, type]) -> Any:
 
 
 def _check_linear(config: Any, case: Case, key: str) -> None:
-    """Check what depends on the case. Raises TableError."""
-    alone = is_head(case)
+    """Check the fields whose values depend on the case. Raises TableError."""
+    unsplit = is_head(case)
     if isinstance(config, HopperConfig):
         columns = COLUMNS_OF[case.packed.number_type] if case.packed else 0
         if (config.block_k % columns) if columns else config.block_k > 128:
             raise TableError(f"block_k of {key!r} must be {columns or '64 or 128'}")
-        alone |= case.epilogue == "gated" or config.programs > 0
+        unsplit |= case.epilogue == "gated" or config.programs > 0
     if isinstance(config, WideConfig) and config.block_n % (16 * config.num_warps):
         raise TableError(f"block_n of {key!r} must be a multiple of {16 * config.num_warps}")
-    if alone and getattr(config, "split", 1) != 1:
+    if unsplit and getattr(config, "split", 1) != 1:
         raise TableError(f"split of {key!r} must be 1")
 
 
 def listed(tables: Iterable[Table], case: Case, rows: int, device: Device) -> Choice | None:
     """Return the choice of the first table that has one."""
-    return next((found for table in tables if (found := table.linear(case, rows, device))), None)
+    return next((entry for table in tables if (entry := table.linear(case, rows, device))), None)
 
 
 def package_tables(device: Device) -> list[Table]:
-    """Return the tables for GPUs of this compute capability and number of multiprocessors: that of the device's name,
-    then the others, the largest first.
+    """Return the tables for GPUs of this compute capability and number of multiprocessors.
+
+    The table of the device's name comes first, then the others, the largest first.
     """
 
     def order(table: dict) -> tuple[int, int]:
@@ -185,12 +190,13 @@ def package_tables(device: Device) -> list[Table]:
 
 @cache
 def _package() -> list[dict]:
+    """Read all tables of the package."""
     paths = sorted(files(__package__).joinpath("tables").iterdir(), key=lambda path: path.name)
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.name.endswith(".json")]
 
 
 def table_path(gpu: str) -> Path:
-    """Return where the user's table for GPUs of that name is, whether it exists or not."""
+    """Return the path of the user's table for GPUs of this name, which may not exist."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "gpu"
     return Path(platformdirs.user_cache_dir("tridecode", appauthor=False)) / "shapes" / f"{name}.json"
 
@@ -208,23 +214,24 @@ def read_user_table(path: Path, device: Device) -> Table:
 
 
 def header(device: Device) -> dict:
+    """Return the header of a table: the format, the version, and the GPU for which it is valid."""
     sizes = {"capability": device.capability, "multiprocessors": device.multiprocessors}
     return {"format": FORMAT, "tridecode": __version__, "gpu": device.name} | sizes
 
 
 def merged_text(path: Path, device: Device, rows: int, configs: PassConfigs) -> str:
-    """Return the text of a table with these choices, and with the other entries of the present one if it is usable."""
+    """Return the text of a table with these choices and the other entries of the current table, if it is usable."""
     try:
-        present = read_user_table(path, device)
+        current = read_user_table(path, device)
     except (OSError, ValueError, RecursionError):
-        present = Table({}, {})
+        current = Table({}, {})
     linears = {linear_key(case, rows): entry_of(choice.config) for case, choice in configs.linears.items()}
     attention = {attention_key(case, rows): entry_of(config) for case, config in configs.attention.items()}
-    return table_text(header(device), {**present.linears, **linears}, {**present.attention, **attention})
+    return table_text(header(device), {**current.linears, **linears}, {**current.attention, **attention})
 
 
 def table_text(head: dict, linears: dict[str, dict], attention: dict[str, dict]) -> str:
-    """Return the JSON of a table, one line an entry."""
+    """Return the JSON of a table, with one line for each entry."""
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     for name, entries in ("linears", linears), ("attention", attention):
         keys = sorted(entries, key=lambda key: [int(p) if p.isdigit() else p for p in re.split(r"([0-9]+)", key)])

@@ -45,8 +45,10 @@ class Args(NamedTuple):
 def layer(
     positions, kv_heads=1, group=2, head_dim=64, page=64, pages=4, dtype=torch.float16, qk_norm=False, window=0
 ) -> Args:
-    """Return the arguments for a row at each position, with K and V on shuffled pages. All positions that are not
-    written yet are NaN."""
+    """Return the arguments for a row at each position, with K and V on shuffled pages.
+
+    All positions that are not written yet are NaN.
+    """
     rows, heads = len(positions), kv_heads * group
     table = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(0)).view(rows, pages)
     pool = random(rows * pages, 2, 2, kv_heads, page, head_dim, dtype=dtype, seed=1)
@@ -72,19 +74,20 @@ def layer(
 
 
 def rope(capacity: int, head_dim: int, q_norm=None, k_norm=None) -> Rope:
-    """Return rotary tables with arbitrary angles. k_norm: by default q_norm."""
+    """Return rotary tables with arbitrary angles. k_norm defaults to q_norm."""
     angle = torch.rand(capacity, head_dim // 2, generator=torch.Generator().manual_seed(3)).to(DEVICE) * 6
     return Rope(angle.cos(), angle.sin(), q_norm, q_norm if k_norm is None else k_norm, 1e-6)
 
 
 def chunk_table(*chunks: Chunk) -> torch.Tensor:
+    """Return the table of chunks on the device."""
     table = torch.zeros(layout.MAX_CHUNKS, layout.CHUNK_WIDTH, dtype=torch.int32)
     table[: len(chunks)] = torch.tensor(chunks, dtype=torch.int32)
     return table.to(DEVICE)
 
 
 def clone(args):
-    """Copy all tensors of a tuple of arguments, each with its whole storage, which holds the scales of fp8 K/V."""
+    """Copy all tensors of a tuple of arguments, each with its whole storage, which includes the scales of fp8 K/V."""
     if isinstance(args, torch.Tensor):
         storage = args.untyped_storage().clone()
         return args.new_empty(0).set_(storage, args.storage_offset(), args.shape, args.stride())
@@ -105,7 +108,7 @@ def rows_config(config: AttentionConfig, programs: int) -> AttentionRowsConfig:
 
 
 def check(form, args: Args, config, tolerance: float) -> None:
-    """Launch a form of attention on args; compare the outputs and the positions that it writes with the reference."""
+    """Launch a form of attention on args. Compare its outputs and the written positions with the reference."""
     ref, before = clone(args), clone(args.kv)
     ref = ref._replace(out=ref.out.float())
     form(*args, config=config)

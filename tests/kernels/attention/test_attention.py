@@ -17,7 +17,7 @@ CONFIG = AttentionConfig(block_t=32, splits=SPLITS)
 
 
 def check_forms(args, config, dtype=torch.float16, tolerance=0.0):
-    """Check all kernels on copies, and attention of one row on args."""
+    """Check all kernels on copies of args, and attention of one row on args itself."""
     tolerance = tolerance or TOLERANCE[dtype]
     check(attention_rows, clone(args), rows_config(config, programs=3), tolerance)
     check(attention_rows, clone(args), replace(rows_config(config, programs=2), stages=3), tolerance)
@@ -32,7 +32,7 @@ FORMS = pytest.mark.parametrize(
     [(attention, lambda config: config),
      (attention, lambda config: replace(config, short_splits=1, short_iterations=2)),
      (attention_rows, lambda config: rows_config(config, programs=5))],
-    ids=["one row", "few rows", "rows"],
+    ids=["one_row", "few_rows", "rows"],
 )  # fmt: skip
 POSITIONS = pytest.mark.parametrize(
     "position", [0, 1, 31, 32, 100, 255] if DEVICE == "cpu" else [0, 1, 63, 64, 65, 500, 1023, 4000]
@@ -66,11 +66,11 @@ def test_tiles_before_the_wait_on_separate_pages(position):
 
 @pytest.mark.parametrize("splits", [1, 16, MAX_SPLITS], ids=lambda splits: f"splits_{splits}")
 @pytest.mark.parametrize("position", [33, 255])
-def test_one_split_and_as_many_as_the_scratch_has_room_for(position, splits):
+def test_number_of_splits_may_be_one_or_the_maximum(position, splits):
     check_forms(layer((position,)), AttentionConfig(block_t=16, splits=splits, ahead=2))
 
 
-def test_more_splits_than_the_scratch_has_room_for_are_refused():
+def test_too_many_splits_for_the_scratch_are_rejected():
     with pytest.raises(AssertionError, match="more splits"):
         attention(*layer((5,), pages=1), config=AttentionConfig(splits=2 * MAX_SPLITS))
 
@@ -82,7 +82,7 @@ def test_a_tile_may_span_pages(position, ahead):
     check_forms(args, AttentionConfig(block_t=64, splits=SPLITS, ahead=ahead))
 
 
-def test_tiles_that_straddle_pages_are_refused():
+def test_tiles_that_straddle_pages_are_rejected():
     with pytest.raises(AssertionError, match="whole pages"):
         attention(*layer((5,), page=96, pages=1), config=AttentionConfig(block_t=64, splits=SPLITS))
 
@@ -153,7 +153,7 @@ def test_rows_have_their_own_positions_pages_and_status(form, config_of, ahead):
 
 
 @FORMS
-def test_a_row_uses_the_state_of_its_slot_whichever_row_it_is(form, config_of):
+def test_row_uses_the_state_of_its_slot(form, config_of):
     results = []
     for order in ((0, 1, 2), (2, 0, 1)):
         args = layer((70, 0, 130), 2, qk_norm=True)
@@ -165,7 +165,7 @@ def test_a_row_uses_the_state_of_its_slot_whichever_row_it_is(form, config_of):
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7, 40])
-def test_any_number_of_programs_does_the_work_of_all_rows(programs):
+def test_any_number_of_programs_computes_all_rows(programs):
     args = layer((70, 0, 130, 255, 31, 3), 2, qk_norm=True)
     args.meta[5, layout.STATUS] = layout.STOP
     ref = clone(args)
@@ -190,7 +190,7 @@ def test_a_row_is_bit_equal_with_any_other_rows(form, config_of):
 
 
 @FORMS
-def test_no_running_row_at_all(form, config_of):
+def test_nothing_is_written_without_a_running_row(form, config_of):
     args = layer((70, 12), 2, qk_norm=True)
     args.meta[:, layout.STATUS] = layout.STOP
     form(*args, config=config_of(CONFIG))

@@ -1,4 +1,4 @@
-"""Attention of several new positions of each request, against the reference, which takes them one after another."""
+"""Attention of several new positions of each request, against a reference that computes one position after another."""
 
 import pytest
 import torch
@@ -19,8 +19,10 @@ CASES = cases(
 
 
 def several(positions, counts, queries, group=4, dtype=torch.bfloat16, **sizes):
-    """Return the arguments for `queries` rows of a request at each position. The first `counts` of them run; the inputs
-    of the others are NaN."""
+    """Return the arguments for `queries` rows of a request at each position.
+
+    The first `counts` rows of a request run. The inputs of the others are NaN.
+    """
     args = layer(positions, group=group, dtype=dtype, qk_norm=True, **sizes)
     rows, heads = len(positions) * queries, args.heads
     meta = meta_rows(*(position + query for position in positions for query in range(queries)))
@@ -40,6 +42,7 @@ def several(positions, counts, queries, group=4, dtype=torch.bfloat16, **sizes):
 
 
 def check_queries(args, queries, dtype=torch.bfloat16, **config):
+    """Check attention_queries; rows that do not run must not be written."""
     args.out[args.meta[:, layout.STATUS] != layout.RUN] = 0  # idle rows
     config = dict(block_t=32, splits=4, num_warps=4, least=1) | config
     check(attention_queries, args, QueriesConfig(queries, **config), TOLERANCE[dtype])
@@ -47,7 +50,7 @@ def check_queries(args, queries, dtype=torch.bfloat16, **config):
 
 @CASES
 @pytest.mark.parametrize("position", [0, 1, 31, 33, 100, 240] if not CUDA else [0, 1, 63, 64, 500, 1023, 4000])
-def test_every_new_position_sees_those_before_it(case, position):
+def test_new_position_attends_to_earlier_ones(case, position):
     check_queries(several((position,), (4,), 4, **case.sizes, pages=4 if not CUDA else 64), 4)
 
 
@@ -74,7 +77,7 @@ def test_fp32():
 @pytest.mark.parametrize("position", [0, 63, 64, 500, 1000, 4000] if CUDA else [3, 100, 240])
 @pytest.mark.parametrize("queries, group", [(2, 4), (2, 7), (8, 4), (8, 1)])
 def test_programs_that_combine_together(queries, group, position):
-    """Launch twice: the second launch needs the counters that the last program of the first resets."""
+    """Launch twice, because the last program of the first launch must reset the counters."""
     sizes = dict(kv_heads=8, head_dim=128, pages=64) if CUDA else {}
     args = several((position,), (queries - 1,), queries, group=group, **sizes)
     for _ in range(2):
@@ -87,17 +90,17 @@ LENGTHS = [(70, 0, 15, 200), (250, 250, 250), (1, 250, 1, 1, 1, 1, 1, 1), (0, 0,
 @pytest.mark.parametrize("positions", [*LENGTHS, (4000, 63, 1, 700), (1000,) * 8] if CUDA else LENGTHS)
 @pytest.mark.parametrize("short, iterations", [(1, 2), (2, 4), (2, 64)])
 def test_a_long_request_has_more_splits_than_its_share(positions, short, iterations):
-    """Launch twice, for the counters."""
+    """Launch twice, because the last program of the first launch must reset the counters."""
     counts = [(1, 4, 0, 3)[request % 4] for request in range(len(positions))]
     args = several(positions, counts, 4, **(dict(kv_heads=8, head_dim=128, pages=64) if CUDA else {}))
-    how = dict(short_splits=short, short_iterations=iterations, together=short == 2)
+    options = dict(short_splits=short, short_iterations=iterations, together=short == 2)
     for _ in range(2):
-        check_queries(args, 4, splits=8, num_warps=8, ahead=2, **how)
+        check_queries(args, 4, splits=8, num_warps=8, ahead=2, **options)
 
 
 @pytest.mark.parametrize("splits, short", [(8, 8), (8, 2)])
 def test_a_request_has_the_same_bits_with_any_other_requests(splits, short):
-    """Alone its splits combine together; with a long request the last of them combines."""
+    """Without a long request, its splits combine together. With one, the last split combines them."""
     config = QueriesConfig(4, splits=splits, short_splits=short, short_iterations=3, least=1, together=True)
     outs = []
     for position, count in ((20, 4), (250, 1), (0, 0)):
@@ -107,7 +110,7 @@ def test_a_request_has_the_same_bits_with_any_other_requests(splits, short):
     assert not outs[0].isnan().any() and all(torch.equal(out, outs[0]) for out in outs)
 
 
-def test_no_running_row_at_all():
+def test_nothing_is_written_without_a_running_row():
     args = several((70, 3), (0, 0), 4)
     attention_queries(*args, config=QueriesConfig(queries=4, splits=8, least=1, together=True))
     assert args.out.isnan().all() and not args.scratch.counter.any()

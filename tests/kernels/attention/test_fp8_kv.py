@@ -30,7 +30,7 @@ from tridecode.layout import Chunk
 
 BF16 = TOLERANCE[torch.bfloat16]
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # numbers that are read from fp8 pages
-FORMS = pytest.mark.parametrize("form", [attention, attention_rows], ids=["one row", "rows"])
+FORMS = pytest.mark.parametrize("form", [attention, attention_rows], ids=["one_row", "rows"])
 
 
 def cache_of(pages, kv_heads, page, D):
@@ -54,8 +54,8 @@ def test_rounding_is_to_the_nearest_and_a_power_of_two_scales():
     assert_close(values, x, 0.04)
     assert torch.equal(torch.frexp(scale.float())[0], torch.full_like(scale.float(), 0.5))
     top = codes.view(torch.float8_e4m3fn).float().abs().amax(1)
-    assert (top > 208).all() and (top <= 448).all(), "the whole range is used"
-    assert torch.equal(values, values.bfloat16().float()), "a bf16 holds it exactly"
+    assert (top > 208).all() and (top <= 448).all(), "the scale must use the whole range"
+    assert torch.equal(values, values.bfloat16().float()), "values must be exact in bf16"
     for bad in (float("nan"), float("inf")):
         assert quantize(torch.tensor([[1.0, bad]]))[1].isnan().all()
     assert not quantize(torch.zeros(1, 4))[0].any()
@@ -134,7 +134,7 @@ def test_a_key_that_is_nan_stays_nan(form):
 
 @pytest.mark.parametrize("qk_norm", [True, False])
 @pytest.mark.parametrize("D", [64, 80, 128])
-def test_prompts_are_written_as_tokens_are(qk_norm, D):
+def test_prompts_and_tokens_are_written_alike(qk_norm, D):
     heads, kv_heads, rows = 4, 2, 90
     chunks = chunk_table(Chunk(1, 0, 80, 30), Chunk(0, 80, 10, 0))
     table = torch.tensor([[3, 0], [2, 1]], dtype=torch.int32, device=DEVICE)
@@ -161,8 +161,8 @@ def test_gather_pages(D):
 
 
 @pytest.mark.parametrize("D", [64, 128])
-def test_pages_that_a_pass_attends_to_become_bf16(D):
-    """Three chunks, two of them on a shared page, in a pool of two layers; no other page is written."""
+def test_pages_of_a_pass_are_expanded_to_bf16(D):
+    """Two of three chunks share a page, and the pool has two layers. No other page is written."""
     _, k, v = in_8_bits(random(7, 2, 2, 2, 64, D))
     chunks = chunk_table(Chunk(1, 0, 30, 100), Chunk(0, 30, 64, 0), Chunk(2, 94, 1, 64))
     kv = KVLayer(torch.tensor([[5, 0, 0], [4, 1, 3], [4, 6, 0]], dtype=torch.int32, device=DEVICE), k, v)
@@ -173,7 +173,7 @@ def test_pages_that_a_pass_attends_to_become_bf16(D):
     assert torch.equal(ours[written], theirs[written]) and ours[[0, 2]].isnan().all()
 
 
-def test_a_position_takes_a_byte_a_number_and_two():
+def test_size_of_a_position():
     assert [head_rows(64, D) for D in (64, 80, 96, 128, 256)] == [66, 66, 66, 65, 65]
     k, v = cache_of(3, 2, 64, 128)
     put(k, (1, slice(None), 5), torch.ones(2, 128, device=DEVICE))

@@ -179,7 +179,7 @@ def test_rows_do_not_depend_on_other_chunks(config):
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_row_among_padding_is_split_and_combined(apart):
-    """If all rows of this pass ran, nothing would be split; but most of them are padding."""
+    """A pass with this number of rows would not be split, but most rows are padding."""
     config = replace(CONFIG, heads=4, apart=apart)
     rows = config.block_m * config.programs // 8 + 1
     _, args = arguments(4, 1, 32, [(0, 1, LONG * PAGE)], 0, DTYPES[0], config)
@@ -273,8 +273,8 @@ def test_hopper_with_any_layout_of_rows(lengths, d, programs):
 
 @hopper_only
 @pytest.mark.parametrize("d", [64, 128])
-def test_hopper_gives_the_same_bits_again_and_captured(d, launched):
-    """With a program for each multiprocessor, and lengths that the capture has not seen."""
+def test_hopper_computes_the_same_bits_when_captured(d, launched):
+    """There is a program for each multiprocessor. The replay has other lengths than the capture."""
     config = replace(TOGETHER["apart"], hopper=torch.cuda.get_device_properties(DEVICE).multi_processor_count)
     _, args = arguments(32, 8, d, [(1, 1100, 0), (0, 300, 1000)], 0, torch.bfloat16, config)
     table, out = args.chunks, args.out
@@ -301,8 +301,8 @@ def test_hopper_gives_the_same_bits_again_and_captured(d, launched):
 
 @hopper_only
 @pytest.mark.parametrize("factor", [1e4, 1e30, float("inf")])
-def test_hopper_ends_with_scores_beyond_all_bounds(factor):
-    """Its warps wait for each other: no number may keep one from arriving. The next launch is not affected."""
+def test_hopper_ends_with_infinite_scores(factor):
+    """The warps wait for each other, so every warp must arrive for any numbers. The next launch is not affected."""
     config = replace(CONFIG, hopper=1)
     _, args = arguments(8, 2, 128, [(0, 300, 500)], 0, torch.bfloat16, config)
     args.q.mul_(factor)

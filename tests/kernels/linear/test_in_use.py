@@ -1,4 +1,4 @@
-"""The configs that engines choose on this GPU against the reference."""
+"""The configs that engines choose on this GPU, against the reference."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ ROLE = pytest.mark.parametrize("role", EPILOGUES)
 
 
 def weight(model, kind, role):
-    """The case of a linear of a model, its weight, and its epilogue."""
+    """Return the case of a linear of a model, its weight, and its epilogue."""
     n, k = dict(zip(EPILOGUES, SIZES[model]))[role]
     n *= 2 if role == "gate_up" else 1
     linear = packed(SCHEMES[kind], n, k) if kind in SCHEMES else dense(n, k)
@@ -50,7 +50,7 @@ def test_configs_in_use_match_the_reference(role, rows, kind, model):
 @KIND
 @ROLE
 def test_a_row_has_the_same_bits_among_any_number_of_rows(role, kind):
-    """Configs of the batch-invariant mode."""
+    """The configs are those of batch-invariant mode."""
     case, linear, epilogue = weight("qwen3-4b", kind, role)
     device = device_of(torch.device("cuda"))
     choices = invariance.invariant_choices(case, (16, 32, 64), device, tables.package_tables(device))

@@ -41,7 +41,7 @@ FORM = pytest.mark.parametrize("form", SMALL)
 
 
 def config_for(form: str, n: int, k: int, rows: int, gated: bool = False):
-    """A config of that form: on a GPU as engines have it for such a weight."""
+    """Return a config of a form. On a GPU it is the config that engines use for such a weight."""
     if not CUDA:
         return SMALL[form]
     if isinstance(SMALL[form], HopperConfig):
@@ -80,7 +80,7 @@ def test_epilogues_match_the_reference(case, rows, form, epilogue):
 @pytest.mark.parametrize("rows", [8, 24, 64] if CUDA else [24])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_weights_whose_rows_tma_cannot_read(epilogue, rows):
-    """They begin at addresses that are not multiples of 16 bytes."""
+    """The rows begin at addresses that are not multiples of 16 bytes."""
     n, k = (1024, 2730) if CUDA else (37, 90)
     part = case(2 * n if epilogue == "gated" else n, k, "bfloat16", epilogue.partition("_")[0])
     choice = choose(part, rows, H200)
@@ -123,7 +123,7 @@ def test_stopped_rows_are_not_written(epilogue, form):
     product(epilogue, 32, 64, 4).check_stopped(config)
 
 
-def test_tiles_refuse_a_buffer_with_fewer_rows_than_they_have():
+def test_tiles_reject_a_buffer_with_too_few_rows():
     linear, x = dense(32, 64, DTYPE), random(3, 64, dtype=DTYPE)
     epilogue = Normed(random(3, 5).abs(), 5, EPS)
     with pytest.raises(RuntimeError, match="out of bounds"):
@@ -140,13 +140,13 @@ def outputs(n, k, rows, config):
         one.hidden = one.hidden[:rows]
         out, normed, sumsq = one.launch(config)
         left[epilogue] = out
-    return left | {"norm": normed, "sumsq": sumsq[:, : one.left(config)]}
+    return left | {"norm": normed, "sumsq": sumsq[:, : one.partial_sums(config)]}
 
 
 @pytest.mark.parametrize("x_ahead", [1, 32], ids=["streamed", "kept"])
 @pytest.mark.parametrize("programs", [1, 2, 3, 7])
-def test_any_number_of_programs_leaves_the_same(programs, x_ahead):
-    """One iteration or several, the last one complete or not, fewer blocks than programs, tiles beyond the columns."""
+def test_number_of_programs_does_not_change_the_outputs(programs, x_ahead):
+    """Programs have one iteration or several, complete or not. There may be fewer blocks than programs."""
     n, k, rows = 88, 320, 3
     config = MatmulConfig(16, 2, 3, x_ahead)
     alone, shared = outputs(n, k, rows, config), outputs(n, k, rows, replace(config, programs=programs))
@@ -157,7 +157,7 @@ def test_any_number_of_programs_leaves_the_same(programs, x_ahead):
 
 
 def invariant_config(rows: int, split: int) -> WideConfig:
-    """A config of the batch-invariant mode: tiles of at least 16 rows, all by the same instruction."""
+    """Return a config of batch-invariant mode: tiles of at least 16 rows, all with the same instruction."""
     if split > 3 and rows <= 32:
         return WideConfig(64, 128, 4, 3, split=split, block_m=16)
     ahead = 3 if rows <= 32 else 2
@@ -169,7 +169,7 @@ def invariant_config(rows: int, split: int) -> WideConfig:
     "n, k, split", [(2560, 4096, 6), (2560, 9728, 4), (6144, 2560, 2), (1024, 3072, 6), (1001, 4872, 8)]
 )
 def test_a_row_has_the_same_bits_among_any_number_of_rows(n, k, split):
-    """In configs of the batch-invariant mode, whose tiles are as high as there are rows."""
+    """In the configs of batch-invariant mode, the height of a tile is the number of rows."""
     most = outputs(n, k, 64, invariant_config(64, split))
     for rows in (1, 8, 16, 33):
         for name, few in outputs(n, k, rows, invariant_config(rows, split)).items():

@@ -21,7 +21,7 @@ SIZES = {  # outputs and columns
         qkv=(6144, 4096), o_proj=(4096, 4096), gate_up=(14336, 4096), down=(4096, 14336), lm_head=(19456, 4096)
     ),
 }
-CONFIGS = {  # of Qwen3-4B
+CONFIGS = {  # the configs of Qwen3-4B
     ("qkv", 32): HopperConfig(64, 128, 4, 4),
     ("o_proj", 32): HopperConfig(64, 64, 8, 4, split=4),
     ("gate_up", 32): HopperConfig(128, 64, 4, 4, lag=1),
@@ -62,7 +62,7 @@ def product(role, n, k, rows, dtype=torch.bfloat16, bias=False, **options) -> Pr
     return Product(epilogue, linear, rows, dtype, partials=20, **options)
 
 
-def of_engine(role, rows, **options) -> Product:
+def engine_product(role, rows, **options) -> Product:
     return product(role, *SIZES["qwen3-4b"][role], rows, **options)
 
 
@@ -70,7 +70,7 @@ def of_engine(role, rows, **options) -> Product:
 @pytest.mark.parametrize("rows", [32, 64, 17, 63])
 @ROLES
 def test_configs_of_engines_match_the_reference(role, rows):
-    of_engine(role, rows).check(CONFIGS[role, 32 if rows <= 32 else 64])
+    engine_product(role, rows).check(CONFIGS[role, 32 if rows <= 32 else 64])
 
 
 @hopper_only
@@ -79,7 +79,7 @@ def test_configs_of_engines_match_the_reference(role, rows):
 @pytest.mark.parametrize("rows", [32, 64])
 @ROLES
 def test_tiles_may_exceed_the_weight(role, rows, n, k, dtype):
-    """Programs that share the rows have no, one or two tiles each."""
+    """Programs that share the rows have zero, one or two tiles each."""
     config = CONFIGS[role, rows]
     config = replace(config, programs=min(config.programs, 5))
     product(role, n, k, rows - 3, dtype, bias=role in ("qkv", "lm_head")).check(config)
@@ -96,19 +96,19 @@ def test_rows_may_lie_apart(role, rows):
 @pytest.mark.parametrize("rows", [32, 64])
 @ROLES
 def test_stopped_rows_do_not_disturb_the_next_launch(role, rows):
-    of_engine(role, rows).check_stopped(CONFIGS[role, rows])
+    engine_product(role, rows).check_stopped(CONFIGS[role, rows])
 
 
 @hopper_only
 @pytest.mark.parametrize("rows", [32, 64])
-def test_captured_dependent_launches_give_the_same_bits(rows):
-    check_captured([of_engine(role, rows) for role in EPILOGUES], [CONFIGS[role, rows] for role in EPILOGUES])
+def test_captured_dependent_launches_compute_the_same_bits(rows):
+    check_captured([engine_product(role, rows) for role in EPILOGUES], [CONFIGS[role, rows] for role in EPILOGUES])
 
 
 @hopper_only
 @pytest.mark.parametrize("preset, role", INVARIANT)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(preset, role):
-    """In configs of the batch-invariant mode, whose instructions are as wide as there are rows."""
+    """In the configs of batch-invariant mode, the width of an instruction is the number of rows."""
     few, most = INVARIANT[preset, role]
     of_rows = partial(product, role, *SIZES[preset][role], stopped=())
     check_alike(of_rows(64), of_rows, {16: few, 32: few, 64: most})

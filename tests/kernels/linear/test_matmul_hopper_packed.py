@@ -23,7 +23,7 @@ CONFIGS = {
     "iterations_producer": HopperConfig(128, 256, 3, 2, num_warps=8, programs=2, producer=1, registers=120),
     "split": HopperConfig(64, 256, 4, 4, split=3, registers=168),
 }
-OF_ENGINES = {"int4": "int4_groups_of_128", "fp8": "e4m3"}  # as --quantize packs them
+OF_ENGINES = {"int4": "int4_groups_of_128", "fp8": "e4m3"}  # schemes of --quantize
 SIZES = {"normed": (6144, 2560), "residual": (2560, 4096), "gated": (9728, 2560)}  # outputs and columns of Qwen3-4B
 
 
@@ -35,7 +35,7 @@ def product(epilogue, scheme, n, k, rows, **options) -> Product:
 @SCHEME
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_configs_match_the_reference(config, scheme):
-    """Tiles exceed the rows of the weight."""
+    """The tiles have more rows than the weight."""
     product("normed_bias", scheme, 208, 2560, 33).check(config)
 
 
@@ -81,7 +81,7 @@ def test_captured_dependent_launches_give_the_same_bits(scheme, rows):
 @pytest.mark.parametrize("epilogue", SIZES)
 @pytest.mark.parametrize("scheme", [*OF_ENGINES.values(), "int4_zeros"])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(scheme, epilogue):
-    """The programs that share columns are as many for any number of rows."""
+    """The number of programs that share columns is the same for any number of rows."""
     split = 4 if epilogue == "residual" else 1
     columns = 256 if scheme.startswith("int4") else 128
     few = HopperConfig(64, columns, 4, 4, split=split, producer=1, registers=112)
@@ -91,6 +91,6 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(scheme, epilogue):
 
 
 @pytest.mark.parametrize("scheme", ["int4_groups_of_32", "int4_ordered", "int8"])
-def test_a_launch_refuses_what_the_kernel_does_not_multiply(scheme):
+def test_launch_rejects_unsupported_weights(scheme):
     with pytest.raises(ValueError):
         product("normed", scheme, 64, 512, 16).enqueue(CONFIGS["one"])

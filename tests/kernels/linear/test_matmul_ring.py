@@ -83,7 +83,7 @@ def test_a_stopped_row_does_not_disturb_the_next_launch(producer):
 
 
 @pytest.mark.parametrize("scheme, rows", [("int4_zeros", 1), ("int4_ordered", 1), ("int8", 1), ("e4m3", 2)])
-def test_a_launch_refuses_what_the_kernel_does_not_multiply(scheme, rows):
+def test_launch_rejects_unsupported_weights(scheme, rows):
     one = Product("normed", packed(scheme, 32, 512), rows)
     with pytest.raises(ValueError):
         one.enqueue(RingConfig())

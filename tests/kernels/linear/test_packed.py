@@ -76,7 +76,7 @@ def test_dequantize_matches_the_reference(scheme):
 
 @pytest.mark.skipif(not CUDA, reason="torch's products of bf16 on a CPU are not the GPU's")
 @SCHEME
-def test_torch_multiplies_many_rows_by_pieces_of_the_weight(scheme):
+def test_torch_multiplies_many_rows_by_parts_of_the_weight(scheme):
     linear, x = packed(scheme, 1001, 2560), random(128, 2560, dtype=torch.bfloat16, seed=1)
     out, scratch = poisoned(128, 1001, dtype=torch.bfloat16), poisoned(300 * 2560, dtype=torch.bfloat16)
     TORCH.op.launch(None, x, linear, out, Plain(), scratch)
@@ -88,14 +88,14 @@ def test_torch_multiplies_many_rows_by_pieces_of_the_weight(scheme):
     "linear", [dense(40, 256, torch.float32), packed("int4_zeros", 40, 256)], ids=["dense", "packed"]
 )
 def test_torch_multiplies_in_fp32(linear, bias):
-    """A packed tensor is dequantized in pieces of 16 rows."""
+    """A packed tensor is dequantized in parts of 16 rows."""
     linear, x, out = replace(linear, bias=random(40) if bias else None), random(3, 256), poisoned(3, 40)
     TORCH.op.launch(None, x, linear, out, Plain(), poisoned(16 * 256), pdl=True)
     expected = x @ linear.matrix().T
     assert_close(out, expected + linear.bias if bias else expected, 1e-5)
 
 
-def test_pieces_of_a_weight_are_alike_and_begin_at_whole_tiles():
+def test_parts_of_a_weight_have_equal_sizes_of_whole_tiles():
     assert piece_rows(19456, 2**25 // 2560) == 9728 and piece_rows(6144, 2**25 // 2560) == 6144
     assert piece_rows(1001, 300) == 256 and piece_rows(28672, 2**25 // 4096) == 7168
     assert piece_rows(40, 16) == 16 and piece_rows(1000, 200) == 128

@@ -26,7 +26,7 @@ def supporting(case: Case, rows: int, capability: int = 90) -> set[str]:
     return {kernel.name for kernel in LINEAR_KERNELS if kernel.supports(case, rows, device)}
 
 
-def test_kernels_have_names_and_configs_of_their_own():
+def test_kernels_have_distinct_names_and_configs():
     names = [kernel.name for kernel in LINEAR_KERNELS]
     assert names == ["ring", "matvec", "hopper", "matmul", "wide", "tiles", "torch"]
     assert len({kernel.config for kernel in LINEAR_KERNELS}) == len(names)
@@ -69,7 +69,7 @@ def test_the_ring_supports_one_row_of_two_schemes():
 
 
 def name_of(value) -> str:
-    """Name a case; sets are sorted, since processes order them differently."""
+    """Return the id of a case. Sets are sorted, because their order differs between processes."""
     return f"{value.number_type}, {value.k}/{value.group}" if isinstance(value, Packed) else "-".join(sorted(value))
 
 
@@ -99,6 +99,6 @@ def test_outputs_of_an_epilogue_are_the_tensors_that_it_writes(epilogue):
 
 @pytest.mark.parametrize("config", [MatvecConfig(2, 1), MatmulConfig(), TilesConfig(), WideConfig()])
 @pytest.mark.parametrize("epilogue", ["gated_bias", "residual_bias"])
-def test_epilogues_without_a_bias_refuse_one(epilogue, config):
+def test_epilogues_without_a_bias_reject_one(epilogue, config):
     with pytest.raises(ValueError):
         Product(epilogue, dense(32, 64), 1).enqueue(config)

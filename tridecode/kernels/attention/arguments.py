@@ -29,10 +29,11 @@ class KVLayer(NamedTuple):
 
     @property
     def fp8(self) -> bool:
+        """Whether K and V are fp8 codes with scales."""
         return is_fp8(self.k)
 
     def kernel_arguments(self) -> tuple:
-        """table_ptr, stride_table, and the fields of pages.Cache."""
+        """Return table_ptr, stride_table, and the fields of pages.Cache."""
         k_scale, v_scale = scales(self.k), scales(self.v)
         strides = *self.k.stride()[:2], *k_scale.stride()[:2]
         return self.table, self.table.stride(0), self.k, self.v, k_scale, v_scale, *strides
@@ -48,14 +49,16 @@ class Rope(NamedTuple):
     eps: float  # epsilon of the norms
 
     def kernel_arguments(self) -> tuple:
-        """The fields of rope.Rotary; cos is a placeholder for a norm that is None."""
+        """Return the fields of rope.Rotary. cos is a placeholder for a norm that is None."""
         norms = (self.cos if norm is None else norm for norm in (self.q_norm, self.k_norm))
         return self.cos, self.sin, *norms, self.eps
 
 
 class Scratch(NamedTuple):
-    """Buffers of the partial results of splits, with their shapes in decode passes; for prompt passes see scratch_sizes
-    in prompt_attention.py."""
+    """Buffers of the partial results of splits.
+
+    The comments list the shapes in decode passes. For prompt passes, see scratch_sizes in prompt_attention.py.
+    """
 
     partial: torch.Tensor  # fp32 [rows, query heads, max splits, head_dim], sums of values
     lse: torch.Tensor  # fp32 [rows, query heads, max splits, 2], running maximum and sum of weights

@@ -39,9 +39,9 @@ class AttentionConfig:
     """Launch config of attention of one row or a few rows."""
 
     block_t: int = 64  # positions of an iteration, a multiple or a divisor of the page
-    splits: int = 32  # the most programs of a K/V head and row
+    splits: int = 32  # maximum number of programs for a K/V head of a row
     num_warps: int = 4
-    registers: int = 0  # the most that a thread may use; 0: no bound
+    registers: int = 0  # maximum number of registers of a thread; 0: no limit
     ahead: int = 1  # iterations loaded before the wait (fp8 K/V: 1); a row that needs no more has one split
     converts: bool = False  # the GPU has an instruction that converts fp8 K/V
     short_splits: int = 0  # splits of a row, unless one would have more than short_iterations; 0: `splits`
@@ -51,16 +51,18 @@ class AttentionConfig:
 class Limits(NamedTuple):
     """Compile-time rules for the number of splits of a request."""
 
-    SPLITS: tl.constexpr  # the most
-    SHORT_SPLITS: tl.constexpr  # unless one of them would have more than SHORT_ITERATIONS
+    SPLITS: tl.constexpr  # maximum number of splits
+    SHORT_SPLITS: tl.constexpr  # maximum, unless a split would then have more than SHORT_ITERATIONS iterations
     SHORT_ITERATIONS: tl.constexpr
-    LEAST: tl.constexpr  # the fewest iterations of a split, if there are several queries
+    LEAST: tl.constexpr  # minimum number of iterations of a split, if there are several queries
 
 
 @triton.jit
 def _most_splits(blocks, LIMITS: tl.constexpr):
-    """Return the most splits of `blocks` blocks: SHORT_SPLITS, or up to SPLITS so that none has more than
-    SHORT_ITERATIONS."""
+    """Return the maximum number of splits for `blocks` blocks.
+
+    It is SHORT_SPLITS, or more, up to SPLITS, if a split would otherwise have more than SHORT_ITERATIONS iterations.
+    """
     return tl.minimum(tl.maximum(tl.cdiv(blocks, LIMITS.SHORT_ITERATIONS), LIMITS.SHORT_SPLITS), LIMITS.SPLITS)
 
 
@@ -69,7 +71,7 @@ def _longest(
     meta_ptr, REQUESTS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, LIMITS: tl.constexpr,
     SIZES: tl.constexpr,
 ):  # fmt: skip
-    """Return the most splits of any request."""
+    """Return the maximum number of splits over all requests."""
     offs_m = tl.arange(0, BLOCK_M)
     positions = tl.load(meta_ptr + offs_m * (QUERIES * META_WIDTH) + POSITION, mask=offs_m < REQUESTS, other=0)
     _, _, blocks = blocks_seen(positions, SIZES.BLOCK_T, SIZES.WINDOW)
@@ -90,8 +92,11 @@ def _request(meta_ptr, table_ptr, request, stride_table, QUERIES: tl.constexpr):
 
 @triton.jit
 def _share(position, QUERIES: tl.constexpr, LIMITS: tl.constexpr, SIZES: tl.constexpr):
-    """Return, for a request at `position`, the first position attended to, its block, the blocks of each split, and the
-    number of splits, 0 without cached positions."""
+    """Divide the cached positions of a request at `position` into splits.
+
+    Returns the first position attended to, its block, the blocks of each split, and the number of splits, which is 0
+    without cached positions.
+    """
     start, first_block, blocks = blocks_seen(position, SIZES.BLOCK_T, SIZES.WINDOW)
     if QUERIES == 1:  # one split if it needs only prefetched tiles: they cost less than combining
         length = SIZES.TILES if blocks <= SIZES.TILES else tl.cdiv(blocks, _most_splits(blocks, LIMITS))
@@ -105,7 +110,7 @@ def _attend(
     request, head, split, splits, position, table_ptr, start, first_block, length, count, together, rows, cache, rotary,
     partials, QUERIES: tl.constexpr, COMBINE_ALL: tl.constexpr, PDL: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """Do the work of one split, of `length` blocks."""
+    """Compute one split of `length` blocks."""
     first = (first_block + split * length) * SIZES.BLOCK_T
     end = tl.minimum(first + length * SIZES.BLOCK_T, position)
     part = Split(request, head, split, splits, position, table_ptr, start, first, end)
@@ -137,20 +142,26 @@ def _attention_kernel(
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of the new tokens of each request to its cached positions and to themselves. The tokens are the first
-    running rows of QUERIES rows at consecutive positions. Their K and V are written to the cache.
+    """Compute attention of the new tokens of each request to its cached positions and to themselves.
 
-    meta is [rows, META_WIDTH] int32, qkv [rows, (HEADS + 2 KV_HEADS) * D], out [rows, HEADS * D] (output). The other
-    tensors, and the sizes up to INTERPRETED, are described in arguments.py. Moves 2 * KV_HEADS * D * itemsize bytes a
-    position.
+    The new tokens are the running rows, which come first, of QUERIES rows at consecutive positions. Their K and V are
+    written to the cache. A program computes one split of a K/V head of a request.
 
-    Grid (KV_HEADS, REQUESTS * SHORT_SPLITS + SPLITS - SHORT_SPLITS). The number of splits of a request depends only on
-    its own length, so that its result does not depend on other requests. The first SHORT_SPLITS splits of every request
-    have a program each. The remaining splits, usually none, are dealt out to the remaining programs. Programs without
-    work exit immediately, so that those of the next kernel can start. The first TILES tiles of a split are in flight
-    before the wait, because only earlier passes wrote them. If there are several queries, a split has LEAST iterations
-    or more. TOGETHER: the first SHORT_SPLITS programs of all requests run at the same time, so that the splits of a
-    request may wait for each other if no request has more.
+    Grid: (KV_HEADS, REQUESTS * SHORT_SPLITS + SPLITS - SHORT_SPLITS). The number of splits of a request depends only on
+    its own length, so that its result does not depend on other requests. Each of the first SHORT_SPLITS splits of every
+    request has its own program. The remaining splits, usually none, are distributed among the remaining programs.
+    Programs without work exit immediately, so that those of the next kernel can start. The first TILES tiles of a split
+    are in flight before the wait, because only earlier passes wrote them. With several queries, a split has at least
+    LEAST iterations.
+    If TOGETHER, the first SHORT_SPLITS programs of all requests run at the same time. The splits of a request may then
+    wait for each other, provided that no request has more splits.
+    Moves 2 * KV_HEADS * D * itemsize bytes a position.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32.
+        qkv_ptr: [rows, (HEADS + 2 KV_HEADS) * D].
+        out_ptr: [rows, HEADS * D] (output).
+        Others: see arguments.py, which also describes the sizes up to INTERPRETED.
     """
     SIZES: tl.constexpr = Sizes(
         PAGE, KV_HEADS, GROUP, COLUMNS, D, BLOCK_D, BLOCK_G, BLOCK_T, WARP_T, TILES, MAX_SPLITS, COMBINE, WINDOW,
@@ -165,7 +176,7 @@ def _attention_kernel(
     program = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    longest = SHORT_SPLITS  # most splits of any request
+    longest = SHORT_SPLITS  # maximum number of splits of a request
     if SPLITS > SHORT_SPLITS and QUERIES > 1:
         longest = _longest(meta_ptr, REQUESTS, QUERIES, BLOCK_M, LIMITS, SIZES)
     together = TOGETHER
@@ -191,7 +202,7 @@ def _attention_kernel(
             longest = _longest(meta_ptr, REQUESTS, QUERIES, BLOCK_M, LIMITS, SIZES)
         if longest <= SHORT_SPLITS:
             return
-        before = 0  # splits of earlier requests that were dealt out
+        before = 0  # additional splits of earlier requests
         for request in tl.range(0, REQUESTS, num_stages=1, disable_licm=True):
             count, position, own_table_ptr = _request(meta_ptr, table_ptr, request, stride_table, QUERIES)
             start, first_block, length, splits = _share(position, QUERIES, LIMITS, SIZES)
@@ -205,14 +216,20 @@ def _attention_kernel(
 
 
 def attention(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):
-    """Attention of one token a row: qkv [rows, (heads + 2 kv_heads) * head_dim] to out [rows, heads * head_dim]."""
+    """Compute attention of one new token a row.
+
+    Args:
+        meta: [rows, META_WIDTH] int32.
+        qkv: [rows, (heads + 2 kv_heads) * head_dim].
+        out: [rows, heads * head_dim] (output).
+    """
     launch_attention(meta, qkv, out, kv, rope, scratch, heads, config, pdl)
 
 
 def launch_attention(
     meta, qkv, out, kv, rope, scratch, heads, config, pdl, queries: int = 1, least: int = 1, together: bool = False
 ) -> None:
-    """Launch the kernel for requests of `queries` rows; the last arguments are fields of QueriesConfig."""
+    """Launch the kernel for requests of `queries` rows. `least` and `together` are fields of QueriesConfig."""
     sizes = sizes_of(kv, rope, scratch, heads, config, config.ahead, queries)
     requests = len(out) // queries
     short = min(config.short_splits or config.splits, config.splits)
@@ -274,6 +291,7 @@ def sizes_of(
 
 
 def attention_ref(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads):
+    """Compute `attention` in torch."""
     page = kv.page
     for row in running(meta, out.shape[0]):
         slot, position = meta[row, [SLOT.value, POSITION.value]].tolist()
@@ -297,7 +315,10 @@ def attention_ref(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, hea
 
 
 def attention_bytes(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads) -> int:
-    """Bytes of K and V that the rows attend to now. Queries, outputs and partial results are small in comparison."""
+    """Return the bytes of K and V that the rows attend to.
+
+    Queries, outputs and partial results are small in comparison.
+    """
     positions = meta[running(meta, out.shape[0]), POSITION.value].tolist()
     return 2 * sum(min(position, heads.window or position) for position in positions) * heads.kv * row_bytes(kv.k)
 

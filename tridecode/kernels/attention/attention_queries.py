@@ -9,8 +9,10 @@ from .attention import OUTPUTS, _attention_kernel, attention_bytes, attention_re
 
 @dataclass(frozen=True)
 class QueriesConfig:
-    """Launch config of attention of several rows of each request. Other fields as in AttentionConfig, for a request
-    instead of a row."""
+    """Launch config of attention of several rows of each request.
+
+    Other fields as in AttentionConfig, for a request instead of a row.
+    """
 
     queries: int  # rows of each request
     block_t: int = 32
@@ -19,15 +21,15 @@ class QueriesConfig:
     ahead: int = 1
     short_splits: int = 0
     short_iterations: int = 32
-    least: int = 2  # the fewest iterations of a split
-    together: bool = False  # while no request has more than short_splits, all programs run at once and combine together
+    least: int = 2  # minimum number of iterations of a split
+    together: bool = False  # all programs run at once and combine together if no request has more than short_splits
     registers: int = 0
 
 
 def attention_queries(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):
-    """attention of config.queries rows of each request, at consecutive positions; rows that run come first."""
-    more = config.queries, config.least, config.together
-    launch_attention(meta, qkv, out, kv, rope, scratch, heads, config, pdl, *more)
+    """Compute attention of config.queries rows of each request, at consecutive positions. Running rows come first."""
+    arguments = config.queries, config.least, config.together
+    launch_attention(meta, qkv, out, kv, rope, scratch, heads, config, pdl, *arguments)
 
 
 ATTENTION_QUERIES = Op(attention_queries, attention_ref, attention_bytes, (_attention_kernel,), outputs=OUTPUTS)

@@ -25,8 +25,8 @@ class AttentionRowsConfig:
     splits: int = 32
     num_warps: int = 4
     registers: int = 0
-    least: int = 4  # the fewest iterations of a split
-    programs: int = field(kw_only=True)  # programs that share the work, items of a K/V head and a split of a row
+    least: int = 4  # minimum number of iterations of a split
+    programs: int = field(kw_only=True)  # programs that share the items, each a split of a K/V head of a row
     stages: int = 1  # pipeline stages, 1 + 2 for each tile in flight; 1: the next tile is loaded into registers
     early: bool = True  # the first tile is loaded before the wait, because no launch of this pass writes it
     converts: bool = False
@@ -43,12 +43,13 @@ class Work(NamedTuple):
 
 @triton.jit
 def _pick(values, index):
+    """Return values[index]."""
     return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
 
 
 @triton.jit
 def _item(item, work, table_ptr, stride_table, LEAST: tl.constexpr, SPLITS: tl.constexpr, SIZES: tl.constexpr):
-    """Return the Split of an item: the K/V heads of the first split of the first row come first."""
+    """Return the Split of an item. Items are ordered by row, then by split, then by K/V head."""
     unit, head = item // SIZES.KV_HEADS, item % SIZES.KV_HEADS
     row = tl.sum((work.ends <= unit).to(tl.int32), 0)
     splits = _pick(work.active, row)
@@ -64,8 +65,10 @@ def _item(item, work, table_ptr, stride_table, LEAST: tl.constexpr, SPLITS: tl.c
 
 @triton.jit
 def _tile(cache, part, t, SIZES: tl.constexpr):
-    """Load K [BLOCK_T, BLOCK_D] and V [BLOCK_D, BLOCK_T] of the positions from t within a Split; if FP8, the tile that
-    fp8_attend takes."""
+    """Load K [BLOCK_T, BLOCK_D] and V [BLOCK_D, BLOCK_T] of the positions from t within a Split.
+
+    If FP8, load the tile that fp8_attend takes.
+    """
     cache = head_of(cache, part.head)
     if SIZES.FP8:
         return fp8_tile(cache, part.table_ptr, t, part.end, SIZES)
@@ -81,7 +84,10 @@ def _tile(cache, part, t, SIZES: tl.constexpr):
 
 @triton.jit
 def _attend(tile, dot_q, sums, t, part, SIZES: tl.constexpr):
-    """Update the maximum, the sums of weights of each row of a tile, and the sums of values, with the tile from t."""
+    """Update the online softmax with the tile from t: the maxima, the sums of weights, and the sums of values.
+
+    The sums of weights are kept for each row of a tile.
+    """
     m, l_t, acc = sums
     offs_t = tl.arange(0, SIZES.BLOCK_T)
     ELEMENT: tl.constexpr = tile[0].dtype
@@ -115,13 +121,15 @@ def _attention_rows_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of each row's token over the cached positions of its slot and itself. Its K and V are written to the
-    cache.
+    """Compute attention of each row's token to the cached positions of its slot and to itself.
 
-    Arguments as in _attention_kernel. Without EARLY the previous launch may have written some of the cache. Grid
-    (PROGRAMS,). The number of splits of a row depends only on its own length, so that its result does not depend on
-    other rows. Every program reads the work of all rows from meta before the wait, and takes its share of the items,
-    which are a K/V head of a split of a row each. The split of a head that finishes last combines all of them.
+    K and V of the token are written to the cache. Grid: (PROGRAMS,). Every program reads the lengths of all rows from
+    meta before the wait, and computes its share of the items, each a split of a K/V head of a row. The split of a head
+    that finishes last combines all of them. The number of splits of a row depends only on its own length, so that its
+    result does not depend on other rows. Without EARLY, the first tile is loaded after the wait, because the previous
+    launch may have written to the cache.
+
+    Args: see _attention_kernel.
     """
     SIZES: tl.constexpr = Sizes(
         PAGE, KV_HEADS, GROUP, COLUMNS, D, BLOCK_D, BLOCK_G, BLOCK_T, WARP_T, TILES, MAX_SPLITS, COMBINE, WINDOW,
@@ -166,7 +174,7 @@ def _attention_rows_kernel(
             qkv_ptr + row * stride_qkv, head, tl.float32 if FP8 else ELEMENT, SIZES
         )  # fmt: skip
         q = rms_rope(q, q_partner, q_factors, eps, D, QK_NORM) * (scale * LOG2E)
-        # The new token is attended to as the cache holds it. Split 0 attends to it, before all other positions.
+        # The new token is attended to with the precision of the cache, by split 0, before all other positions.
         k = rms_rope(k, k_partner, k_factors, eps, D, QK_NORM)
         cell = cell_of(own, page, position, PAGE, D)
         k, v = store_token(own, page, cell, position, k, v, split == 0, PAGE, D, FP8)
@@ -206,7 +214,7 @@ def _attention_rows_kernel(
 
 
 def attention_rows(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):
-    """attention of several rows."""
+    """Compute `attention` of several rows with a fixed number of programs."""
     assert not kv.fp8 or config.stages == 1, "the next tile of fp8 K/V is loaded into registers"
     rows = len(out)
     _attention_rows_kernel[(config.programs,)](

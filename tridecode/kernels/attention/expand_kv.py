@@ -1,4 +1,4 @@
-"""expand_kv: convert the fp8 K/V that prompts attend to, once for all of their rows, to bf16 pages of one layer."""
+"""expand_kv: converts the fp8 K/V that prompts attend to, to bf16 pages of one layer, once for all rows."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from ..op import Op
 from .arguments import KVLayer
 from .fp8_kv import held, row_bytes, words_to_numbers
 
-PROGRAMS = 8  # programs a multiprocessor
+PROGRAMS = 8  # programs for each multiprocessor
 WARPS = 4
 
 
@@ -25,11 +25,16 @@ def _expand_kv_kernel(
     D: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Write keys, values [pages, KV_HEADS, PAGE, D]: K and V of the pages that the chunks attend to, times the scales.
+    """Write K and V of the pages that the chunks attend to, times their scales.
 
-    chunks is [MAX_CHUNKS, CHUNK_WIDTH] int32. Moves three bytes a number. Grid (programs,): they share the items, one
-    page and head each. Entries behind a chunk's last position are copied too. A page that several chunks share is
-    written by each of them, with the same numbers.
+    Grid: (programs,). The programs share the items, each one page of one head. Moves three bytes a number.
+    Entries after a chunk's last position are copied too. If several chunks share a page, each of them writes it, with
+    the same numbers.
+
+    Args:
+        chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.
+        keys_ptr, values_ptr: [pages, KV_HEADS, PAGE, D] (outputs).
+        Others: see arguments.KVLayer.
     """
     offs_c = tl.arange(0, MAX_CHUNKS)
     chunk_ptrs = chunks_ptr + offs_c * CHUNK_WIDTH
@@ -57,8 +62,12 @@ def _expand_kv_kernel(
 
 
 def expand_kv(chunks, kv: KVLayer, keys, values):
-    """Write keys, values [pages, kv_heads, page, head_dim]: K and V of fp8 `kv`, in the pages that the chunks attend
-    to."""
+    """Convert fp8 K and V of the pages that the chunks attend to.
+
+    Args:
+        chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32.
+        keys, values: [pages, kv_heads, page, head_dim] (outputs).
+    """
     _, kv_heads, page, head_dim = kv.k.shape
     programs = PROGRAMS * max(device_of(keys.device).multiprocessors, 1)
     _expand_kv_kernel[(programs,)](
@@ -76,12 +85,14 @@ def expand_kv(chunks, kv: KVLayer, keys, values):
 
 
 def expand_kv_ref(chunks, kv: KVLayer, keys, values):
+    """Compute `expand_kv` in torch."""
     for chunk in listed(chunks):
         pages = kv.table[chunk.slot, : -(-chunk.end // kv.page)].long()
         keys[pages], values[pages] = (held(cache, (pages,)).to(keys.dtype) for cache in (kv.k, kv.v))
 
 
 def expand_kv_bytes(chunks, kv: KVLayer, keys, values) -> int:
+    """Return the bytes that a launch moves."""
     positions = sum(-(-chunk.end // kv.page) * kv.page for chunk in listed(chunks))
     return 2 * positions * kv.k.shape[1] * (row_bytes(kv.k) + kv.k.shape[3] * keys.itemsize)
 

@@ -14,13 +14,20 @@ from ..linear.bits import e4m3_value
 LARGEST = 448.0  # the largest number in e4m3
 SCALE_BYTES = 2
 
-_PLACES = {"f16": (1, "0x3f803f80", "0x5c005c00"), "bf16": (4, "0x07f007f0", "0x7b807b80")}  # times 2 ** 8, 2 ** 120
+# Target -> distance of a shift, mask of the moved bits, and the factor, 2 ** 8 or 2 ** 120.
+_PLACES = {
+    "f16": (1, "0x3f803f80", "0x5c005c00"),
+    "bf16": (4, "0x07f007f0", "0x7b807b80"),
+}  # multiplied by 2 ** 8, 2 ** 120
 
 
 def _conversion(kind: str, source: str, *pairs: tuple[str, str]) -> tl.constexpr:
-    """Return assembly that converts the codes in `source`, two registers (0: none). pairs: selected bytes, target.
+    """Return assembly that converts the codes in `source`, two registers (0 if there is no second one).
 
     Two codes are moved to the upper bytes of the halves of a word, shifted down below the sign, and multiplied.
+
+    Args:
+        pairs: For each word of output, the bytes that prmt selects and the target registers.
     """
     places, bits, up = _PLACES[kind]
     text = f".reg .b32 w, t, up, zero; mov.b32 up, {up}; mov.b32 zero, 0x80008000;"
@@ -61,8 +68,11 @@ def from_e4m3(codes, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def words_to_numbers(words, NUMBERS: tl.constexpr, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Convert words of four codes to [..., 2, 2] NUMBERS: fp16, for which the GPU has an instruction if CONVERTS, or
-    bf16. If codes were loaded as bytes, the compiler might unpack and pack them again."""
+    """Convert words of four codes to [..., 2, 2] NUMBERS, fp16 or bf16.
+
+    If CONVERTS, the GPU has an instruction that converts to fp16. Words are loaded instead of bytes, because the
+    compiler might unpack and pack bytes again.
+    """
     if INTERPRETED:
         a, b = e4m3_value(words & 255), e4m3_value((words >> 8) & 255)
         c, d = e4m3_value((words >> 16) & 255), e4m3_value((words >> 24) & 255)
@@ -78,8 +88,10 @@ def words_to_numbers(words, NUMBERS: tl.constexpr, CONVERTS: tl.constexpr, INTER
 
 @triton.jit
 def two_words_to_bf16(first, second, INTERPRETED: tl.constexpr):
-    """Convert two words to [..., 2, 2, 2] bf16, the last dimension being the word. The halves of a register are one
-    number of each."""
+    """Convert two words to [..., 2, 2, 2] bf16. The last dimension is the word.
+
+    Each register contains one number of each word.
+    """
     if INTERPRETED:
         one = words_to_numbers(first, tl.bfloat16, False, True)
         return tl.join(one, words_to_numbers(second, tl.bfloat16, False, True))
@@ -132,12 +144,16 @@ def put_fp8(new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr, v_scale_ptr, mask_k, mask
 
 
 def is_fp8(cache: torch.Tensor) -> bool:
+    """Return whether a K/V cache contains fp8 codes."""
     return cache.dtype == torch.uint8
 
 
 def scales(cache: torch.Tensor) -> torch.Tensor:
-    """Return the scales [pages, kv_heads, page] bf16 of K or V of a layer, [pages, kv_heads, page, head_dim] uint8,
-    which follow each head's codes. Returns a cache without scales itself."""
+    """Return the scales [pages, kv_heads, page] bf16 of K or V of a layer, which follow each head's codes.
+
+    Args:
+        cache: [pages, kv_heads, page, head_dim]. If it is not uint8, it has no scales and is returned itself.
+    """
     if not is_fp8(cache):
         return cache
     pages, heads, page, D = cache.shape
@@ -165,14 +181,14 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def held(cache: torch.Tensor, index) -> torch.Tensor:
-    """Return cache[index], in fp32 if the cache is fp8. index: of pages, heads and positions."""
+    """Return cache[index], in fp32 if the cache is fp8. index selects pages, heads and positions."""
     if not is_fp8(cache):
         return cache[index]
     return cache[index].contiguous().view(torch.float8_e4m3fn).float() * scales(cache)[index].float()[..., None]
 
 
 def put(cache: torch.Tensor, index, x: torch.Tensor) -> None:
-    """Set cache[index] = x, fp32."""
+    """Set cache[index] = x, where x is fp32."""
     if not is_fp8(cache):
         cache[index] = x.to(cache.dtype)
         return

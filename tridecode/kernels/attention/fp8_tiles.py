@@ -1,9 +1,9 @@
-"""Attention of the queries of one row to fp8 K/V. Each warp attends to its own positions, from codes that are loaded
-directly into the registers of the layout that the tensor cores take.
+"""Attention of the queries of one row to fp8 K/V, in which each warp attends to its own positions.
 
-Codes are loaded as words of four, 16 bytes a lane, and are converted only when they are multiplied. The order of the
-columns of a product is free as long as both operands agree; the order of its results is restored once, after the last
-iteration. Therefore no data moves between lanes and no iteration has a barrier: warps synchronize after all positions.
+Codes are loaded directly into the registers of the layout that the tensor cores take, as words of four, 16 bytes a
+lane. They are converted only when they are multiplied. The order of the columns of a product is free as long as both
+operands agree. The order of its results is restored once, after the last iteration. Therefore no data moves between
+lanes and no iteration has a barrier: warps synchronize after all positions.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from .fp8_kv import two_words_to_bf16, words_to_numbers
 from .splits import EMPTY
 
-_HEADS = tl.constexpr(16)  # the fewest rows of a product
+_HEADS = tl.constexpr(16)  # minimum number of rows of a product
 
 
 def warp_positions(config, page: int) -> int:
@@ -29,16 +29,15 @@ def _warp_pages(table_ptr, t, warp, end, SIZES: tl.constexpr):
 
 @triton.jit
 def _fp8_pages(table_ptr, t, end, SIZES: tl.constexpr):
-    """Load the pages of BLOCK_T positions from t, for each warp: as its lanes load codes, and as they load scales."""
+    """Load the pages of BLOCK_T positions from t for each warp, in the layouts of its codes and of its scales."""
     WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
-    of_codes = _warp_pages(table_ptr, t, tl.arange(0, WARPS * 8)[:, None] // 8, end, SIZES)
-    return of_codes, _warp_pages(table_ptr, t, tl.arange(0, WARPS)[:, None, None], end, SIZES)
+    pages = _warp_pages(table_ptr, t, tl.arange(0, WARPS * 8)[:, None] // 8, end, SIZES)
+    return pages, _warp_pages(table_ptr, t, tl.arange(0, WARPS)[:, None, None], end, SIZES)
 
 
 @triton.jit
 def _codes(ptr, pages, t, end, stride_p, SIZES: tl.constexpr):
-    """Return the pointers to the first word of each warp's positions, in eight lines a warp, and which warps have any
-    positions."""
+    """Return pointers to the first words of each warp's positions, in eight lines, and which warps have positions."""
     first = t + tl.arange(0, SIZES.BLOCK_T // SIZES.WARP_T * 8)[:, None] // 8 * SIZES.WARP_T
     places = pages[0].to(tl.int64) * (stride_p // 4) + first % SIZES.PAGE * (SIZES.D // 4)
     return ptr.to(tl.pointer_type(tl.int32)) + places, first < end
@@ -55,9 +54,11 @@ def _scale_pairs(ptr, pages, t, end, stride_p, SIZES: tl.constexpr):
 
 @triton.jit
 def _fp8_keys(cache, pages, t, end, SIZES: tl.constexpr):
-    """Load K of BLOCK_T positions from t in `pages`: words [warps * 8, 16], each tensor holding 64 codes of eight
-    positions of each warp, for the whole head and all positions of a warp; then the scales. Entries at `end` or later
-    are arbitrary."""
+    """Load K of BLOCK_T positions from t in `pages`, and its scales.
+
+    Returns words [warps * 8, 16], each tensor with 64 codes of eight positions of each warp, for the whole head and all
+    positions of a warp, followed by the scales. Entries at `end` or later are arbitrary.
+    """
     D: tl.constexpr = SIZES.D
     line, word = tl.arange(0, SIZES.BLOCK_T // SIZES.WARP_T * 8)[:, None], tl.arange(0, 16)[None, :]
     ptrs, some = _codes(cache.k_ptr, pages, t, end, cache.stride_kp, SIZES)
@@ -72,8 +73,11 @@ def _fp8_keys(cache, pages, t, end, SIZES: tl.constexpr):
 
 @triton.jit
 def _fp8_values(cache, pages, t, end, SIZES: tl.constexpr):
-    """Load V of the same positions: words [warps * 8, 4 * words of a lane], each tensor holding four positions of each
-    warp; then the scales."""
+    """Load V of the same positions, and its scales.
+
+    Returns words [warps * 8, 4 * words of a lane], each tensor with four positions of each warp, followed by the
+    scales.
+    """
     D: tl.constexpr = SIZES.D
     WIDE: tl.constexpr = min(SIZES.BLOCK_D, 128) // 32  # words of V that a lane loads together
     line, word = tl.arange(0, SIZES.BLOCK_T // SIZES.WARP_T * 8)[:, None], tl.arange(0, 4 * WIDE)[None, :]
@@ -91,8 +95,7 @@ def _fp8_values(cache, pages, t, end, SIZES: tl.constexpr):
 
 @triton.jit
 def fp8_tile(cache, table_ptr, t, end, SIZES: tl.constexpr):
-    """Load what `fp8_attend` begins with: K and V of BLOCK_T positions of one head from t, and the pages of the tile
-    that follows."""
+    """Load the tile that `fp8_attend` starts with: K and V of BLOCK_T positions from t, and the next pages."""
     pages = _fp8_pages(table_ptr, t, end, SIZES)
     keys, values = _fp8_keys(cache, pages, t, end, SIZES), _fp8_values(cache, pages, t, end, SIZES)
     return keys, values, _fp8_pages(table_ptr, t + SIZES.BLOCK_T, end, SIZES)
@@ -107,6 +110,7 @@ def _scales(pairs):
 
 @triton.jit
 def _halved(parts, HALF: tl.constexpr):
+    """Join the first HALF tensors of a tuple with the second HALF, along a new last dimension."""
     both = ()
     for i in tl.static_range(HALF):
         both += (tl.join(parts[i], parts[i + HALF]),)
@@ -141,7 +145,11 @@ def _fp8_queries(q, SIZES: tl.constexpr):
 
 @triton.jit
 def _fp8_scores(keys, q, seen, SIZES: tl.constexpr):
-    """Return the scores [warps, heads, positions] with the result of _fp8_keys. seen: [warps, 1, positions]."""
+    """Return the scores [warps, heads, positions] of q with the keys that _fp8_keys loaded.
+
+    Args:
+        seen: [warps, 1, positions], whether a position is attended to.
+    """
     WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D
     WARP_T: tl.constexpr = SIZES.WARP_T
@@ -157,23 +165,23 @@ def _fp8_scores(keys, q, seen, SIZES: tl.constexpr):
 
 @triton.jit
 def _fp8_weighted(values, p, acc, seen, SIZES: tl.constexpr):
-    """Add the result of _fp8_values, weighted by p [warps, heads, positions], to acc [warps, heads, BLOCK_D]."""
+    """Add the values of _fp8_values, weighted by p [warps, heads, positions], to acc [warps, heads, BLOCK_D]."""
     WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D
     WARP_T: tl.constexpr = SIZES.WARP_T
     WIDE: tl.constexpr = min(BLOCK_D, 128) // 32
     PARTS: tl.constexpr = BLOCK_D // (32 * WIDE)
-    # Scales behind the last position are arbitrary. The columns of p are reordered as the lanes hold the rows of V.
+    # Scales after the last position are arbitrary. The columns of p are reordered to the order in which lanes have V.
     p = tl.where(seen, p * _scales(values[WARP_T // 4 * PARTS]), 0.0).to(tl.bfloat16)
     p = tl.permute(p.reshape(WARPS, _HEADS, WARP_T // 16, 2, 4, 2), (0, 1, 2, 4, 3, 5)).reshape(WARPS, _HEADS, WARP_T)
     p = p.to(tl.float32 if SIZES.INTERPRETED else tl.bfloat16)
     v = ()
     for part in tl.static_range(PARTS):
-        of_part = ()
+        words = ()
         for i in tl.static_range(WARP_T // 8):
             first, second = values[2 * i * PARTS + part], values[(2 * i + 1) * PARTS + part]
-            of_part += (two_words_to_bf16(first, second, SIZES.INTERPRETED),)
-        v += (_joined(of_part, WARP_T // 8),)
+            words += (two_words_to_bf16(first, second, SIZES.INTERPRETED),)
+        v += (_joined(words, WARP_T // 8),)
     v = _joined(v, PARTS)
     v = v.reshape(WARPS, 8, 4, WIDE, 4, 2, WARP_T // 16, 2, PARTS)  # line, lane, word, byte, of two, 16, eight, part
     v = tl.permute(v, (0, 6, 2, 7, 5, 8, 3, 4, 1)).reshape(WARPS, WARP_T, BLOCK_D)
@@ -184,9 +192,16 @@ def _fp8_weighted(values, p, acc, seen, SIZES: tl.constexpr):
 def fp8_attend(q, tile, cache, table_ptr, first, start, end, SIZES: tl.constexpr):
     """Attend to the positions [max(first, start), end) of one head.
 
-    q: [COLUMNS, BLOCK_D] fp32, COLUMNS 8 or 16, scaled by log2(e). tile: of `fp8_tile` at `first`, a multiple of
-    BLOCK_T. Returns of each column the maximum score, the sum of the weights, both [COLUMNS], and the weighted sum of
-    the values, [BLOCK_D, COLUMNS]. Masked scores underflow to 0, or a later score scales their sums to 0.
+    Masked scores underflow to 0, or a later score scales their sums to 0.
+
+    Args:
+        q: [COLUMNS, BLOCK_D] fp32, scaled by log2(e). COLUMNS is 8 or 16.
+        tile: Result of `fp8_tile` at `first`, a multiple of BLOCK_T.
+
+    Returns:
+        For each column: the maximum score [COLUMNS], the sum of the weights [COLUMNS], and the weighted sum of the
+            values
+        [BLOCK_D, COLUMNS].
     """
     WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D

@@ -1,4 +1,4 @@
-"""gather_kv: copy the K/V of a slot's first positions from their pages to contiguous tensors, for torch's attention."""
+"""gather_kv: copies K/V of a slot's first positions from their pages to contiguous tensors, for torch's attention."""
 
 import triton
 import triton.language as tl
@@ -21,10 +21,14 @@ def _gather_kv_kernel(
     FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Write keys[:, t], values[:, t]: K and V of each position t below `positions`. A program for each page and head.
+    """Copy K and V of each position below `positions`. A program copies one page of one head.
 
-    table is the slot's, [max_pages] int32; keys and values are [KV_HEADS, >= positions, D] (output). Moves
-    4 * positions * KV_HEADS * D elements. Grid (cdiv(positions, PAGE), KV_HEADS).
+    Grid: (cdiv(positions, PAGE), KV_HEADS). Moves 4 * positions * KV_HEADS * D elements.
+
+    Args:
+        table_ptr: [max_pages] int32, the pages of the slot.
+        keys_ptr, values_ptr: [KV_HEADS, >= positions, D] (outputs).
+        Others: see arguments.KVLayer.
     """
     index = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -43,8 +47,13 @@ def _gather_kv_kernel(
 
 
 def gather_kv(table, k_cache, v_cache, positions, keys, values):
-    """Write keys, values [kv_heads, >= positions, head_dim]: K and V of a slot's first `positions`, from the pages that
-    `table` [max_pages] lists. k_cache, v_cache: [pages, kv_heads, page, head_dim]."""
+    """Copy K and V of a slot's first `positions` positions to contiguous tensors.
+
+    Args:
+        table: [max_pages] int32, the pages of the slot.
+        k_cache, v_cache: [pages, kv_heads, page, head_dim].
+        keys, values: [kv_heads, >= positions, head_dim] (outputs).
+    """
     _, kv_heads, page, head_dim = k_cache.shape
     _gather_kv_kernel[(cdiv(positions, page), kv_heads)](
         *KVLayer(table, k_cache, v_cache).kernel_arguments(),
@@ -62,6 +71,7 @@ def gather_kv(table, k_cache, v_cache, positions, keys, values):
 
 
 def gather_kv_ref(table, k_cache, v_cache, positions, keys, values):
+    """Compute `gather_kv` in torch."""
     page = k_cache.shape[2]
     for index in range(-(-positions // page)):
         first, end = index * page, min((index + 1) * page, positions)
@@ -70,6 +80,7 @@ def gather_kv_ref(table, k_cache, v_cache, positions, keys, values):
 
 
 def gather_kv_bytes(table, k_cache, v_cache, positions, keys, values) -> int:
+    """Return the bytes that a launch moves."""
     return 2 * positions * k_cache.shape[1] * (row_bytes(k_cache) + k_cache.shape[3] * keys.itemsize)
 
 

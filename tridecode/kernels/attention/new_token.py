@@ -11,7 +11,7 @@ from .rope import partner_of
 def load_key(k_ptr, offs_g, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load a new key and the partners of its columns: fp32 [len(offs_g), BLOCK_D] each.
 
-    Every row holds the key, so that the scores of a group's queries with it need no exchange between warps.
+    Every row contains the same key, so that its scores with a group's queries need no exchange between warps.
     """
     offs_d = tl.arange(0, BLOCK_D)
     k_ptrs = k_ptr + (offs_g * 0)[:, None]
@@ -22,8 +22,11 @@ def load_key(k_ptr, offs_g, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_token(row_ptr, head, TYPE: tl.constexpr, SIZES: tl.constexpr):
-    """Load the queries of a K/V head, its new key, and the partners of their columns, fp32 [COLUMNS, BLOCK_D] each, and
-    its new value [BLOCK_D] as TYPE."""
+    """Load the queries of a K/V head, its new key and its new value.
+
+    Returns the queries, their partners, the key and its partners, fp32 [COLUMNS, BLOCK_D] each, and the value [BLOCK_D]
+    as TYPE.
+    """
     D: tl.constexpr = SIZES.D
     offs_g, offs_d = tl.arange(0, SIZES.COLUMNS), tl.arange(0, SIZES.BLOCK_D)
     mask = (offs_g < SIZES.GROUP)[:, None] & (offs_d < D)[None, :]
@@ -38,8 +41,14 @@ def load_token(row_ptr, head, TYPE: tl.constexpr, SIZES: tl.constexpr):
 
 @triton.jit
 def store_token(cache, page, cell, position, k, v, write, PAGE: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr):
-    """Store the key, in every row of k [rows, D padded], and value v [D padded] of a position at `cell` of one head,
-    if `write`. Return both as the cache holds them."""
+    """Store the key and the value of a position at `cell` of one head, if `write`.
+
+    Returns both as the cache stores them.
+
+    Args:
+        k: [rows, D padded]. Every row contains the key.
+        v: [D padded].
+    """
     offs_g, offs_d = tl.arange(0, k.shape[0]), tl.arange(0, k.shape[1])
     mask_d = offs_d < D
     mask_k = (offs_g == 0)[:, None] & mask_d[None, :]

@@ -14,8 +14,10 @@ from .tiles import attend_tiles, prefetch_tiles
 
 @triton.jit
 def attend_query(part, rows, cache, rotary, partials, PDL: tl.constexpr, SIZES: tl.constexpr):
-    """Attend to the positions of the Split `part`, for the heads that share its K/V head. Split 0 also attends to the
-    new token, and writes its K and V."""
+    """Attend to the positions of the Split `part`, for the query heads that share its K/V head.
+
+    Split 0 also attends to the new token, and writes its K and V.
+    """
     D: tl.constexpr = SIZES.D
     FP8: tl.constexpr = SIZES.FP8
     QK_NORM: tl.constexpr = SIZES.QK_NORM
@@ -45,7 +47,7 @@ def attend_query(part, rows, cache, rotary, partials, PDL: tl.constexpr, SIZES: 
         dot_q = tl.trans(q.to(ELEMENT).to(tl.float32 if SIZES.INTERPRETED else ELEMENT))
         m, l, acc = attend_tiles(dot_q, prefetched, 0, cache, table_ptr, position, first, end, False, SIZES)
 
-    # The new token is attended to as the cache holds it.
+    # The new token is attended to with the precision of the cache.
     k = rms_rope(k, k_partner, k_factors, rotary.eps, D, QK_NORM)
     k, v = store_token(cache, page, cell, position, k, v, split == 0, SIZES.PAGE, D, FP8)
     s_new = tl.where(split == 0, tl.sum(q * k.to(tl.float32), 1), EMPTY)

@@ -9,40 +9,39 @@ import triton.language as tl
 class Cache(NamedTuple):
     """K and V of one layer in a kernel, [pages, KV_HEADS, PAGE, D], or of one of its heads.
 
-    The scale pointers are read for fp8 K/V only. Strides, in elements: of a page and of a head, of K and V and of their
-    scales.
+    The scale pointers are read for fp8 K/V only. Strides are in elements.
     """
 
     k_ptr: tl.tensor
     v_ptr: tl.tensor
     k_scale_ptr: tl.tensor
     v_scale_ptr: tl.tensor
-    stride_kp: tl.tensor
-    stride_kh: tl.tensor
-    stride_sp: tl.tensor
-    stride_sh: tl.tensor
+    stride_kp: tl.tensor  # page stride of K and V
+    stride_kh: tl.tensor  # head stride of K and V
+    stride_sp: tl.tensor  # page stride of the scales
+    stride_sh: tl.tensor  # head stride of the scales
 
 
 @triton.jit
 def head_of(cache, head):
     """Return the Cache of one K/V head."""
     head = head.to(tl.int64)
-    of_head, of_scales = head * cache.stride_kh, head * cache.stride_sh
+    offs_h, offs_s = head * cache.stride_kh, head * cache.stride_sh
     return Cache(
-        cache.k_ptr + of_head, cache.v_ptr + of_head, cache.k_scale_ptr + of_scales, cache.v_scale_ptr + of_scales,
+        cache.k_ptr + offs_h, cache.v_ptr + offs_h, cache.k_scale_ptr + offs_s, cache.v_scale_ptr + offs_s,
         cache.stride_kp, cache.stride_kh, cache.stride_sp, cache.stride_sh,
     )  # fmt: skip
 
 
 @triton.jit
 def cell_of(cache, page, position, PAGE: tl.constexpr, D: tl.constexpr):
-    """Return the offset of a position in a K/V head, from its page as int64."""
+    """Return the offset of a position within a K/V head. page is int64."""
     return page * cache.stride_kp + (position % PAGE) * D
 
 
 @triton.jit
 def pages_at(table_ptr, t, end, PAGE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Load the pages of BLOCK_T positions from t, a multiple of BLOCK_T; 0 for pages that begin at `end` or later."""
+    """Load the pages of BLOCK_T positions from t, a multiple of BLOCK_T. Pages that begin at `end` or later are 0."""
     index = t // PAGE
     pages = (tl.load(table_ptr + index, mask=t < end, other=0),)
     for i in tl.static_range(1, BLOCK_T // PAGE):
@@ -52,7 +51,7 @@ def pages_at(table_ptr, t, end, PAGE: tl.constexpr, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def page_rows(pages, t, stride_kp, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the offsets of BLOCK_T positions from t in a K/V head: int64 [BLOCK_T, 1]. pages: of pages_at."""
+    """Return the offsets of BLOCK_T positions from t within a K/V head, int64 [BLOCK_T, 1]. pages: see pages_at."""
     offs_t = tl.arange(0, BLOCK_T)
     page = pages[0]
     for i in tl.static_range(1, BLOCK_T // PAGE):
@@ -62,7 +61,12 @@ def page_rows(pages, t, stride_kp, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_T:
 
 
 def pool_rows(cache):
-    """Return the whole pool as a matrix [pages * rows, D], one row for each position of a head, and the number of rows
-    of a page. cache: K or V of any layer."""
+    """Return the whole pool as a matrix [pages * rows, D], and the number of rows of a page.
+
+    Each row of the matrix is one position of a head.
+
+    Args:
+        cache: K or V of any layer.
+    """
     rows = cache.stride(0) // cache.shape[3]
     return cache.as_strided((len(cache) * rows, cache.shape[3]), (cache.shape[3], 1), 0), rows

@@ -41,12 +41,12 @@ class PromptAttentionConfig:
     num_warps: int = 4
     stages: int = 3  # pages in flight
     programs: int = field(kw_only=True)  # if there are fewer blocks than this, they are split over their positions
-    splits: int = 8  # the most splits of a block
-    least: int = 4  # the fewest pages of a split
-    heads: int = 1  # the most query heads of one K/V head that a block contains
-    apart: bool = False  # a separate launch combines the splits, else the last of them does
-    dependent: bool = False  # the launch may start while the kernel before it drains
-    hopper: int = 0  # programs of prompt_attention_hopper, which takes the launches that fit it; 0: not on this GPU
+    splits: int = 8  # maximum number of splits of a block
+    least: int = 4  # minimum number of pages of a split
+    heads: int = 1  # maximum number of query heads of one K/V head in a block
+    apart: bool = False  # a separate launch combines the splits; otherwise the split that finishes last does
+    dependent: bool = False  # the launch may start while the previous kernel drains
+    hopper: int = 0  # programs of prompt_attention_hopper, which runs the launches that fit it; 0: never use it
 
 
 class Pool(NamedTuple):
@@ -65,21 +65,26 @@ def _attend_pages(
     sums, q, pool_desc, pool, table_ptr, page, first, end, positions, MASKED: tl.constexpr, STAGES: tl.constexpr,
     FP8: tl.constexpr, INTERPRETED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the positions [first, end), which begin with `page`, and update the sums: the weighted sums of values,
-    the sums of weights, and the maxima. MASKED: some rows do not see all of the positions."""
+    """Attend to the positions [first, end), which begin with `page`, and update the sums.
+
+    The sums are the weighted sums of values, the sums of weights, and the maxima.
+
+    Args:
+        MASKED: Whether part_rows rows do not see all of the positions.
+    """
     acc, l, m = sums
     PAGE: tl.constexpr = BLOCKS.PAGE
     last = tl.maximum(end - 1, 0) // PAGE
     for t in tl.range(first, end, PAGE, num_stages=STAGES):
         row = page * pool.rows_of_page
-        of_scales = page.to(tl.int64) * pool.stride_sp + tl.arange(0, PAGE)
+        offs_s = page.to(tl.int64) * pool.stride_sp + tl.arange(0, PAGE)
         page = tl.load(table_ptr + tl.minimum(t // PAGE + 1, last))  # one iteration before its use
         k = pool_desc.load([row + pool.k_row, 0])
         if FP8:
             k = from_e4m3(k, INTERPRETED)
         s = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
         if FP8:
-            s *= tl.load(pool.k_scale_ptr + of_scales)[None, :].to(tl.float32)
+            s *= tl.load(pool.k_scale_ptr + offs_s)[None, :].to(tl.float32)
         if MASKED:
             offs_t = (t + tl.arange(0, PAGE))[None, :]
             seen = offs_t <= positions[:, None]
@@ -95,9 +100,9 @@ def _attend_pages(
         v = pool_desc.load([row + pool.v_row, 0])
         if FP8:
             v = from_e4m3(v, INTERPRETED)
-            scale = tl.load(pool.v_scale_ptr + of_scales)[None, :].to(tl.float32)
+            scale = tl.load(pool.v_scale_ptr + offs_s)[None, :].to(tl.float32)
             p *= tl.where((t + tl.arange(0, PAGE) < end)[None, :], scale, 0.0)
-        if MASKED:  # entries behind the last row's position are arbitrary, possibly NaN
+        if MASKED:  # entries after the last row's position are arbitrary, possibly NaN
             v = tl.where((t + tl.arange(0, PAGE) < end)[:, None], v, 0.0)
         acc = tl.dot(p.to(v.dtype).to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
         m = m_new
@@ -121,24 +126,33 @@ def _prompt_attention_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of each row to the positions of its slot up to its own.
+    """Compute attention of each row to the positions of its slot up to its own.
 
-    chunks is [MAX_CHUNKS, CHUNK_WIDTH] int32, q [rows, HEADS, D], out [rows, HEADS * D] (output). Rows outside all
-    chunks are not written. pool_desc describes the whole pool as [pages * rows_of_page, D], in tiles of a page of one
-    head. K of this layer begins at k_row, V at v_row, and each head has rows_of_head rows; codes with scales if FP8.
-    partial is [MAX_ITEMS, BLOCK_M, BLOCK_D] fp32, lse [MAX_ITEMS, 2, BLOCK_M] fp32, counter [MAX_ITEMS] int32. Grid
-    (programs,).
+    Grid: (programs,). The programs share the items, each a split of a block. A block is BLOCK_M / TOGETHER rows of a
+    chunk in TOGETHER heads of one K/V head. Items with the most work come first. If there are few blocks, each is split
+    over its positions, and the split that finishes last combines them, or the kernel of prompt_splits.py if APART. No
+    argument depends on lengths or pages, so one captured launch serves all prompts. Rows outside all chunks are not
+    written.
 
-    The programs share items: blocks of a chunk's rows, in TOGETHER heads of one K/V head, those with the most work
-    first. If there are few blocks, each is split over its positions, and the last split combines them; if APART, the
-    kernel of prompt_splits.py does. No argument depends on lengths or pages, so that one captured launch serves all.
+    Args:
+        chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.
+        q_ptr: [rows, HEADS, D].
+        out_ptr: [rows, HEADS * D] (output).
+        table_ptr: [slots, max_pages] int32.
+        pool_desc: Tensor descriptor of the whole pool, [pages * rows_of_page, D], in tiles of a page of one head. The
+            numbers are codes with scales if FP8.
+        k_row, v_row: Rows of the pool at which K and V of this layer begin. Each head has rows_of_head rows.
+        k_scale_ptr, v_scale_ptr: [pages, KV_HEADS, PAGE] bf16. Read only if FP8.
+        partial_ptr: [MAX_ITEMS, BLOCK_M, BLOCK_D] fp32 (scratch).
+        lse_ptr: [MAX_ITEMS, 2, BLOCK_M] fp32 (scratch).
+        counter_ptr: [MAX_ITEMS] int32, zero between launches (scratch).
     """
     BLOCKS: tl.constexpr = Blocks(
         HEADS, TOGETHER, PARTS, BLOCK_M, ROWS, D, BLOCK_D, PAGE, WINDOW, MAX_ITEMS, MAX_SPLITS, BLOCK_S, LEAST
     )
     TYPE: tl.constexpr = tl.float32 if INTERPRETED else q_ptr.dtype.element_ty
     partials = Partials(partial_ptr, lse_ptr, counter_ptr)
-    if APART and not INTERPRETED:  # the interpreter has neither
+    if APART and not INTERPRETED:  # the interpreter supports neither this instruction nor gdc_wait
         gdc_launch_dependents()
     total = tl.sum(blocks_of(chunks_ptr, ROWS), 0)
     if PDL and total == 0:
@@ -167,9 +181,9 @@ def _prompt_attention_kernel(
             q = (q.to(tl.float32) * (scale * LOG2E)).to(q_ptr.dtype.element_ty).to(TYPE)
             positions = block.position + tl.minimum(rows, block.left - 1)
             kv_head = head // (HEADS // KV_HEADS)
-            head_row, of_scales = kv_head * rows_of_head, kv_head.to(tl.int64) * stride_sh
+            head_row, offs_s = kv_head * rows_of_head, kv_head.to(tl.int64) * stride_sh
             pool = Pool(
-                k_row + head_row, v_row + head_row, rows_of_page, k_scale_ptr + of_scales, v_scale_ptr + of_scales,
+                k_row + head_row, v_row + head_row, rows_of_page, k_scale_ptr + offs_s, v_scale_ptr + offs_s,
                 stride_sp,
             )  # fmt: skip
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -213,8 +227,15 @@ def scratch_sizes(head_dim: int, config) -> dict[str, tuple[int, ...]]:
 
 
 def prompt_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads, *, config):
-    """Attention of the chunks' rows, q [rows, heads, head_dim], to out [rows, heads * head_dim]. kv: part of the pool.
-    scratch: of scratch_sizes."""
+    """Compute causal attention of the chunks' rows.
+
+    Args:
+        chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32.
+        q: [rows, heads, head_dim].
+        out: [rows, heads * head_dim] (output).
+        kv: K and V of one layer, as part of the pool.
+        scratch: Buffers of at least `scratch_sizes`.
+    """
     if config.hopper and prompt_attention_hopper.fits(q, kv.k, heads.window, config.hopper):
         return prompt_attention_hopper.launch(chunks, q, out, kv, heads, config.hopper)
     pool, rows_of_page = pool_rows(kv.k)
@@ -277,10 +298,11 @@ def prompt_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads
 
 
 def prompt_attention_ref(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads):
+    """Compute `prompt_attention` in torch."""
     for chunk in listed(chunks):
         first = max(chunk.start - heads.window + 1, 0) // kv.page if heads.window else 0  # page
         table = kv.table[chunk.slot, first : -(-chunk.end // kv.page)].long()
-        if len(table) == 1:  # copies nothing
+        if len(table) == 1:  # a view of one page, without a copy
             both = (held(cache, (table[0],)) for cache in (kv.k, kv.v))
         else:
             both = (held(cache, (table,)).transpose(0, 1).flatten(1, 2) for cache in (kv.k, kv.v))
@@ -292,22 +314,27 @@ def prompt_attention_ref(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: H
 
 
 def attend_masked(q, k, v, out, window: int, scale: float) -> None:
-    """Compute causal attention of the last rows, q [1, heads, n, D], over k, v [1, kv_heads, positions, D], to out
-    [heads, n, D], for as many rows at a time as a mask of MASK_LIMIT entries allows."""
+    """Compute causal attention of the last rows over k and v, in parts whose mask has at most MASK_LIMIT entries.
+
+    Args:
+        q: [1, heads, n, D].
+        k, v: [1, kv_heads, positions, D].
+        out: [heads, n, D] (output).
+    """
     n, end = q.shape[2], k.shape[2]
     keys = torch.arange(end, dtype=torch.int32, device=q.device)
     rows, done, grouped = keys[end - n :], 0, k.shape[1] != q.shape[1]
-    for some in rows.split(max(MASK_LIMIT // end, 1)):
-        behind = some[:, None] - keys
-        mask = (behind >= 0) & (behind < window) if window else behind >= 0
-        part = slice(done, done + len(some))
+    for part_rows in rows.split(max(MASK_LIMIT // end, 1)):
+        distance = part_rows[:, None] - keys
+        mask = (distance >= 0) & (distance < window) if window else distance >= 0
+        part = slice(done, done + len(part_rows))
         attended = scaled_dot_product_attention(q[:, :, part], k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
         out[:, part] = attended[0]
-        done += len(some)
+        done += len(part_rows)
 
 
 def prompt_attention_bytes(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads) -> int:
-    """Bytes of q and the output, and of K and V of each slot once."""
+    """Return the bytes of q and the output, and of K and V of each slot once."""
     ends = sum(chunk.end for chunk in listed(chunks))
     return q.nbytes + out.nbytes + 2 * ends * heads.kv * row_bytes(kv.k)
 

@@ -1,6 +1,7 @@
 """prompt_attention of many rows on Hopper: one producer warp copies, two warpgroups compute.
 
-Written in Gluon, Triton's language one level below. Source: FlashAttention-3 (Shah et al. 2024).
+Written in Gluon, the language below Triton, in which a kernel specifies layouts and copies. Source: FlashAttention-3
+(Shah et al. 2024).
 """
 
 import torch
@@ -61,8 +62,10 @@ def _arrive_after(l, bar):
 
 @gluon.jit
 def _uniform(x):
-    """Return x, which is the same in all threads, such that ptxas can prove it. Otherwise, with Triton 3.9, it does not
-    keep values derived from x in uniform registers, and spills."""
+    """Return x, which is equal in all threads, in a form that lets ptxas prove it.
+
+    Otherwise, with Triton 3.9, ptxas does not keep values derived from x in uniform registers, and spills.
+    """
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], gl.int32, False, 1)
 
 
@@ -78,8 +81,10 @@ def _rounds(items):
 
 @gluon.jit
 def _item(i, chunk, before, chunks_ptr, total, HEADS: gl.constexpr):
-    """Return this program's i-th item: head, block within its chunk, chunk, and blocks of the earlier chunks. chunk and
-    before: of the previous item."""
+    """Return this program's i-th item: head, block within its chunk, chunk, and number of blocks of the earlier chunks.
+
+    chunk and before are the values of the previous item.
+    """
     place = gl.program_id(0)
     if i % 2 == 1:  # in reverse order: the program with the longest item of a round has the shortest of the next
         place = gl.num_programs(0) - 1 - place
@@ -161,8 +166,11 @@ def _softmax(s, l, m, scale, first_t, positions, MASKED: gl.constexpr):
 
 @gluon.jit
 def _tiles(acc, l, m, p, c, q, scale, first, end, tiles, positions, shared, MASKED: gl.constexpr):
-    """Attend to the tiles [first, end), counted from the last position: the scores of each, and the product with V of
-    the tile before, so that exponentials overlap with products."""
+    """Attend to the tiles [first, end), counted from the last position.
+
+    Each iteration multiplies q with a tile of K, and the weights of the previous tile with V, so that exponentials
+    overlap with products.
+    """
     _, k_smem, v_smem, _, _, k_full, v_full = shared
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_L: gl.constexpr = acc.type.layout
@@ -203,7 +211,7 @@ def _clear(v_tile, first_t, end):
 
 @gluon.jit
 def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr, WARPGROUP: gl.constexpr):
-    """Warpgroup: attend with its half of the rows of each item."""
+    """Consumer warpgroup: attend with its half of the rows of each item."""
     q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
     TYPE: gl.constexpr = k_smem.dtype
     D: gl.constexpr = q_smem.shape[2]
@@ -264,15 +272,20 @@ def _prompt_attention_hopper_kernel(
     KV_HEADS: gl.constexpr,
     D: gl.constexpr,
 ):  # fmt: skip
-    """Attention of each row to the positions of its slot up to its own.
+    """Compute attention of each row to the positions of its slot up to its own.
 
-    chunks is [MAX_CHUNKS, CHUNK_WIDTH] int32, out [rows, HEADS * D] bf16 (output). Rows outside all chunks are not
-    written. q_desc describes [rows, HEADS * D] bf16, and pool_desc the whole pool as [pages * rows_of_page, D] bf16. K
-    of this layer begins at k_row and V at v_row, head by head. Grid (programs,), one a multiprocessor.
+    Grid: (programs,), one for each multiprocessor. The programs share the items, each BLOCK_M rows of a chunk in one
+    head. One warp copies q, K and V of one item after another to shared memory, up to STAGES tiles before they are
+    used. Two warpgroups attend with half of the rows each, and both read every tile. The result of an item depends on
+    nothing else. Rows outside all chunks are not written.
 
-    The programs share items, BLOCK_M rows of a chunk and a head each. One warp copies q, K and V of one item after
-    another to shared memory, as far ahead as there are stages. Two warpgroups attend with half of the rows each, and
-    both read every tile. Their results depend on nothing but their item.
+    Args:
+        chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.
+        q_desc: Tensor descriptor of [rows, HEADS * D] bf16.
+        out_ptr: [rows, HEADS * D] bf16 (output).
+        table_ptr: [slots, max_pages] int32.
+        pool_desc: Tensor descriptor of the whole pool, [pages * rows_of_page, D] bf16.
+        k_row, v_row: Rows of the pool at which K and V of this layer begin, head by head.
     """
     TYPE: gl.constexpr = out_ptr.dtype.element_ty
     TILE_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], TYPE)
@@ -309,8 +322,10 @@ def _prompt_attention_hopper_kernel(
 
 
 def fits(q, k_cache, window: int, multiprocessors: int) -> bool:
-    """Return whether the kernel supports the launch, with two items or more for each multiprocessor: with fewer, many
-    would be idle."""
+    """Return whether the kernel supports the launch, and the launch has at least two items for each multiprocessor.
+
+    With fewer items, many multiprocessors would be idle.
+    """
     rows, heads, D = q.shape
     items = cdiv(rows, BLOCK_M.value) * heads
     bf16 = q.dtype == k_cache.dtype == torch.bfloat16
@@ -319,11 +334,12 @@ def fits(q, k_cache, window: int, multiprocessors: int) -> bool:
 
 
 def _descriptor(x, block: list[int]) -> TensorDescriptor:
+    """Return a tensor descriptor of x in blocks of this shape."""
     return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
 
 
 def launch(chunks, q, out, kv: KVLayer, heads: Heads, programs: int) -> None:
-    """Launch prompt_attention with a number of programs; see `fits`."""
+    """Launch prompt_attention with this number of programs. `fits` must be true."""
     pool, rows_of_page = pool_rows(kv.k)
     _prompt_attention_hopper_kernel[(programs,)](
         chunks,

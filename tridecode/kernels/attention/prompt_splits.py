@@ -9,7 +9,7 @@ from ..chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WI
 from ..common import gdc_wait
 from .splits import EMPTY, Partials
 
-CHUNK = tl.constexpr(1 << 24)  # counts a chunk in a sum of blocks, which is smaller
+CHUNK = tl.constexpr(1 << 24)  # added once for each chunk to a sum of blocks, which stays below it
 
 
 class Blocks(NamedTuple):
@@ -25,16 +25,16 @@ class Blocks(NamedTuple):
     PAGE: tl.constexpr  # positions of a page
     WINDOW: tl.constexpr  # positions attended to; 0: all
     MAX_ITEMS: tl.constexpr  # items, a split of a block each, that the scratch has room for
-    MAX_SPLITS: tl.constexpr  # the most splits of a block
+    MAX_SPLITS: tl.constexpr  # maximum number of splits of a block
     BLOCK_S: tl.constexpr  # MAX_SPLITS, padded
-    LEAST: tl.constexpr  # the fewest pages of a split
+    LEAST: tl.constexpr  # minimum number of pages of a split
 
 
 class Block(NamedTuple):
     """Rows of a chunk."""
 
     slot: tl.tensor
-    first_row: tl.tensor  # in the pass
+    first_row: tl.tensor  # its number in the pass
     position: tl.tensor  # position of the first row
     left: tl.tensor  # rows from there to the end of the chunk
 
@@ -48,7 +48,7 @@ def blocks_of(chunks_ptr, ROWS: tl.constexpr):
 
 @triton.jit
 def splits_of(total, BLOCKS: tl.constexpr):
-    """Return the most splits of each of `total` blocks of rows."""
+    """Return the maximum number of splits of each of `total` blocks of rows."""
     return tl.maximum(tl.minimum(BLOCKS.MAX_ITEMS // tl.maximum(total * BLOCKS.PARTS, 1), BLOCKS.MAX_SPLITS), 1)
 
 
@@ -67,8 +67,11 @@ def block_of(chunks_ptr, block, BLOCKS: tl.constexpr):
 
 @triton.jit
 def shares(block, splits, BLOCKS: tl.constexpr):
-    """Return the range of positions [begin, end) that a block attends to, where begin is the first of a page, the pages
-    of each split, and the number of splits that have any."""
+    """Divide the positions that a block attends to into splits.
+
+    Returns the range [begin, end) of positions, where begin is the first of a page, the pages of each split, and the
+    number of splits that have pages.
+    """
     begin, end = 0, block.position + tl.minimum(block.left, BLOCKS.ROWS)
     if BLOCKS.WINDOW > 0:
         begin = tl.maximum(block.position - BLOCKS.WINDOW + 1, 0) // BLOCKS.PAGE * BLOCKS.PAGE
@@ -89,8 +92,14 @@ def store_rows(out_ptr, x, tile, block, head, BLOCKS: tl.constexpr):
 
 @triton.jit
 def sum_splits(partials, item, used, out_ptr, first, block, head, AT_ONCE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Combine AT_ONCE entries of a block from `first` on, and store their outputs. item: of the first of its `used`
-    splits. The partial results of all splits are loaded together, so that their latencies overlap."""
+    """Combine AT_ONCE entries of a block from `first` on, and store their outputs.
+
+    The partial results of all splits are loaded together, so that their latencies overlap.
+
+    Args:
+        item: Number of the item of the block's first split.
+        used: Number of splits of the block.
+    """
     tile = first + tl.arange(0, AT_ONCE)
     offs_s, offs_d = tl.arange(0, BLOCKS.BLOCK_S), tl.arange(0, BLOCKS.BLOCK_D)
     items = item + offs_s[None, :] * BLOCKS.PARTS
@@ -115,23 +124,30 @@ def _prompt_splits_kernel(
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial results of the splits of prompt_attention: out [rows, HEADS * D] (output) of the blocks that
-    have more than one split.
+    """Combine the partial results of the splits of prompt_attention, for blocks that have more than one split.
 
-    Arguments as in _prompt_attention_kernel. A program combines AT_ONCE entries of a block at a time, so that there are
-    enough of them for all multiprocessors. Grid (programs,).
+    Grid: (programs,). A program combines AT_ONCE entries of a block at a time, so that there is work for all
+    multiprocessors.
+
+    Args:
+        out_ptr: [rows, HEADS * D] (output).
+        Others: see _prompt_attention_kernel.
     """
     BLOCKS: tl.constexpr = Blocks(
         HEADS, TOGETHER, PARTS, BLOCK_M, ROWS, D, BLOCK_D, PAGE, WINDOW, MAX_ITEMS, MAX_SPLITS, BLOCK_S, LEAST
     )
     partials = Partials(partial_ptr, lse_ptr, counter_ptr)
-    PIECES: tl.constexpr = BLOCK_M // AT_ONCE
+    SHARES: tl.constexpr = BLOCK_M // AT_ONCE
     total = tl.sum(blocks_of(chunks_ptr, ROWS), 0)
     splits = splits_of(total, BLOCKS)
     if PDL and total == 0:
         gdc_wait()
-    for piece in range(tl.program_id(0), total * PARTS * PIECES, tl.num_programs(0)):
-        first, part, index = piece % PIECES * AT_ONCE, piece // PIECES % PARTS, piece // (PIECES * PARTS)
+    for unit in range(tl.program_id(0), total * PARTS * SHARES, tl.num_programs(0)):
+        first, part, index = (
+            unit % SHARES * AT_ONCE,
+            unit // SHARES % PARTS,
+            unit // (SHARES * PARTS),
+        )
         block = block_of(chunks_ptr, total - 1 - index, BLOCKS)
         _, _, _, used = shares(block, splits, BLOCKS)
         if PDL:
@@ -142,11 +158,16 @@ def _prompt_splits_kernel(
 
 
 def heads_together(group: int, most: int) -> int:
-    """Return the number of heads of one K/V head, of `group`, that share a block: a power of two that divides them."""
+    """Return the number of heads of one K/V head that share a block: the largest power of two that divides `group`.
+
+    The result is at most `most`.
+    """
     return min(group & -group, most)
 
 
 def rows_at_once(columns: int, registers: int, num_warps: int, most: int) -> int:
-    """Return the number of rows of `columns` fp32 columns that fit `registers` registers of each thread: a power of
-    two, up to `most`."""
+    """Return how many rows of `columns` fp32 columns fit into `registers` registers of each thread: a power of two.
+
+    The result is at most `most`.
+    """
     return max(min(registers * 32 * num_warps // columns, most), 1)

@@ -22,13 +22,16 @@ class Rotary(NamedTuple):
 
 @triton.jit
 def partner_of(offs_d, D: tl.constexpr):
+    """Return the partners of the columns offs_d."""
     return tl.where(offs_d < D // 2, offs_d + D // 2, offs_d - D // 2)
 
 
 @triton.jit
 def rotation(rotary, norm_ptr, position, offs_d, D: tl.constexpr, NORM: tl.constexpr):
-    """Load the factors of columns offs_d, and of their partners, at one position. If NORM, they include the weights of
-    the norm."""
+    """Load the factors of columns offs_d, and those of their partners, at one position.
+
+    If NORM, the factors include the weights of the norm.
+    """
     mask_d = offs_d < D
     lower = offs_d < D // 2
     row = position.to(tl.int64) * (D // 2)
@@ -44,8 +47,12 @@ def rotation(rotary, norm_ptr, position, offs_d, D: tl.constexpr, NORM: tl.const
 
 @triton.jit
 def rms_rope(x, partner, factors, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Normalize if NORM, and rotate, rows x [rows, D padded], with their partners and the factors of `rotation`, or
-    factors of each row."""
+    """Rotate the rows x [rows, D padded], after normalizing them if NORM.
+
+    Args:
+        partner: [rows, D padded], the partners of x's columns.
+        factors: Result of `rotation`, or factors of each row.
+    """
     cos, sin = factors
     if len(cos.shape) == 1:
         cos, sin = cos[None, :], sin[None, :]
@@ -59,7 +66,7 @@ def rms_rope(x, partner, factors, eps, D: tl.constexpr, NORM: tl.constexpr):
 def load_rotated(
     ptrs, positions, mask, rotary, norm_ptr, BLOCK_D: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
-    """Load rows [N, D padded] from ptrs [N], normalize them if NORM, and rotate each to its own of positions [N]."""
+    """Load rows [N, D padded] from ptrs [N], normalize them if NORM, and rotate each to its position [N]."""
     offs_d = tl.arange(0, BLOCK_D)
     lower, partner = offs_d < D // 2, partner_of(offs_d, D)
     mask = mask[:, None] & (offs_d < D)[None, :]
@@ -82,6 +89,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the RMS norm of x [..., N] times weight [N]."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 

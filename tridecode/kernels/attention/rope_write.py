@@ -1,4 +1,4 @@
-"""rope_write: q/k norm and rotary embedding of the tokens of prompts; their K and V are written to the cache."""
+"""rope_write: normalizes and rotates q and k of the tokens of prompts, and writes k and v to the cache."""
 
 import triton
 import triton.language as tl
@@ -13,8 +13,11 @@ from .rope import Rotary, partner_of, rms_rope, rotated, rotation
 
 @triton.jit
 def _load_heads(ptr, heads, COUNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load COUNT heads of a token and the partners of their columns, fp32 [heads, BLOCK_D] each; return also the mask.
-    heads: [BLOCK, 1]."""
+    """Load COUNT heads of a token and the partners of their columns, fp32 [heads, BLOCK_D] each. Also return the mask.
+
+    Args:
+        heads: [BLOCK, 1], the numbers of the heads.
+    """
     offs_d = tl.arange(0, BLOCK_D)
     mask = (heads < COUNT) & (offs_d < D)[None, :]
     x = tl.load(ptr + heads * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -48,11 +51,17 @@ def _rope_write_kernel(
     FP8: tl.constexpr,
     FOLLOWED: tl.constexpr,
 ):  # fmt: skip
-    """Normalize, if QK_NORM, and rotate q and k of a token; write q, and k and v to the cache. One program a token.
+    """Rotate q and k of a token, after normalizing them if QK_NORM. Write q, and k and v to the cache.
 
-    chunks is [MAX_CHUNKS, CHUNK_WIDTH] int32, qkv [rows, (HEADS + 2 KV_HEADS) * D], q [rows, HEADS * D] (output). The
-    other tensors are described in arguments.py; K and V are outputs, at the positions of the tokens. Rows outside all
-    chunks are not written. Moves each element once in and once out; partners come from L1. Grid (rows,).
+    A program computes one token. Grid: (rows,). Reads and writes each element once; partners come from L1. Rows outside
+    all chunks are not written.
+
+    Args:
+        chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.
+        qkv_ptr: [rows, (HEADS + 2 KV_HEADS) * D].
+        q_ptr: [rows, HEADS * D] (output).
+        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr: K and V of the layer (outputs), see arguments.KVLayer.
+        Others: see arguments.py.
     """
     if FOLLOWED:
         gdc_launch_dependents()
@@ -78,18 +87,21 @@ def _rope_write_kernel(
     v = tl.load(qkv_ptr + (KV_HEADS + kv_heads[:, None]) * D + offs_d[None, :], mask=mask, other=0.0)
     cells = page * stride_kp + kv_heads.to(tl.int64)[:, None] * stride_kh + (position % PAGE) * D + offs_d[None, :]
     if FP8:
-        of_scales = page * stride_sp + kv_heads.to(tl.int64) * stride_sh + position % PAGE
-        _store_fp8(k_ptr + cells, k_scale_ptr + of_scales, k, mask, kv_heads < KV_HEADS)
-        _store_fp8(v_ptr + cells, v_scale_ptr + of_scales, v.to(tl.float32), mask, kv_heads < KV_HEADS)
+        offs_s = page * stride_sp + kv_heads.to(tl.int64) * stride_sh + position % PAGE
+        _store_fp8(k_ptr + cells, k_scale_ptr + offs_s, k, mask, kv_heads < KV_HEADS)
+        _store_fp8(v_ptr + cells, v_scale_ptr + offs_s, v.to(tl.float32), mask, kv_heads < KV_HEADS)
     else:
         tl.store(k_ptr + cells, k.to(k_ptr.dtype.element_ty), mask=mask)
         tl.store(v_ptr + cells, v, mask=mask)
 
 
 def rope_write(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads, *, followed: bool = False):
-    """Write q [rows, heads, head_dim], and K and V, of the chunks' rows of qkv [rows, (heads + 2 kv_heads) * head_dim].
+    """Write q, and K and V in the cache, of the chunks' rows.
 
-    followed: the next launch may start early, and waits for this one itself (sm_90 and above).
+    Args:
+        qkv: [rows, (heads + 2 kv_heads) * head_dim].
+        q: [rows, heads, head_dim] (output).
+        followed: The next launch may start early, and waits for this one itself (sm_90 and later).
     """
     _rope_write_kernel[(len(q),)](
         chunks,
@@ -112,6 +124,7 @@ def rope_write(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads, *, followe
 
 
 def rope_write_ref(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads):
+    """Compute `rope_write` in torch."""
     page = kv.page
     for chunk in listed(chunks):
         start, end, table = chunk.start, chunk.end, kv.table[chunk.slot]
@@ -128,7 +141,7 @@ def rope_write_ref(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads):
 
 
 def rope_write_bytes(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads) -> int:
-    """Bytes of q, k and v in and out, and of the rotary tables."""
+    """Return the bytes of q, k and v in and out, and of the rotary tables."""
     return 2 * qkv.nbytes + 4 * len(q) * heads.dim
 
 

@@ -9,7 +9,7 @@ from .rope import load_rotated
 from .splits import EMPTY, LOG2E, combined, store_partial
 from .tiles import attend_tiles, prefetch_tiles
 
-NEW = tl.constexpr(16)  # rows of the tile of new tokens: the fewest of a product, and no fewer than a request has
+NEW = tl.constexpr(16)  # rows of the tile of new tokens: the minimum of a product, and at least those of a request
 AT_ONCE = tl.constexpr(2)  # columns that are combined together; there are at least two queries
 
 
@@ -18,11 +18,11 @@ def attend_queries(
     part, count, together, rows, cache, rotary, partials, QUERIES: tl.constexpr, COMBINE_ALL: tl.constexpr,
     PDL: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the positions of the Split `part`, for the first `count` of QUERIES rows of its request and the heads
-    that share its K/V head. Split 0 also attends to the new tokens, and writes their K and V.
+    """Attend to the positions of the Split `part`, for the first `count` of QUERIES rows of its request.
 
-    The split that finishes last combines all splits. If `together`, and if there are enough of them, the splits wait
-    for each other instead, and each combines some of the columns, with the same results.
+    The queries belong to the heads that share the split's K/V head. Split 0 also attends to the new tokens, and writes
+    their K and V. The split that finishes last combines all splits. If `together`, and if there are enough splits, they
+    wait for each other instead, and each combines some of the columns, with the same results.
     """
     D: tl.constexpr = SIZES.D
     GROUP: tl.constexpr = SIZES.GROUP

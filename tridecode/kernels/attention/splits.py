@@ -1,4 +1,4 @@
-"""Splits of a row's cached positions: their range, and the sum over the splits of a K/V head."""
+"""Splits of a row's cached positions, and the sum over the splits of a K/V head."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ EMPTY = tl.constexpr(-1e30)  # running maximum of a split without positions
 
 
 class Partials(NamedTuple):
-    """Scratch of the splits in a kernel: see arguments.Scratch."""
+    """Scratch of the splits in a kernel. See arguments.Scratch."""
 
     partial_ptr: tl.tensor
     lse_ptr: tl.tensor
@@ -87,7 +87,12 @@ def combined(
 
 @triton.jit
 def store_partial(partials, base, split, m, l, acc, COUNT: tl.constexpr, SIZES: tl.constexpr):
-    """Store the partial result of a split, of COUNT columns, at `base`: m, l [columns], acc [D padded, columns]."""
+    """Store the partial result of a split, of COUNT columns, at `base`.
+
+    Args:
+        m, l: [columns].
+        acc: [D padded, columns].
+    """
     offs_c, offs_d = tl.arange(0, SIZES.COLUMNS), tl.arange(0, SIZES.BLOCK_D)
     mask_c = offs_c < COUNT
     index = base + offs_c * SIZES.MAX_SPLITS + split
@@ -99,8 +104,11 @@ def store_partial(partials, base, split, m, l, acc, COUNT: tl.constexpr, SIZES: 
 
 @triton.jit
 def store_split(partials, out_ptr, unit, split, splits, m, l, acc, SIZES: tl.constexpr):
-    """Store a split's result for K/V head `unit` of the pass: the output [GROUP, D] at out_ptr if it is the only split,
-    else a partial result. The split that finishes last combines those of all `splits`."""
+    """Store a split's result for K/V head `unit` of the pass.
+
+    A single split stores the output [GROUP, D] at out_ptr. Otherwise each split stores a partial result, and the split
+    that finishes last combines those of all `splits`.
+    """
     offs_g, offs_d = tl.arange(0, SIZES.COLUMNS), tl.arange(0, SIZES.BLOCK_D)
     mask = (offs_d < SIZES.D)[:, None] & (offs_g < SIZES.GROUP)[None, :]
     if splits == 1:
@@ -121,6 +129,6 @@ def store_split(partials, out_ptr, unit, split, splits, m, l, acc, SIZES: tl.con
 
 
 def combine_splits(columns: int, head_dim: int, config) -> int:
-    """Return the number of splits whose partial results the last program loads together: 32 registers a thread."""
+    """Return the number of splits whose partial results a program loads together, in 32 registers of each thread."""
     tile = next_power_of_2(columns) * next_power_of_2(head_dim)
     return max(min(32 * config.num_warps * 32 // tile, next_power_of_2(config.splits)), 2)

@@ -25,8 +25,11 @@ def _in_registers(x, position, HOLD: tl.constexpr):
 
 @triton.jit
 def prefetch_tiles(cache, table_ptr, first, start, end, SIZES: tl.constexpr):
-    """Load what `attend_tiles` begins with: TILES tiles of K and of V of one head from position `first`, the mask of
-    their positions within [start, end), and the pages of the two tiles that follow."""
+    """Load the tiles that `attend_tiles` starts with.
+
+    Returns TILES tiles of K and of V of one head from position `first`, the mask of their positions within [start,
+    end), and the pages of the next two tiles.
+    """
     PAGE: tl.constexpr = SIZES.PAGE
     D: tl.constexpr = SIZES.D
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D
@@ -54,13 +57,18 @@ def attend_tiles(
 ):  # fmt: skip
     """Attend to the positions [first, end) of one head, which begin with the tiles of `prefetch_tiles`.
 
-    dot_q: [D padded, columns], a query in each column, scaled by log2(e). lows: if LOWS, the first position that each
-    column sees, [columns]. Returns of each column the maximum score, the sum of the weights, both [columns], and the
-    weighted sum of the values, [D padded, columns].
-
     Positions are the rows of the first product, D of the second, and the few queries are the columns of both. The
     prefetched tiles share one maximum. The weights are summed separately for each row of a tile until the end. Masked
     scores underflow to 0. If a window hides a whole tile, a later score scales its sums to 0.
+
+    Args:
+        dot_q: [D padded, columns], a query in each column, scaled by log2(e).
+        lows: [columns], the first position that each column sees. Used only if LOWS.
+
+    Returns:
+        For each column: the maximum score [columns], the sum of the weights [columns], and the weighted sum of the
+            values
+        [D padded, columns].
     """
     k, v, seen, pages = prefetched
     PAGE: tl.constexpr = SIZES.PAGE

@@ -24,7 +24,10 @@ BACKENDS = {
 def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:
     """Return prompt_attention by one of torch's BACKENDS, which need the lengths on the host.
 
-    chunks: the chunks that the table on the device contains when the op is launched. No graph can capture it.
+    A graph cannot capture it.
+
+    Args:
+        chunks: The chunks that the table on the device contains when the op is launched.
     """
 
     def attend_chunks(table, q, out, kv: KVLayer, scratch: Scratch, heads: Heads):
@@ -38,11 +41,11 @@ def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:
 
 
 def block_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads):
-    """Compute prompt_attention by products whose sizes depend only on a row's position: over whole pages, for all rows
-    of a page together, even if a chunk contains only some of them. Therefore its bits do not depend on how a prompt is
-    cut.
+    """Compute prompt_attention by products whose sizes depend only on a row's position.
 
-    Each chunk begins at the start of a page, and q has all rows of its last page.
+    The products cover whole pages, and all rows of a page together, even if a chunk contains only some of them.
+    Therefore the bits of the result do not depend on the division of a prompt into chunks. Each chunk begins at the
+    start of a page, and q has all rows of its last page.
     """
     page, window = kv.page, heads.window
     for chunk in listed(chunks):
@@ -52,8 +55,8 @@ def block_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads)
             keys, values = (held(cache, (pages,)).transpose(0, 1).flatten(1, 2).float() for cache in (kv.k, kv.v))
             keys[:, end:], values[:, end:] = 0, 0  # not written yet, so arbitrary
             rows = q[row : row + page].float().view(page, heads.kv, -1, heads.dim).permute(1, 2, 0, 3).flatten(1, 2)
-            behind = torch.arange(first, first + page)[:, None] - torch.arange(first + page)
-            seen = (behind >= 0) & (behind < window) if window else behind >= 0
+            distance = torch.arange(first, first + page)[:, None] - torch.arange(first + page)
+            seen = (distance >= 0) & (distance < window) if window else distance >= 0
             scores = (rows @ keys.transpose(1, 2) * heads.scale).view(heads.kv, -1, page, first + page)
             weights = torch.softmax(scores.masked_fill(~seen.to(q.device), float("-inf")), -1).flatten(1, 2)
             attended = (weights @ values).view(heads.query, page, heads.dim)[:, : end - first]
@@ -64,8 +67,14 @@ BLOCK_ATTENTION = Op(block_attention, block_attention, prompt_attention_bytes, o
 
 
 def attend(q, keys, values, out, window: int, scale: float) -> None:
-    """Compute causal attention of the last rows, q [n, heads, d], over keys and values [kv_heads, end, d], to out
-    [n, heads * d]. window: number of positions attended to, or 0."""
+    """Compute causal attention of the last rows over keys and values.
+
+    Args:
+        q: [n, heads, d].
+        keys, values: [kv_heads, end, d].
+        out: [n, heads * d] (output).
+        window: Number of positions attended to. 0 attends to all.
+    """
     n, end = q.shape[0], keys.shape[1]
     if window:
         first = max(end - n - window + 1, 0)
@@ -80,8 +89,8 @@ def attend(q, keys, values, out, window: int, scale: float) -> None:
         grouped = False
     mask: torch.Tensor | None = None
     if window:
-        behind = torch.arange(end - n, end, device=q.device)[:, None] - torch.arange(end, device=q.device)[None, :]
-        mask = (behind >= 0) & (behind < window)
+        distance = torch.arange(end - n, end, device=q.device)[:, None] - torch.arange(end, device=q.device)[None, :]
+        mask = (distance >= 0) & (distance < window)
     elif n != end:
         from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
 

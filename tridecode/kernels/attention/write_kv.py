@@ -1,4 +1,4 @@
-"""write_kv: write K and V of the rows of a pass to the cache, before attention in which rows attend to each other."""
+"""write_kv: writes K and V of the rows of a pass to the cache, before attention in which rows attend to each other."""
 
 import triton
 import triton.language as tl
@@ -37,10 +37,14 @@ def _write_kv_kernel(
     QK_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write K, normalized if QK_NORM and rotated, and V of each row's token at its position.
+    """Write K and V of each row's token to the cache. K is rotated, after normalizing it if QK_NORM.
 
-    Arguments as in _attention_kernel; K and V are outputs, and not fp8. Moves (8 + 2 * itemsize) * D bytes a row and
-    head. Grid (KV_HEADS, rows). Every row of a tile holds the key, as in attention, so that its bits are the same.
+    A program writes one K/V head of a row. Grid: (KV_HEADS, rows). Moves (8 + 2 * itemsize) * D bytes a row and head.
+    Every row of a tile contains the key, as in attention, so that both kernels compute the same bits.
+
+    Args:
+        k_ptr, v_ptr: K and V of the layer (outputs), which must not be fp8.
+        Others: see _attention_kernel.
     """
     cache = Cache(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_kp, stride_kh, stride_sp, stride_sh)
     rotary = Rotary(cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps)
@@ -49,7 +53,7 @@ def _write_kv_kernel(
         gdc_launch_dependents()
     meta_ptr += row * META_WIDTH
     status = tl.load(meta_ptr + STATUS)
-    position = tl.where(status == RUN, tl.load(meta_ptr + POSITION), 0)  # an idle row's may be beyond all tables
+    position = tl.where(status == RUN, tl.load(meta_ptr + POSITION), 0)  # the position of an idle row may be invalid
     page = tl.load(table_ptr + tl.load(meta_ptr + SLOT) * stride_table + position // PAGE).to(tl.int64)
     offs_g, offs_d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
@@ -67,8 +71,12 @@ def _write_kv_kernel(
 
 
 def write_kv(meta, qkv, kv: KVLayer, rope: Rope, heads: Heads, *, config, pdl=False):
-    """Write K and V of each row's position, from qkv [rows, (heads + 2 kv_heads) * head_dim]. config: of the attention
-    that follows."""
+    """Write K and V of each row's position to the cache.
+
+    Args:
+        qkv: [rows, (heads + 2 kv_heads) * head_dim].
+        config: Launch config of the attention that follows.
+    """
     _write_kv_kernel[(heads.kv, len(meta))](
         meta,
         qkv,
@@ -88,6 +96,7 @@ def write_kv(meta, qkv, kv: KVLayer, rope: Rope, heads: Heads, *, config, pdl=Fa
 
 
 def write_kv_ref(meta, qkv, kv: KVLayer, rope: Rope, heads: Heads):
+    """Compute `write_kv` in torch."""
     for row in running(meta, len(meta)):
         slot, position = meta[row, [SLOT.value, POSITION.value]].tolist()
         _, k, v = qkv[row].float().view(-1, heads.dim).split((heads.query, heads.kv, heads.kv))
@@ -97,6 +106,7 @@ def write_kv_ref(meta, qkv, kv: KVLayer, rope: Rope, heads: Heads):
 
 
 def write_kv_bytes(meta, qkv, kv: KVLayer, rope: Rope, heads: Heads) -> int:
+    """Return the bytes that a launch moves."""
     return len(running(meta, len(meta))) * 2 * heads.kv * heads.dim * (qkv.itemsize + kv.k.itemsize)
 
 

@@ -1,1 +1,1 @@
-"""Products with weights."""
+"""Linears: matrix products with weights."""

@@ -1,12 +1,17 @@
-"""Unpack weights in registers: from words of 32 bits to pairs of bf16 for the tensor cores, two numbers an instruction.
+"""Unpack weights in registers, from words of 32 bits to pairs of bf16 for the tensor cores.
 
-Both halves of a word hold a number at the same place (packed.py). A bf16 whose high byte is 0 is its low byte times
-2 ** -133: the highest bit of that byte is the lowest of the exponent, which has the value of a mantissa bit there. So
-one `and` makes a number of four bits from either half of a byte. One `fma` scales it and subtracts the zero point,
-exactly. Or the number stays that small, with its zero point: if the activations serve many rows of the weight, they are
-scaled up instead (`raised`), and their products with the zero points are computed once (`zero_operand`). The exponent
-and mantissa of e4m3, moved to their place in bf16, are 2 ** 120 too small and stay so: the activations are multiplied
-by 2 ** 64, the sum by the rest. The interpreter has no assembly and computes the same by arithmetic.
+One instruction unpacks two numbers, which are at the same place of both halves of a word (packed.py).
+
+Four bits: a bf16 whose high byte is 0 is its low byte times 2 ** -133, because the highest bit of that byte, the lowest
+of the exponent, then counts like a bit of the mantissa. So one `and` makes a number from either half of a byte. One
+`fma` scales it and subtracts the zero point, exactly. If the activations serve many rows of the weight, the number is
+left small and keeps its zero point. The activations are scaled up instead (`raised`), and their products with the zero
+points are computed once (`zero_operand`).
+
+e4m3: moved to their place in bf16, exponent and mantissa represent a number that is 2 ** 120 too small. It is left so.
+The activations are multiplied by 2 ** 64, and the sum by the remaining factor.
+
+The interpreter has no assembly. It computes the same numbers by arithmetic.
 """
 
 import triton
@@ -35,7 +40,7 @@ _INT8 = tl.constexpr(
     fma.rn.bf16x2 a, a, one, b; mov.b32 {$2, $3}, a;
     }"""
 )
-# The same, minus $5.
+# As _INT8, minus $5.
 _INT8_ZERO = tl.constexpr(
     """{
     .reg .b32 w1, a, b, z, one;
@@ -47,7 +52,7 @@ _INT8_ZERO = tl.constexpr(
     fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 a, a, one, z; mov.b32 {$2, $3}, a;
     }"""
 )
-# One pair is in place, the bits of the other are four places off, to either side.
+# One pair is in place. The bits of the other are shifted by four, some to the left and some to the right.
 _E4M3 = tl.constexpr(
     """{
     .reg .b32 a, t, u;
@@ -56,7 +61,7 @@ _E4M3 = tl.constexpr(
     mov.b32 {$2, $3}, a;
     }"""
 )
-# The same columns without scaling: times 2 ** -133 and 2 ** -129.
+# The columns of _INT4 without scaling: times 2 ** -133 and 2 ** -129.
 _INT4_RAISED = tl.constexpr(
     """{
     .reg .b32 w, a; shr.u32 w, $8, 8;
@@ -85,7 +90,7 @@ def pair(zero):
 
 @triton.constexpr_function
 def factor(form: str, raised: bool = False) -> float:
-    """Return the factor that unpacked weights need, or, `raised`, their products with raised activations."""
+    """Return the factor for unpacked weights, or for their products with `raised` activations."""
     if raised:
         return 2.0 ** ({"int4": 133, "e4m3": 120}.get(form, _RAISED) - _RAISED)
     return 2.0 ** {"int4": 6, "e4m3": 120}.get(form, 0)
@@ -93,7 +98,7 @@ def factor(form: str, raised: bool = False) -> float:
 
 @triton.jit
 def raised(x, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Scale activations [lines, 32], bf16, for weights of this form that `unpack` leaves too small."""
+    """Scale activations [lines, 32], bf16, for weights of a form that `unpack` leaves too small."""
     if FORM == "e4m3":
         if INTERPRETED:
             return x.to(tl.float32) * 2.0**64
@@ -109,6 +114,7 @@ def raised(x, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _times(x, ASM: tl.constexpr):
+    """Multiply pairs of bf16 by the constant of ASM."""
     return tl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
@@ -142,11 +148,14 @@ def unpack(
     INTERPRETED: tl.constexpr,
     RAISED: tl.constexpr = False,
 ):
-    """Unpack columns part * 32 to part * 32 + 31 of tiles: [lines, 32], bf16 (fp32 if INTERPRETED).
+    """Unpack columns part * 32 to part * 32 + 31 of tiles to [lines, 32] bf16 (fp32 if INTERPRETED).
 
-    The caller multiplies them by `factor(FORM)`, or RAISED by `raised` activations. RAISED weights of four bits still
-    contain their zero points. words: [lines, 16] int32, the tiles. zero: [lines, 1] int32, `pair` of the zero point
-    that packed.py stores, read if ZEROS. No data moves between lanes.
+    No data moves between lanes. The caller multiplies the result by `factor(FORM)` or, if RAISED, by `raised`
+    activations. RAISED weights of four bits still contain their zero points.
+
+    Args:
+        words: [lines, 16] int32, the tiles.
+        zero: [lines, 1] int32, `pair` of the zero point that packed.py stores. Read only if ZEROS.
     """
     first, second = tl.split(words.reshape(words.shape[0], 4, 2, 2))
     if FORM == "int4":
@@ -170,16 +179,19 @@ def _in_order(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _bf16(bits):
+    """Return the bf16 numbers with these bits."""
     return bits.to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _zero_value(zero):
+    """Return the fp32 value of a `pair`."""
     return ((zero & 0xFFFF) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _nibble(words, zero, PLACE: tl.constexpr, RAISED: tl.constexpr):
+    """Unpack one column of four bits to fp32, as the assembly does."""
     value = ((words >> PLACE) & 15).to(tl.float32)
     return value * 2.0**-69 if RAISED else value / 64 - _zero_value(zero)
 

@@ -14,6 +14,6 @@ class RowBlocks:
         def programs(self) -> int: ...
 
     def grid(self, N: int) -> tuple[int, int]:
-        """Return the blocks of N rows and the programs to launch."""
+        """Return the number of blocks of N rows, and the number of programs to launch."""
         blocks = -(-N // self.block_n)
         return blocks, min(self.programs or blocks, blocks)

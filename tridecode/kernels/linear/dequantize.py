@@ -1,4 +1,4 @@
-"""dequantize: rows of a packed tensor become bf16, before a matrix product of many rows."""
+"""dequantize: converts rows of a packed tensor to bf16, before a matrix product of many rows."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from ..op import Op
 from .bits import factor, pair, unpack
 
 BLOCK_N = 32  # rows of a program
-TILES = 4  # tiles of each of its rows
+TILES = 4  # tiles that a program converts in each of its rows
 
 
 @triton.jit
@@ -17,15 +17,18 @@ def _dequantize_kernel(
     GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr,
     TILES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Write the weight's rows first to end - 1 to out: [rows, K].
+    """Dequantize the rows [first, end) of a weight.
 
-    weight, scale, zero, order: as in _matmul_kernel. Grid (TILES tiles of 16 words of a row, cdiv(rows, BLOCK_N)). All
-    of a program's words, scales and zero points are in flight before the first is used; a lane writes 16 bytes at a
-    time.
+    A program converts TILES tiles of BLOCK_N rows. Grid: (tiles of a row / TILES, cdiv(rows, BLOCK_N)). All words,
+    scales and zero points of a program are in flight before the first is used. A lane writes 16 bytes at a time.
+
+    Args:
+        out_ptr: [end - first, K] (output).
+        Others: see _matmul_kernel.
     """
     PARTS: tl.constexpr = 4 if FORM == "int4" else 2
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    EACH: tl.constexpr = 1 if GROUP % (PARTS * 32) == 0 or GROUP >= K else PARTS  # scales of a tile of a row
+    EACH: tl.constexpr = 1 if GROUP % (PARTS * 32) == 0 or GROUP >= K else PARTS  # scales in a tile of a row
     WORDS: tl.constexpr = (K + PARTS * 32 - 1) // (PARTS * 32) * 16
     tile = tl.program_id(0) * TILES
     rows = first + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
@@ -54,7 +57,7 @@ def _dequantize_kernel(
 
 
 def dequantize(linear, first: int, end: int, out):
-    """Dequantize rows `first` to `end` - 1 of a packed tensor into out, [end - first, in_features]."""
+    """Dequantize rows `first` to `end` - 1 of a packed tensor into out [end - first, in_features]."""
     grid = (cdiv(linear.in_features, TILES * linear.packed.tile), cdiv(end - first, BLOCK_N))
     _dequantize_kernel[grid](
         **linear.arguments(out), out_ptr=out, first=first, end=end, BLOCK_N=BLOCK_N, TILES=TILES,
@@ -63,10 +66,12 @@ def dequantize(linear, first: int, end: int, out):
 
 
 def dequantize_ref(linear, first, end, out):
+    """Compute `dequantize` in torch."""
     out.copy_(linear.matrix()[first:end])
 
 
 def dequantize_bytes(linear, first, end, out) -> int:
+    """Return the bytes that a launch moves."""
     return linear.nbytes * (end - first) // linear.out_features + out.nbytes
 
 

@@ -1,6 +1,7 @@
-"""The work that follows the sums of a product: one implementation for all Triton kernels of this folder.
+"""Epilogues of the linear kernels in Triton: the work that follows the sums of a product.
 
-The norm's scale, the gate, the bias or the residual stream, the outputs. `gluon_epilogue.py` is the same in Gluon.
+An epilogue applies the norm's scale, the gate, and the bias or the residual stream, and stores the outputs.
+`gluon_epilogue.py` implements the same in Gluon.
 """
 
 import triton
@@ -12,10 +13,10 @@ from .weight import LoadedLinear
 
 
 def epilogue_arguments(linear: LoadedLinear, out, epilogue, least_sumsq: int = 1) -> dict:
-    """Return the arguments of a kernel that depend on the epilogue, by name; where one is not read, `out` is passed.
+    """Return the arguments of a kernel that depend on the epilogue, by name.
 
-    extra_ptr: [n], the bias if HAS_BIAS, of AddResidual the weight of the next norm. SUMSQ_BLOCK: a power of two, at
-    least `least_sumsq`, that n_sumsq does not exceed.
+    `out` is a placeholder for pointers that the kernel does not read. extra_ptr, [n], is the bias if HAS_BIAS, and the
+    weight of the next norm for AddResidual. SUMSQ_BLOCK is a power of two that is at least n_sumsq and `least_sumsq`.
     """
     normed, sumsq, n_sumsq, eps, extra = out, out, 0, 0.0, linear.bias
     if isinstance(epilogue, Gated | AddResidual) and linear.bias is not None:
@@ -42,7 +43,7 @@ def epilogue_arguments(linear: LoadedLinear, out, epilogue, least_sumsq: int = 1
 
 @triton.jit
 def load_extra(extra_ptr, offs_n, N, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Load the bias or the next norm's weight of columns offs_n; 0.0 if the epilogue has neither."""
+    """Load the bias or the next norm's weight of columns offs_n. Return 0.0 if the epilogue has neither."""
     if HAS_BIAS or EPILOGUE == "residual":
         return tl.load(extra_ptr + offs_n, mask=offs_n < N, other=0.0)
     else:
@@ -51,7 +52,10 @@ def load_extra(extra_ptr, offs_n, N, EPILOGUE: tl.constexpr, HAS_BIAS: tl.conste
 
 @triton.jit
 def load_partials(sumsq_ptr, offs_m, mask_m, stride_sumsq, n_sumsq, SUMSQ_BLOCK: tl.constexpr):
-    """Load the partial sums of squares of rows offs_m: [SUMSQ_BLOCK] of a scalar, [m, SUMSQ_BLOCK] of [m, 1]."""
+    """Load the partial sums of squares of rows offs_m.
+
+    For a scalar offs_m the result is [SUMSQ_BLOCK], for [m, 1] it is [m, SUMSQ_BLOCK].
+    """
     offs_s = tl.arange(0, SUMSQ_BLOCK)
     mask = (offs_s < n_sumsq) & mask_m
     return tl.load(sumsq_ptr + offs_m * stride_sumsq + offs_s, mask=mask, other=0.0)
@@ -65,6 +69,7 @@ def norm_scale(sumsq, K, eps):
 
 @triton.jit
 def silu(x):
+    """Return x * sigmoid(x)."""
     return x * tl.sigmoid(x)
 
 
@@ -80,7 +85,10 @@ def finish(
     EPILOGUE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Add the bias or the residual stream to y, store out and normed; return the squares, 0.0 without a residual."""
+    """Add the bias or the residual stream to y, and store out and normed. Return the squares of y.
+
+    Without a residual stream, the result is 0.0.
+    """
     squares = 0.0
     if HAS_BIAS:
         y += extra.to(tl.float32)

@@ -1,4 +1,4 @@
-"""The work that follows the sums of a product, as in epilogue.py, for the kernels in Gluon."""
+"""Epilogues of the linear kernels in Gluon, with the functions of epilogue.py."""
 
 from collections import namedtuple
 
@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..common import META_WIDTH, RUN, STATUS
 
-# The arguments of a kernel that its epilogue reads; see epilogue_arguments. rows: of the pass.
+# The arguments of a kernel that its epilogue reads; see epilogue_arguments. `rows` is the number of rows of the pass.
 Outputs = namedtuple(
     "Outputs",
     "meta_ptr extra_ptr out_ptr normed_ptr sumsq_ptr eps stride_om stride_normed stride_sumsq n_sumsq rows",
@@ -16,13 +16,16 @@ Outputs = namedtuple(
 
 @gluon.jit
 def load_status(o, offs_m):
-    """Load the status of rows offs_m, -1 of rows that do not exist."""
+    """Load the status of rows offs_m. Rows that do not exist have status -1."""
     return gl.load(o.meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < o.rows, other=-1)
 
 
 @gluon.jit
 def some_run(o, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Return whether one of ROWS rows runs. Legal before the wait: only the last kernels of a pass change it."""
+    """Return whether any of ROWS rows runs.
+
+    A kernel may call it before its wait: only the last kernels of a pass change the status.
+    """
     status = load_status(o, gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [WARPS], [0])))
     return gl.max((status == RUN).to(gl.int32), 0)
 
@@ -44,12 +47,16 @@ def norm_scale(partials, K, eps, L: gl.constexpr):
 
 @gluon.jit
 def silu(x):
+    """Return x * sigmoid(x)."""
     return x * (1.0 / (1.0 + gl.exp(-x)))
 
 
 @gluon.jit
 def finish(C: gl.constexpr, o, y, extra, residual, offs_m, offs_n, mask):
-    """Add the bias or the residual stream to y [n, m], store out and normed, and return y. C: EPILOGUE, HAS_BIAS."""
+    """Add the bias or the residual stream to y [n, m], store out and normed, and return y.
+
+    C must contain EPILOGUE and HAS_BIAS.
+    """
     if C.HAS_BIAS:
         y += extra.to(gl.float32)
     if C.EPILOGUE == "residual":

@@ -1,8 +1,8 @@
-"""matmul: the few rows of a pass times a weight matrix, which is read once for all of them, by tensor cores.
+"""matmul: the few rows of a pass times a weight, by tensor cores. The weight is read once for all rows.
 
-The warps of a program share the columns: each multiplies its own part of BLOCK_N whole rows of the weight, loaded from
-memory straight into the registers from which mma reads them (register_tiles.py). Packed tensors become bf16 there
-(bits.py); the scale of a group multiplies the group's part of the sum.
+The warps of a program share the columns. Each multiplies its part of BLOCK_N whole rows of the weight, which it loads
+from memory directly into the registers from which mma reads them (register_tiles.py). Packed tensors become bf16 there
+(bits.py). The scale of a group multiplies the group's part of the sum.
 """
 
 from dataclasses import dataclass
@@ -44,14 +44,20 @@ from .register_tiles import (
 
 @dataclass(frozen=True)
 class MatmulConfig(RowBlocks):
-    """Launch config: a program takes block_n rows of the weight (a multiple of 16, gate and up rows together) at a
-    time, its warps share their columns.
+    """Launch config of matmul.
 
-    ahead: tiles of 32 columns (of 4 bits 128, of 8 bits 64) of the weight that a warp has in flight, before the wait
-    too. x_ahead: tiles of 32 columns of the activations. A program loads them once if these are all. registers: the
-    most a thread may use, 0 for no bound. block_m: the least rows of a tile. programs: how many share the rows, 0 for
-    one for each block_n rows. A program has its next rows in flight while it multiplies. fetch: blocks of packed
-    weights that are on their way to the L2 cache, including the one in registers.
+    A program takes block_n rows of the weight at a time, and its warps share their columns. It has its next rows in
+    flight while it multiplies.
+
+    Attributes:
+        block_n: Rows of the weight in a block, a multiple of 16. Gated counts gate and up rows together.
+        ahead: Tiles of the weight that a warp has in flight, before the wait too. A tile has 32 columns, or 128 columns
+            of 4 bits, or 64 of 8 bits.
+        x_ahead: Tiles of 32 columns of the activations in flight. If these are all, a program loads them only once.
+        registers: Maximum number of registers of a thread; 0: no limit.
+        block_m: Minimum number of rows of a tile of activations.
+        programs: Number of programs that share the rows; 0: one for each block.
+        fetch: Number of blocks of packed weights in flight to the L2 cache, including the one in registers.
     """
 
     block_n: int = 16
@@ -73,14 +79,24 @@ def _matmul_kernel(
     WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr,
     FETCH: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Compute `project` for up to BLOCK_M rows and weight [N, K], of "gated" [2 * N, K].
+    """Compute `project` for up to BLOCK_M rows.
 
-    FORM is "dense" or a format of packed.py, with scale: [N / SCALE_ROWS, K / GROUP], zero: [N, K / GROUP] bf16 as
-    int16, read if ZEROS, and order: [K] int32, the column of x of each column of the weight, read if ORDERED.
-    Grid PROGRAMS. Each program takes its next BLOCK_N rows of the weight, of BLOCKS such blocks, and leaves one partial
-    sum of squares; its activations stay in registers if all their tiles are in flight at once. The first AHEAD tiles of
-    the weight are in flight before the wait. Sums are in one fixed order whatever the row and its neighbors: a row is a
-    column of the tensor cores' product, which does not depend on the others.
+    Grid: (PROGRAMS,). Each program takes every PROGRAMS-th of BLOCKS blocks of BLOCK_N rows of the weight, and stores
+    one partial sum of squares a row. The first AHEAD tiles of the weight are in flight before the wait. The activations
+    stay in registers if all their tiles are in flight at once. The order of a sum does not depend on the row or its
+    neighbors: a row is a column of the tensor cores' product, and the columns are independent.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32.
+        x_ptr: [rows, K].
+        weight_ptr: [N, K], or [2 * N, K] if "gated". FORM is "dense" or a number type of packed.py.
+        scale_ptr: [N / SCALE_ROWS, K / GROUP]. Read only if the weight is packed.
+        zero_ptr: [N, K / GROUP] bf16 as int16. Read only if ZEROS.
+        order_ptr: [K] int32, the column of x for each column of the weight. Read only if ORDERED.
+        extra_ptr: [N], see epilogue_arguments.
+        out_ptr: [rows, N] (output).
+        normed_ptr: [rows, N] (output of "residual").
+        sumsq_ptr: [rows, n_sumsq] fp32, partial sums of squares (output of "residual").
     """
     pid = tl.program_id(0)
     if PDL:
@@ -111,7 +127,7 @@ def _matmul_kernel(
     runs = (status == RUN)[None, :]
     some = tl.max((status == RUN).to(tl.int32), 0)
     offs_n = pid * OUT_N + tl.arange(0, OUT_N)[:, None]
-    # The other arguments of a block's outputs are loaded a block ahead too.
+    # The other arguments of a block's epilogue are loaded one block ahead too.
     extra, row_scales = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS), 0.0
     if T.ROW_SCALES:
         row_scales = load_row_scales(T, weight, pid)
@@ -131,7 +147,7 @@ def _matmul_kernel(
     if NORMED:
         mask_m = (offs_m < rows)[:, None]
         partials = load_partials(sumsq_ptr, offs_m[:, None], mask_m, stride_sumsq, n_sumsq, SUMSQ_BLOCK)
-    if some == 0:  # tested here: no load is behind a branch, all are in flight together
+    if some == 0:  # tested after the loads, so that no load waits for a branch and all are in flight together
         return
     if NORMED:
         scale = norm_scale(tl.sum(partials, 1), K, eps)
@@ -196,7 +212,7 @@ def _matmul_kernel(
                         acc += group_sum * scales[c * SCALES + part // GROUP_PARTS].to(tl.float32)
                     else:
                         acc = group_sum
-            # The tile that is AHEAD tiles later is of this block or of the next one.
+            # The tile that is AHEAD tiles later belongs to this block or to the next one.
             if c + AHEAD < CHUNKS:
                 loaded = load_tile(T, here, c + AHEAD)
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
@@ -206,7 +222,7 @@ def _matmul_kernel(
                     scales[c * SCALES : (c + 1) * SCALES],
                     zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
                 )
-                if block + PROGRAMS < BLOCKS:  # a branch: the compiler moves no load of another tile across it
+                if block + PROGRAMS < BLOCKS:  # the branch keeps the compiler from moving loads of other tiles
                     loaded = load_tile(T, following, c + AHEAD - CHUNKS)
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
         if T.SHARED:
@@ -234,21 +250,22 @@ def matmul(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
     """Compute `project` for up to 64 rows."""
     packed, (rows, N) = linear.packed, out.shape
     parts = 1 if packed is None else packed.tile // STEP_K
-    tiles = cdiv(linear.in_features, parts * STEP_K * config.num_warps)  # tiles of a row that a warp has
+    tiles = cdiv(linear.in_features, parts * STEP_K * config.num_warps)  # tiles of a row for each warp
     blocks, programs = config.grid(linear.out_features)
     _matmul_kernel[(programs,)](
         meta, x, **linear.arguments(out),
-        # With tiles of 16 rows and more, 64 partial sums are added in the same order whatever the rows.
+        # With tiles of 16 rows and more, 64 partial sums are added in an order that does not depend on the rows.
         **epilogue_arguments(linear, out, epilogue, 64 if config.block_m > 8 else 1), stride_xm=x.stride(0), rows=rows,
         BLOCK_M=max(next_power_of_2(rows), config.block_m), N=N, BLOCK_N=config.block_n, WARPS=config.num_warps,
         AHEAD=min(config.ahead, tiles), X_AHEAD=min(config.x_ahead, tiles * parts), BLOCKS=blocks, PROGRAMS=programs,
-        # Bulk copies begin at multiples of 16 bytes. Devices with dependent launch have them.
+        # Bulk copies need addresses that are multiples of 16 bytes. Devices with dependent launch support them.
         FETCH=config.fetch if pdl and packed is not None and N % 8 == 0 else 0, PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 
 def _supports(case, rows, device) -> bool:
+    """Return whether matmul computes the case; see LinearKernel."""
     return rows <= MAX_ROWS and not 0 < device.capability < 80 and bool(case.packed or case.weight_type in SHORT)
 
 

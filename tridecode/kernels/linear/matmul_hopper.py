@@ -1,23 +1,24 @@
-"""matmul for up to 64 rows on Hopper, in Gluon, Triton's own language one level lower.
+"""matmul for up to 64 rows on Hopper, written in Gluon, the language below Triton.
 
-A program multiplies tiles of the weight, one after the other. These are the rows of wgmma; the rows of the pass are its
-columns. Packed tensors go from shared memory through registers, where they become bf16 (wgmma_operand.py).
+A program multiplies tiles of the weight, one after the other. The rows of a tile are the rows of wgmma; the rows of the
+pass are its columns. Packed tensors pass from shared memory through registers, where they become bf16
+(wgmma_operand.py).
 
-The rings: TMA copies tiles of the weight into STAGES stages of shared memory, tiles of the activations into X_STAGES. A
+Rings: TMA copies tiles of the weight into STAGES stages of shared memory, and tiles of the activations into X_STAGES. A
 stage has a barrier that counts its bytes: tile c has arrived when the barrier of stage c % STAGES has completed
-c // STAGES + 1 times. A multiplied tile leaves its stage to the tile that is STAGES later: all warps synchronize and
-then copy, or they arrive at a second barrier, at which a producer warp waits that only copies. With LAG 1 a tile counts
-as multiplied when the next product has begun, so that one is always in flight.
+c // STAGES + 1 times. After a tile is multiplied, its stage is free for the tile that is STAGES later. Either all warps
+synchronize and then start the copy, or they arrive at a second barrier, at which a producer warp waits that only
+copies. With LAG 1, the stage of a tile is free only after the next product has begun, so that one is always in flight.
 
-Dependent launch: no kernel that may still run writes weights (what follows a copy from the host is launched plainly).
-So the first STAGES tiles of the weight are in flight before the wait. Data that other kernels of the pass write is read
-after it.
+Dependent launch: no kernel that may still run writes weights (a kernel after a copy from the host is launched without
+PDL). So the first STAGES tiles of the weight are in flight before the wait. Data that other kernels of the pass write
+is read after it.
 
-Programs that share the columns (SPLIT) store their sums and count themselves. The last one adds all sums, its own too,
-in the order of the columns: the result does not depend on which program is last.
+Programs that share the columns (SPLIT) store their sums and increment a counter. The last one adds all sums, including
+its own, in the order of the columns. The result does not depend on which program is last.
 
-A TMA descriptor holds an address and sizes. The descriptor of a weight is made once, when the launch is captured, and
-stays in the graph as all arguments do. The data may change, as in the buffers of layers that are on the host.
+A TMA descriptor contains an address and sizes. The descriptor of a weight is made once, when the launch is captured,
+and stays in the graph like all arguments. The data at the address may change, as in the buffers of offloaded layers.
 """
 
 from collections import namedtuple
@@ -46,14 +47,22 @@ from .wgmma_operand import COLUMNS, COLUMNS_OF, columns_of, unpack
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Launch config: a program takes block_n rows of the weight (gate and up rows together), in tiles of block_k
-    columns: 128 bytes of a row, or a multiple of that.
+    """Launch config of matmul_hopper.
 
-    stages, x_stages: tiles in flight, of the weight (before the wait) and of the activations. split: programs that
-    share the columns, 1 for Gated. programs: how many share the rows, 0 for one for each block_n rows. A program has
-    its next tiles in flight while it multiplies. lag: 1 if a tile's stage is free only when the next tile is
-    multiplied. producer: 1 for a producer warp. Three idle warps accompany it, and the others get the registers that
-    these four leave. registers: the most a thread may use.
+    A program takes block_n rows of the weight in tiles of block_k columns, and has its next tiles in flight while it
+    multiplies.
+
+    Attributes:
+        block_n: Rows of the weight in a tile. Gated counts gate and up rows together.
+        block_k: Columns of a tile: 128 bytes of a row, or a multiple of that.
+        stages: Tiles of the weight in flight, before the wait too.
+        x_stages: Tiles of the activations in flight.
+        split: Programs that share the columns. 1 for Gated.
+        programs: Number of programs that share the rows; 0: one for each tile.
+        lag: 1 if a tile's stage is free only after the next product has begun.
+        producer: 1 for a producer warp. Three idle warps accompany it; the other warps get the registers that these
+            four do not need.
+        registers: Maximum number of registers of a thread.
     """
 
     block_n: int = 64
@@ -68,11 +77,17 @@ class HopperConfig:
     registers: int = 128
 
 
-LEAST_ROWS = 16  # rows of a tile of the activations
-# The work of a program: arguments of the kernel, its rings [stages, rows, columns], and their barriers, one a stage.
-# w_full, x_full: a tile has arrived (one barrier for both if both have as many stages). free: a tile has been
-# multiplied, with a producer warp. tiles: of all programs, along the rows. begin, n: the first tile along the columns
-# and the number of tiles of this program. iterations: its tiles along the rows. total: iterations * n.
+LEAST_ROWS = 16  # minimum number of rows of a tile of the activations
+# The work of a program:
+# - arguments of the kernel, and `outputs`, those of the epilogue
+# - w_ring, x_ring: the rings [stages, rows, columns]
+# - w_full, x_full: barriers, one a stage, completed when a tile has arrived. If both rings have the same number of
+#   stages, they share the barriers.
+# - free: barriers, one a stage, completed when a tile has been multiplied. Used with a producer warp.
+# - tiles: number of tiles of all programs along the rows
+# - begin, n: first tile along the columns, and number of tiles of this program
+# - iterations: number of tiles of this program along the rows
+# - total: iterations * n
 _Work = namedtuple(
     "_Work",
     "x_desc weight_desc scale_ptr zero_ptr sums_ptr counter_ptr outputs N K w_ring x_ring w_full x_full free pid tiles "
@@ -90,41 +105,45 @@ def _constants(**constexprs):
 
 @gluon.jit
 def _copy_weights(C: gl.constexpr, w, c):
-    """Copy tile c of the weight into its stage, whose barrier also counts the activations if both have as many stages.
-    In shared memory a tile is 128 bytes of its rows at a time; of "gated", the rows of gate, then those of up."""
+    """Copy tile c of the weight into its stage.
+
+    The stage's barrier also counts the activations if both rings have the same number of stages. In shared memory, a
+    tile is stored in parts of 128 bytes of its rows. If "gated", the rows of gate precede those of up.
+    """
     HALVES: gl.constexpr = 2 if C.GATED else 1
-    PIECES: gl.constexpr = C.BLOCK_K // columns_of(C.FORM)
+    PARTS: gl.constexpr = C.BLOCK_K // columns_of(C.FORM)
     SIDE: gl.constexpr = w.weight_desc.block_type.shape[1]
     X_ROWS: gl.constexpr = C.BLOCK_M if C.STAGES == C.X_STAGES else 0
     stage = c % C.STAGES
     if C.PERSISTENT:
-        row, piece = (w.pid + c // w.n * gl.num_programs(0)) * C.OUT_N, c % w.n * PIECES
+        row, part = (w.pid + c // w.n * gl.num_programs(0)) * C.OUT_N, c % w.n * PARTS
     else:
-        row, piece = w.pid % w.tiles * C.OUT_N, (w.begin + c) * PIECES
-    mbarrier.expect(w.w_full.index(stage), C.OUT_N * HALVES * PIECES * 128 + X_ROWS * C.BLOCK_K * 2)
-    shape: gl.constexpr = [PIECES * HALVES, C.OUT_N, SIDE]
+        row, part = w.pid % w.tiles * C.OUT_N, (w.begin + c) * PARTS
+    mbarrier.expect(w.w_full.index(stage), C.OUT_N * HALVES * PARTS * 128 + X_ROWS * C.BLOCK_K * 2)
+    shape: gl.constexpr = [PARTS * HALVES, C.OUT_N, SIDE]
     parts = reinterpret(w.w_ring.index(stage), w.w_ring.dtype, shape, w.weight_desc.layout)
-    for x in gl.static_range(PIECES):
+    for x in gl.static_range(PARTS):
         for half in gl.static_range(HALVES):
-            place = [row + half * w.N, (piece + x) * SIDE]
+            place = [row + half * w.N, (part + x) * SIDE]
             async_load(w.weight_desc, place, w.w_full.index(stage), parts.index(x * HALVES + half))
 
 
 @gluon.jit
 def _copy_rows(C: gl.constexpr, w, c):
     """Copy tile c of the activations into its stage."""
-    PIECES: gl.constexpr = C.BLOCK_K // COLUMNS
+    PARTS: gl.constexpr = C.BLOCK_K // COLUMNS
     stage = c % C.X_STAGES
     column = (c % w.n if C.PERSISTENT else w.begin + c) * C.BLOCK_K
     if C.STAGES != C.X_STAGES:
         mbarrier.expect(w.x_full.index(stage), C.BLOCK_M * C.BLOCK_K * 2)
-    parts = reinterpret(w.x_ring.index(stage), w.x_ring.dtype, [PIECES, C.BLOCK_M, COLUMNS], w.x_desc.layout)
-    for x in gl.static_range(PIECES):
+    parts = reinterpret(w.x_ring.index(stage), w.x_ring.dtype, [PARTS, C.BLOCK_M, COLUMNS], w.x_desc.layout)
+    for x in gl.static_range(PARTS):
         async_load(w.x_desc, [0, column + x * COLUMNS], w.x_full.index(stage), parts.index(x))
 
 
 @gluon.jit
 def _copy_first_rows(C: gl.constexpr, w):
+    """Copy the first X_STAGES tiles of the activations."""
     for c in gl.static_range(C.X_STAGES):
         if c < w.total:
             _copy_rows(C, w, c)
@@ -132,7 +151,7 @@ def _copy_first_rows(C: gl.constexpr, w):
 
 @gluon.jit
 def _copy_next(C: gl.constexpr, w, c):
-    """Copy the tiles that follow tile c in its stages, if there are such."""
+    """Copy the tiles that are the next in the stages of tile c, if there are any."""
     if c + C.STAGES < w.total:
         _copy_weights(C, w, c + C.STAGES)
     if c + C.X_STAGES < w.total:
@@ -149,7 +168,7 @@ def _await(C: gl.constexpr, w, c):
 
 @gluon.constexpr_function
 def _rows_at_once(block_m, block_n, split, warps):
-    """Return the number of rows whose sums a program adds at a time: a thread has at most 96 registers for them."""
+    """Return the number of rows whose sums a program adds at a time, in at most 96 registers of each thread."""
     rows = block_m
     while split > 1 and rows > 8 and (split + 2) * rows * block_n > 96 * 32 * warps:
         rows //= 2
@@ -158,7 +177,7 @@ def _rows_at_once(block_m, block_n, split, warps):
 
 @gluon.constexpr_function
 def _sums_layout(block_m, block_n, warps):
-    """16 rows of the weights a warp; where there are more warps, they share the columns."""
+    """Return the layout of the sums: 16 rows of the weight for each warp. Additional warps share the columns."""
     high = min(warps, block_n // 16)
     return gl.NVMMADistributedLayout([3, 0], [high, warps // high], [16, block_m * high // warps, 16])
 
@@ -176,7 +195,7 @@ def _sums(C: gl.constexpr, w, first, ACC_L: gl.constexpr):
             if c >= C.LAG:
                 mbarrier.arrive(w.free.index((c - C.LAG) % C.STAGES), count=1)
         else:
-            barrier()  # all warps are done with that tile
+            barrier()  # all warps have multiplied that tile
             if c >= C.LAG:
                 _copy_next(C, w, c - C.LAG)
     return warpgroup_mma_wait(0, deps=[acc])
@@ -199,7 +218,7 @@ def _scale_of(C: gl.constexpr, w, tile, group, L: gl.constexpr):
 
 @gluon.jit
 def _offset_of(C: gl.constexpr, w, tile, group, L: gl.constexpr):
-    """Load the zero points of a group as offsets for `unpack`, the same in both halves of a word: int32 [BLOCK_N]."""
+    """Load the zero points of a group as offsets for `unpack`, equal in both halves of a word: int32 [BLOCK_N]."""
     row, groups = _rows_and_groups(C, w, tile, L)
     zero = gl.load(w.zero_ptr + row * groups + gl.minimum(group, groups - 1)).to(gl.float32)
     offset = -128.0 - 64.0 * zero if C.FORM == "int4" else -zero  # packed.py stores zero / 64, zero - 128
@@ -208,67 +227,73 @@ def _offset_of(C: gl.constexpr, w, tile, group, L: gl.constexpr):
 
 
 @gluon.jit
-def _of_groups(C: gl.constexpr, w, tile, c, OF: gl.constexpr, L: gl.constexpr):
-    """Return `OF` of all groups of tile c of the weight, or of all its columns."""
+def _all_groups(C: gl.constexpr, w, tile, c, LOAD: gl.constexpr, L: gl.constexpr):
+    """Call LOAD, which is _scale_of or _offset_of, for all groups of tile c of the weight. Return a tuple.
+
+    If GROUP is 0, all columns are one group.
+    """
     GROUPS: gl.constexpr = C.BLOCK_K // C.GROUP if C.GROUP > 0 else 1
     loaded = ()
     for group in gl.static_range(GROUPS):
-        loaded += (OF(C, w, tile, c * GROUPS + group if C.GROUP > 0 else 0, L),)
+        loaded += (LOAD(C, w, tile, c * GROUPS + group if C.GROUP > 0 else 0, L),)
     return loaded
 
 
 @gluon.jit
 def _offsets(C: gl.constexpr, zeros, first, L: gl.constexpr):
-    """Return the offsets of each operand of a piece that begins with operand `first` of its tile, as a tuple.
+    """Return the offsets of each operand of a part that begins with operand `first` of its tile, as a tuple.
 
-    zeros: as `_offset_of` returns them, of groups, read if ZEROS.
+    Args:
+        zeros: Results of `_offset_of` for all groups. Read only if ZEROS.
     """
     OPERANDS: gl.constexpr = columns_of(C.FORM) // COLUMNS
-    OF_GROUP: gl.constexpr = max(C.GROUP // COLUMNS, 1)
+    PER_GROUP: gl.constexpr = max(C.GROUP // COLUMNS, 1)
     offsets = ()
     for j in gl.static_range(OPERANDS):
         if C.ZEROS:
-            offsets += (zeros[(first + j) // OF_GROUP if C.GROUP > 0 else 0],)
-        else:  # -136.0, or nothing
+            offsets += (zeros[(first + j) // PER_GROUP if C.GROUP > 0 else 0],)
+        else:  # -136.0 for int4, else -0.0, which changes nothing
             offsets += (gl.full([C.BLOCK_N], -0x3CF73CF8 if C.FORM == "int4" else -0x7FFF8000, gl.int32, L),)
     return offsets
 
 
 @gluon.jit
 def _packed_sums(C: gl.constexpr, w, tile, first, ACC_L: gl.constexpr):
-    """Do as `_sums` for a packed weight, which becomes bf16 in registers. The sums of a group of columns are scaled
-    before they are added."""
+    """Compute `_sums` for a packed weight, which becomes bf16 in registers.
+
+    The sums of a group of columns are scaled before they are added.
+    """
     A_L: gl.constexpr = gl.DotOperandLayout(0, ACC_L, 2)
     ROWS_L: gl.constexpr = gl.SliceLayout(1, ACC_L)
-    PIECES: gl.constexpr = C.BLOCK_K // columns_of(C.FORM)
+    PARTS: gl.constexpr = C.BLOCK_K // columns_of(C.FORM)
     OPERANDS: gl.constexpr = columns_of(C.FORM) // COLUMNS
-    OF_GROUP: gl.constexpr = max(C.GROUP // COLUMNS, 1)
+    PER_GROUP: gl.constexpr = max(C.GROUP // COLUMNS, 1)
     acc = gl.zeros([C.BLOCK_N, C.BLOCK_M], gl.float32, ACC_L)
-    scales = _of_groups(C, w, tile, w.begin, _scale_of, ROWS_L)
-    zeros = _of_groups(C, w, tile, w.begin, _offset_of, ROWS_L) if C.ZEROS else scales
+    scales = _all_groups(C, w, tile, w.begin, _scale_of, ROWS_L)
+    zeros = _all_groups(C, w, tile, w.begin, _offset_of, ROWS_L) if C.ZEROS else scales
     for c in range(first, first + w.n):
         stage, x_stage = c % C.STAGES, c % C.X_STAGES
         next_scales, next_zeros = scales, zeros
-        if C.GROUP > 0:  # in flight while this tile is multiplied
+        if C.GROUP > 0:  # the next scales and zero points are in flight while this tile is multiplied
             following = w.begin + c - first + 1
-            next_scales = _of_groups(C, w, tile, following, _scale_of, ROWS_L)
-            next_zeros = _of_groups(C, w, tile, following, _offset_of, ROWS_L) if C.ZEROS else next_scales
+            next_scales = _all_groups(C, w, tile, following, _scale_of, ROWS_L)
+            next_zeros = _all_groups(C, w, tile, following, _offset_of, ROWS_L) if C.ZEROS else next_scales
         _await(C, w, c)
-        pieces = reinterpret(w.w_ring.index(stage), gl.int32, [PIECES, C.BLOCK_N, 32], w.weight_desc.layout)
-        x_shape: gl.constexpr = [PIECES * OPERANDS, C.BLOCK_M, COLUMNS]
+        parts_i32 = reinterpret(w.w_ring.index(stage), gl.int32, [PARTS, C.BLOCK_N, 32], w.weight_desc.layout)
+        x_shape: gl.constexpr = [PARTS * OPERANDS, C.BLOCK_M, COLUMNS]
         xs = reinterpret(w.x_ring.index(x_stage), w.x_ring.dtype, x_shape, w.x_desc.layout)
-        for i in gl.static_range(PIECES):
+        for i in gl.static_range(PARTS):
             offsets = _offsets(C, zeros, i * OPERANDS, ROWS_L)
-            operands = unpack(pieces.index(i), offsets, C.FORM, C.BLOCK_N, C.WARPS, A_L)
+            operands = unpack(parts_i32.index(i), offsets, C.FORM, C.BLOCK_N, C.WARPS, A_L)
             for j in gl.static_range(OPERANDS):
                 x = xs.index(i * OPERANDS + j).permute((1, 0))
                 if C.GROUP > 0:
-                    if j % OF_GROUP == 0:
+                    if j % PER_GROUP == 0:
                         group_sum = gl.zeros([C.BLOCK_N, C.BLOCK_M], gl.float32, ACC_L)
-                    group_sum = warpgroup_mma(operands[j], x, group_sum, use_acc=j % OF_GROUP > 0, is_async=True)
-                    if (j + 1) % OF_GROUP == 0:
+                    group_sum = warpgroup_mma(operands[j], x, group_sum, use_acc=j % PER_GROUP > 0, is_async=True)
+                    if (j + 1) % PER_GROUP == 0:
                         group_sum = warpgroup_mma_wait(0, deps=[group_sum])
-                        acc += group_sum * scales[(i * OPERANDS + j) // OF_GROUP][:, None]
+                        acc += group_sum * scales[(i * OPERANDS + j) // PER_GROUP][:, None]
                 else:
                     acc = warpgroup_mma(operands[j], x, acc, is_async=True)
         if C.GROUP == 0:
@@ -284,21 +309,22 @@ def _packed_sums(C: gl.constexpr, w, tile, first, ACC_L: gl.constexpr):
 
 @gluon.constexpr_function
 def _partials_layout(warps):
+    """Return the layout of the partial sums of squares."""
     return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def _end(C: gl.constexpr, w, acc, tile, partials, ACC_L: gl.constexpr):
-    """Turn the sums acc [BLOCK_N, C.BLOCK_M] of an output tile into outputs."""
+    """Apply the epilogue to the sums acc [BLOCK_N, C.BLOCK_M] of an output tile, and store the outputs."""
     o = w.outputs
-    # The registers hold the sums of other programs for only some rows at a time.
+    # There are enough registers for the sums of all programs of only some rows at a time.
     ROWS: gl.constexpr = _rows_at_once(C.BLOCK_M, C.BLOCK_N, C.SPLIT, C.WARPS)
     LANES: gl.constexpr = min(C.OUT_N // 4, 32)
     # Outputs are stored 16 bytes a lane along a row of out, which is a column of the product.
     OUT_L: gl.constexpr = gl.BlockedLayout([4, 1], [LANES, 32 // LANES], [1, C.WARPS], [0, 1])
     OUT_M: gl.constexpr = gl.SliceLayout(0, OUT_L)
     last = True
-    if C.SPLIT > 1:  # store the sums in the order in which the last program of the tile will load them
+    if C.SPLIT > 1:  # store the sums in the order in which the last program of the tile loads them
         sums_m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, ACC_L))[None, :]
         to = w.sums_ptr + (w.pid * o.rows + sums_m) * C.BLOCK_N
         gl.store(to + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, ACC_L))[:, None], acc, mask=sums_m < o.rows)
@@ -350,27 +376,27 @@ def _end(C: gl.constexpr, w, acc, tile, partials, ACC_L: gl.constexpr):
 
 @gluon.jit
 def _produce(C: gl.constexpr, w):
-    """Run the producer warp; the first tiles of the weight are in flight."""
+    """Run the producer warp. The first tiles of the weight are already in flight."""
     some = some_run(w.outputs, C.BLOCK_M, 1)
     if C.PDL:
         gdc_wait()
     _copy_first_rows(C, w)
     if some != 0:
-        for c in range(w.total - min(C.STAGES, C.X_STAGES)):  # no tile follows into the other stages
+        for c in range(w.total - min(C.STAGES, C.X_STAGES)):  # no tile follows in the remaining stages
             mbarrier.wait(w.free.index(c % C.STAGES), c // C.STAGES & 1)
             _copy_next(C, w, c)
 
 
 @gluon.jit
 def _multiply(C: gl.constexpr, w):
-    """Run all other warps."""
+    """Run the warps that multiply."""
     ACC_L: gl.constexpr = _sums_layout(C.BLOCK_M, C.BLOCK_N, C.WARPS)
     some = some_run(w.outputs, C.BLOCK_M, C.WARPS)
     if C.PDL:
         gdc_wait()
     if not C.PRODUCER:
         _copy_first_rows(C, w)
-    if some == 0:  # tiles in flight must arrive before this memory is another program's
+    if some == 0:  # tiles in flight must arrive before another program gets this memory
         for c in gl.static_range(C.STAGES):
             if c < w.total:
                 mbarrier.wait(w.w_full.index(c), 0)
@@ -380,7 +406,7 @@ def _multiply(C: gl.constexpr, w):
                     mbarrier.wait(w.x_full.index(c), 0)
     else:
         partials = w.outputs.eps
-        if C.NORMED and C.SPLIT == 1:  # in flight while weights are multiplied
+        if C.NORMED and C.SPLIT == 1:  # the partial sums are in flight while weights are multiplied
             partials = load_partials(w.outputs, 0, C.BLOCK_M, C.SUMSQ_BLOCK, _partials_layout(C.WARPS))
         for iteration in range(w.iterations):
             tile = w.pid % w.tiles + iteration * gl.num_programs(0)
@@ -391,7 +417,7 @@ def _multiply(C: gl.constexpr, w):
             _end(C, w, acc, tile, partials, ACC_L)
 
 
-@gluon.jit(do_not_specialize=["n_sumsq"])  # it depends on the config of the kernel before
+@gluon.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the config of the previous kernel
 def _matmul_hopper_kernel(
     meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr,
     counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M: gl.constexpr,
@@ -400,14 +426,22 @@ def _matmul_hopper_kernel(
     X_STAGES: gl.constexpr, SPLIT: gl.constexpr, PERSISTENT: gl.constexpr, PRODUCER: gl.constexpr, LAG: gl.constexpr,
     WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute `project` for `rows` rows, in tiles [BLOCK_N, BLOCK_K] of the weight, of "gated" half gate and half up.
+    """Compute `project` for `rows` rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
 
-    x: [BLOCK_M, K], with `rows` rows that exist, as a descriptor of blocks of 64 columns. weight: [N, K], of "gated"
-    [2 * N, K], as a descriptor of blocks of 128 bytes. FORM is "dense" or a format of packed.py without an order of
-    columns, with scale: [N / SCALE_ROWS, K / GROUP] and zero: [N, K / GROUP], read if ZEROS. GROUP is 64, 128, or 0 for
-    all columns. sums: fp32 [SPLIT * tiles, rows, BLOCK_N]; counter: [tiles] int32, zero before and after.
-    Grid SPLIT * tiles; or, PERSISTENT, any number of programs, each of which takes its next rows while it multiplies.
-    One partial sum of squares for each tile.
+    Grid: (SPLIT * tiles,), a program for a part of the columns of a tile. If PERSISTENT, any number of programs, each
+    of which computes every num_programs-th tile and has the next one in flight. Each tile stores one partial sum of
+    squares a row. If "gated", half of a tile's rows are gate and half up.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32.
+        x_desc: Tensor descriptor of [BLOCK_M, K] in blocks of 64 columns. The first `rows` rows exist.
+        weight_desc: Tensor descriptor of [N, K], or [2 * N, K] if "gated", in blocks of 128 bytes. FORM is "dense" or a
+            number type of packed.py. A packed weight has no order of columns.
+        scale_ptr: [N / SCALE_ROWS, K / GROUP]. GROUP is 64, 128, or 0 for all columns.
+        zero_ptr: [N, K / GROUP]. Read only if ZEROS.
+        extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
+        sums_ptr: [SPLIT * tiles, rows, BLOCK_N] fp32 (scratch).
+        counter_ptr: [tiles] int32, zero between launches (scratch).
     """
     if PDL:
         gdc_launch_dependents()
@@ -451,9 +485,11 @@ def _matmul_hopper_kernel(
 
 
 def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
-    """Compute `project` for up to 64 rows, but Plain; scratch: SplitBuffers if programs share the columns.
+    """Compute `project` for up to 64 rows with any epilogue except Plain.
 
-    x is the beginning of a buffer of as many rows as a tile has.
+    Args:
+        x: The first rows of a buffer that has at least as many rows as a tile.
+        scratch: SplitBuffers if programs share the columns.
     """
     packed, (rows, N), K = linear.packed, out.shape, linear.in_features
     if packed is not None and not multiplies(packed):
@@ -476,7 +512,7 @@ def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=F
 
 
 def _descriptor(tensor, rows: int):
-    """Describe tiles of `rows` rows of 128 bytes."""
+    """Return a descriptor of tiles of `rows` rows of 128 bytes."""
     block = [rows, 128 // tensor.itemsize]
     return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(128, 8 * tensor.itemsize, 2))
 
@@ -489,6 +525,7 @@ def multiplies(packed) -> bool:
 
 
 def _supports(case, rows, device) -> bool:
+    """Return whether matmul_hopper computes the case; see LinearKernel."""
     if device.capability != 90 or rows > MAX_ROWS or case.epilogue == "plain":
         return False
     if case.packed is not None:

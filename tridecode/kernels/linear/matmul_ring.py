@@ -1,10 +1,11 @@
-"""matmul for one row on Hopper, in Gluon: packed tensors come through a ring in shared memory.
+"""matmul for one row on Hopper, in Gluon: packed tensors pass through a ring in shared memory.
 
-A program multiplies 16 whole rows of the weight at a time, of Gated eight of gate and eight of up. Its warps share the
-columns (mma_lanes.py). TMA copies the weight into STAGES stages of STAGE_TILES tiles a warp, each with its own barrier.
-As soon as all warps have multiplied a stage, TMA copies the one that is STAGES later to its place.
+A program multiplies 16 whole rows of the weight at a time. For Gated these are eight of gate and eight of up. Its warps
+share the columns (mma_lanes.py). TMA copies the weight into STAGES stages of STAGE_TILES tiles for each warp, each
+stage with its own barrier. As soon as all warps have multiplied a stage, TMA copies the one that is STAGES later to its
+place.
 
-The instruction multiplies eight rows of activations. Each of them is the one row of the pass; only the first result is
+The instruction multiplies eight rows of activations. Each of them is the one row of the pass. Only the first result is
 stored.
 
 Dependent launch: no kernel that may still run writes weights, so the whole ring is filled before the wait.
@@ -46,14 +47,20 @@ from .tma_ring import PRODUCER_REGISTERS, barriers
 
 @dataclass(frozen=True)
 class RingConfig(RowBlocks):
-    """Launch config: a program takes 16 whole rows of the weight at a time (gate and up rows together), its warps share
-    their columns.
+    """Launch config of matmul_ring.
 
-    tiles: tiles of 64 bytes of a row that each warp has of a stage. stages: stages in flight, before the wait too. A
-    stage takes tiles * num_warps KiB of shared memory. x_shared: the activations are in shared memory, else in
-    registers. programs: how many share the rows, 0 for one for each 16 rows. A program has its next stages in flight
-    while it multiplies. producer: 1 for a producer warp, as in HopperConfig: for programs that take several blocks, or
-    one of more stages than the ring has. registers: the most a thread may use, 0 for no bound.
+    A program takes 16 whole rows of the weight at a time, gate and up rows together, and its warps share their columns.
+    It has its next stages in flight while it multiplies.
+
+    Attributes:
+        tiles: Tiles of 64 bytes of a row in a stage, for each warp. A stage takes tiles * num_warps KiB of shared
+            memory.
+        stages: Stages in flight, before the wait too.
+        x_shared: Whether the activations are in shared memory instead of registers.
+        programs: Number of programs that share the rows; 0: one for each 16 rows.
+        producer: 1 for a producer warp, as in HopperConfig. Useful for programs that take several blocks, or one block
+            of more stages than the ring has.
+        registers: Maximum number of registers of a thread; 0: no limit.
     """
 
     block_n: ClassVar[int] = 16
@@ -68,19 +75,25 @@ class RingConfig(RowBlocks):
 
 @gluon.constexpr_function
 def _out_layout(warps, gated):
-    """Return the layout of outputs [rows of the weight, activations]: a lane's neighbor has the next activation."""
+    """Return the layout of outputs [rows of the weight, activations]: adjacent lanes have adjacent activations."""
     return gl.BlockedLayout([1, 1], [8, 4] if gated else [16, 2], [1, warps], [0, 1])
 
 
 @gluon.constexpr_function
 def _warps_layout(warps, gated):
-    """Return the layout of the warps' sums, before `_out_layout`: each lane has those of all warps."""
+    """Return the layout of the warps' sums, before `_out_layout`, in which each lane has the sums of all warps."""
     return gl.BlockedLayout([warps, 1, 1], [1, 8, 4] if gated else [1, 16, 2], [1, 1, warps], [0, 1, 2])
 
 
-# The work of a program: arguments of the kernel, its ring, and its barriers, one a stage. ring: STAGE_TILES pieces
-# [stages, pairs of warps, 2, 8, 32] int32. full: a stage has arrived. free: all warps have multiplied it, with a
-# producer warp. iterations: blocks of this program. total: its stages.
+# The work of a program:
+# - arguments of the kernel, and `outputs`, those of the epilogue
+# - ring: STAGE_TILES buffers [stages, pairs of warps, 2, 8, 32] int32
+# - full: barriers, one a stage, completed when the stage has arrived
+# - free: barriers, one a stage, completed when all warps have multiplied it. Used with a producer warp.
+# - kept_sums: shared memory for the sums of the warps
+# - x_shared: shared memory for the activations
+# - iterations: number of blocks of this program
+# - total: number of stages of this program
 _Work = namedtuple(
     "_Work", "x_ptr weight_desc scale_ptr stride_xm outputs ring full free kept_sums x_shared iterations total"
 )
@@ -90,9 +103,14 @@ _Work = namedtuple(
 def _constants(**constexprs):
     """Return the constexprs of the kernel and the constants that follow from them.
 
-    PARTS of a tile. STEP: columns of the warps' tiles together. TILES of a row that a warp has. OF_BLOCK: stages of a
-    block of rows. OUT_N: its outputs. SHARED: a program takes several blocks. GROUPED: rows have several scales. FRESH:
-    each tile begins new sums, else two pairs of chains continue.
+    PARTS: parts of a tile.
+    STEP: columns of the tiles of all warps together.
+    TILES: tiles of a row for each warp.
+    OF_BLOCK: stages of a block of rows.
+    OUT_N: outputs of a block.
+    SHARED: whether a program takes several blocks.
+    GROUPED: whether rows have several scales.
+    FRESH: whether each tile begins new sums. Otherwise two pairs of chains continue.
     """
     k, form, gated = constexprs["K"], constexprs["FORM"], constexprs["EPILOGUE"] == "gated"
     parts, grouped = parts_of(form), constexprs["GROUP"] < k
@@ -107,7 +125,7 @@ def _constants(**constexprs):
 
 @gluon.jit
 def _copy_stage(C: gl.constexpr, w, c):
-    """Copy stage c of this program to its place in the ring; a block of rows has OF_BLOCK stages."""
+    """Copy stage c of this program to its place in the ring. A block of rows has OF_BLOCK stages."""
     stage = c % C.STAGES
     row = (gl.program_id(0) + c // C.OF_BLOCK * C.PROGRAMS) * C.OUT_N
     pair = c % C.OF_BLOCK * (C.STAGE_TILES * C.WARPS // 2)
@@ -119,6 +137,7 @@ def _copy_stage(C: gl.constexpr, w, c):
 
 @gluon.jit
 def _copy_first(C: gl.constexpr, w):
+    """Copy the first STAGES stages."""
     for c in gl.static_range(C.STAGES):
         if c < w.total:
             _copy_stage(C, w, c)
@@ -136,7 +155,7 @@ def _produce(C: gl.constexpr, w):
 
 @gluon.jit
 def _load_x(C: gl.constexpr, w, warp, lane, c: gl.constexpr, L: gl.constexpr):
-    """Load the activations of the warps' tiles c: int32 [threads, 4] of each part, 0 beyond the columns."""
+    """Load the activations of the warps' tiles c: int32 [threads, 4] for each part, 0 beyond the last column."""
     column = (warp * (C.PARTS * 32) + lane % 4 * 8)[:, None]
     x_words = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     words = column // 2 + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
@@ -153,7 +172,7 @@ def _load_x(C: gl.constexpr, w, warp, lane, c: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _load_scales(C: gl.constexpr, w, block, warp, row):
-    """Load the scales of a block's groups: for each of the warps' tiles those of both rows of a lane."""
+    """Load the scales of a block's groups: for each of the warps' tiles, the scales of both rows of a lane."""
     GROUPS: gl.constexpr = (C.K + C.GROUP - 1) // C.GROUP
     low_row = block * C.OUT_N + row
     low = w.scale_ptr + low_row // C.SCALE_ROWS * GROUPS
@@ -169,7 +188,7 @@ def _load_scales(C: gl.constexpr, w, block, warp, row):
 
 @gluon.jit
 def _share_x(C: gl.constexpr, w):
-    """Copy all activations to shared memory, scaled as the weight's form requires, 0 beyond the columns."""
+    """Copy all activations to shared memory, scaled for the weight's form. Values beyond the last column are 0."""
     X_WORDS: gl.constexpr = C.STEP // 2
     words = gl.arange(0, X_WORDS, gl.SliceLayout(0, gl.BlockedLayout([1, 2], [1, 32], [1, C.WARPS], [1, 0])))
     ptrs = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + words
@@ -185,7 +204,7 @@ def _share_x(C: gl.constexpr, w):
 
 @gluon.jit
 def _add_tile(C: gl.constexpr, w, acc, chains, words, x, zero_sums, scales, c: gl.constexpr, L: gl.constexpr):
-    """Multiply the warps' tiles c: add to acc if FRESH, else to the chains; return both. See `_block_sums`."""
+    """Multiply the warps' tiles c. Add to acc if FRESH, else to the chains; return both. See `_block_sums`."""
     to: gl.constexpr = c % 2
     if C.X_SHARED:
         tile_x = load_shared_x(w.x_shared[c], C.WARPS, C.PARTS)
@@ -212,8 +231,10 @@ def _add_tile(C: gl.constexpr, w, acc, chains, words, x, zero_sums, scales, c: g
 def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.constexpr):
     """Return each lane's part of the products of a block of rows, fp32 [threads, 4].
 
-    x: of each tile, raised if SHARED, or (). zero_sums: of each tile, or () to compute them here. scales: of the
-    groups, or ().
+    Args:
+        x: Activations of each tile, raised if SHARED, or () if they are in shared memory.
+        zero_sums: `zero_sum` of each tile, or () to compute them here.
+        scales: Scales of the groups, or ().
     """
     FLAT_L: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     zeros = gl.zeros([C.WARPS * 32, 4], gl.float32, L)
@@ -225,13 +246,13 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
         tiles = ()
         for i in gl.static_range(C.STAGE_TILES):
             if s * C.STAGE_TILES + i < C.TILES:
-                piece = reinterpret(w.ring[i].index(stage), gl.int32, [8 * C.WARPS, WORDS], FLAT_L)
-                tiles += (load_words(piece, C.WARPS),)
+                part = reinterpret(w.ring[i].index(stage), gl.int32, [8 * C.WARPS, WORDS], FLAT_L)
+                tiles += (load_words(part, C.WARPS),)
         for i in gl.static_range(C.STAGE_TILES):
             if s * C.STAGE_TILES + i < C.TILES:
                 acc, chains = _add_tile(C, w, acc, chains, tiles[i], x, zero_sums, scales, s * C.STAGE_TILES + i, L)
-        if C.SHARED or C.OF_BLOCK > C.STAGES:  # the stage is copied to again
-            fence_async_shared()  # a barrier alone does not wait for loads that are in flight
+        if C.SHARED or C.OF_BLOCK > C.STAGES:  # another stage is copied to its place
+            fence_async_shared()  # a barrier alone does not wait for loads in flight
             if C.PRODUCER:
                 mbarrier.arrive(w.free.index(stage), count=1)
             else:
@@ -246,7 +267,7 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
 
 @gluon.jit
 def _multiply(C: gl.constexpr, w):
-    """Run all other warps."""
+    """Run the warps that multiply."""
     o = w.outputs
     L: gl.constexpr = lanes_layout(C.WARPS)
     OUT_L: gl.constexpr = _out_layout(C.WARPS, C.GATED)
@@ -258,14 +279,14 @@ def _multiply(C: gl.constexpr, w):
     RESIDUAL: gl.constexpr = C.EPILOGUE == "residual"
     thread = gl.arange(0, C.WARPS * 32, gl.SliceLayout(1, L))
     warp, lane = thread // 32, thread % 32
-    row = lane // 8 + lane // 4 % 2 * 4  # a row of the weight; the lane's other row is eight rows on
+    row = lane // 8 + lane // 4 % 2 * 4  # the first row of the lane; the second is eight rows later
     scales = ()
     if C.GROUPED:
         scales = _load_scales(C, w, gl.program_id(0), warp, row)
     some = some_run(o, 8, C.WARPS)
     if C.PDL:
         gdc_wait()
-    if some == 0:  # stages in flight must arrive before this memory is another program's
+    if some == 0:  # stages in flight must arrive before another program gets this memory
         for c in gl.static_range(C.STAGES):
             if c < w.total:
                 mbarrier.wait(w.full.index(c), 0)
@@ -278,7 +299,7 @@ def _multiply(C: gl.constexpr, w):
             scale = norm_scale(load_partials(o, 0, 8, C.SUMSQ_BLOCK, PARTIALS_L), C.K, o.eps, gl.SliceLayout(0, OUT_L))
         if C.X_SHARED:
             _share_x(C, w)
-        for c in gl.static_range(len(loaded)):  # for one block they are raised when their tile is multiplied
+        for c in gl.static_range(len(loaded)):  # with a single block they are raised when their tile is multiplied
             x += (all_raised(loaded[c], C.FORM) if C.SHARED else loaded[c],)
         if C.FORM == "int4" and C.SHARED:
             for c in gl.static_range(C.TILES):
@@ -287,15 +308,15 @@ def _multiply(C: gl.constexpr, w):
                 else:
                     zero_sums += (zero_sum(x[c]),)
         squares = gl.zeros([C.OUT_N, 8], gl.float32, OUT_L)
-        of_m = gl.arange(0, 8, gl.SliceLayout(0, OUT_L))
-        runs = load_status(o, of_m) == RUN
+        rows_m = gl.arange(0, 8, gl.SliceLayout(0, OUT_L))
+        runs = load_status(o, rows_m) == RUN
         in_block = gl.arange(0, C.OUT_N, gl.SliceLayout(1, OUT_L))[:, None]
-        offs_m = of_m[None, :]
+        offs_m = rows_m[None, :]
         mask = runs[None, :] & (in_block >= 0)
         for iteration in range(w.iterations):
             block = gl.program_id(0) + iteration * C.PROGRAMS
             offs_n = block * C.OUT_N + in_block
-            # The other arguments of the block's outputs, and the scales of the next block.
+            # Load the other arguments of the block's epilogue, and the scales of the next block.
             extra, residual = 0.0, 0.0
             if C.HAS_BIAS or RESIDUAL:
                 extra = gl.load(o.extra_ptr + offs_n)
@@ -327,10 +348,10 @@ def _multiply(C: gl.constexpr, w):
                 squares += y * y
             scales = scales_next
         if RESIDUAL:
-            gl.store(o.sumsq_ptr + of_m * o.stride_sumsq + gl.program_id(0), gl.sum(squares, 0), mask=runs)
+            gl.store(o.sumsq_ptr + rows_m * o.stride_sumsq + gl.program_id(0), gl.sum(squares, 0), mask=runs)
 
 
-@gluon.jit(do_not_specialize=["n_sumsq", "rows"])  # n_sumsq depends on the config of the kernel before
+@gluon.jit(do_not_specialize=["n_sumsq", "rows"])  # n_sumsq depends on the config of the previous kernel
 def _matmul_ring_kernel(
     meta_ptr, x_ptr, weight_desc, scale_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_xm, stride_om,
     stride_normed, stride_sumsq, rows, n_sumsq, N: gl.constexpr, K: gl.constexpr, SUMSQ_BLOCK: gl.constexpr,
@@ -338,12 +359,20 @@ def _matmul_ring_kernel(
     STAGE_TILES: gl.constexpr, STAGES: gl.constexpr, X_SHARED: gl.constexpr, WARPS: gl.constexpr, BLOCKS: gl.constexpr,
     PROGRAMS: gl.constexpr, PRODUCER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute `project` for one row and a weight without zero points and order of columns; rows: 1.
+    """Compute `project` for one row (`rows` is 1) and a packed weight without zero points and order of columns.
 
-    weight: [N, K], of "gated" [2 * N, K], in words of packed.py, two tiles of which are 128 bytes of a row, as a
-    descriptor [pairs of tiles, 2, rows, 32] int32: of blocks of 8 rows, and of 8 rows that are 8 rows on, or N of
-    "gated". Its rows are a multiple of 16, its columns of two tiles; groups, if rows have several, are whole tiles.
-    scale: [N / SCALE_ROWS, K / GROUP]. Grid PROGRAMS; each leaves one partial sum of squares.
+    Grid: (PROGRAMS,). Each program takes every PROGRAMS-th block of 16 rows of the weight, and stores one partial sum
+    of squares.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32.
+        x_ptr: [rows, K].
+        weight_desc: Tensor descriptor [pairs of tiles, 2, rows, 32] int32 of the weight [N, K], or [2 * N, K] if
+            "gated". Two tiles of packed.py are 128 bytes of a row. The second dimension selects 8 rows, or the 8 rows
+            that are 8 rows (N rows if "gated") later. The number of rows is a multiple of 16, and the number of columns
+            a multiple of two tiles. If rows have several groups, these are whole tiles.
+        scale_ptr: [N / SCALE_ROWS, K / GROUP].
+        extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
     """
     if PDL:
         gdc_launch_dependents()
@@ -356,7 +385,7 @@ def _matmul_ring_kernel(
     RING_L: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
     SUMS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     X_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # Separate allocations show the compiler that one is not written through another.
+    # With separate allocations, the compiler knows that a store to one does not change another.
     ring, kept_sums, x_shared = (), (), ()
     for _ in gl.static_range(STAGE_TILES):
         ring += (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS // 2, 2, 8, WORDS], RING_L),)
@@ -385,7 +414,7 @@ def _matmul_ring_kernel(
 
 
 def _descriptor(linear, n: int, gated: bool, warps: int) -> TensorDescriptor:
-    """Describe the words of a weight with n rows, or with n rows in each half."""
+    """Return a descriptor of the words of a weight with n rows or, if gated, with n rows in each half."""
     length, block = linear.weight.shape[1], [warps // 2, 2, 8, WORDS.value]
     shape, strides = [length // WORDS.value, 2, n if gated else n - 8, WORDS.value], [WORDS.value, 0, length, 1]
     strides[1] = length * (n if gated else 8)
@@ -393,9 +422,9 @@ def _descriptor(linear, n: int, gated: bool, warps: int) -> TensorDescriptor:
 
 
 def matmul_ring(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
-    """Compute `project` for one row, but Plain."""
+    """Compute `project` for one row with any epilogue except Plain."""
     packed, (rows, N) = linear.packed, out.shape
-    if rows != 1 or packed is None or not _carries(packed):
+    if rows != 1 or packed is None or not _multiplies(packed):
         raise ValueError(f"matmul_ring does not multiply {rows} rows by {packed or linear.weight.dtype}")
     blocks, programs = config.grid(linear.out_features)
     _matmul_ring_kernel[(programs,)](
@@ -407,18 +436,21 @@ def matmul_ring(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
     )  # fmt: skip
 
 
-def _carries(packed) -> bool:
+def _multiplies(packed) -> bool:
     """Return whether the kernel reads packed tensors of this description."""
     return packed.number_type in ("int4", "e4m3") and not packed.zeros and not packed.ordered
 
 
 def _supports(case, rows, device) -> bool:
-    """Scales of groups of e4m3, or of other groups of int4, need more registers than the configs have."""
+    """Return whether matmul_ring computes the case; see LinearKernel.
+
+    Scales of groups of e4m3, or of int4 groups of another size, need more registers than the configs have.
+    """
     packed = case.packed
     if device.capability != 90 or rows != 1 or case.epilogue == "plain" or packed is None or case.n % 16:
         return False
     group = {"int4": 128, "e4m3": packed.k}.get(packed.number_type)
-    return _carries(packed) and packed.group == group and packed.k % (2 * packed.tile) == 0
+    return _multiplies(packed) and packed.group == group and packed.k % (2 * packed.tile) == 0
 
 
 RING = LinearKernel(

@@ -1,7 +1,7 @@
-"""matmul for up to 64 rows: tiles of the rows and of the weight meet in shared memory, copied there by TMA.
+"""matmul for up to 64 rows, with tiles of the rows and of the weight that TMA copies to shared memory.
 
-A program multiplies all rows by BLOCK_N rows of the weight and adds their columns in one order, without a second
-program: no sums remain to be added between programs.
+A program multiplies all rows by BLOCK_N rows of the weight and adds all their columns itself, in one order. No sums
+remain to be added between programs.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,13 @@ from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, proj
 
 @dataclass(frozen=True)
 class TilesConfig:
-    """Launch config: tiles of block_n rows (of Gated so many of each half) and block_k columns of the weight, `stages`
-    of them in flight. block_m: the least rows of a tile of activations."""
+    """Launch config of matmul_tiles.
+
+    Attributes:
+        block_n, block_k: Rows and columns of a tile of the weight. Gated takes block_n rows of each half.
+        stages: Tiles in flight.
+        block_m: Minimum number of rows of a tile of activations.
+    """
 
     block_n: int = 32
     block_k: int = 128
@@ -46,10 +51,16 @@ def _matmul_tiles_kernel(
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Compute `project` for `rows` rows and weight [N, K], of "gated" [2 * N, K].
+    """Compute `project` for `rows` rows. A program computes BLOCK_N outputs of all rows.
 
-    x: [BLOCK_M, K] and weight as descriptors, in tiles [BLOCK_M, BLOCK_K] and [BLOCK_N, BLOCK_K]; STAGES tiles of each
-    are in flight. Grid cdiv(N, BLOCK_N). Each program leaves one partial sum of squares.
+    Grid: (cdiv(N, BLOCK_N),). Each program stores one partial sum of squares a row. STAGES tiles of x and of the weight
+    are in flight.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32.
+        x_desc: Tensor descriptor of [BLOCK_M, K], in tiles [BLOCK_M, BLOCK_K].
+        weight_desc: Tensor descriptor of [N, K], or [2 * N, K] if "gated", in tiles [BLOCK_N, BLOCK_K].
+        extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
     """
     pid = tl.program_id(0)
     if PDL:
@@ -96,7 +107,11 @@ def _matmul_tiles_kernel(
 
 
 def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
-    """Compute `project` for up to 64 rows, but Plain; x is the beginning of a buffer of as many rows as a tile has."""
+    """Compute `project` for up to 64 rows with any epilogue except Plain.
+
+    Args:
+        x: The first rows of a buffer that has at least as many rows as a tile.
+    """
     rows, N = out.shape
     K, block_m = linear.in_features, max(next_power_of_2(rows), config.block_m)
     # A tile that exceeded the buffer would be slower than one whose last rows are not used.
@@ -110,8 +125,9 @@ def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fa
 
 
 def _supports(case, rows, device) -> bool:
-    copied = case.weight_type in SHORT and case.k % 8 == 0  # TMA: rows begin at multiples of 16 bytes
-    return copied and case.epilogue != "plain" and rows <= MAX_ROWS and not 0 < device.capability < 80
+    """Return whether matmul_tiles computes the case; see LinearKernel."""
+    fits_tma = case.weight_type in SHORT and case.k % 8 == 0  # TMA: rows begin at multiples of 16 bytes
+    return fits_tma and case.epilogue != "plain" and rows <= MAX_ROWS and not 0 < device.capability < 80
 
 
 TILES = LinearKernel(

@@ -1,7 +1,7 @@
-"""matmul for up to 64 rows: the weight goes from memory into the registers where wgmma reads it, 64 rows at a time.
+"""matmul for up to 64 rows: the weight is loaded directly into the registers where wgmma reads it, 64 rows at a time.
 
-The activations are the columns of the product and pass through shared memory a tile at a time. They take so little of
-it that the next kernel fits next to this one, with its first weights in flight.
+The activations are the columns of the product, and pass through shared memory one tile at a time. They take so little
+of it that the next kernel fits next to this one, with its first weights in flight.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,17 @@ from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, proj
 
 @dataclass(frozen=True)
 class WideConfig:
-    """Launch config: a program takes block_n rows of the weight (16 a warp or a multiple; gate and up rows together),
-    in tiles of block_k columns.
+    """Launch config of matmul_wide.
 
-    ahead, x_ahead: tiles in flight, of the weight (before the wait) and of the activations. split: programs that share
-    the columns. registers: the most a thread may use, 0 for no bound. block_m: the least rows of a tile of activations.
+    A program takes block_n rows of the weight in tiles of block_k columns.
+
+    Attributes:
+        block_n: Rows of the weight, 16 for each warp or a multiple. Gated counts gate and up rows together.
+        ahead: Tiles of the weight in flight, before the wait too.
+        x_ahead: Tiles of the activations in flight.
+        split: Programs that share the columns.
+        registers: Maximum number of registers of a thread; 0: no limit.
+        block_m: Minimum number of rows of a tile of activations.
     """
 
     block_n: int = 64
@@ -46,12 +52,15 @@ class WideConfig:
 
 @triton.jit
 def _weight_lines(WARPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return, of each line of a tile [BLOCK_N * BLOCK_K / 32, 32], the number of its eight rows, its place among them,
-    and its first column: [lines, 1] each. A warp has eight lines of four lanes; the next warp has the next eight."""
+    """Return the places of the lines of a tile [BLOCK_N * BLOCK_K / 32, 32].
+
+    For each line, these are the number of its eight rows, its place among them, and its first column, [lines, 1] each.
+    A warp has eight lines of four lanes; the next warp has the next eight.
+    """
     line = tl.arange(0, BLOCK_N * BLOCK_K // 32)[:, None]
     warp, own = line // 8 % WARPS, line // (8 * WARPS)
     column = own % (BLOCK_K // 32)
-    half = own // (BLOCK_K // 32)  # of the 16 rows that a warp has of 64
+    half = own // (BLOCK_K // 32)  # half of the 16 rows that a warp has of 64
     return (half // 2 * WARPS + warp) * 2 + half % 2, line % 8, column * 32
 
 
@@ -59,10 +68,10 @@ def _weight_lines(WARPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.conste
 def _weights(tile, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return the tile as an operand [BLOCK_N, BLOCK_K] of the tensor cores.
 
-    A lane has loaded eight neighbors of a row. The instruction takes two and two of a lane in each half of 16 columns.
-    The order of the columns is free if both operands agree: what a lane holds is renamed, and no data moves.
+    A lane has loaded eight adjacent columns of a row. The instruction takes two columns of a lane from each half of 16.
+    The order of the columns is free if both operands agree, so the columns are renamed and no data moves.
     """
-    # 64 rows, half, columns, warp, row; lane, instruction, half, element
+    # Dimensions: 64 rows, half, columns, warp, row, lane, instruction, half, element.
     tile = tile.reshape(BLOCK_N // (16 * WARPS), 2, BLOCK_K // 32, WARPS, 8, 4, 2, 2, 2)
     return tl.permute(tile, (0, 3, 1, 4, 2, 6, 7, 5, 8)).reshape(BLOCK_N, BLOCK_K)
 
@@ -86,7 +95,7 @@ def _load(
     MASKED: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Load tile c; MASKED where a row may not exist. The first WHOLE tiles are complete in every program."""
+    """Load tile c. MASKED: a row may not exist. The first WHOLE tiles are complete in every program."""
     k: tl.constexpr = c * BLOCK_K
     if c >= WHOLE:
         return tl.load(ptrs + k, mask=mask & (offs_k + k < K), other=0.0, eviction_policy=POLICY)
@@ -96,7 +105,7 @@ def _load(
         return tl.load(ptrs + k, eviction_policy=POLICY)
 
 
-@triton.jit(do_not_specialize=["n_sumsq"])  # it depends on the config of the kernel before
+@triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the config of the previous kernel
 def _matmul_wide_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr, counter_ptr, eps, stride_xm,
     stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, BLOCK_M: tl.constexpr, N: tl.constexpr,
@@ -104,12 +113,20 @@ def _matmul_wide_kernel(
     BLOCK_K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, SPLIT: tl.constexpr,
     PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Compute `project` for up to BLOCK_M rows and weight [N, K], of "gated" [2 * N, K], in tiles [BLOCK_N, BLOCK_K].
+    """Compute `project` for up to BLOCK_M rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
 
-    AHEAD tiles of the weight are in flight before the wait and from there on, X_AHEAD of the activations. If "gated",
-    half of a tile's rows are gate and half up. SPLIT programs share the columns. The last of them to arrive adds the
-    sums of all, in the order of the columns. sums: fp32 [rows, SPLIT * rows of all tiles]; counter: [tiles] int32, zero
-    before and after. Grid (cdiv(N, outputs of a program), SPLIT). One partial sum of squares for each tile.
+    Grid: (cdiv(N, outputs of a program), SPLIT). SPLIT programs share the columns. The last of them to arrive adds the
+    sums of all, in the order of the columns. Each tile of rows stores one partial sum of squares a row. AHEAD tiles of
+    the weight are in flight, before the wait too, and X_AHEAD tiles of the activations. If "gated", half of a tile's
+    rows are gate and half up.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32.
+        x_ptr: [rows, K].
+        weight_ptr: [N, K], or [2 * N, K] if "gated".
+        extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
+        sums_ptr: [rows, SPLIT * rows of all tiles] fp32 (scratch).
+        counter_ptr: [tiles] int32, zero between launches (scratch).
     """
     pid, part = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -117,9 +134,9 @@ def _matmul_wide_kernel(
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     GATED: tl.constexpr = EPILOGUE == "gated"
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    CHUNKS: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)  # tiles of a program
+    CHUNKS: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)  # tiles of a program along the columns
     MASKED: tl.constexpr = N % OUT_N != 0
-    WHOLE: tl.constexpr = K // BLOCK_K - (SPLIT - 1) * CHUNKS  # tiles of the last program
+    WHOLE: tl.constexpr = K // BLOCK_K - (SPLIT - 1) * CHUNKS  # complete tiles of the last program
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else weight_ptr.dtype.element_ty
     first_k = part * (CHUNKS * BLOCK_K)
     eight, line_n, line_k = _weight_lines(WARPS, BLOCK_N, BLOCK_K)
@@ -161,7 +178,9 @@ def _matmul_wide_kernel(
     for c in tl.static_range(CHUNKS):
         if c + X_AHEAD < CHUNKS:
             x += (_load(xs, True, offs_xk, c + X_AHEAD, K, BLOCK_K, WHOLE, False, ""),)
-        if EPILOGUE == "residual" and SPLIT == 1 and c == CHUNKS - (AHEAD + 1) // 2:  # fewer registers hold weights
+        if (
+            EPILOGUE == "residual" and SPLIT == 1 and c == CHUNKS - (AHEAD + 1) // 2
+        ):  # from here on, weights take fewer registers
             residual = tl.load(out_ptrs, mask=mask, other=0.0)
         columns = _columns(x[c], BLOCK_M, BLOCK_K).to(TYPE)
         acc = tl.dot(_weights(w[c], WARPS, BLOCK_N, BLOCK_K).to(TYPE), columns, acc, input_precision="ieee")
@@ -197,7 +216,11 @@ def _matmul_wide_kernel(
 
 
 def matmul_wide(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
-    """Compute `project` for up to 64 rows, but Plain; scratch: SplitBuffers if programs share the columns."""
+    """Compute `project` for up to 64 rows with any epilogue except Plain.
+
+    Args:
+        scratch: SplitBuffers if programs share the columns.
+    """
     rows, N = out.shape
     K, split = linear.in_features, config.split
     chunks = cdiv(K, split * config.block_k)
@@ -214,6 +237,7 @@ def matmul_wide(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
 
 
 def _supports(case, rows, device) -> bool:
+    """Return whether matmul_wide computes the case; see LinearKernel."""
     dense = case.weight_type in SHORT
     return dense and case.epilogue != "plain" and rows <= MAX_ROWS and not 0 < device.capability < 80
 

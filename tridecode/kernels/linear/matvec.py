@@ -1,6 +1,6 @@
-"""matvec: each row of activations times a weight matrix, which is read once for each row.
+"""matvec: a weight times each row of activations. The weight is read once for each row.
 
-Whole rows of the weight are register tiles, so that all their bytes are in flight before the wait.
+Whole rows of the weight are tiles in registers, so that all their bytes are in flight before the wait.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,14 @@ from .project import OUTPUTS, LinearKernel, project_bytes, project_ref
 
 @dataclass(frozen=True)
 class MatvecConfig(RowBlocks):
-    """Launch config: a program takes block_n whole rows at a time, of Gated so many of each half.
+    """Launch config of matvec.
 
-    registers: the most a thread may use, 0 for no bound. programs: how many share the rows, 0 for one for each block_n
-    rows. A program has its next rows in flight while it sums.
+    A program takes block_n whole rows of the weight at a time (Gated: of each half), and has its next rows in flight
+    while it sums.
+
+    Attributes:
+        registers: Maximum number of registers of a thread; 0: no limit.
+        programs: Number of programs that share the rows. 0 launches one for each block_n rows.
     """
 
     block_n: int
@@ -31,7 +35,7 @@ class MatvecConfig(RowBlocks):
 
 @triton.jit
 def load_tiles(row_ptrs, mask_n, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    """Load K columns of the rows at row_ptrs [n, 1] as a tuple of [n, BLOCK_K]; MASKED where a row may not exist."""
+    """Load K columns of the rows at row_ptrs [n, 1] as a tuple of [n, BLOCK_K]. MASKED: a row may not exist."""
     offs_k = tl.arange(0, BLOCK_K)[None, :]
     tiles = ()
     for k in tl.static_range(0, K, BLOCK_K):
@@ -47,7 +51,7 @@ def load_tiles(row_ptrs, mask_n, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED:
 
 @triton.jit
 def load_rows(weight_ptr, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows offs_n of weight [N, K] as tiles; MASKED where offs_n may exceed N. A pass reads each row once."""
+    """Load rows offs_n of weight [N, K] as tiles. MASKED: offs_n may exceed N. A pass reads each row once."""
     rows = weight_ptr + offs_n.to(tl.int64)[:, None] * K
     return load_tiles(rows, (offs_n < N)[:, None], K, BLOCK_K, MASKED, "evict_first")
 
@@ -56,8 +60,8 @@ def load_rows(weight_ptr, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.
 def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Sum the products of w's tiles [BLOCK_N, BLOCK_K] and x's [1, BLOCK_K] along the columns: [BLOCK_N] fp32.
 
-    A thread keeps eight sums for each row. If there are many rows it keeps one, to save registers: it first adds the
-    elements that it loads at once.
+    A thread keeps eight sums for each row. With many rows it keeps one, to save registers, and first adds the elements
+    that it loads at once.
     """
     GROUP: tl.constexpr = 8 if BLOCK_N > 2 else 1
     acc = tl.zeros([BLOCK_N, BLOCK_K // GROUP], tl.float32)
@@ -70,19 +74,26 @@ def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexp
     return tl.sum(acc, 1)
 
 
-@triton.jit(do_not_specialize=["n_sumsq"])  # it depends on the config of the kernel before
+@triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the config of the previous kernel
 def _matvec_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_xm, stride_om, stride_normed,
     stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, SUMSQ_UNIT: tl.constexpr,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
     PROGRAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute `project` for weight [N, K], of "gated" [2 * N, K].
+    """Compute `project` for each row separately.
 
-    n_sumsq: partial sums in units of SUMSQ_UNIT, which is SUMSQ_BLOCK if there are as many. Grid (PROGRAMS, rows). Each
-    program takes its next BLOCK_N rows of the weight, of BLOCKS such blocks, and leaves one partial sum of squares. All
-    its first rows are in flight before the wait. BLOCK_K is one 16-byte load a thread, so that the tiles of x
-    [1, BLOCK_K] have the layout of the weight's tiles: any other would be converted through shared memory.
+    Grid: (PROGRAMS, rows). Each program takes every PROGRAMS-th of BLOCKS blocks of BLOCK_N rows of the weight, and
+    stores one partial sum of squares. Its first rows are in flight before the wait. BLOCK_K is one 16-byte load of each
+    thread, so that the tiles of x [1, BLOCK_K] have the layout of the weight's tiles. Any other layout would be
+    converted through shared memory.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32.
+        x_ptr: [rows, K].
+        weight_ptr: [N, K], or [2 * N, K] if "gated".
+        extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
+        n_sumsq: Number of partial sums in units of SUMSQ_UNIT, which is SUMSQ_BLOCK if there are exactly that many.
     """
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     GATED: tl.constexpr = EPILOGUE == "gated"
@@ -152,6 +163,7 @@ def matvec(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
 
 
 def _supports(case, rows, device) -> bool:
+    """Return whether matvec computes the case; see LinearKernel."""
     return case.packed is None
 
 

@@ -1,10 +1,10 @@
 """Packed tensors: quantized weights as the kernels read them, with the codes in words of 32 bits.
 
-A row is cut into tiles of 16 words: 128 columns of 4 bits, or 64 of 8. Four lanes of a warp read a tile, 16 bytes each.
-A lane has eight neighbors of each 32 columns, as it has of 16-bit weights and of activations (register_tiles.py).
-Columns 0 and 1 of the eight are in the two halves of one word at equal places, so are 2 and 3, and so on: operations on
-both at once make the pairs of bf16 that tensor cores read (bits.py). A half has two e4m3. The bits of the first are
-where bf16 has them; the second has the other bits.
+A row is divided into tiles of 16 words: 128 columns of 4 bits, or 64 columns of 8 bits. Four lanes of a warp read a
+tile, 16 bytes each. A lane has eight adjacent columns of each 32, as it has of 16-bit weights and of activations
+(register_tiles.py). Columns 0 and 1 of these eight are at the same place of the two halves of one word, so are 2 and 3,
+and so on. Operations on both halves at once make the pairs of bf16 that tensor cores read (bits.py). A half contains
+two e4m3 codes. The bits of the first are at their place in bf16; the second has the remaining bits.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 WORDS = 16  # words of a tile
-_SLICE = 2**23  # codes that are packed at once
+_SLICE = 2**23  # codes that are packed together
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ class Packed:
     def shapes(self, n: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each tensor of a weight of n rows."""
         groups = -(-self.k // self.group)
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "weight": ((n, -(-self.k // self.tile) * WORDS), torch.int32),
             "scale": ((-(-n // self.rows), groups), self.scale_dtype),
         }
         if self.zeros:
-            found["zero"] = (n, groups), torch.bfloat16
+            shapes["zero"] = (n, groups), torch.bfloat16
         if self.ordered:
-            found["order"] = (self.k,), torch.int32
-        return found
+            shapes["order"] = (self.k,), torch.int32
+        return shapes
 
     def pack(self, tensors: dict[str, torch.Tensor], start: int, weight: QuantizedWeight) -> None:
         """Pack a weight into the rows from `start` on of tensors that `shapes` describes."""
@@ -146,7 +146,7 @@ class Packed:
         return words.reshape(n, -1)
 
     def _placed(self, codes: torch.Tensor, plane: int) -> torch.Tensor:
-        """Move codes, int32, to the bits of a half of a word that hold the codes of a plane."""
+        """Move int32 codes to the bits of a half word that contain the codes of a plane."""
         if self.number_type != "e4m3":
             return codes << (self.bits * plane)
         if plane == 0:
@@ -154,7 +154,7 @@ class Packed:
         return (codes & 112) << 8 | (codes & 128) << 4 | codes & 15
 
     def _taken(self, halves: torch.Tensor, plane: int) -> torch.Tensor:
-        """Return the inverse of `_placed`, uint8."""
+        """Return the codes of a plane from half words, uint8. The inverse of `_placed`."""
         if self.number_type != "e4m3":
             codes = halves >> (self.bits * plane) & (2**self.bits - 1)
         elif plane == 0:

@@ -87,6 +87,7 @@ class Case(NamedTuple):
 
     @property
     def packed(self) -> Packed | None:
+        """The description of the packed tensor, or None for a dense weight."""
         return self.weight_type if isinstance(self.weight_type, Packed) else None
 
     @property
@@ -115,7 +116,7 @@ class LinearKernel:
 
 
 def project_ref(meta, x, linear, out, epilogue, scratch=None) -> None:
-    """Reference of every linear kernel, in fp32, row by row."""
+    """Compute `project` in torch in fp32, row by row, for all linear kernels."""
     for row in running(meta, out.shape[0]):
         y = linear.matrix() @ x[row].float()
         if isinstance(epilogue, Normed | Gated):
@@ -135,5 +136,5 @@ def project_ref(meta, x, linear, out, epilogue, scratch=None) -> None:
 
 
 def project_bytes(meta, x, linear, out, epilogue, scratch=None) -> int:
-    """Bytes that a launch moves: the weight once for all rows, the rows in and out."""
+    """Return the bytes that a launch moves: the weight once for all rows, the rows in and out."""
     return linear.nbytes + x.nbytes + out.nbytes

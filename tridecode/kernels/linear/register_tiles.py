@@ -1,7 +1,7 @@
 """Tiles of a weight and of activations, loaded into the registers from which mma reads them.
 
-A tile of a weight is WARPS * BLOCK_N lines of 32 columns, or of the words of packed.py that hold 128 (four bits) or 64
-columns (eight bits). Four lanes of a warp hold a line, 16 bytes each. The warps of a program share the columns.
+A tile of a weight is WARPS * BLOCK_N lines of 32 columns, or of the words of packed.py for 128 columns of four bits or
+64 of eight bits. Four lanes of a warp have a line, 16 bytes each. The warps of a program share the columns.
 """
 
 from collections import namedtuple
@@ -11,31 +11,49 @@ import triton.language as tl
 
 from ..triton_compat import Constants
 
-STEP_K = 32  # columns that four lanes hold, 16 bytes each
+STEP_K = 32  # columns of a line of four lanes, 16 bytes each
 STEP_COLUMNS = tl.constexpr(STEP_K)
 
 
-# A weight, its scales [N / SCALE_ROWS, GROUPS] and zero points [N, GROUPS], as in packed.py.
+# Pointers to a weight, its scales [N / SCALE_ROWS, GROUPS] and its zero points [N, GROUPS]; see packed.py.
 Weight = namedtuple("Weight", "weight_ptr scale_ptr zero_ptr")
-# The pointers to a block of rows of a weight. weights: [lines, LINE], to the first tile. scales: [1, BLOCK_N, 1], to
-# the first group of the rows of the sums. zeros: the same if APART, else [lines, 1]. The masks tell which rows exist.
+# Pointers to a block of rows of a weight:
+# - weights: [lines, LINE], the first tile
+# - scales: [1, BLOCK_N, 1], the first group of the rows of the sums
+# - zeros: like scales if APART, else [lines, 1]
+# - mask_lines, mask_sums: whether the rows exist
 Block = namedtuple("Block", "weights scales zeros mask_lines mask_sums")
-# Activations as tiles. ptrs: [WARPS * BLOCK_M, 32], to the first tile. offs_k: its columns. offs_m: [lines, 1], its
-# rows, of which `rows` exist. order_ptr: [K] int32, the column of x of each column of the weight.
+# Activations as tiles:
+# - ptrs: [WARPS * BLOCK_M, 32], pointers to the first tile
+# - order_ptr: [K] int32, the column of x for each column of the weight
+# - offs_k: columns of the first tile
+# - offs_m: [lines, 1], its rows
+# - rows: number of rows that exist
 Activations = namedtuple("Activations", "ptrs order_ptr offs_k offs_m rows")
 
 
 @triton.constexpr_function
 def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS):
-    """Return the constants of a kernel that follow from the weight [N, K], of Gated [2 * N, K], and the launch config.
+    """Return the constants of a kernel that follow from the weight and the launch config.
 
-    OUT_N: outputs of a block of BLOCK_N rows. MASKED: the last block exceeds the rows. SHARED: a program takes several
-    blocks. PARTS: pieces of 32 columns in a line of a tile. LINE: elements of a line in memory. STEP: its columns.
-    LENGTH: elements of a row in memory. CHUNKS: tiles of a block. X_TILES: tiles of activations.
-    GROUPS: groups of GROUP columns of a row. GROUPED: a row has several scales, which multiply the sums of tiles or, of
-    smaller groups, of their parts. ROW_SCALES: it has one, which multiplies the whole sum. SCALES, ZERO_PARTS: scales
-    and zero points that are loaded with a line. GROUP_PARTS: parts that are added before they are scaled. APART: zero
-    points are subtracted from the sums, not from the weight.
+    The weight is [N, K], or [2 * N, K] if GATED.
+
+    OUT_N: outputs of a block of BLOCK_N rows.
+    MASKED: whether the last block exceeds the rows.
+    SHARED: whether a program takes several blocks.
+    PARTS: parts of 32 columns in a line of a tile.
+    LINE: elements of a line in memory.
+    STEP: columns of a line.
+    LENGTH: elements of a row in memory.
+    CHUNKS: tiles of a block.
+    X_TILES: tiles of activations.
+    GROUPS: groups of GROUP columns in a row.
+    GROUPED: whether a row has several scales. They multiply the sums of tiles or, for smaller groups, of parts of
+    tiles.
+    ROW_SCALES: whether a row has one scale, which multiplies the whole sum.
+    SCALES, ZERO_PARTS: scales and zero points that are loaded with a line.
+    GROUP_PARTS: parts that are added before they are scaled.
+    APART: whether zero points are subtracted from the sums instead of from the weight.
     """
     dense, shared = FORM == "dense", BLOCKS > PROGRAMS
     out_n = BLOCK_N // 2 if GATED else BLOCK_N
@@ -49,14 +67,14 @@ def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD,
         LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
         GROUPED=grouped, ROW_SCALES=not dense and not grouped, SCALES=groups_of_line if grouped else 0,
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
-        # The sums of the activations, computed once, then serve many blocks of four bits.
+        # The sums of the activations are then computed once for many blocks of four bits.
         APART=FORM == "int4" and X_AHEAD == chunks * parts and shared,
     )  # fmt: skip
 
 
 @triton.jit
 def places(WARPS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the row of each line of a tile and the warp whose registers hold the line: [WARPS * ROWS, 1] each."""
+    """Return the row of each line of a tile, and the warp whose registers hold the line: [WARPS * ROWS, 1] each."""
     line = tl.arange(0, WARPS * ROWS)[:, None]
     return line // (8 * WARPS) * 8 + line % 8, line // 8 % WARPS
 
@@ -65,10 +83,10 @@ def places(WARPS: tl.constexpr, ROWS: tl.constexpr):
 def operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
     """Return a tile [WARPS * ROWS, 32] as an operand [WARPS, ROWS, 32] of the tensor cores.
 
-    A lane has loaded eight neighbors of a row. The instruction takes two and two of a lane in each half of 16 columns,
-    or, FOUR, as the compiler lays out operands that were joined, two of each four in each half of 32. The order of the
-    columns is free if both operands agree: what a lane holds is renamed, and no data moves. Neighbors in memory stay
-    neighbors in the registers.
+    A lane has loaded eight adjacent columns of a row. The instruction takes two columns of a lane from each half of 16.
+    With FOUR, it takes two of each four columns from each half of 32, which is the layout that the compiler gives to
+    joined operands. The order of the columns is free if both operands agree, so the columns are renamed and no data
+    moves. Adjacent columns in memory remain adjacent in the registers.
     """
     tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, STEP_COLUMNS), (1, 0, 2, 3))
     tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
@@ -91,7 +109,7 @@ def _load(
 ):
     """Load the warps' parts, `width` elements together, from element `begin` of rows of LENGTH.
 
-    A line that does not exist may hold any value: no other line's sum depends on it.
+    The values of a line that does not exist are arbitrary: no other line's sum depends on them.
     """
     if begin + width > LENGTH:
         return tl.load(ptrs + begin, mask=mask & (offs + begin < LENGTH), other=0.0, eviction_policy=POLICY)
@@ -103,7 +121,7 @@ def _load(
 
 @triton.jit
 def load_x(T: tl.constexpr, x, i: tl.constexpr, ORDERED: tl.constexpr):
-    """Load the activations for part i % PARTS of the warps' tiles i // PARTS; in the weight's order if ORDERED."""
+    """Load the activations for part i % PARTS of the warps' tiles i // PARTS, in the weight's order if ORDERED."""
     begin: tl.constexpr = i // T.PARTS * T.WARPS * T.STEP + i % T.PARTS * STEP_COLUMNS
     if ORDERED:
         within = x.offs_k + begin < T.K
@@ -115,7 +133,7 @@ def load_x(T: tl.constexpr, x, i: tl.constexpr, ORDERED: tl.constexpr):
 
 @triton.jit
 def block_of_rows(T: tl.constexpr, w, block):
-    """Return the Block with that number."""
+    """Return the Block with this number."""
     line, warp = places(T.WARPS, T.BLOCK_N)
     sum_n = tl.arange(0, T.BLOCK_N)[None, :, None]
     rows, sum_rows = line, sum_n
@@ -186,7 +204,7 @@ def fetch_block(T: tl.constexpr, w, block):
 
 @triton.jit
 def _fetch(ptr, size):
-    """Request `size` bytes, a multiple of 16, by one thread; nothing if `size` is not positive."""
+    """Prefetch `size` bytes, a multiple of 16, by one thread. Do nothing if `size` is not positive."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred one; .reg .b32 thread;

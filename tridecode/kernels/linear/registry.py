@@ -1,4 +1,4 @@
-"""All linear kernels, in the order of preference."""
+"""The list of all linear kernels, in the order of preference."""
 
 from .matmul import MATMUL
 from .matmul_hopper import HOPPER
@@ -13,9 +13,9 @@ LINEAR_KERNELS = (RING, MATVEC, HOPPER, MATMUL, WIDE, TILES, TORCH)
 
 
 def kernel_named(name: str) -> LinearKernel:
-    """Return the kernel with that name.
+    """Return the kernel with this name.
 
     Raises:
-        KeyError: there is none.
+        KeyError: no kernel has this name.
     """
     return {kernel.name: kernel for kernel in LINEAR_KERNELS}[name]

@@ -1,4 +1,4 @@
-"""The buffers of programs that share the columns of a weight: each leaves its sums, the last one adds them."""
+"""Buffers of programs that share the columns of a weight. Each program stores its sums, and the last one adds them."""
 
 from dataclasses import dataclass
 
@@ -6,16 +6,16 @@ import torch
 
 from ..common import cdiv
 
-MAX_SPLIT = 8  # programs that share the columns of a weight
+MAX_SPLIT = 8  # maximum number of programs that share the columns of a weight
 MAX_BLOCK_N = 256
 
 
 @dataclass(frozen=True, repr=False)
 class SplitBuffers:
-    """Scratch of matmul_wide and matmul_hopper. `counter` must be zero between launches; each launch leaves it so."""
+    """Scratch of matmul_wide and matmul_hopper. `counter` must be zero before a launch, and is zero after it."""
 
     sums: torch.Tensor  # fp32 [rows, MAX_SPLIT * (outputs + MAX_BLOCK_N)]
-    counter: torch.Tensor  # int32 [rows, outputs / 16]: programs that arrived
+    counter: torch.Tensor  # int32 [rows, outputs / 16]: number of programs that arrived
 
 
 def make_buffers(outputs: int, rows: int, device) -> SplitBuffers:

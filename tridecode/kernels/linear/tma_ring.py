@@ -1,4 +1,4 @@
-"""Rings of stages in shared memory that TMA fills: what matmul_hopper and matmul_ring share."""
+"""Rings of stages in shared memory that TMA fills, for matmul_hopper and matmul_ring."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""torch_linear: a product of many rows by torch's own matrix product, as in a prompt pass."""
+"""torch_linear: a product of many rows by torch's matrix product, as in a prompt pass."""
 
 import torch
 
@@ -8,9 +8,10 @@ from .project import LinearKernel
 
 
 def torch_linear(meta, x, linear, out, epilogue, scratch=None, *, config=None, pdl=False):
-    """Compute `project` with the epilogue Plain. All rows run: meta is not read.
+    """Compute `project` with the epilogue Plain. All rows are computed; meta is not read.
 
-    scratch: flat, of x's dtype. A packed tensor is dequantized there, as many rows at a time as fit.
+    Args:
+        scratch: 1-D buffer of x's dtype. A packed tensor is dequantized into it, as many rows at a time as fit.
     """
     if linear.packed is None:
         _multiply(x, linear.weight, linear.bias, out)
@@ -27,8 +28,8 @@ def torch_linear(meta, x, linear, out, epilogue, scratch=None, *, config=None, p
 def piece_rows(rows: int, most: int) -> int:
     """Return how many of a weight's `rows` rows to dequantize at a time, at most `most`.
 
-    Pieces are alike, and whole tiles of the product: columns of `out` that do not begin at a multiple of 16 bytes take
-    cuBLAS several times as long.
+    The parts have equal sizes, and are whole tiles of the product: cuBLAS takes several times as long for columns of
+    `out` that do not begin at a multiple of 16 bytes.
     """
     each = -(-rows // -(-rows // most))
     whole = -(-each // 128) * 128
@@ -36,6 +37,7 @@ def piece_rows(rows: int, most: int) -> int:
 
 
 def torch_linear_ref(meta, x, linear, out, epilogue, scratch=None) -> None:
+    """Compute `torch_linear` in torch."""
     weight = linear.weight if linear.packed is None else linear.matrix().to(x.dtype)
     _multiply(x, weight, linear.bias, out)
 
@@ -47,6 +49,7 @@ def torch_linear_bytes(meta, x, linear, out, epilogue, scratch=None) -> int:
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write x @ weight.T + bias to out."""
     if bias is None:
         torch.mm(x, weight.T, out=out)
     else:

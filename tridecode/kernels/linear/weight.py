@@ -37,10 +37,12 @@ class LoadedLinear:
 
     @property
     def out_features(self) -> int:
+        """Number of rows of the weight."""
         return self.weight.shape[0]
 
     @property
     def in_features(self) -> int:
+        """Number of columns of the weight."""
         return self.weight.shape[1] if self.packed is None else self.packed.k
 
     @property
@@ -49,20 +51,21 @@ class LoadedLinear:
         return sum(tensor.nbytes for name, tensor in self.tensors().items() if name != "bias")
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that are not None, by name."""
         names = ("weight", "bias", "scale", "zero", "order")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def arguments(self, spare: torch.Tensor) -> dict:
-        """Return the arguments of a kernel that loads the weight, by name. `spare` replaces missing tensors.
+    def arguments(self, placeholder: torch.Tensor) -> dict:
+        """Return the arguments of a kernel that loads the weight, by name. `placeholder` replaces missing tensors.
 
         FORM is the number type. zero_ptr points to the bits of the zero points, int16.
         """
         packed = self.packed
         return {
             "weight_ptr": self.weight,
-            "scale_ptr": spare if packed is None else self.scale,
-            "zero_ptr": spare if self.zero is None else self.zero.view(torch.int16),
-            "order_ptr": spare if self.order is None else self.order,
+            "scale_ptr": placeholder if packed is None else self.scale,
+            "zero_ptr": placeholder if self.zero is None else self.zero.view(torch.int16),
+            "order_ptr": placeholder if self.order is None else self.order,
             "K": self.in_features,
             "FORM": self.number_type,
             "GROUP": self.in_features if packed is None else packed.group,

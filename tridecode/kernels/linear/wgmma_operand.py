@@ -1,14 +1,14 @@
 """Packed tensors as the operand of wgmma that is in registers.
 
-A lane holds, of each 16 columns, two neighbors in either half, of two rows. In memory (packed.py) eight neighbors are
-one word of four bits, or two words of eight bits. All four lanes of a row load the words of the row, and each extracts
-its own pair. The activations, which TMA copies, stay in their order.
+A lane needs two adjacent columns of either half of each 16 columns, for two rows. In memory (packed.py) eight adjacent
+columns are one word of four bits, or two words of eight bits. All four lanes of a row load the words of the row, and
+each extracts its own pair. The activations, which TMA copies, stay in their order.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-COLUMNS = gl.constexpr(64)  # activations that are side by side in shared memory, 128 bytes
+COLUMNS = gl.constexpr(64)  # adjacent activations in shared memory, 128 bytes
 COLUMNS_OF = {"dense": 64, "e4m3": 128, "int8": 128, "int4": 256}  # columns of a weight in 128 bytes
 
 # The four bits of a pair, moved to the low bits of both halves, as the mantissa of 128.0; plus $4.
@@ -30,8 +30,8 @@ _INT8 = gl.constexpr(
     mov.b32 {$0, $1}, a;
     }"""
 )
-# The pair that is in place ($3 = 0, $4 = 0x87f087f0, $5 = 0) or the one that is four bits off ($3 = 4, $4 = 0x80f080f0,
-# $5 = 0x07000700), times 2 ** 120.
+# The pair that is in place ($3 = 0, $4 = 0x87f087f0, $5 = 0) or the pair that is shifted by four bits ($3 = 4,
+# $4 = 0x80f080f0, $5 = 0x07000700), times 2 ** 120.
 _E4M3 = gl.constexpr(
     """{
     .reg .b32 a, b, up, minus_zero;
@@ -45,13 +45,13 @@ _E4M3 = gl.constexpr(
 
 @gluon.constexpr_function
 def columns_of(form):
-    """Return the columns of a weight that lie side by side in shared memory, 128 bytes."""
+    """Return the number of adjacent columns of a weight in 128 bytes of shared memory."""
     return COLUMNS_OF[str(form)]  # Triton's preload takes the text "int8" for its type of that name
 
 
 @gluon.constexpr_function
 def _rows_of(block_n, warps):
-    """Return the bases of registers and of warps for the rows of a tile: 16 rows a warp, as wgmma has them."""
+    """Return the bases of registers and of warps for the rows of a tile: 16 rows for each warp, as wgmma requires."""
     high = min(warps, block_n // 16)
     own = [16 << i for i in range(high.bit_length() - 1)] + [0] * ((warps // high).bit_length() - 1)
     return [8] + [16 * high << i for i in range((block_n // (16 * high)).bit_length() - 1)], own
@@ -59,7 +59,10 @@ def _rows_of(block_n, warps):
 
 @gluon.constexpr_function
 def _words_layout(form, block_n, warps):
-    """Return the layout of words [block_n, 32]: each lane of a row has all of them, of 8 bits those with its pairs."""
+    """Return the layout of words [block_n, 32].
+
+    Each lane of a row has all words of four bits. With eight bits it has only the words that contain its pairs.
+    """
     rows, own = _rows_of(block_n, warps)
     lane = [[0, 0], [0, 0] if form == "int4" else [0, 1]]
     first = 0 if form == "int4" else 1
@@ -70,7 +73,7 @@ def _words_layout(form, block_n, warps):
 
 @gluon.constexpr_function
 def _pairs_layout(block_n, warps):
-    """Return the layout of pairs [block_n, 8, 4]: pieces of eight neighbors, and the lanes that have their pairs."""
+    """Return the layout of pairs [block_n, 8, 4]: groups of eight adjacent columns, and the lanes of their pairs."""
     rows, own = _rows_of(block_n, warps)
     regs = [[0, 1 << i, 0] for i in range(3)] + [[row, 0, 0] for row in rows]
     lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
@@ -79,7 +82,7 @@ def _pairs_layout(block_n, warps):
 
 @gluon.constexpr_function
 def _halves_layout(block_n, warps):
-    """Return the same layout with the two pairs of a word as the last dimension: [block_n, 8, 2, 2]."""
+    """Return `_pairs_layout` with the two pairs of a word as the last dimension: [block_n, 8, 2, 2]."""
     rows, own = _rows_of(block_n, warps)
     regs = [[0, 1 << i, 0, 0] for i in range(3)] + [[row, 0, 0, 0] for row in rows]
     lanes = [[0, 0, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
@@ -88,7 +91,7 @@ def _halves_layout(block_n, warps):
 
 @gluon.jit
 def _operand(low, high, BLOCK_N: gl.constexpr, A_L: gl.constexpr):
-    """Join the numbers of pairs, int16 [BLOCK_N, 4 lanes that had them, 2 parts of 32 columns, 4 pairs]."""
+    """Join the numbers of pairs, int16 [BLOCK_N, 4 source lanes, 2 parts of 32 columns, 4 pairs]."""
     both = gl.join(low.to(gl.bfloat16, bitcast=True), high.to(gl.bfloat16, bitcast=True))
     both = gl.permute(gl.reshape(both, [BLOCK_N, 4, 2, 4, 2]), (0, 2, 1, 3, 4))
     return gl.convert_layout(gl.reshape(both, [BLOCK_N, 64]), A_L, assert_trivial=True)
@@ -112,7 +115,7 @@ def _unpack_four(words, offset, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L:
 
 @gluon.jit
 def _unpack_eight(words, offset, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
-    """Unpack 64 columns from words [BLOCK_N, 8, 2]: of eight neighbors a lane has the word with its pair."""
+    """Unpack 64 columns from words [BLOCK_N, 8, 2]. A lane has the word with its pair of each eight columns."""
     L: gl.constexpr = _halves_layout(BLOCK_N, WARPS)
     WORDS_L: gl.constexpr = gl.SliceLayout(3, L)
     words = gl.convert_layout(words, WORDS_L, assert_trivial=True)[:, :, :, None]
@@ -135,17 +138,18 @@ def _unpack_eight(words, offset, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARP
 
 
 @gluon.jit
-def unpack(piece, offsets, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
-    """Unpack a piece of a weight to bf16: a tuple of operands [BLOCK_N, 64].
+def unpack(part, offsets, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, A_L: gl.constexpr):
+    """Unpack 128 bytes of the rows of a weight to bf16: a tuple of operands [BLOCK_N, 64].
 
-    piece: [BLOCK_N, 32] int32 in shared memory. offsets: added to the numbers of each operand but e4m3, two bf16 in an
-    int32 [BLOCK_N].
+    Args:
+        part: [BLOCK_N, 32] int32 in shared memory.
+        offsets: Added to the numbers of each operand, except e4m3: two bf16 in an int32 [BLOCK_N].
     """
-    words = piece.load(_words_layout(FORM, BLOCK_N, WARPS))
+    words = part.load(_words_layout(FORM, BLOCK_N, WARPS))
     if FORM == "int4":
         words = gl.reshape(words, [BLOCK_N, 2, 4, 2, 2])  # tile, lane, half of the tile, part of it
         words = gl.reshape(gl.permute(words, (0, 2, 4, 1, 3)), [BLOCK_N, 8, 2, 2])
-        even, odd = gl.split(words)  # by the halves
+        even, odd = gl.split(words)
         first, third = gl.split(even)
         second, fourth = gl.split(odd)
         return (
@@ -155,7 +159,7 @@ def unpack(piece, offsets, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.
             _unpack_four(fourth, offsets[3], BLOCK_N, WARPS, A_L),
         )
     else:
-        words = gl.reshape(words, [BLOCK_N, 2, 8, 2])  # tile, eight neighbors, word of these
+        words = gl.reshape(words, [BLOCK_N, 2, 8, 2])  # tile, group of eight columns, word of the group
         first, second = gl.split(gl.permute(words, (0, 2, 3, 1)))
         return (
             _unpack_eight(first, offsets[0], FORM, BLOCK_N, WARPS, A_L),

@@ -1,1 +1,1 @@
-"""From logits to the next token."""
+"""Sampling: from logits to the next token."""

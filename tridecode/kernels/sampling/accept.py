@@ -1,4 +1,4 @@
-"""accept: how far the drafts of a pass were right, and with that the end of the step of each of its tokens."""
+"""accept: counts how many drafts of a pass were right, and ends the step of each accepted token."""
 
 import triton
 import triton.language as tl
@@ -41,13 +41,13 @@ WANTED_SHIFT = tl.constexpr(m.WANTED_SHIFT)
 
 @triton.jit
 def _leading(true):
-    """How many of the first lanes are true, before one is not."""
+    """Return the number of lanes that are true before the first that is false."""
     return tl.sum((tl.cumsum(1 - true.to(tl.int32), 0) == 0).to(tl.int32), 0)
 
 
 @triton.jit
 def _accept_kernel(
-    drawn_ptr,
+    sampled_ptr,
     meta_ptr,
     tokens_ptr,
     counts_ptr,
@@ -64,15 +64,23 @@ def _accept_kernel(
     FENCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """End the steps of a row: of the token drawn at its position, and of each behind it whose drafts were all drawn.
+    """End the steps of a row: that of its next token, and that of each draft if all drafts before it were right.
 
-    drawn: [rows * QUERIES] int32, a token or NO_TOKEN; meta: [rows, META_WIDTH] int32 (out); tokens:
-    [slots, capacity + 1] int32, the drafts behind POSITION (out); counts: [slots, vocab] int32 (out, if COUNT); out:
-    [slots, RING] int64 (out); with LOGPROBS logits: [rows * QUERIES, vocab] fp32, lse: [rows * QUERIES] fp32, logprobs:
-    [slots, RING, LOGPROBS_WIDTH] fp32 (out). Moves a few hundred bytes a row. Grid (rows,).
-    What finish_step does to one token happens here to all that are accepted, in lanes: a step that does not end with
-    RUN is the last. A row alone with its draft verifies it all the same, so that it learns when drafts are right; from
-    tokens that were given nothing is learned.
+    Grid: (rows,). Moves a few hundred bytes a row.
+    The kernel does in lanes, for all accepted tokens, what finish_step does for one token. A step that does not end
+    with status RUN is the last of the row. If a pass has only one row for a request (QUERIES = 1), the first draft is
+    compared with the sampled token all the same, so that TRUST grows when drafts become right. Known tokens (below
+    N_KNOWN) do not change TRUST.
+
+    Args:
+        sampled_ptr: [rows * QUERIES] int32, a token or NO_TOKEN.
+        meta_ptr: [rows, META_WIDTH] int32 (in and out).
+        tokens_ptr: [slots, capacity + 1] int32 (in and out). The drafts follow POSITION.
+        counts_ptr: [slots, vocab] int32 (in and out). Used only if COUNT.
+        out_ptr: [slots, RING] int64 (output), the output ring.
+        logits_ptr: [rows * QUERIES, vocab] fp32. Used only if LOGPROBS.
+        lse_ptr: [rows * QUERIES] fp32. Used only if LOGPROBS.
+        logprobs_ptr: [slots, RING, LOGPROBS_WIDTH] fp32 (output). Used only if LOGPROBS.
     """
     if PDL:
         gdc_launch_dependents()
@@ -92,18 +100,18 @@ def _accept_kernel(
     offs = tl.arange(0, MAX_STOP_IDS)
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
     tokens_ptr += slot.to(tl.int64) * stride_tokens + following
-    there = tl.load(tokens_ptr, mask=known | (lanes < drafts), other=-1)  # given, or guessed
+    expected = tl.load(tokens_ptr, mask=known | (lanes < drafts), other=-1)  # known tokens and drafts
     if PDL:
         gdc_wait()
     if runs:
-        token = tl.load(drawn_ptr + row * QUERIES + lanes, mask=ran, other=0)
+        token = tl.load(sampled_ptr + row * QUERIES + lanes, mask=ran, other=0)
         bad = token == NO_TOKEN
         draws = ran & (known == 0) & (bad == 0)
-        token = tl.where(known, there, token)
+        token = tl.where(known, expected, token)
         stops = tl.sum((stop_ids[None, :] == token[:, None]).to(tl.int32), 1) > 0
         status = tl.where(ends, LIMIT_REACHED, tl.where(waits, WAIT, RUN))
         status = tl.where(bad, NAN, tl.where(stops & draws, STOP, status))
-        right = ran & (bad == 0) & (lanes < drafts) & (token == there)
+        right = ran & (bad == 0) & (lanes < drafts) & (token == expected)
         last = tl.minimum(_leading(right & (status == RUN)), verified)
         accepted = lanes <= last
         writes = accepted & draws
@@ -119,17 +127,17 @@ def _accept_kernel(
         hits = _leading(right)
         lost = tl.maximum(hits, trust // 2)
         grown = tl.where(hits >= tl.minimum(drafts, QUERIES), tl.minimum(2 * trust + 1, MAX_DRAFTS), lost)
-        given = tl.load(meta_ptr + N_KNOWN) - 1 - position
-        grown = tl.where((given > 0) | (drafts == 0), trust, grown)
-        wanted = tl.where(given > 0, tl.minimum(given, MAX_DRAFTS), tl.where(drafts > 0, grown, 0))
+        known_left = tl.load(meta_ptr + N_KNOWN) - 1 - position
+        grown = tl.where((known_left > 0) | (drafts == 0), trust, grown)
+        proposed = tl.where(known_left > 0, tl.minimum(known_left, MAX_DRAFTS), tl.where(drafts > 0, grown, 0))
         failed = tl.sum(tl.where((lanes == last) & bad, 1, 0), 0)
         tl.store(meta_ptr + STATUS, tl.sum(tl.where(lanes == last, status, 0), 0))
         tl.store(meta_ptr + POSITION, position + 1 + last - failed)
         tl.store(meta_ptr + STEP, step + 1 + last)
         tl.store(meta_ptr + TRUST, grown)
-        told = (last - lanes) << FOLLOWING_SHIFT | verified << DRAFTED_SHIFT | wanted << WANTED_SHIFT
+        counters = (last - lanes) << FOLLOWING_SHIFT | verified << DRAFTED_SHIFT | proposed << WANTED_SHIFT
         entry = (generation << GENERATION_SHIFT) | (((step + lanes) & STEP_MASK).to(tl.int64) << STEP_SHIFT)
-        entry |= (told | token).to(tl.int64)  # a bad one is NO_TOKEN
+        entry |= (counters | token).to(tl.int64)  # the token of a bad step is NO_TOKEN
         if FENCE:
             tl.debug_barrier()
             entry = tl.inline_asm_elementwise(
@@ -138,12 +146,22 @@ def _accept_kernel(
         tl.store(out_ptr + ring, entry, mask=accepted)
 
 
-def accept(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None, *, pdl=False):
-    """End the steps of meta's rows [rows] by what was drawn [rows * queries] behind their drafts. counts None: greedy
-    keeps none."""
+def accept(sampled, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None, *, pdl=False):
+    """End the steps of meta's rows, by the tokens sampled for them and after their drafts.
+
+    Args:
+        sampled: [rows * queries] int32, a token or NO_TOKEN.
+        meta: [rows, META_WIDTH] int32 (in and out).
+        tokens: [slots, capacity + 1] int32 (in and out).
+        counts: [slots, vocab] int32 (in and out), or None for a greedy pass, which keeps no counts.
+        out: [slots, RING] int64 (output).
+        logits: [rows * queries, vocab] fp32.
+        lse: [rows * queries] fp32. Required with logprobs_ring.
+        logprobs_ring: [slots, RING, LOGPROBS_WIDTH] fp32 (output), or None.
+    """
     logprobs = logprobs_ring is not None
     _accept_kernel[(len(meta),)](
-        drawn,
+        sampled,
         meta,
         tokens,
         counts,
@@ -154,7 +172,7 @@ def accept(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring=Non
         tokens.stride(0),
         0 if counts is None else counts.stride(0),
         logits.stride(0),
-        QUERIES=len(drawn) // len(meta),
+        QUERIES=len(sampled) // len(meta),
         COUNT=counts is not None,
         LOGPROBS=logprobs,
         FENCE=logprobs and not interpreted(),
@@ -163,16 +181,16 @@ def accept(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring=Non
     )
 
 
-def accept_ref(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None):
-    """accept in torch: finish_step_ref, as long as the token is the one that was guessed."""
-    queries = len(drawn) // len(meta)
+def accept_ref(sampled, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None):
+    """Compute `accept` in torch: call finish_step_ref for each token as long as it equals the draft."""
+    queries = len(sampled) // len(meta)
     for row in running(meta, len(meta)):
         state = meta[row].tolist()
         slot, first, step, drafts = state[m.SLOT], state[m.POSITION], state[m.STEP], state[m.DRAFTS]
-        guessed = tokens[slot, first + 1 : first + 1 + drafts].tolist()
+        proposed = tokens[slot, first + 1 : first + 1 + drafts].tolist()
         verified, hits, done = min(drafts, queries - 1), 0, False
         for query in range(verified + 1):
-            token = int(drawn[row * queries + query])
+            token = int(sampled[row * queries + query])
             bad = token == m.NO_TOKEN
             if not done:
                 finish_step_ref(
@@ -180,23 +198,24 @@ def accept_ref(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring
                     source=row * queries + query,
                 )  # fmt: skip
                 done, last = int(meta[row, m.STATUS]) != m.RUN, query
-            given = first + 1 + query < state[m.N_KNOWN]
-            right = not bad and query < drafts and (given or token == guessed[query])
+            known = first + 1 + query < state[m.N_KNOWN]
+            right = not bad and query < drafts and (known or token == proposed[query])
             if not right:
                 break
             hits += 1
-        given, grown = state[m.N_KNOWN] - 1 - first, state[m.TRUST]
-        if drafts and given <= 0:
+        known_left, grown = state[m.N_KNOWN] - 1 - first, state[m.TRUST]
+        if drafts and known_left <= 0:
             right = hits >= min(drafts, queries)
             grown = min(2 * grown + 1, m.MAX_DRAFTS) if right else max(hits, grown // 2)
         meta[row, m.TRUST] = grown
-        wanted = min(given, m.MAX_DRAFTS) if given > 0 else grown * (drafts > 0)
+        next_drafts = min(known_left, m.MAX_DRAFTS) if known_left > 0 else grown * (drafts > 0)
         for query in range(last + 1):
-            out[slot, (step + query) % m.RING] |= m.ring_entry(0, 0, 0, last - query, verified, wanted)
+            out[slot, (step + query) % m.RING] |= m.ring_entry(0, 0, 0, last - query, verified, next_drafts)
 
 
-def accept_bytes(drawn, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None) -> int:
-    return drawn.nbytes + meta.nbytes
+def accept_bytes(sampled, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None) -> int:
+    """Return the bytes that a launch moves."""
+    return sampled.nbytes + meta.nbytes
 
 
 ACCEPT = Op(accept, accept_ref, accept_bytes, (_accept_kernel,))

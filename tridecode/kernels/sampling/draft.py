@@ -1,4 +1,4 @@
-"""draft: what may come next, taken from where the last tokens stood before in the same text (prompt lookup)."""
+"""draft: proposes the tokens that followed an earlier occurrence of the last tokens in the text (prompt lookup)."""
 
 import torch
 import triton
@@ -24,19 +24,22 @@ from ..common import (
 from ..op import Op
 from .finish import arrive
 
-BLOCK = 1024  # places that a program looks at in one turn
+BLOCK = 1024  # positions that a program compares in one iteration
 NOWHERE = tl.constexpr(-1)
 
 
 @triton.jit
 def _place_key(tokens_ptr, i, end, last, LONGEST: tl.constexpr, SHORTEST: tl.constexpr):
-    """Of places i < end the best: how many tokens up to it agree with those up to `last`, SHORTEST to LONGEST, over i.
-    The more, the better; of two equally good places the later."""
+    """Return the key of the best position i < end: the length of its match << 32 | i, or NOWHERE.
+
+    The match length is the number of tokens up to i that equal the tokens up to `last`, at most LONGEST. Matches
+    shorter than SHORTEST do not count. The longest match wins, and of equally long ones the latest.
+    """
     agree = i < end
     length = tl.zeros_like(i)
-    for back in tl.static_range(LONGEST):  # no load waits for what another one found
-        wanted = tl.load(tokens_ptr + tl.maximum(last - back, 0))
-        agree = agree & (tl.load(tokens_ptr + i - back, mask=(i < end) & (i >= back), other=-1) == wanted)
+    for back in tl.static_range(LONGEST):  # no load depends on the result of another, so all are in flight at once
+        suffix = tl.load(tokens_ptr + tl.maximum(last - back, 0))
+        agree = agree & (tl.load(tokens_ptr + i - back, mask=(i < end) & (i >= back), other=-1) == suffix)
         length += agree.to(tl.int32)
     return tl.max(tl.where(length >= SHORTEST, (length.to(tl.int64) << 32) | i.to(tl.int64), NOWHERE), 0)
 
@@ -55,14 +58,21 @@ def _draft_kernel(
     LONGEST: tl.constexpr,
     SHORTEST: tl.constexpr,
 ):
-    """Write drafts behind each row's position, and how many.
+    """Write drafts to tokens after each row's position, and their number to meta's DRAFTS.
 
-    meta: [rows, META_WIDTH] int32, DRAFTS is written; tokens: [slots, capacity + 1] int32, written behind POSITION;
-    keys: [rows, SPLITS] int64, scratch; counter: [rows] int32, zero between launches. At most MOST drafts and, beside
-    the first, as many as the row trusts; as many as leave every position below ROOM and every drawn token below LIMIT;
-    none where there is a mask. Tokens that are given are drafts as they stand. Where the place found is so near that
-    its continuation ends at the position, it is repeated. Grid (rows, SPLITS), always launched without PDL: embed reads
-    what is written here.
+    Grid: (rows, SPLITS). The programs of a row share the search, and the last to arrive writes the drafts. Launched
+    without PDL in every pass, because embed reads the drafts before its wait.
+
+    Known tokens (below N_KNOWN) serve as drafts where they are, without a copy. Otherwise a row gets at most
+    max(TRUST, 1) drafts. In both cases there are at most MOST drafts, every position stays below ROOM and every
+    sampled token below LIMIT. A row with a mask gets no drafts. If the match is so close that its continuation reaches
+    the position, the kernel repeats the continuation.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32 (DRAFTS is an output).
+        tokens_ptr: [slots, capacity + 1] int32 (in and out).
+        keys_ptr: [rows, SPLITS] int64 (scratch).
+        counter_ptr: [rows] int32, zero between launches (scratch).
     """
     row, split = tl.program_id(0), tl.program_id(1)
     meta_ptr += row * META_WIDTH
@@ -71,14 +81,16 @@ def _draft_kernel(
     last = tl.load(meta_ptr + POSITION)
     tokens_ptr += slot * stride_tokens
     room = tl.minimum(tl.load(meta_ptr + ROOM) - 1, tl.load(meta_ptr + LIMIT) - 2) - last
-    given = tl.load(meta_ptr + N_KNOWN) - 1 - last
-    count = tl.minimum(tl.where(given > 0, given, tl.maximum(tl.load(meta_ptr + TRUST), 1)), tl.minimum(MOST, room))
+    known_left = tl.load(meta_ptr + N_KNOWN) - 1 - last
+    count = tl.minimum(
+        tl.where(known_left > 0, known_left, tl.maximum(tl.load(meta_ptr + TRUST), 1)), tl.minimum(MOST, room)
+    )
     count = tl.where((tl.load(meta_ptr + FLAGS) & FLAG_MASK) != 0, 0, tl.maximum(count, 0))
     if status != RUN:
         return
     share = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK) * BLOCK
     best = tl.full([], NOWHERE, tl.int64)
-    if (count > 0) & (given <= 0):
+    if (count > 0) & (known_left <= 0):
         end = tl.minimum((split + 1) * share, last)
         for first in range(split * share, end, BLOCK):
             i = first + tl.arange(0, BLOCK)
@@ -87,17 +99,25 @@ def _draft_kernel(
     if arrive(counter_ptr + row, SPLITS):
         best = tl.max(tl.load(keys_ptr + row * SPLITS + tl.arange(0, SPLITS), cache_modifier=".cg"), 0)
         place = (best & 0xFFFFFFFF).to(tl.int32)
-        count = tl.where((best < 0) & (given <= 0), 0, count)
+        count = tl.where((best < 0) & (known_left <= 0), 0, count)
         offs = tl.arange(0, LANES)
-        there = offs < tl.where(given > 0, 0, count)
+        mask = offs < tl.where(known_left > 0, 0, count)
         source = place + 1 + offs % tl.maximum(last - place, 1)
-        tl.store(tokens_ptr + last + 1 + offs, tl.load(tokens_ptr + source, mask=there, other=0), mask=there)
+        tl.store(tokens_ptr + last + 1 + offs, tl.load(tokens_ptr + source, mask=mask, other=0), mask=mask)
         tl.store(meta_ptr + DRAFTS, count)
 
 
 def draft(meta, tokens, keys, counter, most, ngram, *, pdl=False):
-    """Write at most `most` tokens behind each row's position, and into meta how many; ngram: how many tokens are to
-    agree, at most and at least."""
+    """Write at most `most` drafts after each row's position, and their number to meta.
+
+    Args:
+        meta: [rows, META_WIDTH] int32 (DRAFTS is an output).
+        tokens: [slots, capacity + 1] int32 (in and out).
+        keys: [rows, splits] int64 (scratch).
+        counter: [rows] int32, zero (scratch).
+        most: Maximum number of drafts of a row.
+        ngram: The maximum and the minimum number of tokens that must match.
+    """
     rows, splits = keys.shape
     longest, shortest = ngram
     _draft_kernel[(rows, splits)](
@@ -107,18 +127,19 @@ def draft(meta, tokens, keys, counter, most, ngram, *, pdl=False):
 
 
 def draft_ref(meta, tokens, keys, counter, most, ngram):
+    """Compute `draft` in torch."""
     for row in running(meta, len(keys)):
         state = meta[row].tolist()
         slot, last = state[SLOT.value], state[POSITION.value]
         room = min(state[ROOM.value] - 1, state[LIMIT.value] - 2) - last
-        given = max(state[N_KNOWN.value] - 1 - last, 0)
-        count = max(min(given or max(state[TRUST.value], 1), most, room), 0)
+        known = max(state[N_KNOWN.value] - 1 - last, 0)
+        count = max(min(known or max(state[TRUST.value], 1), most, room), 0)
         if state[FLAGS.value] & FLAG_MASK.value:
             count = 0
         text = tokens[slot, : last + 1]
-        place = latest_place(text, *ngram) if count and not given else None
+        place = latest_place(text, *ngram) if count and not known else None
         if place is None:
-            count = count if given else 0
+            count = count if known else 0
         else:
             following = place + 1 + torch.arange(count) % (last - place)
             tokens[slot, last + 1 : last + 1 + count] = text[following.to(text.device)]
@@ -126,21 +147,24 @@ def draft_ref(meta, tokens, keys, counter, most, ngram):
 
 
 def latest_place(text: torch.Tensor, longest: int, shortest: int) -> int | None:
-    """The last place before the end of text [n] int32 at which as many of its last tokens stood as stood anywhere, of
-    `longest`, if they are `shortest` or more."""
+    """Return the position before the end of text [n] int32 with the longest match of its last tokens, or None.
+
+    Matches are between `shortest` and `longest` tokens long. If several are equally long, the latest wins.
+    """
     ends = torch.ones_like(text[:-1], dtype=torch.bool)
-    found = None
+    place = None
     for back in range(min(longest, len(text) - 1)):
         ends[:back] = False
         ends[back:] &= text[: len(text) - 1 - back] == text[-1 - back]
         if not ends.any():
             break
         if back + 1 >= shortest:
-            found = int(ends.nonzero()[-1])
-    return found
+            place = int(ends.nonzero()[-1])
+    return place
 
 
 def draft_bytes(meta, tokens, keys, counter, most, ngram) -> int:
+    """Return the bytes that a launch moves."""
     return sum(4 * (int(meta[row, POSITION.value]) + 1) for row in running(meta, len(keys)))
 
 

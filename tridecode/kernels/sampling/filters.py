@@ -1,4 +1,4 @@
-"""What the five launches of sample do before the draw: processed logits, and the distance at which the filters cut."""
+"""The launches of sample before the draw: they process the logits and find the distance at which the filters cut."""
 
 import math
 
@@ -31,7 +31,7 @@ from .finish import LOWEST, block_key, packed_value
 from .mass import BINS, FARTHEST, HUGE, LOW_BITS, WEIGHT_BITS, distance, grid_scale, share, weight, weight_ref
 from .nearest import NEAREST, TOPS, append, distance_bound, load_nearest, rank_nearest
 
-LEVELS = 3  # of the search
+LEVELS = 3  # launches of the search for the threshold
 STATE = 8  # entries of a row of state
 THRESHOLD, BIN, LEFT, P_BIN, P_LEFT, LISTED, TOTAL, DECIDED = range(STATE)
 
@@ -70,15 +70,24 @@ def _process_kernel(
     QUERIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add the bias, apply the penalties, leave each block's largest logits, and clear histograms and state.
+    """Add the bias, apply the penalties, store each block's largest logits, and clear histograms and state.
 
-    logits: [rows, vocab] fp32. samp: [rows, SAMP_WIDTH] fp32. counts: [slots, vocab] int32. bias: [slots, vocab] fp32.
-    keys: [rows, >= blocks] int64 (out). tops: [rows, >= blocks * TOPS] fp32 (out). processed: [rows, vocab] fp32
-    (out). bins, bin_mass, state: see SamplerBuffers (out).
-    tokens: [slots, capacity + 1] int32, of which with QUERIES, rows of a request, the drafts before a row count too.
-    Bytes: 8 * vocab a row, 4 * vocab more for each of bias and counts in use. Grid: (vocab blocks, rows).
-    counts and bias are older than this step: their loads come before the wait. A NaN or an infinity among the raw
-    logits makes its block's key BAD, which the launches after this one look for.
+    A program computes one block of a row. Grid: (vocab blocks, rows).
+    Moves 8 * vocab bytes a row, and 4 * vocab more for each of bias and counts if the request uses them.
+    counts and bias do not change during the step, so their loads precede the wait. If the raw logits of a block contain
+    a NaN or an infinity, its key is BAD, which the later launches check.
+
+    Args:
+        logits_ptr: [rows, vocab] fp32.
+        meta_ptr: [rows, META_WIDTH] int32.
+        samp_ptr: [rows, SAMP_WIDTH] fp32.
+        counts_ptr: [slots, vocab] int32.
+        bias_ptr: [slots, vocab] fp32.
+        tokens_ptr: [slots, capacity + 1] int32. With QUERIES > 1, the drafts before a row count as tokens of the text.
+        keys_ptr: [rows, >= blocks] int64 (output).
+        tops_ptr: [rows, >= blocks * TOPS] fp32 (output).
+        processed_ptr: [rows, vocab] fp32 (output).
+        bins_ptr, bin_mass_ptr, state_ptr: see SamplerBuffers (outputs).
     """
     if PDL:
         gdc_launch_dependents()
@@ -91,18 +100,20 @@ def _process_kernel(
     frequency = tl.load(samp_ptr + FREQUENCY_PENALTY)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < vocab
-    wide, of_slot = row.to(tl.int64), slot.to(tl.int64) * stride_counts
-    biased = tl.where((flags & FLAG_BIAS) != 0, vocab, 0)  # an end, not a mask: the interpreter cannot splat an int1
+    wide, slot_start = row.to(tl.int64), slot.to(tl.int64) * stride_counts
+    # Bounds instead of masks, because the interpreter cannot splat an int1.
+    biased = tl.where((flags & FLAG_BIAS) != 0, vocab, 0)
     counted = tl.where((flags & FLAG_PENALTIES) != 0, vocab, 0)
-    bias = tl.load(bias_ptr + of_slot + offs_n, mask=offs_n < biased, other=0.0)
-    counts = tl.load(counts_ptr + of_slot + offs_n, mask=offs_n < counted, other=0)
+    bias = tl.load(bias_ptr + slot_start + offs_n, mask=offs_n < biased, other=0.0)
+    counts = tl.load(counts_ptr + slot_start + offs_n, mask=offs_n < counted, other=0)
     if QUERIES > 1:
         first = tl.load(meta_ptr + POSITION) - row % QUERIES
         for back in tl.static_range(1, QUERIES):
-            new = (back <= row % QUERIES) & (first + back >= tl.load(meta_ptr + N_KNOWN))  # what is given was counted
+            # counts already contains the known tokens.
+            new = (back <= row % QUERIES) & (first + back >= tl.load(meta_ptr + N_KNOWN))
             place = tl.where(new, first + back, 0)
-            guessed = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + place)
-            counts += tl.where((offs_n == guessed) & (offs_n < counted) & (place > 0), 2, 0)
+            proposed = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + place)
+            counts += tl.where((offs_n == proposed) & (offs_n < counted) & (place > 0), 2, 0)
     if PDL:
         gdc_wait()
     if status == RUN:
@@ -128,7 +139,7 @@ def _process_kernel(
 
 @triton.jit
 def active(meta_ptr, samp_ptr, row, vocab):
-    """Whether top-k and top-p have anything to do (int1 each), what they are, and the temperature."""
+    """Return whether top-k and top-p exclude any tokens (int1 each), their values, and the temperature."""
     temperature = tl.load(samp_ptr + row * SAMP_WIDTH + TEMPERATURE)
     top_k = tl.load(meta_ptr + row * META_WIDTH + TOP_K)
     top_p = tl.load(samp_ptr + row * SAMP_WIDTH + TOP_P)
@@ -138,25 +149,29 @@ def active(meta_ptr, samp_ptr, row, vocab):
 
 @triton.jit
 def _place(group):
-    """Where a histogram keeps 8 bins: neighbours, which a vocabulary fills together, in different cache lines."""
+    """Return the offset of a group of 8 bins in a histogram. Adjacent groups are in different cache lines.
+
+    The distances of a vocabulary cluster in adjacent bins, so this spreads their atomics.
+    """
     return ((group & 63) * 4 + (group >> 6)) * 8
 
 
 @triton.jit
 def _bin_place(bin):
+    """Return the offset of a bin in a histogram."""
     return _place(bin >> 3) + (bin & 7)
 
 
 @triton.jit
-def load_groups(ptr, wanted):
-    """A histogram as [groups, 8] in the order of its bins, zeros where not wanted."""
+def load_groups(ptr, needed):
+    """Load a histogram as [groups, 8] in the order of its bins, or zeros unless `needed`."""
     group = tl.arange(0, _GROUPS)[:, None]
-    return tl.load(ptr + _place(group) + tl.arange(0, 8)[None, :], mask=group < tl.where(wanted, _GROUPS, 0), other=0)
+    return tl.load(ptr + _place(group) + tl.arange(0, 8)[None, :], mask=group < tl.where(needed, _GROUPS, 0), other=0)
 
 
 @triton.jit
 def crossing(sums, goal):
-    """The group of bins inside which the running sum of the groups' sums reaches goal, and the sum before it."""
+    """Return the group of bins in which the running sum of `sums` reaches goal, and the sum of the groups before it."""
     before = tl.cumsum(sums, axis=0) < goal
     group = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _GROUPS - 1)
     return group, tl.sum(tl.where(tl.arange(0, _GROUPS) < group, sums, 0), axis=0)
@@ -164,7 +179,7 @@ def crossing(sums, goal):
 
 @triton.jit
 def crossing_inside(bins, goal):
-    """The same within one group's 8 bins; the last one where goal is not reached."""
+    """Return the bin of a group's 8 in which the running sum reaches goal (else the last), and the sum before it."""
     before = tl.cumsum(bins, axis=0) < goal
     place = tl.minimum(tl.sum(before.to(tl.int32), axis=0), 7)
     return place, tl.sum(tl.where(tl.arange(0, 8) < place, bins, 0), axis=0)
@@ -172,7 +187,11 @@ def crossing_inside(bins, goal):
 
 @triton.jit
 def crossing_bin(ptr, sums, goal):
-    """The bin inside which the running sum of a histogram reaches goal, given its groups' sums; the sum before it."""
+    """Return the bin in which the running sum of a histogram reaches goal, and the sum before it.
+
+    Args:
+        sums: [groups], the sum of each group of 8 bins.
+    """
     group, before = crossing(sums, goal)
     place, inside = crossing_inside(tl.load(ptr + _place(group) + tl.arange(0, 8)), goal - before)
     return group * 8 + place, before + inside
@@ -199,19 +218,27 @@ def _bins_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One level of the search for the distances at which top-k and top-p cut: by rank, or by histogram.
+    """Run one level of the search for the distances at which top-k and top-p cut, by rank or by histogram.
 
-    processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. tops: [rows, >= blocks * TOPS] fp32. bins, bin_mass,
-    state, near, ranks: see SamplerBuffers (out).
-    Bytes: 4 * vocab a row, and up to 12 * BINS a program. Grid: (vocab blocks, rows).
-    Level 0 lists the nearest tokens and bins distances by their upper 11 bits: it counts tokens for top-k, or weighs
-    them for top-p alone. Level 1 ranks the list where that decides, and there is nothing left to find. Where it does
-    not, level 1 finds the bin of the cut and counts the lower 11 bits inside it; with both filters it also weighs the
-    bins before. Level 2, only with both, knows the mass that top-k leaves, finds top-p's bin and counts inside that. A
-    distance has one weight, so that inside a bin counts are enough.
-    Atomics are what costs, so the tokens that cannot matter stay out: k of the blocks' largest logits bound the k-th
-    distance, and the tokens outside top-p's reach have no more mass together than 1 - p of the largest's. Every program
-    scans the level before for itself, so that no level ends in a last arriver.
+    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row, and up to 12 * BINS a
+    program.
+
+    Level 0 lists the nearest tokens and bins distances by their upper 11 bits. The bins count tokens if top-k is
+    active, and sum weights if only top-p is.
+    Level 1 ranks the list if the list decides the cut, and the search ends. Otherwise it finds the bin of the cut and
+    counts the lower 11 bits of the distances inside it. With both filters it also sums the weights of the bins before.
+    Level 2 runs only with both filters. It computes the mass that top-k keeps, finds top-p's bin and counts inside that
+    bin. All tokens at a distance have the same weight, so counts are sufficient inside a bin.
+
+    Atomics dominate the cost, so tokens that cannot matter are excluded: k of the blocks' largest logits bound the k-th
+    distance, and the tokens beyond top-p's reach have at most 1 - p of the largest token's mass together.
+    Every program scans the histogram of the previous level itself, so no level waits for a last arriver.
+
+    Args:
+        processed_ptr: [rows, vocab] fp32.
+        keys_ptr: [rows, >= blocks] int64.
+        tops_ptr: [rows, >= blocks * TOPS] fp32.
+        bins_ptr, bin_mass_ptr, state_ptr, near_ptr, ranks_ptr: see SamplerBuffers (outputs).
     """
     if PDL:
         gdc_launch_dependents()
@@ -250,14 +277,14 @@ def _bins_kernel(
     y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
     offs_k = tl.arange(0, BLOCKS)
     keys = tl.load(keys_ptr + row * stride_keys + offs_k, mask=offs_k < blocks, other=LOWEST)
-    if LEVEL == 0:  # all loads before the first use of any
+    if LEVEL == 0:  # all loads are issued before the first use of any of them
         offs_t = tl.arange(0, BLOCKS * _TOPS)
         tops = tl.load(tops_ptr + row * stride_tops + offs_t, mask=offs_t < blocks * _TOPS, other=-HUGE)
     elif LEVEL == 1:
         counts = load_groups(bins_ptr, use_k)
         mass = load_groups(bin_mass_ptr, use_k == 0)
     else:
-        found = tl.load(state_ptr + _BIN).to(tl.int32)
+        cut_bin = tl.load(state_ptr + _BIN).to(tl.int32)
         left = tl.load(state_ptr + _LEFT)
         counts = load_groups(bins_ptr + _BINS, True)
         mass = load_groups(bin_mass_ptr, True)
@@ -265,8 +292,9 @@ def _bins_kernel(
     d = tl.where(mask_n, distance(y, largest, scale), _FARTHEST)
     high = d >> _LOW_BITS
     if LEVEL == 0:
-        wanted = tl.where(use_k, top_k, blocks * _TOPS // 6)  # top-p alone cannot tell: 100 of 600
-        bound = distance_bound(distance(tops, largest, scale), wanted)
+        # top-p alone does not determine a number of tokens; a sixth of the tops, about 100 of 600, is enough for most.
+        at_least = tl.where(use_k, top_k, blocks * _TOPS // 6)
+        bound = distance_bound(distance(tops, largest, scale), at_least)
         append(near_ptr, state_ptr + _LISTED, d, d <= bound)
         if use_k:
             tl.atomic_add(bins_ptr + _bin_place(high), 1, mask=d <= bound, sem="relaxed")
@@ -279,46 +307,46 @@ def _bins_kernel(
             tl.atomic_add(state_ptr + _TOTAL, tl.sum(w, axis=0), sem="relaxed")
     elif LEVEL == 1:
         if use_k:
-            found, closer = crossing_bin(bins_ptr, tl.sum(counts, axis=1), top_k)
+            cut_bin, closer = crossing_bin(bins_ptr, tl.sum(counts, axis=1), top_k)
             left = (top_k - closer).to(tl.int64)
             if use_p:
-                tl.atomic_add(bin_mass_ptr + _bin_place(high), weight(d), mask=high < found, sem="relaxed")
+                tl.atomic_add(bin_mass_ptr + _bin_place(high), weight(d), mask=high < cut_bin, sem="relaxed")
         else:
             goal = share(top_p, total)
-            found, before = crossing_bin(bin_mass_ptr, tl.sum(mass, axis=1), goal)
+            cut_bin, before = crossing_bin(bin_mass_ptr, tl.sum(mass, axis=1), goal)
             left = goal - before
         if block == 0:
-            tl.store(state_ptr + _BIN, found.to(tl.int64))
+            tl.store(state_ptr + _BIN, cut_bin.to(tl.int64))
             tl.store(state_ptr + _LEFT, left)
-        counted = (high == found) & (high < _BINS - 1)
+        counted = (high == cut_bin) & (high < _BINS - 1)
         tl.atomic_add(low_ptr + _bin_place(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
     else:
         low, _ = crossing_bin(bins_ptr + _BINS, tl.sum(counts, axis=1), left.to(tl.int32))
-        first = found << _LOW_BITS
+        first = cut_bin << _LOW_BITS
         offs_b = tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
         inside = tl.sum(tl.where(offs_b <= low, counts.to(tl.int64) * weight(first + offs_b), 0), axis=1)
         sums = tl.sum(mass, axis=1)
         total = tl.sum(sums, axis=0)
         goal = share(top_p, total + tl.sum(inside, axis=0))
-        p_found, before = crossing_bin(bin_mass_ptr, sums, goal)
+        p_cut_bin, before = crossing_bin(bin_mass_ptr, sums, goal)
         before = tl.where(goal > total, total, before)
-        p_found = tl.where(goal > total, found, p_found)
+        p_cut_bin = tl.where(goal > total, cut_bin, p_cut_bin)
         if block == 0:
-            tl.store(state_ptr + _P_BIN, p_found.to(tl.int64))
+            tl.store(state_ptr + _P_BIN, p_cut_bin.to(tl.int64))
             tl.store(state_ptr + _P_LEFT, goal - before)
-        counted = (high == p_found) & (high < _BINS - 1) & (d <= first + low)
+        counted = (high == p_cut_bin) & (high < _BINS - 1) & (d <= first + low)
         tl.atomic_add(low_ptr + _bin_place(d & (_BINS - 1)), 1, mask=counted, sem="relaxed")
 
 
 @triton.jit
 def binned_threshold(bins_ptr, state_ptr, use_k, use_p):
-    """The largest distance that top-k and top-p keep, from the last level's histogram."""
+    """Return the largest distance that top-k and top-p keep, from the last level's histogram."""
     both = use_k & use_p
     bins_ptr += tl.where(both, 2, 1) * _BINS
     counts = load_groups(bins_ptr, True)
     left = tl.load(state_ptr + tl.where(both, _P_LEFT, _LEFT))
     first = tl.load(state_ptr + tl.where(both, _P_BIN, _BIN)).to(tl.int32) << _LOW_BITS
-    # top-p looks for a mass, top-k for a count
+    # top-p searches for a mass, top-k for a count.
     offs_g = first + tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     sums = tl.sum(counts.to(tl.int64) * tl.where(use_p, weight(offs_g), 1), axis=1)
     group, before = crossing(sums, left)
@@ -329,7 +357,7 @@ def binned_threshold(bins_ptr, state_ptr, use_k, use_p):
 
 
 def process_ref(x, counts, bias, flags: int, repetition, presence, frequency):
-    """Bias and penalties on one row; the three penalties are fp32 tensors without dimensions."""
+    """Apply bias and penalties to one row in torch. The three penalties are fp32 tensors without dimensions."""
     y = x + bias if flags & m.FLAG_BIAS else x
     if flags & m.FLAG_PENALTIES:
         y = torch.where(counts != 0, torch.where(y < 0, y * repetition, y / repetition), y)
@@ -340,7 +368,7 @@ def process_ref(x, counts, bias, flags: int, repetition, presence, frequency):
 
 
 def threshold_ref(d, top_k: int, top_p: float) -> int:
-    """The largest distance that top-k and top-p keep, of distances d [vocab]."""
+    """Return the largest of the distances d [vocab] that top-k and top-p keep."""
     threshold = FARTHEST
     if 0 < top_k <= 1024 < d.numel():
         threshold = int(d.topk(top_k, largest=False, sorted=False).values.max())
@@ -352,7 +380,7 @@ def threshold_ref(d, top_k: int, top_p: float) -> int:
         if threshold < FARTHEST:
             d = d[d <= threshold]
         goal = max(math.ceil(top_p * float(int(weight_ref(d).sum()))), 1)
-        near = d.topk(min(512, d.numel()), largest=False).values  # nearly always enough
+        near = d.topk(min(512, d.numel()), largest=False).values  # nearly always sufficient
         if int(weight_ref(near).sum()) < goal:
             near = d.sort().values
         threshold = int(near[torch.searchsorted(weight_ref(near).cumsum(0), goal)])

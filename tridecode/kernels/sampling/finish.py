@@ -1,4 +1,4 @@
-"""What every sampling kernel shares: a logit packed with its id, the last arriver, and the end of a step."""
+"""Functions that the sampling kernels share: logits packed with their ids, the last arriver, and the end of a step."""
 
 import torch
 import triton
@@ -36,12 +36,15 @@ LOWEST = tl.constexpr(-(2**63))  # the key of no token
 BAD = tl.constexpr(2**63 - 1)  # the key of a block with a NaN or an infinity, above every other
 SIGN_FREE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
-LOGPROBS_WIDTH = tl.constexpr(1 + MAX_LOGPROBS)  # values of an entry of its ring: the drawn token, then the likeliest
+LOGPROBS_WIDTH = tl.constexpr(1 + MAX_LOGPROBS)  # values of an entry: the sampled token, then the likeliest
 
 
 @triton.jit
 def pack(x, ids):
-    """int64 keys in the order of the finite fp32 x; of equal ones (-0 and 0 are) the lower id has the larger key."""
+    """Pack each finite fp32 x with its id into an int64 key that sorts like x.
+
+    Among equal values, the lower id has the larger key. -0 and 0 are equal.
+    """
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & SIGN_FREE)
     return (order.to(tl.int64) << 32) | (ids ^ SIGN_FREE).to(tl.int64)
@@ -49,12 +52,13 @@ def pack(x, ids):
 
 @triton.jit
 def packed_id(key):
+    """Return the token id of a key."""
     return ((key & SIGN_FREE) ^ SIGN_FREE).to(tl.int32)
 
 
 @triton.jit
 def packed_value(key):
-    """The logit of a key; of BAD the largest finite fp32, so that every distance from it is finite and the farthest."""
+    """Return the logit of a key. For BAD, return the largest finite fp32, from which every distance is finite."""
     order = (key >> 32).to(tl.int32)
     value = (order ^ ((order >> 31) & SIGN_FREE)).to(tl.float32, bitcast=True)
     return tl.where(key == BAD, HUGE, value)
@@ -62,20 +66,24 @@ def packed_value(key):
 
 @triton.jit
 def block_key(x, shown, ids, mask):
-    """The largest key of `shown` in this block, or BAD where x has a NaN or an infinity."""
+    """Return the largest key of `shown` in this block, or BAD if x contains a NaN or an infinity."""
     finite = (x.to(tl.int32, bitcast=True) & EXPONENT) != EXPONENT
     return tl.max(tl.where(mask, tl.where(finite, pack(shown, ids), BAD), LOWEST), axis=0)
 
 
 @triton.jit
 def largest_key(keys_ptr, blocks, BLOCKS: tl.constexpr):
+    """Return the largest of the keys that `blocks` programs stored."""
     offs = tl.arange(0, BLOCKS)
     return tl.max(tl.load(keys_ptr + offs, mask=offs < blocks, other=LOWEST, cache_modifier=".cg"), axis=0)
 
 
 @triton.jit
 def arrive(counter_ptr, programs):
-    """True in the last of `programs` to come here: it sees what the others stored, and has zeroed the counter."""
+    """Return True in the last of `programs` programs to call it.
+
+    That program sees the stores of the others. It also resets the counter to zero.
+    """
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1) == programs - 1
     tl.store(counter_ptr, 0, mask=last)
@@ -84,19 +92,22 @@ def arrive(counter_ptr, programs):
 
 @triton.jit
 def step_state(row, meta_ptr, tokens_ptr, stride_tokens):
-    """What finish_step needs of the row's state; older than this step, so it may be read before the wait."""
+    """Load the state of a row that finish_step needs.
+
+    It does not change during the step, so a kernel may load it before its wait.
+    """
     meta_ptr += row * META_WIDTH
     slot = tl.load(meta_ptr + SLOT)
     following = tl.load(meta_ptr + POSITION) + 1
     step = tl.load(meta_ptr + STEP)
     generation = tl.load(meta_ptr + GENERATION).to(tl.int64)
     known = following < tl.load(meta_ptr + N_KNOWN)
-    given = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, mask=known, other=0)
+    known_token = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, mask=known, other=0)
     ends = following + 1 >= tl.load(meta_ptr + LIMIT)
     waits = following >= tl.load(meta_ptr + ROOM)
     offs = tl.arange(0, MAX_STOP_IDS)
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
-    return slot, following, step, generation, known, given, ends, waits, stop_ids
+    return slot, following, step, generation, known, known_token, ends, waits, stop_ids
 
 
 @triton.jit
@@ -120,25 +131,25 @@ def finish_step(
     FENCE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """End the step of a row: token, count, log-probability, status, position, step, and last the ring entry.
+    """End the step of a row: store token, count, log-probability, status, position and step, and the ring entry last.
 
-    Given tokens (below N_KNOWN) are reported, never overwritten, and do not stop. FENCE orders the ring of
-    log-probabilities, in host memory too, before the entry of `out` that the host polls. MASKED: a row whose mask was
-    late has drawn nothing, says so in its entry, and stays where it is.
+    Known tokens (below N_KNOWN) are reported, are not overwritten and do not stop the request. With FENCE, the ring of
+    log-probabilities, which is in host memory too, is written before the entry of `out` that the host polls. With
+    MASKED, a row whose mask was late samples no token: its entry contains LATE_TOKEN, and its position does not change.
     """
-    slot, following, step, generation, known, given, ends, waits, stop_ids = state
+    slot, following, step, generation, known, known_token, ends, waits, stop_ids = state
     meta_ptr += row * META_WIDTH
     stays = bad
-    if MASKED:  # the launch before wrote it, into a line that may have been read since
+    if MASKED:  # .cg, because the previous launch wrote LATE to a line that this program may have cached
         late = tl.load(meta_ptr + LATE, cache_modifier=".cg") != 0
         stays = bad | late
-    drawn = (known | stays) == 0
-    token = tl.where(known, given, token)
-    stops = tl.sum((stop_ids == token).to(tl.int32), axis=0) * drawn.to(tl.int32)
+    samples = (known | stays) == 0
+    token = tl.where(known, known_token, token)
+    stops = tl.sum((stop_ids == token).to(tl.int32), axis=0) * samples.to(tl.int32)
     status = tl.where(stops > 0, STOP, tl.where(ends, LIMIT_REACHED, tl.where(waits, WAIT, RUN)))
-    tl.store(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, token, mask=drawn)
+    tl.store(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, token, mask=samples)
     if COUNT:
-        tl.atomic_add(counts_ptr + slot.to(tl.int64) * stride_counts + token, 2, mask=drawn, sem="relaxed")
+        tl.atomic_add(counts_ptr + slot.to(tl.int64) * stride_counts + token, 2, mask=samples, sem="relaxed")
     ring = slot * RING + (step & (RING - 1))
     if LOGPROBS:
         logit = tl.load(logits_ptr + row.to(tl.int64) * stride_logits + token)
@@ -162,7 +173,12 @@ def finish_step(
 def finish_step_ref(
     row, token, bad, logits, meta, tokens, counts, out, lse=None, logprobs_ring=None, masked=False, source=None
 ):
-    """finish_step in torch; counts None: greedy keeps none; source: the row of logits and lse, if it is another one."""
+    """Compute `finish_step` in torch.
+
+    Args:
+        counts: [slots, vocab] int32, or None for a greedy pass, which keeps no counts.
+        source: The row of logits and lse, if it is not `row`.
+    """
     source = row if source is None else source
     state = meta[row].tolist()
     late = masked and bool(state[m.LATE]) and not bad

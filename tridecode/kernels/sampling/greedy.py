@@ -1,4 +1,4 @@
-"""Greedy sampling: the most likely token, in one launch that also ends the step."""
+"""greedy: takes the most likely token, and ends the step in the same launch."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from .finish import (
     step_state,
 )
 
-BLOCK = 2048  # tokens of the vocabulary a program
+BLOCK = 2048  # tokens of the vocabulary that a program compares
 WARPS = 8
 
 
@@ -30,7 +30,7 @@ def _greedy_kernel(
     out_ptr,
     keys_ptr,
     counter_ptr,
-    drawn_ptr,
+    sampled_ptr,
     vocab,
     stride_logits,
     stride_tokens,
@@ -41,14 +41,21 @@ def _greedy_kernel(
     DRAW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The lowest id among the largest raw logits; the last program to arrive ends the step.
+    """Take the lowest id among the largest raw logits. The last program of a row to arrive ends its step.
 
-    logits: [rows, vocab] fp32. meta: [rows, META_WIDTH] int32 (out). tokens: [slots, capacity + 1] int32 (out). out:
-    [slots, RING] int64 (out). keys: [rows, >= blocks] int64 (scratch). counter: [rows, 2] int32, zero (scratch). With
-    DRAW instead of all these outputs drawn: [rows] int32 (out), a token or NO_TOKEN; the step does not end.
-    Bytes: 4 * vocab a row. Grid: (vocab blocks, rows).
-    A logit and its id travel as one int64, so that the largest key is the answer, ties included, in any order of
-    arrival; a NaN or an infinity is the largest key of all.
+    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row.
+    A logit and its id are packed into one int64, so the largest key is the result in any order of arrival, ties
+    included. A NaN or an infinity has the largest key of all.
+
+    Args:
+        logits_ptr: [rows, vocab] fp32.
+        meta_ptr: [rows, META_WIDTH] int32 (in and out).
+        tokens_ptr: [slots, capacity + 1] int32 (in and out).
+        out_ptr: [slots, RING] int64 (output).
+        keys_ptr: [rows, >= blocks] int64 (scratch).
+        counter_ptr: [rows, 2] int32, zero (scratch).
+        sampled_ptr: [rows] int32 (output), a token or NO_TOKEN. With DRAW it replaces the other outputs, and the step
+            does not end.
     """
     if PDL:
         gdc_launch_dependents()
@@ -67,7 +74,7 @@ def _greedy_kernel(
         if arrive(counter_ptr + 2 * row, blocks):
             key = largest_key(keys_ptr, blocks, BLOCKS)
             if DRAW:
-                tl.store(drawn_ptr + row, tl.where(key == BAD, NO_TOKEN, packed_id(key)))
+                tl.store(sampled_ptr + row, tl.where(key == BAD, NO_TOKEN, packed_id(key)))
             else:
                 finish_step(
                     row,
@@ -91,9 +98,13 @@ def _greedy_kernel(
                 )
 
 
-def greedy(logits, meta, tokens, out, sampler, masked=False, drawn=None, *, pdl=False):
-    """Take the most likely token of each row of logits and end the step; masked: mask came before it; drawn: int32
-    [rows], where the tokens go if `accept` is to end it."""
+def greedy(logits, meta, tokens, out, sampler, masked=False, sampled=None, *, pdl=False):
+    """Take the most likely token of each row of logits and end the step.
+
+    Args:
+        masked: Whether `mask` ran before in this pass.
+        sampled: [rows] int32. If it is not None, it receives the tokens, and `accept` ends the step.
+    """
     rows, vocab = logits.shape
     blocks = cdiv(vocab, BLOCK)
     _greedy_kernel[(blocks, rows)](
@@ -103,7 +114,7 @@ def greedy(logits, meta, tokens, out, sampler, masked=False, drawn=None, *, pdl=
         out,
         sampler.keys,
         sampler.counter,
-        drawn,
+        sampled,
         vocab,
         logits.stride(0),
         tokens.stride(0),
@@ -111,24 +122,25 @@ def greedy(logits, meta, tokens, out, sampler, masked=False, drawn=None, *, pdl=
         BLOCK_N=BLOCK,
         BLOCKS=next_power_of_2(blocks),
         MASKED=masked,
-        DRAW=drawn is not None,
+        DRAW=sampled is not None,
         PDL=pdl,
         **options(WARPS, pdl),
     )
 
 
-def greedy_ref(logits, meta, tokens, out, sampler, masked=False, drawn=None):
-    """greedy in torch."""
+def greedy_ref(logits, meta, tokens, out, sampler, masked=False, sampled=None):
+    """Compute `greedy` in torch."""
     for row in running(meta, logits.shape[0]):
         bad = not bool(torch.isfinite(logits[row]).all())
         token = 0 if bad else int(logits[row].argmax())
-        if drawn is not None:
-            drawn[row] = NO_TOKEN.value if bad else token
+        if sampled is not None:
+            sampled[row] = NO_TOKEN.value if bad else token
             continue
         finish_step_ref(row, token, bad, logits, meta, tokens, None, out, masked=masked)
 
 
-def greedy_bytes(logits, meta, tokens, out, sampler, masked=False, drawn=None) -> int:
+def greedy_bytes(logits, meta, tokens, out, sampler, masked=False, sampled=None) -> int:
+    """Return the bytes that a launch moves."""
     return logits.nbytes
 
 

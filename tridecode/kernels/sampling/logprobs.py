@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw logits: their log-sum-exp and the most likely tokens, in one launch before sample's."""
+"""logprobs: computes log-sum-exp and the most likely tokens of the raw logits, in one launch before sample's."""
 
 import torch
 import triton
@@ -45,14 +45,22 @@ def _logprobs_kernel(
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each block leaves its largest logits, one after another, and its part of the sum; the last to arrive merges them.
+    """Compute the log-sum-exp and the largest logits of a row.
 
-    logits: [rows, vocab] fp32. meta: [rows, META_WIDTH] int32. logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out, all
-    but entry 0). ids: [slots, RING, MAX_LOGPROBS] int32 (out). lse: [rows] fp32 (out). counter: [rows, 2] int32, zero
-    (scratch). top: [rows, blocks, KEEP] int64, block_lse: [rows, blocks, 2] fp32 (scratch).
-    Bytes: 4 * vocab a row. Grid: (vocab blocks, rows).
-    A logit packed with its id sorts as one int64, lower ids first among equals. With a NaN or a positive infinity
-    among the logits nothing goes to the rings.
+    A program reads one block of a row, and stores the block's largest logits and its part of the sum. The last program
+    of a row to arrive merges them. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row.
+    A logit packed with its id sorts as one int64, lower ids first among equals. If the logits contain a NaN or a
+    positive infinity, nothing is written to the rings.
+
+    Args:
+        logits_ptr: [rows, vocab] fp32.
+        meta_ptr: [rows, META_WIDTH] int32.
+        logprobs_ptr: [slots, RING, LOGPROBS_WIDTH] fp32 (output, all values except the first).
+        ids_ptr: [slots, RING, MAX_LOGPROBS] int32 (output).
+        lse_ptr: [rows] fp32 (output).
+        counter_ptr: [rows, 2] int32, zero (scratch).
+        top_ptr: [rows, blocks, KEEP] int64 (scratch).
+        block_lse_ptr: [rows, blocks, 2] fp32 (scratch), maximum and sum of exponentials.
     """
     if PDL:
         gdc_launch_dependents()
@@ -60,7 +68,7 @@ def _logprobs_kernel(
     blocks = tl.num_programs(0)
     meta_ptr += row * META_WIDTH
     status, slot = tl.load(meta_ptr + STATUS), tl.load(meta_ptr + SLOT)
-    wanted = tl.load(meta_ptr + N_LOGPROBS)
+    count = tl.load(meta_ptr + N_LOGPROBS)
     step = tl.load(meta_ptr + STEP)
     if PDL:
         gdc_wait()
@@ -74,7 +82,7 @@ def _logprobs_kernel(
         tl.store(block_lse_ptr + 2 * block, largest)
         tl.store(block_lse_ptr + 2 * block + 1, tl.sum(tl.exp(x - largest), axis=0))
         keys = tl.where(mask_n, pack(x, offs_n), LOWEST)
-        for i in range(wanted):
+        for i in range(count):
             best = tl.max(keys, axis=0)
             keys = tl.where(keys == best, LOWEST, keys)
             tl.store(top_ptr + block * KEEP + i, best)
@@ -86,10 +94,10 @@ def _logprobs_kernel(
             lse = largest + tl.log(tl.sum(total * tl.exp(part - largest), axis=0))
             tl.store(lse_ptr + row, lse)
             offs_c = tl.arange(0, BLOCKS * KEEP)
-            left = (offs_c < blocks * KEEP) & (offs_c % KEEP < wanted)
+            left = (offs_c < blocks * KEEP) & (offs_c % KEEP < count)
             merged = tl.load(top_ptr + offs_c, mask=left, other=LOWEST, cache_modifier=".cg")
             entry = slot * RING + (step & (RING - 1))
-            for i in range(wanted):
+            for i in range(count):
                 best = tl.max(merged, axis=0)
                 merged = tl.where(merged == best, LOWEST, merged)
                 shown = (best != LOWEST) & (lse == lse)
@@ -98,7 +106,7 @@ def _logprobs_kernel(
 
 
 def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl=False):
-    """Report the most likely tokens of each row of logits in the rings, and keep its log-sum-exp for sample."""
+    """Write the most likely tokens of each row of logits to the rings, and its log-sum-exp to the sampler's buffers."""
     rows, vocab = logits.shape
     blocks = cdiv(vocab, LOGPROBS_BLOCK)
     _logprobs_kernel[(blocks, rows)](
@@ -121,21 +129,22 @@ def logprobs(logits, meta, out_logprobs, out_top_ids, sampler, *, pdl=False):
 
 
 def logprobs_ref(logits, meta, out_logprobs, out_top_ids, sampler):
-    """logprobs in torch."""
+    """Compute `logprobs` in torch."""
     for row in running(meta, logits.shape[0]):
         x, state = logits[row], meta[row].tolist()
         lse = sampler.lse[row] = x.logsumexp(0)
-        wanted = min(state[m.N_LOGPROBS], x.numel())
-        if wanted and bool(torch.isfinite(lse)):
-            least = x.topk(wanted).values[-1]
+        count = min(state[m.N_LOGPROBS], x.numel())
+        if count and bool(torch.isfinite(lse)):
+            least = x.topk(count).values[-1]
             ids = (x >= least).nonzero().flatten()  # ascending, so that the stable sort puts lower ids first
-            ids = ids[x[ids].sort(descending=True, stable=True).indices[:wanted]]
+            ids = ids[x[ids].sort(descending=True, stable=True).indices[:count]]
             slot, entry = state[m.SLOT], state[m.STEP] % m.RING
-            out_logprobs[slot, entry, 1 : 1 + wanted] = x[ids] - lse
-            out_top_ids[slot, entry, :wanted] = ids.int()
+            out_logprobs[slot, entry, 1 : 1 + count] = x[ids] - lse
+            out_top_ids[slot, entry, :count] = ids.int()
 
 
 def logprobs_bytes(logits, meta, out_logprobs, out_top_ids, sampler) -> int:
+    """Return the bytes that a launch moves."""
     return logits.nbytes
 
 

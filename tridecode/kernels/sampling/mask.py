@@ -1,4 +1,4 @@
-"""Masks of structured output: what a row's grammar does not allow next is put out of reach, before all else."""
+"""mask: lowers the logits of tokens that a row's grammar forbids, before all other processing (structured output)."""
 
 import torch
 import triton
@@ -28,14 +28,14 @@ from ..op import Op
 from .finish import GENERATION_SHIFT
 from .mass import HUGE
 
-BLOCK = 4096  # tokens of the vocabulary a program
-WARPS = 8  # of the program that fetches a row's mask
+BLOCK = 4096  # tokens of the vocabulary that a program masks
+WARPS = 8  # warps of a program that fetches a row's mask
 
 
 @triton.jit
 def _wants(meta_ptr):
-    """Whether the row draws a token that its mask must allow."""
-    draws = tl.load(meta_ptr + POSITION) + 1 >= tl.load(meta_ptr + N_KNOWN)  # else its token is given
+    """Return whether the row samples a token that its mask must allow."""
+    draws = tl.load(meta_ptr + POSITION) + 1 >= tl.load(meta_ptr + N_KNOWN)  # the next token is not known
     return (tl.load(meta_ptr + STATUS) == RUN) & ((tl.load(meta_ptr + FLAGS) & FLAG_MASK) != 0) & draws
 
 
@@ -52,41 +52,51 @@ def _fetch_mask_kernel(
     FENCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Bring a row's mask from the host's memory, if it is there.
+    """Copy a row's mask from host memory, if the host has completed it. A program copies the mask of one row.
 
-    meta: [rows, META_WIDTH] int32 (LATE is out). mask: [slots, words] int32 and stamp: [slots] int64, in host memory.
-    here: [rows, words] int32 (out). Bytes: vocab / 8 over the bus, in as few requests as there can be, for each row
-    that has a mask. Grid: (rows,). The host computes the mask while this pass runs, and stamps it once it is whole; so
-    it is looked for as late as may be. Each thread has its own look at the stamp, and all must have seen it.
+    Grid: (rows,). Moves vocab / 8 bytes over the bus for each row with a mask, in as few transactions as possible.
+    The host computes the mask while this pass runs, and stamps it after it is complete. The kernel therefore runs as
+    late as possible. Each thread reads the stamp itself, and all must see the expected value.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32 (LATE is an output).
+        mask_ptr: [slots, words] int32 in host memory.
+        stamp_ptr: [slots] int64 in host memory.
+        here_ptr: [rows, words] int32 (output).
     """
     row = tl.program_id(0)
     meta_ptr += row * META_WIDTH
     wants, slot = _wants(meta_ptr), tl.load(meta_ptr + SLOT)
-    wanted = tl.load(meta_ptr + GENERATION).to(tl.int64) << GENERATION_SHIFT | tl.load(meta_ptr + POSITION)
+    expected = tl.load(meta_ptr + GENERATION).to(tl.int64) << GENERATION_SHIFT | tl.load(meta_ptr + POSITION)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     if wants:
         threads = tl.arange(0, THREADS)
         stamp = tl.load(stamp_ptr + slot + threads * 0, volatile=True)
-        if FENCE:  # what is read below is no older than the stamp
+        if FENCE:  # orders the load of the mask after that of the stamp
             stamp = tl.inline_asm_elementwise(
                 "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [stamp], dtype=tl.int64, is_pure=False, pack=1
             )
-        saw = tl.min((stamp == wanted).to(tl.int32), axis=0)
+        saw = tl.min((stamp == expected).to(tl.int32), axis=0)
         offs = tl.arange(0, BLOCK_W)
         inside = offs < tl.where(saw != 0, words, 0)
-        found = tl.load(mask_ptr + slot.to(tl.int64) * stride_mask + offs, mask=inside, other=0)
-        tl.store(here_ptr + row.to(tl.int64) * words + offs, found, mask=inside)
+        words_here = tl.load(mask_ptr + slot.to(tl.int64) * stride_mask + offs, mask=inside, other=0)
+        tl.store(here_ptr + row.to(tl.int64) * words + offs, words_here, mask=inside)
         tl.store(meta_ptr + LATE, 1 - saw)
 
 
 @triton.jit
 def _mask_kernel(logits_ptr, meta_ptr, here_ptr, vocab, words, stride_logits, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
-    """Lower the logits that a row's mask does not allow to the least finite number, if the mask is there.
+    """Set the logits that a row's mask forbids to the lowest finite number, unless the mask is late.
 
-    logits: [rows, vocab] fp32 (in and out). meta: [rows, META_WIDTH] int32. here: [rows, words] int32.
-    Bytes: at most 4 * vocab for each row that has a mask. Grid: (vocab blocks, rows).
+    A program masks one block of a row. Grid: (vocab blocks, rows). Moves at most 4 * vocab bytes for each row with a
+    mask.
+
+    Args:
+        logits_ptr: [rows, vocab] fp32 (in and out).
+        meta_ptr: [rows, META_WIDTH] int32.
+        here_ptr: [rows, words] int32.
     """
     block, row = tl.program_id(0), tl.program_id(1)
     meta_ptr += row * META_WIDTH
@@ -95,16 +105,24 @@ def _mask_kernel(logits_ptr, meta_ptr, here_ptr, vocab, words, stride_logits, BL
         gdc_launch_dependents()
         gdc_wait()
     if wants:
-        late = tl.load(meta_ptr + LATE, cache_modifier=".cg")  # what lies near may have been read before the wait
+        # .cg, because this program may have cached the line before the wait, when it read other fields of meta.
+        late = tl.load(meta_ptr + LATE, cache_modifier=".cg")
         offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         offs_n = tl.where(late != 0, vocab, offs_n)
-        found = tl.load(here_ptr + row.to(tl.int64) * words + (offs_n >> 5), mask=offs_n < vocab, other=-1)
-        barred = ((found >> (offs_n & 31)) & 1) == 0
+        words_here = tl.load(here_ptr + row.to(tl.int64) * words + (offs_n >> 5), mask=offs_n < vocab, other=-1)
+        barred = ((words_here >> (offs_n & 31)) & 1) == 0
         tl.store(logits_ptr + row.to(tl.int64) * stride_logits + offs_n, -HUGE, mask=barred)
 
 
 def mask(logits, meta, mask, stamp, sampler, *, pdl=False):
-    """Put what the rows' masks do not allow out of reach; rows whose masks are late are marked."""
+    """Lower the logits that the rows' masks forbid. A row whose mask is late is marked in meta's LATE.
+
+    Args:
+        logits: [rows, vocab] fp32 (in and out).
+        meta: [rows, META_WIDTH] int32 (LATE is an output).
+        mask: [slots, words] int32 in host memory.
+        stamp: [slots] int64 in host memory.
+    """
     rows, vocab = logits.shape
     words = mask.shape[1]
     _fetch_mask_kernel[(rows,)](
@@ -134,7 +152,7 @@ def mask(logits, meta, mask, stamp, sampler, *, pdl=False):
 
 
 def mask_ref(logits, meta, mask, stamp, sampler):
-    """mask in torch."""
+    """Compute `mask` in torch."""
     for row in running(meta, logits.shape[0]):
         state = meta[row].tolist()
         if state[m.FLAGS] & m.FLAG_MASK and state[m.POSITION] + 1 >= state[m.N_KNOWN]:
@@ -149,6 +167,7 @@ def mask_ref(logits, meta, mask, stamp, sampler):
 
 
 def mask_bytes(logits, meta, mask, stamp, sampler) -> int:
+    """Return the bytes that a launch moves."""
     return logits.nbytes + mask.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Philox 4x32-10, the counter-based generator of the draw: the same 64 bits from the kernel and from Python."""
+"""Philox 4x32-10, the counter-based random number generator of the draw, as a kernel function and in Python."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ MASK = 0xFFFFFFFF
 
 @triton.jit
 def philox_bits(seed_lo, seed_hi, position, stream):
-    """64 random bits (uint64) of one slot's step: the seed is the key, position and stream the counter."""
+    """Return 64 random bits (uint64) for a step of a slot. The seed is the key; position and stream are the counter."""
     seed = (seed_hi.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_lo.to(tl.uint32, bitcast=True).to(tl.uint64)
     zero = position * 0
     high, low, _, _ = tl.philox(seed, position, stream, zero, zero)
@@ -16,7 +16,7 @@ def philox_bits(seed_lo, seed_hi, position, stream):
 
 
 def philox_words(seed: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """The four 32-bit words of Philox 4x32-10 for a 64-bit seed."""
+    """Return the four 32-bit words of Philox 4x32-10 for a 64-bit seed."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & MASK, seed >> 32 & MASK
     for _ in range(10):
@@ -27,6 +27,6 @@ def philox_words(seed: int, counter: tuple[int, int, int, int]) -> tuple[int, in
 
 
 def philox_bits_ref(seed_lo: int, seed_hi: int, position: int, stream: int) -> int:
-    """What philox_bits gives; the halves of the seed may be signed, as meta holds them."""
+    """Compute `philox_bits` in Python. The halves of the seed may be signed, as in meta."""
     high, low, _, _ = philox_words((seed_hi & MASK) << 32 | (seed_lo & MASK), (position & MASK, stream, 0, 0))
     return high << 32 | low

@@ -1,4 +1,4 @@
-"""Sampling inside the step: bias, penalties, temperature, top-k, top-p, min-p and the draw, in five launches."""
+"""sample: applies bias, penalties, temperature, top-k, top-p and min-p, and draws a token, in five launches."""
 
 import math
 from dataclasses import dataclass
@@ -57,10 +57,10 @@ from .mass import BINS, FARTHEST, WEIGHT_BITS, distance, distance_ref, grid_scal
 from .nearest import NEAREST, TOPS, load_nearest, ranked_threshold
 from .philox import philox_bits, philox_bits_ref
 
-BLOCK = 2048  # tokens of the vocabulary a program
+BLOCK = 2048  # tokens of the vocabulary that a program computes
 WARPS = 16
 LOGPROBS_BLOCK = 4096
-LOGPROBS_KEEP = 32  # candidates a program of logprobs leaves: MAX_LOGPROBS, rounded up to a power of two
+LOGPROBS_KEEP = 32  # candidates that a program of logprobs stores: MAX_LOGPROBS, rounded up to a power of two
 
 _BINS, _LEVELS, _FARTHEST = tl.constexpr(BINS), tl.constexpr(LEVELS), tl.constexpr(FARTHEST)
 _STATE, _THRESHOLD = tl.constexpr(STATE), tl.constexpr(THRESHOLD)
@@ -71,20 +71,23 @@ _HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
 
 @dataclass(frozen=True, repr=False)
 class SamplerBuffers:
-    """Scratch of mask, greedy, sample and logprobs; only `counter` must be zero between launches (it is left so)."""
+    """Scratch of mask, greedy, sample and logprobs.
+
+    `counter` must be zero before a launch, and is zero after it. The other buffers may contain anything.
+    """
 
     mask: torch.Tensor  # int32 [rows, vocab / 32]: the row's mask; see layout.mask_words
     keys: torch.Tensor  # int64 [rows, blocks]: maximum of each block of logits, packed with its token id
-    counter: torch.Tensor  # int32 [rows, 2]: programs that arrived, of greedy or sample, and of logprobs
+    counter: torch.Tensor  # int32 [rows, 2]: programs of greedy or sample that arrived, and programs of logprobs
     tops: torch.Tensor  # fp32 [rows, blocks * TOPS]: maximum of each 1/TOPS of a block of processed logits
     processed: torch.Tensor  # fp32 [rows, vocab]: logits after bias and penalties, before the temperature
-    bins: torch.Tensor  # int32 [rows, LEVELS, BINS]: tokens a bin of distance from the maximum
-    bin_mass: torch.Tensor  # int64 [rows, BINS]: probability mass a bin of the first level
-    state: torch.Tensor  # int64 [rows, STATE]: what the filters found; entry THRESHOLD is the largest distance kept
-    near: torch.Tensor  # int32 [rows, NEAREST]: distances of the tokens nearest to the maximum, in no order
-    ranks: torch.Tensor  # int64 [rows, NEAREST]: how many of them are nearer than each, and their mass
-    mass: torch.Tensor  # int64 [rows, blocks]: probability mass each block keeps
-    drawn: torch.Tensor  # int32 [rows, blocks]: the token each block draws, should the block be drawn
+    bins: torch.Tensor  # int32 [rows, LEVELS, BINS]: number of tokens in each bin of distance from the maximum
+    bin_mass: torch.Tensor  # int64 [rows, BINS]: probability mass of each bin of the first level
+    state: torch.Tensor  # int64 [rows, STATE]: results of the filters; entry THRESHOLD is the largest distance kept
+    near: torch.Tensor  # int32 [rows, NEAREST]: distances of the tokens nearest to the maximum, not sorted
+    ranks: torch.Tensor  # int64 [rows, NEAREST]: for each of them, the number of nearer ones and their mass
+    mass: torch.Tensor  # int64 [rows, blocks]: probability mass that each block keeps
+    candidates: torch.Tensor  # int32 [rows, blocks]: the token that each block draws, used if the block is sampled
     lse: torch.Tensor  # fp32 [rows]: log-sum-exp of the raw logits
     top_keys: torch.Tensor  # int64 [rows, logprobs blocks, LOGPROBS_KEEP]
     block_lse: torch.Tensor  # fp32 [rows, logprobs blocks, 2]: maximum and sum of exponentials
@@ -110,7 +113,7 @@ def make_buffers(vocab: int, rows: int, device) -> SamplerBuffers:
         near=zeros(rows, NEAREST, dtype=torch.int32),
         ranks=zeros(rows, NEAREST, dtype=torch.int64),
         mass=zeros(rows, blocks, dtype=torch.int64),
-        drawn=zeros(rows, blocks, dtype=torch.int32),
+        candidates=zeros(rows, blocks, dtype=torch.int32),
         lse=zeros(rows, dtype=torch.float32),
         top_keys=zeros(rows, top_blocks, LOGPROBS_KEEP, dtype=torch.int64),
         block_lse=zeros(rows, top_blocks, 2, dtype=torch.float32),
@@ -133,7 +136,7 @@ def _draw_kernel(
     near_ptr,
     ranks_ptr,
     mass_ptr,
-    drawn_ptr,
+    candidates_ptr,
     lse_ptr,
     logprobs_ptr,
     tokens_out_ptr,
@@ -151,19 +154,29 @@ def _draw_kernel(
     DRAW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weigh what the filters keep of each block, draw one token from it, and end the step.
+    """Weigh the tokens of each block that the filters keep, draw one token of the row, and end the step.
 
-    processed: [rows, vocab] fp32. keys: [rows, >= blocks] int64. bins, state, near, ranks: see SamplerBuffers (state is
-    out too). mass: [rows, >= blocks] int64, drawn: [rows, >= blocks] int32 (scratch). counter: [rows, 2] int32, zero
-    (scratch).
-    meta, tokens, counts, out, and with LOGPROBS logprobs: [slots, RING, LOGPROBS_WIDTH] fp32 (out). With DRAW instead
-    of these tokens_out: [rows] int32 (out), a token or NO_TOKEN; the step does not end.
-    Bytes: 4 * vocab a row, and a program 12 * NEAREST, and 4 * BINS where the list does not decide.
-    Grid: (vocab blocks, rows).
-    Each block draws a token of its own, in order of their ids; the last program to arrive draws the block. Both draws
-    take a random number below a sum of integer weights, the same in any order. Each block has its stream of the
-    generator, and the step's position is the counter.
-    Temperature 0, and a NaN or an infinity, need no draw: the first program ends the step and the others leave.
+    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row, and in each program
+    12 * NEAREST bytes, and 4 * BINS more if the list of nearest tokens does not decide.
+
+    Each block draws a candidate among its tokens in the order of their ids, and the last program to arrive draws a
+    block. Both draws take a random number below a sum of integer weights, which does not depend on the order of
+    addition. Each block has its own stream of the generator; the step's position is the counter.
+    Temperature 0, a NaN and an infinity need no draw: the first program ends the step, and the others return.
+
+    Args:
+        logits_ptr, meta_ptr, tokens_ptr, counts_ptr, out_ptr, lse_ptr: see finish_step. meta, tokens, counts and out
+            are outputs.
+        samp_ptr: [rows, SAMP_WIDTH] fp32.
+        keys_ptr: [rows, >= blocks] int64.
+        counter_ptr: [rows, 2] int32, zero (scratch).
+        processed_ptr: [rows, vocab] fp32.
+        bins_ptr, state_ptr, near_ptr, ranks_ptr: see SamplerBuffers. state is an output too.
+        mass_ptr: [rows, >= blocks] int64 (scratch).
+        candidates_ptr: [rows, >= blocks] int32 (scratch).
+        logprobs_ptr: [slots, RING, LOGPROBS_WIDTH] fp32 (output). Used only if LOGPROBS.
+        tokens_out_ptr: [rows] int32 (output), a token or NO_TOKEN. With DRAW it replaces the other outputs, and the
+            step does not end.
     """
     if PDL:
         gdc_launch_dependents()
@@ -195,7 +208,7 @@ def _draw_kernel(
         ends = block == 0
         if (key != BAD) & (temperature > 0):
             mass_ptr += row * stride_keys
-            drawn_ptr += row * stride_keys
+            candidates_ptr += row * stride_keys
             threshold = row * 0 + _FARTHEST
             if decided:
                 threshold = ranked_threshold(near, near_weights, ranks, listed, total, use_k, top_k, use_p, top_p)
@@ -208,16 +221,16 @@ def _draw_kernel(
             place = tl.umulhi(random, mass.to(tl.uint64)).to(tl.int64)
             tl.store(mass_ptr + block, mass)
             token = block * BLOCK_N + tl.sum((tl.cumsum(w, axis=0) <= place).to(tl.int32), axis=0)
-            tl.store(drawn_ptr + block, token)
+            tl.store(candidates_ptr + block, token)
             random = philox_bits(seed_lo, seed_hi, position, block * 0)
             ends = arrive(counter_ptr + 2 * row, blocks)
             if ends:
                 offs_k = tl.arange(0, BLOCKS)
                 masses = tl.load(mass_ptr + offs_k, mask=offs_k < blocks, other=0, cache_modifier=".cg")
-                drawn = tl.load(drawn_ptr + offs_k, mask=offs_k < blocks, other=0, cache_modifier=".cg")
+                candidates = tl.load(candidates_ptr + offs_k, mask=offs_k < blocks, other=0, cache_modifier=".cg")
                 place = tl.umulhi(random, tl.sum(masses, axis=0).to(tl.uint64)).to(tl.int64)
                 chosen = tl.sum((tl.cumsum(masses, axis=0) <= place).to(tl.int32), axis=0)
-                token = tl.sum(tl.where(offs_k == chosen, drawn, 0), axis=0)
+                token = tl.sum(tl.where(offs_k == chosen, candidates, 0), axis=0)
                 tl.store(state_ptr + _THRESHOLD, threshold.to(tl.int64))
         if ends:
             if DRAW:
@@ -246,16 +259,30 @@ def _draw_kernel(
 
 
 def sample(
-    logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, drawn=None, queries=1, *,
-    pdl=False,
+    logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, sampled=None, queries=1,
+    *, pdl=False,
 ):  # fmt: skip
-    """Draw a token from each row of logits and end the step; logprobs_ring also gets its raw log-probability; masked:
-    mask came before it; drawn: int32 [rows], where the tokens go if `accept` is to end it, `queries` rows a request."""
+    """Draw a token from each row of logits and end the step.
+
+    Args:
+        logits: [rows, vocab] fp32.
+        meta: [rows, META_WIDTH] int32 (in and out).
+        samp: [rows, SAMP_WIDTH] fp32.
+        tokens: [slots, capacity + 1] int32 (in and out).
+        counts: [slots, vocab] int32 (in and out).
+        bias: [slots, vocab] fp32.
+        out: [slots, RING] int64 (output).
+        sampler: SamplerBuffers.
+        logprobs_ring: [slots, RING, LOGPROBS_WIDTH] fp32, or None. Receives the token's raw log-probability.
+        masked: Whether `mask` ran before in this pass.
+        sampled: [rows] int32. If it is not None, it receives the tokens, and `accept` ends the step.
+        queries: Rows of a request.
+    """
     rows, vocab = logits.shape
     blocks = cdiv(vocab, BLOCK)
     s, grid, padded = sampler, (blocks, rows), max(2, next_power_of_2(blocks))
-    launch = options(WARPS, pdl) | {"enable_fp_fusion": False}  # every product rounds by itself, as in torch
-    assert counts.stride(0) == bias.stride(0) and s.keys.stride(0) == s.mass.stride(0) == s.drawn.stride(0)
+    launch = options(WARPS, pdl) | {"enable_fp_fusion": False}  # every product is rounded separately, as in torch
+    assert counts.stride(0) == bias.stride(0) and s.keys.stride(0) == s.mass.stride(0) == s.candidates.stride(0)
     _process_kernel[grid](
         logits,
         meta,
@@ -319,10 +346,10 @@ def sample(
         s.near,
         s.ranks,
         s.mass,
-        s.drawn,
+        s.candidates,
         s.lse,
         logprobs_ring,
-        drawn,
+        sampled,
         vocab,
         logits.stride(0),
         tokens.stride(0),
@@ -334,26 +361,26 @@ def sample(
         LOGPROBS=logprobs_ring is not None,
         FENCE=logprobs_ring is not None and not interpreted(),
         MASKED=masked,
-        DRAW=drawn is not None,
+        DRAW=sampled is not None,
         PDL=pdl,
         **launch,
     )
 
 
 def _draw_ref(w, blocks, counter: tuple[int, int, int]) -> int:
-    """The index drawn from weights w of tokens in ascending blocks: first the block, then within it."""
+    """Draw an index by the weights w of tokens, whose `blocks` ascend: first the block, then the token in it."""
     masses = w.new_zeros(int(blocks[-1]) + 1).index_add_(0, blocks, w).cumsum(0)
     block = int(torch.searchsorted(masses, philox_bits_ref(*counter, 0) * int(masses[-1]) >> 64, right=True))
     first, end = torch.searchsorted(blocks, blocks.new_tensor([block, block + 1])).tolist()
-    upto = w[first:end].cumsum(0)
-    place = philox_bits_ref(*counter, block + 1) * int(upto[-1]) >> 64
-    return first + int(torch.searchsorted(upto, place, right=True))
+    sums = w[first:end].cumsum(0)
+    place = philox_bits_ref(*counter, block + 1) * int(sums[-1]) >> 64
+    return first + int(torch.searchsorted(sums, place, right=True))
 
 
 def sample_ref(
-    logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, drawn=None, queries=1
+    logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, sampled=None, queries=1
 ):
-    """sample in torch: the same processed logits, the same threshold, the same token."""
+    """Compute `sample` in torch, with the same processed logits, threshold and token."""
     for row in running(meta, logits.shape[0]):
         x, state = logits[row], meta[row].tolist()
         temperature, top_p, min_p, *penalties = samp[row, :6].unbind()
@@ -361,10 +388,10 @@ def sample_ref(
         bad, token = not bool(torch.isfinite(x).all()), 0
         if not bad:
             seen, position = counts[slot], state[m.POSITION]
-            if before := row % queries:  # the drafts that it comes behind
-                first = max(position - before + 1, state[m.N_KNOWN])  # what is given was counted
-                guessed = tokens[slot, first : position + 1].long()
-                seen = seen.index_add(0, guessed, torch.full_like(guessed, 2, dtype=seen.dtype))
+            if before := row % queries:  # the number of drafts before this row
+                first = max(position - before + 1, state[m.N_KNOWN])  # counts already contains the known tokens
+                proposed = tokens[slot, first : position + 1].long()
+                seen = seen.index_add(0, proposed, torch.full_like(proposed, 2, dtype=seen.dtype))
             y = sampler.processed[row].copy_(process_ref(x, seen, bias[slot], state[m.FLAGS], *penalties))
             token = int(y.argmax())
             if float(temperature) > 0:
@@ -374,16 +401,16 @@ def sample_ref(
                 w = weight_ref(d[ids])
                 w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0)
                 token = int(ids[_draw_ref(w, ids // BLOCK, (state[m.SEED_LO], state[m.SEED_HI], state[m.POSITION]))])
-        if drawn is not None:
-            drawn[row] = m.NO_TOKEN if bad else token
+        if sampled is not None:
+            sampled[row] = m.NO_TOKEN if bad else token
             continue
         finish_step_ref(row, token, bad, logits, meta, tokens, counts, out, sampler.lse, logprobs_ring, masked)
 
 
 def sample_bytes(
-    logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, drawn=None, queries=1
+    logits, meta, samp, tokens, counts, bias, out, sampler, logprobs_ring=None, masked=False, sampled=None, queries=1
 ) -> int:
-    """What every draw reads; counts and bias only where the request asks for them."""
+    """Return the bytes that every draw reads. Only some requests read counts and bias too."""
     return logits.nbytes
 
 

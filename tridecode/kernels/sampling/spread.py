@@ -1,4 +1,4 @@
-"""spread: from requests to the rows of a pass that verifies drafts, one for each request's token and each draft."""
+"""spread: writes the rows of a pass that verifies drafts, one for each request's next token and one for each draft."""
 
 import triton
 import triton.language as tl
@@ -9,11 +9,17 @@ from ..op import Op
 
 @triton.jit
 def _spread_kernel(meta_ptr, samp_ptr, meta_out_ptr, samp_out_ptr, QUERIES: tl.constexpr):
-    """Rows QUERIES * r and following get what row r has, each one position and step after the one before.
+    """Copy row r to rows QUERIES * r and following, each one position and one step after the previous one.
 
-    meta: [rows, META_WIDTH] int32; samp: [rows, SAMP_WIDTH] fp32; outputs: [rows * QUERIES, ...]. Those beyond the
-    drafts do not run. Moves 2 * (4 * META_WIDTH + 4 * SAMP_WIDTH) bytes a row. Grid (rows * QUERIES,), always launched
-    without PDL: later kernels read what is written here before their wait.
+    A program writes one row. Grid: (rows * QUERIES,). Moves 2 * (4 * META_WIDTH + 4 * SAMP_WIDTH) bytes a row. Rows
+    beyond the drafts get status WAIT. Launched without PDL in every pass, because later kernels read its outputs before
+    their wait.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32.
+        samp_ptr: [rows, SAMP_WIDTH] fp32.
+        meta_out_ptr: [rows * QUERIES, META_WIDTH] int32 (output).
+        samp_out_ptr: [rows * QUERIES, SAMP_WIDTH] fp32 (output).
     """
     row = tl.program_id(0)
     source, query = row // QUERIES, row % QUERIES
@@ -28,11 +34,15 @@ def _spread_kernel(meta_ptr, samp_ptr, meta_out_ptr, samp_out_ptr, QUERIES: tl.c
 
 
 def spread(meta, samp, meta_out, samp_out, *, pdl=False):
-    """meta_out, samp_out [rows * queries, ...]: the states of the rows that verify, from those of meta, samp [rows]."""
+    """Write the states of the rows that verify drafts, from meta and samp [rows, ...] to meta_out and samp_out.
+
+    meta_out and samp_out have `queries` rows for each row of meta.
+    """
     _spread_kernel[(len(meta_out),)](meta, samp, meta_out, samp_out, len(meta_out) // len(meta), **options(2))
 
 
 def spread_ref(meta, samp, meta_out, samp_out):
+    """Compute `spread` in torch."""
     queries = len(meta_out) // len(meta)
     meta_out.copy_(meta.repeat_interleave(queries, 0))
     samp_out.copy_(samp.repeat_interleave(queries, 0))
@@ -43,6 +53,7 @@ def spread_ref(meta, samp, meta_out, samp_out):
 
 
 def spread_bytes(meta, samp, meta_out, samp_out) -> int:
+    """Return the bytes that a launch moves."""
     return 2 * (meta_out.nbytes + samp_out.nbytes)
 
 

@@ -1,1 +1,1 @@
-"""Copies between the host's memory and the device."""
+"""Copies from host memory to the device."""

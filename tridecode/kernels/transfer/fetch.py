@@ -1,4 +1,4 @@
-"""fetch: one layer's part of what lies in host memory, K/V pages or weights, into a ring buffer on the device."""
+"""fetch: copies one layer's part of the data in host memory, K/V pages or weights, into a ring buffer on the device."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,10 @@ from ..op import Op
 
 @dataclass(frozen=True)
 class FetchConfig:
-    """Launch config of what comes from the host's memory: few programs, so that others run beside them, each with
-    `tile` elements of 8 bytes in flight."""
+    """Launch config of a copy from host memory.
+
+    Few programs, so that other kernels run at the same time. Each has `tile` elements of 8 bytes in flight.
+    """
 
     programs: int = 16
     num_warps: int = 16
@@ -31,13 +33,17 @@ def _fetch_kernel(
     CELL: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """ring[i] = host[places[1 + i]] for i below places[0]; where the page is negative, nobody needs that place.
+    """Copy pages of host memory to the ring: ring[i] = host[places[1 + i]] for i < places[0]. Programs share the tiles.
 
-    meta: [rows, META_WIDTH] int32: with rows, none of which runs, nothing is brought (without rows there is no such
-    question); places: [1 + ring places] int32; host: [pages, CELL] int64 in the host's memory, mapped; ring:
-    [ring places, CELL] int64 (output). Reads CELL * 8 bytes a page over PCIe. Grid (programs,).
-    The next tile is in flight while one is stored: what counts is how many bytes are on their way. Never launched with
-    PDL: it runs on a stream of its own.
+    A negative page number marks a place that no request needs. It is skipped. The next tile is in flight while one is
+    stored, because the number of bytes in flight determines the speed.
+    Grid: (programs,). Reads CELL * 8 bytes a page over PCIe. Launched without PDL, on a stream of its own.
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32. If no row runs, nothing is copied. With BLOCK_M = 0 it is not read.
+        places_ptr: [1 + ring places] int32: the number of places, then a page number for each.
+        host_ptr: [pages, CELL] int64 in mapped host memory.
+        ring_ptr: [ring places, CELL] int64 (output).
     """
     if BLOCK_M > 0:
         offs_m = tl.arange(0, BLOCK_M)
@@ -47,25 +53,31 @@ def _fetch_kernel(
     TILES: tl.constexpr = (CELL + TILE - 1) // TILE
     items = tl.load(places_ptr) * TILES
     first = tl.program_id(0)
-    tile, place, held = _tile(host_ptr, places_ptr, first, items, stride_host, CELL, TILE, TILES)
+    tile, place, mask = _tile(host_ptr, places_ptr, first, items, stride_host, CELL, TILE, TILES)
     for item in range(first, items, tl.num_programs(0)):
-        coming = _tile(host_ptr, places_ptr, item + tl.num_programs(0), items, stride_host, CELL, TILE, TILES)
-        tl.store(ring_ptr + place, tile, mask=held)
-        tile, place, held = coming
+        next_tile = _tile(host_ptr, places_ptr, item + tl.num_programs(0), items, stride_host, CELL, TILE, TILES)
+        tl.store(ring_ptr + place, tile, mask=mask)
+        tile, place, mask = next_tile
 
 
 @triton.jit
 def _tile(host_ptr, places_ptr, item, items, stride_host, CELL: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-    """Of an item: its data, where in the ring they belong, and which of them there are; int64 [TILE]."""
+    """Load the data of an item. Return the data, their offsets in the ring, and their mask, each [TILE]."""
     place, offs = item // TILES, item % TILES * TILE + tl.arange(0, TILE)
     page = tl.load(places_ptr + 1 + place, mask=item < items, other=-1).to(tl.int64)
-    held = offs < tl.where(page < 0, 0, CELL)
-    return tl.load(host_ptr + page * stride_host + offs, mask=held, other=0), place.to(tl.int64) * CELL + offs, held
+    mask = offs < tl.where(page < 0, 0, CELL)
+    return tl.load(host_ptr + page * stride_host + offs, mask=mask, other=0), place.to(tl.int64) * CELL + offs, mask
 
 
 def fetch(meta, places, host, ring, *, config):
-    """ring [places, cell] int64 = the pages of host [pages, cell] int64 that places [1 + places] int32 names, unless
-    none of meta's rows runs; meta None: whatever runs."""
+    """Copy the pages of host that places lists into ring, unless no row of meta runs.
+
+    Args:
+        meta: [rows, META_WIDTH] int32. None to copy in any case.
+        places: [1 + ring places] int32: the number of places, then a page number for each.
+        host: [pages, cell] int64 in host memory.
+        ring: [ring places, cell] int64 (output).
+    """
     rows = 0 if meta is None else len(meta)
     _fetch_kernel[(config.programs,)](
         places if meta is None else meta,
@@ -82,6 +94,7 @@ def fetch(meta, places, host, ring, *, config):
 
 
 def fetch_ref(meta, places, host, ring):
+    """Compute `fetch` in torch."""
     if meta is not None and not running(meta, len(meta)):
         return
     used, *pages = places.tolist()
@@ -91,7 +104,7 @@ def fetch_ref(meta, places, host, ring):
 
 
 def fetch_bytes(meta, places, host, ring) -> int:
-    """What comes over PCIe."""
+    """Return the bytes that cross PCIe."""
     used, *pages = places.tolist()
     return 8 * ring.shape[1] * sum(page >= 0 for page in pages[:used])
 
@@ -100,7 +113,7 @@ FETCH = Op(fetch, fetch_ref, fetch_bytes, (_fetch_kernel,))
 
 
 def fetched(ring):
-    """From here on `ring` is read: whoever has fetches run beside the list waits for the last one into it."""
+    """Mark where a list of launches begins to read `ring`. A runner that fetches on another stream waits here."""
 
 
 FETCHED = Op(fetched, fetched, lambda ring: 0)
