@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from tridecode import SamplingParams
 from tridecode.errors import PromptError
-from tridecode.results import Piece, Timings, Usage
+from tridecode.results import OutputChunk, Timings, Usage
 
 ROOT = Path(__file__).parent.parent
 # One thread: on a busy machine torch's threads wait for each other in small steps.
@@ -50,9 +50,9 @@ class Script:
         for text in texts:
             if isinstance(text, BaseException):
                 raise text
-            yield Piece(1, text)
+            yield OutputChunk(1, text)
         usage, error = Usage(10, 4, len(texts)), "step 2 gave NaN" if finish == "error" else None
-        yield Piece(None, "", None, finish, usage, Timings(0.25, 0.5, 8.0), error)
+        yield OutputChunk(None, "", None, finish, usage, Timings(0.25, 0.5, 8.0), error)
 
 
 def said(*turns):

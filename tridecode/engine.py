@@ -24,7 +24,7 @@ from .plan.device import find_device
 from .plan.graphs import GraphPlan
 from .plan.memory import allocating
 from .plan.resolve import EnginePlan, resolve
-from .results import Piece, Result
+from .results import OutputChunk, Result
 from .sampling import SamplingParams
 from .serve.driver import Driver
 from .serve.policy import Policy
@@ -319,8 +319,8 @@ class Engine:
         *,
         reuse_prefix: bool = True,
         template_variables: dict[str, Any] | None = None,
-    ) -> Iterator[Piece]:
-        """Yield a Piece for each token, then a last one with finish_reason, usage and timings.
+    ) -> Iterator[OutputChunk]:
+        """Yield an OutputChunk for each token, then a last one with finish_reason, usage and timings.
 
         Closing the iterator early cancels the request.
 
@@ -428,7 +428,7 @@ class Engine:
     def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
         """Submit a request that only scores its prompt.
 
-        Its pieces contain the logprob of each prompt token after the first, the logprobs of the `logprobs` most likely
+        Its chunks contain the logprob of each prompt token after the first, the logprobs of the `logprobs` most likely
         tokens at each place, and at last those of the token that would follow.
         """
         return self._driver.submit(scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs))

@@ -1,5 +1,6 @@
 """Results of a generation."""
 
+import warnings
 from dataclasses import dataclass
 
 
@@ -56,7 +57,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputChunk:
     """One output chunk of a stream: a token, and the text that became certain with it, which may be empty.
 
     The last chunk has no token (token_id is None). It has any remaining text, the finish_reason ("stop", "length",
@@ -89,3 +90,11 @@ class Result:
     seed: int
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+
+
+def __getattr__(name: str) -> type:
+    """Return OutputChunk for its deprecated name Piece."""
+    if name == "Piece":
+        warnings.warn("tridecode.results.Piece is deprecated; use OutputChunk", DeprecationWarning, stacklevel=2)
+        return OutputChunk
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -475,7 +475,7 @@ def test_the_readmes_python_examples_print_what_the_readme_says(capsys):
     for code, output in ((example, shown), (several, answers)):
         exec(code, scope)
         assert CUDA or capsys.readouterr().out == output  # bf16 may draw other words
-    assert scope["piece"].finish_reason and scope["result"].text
+    assert scope["chunk"].finish_reason and scope["result"].text
     assert scope["logits"].shape == (len(scope["ids"]), 4096)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import CUDA, tiny_engine
 
-from tridecode import Engine, Request, SamplingParams
+from tridecode import Engine, Request, SamplingParams, results
 from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull
 from tridecode.serve import output
@@ -64,7 +64,7 @@ def test_request_can_be_iterated_and_awaited(engine, run_alone):
 def test_waiting_for_one_request_advances_all(engine, run_alone):
     first, second = (engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2])
     assert second.result().token_ids == run_alone(PROMPTS[1])
-    assert len(first.pieces) >= 11, "it ran at the same time as the second request"
+    assert len(first.chunks) >= 11, "it ran at the same time as the second request"
     assert first.result().token_ids == run_alone(PROMPTS[0])
 
 
@@ -643,3 +643,12 @@ def test_pass_without_a_token_raises_an_error(engine, monkeypatch, ends, message
         request.result()
     monkeypatch.undo()
     assert engine.generate(PROMPTS[0], GREEDY).finish_reason == "length", "the engine still works"
+
+
+def test_deprecated_names_warn(engine):
+    with pytest.deprecated_call(match="use OutputChunk"):
+        assert results.Piece is results.OutputChunk
+    request = engine.submit(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=1))
+    request.result()
+    with pytest.deprecated_call(match="use chunks"):
+        assert request.pieces is request.chunks

@@ -362,8 +362,8 @@ def test_preempted_score_keeps_its_pieces(run_alone):
     score = engine.submit_score(ids, 2)
     while score.finish_reason is None:
         engine.step()
-        assert score.pieces[: len(kept)] == kept
-        kept = [*score.pieces]
+        assert score.chunks[: len(kept)] == kept
+        kept = [*score.chunks]
     assert engine.scheduler.preemptions > 0 and kept[-1].usage.completion_tokens == len(ids)
     same(score.result(), expected)
     same(older.result(), run_alone(prompt_of(0, 17), "greedy", 60))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridecode.results import Piece
+from tridecode.results import OutputChunk
 from tridecode.sampling import SamplingParams
 from tridecode.server.choice import Choice
 from tridecode.server.constraints import ResponseFormat, answer_constraint, thinking_off
@@ -159,7 +159,7 @@ def answer_text(parser, text) -> str:
     """Return the text of an answer that is not streamed."""
     tokenizer = SimpleNamespace(detokenizer=lambda before: None)
     choice = Choice(tokenizer, None, tools=SimpleNamespace(parser=lambda _: parser(TYPES), special_tokens=lambda _: {}))
-    return choice.settle(choice.add([Piece(None, text, finish_reason="stop")])).text(TEXT)
+    return choice.settle(choice.add([OutputChunk(None, text, finish_reason="stop")])).text(TEXT)
 
 
 INVALID_CALL = '{"name": "f", "arguments": {"a": NaN}}'

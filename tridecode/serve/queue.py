@@ -89,7 +89,7 @@ class Queue:
         self.waiting.popleft()
         slot.tokens, slot.ref, slot.request = tokens, ref, request
         slot.read, slot.position, slot.end = slot.filled, position, request.limit - 1
-        slot.known = len(request.pieces) if request.scores else len(tokens) - 1 - position
+        slot.known = len(request.chunks) if request.scores else len(tokens) - 1 - position
         if request.reused is None:
             request.reused = slot.read
         if request.grammar:

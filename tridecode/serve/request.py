@@ -1,6 +1,7 @@
 """Request: one generation, from the tokens of its prompt to its last output chunk."""
 
 import time
+import warnings
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 
 from ..errors import ParameterError, conflict
 from ..layout import MAX_STOP_IDS
-from ..results import Piece, Result, Timings, TokenLogprobs, Usage
+from ..results import OutputChunk, Result, Timings, TokenLogprobs, Usage
 from ..sampling import SamplingParams
 from ..text.grammar import Grammar
 from ..text.stop_strings import StopStrings
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 class Request:
     """A generation, waiting or active. Iterate over its output chunks, or wait for its result.
 
-    It advances while any thread waits for any request of its engine. It keeps its output chunks (`pieces`), so each
+    It advances while any thread waits for any request of its engine. It keeps its output chunks (`chunks`), so each
     iterator starts at the first one. The request is cancelled if an iterator is closed or dropped, or if the request
     itself is dropped. Therefore the engine has only weak references to requests, except during a step.
 
-    For callers: iteration, `result`, `cancel`, `drop`, and the attributes `pieces`, `finish_reason`, `failure` and
+    For callers: iteration, `result`, `cancel`, `drop`, and the attributes `chunks`, `finish_reason`, `failure` and
     `completion_tokens`. The threads of an engine use the other attributes under the lock of its driver.
 
-    `pieces` is authoritative: it only grows, and the last token is added together with the output chunk that ends the
+    `chunks` is authoritative: it only grows, and the last token is added together with the output chunk that ends the
     request. After an interrupt or an error, `resume` rebuilds the other attributes from it.
     """
 
@@ -49,9 +50,9 @@ class Request:
     reuse_prefix: bool = True
     salt: str = ""  # it shares K/V only with requests of the same salt
     grammar: Grammar | None = None  # the grammar that the output must follow
-    scores: bool = False  # a score: each pass predicts the next prompt token, and each piece has that token
+    scores: bool = False  # a score: each pass predicts the next prompt token, and each chunk has that token
     logits: torch.Tensor | None = None  # fp32 [prompt, vocab], which the passes of a request that scores fill
-    pieces: list[Piece] = field(default_factory=list)  # the output so far; it grows while other threads step
+    chunks: list[OutputChunk] = field(default_factory=list)  # the output so far; it grows while other threads step
     failure: Exception | None = None  # error of the pass that read its prompt, such as out of memory
     cancelled: bool = False  # it was cancelled, or the next step cancels it
     first: float | None = None  # time of its first token
@@ -77,18 +78,18 @@ class Request:
         """None while it waits or runs; then "stop", "length", "error" or "cancelled"."""
         if self.failure is not None:
             return "error"
-        return self.pieces[-1].finish_reason if self.pieces else None
+        return self.chunks[-1].finish_reason if self.chunks else None
 
     @property
     def ended(self) -> bool:
         """Whether the request has its last output chunk, or its prompt failed."""
-        return self.failure is not None or bool(self.pieces) and self.pieces[-1].finish_reason is not None
+        return self.failure is not None or bool(self.chunks) and self.chunks[-1].finish_reason is not None
 
     @property
     def completion_tokens(self) -> int:
         """Number of tokens sampled so far."""
-        pieces = self.pieces
-        return len(pieces) - bool(pieces and pieces[-1].token_id is None)
+        chunks = self.chunks
+        return len(chunks) - bool(chunks and chunks[-1].token_id is None)
 
     @cached_property
     def kind(self) -> str:
@@ -97,21 +98,27 @@ class Request:
 
     # ---- For the caller
 
-    def __iter__(self) -> Iterator[Piece]:
+    @property
+    def pieces(self) -> list[OutputChunk]:
+        """The deprecated name of `chunks`."""
+        warnings.warn("Request.pieces is deprecated; use chunks", DeprecationWarning, stacklevel=2)
+        return self.chunks
+
+    def __iter__(self) -> Iterator[OutputChunk]:
         """Yield an output chunk for each token, then the last one, which has finish_reason, usage and timings.
 
         Raises the error of the pass that read the prompt, such as out of memory.
         """
-        pieces, taken = self.pieces, 0
-        ready = lambda: len(pieces) > taken or self.failure is not None  # noqa: E731
+        chunks, taken = self.chunks, 0
+        ready = lambda: len(chunks) > taken or self.failure is not None  # noqa: E731
         try:
             for taken in count():
-                if len(pieces) == taken:
+                if len(chunks) == taken:
                     self.driver.wait(ready)
-                if len(pieces) == taken and self.failure is not None:
+                if len(chunks) == taken and self.failure is not None:
                     raise self.failure
-                yield (piece := pieces[taken])
-                if piece.finish_reason is not None:
+                yield (chunk := chunks[taken])
+                if chunk.finish_reason is not None:
                     return
         finally:
             self.driver.drop(self)
@@ -128,16 +135,16 @@ class Request:
             raise
         if self.failure is not None:
             raise self.failure
-        *pieces, last = self.pieces
+        *chunks, last = self.chunks
         assert last.finish_reason and last.usage and last.timings and self.params.seed is not None
         return Result(
-            text="".join(piece.text for piece in self.pieces),
-            token_ids=tuple(piece.token_id for piece in pieces if piece.token_id is not None),
+            text="".join(chunk.text for chunk in self.chunks),
+            token_ids=tuple(chunk.token_id for chunk in chunks if chunk.token_id is not None),
             finish_reason=last.finish_reason,
             usage=last.usage,
             timings=last.timings,
             seed=self.params.seed,
-            logprobs=None if self.params.logprobs is None else tuple(p.logprobs for p in pieces if p.logprobs),
+            logprobs=None if self.params.logprobs is None else tuple(p.logprobs for p in chunks if p.logprobs),
             error=last.error,
         )
 
@@ -155,15 +162,15 @@ class Request:
     # ---- For the scheduler
 
     def resume(self, tokenizer: Tokenizer | None) -> None:
-        """Restore `tokens` and the text to their state after the last of `pieces`."""
+        """Restore `tokens` and the text to their state after the last of `chunks`."""
         if not self.scores:
-            del self.tokens[self.prompt_tokens + len(self.pieces) :]
+            del self.tokens[self.prompt_tokens + len(self.chunks) :]
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and not self.scores:
             before = self.tokens[: self.prompt_tokens] if self.continues else ()
             self._detokenizer = tokenizer.detokenizer(before)
         self._stops = StopStrings(self.params.stop)
-        for token in [piece.token_id for piece in self.pieces if piece.token_id is not None]:
+        for token in [chunk.token_id for chunk in self.chunks if chunk.token_id is not None]:
             self._text(token)
 
     def push(self, token: int, logprobs: TokenLogprobs | None, last: bool = False) -> None:
@@ -173,27 +180,27 @@ class Request:
             self.tokens.append(token)
         most = self.prompt_tokens if self.scores else self.limit - self.prompt_tokens
         stopped = token in self.stop_ids
-        piece = Piece(token, "" if stopped else self._text(token), logprobs)
+        chunk = OutputChunk(token, "" if stopped else self._text(token), logprobs)
         if stopped or last or self._stops.hit:
-            self.end("stop", pieces=[piece])
-        elif len(self.pieces) + 1 == most:
-            self.end("length", pieces=[piece])
+            self.end("stop", chunks=[chunk])
+        elif len(self.chunks) + 1 == most:
+            self.end("length", chunks=[chunk])
         else:
-            self.pieces.append(piece)
+            self.chunks.append(chunk)
 
     def _text(self, token: int) -> str:
         """Return the text that a token completes, up to a stop string."""
         return "" if self._detokenizer is None else self._stops.push(self._detokenizer.push(token))
 
-    def end(self, reason: str, error: str | None = None, pieces: Sequence[Piece] = ()) -> None:
-        """Append `pieces` and a last output chunk with the rest of the text. No interrupt can divide this operation."""
+    def end(self, reason: str, error: str | None = None, chunks: Sequence[OutputChunk] = ()) -> None:
+        """Append `chunks` and a last output chunk with the rest of the text. No interrupt can divide this operation."""
         tail, now = "", time.perf_counter()
         if self._detokenizer is not None and not self._stops.hit:
             tail = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
-        tokens, first = len(self.pieces) + len(pieces), self.first or now
+        tokens, first = len(self.chunks) + len(chunks), self.first or now
         decode = now - first
         rate = (tokens - 1) / decode if tokens > 1 and decode > 0 else 0.0
-        last = Piece(
+        last = OutputChunk(
             None,
             tail,
             finish_reason=reason,
@@ -202,7 +209,7 @@ class Request:
             error=error,
             stop_string=self._stops.hit,
         )
-        self.pieces.extend((*pieces, last))
+        self.chunks.extend((*chunks, last))
 
 
 def scoring(

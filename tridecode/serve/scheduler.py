@@ -357,7 +357,7 @@ class Scheduler:
         """Append a sampled token to its request. If the request has a grammar, start computing the next mask."""
         request, mask = slot.request, slot.mask
         if token == NO_TOKEN:
-            number = len(request.pieces) + 1
+            number = len(request.chunks) + 1
             position = number - 1 if request.scores else request.prompt_tokens + number - 2
             request.end("error", not_finite(number, position, self._model.weights.dtype))
         elif not mask or token in request.stop_ids:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from ..errors import GenerationError
-from ..results import Piece
+from ..results import OutputChunk
 from ..sampling import SamplingParams
 from ..serve.request import Request
 from ..text.prompt import Encoded
@@ -166,18 +166,18 @@ class Call:
             request.drop()
 
     def _has_new_chunks(self) -> bool:
-        return any(len(r.pieces) > read or r.failure for r, read in zip(self._requests, self._read))
+        return any(len(r.chunks) > read or r.failure for r, read in zip(self._requests, self._read))
 
-    def _take(self, number: int) -> list[Piece]:
+    def _take(self, number: int) -> list[OutputChunk]:
         """Return the unread chunks of a request; raise its error after the last one."""
         request, read = self._requests[number], self._read[number]
-        if len(request.pieces) == read and request.failure:
+        if len(request.chunks) == read and request.failure:
             raise request.failure
-        chunks = request.pieces[read:]
+        chunks = request.chunks[read:]
         self._read[number] += len(chunks)
         return chunks
 
-    async def _new_chunks(self) -> list[tuple[int, list[Piece]]]:
+    async def _new_chunks(self) -> list[tuple[int, list[OutputChunk]]]:
         """Wait for new chunks; return (number of the request, its chunks) pairs, or [] after a long silence.
 
         Raises:
@@ -210,7 +210,7 @@ class Call:
     async def _respond(self, send) -> None:
         """Wait for all answers and send one response."""
         answers, n, left = len(self._choices), len(self._plan.params), self._plan.requests
-        chunks: list[list[Piece]] = [[] for _ in range(left)]
+        chunks: list[list[OutputChunk]] = [[] for _ in range(left)]
         while left:
             for i, new in await self._new_chunks():
                 chunks[i] += new

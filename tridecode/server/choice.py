@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..results import Piece, TokenLogprobs, Usage
+from ..results import OutputChunk, TokenLogprobs, Usage
 from ..text.thinking import THINKING, ThinkSplitter, ends_inside
 from ..text.tokenizer import Tokenizer
 from .tools.parser import ARGUMENTS, NAME, TEXT, Event
@@ -69,14 +69,14 @@ class Choice:
         """Whether it has a valid call."""
         return self._parser is not None and any(not call.broken for call in self._parser.calls)
 
-    def echo_logprobs(self, prompt: Sequence[int], scores: list[Piece]) -> None:
+    def echo_logprobs(self, prompt: Sequence[int], scores: list[OutputChunk]) -> None:
         """Insert the log-probabilities of the prompt, which `scores` contains for all tokens but the first."""
         text, offset = self._tokenizer.detokenizer(skip_special=False), 0
         for token, logprobs in zip(prompt, (None, *(chunk.logprobs for chunk in scores))):
             self._first_logprobs.append((token, logprobs, offset))
             offset += len(text.push(token))
 
-    def add(self, chunks: list[Piece]) -> Delta:
+    def add(self, chunks: list[OutputChunk]) -> Delta:
         """Add output chunks and return their delta; store finish_reason, stop_string and usage of the last chunk."""
         delta = Delta([(TEXT, self._first_text)] if self._first_text else [], logprobs=self._first_logprobs)
         self._first_text, self._first_logprobs = "", []

@@ -50,11 +50,11 @@ def time_stream(engine: Engine, context: int, steps: int, params=GREEDY) -> tupl
     ids = prompt_ids(engine.config, context)
     arrivals = []
     started = time.perf_counter()
-    for piece in engine.stream(ids, params, reuse_prefix=False):
-        if piece.token_id is not None:
+    for chunk in engine.stream(ids, params, reuse_prefix=False):
+        if chunk.token_id is not None:
             arrivals.append(time.perf_counter())
-    if piece.error:
-        raise GenerationError(piece.error)
+    if chunk.error:
+        raise GenerationError(chunk.error)
     return arrivals[0] - started, np.diff(arrivals).tolist()
 
 

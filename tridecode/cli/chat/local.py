@@ -6,7 +6,7 @@ import torch
 
 from ...engine import Engine
 from ...errors import PromptError
-from ...results import Piece
+from ...results import OutputChunk
 from ...sampling import SamplingParams
 from ...text.thinking import CLOSE, SWITCH, ends_inside
 from ..loading import Loader, tokenizer_of
@@ -55,7 +55,7 @@ class LocalModel(Model):
 
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
-    ) -> Iterator[Piece]:
+    ) -> Iterator[OutputChunk]:
         if isinstance(prompt, str):
             return self.engine.stream(prompt + prefix, params)
         if prefix:
@@ -74,7 +74,7 @@ class LocalModel(Model):
     def reading(self) -> tuple[int, int, int] | None:
         return self.engine.scheduler.reading()
 
-    def facts(self, last: Piece | None) -> list[str]:
+    def facts(self, last: OutputChunk | None) -> list[str]:
         return stats.engine_lines(self.engine, last)
 
     def switch(self, name: str, overrides: Collection[str], raw: bool) -> None:

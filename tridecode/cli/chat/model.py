@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from ...results import Piece
+from ...results import OutputChunk
 from ...sampling import SamplingParams
 from .settings import NAMES
 
@@ -47,8 +47,8 @@ class Model:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
-    ) -> Iterator[Piece]:
-        """Yield the pieces of an answer, or of its rest after `prefix`. overrides: names of the set options."""
+    ) -> Iterator[OutputChunk]:
+        """Yield the chunks of an answer, or of its rest after `prefix`. overrides: names of the set options."""
         raise NotImplementedError
 
     def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
@@ -59,7 +59,7 @@ class Model:
         """Return the progress of the prompt as Scheduler.reading does. Another thread calls it."""
         return None
 
-    def facts(self, last: Piece | None) -> list[str]:
+    def facts(self, last: OutputChunk | None) -> list[str]:
         """Return lines of /stats. last: the last output chunk of the latest answer."""
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import httpx
 
 from ...errors import ParameterError, PromptError, TooLong, TridecodeError, brief
-from ...results import Piece, Timings, Usage
+from ...results import OutputChunk, Timings, Usage
 from ...sampling import SamplingParams
 from ...text.thinking import CLOSE, OPEN, SWITCH, strip_thinking
 from ..bench.client import message_of
@@ -100,7 +100,7 @@ class RemoteModel(Model):
         variables = {SWITCH: False} if mode == "off" else None
         return Thinking(True, variables=variables, advice="/think on leaves thinking to the server")
 
-    def facts(self, last: Piece | None) -> list[str]:
+    def facts(self, last: OutputChunk | None) -> list[str]:
         return [f"model {self.name} at {self.device}, a server of {self.owner}"]
 
     def close(self) -> None:
@@ -120,8 +120,8 @@ class RemoteModel(Model):
 
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
-    ) -> Iterator[Piece]:
-        """Yield a Piece without token ids for each event with text, then a last one; see Engine.stream.
+    ) -> Iterator[OutputChunk]:
+        """Yield an OutputChunk without token ids for each event with text, then a last one; see Engine.stream.
 
         Thinking that the server sends apart from the answer is put between tags, as models write it. Closing the
         iterator closes the stream, which cancels the request. Raises ServerError, and TooLong.
@@ -142,7 +142,7 @@ class RemoteModel(Model):
                 check(response)
                 for data in events(response.iter_bytes()):
                     if text := answer.event(data):
-                        yield Piece(None, text)
+                        yield OutputChunk(None, text)
             finally:
                 response.close()
             yield answer.end()
@@ -209,8 +209,8 @@ class Answer:
         was, self._thinking = self._thinking, False
         return f"\n{CLOSE}\n\n" if was else ""
 
-    def end(self) -> Piece:
-        """The last piece; timings are from the request to the first text, and from there to the last. Raises
+    def end(self) -> OutputChunk:
+        """The last chunk; timings are from the request to the first text, and from there to the last. Raises
         ServerError."""
         if not isinstance(self._reason, str):
             raise ServerError("the answer was cut off: its stream ended early")
@@ -219,7 +219,7 @@ class Answer:
         first = self._first or time.perf_counter()
         decode = (self._last or first) - first
         rate = (self._usage.completion_tokens - 1) / decode if self._usage and decode > 0 else 0.0
-        return Piece(
+        return OutputChunk(
             None, self._closed(), None, self._reason, self._usage, Timings(first - self._started, decode, rate)
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...errors import ParameterError
-from ...results import Piece
+from ...results import OutputChunk
 from ...sampling import SamplingParams
 from ...text.thinking import SWITCH, strip_thinking
 from ..explain import explain
@@ -58,7 +58,7 @@ class Chat:
         self.draft: str | None = None  # what /edit puts into the next prompt
         self.kept: str | None = None  # the session that holds the conversation before this one
         self.exit_code = 0
-        self.last: Piece | None = None  # the last piece of the latest complete answer
+        self.last: OutputChunk | None = None  # the last chunk of the latest complete answer
         self.seed: int | None = None  # its seed, where that counts
         self.used: int | None = None  # tokens of the conversation at most, where that is known
         self.answers = self.tokens = 0
@@ -236,7 +236,7 @@ class Chat:
             self.output.note(note)
         return base
 
-    def cut(self, last: Piece) -> str:
+    def cut(self, last: OutputChunk) -> str:
         """Return a line that explains why the answer was cut, or ""."""
         usage, limit, capacity = last.usage, self.params.max_tokens, self.model.capacity
         if last.finish_reason == "stop":

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 from ...errors import GenerationError
-from ...results import Piece
+from ...results import OutputChunk
 from ...sampling import SamplingParams
 from ...text.thinking import ANSWER, CLOSE, ThinkSplitter
 from ..explain import explain
@@ -32,7 +32,7 @@ class Turn:
         self.splitter = ThinkSplitter(chat.thinking.opened and not prefix)
         self.said: list[str] = []
         self.tokens = 0
-        self.last: Piece | None = None  # the last piece, once it is there
+        self.last: OutputChunk | None = None  # the last chunk, once it is there
         self.started = 0.0
 
     def run(self) -> None:
@@ -65,12 +65,12 @@ class Turn:
         self.base = chat.make_room(self.base, self.line, self.prefix)
         prompt = self.base.prompt(self.line)
         with waiting:
-            for piece in chat.model.stream(prompt, self.params, chat.overrides, chat.thinking, self.prefix):
+            for chunk in chat.model.stream(prompt, self.params, chat.overrides, chat.thinking, self.prefix):
                 waiting.end()
-                self.last = piece
-                self.said.append(piece.text)
-                self.tokens += piece.finish_reason is None
-                self._show(shown, self.splitter.feed(piece.text), piece.text)
+                self.last = chunk
+                self.said.append(chunk.text)
+                self.tokens += chunk.finish_reason is None
+                self._show(shown, self.splitter.feed(chunk.text), chunk.text)
         self._show(shown, self.splitter.finish())
 
     def _show(self, shown: Display, parts: list[tuple[str, str]], text: str = "") -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ...engine import Engine, Prompt, Request
 from ...errors import GenerationError, ParameterError
-from ...results import Piece, Result
+from ...results import OutputChunk, Result
 from ...sampling import STRUCTURE_CHARACTERS
 from ..explain import explain
 from ..graph_stats import show_graph_stats
@@ -45,7 +45,7 @@ def generate(args, output: Output) -> int:
             if args.n > 1 and not args.json:
                 output.note(f"answer {i + 1:,} of {args.n:,}, seed {seed}")
             waiting = Waiting(output, engine.scheduler.reading)
-            last: Piece | Result
+            last: OutputChunk | Result
             if args.json:
                 with waiting:
                     last = request.result()
@@ -114,17 +114,17 @@ def begun(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Itera
     yield from under_way
 
 
-def write_text(request: Request, write: Callable[[str], None], waiting: Waiting) -> Piece:
-    """Write the text as it arrives. Returns the last piece. An incomplete line is always ended."""
+def write_text(request: Request, write: Callable[[str], None], waiting: Waiting) -> OutputChunk:
+    """Write the text as it arrives. Returns the last chunk. An incomplete line is always ended."""
     wrote = False
     try:
         with waiting:
-            for piece in request:
+            for chunk in request:
                 waiting.end()
-                write(piece.text)
-                wrote = wrote or bool(piece.text)
-        wrote = wrote or piece.finish_reason != "error"  # an answer may be empty
+                write(chunk.text)
+                wrote = wrote or bool(chunk.text)
+        wrote = wrote or chunk.finish_reason != "error"  # an answer may be empty
     finally:
         if wrote:
             write("\n")
-    return piece
+    return chunk
