@@ -1,4 +1,4 @@
-"""SamplingParams: parameters of sampling and stopping of one generation."""
+"""SamplingParams: the sampling and stopping parameters of one request."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -91,22 +91,22 @@ def _option(default: Any, constraint: Constraint, help: str, **rest: Any) -> Any
     return option(default, constraint, help, **{"group": "sampling", "commands": COMMANDS} | rest)
 
 
-def _form(constraint: Constraint, help: str, **rest: Any) -> Any:
-    """Declare an option for the form of the answer."""
+def _format(constraint: Constraint, help: str, **rest: Any) -> Any:
+    """Declare an option of the group of response formats."""
     return option(None, constraint, help, group="form of the answer", commands=("generate",), **rest)
 
 
 @documented
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling and stopping parameters of one generation, checked on construction.
+    """Sampling and stopping parameters of one request, validated on construction.
 
     Sampling applies in this order: the mask of json_schema, regex, choice or grammar, then logit_bias, the repetition,
     presence and frequency penalties, temperature, top-k, top-p and min-p. Tokens that are tied at a threshold are all
     kept.
 
     Raises:
-        ParameterError: a value is wrong. `.argument` is the name of the parameter.
+        ParameterError: a value is invalid. `.argument` is the name of the parameter.
     """
 
     # fmt: off
@@ -143,12 +143,12 @@ class SamplingParams:
     logprobs: int | None = _option(None, Integer(0, MAX_LOGPROBS), "report the logprob of each token and of the N most "
         "likely ones; on the command line with --json", metavar="N", commands=("generate",), unsaved=("generate",),
         default_words="none")
-    json_schema: Mapping[str, Any] | str | None = _form(Schema(), "JSON that this schema allows", metavar="FILE",
+    json_schema: Mapping[str, Any] | str | None = _format(Schema(), "JSON that this schema allows", metavar="FILE",
         from_file=True)
-    regex: str | None = _form(NON_EMPTY, "a text that the regular expression matches as a whole", metavar="PATTERN")
-    choice: Sequence[str] | None = _form(Several(NON_EMPTY, "a list of at least one string"), "one of these texts; "
+    regex: str | None = _format(NON_EMPTY, "a text that the regular expression matches as a whole", metavar="PATTERN")
+    choice: Sequence[str] | None = _format(Several(NON_EMPTY, "a list of at least one string"), "one of these texts; "
         "repeatable", metavar="TEXT", repeated=True)
-    grammar: str | None = _form(NON_EMPTY, "a text of this grammar in Lark's form", metavar="FILE", from_file=True)
+    grammar: str | None = _format(NON_EMPTY, "a text of this grammar in Lark's form", metavar="FILE", from_file=True)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class SamplingParams:
             return
         name, text = structure
         if others := [other for other in STRUCTURES if other != name and getattr(self, other) is not None]:
-            raise conflict(others[0], f": an answer has one form, and {name} is given too")
+            raise conflict(others[0], f": an answer has only one format, and {name} is also set")
         if len(text) > STRUCTURE_CHARACTERS:
             limit = f"at most {STRUCTURE_CHARACTERS:,} characters are supported, got {len(text):,}"
             raise ParameterError(f"{name}: {limit}", name, "range")
@@ -172,7 +172,7 @@ class SamplingParams:
 
     @property
     def structure(self) -> tuple[str, str] | None:
-        """Name and text of the parameter that is set among json_schema, regex, choice and grammar, or None."""
+        """Name and text of the response format: json_schema, regex, choice or grammar; None if none is set."""
         for name in STRUCTURES:
             if (value := getattr(self, name)) is not None:
                 return name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -190,10 +190,10 @@ class SamplingParams:
 
 
 def _schema(value: Any) -> str:
-    """Return the text of a JSON schema, which must be an object or true. Raises ParameterError."""
+    """Return the text of a JSON schema, which must be an object or true. Raises ParameterError or Rejected."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        schema = json.loads(text, parse_constant=_no_number)
+        schema = json.loads(text, parse_constant=_reject_constant)
         # Rejects 1e999, which is infinite, and escaped lone surrogates.
         json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -205,6 +205,6 @@ def _schema(value: Any) -> str:
     return text
 
 
-def _no_number(name: str) -> NoReturn:
-    """Reject NaN and infinities, which are not JSON."""
-    raise ValueError(f"{name} is no number of it")
+def _reject_constant(name: str) -> NoReturn:
+    """Reject NaN and infinities, which Python accepts but JSON does not allow."""
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time: nothing broken is shown, and the pieces are the whole."""
+"""Tests of streaming detokenization."""
 
 import pytest
 import tokenizers
@@ -18,29 +18,29 @@ def stream(tokenizer, ids, **options) -> list[str]:
 
 
 def byte_ids(plain, data: bytes) -> list[int]:
-    """One token a byte, as a model may emit them."""
+    """Return one token id for each byte. A model may generate such tokens."""
     alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in alphabet]
     return [plain.token_to_id(chr(b) if b in alphabet else chr(256 + others.index(b))) for b in data]
 
 
-def test_a_character_is_shown_when_it_is_whole(tokenizer, plain):
+def test_character_is_shown_when_complete(tokenizer, plain):
     shown = stream(tokenizer, byte_ids(plain, "a你😀é".encode()))
     assert shown == ["a", "", "", "你", "", "", "", "😀", "", "é", ""]
 
 
 BYTES = {
-    # name: (bytes, pieces shown token by token, the last at the end)
+    # name: (bytes, text after each token and at the end)
     "cut at the end": (b"a\xe4\xbd", ["a", "", "", "\ufffd"]),
     "never UTF-8": (b"\xff\xff", ["\ufffd", "\ufffd", ""]),
-    "broken off by a letter": (b"\xe4\xbda", ["", "", "\ufffda", ""]),
+    "followed by a letter": (b"\xe4\xbda", ["", "", "\ufffda", ""]),
     "stray continuation": (b"\x80a", ["\ufffd", "a", ""]),
     "surrogate": (b"\xed\xa0\x80", ["", "", "\ufffd\ufffd\ufffd", ""]),
 }
 
 
 @pytest.mark.parametrize("case", BYTES)
-def test_bytes_that_are_no_text(case, tokenizer, plain):
+def test_invalid_utf8_becomes_replacement_characters(case, tokenizer, plain):
     data, expected = BYTES[case]
     ids = byte_ids(plain, data)
     assert stream(tokenizer, ids) == expected
@@ -49,30 +49,30 @@ def test_bytes_that_are_no_text(case, tokenizer, plain):
 
 @quick
 @given(st.lists(st.integers(0, TOKENIZER_VOCAB_SIZE - 1)))
-def test_stream_is_the_whole_decode(tokenizer, plain, ids):
-    """Any ids, broken bytes among them, as tokenizers decodes the whole."""
+def test_stream_equals_decode_of_all_ids(tokenizer, plain, ids):
+    """Any ids, including incomplete characters, compared with the tokenizers library."""
     for skip in (True, False):
         whole = plain.decode(ids, skip_special_tokens=skip)
         assert "".join(stream(tokenizer, ids, skip_special=skip)) == tokenizer.decode(ids, skip) == whole
 
 
-def test_ids_that_the_tokenizer_lacks_are_seen(tokenizer):
-    """A model's padding: tokenizers would leave them out, and an answer of nothing else would be empty."""
+def test_unknown_ids_are_shown(tokenizer):
+    """The tokenizers library omits ids of a model's padding, so an answer of such ids would seem empty."""
     ids = [TOKENIZER_VOCAB_SIZE, *tokenizer.encode("ab"), TOKENIZER_VOCAB_SIZE + 20, 10**9]
     assert tokenizer.decode(ids) == "".join(stream(tokenizer, ids)) == "\ufffdab\ufffd\ufffd"
 
 
 @pytest.fixture(scope="module")
 def by_bytes(tokenizer, plain) -> dict[bytes, int]:
-    """Token by the bytes it stands for."""
+    """Token id by bytes."""
     return {tokenizer.token_bytes(token): token for token in range(3, plain.get_vocab_size())}
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @example(text="👩‍👩‍👧 hello", choices=[0])
 @given(text=st.text(), choices=st.lists(st.integers(0, 5), min_size=1))
-def test_any_split_of_any_text(tokenizer, by_bytes, text, choices):
-    """The text as tokens in any of the ways that its bytes can be cut, not only in the tokenizer's own."""
+def test_any_segmentation_of_any_text(tokenizer, by_bytes, text, choices):
+    """Tokens may divide the bytes of a text in any way, not only as the tokenizer does."""
     data, ids, shown = text.encode(), [], ""
     detokenizer = tokenizer.detokenizer()
     while data:
@@ -82,13 +82,13 @@ def test_any_split_of_any_text(tokenizer, by_bytes, text, choices):
         shown += detokenizer.push(ids[-1])
         data = data[length:]
         done = text.encode()[: len(text.encode()) - len(data)]
-        assert shown == done.decode(errors="ignore"), "every whole character at once, and nothing of a broken one"
+        assert shown == done.decode(errors="ignore"), "complete characters are shown at once, incomplete ones are not"
     assert detokenizer.flush() == "" and shown == text == tokenizer.decode(ids)
 
 
 @quick
 @given(st.text(alphabet="ab é你😀\u200d<>", max_size=30), st.integers(0, 60))
-def test_stream_continues_its_prompt(tokenizer, text, cut):
+def test_stream_continues_prompt(tokenizer, text, cut):
     ids = tokenizer.encode(text)
     prompt, rest = ids[:cut], ids[cut:]
     shown = "".join(stream(tokenizer, rest, prompt_ids=prompt))
@@ -103,13 +103,13 @@ def test_special_tokens_have_no_text(tokenizer):
     assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>user<|im_end|><think>"
 
 
-def test_added_tokens_are_no_byte_alphabet(path):
+def test_added_tokens_are_not_in_byte_alphabet(path):
     made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     made.add_tokens(["<é>"])
     assert Tokenizer(made, {}).decode([TOKENIZER_VOCAB_SIZE]) == "<é>"
 
 
-def test_a_prompt_that_ends_in_many_special_tokens():
+def test_prompt_that_ends_with_many_special_tokens():
     made = sentencepiece()
     prompt, ids = [*made.encode("hello").ids, *[1] * 20], made.encode("wor").ids
     assert "".join(stream(Tokenizer(made, {}), ids, prompt_ids=prompt)) == " wor"
@@ -123,9 +123,9 @@ def test_sentencepiece_stream(text, metaspace):
     ids = made.encode(text).ids
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == made.decode(ids)
     after = "".join(stream(tokenizer, ids, prompt_ids=made.encode("hello").ids))
-    assert after == made.decode(made.encode("hello").ids + ids).removeprefix("hello"), "a space within a text stays"
+    assert after == made.decode(made.encode("hello").ids + ids).removeprefix("hello"), "a space within a text is kept"
 
 
-def test_no_broken_character_in_between(tokenizer):
+def test_no_replacement_character_within_stream(tokenizer):
     text = "你好，世界 👩‍👩‍👧 é " * 5
     assert not any("\ufffd" in piece for piece in stream(tokenizer, tokenizer.encode(text)))

@@ -1,5 +1,4 @@
-"""Tokenizers that run away: known ones read any text here, others in a child process that is stopped; no panic ends a
-program or writes to its stderr."""
+"""Tests of encoding by tokenizers whose time or memory may be unbounded, and of the search for control tokens."""
 
 import json
 import os
@@ -32,7 +31,7 @@ CHAT = [{"role": "user", "content": RUNAWAY}]
 
 @pytest.fixture
 def changed(tmp_path):
-    """The tiny tokenizer's directory with some parts of its tokenizer.json changed."""
+    """A function that writes the tiny tokenizer with changed parts of tokenizer.json, and returns its directory."""
 
     def changed(**parts) -> Path:
         write_tokenizer(tmp_path)
@@ -43,7 +42,7 @@ def changed(tmp_path):
     return changed
 
 
-# ---- which tokenizers are read in this process
+# ---- tokenizers that run in this process
 
 
 def split(pattern: str) -> dict:
@@ -54,50 +53,50 @@ QWEN = next(p for p in encoder.KNOWN_PATTERNS if r"\p{N}| ?" in p and "{Lu}" not
 HARMLESS = {
     "byte-level": {},
     "qwen": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(QWEN)]}},
-    "a replacement no longer": {"normalizer": DOUBLES | {"content": "b"}},
+    "a replacement of equal length": {"normalizer": DOUBLES | {"content": "b"}},
     "NFC": {"normalizer": {"type": "NFC"}},
 }
 UNKNOWN = {
-    "an expression": {"pre_tokenizer": BACKTRACKS},
-    "an expression inside": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BACKTRACKS]}},
-    "a known one with more behind": {"pre_tokenizer": split(QWEN + "|(a|aa)+$")},
+    "a regular expression": {"pre_tokenizer": BACKTRACKS},
+    "a regular expression in a sequence": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BACKTRACKS]}},
+    "a known expression with an addition": {"pre_tokenizer": split(QWEN + "|(a|aa)+$")},
     "a longer replacement": {"normalizer": DOUBLES},
-    "nothing replaced": {"normalizer": DOUBLES | {"pattern": {"String": ""}}},
-    "an expression replaced": {"normalizer": DOUBLES | {"pattern": {"Regex": "a|aa"}}},
+    "an empty pattern": {"normalizer": DOUBLES | {"pattern": {"String": ""}}},
+    "a replaced regular expression": {"normalizer": DOUBLES | {"pattern": {"Regex": "a|aa"}}},
     "many steps": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 99}},
 }
 
 
 @pytest.mark.parametrize("case", HARMLESS)
-def test_known_ones(case, changed, monkeypatch):
+def test_known_tokenizers_need_no_child_process(case, changed, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/python")  # no child process can be started
     made = Encoder(tokenizers.Tokenizer.from_file(str(changed(**HARMLESS[case]) / "tokenizer.json")), "x")
     assert made.harmless and made("hello")
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_unknown_ones(case, changed):
+def test_unknown_tokenizers_run_in_child_process(case, changed):
     plain = tokenizers.Tokenizer.from_file(str(changed(**UNKNOWN[case]) / "tokenizer.json"))
     made = Encoder(plain, "x")
     assert not made.harmless
-    if case != "nothing replaced":  # that panics
+    if case != "an empty pattern":  # it panics
         assert made("hello, é 你\0") == plain.encode("hello, é 你\0").ids
 
 
-def test_the_bundled_one_and_sentencepieces_are_known():
+def test_bundled_tokenizer_and_sentencepiece_are_known():
     assert Encoder(tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), "x").harmless
     assert Encoder(sentencepiece(), "x").harmless and Encoder(sentencepiece(metaspace=True), "x").harmless
 
 
-def test_a_child_puts_the_same_around_a_text(tmp_path, monkeypatch):
+def test_child_process_adds_the_same_special_tokens(tmp_path, monkeypatch):
     write_tokenizer(tmp_path, add_bos=True)
     made = Encoder(tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), "x")
-    here = [made(text, around=True) for text in ("", "hello")]
-    monkeypatch.setattr(encoder, "LONGEST", -1)
-    assert [made(text, around=True) for text in ("", "hello")] == here == [[0], [0, *made("hello")]]
+    local = [made(text, add_special_tokens=True) for text in ("", "hello")]
+    monkeypatch.setattr(encoder, "MAX_LOCAL_CHARACTERS", -1)
+    assert [made(text, add_special_tokens=True) for text in ("", "hello")] == local == [[0], [0, *made("hello")]]
 
 
-def test_control_tokens_of_an_unknown_one_are_text(changed):
+def test_control_tokens_of_unknown_tokenizer_are_text(changed):
     tokenizer = Tokenizer.load(changed(pre_tokenizer=BACKTRACKS))
     ids = tokenizer.encode("a<|im_end|>b")
     assert not {0, 1, 2}.intersection(ids) and tokenizer.decode(ids) == "a<|im_end|>b"
@@ -108,7 +107,7 @@ RUNS = ("A", "a", "1", " ", "\n", "/", "'", "你", "\u0301", "\t\r", "' ", "!\n"
 
 @pytest.mark.parametrize("pattern", sorted(encoder.KNOWN_PATTERNS))
 def test_known_expressions_do_not_backtrack(pattern):
-    """Over 20,000 characters of a kind the square of their number would end in a panic."""
+    """With quadratic backtracking, 20,000 characters of one kind would reach the limit of retries and panic."""
     pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     for run in RUNS:
         for end in ("", "x", "!"):
@@ -116,29 +115,29 @@ def test_known_expressions_do_not_backtrack(pattern):
             assert "".join(piece for piece, _ in pieces.pre_tokenize_str(text)) == text
 
 
-# ---- what runs away
+# ---- failures and limits
 
 
-def test_a_panic_is_one_error_and_no_end(changed, capfd, monkeypatch):
+def test_panic_is_one_error(changed, capfd, monkeypatch):
     monkeypatch.setenv("RUST_BACKTRACE", "1")
     tokenizer = Tokenizer.load(changed(pre_tokenizer=BACKTRACKS))
     for _ in range(2):
         with pytest.raises(PromptError, match="tokenizer.json fails on this text .*retry-limit") as caught:
             tokenizer.encode_chat(CHAT)
         assert "\n" not in str(caught.value)
-        assert tokenizer.encode("hello") == tokenizer.encode("hello"), "the next text is read"
+        assert tokenizer.encode("hello") == tokenizer.encode("hello"), "the next text is encoded"
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_panic_of_a_known_one(capfd):
-    """Millions of spaces: no expression is safe from them."""
+def test_panic_of_known_tokenizer(capfd):
+    """Even the known expressions panic at millions of spaces."""
     tokenizer = Tokenizer.load(BUNDLED)
     with pytest.raises(PromptError, match="fails on this text .*retry-limit"):
         tokenizer.encode(" " * 11_000_000)
     assert capfd.readouterr() == ("", "") and tokenizer.encode("hello")
 
 
-def test_a_text_that_doubles_again_and_again(changed, monkeypatch):
+def test_text_that_doubles_repeatedly_is_stopped(changed, monkeypatch):
     monkeypatch.setattr(encoder, "MEMORY", 256 << 20)
     tokenizer = Tokenizer.load(changed(normalizer={"type": "Sequence", "normalizers": [DOUBLES] * 60}))
     with pytest.raises(PromptError, match="its process ended with code -6: .*GiB of memory; change the text"):
@@ -146,14 +145,14 @@ def test_a_text_that_doubles_again_and_again(changed, monkeypatch):
     assert tokenizer.encode("hello") == tokenizer.encode("hello")
 
 
-def test_a_text_that_takes_too_long(changed, monkeypatch):
+def test_slow_text_is_stopped(changed, monkeypatch):
     monkeypatch.setattr(encoder, "SECONDS", 1)
     tokenizer = Tokenizer.load(changed(pre_tokenizer=BACKTRACKS))
     with pytest.raises(PromptError, match="its process was stopped after 2 s"):
-        tokenizer.encode(("a" * 30 + "b") * 1000)  # each word takes nearly as long as it may
+        tokenizer.encode(("a" * 30 + "b") * 1000)  # each word takes nearly as long as the limit of retries allows
 
 
-def test_an_interrupt_stops_it(changed):
+def test_interrupt_stops_encoding(changed):
     tokenizer = Tokenizer.load(changed(pre_tokenizer=BACKTRACKS))
     tokenizer.encode("hello")
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -165,15 +164,15 @@ def test_an_interrupt_stops_it(changed):
     assert tokenizer.encode("hello")
 
 
-def test_a_vocabulary_without_its_unknown_token(changed):
+def test_vocabulary_without_unknown_token(changed):
     vocab = {"hello": 0}
     path = changed(model={"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}, added_tokens=[])
     with pytest.raises(PromptError, match="tokenizer.json fails on this text .*UNK.*; change the text, or check the"):
         Tokenizer.load(path).encode("world")
 
 
-def test_an_error_of_the_library_is_one_line(changed):
-    """Also in this process, where no child is between."""
+def test_library_error_is_one_line(changed):
+    """The error occurs in this process, because the tokenizer needs no child process."""
     model = json.loads((changed() / "tokenizer.json").read_text())["model"]
     del model["vocab"]["Ġ"]
     model |= {"unk_token": "[UNK]", "merges": []}
@@ -187,7 +186,7 @@ CHARSMAPS = {"short": "AAAA", "empty": "", "long": "/////w=="}
 
 
 @pytest.mark.parametrize("case", CHARSMAPS)
-def test_a_panic_while_it_is_loaded(case, changed, capfd):
+def test_panic_during_load_is_one_error(case, changed, capfd):
     path = changed(normalizer={"type": "Precompiled", "precompiled_charsmap": CHARSMAPS[case]})
     with pytest.raises(CheckpointError, match="tokenizer.json: not a tokenizer .*; download the file again"):
         Tokenizer.load(path)
@@ -196,24 +195,24 @@ def test_a_panic_while_it_is_loaded(case, changed, capfd):
 
 DECODERS = {
     "a longer replacement": {"type": "Sequence", "decoders": [DOUBLES] * 9},
-    "nothing replaced": DOUBLES | {"pattern": {"String": ""}},
+    "an empty pattern": DOUBLES | {"pattern": {"String": ""}},
     "many steps": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 99},
 }
 
 
 @pytest.mark.parametrize("case", DECODERS)
-def test_decoders_that_would_run_away(case, changed):
+def test_unbounded_decoders_are_refused(case, changed):
     with pytest.raises(CheckpointError, match="supported"):
         Tokenizer.load(changed(decoder=DECODERS[case]))
 
 
-def test_a_long_decoder_is_shown_in_part(changed):
+def test_long_decoder_is_truncated_in_message(changed):
     with pytest.raises(CheckpointError) as caught:
         Tokenizer.load(changed(decoder=DOUBLES | {"content": "x" * 10**6}))
     assert len(str(caught.value)) < 600
 
 
-def test_a_chat_goes_on_after_a_panic(piped, tmp_path):
+def test_chat_continues_after_panic(piped, tmp_path):
     path = shutil.copytree(BUNDLED, tmp_path / "model")
     state = json.loads((path / "tokenizer.json").read_text()) | {"pre_tokenizer": BACKTRACKS}
     (path / "tokenizer.json").write_text(json.dumps(state))
@@ -222,35 +221,35 @@ def test_a_chat_goes_on_after_a_panic(piped, tmp_path):
     assert out.strip(), "the second turn is answered"
 
 
-# ---- control tokens, however many
+# ---- search for control tokens
 
 MARKS = ["<|im_end|>", "<|im_", "<", "<<", "a", "ab", "abc", "b"]
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sets(st.sampled_from(MARKS)), st.lists(st.sampled_from([*MARKS, "x", "é", "end|>"])))
-def test_tokens_are_found_as_an_expression_would(tokens, pieces):
-    text, found = "".join(pieces), TokenSet(tokens)
+def test_token_set_matches_regular_expression(tokens, pieces):
+    text, token_set = "".join(pieces), TokenSet(tokens)
     longest_first = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
-    assert found.spans(text) == [match.span() for match in re.finditer(longest_first, text)]
-    assert found.replace(text, str.upper) == re.sub(longest_first, lambda match: match[0].upper(), text)
+    assert token_set.spans(text) == [match.span() for match in re.finditer(longest_first, text)]
+    assert token_set.replace(text, str.upper) == re.sub(longest_first, lambda match: match[0].upper(), text)
     for i in range(len(text)):
-        assert found.starts_at(text, i) == text.startswith(tuple(tokens), i)
-        assert found.begins(text[i:]) == any(token.startswith(text[i:]) for token in tokens)
+        assert token_set.starts_at(text, i) == text.startswith(tuple(tokens), i)
+        assert token_set.begins(text[i:]) == any(token.startswith(text[i:]) for token in tokens)
 
 
-def test_many_control_tokens_and_a_long_text(changed):
+def test_many_control_tokens_and_long_text(changed):
     token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [token | {"id": 1000 + i, "content": f"<custom_token_{i}>"} for i in range(20_000)]
     tokenizer = Tokenizer.load(changed(added_tokens=added))
     text = "<" * 200_000 + "<custom_token_7>"
     began = time.monotonic()
     ids = tokenizer.encode_chat([{"role": "user", "content": text}])
-    assert time.monotonic() - began < 10, "in each place every token was tried: some 20 s"
+    assert time.monotonic() - began < 10, "a search that tries every token at every position takes about 20 s"
     assert 1007 not in ids and text in tokenizer.decode(ids)
 
 
-def test_a_control_token_without_end(changed):
+def test_very_long_control_token_is_refused(changed):
     token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     with pytest.raises(CheckpointError, match=r"the added token '<+\.\.\.<+' has 1,000,000 characters") as caught:
         Tokenizer.load(changed(added_tokens=[token | {"id": 1000, "content": "<" * 1_000_000}]))

@@ -1,4 +1,4 @@
-"""Child processes have limits, are replaced after their end, and end with their owner."""
+"""Tests of child processes: messages, limits, replacement and end."""
 
 import os
 import signal
@@ -16,9 +16,9 @@ from tridecode.text.sandbox import Program, Sandbox, SandboxError
 ENDLESS = "sum(iter(int, 1))"
 
 
-def sandbox(setup: str = "lambda code: eval(code)", seconds: float = 30, longest: int = 1 << 20) -> Sandbox:
-    """A sandbox whose messages are Python expressions: nothing but the limits of the process stops them."""
-    return Sandbox(Program("builtins:eval", lambda: setup, 256 << 20, seconds, longest))
+def sandbox(setup: str = "lambda code: eval(code)", seconds: float = 30, max_answer_bytes: int = 1 << 20) -> Sandbox:
+    """Return a sandbox that evaluates Python expressions. Only the limits of the process restrict them."""
+    return Sandbox(Program("builtins:eval", lambda: setup, 256 << 20, seconds, max_answer_bytes))
 
 
 def wait_until(condition) -> None:
@@ -29,7 +29,7 @@ def wait_until(condition) -> None:
 
 
 def ended(pid: int) -> bool:
-    """Whether the process has ended; a zombie has."""
+    """Whether the process has ended. A zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -42,7 +42,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def while_busy(pid: int, action) -> threading.Thread:
-    """Call `action` in a thread, once the process loops."""
+    """Call `action` in a thread as soon as the process uses CPU time."""
     before = cpu_seconds(pid)
 
     def act():
@@ -60,21 +60,21 @@ def while_busy(pid: int, action) -> threading.Thread:
 @pytest.mark.parametrize(
     "code, result", [("1 + 1", 2), ("'é\\ud800\\n' * 2", "é\ud800\n" * 2), ("{'a': [None]}", {"a": [None]})]
 )
-def test_result(code, result):
-    assert sandbox().ask(code, 30) == result
+def test_result_equals_value_of_expression(code, result):
+    assert sandbox().call(code, 30) == result
 
 
-def test_large_messages():
-    made = sandbox("lambda message: message", longest=10 << 20)
-    assert made.ask("x" * (4 << 20), 30) == "x" * (4 << 20)
+def test_large_message_and_answer():
+    made = sandbox("lambda message: message", max_answer_bytes=10 << 20)
+    assert made.call("x" * (4 << 20), 30) == "x" * (4 << 20)
 
 
 ERRORS = {
-    # name: (code, kind, words, whether the child stays)
+    # name: (code, kind, words of the message, whether the child continues)
     "an error": ("1 // 0", "ZeroDivisionError", "modulo by zero", True),
-    "an error without words": ("next(iter(()))", "StopIteration", "StopIteration", True),
+    "an error without a message": ("next(iter(()))", "StopIteration", "StopIteration", True),
     "a long error": ("exec('raise ValueError(chr(10).join(99999 * [chr(120)]))')", "ValueError", "^x x.{296}…$", True),
-    "no JSON": ("object()", "TypeError", "not JSON serializable", True),
+    "a result that is not JSON": ("object()", "TypeError", "not JSON serializable", True),
     "an exit": ("exit()", "SystemExit", "None", False),
     "memory": ("'x' * 10**9", "MemoryError", "MemoryError", False),
     "a file": ("open('/etc/passwd')", "OSError", "Too many open files", True),
@@ -83,43 +83,43 @@ ERRORS = {
     "time": (f"[{ENDLESS}]", None, "its process was stopped after 0.5 s", False),
     "a wait": ("__import__('time').sleep(60)", None, "its process was stopped after 0.5 s", False),
     "a crash": ("__import__('os').abort()", None, "its process ended with code -6", False),
-    "its end": ("__import__('os')._exit(3)", None, "its process ended with code 3", False),
+    "an immediate exit": ("__import__('os')._exit(3)", None, "its process ended with code 3", False),
     "a long answer": ("'x' * (1 << 20)", None, "its process ended with code -9", False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_error(case):
-    code, kind, words, stays = ERRORS[case]
+def test_error_is_reported_and_next_call_succeeds(case):
+    code, kind, words, continues = ERRORS[case]
     made = sandbox()
-    assert made.ask("1", 30) == 1
+    assert made.call("1", 30) == 1
     (pid,) = made.pids
     for _ in range(2):
         with pytest.raises(SandboxError, match=words) as caught:
-            made.ask(code, 0.5 if "stopped" in words else 30)
+            made.call(code, 0.5 if "stopped" in words else 30)
         assert caught.value.kind == kind and "\n" not in str(caught.value)
-        assert made.ask("1 + 1", 30) == 2
-    assert (made.pids == [pid]) == stays
+        assert made.call("1 + 1", 30) == 2
+    assert (made.pids == [pid]) == continues
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="the system does not limit the processes of root")
-def test_no_process_can_be_started():
+def test_child_cannot_start_processes():
     with pytest.raises(SandboxError, match="Resource temporarily unavailable"):
-        sandbox().ask("__import__('os').fork()", 30)
+        sandbox().call("__import__('os').fork()", 30)
 
 
 SETUPS = {"an error": ("1 // 0", "ZeroDivisionError", "zero"), "time": (ENDLESS, None, "was stopped after 0.5 s")}
 
 
 @pytest.mark.parametrize("case", SETUPS)
-def test_a_setup_that_fails_is_an_error_of_each_message(case):
+def test_failed_setup_is_an_error_of_each_call(case):
     setup, kind, words = SETUPS[case]
     made = sandbox(setup, seconds=0.5 if kind is None else 30)
     made.start()
     made.wait()
     for _ in range(2):
         with pytest.raises(SandboxError, match=words) as caught:
-            made.ask("1", 30)
+            made.call("1", 30)
         assert caught.value.kind == kind
 
 
@@ -134,70 +134,70 @@ def test_children_are_ready_after_wait():
     assert len(set(pids)) == 3
     made.start(3)
     made.wait()
-    assert made.pids == pids, "no other child was started"
+    assert made.pids == pids, "no further child was started"
     made.close()
     assert made.pids == [] and all(map(ended, pids))
-    assert made.ask("1", 30) == 1
+    assert made.call("1", 30) == 1
 
 
 def test_callers_share_one_child():
     made = sandbox()
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda n: made.ask(str(n), 30), range(200))) == [*range(200)]
+        assert list(pool.map(lambda n: made.call(str(n), 30), range(200))) == [*range(200)]
     assert len(made.pids) == 1
 
 
-def test_a_busy_child_delays_its_caller_only():
+def test_busy_child_delays_only_its_caller():
     made = sandbox()
     made.start(2)
     made.wait()
     with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(made.ask, ENDLESS, 3)
+        busy = pool.submit(made.call, ENDLESS, 3)
         while_busy(made.pids[0], lambda: None).join()
-        assert [made.ask(str(n), 30) for n in range(20)] == [*range(20)] and not busy.done()
+        assert [made.call(str(n), 30) for n in range(20)] == [*range(20)] and not busy.done()
         with pytest.raises(SandboxError, match="stopped"):
             busy.result()
 
 
-def test_a_child_that_is_gone_is_replaced():
+def test_ended_child_is_replaced():
     made = sandbox()
     made.start()
     made.wait()
     for _ in range(2):
         os.kill(made.pids[0], signal.SIGKILL)
         wait_until(lambda: made.pids == [])
-        assert made.ask("1", 30) == 1
+        assert made.call("1", 30) == 1
 
 
-def test_a_child_that_is_killed_while_it_answers():
+def test_child_killed_during_call_is_an_error():
     made = sandbox()
-    made.ask("1", 30)
+    made.call("1", 30)
     thread = while_busy(made.pids[0], lambda pid=made.pids[0]: os.kill(pid, signal.SIGKILL))
     with pytest.raises(SandboxError, match="its process ended with code -9"):
-        made.ask(ENDLESS, 60)
+        made.call(ENDLESS, 60)
     thread.join()
-    assert made.ask("1", 30) == 1
+    assert made.call("1", 30) == 1
 
 
-def test_an_interrupt_ends_the_child():
+def test_interrupt_ends_child():
     made = sandbox()
-    made.ask("1", 30)
+    made.call("1", 30)
     (pid,) = made.pids
     thread = while_busy(pid, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        made.ask(ENDLESS, 60)
+        made.call(ENDLESS, 60)
     thread.join()
-    assert ended(pid) and made.ask("1", 30) == 1
+    assert ended(pid) and made.call("1", 30) == 1
 
 
-def test_an_interrupt_of_the_terminal_reaches_the_parent_only():
-    """Ctrl-C goes to a whole process group."""
+def test_ctrl_c_interrupts_only_the_parent():
+    """A terminal sends Ctrl-C to a process group, so the child has its own."""
     made = sandbox()
-    made.ask("1", 30)
+    made.call("1", 30)
     assert os.getpgid(made.pids[0]) == made.pids[0] != os.getpgrp()
 
 
-def test_children_end_with_their_owner():
+def test_children_end_when_sandbox_is_deleted():
     made = sandbox()
     made.start(2)
     made.wait()
@@ -207,15 +207,15 @@ def test_children_end_with_their_owner():
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_child_ends_with_its_process(busy):
-    """Even if that is killed while the child loops: the child's CPU time is bounded."""
+def test_child_ends_when_parent_is_killed(busy):
+    """A child in an endless loop ends too, because its CPU time is limited."""
     code = (
         "import test_sandbox\n"
         "made = test_sandbox.sandbox()\n"
-        "made.ask('1', 30)\n"
+        "made.call('1', 30)\n"
         "print(*made.pids, flush=True)\n"
         "input()\n"
-        "made.ask(test_sandbox.ENDLESS, 1)\n"
+        "made.call(test_sandbox.ENDLESS, 1)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     parent = subprocess.Popen(
@@ -232,27 +232,27 @@ def test_a_child_ends_with_its_process(busy):
     wait_until(lambda: ended(pid))
 
 
-def test_a_fork_has_a_child_of_its_own():
+def test_fork_starts_its_own_child():
     made = sandbox()
-    made.ask("1", 30)
+    made.call("1", 30)
     pids = made.pids
     fork = os.fork()
     if fork == 0:
         fine = False
         try:
-            fine = made.ask("1 + 1", 30) == 2 and made.pids != pids
+            fine = made.call("1 + 1", 30) == 2 and made.pids != pids
         finally:
             os._exit(0 if fine else 1)
     assert os.waitpid(fork, 0)[1] == 0
-    assert made.ask("1", 30) == 1 and made.pids == pids
+    assert made.call("1", 30) == 1 and made.pids == pids
 
 
-def test_a_process_that_cannot_be_started(monkeypatch):
+def test_start_failure_is_reported_by_call(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/python")
     made = sandbox()
-    made.start()  # raises nothing
+    made.start()  # does not raise
     made.wait()
     with pytest.raises(SandboxError, match="no process can be started for it .No such file"):
-        made.ask("1", 30)
+        made.call("1", 30)
     monkeypatch.undo()
-    assert made.ask("1", 30) == 1
+    assert made.call("1", 30) == 1

@@ -1,4 +1,4 @@
-"""Jinja's filters and globals where no file can be opened: what they import must be there before."""
+"""Tests that Jinja's filters and globals work in a process that cannot open files."""
 
 import pytest
 
@@ -16,18 +16,18 @@ INPUTS = ("'<p>a &lt; b</p> www.example.org ' * 9", "3", "'%s'", "messages", "me
 
 @pytest.fixture(scope="module")
 def every_filter():
-    """One template that applies the filter that `which` names to the input of that number."""
+    """A template whose variable `which` selects a filter and the index of an input, such as "trim0"."""
     cases = (
-        f"{{% if which == '{name}{i}' %}}{{{{ ({given}) | {name}({ARGUMENTS.get(name, '')}) | string }}}}{{% endif %}}"
+        f"{{% if which == '{name}{i}' %}}{{{{ ({value}) | {name}({ARGUMENTS.get(name, '')}) | string }}}}{{% endif %}}"
         for name in FILTERS
-        for i, given in enumerate(INPUTS)
+        for i, value in enumerate(INPUTS)
     )
     return ChatTemplate("".join(cases), {}, "x.jinja")
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_no_filter_needs_a_file(name, every_filter):
-    """A filter that imports a module when it is first used could not, where no file may be opened."""
+def test_filters_open_no_files(name, every_filter):
+    """A filter that imports a module at its first use would fail, because the process cannot open files."""
     refusals = []
     for i in range(len(INPUTS)):
         try:
@@ -37,6 +37,6 @@ def test_no_filter_needs_a_file(name, every_filter):
     assert len(refusals) < len(INPUTS) and "open files" not in str(refusals), refusals
 
 
-def test_the_globals_need_no_file():
+def test_globals_open_no_files():
     source = "{{ lipsum(1) | length > 0 }} {% set c = cycler(1, 2) %}{{ c.next() }}{{ dict(a=joiner()()) }}"
     assert ChatTemplate(source, {}).render(USER, {}) == "True 1{'a': ''}"

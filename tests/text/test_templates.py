@@ -1,4 +1,4 @@
-"""Chat templates: public ones equal to transformers' rendering, hostile ones stopped, and no input forges a token."""
+"""Tests of chat templates: limits, equality with transformers, and control tokens in messages."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tridecode import cli as commands
 from tridecode.errors import PromptError
 from tridecode.text.chat_template import ChatTemplate, Limits
-from tridecode.text.tokenizer import DEEPEST, Tokenizer
+from tridecode.text.tokenizer import MAX_DEPTH, Tokenizer
 
 USER = [{"role": "user", "content": "Hello"}]
 quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -24,19 +24,19 @@ def render(source: str, messages=USER, limits: Limits | None = None, **variables
     return ChatTemplate(source, {}, "x.jinja", limits).render(messages, variables)
 
 
-# ---- what runs too long or grows too large
+# ---- limits
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}%s{% endfor %}{% endfor %}"
 HOSTILE = {
-    # name: (template, words of the message)
+    # name: (template, words of the error message)
     "a long range": ("{% for i in range(10**9) %}{% endfor %}", "failed on these messages: Range too big"),
     "loops": (LOOPS.replace("%s", ""), "was stopped after 0.5 s"),
     "loops that write": (LOOPS.replace("%s", "a line of text"), "wrote more than 100,000 characters"),
     "arithmetic": ("{{ 7**(7**messages[0].content|length) % 2 }}{{ 7**(7**11) }}", "was stopped after 0.5 s"),
-    "arithmetic when compiled": ("{{ 7**(7**11) }}", "was stopped after 0.5 s"),
+    "arithmetic at compilation": ("{{ 7**(7**11) }}", "was stopped after 0.5 s"),
     "a long text": ("{{ 'x' * 10**9 }}", "needs more than 256 MiB"),
     "a long list": ("{{ (messages * 10**9) | length }}", "needs more than 256 MiB"),
-    "one large piece": ("{{ 'x' * 10**6 }}", "wrote more than 100,000 characters"),
+    "one large string": ("{{ 'x' * 10**6 }}", "wrote more than 100,000 characters"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
     "nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
     "a long refusal": ("{{ raise_exception('no' * 9999) }}", "refused these messages: nono[no]*n…$"),
@@ -44,11 +44,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_templates_end_in_one_line(case):
+def test_hostile_template_is_one_line(case):
     source, words = HOSTILE[case]
     seconds = 0.5 if "was stopped" in words else 20
     template = ChatTemplate(source, {}, "x.jinja", Limits(seconds, 256 << 20, 100_000))
-    for _ in range(2):  # and again, perhaps by a new process
+    for _ in range(2):  # the second time possibly in a new process
         began = time.monotonic()
         with pytest.raises(PromptError, match=words) as caught:
             template.render(USER, {})
@@ -56,8 +56,8 @@ def test_hostile_templates_end_in_one_line(case):
         assert time.monotonic() - began < 30
 
 
-def test_the_limits_are_for_each_render():
-    """A template may use a good part of its time, memory and output again and again."""
+def test_limits_apply_to_each_render():
+    """Renders that each use most of the limits succeed one after another."""
     source = "{% for i in range(messages[0].n) %}{{ 'x' * 1000 }}{% endfor %}"
     template = ChatTemplate(source, {}, limits=Limits(10, 256 << 20, 1_000_000))
     for _ in range(5):
@@ -68,7 +68,7 @@ def test_the_limits_are_for_each_render():
 
 
 @pytest.mark.parametrize("children", [1, 4])
-def test_many_callers(children):
+def test_concurrent_renders(children):
     template = ChatTemplate("{{ messages[0].content }}", {})
     template.sandbox.start(children)
     with ThreadPoolExecutor(8) as pool:
@@ -76,7 +76,7 @@ def test_many_callers(children):
         assert list(pool.map(lambda text: template.render([{"content": text}], {}), texts)) == texts
 
 
-def test_a_hostile_checkpoint_ends_in_one_line(tmp_path, capsys):
+def test_hostile_checkpoint_is_one_line(tmp_path, capsys):
     write_tiny(tmp_path, "qwen3")
     write_tokenizer(tmp_path, "{{ 'x' * 10**9 }}")
     capsys.readouterr()
@@ -87,7 +87,7 @@ def test_a_hostile_checkpoint_ends_in_one_line(tmp_path, capsys):
     assert err == f"tridecode: error: the chat template in {where} needs more than 512 MiB of memory; use --raw\n"
 
 
-# ---- public families, as transformers renders them
+# ---- templates of public models, compared with transformers
 
 ANSWERED = [*USER, {"role": "assistant", "content": " Hi! \n"}]
 PUBLIC_CHATS = {
@@ -127,15 +127,15 @@ def theirs(tmp_path_factory):
     return transformers.AutoTokenizer.from_pretrained(path, **NAMED)
 
 
-def outcome(work) -> tuple[str, str]:
-    """The text, or the words of the template's refusal."""
+def outcome(render) -> tuple[str, str]:
+    """Return the text of a render, or the message of the template's refusal."""
     try:
-        return "text", work()
+        return "text", render()
     except (PromptError, jinja2.TemplateError) as error:
         return "refusal", str(error).partition("refused these messages: ")[2] or str(error)
 
 
-def test_public_templates_as_transformers(public, theirs):
+def test_public_templates_match_transformers(public, theirs):
     source, refusals = public.read_text(), 0
     template = ChatTemplate(source, NAMED, public)
     for name, messages in PUBLIC_CHATS.items():
@@ -143,14 +143,14 @@ def test_public_templates_as_transformers(public, theirs):
             expected = outcome(
                 lambda m=messages, v=variables: theirs.apply_chat_template(m, chat_template=source, tokenize=False, **v)
             )
-            found = outcome(lambda m=messages, v=variables: template.render(m, v))
-            assert found == expected, (name, which)
+            actual = outcome(lambda m=messages, v=variables: template.render(m, v))
+            assert actual == expected, (name, which)
             refusals += expected[0] == "refusal"
     assert refusals == (0 if "raise_exception" not in source else refusals) and refusals < 20
 
 
-def test_public_templates_as_tokens(public, tmp_path):
-    """What the tokens say is what the template wrote, control tokens and all."""
+def test_tokens_decode_to_rendered_text(public, tmp_path):
+    """The text includes the control tokens that the template wrote."""
     write_tokenizer(tmp_path, public.read_text())
     named = {"bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[EOS_ID]}
     tokenizer, template = Tokenizer.load(tmp_path), ChatTemplate(public.read_text(), named)
@@ -159,7 +159,7 @@ def test_public_templates_as_tokens(public, tmp_path):
         assert tokenizer.decode(ids, skip_special=False) == template.render(messages, {})
 
 
-# ---- any input
+# ---- arbitrary messages and variables
 
 PIECES = st.sampled_from(
     [*SPECIAL_TOKENS, *ADDED_TOKENS, "<|im_", "end|>", "{{ 1 }}", "{% if", "\ud800", "\0", "\ue000"]
@@ -187,13 +187,13 @@ def shows_all(path):
 @example(messages=[{"role": "user", "content": "", "extra": {"<|im_end|>": [{"<think>": 1}]}}], tools=None)
 @example(messages=[{"role": "user", "content": "", "<|im_end|>": 0}], tools={"\ud800": "<|endoftext|>"})
 @given(messages=st.lists(MESSAGES, min_size=1, max_size=4), tools=VALUES)
-def test_no_message_forges_a_token(shows_all, messages, tools):
-    """Whatever the template shows of it, keys too: the control tokens are those that the template itself wrote."""
+def test_messages_and_variables_produce_no_control_tokens(shows_all, messages, tools):
+    """The template writes all parts of the messages, including keys. Only its own text produces control tokens."""
     ids = shows_all.encode_chat(messages, tools=tools)
     assistants = sum(message["role"] == "assistant" for message in messages)
     written = [token for token in ids if token in (0, 1, 2)]
     assert written == [1, 2] * len(messages)
-    assert assistants or not {382, 383}.intersection(ids), "a think block is the assistant's only"
+    assert assistants or not {382, 383}.intersection(ids), "only messages of the assistant contain think blocks"
 
 
 ANYTHING = st.recursive(
@@ -207,7 +207,7 @@ ANYTHING = st.recursive(
 @given(
     messages=ANYTHING | st.lists(st.dictionaries(st.sampled_from(["role", "content", "x"]), ANYTHING)), tools=ANYTHING
 )
-def test_any_input_gives_tokens_or_one_line(shows_all, messages, tools):
+def test_any_input_is_encoded_or_one_line(shows_all, messages, tools):
     try:
         ids = shows_all.encode_chat(messages, tools=tools)
     except PromptError as error:
@@ -223,8 +223,8 @@ def nested(depth: int):
     return value
 
 
-@pytest.mark.parametrize("depth", [DEEPEST, 900, 100_000])
-def test_nesting_is_bounded(shows_all, depth):
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 900, 100_000])
+def test_deep_nesting_is_refused(shows_all, depth):
     with pytest.raises(PromptError, match="must be plain JSON values: "):
         shows_all.encode_chat([{"role": "user", "content": "x", "extra": nested(depth)}])
-    assert shows_all.encode_chat([{"role": "user", "content": "x", "extra": nested(DEEPEST // 2)}])
+    assert shows_all.encode_chat([{"role": "user", "content": "x", "extra": nested(MAX_DEPTH // 2)}])

@@ -1,11 +1,11 @@
-"""Stop strings: the same as splitting the whole text, however it came."""
+"""Tests of stop strings."""
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tridecode.text.stop_strings import StopStrings
 
-LETTERS = st.text("ab-é", max_size=30)  # few, so that stop strings begin, break off and overlap
+LETTERS = st.text("ab-é", max_size=30)  # few letters, so that partial and overlapping stop strings are frequent
 STOPS = st.lists(st.text("ab-é", min_size=1, max_size=4), max_size=3)
 
 
@@ -18,15 +18,15 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 @example(text="aab", stops=["ab", "aab"], cuts=[1, 2])
 @example(text="abab-", stops=["abab-", "ba"], cuts=[3])
 @given(text=LETTERS, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=8))
-def test_stop_strings_split_the_whole_text(text, stops, cuts):
+def test_stream_ends_at_first_complete_stop_string(text, stops, cuts):
     ends = [(text.index(stop) + len(stop), text.index(stop), stop) for stop in stops if stop in text]
     expected = text[: min(ends)[1]] if ends else text
     longest = max(map(len, stops), default=1)
     for pieces in (pieces_of(text, cuts), list(text)):
-        filter, shown, given = StopStrings(stops), "", ""
+        filter, shown, pushed = StopStrings(stops), "", ""
         for piece in pieces:
-            shown, given = shown + filter.push(piece), given + piece
+            shown, pushed = shown + filter.push(piece), pushed + piece
             assert expected.startswith(shown), "a part of a stop string was shown"
-            assert filter.hit or len(given) - len(shown) < longest, "more was held than could begin a stop string"
+            assert filter.hit or len(pushed) - len(shown) < longest, "more text is held back than needed"
         assert filter.hit == (min(ends)[2] if ends else None)
         assert shown + filter.flush() == expected

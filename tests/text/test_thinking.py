@@ -1,4 +1,4 @@
-"""Thinking: told apart from the answer however the text is cut, switched off, and left out of earlier turns."""
+"""Tests of thinking: its separation from the answer, the template variable, and earlier turns of a chat."""
 
 import re
 
@@ -21,8 +21,8 @@ def pieces_of(text, cuts):
     return [text[start:end] for start, end in zip(edges, edges[1:])]
 
 
-def told_apart(pieces, opened=False):
-    splitter = ThinkSplitter(opened)
+def split(pieces, starts_inside=False):
+    splitter = ThinkSplitter(starts_inside)
     pairs = [pair for piece in pieces for pair in splitter.feed(piece)] + splitter.finish()
     assert all(text for _, text in pairs)
     assert [kind for kind, _ in pairs] == sorted((kind for kind, _ in pairs), reverse=True), "thinking comes first"
@@ -30,10 +30,10 @@ def told_apart(pieces, opened=False):
     return *sides, splitter
 
 
-def expected(text, opened):
-    """The same from the whole text, by a regular expression."""
+def expected(text, starts_inside):
+    """Return (thinking, answer) of the whole text, computed with a regular expression."""
     start = re.match(r"\s*<think>", text)
-    if not start and not opened:
+    if not start and not starts_inside:
         return "", text
     thinking, _, answer = text[start.end() if start else 0 :].partition("</think>")
     return thinking.strip(), answer.lstrip("\n")
@@ -41,13 +41,13 @@ def expected(text, opened):
 
 @settings(deadline=None, max_examples=500)
 @given(TEXTS, st.lists(st.integers(0, 100), max_size=8), st.booleans())
-def test_any_split_gives_the_same(text, cuts, opened):
-    assert told_apart(pieces_of(text, cuts), opened)[:2] == expected(text, opened)
-    assert told_apart(text, opened)[:2] == expected(text, opened), "one character at a time"
+def test_result_is_independent_of_cuts(text, cuts, starts_inside):
+    assert split(pieces_of(text, cuts), starts_inside)[:2] == expected(text, starts_inside)
+    assert split(text, starts_inside)[:2] == expected(text, starts_inside), "one character at a time"
 
 
 @pytest.mark.parametrize(
-    "text, opened, thinking, answer",
+    "text, starts_inside, thinking, answer",
     [
         ("", False, "", ""),
         ("plain", False, "", "plain"),
@@ -67,12 +67,12 @@ def test_any_split_gives_the_same(text, cuts, opened):
         ("<think>a</think>\n    indented", False, "a", "    indented"),
     ],
 )
-def test_cases(text, opened, thinking, answer):
-    assert told_apart([text], opened)[:2] == (thinking, answer)
-    assert strip_thinking(text, opened) == answer
+def test_split_of_thinking_and_answer(text, starts_inside, thinking, answer):
+    assert split([text], starts_inside)[:2] == (thinking, answer)
+    assert strip_thinking(text, starts_inside) == answer
 
 
-def test_text_comes_as_soon_as_it_is_certain():
+def test_text_is_returned_as_soon_as_its_kind_is_certain():
     splitter = ThinkSplitter()
     assert splitter.feed("<thi") == [] and splitter.feed("nk>\n") == []
     assert splitter.thinking and not splitter.closed
@@ -86,12 +86,12 @@ def test_text_comes_as_soon_as_it_is_certain():
     assert splitter.finish() == []
 
 
-def test_tokens_and_seconds_are_those_of_the_block():
+def test_tokens_and_seconds_of_block():
     now = iter(range(10, 100, 10))
     splitter = ThinkSplitter(clock=lambda: next(now))
     for piece in ("<think>", "a", "", "b"):
         splitter.feed(piece)
-    assert splitter.seconds == 10, "from the first piece, while it goes on"
+    assert splitter.seconds == 10, "from the first text until now, while the block is open"
     splitter.feed("</think>\n\nyes")
     assert (splitter.tokens, splitter.seconds) == (5, 20)
     splitter.feed(" and no")
@@ -101,20 +101,20 @@ def test_tokens_and_seconds_are_those_of_the_block():
 
 
 @pytest.mark.parametrize("text, tokens", [("yes", 0), ("", 0), ("<thi", 0), ("<think>ab", 9), (" <think></think>", 16)])
-def test_tokens_of_other_texts(text, tokens):
-    splitter = told_apart(text)[2]
+def test_tokens_of_empty_or_open_block(text, tokens):
+    splitter = split(text)[2]
     assert splitter.tokens == tokens and (splitter.seconds > 0) == (tokens > 0)
 
 
-def test_a_block_that_never_ends_stops_its_clock():
+def test_clock_of_open_block_stops_at_end_of_text():
     now = iter(range(10, 100, 10))
-    splitter = ThinkSplitter(opened=True, clock=lambda: next(now))
+    splitter = ThinkSplitter(starts_inside=True, clock=lambda: next(now))
     splitter.feed("a")
     splitter.finish()
     assert splitter.seconds == splitter.seconds == 10
 
 
-@pytest.mark.parametrize("text, opened, ended", [
+@pytest.mark.parametrize("text, starts_inside, ended", [
     ("<think>\nhm", False, "<think>\nhm\n</think>\n\n"),
     ("hm", True, "hm\n</think>\n\n"),
     ("<think>hm</think>ye", False, "<think>hm</think>ye"),
@@ -122,13 +122,14 @@ def test_a_block_that_never_ends_stops_its_clock():
     ("ye", False, "ye"),
     ("", False, ""),
 ])  # fmt: skip
-def test_an_answer_that_was_cut_off(text, opened, ended):
-    assert end_thinking(text, opened) == ended
-    assert strip_thinking(ended, opened) == strip_thinking(text, opened)
+def test_interrupted_think_block_is_closed(text, starts_inside, ended):
+    assert end_thinking(text, starts_inside) == ended
+    assert strip_thinking(ended, starts_inside) == strip_thinking(text, starts_inside)
 
 
-# As models that think have it: the thinking of earlier turns is left out, and without it the block is there but empty.
-THINKS = (
+# Like the templates of models that think: it omits the thinking of earlier turns. With enable_thinking=False it writes
+# an empty block.
+THINKING_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
     "{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
@@ -138,20 +139,20 @@ FEW = ("--max-tokens", 3, "--temperature", 0)
 
 
 @pytest.fixture(scope="module")
-def thinks(tmp_path_factory):
+def checkpoint(tmp_path_factory):
     path = write_tiny(tmp_path_factory.mktemp("thinking") / "qwen3", "qwen3")
-    write_tokenizer(path, chat_template=THINKS)
+    write_tokenizer(path, chat_template=THINKING_TEMPLATE)
     return path
 
 
 @pytest.fixture(scope="module")
-def engine(thinks):
-    return Engine.load(thinks, device="cpu")
+def engine(checkpoint):
+    return Engine.load(checkpoint, device="cpu")
 
 
-def test_the_template_is_told(engine):
-    def text(**given):
-        return engine.tokenizer.decode(engine.encode(said("Hello"), **given), skip_special=False)
+def test_enable_thinking_reaches_template(engine):
+    def text(**options):
+        return engine.tokenizer.decode(engine.encode(said("Hello"), **options), skip_special=False)
 
     assert engine.tokenizer.template_variables == {"enable_thinking"}
     assert text() == text(template_variables={"enable_thinking": True})
@@ -163,12 +164,12 @@ def test_the_template_is_told(engine):
 
 
 @pytest.mark.parametrize("prompt", [said("Hello"), "Hello", [1, 2]], ids=["chat", "text", "ids"])
-def test_variables_that_no_template_reads_are_refused(engine, prompt):
+def test_unknown_template_variable_is_refused(engine, prompt):
     with pytest.raises(PromptError, match="no variable 'thinking'; it reads "):
         engine.generate(prompt, template_variables={"thinking": False})
 
 
-def test_earlier_thinking_is_left_out_and_the_rest_reused(engine):
+def test_earlier_thinking_is_omitted_and_prefix_reused(engine):
     few = engine.default_params(temperature=0, max_tokens=2)
     first = engine.generate(said("Hello"), few, reuse_prefix=False)
     later = said("Hello", end_thinking("<think>\nquick brown fox"), "again")
@@ -177,28 +178,28 @@ def test_earlier_thinking_is_left_out_and_the_rest_reused(engine):
     assert engine.generate(later, few).usage.reused_tokens == first.usage.prompt_tokens
 
 
-def test_think_in_a_chat(piped, thinks, engine):
+def test_think_command_in_chat(piped, checkpoint, engine):
     def prompt_tokens(err):
         return [int(tokens) for tokens in re.findall(r"of (\d+) reused", err)]
 
     on, off = (len(engine.encode(said("Hello"), {"enable_thinking": think})) for think in (True, False))
-    code, _, err = piped("Hello\n/undo\n/think on\nHello\n", "--model", thinks, *FEW, "--think", "off")
+    code, _, err = piped("Hello\n/undo\n/think on\nHello\n", "--model", checkpoint, *FEW, "--think", "off")
     assert code == 0 and "thinking is on" in err and prompt_tokens(err) == [off, on]
-    code, _, err = piped("/think\n/think off\n/think maybe\nHello\n", "--model", thinks, *FEW, "--think", "hide")
+    code, _, err = piped("/think\n/think off\n/think maybe\nHello\n", "--model", checkpoint, *FEW, "--think", "hide")
     assert "thinking is hide\nthinking is off\n" in err and "not 'maybe'" in err and prompt_tokens(err) == [off]
 
 
-def test_a_template_that_cannot_be_told(piped, thinks, tmp_path):
+def test_think_command_without_template_variable(piped, checkpoint, tmp_path):
     path = tmp_path / "chatml"
     path.mkdir()
-    for file in thinks.iterdir():
+    for file in checkpoint.iterdir():
         (path / file.name).symlink_to(file)
     (path / "tokenizer.json").unlink()
     (path / "tokenizer_config.json").unlink()
     write_tokenizer(path, chat_template=CHATML)
     code, _, err = piped("/help\n/think\n", "--model", path, "--think", "off")
     assert code == 0 and err.endswith("this model's chat template knows no thinking\n")
-    assert "switched off" not in err and "/think" not in err, "no word of it before it is asked for"
+    assert "switched off" not in err and "/think" not in err, "/help omits /think for this template"
     (path / "tokenizer.json").unlink()
     (path / "tokenizer_config.json").unlink()
     write_tokenizer(path, chat_template=CHATML + "{# </think> #}")
@@ -209,7 +210,7 @@ def test_a_template_that_cannot_be_told(piped, thinks, tmp_path):
     assert code == 0 and "with --raw there is no chat template" in err
 
 
-def test_thinking_that_was_stopped_ends_there(session):
+def test_interrupted_thinking_is_closed_in_conversation(session):
     chat = session(["<think>\nhm", KeyboardInterrupt()], (["<think>ha"], "length"), ["Yes"], interactive=True)
     for line in ("one", "two", "three"):
         chat.handle(line)

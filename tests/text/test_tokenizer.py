@@ -1,4 +1,4 @@
-"""Text to tokens and back: equal to the tokenizer's own for harmless text, and no text forges a control token."""
+"""Tests of encoding and decoding, of control tokens in text, and of tokenizer files."""
 
 import json
 
@@ -44,18 +44,18 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("case", TEXTS)
-def test_raw_text(case, tokenizer, plain):
+def test_text_is_encoded_as_by_tokenizers(case, tokenizer, plain):
     ids = tokenizer.encode(TEXTS[case])
     assert ids == plain.encode(TEXTS[case]).ids
     assert tokenizer.decode(ids) == TEXTS[case]
 
 
-def test_raw_text_gets_what_the_tokenizer_puts_around_it(tmp_path):
+def test_bos_is_added_to_text(tmp_path):
     write_tokenizer(tmp_path, add_bos=True)
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.encode("Hello")[0] == tokenizer.bos_id == 0
-    assert tokenizer.encode("a<|im_end|>")[0] == 0, "also where a control token is read as text"
-    assert tokenizer.encode_chat(user("Hello"))[0] == IM_START, "the template writes it itself"
+    assert tokenizer.encode("a<|im_end|>")[0] == 0, "also if the text contains a control token"
+    assert tokenizer.encode_chat(user("Hello"))[0] == IM_START, "in a chat the template writes the first token"
 
 
 FORGED = {
@@ -69,7 +69,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("case", FORGED)
-def test_raw_text_forges_nothing(case, tokenizer, plain):
+def test_text_contains_no_control_tokens(case, tokenizer, plain):
     text = FORGED[case]
     ids = tokenizer.encode(text)
     assert not set(ids) & set(CONTROL)
@@ -78,7 +78,7 @@ def test_raw_text_forges_nothing(case, tokenizer, plain):
     assert set(tokenizer.encode(text, allow_special=True)) & set(CONTROL)
 
 
-def test_raw_text_as_if_control_tokens_did_not_exist(tokenizer, plain):
+def test_control_tokens_in_text_are_encoded_as_characters(tokenizer, plain):
     bare = json.loads(plain.to_str())
     bare["added_tokens"] = []
     expected = tokenizers.Tokenizer.from_str(json.dumps(bare)).encode("see <|im_end|> and </think>.").ids
@@ -86,7 +86,7 @@ def test_raw_text_as_if_control_tokens_did_not_exist(tokenizer, plain):
 
 
 @pytest.mark.parametrize("metaspace", [False, True])
-def test_sentencepiece_text(metaspace):
+def test_sentencepiece_encodes_control_tokens_as_characters(metaspace):
     made = sentencepiece(metaspace)
     tokenizer = Tokenizer(made, {})
     for text in ("hello", "hello wor", "  hello", "hello é 你"):
@@ -95,7 +95,7 @@ def test_sentencepiece_text(metaspace):
     assert not {1, 2} & set(forged) and tokenizer.decode(forged) == "hello </s><s> wor"
 
 
-def test_unknown_characters_beside_a_forged_token():
+def test_unknown_character_after_control_token_in_text():
     state = json.loads(sentencepiece().to_str())
     state["model"]["byte_fallback"] = False
     made = tokenizers.Tokenizer.from_str(json.dumps(state))
@@ -105,7 +105,7 @@ def test_unknown_characters_beside_a_forged_token():
     assert tokenizer.encode("</s>你").count(0) == 1
 
 
-def test_a_normaliser_makes_no_control_token(tmp_path):
+def test_normalization_creates_no_control_token(tmp_path):
     made = tokenizers.Tokenizer(models.BPE(byte_fallback=False))
     made.normalizer = normalizers.NFKC()
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -119,28 +119,28 @@ def test_a_normaliser_makes_no_control_token(tmp_path):
     assert tokenizer.encode_chat(user(wide)).count(256) == 1
 
 
-def test_words_added_to_the_vocabulary_are_text(path, plain):
+def test_added_words_are_text(path, plain):
     made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     made.add_tokens(["    ", "tridecode"])
     ids = Tokenizer(made, {}).encode("    tridecode")
     assert ids == [TOKENIZER_VOCAB_SIZE, TOKENIZER_VOCAB_SIZE + 1]
 
 
-def test_lone_surrogates(tokenizer):
+def test_lone_surrogates_are_replaced(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
     assert tokenizer.decode(tokenizer.encode("\ud83d\ude00")) == "😀", "a pair is one character"
     ids = tokenizer.encode_chat(user("a\udfffb"))
     assert "a\ufffdb" in tokenizer.decode(ids)
 
 
-def test_prompt_that_is_no_text(tokenizer):
+def test_bytes_are_refused(tokenizer):
     with pytest.raises(PromptError, match="must be text, got bytes"):
         tokenizer.encode(b"Hello")
 
 
 @quick
 @given(st.text())
-def test_any_text_survives(tokenizer, plain, text):
+def test_any_text_round_trips(tokenizer, plain, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     if not any(token in text for token in SPECIAL_TOKENS + ADDED_TOKENS):
@@ -179,7 +179,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("chat", CHATS)
-def test_chat_as_transformers(chat, template, tmp_path):
+def test_chat_matches_transformers(chat, template, tmp_path):
     transformers = pytest.importorskip("transformers")
     write_tokenizer(tmp_path, TEMPLATES[template])
     variables = {"tools": [{"name": "f <x>", "parameters": {}}], "mood": "good"} if template == "variables" else {}
@@ -189,7 +189,7 @@ def test_chat_as_transformers(chat, template, tmp_path):
     assert Tokenizer.load(tmp_path).encode_chat(CHATS[chat], **variables) == theirs
 
 
-def test_a_key_that_is_none_is_absent(path):
+def test_key_with_value_none_is_omitted(path):
     made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer = Tokenizer(made, {}, "{{ messages[0].tool_calls is defined }}")
     ids = tokenizer.encode_chat([{"role": "user", "content": "Q", "tool_calls": None}])
@@ -202,7 +202,7 @@ def turns(ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
 @pytest.mark.parametrize("case", FORGED)
-def test_content_forges_nothing(case, role, tokenizer):
+def test_content_contains_no_control_tokens(case, role, tokenizer):
     text = FORGED[case]
     ids = tokenizer.encode_chat([{"role": role, "content": text}, *user("b")])
     thoughts = [THINK, END_THINK] if role == "assistant" and "<think>" in text else []
@@ -211,7 +211,7 @@ def test_content_forges_nothing(case, role, tokenizer):
     assert tokenizer.decode(ids, skip_special=False) == expected
 
 
-def test_a_role_or_a_variable_forges_nothing(path, tokenizer):
+def test_roles_and_variables_contain_no_control_tokens(path, tokenizer):
     ids = tokenizer.encode_chat([{"role": "x<|im_end|>", "content": "b"}])
     assert turns(ids) == [IM_START, IM_END, IM_START]
     made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -219,22 +219,22 @@ def test_a_role_or_a_variable_forges_nothing(path, tokenizer):
     assert turns(template.encode_chat(user("b"), tools=[{"name": "<|im_start|>"}])) == [IM_END]
 
 
-def test_content_is_not_completed_by_the_template(path):
+def test_content_and_template_form_no_control_token(path):
     made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer = Tokenizer(made, {}, "{{ messages[0].content | trim }}|><|im_end|>")
     ids = tokenizer.encode_chat(user("a<|im_start "))
     assert turns(ids) == [IM_END] and tokenizer.decode(ids, False) == "a<|im_start|><|im_end|>"
 
 
-def test_template_that_looks_for_control_tokens_in_content(path):
-    """A user's text is not what it looks for: the render differs from the naive one, and is the safe one."""
+def test_template_does_not_find_control_tokens_in_user_text(path):
+    """The template splits at <|im_end|>, but the user's <|im_end|> is only text, so it does not split there."""
     made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer = Tokenizer(made, {}, "{{ messages[0].content.split('<|im_end|>')[0] }}<|im_end|>")
     ids = tokenizer.encode_chat(user("a<|im_end|>b"))
     assert turns(ids) == [IM_END] and tokenizer.decode(ids, False) == "a<|im_end|>b<|im_end|>"
 
 
-def test_private_use_characters_in_content(tokenizer):
+def test_private_use_characters_in_content_are_kept(tokenizer):
     text = "\ue000<|im_end|>\ue001\U000f0000"
     ids = tokenizer.encode_chat(user(text))
     assert f"user\n{text}<|im_end|>" in tokenizer.decode(ids, False) and turns(ids) == [IM_START, IM_END, IM_START]
@@ -246,7 +246,7 @@ PIECES = [*SPECIAL_TOKENS, *ADDED_TOKENS, "<|im_", "end|>", "<", "a", "\n", " ",
 @quick
 @example(content=["<|im_", "<|im_end|>", "end|>"])
 @given(content=st.lists(st.sampled_from(PIECES)))
-def test_any_content_is_text(tokenizer, content):
+def test_any_content_is_encoded_as_text(tokenizer, content):
     text = "".join(content)
     ids = tokenizer.encode_chat(user(text))
     assert turns(ids) == [IM_START, IM_END, IM_START]
@@ -258,17 +258,17 @@ MALFORMED = {
     # name: (messages, template variables, the part that the error names)
     "a string": ("Hello", {}, "list"),
     "empty": ([], {}, "list"),
-    "no dict": (["Hello"], {}, "message 0"),
+    "not a dict": (["Hello"], {}, "message 0"),
     "no role": ([{"content": "x"}], {}, "message 0: role"),
     "no content": ([*user("x"), {"role": "user"}], {}, "message 1: content"),
     "content of parts": ([{"role": "user", "content": [{"type": "text"}]}], {}, "message 0: content"),
     "not JSON": ([{"role": "user", "content": "x", "image": b"x"}], {}, "messages"),
-    "variables that are no JSON": (user("x"), {"now": object()}, "template variables"),
+    "variables that are not JSON": (user("x"), {"now": object()}, "template variables"),
 }
 
 
 @pytest.mark.parametrize("messages, variables, part", MALFORMED.values(), ids=MALFORMED)
-def test_malformed_messages(messages, variables, part, tokenizer):
+def test_malformed_messages_are_refused(messages, variables, part, tokenizer):
     with pytest.raises(PromptError, match=part):
         tokenizer.encode_chat(messages, **variables)
 
@@ -288,7 +288,7 @@ REFUSING = {
 
 
 @pytest.mark.parametrize("case", REFUSING)
-def test_template_refuses_or_fails(case, path):
+def test_template_error_is_one_line(case, path):
     template, words = REFUSING[case]
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")), {}, template)
     with pytest.raises(PromptError, match=words) as caught:
@@ -308,7 +308,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("case", SOURCES)
-def test_where_the_template_lies(case, tmp_path):
+def test_sources_of_template(case, tmp_path):
     inline, file, expected = SOURCES[case]
     write_tokenizer(tmp_path, inline)
     if file is not None:
@@ -317,7 +317,7 @@ def test_where_the_template_lies(case, tmp_path):
     assert tokenizer.has_template and tokenizer.decode(tokenizer.encode_chat(user("x"))) == expected
 
 
-def test_no_template(tmp_path):
+def test_chat_without_template_is_refused(tmp_path):
     write_tokenizer(tmp_path, None)
     tokenizer = Tokenizer.load(tmp_path)
     assert not tokenizer.has_template
@@ -325,7 +325,7 @@ def test_no_template(tmp_path):
         tokenizer.encode_chat(user("x"))
 
 
-def test_special_tokens_by_name(path, tmp_path):
+def test_named_special_tokens(path, tmp_path):
     tokenizer = Tokenizer.load(path)
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, EOS_ID, TOKENIZER_VOCAB_SIZE)
     write_tokenizer(tmp_path, "{{ bos_token }}{{ eos_token }}{{ pad_token }}")
@@ -347,8 +347,11 @@ def broken_decoder(path):
 
 UNUSABLE = {
     "no tokenizer.json": (lambda p: (p / "tokenizer.json").unlink(), "no tokenizer.json; make one with transformers"),
-    "no JSON": (lambda p: (p / "tokenizer.json").write_text("{"), "tokenizer.json: not a tokenizer"),
-    "no tokenizer": (lambda p: (p / "tokenizer.json").write_text('{"model": {}}'), "tokenizer.json: not a tokenizer"),
+    "tokenizer.json is not JSON": (lambda p: (p / "tokenizer.json").write_text("{"), "tokenizer.json: not a tokenizer"),
+    "tokenizer.json is not a tokenizer": (
+        lambda p: (p / "tokenizer.json").write_text('{"model": {}}'),
+        "tokenizer.json: not a tokenizer",
+    ),
     "another decoder": (broken_decoder, "tokenizer.json: decoder .*WordPiece.* is not supported; expected"),
     "settings": (lambda p: (p / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: expected a JSON"),
     "template": (lambda p: (p / "tokenizer_config.json").write_text('{"chat_template": 1}'), "chat_template must be"),
@@ -357,7 +360,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_unusable_files(case, tmp_path):
+def test_unusable_files_are_named(case, tmp_path):
     change, words = UNUSABLE[case]
     write_tokenizer(tmp_path)
     change(tmp_path)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..arguments import shown
 from ..errors import ParameterError
 from ..sampling import STRUCTURES, SamplingParams
-from ..text.grammar import lark_of_choices
+from ..text.grammar import choices_grammar
 from ..text.thinking import CLOSE, OPEN, SWITCH, ends_inside
 from ..text.tokenizer import Tokenizer
 from .errors import api_error, bad_request
@@ -137,6 +137,6 @@ def lark_expression(params: SamplingParams) -> str:
     if name == "json_schema":
         return json_rule(json.loads(source))
     if name == "choice":
-        return lark_of_choices(json.loads(source)).removeprefix("start: ")
+        return choices_grammar(json.loads(source)).removeprefix("start: ")
     escapes = {"/": r"\/", "\n": r"\n"}  # characters that end a Lark expression, or its line
     return "/" + re.sub(r"\\.|/|\n", lambda match: escapes.get(match[0], match[0]), source) + "/"

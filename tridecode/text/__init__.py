@@ -1,1 +1,1 @@
-"""From text to token ids and back."""
+"""Conversion of prompts to token ids and of token ids to text; grammars for structured output."""

@@ -6,12 +6,12 @@ from pathlib import Path
 from ..errors import NO_CHAT, PromptError
 from .sandbox import Program, Sandbox, SandboxError
 
-CHILDREN = 4  # that render at the same time, at most
+CHILDREN = 4  # maximum number of child processes of one template
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one render: seconds on the clock, bytes of memory, characters of output."""
+    """Limits of one render: wall-clock seconds, bytes of memory, characters of output."""
 
     seconds: float = 5.0
     memory: int = 512 << 20
@@ -19,13 +19,16 @@ class Limits:
 
 
 class ChatTemplate:
-    """A template's source and the special tokens that it may name (bos_token, eos_token, ...).
+    """A chat template, rendered in child processes.
 
-    Jinja's sandbox keeps a template from Python's objects; the child processes keep it from files and bound its time,
-    memory and output.
+    Jinja's sandbox denies the template access to Python's internals. The child process has no access to files, and
+    its time, memory and output are limited.
 
     Args:
-        file: the source's file, for messages.
+        source: the template in Jinja.
+        special_tokens: text by name (bos_token, eos_token, ...). The template can read them as variables.
+        file: path of the template, for error messages.
+        limits: of each render; None is the default limits.
     """
 
     def __init__(
@@ -45,26 +48,34 @@ class ChatTemplate:
     def render(self, messages: list[dict], variables: dict) -> str:
         """Return the text of the prompt.
 
+        Args:
+            messages: dicts of plain JSON values, usually with "role" and "content".
+            variables: further variables of the template, plain JSON values by name.
+
         Raises:
             PromptError: the template refuses the messages, fails, or exceeds a limit.
         """
-        given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special_tokens, **variables}
+        context = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special_tokens, **variables}
         try:
-            text = self.sandbox.ask(given | {"messages": messages}, self.limits.seconds)
+            text = self.sandbox.call(context | {"messages": messages}, self.limits.seconds)
         except SandboxError as error:
             raise PromptError(f"{self._name}{self._problem(error)}") from None
-        # A literal of the template may hold half a surrogate pair.
+        # A string literal of the template may contain a lone surrogate.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def variables(self) -> frozenset[str]:
-        """Return the names that the template reads and `render` takes; none if the template cannot be compiled."""
+        """Return the names of the variables that the template reads and a caller may set.
+
+        The set is empty if the template cannot be compiled.
+        """
         try:
-            names = self.sandbox.ask(None, self.limits.seconds)
+            names = self.sandbox.call(None, self.limits.seconds)
         except SandboxError:
             return frozenset()
         return frozenset(names) - {"messages", "add_generation_prompt", *self.special_tokens}
 
     def _problem(self, error: SandboxError) -> str:
+        """Return the rest of an error message that begins with the name of the template."""
         match error.kind:
             case None:
                 return f": {error}; {NO_CHAT} if that happens again"

@@ -1,4 +1,7 @@
-"""Token ids to text, one at a time, as bytes: a character is shown when its last byte has arrived."""
+"""Streaming conversion of token ids to text.
+
+The bytes of tokens are decoded as UTF-8 incrementally: a character is returned with the token that has its last byte.
+"""
 
 import codecs
 import json
@@ -11,30 +14,38 @@ import tokenizers
 
 from ..errors import CheckpointError
 
-_MOST_STEPS = 16  # of a decoder
+_MAX_DECODER_STEPS = 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE: printable bytes are themselves, the others characters from U+0100 on."""
+    """Return the byte of each character in the alphabet of byte-level BPE.
+
+    A printable byte is represented by the character with the same code, the others by characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-# For str.translate: other characters become one that Latin-1 lacks.
+# For str.translate. Characters outside the alphabet become U+FFFF, which cannot be encoded as Latin-1.
 _TO_LATIN_1 = dict.fromkeys(range(256), 0xFFFF) | {ord(char): byte for char, byte in _byte_alphabet().items()}
 
 
 class TokenBytes:
-    """The bytes of each token, by a tokenizer's decoder: of byte-level BPE (ByteLevel) or of SentencePiece (Metaspace,
-    or Replace with ByteFallback).
+    """The bytes of each token, computed as the tokenizer's decoder specifies.
+
+    Supported are the decoders of byte-level BPE (ByteLevel) and of SentencePiece (Metaspace, or Replace with
+    ByteFallback).
 
     Args:
-        source: its file, for messages.
+        source: path of the tokenizer's file, for error messages.
+
+    Attributes:
+        special: ids of the special tokens.
 
     Raises:
-        CheckpointError: the decoder is another one.
+        CheckpointError: the decoder is not supported.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, source: Path | str = "tokenizer.json"):
@@ -43,8 +54,8 @@ class TokenBytes:
         self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._byte_level = self._byte_fallback = False
         self._replace: list[tuple[str, str]] = []
-        self._drop_first = ""  # text that is removed from the front of a text's first token
-        self._drop_all = False  # or from anywhere in that token
+        self._drop_first = ""  # string that is removed from the beginning of a text's first token
+        self._drop_all = False  # whether it is removed from the whole token instead
         self._cache: dict[int, bytes] = {}
         decoder = tokenizer.decoder
         state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
@@ -53,21 +64,25 @@ class TokenBytes:
             if not self._accept(step):
                 raise CheckpointError(
                     f"{source}: decoder {json.dumps(step)[:100]} is not supported; expected that of byte-level BPE "
-                    "(ByteLevel) or of SentencePiece (Metaspace, or Replace, with nothing longer, and ByteFallback)"
+                    "(ByteLevel) or of SentencePiece (Metaspace, or ByteFallback and Replace by a string of at most "
+                    "the same length)"
                 )
-        if len(steps) > _MOST_STEPS:
-            raise CheckpointError(f"{source}: its decoder has {len(steps)} steps; at most {_MOST_STEPS} are supported")
+        if len(steps) > _MAX_DECODER_STEPS:
+            raise CheckpointError(
+                f"{source}: the decoder has {len(steps)} steps; at most {_MAX_DECODER_STEPS} are supported"
+            )
         if self._byte_level and len(steps) > 1:
-            raise CheckpointError(f"{source}: decoder ByteLevel must stand alone, got {len(steps)} decoders")
+            raise CheckpointError(f"{source}: ByteLevel must be the only decoder, got {len(steps)} decoders")
 
     def _accept(self, step: dict) -> bool:
+        """Configure this object for one decoder step; return whether the step is supported."""
         match step:
             case {"type": "ByteLevel"}:
                 self._byte_level = True
             case {"type": "ByteFallback"}:
                 self._byte_fallback = True
             case {"type": "Fuse"}:
-                pass  # the bytes of tokens are joined anyway
+                pass  # it joins tokens, which Detokenizer does in any case
             case {"type": "Replace", "pattern": {"String": old}, "content": new} if 0 < len(old) >= len(new):
                 self._replace.append((old, new))
             case {"type": "Metaspace", "replacement": old}:
@@ -81,10 +96,11 @@ class TokenBytes:
         return True
 
     def __call__(self, token: int, first: bool = False) -> bytes:
-        """Return the bytes of `token`, U+FFFD for an id that the tokenizer lacks.
+        """Return the bytes of a token; those of U+FFFD for an id that is not in the tokenizer.
 
         Args:
-            first: it is the first token of a text, and loses its prefix space.
+            token: token id.
+            first: whether the token is the first one of a text. If so, its prefix space is removed.
         """
         if token not in self._cache:
             self._cache[token] = self._bytes(token)
@@ -96,17 +112,18 @@ class TokenBytes:
 
     @property
     def lossless(self) -> bool:
-        """Whether no text becomes the unknown token."""
+        """Whether every text can be encoded without the unknown token."""
         return self._byte_level or self._byte_fallback
 
     def size(self, token: int) -> int:
+        """Return the number of bytes of a token."""
         return len(self._bytes(token))
 
     def _bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
         text = self._tokenizer.id_to_token(token)
-        if text is None:  # a row that pads the embedding; it must be visible that the model chose it
+        if text is None:  # padding of the embedding matrix; U+FFFD shows that the model generated such an id
             return "\ufffd".encode()
         if self._byte_level:
             try:
@@ -121,13 +138,15 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """The text of a stream of tokens: `push` each id, `flush` at the end. The parts together are the whole text.
+    """An incremental decoder for one stream of tokens.
 
-    It holds at most the 3 bytes of an unfinished character. Bytes that are not UTF-8 become U+FFFD.
+    Call `push` with each token id and `flush` at the end. The returned parts together are the whole text. At most the
+    3 bytes of an incomplete character are held back. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
-        prompt_ids: the text continues theirs: it keeps its prefix space and finishes their last character.
-        skip_special: special tokens have no text.
+        prompt_ids: token ids that precede the stream. With them, the stream keeps its prefix space, and completes a
+            character that is incomplete at the end of the prompt.
+        skip_special: whether special tokens are omitted from the text.
     """
 
     def __init__(self, token_bytes: TokenBytes, prompt_ids: Sequence[int] = (), skip_special: bool = True):
@@ -136,12 +155,12 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = True
         if any(token not in self._hidden for token in prompt_ids):
-            for token in prompt_ids[-8:]:  # more tokens than a character has
+            for token in prompt_ids[-8:]:  # a UTF-8 character has at most 4 bytes, so at most 4 tokens
                 self.push(token)
             self._first = False
 
     def push(self, token: int) -> str:
-        """Return the text that `token` completes, "" while its character lacks bytes."""
+        """Return the text that `token` completes, or "" if a character is still incomplete."""
         if token in self._hidden:
             return ""
         data = self._token_bytes(token, self._first)
@@ -149,5 +168,5 @@ class Detokenizer:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """Return the bytes of an unfinished character as U+FFFD."""
+        """Return U+FFFD if the stream ends within a character, else ""."""
         return self._utf8.decode(b"", final=True)

@@ -1,7 +1,7 @@
-"""Text to token ids by the tokenizers library; in a child process if a tokenizer's own program might run away.
+"""Encoding of text by the tokenizers library, in a child process if time and memory may be unbounded.
 
-A tokenizer.json has regular expressions and replacements. The well-known ones read any text in time and memory that
-grow with its length. Others may backtrack without end, double the text again and again, panic or abort.
+A tokenizer.json contains regular expressions and replacements. The well-known ones take time and memory proportional to
+the length of the text. Others may backtrack exponentially, double the text repeatedly, panic or abort the process.
 """
 
 import json
@@ -14,10 +14,11 @@ import tokenizers
 from ..errors import PromptError, brief
 from .sandbox import START_SECONDS, Program, Sandbox, SandboxError
 
-MEMORY = 2 << 30  # bytes for a child
-SECONDS, CHARACTERS_A_SECOND = 10, 50_000  # time for a child: SECONDS and the text's length over CHARACTERS_A_SECOND
-LONGEST = 1 << 20  # characters read in this process: even a well-known expression backtracks over a run of spaces
-MOST_STEPS = 4  # of a normalizer or a pre-tokenizer: each may lengthen the text
+MEMORY = 2 << 30  # bytes of address space of a child process
+SECONDS, CHARACTERS_A_SECOND = 10, 50_000  # time limit of a child process: SECONDS + characters / CHARACTERS_A_SECOND
+# Longer texts are encoded in a child process: even the well-known expressions backtrack over a long run of spaces.
+MAX_LOCAL_CHARACTERS = 1 << 20
+MAX_STEPS = 4  # steps of a normalizer or a pre-tokenizer; each step may lengthen the text
 
 _WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -26,7 +27,7 @@ KNOWN_PATTERNS = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
     # Qwen and Llama
     *(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{n}|" + _WORDS % "" for n in ("", "{1,3}")),
-    # Mistral from Nemo on, o200k
+    # Mistral since Nemo, o200k
     *(
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}|\p{{N}}{n}|"
         + _WORDS % "/"
@@ -39,13 +40,14 @@ _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespac
 
 
 class Encoder:
-    """Encodes text by a tokenizer, which must not change later.
+    """An encoder of text for one tokenizer, which must not change afterwards.
 
     Args:
-        source: the tokenizer's file, for messages.
+        source: path of the tokenizer's file, for error messages.
 
     Attributes:
-        harmless: whether it needs no child process, but for very long texts.
+        harmless: whether the tokenizer's time and memory are bounded, so that only very long texts are encoded in a
+            child process.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, source: Path | str):
@@ -53,32 +55,32 @@ class Encoder:
         self.harmless = _harmless(tokenizer)
         self.sandbox = _sandbox(tokenizer.to_str)
 
-    def __call__(self, text: str, around: bool = False) -> list[int]:
+    def __call__(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of `text`.
 
         Args:
-            around: add the ids that the post-processor puts around a text.
+            add_special_tokens: add the ids that the post-processor adds, such as bos.
 
         Raises:
             PromptError: the tokenizer fails on the text, or exceeds a limit.
         """
-        if not self.harmless or len(text) > LONGEST:
-            return self._in_child(text, around)
+        if not self.harmless or len(text) > MAX_LOCAL_CHARACTERS:
+            return self._in_child(text, add_special_tokens)
         try:
-            return self._tokenizer.encode(text, add_special_tokens=around).ids
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # tokenizers raises Exception itself, or panics
+        except BaseException as error:  # tokenizers raises plain Exceptions; a panic in Rust is a BaseException
             raise self._refusal(error) from None
 
-    def _in_child(self, text: str, around: bool) -> list[int]:
+    def _in_child(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            return self.sandbox.ask([text, around], ceil(SECONDS + len(text) / CHARACTERS_A_SECOND))
+            return self.sandbox.call([text, add_special_tokens], ceil(SECONDS + len(text) / CHARACTERS_A_SECOND))
         except SandboxError as error:
             if error.kind:
                 raise self._refusal(error) from None
             raise PromptError(
-                f"{self._name}: {error}: this text takes it too long, or more than {MEMORY >> 30} GiB of memory; "
+                f"{self._name}: {error}: this text takes too long, or more than {MEMORY >> 30} GiB of memory; "
                 "change the text, or check the tokenizer"
             ) from None
 
@@ -87,13 +89,16 @@ class Encoder:
 
 
 def check_in_child(data: str) -> str | None:
-    """Return why the tokenizer.json `data` cannot be loaded, None if it can.
+    """Load a tokenizer in a child process; return the error, or None if it can be loaded.
 
-    For those that may panic: a panic writes a page to stderr.
+    Use it for a tokenizer whose loading may panic: a panic in this process would write a page to stderr.
+
+    Args:
+        data: content of a tokenizer.json.
     """
     sandbox = _sandbox(lambda: data)
     try:
-        sandbox.ask(["", False], SECONDS)
+        sandbox.call(["", False], SECONDS)
     except SandboxError as error:
         return str(error)
     finally:
@@ -102,29 +107,29 @@ def check_in_child(data: str) -> str | None:
 
 
 def _sandbox(state: Callable[[], str]) -> Sandbox:
-    return Sandbox(Program("tridecode.text.encoder:encoding", state, MEMORY, START_SECONDS, longest=1 << 30))
+    return Sandbox(Program("tridecode.text.encoder:encoding", state, MEMORY, START_SECONDS, max_answer_bytes=1 << 30))
 
 
 def encoding(state: str) -> Callable[[list], list[int]]:
-    """Load a tokenizer in a child process."""
+    """Load a tokenizer from its JSON, in a child process; return a function of [text, add_special_tokens]."""
     tokenizer = tokenizers.Tokenizer.from_str(state)
     return lambda message: tokenizer.encode(message[0], add_special_tokens=message[1]).ids
 
 
 def steps(part) -> list[dict]:
-    """Return the steps of a normalizer or pre-tokenizer, those of nested sequences too; [] for None."""
-    found, pending = [], [] if part is None else [json.loads(part.__getstate__())]
+    """Return the steps of a normalizer or pre-tokenizer, with nested sequences flattened; [] for None."""
+    flat, pending = [], [] if part is None else [json.loads(part.__getstate__())]
     while pending:
         step = pending.pop()
         if step["type"] == "Sequence":
             pending += step.get("normalizers") or step.get("pretokenizers") or []
         else:
-            found.append(step)
-    return found
+            flat.append(step)
+    return flat
 
 
 def _harmless(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether its time and memory are known to be bounded for any text."""
+    """Whether the tokenizer's time and memory are known to be proportional to the length of the text."""
     model = tokenizer.model
     if isinstance(model, tokenizers.models.BPE):
         if len(model.continuing_subword_prefix or "") + len(model.end_of_word_suffix or "") > 16:
@@ -133,7 +138,7 @@ def _harmless(tokenizer: tokenizers.Tokenizer) -> bool:
         return False
     normalizers, pre_tokenizers = steps(tokenizer.normalizer), steps(tokenizer.pre_tokenizer)
     return (
-        max(len(normalizers), len(pre_tokenizers)) <= MOST_STEPS
+        max(len(normalizers), len(pre_tokenizers)) <= MAX_STEPS
         and all(map(_harmless_normalizer, normalizers))
         and all(map(_harmless_pre_tokenizer, pre_tokenizers))
     )

@@ -1,7 +1,8 @@
-"""Grammars by llguidance: the form of an answer, from a JSON schema, a regular expression, choices or Lark.
+"""Grammars for structured output, compiled by llguidance.
 
-A Grammar is compiled once. Each request follows it with a Matcher of its own, which returns after every token which
-tokens may come next, as bits over the vocabulary.
+The source of a grammar is a JSON schema, a regular expression, a list of choices or a grammar in Lark's format. A
+Grammar is compiled once. Each request has its own Matcher, which computes a mask after each token: one bit for each
+token of the vocabulary, set if the grammar allows the token next.
 """
 
 import json
@@ -23,57 +24,62 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 T = TypeVar("T")
-KEPT = 64  # compiled grammars
-# JSON as most programs write it, on one line: a model that may write any white space can write it for ever.
-LAYOUT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-STATES = 50_000  # of a lexer, of 1 to 2 kB each
-STACK = 1 << 30  # bytes of address space for the stack of a thread that compiles
+CACHE_SIZE = 64  # compiled grammars in memory
+# JSON on one line, as most programs write it. If any white space were allowed, a model could write it without end.
+JSON_LAYOUT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+MAX_LEXER_STATES = 50_000  # each takes 1 to 2 kB
+STACK_BYTES = 1 << 30  # address space for the stack of a thread that compiles a grammar
 
 
 class Grammars:
-    """Compiles grammars for the tokens of one model.
+    """A compiler of grammars for one model, with a cache.
 
     Args:
-        stop_ids: the tokens that end its texts.
+        tokenizer: None if the engine has no tokenizer. Each grammar is then refused.
+        vocab_size: number of token ids of the model.
+        stop_ids: ids of the tokens that end a text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
         self._lock = threading.Lock()
-        self._grammars: dict[tuple[str, str], Future[Grammar]] = {}  # by name and source; the last used is the last
+        self._grammars: dict[
+            tuple[str, str], Future[Grammar]
+        ] = {}  # by parameter and source, in order of their last use
         self._vocabulary: Future | None = None  # an llguidance.LLTokenizer
 
     def start(self) -> None:
-        """Build llguidance's form of the vocabulary in the background: half a second for 150,000 tokens."""
+        """Convert the vocabulary for llguidance in the background. This takes half a second for 150,000 tokens."""
         with self._lock:
             if self._vocabulary is None and self._tokenizer is not None:
                 self._vocabulary = in_deep_thread(vocabulary, self._tokenizer, self._vocab_size, self._stop_ids)
 
     def wait(self) -> None:
-        """Wait for the vocabulary if `start` was called. The first grammar reports its errors."""
+        """Wait for the vocabulary if `start` was called. An error is reported when the first grammar is compiled."""
         if self._vocabulary is not None:
             self._vocabulary.exception()
 
     def of(self, params: SamplingParams) -> "Grammar | None":
-        """Return the grammar of `params`, None if they have no form.
+        """Return the grammar of `params`; None if they have no response format.
 
-        A caller waits for its own grammar only. Callers that request the same one wait for one compilation.
+        A caller waits only for its own grammar. Callers that request the same grammar share one compilation.
 
         Raises:
             ParameterError: the grammar cannot be compiled.
         """
-        if (form := params.structure) is None:
+        if (key := params.structure) is None:
             return None
         with self._lock:
-            grammar = self._grammars.pop(form, None)
+            grammar = self._grammars.pop(key, None)
             if grammar is None or grammar.done() and grammar.exception():
-                grammar = in_deep_thread(self._compile, *form)
-            self._grammars[form] = grammar
-            if len(self._grammars) > KEPT:
+                grammar = in_deep_thread(self._compile, *key)
+            self._grammars[key] = grammar
+            if len(self._grammars) > CACHE_SIZE:
                 del self._grammars[next(iter(self._grammars))]
         return grammar.result()
 
     def _compile(self, name: str, source: str) -> "Grammar":
+        """Compile a grammar. Every error becomes a ParameterError."""
         try:
             return self.compiled(name, source)
         except ParameterError:
@@ -88,34 +94,35 @@ class Grammars:
         """Compile a grammar in the calling thread.
 
         Args:
-            name: the field of SamplingParams that has it.
+            name: the field of SamplingParams that contains the source.
+            source: the text of that field; choices as a JSON list.
         """
         if self._tokenizer is None:
-            raise conflict(name, " needs a tokenizer, and this engine has none")
+            raise conflict(name, " needs a tokenizer, but this engine has none")
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ModuleNotFoundError:
             raise conflict(name, " needs the package llguidance; install it: pip install llguidance") from None
         if name == "json_schema":
-            grammar = LLMatcher.grammar_from_json_schema(exact(json.loads(source)), overrides=LAYOUT)
+            grammar = LLMatcher.grammar_from_json_schema(exact_schema(json.loads(source)), overrides=JSON_LAYOUT)
         elif name == "regex":
             grammar = LLMatcher.grammar_from_regex(source)
         else:
-            lark = checked(source) if name == "grammar" else lark_of_choices(json.loads(source))
+            lark = check_lark(source) if name == "grammar" else choices_grammar(json.loads(source))
             grammar = LLMatcher.grammar_from_lark(lark)
         self.start()
         assert self._vocabulary is not None
-        limits = LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         matcher = LLMatcher(self._vocabulary.result(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise ParameterError(f"{name}: {reason(matcher.get_error())}", name, "type")
+            raise ParameterError(f"{name}: {shorten_error(matcher.get_error())}", name, "type")
         return Grammar(matcher, self._vocab_size)
 
 
 def in_deep_thread(work: Callable[..., T], *args) -> Future[T]:
     """Call work(*args) in a thread with a large stack.
 
-    llguidance recurses as deep as a grammar is nested, and the end of a stack ends the process.
+    llguidance recurses as deep as a grammar is nested, and a stack overflow would end the process.
     """
     done: Future[T] = Future()
 
@@ -126,22 +133,24 @@ def in_deep_thread(work: Callable[..., T], *args) -> Future[T]:
             done.set_exception(error)
 
     with _starting:
-        usual = threading.stack_size(STACK)
+        usual = threading.stack_size(STACK_BYTES)
         try:
-            threading.Thread(target=run, name="grammar", daemon=True).start()  # the process does not wait for it
+            threading.Thread(
+                target=run, name="grammar", daemon=True
+            ).start()  # daemon: the process does not wait for it at exit
         finally:
             threading.stack_size(usual)
     return done
 
 
-_starting = threading.Lock()  # threading.stack_size is global
+_starting = threading.Lock()  # threading.stack_size sets a global value
 
 
 class Grammar:
     """A compiled grammar.
 
     Attributes:
-        first: the mask of an answer's first token, int32 [words]; see layout.mask_words.
+        first: mask of the first token of an answer, int32 [words]; see layout.mask_words.
     """
 
     def __init__(self, matcher, vocab_size: int):
@@ -149,7 +158,7 @@ class Grammar:
         self.first = self.matcher(()).allowed()
 
     def matcher(self, sampled: Sequence[int]) -> "Matcher":
-        """Return the matcher of a request with these tokens so far. Raises GenerationError."""
+        """Return a new matcher for a request that has these output tokens so far. Raises GenerationError."""
         with self._lock:
             own = self._matcher.deep_copy()
         matcher = Matcher(own, self._vocab_size)
@@ -159,19 +168,19 @@ class Grammar:
 
 
 class Matcher:
-    """The place of one answer in its grammar."""
+    """The state of one answer in its grammar."""
 
     def __init__(self, matcher, vocab_size: int):
         self._matcher, self._words = matcher, -(-vocab_size // 32)
 
     def accept(self, token: int) -> bool:
-        """Accept the token; return whether the answer ends there. Raises GenerationError."""
+        """Append a token to the answer; return whether the answer ends with it. Raises GenerationError."""
         self._matcher.consume_token(token)
         self._check()
         return self._matcher.is_stopped()
 
     def allowed(self) -> np.ndarray:
-        """Return the mask of the next token, int32 [words]. Raises GenerationError."""
+        """Compute the mask of the next token, int32 [words]. Raises GenerationError."""
         mask = np.empty(self._words, np.int32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
@@ -184,60 +193,64 @@ class Matcher:
 
 # ---- numbers
 
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # objects by name
-_UNREAD = ("default", "examples")  # hold no part of an answer
-_INWARD = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
-_MOST = 2**63 - 1024  # the largest that floating point and 64 bits both hold
-# A $ref may lead to what `exact` leaves out.
-_ALL_READ = json.JSONDecoder(object_hook=lambda made: {f"${k}" if k in _UNREAD else k: v for k, v in made.items()})
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_ANNOTATIONS = ("default", "examples")  # keywords that do not restrict an answer
+# The direction in which a bound becomes tighter.
+_TIGHTER = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+_MAX_NUMBER = 2**63 - 1024  # the largest integer that both a double and a signed 64-bit integer represent exactly
+# For schemas within Lark. `exact_schema` removes annotations, but a $ref may refer to one. Renaming them includes them
+# in the check.
+_LARK_SCHEMA_DECODER = json.JSONDecoder(
+    object_hook=lambda made: {f"${k}" if k in _ANNOTATIONS else k: v for k, v in made.items()}
+)
 
 
-def exact(schema):
-    """Return a JSON schema with numbers that llguidance holds, which has floating point and integers of 64 bits.
+def exact_schema(schema):
+    """Return a JSON schema whose numbers llguidance represents exactly. It uses doubles and 64-bit integers.
 
-    Bounds that it cannot hold become the next tighter ones that it can.
+    A bound that is not representable is replaced by the next tighter bound that is.
 
     Raises:
-        ParameterError: another number would change its value.
+        ParameterError: a number is not representable, and no tighter bound is.
     """
     try:
-        return _exact("json_schema", schema)
+        return _exact_value("json_schema", schema)
     except RecursionError:
         raise _refused("lists and objects in it are nested too deeply") from None
 
 
-def checked(lark: str) -> str:
-    """Return a text in Lark. Raises ParameterError if `exact` refuses a schema in it.
+def check_lark(lark: str) -> str:
+    """Return a grammar in Lark's format unchanged. Raises ParameterError if `exact_schema` refuses a schema in it.
 
-    Some of those llguidance follows for ever, and ends the process.
+    With some of these schemas llguidance recurses without end, which would end the process.
     """
-    for found in re.finditer(r"%json\s*", lark):
+    for match in re.finditer(r"%json\s*", lark):
         try:
-            schema = _ALL_READ.raw_decode(lark, found.end())[0]
-        except (ValueError, RecursionError):  # llguidance reports it
+            schema = _LARK_SCHEMA_DECODER.raw_decode(lark, match.end())[0]
+        except (ValueError, RecursionError):  # llguidance reports the error
             continue
         try:
-            exact(schema)
+            exact_schema(schema)
         except ParameterError as error:
-            raise ParameterError(f"grammar: in its {error}", "grammar", "type") from None
+            raise ParameterError(f"grammar: a %json block is not supported: {error}", "grammar", "type") from None
     return lark
 
 
-def _exact(place: str, value):
+def _exact_value(place: str, value):
     if isinstance(value, list):
-        return [_exact(place, item) for item in value]
+        return [_exact_value(place, item) for item in value]
     if not isinstance(value, dict):
-        return _held(place, value)
+        return _check_magnitude(place, value)
     made = {}
     for name, item in value.items():
         if name in ("enum", "const"):
-            made[name] = _distinct(item)
-        elif name in _INWARD and _number(item):
+            made[name] = _check_constant(item)
+        elif name in _TIGHTER and _number(item):
             made[name] = _tightened(name, item)
-        elif name in _NAMED and isinstance(item, dict):
-            made[name] = {key: _exact(name, schema) for key, schema in item.items()}
-        elif name not in _UNREAD:
-            made[name] = _exact(name, item)
+        elif name in _SCHEMAS_BY_NAME and isinstance(item, dict):
+            made[name] = {key: _exact_value(name, schema) for key, schema in item.items()}
+        elif name not in _ANNOTATIONS:
+            made[name] = _exact_value(name, item)
     return made
 
 
@@ -245,59 +258,66 @@ def _number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _held(place: str, value):
-    if _number(value) and abs(value) > _MOST:
+def _check_magnitude(place: str, value):
+    """Return `value`. Raises ParameterError if it is a number of more than 63 bits."""
+    if _number(value) and abs(value) > _MAX_NUMBER:
         raise _refused(f"{place}: numbers of up to 63 bits are supported, got {shown(value)}")
     return value
 
 
-def _distinct(value):
-    """Check a value that an answer may be."""
+def _check_constant(value):
+    """Return `value`, a constant in a schema. Raises ParameterError if a number in it is not representable."""
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _distinct(item)
-    if _number(value) and (abs(value) > _MOST or int(float(value)) != int(value)):
-        raise _refused(f"the number {shown(value)} is too large to be told from its neighbours")
+        _check_constant(item)
+    if _number(value) and (abs(value) > _MAX_NUMBER or int(float(value)) != int(value)):
+        raise _refused(f"the number {shown(value)} is too large to be represented exactly; use a smaller number")
     return value
 
 
 def _tightened(name: str, value):
-    inward = _INWARD[name]
-    value = _held(name, max(value, -_MOST) if inward > 0 else min(value, _MOST))
+    """Return a bound that is representable: `value`, or the next tighter number."""
+    direction = _TIGHTER[name]
+    value = _check_magnitude(name, max(value, -_MAX_NUMBER) if direction > 0 else min(value, _MAX_NUMBER))
     if isinstance(value, float):
         return value
-    held = float(value)
-    if (int(held) - value) * inward < 0:
-        held = math.nextafter(held, inward * math.inf)
-    return int(held)
+    rounded = float(value)
+    if (int(rounded) - value) * direction < 0:
+        rounded = math.nextafter(rounded, direction * math.inf)
+    return int(rounded)
 
 
 def _refused(message: str) -> ParameterError:
     return ParameterError(f"json_schema: {message}", "json_schema", "range")
 
 
-# ---- text for llguidance, and from it
+# ---- conversions for llguidance
 
 
-def reason(message: str) -> str:
-    """Return llguidance's error without the grammar around the place."""
+def shorten_error(message: str) -> str:
+    """Return an error message of llguidance without its excerpt of the grammar."""
     lines = [line for line in message.splitlines() if not re.match(r"\s*(\d+ \||\^+\s*$)", line)]
     text = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", "\n".join(lines))
     return brief(re.sub(r"oneOf constraints are not .*", "oneOf: a value may fit two of them; use anyOf", text))
 
 
-def lark_of_choices(choices: Sequence[str]) -> str:
+def choices_grammar(choices: Sequence[str]) -> str:
+    """Return a Lark grammar that allows exactly one of `choices`."""
     literals = (json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return "start: " + " | ".join(literals).replace("\x7f", "\\u007f")  # llguidance accepts no raw one
+    return "start: " + " | ".join(literals).replace("\x7f", "\\u007f")  # llguidance refuses an unescaped DEL
 
 
 def vocabulary(tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
-    """Return an llguidance.LLTokenizer. Tokens that the tokenizer lacks have no bytes."""
+    """Return an llguidance.LLTokenizer. Ids of the model that are not in the tokenizer have no bytes.
+
+    Raises:
+        ParameterError: no token ends a text.
+    """
     from llguidance import LLTokenizer, TokenizerWrapper
 
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     ends = [token for token in stop_ids if token < vocab_size] or [*eos]
     if not ends:
-        raise ParameterError("this model has no token that ends a text: no grammar can be followed")
+        raise ParameterError("structured output needs a token that ends a text, but this model has no such token")
 
     known = min(vocab_size, tokenizer.vocab_size)
 
@@ -307,10 +327,10 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
         special_token_ids = sorted(tokenizer.special_ids)
 
         def __call__(self, text: bytes) -> list[int]:
-            """Return the tokens of a text whose continuation is certain."""
+            """Return the token ids of a text that the grammar forces."""
             ids = tokenizer.encode_within(text.decode())
-            exact = b"".join(map(self.tokens.__getitem__, ids)) == text
-            return ids if exact else made.greedy_tokenize(text.decode())
+            lossless = b"".join(map(self.tokens.__getitem__, ids)) == text
+            return ids if lossless else made.greedy_tokenize(text.decode())
 
     made = LLTokenizer(TokenizerWrapper(Vocabulary()), n_vocab=vocab_size, eos_token=ends)
     return made

@@ -1,4 +1,4 @@
-"""Prompts, which are text, token ids or chats, to the token ids that a model takes."""
+"""Validation and encoding of prompts: text, token ids or chat messages."""
 
 import operator
 import struct
@@ -16,13 +16,19 @@ from .tokenizer import Tokenizer
 
 
 class Encoded(NamedTuple):
-    """The token ids of a checked prompt, int32; chat: its answer does not continue a text."""
+    """A validated prompt.
+
+    Attributes:
+        tokens: token ids, int32.
+        chat: whether the prompt is a chat. The answer to a chat begins a new text, instead of continuing the prompt.
+    """
 
     tokens: array
     chat: bool
 
     @property
     def ids(self) -> list[int]:
+        """The token ids as a list."""
         return self.tokens.tolist()
 
 
@@ -32,65 +38,69 @@ Prompt = str | Sequence[int] | Sequence[dict] | Encoded
 def prompt_ids(
     prompt: Prompt, variables: dict, tokenizer: Tokenizer | None, vocab_size: int, capacity: int, limit: int
 ) -> Encoded:
-    """Check and encode a prompt.
+    """Validate and encode a prompt.
 
     Args:
-        variables: of the chat template.
-        capacity: positions of the context.
-        limit: positions that the model could have.
+        variables: variables of the chat template.
+        vocab_size: number of token ids of the model.
+        capacity: context length of the engine, in tokens.
+        limit: context length that the model supports, in tokens.
 
     Raises:
-        PromptError: it is not a prompt, or does not fit.
+        PromptError: the value is not a prompt, or does not fit in the context.
     """
     fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
     if isinstance(prompt, Encoded):
-        return _fitting(*prompt, vocab_size, capacity, fix)  # perhaps another engine's
+        return _fitting(
+            *prompt, vocab_size, capacity, fix
+        )  # validated again, because another engine may have encoded it
     items = [] if isinstance(prompt, str) else listed(prompt)
     if items is None:
         kind = type(prompt).__name__
         raise PromptError(f"the prompt must be text, token ids or a list of chat messages, got {kind}")
     chat = bool(items) and isinstance(items[0], Mapping)
     if tokenizer is None and (chat or isinstance(prompt, str)):
-        raise PromptError("this engine has no tokenizer: give token ids")
+        raise PromptError("this engine has no tokenizer; pass token ids")
     _check_variables(variables, tokenizer if chat else None)
-    if not chat and len(items) > capacity:  # before each is checked
+    if not chat and len(items) > capacity:  # refuse a long list before each item is checked
         raise TooLong(len(items), capacity, fix=fix)
     try:
         if isinstance(prompt, str) and tokenizer:
             ids = tokenizer.encode(prompt, context=capacity)
         elif chat and tokenizer:
             ids = tokenizer.encode_chat(items, capacity, **variables)
-        elif [*map(type, items)].count(int) == len(items):  # nearly always, and fast for long prompts
+        elif [*map(type, items)].count(int) == len(items):  # the common case, and fast for long prompts
             ids = items
         else:
             ids = [_token_id(token, vocab_size) for token in items]
     except TooLong as error:
         raise TooLong(error.tokens, capacity, or_more=True, fix=fix) from None
     if not ids:
-        raise PromptError("the prompt is empty: at least one token is needed")
+        raise PromptError("the prompt is empty; at least one token is needed")
     return _fitting(ids, chat, vocab_size, capacity, fix)
 
 
 def listed(prompt) -> list | None:
-    """Return the items of token ids or messages; None for text and for values that are not prompts."""
+    """Return token ids or messages as a list; None for text and for values that are not prompts."""
     if isinstance(prompt, (str, bytes, bytearray, memoryview, Set, Mapping)):
         return None
     try:
         # Arrays and tensors convert all items to Python's numbers and bools at once.
         return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-    except TypeError:  # not iterable, as a tensor without dimensions
+    except TypeError:  # not iterable, such as a tensor without dimensions
         return None
 
 
 def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
     known = tokenizer.template_variables if variables and tokenizer else frozenset()
     if unknown := sorted(variables.keys() - known):
-        has = f"it reads {brief(', '.join(sorted(known)))}" if known else "it reads none, or this prompt is no chat"
+        has = f"it reads {brief(', '.join(sorted(known)))}" if known else "it reads none, or this prompt is not a chat"
         raise PromptError(f"template_variables: the chat template has no variable {shown(unknown[0])}; {has}")
 
 
 def _fitting(ids: Sequence[int], chat: bool, vocab_size: int, capacity: int, fix: str) -> Encoded:
-    tokens = _packed(ids, vocab_size)  # a tokenizer may know more tokens than the model
+    """Return the checked prompt. Raises PromptError if an id is not in the vocabulary or the prompt is too long."""
+    tokens = _packed(ids, vocab_size)  # a tokenizer may have more tokens than the model
     if len(ids) > capacity:
         raise TooLong(len(ids), capacity, fix=fix)
     return Encoded(tokens, chat)
@@ -107,7 +117,7 @@ def _packed(ids: Sequence[int], vocab_size: int) -> array:
 def _token_id(token, vocab_size: int) -> int:
     if not isinstance(token, bool):
         with suppress(TypeError):
-            return operator.index(token)  # also integers of numpy and torch
+            return operator.index(token)  # accepts integers of numpy and torch
     raise _outside(token, vocab_size)
 
 

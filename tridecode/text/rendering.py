@@ -1,4 +1,4 @@
-"""Rendering of one chat template, in a child process of sandbox.py."""
+"""Rendering of one chat template. This module runs in a child process of sandbox.py."""
 
 import json
 from collections.abc import Callable
@@ -16,15 +16,15 @@ class Broken(Exception):
 
 
 class Refusal(jinja2.TemplateError):
-    """Raised by a template's raise_exception."""
+    """The template called raise_exception."""
 
 
 class OutputTooLong(Exception):
-    """The template writes more than it may."""
+    """The output of the template exceeds the limit."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %}, which marks the assistant's part for training; rendering needs its body only."""
+    """The block {% generation %}, which marks the assistant's part for training. Only its body is rendered."""
 
     tags = {"generation"}
 
@@ -38,12 +38,12 @@ def _raise_exception(message):
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # Jinja's own escapes HTML, which no model was trained on.
+    # Jinja's own filter escapes HTML. Models were trained on unescaped text.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of transformers' apply_chat_template."""
+    """Return a Jinja environment with the filters and globals of transformers' apply_chat_template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -57,12 +57,13 @@ def renderer(setup: list) -> Callable[[dict | None], str | list[str]]:
     """Compile a template.
 
     Args:
-        setup: its source, and the most characters that it may write.
+        setup: the source of the template, and the maximum number of characters of its output.
 
     Returns:
-        A function that renders the given variables; given None, it returns the names that the template reads.
+        A function that renders the template with a dict of variables. Called with None, it returns the names of the
+        variables that the template reads.
     """
-    source, longest = setup
+    source, max_characters = setup
     environment = make_environment()
     try:
         template = environment.from_string(source)
@@ -77,14 +78,15 @@ def renderer(setup: list) -> Callable[[dict | None], str | list[str]]:
         for piece in template.generate(variables):
             pieces.append(piece)
             size += len(piece)
-            if size > longest:
+            if size > max_characters:
                 raise OutputTooLong
         return "".join(pieces)
 
     return render
 
 
-# Import and read here, while files can be opened, what Python loads late: filters, the time zone, tracebacks.
+# Python loads filters, the time zone and tracebacks at their first use. Use them now, because the child process cannot
+# open files later.
 for _text in (
     "{{ 'a' | pprint | wordwrap | striptags }}{{ lipsum(1) }}{{ strftime_now('%c %Z') }}",
     "{{ raise_exception('') }}",

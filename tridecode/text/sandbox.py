@@ -1,8 +1,8 @@
-"""Child processes with limits, for code and data of a checkpoint that this process cannot trust or interrupt.
+"""Child processes with limits, for code of a checkpoint that is not trusted and cannot be interrupted.
 
-A child runs one function of this package: `make(setup)` returns `answer(message)`. Setup, messages and results are
-lines of JSON over a socket pair. Once its imports are done a child can open no files and no sockets, start no processes
-and use no more memory than its limit. The parent ends it when its time is over.
+A child process runs one function of this package: `make(setup)` returns `answer(message)`. Setup, messages and results
+are lines of JSON over a socket pair. After its imports, a child cannot open files or sockets, start processes, or
+exceed its memory limit. The parent kills it at its time limit.
 """
 
 import importlib
@@ -23,17 +23,17 @@ from typing import Any, NamedTuple
 
 from ..errors import brief
 
-START_SECONDS = 60.0  # for the imports of a child, on a slow disk
-LONGEST_REASON = 300  # characters of an error of a child
-STARTING = -1  # the user of a child that `start` starts
+START_SECONDS = 60.0  # time limit for the imports of a child; they are slow on a slow disk
+MAX_REASON_CHARACTERS = 300  # of an error message of a child
+STARTING = -1  # value of `_Child.user` while `Sandbox.start` starts the child
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from tridecode.text import sandbox; sandbox.main(*sys.argv[2:])"
 
 
 class SandboxError(Exception):
-    """A message has no result.
+    """A child returned no result for a message.
 
     Attributes:
-        kind: the name of the type of the child's error; None if the child ended or was stopped.
+        kind: type name of the exception that the child raised; None if the child ended or was killed.
     """
 
     def __init__(self, reason: str, kind: str | None = None):
@@ -42,20 +42,20 @@ class SandboxError(Exception):
 
 
 class Program(NamedTuple):
-    """The function that a child runs, and its limits."""
+    """The function that a child runs, and the limits of the child."""
 
-    function: str  # "module:name", a function of this package that takes the setup
+    function: str  # "module:name" of a function of this package; its argument is the setup
     setup: Callable[[], Any]  # called in the parent when a child starts
     memory: int  # bytes of address space
-    seconds: float  # for the setup
-    longest: int  # bytes of an answer
+    seconds: float  # time limit of the setup
+    max_answer_bytes: int
 
 
 class Sandbox:
-    """One child process or several that run the same program. They end with this object.
+    """One or more child processes that run the same program. They end when this object is deleted.
 
-    A child that has ended is replaced at the next message. A child that was stopped or interrupted, panicked or ran out
-    of memory is ended, because its next answer could be wrong.
+    A child that has ended is replaced at the next call. After a timeout, an interrupt, a panic or a memory error, the
+    child is killed, because its next answer could be wrong.
     """
 
     def __init__(self, program: Program):
@@ -63,7 +63,7 @@ class Sandbox:
         self._released = threading.Condition()
 
     def start(self, children: int = 1) -> None:
-        """Start this many children in the background. `ask` reports their errors."""
+        """Start children in the background, up to this number in total. `call` reports their errors."""
         with self._released:
             self._children += [_Child(self._program) for _ in range(children - len(self._children))]
             for child in self._children:
@@ -72,27 +72,27 @@ class Sandbox:
                     threading.Thread(target=self._start, args=(child,), daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until the children that `start` starts are ready, or have failed."""
+        """Wait until each child that `start` is starting is ready or has failed."""
         with self._released:
             self._released.wait_for(lambda: all(child.user != STARTING for child in self._children))
 
-    def ask(self, message: Any, seconds: float) -> Any:
-        """Return the child's answer to `message`.
+    def call(self, message: Any, seconds: float) -> Any:
+        """Return a child's answer to `message`.
 
         Args:
-            seconds: the time limit. If this process ends meanwhile, the child ends after as much CPU time.
+            seconds: time limit. If this process ends meanwhile, the child ends after about this much CPU time.
 
         Raises:
-            SandboxError: the child raised an error, ended, or gave no answer in time.
+            SandboxError: the child raised an error, ended, or did not answer in time.
         """
         child = self._take()
         try:
-            return child.ask(message, seconds)
+            return child.call(message, seconds)
         finally:
             self._release(child)
 
     def close(self) -> None:
-        """End all children; the next message starts another."""
+        """Kill all children. The next call starts a new one."""
         for child in self._children:
             child.end()
 
@@ -109,8 +109,9 @@ class Sandbox:
             self._release(child)
 
     def _take(self) -> "_Child":
-        """Wait for a child that no other thread uses; prefer one that is ready."""
-        me = threading.get_ident()  # after an interrupt that came before the release it has one already
+        """Reserve a child that no other thread uses, preferably one that is ready. Wait if all are in use."""
+        # If an interrupt prevented an earlier release, this thread already has a child and may take it again.
+        me = threading.get_ident()
         with self._released:
             while not (free := [child for child in self._children if child.user in (None, me)]):
                 self._released.wait()
@@ -121,25 +122,30 @@ class Sandbox:
     def _release(self, child: "_Child") -> None:
         with self._released:
             if child.user == STARTING:
-                self._released.notify_all()  # `wait` waits too
+                self._released.notify_all()  # `wait` and `_take` may both be waiting
             child.user = None
             self._released.notify()
 
 
 class _Child:
-    """A process that is started at the first message. One thread uses it at a time: `user`."""
+    """A process that is started at the first call.
+
+    Attributes:
+        user: id of the thread that uses the child now; STARTING, or None if it is free.
+    """
 
     def __init__(self, program: Program):
         self._program = program
         self.user: int | None = None
         self.process: subprocess.Popen | None = None
         self._socket: socket.socket
-        self._owner = 0  # the process that started it: a fork has to start its own
+        self._owner = 0  # id of the process that started the child; a fork of it starts its own child
         self._started = False
         self._end: Callable[[], object] = lambda: None
 
     @property
     def ready(self) -> bool:
+        """Whether the process runs, has completed its setup, and belongs to this process."""
         return self._started and self._owner == os.getpid() and self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
@@ -150,7 +156,7 @@ class _Child:
         try:
             self._socket, theirs = socket.socketpair()
             with theirs:
-                # A session of its own: Ctrl-C in the terminal is for the parent.
+                # The child has its own session, so that Ctrl-C in the terminal interrupts only the parent.
                 self.process = subprocess.Popen(
                     command,
                     stdin=theirs.fileno(),
@@ -170,12 +176,13 @@ class _Child:
             raise
         self._started = True
 
-    def ask(self, message: Any, seconds: float) -> Any:
+    def call(self, message: Any, seconds: float) -> Any:
+        """Return the answer to `message`. Raises SandboxError."""
         if not self.ready:
             self.start()
         try:
             answer = self._exchange(_line([message, seconds]), seconds, "its process was stopped")
-        except BaseException:  # the answer must not be taken for that of the next message
+        except BaseException:  # otherwise the next call would receive the answer of this one
             self.end()
             raise
         if "error" not in answer:
@@ -185,10 +192,12 @@ class _Child:
         raise SandboxError(answer["reason"], answer["error"])
 
     def end(self) -> None:
+        """Kill the process."""
         self._started = False
         self._end()
 
     def _exchange(self, request: bytes, seconds: float, problem: str) -> Any:
+        """Send a line and return the answer. On a timeout, raise a SandboxError that begins with `problem`."""
         assert self.process is not None
         until, answer = time.monotonic() + seconds, bytearray()
         try:
@@ -201,7 +210,7 @@ class _Child:
                 with suppress(ConnectionError):
                     piece = self._socket.recv(1 << 16)
                 answer += piece
-                if not piece or len(answer) > self._program.longest:
+                if not piece or len(answer) > self._program.max_answer_bytes:
                     self.process.kill()
                     raise SandboxError(f"its process ended with code {self.process.wait()}")
         except TimeoutError:
@@ -214,7 +223,7 @@ def _line(value: Any) -> bytes:
 
 
 def _end(process: subprocess.Popen, ours: socket.socket, owner: int) -> None:
-    if os.getpid() == owner:  # a fork has the socket too, and must not end the child
+    if os.getpid() == owner:  # a fork also has the socket, but must not kill the child
         process.kill()
         process.wait()
     ours.close()
@@ -235,22 +244,22 @@ def main(function: str, memory: str) -> None:
     _reply("started")
     for line in lines:
         message, seconds = json.loads(line)
-        # The clock of the parent stops it before; this limit is for a child whose parent is gone.
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 2 + ceil(seconds), for_good=False)
+        # The parent kills the child earlier. This limit ends a child whose parent no longer exists.
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 2 + ceil(seconds), permanent=False)
         if answer is None:
-            answer = _made(make, message)
+            answer = _make_or_fail(make, message)
             _reply("ready")
             continue
         try:
             _reply({"result": answer(message)})
-        except BaseException as error:  # a panic of a library is not an Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             unsafe = isinstance(error, MemoryError) or not isinstance(error, Exception)
-            reason = brief(error, LONGEST_REASON) or type(error).__name__
+            reason = brief(error, MAX_REASON_CHARACTERS) or type(error).__name__
             _reply({"error": type(error).__name__, "reason": reason, "unsafe": unsafe})
 
 
-def _made(make: Callable[[Any], Callable[[Any], Any]], setup: Any) -> Callable[[Any], Any]:
-    """Return make(setup), or a function that raises its error for each message."""
+def _make_or_fail(make: Callable[[Any], Callable[[Any], Any]], setup: Any) -> Callable[[Any], Any]:
+    """Return make(setup). If it fails, return a function that raises the same error for each message."""
     try:
         return make(setup)
     except BaseException as caught:
@@ -262,11 +271,12 @@ def _made(make: Callable[[Any], Callable[[Any], Any]], setup: Any) -> Callable[[
     return answer
 
 
-def _limit(kind: int, value: int, for_good: bool = True) -> None:
+def _limit(kind: int, value: int, permanent: bool = True) -> None:
+    """Set the soft limit of a resource, and with `permanent` also the hard limit, which cannot be raised again."""
     hard = resource.getrlimit(kind)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
-    resource.setrlimit(kind, (value, value if for_good else hard))
+    resource.setrlimit(kind, (value, value if permanent else hard))
 
 
 def _reply(value: Any) -> None:

@@ -1,4 +1,7 @@
-"""Search for control tokens in text, in time that does not grow with their number: some models have 30,000."""
+"""Search for control tokens in text.
+
+The time of a search does not grow with the number of tokens, because some models have 30,000 control tokens.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
@@ -8,14 +11,19 @@ import tokenizers
 
 
 class TokenSet:
-    """Strings that are searched in text."""
+    """A set of strings that can be searched for in text.
+
+    Attributes:
+        longest: characters of the longest string; 0 for an empty set.
+        first_chars: the first characters of all strings.
+    """
 
     def __init__(self, tokens: Iterable[str]):
         self._sorted = sorted(tokens)
         self.longest = max(map(len, self._sorted), default=0)
         self.first_chars = frozenset(token[0] for token in self._sorted)
-        # A text that begins with a token begins with the shortest token that begins that token. Among those, only the
-        # last one that does not sort after the text can begin it.
+        # Tokens of which no other token is a prefix. A text that begins with any token begins with one of these. In
+        # sorted order it can only be the last one that is not greater than the text, so a binary search finds it.
         self._shortest: list[str] = []
         for token in self._sorted:
             if not self._shortest or not token.startswith(self._shortest[-1]):
@@ -30,19 +38,19 @@ class TokenSet:
         return found > 0 and text.startswith(self._shortest[found - 1], i)
 
     def begins(self, start: str) -> bool:
-        """Whether a token begins with `start`."""
+        """Whether `start` is a prefix of a token."""
         found = bisect_left(self._sorted, start)
         return found < len(self._sorted) and self._sorted[found].startswith(start)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Return first and last character (exclusive) of each token in `text`, the longest at each place."""
-        if self.first_chars.isdisjoint(text):  # as for most short texts
+        """Return the span [start, stop) of each token in `text`. At each position the longest token is chosen."""
+        if self.first_chars.isdisjoint(text):  # fast path for most short texts
             return []
-        found = self._finder.encode(text, add_special_tokens=False)
-        return [span for span, token in zip(found.offsets, found.ids) if token]
+        encoding = self._finder.encode(text, add_special_tokens=False)
+        return [span for span, token in zip(encoding.offsets, encoding.ids) if token]
 
     def replace(self, text: str, by: Callable[[str], str]) -> str:
-        """Replace each token of `spans`."""
+        """Return `text` with `by(token)` in place of each token that `spans` finds."""
         pieces: list[str] = []
         end = 0
         for start, stop in self.spans(text):
@@ -52,7 +60,7 @@ class TokenSet:
 
     @cached_property
     def _finder(self) -> tokenizers.Tokenizer:
-        """The search of tokenizers for added tokens; all other text is token 0."""
+        """A tokenizer whose added tokens are the strings of this set. All other text is token 0."""
         finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
         finder.add_special_tokens([tokenizers.AddedToken(t, normalized=False, special=True) for t in self._sorted])
         return finder

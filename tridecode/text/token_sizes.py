@@ -1,4 +1,7 @@
-"""The fewest tokens that a text can have: a text that cannot fit in a context is refused before it is tokenized."""
+"""A lower bound on the number of tokens of a text.
+
+With it, a prompt that is too long for the context is refused before it is tokenized.
+"""
 
 import math
 import unicodedata
@@ -10,21 +13,25 @@ from .encoder import steps
 
 
 def longest(tokenizer: tokenizers.Tokenizer, token_bytes: TokenBytes) -> float:
-    """Return the UTF-8 bytes of text that one token stands for at most; infinite if a tokenizer may leave text out."""
-    swallows = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
-    every = [*steps(tokenizer.normalizer), *steps(tokenizer.pre_tokenizer)]
-    if swallows or not token_bytes.lossless or not all(map(_keeps, every)):
+    """Return the maximum number of UTF-8 bytes that one token represents; infinite if the tokenizer may drop text."""
+    strips = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+    all_steps = [*steps(tokenizer.normalizer), *steps(tokenizer.pre_tokenizer)]
+    if strips or not token_bytes.lossless or not all(map(_keeps, all_steps)):
         return math.inf
     return max(token_bytes.size(token) for token in tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def fewest(text: str, longest: float) -> int:
-    """Return how many tokens of `longest` bytes `text` has at least, whether it is normalized (NFC) or not."""
+    """Return a lower bound on the number of tokens of `text`, whether or not the tokenizer normalizes it (NFC).
+
+    Args:
+        longest: maximum number of UTF-8 bytes of one token.
+    """
     return math.ceil(min(len(form.encode()) for form in (text, unicodedata.normalize("NFC", text))) / longest)
 
 
 def _keeps(step: dict) -> bool:
-    """Whether a step of a normalizer or pre-tokenizer shortens no text, but for NFC."""
+    """Whether a step of a normalizer or pre-tokenizer never shortens a text, apart from NFC (see `fewest`)."""
     match step:
         case {"type": "NFC" | "ByteLevel" | "Metaspace" | "Prepend" | "Digits"}:
             return True

@@ -1,7 +1,7 @@
-"""Tokenizer: text and chats to token ids, and back.
+"""Tokenizer: conversion of text and chats to token ids, and of token ids to text.
 
-Control tokens (<|im_end|>, </s>, <think>, ...) steer a model. Only the chat template may write them: in a user's text
-they are ordinary characters.
+Control tokens (<|im_end|>, </s>, <think>, ...) mark the structure of a chat. Only the chat template may produce them.
+In a user's text they are encoded as ordinary characters.
 """
 
 import json
@@ -26,10 +26,10 @@ from .token_set import TokenSet
 from .token_sizes import fewest, longest
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-DEEPEST = 100  # lists and objects within each other, in messages and template variables
+MAX_DEPTH = 100  # nesting of lists and objects in messages and template variables
 _FILE_LIMIT = 128 << 20  # bytes of tokenizer.json
 _TEMPLATE_LIMIT = 1 << 20  # bytes of a chat template
-_LONGEST_CONTROL = 1000  # characters of a control token
+_MAX_CONTROL_CHARACTERS = 1000  # of one control token
 _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
 
 
@@ -37,16 +37,18 @@ class Tokenizer:
     """The tokenizer of a checkpoint: tokenizer.json, the names of its special tokens and its chat template.
 
     Args:
-        special_tokens: text by name (bos_token, ...), for templates.
-        template: Jinja.
-        source: its file, for messages.
+        special_tokens: text by name (bos_token, eos_token, ...). The chat template can read them as variables.
+        template: chat template, in Jinja or as an object.
+        source: path of tokenizer.json, for error messages.
 
     Attributes:
-        vocab_size: tokens, added ones included; a model's own vocabulary is often padded beyond it.
-        bos_id, eos_id: None if there is no such token.
-        special_ids: the tokens that no text shows.
-        directory: that of its files.
-        thinks: whether the chat template knows think blocks, so that an answer may begin with one.
+        vocab_size: number of tokens, including added tokens. A model's vocabulary is often padded to a larger size.
+        bos_id, eos_id: token ids; None if there is no such token.
+        special_ids: ids of the special tokens, which are omitted from text by default.
+        directory: directory of the tokenizer's files.
+        has_template: whether there is a chat template.
+        template_source: the chat template in Jinja; "" if there is none.
+        thinks: whether the chat template contains think blocks, so that an answer may begin with one.
     """
 
     def __init__(
@@ -72,14 +74,14 @@ class Tokenizer:
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.content}
         self.special_ids = self._token_bytes.special
         self._special = TokenSet(token.content for token in added.values() if token.special)
-        # Tokens added as vocabulary (words, runs of spaces) are text like any other; markup is not.
+        # Added tokens that look like markup are control tokens. Other added tokens (words, runs of spaces) are text.
         control = {i: t.content for i, t in added.items() if t.special or _MARKUP.fullmatch(t.content)}
         self._control, self._control_ids = TokenSet(control.values()), frozenset(control)
-        if self._control.longest > _LONGEST_CONTROL:
-            longest = max(control.values(), key=len)
+        if self._control.longest > _MAX_CONTROL_CHARACTERS:
+            token = max(control.values(), key=len)
             raise CheckpointError(
-                f"{source}: the added token {shown(longest)} has {len(longest):,} characters; at most "
-                f"{_LONGEST_CONTROL:,} are supported"
+                f"{source}: the added token {shown(token)} has {len(token):,} characters; at most "
+                f"{_MAX_CONTROL_CHARACTERS:,} are supported"
             )
 
     @classmethod
@@ -97,70 +99,84 @@ class Tokenizer:
         return cls(tokenizer, special_tokens, _template(path, settings, special_tokens), file)
 
     def start(self, callers: int = 1) -> None:
-        """Start its child processes in the background, for `callers` requests at a time."""
+        """Start the child processes of the chat template and the encoder in the background.
+
+        Args:
+            callers: number of requests that may be encoded at the same time.
+        """
         if self._template:
             self._template.sandbox.start(min(callers, CHILDREN))
         if not self._encode.harmless:
             self._encode.sandbox.start()
 
     def wait(self) -> None:
-        """Wait until the processes that `start` starts are ready."""
+        """Wait until the child processes that `start` is starting are ready."""
         self._encode.sandbox.wait()
         if self._template:
             self._template.sandbox.wait()
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the token's part of a text; that of a special token is its name."""
+        """Return the bytes that the token adds to a text; for a special token, its name."""
         return self._token_bytes(token)
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """The variables of the chat template that `encode_chat` takes (tools, enable_thinking, ...)."""
+        """Names of the variables that the chat template reads and `encode_chat` accepts (tools, ...)."""
         return frozenset() if self._template is None else self._template.variables()
 
     def encode(self, text: str, allow_special: bool = False, context: int | None = None) -> list[int]:
-        """Return the token ids of a raw text, with those that the tokenizer puts around a text (bos, for most).
+        """Return the token ids of a text, with the tokens that the post-processor adds (usually bos).
 
         Lone surrogates become U+FFFD.
 
         Args:
-            allow_special: read control tokens in the text as such.
-            context: raise TooLong, at once, for a text that surely has more tokens.
+            allow_special: encode control tokens in the text as control tokens, instead of as ordinary characters.
+            context: context length. If a lower bound of the number of tokens exceeds it, raise TooLong before
+                tokenization.
+
+        Raises:
+            PromptError: `text` is not a string, or cannot be encoded.
+            TooLong: the text does not fit in `context` tokens.
         """
         if not isinstance(text, str):
             raise PromptError(f"a prompt must be text, got {type(text).__name__}")
         text = _clean(text)
         self._check_size(text, context)
-        ids = self._encode(text, around=True)
-        if not allow_special and self._count_control(ids) > self._control_around:
-            ids = self._neutral(text, around=True)
+        ids = self._encode(text, add_special_tokens=True)
+        if not allow_special and self._count_control(ids) > self._added_control:
+            ids = self._text_encoder(text, add_special_tokens=True)
         return ids
 
     def encode_within(self, text: str) -> list[int]:
-        """Return the token ids of a part of a text, with nothing around it."""
+        """Return the token ids of a part of a text, without the tokens that the post-processor adds to a whole text.
+
+        Control tokens in the text are encoded as control tokens.
+        """
         return self._encode(_clean(text))
 
     def _count_control(self, ids: list[int]) -> int:
+        """Return the number of control tokens in `ids`."""
         return sum(token in self._control_ids for token in ids) if self._control_ids.intersection(ids) else 0
 
     @cached_property
-    def _control_around(self) -> int:
-        """The number of control tokens that the post-processor puts around any text."""
-        return self._count_control(self._encode("", around=True))
+    def _added_control(self) -> int:
+        """The number of control tokens that the post-processor adds to each text."""
+        return self._count_control(self._encode("", add_special_tokens=True))
 
     def encode_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> list[int]:
-        """Return the token ids of a conversation, through the chat template, up to where the answer begins.
+        """Return the token ids of a chat, formatted by the chat template, up to the beginning of the answer.
 
-        Only the template writes control tokens. In the assistant's own messages those that are not special count too:
-        its <think> was one token, and templates look for </think>.
+        Control tokens in messages are encoded as ordinary characters. An exception are control tokens that are not
+        special in messages of the assistant: its <think> was one token, and templates search for </think>.
 
         Args:
-            messages: dicts with the strings "role" and "content". Other keys reach the template as plain JSON values.
+            messages: dicts with the strings "role" and "content". Other keys are plain JSON values for the template.
             context: as for `encode`.
             template_variables: plain JSON values (enable_thinking, tools, ...).
 
         Raises:
-            PromptError: the messages are malformed, there is no template, or it refuses them.
+            PromptError: the messages are malformed, there is no template, or the template refuses the messages.
+            TooLong: the chat does not fit in `context` tokens.
         """
         if self._template is None:
             raise PromptError(f"this model has no chat template (it may be a base model); {NO_CHAT}")
@@ -178,42 +194,43 @@ class Tokenizer:
         if _restore(marked, marks) == text:
             ids = self._encode(text)
             if self._count_control(ids) == len(self._control.spans(marked)):
-                return ids  # no control token in it is a user's
+                return ids  # all its control tokens are the template's
         renamed = self._control.replace(marked, self._names.__getitem__)
-        return self._neutral(_restore(renamed, marks))
+        return self._text_encoder(_restore(renamed, marks))
 
     def _check_size(self, text: str, context: int | None) -> None:
-        # Counting takes time, and nearly no text is so long.
+        # The bound takes time to compute, so only texts of more than 4 characters per position are checked.
         if context is not None and len(text) > 4 * context and (least := fewest(text, self._longest)) > context:
             raise TooLong(least, context, or_more=True)
 
     @cached_property
     def _longest(self) -> float:
+        """Maximum number of UTF-8 bytes of one token."""
         return longest(self._tokenizer, self._token_bytes)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Return the text of `ids`, with U+FFFD for ids that the tokenizer lacks."""
+        """Return the text of `ids`. An id that is not in the tokenizer becomes U+FFFD."""
         detokenizer = Detokenizer(self._token_bytes, (), skip_special)
         return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
     def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
-        """Return a Detokenizer for one stream of tokens. With `prompt_ids` its text continues that of the prompt."""
+        """Return a Detokenizer for one stream of tokens, which continues the text of `prompt_ids`."""
         return Detokenizer(self._token_bytes, prompt_ids, skip_special)
 
-    # Nearly always a user's text has no control tokens, and the tokenizer reads the prompt as it is. Otherwise a twin
-    # reads it, which knows the control tokens by unguessable names only: those that the template wrote are renamed, a
-    # user's are text. To tell them apart, the first character of each control token in a message is replaced by a
-    # private-use character before the template sees it.
+    # A user's text rarely contains control tokens. If it does, a second encoder encodes the prompt. In it, each control
+    # token has an unguessable name instead of its text. The control tokens that the template wrote are replaced by
+    # these names. Those of the user remain text, which the second encoder does not recognize. To distinguish the two,
+    # the first character of each control token in a message is replaced by a private-use character before rendering.
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        # Lower case, letters and digits: nothing that a normaliser would change.
+        """The unguessable name of each control token. A normalizer does not change lower-case letters and digits."""
         nonce = secrets.token_hex(16)
         return {token: f"x{nonce}x{i}x" for i, token in enumerate(self._control)}
 
     @cached_property
-    def _neutral(self) -> Encoder:
-        """The twin: the same tokenizer and ids, each control token under its name in `_names`."""
+    def _text_encoder(self) -> Encoder:
+        """The second encoder: the same tokenizer and ids, with each control token renamed as in `_names`."""
         state, names = json.loads(self._tokenizer.to_str()), self._names
         for token in state["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
@@ -227,21 +244,24 @@ class Tokenizer:
             model["merges"] = [pair for pair in pairs if not names.keys() & {*pair, "".join(pair)}]
         if model.get("unk_token") is not None:
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-        twin = tokenizers.Tokenizer.from_str(json.dumps(state))
-        if any(twin.token_to_id(name) != self._tokenizer.token_to_id(token) for token, name in names.items()):
-            raise PromptError("this tokenizer cannot read control tokens as text; remove them from the prompt")
-        return Encoder(twin, self._source)
+        renamed = tokenizers.Tokenizer.from_str(json.dumps(state))
+        if any(renamed.token_to_id(name) != self._tokenizer.token_to_id(token) for token, name in names.items()):
+            raise PromptError("this tokenizer cannot encode control tokens as text; remove them from the prompt")
+        return Encoder(renamed, self._source)
 
     @cached_property
     def _template_chars(self) -> frozenset[str]:
         return frozenset(self.template_source)
 
     @cached_property
-    def _beginnings(self) -> re.Pattern[str]:
+    def _first_char_pattern(self) -> re.Pattern[str]:
         return re.compile(f"[{re.escape(''.join(self._control.first_chars))}]")
 
     def _marks(self, *values) -> dict[str, str]:
-        """Return, for each character that begins a control token, a private-use character that occurs nowhere."""
+        """Return a private-use character for each first character of a control token.
+
+        The private-use characters occur neither in the template nor in `values`.
+        """
         used = self._template_chars.union(json.dumps(values, ensure_ascii=False))
         begins = sorted(self._control.first_chars)
         private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
@@ -251,9 +271,15 @@ class Tokenizer:
         return dict(zip(begins, free))
 
     def _mark(self, value, marks: dict[str, str], tokens: TokenSet):
-        """Replace the first character of each of `tokens` in strings, and of each of `_control` in keys.
+        """Replace the first character of each control token by its private-use character.
 
-        Templates look up keys by name: those without a whole control token stay as they are.
+        Keys are only changed if they contain a whole control token, because templates look up keys by name. In other
+        strings, an incomplete control token at the end is also marked.
+
+        Args:
+            value: a JSON value.
+            marks: private-use character by first character.
+            tokens: the control tokens to mark in strings. In keys, all control tokens are marked.
         """
         if isinstance(value, dict):
             return {
@@ -264,8 +290,10 @@ class Tokenizer:
             return [self._mark(item, marks, tokens) for item in value]
         if not isinstance(value, str) or marks.keys().isdisjoint(value):
             return value
-        places = [i for i in map(re.Match.start, self._beginnings.finditer(value)) if tokens.starts_at(value, i)]
-        # The template's next characters may complete a control token that begins at the end of a text.
+        places = [
+            i for i in map(re.Match.start, self._first_char_pattern.finditer(value)) if tokens.starts_at(value, i)
+        ]
+        # The template's text after this string may complete a control token that begins at the end of it.
         end = len(value.rstrip())
         tail = range(max(end - tokens.longest, 0), end)
         places += [i for i in tail if value[i] in marks and tokens.begins(value[i:end])]
@@ -278,30 +306,32 @@ class Tokenizer:
 
 
 def _restore(text: str, marks: dict[str, str]) -> str:
+    """Replace private-use characters by the characters for which they stand."""
     return text.translate({ord(mark): char for char, mark in marks.items()})
 
 
 def _clean(text: str) -> str:
-    """Join surrogate pairs and replace lone surrogates by U+FFFD: tokenizers take valid Unicode only."""
+    """Join surrogate pairs and replace lone surrogates by U+FFFD. Tokenizers accept valid Unicode only."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _plain(messages, variables: dict) -> tuple[list[dict], dict]:
-    """Check messages and variables, and rebuild them from JSON: a template must see no object with other methods."""
-    check_messages(messages, roles=())  # a template may know others
+    """Validate messages and variables, and rebuild them from JSON, so that a template gets only plain values."""
+    check_messages(messages, roles=())  # any role is allowed; the template may refuse it
     try:
-        given = json.dumps([[{k: v for k, v in m.items() if v is not None} for m in messages], variables])
-        messages, variables = _clean_value(json.loads(given), DEEPEST)
+        text = json.dumps([[{k: v for k, v in m.items() if v is not None} for m in messages], variables])
+        messages, variables = _clean_value(json.loads(text), MAX_DEPTH)
     except (TypeError, ValueError, RecursionError) as error:
         raise PromptError(f"messages and template variables must be plain JSON values: {error}") from None
     return messages, variables
 
 
 def _clean_value(value, depth: int):
+    """Apply `_clean` to all strings of a JSON value. Raises ValueError if it is nested more than `depth` deep."""
     if isinstance(value, str):
         return _clean(value)
     if isinstance(value, (dict, list)) and depth == 0:
-        raise ValueError(f"nested more than {DEEPEST} deep")
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
         return {_clean(key): _clean_value(item, depth - 1) for key, item in value.items()}
     return [_clean_value(item, depth - 1) for item in value] if isinstance(value, list) else value
@@ -310,13 +340,13 @@ def _clean_value(value, depth: int):
 def _load(file: Path) -> tokenizers.Tokenizer:
     data = read_file(file, _FILE_LIMIT)
     try:
-        # Loading this part may panic, which writes a page to stderr: a child tries first.
+        # Loading a Precompiled normalizer may panic and write a page to stderr, so a child process tries it first.
         if b'"Precompiled"' in data and (reason := check_in_child(data.decode())):
             raise ValueError(reason)
         return tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # tokenizers raises Exception itself, or panics
+    except BaseException as error:  # tokenizers raises plain Exceptions; a panic in Rust is a BaseException
         raise CheckpointError(f"{file}: not a tokenizer ({brief(error)}); download the file again") from None
 
 
@@ -325,18 +355,18 @@ def _read(path: Path) -> dict:
 
 
 def _special_tokens(settings: dict) -> dict[str, str]:
-    """Return the special tokens by name. Each is a string, or an object with its "content"."""
-    found = {}
+    """Return the special tokens by name. In the settings each is a string, or an object with the key "content"."""
+    tokens = {}
     for name in _TOKEN_NAMES:
         value = settings.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
-            found[name] = value
-    return found
+            tokens[name] = value
+    return tokens
 
 
 def _template(path: Path, settings: dict, special_tokens: dict[str, str]) -> ChatTemplate | None:
-    """Return the chat template of its own file, else of tokenizer_config.json, which may have several by name."""
+    """Return the chat template of chat_template.jinja, or else that of tokenizer_config.json; None if there is none."""
     file = path / "chat_template.jinja"
     if present(file):
         try:
@@ -348,7 +378,7 @@ def _template(path: Path, settings: dict, special_tokens: dict[str, str]) -> Cha
         named = {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default", next(iter(named.values()), None))
     if value is not None and not isinstance(value, str):
-        raise CheckpointError(f"{file}: chat_template must be text or a list of named ones")
+        raise CheckpointError(f"{file}: chat_template must be a string or a list of named templates")
     if value is not None and len(value) > _TEMPLATE_LIMIT:
         raise CheckpointError(
             f"{file}: chat_template has {len(value):,} characters; at most {_TEMPLATE_LIMIT:,} are supported"

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from ...text.grammar import LAYOUT, exact
+from ...text.grammar import JSON_LAYOUT, exact_schema
 from ...text.tokenizer import Tokenizer
 from .parser import BareCallParser, CallParser, MistralCallParser, TaggedCallParser, XmlCallParser
 
@@ -108,7 +108,7 @@ def call_grammar(
 
 def json_rule(schema: dict) -> str:
     """Return the Lark rule of JSON that a schema allows."""
-    return "%json " + json.dumps({**exact(schema), "x-guidance": LAYOUT})
+    return "%json " + json.dumps({**exact_schema(schema), "x-guidance": JSON_LAYOUT})
 
 
 def lark_text(text: str, names: dict[str, str], marks: dict[str, str]) -> str:
