@@ -1,4 +1,4 @@
-"""Structured output: what comes out is of the form that was asked for, and neighbours hear nothing of it."""
+"""Tests of structured output: formats, masks, other requests in the same pass, and refused grammars."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from tridecode.step.decode import KINDS as STEPS
 from tridecode.step.dispatch import Dispatcher
 from tridecode.step.graphs import DecodePasses
 from tridecode.step.prompt_graphs import PromptPasses
-from tridecode.text.grammar import Grammar, Grammars, Matcher, exact
+from tridecode.text.grammar import Grammar, Grammars, Matcher, exact_schema
 from tridecode.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Tell me of a person."}]
@@ -33,61 +33,62 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-FORMS = {
+FORMATS = {
     "json_schema": (PERSON, lambda text: set(json.loads(text)) == {"name", "age"}),
     "json_text": (json.dumps(PERSON), lambda text: 0 <= json.loads(text)["age"] <= 9),
     "regex": (r"[a-z]{3}-\d{2}", re.compile(r"[a-z]{3}-\d{2}").fullmatch),
-    "choice": (('a "quoted" one', "bl\u00fce\n", "\\", "\u0001", "\x7f"), lambda text: text in FORMS["choice"][0]),
+    "choice": (('a "quoted" one', "bl\u00fce\n", "\\", "\u0001", "\x7f"), lambda text: text in FORMATS["choice"][0]),
     "grammar": ('start: "a" "b"+ "c"\n', re.compile("ab+c").fullmatch),
 }
 KINDS = {"greedy": dict(temperature=0), "sampled": dict(temperature=1.5, seed=4), "logprobs": dict(logprobs=2, seed=5)}
 
 
-def form(name: str, **more) -> SamplingParams:
+def params_with(name: str, **more) -> SamplingParams:
+    """Return parameters with a format of FORMATS."""
     field = "json_schema" if name == "json_text" else name
-    return SamplingParams(**{field: FORMS[name][0], "max_tokens": 80} | more)
+    return SamplingParams(**{field: FORMATS[name][0], "max_tokens": 80} | more)
 
 
 @pytest.fixture(scope="module")
 def bundled():
-    # On a GPU texts are those of running alone in this mode only.
+    # On a GPU, only batch-invariant mode guarantees the same text alone and together with other requests.
     with Engine.load(slots=4, device="auto", batch_invariant=CUDA, speculate="off") as engine:
         yield engine
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_has_the_form_that_was_asked_for(bundled, name, kind):
-    result = bundled.generate(CHAT, form(name, **KINDS[kind]))
-    assert result.finish_reason == "stop" and FORMS[name][1](result.text), result
+def test_answer_has_requested_format(bundled, name, kind):
+    result = bundled.generate(CHAT, params_with(name, **KINDS[kind]))
+    assert result.finish_reason == "stop" and FORMATS[name][1](result.text), result
     assert {stat.kind for stat in bundled.graph_stats()} >= {("sample" if kind == "sampled" else kind) + "+mask"}
 
 
-def test_the_end_of_a_form_ends_the_answer_even_where_the_models_own_end_does_not(bundled):
-    result = bundled.generate(CHAT, form("regex", ignore_eos=True))
-    assert result.finish_reason == "stop" and re.fullmatch(FORMS["regex"][0], result.text)
+def test_end_of_format_ends_answer_with_ignore_eos(bundled):
+    result = bundled.generate(CHAT, params_with("regex", ignore_eos=True))
+    assert result.finish_reason == "stop" and re.fullmatch(FORMATS["regex"][0], result.text)
 
 
-def test_json_has_no_free_white_space(bundled):
-    result = bundled.generate(CHAT, form("json_schema", logit_bias={223: 50.0}, seed=1))  # a space
-    found = json.loads(result.text)
-    assert result.text == json.dumps(found, ensure_ascii=False)
+def test_json_has_fixed_white_space(bundled):
+    result = bundled.generate(CHAT, params_with("json_schema", logit_bias={223: 50.0}, seed=1))  # a space
+    value = json.loads(result.text)
+    assert result.text == json.dumps(value, ensure_ascii=False)
 
 
-def test_neighbours_with_and_without_forms_have_the_texts_of_running_alone(bundled):
+def test_concurrent_requests_give_the_same_texts_as_alone(bundled):
     several = [
-        form("json_schema", seed=1),
+        params_with("json_schema", seed=1),
         SamplingParams(temperature=0, max_tokens=30),
-        form("choice", seed=2),
+        params_with("choice", seed=2),
         SamplingParams(seed=3, max_tokens=30),
-        form("regex", seed=6),
-        form("json_schema", temperature=0),
+        params_with("regex", seed=6),
+        params_with("json_schema", temperature=0),
     ]
     expected = [bundled.generate(CHAT, params).text for params in several]
     assert [result.text for result in bundled.generate_many([CHAT] * len(several), several)] == expected
 
 
-def test_a_pass_without_forms_is_what_it_was(bundled):
+def test_pass_without_formats_uses_no_mask(bundled):
     before = {(stat.kind, stat.count) for stat in bundled.graph_stats() if "+mask" in stat.kind}
     bundled.generate_many([CHAT] * 3, SamplingParams(temperature=0, max_tokens=9))
     assert before == {(stat.kind, stat.count) for stat in bundled.graph_stats() if "+mask" in stat.kind}
@@ -95,7 +96,10 @@ def test_a_pass_without_forms_is_what_it_was(bundled):
 
 @pytest.fixture
 def captured(monkeypatch):
-    """An engine whose passes are graphs, or on a CPU what stands for them; in fp32, where rows have no influence."""
+    """An engine that captures its passes as graphs, or as recordings on a CPU.
+
+    It computes in fp32, so that the number of rows in a pass does not change any token.
+    """
     with Engine.load(slots=4, device="auto", dtype="float32", speculate="off") as engine:
         if not CUDA:
             captures.install(monkeypatch)
@@ -106,20 +110,20 @@ def captured(monkeypatch):
 
 
 def test_passes_with_masks_are_captured_at_load(captured):
-    """Such passes also run other requests, and do not change their texts."""
+    """Passes with masks also run requests without a format, and do not change their texts."""
     at_load, free = captured.steps.captures, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     captured.generate_many([CHAT] * 4, free)
-    several = [free, form("json_schema", temperature=0), free, form("choice", temperature=0)]
+    several = [free, params_with("json_schema", temperature=0), free, params_with("choice", temperature=0)]
     expected = [captured.generate(CHAT, params).text for params in several]
-    assert FORMS["json_schema"][1](expected[1]) and expected[3] in FORMS["choice"][0]
+    assert FORMATS["json_schema"][1](expected[1]) and expected[3] in FORMATS["choice"][0]
     for _ in range(2):
         assert [result.text for result in captured.generate_many([CHAT] * 4, several)] == expected
     assert captured.steps.captures == at_load == 2 * 3 * len(STEPS)
     assert {stat.mode for stat in captured.graph_stats() if stat.kind == "greedy+mask"} == {"full"}
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_row_that_waits_for_its_mask_holds_nobody_up(bundled, monkeypatch, ahead):
+@pytest.mark.parametrize("passes_ahead", [0, 1])
+def test_row_that_waits_for_its_mask_does_not_delay_others(bundled, monkeypatch, passes_ahead):
     release, allowed = Event(), Matcher.allowed
 
     def slow(self):
@@ -130,40 +134,40 @@ def test_a_row_that_waits_for_its_mask_holds_nobody_up(bundled, monkeypatch, ahe
 
     masks = []
     monkeypatch.setattr(Matcher, "allowed", slow)
-    monkeypatch.setattr(bundled.scheduler, "_ahead", ahead)
-    waiting = bundled.submit(CHAT, form("json_schema", seed=1))
+    monkeypatch.setattr(bundled.scheduler, "_ahead", passes_ahead)
+    waiting = bundled.submit(CHAT, params_with("json_schema", seed=1))
     others = [bundled.submit(CHAT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for _ in range(2)]
     assert [other.result().usage.completion_tokens for other in others] == [30, 30]
     assert waiting.finish_reason is None and waiting.completion_tokens <= 4
     bundled.scheduler.assert_consistent()
     release.set()
     monkeypatch.undo()
-    assert waiting.result().text == bundled.generate(CHAT, form("json_schema", seed=1)).text
+    assert waiting.result().text == bundled.generate(CHAT, params_with("json_schema", seed=1)).text
 
 
-@pytest.mark.parametrize("most", [3, 5, 7])
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_mask_that_is_late_for_the_last_token_is_waited_for(bundled, monkeypatch, most, reads):
-    """Whatever pass comes meanwhile, of others' rows or of another one's prompt."""
-    params = SamplingParams(regex="[a-z 0-9]{40}", temperature=0, max_tokens=most)
+@pytest.mark.parametrize("max_tokens", [3, 5, 7])
+@pytest.mark.parametrize("long_prompt", [False, True])
+def test_late_mask_of_last_token_is_awaited(bundled, monkeypatch, max_tokens, long_prompt):
+    """The next pass contains either a row of another request or its prompt."""
+    params = SamplingParams(regex="[a-z 0-9]{40}", temperature=0, max_tokens=max_tokens)
     alone = bundled.generate(CHAT, params)
     monkeypatch.setattr(bundled.scheduler, "_ahead", 1)
-    held = bundled.submit(CHAT, params)
+    waiting = bundled.submit(CHAT, params)
     rows = bundled.scheduler.queue.rows
     for _ in range(1000):
         bundled.step()
         if rows and rows[0].position == rows[0].end - 1 and rows[0].in_flight:
             break
     other = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    beside = bundled.submit([7, 8, 9, 10, 11, 12] if reads else [7], other, reuse_prefix=False)
-    result = held.result()
-    assert (result.text, result.finish_reason) == (alone.text, "length") and beside.result().error is None
+    second = bundled.submit([7, 8, 9, 10, 11, 12] if long_prompt else [7], other, reuse_prefix=False)
+    result = waiting.result()
+    assert (result.text, result.finish_reason) == (alone.text, "length") and second.result().error is None
     bundled.scheduler.assert_consistent()
 
 
-def test_a_grammar_that_is_prepared_slowly_holds_nobody_up(bundled, monkeypatch):
+def test_slow_matcher_does_not_delay_others(bundled, monkeypatch):
     release, matcher = Event(), Grammar.matcher
-    params = form("json_schema", seed=1)
+    params = params_with("json_schema", seed=1)
     expected = bundled.generate(CHAT, params).text
     monkeypatch.setattr(Grammar, "matcher", lambda *args: (release.wait(30), matcher(*args))[1])
     waiting = bundled.submit(CHAT, params)
@@ -173,88 +177,88 @@ def test_a_grammar_that_is_prepared_slowly_holds_nobody_up(bundled, monkeypatch)
     assert waiting.result().text == expected
 
 
-def test_a_request_that_is_cancelled_leaves_no_mask_to_the_next_one(bundled, monkeypatch):
+def test_mask_of_cancelled_request_does_not_affect_next_request(bundled, monkeypatch):
     allowed = Matcher.allowed
     monkeypatch.setattr(Matcher, "allowed", lambda self: (time.sleep(0.05), allowed(self))[1])
     expected = None
     for _ in range(4):
-        first = bundled.submit(CHAT, form("regex", seed=1))
+        first = bundled.submit(CHAT, params_with("regex", seed=1))
         bundled.step()
         first.cancel()
-        text = bundled.generate(CHAT, form("choice", seed=1)).text
+        text = bundled.generate(CHAT, params_with("choice", seed=1)).text
         expected = expected or text
-        assert text == expected and text in FORMS["choice"][0]
+        assert text == expected and text in FORMATS["choice"][0]
 
 
-def test_a_preempted_request_goes_on_in_its_form():
+def test_preempted_request_keeps_its_format():
     with Engine.load(slots=3, device="cpu", max_seq_len=256, kv_tokens=256) as engine:
-        alone = [engine.generate(CHAT, form("json_schema", seed=i, max_tokens=150)) for i in range(3)]
-        several = [form("json_schema", seed=i, max_tokens=150) for i in range(3)]
-        found = engine.generate_many([CHAT] * 3, several)
-        assert [result.text for result in found] == [result.text for result in alone]
+        alone = [engine.generate(CHAT, params_with("json_schema", seed=i, max_tokens=150)) for i in range(3)]
+        several = [params_with("json_schema", seed=i, max_tokens=150) for i in range(3)]
+        results = engine.generate_many([CHAT] * 3, several)
+        assert [result.text for result in results] == [result.text for result in alone]
 
 
 class Panic(BaseException):
-    """As extensions in Rust raise it."""
+    """An exception that is not an Exception, like a panic of an extension in Rust."""
 
 
 @pytest.mark.parametrize("method", ["allowed", "accept"])
 @pytest.mark.parametrize("error", [GenerationError, MemoryError, Panic])
-def test_a_grammar_that_fails_later_ends_its_own_request(bundled, monkeypatch, error, method):
+def test_failed_matcher_ends_only_its_request(bundled, monkeypatch, error, method):
     def fails(*args):
-        raise error("too much of it")
+        raise error("too many states")
 
-    params = form("json_schema", seed=1)
+    params = params_with("json_schema", seed=1)
     bundled.generate(CHAT, params)
     monkeypatch.setattr(Matcher, method, fails)
     failing, other = bundled.submit(CHAT, params), bundled.submit(CHAT, SamplingParams(max_tokens=20, temperature=0))
-    assert "too much of it" in failing.result().error and other.result().finish_reason in ("stop", "length")
+    assert "too many states" in failing.result().error and other.result().finish_reason in ("stop", "length")
     bundled.scheduler.assert_consistent()
 
 
 RECURSES = '{"default": {"const": -9223372036854775808}, "$ref": "#/default"}'
 REFUSED = {
-    # name: (form, code of the error)
-    "an_unknown_type": (dict(json_schema={"type": "nonsense"}), "type"),
-    "what_is_not_implemented": (dict(json_schema={"not": {}}), "type"),
-    "alternatives_that_overlap": (dict(json_schema={"oneOf": [{"type": "string"}, {"const": "a"}]}), "type"),
-    "a_reference_to_nothing": (dict(json_schema={"$ref": "#/nope"}), "type"),
-    "what_nothing_satisfies": (dict(json_schema={"type": "integer", "minimum": 5, "maximum": 2}), "type"),
-    "integers_beyond_floating_point": (dict(json_schema={"enum": [2**53 + 1]}), "range"),
-    "neighbours_of_64_bits": (dict(json_schema={"const": 2**63}), "range"),
-    "an_integer_that_recurses_for_ever": (dict(json_schema={"const": [-(2**63)]}), "range"),
-    "the_same_in_lark": (dict(grammar=f"start: %json {RECURSES}"), "type"),
-    "a_bound_of_integers_below_64_bits": (dict(json_schema={"maximum": -1e299}), "range"),
-    "a_bound_beyond_floating_point": (dict(json_schema={"minimum": 10**310}), "range"),
-    "a_length_beyond_64_bits": (dict(json_schema={"maxLength": 10**30}), "range"),
-    "lists_too_deep": (dict(json_schema='{"anyOf": [' * 440 + "{}" + "]}" * 440), "range"),
-    "no_number": (dict(json_schema='{"const": NaN}'), "type"),
-    "no_finite_number": (dict(json_schema={"const": float("-inf")}), "type"),
-    "a_number_too_large_to_be_finite": (dict(json_schema='{"const": 1e999}'), "type"),
-    "no_schema": (dict(json_schema=[1]), "type"),
-    "no_json": (dict(json_schema="{"), "type"),
-    "a_schema_too_deep": (dict(json_schema="[" * 100_000), "type"),
-    "a_schema_too_long": (dict(json_schema={"enum": ["x" * 300_000]}), "range"),
-    "a_broken_regex": (dict(regex="("), "type"),
+    # name: (format, code of the error)
+    "unknown_type": (dict(json_schema={"type": "nonsense"}), "type"),
+    "unsupported_keyword": (dict(json_schema={"not": {}}), "type"),
+    "overlapping_alternatives": (dict(json_schema={"oneOf": [{"type": "string"}, {"const": "a"}]}), "type"),
+    "missing_reference": (dict(json_schema={"$ref": "#/nope"}), "type"),
+    "unsatisfiable": (dict(json_schema={"type": "integer", "minimum": 5, "maximum": 2}), "type"),
+    "integer_of_54_bits": (dict(json_schema={"enum": [2**53 + 1]}), "range"),
+    "constant_of_64_bits": (dict(json_schema={"const": 2**63}), "range"),
+    "integer_that_causes_recursion": (dict(json_schema={"const": [-(2**63)]}), "range"),
+    "such_integer_in_lark": (dict(grammar=f"start: %json {RECURSES}"), "type"),
+    "maximum_below_64_bits": (dict(json_schema={"maximum": -1e299}), "range"),
+    "minimum_above_doubles": (dict(json_schema={"minimum": 10**310}), "range"),
+    "length_above_64_bits": (dict(json_schema={"maxLength": 10**30}), "range"),
+    "deep_nesting": (dict(json_schema='{"anyOf": [' * 440 + "{}" + "]}" * 440), "range"),
+    "nan": (dict(json_schema='{"const": NaN}'), "type"),
+    "infinity": (dict(json_schema={"const": float("-inf")}), "type"),
+    "number_read_as_infinity": (dict(json_schema='{"const": 1e999}'), "type"),
+    "schema_is_a_list": (dict(json_schema=[1]), "type"),
+    "invalid_json": (dict(json_schema="{"), "type"),
+    "very_deep_nesting": (dict(json_schema="[" * 100_000), "type"),
+    "long_schema": (dict(json_schema={"enum": ["x" * 300_000]}), "range"),
+    "invalid_regex": (dict(regex="("), "type"),
     "look_ahead": (dict(regex="(?=a)b"), "type"),
-    "broken_lark": (dict(grammar="nonsense"), "type"),
+    "invalid_lark": (dict(grammar="nonsense"), "type"),
     "no_choices": (dict(choice=[]), "type"),
-    "a_choice_of_nothing": (dict(choice=["a", ""]), "type"),
-    "two_forms": (dict(choice=["a"], regex="a"), "conflict"),
-    "a_number": (dict(regex=5), "type"),
-    "a_regex_of_bytes": (dict(regex="a\udcff"), "type"),
-    "a_choice_of_half_a_pair": (dict(choice=["\ud800"]), "type"),
-    "half_a_pair_in_a_schema": (dict(json_schema={"enum": ["\ud800"]}), "type"),
-    "half_a_pair_escaped": (dict(json_schema='{"enum": ["\\ud800"]}'), "type"),
+    "empty_choice": (dict(choice=["a", ""]), "type"),
+    "two_formats": (dict(choice=["a"], regex="a"), "conflict"),
+    "regex_is_a_number": (dict(regex=5), "type"),
+    "surrogate_in_regex": (dict(regex="a\udcff"), "type"),
+    "surrogate_in_choice": (dict(choice=["\ud800"]), "type"),
+    "surrogate_in_schema": (dict(json_schema={"enum": ["\ud800"]}), "type"),
+    "escaped_surrogate_in_schema": (dict(json_schema='{"enum": ["\\ud800"]}'), "type"),
 }
 
 
-@pytest.mark.parametrize("form, code", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_followed_is_refused(bundled, form, code):
+@pytest.mark.parametrize("fields, code", REFUSED.values(), ids=REFUSED)
+def test_unsupported_format_is_refused(bundled, fields, code):
     started = time.monotonic()
     with pytest.raises(ParameterError) as refused:
-        bundled.submit(CHAT, SamplingParams(**form))
-    assert (refused.value.argument, refused.value.code) == (next(iter(form)), code)
+        bundled.submit(CHAT, SamplingParams(**fields))
+    assert (refused.value.argument, refused.value.code) == (next(iter(fields)), code)
     assert "\n" not in str(refused.value) and time.monotonic() - started < 5
 
 
@@ -262,26 +266,26 @@ def test_what_cannot_be_followed_is_refused(bundled, form, code):
     "schema, words",
     [({"type": "nonsense"}, "^json_schema: Invalid type: nonsense$"), ({"oneOf": [{}, {"const": 1}]}, "use anyOf$")],
 )
-def test_the_library_gives_the_reason(bundled, schema, words):
+def test_error_of_llguidance_is_shown(bundled, schema, words):
     with pytest.raises(ParameterError, match=words):
         bundled.submit(CHAT, SamplingParams(json_schema=schema))
 
 
-def test_bounds_beyond_floating_point_are_drawn_in():
+def test_unrepresentable_bounds_are_tightened():
     bounds = {"maximum": 2**63 - 1, "minimum": -(2**63) - 1}
-    found = exact(bounds | {"properties": {"enum": {"exclusiveMaximum": 2**53 + 1}}})
-    assert (found["maximum"], found["minimum"]) == (2**63 - 1024, 1024 - 2**63)
-    assert found["properties"]["enum"] == {"exclusiveMaximum": 2**53}
-    assert exact({"maximum": 10**310, "minimum": -1e300}) == {"maximum": 2**63 - 1024, "minimum": 1024 - 2**63}
+    schema = exact_schema(bounds | {"properties": {"enum": {"exclusiveMaximum": 2**53 + 1}}})
+    assert (schema["maximum"], schema["minimum"]) == (2**63 - 1024, 1024 - 2**63)
+    assert schema["properties"]["enum"] == {"exclusiveMaximum": 2**53}
+    assert exact_schema({"maximum": 10**310, "minimum": -1e300}) == {"maximum": 2**63 - 1024, "minimum": 1024 - 2**63}
 
 
-@pytest.mark.parametrize("most", [2**64, 10**310, 1e300])
-def test_numbers_that_hold_nothing_may_be_of_any_size(bundled, most):
-    schema = {"type": "integer", "minimum": -(2**63), "maximum": most, "default": 10**400, "examples": [2**64]}
+@pytest.mark.parametrize("maximum", [2**64, 10**310, 1e300])
+def test_bounds_and_annotations_may_be_large(bundled, maximum):
+    schema = {"type": "integer", "minimum": -(2**63), "maximum": maximum, "default": 10**400, "examples": [2**64]}
     int(bundled.generate(CHAT, SamplingParams(json_schema=schema, seed=1, max_tokens=40)).text)
 
 
-def test_whatever_compiling_raises_is_an_error_of_the_parameter(bundled, monkeypatch):
+def test_panic_of_compilation_is_a_parameter_error(bundled, monkeypatch):
     def panics(*args):
         raise type("Panic", (BaseException,), {})("index out of bounds")
 
@@ -302,19 +306,19 @@ def reference(i):
     return {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}, "required": ["x"]}
 
 defs = {f"a{i}": reference(i) for i in range(2000)} | {"a2000": {"type": "null"}}
-forms = [
+formats = [
     dict(grammar=chain(8_000, "a", '"x"')),
     dict(grammar=chain(8_000, "A", '"x"')),
     dict(json_schema={"$ref": "#/$defs/a0", "$defs": defs}),
 ]
 with Engine.load(slots=1, device="cpu") as engine:
-    for form in forms:
-        print(engine.generate("x", SamplingParams(max_tokens=9, temperature=0, **form)).text)
+    for fields in formats:
+        print(engine.generate("x", SamplingParams(max_tokens=9, temperature=0, **fields)).text)
 """
 
 
-def test_grammars_may_be_as_deep_as_their_length_allows():
-    """In a process of its own, which would end."""
+def test_deep_grammars_are_compiled():
+    """They run in another process, because a stack overflow would end it."""
     done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=60)
     first, second, third = done.stdout.splitlines()
     assert (first, second) == ("x", "x") and third.startswith('{"x": {"x')
@@ -322,12 +326,15 @@ def test_grammars_may_be_as_deep_as_their_length_allows():
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Grammars of slow.* that are ready when it is set. The sources that are compiled: slow.begun."""
+    """An Event. Grammars whose source begins with "slow" are not ready before it is set.
+
+    Its attribute `sources` lists the sources whose compilation has started.
+    """
     made, ready = Grammars.compiled, Event()
-    ready.begun = []
+    ready.sources = []
 
     def compiled(self, name, source):
-        ready.begun.append(source)
+        ready.sources.append(source)
         if source.startswith("slow"):
             assert ready.wait(30)
         return made(self, name, source)
@@ -342,47 +349,47 @@ def grammars(bundled):
     return Grammars(bundled.tokenizer, bundled.config.vocab_size, bundled.config.stop_ids)
 
 
-def test_a_slow_grammar_is_compiled_once_and_others_beside_it(grammars, slow):
+def test_slow_grammar_is_compiled_once_and_does_not_delay_others(grammars, slow):
     with ThreadPoolExecutor(3) as pool:
         same = [pool.submit(grammars.of, SamplingParams(regex="slow once")) for _ in range(3)]
-        until(lambda: slow.begun)
+        until(lambda: slow.sources)
         assert grammars.of(SamplingParams(regex="quick"))
         slow.set()
         assert len({id(each.result()) for each in same}) == 1
-    assert slow.begun == ["slow once", "quick"]
+    assert slow.sources == ["slow once", "quick"]
 
 
-def test_the_vocabulary_is_built_before_the_first_grammar(grammars, monkeypatch):
+def test_start_builds_vocabulary(grammars, monkeypatch):
     grammars.start()
     grammars.wait()
     monkeypatch.setattr(Tokenizer, "token_bytes", None)  # the vocabulary is not read again
     assert grammars.of(SamplingParams(regex="a"))
 
 
-def test_a_model_whose_texts_do_not_end_has_no_grammars():
+def test_model_without_end_token_has_no_grammars():
     grammars = Grammars(Tokenizer(sentencepiece(), {}), 100, ())
     grammars.start()
     grammars.wait()
     for _ in range(2):
-        with pytest.raises(ParameterError, match="no token that ends a text"):
+        with pytest.raises(ParameterError, match="token that ends a text"):
             grammars.of(SamplingParams(regex="a"))
 
 
-def test_requests_that_wait_for_a_grammar_keep_none_of_a_server_waiting(bundled, slow):
+def test_requests_that_wait_for_grammars_do_not_delay_others(bundled, slow):
     regex = {"structured_outputs": {"regex": "quick [a-z]"}}
     with Running(bundled) as server, ThreadPoolExecutor(PREPARING) as pool:
-        held = [{"structured_outputs": {"regex": f"slow {i}"}} for i in range(PREPARING)]
-        several = [pool.submit(server.post, "/v1/chat/completions", GREEDY | one) for one in held]
-        until(lambda: len(slow.begun) == PREPARING)
-        for beside in ({"max_tokens": 3}, regex):
-            assert server.post("/v1/chat/completions", GREEDY | beside).status_code == 200
+        delayed = [{"structured_outputs": {"regex": f"slow {i}"}} for i in range(PREPARING)]
+        several = [pool.submit(server.post, "/v1/chat/completions", GREEDY | one) for one in delayed]
+        until(lambda: len(slow.sources) == PREPARING)
+        for body in ({"max_tokens": 3}, regex):
+            assert server.post("/v1/chat/completions", GREEDY | body).status_code == 200
         assert not any(each.done() for each in several)
         slow.set()
         texts = [each.result().json()["choices"][0]["message"]["content"] for each in several]
     assert texts == [f"slow {i}" for i in range(PREPARING)]
 
 
-def test_an_engine_without_a_tokenizer_says_so():
+def test_format_without_tokenizer_is_refused():
     from models import tiny_engine
 
     with pytest.raises(ParameterError) as refused:
@@ -423,7 +430,7 @@ def larger(inner):
 
 @settings(max_examples=60, deadline=None)
 @given(st.recursive(SIMPLE, larger, max_leaves=5), st.integers(0, 2**32))
-def test_whatever_the_schema_the_answer_validates(bundled, schema, seed):
+def test_answer_validates_against_any_schema(bundled, schema, seed):
     result = bundled.generate(CHAT, SamplingParams(json_schema=schema, temperature=2.0, seed=seed, max_tokens=400))
     assert result.finish_reason == "stop", result
     pytest.importorskip("jsonschema").validate(json.loads(result.text), schema)
@@ -431,13 +438,13 @@ def test_whatever_the_schema_the_answer_validates(bundled, schema, seed):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_whatever_the_choices_one_of_them_is_the_answer(bundled, choices, seed):
+def test_answer_is_one_of_any_choices(bundled, choices, seed):
     choices = [choice.encode("utf-8", "replace").decode() for choice in choices]
     result = bundled.generate("x", SamplingParams(choice=choices, temperature=2.0, seed=seed, max_tokens=50))
     assert result.text in choices and result.finish_reason == "stop"
 
 
-def test_generate_takes_a_schema_from_a_file(tmp_path, capsys):
+def test_generate_reads_schema_from_file(tmp_path, capsys):
     from tridecode import cli as commands
 
     (tmp_path / "person.json").write_text(json.dumps(PERSON))
