@@ -91,7 +91,7 @@ def test_tokens_and_seconds_of_block():
     splitter = ThinkSplitter(clock=lambda: next(now))
     for piece in ("<think>", "a", "", "b"):
         splitter.feed(piece)
-    assert splitter.seconds == 10, "from the first text until now, while the block is open"
+    assert splitter.seconds == 10, "the clock runs while the block is open"
     splitter.feed("</think>\n\nyes")
     assert (splitter.tokens, splitter.seconds) == (5, 20)
     splitter.feed(" and no")

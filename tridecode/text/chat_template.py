@@ -6,7 +6,7 @@ from pathlib import Path
 from ..errors import NO_CHAT, PromptError
 from .sandbox import Program, Sandbox, SandboxError
 
-CHILDREN = 4  # maximum number of child processes of one template
+MAX_CHILDREN = 4  # maximum number of child processes of one template
 
 
 @dataclass(frozen=True)

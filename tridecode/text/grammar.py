@@ -43,9 +43,8 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
         self._lock = threading.Lock()
-        self._grammars: dict[
-            tuple[str, str], Future[Grammar]
-        ] = {}  # by parameter and source, in order of their last use
+        # By parameter and source, in the order of their last use.
+        self._grammars: dict[tuple[str, str], Future[Grammar]] = {}
         self._vocabulary: Future | None = None  # an llguidance.LLTokenizer
 
     def start(self) -> None:
@@ -216,7 +215,7 @@ def exact_schema(schema):
     try:
         return _exact_value("json_schema", schema)
     except RecursionError:
-        raise _refused("lists and objects in it are nested too deeply") from None
+        raise _refused("lists and objects are nested too deeply") from None
 
 
 def check_lark(lark: str) -> str:
@@ -237,6 +236,7 @@ def check_lark(lark: str) -> str:
 
 
 def _exact_value(place: str, value):
+    """Return a part of a schema as `exact_schema` does. `place` is the name of its key, for messages."""
     if isinstance(value, list):
         return [_exact_value(place, item) for item in value]
     if not isinstance(value, dict):

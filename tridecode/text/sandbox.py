@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ..errors import brief
 
 START_SECONDS = 60.0  # time limit for the imports of a child; they are slow on a slow disk
-MAX_REASON_CHARACTERS = 300  # of an error message of a child
+MAX_REASON_CHARACTERS = 300  # limit on the error message of a child
 STARTING = -1  # value of `_Child.user` while `Sandbox.start` starts the child
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from tridecode.text import sandbox; sandbox.main(*sys.argv[2:])"
 

@@ -37,7 +37,7 @@ class ThinkSplitter:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first text to the end of the block, or until now; 0 if there is no block."""
+        """Seconds from the first text to the end of the block, or to the present in an open one; 0 without a block."""
         if self._started is None or not (self.thinking or self.closed):
             return 0.0
         return (self._clock() if self._ended is None else self._ended) - self._started

@@ -22,7 +22,7 @@ class TokenSet:
         self._sorted = sorted(tokens)
         self.longest = max(map(len, self._sorted), default=0)
         self.first_chars = frozenset(token[0] for token in self._sorted)
-        # Tokens of which no other token is a prefix. A text that begins with any token begins with one of these. In
+        # Tokens that have no other token as a prefix. A text that begins with any token begins with one of these. In
         # sorted order it can only be the last one that is not greater than the text, so a binary search finds it.
         self._shortest: list[str] = []
         for token in self._sorted:

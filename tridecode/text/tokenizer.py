@@ -18,7 +18,7 @@ from ..arguments import check_messages, shown
 from ..errors import NO_CHAT, CheckpointError, PromptError, TooLong, brief
 from ..models.files import present, read_file
 from ..models.reader import read_json
-from .chat_template import CHILDREN, ChatTemplate
+from .chat_template import MAX_CHILDREN, ChatTemplate
 from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child
 from .thinking import CLOSE
@@ -29,7 +29,7 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 MAX_DEPTH = 100  # nesting of lists and objects in messages and template variables
 _FILE_LIMIT = 128 << 20  # bytes of tokenizer.json
 _TEMPLATE_LIMIT = 1 << 20  # bytes of a chat template
-_MAX_CONTROL_CHARACTERS = 1000  # of one control token
+_MAX_CONTROL_CHARACTERS = 1000  # limit on the length of a control token
 _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
 
 
@@ -105,7 +105,7 @@ class Tokenizer:
             callers: number of requests that may be encoded at the same time.
         """
         if self._template:
-            self._template.sandbox.start(min(callers, CHILDREN))
+            self._template.sandbox.start(min(callers, MAX_CHILDREN))
         if not self._encode.harmless:
             self._encode.sandbox.start()
 
@@ -219,8 +219,9 @@ class Tokenizer:
 
     # A user's text rarely contains control tokens. If it does, a second encoder encodes the prompt. In it, each control
     # token has an unguessable name instead of its text. The control tokens that the template wrote are replaced by
-    # these names. Those of the user remain text, which the second encoder does not recognize. To distinguish the two,
-    # the first character of each control token in a message is replaced by a private-use character before rendering.
+    # these names. The user's control tokens remain text, which the second encoder does not recognize. To distinguish
+    # the two, the first character of each control token in a message is replaced by a private-use character before
+    # rendering.
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -306,7 +307,7 @@ class Tokenizer:
 
 
 def _restore(text: str, marks: dict[str, str]) -> str:
-    """Replace private-use characters by the characters for which they stand."""
+    """Replace private-use characters by the original characters."""
     return text.translate({ord(mark): char for char, mark in marks.items()})
 
 
