@@ -304,10 +304,10 @@ def test_special_token_is_enforced_as_token(bundled):
     assert tools.special_tokens(tokenizer) == {1: "[TOOL_CALLS]"}
 
 
-@pytest.mark.parametrize("opened", [False, True])
-def test_thinking_precedes_constrained_answer(bundled, opened):
+@pytest.mark.parametrize("starts_inside", [False, True])
+def test_thinking_precedes_constrained_answer(bundled, starts_inside):
     tokenizer = TokenizerWithTemplate(bundled.tokenizer, "</think>", (), thinks=True)
-    prompt = bundled.encode("assistant\n<think>\n" if opened else "assistant\n")
+    prompt = bundled.encode("assistant\n<think>\n" if starts_inside else "assistant\n")
     five = ResponseFormat("json_schema", {"enum": [5]}, "response_format")
     form = answer_constraint(five, openai_tools(None, None, None), tokenizer, prompt)
     grammar = Grammars(bundled.tokenizer, bundled.config.vocab_size, bundled.config.stop_ids).of(SamplingParams(**form))
@@ -318,8 +318,8 @@ def test_thinking_precedes_constrained_answer(bundled, opened):
         return all(matcher.allowed()[token // 32] >> token % 32 & 1 and (matcher.accept(token), True)[1]
                    for token in tokens)  # fmt: skip
 
-    assert allowed("hm, 5?</think>\n\n5" if opened else "<think>\nhm, 5?\n</think>\n\n5")
-    assert allowed("hm, 5") is opened and allowed("5")
+    assert allowed("hm, 5?</think>\n\n5" if starts_inside else "<think>\nhm, 5?\n</think>\n\n5")
+    assert allowed("hm, 5") is starts_inside and allowed("5")
     closed = bundled.encode("<think>\n\n</think>\n\n")
     regex = ResponseFormat("regex", "a", "structured_outputs.regex")
     assert answer_constraint(regex, openai_tools(None, None, None), tokenizer, closed) == {"regex": "a"}

@@ -121,6 +121,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
+    """The tokenizer of transformers with the same vocabulary."""
     transformers = pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("theirs")
     write_tokenizer(path, None)

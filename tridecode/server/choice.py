@@ -46,8 +46,8 @@ class Choice:
         """
         self._tokenizer, self._splitter = tokenizer, None
         if prompt is not None:
-            opened = ends_inside(tokenizer.decode(list(prompt[-4:]), skip_special=False))
-            self._splitter = ThinkSplitter(opened)
+            starts_inside = ends_inside(tokenizer.decode(list(prompt[-4:]), skip_special=False))
+            self._splitter = ThinkSplitter(starts_inside)
         self._parser = tools.parser(tokenizer) if tools else None
         self._special = tools.special_tokens(tokenizer) if tools else {}
         self._first_text, self._characters = first_text, len(first_text)

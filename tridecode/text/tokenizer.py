@@ -136,7 +136,7 @@ class Tokenizer:
 
         Raises:
             PromptError: `text` is not a string, or cannot be encoded.
-            TooLong: the text does not fit in `context` tokens.
+            TooLong: the text cannot fit in `context` tokens.
         """
         if not isinstance(text, str):
             raise PromptError(f"a prompt must be text, got {type(text).__name__}")
@@ -166,8 +166,8 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> list[int]:
         """Return the token ids of a chat, formatted by the chat template, up to the beginning of the answer.
 
-        Control tokens in messages are encoded as ordinary characters. An exception are control tokens that are not
-        special in messages of the assistant: its <think> was one token, and templates search for </think>.
+        Control tokens in messages are encoded as ordinary characters. In messages of the assistant this applies only
+        to special tokens, because its <think> was one token, and templates search for </think>.
 
         Args:
             messages: dicts with the strings "role" and "content". Other keys are plain JSON values for the template.
@@ -176,7 +176,7 @@ class Tokenizer:
 
         Raises:
             PromptError: the messages are malformed, there is no template, or the template refuses the messages.
-            TooLong: the chat does not fit in `context` tokens.
+            TooLong: the chat cannot fit in `context` tokens.
         """
         if self._template is None:
             raise PromptError(f"this model has no chat template (it may be a base model); {NO_CHAT}")
@@ -199,6 +199,7 @@ class Tokenizer:
         return self._text_encoder(_restore(renamed, marks))
 
     def _check_size(self, text: str, context: int | None) -> None:
+        """Raise TooLong if a text cannot fit in `context` tokens."""
         # The bound takes time to compute, so only texts of more than 4 characters per position are checked.
         if context is not None and len(text) > 4 * context and (least := fewest(text, self._longest)) > context:
             raise TooLong(least, context, or_more=True)
@@ -252,10 +253,12 @@ class Tokenizer:
 
     @cached_property
     def _template_chars(self) -> frozenset[str]:
+        """The characters of the chat template."""
         return frozenset(self.template_source)
 
     @cached_property
     def _first_char_pattern(self) -> re.Pattern[str]:
+        """A pattern of one character that begins a control token."""
         return re.compile(f"[{re.escape(''.join(self._control.first_chars))}]")
 
     def _marks(self, *values) -> dict[str, str]:
