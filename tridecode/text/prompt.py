@@ -51,9 +51,8 @@ def prompt_ids(
     """
     fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
     if isinstance(prompt, Encoded):
-        return _fitting(
-            *prompt, vocab_size, capacity, fix
-        )  # validated again, because another engine may have encoded it
+        # Validated again, because another engine may have encoded it.
+        return _fitting(*prompt, vocab_size, capacity, fix)
     items = [] if isinstance(prompt, str) else listed(prompt)
     if items is None:
         kind = type(prompt).__name__

@@ -131,7 +131,7 @@ class _Child:
     """A process that is started at the first call.
 
     Attributes:
-        user: id of the thread that uses the child now; STARTING, or None if it is free.
+        user: id of the thread that uses the child; STARTING while `Sandbox.start` starts it; None if it is free.
     """
 
     def __init__(self, program: Program):
