@@ -228,7 +228,7 @@ def test_turns_are_saved_as_they_are_complete(session, state):
     chat.handle("c")
     first = store.path
     chat.handle("/clear")
-    assert "stays in session work" in chat.read()[1]
+    assert "is saved in session work" in chat.read()[1]
     chat.handle("d")
     assert sessions.read(first).turns == (("c", "two"),) and sessions.read(store.path).turns == (("d", "three"),)
     assert sessions.last_path() == store.path != first

@@ -30,23 +30,23 @@ def test_only_an_empty_line_and_two_interrupts_in_a_row_leave(terminal, state):
     for draft in ("one draft", "two\x1b\rdrafts", "three"):
         press(child, draft, draft[-1])
         child.sendintr()
-        child.expect_exact("Up brings it back")
+        child.expect_exact("Up restores it")
         child.expect_exact(READY)
     press(child, "x", "x")
     press(child, "\x7f", "\x1b[K")
     child.sendintr()
-    child.expect_exact("Ctrl-C again, or Ctrl-D, leaves")
+    child.expect_exact("press Ctrl-C again, or Ctrl-D, to leave")
     child.expect_exact(READY)
     press(child, "y", "y")
     press(child, "\x7f", "\x1b[K")
     child.sendintr()
-    child.expect_exact("Ctrl-C again, or Ctrl-D, leaves")
+    child.expect_exact("press Ctrl-C again, or Ctrl-D, to leave")
     child.expect_exact(READY)
     press(child, UP, "three")
     press(child, UP + UP, "drafts")
     enter(child, "\r", "context ")
     child.sendintr()
-    child.expect_exact("leaves")
+    child.expect_exact("to leave")
     child.expect_exact(READY)
     child.sendintr()
     leaves(child)
@@ -120,7 +120,7 @@ def test_an_editor_that_fails_is_replaced_by_plain_input(monkeypatch, capsys, st
     monkeypatch.setattr(PlainReader, "read", lambda reader, draft: drafts.append(draft) or "again")
 
     def fail(*args):
-        raise ValueError("no such\ncolour")
+        raise ValueError("no such\ncolor")
 
     with create_pipe_input() as keys:
         keyboard = Keyboard((), Output(), keys, DummyOutput())
@@ -131,7 +131,7 @@ def test_an_editor_that_fails_is_replaced_by_plain_input(monkeypatch, capsys, st
         keys.send_text("a draft x\r")
         assert keyboard.read() == keyboard.read() == "again"
     out, err = capsys.readouterr()
-    assert err == "the line editor failed (ValueError: no such colour); plain line input from here\n"
+    assert err == "the line editor failed (ValueError: no such color); using plain line input\n"
     assert out == "" and drafts == ["a draft " if where == "key" else "", ""]
 
 
@@ -182,7 +182,7 @@ def test_what_an_editor_leaves_may_be_no_text(terminal, state, tmp_path, script,
     editor.chmod(0o755)
     child = terminal("--max-tokens", 2, "--temperature", 0, EDITOR=str(editor), VISUAL="")
     press(child, "written", "written")
-    press(child, "\x18\x05", "what the editor left could not be read")
+    press(child, "\x18\x05", "the file from the editor could not be read")
     child.expect_exact(why)
     child.expect_exact("the message is as it was")
     press(child, " here", "here")

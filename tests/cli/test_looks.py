@@ -90,9 +90,9 @@ def test_help_fits_the_window_and_is_not_dim(session, width):
     assert all(any(line.startswith(f"  {name}") for line in lines) for name in COMMANDS if name != "/think")
     (at,) = [i for i, line in enumerate(lines) if line.startswith("  /history")]
     if width == 40:
-        assert lines[at : at + 3] == ["  /history [N]", "    show what was said, or the last N", "    turns of it"]
+        assert lines[at : at + 3] == ["  /history [N]", "    show the conversation, or its last", "    N turns"]
     else:
-        assert lines[at] == "  /history [N]          show what was said, or the last N turns of it"
+        assert lines[at] == "  /history [N]          show the conversation, or its last N turns"
 
 
 def test_a_title_stands_at_the_left():

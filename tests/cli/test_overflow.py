@@ -79,7 +79,7 @@ def test_a_message_that_is_too_long_alone_says_what_helps(system, largest, choic
     with pytest.raises(Overflow) as error:
         fit(talk, "y" * 120, characters, 100, choice, None, largest)
     assert str(error.value).endswith(f"the context holds 100{fix}") and "/clear" not in str(error.value)
-    with pytest.raises(Overflow, match="shorten it or take the system turn away"):
+    with pytest.raises(Overflow, match="shorten it or remove the system turn"):
         fit(Conversation(False, "x" * 90), "y" * 20, characters, 100, choice.replace("stop", "error"), None, 100)
 
 
@@ -162,7 +162,7 @@ def test_an_answer_that_was_cut_is_continued(piped, kind, tmp_path):
 
 def test_a_whole_answer_has_nothing_to_be_continued(piped):
     code, _, err = piped("/continue\nWhat is 17 + 25?\n/continue\n/history\n", *GREEDY)
-    assert code == 0 and err == "nothing was said yet\nthe model has nothing to add\n"
+    assert code == 0 and err == "the conversation has no turns yet\nthe model has nothing to add\n"
 
 
 def test_room_is_made_for_the_rest_of_an_answer(piped):
@@ -176,7 +176,7 @@ def test_an_answer_that_fills_the_context_is_not_said_to_go_on(session):
     chat = session(interactive=True, overflow="drop-oldest")
     full = SimpleNamespace(finish_reason="length", usage=SimpleNamespace(prompt_tokens=3, completion_tokens=97))
     chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")))
-    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full; /continue goes on"
+    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full; /continue continues it"
     chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")), dropped=1)
     assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full"
     with pytest.raises(Overflow) as error:

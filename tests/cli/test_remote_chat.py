@@ -78,24 +78,24 @@ def test_commands(asked, served):
     code, out, err = asked(lines, "--temperature", 0)
     assert out == f"{ANSWER}\n" * 2 and code == 0
     assert f"model bundled at {served.url}, a server of tridecode\n1 turn\nlast answer: 12 tokens" in err
-    assert "temperature          0.0\ntop_k                as the server has it\n" in err
-    listed = re.findall(r"^(\w+) +as the server has it$", err, re.MULTILINE)
+    assert "temperature          0.0\ntop_k                the server's default\n" in err
+    listed = re.findall(r"^(\w+) +the server's default$", err, re.MULTILINE)
     assert sorted([*listed, "temperature"]) == sorted(OURS), "what would be refused is not listed"
-    assert "regex: not known to a server of tridecode, which might" in err
-    assert errors(err) == [f"the server at {served.url} has no model 'other'; it has bundled"]
+    assert "regex: a server of tridecode does not support this option and might" in err
+    assert errors(err) == [f"the server at {served.url} has no model 'other'; its models are bundled"]
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
 
 
 def test_set_without_a_value_tells_what_counts(asked):
     _, _, err = asked("/set top_k\n/set seed\n/set top_k 7\n/set top-k\n", "--seed", 4, "--quiet")
-    needs = "/set top_k needs a value; it is as the server has it\n/set seed needs a value; it is 4\n"
+    needs = "/set top_k needs a value; it is the server's default\n/set seed needs a value; it is 4\n"
     assert err == f"{needs}top_k is 7\n/set top_k needs a value; it is 7\n"
 
 
 def test_an_answer_is_not_continued(asked):
     code, out, err = asked(f"{QUESTION}\n/continue\n/set overflow drop-oldest\n", "--temperature", 0, "--quiet")
     assert (code, out) == (0, f"{ANSWER}\n")
-    assert err == "through a server an answer cannot be continued; ask the model to go on\noverflow is drop-oldest\n"
+    assert err == "a server cannot continue an answer; ask the model to continue\noverflow is drop-oldest\n"
 
 
 def test_what_a_template_cannot_do_is_the_servers_line(asked):
@@ -139,7 +139,7 @@ def test_ctrl_c_stops_the_answer_and_the_servers_work(terminal, monkeypatch, tmp
         child.send("Once upon a time\r")
         until(lambda: running.metric("generation_tokens_total") > 8)
         child.sendintr()
-        child.expect(r"stopped after \d+ pieces and [\d.]+ s; kept in the conversation")
+        child.expect(r"stopped after \d+ chunks and [\d.]+ s; kept in the conversation")
         until(lambda: running.metric("num_requests_running") == 0)
         assert running.metric("generation_tokens_total") < 500
         child.expect_exact(READY)
@@ -171,11 +171,11 @@ def test_tab_offers_the_models_of_the_server_and_no_overflow_that_it_cannot_have
 
 @pytest.mark.parametrize("how, says", [
     ("500", "the server answers 500: out of luck"),
-    ("503", "the server answers 503: 256 requests wait already; it can be asked again in 2 s"),
+    ("503", "the server answers 503: 256 requests wait already; try again in 2 s"),
     ("401", "the server answers 401: no key; give TRIDECODE_API_KEY or --api-key-file"),
     ("text", "the server answers 502: <html>Bad gateway</html>"),
     ("cut", "the connection to URL was lost (peer closed connection"),
-    ("garbage", "an event of the answer is none of OpenAI's API: {\"choices\": [}"),
+    ("garbage", "the server sent an event that is not part of OpenAI's API: {\"choices\": [}"),
     ("error", "the server ended the answer: the engine died"),
 ])  # fmt: skip
 def test_a_turn_that_fails_is_one_line_and_the_chat_goes_on(asked, how, says):
@@ -213,7 +213,7 @@ def test_what_a_server_does_not_tell_is_left_out(asked):
         err = asked("one\n/model\n/think off\n/set overflow drop-oldest\n", url=server.url)[2]
         assert "overflow drop-oldest needs a server that counts tokens" in err
         assert "\n3 tokens · " in err and "reused" not in err and "· context" not in err
-        assert f"a-model on {server.url}: context of a length that the server does not tell" in err
+        assert f"a-model on {server.url}: context of unknown length" in err
         assert "thinking cannot be switched off: no chat template can be told" in err
     with FakeServer(tokens=3, behave=lambda number: "no usage") as server:
         err = asked("one\n", url=server.url)[2]
@@ -221,15 +221,15 @@ def test_what_a_server_does_not_tell_is_left_out(asked):
 
 
 @pytest.mark.parametrize("options, says", [
-    (("--graph", "none"), "--graph is of an engine in this process"),
-    (("--max-seq-len", "64"), "--max-seq-len is of an engine in this process"),
-    (("--graph-stats",), "--graph-stats is of an engine in this process"),
-    (("--no-prefix-sharing",), "--no-prefix-sharing is of an engine in this process"),
-    (("--no-prompt-graphs",), "--no-prompt-graphs is of an engine in this process"),
-    (("--prompt-ms=15",), "--prompt-ms is of an engine in this process"),  # as by default
-    (("--device", "auto"), "--device is of an engine in this process"),
+    (("--graph", "none"), "--graph sets up an engine in this process"),
+    (("--max-seq-len", "64"), "--max-seq-len sets up an engine in this process"),
+    (("--graph-stats",), "--graph-stats sets up an engine in this process"),
+    (("--no-prefix-sharing",), "--no-prefix-sharing sets up an engine in this process"),
+    (("--no-prompt-graphs",), "--no-prompt-graphs sets up an engine in this process"),
+    (("--prompt-ms=15",), "--prompt-ms sets up an engine in this process"),  # as by default
+    (("--device", "auto"), "--device sets up an engine in this process"),
     (("--overflow", "drop-oldest"), "--overflow drop-oldest needs a server that counts tokens"),
-    (("--top-k", "3"), "--top-k: not known to a server of no known kind, which might ignore it"),
+    (("--top-k", "3"), "--top-k: a server of no known kind does not support this option and might ignore it"),
     (("--top-p", "3"), "--top-p: expected a number above 0 to 1, got '3'"),
     (("--model", "a-modle"), "has no model 'a-modle'; did you mean a-model?"),
 ])  # fmt: skip

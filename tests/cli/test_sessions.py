@@ -153,7 +153,7 @@ def test_sessions_in_the_chat(session):
         ("/sessions rename rivers", "session rivers exists already"),
         ("/sessions delete play", "/clear begins another"),
         ("/sessions delete c", "deleted 1 session"),
-        ("/sessions remove c", "takes nothing, rename [OLD] NEW, or delete NAME"),
+        ("/sessions remove c", "accepts no argument, rename [OLD] NEW, or delete NAME"),
         ("/sessions delete d", "there is no session d"),
     ):
         assert chat.handle(line) and says in chat.read()[1]
@@ -174,7 +174,7 @@ def test_load_continues_a_session_by_its_name(session, tmp_path, monkeypatch):
     assert chat.handle("/load rivers")
     out, err = chat.read()
     assert out == "> Name three rivers.\nNile, Rhine, Po\n\n> And a lake?\nComo\n"
-    assert "continuing 2 turns" in err and "the one before stays in session work" in err
+    assert "continuing 2 turns" in err and "the previous one is saved in session work" in err
     chat.handle("more")
     assert chat.engine.prompts[-1] == said(*sum(RIVERS.turns, ()), "more")
     assert len(store.read(store.named("rivers")).turns) == 3 and len(store.read(store.named("work")).turns) == 1
@@ -191,7 +191,7 @@ def test_a_piped_chat_loads_a_session_without_writing_to_it(session):
 
 def test_history_shows_what_was_said(session):
     chat = session(["one\ntwo"], ["<think>hm</think>Yes"])
-    assert chat.handle("/history") and "nothing was said yet" in chat.read()[1]
+    assert chat.handle("/history") and "the conversation has no turns yet" in chat.read()[1]
     chat.handle('"""a\nb"""'), chat.handle("c")
     chat.read()
     for line, shown in (

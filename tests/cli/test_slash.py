@@ -75,7 +75,7 @@ def test_a_retry_of_a_greedy_answer_says_that_it_will_be_the_same(session):
 def test_retry_undo_and_edit(session):
     chat = session(["one"], ["two"], ["three"], ["four"], PromptError("no"), ["five"])
     for line in ("/retry", "/undo", "/edit x"):
-        assert chat.handle(line) and chat.read()[1] == "nothing was said yet\n"
+        assert chat.handle(line) and chat.read()[1] == "the conversation has no turns yet\n"
     for line in ("a", "b", "/retry"):
         assert chat.handle(line)
     assert chat.engine.prompts[2] == said("a", "one", "b")
@@ -83,7 +83,7 @@ def test_retry_undo_and_edit(session):
     assert chat.handle("/retry")
     assert chat.conversation.turns == (("a", "one"), ("c", "four")), "an answer that fails replaces none"
     assert chat.handle("/undo") and chat.conversation.turns == (("a", "one"),)
-    assert "took back 'c'; 1 turn left" in chat.read()[1]
+    assert "removed 'c'; 1 turn left" in chat.read()[1]
     assert chat.handle("/edit") and "needs TEXT" in chat.read()[1]
 
 
@@ -254,7 +254,7 @@ def test_save_load_and_export(session, tmp_path):
         (f"/save {notes}", "not a session"),
         (f"/load {notes}", "not a session"),
         (f"/load {tmp_path / 'absent'}", "no such file"),
-        ("/load absent", "absent: no session of this name, and no file"),
+        ("/load absent", "absent: there is no session and no file of this name"),
         (f"/load {tmp_path}", "not a file"),
         ("/load ~nobody-at-all/\0", "no such file"),
         ("/save a\0b", "null"),
@@ -301,7 +301,7 @@ def test_stats(session):
 def test_copy(session, monkeypatch):
     chat = session(["<think>hm</think>\n\n**Yes**\x1b[2J"])
     chat.handle("/copy")
-    assert chat.read()[1] == "nothing was said yet\n"
+    assert chat.read()[1] == "the conversation has no turns yet\n"
     chat.handle("one")
     chat.read()
     assert chat.handle("/copy") and "/copy needs a terminal; /export FILE.md" in chat.read()[1]
@@ -402,4 +402,4 @@ def test_bandwidth_is_left_out_where_no_memory_is_free(session, gpu, monkeypatch
     chat.engine.device = chat.model.device = torch.device("cuda", 0)
     for line in ("x", "/stats"):
         chat.handle(line)
-    assert "too little memory is free to measure" in chat.read()[1] and not gpu
+    assert "too little memory is free" in chat.read()[1] and not gpu

@@ -32,7 +32,7 @@ def test_in_a_terminal(endless, terminal):
     enter(child, "/stats\r", "2 turns")
     time.sleep(1)  # a Ctrl-C right after an answer was stopped was meant for that answer
     child.sendintr()
-    child.expect_exact("leaves")
+    child.expect_exact("to leave")
     child.expect_exact(READY)
     child.sendintr()
     leaves(child)
@@ -67,7 +67,7 @@ def test_lines_are_edited(terminal, state):
     child.send("/edit\r")
     child.expect_exact("/exit")
     child.sendintr()
-    child.expect_exact("Up brings it back")
+    child.expect_exact("Up restores it")
     child.expect_exact(READY)
     leave(child)
     (file,) = (state / "sessions").iterdir()

@@ -1,4 +1,4 @@
-"""The lines of /stats: the model, the GPU's memory and its speed, the conversation."""
+"""The output of /stats: the model, GPU memory and bandwidth, the conversation."""
 
 from functools import cache
 
@@ -9,10 +9,11 @@ from ..bench.measure import step_bytes
 from ..bench.read import measure_read_bandwidth
 from ..terminal import counted, speed_line
 
-LEAST = 2**28  # bytes to read for a measurement: more than any cache holds
+LEAST = 2**28  # bytes to read for a measurement, more than any cache holds
 
 
 def lines(chat) -> list[str]:
+    """Return the lines of /stats for a talk.Chat."""
     found, turns, dropped = chat.model.facts(chat.last), len(chat.conversation.turns), chat.conversation.dropped
     found.append(counted(turns, "turn") + (f", {turns - dropped:,} of them sent to the model" if dropped else ""))
     if chat.last is None:
@@ -27,6 +28,7 @@ def lines(chat) -> list[str]:
 
 
 def engine_lines(engine, last) -> list[str]:
+    """Return the lines about an engine. last: the last chunk of the latest answer, or None."""
     facts = [f"model {engine.name} on {engine.device}", f"backend {engine.backend}", f"graph {engine.graph}"]
     drafts = "ngram {}:{}".format(*engine.plan.ngram) if engine.plan.ngram else "off"
     found = [", ".join([*facts, f"speculation {drafts}"])]
@@ -34,7 +36,7 @@ def engine_lines(engine, last) -> list[str]:
 
 
 def gpu_lines(engine, last) -> list[str]:
-    """Memory, and what share of the read bandwidth the last answer used."""
+    """Return the lines about GPU memory and the share of the read bandwidth that the last answer used."""
     free, whole = torch.cuda.mem_get_info(engine.device)
     mine = torch.cuda.memory_reserved(engine.device)
     found = [f"GPU memory: {gib(mine)} GiB by this chat, {gib(whole - free)} of {gib(whole)} GiB in use"]
@@ -42,7 +44,7 @@ def gpu_lines(engine, last) -> list[str]:
     if rate:
         bandwidth = read_bandwidth(engine.device)
         if bandwidth is None:
-            found.append("bandwidth: too little memory is free to measure it")
+            found.append("bandwidth: not measured, because too little memory is free")
         else:
             needed = step_bytes(engine, last.usage.prompt_tokens, last.usage.completion_tokens)
             rates = f"{bandwidth / 1e9:,.0f} GB/s, {needed / 1e9:.2f} GB a token"
@@ -52,15 +54,16 @@ def gpu_lines(engine, last) -> list[str]:
 
 @cache
 def read_bandwidth(device: torch.device) -> float | None:
-    """Bytes per second, measured at the first call; None where too little memory is free."""
+    """Return bytes per second, measured at the first call; None if too little memory is free."""
     nbytes = min(2**32, free_memory(device) // 2)
     if nbytes < LEAST:
         return None
     with torch.cuda.device(device):  # Triton launches on the current device
         found = measure_read_bandwidth(device, nbytes)
-        torch.cuda.empty_cache()  # its buffer
+        torch.cuda.empty_cache()  # free the buffer of the measurement
     return found
 
 
 def gib(nbytes: int) -> str:
+    """Return a number of bytes in GiB."""
     return f"{nbytes / GIB:.1f}"
