@@ -41,7 +41,9 @@ class Display:
     """The display of one answer in a sink. A leading think block is dimmed, or replaced by its length if hidden."""
 
     def __init__(self, output: Output, sink, splitter: ThinkSplitter, hide: bool, unit: str = "token"):
-        """Args:
+        """Create the display of an answer.
+
+        Args:
         splitter: The source of the (kind, text) pairs that `push` takes.
         hide: Show only the length of the think block.
         unit: The unit of the stream, in which the length of the think block is counted.

@@ -75,7 +75,9 @@ class Keyboard:
     """A reader of messages. If the line editor fails, that read and all later ones use plain line input."""
 
     def __init__(self, complete, output, keys=None, screen=None):
-        """Args:
+        """Create the editor.
+
+        Args:
         complete: See completion.completed.
         keys: prompt_toolkit's input, by default the terminal.
         screen: prompt_toolkit's output, by default the terminal.

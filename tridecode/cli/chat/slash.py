@@ -14,7 +14,7 @@ BARE = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # messages that are 
 # The names of commands in other chat programs.
 ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help"}
 KEYS = {
-    "Ctrl-C": "stops an answer or clears the prompt; pressed twice, it leaves",
+    "Ctrl-C": "stops an answer or clears the prompt; twice: leaves",
     "Ctrl-D": "leaves",
     "Alt-Enter": "begins a new line; pasted text stays one message",
     '"""': "begins and ends a message of several lines",

@@ -211,7 +211,7 @@ class Chat:
     def continue_answer(self) -> bool:
         """Continue the last answer where it ended."""
         if not self.model.continues:
-            self.output.note("a server cannot continue an answer; ask the model to continue")
+            self.output.note('a server cannot continue an answer; send a message such as "continue"')
             return True
         message, answer = self.conversation.turns[-1]
         return self.ask(message, replaces=True, prefix=answer)
