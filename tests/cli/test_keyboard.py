@@ -53,7 +53,7 @@ def test_only_two_interrupts_on_empty_line_leave(terminal, state):
     (file,) = (state / "sessions").iterdir()
     assert [user for user, _ in sessions.read(file).turns] == ["two\ndrafts"]
     kept = (state / "history").read_text()
-    assert "drafts" in kept and "one draft" not in kept and "three" not in kept, "what was not sent is not written"
+    assert "drafts" in kept and "one draft" not in kept and "three" not in kept, "drafts are not saved"
 
 
 TALL = {
@@ -86,7 +86,7 @@ def test_tall_message_is_printed_completely(terminal):
     leave(child)
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux here")
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 @pytest.mark.parametrize("text", TALL.values(), ids=TALL)
 def test_tall_message_is_in_scrollback_once(state, tmp_path, text):
     def tmux(*words, **options):
@@ -114,8 +114,8 @@ def test_tall_message_is_in_scrollback_once(state, tmp_path, text):
     assert re.findall(r"<\d{3}>", shown) == re.findall(r"<\d{3}>", text)
 
 
-@pytest.mark.parametrize("where", ["key", "drawing"])
-def test_failed_editor_falls_back_to_plain_input(monkeypatch, capsys, state, where):
+@pytest.mark.parametrize("failure", ["key", "drawing"])
+def test_failed_editor_falls_back_to_plain_input(monkeypatch, capsys, state, failure):
     drafts = []
     monkeypatch.setattr(PlainReader, "read", lambda reader, draft: drafts.append(draft) or "again")
 
@@ -124,7 +124,7 @@ def test_failed_editor_falls_back_to_plain_input(monkeypatch, capsys, state, whe
 
     with create_pipe_input() as keys:
         keyboard = Keyboard((), Output(), keys, DummyOutput())
-        if where == "key":
+        if failure == "key":
             keyboard.session.key_bindings.add("x")(fail)
         else:
             monkeypatch.setattr(keyboard.session.app.renderer, "render", fail)
@@ -132,7 +132,7 @@ def test_failed_editor_falls_back_to_plain_input(monkeypatch, capsys, state, whe
         assert keyboard.read() == keyboard.read() == "again"
     out, err = capsys.readouterr()
     assert err == "the line editor failed (ValueError: no such color); using plain line input\n"
-    assert out == "" and drafts == ["a draft " if where == "key" else "", ""]
+    assert out == "" and drafts == ["a draft " if failure == "key" else "", ""]
 
 
 @pytest.mark.parametrize("lines, left, draft", [([], "half", "half"), (['"""', "one"], "two", '"""\none\ntwo')])

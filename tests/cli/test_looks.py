@@ -19,7 +19,7 @@ from tridecode.cli.wrapping import Wrapped
 
 pexpect = pytest.importorskip("pexpect")
 
-COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|4[0-7]|9[0-7]|38|48)[;\dm]")
+COLOR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|4[0-7]|9[0-7]|38|48)[;\dm]")
 
 
 def wrapped(text: str, width: int, size: int = 3) -> str:
@@ -35,13 +35,13 @@ def wrapped(text: str, width: int, size: int = 3) -> str:
 WRAPPED = {
     "words": ("one two three four", 10, "one two\nthree\nfour"),
     "paragraphs": ("one two\n\nthree four five", 12, "one two\n\nthree four\nfive"),
-    "spaces inside stay": ("a  b   c", 20, "a  b   c"),
+    "inner spaces are kept": ("a  b   c", 20, "a  b   c"),
     "spaces before a break are dropped": ("abcdef   ghi", 8, "abcdef\nghi"),
-    "an indented line": ("   one two three", 12, "   one two\n   three"),
-    "a bullet": ("- one two three four", 13, "- one two\n  three four"),
-    "a number": ("12. one two three", 12, "12. one two\n    three"),
-    "a minus alone is none": ("-5 one two three", 12, "-5 one two\nthree"),
-    "a word that is too long": (
+    "indented line": ("   one two three", 12, "   one two\n   three"),
+    "bullet": ("- one two three four", 13, "- one two\n  three four"),
+    "numbered item": ("12. one two three", 12, "12. one two\n    three"),
+    "negative number is not a bullet": ("-5 one two three", 12, "-5 one two\nthree"),
+    "long word": (
         "see https://example.org/a/long/path\nnow",
         12,
         "see\nhttps://example.org/a/long/path\nnow",
@@ -127,7 +127,7 @@ def test_no_color_variable(terminal):
     enter(child, "Hello\r", "tok/s")
     enter(child, "/nothing\r", "there is no command")
     leave(child)
-    assert not COLOUR.search(child.screen.getvalue())
+    assert not COLOR.search(child.screen.getvalue())
 
 
 def test_plain_never_rewrites_text(terminal, endless):

@@ -58,16 +58,16 @@ def test_raw_chat(run_chat, served):
 
 
 def test_only_set_options_are_sent(run_chat, served, monkeypatch):
-    found, submit = [], served.engine.submit
+    sent, submit = [], served.engine.submit
 
     def spy(prompt, params, **options):
-        found.append(params)
+        sent.append(params)
         return submit(prompt, params, **options)
 
     monkeypatch.setattr(served.engine, "submit", spy)
     options = ("--seed", 4, "--top-k", 3, "--logit-bias", "5=-2.5", "--stop", "!", "--repetition-penalty", 1.5)
     assert run_chat("Hello\n/set top_k default\n/set stop none\n/set min_p 0.5\nHello\n", *options)[0] == 0
-    first, second = found
+    first, second = sent
     fixed = dict(seed=4, logit_bias={5: -2.5}, repetition_penalty=1.5)
     assert first == served.engine.default_params(**fixed, top_k=3, stop=["!"])
     assert second == served.engine.default_params(**fixed, min_p=0.5)
@@ -80,7 +80,7 @@ def test_commands(run_chat, served):
     assert f"model bundled at {served.url}, a server of tridecode\n1 turn\nlast answer: 12 tokens" in err
     assert "temperature          0.0\ntop_k                the server's default\n" in err
     listed = re.findall(r"^(\w+) +the server's default$", err, re.MULTILINE)
-    assert sorted([*listed, "temperature"]) == sorted(OURS), "what would be refused is not listed"
+    assert sorted([*listed, "temperature"]) == sorted(OURS), "options that the server does not support are not listed"
     assert "regex: a server of tridecode does not support this option and might" in err
     assert errors(err) == [f"the server at {served.url} has no model 'other'; its models are bundled"]
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
@@ -169,7 +169,7 @@ def test_tab_completes_server_models(terminal):
         leave(child)
 
 
-@pytest.mark.parametrize("how, message", [
+@pytest.mark.parametrize("behavior, message", [
     ("500", "the server answers 500: out of luck"),
     ("503", "the server answers 503: 256 requests wait already; try again in 2 s"),
     ("401", "the server answers 401: no key; give TRIDECODE_API_KEY or --api-key-file"),
@@ -178,8 +178,8 @@ def test_tab_completes_server_models(terminal):
     ("garbage", "the server sent an event that is not part of OpenAI's API: {\"choices\": [}"),
     ("error", "the server ended the answer: the engine died"),
 ])  # fmt: skip
-def test_failed_turn_prints_one_line(run_chat, how, message):
-    with FakeServer(tokens=6, behave=lambda number: how if number == 1 else "ok") as server:
+def test_failed_turn_prints_one_line(run_chat, behavior, message):
+    with FakeServer(tokens=6, behave=lambda number: behavior if number == 1 else "ok") as server:
         code, out, err = run_chat("one\ntwo\nthree\n", url=server.url)
         [line] = errors(err)
         assert code == 1 and line.startswith(message.replace("URL", server.url))
@@ -307,8 +307,8 @@ def test_arbitrary_events(data):
 def test_events_split_at_newlines():
     text = 'data: {"a": "\u2028"}\r\n\r\n: comment\n\ndata:x\n\ndata: [DONE]\n\ndata: y\n'.encode()
     for size in (1, 3, len(text)):
-        found = list(events(text[i : i + size] for i in range(0, len(text), size)))
-        assert found == ['{"a": "\u2028"}'.encode(), b"x"]
+        data = list(events(text[i : i + size] for i in range(0, len(text), size)))
+        assert data == ['{"a": "\u2028"}'.encode(), b"x"]
 
 
 def test_endless_event_is_refused(monkeypatch):

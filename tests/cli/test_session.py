@@ -30,7 +30,7 @@ def test_dropped_turns_are_saved():
 
 def test_file_permissions(state):
     store = session.Store(session.named("work"), "m")
-    assert store.save(Conversation()) == "" and not state.joinpath("sessions").exists(), "nothing said, no file"
+    assert store.save(Conversation()) == "" and not state.joinpath("sessions").exists(), "saved without turns"
     assert store.save(TALK) == ""
     assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(state.stat().st_mode) == stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700

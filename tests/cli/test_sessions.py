@@ -64,7 +64,7 @@ def test_list_fits_window(width):
     lines = sessions.lines(sessions.saved(), width)
     assert max(map(cell_len, lines)) <= width
     assert any(line.startswith("20261122-043416-3fa1"[: width - 1]) for line in lines)
-    assert len(lines) == (6 if width < 80 else 4 if width < 200 else 2), "the long name alone needs three lines"
+    assert len(lines) == (6 if width < 80 else 4 if width < 200 else 2), "only the long name needs three lines"
 
 
 def test_rename(run):
@@ -88,7 +88,7 @@ def test_session_file_with_any_name(run, piped):
     assert sessions.names() == ["my ü talk"]
     code, _, err = piped("hello\n/load my ü talk\n", "--session", "my ü talk", "--max-tokens", 2)
     assert code == 0 and "my ü talk" in err and len(store.read(odd).turns) == 3
-    assert "continuing 3 turns" in err and "the one before" not in err, "it is the one that was open"
+    assert "continuing 3 turns" in err and "the one before" not in err, "the loaded session was open already"
     assert run("rename", "plain", "my b")[0] == 1 and run("rename", "my ü talk", "my b")[0] == 1
     assert run("rename", "my ü talk", "tame")[0] == 0 and sessions.names() == ["tame"]
     odd.write_text("{}")
@@ -122,7 +122,7 @@ def test_export_as_markdown(run, tmp_path):
     assert code == 1 and "exists already" in err
     assert "must end in .md" in run("export", "rivers", tmp_path / "rivers.txt")[2]
     keep("opened", Conversation(turns=(("Name one.", "hm\n</think>\n\nNile"),)))
-    assert run("export", "opened")[1] == whole, "the template had begun the thinking"
+    assert run("export", "opened")[1] == whole, "the template opened the think block"
 
 
 def test_title_is_saved(session):
@@ -178,7 +178,7 @@ def test_load_session_by_name(session, tmp_path, monkeypatch):
     chat.handle("more")
     assert chat.engine.prompts[-1] == said(*sum(RIVERS.turns, ()), "more")
     assert len(store.read(store.named("rivers")).turns) == 3 and len(store.read(store.named("work")).turns) == 1
-    assert chat.handle("/load ./rivers") and "not a session" in chat.read()[1], "a path is never a session's name"
+    assert chat.handle("/load ./rivers") and "not a session" in chat.read()[1], "a path is not the name of a session"
 
 
 def test_piped_load_does_not_write_session(session):
@@ -269,7 +269,7 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("//sy", (0, [])),
     ):
         assert completed(typed) == found, typed
-    assert completed("/set to", Offer(["top_p", "seed"])) == (2, ["top_p "]), "what a server takes"
+    assert completed("/set to", Offer(["top_p", "seed"])) == (2, ["top_p "]), "only options of the server"
     other = Offer(choices=CHOICES | {"overflow": ("error",)}, models=["a-model", "another"])
     assert completed("/model ", other) == (0, ["a-model", "another"])
     assert completed("/set overflow ", other) == (0, ["error", "default"])

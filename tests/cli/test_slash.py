@@ -25,9 +25,9 @@ def test_commands(session):
     assert chat.handle("/help") and "/clear" in chat.read()[1]
     assert chat.handle("/claer") and "did you mean /clear?" in chat.read()[1]
     assert chat.handle("/HELP") and "/clear" in chat.read()[1]
-    assert not chat.handle("/bye") and not chat.handle("/quit"), "what other chats call /exit"
+    assert not chat.handle("/bye") and not chat.handle("/quit"), "aliases of /exit"
     assert chat.handle("/?") and "/clear" in chat.read()[1] and chat.handle("/h") and "/clear" in chat.read()[1]
-    assert not chat.engine.prompts and chat.exit_code == 1, "a pipe's reader is told with the exit code"
+    assert not chat.engine.prompts and chat.exit_code == 1, "in a pipe an unknown command sets the exit code"
     assert chat.handle(" /exit") and chat.engine.prompts[0] == said("/exit")
     assert not chat.handle("/exit")
 
@@ -48,9 +48,9 @@ def test_bare_word_suggests_command(session, word, command):
     assert f"did you mean {command}?" in chat.read()[1]
     assert chat.handle(f" {word}") and chat.engine.prompts == [said(word.strip())]
     chat.handle("/edit")
-    assert chat.draft == f" {word.strip()}", "what is edited is sent as it was"
+    assert chat.draft == f" {word.strip()}", "the edited message is not a command"
     chat.interactive = False
-    assert chat.handle(word) and len(chat.engine.prompts) == 2, "a line of a pipe is a message"
+    assert chat.handle(word) and len(chat.engine.prompts) == 2, "in a pipe the word is a message"
 
 
 def test_retry_changes_seed(session):
@@ -81,7 +81,7 @@ def test_retry_undo_and_edit(session):
     assert chat.engine.prompts[2] == said("a", "one", "b")
     assert chat.handle("/edit c") and chat.engine.prompts[3] == said("a", "one", "c")
     assert chat.handle("/retry")
-    assert chat.conversation.turns == (("a", "one"), ("c", "four")), "an answer that fails replaces none"
+    assert chat.conversation.turns == (("a", "one"), ("c", "four")), "a failed answer does not replace the old one"
     assert chat.handle("/undo") and chat.conversation.turns == (("a", "one"),)
     assert "removed 'c'; 1 turn left" in chat.read()[1]
     assert chat.handle("/edit") and "needs TEXT" in chat.read()[1]
@@ -155,7 +155,7 @@ def test_schema_is_shown_in_input_form(session):
 
 
 @pytest.mark.parametrize(
-    "typed, says",
+    "typed, message",
     [
         ("temperature warm", "temperature must be a number from 0 to 100, got 'warm'"),
         ("temperature NaN", "temperature must be"),
@@ -178,11 +178,11 @@ def test_schema_is_shown_in_input_form(session):
         ("top_k " + "[" * 2000, "top_k must be"),
     ],
 )
-def test_set_rejects_invalid_values(session, typed, says):
+def test_set_rejects_invalid_values(session, typed, message):
     chat = session()
     assert chat.handle(f"/set {typed}") and chat.params == SamplingParams()
     shown = chat.read()[1]
-    assert shown.count("\n") == 1 and (says or "stop is []") in shown
+    assert shown.count("\n") == 1 and (message or "stop is []") in shown
 
 
 def test_set_without_arguments_lists_options(session):
@@ -250,7 +250,7 @@ def test_save_load_and_export(session, tmp_path):
     assert (tmp_path / "talk.md").read_text() == whole
     notes.write_text("mine")
     chat.read()
-    for command, says in (
+    for command, message in (
         (f"/save {notes}", "not a session"),
         (f"/load {notes}", "not a session"),
         (f"/load {tmp_path / 'absent'}", "no such file"),
@@ -269,7 +269,7 @@ def test_save_load_and_export(session, tmp_path):
     ):
         assert chat.handle(command)
         shown = chat.read()[1]
-        assert says in shown and shown.count("\n") == 1, (command, shown)
+        assert message in shown and shown.count("\n") == 1, (command, shown)
     assert notes.read_text() == "mine" and len(chat.conversation.turns) == 2
 
 

@@ -37,7 +37,7 @@ def test_chat_in_terminal(endless, terminal):
     child.sendintr()
     leaves(child)
     controls = {chr(code) for code in range(32)} - set("\r\n\t\x1b\x07\x08")
-    assert not set(child.screen.getvalue()) & controls, "the model's control characters"
+    assert not set(child.screen.getvalue()) & controls, "control characters of the model are replaced"
 
 
 def test_markdown_in_terminal(endless, terminal, state):
@@ -74,7 +74,7 @@ def test_line_editing(terminal, state):
     saved = sessions.read(file)
     users = [user for user, _ in saved.turns]
     assert users[:3] == ["pasted one\n/exit\nthree", "alt\nenter", "quoted\n/exit"]
-    assert saved.system == "Be brief.", "completed from /sy"
+    assert saved.system == "Be brief.", "Tab completes /sy"
     history = state / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
@@ -149,10 +149,10 @@ def test_interrupt_stops_answer(terminal, endless, options):
         seconds.append(interrupt(child))
         child.expect_exact(READY)
     assert sorted(seconds)[1] < AT_ONCE, seconds
-    assert "^C" not in child.screen.getvalue(), "it would shift what is drawn"
+    assert "^C" not in child.screen.getvalue(), "an echo of Ctrl-C would shift the drawn rows"
     child.sendeof()
     child.expect(pexpect.EOF)
-    assert child.getecho(), "the shell after it shows what is typed"
+    assert child.getecho(), "the echo is enabled again"
 
 
 def test_keys_during_answer_reach_next_prompt(terminal, endless):
@@ -220,7 +220,7 @@ def test_paste_during_start_is_one_message(terminal, state, when):
     child.expect_exact(when)
     child.send("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
     child.expect_exact("/help lists the commands")
-    assert "the last line" not in child.screen.getvalue(), "shown before the prompt was there"
+    assert "the last line" not in child.screen.getvalue(), "the paste was echoed before the prompt"
     child.expect_exact("the last line")
     enter(child, "\r", "holds 200")
     child.send("\x1b[A\r")  # the history contains it as one message
@@ -296,7 +296,7 @@ def test_closed_terminal(terminal, endless, state, answering):
     assert pty.signalstatus == signal.SIGHUP
     turns = only_session(state).turns
     assert turns[0][0] == "first" and len(turns) <= 1 + answering
-    assert sorted(os.listdir(state)) == ["history", "sessions"], "nothing half written is left"
+    assert sorted(os.listdir(state)) == ["history", "sessions"], "a temporary file is left"
 
 
 def test_terminal_becomes_narrow(terminal, state):

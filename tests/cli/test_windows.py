@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import resized, settings
 from hypothesis import strategies as st
 from screens import Terminal, screen
 from test_markdown import ANSWER, CUTS, console_to, split_at, streamed
@@ -23,7 +23,7 @@ SIZES = st.tuples(st.integers(8, 100), st.integers(2, 30))
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.sampled_from(KINDS), max_size=40), CUTS, st.lists(SIZES, max_size=8), st.booleans())
+@resized(st.lists(st.sampled_from(KINDS), max_size=40), CUTS, st.lists(SIZES, max_size=8), st.booleans())
 def test_resized_window_shows_every_word_once(kinds, cuts, sizes, reflow):
     """The terminal may wrap or cut rows that no longer fit."""
     numbers = iter(range(10_000))
@@ -94,7 +94,7 @@ from pathlib import Path
 from tridecode.cli.chat.display import open_sink
 from tridecode.cli.terminal import Output
 
-text, asked = open({text!r}).read(), Path({asked!r})
+text, request = open({text!r}).read(), Path({request!r})
 blocks = text.split("\\n\\n")
 starts = [sum(len(block) + 2 for block in blocks[:i]) for i in range(len(blocks))]
 places = [starts[i] + len(blocks[i]) * 7 // 10 for i in (0, 1, 3, 4, 5, 7, 9)]  # inside paragraphs and lists
@@ -103,7 +103,7 @@ for i in range(0, len(text), 4):
     if places and i >= places[0]:
         time.sleep(0.2)
         before = os.get_terminal_size()
-        asked.write_text(str(8 - len(places)))
+        request.write_text(str(8 - len(places)))
         while os.get_terminal_size() == before:
             time.sleep(0.01)
         places.pop(0)
@@ -122,8 +122,8 @@ def test_tmux_shows_every_word_once(tmp_path):
     text = (paragraph + items + "```python\n" + "{} = {}  # {} {} {} {} {}\n" * 15 + "```\n\n" + paragraph) * 3
     text = re.sub("{}", lambda match: f"w{next(numbers)}w", text)
     (tmp_path / "text").write_text(text)
-    asked = tmp_path / "asked"
-    (tmp_path / "player.py").write_text(PLAYER.format(text=str(tmp_path / "text"), asked=str(asked)))
+    request = tmp_path / "request"
+    (tmp_path / "player.py").write_text(PLAYER.format(text=str(tmp_path / "text"), request=str(request)))
 
     def tmux(*arguments):
         return subprocess.run(["tmux", "-S", tmp_path / "socket", *arguments], capture_output=True, text=True).stdout
@@ -133,15 +133,15 @@ def test_tmux_shows_every_word_once(tmp_path):
     try:
         tmux("-f", "/dev/null", "new-session", "-d", "-x", "200", "-y", "24", program)
         shown, began = "", time.monotonic()
-        sizes, given = [(80, 24), (40, 24), (200, 24), (40, 10), (80, 30), (60, 24), (40, 24)], 0
+        sizes, resized = [(80, 24), (40, 24), (200, 24), (40, 10), (80, 30), (60, 24), (40, 24)], 0
         while "the end" not in shown and time.monotonic() - began < 60:
             time.sleep(0.05)
-            if asked.exists() and (asked.read_text() or "0") == str(given + 1):
-                width, height = sizes[given]
+            if request.exists() and (request.read_text() or "0") == str(resized + 1):
+                width, height = sizes[resized]
                 tmux("resize-window", "-x", str(width), "-y", str(height))
-                given += 1
+                resized += 1
             shown = tmux("capture-pane", "-p", "-J", "-S", "-", "-E", "-")
     finally:
         tmux("kill-server")
-    assert "the end" in shown and given == len(sizes), shown
+    assert "the end" in shown and resized == len(sizes), shown
     assert sorted(WORD.findall(re.sub(r"\s", "", shown))) == sorted(WORD.findall(text))
