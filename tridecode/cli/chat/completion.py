@@ -44,15 +44,15 @@ def completed(typed: str, offer: Offer = Offer()) -> tuple[int, list[str]]:
 
 def paths(typed: str) -> Iterator[str]:
     """Yield the files and directories that start with `typed`; hidden ones only if a dot was typed."""
-    where, begun = os.path.split(typed)
+    directory_path, prefix = os.path.split(typed)
     try:
-        with os.scandir(os.path.expanduser(where) or ".") as entries:
-            begin = [entry for entry in entries if entry.name.startswith(begun)]
-            found = sorted((entry.name, entry.is_dir()) for entry in begin if begun or entry.name[0] != ".")
+        with os.scandir(os.path.expanduser(directory_path) or ".") as entries:
+            matching = [entry for entry in entries if entry.name.startswith(prefix)]
+            listing = sorted((entry.name, entry.is_dir()) for entry in matching if prefix or entry.name[0] != ".")
     except (OSError, ValueError):
         return
-    for name, directory in found[:MAX_PATHS]:
-        yield typed[: len(typed) - len(begun)] + name + "/" * directory
+    for name, directory in listing[:MAX_PATHS]:
+        yield typed[: len(typed) - len(prefix)] + name + "/" * directory
 
 
 def complete_files(typed: str, offer: Offer) -> Iterator[str]:

@@ -31,10 +31,10 @@ class Conversation:
         """Return the conversation as chat messages. Raises ValueError if it is raw."""
         if self.raw:
             raise ValueError("it was made with --raw and has no chat messages")
-        found = [] if self.system is None else [{"role": "system", "content": self.system}]
+        items = [] if self.system is None else [{"role": "system", "content": self.system}]
         for user, answer in self.turns[self.dropped :]:
-            found += {"role": "user", "content": user}, {"role": "assistant", "content": answer}
-        return found
+            items += {"role": "user", "content": user}, {"role": "assistant", "content": answer}
+        return items
 
     def plus(self, line: str, answer: str) -> "Conversation":
         """Return the conversation with one more turn."""

@@ -71,13 +71,13 @@ class Painter:
         """Make the rows on the screen final; later text is drawn below them."""
         if not self._rows:
             return
-        begun, head = self._rest.rpartition("\n")[2], nameless_head(self._rest)
+        last_line, head = self._rest.rpartition("\n")[2], nameless_head(self._rest)
         if self._fence or head:
             self._rest = self._opener() if self._fence else head
         else:
             # A line that may become markup is not on the screen yet.
-            self._rest = begun if FENCE.match(begun) or AMBIGUOUS.match("\n" + begun) else ""
-        if not ((self._fence or head) and not begun or begun[-1:].isspace() or self._rest == begun):
+            self._rest = last_line if FENCE.match(last_line) or AMBIGUOUS.match("\n" + last_line) else ""
+        if not ((self._fence or head) and not last_line or last_line[-1:].isspace() or self._rest == last_line):
             # The rest of the current word or line is appended to it.
             self._until = r"\n" if self._fence or head else r"\s"
         self._rows, self._gap, self._left = [], False, True
@@ -91,14 +91,14 @@ class Painter:
 
     def _continue(self, until: str, text: str) -> str:
         """Write the rest of the word or line that `leave` interrupted, and return the text after it."""
-        found = re.search(until, text)
-        if head := text[: found.start()] if found else text:
+        end = re.search(until, text)
+        if head := text[: end.start()] if end else text:
             self._start()
             self._write([Segment(head)])
-        if not found:
+        if not end:
             return ""
         self._until = None
-        tail = text[found.start() :]
+        tail = text[end.start() :]
         self._gap = not self._rest and re.match(r"[ \t]*\n[ \t]*\n", tail) is not None
         return tail[1:] if self._rest else tail.lstrip()
 
@@ -131,10 +131,10 @@ class Painter:
                 out.append(Segment(f"{move}\x1b[J", None, [(ControlType.CURSOR_UP, up)]))
             out += added
             same += 1
-        begun = self._started
+        started = self._started
         for row in rows[same:]:
-            out += [Segment.line(), *row] if begun else row
-            begun = True
+            out += [Segment.line(), *row] if started else row
+            started = True
         if rows:
             self._start()
         if out:
@@ -151,9 +151,9 @@ class Painter:
 
     def _opener(self) -> str:
         """Return the opening line of the unfinished code block, without its title."""
-        found = FENCE.match(self._rest)
-        assert found is not None
-        return found[0].strip("\n") + "\n"
+        mark = FENCE.match(self._rest)
+        assert mark is not None
+        return mark[0].strip("\n") + "\n"
 
     def _shorten(self) -> None:
         """Drop the first lines of a long unfinished code block, which are on the screen, to save highlighting time."""
@@ -177,9 +177,9 @@ def _text(row: Row) -> str:
 
 def _change(old: Row, new: Row) -> tuple[int, list[Segment]]:
     """Return the number of columns to remove from the end of row `old`, and the segments to write there for `new`."""
-    had, has = ([(char, segment.style) for segment in row for char in segment.text] for row in (old, new))
-    same = next((i for i, pair in enumerate(zip(had, has)) if pair[0] != pair[1]), min(len(had), len(has)))
-    return cell_len("".join(char for char, _ in had[same:])), [*Segment.simplify(starmap(Segment, has[same:]))]
+    before, after = ([(char, segment.style) for segment in row for char in segment.text] for row in (old, new))
+    same = next((i for i, pair in enumerate(zip(before, after)) if pair[0] != pair[1]), min(len(before), len(after)))
+    return cell_len("".join(char for char, _ in before[same:])), [*Segment.simplify(starmap(Segment, after[same:]))]
 
 
 class MarkdownStream:

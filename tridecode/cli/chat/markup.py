@@ -36,15 +36,15 @@ def tex_block(rule: BlockRule) -> BlockRule:
 
     def block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
         line, tokens = state.line, len(state.tokens)
-        found = rule(state, start, end, False) and not any(map(state.isEmpty, range(start, state.line)))
-        if found and not silent:
+        matched = rule(state, start, end, False) and not any(map(state.isEmpty, range(start, state.line)))
+        if matched and not silent:
             token = state.tokens[-1]
             token.type, token.map, token.markup = "tex", [start, state.line], ""
             token.content = state.getLines(start, state.line, state.sCount[start], False).rstrip("\n")
         else:
             state.line = line
             del state.tokens[tokens:]
-        return found
+        return matched
 
     return block
 
@@ -129,9 +129,9 @@ def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
     """
     if not text.strip():
         return [], "" if final else text, False
-    whole, newline, begun = text.rpartition("\n")
+    whole, newline, tail = text.rpartition("\n")
     whole += newline
-    indent = begun[: len(begun) - len(begun.lstrip())] if decided(begun) else ""
+    indent = tail[: len(tail) - len(tail.lstrip())] if decided(tail) else ""
     probe = text if final else f"{whole}{indent}x"
     tokens: list[Token] = []
     PARSER.block.parse(probe, PARSER, {}, tokens)
@@ -143,7 +143,7 @@ def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
         finished = len(starts)
     else:
         finished = len(starts) - 1
-        if starts[-1] == len(lines) - 1 and not decided(begun) and finished and _may_continue(tops[-2].type, lines[-2]):
+        if starts[-1] == len(lines) - 1 and not decided(tail) and finished and _may_continue(tops[-2].type, lines[-2]):
             finished -= 1
         finished = min(finished, bisect_right(starts, _settled(lines, tops)) - 1)
     starts.append(len(lines))
@@ -176,10 +176,10 @@ def _settled(lines: list[str], tops: list[Token]) -> int:
     """Return the number of lines before TeX whose end is missing: the blocks around it depend on that end."""
     first = next((i + 1 for i in range(len(lines) - 2, -1, -1) if not lines[i].strip()), 0)
     text = "\n".join(lines[first:])
-    for begun in TEX.finditer(text):
-        line = first + text.count("\n", 0, begun.end())
+    for opening in TEX.finditer(text):
+        line = first + text.count("\n", 0, opening.end())
         code = any(token.type == "fence" and token.map and token.map[0] < line < token.map[1] for token in tops)
-        end = ENDS[begun[1]] if begun[1] else f"\\end{{{begun[2]}}}"
-        if not code and not re.search(rf"{re.escape(end)}[ \t]*\n", text[begun.end() :]):
+        end = ENDS[opening[1]] if opening[1] else f"\\end{{{opening[2]}}}"
+        if not code and not re.search(rf"{re.escape(end)}[ \t]*\n", text[opening.end() :]):
             return line
     return len(lines)

@@ -106,7 +106,7 @@ class RemoteModel(Model):
         if raw:
             return Thinking(refusal="with --raw there is no chat template")
         if self.owner not in OPTIONS:  # these servers pass variables to the template
-            return Thinking(True, refusal=f"no chat template can be told through a server of {self.owner}")
+            return Thinking(True, refusal=f"a server of {self.owner} does not set variables of its chat template")
         variables = {SWITCH: False} if mode == "off" else None
         return Thinking(True, variables=variables, advice="/think on leaves thinking to the server")
 
@@ -190,16 +190,16 @@ class Answer:
     def event(self, data: bytes) -> str:
         """Return the text of an event. Raises ServerError."""
         try:
-            found = json.loads(data)
-            if found.get("error") or found.get("object") == "error":
-                raise ServerError(f"the server ended the answer: {message_of(found)}")
-            if usage := found.get("usage"):
+            fields = json.loads(data)
+            if fields.get("error") or fields.get("object") == "error":
+                raise ServerError(f"the server ended the answer: {message_of(fields)}")
+            if usage := fields.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
                 reused = details.get("cached_tokens")
                 self._usage = Usage(usage["prompt_tokens"], reused, usage["completion_tokens"])  # type: ignore[arg-type]  # None if absent
                 if {type(n) for n in vars(self._usage).values()} - {int, type(None)}:
                     raise TypeError
-            text = "".join(map(self._text, found.get("choices") or ()))
+            text = "".join(map(self._text, fields.get("choices") or ()))
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             shown = brief(data.decode(errors="replace"), 80)
             raise ServerError(f"the server sent an event that is not part of OpenAI's API: {shown}") from None
@@ -288,9 +288,9 @@ def check(response: httpx.Response) -> None:
     if status == 200:
         return
     try:
-        found = response.json()
-        message = message_of(found)
-        code = found["error"].get("code") if isinstance(found.get("error"), dict) else None
+        body = response.json()
+        message = message_of(body)
+        code = body["error"].get("code") if isinstance(body.get("error"), dict) else None
     except (ValueError, LookupError, AttributeError, RecursionError):
         message, code = brief(response.text), None
     if code == "context_length_exceeded" and (numbers := re.search(r"(\d[\d,]*) tokens.*?(\d[\d,]*)", message)):

@@ -71,11 +71,11 @@ def list_sessions(chat, rest: str) -> None:
     action, *names = rest.split() or [""]
     mine = chat.store.name if chat.store else None
     if not action:
-        found = sessions.saved()
-        for line in sessions.lines(found[:LISTED], chat.output.errors.width):
+        entries = sessions.saved()
+        for line in sessions.lines(entries[:LISTED], chat.output.errors.width):
             chat.output.say(line)
-        if len(found) > LISTED:
-            chat.output.note(f"and {counted(len(found) - LISTED, 'older session')}; tridecode sessions lists all")
+        if len(entries) > LISTED:
+            chat.output.note(f"and {counted(len(entries) - LISTED, 'older session')}; tridecode sessions lists all")
         chat.output.note(f"this is session {mine}" if mine else "this conversation is not saved")
     elif action == "rename" and len(names) in (1, 2):
         old, new = names if len(names) == 2 else (mine, names[0])

@@ -50,8 +50,8 @@ def sessions_dir() -> Path:
 def named(name: str) -> Path:
     """Return the file of the session `name`. Raises SessionError if a new session cannot have this name."""
     if not _NAME.fullmatch(name):
-        if found := next((path for path in files() if path.stem == name), None):
-            return found
+        if existing := next((path for path in files() if path.stem == name), None):
+            return existing
         raise SessionError(f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 80")
     return sessions_dir() / f"{name}.json"
 
@@ -63,21 +63,21 @@ def new_path() -> Path:
 
 def files() -> list[Path]:
     """Return the files of all sessions in the order in which they were saved."""
-    found, where = [], sessions_dir()
-    with failing(where), suppress(FileNotFoundError), os.scandir(where) as entries:
+    entries_by_time, directory = [], sessions_dir()
+    with failing(directory), suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
             with suppress(OSError):  # a broken link
                 if entry.name.endswith(".json") and entry.is_file():
-                    found.append((entry.stat().st_mtime_ns, where / entry.name))
-    return [path for _, path in sorted(found)]
+                    entries_by_time.append((entry.stat().st_mtime_ns, directory / entry.name))
+    return [path for _, path in sorted(entries_by_time)]
 
 
 def last_path() -> Path:
     """Return the file of the session that was saved last. Raises SessionError."""
-    found = files()
-    if not found:
+    paths = files()
+    if not paths:
         raise SessionError(f"there is no session to continue in {sessions_dir()}; chat without --resume starts one")
-    return found[-1]
+    return paths[-1]
 
 
 def dumps(conversation: Conversation, model: str) -> str:
@@ -192,7 +192,7 @@ class Store:
 
     def _state(self):
         try:
-            found = self.path.stat()
+            stat_result = self.path.stat()
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return stat_result.st_ino, stat_result.st_mtime_ns, stat_result.st_size

@@ -61,7 +61,7 @@ class Saved:
 
 def saved() -> list[Saved]:
     """Return all sessions, the most recently saved first."""
-    found = []
+    entries = []
     for path in reversed(session.files()):
         try:
             state = path.stat()
@@ -71,8 +71,8 @@ def saved() -> list[Saved]:
             conversation = session.read(path)
         except SessionError:
             conversation = None
-        found.append(Saved(path, state.st_mtime, state.st_size, conversation))
-    return found
+        entries.append(Saved(path, state.st_mtime, state.st_size, conversation))
+    return entries
 
 
 def names() -> list[str]:
@@ -89,16 +89,17 @@ def lines(entries: Sequence[Saved], width: int | None) -> list[str]:
     Args:
         width: Maximum columns of a line, None for no limit.
     """
-    shown, longest = [], min(max((len(one.path.stem) for one in entries), default=0), NAMED)
-    for one in entries:
-        facts = f"{one.path.stem:<{longest}}  {one.date}  {one.turns:>9}  {size(one.size):>7}  "
-        title = one_line(one.title)
+    rows, longest = [], min(max((len(entry.path.stem) for entry in entries), default=0), NAMED)
+    for entry in entries:
+        facts = f"{entry.path.stem:<{longest}}  {entry.date}  {entry.turns:>9}  {size(entry.size):>7}  "
+        title = one_line(entry.title)
         if width is None or len(facts) + TITLE <= width:
-            shown.append(fitted(facts + title, width))
+            rows.append(fitted(facts + title, width))
         else:
-            shown.append(fitted(one.path.stem, width))
-            shown += (fitted(f"  {text}", width) for text in (f"{one.date} · {one.turns} · {size(one.size)}", title))
-    return shown
+            rows.append(fitted(entry.path.stem, width))
+            details = f"{entry.date} · {entry.turns} · {size(entry.size)}"
+            rows += (fitted(f"  {text}", width) for text in (details, title))
+    return rows
 
 
 def fitted(text: str, width: int | None) -> str:
