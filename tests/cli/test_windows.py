@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import resized, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from screens import Terminal, screen
 from test_markdown import ANSWER, CUTS, console_to, split_at, streamed
@@ -23,7 +23,7 @@ SIZES = st.tuples(st.integers(8, 100), st.integers(2, 30))
 
 
 @settings(deadline=None, max_examples=100)
-@resized(st.lists(st.sampled_from(KINDS), max_size=40), CUTS, st.lists(SIZES, max_size=8), st.booleans())
+@given(st.lists(st.sampled_from(KINDS), max_size=40), CUTS, st.lists(SIZES, max_size=8), st.booleans())
 def test_resized_window_shows_every_word_once(kinds, cuts, sizes, reflow):
     """The terminal may wrap or cut rows that no longer fit."""
     numbers = iter(range(10_000))

@@ -1,4 +1,4 @@
-"""`tridecode chat`: a conversation in the terminal, or one turn a line from a pipe."""
+"""`tridecode chat`: a conversation in the terminal, or one turn per line of a pipe."""
 
 import os
 import sys
@@ -23,10 +23,11 @@ from .model import Model
 from .reader import open_reader
 from .talk import COUNTING, DEVICE_LOST, IMPATIENCE, Chat
 
-TURN = 0.0005  # seconds before the drawing thread yields to the token loop; Python's default of 5 ms is several passes
+SWITCH_INTERVAL = 0.0005  # seconds after which the drawing thread yields to the token loop; Python's 5 ms are too long
 
 
 def chat(args, output: Output) -> int:
+    """Run the command and return its exit code."""
     interactive = output.tty and sys.stdin.isatty()
     if args.api_key_file is not None and args.url is None and "api_key_file" not in args.origins:
         args.refuse("--api-key-file needs --url")
@@ -56,7 +57,7 @@ def chat(args, output: Output) -> int:
     code = None
     try:
         if interactive:
-            sys.setswitchinterval(TURN)
+            sys.setswitchinterval(SWITCH_INTERVAL)
             model.use_idle_time()
             place = f" at {model.device}" if args.url else ""
             output.note(f"{model.name}{place}: {talk.capacity_words()}; /help lists the commands")
@@ -84,7 +85,7 @@ def chat(args, output: Output) -> int:
 
 
 def open_model(args, output: Output) -> tuple[LocalModel, SamplingParams]:
-    """Load the model."""
+    """Load the model; return it and the sampling parameters."""
     engine, params = load_engine(args, output)
     if not (args.raw or tokenizer_of(engine).has_template):
         # Raise the PromptError of a missing template before the user types anything.
@@ -105,7 +106,7 @@ def connect(args, output: Output) -> tuple[Model, SamplingParams]:
     local = {*OPTIONS, "graph_stats"}
     for name, word in args.typed.items():
         if name in local:
-            args.refuse(f"{word} sets up an engine in this process; a server (--url) has its own options; leave it out")
+            args.refuse(f"{word} sets up an engine in this process; a server (--url) ignores it; leave it out")
     try:
         from .remote import RemoteModel
     except ModuleNotFoundError as error:
@@ -160,16 +161,16 @@ def converse(talk: Chat, reader, first: str | None = None) -> int:
         if not talk.handle(first):
             return talk.exit_code
     leaving = False
-    between = first is not None  # whether to print a blank line before the prompt
+    separate = first is not None  # whether to print a blank line before the prompt
     while True:
         try:
             draft, talk.draft = talk.draft, None
-            if between:
+            if separate:
                 talk.output.text("\n")
-            between = False
+            separate = False
             reader.redraws = talk.output.redraws = not talk.plain
             line = reader.read(draft or "")
-            leaving, between = False, bool(line.strip())
+            leaving, separate = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):
                 return talk.exit_code
         except EOFError:
