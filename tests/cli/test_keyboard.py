@@ -184,7 +184,7 @@ def test_unreadable_editor_file_keeps_message(terminal, state, tmp_path, script,
     press(child, "written", "written")
     press(child, "\x18\x05", "the file from the editor could not be read")
     child.expect_exact(why)
-    child.expect_exact("the message is as it was")
+    child.expect_exact("the message is unchanged")
     press(child, " here", "here")
     enter(child, "\r", "context ")
     leave(child)

@@ -265,7 +265,7 @@ def test_save_load_and_export(session, tmp_path):
         (f"/export {notes}", "must end in .md"),
         ("/export", "needs FILE.md"),
         ("/save", "needs FILE"),
-        ("/undo it", "takes nothing"),
+        ("/undo it", "accepts no argument"),
     ):
         assert chat.handle(command)
         shown = chat.read()[1]

@@ -196,7 +196,7 @@ def test_interrupt_stops_long_prompt(terminal, endless, state):
         child.expect_exact("the turn is not kept")
         child.expect_exact(READY)
     assert store.load().turns == (("word " * 12_000, "fine"),)
-    enter(child, "/clear\r", "stays in session long")
+    enter(child, "/clear\r", "is saved in session long")
     enter(child, "hello\r", "context ")
     leave(child)
 
