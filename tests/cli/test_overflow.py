@@ -181,7 +181,7 @@ def test_continue_is_not_suggested_if_context_is_full(session):
     assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full"
     with pytest.raises(Overflow) as error:
         fit(Conversation(), "y" * 101, characters, 100, "drop-oldest", None, 100, continues=True)
-    message = "this message and its answer alone need 101 tokens, the context holds 100; ask for the rest in a separate message"
+    message = "this message and its answer alone need 101 tokens, the context holds 100; ask for the rest"
     assert str(error.value).startswith(message)
     with pytest.raises(Overflow, match="this message, its answer and the system turn alone need"):
         fit(Conversation(False, "x"), "y" * 101, characters, 100, "error", None, 100, continues=True)
