@@ -1,4 +1,4 @@
-"""What the chat's tests share: an engine that follows a script, and how the terminal is read."""
+"""Helpers of the chat tests: a scripted engine, and a pseudo-terminal."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,14 @@ from tridecode.errors import PromptError
 from tridecode.results import OutputChunk, Timings, Usage
 
 ROOT = Path(__file__).parent.parent
-# One thread: on a busy machine torch's threads wait for each other in small steps.
+# One thread, because torch's threads wait for each other on a busy machine.
 ENVIRONMENT = os.environ | {"TERM": "xterm", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-READY = "\x1b[?2004h"  # the prompt is there and reads keys
-STREAMS = r"\x1b\[\?2004l(?:[^\n]*\n)?[^\n]*\x1b\[\?7;2004h[^\x1b]*[^\s\x1b]{30}"  # the prompt is gone, and text comes
+READY = "\x1b[?2004h"  # the prompt is shown and reads keys
+STREAMS = r"\x1b\[\?2004l(?:[^\n]*\n)?[^\n]*\x1b\[\?7;2004h[^\x1b]*[^\s\x1b]{30}"  # text streams
 
 
 class Script:
-    """An engine whose answers are given: each a list of texts, an exception, or a pair of texts and finish_reason."""
+    """An engine with scripted answers: lists of texts, exceptions, or pairs of texts and finish_reason."""
 
     name, capacity, notes, backend, graph = "script", 100, (), "triton", "full"
     plan = SimpleNamespace(ngram=None)
@@ -32,8 +32,8 @@ class Script:
     def __init__(self, *answers):
         self.answers, self.prompts, self.variables = list(answers), [], []
 
-    def default_params(self, **given):
-        return SamplingParams(**given)
+    def default_params(self, **overrides):
+        return SamplingParams(**overrides)
 
     scheduler = SimpleNamespace(reading=lambda: None)
 
@@ -41,12 +41,12 @@ class Script:
         self.prompts.append(prompt)
         self.variables.append(template_variables)
         answer = self.answers.pop(0)
-        if isinstance(answer, PromptError):  # raised by the call itself, as the engine does
+        if isinstance(answer, PromptError):  # the engine raises it in the call, not in the iterator
             raise answer
         texts, finish = answer if isinstance(answer, tuple) else (answer, "stop")
-        return self._pieces(texts, finish)
+        return self._chunks(texts, finish)
 
-    def _pieces(self, texts, finish):
+    def _chunks(self, texts, finish):
         for text in texts:
             if isinstance(text, BaseException):
                 raise text
@@ -56,7 +56,7 @@ class Script:
 
 
 def said(*turns):
-    """Chat messages of alternating turns, the user's first."""
+    """Return chat messages of alternating roles, the user's first."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
@@ -74,7 +74,7 @@ def leave(child) -> None:
 
 
 def leaves(child, code=0):
-    """The program in the terminal ends with exit code `code`."""
+    """Wait for the end of the program and check its exit code."""
     import pexpect
 
     child.expect(pexpect.EOF)

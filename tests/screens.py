@@ -1,4 +1,4 @@
-"""A terminal as far as the Markdown painter needs one: rows that wrap, a scrollback, and windows that change."""
+"""A simulated terminal for the Markdown painter, with wrapped rows, a scrollback and resizing."""
 
 import io
 import re
@@ -10,9 +10,10 @@ PARTS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\r\n\x1b]")
 
 
 class Terminal(io.StringIO):
-    """What is written to it stands in `lines`, as written between two newlines.
+    """A terminal that stores the written text in `lines`.
 
-    reflow: whether lines that are too long for a narrower window are wrapped, as most terminals do, or cut.
+    Attributes:
+        reflow: Whether a narrower window wraps lines that are too long, as most terminals do, instead of cutting them.
     """
 
     def __init__(self, width=80, height=24, reflow=True):
@@ -23,12 +24,12 @@ class Terminal(io.StringIO):
         self.resize(width, height)
 
     def rows(self) -> list[tuple[int, int]]:
-        """Line and first character of each row."""
+        """Return the line and the first character of each row."""
         width = self.width if self.reflow else 10**6
         return [(i, at) for i, line in enumerate(self.lines) for at in range(0, max(len(line), 1), width)]
 
     def row(self) -> int:
-        """The cursor's."""
+        """Return the row of the cursor."""
         return max(i for i, place in enumerate(self.rows()) if place <= (self.line, self.at))
 
     def resize(self, width, height) -> None:
@@ -38,11 +39,11 @@ class Terminal(io.StringIO):
 
     def write(self, text: str) -> int:
         for part in PARTS.findall(text):
-            self.obey(part)
+            self.execute(part)
             self.top = max(self.top, self.row() - self.height + 1)
         return super().write(text)
 
-    def obey(self, part: str) -> None:
+    def execute(self, part: str) -> None:
         if part == "\r":
             self.line, self.at = self.rows()[self.row()]
         elif part == "\n":
@@ -53,7 +54,7 @@ class Terminal(io.StringIO):
             del self.lines[self.line + 1 :]
         elif part[0] == "\x1b" and part[-1] == "A":
             self.line, self.at = self.rows()[max(self.row() - int(part[2:-1]), self.top)]
-        elif part[0] == "\x1b" and part[-1] == "D":  # never to the row before
+        elif part[0] == "\x1b" and part[-1] == "D":  # never moves to the previous row
             columns, first = int(part[2:-1]), self.rows()[self.row()][1]
             while columns > 0 and self.at > first:
                 self.at -= 1
@@ -71,7 +72,7 @@ class Terminal(io.StringIO):
 
 
 def screen(written):
-    """The lines that stay on a terminal of unlimited size."""
+    """Return the final text of a terminal of unlimited size."""
     terminal = Terminal(10**6, 10**6)
     terminal.write(written)
     return terminal.shown

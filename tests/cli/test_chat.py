@@ -1,4 +1,4 @@
-"""The chat: piped, and with an engine that follows a script."""
+"""Chats in a pipe, and with a scripted engine."""
 
 import asyncio
 import os
@@ -29,13 +29,13 @@ def tiny(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("chat") / "qwen3", "qwen3")
 
 
-def test_a_line_is_a_turn(piped, tiny):
+def test_line_is_turn(piped, tiny):
     code, out, err = piped("hello\n\nagain", "--model", tiny, "--max-tokens", 6, "--temperature", 0)
     assert code == 0
     notes = err.splitlines()
     assert notes[0] == "running on the CPU" and err.count("running on the CPU") == 1
     speeds = [line for line in notes if line.startswith("6 tokens · ")]
-    assert len(speeds) == 2, "an empty line is no turn"
+    assert len(speeds) == 2, "an empty line is not a turn"
     assert " 0 of 14 reused" in speeds[0]
     engine = Engine.load(tiny, device="cpu")
     params = engine.default_params(temperature=0, max_tokens=6)
@@ -46,7 +46,7 @@ def test_a_line_is_a_turn(piped, tiny):
     assert int(reused) >= 14 and int(total.split()[0]) == second.usage.prompt_tokens
 
 
-def test_the_checkpoints_defaults_are_shown_once(piped, tiny, tmp_path):
+def test_checkpoint_defaults_are_shown_once(piped, tiny, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(tiny, path)
     (path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
@@ -57,7 +57,7 @@ def test_the_checkpoints_defaults_are_shown_once(piped, tiny, tmp_path):
     assert "top_p 0.95 from generation_config.json\n" in piped("", *few, "--temperature", 0)[2]
 
 
-def test_quiet_leaves_the_answer_alone(piped, tiny):
+def test_quiet_hides_notes_only(piped, tiny):
     few = ("--model", tiny, "--max-tokens", 2, "--temperature", 0, "--quiet")
     assert piped("hello\n", *few)[::2] == (0, "the answer was cut: max_tokens (2) was reached\n")
     assert "2 tokens" in piped("hello\n", *few, "--stats", "short")[2]
@@ -70,7 +70,7 @@ def test_end_of_input_and_exit(piped, tiny):
     assert (code, out) == (0, "") and "tokens" not in err
 
 
-def test_a_line_that_never_ends_is_refused(piped, monkeypatch):
+def test_endless_line_is_refused(piped, monkeypatch):
     monkeypatch.setattr("tridecode.cli.inputs.LARGEST", 1_000_000)
     code, out, err = piped("Hello\n" + "0" * 2_000_000, "--max-tokens", 2)
     assert code == 1 and out.count("\n") == 1
@@ -79,12 +79,12 @@ def test_a_line_that_never_ends_is_refused(piped, monkeypatch):
     assert piped("Hello\nHello", "--max-tokens", 2)[1].count("\n") == 2
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(piped):
+def test_byte_order_mark_is_removed(piped):
     code, out, err = piped("\ufeff/set seed 7\n\ufeff/exit\n", "--max-tokens", 2)
-    assert code == 0 and "seed is 7\n" in err and out.count("\n") == 1, "only the first one is a mark"
+    assert code == 0 and "seed is 7\n" in err and out.count("\n") == 1, "only the first one is removed"
 
 
-def test_a_prompt_that_does_not_fit_ends_its_turn_only(piped, tiny):
+def test_too_long_prompt_fails_one_turn(piped, tiny):
     text = "hello\n" + "word " * 100 + "\nagain\n"
     code, out, err = piped(text, "--model", tiny, "--max-tokens", 4, "--temperature", 0, "--max-seq-len", 60)
     errors = [line for line in err.splitlines() if line.startswith("tridecode: error")]
@@ -93,7 +93,7 @@ def test_a_prompt_that_does_not_fit_ends_its_turn_only(piped, tiny):
     assert err.count("4 tokens · ") == 2
 
 
-def test_a_model_without_a_template_is_refused_before_the_first_turn(piped, tmp_path):
+def test_missing_template_is_refused_at_start(piped, tmp_path):
     path = write_tiny(tmp_path / "base", "llama")
     write_tokenizer(path, chat_template=None)
     code, out, err = piped("hello\nagain\n", "--model", path)
@@ -101,7 +101,7 @@ def test_a_model_without_a_template_is_refused_before_the_first_turn(piped, tmp_
     assert piped("hello\n", "--model", path, "--raw", "--max-tokens", 2)[0] == 0
 
 
-def test_what_is_kept(session):
+def test_failed_turns_are_not_kept(session):
     chat = session(["Hi", " there"], PromptError("too long"), (["Half"], "error"), ["Yes"], ["New"])
     for line in ("hello", "much too long", "what", "and now"):
         assert chat.handle(line)
@@ -115,14 +115,14 @@ def test_what_is_kept(session):
     assert "tridecode: error: step 2 gave NaN; the turn is not kept\n" in err
 
 
-def test_raw_turns_continue_one_text(session):
+def test_raw_turns_are_concatenated(session):
     chat = session([" there"], [" was"], raw=True)
     chat.handle("  Hello")
     chat.handle("Once")
     assert chat.engine.prompts == ["  Hello", "  Hello there\nOnce"]
 
 
-def test_the_line_after_an_answer(session):
+def test_statistics_line(session):
     params = SamplingParams(temperature=0, max_tokens=20)
     chat = session(["a", "b"], (["c"] * 20, "length"), (["d"] * 91, "length"), params=params)
     chat.handle("one")
@@ -136,7 +136,7 @@ def test_the_line_after_an_answer(session):
     assert shown.endswith("context 100 / 100\n"), "the last token is never stored"
 
 
-def test_an_interrupted_answer_is_kept(session):
+def test_interrupted_answer_is_kept(session):
     chat = session(["Half", KeyboardInterrupt()], [KeyboardInterrupt()], ["fine"], interactive=True)
     for line in ("one", "two", "three"):
         assert chat.handle(line)
@@ -146,7 +146,7 @@ def test_an_interrupted_answer_is_kept(session):
     assert "stopped after 1 token and" in err and err.count("the turn is not kept") == 1
 
 
-def test_more_interrupts_lose_nothing(session, monkeypatch):
+def test_repeated_interrupts_keep_answer(session, monkeypatch):
     chat = session(["Half", KeyboardInterrupt()], ["fine"], interactive=True)
     note = chat.output.note
 
@@ -163,20 +163,20 @@ def test_more_interrupts_lose_nothing(session, monkeypatch):
     assert chat.engine.prompts[1] == said("one", "Half", "two")
 
 
-def interrupting(pieces):
-    """The pieces, with a real Ctrl-C where the script has one."""
+def interrupting(chunks):
+    """Yield the chunks; send SIGINT for a KeyboardInterrupt of the script."""
     try:
-        yield from pieces
+        yield from chunks
     except KeyboardInterrupt:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_ends_a_piped_chat(session):
+def test_interrupt_ends_piped_chat(session):
     with pytest.raises(KeyboardInterrupt):
         session([KeyboardInterrupt()]).handle("one")
 
 
-def test_impatience_is_one_interrupt():
+def test_one_interrupt_ignores_repeats():
     seen = 0
     before = signal.getsignal(signal.SIGINT)
     with one_interrupt(True):
@@ -188,12 +188,12 @@ def test_impatience_is_one_interrupt():
     assert seen == 1 and signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_conversation_does_not_keep_what_it_only_asked():
+def test_prompt_does_not_change_conversation():
     conversation = Conversation(raw=False)
     assert conversation.prompt("x") == conversation.prompt("x") == said("x")
 
 
-def test_blocks():
+def test_quoted_blocks():
     lines = ["one\n", '"""two\n', "\n", '/three"""\n', '"""four"""\r\n', '"""five\n', "six"]
     assert list(join_blocks(lines)) == ["one", '"""two\n\n/three"""', '"""four"""', '"""five\nsix']
     assert unquoted('"""two\n\n/three"""') == "two\n\n/three" and unquoted('"""five\nsix') == "five\nsix"
@@ -206,18 +206,18 @@ def test_blocks():
     assert unfinished('"""') and unfinished('"""a') and unfinished('"""\n""') and not unfinished('"""a""" ')
 
 
-def test_a_long_block_costs_no_more_than_its_length():
+def test_block_parsing_is_linear():
     began = time.monotonic()
     (block,) = join_blocks(['"""\n', *["a line of the block\n"] * 200_000, '"""\n'])
     assert len(block) == 200_000 * 20 + 7 and time.monotonic() - began < 3
 
 
-def test_a_block_is_never_a_command(session):
+def test_quoted_block_is_not_a_command(session):
     chat = session(["one"])
     assert chat.handle('"""\n/exit\nnow\n"""') and chat.engine.prompts == [said("/exit\nnow")]
 
 
-def test_turns_are_saved_as_they_are_complete(session, state):
+def test_each_turn_is_saved(session, state):
     store = sessions.Store(sessions.named("work"), "m")
     chat = session(["one"], (["Half"], "error"), ["two"], ["three"], store=store)
     chat.handle("a")
@@ -228,13 +228,13 @@ def test_turns_are_saved_as_they_are_complete(session, state):
     chat.handle("c")
     first = store.path
     chat.handle("/clear")
-    assert "stays in session work" in chat.read()[1]
+    assert "is saved in session work" in chat.read()[1]
     chat.handle("d")
     assert sessions.read(first).turns == (("c", "two"),) and sessions.read(store.path).turns == (("d", "three"),)
     assert sessions.last_path() == store.path != first
 
 
-def test_a_session_that_cannot_be_saved_goes_on(session, state):
+def test_chat_continues_if_saving_fails(session, state):
     state.mkdir(parents=True)
     (state / "sessions").write_text("in the way")
     chat = session(["one"], ["two"], store=sessions.Store(sessions.named("work"), "m"))
@@ -247,7 +247,7 @@ def test_resume_and_named_sessions(piped, tiny, state):
     few = ("--model", tiny, "--max-tokens", 3, "--temperature", 0)
     code, _, err = piped("", *few, "--resume")
     assert code == 1 and "no session to continue" in err and err.count("\n") == 1
-    assert piped("hello\n", *few)[0] == 0 and not (state / "sessions").exists(), "pipes keep nothing unless asked"
+    assert piped("hello\n", *few)[0] == 0 and not (state / "sessions").exists(), "only --session and --resume save"
     assert piped("hello\n", *few, "--session", "work", "--system", "Be brief.")[0] == 0
     code, _, err = piped("/system\nagain\n", *few, "--resume")
     assert code == 0 and "session work: continuing 1 turn, the last was 'hello'" in err and "Be brief." in err
@@ -266,7 +266,7 @@ def test_resume_and_named_sessions(piped, tiny, state):
 
 
 @pytest.mark.parametrize(
-    "pieces, opened, hide, out, answer",
+    "chunks, opened, hide, out, answer",
     [
         (["<thi", "nk>\n", "Let me ", "see.\n</think>", "\n\nYes"], False, False, "Let me see.\n", "Yes"),
         (["Let me ", "see.", "</think>\n\nYes"], True, False, "Let me see.\n", "Yes"),
@@ -276,12 +276,12 @@ def test_resume_and_named_sessions(piped, tiny, state):
         (["<think>\n\n</think>\n\n", "Yes"], False, False, "", "Yes"),
     ],
 )
-def test_thinking_is_shown_apart(capsys, pieces, opened, hide, out, answer):
+def test_thinking_is_separated(capsys, chunks, opened, hide, out, answer):
     shown = []
     sink = SimpleNamespace(push=shown.append, finish=lambda: shown.append("|"), pause=None, resume=None)
     display = Display(Output(), sink, splitter := ThinkSplitter(opened), hide)
-    for piece in pieces:
-        display.push(splitter.feed(piece))
+    for chunk in chunks:
+        display.push(splitter.feed(chunk))
     display.push(splitter.finish())
     display.finish()
     read = capsys.readouterr()
@@ -298,14 +298,14 @@ def test_thinking_in_plain_text(session, hide, out):
     assert chat.conversation.turns[0][1] == "<think>Hm.</think>Yes"
 
 
-def test_templates_that_begin_the_thinking():
+def test_template_that_opens_thinking():
     for text, opens in (("<|im_start|>assistant\n<think>\n", True), ("assistant\n", False)):
         tokenizer = SimpleNamespace(encode_chat=lambda messages: [1], decode=lambda ids, skip_special, t=text: t)
         assert opens_thinking(tokenizer) == opens
 
 
 @pytest.mark.parametrize("when", ["making", "closing"])
-def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, state, when):
+def test_interrupt_closes_event_loop(monkeypatch, state, when):
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
 
@@ -338,14 +338,14 @@ def test_an_interrupt_leaves_no_event_loop_behind(monkeypatch, state, when):
 
 
 @pytest.mark.parametrize(
-    "typed, asked",
+    "typed, prompts",
     [
         ([KeyboardInterrupt, KeyboardInterrupt], 0),
         ([KeyboardInterrupt, "one", KeyboardInterrupt, EOFError], 1),
         (["one", "/exit", "two"], 1),
     ],
 )
-def test_only_two_interrupts_in_a_row_leave(session, monkeypatch, typed, asked):
+def test_two_consecutive_interrupts_leave(session, monkeypatch, typed, prompts):
     keys = iter(typed)
 
     def type_next(prompt):
@@ -357,5 +357,5 @@ def test_only_two_interrupts_in_a_row_leave(session, monkeypatch, typed, asked):
     monkeypatch.setattr("builtins.input", type_next)
     chat = session(["fine"], interactive=True)
     assert converse(chat, PlainReader()) == 0
-    assert len(chat.engine.prompts) == asked
+    assert len(chat.engine.prompts) == prompts
     assert next(keys, None) == ("two" if "two" in typed else None)

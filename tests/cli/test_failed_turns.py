@@ -1,4 +1,4 @@
-"""A turn that fails is only that: what is said, what is kept, and what the shell sees."""
+"""Failed turns: error messages, the conversation, and exit codes."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
-    """A model that gives NaN to every prompt with the token of an exclamation mark."""
+    """A model whose logits are NaN for prompts with an exclamation mark."""
     path = write_tiny(tmp_path_factory.mktemp("failed") / "poisoned", "qwen3")
     tensors = load_file(path / "model.safetensors")
     tensors["model.embed_tokens.weight"][Tokenizer.load(path).encode("!")] = float("nan")
@@ -34,14 +34,14 @@ def poisoned(tmp_path_factory):
     return path
 
 
-def test_out_of_memory_ends_its_turn_only(session):
+def test_out_of_memory_fails_one_turn(session):
     chat = session([RuntimeError("CUDA out of memory")], ["fine"])
     assert chat.handle("one") and chat.handle("two")
     assert chat.engine.prompts[1] == said("two")
     assert "CUDA out of memory" in chat.read()[1]
 
 
-def test_an_error_that_nobody_foresaw_ends_its_turn_only(session, caplog):
+def test_unexpected_error_fails_one_turn(session, caplog):
     chat = session([KeyError("layers")], ["fine"])
     with caplog.at_level("DEBUG", logger="tridecode"):
         assert chat.handle("one") and chat.handle("two")
@@ -54,13 +54,13 @@ def test_an_error_that_nobody_foresaw_ends_its_turn_only(session, caplog):
     ("refused; is a server there?", "refused; is a server there? The turn is not kept"),
     ("You have no quota left.", "You have no quota left. The turn is not kept"),
 ])  # fmt: skip
-def test_what_follows_from_an_error_is_joined_to_its_words(session, words, line):
+def test_error_and_consequence_are_joined(session, words, line):
     chat = session([TridecodeError(words)])
     assert chat.handle("one") and chat.read()[1] == f"tridecode: error: {line}\n"
 
 
 @pytest.mark.parametrize("texts, shown", [([], ""), ([""], ""), (["", "Half"], "Half\n")])
-def test_a_failed_turn_shows_its_error_and_no_empty_line(session, texts, shown):
+def test_failed_turn_shows_only_error(session, texts, shown):
     chat = session((texts, "error"), ["fine"])
     assert chat.handle("one") and chat.handle("two")
     out, err = chat.read()
@@ -68,8 +68,8 @@ def test_a_failed_turn_shows_its_error_and_no_empty_line(session, texts, shown):
     assert err.splitlines()[0] == "tridecode: error: step 2 gave NaN; the turn is not kept"
 
 
-def test_one_poisoned_line_fails_alone(poisoned, tmp_path, capsys):
-    """In a batch and in a chat the next request computes anew what it shares with the failed one."""
+def test_nan_fails_one_line(poisoned, tmp_path, capsys):
+    """The next request does not reuse the prefix that it shares with the failed one."""
     lines = [json.dumps({"prompt": text}) for text in ("Hello, world!", "Hello", "Hello, world!")]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     options = ["--model", poisoned, "--device", "cpu", "--max-tokens", "3", "--temperature", "0"]
@@ -79,7 +79,7 @@ def test_one_poisoned_line_fails_alone(poisoned, tmp_path, capsys):
     assert errors == [True, False, True] and err.count("NaN or Inf") == 2
 
 
-def test_the_chat_goes_on_after_a_poisoned_turn(poisoned, piped):
+def test_chat_continues_after_nan(poisoned, piped):
     options = ["--model", poisoned, "--max-tokens", "3", "--temperature", "0"]
     code, out, err = piped("Hello, world!\nHello\nHello, world!\n/clear\nHello\n", *options)
     assert code == 1 and err.count("NaN or Inf") == 2
@@ -87,7 +87,7 @@ def test_the_chat_goes_on_after_a_poisoned_turn(poisoned, piped):
     assert first == second
 
 
-def test_a_poisoned_answer_comes_alone(poisoned, capsys, tmp_path):
+def test_nan_error_output(poisoned, capsys, tmp_path):
     target = tmp_path / "answer.txt"
     target.write_text("before")
     options = ["--model", poisoned, "--device", "cpu", "--prompt", "Hello, world!"]
@@ -98,14 +98,14 @@ def test_a_poisoned_answer_comes_alone(poisoned, capsys, tmp_path):
     assert target.read_text() == "before"
 
 
-def test_a_terminal_that_has_gone_ends_the_chat(session):
+def test_closed_terminal_ends_chat(session):
     with pytest.raises(OSError, match="Input/output"):
         session([OSError(5, "Input/output error")]).handle("one")
 
 
 @pytest.fixture
 def lost(monkeypatch):
-    """A GPU that takes no calls any more."""
+    """Simulate a GPU on which all calls fail."""
 
     def fail(device):
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
@@ -114,7 +114,7 @@ def lost(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["two", "/retry"])
-def test_a_lost_gpu_ends_the_chat_and_loses_no_turn(session, lost, state, command):
+def test_lost_gpu_ends_chat_and_keeps_turns(session, lost, state, command):
     store = sessions.Store(sessions.named("work"), "m")
     chat = session(["fine"], [RuntimeError("CUDA error: device-side assert triggered")], store=store)
     chat.engine.device = chat.model.device = torch.device("cuda", 0)
@@ -124,7 +124,7 @@ def test_a_lost_gpu_ends_the_chat_and_loses_no_turn(session, lost, state, comman
     assert sessions.read(store.path).turns == (("one", "fine"),)
 
 
-def test_a_gpu_out_of_memory_is_not_lost(session, monkeypatch):
+def test_gpu_out_of_memory_is_not_lost(session, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     chat = session([torch.OutOfMemoryError("CUDA out of memory")], ["fine"])
     chat.engine.device = chat.model.device = torch.device("cuda", 0)
@@ -132,7 +132,7 @@ def test_a_gpu_out_of_memory_is_not_lost(session, monkeypatch):
     assert "error: out of memory; choose a smaller" in chat.read()[1] and len(chat.conversation.turns) == 1
 
 
-def test_a_reader_that_leaves_ends_the_chat_and_loses_no_turn(tiny, state):
+def test_closed_pipe_ends_chat_and_keeps_turns(tiny, state):
     """`chat | head`: the turns before the one that could not be written are saved."""
     argv = ["cli.py", "chat", "--model", tiny, "--device", "cpu", "--max-tokens", "3", "--session", "work"]
     chat = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True, bufsize=1)
@@ -148,7 +148,7 @@ def test_a_reader_that_leaves_ends_the_chat_and_loses_no_turn(tiny, state):
     assert [user for user, _ in sessions.read(saved).turns][0] == "one"
 
 
-def test_a_piped_chat_whose_session_is_not_saved_exits_1(piped, tiny, monkeypatch):
+def test_unsaved_session_sets_exit_code(piped, tiny, monkeypatch):
     few = ("--model", tiny, "--max-tokens", 2, "--session", "work")
 
     def full(handle):
@@ -175,7 +175,7 @@ sys.exit(commands.main(sys.argv[1:]))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="breaks a GPU's context, so it needs an NVIDIA GPU")
-def test_a_device_side_assert(tiny, state):
+def test_device_side_assert(tiny, state):
     argv = ["chat", "--model", tiny, "--device", "cuda", "--max-tokens", "3", "--session", "work"]
     program = [sys.executable, "-c", CHAT_ON_A_BROKEN_GPU, *map(str, argv)]
     done = subprocess.run(program, cwd=ROOT, input=f"one\n{'two ' * 40}\nthree\n", capture_output=True, text=True)

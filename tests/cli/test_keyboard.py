@@ -1,4 +1,4 @@
-"""The line editor: drafts, tall messages, what is no key, and what happens where it fails."""
+"""The line editor: drafts, tall messages, the external editor, and failures."""
 
 import re
 import shutil
@@ -25,35 +25,35 @@ def press(child, keys: str, until: str) -> None:
     child.expect_exact(until)
 
 
-def test_only_an_empty_line_and_two_interrupts_in_a_row_leave(terminal, state):
+def test_only_two_interrupts_on_empty_line_leave(terminal, state):
     child = terminal("--max-tokens", 2, "--temperature", 0)
     for draft in ("one draft", "two\x1b\rdrafts", "three"):
         press(child, draft, draft[-1])
         child.sendintr()
-        child.expect_exact("Up brings it back")
+        child.expect_exact("Up restores it")
         child.expect_exact(READY)
     press(child, "x", "x")
     press(child, "\x7f", "\x1b[K")
     child.sendintr()
-    child.expect_exact("Ctrl-C again, or Ctrl-D, leaves")
+    child.expect_exact("press Ctrl-C again, or Ctrl-D, to leave")
     child.expect_exact(READY)
     press(child, "y", "y")
     press(child, "\x7f", "\x1b[K")
     child.sendintr()
-    child.expect_exact("Ctrl-C again, or Ctrl-D, leaves")
+    child.expect_exact("press Ctrl-C again, or Ctrl-D, to leave")
     child.expect_exact(READY)
     press(child, UP, "three")
     press(child, UP + UP, "drafts")
     enter(child, "\r", "context ")
     child.sendintr()
-    child.expect_exact("leaves")
+    child.expect_exact("to leave")
     child.expect_exact(READY)
     child.sendintr()
     leaves(child)
     (file,) = (state / "sessions").iterdir()
     assert [user for user, _ in sessions.read(file).turns] == ["two\ndrafts"]
     kept = (state / "history").read_text()
-    assert "drafts" in kept and "one draft" not in kept and "three" not in kept, "what was not sent is not written"
+    assert "drafts" in kept and "one draft" not in kept and "three" not in kept, "drafts are not saved"
 
 
 TALL = {
@@ -62,18 +62,18 @@ TALL = {
 }
 
 
-def test_enter_takes_what_a_search_found(terminal, state):
+def test_enter_accepts_search_result(terminal, state):
     child = terminal()
     for keys, shown in (("/set top_k 7\r", "k is 7"), ("/plain on\r", "plain text"), ("\x12top_k\r\r", "k is 7")):
         press(child, keys, shown)
         child.expect_exact(READY)
-    child.send("/set seed 4\x1b\n\x7f5\r")  # a new line as it comes from a line that nobody edits, and back
+    child.send("/set seed 4\x1b\n\x7f5\r")  # a newline as it arrives if typed during an answer, then Backspace
     child.expect_exact("seed is 45")
     child.expect_exact(READY)
     leave(child)
 
 
-def test_a_message_taller_than_the_window_is_printed_whole(terminal):
+def test_tall_message_is_printed_completely(terminal):
     text = "\n".join(f"<{n:03}> {'x' * 60}" for n in range(230))
     child = terminal("--max-tokens", 2, "--max-seq-len", 200, COLUMNS="")
     child.setwinsize(24, 80)
@@ -86,9 +86,9 @@ def test_a_message_taller_than_the_window_is_printed_whole(terminal):
     leave(child)
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux here")
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 @pytest.mark.parametrize("text", TALL.values(), ids=TALL)
-def test_a_message_taller_than_the_window_is_in_the_scrollback_once(state, tmp_path, text):
+def test_tall_message_is_in_scrollback_once(state, tmp_path, text):
     def tmux(*words, **options):
         program = ["tmux", "-S", tmp_path / "tmux", "-f", "/dev/null", *words]
         return subprocess.run(program, capture_output=True, text=True, **options).stdout
@@ -114,29 +114,29 @@ def test_a_message_taller_than_the_window_is_in_the_scrollback_once(state, tmp_p
     assert re.findall(r"<\d{3}>", shown) == re.findall(r"<\d{3}>", text)
 
 
-@pytest.mark.parametrize("where", ["key", "drawing"])
-def test_an_editor_that_fails_is_replaced_by_plain_input(monkeypatch, capsys, state, where):
+@pytest.mark.parametrize("failure", ["key", "drawing"])
+def test_failed_editor_falls_back_to_plain_input(monkeypatch, capsys, state, failure):
     drafts = []
     monkeypatch.setattr(PlainReader, "read", lambda reader, draft: drafts.append(draft) or "again")
 
     def fail(*args):
-        raise ValueError("no such\ncolour")
+        raise ValueError("no such\ncolor")
 
     with create_pipe_input() as keys:
         keyboard = Keyboard((), Output(), keys, DummyOutput())
-        if where == "key":
+        if failure == "key":
             keyboard.session.key_bindings.add("x")(fail)
         else:
             monkeypatch.setattr(keyboard.session.app.renderer, "render", fail)
         keys.send_text("a draft x\r")
         assert keyboard.read() == keyboard.read() == "again"
     out, err = capsys.readouterr()
-    assert err == "the line editor failed (ValueError: no such colour); plain line input from here\n"
-    assert out == "" and drafts == ["a draft " if where == "key" else "", ""]
+    assert err == "the line editor failed (ValueError: no such color); using plain line input\n"
+    assert out == "" and drafts == ["a draft " if failure == "key" else "", ""]
 
 
 @pytest.mark.parametrize("lines, left, draft", [([], "half", "half"), (['"""', "one"], "two", '"""\none\ntwo')])
-def test_plain_input_tells_a_draft_from_an_empty_line(monkeypatch, lines, left, draft):
+def test_plain_input_reports_draft_on_interrupt(monkeypatch, lines, left, draft):
     typed = iter(lines)
 
     def interrupted(prompt):
@@ -158,13 +158,13 @@ def test_plain_input_tells_a_draft_from_an_empty_line(monkeypatch, lines, left, 
     assert not pressed.value.typed
 
 
-def test_the_message_is_opened_in_an_editor(terminal, state, tmp_path):
+def test_message_opens_in_external_editor(terminal, state, tmp_path):
     editor = tmp_path / "editor"
     editor.write_text('#!/bin/sh\nprintf \'%s\' "$(cat "$1") by hand" > "$1"\n')
     editor.chmod(0o755)
     child = terminal("--max-tokens", 2, "--temperature", 0, EDITOR=str(editor), VISUAL="")
     press(child, "written", "written")
-    press(child, "\x18\x05", "by hand")  # what is saved there is the message, without Enter
+    press(child, "\x18\x05", "by hand")  # the saved text is sent without Enter
     child.expect_exact("context ")
     child.expect_exact(READY)
     leave(child)
@@ -176,15 +176,15 @@ UNREADABLE = [("printf 'caf\\351' > $1", "can't decode byte 0xe9"), ("rm $1", "N
 
 
 @pytest.mark.parametrize("script, why", UNREADABLE)
-def test_what_an_editor_leaves_may_be_no_text(terminal, state, tmp_path, script, why):
+def test_unreadable_editor_file_keeps_message(terminal, state, tmp_path, script, why):
     editor = tmp_path / "editor"
     editor.write_text(f"#!/bin/sh\n{script}\n")
     editor.chmod(0o755)
     child = terminal("--max-tokens", 2, "--temperature", 0, EDITOR=str(editor), VISUAL="")
     press(child, "written", "written")
-    press(child, "\x18\x05", "what the editor left could not be read")
+    press(child, "\x18\x05", "the file from the editor could not be read")
     child.expect_exact(why)
-    child.expect_exact("the message is as it was")
+    child.expect_exact("the message is unchanged")
     press(child, " here", "here")
     enter(child, "\r", "context ")
     leave(child)

@@ -1,4 +1,4 @@
-"""How things look in a terminal: words that stay whole, indents, colours, and none where they are not wanted."""
+"""Terminal output: wrapping, indentation and colors."""
 
 import io
 import re
@@ -19,11 +19,11 @@ from tridecode.cli.wrapping import Wrapped
 
 pexpect = pytest.importorskip("pexpect")
 
-COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|4[0-7]|9[0-7]|38|48)[;\dm]")
+COLOR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|4[0-7]|9[0-7]|38|48)[;\dm]")
 
 
 def wrapped(text: str, width: int, size: int = 3) -> str:
-    """What a terminal of that width gets of a text that comes in pieces of `size`."""
+    """Return the output for a text that arrives in parts of `size` characters."""
     console, written = Console(file=io.StringIO(), width=width, _environ={}), []
     write = Wrapped(console, written.append)
     for at in range(0, len(text), size):
@@ -35,13 +35,13 @@ def wrapped(text: str, width: int, size: int = 3) -> str:
 WRAPPED = {
     "words": ("one two three four", 10, "one two\nthree\nfour"),
     "paragraphs": ("one two\n\nthree four five", 12, "one two\n\nthree four\nfive"),
-    "spaces inside stay": ("a  b   c", 20, "a  b   c"),
-    "spaces before a break go": ("abcdef   ghi", 8, "abcdef\nghi"),
-    "an indented line": ("   one two three", 12, "   one two\n   three"),
-    "a bullet": ("- one two three four", 13, "- one two\n  three four"),
-    "a number": ("12. one two three", 12, "12. one two\n    three"),
-    "a minus alone is none": ("-5 one two three", 12, "-5 one two\nthree"),
-    "a word that is too long": (
+    "inner spaces are kept": ("a  b   c", 20, "a  b   c"),
+    "spaces before a break are dropped": ("abcdef   ghi", 8, "abcdef\nghi"),
+    "indented line": ("   one two three", 12, "   one two\n   three"),
+    "bullet": ("- one two three four", 13, "- one two\n  three four"),
+    "numbered item": ("12. one two three", 12, "12. one two\n    three"),
+    "negative number is not a bullet": ("-5 one two three", 12, "-5 one two\nthree"),
+    "long word": (
         "see https://example.org/a/long/path\nnow",
         12,
         "see\nhttps://example.org/a/long/path\nnow",
@@ -55,20 +55,20 @@ WRAPPED = {
 
 @pytest.mark.parametrize("text, width, shown", WRAPPED.values(), ids=WRAPPED)
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_lines_are_broken_between_words(text, width, shown, size):
+def test_lines_wrap_between_words(text, width, shown, size):
     assert wrapped(text, width, size) == shown
 
 
 @given(st.text(st.sampled_from("ab \n-1.`你\t"), max_size=60), st.integers(1, 30), st.integers(1, 9))
-def test_nothing_is_lost_between_words(text, width, size):
+def test_wrapping_keeps_all_text(text, width, size):
     shown = wrapped(text, width, size)
     assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", text)
     if "```" not in text and "\t" not in text:
         for line in shown.split("\n"):
-            assert cell_len(line) < max(width, 2) or len(line.split()) <= 1, "only a word alone may be too long"
+            assert cell_len(line) < max(width, 2) or len(line.split()) <= 1, "only a single word may exceed the width"
 
 
-def test_a_word_is_held_until_its_end():
+def test_word_is_written_when_complete():
     console, written = Console(file=io.StringIO(), width=40, _environ={}), []
     write = Wrapped(console, written.append)
     for piece in ("Hel", "lo wor", "ld", "!\n"):
@@ -90,53 +90,53 @@ def test_help_fits_the_window_and_is_not_dim(session, width):
     assert all(any(line.startswith(f"  {name}") for line in lines) for name in COMMANDS if name != "/think")
     (at,) = [i for i, line in enumerate(lines) if line.startswith("  /history")]
     if width == 40:
-        assert lines[at : at + 3] == ["  /history [N]", "    show what was said, or the last N", "    turns of it"]
+        assert lines[at : at + 3] == ["  /history [N]", "    show the conversation, or its last", "    N turns"]
     else:
-        assert lines[at] == "  /history [N]          show what was said, or the last N turns of it"
+        assert lines[at] == "  /history [N]          show the conversation, or its last N turns"
 
 
-def test_a_title_stands_at_the_left():
+def test_title_is_left_aligned():
     terminal = Terminal(200, 20)
     Painter(terminal.console).frame("# Mean and median\n\nThe mean is ...", final=True)
     assert terminal.shown.startswith("Mean and median\n")
 
 
-def test_turns_are_told_apart(terminal):
+def test_turns_are_visually_separated(terminal):
     child = terminal("--temperature", 0)
     enter(child, "Hello\r", "tok/s")
     enter(child, "/set seed\r", "needs a value")
     enter(child, "Thanks, bye!\r", "tok/s")
     leave(child)
     shown = child.screen.getvalue()
-    assert "\x1b[36m> Hello\x1b[0m" in shown and "\x1b[36m> Thanks, bye!\x1b[0m" in shown, "in a colour"
+    assert "\x1b[36m> Hello\x1b[0m" in shown and "\x1b[36m> Thanks, bye!\x1b[0m" in shown, "messages are colored"
     screen = pyte_lines(shown)
     starts = [i for i, line in enumerate(screen) if line.startswith("> ")]
     assert len(starts) >= 3 and all(screen[i - 1] == "" for i in starts[1:]) and screen[starts[0] - 1] != ""
 
 
 def pyte_lines(written: str) -> list[str]:
-    """The lines that a terminal shows in the end."""
+    """Return the final lines of a terminal."""
     pyte = pytest.importorskip("pyte")
     screen = pyte.HistoryScreen(200, 50, history=1000)
     pyte.Stream(screen).feed(written)
     return [line.rstrip() for line in screen.display]
 
 
-def test_no_color_is_obeyed(terminal):
+def test_no_color_variable(terminal):
     child = terminal("--temperature", 0, NO_COLOR="1")
     enter(child, "Hello\r", "tok/s")
     enter(child, "/nothing\r", "there is no command")
     leave(child)
-    assert not COLOUR.search(child.screen.getvalue())
+    assert not COLOR.search(child.screen.getvalue())
 
 
-def test_plain_takes_nothing_back(terminal, endless):
-    """What a screen reader has read is never written again: of an answer, of a message, or of a prompt that is read."""
+def test_plain_never_rewrites_text(terminal, endless):
+    """With --plain no text is written twice: answers, messages, or the progress of a prompt."""
     child = terminal("--plain", "--model", endless, "--max-tokens", 40, "--seed", 3, "--max-seq-len", 60_000)
     before = len(child.screen.getvalue())
     enter(child, "Hello there\r", "tok/s")
     shown = child.screen.getvalue()[before:]
-    assert "\x1b[36m> Hello there" not in shown, "typed, and not printed once more"
+    assert "\x1b[36m> Hello there" not in shown, "the typed message is not printed again"
     answer = shown.partition("2004h")[2].partition("\x1b[2m")[0]
     assert answer.strip() and "\x1b" not in answer and "\r" not in answer.replace("\r\n", "")
     child.send("\x1b[200~" + "word " * 6000 + "\x1b[201~\r")
@@ -147,7 +147,7 @@ def test_plain_takes_nothing_back(terminal, endless):
     assert "\x1b[G" not in child.screen.getvalue() and "loading \x1b" not in child.screen.getvalue()
 
 
-def test_plain_text_is_wrapped_in_a_terminal_only(terminal, piped):
+def test_plain_text_wraps_only_in_terminal(terminal, piped):
     child = terminal("--plain", "--temperature", 0, COLUMNS="")
     child.setwinsize(50, 40)
     enter(child, "How do I make a cup of tea?\r", "tok/s")
@@ -158,7 +158,7 @@ def test_plain_text_is_wrapped_in_a_terminal_only(terminal, piped):
     assert whole == "B" + " ".join(answer) + "\n"
 
 
-def test_generate_wraps_in_a_terminal(state):
+def test_generate_wraps_in_terminal(state):
     options = ["--device", "cpu", "--quiet", "--temperature", "0", "--prompt", "How do I make a cup of tea?"]
     program = ["cli.py", "generate", *options]
     environment = ENVIRONMENT | {"COLUMNS": "40"}

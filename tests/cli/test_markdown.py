@@ -1,4 +1,4 @@
-"""Markdown as it streams: where blocks end, what reaches the terminal, and how often anything is rendered."""
+"""Streaming Markdown: block boundaries, terminal output, and the frequency of rendering."""
 
 import io
 import re
@@ -75,7 +75,7 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25).
 CUTS = st.lists(st.integers(0, 200), max_size=10)
 
 
-def pieces_of(text, cuts):
+def split_at(text, cuts):
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     return [text[start:end] for start, end in zip(edges, edges[1:])]
 
@@ -85,11 +85,11 @@ def console_to(terminal=False, width=80, height=24, **options):
     return Console(file=io.StringIO(), force_terminal=terminal, width=width, height=height, **options)
 
 
-def streamed(pieces, console):
-    """What a whole stream writes, without its thread's clock: a frame for each piece."""
+def streamed(parts, console):
+    """Return the output of a stream that draws a frame for each part, without a thread."""
     painter = Painter(console)
-    for piece in pieces:
-        painter.frame(piece)
+    for part in parts:
+        painter.frame(part)
     painter.frame("", final=True)
     painter.close()
     return console.file.getvalue()
@@ -101,7 +101,7 @@ def blocks_of(text):
 
 @pytest.fixture
 def rendered(monkeypatch):
-    """The sources of all blocks that were rendered."""
+    """Record the sources of all rendered blocks."""
     sources = []
     render = Block.__rich_console__
 
@@ -113,7 +113,7 @@ def rendered(monkeypatch):
     return sources
 
 
-def test_where_blocks_end():
+def test_split_finishes_blocks():
     blocks = blocks_of(ANSWER)
     assert [block.split("\n")[0][:12] for block in blocks] == [
         "# Title", "Hello **worl", "- a", "12 apples", "1. one", "| name | siz", "> quote", "> other", "```python ti",
@@ -130,7 +130,7 @@ def test_where_blocks_end():
         ("a\n\n", ""),
         ("a\n\nb", "b"),
         ("# a\n", ""),
-        ("# a|b\n", "# a|b\n"),  # a table's head, if |-|-| comes next
+        ("# a|b\n", "# a|b\n"),  # the head of a table if |-|-| follows
         ("```\na\n\nb\n", "```\na\n\nb\n"),
         ("```\na\n```\n", ""),
         ("~~~ x\n```\n", "~~~ x\n```\n"),
@@ -148,19 +148,19 @@ def test_where_blocks_end():
         ("\n \n", "\n \n"),
     ],
 )
-def test_what_is_unfinished(text, rest):
+def test_split_keeps_unfinished_rest(text, rest):
     assert split(text)[1].strip("\n") == rest.strip("\n")
 
 
 @settings(deadline=None, max_examples=250)
 @given(TEXTS, CUTS)
-def test_blocks_end_where_they_do_in_the_whole_text(text, cuts):
+def test_incremental_split_matches_full_parse(text, cuts):
     text = markdown.visible(text)
     got = []
-    for pieces in (pieces_of(text, cuts), text):
+    for parts in (split_at(text, cuts), text):
         rest = ""
-        for piece in pieces:
-            blocks, rest, _ = split(rest + piece)
+        for part in parts:
+            blocks, rest, _ = split(rest + part)
             got += blocks
         got += blocks_of(rest)
         assert got == blocks_of(text)
@@ -169,31 +169,31 @@ def test_blocks_end_where_they_do_in_the_whole_text(text, cuts):
 
 @settings(deadline=None, max_examples=60)
 @given(TEXTS, CUTS)
-@example("aaaa\r\n# aaaaaaaaa😀a", [55])  # a centred row with a character of two columns
-def test_the_screen_ends_as_if_printed_at_once(text, cuts):
+@example("aaaa\r\n# aaaaaaaaa😀a", [55])  # a centered row with a character of two columns
+def test_streamed_screen_matches_full_render(text, cuts):
     text = markdown.visible(text.replace("\ud800", "?"))
     at_once = screen(streamed([text], console_to()))
     console = console_to(terminal=True, height=1000)
-    written = streamed(pieces_of(text, cuts), console)
+    written = streamed(split_at(text, cuts), console)
     assert screen(written) == at_once
-    assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor is back"
+    assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor is visible again"
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_an_answer_in_pieces_of_any_size(size):
-    pieces = [ANSWER[i : i + size] for i in range(0, len(ANSWER), size)]
-    shown = screen(streamed(pieces, console_to(terminal=True, height=1000)))
+def test_stream_parts_of_any_size(size):
+    parts = [ANSWER[i : i + size] for i in range(0, len(ANSWER), size)]
+    shown = screen(streamed(parts, console_to(terminal=True, height=1000)))
     assert shown == screen(streamed([ANSWER], console_to()))
 
 
 @settings(deadline=None, max_examples=60)
 @given(TEXTS, CUTS)
-def test_no_control_sequence_reaches_the_terminal(text, cuts):
+def test_control_sequences_are_replaced(text, cuts):
     for terminal in (False, True):
         console = console_to(terminal)
         stream = MarkdownStream(console)
-        for piece in pieces_of(text, cuts):
-            stream.push(piece)
+        for part in split_at(text, cuts):
+            stream.push(part)
         stream.finish()
         written = console.file.getvalue()
         ours = r"\x1b\[(\?25[lh]|J|\d+[AD])|\r" if terminal else "(?!)"
@@ -201,7 +201,7 @@ def test_no_control_sequence_reaches_the_terminal(text, cuts):
         assert not [c for c in left if unicodedata.category(c) in ("Cc", "Cs") and c != "\n"]
 
 
-def test_what_is_shown():
+def test_rendered_answer():
     shown = screen(streamed([ANSWER], console_to(width=130)))
     for part in (
         "Hello world: code, [/INST] [bold]x[/bold] <think> & \ufffd link (http://a.example) !image (u.png).\n<div>\n",
@@ -223,7 +223,7 @@ def test_code_is_highlighted():
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\n"])
-def test_an_empty_answer_writes_nothing(text):
+def test_empty_answer_has_no_output(text):
     console = console_to(terminal=True)
     stream = MarkdownStream(console)
     if text:
@@ -237,7 +237,7 @@ def test_an_empty_answer_writes_nothing(text):
 
 
 @pytest.mark.parametrize("space", ["\u3000", "\xa0", "\u2028", "\u200b", "    ", "\t"])
-def test_blocks_of_white_space(space):
+def test_whitespace_blocks(space):
     for text in (f"a\n\n{space}\n\nb", f"{space}\n\n```\na\n```\n\nb", f"{space}\n"):
         at_once = screen(streamed([text], console_to()))
         assert "".join(at_once.split()).replace("\u200b", "") == ("" if text == f"{space}\n" else "ab")
@@ -245,7 +245,7 @@ def test_blocks_of_white_space(space):
 
 
 @pytest.mark.parametrize("text", [">" * 200 + " deep", "- " * 200 + "deep", "[" * 3000 + "deep", "**" * 3000 + "deep"])
-def test_deep_nesting_is_shown_as_it_is(text):
+def test_deep_nesting_is_shown_as_text(text):
     assert "".join(text.split()) == "".join(streamed([text], console_to()).split())
 
 
@@ -255,19 +255,19 @@ def test_narrow_terminals(width):
 
 
 def long_answer():
-    """About 4,000 words of every kind of block."""
+    """Return about 4,000 words with every kind of block."""
     part = ANSWER.replace("the end", "words and more words, " * 12)
     return "\n\n".join([part] * 36)
 
 
-def test_what_stands_there_is_not_written_again():
+def test_finished_blocks_are_written_once():
     text = long_answer()
     console = console_to(terminal=True)
     written = streamed([text[i : i + 25] for i in range(0, len(text), 25)], console)
     assert len(written) < 1.5 * len(streamed([text], console_to()))
 
 
-def test_only_the_unfinished_block_is_rendered_again(rendered):
+def test_only_unfinished_block_is_rerendered(rendered):
     text = long_answer()
     assert len(text.split()) > 4000
     blocks = blocks_of(text)
@@ -276,12 +276,12 @@ def test_only_the_unfinished_block_is_rendered_again(rendered):
     assert len(rendered) <= len(blocks) + -(-len(text) // 25) + 1
 
 
-def test_a_long_code_block_is_not_highlighted_again_for_every_frame(rendered):
+def test_long_code_block_is_highlighted_in_parts(rendered):
     painter = Painter(console_to(terminal=True))
-    lines = [f"x{i} = 1\n" + "\n" * (i % 10 == 0) for i in range(2 * markdown.LONG)]
+    lines = [f"x{i} = 1\n" + "\n" * (i % 10 == 0) for i in range(2 * markdown.LONG_CODE)]
     for line in ("```python\n", *lines):
         painter.frame(line)
-    assert max(source.count("\n") for source in rendered) <= markdown.LONG + 15
+    assert max(source.count("\n") for source in rendered) <= markdown.LONG_CODE + 15
     painter.frame("```\n\ny\n\nz")
     painter.frame("", final=True)
     painter.close()
@@ -300,7 +300,7 @@ def test_at_most_30_frames_a_second(rendered):
     assert screen(console.file.getvalue()).count("word") == 400
 
 
-def test_nothing_is_drawn_while_another_program_has_the_terminal():
+def test_paused_stream_does_not_draw():
     console = console_to(terminal=True)
     out = console.file
     stream = MarkdownStream(console)
@@ -317,28 +317,28 @@ def test_nothing_is_drawn_while_another_program_has_the_terminal():
     assert screen(out.getvalue()).split() == ["one", "two", "three"]
 
 
-def test_a_list_does_not_make_a_heading_of_the_line_before():
+def test_list_marker_is_not_shown_as_heading():
     console = console_to(terminal=True, color_system="standard")
     written = streamed(["Three rivers:", "\n-", " Nile\n", "-", " Rhine"], console)
     assert written.count("rivers") == 1 and written.count("Rhine") == 1
 
 
-def test_abort_shows_what_came():
+def test_abort_shows_received_text():
     console = console_to(terminal=True)
     stream = MarkdownStream(console)
     stream.push("Half **a sen")
     stream.abort()
     assert screen(console.file.getvalue()) == "Half **a sen"
-    stream.push("tence")  # too late, and harmless
+    stream.push("tence")  # after the end: ignored
     stream.finish()
     assert screen(console.file.getvalue()) == "Half **a sen"
 
 
 @pytest.mark.parametrize("error", [OSError("input/output error"), BrokenPipeError("gone")])
 @pytest.mark.parametrize("wait", [0, 0.1])
-def test_a_terminal_that_is_gone(monkeypatch, error, wait):
-    """finish says so, abort does not; neither hangs nor exits, whether the thread or the caller finds out."""
-    monkeypatch.setattr("os.dup2", lambda *args: None)  # rich would turn this process's stdout to the null device
+def test_closed_terminal(monkeypatch, error, wait):
+    """`finish` raises and `abort` does not; neither hangs or exits, whether the thread or the caller gets the error."""
+    monkeypatch.setattr("os.dup2", lambda *args: None)  # rich would redirect stdout of this process to the null device
 
     def write(text):
         raise error
@@ -356,7 +356,7 @@ def test_a_terminal_that_is_gone(monkeypatch, error, wait):
             stream.abort()
 
 
-def test_a_block_that_cannot_be_rendered_is_shown_as_it_is(monkeypatch):
+def test_render_error_shows_source(monkeypatch):
     def broken(source):
         raise RuntimeError("a bug of the renderer")
 

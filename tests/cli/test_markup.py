@@ -1,4 +1,4 @@
-"""Markdown of answers: it is CommonMark, and no text vanishes."""
+"""The Markdown dialect of answers: CommonMark, without loss of text."""
 
 import io
 import re
@@ -13,7 +13,7 @@ from tridecode.cli.terminal import visible
 
 
 def shown(text, width=200, **options):
-    """What a finished answer looks like."""
+    """Return the rows of a finished answer."""
     console = Console(file=io.StringIO(), width=width, _environ={}, **options)
     painter = Painter(console)
     painter.frame(text, final=True)
@@ -22,7 +22,7 @@ def shown(text, width=200, **options):
 
 
 def styled(text):
-    """The same with bold, italic, struck out and blue (code, addresses) as letters around the text."""
+    """Return the rows with letters around bold, italic, struck and blue text (code, addresses)."""
     text = shown(text, force_terminal=True, color_system="standard")
     text = re.sub(r"\x1b\[[\d;]*[hlJ]|\x1b\[\?25[hl]", "", text).rstrip()
     names = {"1": "B", "3": "I", "9": "S"}
@@ -55,7 +55,7 @@ AS_WRITTEN = [
 
 
 @pytest.mark.parametrize("text", AS_WRITTEN)
-def test_what_stays_as_written(text):
+def test_text_that_is_not_markup(text):
     assert lines_of(shown(text)) == lines_of(text)
     assert lines_of(shown(f"words\n\n{text}")) == ["words", *lines_of(text)]
 
@@ -73,7 +73,7 @@ def test_what_stays_as_written(text):
         (r"\*not this\*, &lt;b&gt; &#27;[2J &#x202e;", "*not this*, <b> \ufffd[2J \ufffd"),
     ],
 )  # fmt: skip
-def test_what_is_markup(text, expected):
+def test_inline_markup(text, expected):
     assert styled(text) == expected
 
 
@@ -95,17 +95,17 @@ def test_what_is_markup(text, expected):
         ("| a \\| b | c |\n|-|-|\n| 1 | 2 | 3 | 4 |\n| 5 |", "a | b   c\n─────────────────\n1       2 | 3 | 4\n5"),
     ],
 )
-def test_how_blocks_look(text, expected):
+def test_block_markup(text, expected):
     assert re.sub(r"(?m) +$", "", shown(text)) == expected
 
 
 @pytest.mark.parametrize("text", ["$$\n- a\n\n- b\n$$", "\\[\n- a\n\n- b\n\\]", "$$\n- a\n"])
-def test_tex_has_no_blank_lines(text):
-    """Otherwise a mark alone would keep all that follows from being drawn."""
+def test_tex_ends_at_blank_line(text):
+    """If it could, a single delimiter would block the display of all later text."""
     assert " • a" in shown(text)
 
 
-MARKS = "*~`#>-|:+=\\"  # the characters of markup; they are replaced by • ▌ ─
+MARKS = "*~`#>-|:+=\\"  # characters of markup, which may be replaced by • ▌ ─
 FRAGMENTS = [
     *"*_~`#>-+|:=$[](){}<>!/.,;'\"%^@ax1 \n\n ", "**", "***", "__", "~~", "``", "- ", "* ", "+ ", "1. ", "7) ", "> ",
     "# ", "## ", "\n\n", "\n- ", "\n> ", "\n    ", "```\n", "\n```\n", "~~~\n", "---\n", "| a | b |\n|---|---|\n",
@@ -121,18 +121,18 @@ def letters(text):
 
 @settings(deadline=None, max_examples=400)
 @given(TEXTS)
-def test_nothing_vanishes(text):
-    """Each character but the marks is shown, in its order: letters, digits, brackets, underscores."""
-    text = visible(text).replace("](", "] (")  # a link's title is not shown
+def test_all_text_is_shown(text):
+    """All characters except markup are shown in order: letters, digits, brackets, underscores."""
+    text = visible(text).replace("](", "] (")  # the title of a link is not shown
     text = re.sub(r"(?m)_(?=[ _]*$)", "_a", text)  # a rule of underscores is a line
-    if "`" in text or "~" in text:  # the language after a fence is no text
+    if "`" in text or "~" in text:  # the language after a fence is not shown
         text = re.sub(r"(?m)(```(?=[^\n`])|~~~(?=[^\n~]))", r"\1 . . ", text)
     assert letters(shown(text, width=10_000)) == letters(text)
 
 
 @pytest.mark.parametrize("width", [20, 80])
 @pytest.mark.parametrize("columns", [1, 5, 30])
-def test_no_cell_of_a_table_vanishes(width, columns):
+def test_all_table_cells_are_shown(width, columns):
     cells = [[f"r{row}c{column}" for column in range(columns)] for row in range(3)]
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     written = shown("\n".join([lines[0], "|" + "---|" * columns, *lines[1:]]), width=width)

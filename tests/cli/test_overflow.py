@@ -1,4 +1,4 @@
-"""Turns that do not fit: what is refused, what is dropped, and which way out is named."""
+"""Turns that do not fit in the context: errors, dropped turns and suggested fixes."""
 
 import time
 from types import SimpleNamespace
@@ -13,12 +13,12 @@ from tridecode.cli.chat.overflow import Overflow, fit
 from tridecode.errors import PromptError, TooLong
 
 
-def test_a_turn_that_does_not_fit_is_refused(session):
+def test_too_long_turn_is_refused(session):
     chat = session(["x" * 60], ["fine"])
     assert chat.handle("one") and chat.handle("y" * 60)
     shown = chat.read()[1]
     assert "this turn needs 123 tokens, the context holds 100" in shown and "/set overflow drop-oldest" in shown
-    assert chat.handle("two"), "the conversation goes on"
+    assert chat.handle("two"), "the chat continues"
     assert chat.engine.prompts[1] == said("one", "x" * 60, "two")
 
 
@@ -39,24 +39,24 @@ def test_overflow_can_drop_the_oldest_turns(session):
     assert chat.engine.prompts[-1] == [{"role": "system", "content": "Sys"}, *said("six", "c" * 20, "z" * 40)]
     note = "112 tokens do not fit in the context of 100: turns 1 to 2 are no longer sent to the model"
     assert note in chat.read()[1]
-    assert len(chat.conversation.turns) == 4, "they stay in the conversation"
+    assert len(chat.conversation.turns) == 4, "dropped turns stay in the conversation"
     chat.handle("y" * 30)
     assert chat.engine.prompts[-1][1:] == said("z" * 40, "d", "y" * 30)
     assert "97 tokens do not fit in the context of 100 with room for the answer (12): turn 3 is" in chat.read()[1]
     chat.handle("w" * 98)
-    says = "this message and the system turn alone need 101 tokens, the context holds 100; shorten it or take"
+    says = "this message and the system turn alone need 101 tokens, the context holds 100; shorten it or remove"
     assert says in chat.read()[1]
     assert chat.conversation.dropped == 3 and len(chat.conversation.turns) == 5
 
 
-def test_tokens_are_counted_only_where_they_could_be_too_many(session):
+def test_tokens_are_counted_only_near_capacity(session):
     counted = []
     chat = session(["a"], ["b"], ["c"], ["d"])
     chat.model.capacity = 10_000
     chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages, context: counted.append(len(messages)) or [0])
     for line in ("one", "two", "x" * 3000, "/system Sys", "four"):
         chat.handle(line)
-    assert counted == [1, 5, 8], "the first, one that is long, and one after the system turn changed"
+    assert counted == [1, 5, 8], "counted: the first turn, a long one, and one after a change of the system turn"
 
 
 def characters(prompt) -> int:
@@ -73,17 +73,17 @@ def characters(prompt) -> int:
         (None, 1000, "stop", "; the chat ends"),
     ],
 )
-def test_a_message_that_is_too_long_alone_says_what_helps(system, largest, choice, fix):
-    """Neither /undo nor /clear would."""
+def test_too_long_message_suggests_fix(system, largest, choice, fix):
+    """The suggestions do not include /undo and /clear, which would not help."""
     talk = Conversation(False, system, (("hello", "hi"),))
     with pytest.raises(Overflow) as error:
         fit(talk, "y" * 120, characters, 100, choice, None, largest)
     assert str(error.value).endswith(f"the context holds 100{fix}") and "/clear" not in str(error.value)
-    with pytest.raises(Overflow, match="shorten it or take the system turn away"):
+    with pytest.raises(Overflow, match="shorten it or remove the system turn"):
         fit(Conversation(False, "x" * 90), "y" * 20, characters, 100, choice.replace("stop", "error"), None, 100)
 
 
-def test_a_message_that_is_not_counted_says_so():
+def test_lower_bound_of_length_is_reported():
     def count(prompt):
         raise TooLong(300, 100, or_more=True)
 
@@ -94,7 +94,7 @@ def test_a_message_that_is_not_counted_says_so():
 
 
 @pytest.mark.parametrize("choice", ["error", "drop-oldest"])
-def test_a_conversation_of_many_turns_is_never_rendered_as_a_whole(choice):
+def test_long_conversation_is_not_rendered_whole(choice):
     rendered = []
 
     def count(prompt):
@@ -116,8 +116,8 @@ def test_a_conversation_of_many_turns_is_never_rendered_as_a_whole(choice):
 
 
 @pytest.mark.parametrize("turns", [1, 7, 500])
-def test_what_fits_is_found_whatever_the_turns_take(turns):
-    """Texts that are far longer than their tokens: the first look at the newest turns is not enough."""
+def test_fit_keeps_as_many_turns_as_possible(turns):
+    """The texts have many characters per token, so the first estimate from the newest turns is too small."""
     talk = Conversation(turns=(("x" * 5000, "y" * 5000),) * turns)
     count = lambda prompt: len(prompt)  # noqa: E731
     assert fit(talk, "z", count, 2000, "error", None, 2000) == (talk, "")
@@ -125,7 +125,7 @@ def test_what_fits_is_found_whatever_the_turns_take(turns):
     assert left.dropped == (151 if turns == 500 else 0) and bool(note) == (turns == 500)
 
 
-def test_the_choice_can_be_changed_in_the_chat(session):
+def test_set_overflow(session):
     chat = session(["x" * 60], ["fine"])
     assert chat.handle("one") and chat.handle("y" * 40) and "/set overflow drop-oldest" in chat.read()[1]
     assert chat.handle("/set overflow drop-oldest") and chat.read()[1] == "overflow is drop-oldest\n"
@@ -138,7 +138,7 @@ QUESTION = "Tell me a short story about a snail."
 GREEDY = ("--temperature", 0, "--quiet")
 
 
-def test_a_terminal_makes_room_and_a_pipe_refuses(terminal, piped):
+def test_default_overflow_of_terminal_and_pipe(terminal, piped):
     story = f"{QUESTION}\n"
     code, out, err = piped(story * 2, *GREEDY, "--max-seq-len", 70)
     assert code == 1 and "this turn needs" in err and out.count("\n") == 1
@@ -150,7 +150,7 @@ def test_a_terminal_makes_room_and_a_pipe_refuses(terminal, piped):
 
 
 @pytest.mark.parametrize("kind", [(), ("--raw",)], ids=["chat", "raw"])
-def test_an_answer_that_was_cut_is_continued(piped, kind, tmp_path):
+def test_cut_answer_is_continued(piped, kind, tmp_path):
     whole = piped(QUESTION, *GREEDY, *kind, "--max-tokens", 30)[1]
     file = tmp_path / "talk.json"
     lines = f"{QUESTION}\n/set max_tokens 22\n/continue\n/save {file}\n"
@@ -160,34 +160,34 @@ def test_an_answer_that_was_cut_is_continued(piped, kind, tmp_path):
     assert (user, answer) == (QUESTION, whole.removesuffix("\n"))
 
 
-def test_a_whole_answer_has_nothing_to_be_continued(piped):
+def test_continue_of_complete_answer(piped):
     code, _, err = piped("/continue\nWhat is 17 + 25?\n/continue\n/history\n", *GREEDY)
-    assert code == 0 and err == "nothing was said yet\nthe model has nothing to add\n"
+    assert code == 0 and err == "the conversation has no turns yet\nthe model has nothing to add\n"
 
 
-def test_room_is_made_for_the_rest_of_an_answer(piped):
+def test_continue_drops_oldest_turns(piped):
     lines = f"Hello\n{QUESTION}\n/continue\n"
     code, out, err = piped(lines, *GREEDY, "--max-seq-len", 54, "--overflow", "drop-oldest")
     assert code == 0 and "the answer was cut: the context of 54 tokens is full" in err
     assert "turn 1 is no longer sent to the model" in err
 
 
-def test_an_answer_that_fills_the_context_is_not_said_to_go_on(session):
+def test_continue_is_not_suggested_if_context_is_full(session):
     chat = session(interactive=True, overflow="drop-oldest")
     full = SimpleNamespace(finish_reason="length", usage=SimpleNamespace(prompt_tokens=3, completion_tokens=97))
     chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")))
-    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full; /continue goes on"
+    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full; /continue continues it"
     chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")), dropped=1)
     assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full"
     with pytest.raises(Overflow) as error:
-        fit(Conversation(), "y" * 101, characters, 100, "drop-oldest", None, 100, begun=True)
-    says = "this message and its answer alone need 101 tokens, the context holds 100; ask for the rest in a message of "
-    assert str(error.value).startswith(says)
+        fit(Conversation(), "y" * 101, characters, 100, "drop-oldest", None, 100, continues=True)
+    message = "this message and its answer alone need 101 tokens, the context holds 100; ask for the rest"
+    assert str(error.value).startswith(message)
     with pytest.raises(Overflow, match="this message, its answer and the system turn alone need"):
-        fit(Conversation(False, "x"), "y" * 101, characters, 100, "error", None, 100, begun=True)
+        fit(Conversation(False, "x"), "y" * 101, characters, 100, "error", None, 100, continues=True)
 
 
-def test_a_block_of_code_goes_on_as_code():
+def test_continued_code_block_stays_code():
     for text, fence in (
         ("a\n```python\nx = 1", "```python\n"),
         ("```\nx\n```\nb", ""),

@@ -1,4 +1,4 @@
-"""The chat with a server's model: the bundled one through tridecode's own server, and servers that go wrong."""
+"""Chats with a server: tridecode serve with the bundled model, and simulated servers with faults."""
 
 import json
 import re
@@ -22,8 +22,8 @@ def served():
 
 
 @pytest.fixture
-def asked(served, piped, monkeypatch):
-    """Run the chat on lines from a pipe against the server; returns exit code, stdout, stderr."""
+def run_chat(served, piped, monkeypatch):
+    """Return a function that runs a piped chat with the server and returns exit code, stdout and stderr."""
     monkeypatch.delenv("TRIDECODE_API_KEY", raising=False)
     return lambda text, *argv, url=served.url: piped(text, "--url", url, *argv)
 
@@ -33,12 +33,12 @@ def errors(err):
     return [line.removeprefix(start) for line in err.splitlines() if line.startswith(start)]
 
 
-# ---- with tridecode's own server
+# ---- tridecode serve
 
 
-def test_turns_are_those_of_the_local_chat(asked, piped, served):
+def test_remote_chat_matches_local_chat(run_chat, piped, served):
     lines = f"Hi, I'm Nora!\n{QUESTION}\nWhat's my name?\n"
-    code, out, err = asked(lines, "--temperature", 0)
+    code, out, err = run_chat(lines, "--temperature", 0)
     assert (code, out) == piped(lines, "--temperature", 0)[:2] and ANSWER in out
     speeds = [line.split(" · ") for line in err.splitlines()]
     assert len(speeds) == 3 and all(len(speed) == 5 for speed in speeds)
@@ -47,77 +47,77 @@ def test_turns_are_those_of_the_local_chat(asked, piped, served):
 
 
 @pytest.mark.parametrize("end", ["/v1", "/", ""])
-def test_an_address_may_end_as_those_of_other_clients(asked, served, end):
-    assert asked(QUESTION, "--temperature", 0, url=f"{served.url}{end}")[:2] == (0, f"{ANSWER}\n")
+def test_url_suffixes(run_chat, served, end):
+    assert run_chat(QUESTION, "--temperature", 0, url=f"{served.url}{end}")[:2] == (0, f"{ANSWER}\n")
 
 
-def test_raw_text_is_continued(asked, served):
+def test_raw_chat(run_chat, served):
     expected = served.engine.generate("Once", SamplingParams(temperature=0, max_tokens=5)).text
-    code, out, err = asked("Once", "--raw", "--temperature", 0, "--max-tokens", 5)
+    code, out, err = run_chat("Once", "--raw", "--temperature", 0, "--max-tokens", 5)
     assert (code, out) == (0, f"{expected}\n") and "the answer was cut: max_tokens (5) was reached" in err
 
 
-def test_only_options_that_were_given_are_sent(asked, served, monkeypatch):
-    found, submit = [], served.engine.submit
+def test_only_set_options_are_sent(run_chat, served, monkeypatch):
+    sent, submit = [], served.engine.submit
 
     def spy(prompt, params, **options):
-        found.append(params)
+        sent.append(params)
         return submit(prompt, params, **options)
 
     monkeypatch.setattr(served.engine, "submit", spy)
     options = ("--seed", 4, "--top-k", 3, "--logit-bias", "5=-2.5", "--stop", "!", "--repetition-penalty", 1.5)
-    assert asked("Hello\n/set top_k default\n/set stop none\n/set min_p 0.5\nHello\n", *options)[0] == 0
-    first, second = found
+    assert run_chat("Hello\n/set top_k default\n/set stop none\n/set min_p 0.5\nHello\n", *options)[0] == 0
+    first, second = sent
     fixed = dict(seed=4, logit_bias={5: -2.5}, repetition_penalty=1.5)
     assert first == served.engine.default_params(**fixed, top_k=3, stop=["!"])
     assert second == served.engine.default_params(**fixed, min_p=0.5)
 
 
-def test_commands(asked, served):
+def test_commands(run_chat, served):
     lines = f"{QUESTION}\n/stats\n/set\n/set regex x\n/model\n/model other\n/model bundled\n/think\n/retry\n"
-    code, out, err = asked(lines, "--temperature", 0)
+    code, out, err = run_chat(lines, "--temperature", 0)
     assert out == f"{ANSWER}\n" * 2 and code == 0
     assert f"model bundled at {served.url}, a server of tridecode\n1 turn\nlast answer: 12 tokens" in err
-    assert "temperature          0.0\ntop_k                as the server has it\n" in err
-    listed = re.findall(r"^(\w+) +as the server has it$", err, re.MULTILINE)
-    assert sorted([*listed, "temperature"]) == sorted(OURS), "what would be refused is not listed"
-    assert "regex: not known to a server of tridecode, which might" in err
-    assert errors(err) == [f"the server at {served.url} has no model 'other'; it has bundled"]
+    assert "temperature          0.0\ntop_k                the server's default\n" in err
+    listed = re.findall(r"^(\w+) +the server's default$", err, re.MULTILINE)
+    assert sorted([*listed, "temperature"]) == sorted(OURS), "options that the server does not support are not listed"
+    assert "regex: a server of tridecode does not support this option and might" in err
+    assert errors(err) == [f"the server at {served.url} has no model 'other'; its models are bundled"]
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
 
 
-def test_set_without_a_value_tells_what_counts(asked):
-    _, _, err = asked("/set top_k\n/set seed\n/set top_k 7\n/set top-k\n", "--seed", 4, "--quiet")
-    needs = "/set top_k needs a value; it is as the server has it\n/set seed needs a value; it is 4\n"
+def test_set_without_value_shows_current_value(run_chat):
+    _, _, err = run_chat("/set top_k\n/set seed\n/set top_k 7\n/set top-k\n", "--seed", 4, "--quiet")
+    needs = "/set top_k needs a value; it is the server's default\n/set seed needs a value; it is 4\n"
     assert err == f"{needs}top_k is 7\n/set top_k needs a value; it is 7\n"
 
 
-def test_an_answer_is_not_continued(asked):
-    code, out, err = asked(f"{QUESTION}\n/continue\n/set overflow drop-oldest\n", "--temperature", 0, "--quiet")
+def test_continue_is_refused(run_chat):
+    code, out, err = run_chat(f"{QUESTION}\n/continue\n/set overflow drop-oldest\n", "--temperature", 0, "--quiet")
     assert (code, out) == (0, f"{ANSWER}\n")
-    assert err == "through a server an answer cannot be continued; ask the model to go on\noverflow is drop-oldest\n"
+    assert err == 'a server cannot continue an answer; send a message such as "continue"\noverflow is drop-oldest\n'
 
 
-def test_what_a_template_cannot_do_is_the_servers_line(asked):
-    code, out, err = asked("Hello", "--think", "off")
+def test_template_error_of_server_is_shown(run_chat):
+    code, out, err = run_chat("Hello", "--think", "off")
     [line] = errors(err)
     assert (code, out) == (1, "") and line.startswith("the server answers 400: ") and "enable_thinking" in line
     assert "chat_template_kwargs" in line and "/think on leaves thinking to the server" in line
 
 
-def test_a_turn_that_does_not_fit(asked, served):
+def test_too_long_turn(run_chat, served):
     lines = f"{'dog ' * 1800}\n{QUESTION}\n{'cat ' * 1200}\n{'dog ' * 4000}\n"
     options = ("--max-tokens", 3)
-    code, out, err = asked(lines, *options)
+    code, out, err = run_chat(lines, *options)
     first, second = errors(err)
     assert code == 1 and "the context holds 2,048; /undo, /clear or /set" in first
     assert second.startswith("this message alone needs") and "--max-seq-len" not in second
-    code, out, err = asked(lines, *options, "--overflow", "drop-oldest")
+    code, out, err = run_chat(lines, *options, "--overflow", "drop-oldest")
     assert len(errors(err)) == 1 and "turn 1 is no longer sent to the model" in err
-    assert asked(lines + "Hello\n", *options, "--overflow", "stop")[1].count("\n") == 2
+    assert run_chat(lines + "Hello\n", *options, "--overflow", "stop")[1].count("\n") == 2
 
 
-def test_a_key(piped, tmp_path, monkeypatch):
+def test_api_key(piped, tmp_path, monkeypatch):
     with Engine.load(device="cpu") as engine, Running(engine, api_key="right") as running:
         ask = lambda *argv: piped(QUESTION, "--url", running.url, "--temperature", 0, *argv)  # noqa: E731
         monkeypatch.delenv("TRIDECODE_API_KEY", raising=False)
@@ -132,14 +132,14 @@ def test_a_key(piped, tmp_path, monkeypatch):
         assert ask()[:2] == (0, f"{ANSWER}\n")
 
 
-def test_ctrl_c_stops_the_answer_and_the_servers_work(terminal, monkeypatch, tmp_path):
+def test_interrupt_cancels_server_request(terminal, monkeypatch, tmp_path):
     with Engine.load(device="cpu") as engine, Running(engine) as running:
         slow_passes(engine, monkeypatch, 0.02)
         child = terminal("--url", running.url, "--ignore-eos", "--seed", 1, TRIDECODE_API_KEY="")
         child.send("Once upon a time\r")
         until(lambda: running.metric("generation_tokens_total") > 8)
         child.sendintr()
-        child.expect(r"stopped after \d+ pieces and [\d.]+ s; kept in the conversation")
+        child.expect(r"stopped after \d+ chunks and [\d.]+ s; kept in the conversation")
         until(lambda: running.metric("num_requests_running") == 0)
         assert running.metric("generation_tokens_total") < 500
         child.expect_exact(READY)
@@ -148,41 +148,41 @@ def test_ctrl_c_stops_the_answer_and_the_servers_work(terminal, monkeypatch, tmp
         leave(child)
 
 
-def test_tab_offers_the_options_that_the_server_takes(terminal, served):
+def test_tab_completes_server_options(terminal, served):
     child = terminal("--url", served.url, TRIDECODE_API_KEY="")
-    child.send("/set re\t1.5\r")  # and no regex
+    child.send("/set re\t1.5\r")  # regex is not offered
     child.expect_exact("repetition_penalty is 1.5")
     child.expect_exact(READY)
     leave(child)
 
 
-# ---- with servers of other kinds
+# ---- other kinds of servers
 
 
-def test_tab_offers_the_models_of_the_server_and_no_overflow_that_it_cannot_have(terminal):
+def test_tab_completes_server_models(terminal):
     with FakeServer(tokens=1) as server:
         child = terminal("--url", server.url, TRIDECODE_API_KEY="")
         enter(child, "/model an\t\r", f"another on {server.url}: ")
-        child.send("/set overflow d\t\r")  # and no drop-oldest
+        child.send("/set overflow d\t\r")  # drop-oldest is not offered
         child.expect_exact("overflow is error")
         child.expect_exact(READY)
         leave(child)
 
 
-@pytest.mark.parametrize("how, says", [
+@pytest.mark.parametrize("behavior, message", [
     ("500", "the server answers 500: out of luck"),
-    ("503", "the server answers 503: 256 requests wait already; it can be asked again in 2 s"),
+    ("503", "the server answers 503: 256 requests wait already; try again in 2 s"),
     ("401", "the server answers 401: no key; give TRIDECODE_API_KEY or --api-key-file"),
     ("text", "the server answers 502: <html>Bad gateway</html>"),
     ("cut", "the connection to URL was lost (peer closed connection"),
-    ("garbage", "an event of the answer is none of OpenAI's API: {\"choices\": [}"),
+    ("garbage", "the server sent an event that is not part of OpenAI's API: {\"choices\": [}"),
     ("error", "the server ended the answer: the engine died"),
 ])  # fmt: skip
-def test_a_turn_that_fails_is_one_line_and_the_chat_goes_on(asked, how, says):
-    with FakeServer(tokens=6, behave=lambda number: how if number == 1 else "ok") as server:
-        code, out, err = asked("one\ntwo\nthree\n", url=server.url)
+def test_failed_turn_prints_one_line(run_chat, behavior, message):
+    with FakeServer(tokens=6, behave=lambda number: behavior if number == 1 else "ok") as server:
+        code, out, err = run_chat("one\ntwo\nthree\n", url=server.url)
         [line] = errors(err)
-        assert code == 1 and line.startswith(says.replace("URL", server.url))
+        assert code == 1 and line.startswith(message.replace("URL", server.url))
         assert line.endswith("; the turn is not kept")
         answer = " word" * 6
         assert out.startswith(f"{answer}\n") and out.endswith(f"{answer}\n")
@@ -190,67 +190,67 @@ def test_a_turn_that_fails_is_one_line_and_the_chat_goes_on(asked, how, says):
         assert server.bodies[2]["stream_options"] == {"include_usage": True}
 
 
-def test_a_try_that_failed_is_none(asked):
+def test_failed_retry_is_not_counted(run_chat):
     with FakeServer(tokens=1, behave=lambda number: "500" if number in (2, 3) else "ok") as server:
-        asked("one\n/retry\n/retry\n/retry\n/retry\n", "--seed", 3, url=server.url)
+        run_chat("one\n/retry\n/retry\n/retry\n/retry\n", "--seed", 3, url=server.url)
         assert [body["seed"] for body in server.bodies] == [3, 4, 5, 5, 5]
 
 
-def test_a_server_that_is_gone_is_told_for_each_turn(asked):
+def test_unreachable_server_fails_each_turn(run_chat):
     def behave(number):
         raise ConnectionError
 
     with FakeServer(behave=behave) as server:
-        code, out, err = asked("one\ntwo\n", url=server.url)
+        code, out, err = run_chat("one\ntwo\n", url=server.url)
     assert (code, out) == (1, "") and len(errors(err)) == 2
     assert all(line.startswith(f"the connection to {server.url} was lost") for line in errors(err))
-    [line] = errors(asked("one\n", url=server.url)[2])
+    [line] = errors(run_chat("one\n", url=server.url)[2])
     assert line.startswith(f"cannot connect to {server.url}: ") and line.endswith("; is a server there?")
 
 
-def test_what_a_server_does_not_tell_is_left_out(asked):
+def test_unreported_statistics_are_omitted(run_chat):
     with FakeServer(tokens=3, gap=0.01) as server:
-        err = asked("one\n/model\n/think off\n/set overflow drop-oldest\n", url=server.url)[2]
+        err = run_chat("one\n/model\n/think off\n/set overflow drop-oldest\n", url=server.url)[2]
         assert "overflow drop-oldest needs a server that counts tokens" in err
         assert "\n3 tokens · " in err and "reused" not in err and "· context" not in err
-        assert f"a-model on {server.url}: context of a length that the server does not tell" in err
-        assert "thinking cannot be switched off: no chat template can be told" in err
+        assert f"a-model on {server.url}: context of unknown length" in err
+        assert "thinking cannot be switched off: a server of" in err
     with FakeServer(tokens=3, behave=lambda number: "no usage") as server:
-        err = asked("one\n", url=server.url)[2]
+        err = run_chat("one\n", url=server.url)[2]
         assert err.splitlines()[1].startswith("first token 0.") and err.count("\n") == 2
 
 
-@pytest.mark.parametrize("options, says", [
-    (("--graph", "none"), "--graph is of an engine in this process"),
-    (("--max-seq-len", "64"), "--max-seq-len is of an engine in this process"),
-    (("--graph-stats",), "--graph-stats is of an engine in this process"),
-    (("--no-prefix-sharing",), "--no-prefix-sharing is of an engine in this process"),
-    (("--no-prompt-graphs",), "--no-prompt-graphs is of an engine in this process"),
-    (("--prompt-ms=15",), "--prompt-ms is of an engine in this process"),  # as by default
-    (("--device", "auto"), "--device is of an engine in this process"),
+@pytest.mark.parametrize("options, message", [
+    (("--graph", "none"), "--graph sets up an engine in this process"),
+    (("--max-seq-len", "64"), "--max-seq-len sets up an engine in this process"),
+    (("--graph-stats",), "--graph-stats sets up an engine in this process"),
+    (("--no-prefix-sharing",), "--no-prefix-sharing sets up an engine in this process"),
+    (("--no-prompt-graphs",), "--no-prompt-graphs sets up an engine in this process"),
+    (("--prompt-ms=15",), "--prompt-ms sets up an engine in this process"),  # the default value
+    (("--device", "auto"), "--device sets up an engine in this process"),
     (("--overflow", "drop-oldest"), "--overflow drop-oldest needs a server that counts tokens"),
-    (("--top-k", "3"), "--top-k: not known to a server of no known kind, which might ignore it"),
+    (("--top-k", "3"), "--top-k: a server of no known kind does not support this option and might ignore it"),
     (("--top-p", "3"), "--top-p: expected a number above 0 to 1, got '3'"),
     (("--model", "a-modle"), "has no model 'a-modle'; did you mean a-model?"),
 ])  # fmt: skip
-def test_options_that_cannot_be_honoured_are_refused(asked, options, says):
+def test_unsupported_options_are_refused(run_chat, options, message):
     with FakeServer() as server:
-        code, out, err = asked("one\n", *options, url=server.url)
-        assert code in (1, 2) and out == "" and says in err and err.count("\n") == 1 and server.bodies == []
+        code, out, err = run_chat("one\n", *options, url=server.url)
+        assert code in (1, 2) and out == "" and message in err and err.count("\n") == 1 and server.bodies == []
 
 
-def test_another_model_of_the_server(asked):
+def test_switch_server_model(run_chat):
     with FakeServer(tokens=1) as server:
-        asked("one\n/model another\ntwo\n", url=server.url)
+        run_chat("one\n/model another\ntwo\n", url=server.url)
         assert [body["model"] for body in server.bodies] == ["a-model", "another"]
 
 
-def test_an_api_key_needs_a_server(piped):
+def test_api_key_needs_url(piped):
     code, _, err = piped("one\n", "--api-key-file", "x")
     assert code == 2 and "--api-key-file needs --url" in err
 
 
-def test_without_httpx_it_says_what_to_install(piped, monkeypatch):
+def test_missing_httpx(piped, monkeypatch):
     monkeypatch.delitem(sys.modules, "tridecode.cli.chat.remote")
     monkeypatch.setitem(sys.modules, "httpx", None)
     code, _, err = piped("one\n", "--url", "http://127.0.0.1:1")
@@ -258,9 +258,9 @@ def test_without_httpx_it_says_what_to_install(piped, monkeypatch):
     assert code == 1 and errors(err) == [f"chat --url needs the package httpx; {fix}"]
 
 
-def test_sampling_options_have_the_servers_names(asked):
+def test_sampling_options_are_renamed(run_chat):
     with FakeServer(tokens=1, owner="llamacpp") as server:
-        asked("one\n", "--repetition-penalty", 1.2, "--top-k", 3, url=server.url)
+        run_chat("one\n", "--repetition-penalty", 1.2, "--top-k", 3, url=server.url)
         [body] = server.bodies
         assert (body["repeat_penalty"], body["top_k"]) == (1.2, 3) and "repetition_penalty" not in body
 
@@ -268,7 +268,7 @@ def test_sampling_options_have_the_servers_names(asked):
 # ---- events
 
 
-def told(*deltas, **last):
+def sse_events(*deltas, **last):
     answer = Answer()
     texts = [answer.event(json.dumps({"choices": [{"delta": delta}]}).encode()) for delta in deltas]
     answer.event(json.dumps({"choices": [{"delta": {}, "finish_reason": "stop"} | last]}).encode())
@@ -276,21 +276,21 @@ def told(*deltas, **last):
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_thinking_that_comes_apart_stands_between_tags(name):
-    texts, last = told({"role": "assistant", "content": None, name: "Hm"}, {name: ", 42?"}, {"content": "42."})
+def test_separate_thinking_is_tagged(name):
+    texts, last = sse_events({"role": "assistant", "content": None, name: "Hm"}, {name: ", 42?"}, {"content": "42."})
     assert texts == ["<think>\nHm", ", 42?", "\n</think>\n\n42."] and last.text == ""
-    texts, last = told({name: "Hm"}, finish_reason="length")
+    texts, last = sse_events({name: "Hm"}, finish_reason="length")
     assert texts + [last.text] == ["<think>\nHm", "\n</think>\n\n"] and last.finish_reason == "length"
 
 
-def test_earlier_thinking_is_not_sent_back():
+def test_earlier_thinking_is_not_sent():
     assert sent(said("a", "<think>\nHm\n</think>\n\n42.", "b")) == said("a", "42.", "b")
 
 
-def test_a_stream_without_an_end_is_no_answer():
+def test_incomplete_stream_is_an_error():
     answer = Answer()
     answer.event(b'{"choices": [{"delta": {"content": "Half"}}]}')
-    with pytest.raises(ServerError, match="its stream ended early"):
+    with pytest.raises(ServerError, match="the stream ended early"):
         answer.end()
 
 
@@ -298,20 +298,20 @@ def test_a_stream_without_an_end_is_no_answer():
     b"[]", b"1", b"{", b'{"choices": [1]}', b'{"choices": 1}', b'{"choices": [{"delta": {"content": 1}}]}',
     b'{"usage": {"tokens": 1}}', b'{"usage": {"prompt_tokens": "1", "completion_tokens": 2}}', b"[" * 100_000, b"\xff",
 ])  # fmt: skip
-def test_events_of_any_kind_are_an_answer_or_one_line(data):
-    with pytest.raises(ServerError, match="none of OpenAI's API") as caught:
+def test_arbitrary_events(data):
+    with pytest.raises(ServerError, match="not part of OpenAI's API") as caught:
         Answer().event(data)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
 
-def test_events_are_cut_at_newlines_only():
+def test_events_split_at_newlines():
     text = 'data: {"a": "\u2028"}\r\n\r\n: comment\n\ndata:x\n\ndata: [DONE]\n\ndata: y\n'.encode()
     for size in (1, 3, len(text)):
-        found = list(events(text[i : i + size] for i in range(0, len(text), size)))
-        assert found == ['{"a": "\u2028"}'.encode(), b"x"]
+        data = list(events(text[i : i + size] for i in range(0, len(text), size)))
+        assert data == ['{"a": "\u2028"}'.encode(), b"x"]
 
 
-def test_an_event_without_end_is_refused(monkeypatch):
+def test_endless_event_is_refused(monkeypatch):
     monkeypatch.setattr("tridecode.cli.chat.remote.LONGEST", 100)
     with pytest.raises(ServerError, match="more than 100 bytes"):
         list(events(b"data: x" for _ in range(1000)))

@@ -1,4 +1,4 @@
-"""Conversations on disk: what comes back, who may read it, and what is refused and left alone."""
+"""Session files: round trips, permissions, and refusal of damaged files."""
 
 import json
 import os
@@ -19,18 +19,18 @@ pytestmark = pytest.mark.usefixtures("state")
 
 @quick
 @given(st.booleans(), st.none() | texts, st.lists(st.tuples(texts, texts), max_size=4))
-def test_what_is_written_is_read(raw, system, turns):
+def test_round_trip(raw, system, turns):
     talk = Conversation(raw, system, tuple(turns))
     assert session.loads(session.dumps(talk, "model")) == talk
 
 
-def test_dropped_turns_are_in_the_file():
+def test_dropped_turns_are_saved():
     assert session.loads(session.dumps(Conversation(turns=TALK.turns, dropped=1), "m")).turns == TALK.turns
 
 
-def test_a_store_saves_for_its_owner_only(state):
+def test_file_permissions(state):
     store = session.Store(session.named("work"), "m")
-    assert store.save(Conversation()) == "" and not state.joinpath("sessions").exists(), "nothing said, no file"
+    assert store.save(Conversation()) == "" and not state.joinpath("sessions").exists(), "saved without turns"
     assert store.save(TALK) == ""
     assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(state.stat().st_mode) == stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700
@@ -41,7 +41,7 @@ def test_a_store_saves_for_its_owner_only(state):
     assert session.read(store.path) == TALK.without_last()
 
 
-def test_the_last_session_is_the_one_saved_last(state):
+def test_last_path(state):
     with pytest.raises(session.SessionError, match="no session to continue"):
         session.last_path()
     for at, name in enumerate(["b", "c", "a"]):
@@ -51,7 +51,7 @@ def test_the_last_session_is_the_one_saved_last(state):
     assert session.last_path().stem == "a"
 
 
-def test_a_link_that_leads_nowhere_hides_no_session(state):
+def test_broken_link_is_ignored(state):
     session.Store(session.named("good"), "m").save(TALK)
     (session.sessions_dir() / "gone.json").symlink_to(state / "absent.json")
     (session.sessions_dir() / "directory.json").mkdir()
@@ -59,7 +59,7 @@ def test_a_link_that_leads_nowhere_hides_no_session(state):
 
 
 @pytest.mark.parametrize("name", ["", "../up", ".hidden", "a/b", "a b", "x" * 81, "a\0b", "ä"])
-def test_names(name):
+def test_invalid_names(name):
     with pytest.raises(session.SessionError, match="session name"):
         session.named(name)
 
@@ -81,7 +81,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_foreign_files_are_refused_and_left_alone(tmp_path, name):
+def test_foreign_files_are_refused(tmp_path, name):
     path = tmp_path / "file.json"
     path.write_bytes(FOREIGN[name])
     with pytest.raises(session.SessionError) as error:
@@ -115,7 +115,7 @@ FIELDS = {
 
 
 def opened(path, content: bytes):
-    """The conversation in a file with this content, or None where it is refused; the file stays as it was."""
+    """Return the conversation in a file with this content, or None if it is refused. Check that it is unchanged."""
     path.write_bytes(content)
     store = session.Store(path, "m")
     try:
@@ -123,8 +123,8 @@ def opened(path, content: bytes):
     except session.SessionError as error:
         found = None
         assert str(path) in str(error) and "\n" not in str(error)
-        # A chat that goes on regardless gets a file of its own.
-        assert "goes on in" in store.save(TALK) and store.path != path and session.read(store.path) == TALK
+        # A chat that continues nevertheless saves to a new file.
+        assert "continues in" in store.save(TALK) and store.path != path and session.read(store.path) == TALK
     assert path.read_bytes() == content
     return found
 
@@ -142,7 +142,7 @@ def test_damaged_files_are_read_or_refused(tmp_path, changes):
     for at, byte in changes:
         content[at] = byte
     found = opened(tmp_path / "damaged.json", bytes(content))
-    if found is not None:  # the damage hit a text
+    if found is not None:  # the damage is inside a string
         assert len(found.turns) == 2 and session.loads(session.dumps(found, "m")) == found
 
 
@@ -151,12 +151,12 @@ def test_damaged_files_are_read_or_refused(tmp_path, changes):
 def test_any_fields_are_read_or_refused(tmp_path, content):
     found = opened(tmp_path / "fields.json", json.dumps(content).encode())
     if found is not None:
-        given = content["raw"], content.get("system"), len(content["turns"])
-        assert (found.raw, found.system, len(found.turns)) == given
+        expected = content["raw"], content.get("system"), len(content["turns"])
+        assert (found.raw, found.system, len(found.turns)) == expected
         assert session.loads(session.dumps(found, "m")) == found
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_non_files_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path, why in ((tmp_path, "not a file"), (tmp_path / "pipe", "not a file"), (tmp_path / "no", "no such file")):
         with pytest.raises(session.SessionError, match=why):
@@ -168,7 +168,7 @@ def test_what_is_no_file_is_refused(tmp_path):
         session.read(huge)
 
 
-def test_a_write_that_fails_leaves_the_file(tmp_path, monkeypatch):
+def test_failed_write_keeps_file(tmp_path, monkeypatch):
     store = session.Store(tmp_path / "talk.json", "m")
     store.save(TALK)
     before = store.path.read_bytes()
@@ -185,7 +185,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path, monkeypatch):
     assert session.read(store.path) == TALK.plus("more", "text")
 
 
-def test_two_chats_of_one_session_overwrite_nothing():
+def test_concurrent_chats_do_not_overwrite():
     one, two = (session.Store(session.named("work"), "m") for _ in range(2))
     one.save(TALK)
     assert two.load() == TALK
@@ -195,7 +195,7 @@ def test_two_chats_of_one_session_overwrite_nothing():
     assert two.path != one.path and session.read(two.path) == TALK.plus("from", "two")
 
 
-def test_a_state_directory_that_cannot_be_made(tmp_path, monkeypatch):
+def test_unwritable_state_directory(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(session.SessionError, match="XDG_STATE_HOME"):

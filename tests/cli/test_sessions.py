@@ -1,4 +1,4 @@
-"""Saved sessions as people see them: the list, names and titles, and what is shown when one is continued."""
+"""Saved sessions: the list, names, titles, and the turns shown when a session is continued."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def run(capsys):
     return run
 
 
-def test_the_list_has_the_newest_first(run):
+def test_list_is_sorted_newest_first(run):
     keep("old", at=1), keep("new", Conversation(title="Lakes", turns=RIVERS.turns[1:]), at=2)
     keep("bad", at=3).write_text("no session")
     os.utime(store.named("bad"), (3, 3))
@@ -52,22 +52,22 @@ def test_the_list_has_the_newest_first(run):
     assert run("--names")[1] == "bad\nnew\nold\n"
 
 
-def test_an_empty_list_says_where_it_looked(run, state):
+def test_empty_list_names_directory(run, state):
     code, out, err = run()
     assert (code, out) == (0, "") and str(state / "sessions") in err.replace("\n", "") and "no session yet" in err
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
-def test_the_list_fits_its_window(width):
+def test_list_fits_window(width):
     keep("20261122-043416-3fa1", Conversation(turns=(("日本語 " * 100, "y" * 10_000),) * 40))
     keep("x" * 80, RIVERS)
     lines = sessions.lines(sessions.saved(), width)
     assert max(map(cell_len, lines)) <= width
     assert any(line.startswith("20261122-043416-3fa1"[: width - 1]) for line in lines)
-    assert len(lines) == (6 if width < 80 else 4 if width < 200 else 2), "the long name alone needs three lines"
+    assert len(lines) == (6 if width < 80 else 4 if width < 200 else 2), "only the long name needs three lines"
 
 
-def test_a_name_can_be_changed(run):
+def test_rename(run):
     keep("old"), keep("taken")
     assert run("rename", "old", "new")[::2] == (0, "session old is now called new\n")
     assert store.read(store.named("new")) == RIVERS and sessions.names().count("old") == 0
@@ -81,21 +81,21 @@ def test_a_name_can_be_changed(run):
         assert (code, out, err.count("\n")) == (1, "", 1) and says in err
 
 
-def test_a_file_of_any_name_is_a_session(run, piped):
-    """Whoever has put it there."""
+def test_session_file_with_any_name(run, piped):
+    """The file may come from another program."""
     keep("plain")
     odd = store.named("plain").rename(store.sessions_dir() / "my ü talk.json")
     assert sessions.names() == ["my ü talk"]
     code, _, err = piped("hello\n/load my ü talk\n", "--session", "my ü talk", "--max-tokens", 2)
     assert code == 0 and "my ü talk" in err and len(store.read(odd).turns) == 3
-    assert "continuing 3 turns" in err and "the one before" not in err, "it is the one that was open"
+    assert "continuing 3 turns" in err and "the one before" not in err, "the loaded session was open already"
     assert run("rename", "plain", "my b")[0] == 1 and run("rename", "my ü talk", "my b")[0] == 1
     assert run("rename", "my ü talk", "tame")[0] == 0 and sessions.names() == ["tame"]
     odd.write_text("{}")
     assert run("delete", "my ü talk")[0] == 0 and not odd.exists()
 
 
-def test_a_directory_that_cannot_be_read_is_told(run, monkeypatch):
+def test_unreadable_directory_is_reported(run, monkeypatch):
     def scandir(path):
         raise PermissionError(13, "Permission denied")
 
@@ -104,7 +104,7 @@ def test_a_directory_that_cannot_be_read_is_told(run, monkeypatch):
     assert (code, out, err.count("\n")) == (1, "", 1) and "sessions: Permission denied" in err
 
 
-def test_sessions_are_deleted_all_or_none(run):
+def test_delete_is_all_or_none(run):
     keep("a"), keep("b")
     code, _, err = run("delete", "a", "absent")
     assert code == 1 and "there is no session absent" in err and sorted(sessions.names()) == ["a", "b"]
@@ -112,7 +112,7 @@ def test_sessions_are_deleted_all_or_none(run):
     assert run("delete")[0] == 2
 
 
-def test_a_session_is_exported_as_markdown(run, tmp_path):
+def test_export_as_markdown(run, tmp_path):
     keep("rivers", Conversation(turns=(("Name one.", "<think>\nhm\n</think>\n\nNile"),)))
     whole = "# Conversation\n\n## User\n\nName one.\n\n## Assistant\n\nNile\n"
     assert run("export", "rivers")[:2] == (0, whole)
@@ -122,10 +122,10 @@ def test_a_session_is_exported_as_markdown(run, tmp_path):
     assert code == 1 and "exists already" in err
     assert "must end in .md" in run("export", "rivers", tmp_path / "rivers.txt")[2]
     keep("opened", Conversation(turns=(("Name one.", "hm\n</think>\n\nNile"),)))
-    assert run("export", "opened")[1] == whole, "the template had begun the thinking"
+    assert run("export", "opened")[1] == whole, "the template opened the think block"
 
 
-def test_titles_are_kept_with_the_session(session):
+def test_title_is_saved(session):
     chat = session(["one"], ["two"], store=store.Store(store.named("work"), "m"))
     chat.handle("/title")
     assert "no title yet" in chat.read()[1]
@@ -141,7 +141,7 @@ def test_titles_are_kept_with_the_session(session):
     assert chat.conversation.title is None
 
 
-def test_sessions_in_the_chat(session):
+def test_sessions_command(session):
     chat = session(["one"], store=store.Store(store.named("work"), "m"), interactive=True)
     chat.handle("Hello")
     keep("rivers"), keep("b")
@@ -151,9 +151,9 @@ def test_sessions_in_the_chat(session):
         ("/sessions rename play", "session work is now called play"),
         ("/sessions rename b c", "session b is now called c"),
         ("/sessions rename rivers", "session rivers exists already"),
-        ("/sessions delete play", "/clear begins another"),
+        ("/sessions delete play", "begin another with /clear"),
         ("/sessions delete c", "deleted 1 session"),
-        ("/sessions remove c", "takes nothing, rename [OLD] NEW, or delete NAME"),
+        ("/sessions remove c", "accepts no argument, rename [OLD] NEW, or delete NAME"),
         ("/sessions delete d", "there is no session d"),
     ):
         assert chat.handle(line) and says in chat.read()[1]
@@ -164,7 +164,7 @@ def test_sessions_in_the_chat(session):
     assert chat.handle("/sessions") and chat.read()[1].splitlines()[0].startswith("play ")
 
 
-def test_load_continues_a_session_by_its_name(session, tmp_path, monkeypatch):
+def test_load_session_by_name(session, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rivers").write_text("no session")
     keep("rivers")
@@ -174,14 +174,14 @@ def test_load_continues_a_session_by_its_name(session, tmp_path, monkeypatch):
     assert chat.handle("/load rivers")
     out, err = chat.read()
     assert out == "> Name three rivers.\nNile, Rhine, Po\n\n> And a lake?\nComo\n"
-    assert "continuing 2 turns" in err and "the one before stays in session work" in err
+    assert "continuing 2 turns" in err and "the previous one is saved in session work" in err
     chat.handle("more")
     assert chat.engine.prompts[-1] == said(*sum(RIVERS.turns, ()), "more")
     assert len(store.read(store.named("rivers")).turns) == 3 and len(store.read(store.named("work")).turns) == 1
-    assert chat.handle("/load ./rivers") and "not a session" in chat.read()[1], "a path is never a session's name"
+    assert chat.handle("/load ./rivers") and "not a session" in chat.read()[1], "a path is not the name of a session"
 
 
-def test_a_piped_chat_loads_a_session_without_writing_to_it(session):
+def test_piped_load_does_not_write_session(session):
     keep("rivers")
     chat = session(["one"])
     chat.handle("/load rivers")
@@ -189,9 +189,9 @@ def test_a_piped_chat_loads_a_session_without_writing_to_it(session):
     assert chat.read()[0] == "one\n" and store.read(store.named("rivers")) == RIVERS
 
 
-def test_history_shows_what_was_said(session):
+def test_history(session):
     chat = session(["one\ntwo"], ["<think>hm</think>Yes"])
-    assert chat.handle("/history") and "nothing was said yet" in chat.read()[1]
+    assert chat.handle("/history") and "the conversation has no turns yet" in chat.read()[1]
     chat.handle('"""a\nb"""'), chat.handle("c")
     chat.read()
     for line, shown in (
@@ -201,13 +201,13 @@ def test_history_shows_what_was_said(session):
     ):
         assert chat.handle(line) and chat.read()[0] == shown
     for wrong in ("0", "x", "-1", "1.5"):
-        assert chat.handle(f"/history {wrong}") and "takes a number of turns" in chat.read()[1]
+        assert chat.handle(f"/history {wrong}") and "accepts a number of turns" in chat.read()[1]
 
 
 @pytest.mark.parametrize(
     "lengths, shown", [([10, 10, 10], 3), ([200, 1500, 400], 2), ([5000], 1), ([10, 5000], 1), ([5000, 10], 1), ([], 0)]
 )
-def test_the_last_turns_are_shown_when_a_conversation_is_continued(session, lengths, shown):
+def test_continued_conversation_shows_last_turns(session, lengths, shown):
     keep("long", Conversation(turns=tuple(("q", "x" * (n - 1)) for n in lengths)))
     chat = session(interactive=True)
     chat.handle("/load long")
@@ -216,7 +216,7 @@ def test_the_last_turns_are_shown_when_a_conversation_is_continued(session, leng
     assert (f"{len(lengths) - shown} earlier turn" in err) == (shown < len(lengths))
 
 
-def test_resume_shows_the_last_turns_in_a_terminal(terminal):
+def test_resume_shows_last_turns_in_terminal(terminal):
     keep("rivers")
     child = terminal("--resume")
     assert "And a lake?" in child.screen.getvalue() and "Como" in child.screen.getvalue()
@@ -227,7 +227,7 @@ def test_resume_shows_the_last_turns_in_a_terminal(terminal):
 
 
 def cached(tmp_path, monkeypatch, name: str, *weights: str) -> None:
-    """Put a model into the cache of this test."""
+    """Put a model into the Hugging Face cache of this test."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     place = tmp_path / "hub" / f"models--{name}" / "snapshots" / "abc"
     place.mkdir(parents=True)
@@ -241,7 +241,7 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
     (place / "rooms").mkdir(parents=True)
     (place / "Qwerty").mkdir()
     cached(tmp_path, monkeypatch, "Qwen--Qwen3-4B", "model.safetensors")
-    cached(tmp_path, monkeypatch, "Qwen--Qwen3-8B")  # of which only the small files are there
+    cached(tmp_path, monkeypatch, "Qwen--Qwen3-8B")  # without weights
     for name in ("river talk.json", ".hidden", "rooms/blue.md"):
         (place / name).touch()
     monkeypatch.chdir(place)
@@ -269,7 +269,7 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("//sy", (0, [])),
     ):
         assert completed(typed) == found, typed
-    assert completed("/set to", Offer(["top_p", "seed"])) == (2, ["top_p "]), "what a server takes"
+    assert completed("/set to", Offer(["top_p", "seed"])) == (2, ["top_p "]), "only options of the server"
     other = Offer(choices=CHOICES | {"overflow": ("error",)}, models=["a-model", "another"])
     assert completed("/model ", other) == (0, ["a-model", "another"])
     assert completed("/set overflow ", other) == (0, ["error", "default"])

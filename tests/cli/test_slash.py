@@ -1,4 +1,4 @@
-"""The commands of the chat, with an engine that follows a script."""
+"""The slash commands, with a scripted engine."""
 
 import base64
 import stat
@@ -25,15 +25,15 @@ def test_commands(session):
     assert chat.handle("/help") and "/clear" in chat.read()[1]
     assert chat.handle("/claer") and "did you mean /clear?" in chat.read()[1]
     assert chat.handle("/HELP") and "/clear" in chat.read()[1]
-    assert not chat.handle("/bye") and not chat.handle("/quit"), "what other chats call /exit"
+    assert not chat.handle("/bye") and not chat.handle("/quit"), "aliases of /exit"
     assert chat.handle("/?") and "/clear" in chat.read()[1] and chat.handle("/h") and "/clear" in chat.read()[1]
-    assert not chat.engine.prompts and chat.exit_code == 1, "a pipe's reader is told with the exit code"
+    assert not chat.engine.prompts and chat.exit_code == 1, "in a pipe an unknown command sets the exit code"
     assert chat.handle(" /exit") and chat.engine.prompts[0] == said("/exit")
     assert not chat.handle("/exit")
 
 
 @pytest.mark.parametrize("line", ["/", "/usr/bin is what?", "/zzz", "/2 + 2", "/* a comment */", "/ exit", "/help/me"])
-def test_what_begins_with_a_slash_is_no_message(session, line):
+def test_unknown_command_is_not_sent(session, line):
     chat = session(["fine"], interactive=True)
     assert chat.handle(line) and not chat.engine.prompts and chat.exit_code == 0
     shown = chat.read()[1]
@@ -42,18 +42,18 @@ def test_what_begins_with_a_slash_is_no_message(session, line):
 
 
 @pytest.mark.parametrize("word, command", [("help", "/help"), ("exit", "/exit"), ("Quit ", "/exit")])
-def test_a_bare_word_asks_whether_the_command_was_meant(session, word, command):
+def test_bare_word_suggests_command(session, word, command):
     chat = session(["fine"], ["fine"], interactive=True)
     assert chat.handle(word) and not chat.engine.prompts
     assert f"did you mean {command}?" in chat.read()[1]
     assert chat.handle(f" {word}") and chat.engine.prompts == [said(word.strip())]
     chat.handle("/edit")
-    assert chat.draft == f" {word.strip()}", "what is edited is sent as it was"
+    assert chat.draft == f" {word.strip()}", "the edited message is not a command"
     chat.interactive = False
-    assert chat.handle(word) and len(chat.engine.prompts) == 2, "a line of a pipe is a message"
+    assert chat.handle(word) and len(chat.engine.prompts) == 2, "in a pipe the word is a message"
 
 
-def test_a_retry_has_another_seed(session):
+def test_retry_changes_seed(session):
     chat = session(["one"], ["two"], ["three"], ["b"], ["again"], params=SamplingParams(seed=7))
     seeds, stream = [], chat.engine.stream
     chat.engine.stream = lambda prompt, params, **more: seeds.append(params.seed) or stream(prompt, params, **more)
@@ -64,7 +64,7 @@ def test_a_retry_has_another_seed(session):
     assert shown.count("try 2, seed 8\n") == 2 and shown.count("try 3, seed 9\n") == 1
 
 
-def test_a_retry_of_a_greedy_answer_says_that_it_will_be_the_same(session):
+def test_retry_of_greedy_answer_warns(session):
     chat = session(["one"], ["one"], params=SamplingParams(temperature=0, seed=2**64 - 1))
     assert chat.handle("a") and chat.handle("/retry")
     assert "every try gives the same answer" in chat.read()[1]
@@ -75,19 +75,19 @@ def test_a_retry_of_a_greedy_answer_says_that_it_will_be_the_same(session):
 def test_retry_undo_and_edit(session):
     chat = session(["one"], ["two"], ["three"], ["four"], PromptError("no"), ["five"])
     for line in ("/retry", "/undo", "/edit x"):
-        assert chat.handle(line) and chat.read()[1] == "nothing was said yet\n"
+        assert chat.handle(line) and chat.read()[1] == "the conversation has no turns yet\n"
     for line in ("a", "b", "/retry"):
         assert chat.handle(line)
     assert chat.engine.prompts[2] == said("a", "one", "b")
     assert chat.handle("/edit c") and chat.engine.prompts[3] == said("a", "one", "c")
     assert chat.handle("/retry")
-    assert chat.conversation.turns == (("a", "one"), ("c", "four")), "an answer that fails replaces none"
+    assert chat.conversation.turns == (("a", "one"), ("c", "four")), "a failed answer does not replace the old one"
     assert chat.handle("/undo") and chat.conversation.turns == (("a", "one"),)
-    assert "took back 'c'; 1 turn left" in chat.read()[1]
+    assert "removed 'c'; 1 turn left" in chat.read()[1]
     assert chat.handle("/edit") and "needs TEXT" in chat.read()[1]
 
 
-def test_edit_puts_the_message_into_the_prompt(session):
+def test_edit_prefills_prompt(session):
     chat = session(["one"], ["two"], interactive=True)
     chat.handle(" /etc/passwd is what?")
     chat.handle("/edit")
@@ -98,7 +98,7 @@ def test_edit_puts_the_message_into_the_prompt(session):
     assert chat.conversation.turns == (("/etc/shadow is what?", "two"),)
 
 
-def test_the_system_turn(session):
+def test_system(session):
     chat = session(["one"], ["two"], ["three"])
     system = [{"role": "system", "content": "Be brief."}]
     chat.handle("/system Be brief.")
@@ -147,7 +147,7 @@ def test_set(session, typed, name, value):
     assert chat.read()[1].startswith(f"{name} is ")
 
 
-def test_a_schema_is_shown_as_it_can_be_typed(session):
+def test_schema_is_shown_in_input_form(session):
     chat, schema = session(), '{"type": "string"}'
     assert chat.handle(f"/set json_schema {schema}") and chat.read()[1] == f"json_schema is {schema}\n"
     assert chat.handle("/set") and f"json_schema          {schema}\n" in chat.read()[1]
@@ -155,7 +155,7 @@ def test_a_schema_is_shown_as_it_can_be_typed(session):
 
 
 @pytest.mark.parametrize(
-    "typed, says",
+    "typed, message",
     [
         ("temperature warm", "temperature must be a number from 0 to 100, got 'warm'"),
         ("temperature NaN", "temperature must be"),
@@ -178,14 +178,14 @@ def test_a_schema_is_shown_as_it_can_be_typed(session):
         ("top_k " + "[" * 2000, "top_k must be"),
     ],
 )
-def test_set_refuses(session, typed, says):
+def test_set_rejects_invalid_values(session, typed, message):
     chat = session()
     assert chat.handle(f"/set {typed}") and chat.params == SamplingParams()
     shown = chat.read()[1]
-    assert shown.count("\n") == 1 and (says or "stop is []") in shown
+    assert shown.count("\n") == 1 and (message or "stop is []") in shown
 
 
-def test_set_alone_shows_every_option(session):
+def test_set_without_arguments_lists_options(session):
     chat = session(params=SamplingParams(stop=["x"]))
     assert chat.handle("/set")
     lines = chat.read()[1].splitlines()
@@ -201,7 +201,7 @@ def test_set_alone_shows_every_option(session):
         ("off", ""),
     ],
 )
-def test_the_line_after_an_answer_can_be_shorter(session, mode, shown):
+def test_set_stats(session, mode, shown):
     chat = session(["a", "b"], params=SamplingParams(temperature=0), stats="full")
     chat.handle(f"/set stats {mode}")
     assert chat.read()[1] == f"stats is {mode}\n"
@@ -211,7 +211,7 @@ def test_the_line_after_an_answer_can_be_shorter(session, mode, shown):
     assert chat.read()[1] == "stats must be one of full, short, off, default, got 'none'\n" and chat.stats == mode
 
 
-def test_default_leads_back_to_what_the_chat_began_with(session):
+def test_set_default_restores_initial_value(session):
     chat = session(stats="short")
     for line, words in (
         ("/set stats off", "stats is off\n"),
@@ -222,7 +222,7 @@ def test_default_leads_back_to_what_the_chat_began_with(session):
         assert chat.handle(line) and chat.read()[1] == words
 
 
-def test_the_seed_of_an_answer_is_shown_and_gives_it_again(session):
+def test_shown_seed_reproduces_answer(session):
     chat = session(["a"], ["b"], ["c"])
     seeds, stream = [], chat.engine.stream
     chat.engine.stream = lambda prompt, params, **more: seeds.append(params.seed) or stream(prompt, params, **more)
@@ -250,32 +250,32 @@ def test_save_load_and_export(session, tmp_path):
     assert (tmp_path / "talk.md").read_text() == whole
     notes.write_text("mine")
     chat.read()
-    for command, says in (
+    for command, message in (
         (f"/save {notes}", "not a session"),
         (f"/load {notes}", "not a session"),
         (f"/load {tmp_path / 'absent'}", "no such file"),
-        ("/load absent", "absent: no session of this name, and no file"),
+        ("/load absent", "absent: there is no session and no file of this name"),
         (f"/load {tmp_path}", "not a file"),
         ("/load ~nobody-at-all/\0", "no such file"),
         ("/save a\0b", "null"),
         (f"/save {tmp_path / 'no' / 'where'}", "No such file"),
         (f"/export {tmp_path / 'talk.md'}", "exists already"),
         (f"/save {tmp_path / 'talk.md'}", "exists already"),
-        (f"/load {tmp_path / 'talk.md'}", "/load reads JSON"),
+        (f"/load {tmp_path / 'talk.md'}", "/load reads only JSON"),
         (f"/export {notes}", "must end in .md"),
         ("/export", "needs FILE.md"),
         ("/save", "needs FILE"),
-        ("/undo it", "takes nothing"),
+        ("/undo it", "accepts no argument"),
     ):
         assert chat.handle(command)
         shown = chat.read()[1]
-        assert says in shown and shown.count("\n") == 1, (command, shown)
+        assert message in shown and shown.count("\n") == 1, (command, shown)
     assert notes.read_text() == "mine" and len(chat.conversation.turns) == 2
 
 
 def test_every_command_is_in_the_help(session):
     chat = session()
-    chat.thinking = Thinking(possible=True)  # /think is only for models that can
+    chat.thinking = Thinking(possible=True)  # /think is shown only if the model supports it
     chat.handle("/help")
     lines = chat.read()[1].splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  /")] == [*COMMANDS, "//"]
@@ -301,7 +301,7 @@ def test_stats(session):
 def test_copy(session, monkeypatch):
     chat = session(["<think>hm</think>\n\n**Yes**\x1b[2J"])
     chat.handle("/copy")
-    assert chat.read()[1] == "nothing was said yet\n"
+    assert chat.read()[1] == "the conversation has no turns yet\n"
     chat.handle("one")
     chat.read()
     assert chat.handle("/copy") and "/copy needs a terminal; /export FILE.md" in chat.read()[1]
@@ -312,7 +312,7 @@ def test_copy(session, monkeypatch):
     assert err == "asked the terminal to copy the last answer, 11 characters\n"
 
 
-def test_copy_takes_a_block_of_code(session, monkeypatch):
+def test_copy_code_block(session, monkeypatch):
     answer = "First:\n```sh\nls -l\n```\nThen\n- in a list:\n  ~~~\n  a\n\n  b\n  ~~~\n\n    indented\n"
     chat = session([answer], ["no code"])
     chat.output, chat.plain = as_terminal(monkeypatch), True
@@ -346,7 +346,7 @@ def test_plain(session, monkeypatch):
     assert chat.handle("/plain off") and "with --raw" in chat.read()[1] and chat.plain
 
 
-def test_an_answer_too_long_for_the_clipboard(session, monkeypatch):
+def test_copy_rejects_long_answer(session, monkeypatch):
     chat = session(["x" * LARGEST], ["x" * (LARGEST - 2) + "é" * 2])
     chat.output = as_terminal(monkeypatch)
     chat.plain = True
@@ -369,7 +369,7 @@ def as_terminal(monkeypatch) -> Output:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of 100 GiB with 40 free, whose reads reach 4 TB/s, and a step that needs 100 GB."""
+    """Simulate a GPU with 40 of 100 GiB free and 4 TB/s, and a decode pass that reads 100 GB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 100 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 * 2**30)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -383,7 +383,7 @@ def gpu(monkeypatch):
     stats.read_bandwidth.cache_clear()
 
 
-def test_stats_of_a_gpu(session, gpu):
+def test_stats_with_gpu(session, gpu):
     chat = session(["a", "b"], ["c"])
     chat.engine.device = chat.model.device = torch.device("cuda", 0)
     chat.handle("/stats")
@@ -391,15 +391,15 @@ def test_stats_of_a_gpu(session, gpu):
     assert "GPU memory: 50.0 GiB by this chat, 60.0 of 100.0 GiB in use" in shown and not gpu, "no answer yet"
     for line in ("x", "/stats", "y", "/stats"):
         chat.handle(line)
-    # the script's 8 tokens a second of 100 GB each
+    # the scripted 8 tokens per second, 100 GB each
     assert chat.read()[1].count("20% of the read bandwidth (4,000 GB/s, 100.00 GB a token)") == 2
     assert gpu == [2**32], "measured once"
 
 
-def test_bandwidth_is_left_out_where_no_memory_is_free(session, gpu, monkeypatch):
+def test_stats_without_free_memory(session, gpu, monkeypatch):
     monkeypatch.setattr(stats, "free_memory", lambda device: 2**20)
     chat = session(["a", "b"])
     chat.engine.device = chat.model.device = torch.device("cuda", 0)
     for line in ("x", "/stats"):
         chat.handle(line)
-    assert "too little memory is free to measure" in chat.read()[1] and not gpu
+    assert "too little memory is free" in chat.read()[1] and not gpu

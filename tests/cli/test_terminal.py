@@ -1,4 +1,4 @@
-"""The chat in a pseudo-terminal: keys, Ctrl-C, what is on the screen and what is on the disk."""
+"""The chat in a pseudo-terminal: keys, Ctrl-C, the screen and the session file."""
 
 import os
 import re
@@ -19,28 +19,28 @@ pexpect = pytest.importorskip("pexpect")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def test_in_a_terminal(endless, terminal):
+def test_chat_in_terminal(endless, terminal):
     child = terminal("--model", endless, "--seed", 3, "--temperature", 0.7, "--plain")
     for line in ("hello", "again"):
         child.send(f"{line}\r")
-        child.expect(STREAMS)  # it streams: this model never ends its answer by itself
+        child.expect(STREAMS)  # the answer streams and does not end, because the model never samples the end token
         began = time.monotonic()
         child.sendintr()
         child.expect(r"stopped after (\d+) tokens? and [\d.]+ s; kept in the conversation")
         assert int(child.match[1]) > 0 and time.monotonic() - began < 2
         child.expect_exact(READY)
     enter(child, "/stats\r", "2 turns")
-    time.sleep(1)  # a Ctrl-C right after an answer was stopped was meant for that answer
+    time.sleep(1)  # a Ctrl-C shortly after a stopped answer does not count
     child.sendintr()
-    child.expect_exact("leaves")
+    child.expect_exact("to leave")
     child.expect_exact(READY)
     child.sendintr()
     leaves(child)
     controls = {chr(code) for code in range(32)} - set("\r\n\t\x1b\x07\x08")
-    assert not set(child.screen.getvalue()) & controls, "the model's control characters"
+    assert not set(child.screen.getvalue()) & controls, "control characters of the model are replaced"
 
 
-def test_markdown_in_a_terminal(endless, terminal, state):
+def test_markdown_in_terminal(endless, terminal, state):
     child = terminal("--model", endless, "--seed", 3)
     child.send("hello\r")
     child.expect_exact("\x1b[?2004l")
@@ -58,7 +58,7 @@ def test_markdown_in_a_terminal(endless, terminal, state):
     assert len(sessions.read(file).turns[0][1]) > 20
 
 
-def test_lines_are_edited(terminal, state):
+def test_line_editing(terminal, state):
     child = terminal("--max-tokens", 2, "--temperature", 0)
     enter(child, "\x1b[200~pasted one\n/exit\nthree\n\x1b[201~\r", "context ")
     enter(child, "alt\x1b\renter\r", "context ")
@@ -67,27 +67,27 @@ def test_lines_are_edited(terminal, state):
     child.send("/edit\r")
     child.expect_exact("/exit")
     child.sendintr()
-    child.expect_exact("Up brings it back")
+    child.expect_exact("Up restores it")
     child.expect_exact(READY)
     leave(child)
     (file,) = (state / "sessions").iterdir()
     saved = sessions.read(file)
     users = [user for user, _ in saved.turns]
     assert users[:3] == ["pasted one\n/exit\nthree", "alt\nenter", "quoted\n/exit"]
-    assert saved.system == "Be brief.", "completed from /sy"
+    assert saved.system == "Be brief.", "Tab completes /sy"
     history = state / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
     child = terminal("--max-tokens", 2, "--resume")
     assert f"session {file.stem}: continuing {len(users)} turns" in child.screen.getvalue()
-    child.send("\x1b[A\r")  # /edit, the last line of the chat before
+    child.send("\x1b[A\r")  # /edit, the last line of the previous chat
     child.expect_exact("/exit")
     enter(child, "\x1b\rmore\r", "context ")
     leave(child)
     assert len(sessions.read(file).turns) == len(users) and sessions.read(file).turns[-1][0].endswith("\nmore")
 
 
-# What each command is typed with, and words of what it shows.
+# For each command: its input, and a part of its output.
 TYPED = {
     "/help": ("", "a line that starts with a space"),
     "/system": ("Be brief.", "the system turn is set"),
@@ -111,7 +111,7 @@ TYPED = {
 }
 
 
-def test_every_command_is_accepted(terminal, tmp_path):
+def test_every_command(terminal, tmp_path):
     child = terminal("--max-tokens", 4, "--temperature", 0)
     enter(child, "Hello\r", "context ")
     for name, (rest, words) in TYPED.items():
@@ -127,19 +127,19 @@ def test_every_command_is_accepted(terminal, tmp_path):
 
 
 def interrupt(child) -> float:
-    """Ctrl-C; seconds until the note about it is there."""
+    """Send Ctrl-C and return the seconds until its note appears."""
     began = time.monotonic()
     child.sendintr()
     child.expect(r"stopped after (\d+) tokens? and")
     return time.monotonic() - began
 
 
-# Where nothing else runs an interrupt takes a few hundredths of a second; the tests leave room for a busy machine.
+# On an idle machine an interrupt takes some 10 ms; the tests allow more for a busy one.
 AT_ONCE = 1.0
 
 
 @pytest.mark.parametrize("options", [(), ("--plain",)], ids=["markdown", "plain"])
-def test_an_answer_stops_at_once(terminal, endless, options):
+def test_interrupt_stops_answer(terminal, endless, options):
     child = terminal("--model", endless, "--seed", 3, *options)
     seconds = []
     for line in ("one", "two", "three"):
@@ -149,31 +149,31 @@ def test_an_answer_stops_at_once(terminal, endless, options):
         seconds.append(interrupt(child))
         child.expect_exact(READY)
     assert sorted(seconds)[1] < AT_ONCE, seconds
-    assert "^C" not in child.screen.getvalue(), "it would shift what is drawn"
+    assert "^C" not in child.screen.getvalue(), "an echo of Ctrl-C would shift the drawn rows"
     child.sendeof()
     child.expect(pexpect.EOF)
-    assert child.getecho(), "the shell after it shows what is typed"
+    assert child.getecho(), "the echo is enabled again"
 
 
-def test_keys_during_an_answer_are_for_the_next_prompt(terminal, endless):
+def test_keys_during_answer_reach_next_prompt(terminal, endless):
     child = terminal("--model", endless, "--seed", 3, "--max-tokens", 300)
     child.send("one\r")
     child.expect_exact("\x1b[?2004l")
     child.expect(r"[^\s\x1b]{20}")
     child.send("/set top_k 7")
     child.expect_exact("context ")
-    assert "/set" not in child.before  # behind it the next prompt may be there already
+    assert "/set" not in child.before  # the next prompt may follow already
     child.expect_exact(READY)
     enter(child, "\r", "top_k is 7")
     leave(child)
 
 
-def test_a_paste_during_an_answer_is_one_message(terminal, endless, state):
-    """Of more than the 4,096 bytes that the kernel keeps of a line."""
+def test_paste_during_answer_is_one_message(terminal, endless, state):
+    """The paste exceeds the 4,096 bytes to which the kernel limits a line."""
     text = "x" * 5000 + "\n/exit\nthe last line"
     child = terminal("--model", endless, "--seed", 3, "--max-tokens", 300)
     child.send("one\r")
-    child.expect_exact("2004h")  # a terminal marks pastes from here on
+    child.expect_exact("2004h")  # the terminal marks pastes now
     child.expect(r"[^\s\x1b]{20}")
     enter(child, "\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~", "context ")
     child.expect_exact("the last line")
@@ -182,26 +182,26 @@ def test_a_paste_during_an_answer_is_one_message(terminal, endless, state):
     assert [user for user, _ in only_session(state).turns] == ["one", text]
 
 
-def test_a_long_prompt_stops_at_once(terminal, endless, state):
-    """Ctrl-C while the prompt is computed: the turn is gone, the conversation and the chat are not."""
+def test_interrupt_stops_long_prompt(terminal, endless, state):
+    """Ctrl-C while the prompt is processed discards the turn and keeps the conversation."""
     store = sessions.Store(sessions.named("long"), "m")
     store.save(Conversation(turns=(("word " * 12_000, "fine"),)))
     child = terminal("--model", endless, "--session", "long", "--max-tokens", 4, "--max-seq-len", 60_000)
     for _ in range(3):
         child.send("hello\r")
         child.expect_exact("\x1b[?2004l")
-        child.expect(r"reading the prompt: [\d,]+ of [\d,]+ tokens, ")  # it needs ten times what this takes to come
+        child.expect(r"reading the prompt: [\d,]+ of [\d,]+ tokens, ")  # the prompt takes ten times as long
         assert interrupt(child) < AT_ONCE
         assert child.match[1] == "0"
         child.expect_exact("the turn is not kept")
         child.expect_exact(READY)
     assert store.load().turns == (("word " * 12_000, "fine"),)
-    enter(child, "/clear\r", "stays in session long")
+    enter(child, "/clear\r", "is saved in session long")
     enter(child, "hello\r", "context ")
     leave(child)
 
 
-def test_a_long_paste_is_one_message(terminal, state):
+def test_long_paste_is_one_message(terminal, state):
     lines = "\n".join(f"{n}. /exit, then\tthe rest" for n in range(300))
     child = terminal("--max-tokens", 2, "--max-seq-len", 200)
     child.send("\x1b[200~" + lines.replace("\n", "\r") + "\x1b[201~")
@@ -213,23 +213,23 @@ def test_a_long_paste_is_one_message(terminal, state):
 
 
 @pytest.mark.parametrize("when", ["", "loading"], ids=["start", "load"])
-def test_a_paste_while_the_program_starts_is_one_message(terminal, state, when):
-    """Before torch is imported, or in the load. It has more than the 4,096 bytes that the kernel keeps of a line."""
+def test_paste_during_start_is_one_message(terminal, state, when):
+    """The paste arrives before the import of torch or during loading, and exceeds the kernel's line limit of 4,096."""
     text = "x" * 5000 + "\n/exit\nthe last line"
     child = terminal("--max-tokens", 2, "--max-seq-len", 200, early="")
     child.expect_exact(when)
     child.send("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
     child.expect_exact("/help lists the commands")
-    assert "the last line" not in child.screen.getvalue(), "shown before the prompt was there"
+    assert "the last line" not in child.screen.getvalue(), "the paste was echoed before the prompt"
     child.expect_exact("the last line")
     enter(child, "\r", "holds 200")
-    child.send("\x1b[A\r")  # the editor has it as one message
+    child.send("\x1b[A\r")  # the history contains it as one message
     child.expect_exact("holds 200")
     child.expect_exact(READY)
     leave(child)
 
 
-def test_keys_during_the_start_are_for_the_first_prompts(terminal):
+def test_keys_during_start_reach_first_prompts(terminal):
     child = terminal(early="/set top_k 7\r/set top_p 0.5\r\x04")
     leaves(child)
     before, _, after = ANSI.sub("", child.screen.getvalue()).partition("lists the commands")
@@ -244,9 +244,9 @@ def test_keys_during_the_start_are_for_the_first_prompts(terminal):
         ((), "loading", "/exit\r", 0),
         (("--model", "/nowhere"), "", "x", 1),
     ],
-    ids=["Ctrl-C before the imports", "Ctrl-C in the load", "/exit in the load", "an error"],
+    ids=["interrupt-before-imports", "interrupt-during-load", "exit-during-load", "error"],
 )
-def test_however_the_start_ends_the_terminal_is_as_it_was(terminal, options, when, keys, ends):
+def test_terminal_is_restored_after_start(terminal, options, when, keys, ends):
     child = terminal(*options, early="")
     child.expect_exact(when)
     child.send(keys)
@@ -263,8 +263,8 @@ def only_session(state) -> Conversation:
     return sessions.read(file)
 
 
-def test_resumed_after_a_kill(terminal, endless, state):
-    """kill -9 in mid-answer: what was complete is there again, and the conversation goes on."""
+def test_resume_after_kill(terminal, endless, state):
+    """After kill -9 during an answer, --resume continues with the complete turns."""
     child = terminal("--model", endless, "--seed", 3, "--max-tokens", 5, "--plain")
     enter(child, "first\r", "context ")
     child.send("/set max_tokens none\r")
@@ -280,8 +280,8 @@ def test_resumed_after_a_kill(terminal, endless, state):
     assert [user for user, _ in only_session(state).turns] == ["first", "third"]
 
 
-@pytest.mark.parametrize("answering", [False, True], ids=["at the prompt", "in mid-answer"])
-def test_a_terminal_that_is_closed(terminal, endless, state, answering):
+@pytest.mark.parametrize("answering", [False, True], ids=["at-prompt", "during-answer"])
+def test_closed_terminal(terminal, endless, state, answering):
     child = terminal("--model", endless, "--seed", 3, "--max-tokens", 5, "--plain")
     enter(child, "first\r", "context ")
     if answering:
@@ -290,29 +290,29 @@ def test_a_terminal_that_is_closed(terminal, endless, state, answering):
         child.send("second\r")
         child.expect(STREAMS)
     pty = child.ptyproc
-    pty.fileobj.close()  # as when its window is closed: the kernel sends SIGHUP
+    pty.fileobj.close()  # closing the terminal: the kernel sends SIGHUP
     pty.closed = True
     pty.wait()
     assert pty.signalstatus == signal.SIGHUP
     turns = only_session(state).turns
     assert turns[0][0] == "first" and len(turns) <= 1 + answering
-    assert sorted(os.listdir(state)) == ["history", "sessions"], "nothing half written is left"
+    assert sorted(os.listdir(state)) == ["history", "sessions"], "a temporary file is left"
 
 
-def test_a_terminal_that_becomes_narrow(terminal, state):
+def test_terminal_becomes_narrow(terminal, state):
     child = terminal("--ignore-eos", "--seed", 3, COLUMNS="")
     child.send("Tell me a story.\r")
     child.expect_exact("\x1b[?2004l")
     child.expect(r"[a-z]{3}[^\x1b]*[a-z]{3}")
     child.setwinsize(50, 20)
-    for _ in range(5):  # rows drawn since, the first ones for the wide window
+    for _ in range(5):  # wait for rows that are drawn for the narrow window
         child.expect_exact("\n")
     before = len(child.screen.getvalue())
     for _ in range(10):
         child.expect_exact("\n")
     drawn = ANSI.sub("", child.screen.getvalue()[before:])
     assert max(map(len, re.split(r"[\r\n]+", drawn))) <= 20
-    child.setwinsize(3, 20)  # less than the answer takes
+    child.setwinsize(3, 20)  # smaller than the answer
     child.expect_exact("\n")
     child.setwinsize(50, 200)
     assert interrupt(child) < AT_ONCE

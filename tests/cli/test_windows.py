@@ -1,4 +1,4 @@
-"""Windows that are small, or change in mid-answer: everything is shown once, in a model of a terminal and in tmux."""
+"""Small windows, and windows that are resized during an answer, in a simulated terminal and in tmux."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from screens import Terminal, screen
-from test_markdown import ANSWER, CUTS, console_to, pieces_of, streamed
+from test_markdown import ANSWER, CUTS, console_to, split_at, streamed
 
 from tridecode.cli.chat.markdown import Painter
 
@@ -24,18 +24,18 @@ SIZES = st.tuples(st.integers(8, 100), st.integers(2, 30))
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.sampled_from(KINDS), max_size=40), CUTS, st.lists(SIZES, max_size=8), st.booleans())
-def test_a_window_that_changes_shows_every_word_once(kinds, cuts, sizes, reflow):
-    """Whatever the terminal makes of rows that no longer fit."""
+def test_resized_window_shows_every_word_once(kinds, cuts, sizes, reflow):
+    """The terminal may wrap or cut rows that no longer fit."""
     numbers = iter(range(10_000))
     text = " ".join(kinds)
     text = re.sub("{}", lambda match: f"w{next(numbers)}w", text)
     terminal = Terminal(80, 24, reflow)
     painter = Painter(terminal.console)
-    pieces = [part for piece in pieces_of(text, cuts) for part in pieces_of(piece, [40, 80, 120])]
-    for i, piece in enumerate(pieces):
+    parts = [part for part in split_at(text, cuts) for part in split_at(part, [40, 80, 120])]
+    for i, part in enumerate(parts):
         if sizes and i % 3 == 2:
             terminal.resize(*sizes.pop())
-        painter.frame(piece)
+        painter.frame(part)
     painter.frame("", final=True)
     painter.close()
     shown = re.sub(r"\s", "", terminal.shown)
@@ -43,8 +43,8 @@ def test_a_window_that_changes_shows_every_word_once(kinds, cuts, sizes, reflow)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 10), (200, 50), (15, 4)])
-def test_a_small_window_shows_what_a_large_one_does(size):
-    """Blocks that are taller than the window, too."""
+def test_small_window_shows_all_text(size):
+    """Some blocks are taller than the window."""
     text = "\n\n".join([ANSWER, "word **and word** " * 100, "- an item\n" * 60, "```python\n" + "x = 1\n" * 90 + "```"])
     terminal = Terminal(*size)
     painter = Painter(terminal.console)
@@ -55,12 +55,12 @@ def test_a_small_window_shows_what_a_large_one_does(size):
     assert terminal.shown.split() == screen(streamed([text], console_to(width=size[0]))).split()
 
 
-def test_a_table_taller_than_the_window_stays_a_table():
+def test_tall_table_stays_a_table():
     terminal = Terminal(40, 6)
     painter = Painter(terminal.console)
     rows = [f"| r{i} | {'x' * i} |\n" for i in range(12)]
-    for piece in ["| name | what |\n|---|---|\n", *rows, "\nthe end"]:
-        painter.frame(piece)
+    for part in ["| name | what |\n|---|---|\n", *rows, "\nthe end"]:
+        painter.frame(part)
     painter.frame("", final=True)
     painter.close()
     assert "|" not in terminal.shown and terminal.shown.endswith("\n\nthe end")
@@ -68,16 +68,16 @@ def test_a_table_taller_than_the_window_stays_a_table():
     assert [word for word in terminal.shown.split() if word[0] in "rx"] == " ".join(rows).replace("|", "").split()
 
 
-def test_the_word_that_is_begun_goes_on_where_it_stands():
+def test_interrupted_word_is_continued():
     terminal = Terminal(30, 5)
     painter = Painter(terminal.console)
     painter.frame("A sentence of some words, cut in the mid")
     terminal.resize(13, 5)
-    for piece in ("dle", " of one", " of them.\n\n", "Next.\n\n```python\n", "x = 1\nyyyyyyyy"):
-        painter.frame(piece)
+    for part in ("dle", " of one", " of them.\n\n", "Next.\n\n```python\n", "x = 1\nyyyyyyyy"):
+        painter.frame(part)
     terminal.resize(10, 5)
-    for piece in ("y", " = 2\nz = ", "3\n", "```"):
-        painter.frame(piece)
+    for part in ("y", " = 2\nz = ", "3\n", "```"):
+        painter.frame(part)
     painter.frame("", final=True)
     painter.close()
     assert terminal.shown.split("\n") == [
@@ -86,24 +86,24 @@ def test_the_word_that_is_begun_goes_on_where_it_stands():
     ]  # fmt: skip
 
 
-# An answer of every kind of block, as a program for a real terminal. At some places it asks for another size of the
-# window, with what it has pushed on the screen, and goes on once the terminal has told it: before that nobody can know.
+# A program for a real terminal that shows an answer with every kind of block. At some places it requests another size
+# of the window and continues after the terminal has reported the new size.
 PLAYER = """
 import os, time
 from pathlib import Path
 from tridecode.cli.chat.display import open_sink
 from tridecode.cli.terminal import Output
 
-text, asked = open({text!r}).read(), Path({asked!r})
+text, request = open({text!r}).read(), Path({request!r})
 blocks = text.split("\\n\\n")
 starts = [sum(len(block) + 2 for block in blocks[:i]) for i in range(len(blocks))]
-places = [starts[i] + len(blocks[i]) * 7 // 10 for i in (0, 1, 3, 4, 5, 7, 9)]  # in paragraphs and lists
+places = [starts[i] + len(blocks[i]) * 7 // 10 for i in (0, 1, 3, 4, 5, 7, 9)]  # inside paragraphs and lists
 answer = open_sink(Output(), plain=False)
 for i in range(0, len(text), 4):
     if places and i >= places[0]:
         time.sleep(0.2)
         before = os.get_terminal_size()
-        asked.write_text(str(8 - len(places)))
+        request.write_text(str(8 - len(places)))
         while os.get_terminal_size() == before:
             time.sleep(0.01)
         places.pop(0)
@@ -122,8 +122,8 @@ def test_tmux_shows_every_word_once(tmp_path):
     text = (paragraph + items + "```python\n" + "{} = {}  # {} {} {} {} {}\n" * 15 + "```\n\n" + paragraph) * 3
     text = re.sub("{}", lambda match: f"w{next(numbers)}w", text)
     (tmp_path / "text").write_text(text)
-    asked = tmp_path / "asked"
-    (tmp_path / "player.py").write_text(PLAYER.format(text=str(tmp_path / "text"), asked=str(asked)))
+    request = tmp_path / "request"
+    (tmp_path / "player.py").write_text(PLAYER.format(text=str(tmp_path / "text"), request=str(request)))
 
     def tmux(*arguments):
         return subprocess.run(["tmux", "-S", tmp_path / "socket", *arguments], capture_output=True, text=True).stdout
@@ -133,15 +133,15 @@ def test_tmux_shows_every_word_once(tmp_path):
     try:
         tmux("-f", "/dev/null", "new-session", "-d", "-x", "200", "-y", "24", program)
         shown, began = "", time.monotonic()
-        sizes, given = [(80, 24), (40, 24), (200, 24), (40, 10), (80, 30), (60, 24), (40, 24)], 0
+        sizes, resized = [(80, 24), (40, 24), (200, 24), (40, 10), (80, 30), (60, 24), (40, 24)], 0
         while "the end" not in shown and time.monotonic() - began < 60:
             time.sleep(0.05)
-            if asked.exists() and (asked.read_text() or "0") == str(given + 1):
-                width, height = sizes[given]
+            if request.exists() and (request.read_text() or "0") == str(resized + 1):
+                width, height = sizes[resized]
                 tmux("resize-window", "-x", str(width), "-y", str(height))
-                given += 1
+                resized += 1
             shown = tmux("capture-pane", "-p", "-J", "-S", "-", "-E", "-")
     finally:
         tmux("kill-server")
-    assert "the end" in shown and given == len(sizes), shown
+    assert "the end" in shown and resized == len(sizes), shown
     assert sorted(WORD.findall(re.sub(r"\s", "", shown))) == sorted(WORD.findall(text))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -101,6 +102,8 @@ def run(args, output: Output) -> int:
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.reader import shows_editor
 
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, from nohup or a background job
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         # Text that is typed or pasted while the imports run and the model loads belongs to the first prompt.
         with unechoed(True, lambda: None, lambda: None, paste=shows_editor()) as output.keys:
             with ended_by_interrupt(output.keys.release):

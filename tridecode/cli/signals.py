@@ -100,11 +100,8 @@ def ended_by_interrupt(put_away: Callable[[], None] | None = None):
     """Make Ctrl-C end the process by the signal, after `put_away`.
 
     This is for imports: torch swallows a KeyboardInterrupt while it is imported, and would be incomplete afterwards.
-    With `put_away`, as in an interactive chat, Ctrl-C works from here on even if the parent ignores SIGINT.
     """
     main = threading.current_thread() is threading.main_thread()
-    if main and put_away is not None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return

@@ -1,4 +1,4 @@
-"""Text on its way to and from people: consoles, control characters, the lines about speed."""
+"""Terminal input and output: consoles, control characters, key handling, and the statistics line."""
 
 import difflib
 import logging
@@ -13,47 +13,52 @@ from rich.console import Console
 from ..errors import counted
 from .signals import in_background, suspendable
 
-USER = "cyan"  # what a user has typed
+USER = "cyan"  # color of the messages of the user
 
-# ESC, carriage return, backspace, C1: a terminal obeys them, so a model (or a file name) must not be able to send them.
+# Control characters such as ESC, carriage return, backspace and C1. A terminal interprets them, so text from a model
+# (or a file name) must not contain them.
 _CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: 0x2421} | {code: 0xFFFD for code in range(0x80, 0xA0)}
-# Embeddings, overrides and isolates of writing direction: they make text look like another.
+# Embeddings, overrides and isolates of the writing direction, which can disguise text.
 _CONTROLS |= {code: 0xFFFD for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
 def visible(text: str) -> str:
-    """`text` with every control character but newline and tab replaced by a picture of it."""
+    """Replace control characters in `text`, except newline and tab, by visible symbols."""
     return text.replace("\r\n", "\n").translate(_CONTROLS)
 
 
 def one_line(message: object) -> str:
-    """A message as one line without control characters; of a word as long as no name should be, the two ends."""
+    """Return a message as one line without control characters, with words over 300 characters shortened."""
     words = str(message).split()
     return visible(" ".join(f"{word[:150]}…{word[-50:]}" if len(word) > 300 else word for word in words))
 
 
 def tolerant_streams() -> None:
-    """Make every stream usable: closed ones become empty, characters that an encoding lacks become '?' or U+FFFD."""
+    """Make the standard streams usable: closed ones become empty, and encoding errors become '?' or U+FFFD."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started the program
+        if stream is None:  # the parent process closed it
             setattr(sys, name, open(os.devnull, mode))
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
 class PipeConsole(Console):
-    """A console that leaves a reader that has gone to its caller; rich's own would end the program with code 1."""
+    """A console that raises BrokenPipeError; rich's Console would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
         raise
 
 
 def foreign_encoding() -> str | None:
-    """The encoding of a stream in which ASCII is something else, such as UTF-16; the streams are UTF-8 afterwards.
+    """Switch the standard streams to UTF-8 if the encoding of one is incompatible with ASCII, such as UTF-16.
 
-    No terminal shows it, lines from a pipe do not end in it, and what is written in pieces has no byte order mark.
+    Terminals cannot show such an encoding, the newlines of a pipe do not match it, and partial writes lack its byte
+    order mark.
+
+    Returns:
+        The name of the replaced encoding, or None.
     """
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -66,25 +71,29 @@ def foreign_encoding() -> str | None:
 
 
 def make_console(**options) -> Console:
-    """A console that shows text as it is. A size in the environment counts only if something can be shown in it."""
+    """Return a console without markup and highlighting. COLUMNS and LINES are ignored if they are 0 or empty."""
     unusable = {name for name in ("COLUMNS", "LINES") if not os.environ.get(name, "").strip("0")}
     environment = {name: value for name, value in os.environ.items() if name not in unusable}
     return PipeConsole(highlight=False, markup=False, emoji=False, _environ=environment, **options)
 
 
 class Output:
-    """stdout for answers, stderr for everything else; `tty` says whether stdout is a terminal."""
+    """Output to stdout, for answers, and to stderr, for all other text.
+
+    Attributes:
+        tty: Whether stdout is a terminal.
+    """
 
     def __init__(self):
         self.console, self.errors = make_console(), make_console(stderr=True)
-        # rich's own answer can be forced by environment variables
+        # isatty directly, because environment variables can override rich's result
         self.tty, self.wraps = sys.stdout.isatty(), sys.stderr.isatty()
-        self.quiet = False  # no notes and no bar
-        self.redraws = True  # whether what stands in a terminal may change, as a bar does
+        self.quiet = False  # whether notes and the progress bar are hidden
+        self.redraws = True  # whether written rows may change, as a progress bar does
         self.keys = Keys()
 
     def text(self, text: str) -> None:
-        """Answer text, at once and as it is; on a terminal without its control characters."""
+        """Write text of an answer immediately and unchanged; in a terminal, control characters are replaced."""
         if not text:
             return
         if self.tty:
@@ -94,26 +103,26 @@ class Output:
             sys.stdout.flush()
 
     def user(self, text: str) -> None:
-        """What somebody has typed, with its prompt, in its colour."""
+        """Write a message of the user, with its prompt, in the color of user messages."""
         self.console.out(visible(text), style=USER if self.tty else None, highlight=False)
 
     def dim(self, text: str) -> None:
-        """Text beside the answer on stdout, at once, dimmed."""
+        """Write dimmed text to stdout immediately."""
         self.console.out(visible(text), end="", style="dim", highlight=False)
 
     def note(self, message: str, aligned: bool = False) -> None:
-        """One dim line on stderr, which a terminal wraps between words; aligned keeps its spaces."""
+        """Write a dim line to stderr, wrapped between words in a terminal. aligned: keep its spaces."""
         if self.quiet:
             return
         text = visible(message) if aligned else one_line(message)
         self.errors.print(text, style="dim", soft_wrap=not self.wraps)
 
     def say(self, message: str, style: str | None = None) -> None:
-        """What was asked for, on stderr: like a note whose spaces stay, but not dim."""
+        """Write the output of a command to stderr: not dimmed, shown with --quiet too, with its spaces."""
         self.errors.print(visible(message), style=style, soft_wrap=not self.wraps)
 
     def entry(self, name: str, words: str, column: int = 24) -> None:
-        """A name, and beside it what it is, whose further lines are indented too; below it in a narrow window."""
+        """Write a name and its description in two columns; in a narrow window the description is below the name."""
         width = self.errors.width if self.wraps else None
         if width is None or width >= 2.5 * column:
             first, rest = f"  {name:<{column - 3}} ", " " * column
@@ -125,14 +134,14 @@ class Output:
             self.say((rest if i else first) + line)
 
     def error(self, message: object) -> None:
+        """Write an error as one red line to stderr."""
         self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=not self.wraps)
 
     @contextmanager
     def loading(self):
-        """On a terminal a bar with bytes and speed, or with kernels, and a line for each further step that the engine
-        logs.
+        """Show the progress of loading in a terminal: a bar for weights or kernels, and the log messages of the engine.
 
-        Yields an object whose `weights` and `kernels` Engine.load calls with its progress.
+        Yields an object whose methods `weights` and `kernels` Engine.load calls to report progress.
         """
         from .progress import Loading
 
@@ -143,7 +152,7 @@ class Output:
 
 
 class Notes(logging.Handler):
-    """Passes the messages of level INFO to `note`."""
+    """A log handler that passes messages of level INFO to `note`."""
 
     def __init__(self, note: Callable[[str], None]):
         super().__init__(logging.INFO)
@@ -156,7 +165,7 @@ class Notes(logging.Handler):
 
 @contextmanager
 def logged(note: Callable[[str], None]):
-    """Within, `note` gets what the engine logs at level INFO; with --verbose, which shows that itself, nothing."""
+    """Pass INFO messages of the engine to `note` within the context, unless --verbose shows them already."""
     logger, handler = logging.getLogger("tridecode"), Notes(note)
     if logger.level != logging.NOTSET:
         yield
@@ -177,24 +186,29 @@ class Keys:
     """
 
     def __init__(self, enabled: bool = False, paste: bool = False):
-        """paste: ask the terminal to mark pastes, so that several pasted lines arrive as one text."""
+        """Create the keys of stdin.
+
+        Args:
+            enabled: Change the terminal; False makes all methods do nothing.
+            paste: Request that the terminal marks pastes, so that several pasted lines arrive as one text.
+        """
         self._enabled, self._paste = enabled, paste
-        self._before: list | None = None  # the terminal's attributes, while they are changed
+        self._before: list | None = None  # the original attributes of the terminal while they are changed
 
     def hold(self) -> None:
         """Switch the echo off. Call it again after each prompt."""
-        if not self._enabled or in_background():  # the terminal is the shell's: the change would stop this program
+        if not self._enabled or in_background():  # changing the terminal in the background would stop this program
             return
         import termios
 
         with suppress(termios.error, OSError, ValueError):  # stdin is not a terminal, or it was closed
             attributes = termios.tcgetattr(sys.stdin.fileno())
             self._before = self._before or [*attributes]
-            # In canonical mode the kernel drops the rest of a line after 4,096 bytes: the end of a long paste.
+            # In canonical mode the kernel drops the bytes of a line after 4,096, the end of a long paste.
             attributes[3] &= ~(termios.ECHO | termios.ICANON)
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
             if self._paste:
-                # Mode 7 is on anyway; with it the sequence differs from the prompt's, which tests wait for.
+                # Mode 7 is on by default. It makes this sequence differ from that of the prompt, which tests wait for.
                 os.write(sys.stdout.fileno(), b"\x1b[?7;2004h")
 
     def release(self) -> None:
@@ -236,25 +250,28 @@ def both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], No
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question that names the one of `known` that `word` resembles; "" where none does."""
+    """Return a question that names the word of `known` most similar to `word`, or "" if there is none."""
     near = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {near[0]}?" if near else ""
 
 
-def joined(said: str, more: str) -> str:
-    """A line and what follows from it, behind a semicolon, or as a sentence where the line ends one itself."""
-    return f"{said} {more[0].upper()}{more[1:]}" if said.endswith((".", "?", "!")) else f"{said}; {more}"
+def joined(message: str, more: str) -> str:
+    """Append `more` to a message after a semicolon, or as a new sentence if the message ends with one."""
+    return f"{message} {more[0].upper()}{more[1:]}" if message.endswith((".", "?", "!")) else f"{message}; {more}"
 
 
-SHORTER = ("reused", "seed", "context", "first", "pass")  # what a line that is too long loses, in this order
+SHORTER = ("reused", "seed", "context", "first", "pass")  # parts to omit from a line that is too long, in this order
 
 
 def speed_line(usage, timings, capacity: int | None = None, seed: int | None = None, width: int | None = None) -> str:
-    """The line after an answer: tokens, speed, tokens a pass where some were guessed, time to first token, what was
-    reused of the prompt and, with `capacity`, how much of the context is used. Of a server's answer what it does not
-    tell is left out.
+    """Return the statistics line of an answer.
 
-    width: columns that it may have; where it has more its words become shorter, then SHORTER counts. None: any number.
+    Its parts: tokens, speed, tokens per pass if drafts were accepted, time to first token, reused tokens of the prompt,
+    used tokens of the context, and the seed. Parts that a server does not report are omitted.
+
+    Args:
+        capacity: Tokens of the context, None to omit this part.
+        width: Maximum columns. A longer line is abbreviated, then the parts in SHORTER are omitted. None: no limit.
     """
     parts = _speed(usage, timings, capacity, seed)
     if width is not None and len(" · ".join(parts.values())) > width:
@@ -266,7 +283,7 @@ def speed_line(usage, timings, capacity: int | None = None, seed: int | None = N
 
 
 def _speed(usage, timings, capacity, seed, short: bool = False) -> dict[str, str]:
-    """The parts of a speed_line by their names."""
+    """Return the parts of the statistics line by name."""
     number, of = (_thousands, "/") if short else ("{:,}".format, " / ")
     parts = {"tokens": counted(usage.completion_tokens, "token")} if usage else {}
     if rate := timings.tokens_per_second:
@@ -278,7 +295,7 @@ def _speed(usage, timings, capacity, seed, short: bool = False) -> dict[str, str
         both = number(usage.reused_tokens), number(usage.prompt_tokens)
         parts["reused"] = f"{(of if short else ' of ').join(both)} reused"
     if usage and capacity is not None:
-        used = min(usage.prompt_tokens + usage.completion_tokens, capacity)  # the last token takes no place of its own
+        used = min(usage.prompt_tokens + usage.completion_tokens, capacity)  # the last token is not stored
         parts["context"] = f"context {number(used)}{of}{number(capacity)}"
     if seed is not None:
         parts["seed"] = f"seed {seed}"

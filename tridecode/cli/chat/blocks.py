@@ -1,4 +1,4 @@
-"""How one block of Markdown looks in a terminal."""
+"""Rendering of one Markdown block in a terminal."""
 
 from rich import box
 from rich.cells import cell_len
@@ -12,12 +12,12 @@ from rich.text import Text
 
 from .markup import PARSER
 
-DEEPEST = 15  # nested blocks; deeper ones would have no columns left, and are shown as plain text
-NARROW = 8  # columns of a table's cell, below which words are no longer readable
+MAX_NESTING = 15  # levels of nested blocks; deeper ones are shown as plain text because no columns would be left
+MIN_CELL = 8  # columns of a table cell; words are not readable in narrower cells
 
 
 class Code(CodeBlock):
-    """Highlighted in the terminal's own colours, and without blank lines of its own."""
+    """A code block, highlighted in the terminal's own colors, without blank lines around it."""
 
     title = ""
 
@@ -38,9 +38,9 @@ class Code(CodeBlock):
 
 
 class Rows(TableElement):
-    """A table with its columns' alignment, whose long words are folded instead of cut.
+    """A table that keeps the alignment of its columns and folds long words instead of cutting them.
 
-    One with more columns than there is room for is a line for each cell, after its column's name.
+    If the table has too many columns for the window, each cell is shown on its own line after its column's name.
     """
 
     def __rich_console__(self, console, options):
@@ -52,7 +52,7 @@ class Rows(TableElement):
         for heading in headings:
             heading.stylize("markdown.table.header")
         widths = [max(cell_len(cell.plain) for cell in column) for column in zip(headings, *rows)]
-        if sum(min(width, NARROW) + 2 for width in widths) > options.max_width:
+        if sum(min(width, MIN_CELL) + 2 for width in widths) > options.max_width:
             for row in rows or [[Text()] * len(headings)]:
                 for heading, text in zip(headings, row):
                     yield Text.assemble(heading, ": " if heading and text else "", text)
@@ -67,7 +67,7 @@ class Rows(TableElement):
 
 
 class Title(Heading):
-    """A heading at the left, whichever its level: in the middle of a wide window it would stand alone."""
+    """A heading aligned to the left at every level, because a centered one looks detached in a wide window."""
 
     LEVEL_ALIGN = {}
 
@@ -80,7 +80,7 @@ class Line(HorizontalRule):
 
 
 class Item(ListItem):
-    """An item with the number that it was given."""
+    """A list item that keeps the number from the source."""
 
     marker = ""
 
@@ -92,7 +92,7 @@ class Item(ListItem):
 
 
 class Items(ListElement):
-    """A list whose items look the same whatever comes after them."""
+    """A list whose items keep their look when more items are added."""
 
     def __rich_console__(self, console, options):
         for item in self.items:
@@ -122,7 +122,7 @@ class Block(Markdown):
     }
 
     def __init__(self, source: str):
-        # Not rich's own __init__, which builds a parser every time: a quarter of a frame.
+        # Does not call rich's __init__, which builds a parser each time and takes a quarter of a frame.
         self.markup, self.parsed = source, []
         self.style, self.justify, self.code_theme, self.hyperlinks = "none", None, "ansi_dark", False
         self.inline_code_lexer, self.inline_code_theme = None, self.code_theme
@@ -131,19 +131,19 @@ class Block(Markdown):
         try:
             self.parsed = PARSER.parse(self.markup)
             deepest = max((token.level for token in self.parsed), default=0)
-            if deepest > DEEPEST or 4 * deepest > options.max_width - 8:
+            if deepest > MAX_NESTING or 4 * deepest > options.max_width - 8:
                 raise ValueError("nested too deeply")
             rendered = list(super().__rich_console__(console, options))
-        except Exception:  # of a parser or renderer that met text it cannot show: no answer may fail for its looks
+        except Exception:  # a parser or renderer failed: an answer must not fail because of its formatting
             rendered = [Text(self.markup.rstrip("\n"))]
         yield from rendered
 
 
-def rows_of(console, source: str, finished: bool = True) -> list[tuple[Segment, ...]]:
-    """The rows of the terminal that a block takes, without blank ones around it and spaces at their ends.
+def render_rows(console, source: str, finished: bool = True) -> list[tuple[Segment, ...]]:
+    """Return the terminal rows of a block, without surrounding blank rows and trailing spaces.
 
-    A finished block that shows nothing, such as code of no lines, is shown as written. The last column stays free: a
-    cursor that has filled it is on it or behind it, as terminals please.
+    A finished block that renders to no rows, such as an empty code block, is shown as written. The last column stays
+    free: after a character in the last column, the position of the cursor depends on the terminal.
     """
     if not source.strip():
         return []

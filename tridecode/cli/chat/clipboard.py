@@ -1,18 +1,22 @@
-"""The clipboard, through the terminal: OSC 52 works over SSH too, and needs no program beside it."""
+"""The clipboard, set by the escape sequence OSC 52, which also works over SSH and needs no other program."""
 
 import base64
 
 from ...errors import TridecodeError
 from ..terminal import Output, visible
 
-LARGEST = 74_994  # bytes of text: the sequence stays within the 100,000 that terminals take
+LARGEST = 74_994  # bytes of text; the encoded sequence stays below 100,000 bytes, which terminals accept
 
 
 def copy(text: str, output: Output) -> None:
-    """Ask the terminal to put `text` into the clipboard; it does not say whether it did. Raises TridecodeError."""
+    """Request that the terminal copies `text` to the clipboard. The terminal does not report success.
+
+    Raises:
+        TridecodeError: stdout is not a terminal, or the text is too long.
+    """
     if not output.tty or output.console.is_dumb_terminal:
         raise TridecodeError("/copy needs a terminal; /export FILE.md writes the conversation to a file")
-    # What is pasted may end in a shell: no control characters.
+    # The user may paste the text into a shell, so control characters are replaced.
     data = visible(text).encode("utf-8", "replace")
     if len(data) > LARGEST:
         raise TridecodeError(

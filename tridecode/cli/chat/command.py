@@ -1,4 +1,4 @@
-"""`tridecode chat`: a conversation in the terminal, or one turn a line from a pipe."""
+"""`tridecode chat`: a conversation in the terminal, or one turn per line of a pipe."""
 
 import os
 import sys
@@ -23,10 +23,11 @@ from .model import Model
 from .reader import open_reader
 from .talk import COUNTING, DEVICE_LOST, IMPATIENCE, Chat
 
-TURN = 0.0005  # seconds that the drawing thread may keep the token loop waiting; Python's own 5 ms are many steps
+SWITCH_INTERVAL = 0.0005  # seconds after which the drawing thread yields to the token loop; Python's 5 ms are too long
 
 
 def chat(args, output: Output) -> int:
+    """Run the command and return its exit code."""
     interactive = output.tty and sys.stdin.isatty()
     if args.api_key_file is not None and args.url is None and "api_key_file" not in args.origins:
         args.refuse("--api-key-file needs --url")
@@ -40,7 +41,7 @@ def chat(args, output: Output) -> int:
         conversation,
         interactive=interactive,
         store=store,
-        overflow=args.overflow or ("drop-oldest" if interactive else "error"),  # `connect` may set it
+        overflow=args.overflow or ("drop-oldest" if interactive else "error"),  # `connect` may have set it
         stats=args.stats or ("off" if args.quiet else "full"),
         system=args.system,
         plain=args.plain,
@@ -56,11 +57,11 @@ def chat(args, output: Output) -> int:
     code = None
     try:
         if interactive:
-            sys.setswitchinterval(TURN)
+            sys.setswitchinterval(SWITCH_INTERVAL)
             model.use_idle_time()
             place = f" at {model.device}" if args.url else ""
             output.note(f"{model.name}{place}: {talk.capacity_words()}; /help lists the commands")
-            output.quiet = False  # what is asked for from here on is shown
+            output.quiet = False  # show the output of commands even with --quiet
             code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output), args.question)
         else:
             output.quiet = False
@@ -76,7 +77,7 @@ def chat(args, output: Output) -> int:
     code = talk.exit_code if code is None else code
     if code == DEVICE_LOST:
         output.keys.release()
-        # What is freed on such a GPU fails once more, in places that end the program by a signal.
+        # Skip destructors: freeing memory of a lost GPU fails again and may end the process by a signal.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -84,24 +85,28 @@ def chat(args, output: Output) -> int:
 
 
 def open_model(args, output: Output) -> tuple[LocalModel, SamplingParams]:
-    """Load the model."""
+    """Load the model; return it and the sampling parameters."""
     engine, params = load_engine(args, output)
     if not (args.raw or tokenizer_of(engine).has_template):
-        engine.encode([{"role": "user", "content": "Hello"}])  # its PromptError, before the user types anything
+        # Raise the PromptError of a missing template before the user types anything.
+        engine.encode([{"role": "user", "content": "Hello"}])
     if engine.device.type == "cpu":
         output.note("running on the CPU")
     return LocalModel(engine, Loader(args, output)), params
 
 
 def connect(args, output: Output) -> tuple[Model, SamplingParams]:
-    """Return the model of a server that the options name. Raises TridecodeError.
+    """Return the server's model that the options select, and the sampling parameters.
 
-    Engine options from the configuration file or the environment are meant for other chats and do not count here.
+    Engine options from the configuration file or the environment apply to other chats and are ignored here.
+
+    Raises:
+        TridecodeError: An option is not supported, or the server cannot be used.
     """
     local = {*OPTIONS, "graph_stats"}
     for name, word in args.typed.items():
         if name in local:
-            args.refuse(f"{word} is of an engine in this process; a server (--url) has its own")
+            args.refuse(f"{word} sets up an engine in this process; a server (--url) ignores it; leave it out")
     try:
         from .remote import RemoteModel
     except ModuleNotFoundError as error:
@@ -109,7 +114,7 @@ def connect(args, output: Output) -> tuple[Model, SamplingParams]:
             raise
         raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
     overrides = sampling_overrides(args)
-    params = SamplingParams(**overrides)  # a wrong value fails here
+    params = SamplingParams(**overrides)  # raises ParameterError for a wrong value
     name = None if "model" in args.origins else args.model
     model = RemoteModel(args.url, api_key(args.api_key_file, output), name, overrides)
     if not model.counts:
@@ -120,7 +125,10 @@ def connect(args, output: Output) -> tuple[Model, SamplingParams]:
 
 
 def open_session(args, output: Output, interactive: bool) -> tuple[Conversation, session.Store | None]:
-    """What --session and --resume ask for; in a terminal every conversation has a file. Before the model is loaded."""
+    """Open the conversation that --session or --resume selects, and its file. Runs before the model is loaded.
+
+    In a terminal a new conversation gets a file too. The store is None if the conversation is not saved.
+    """
     conversation, store = Conversation(args.raw, args.system), None
     if args.raw and args.system is not None:
         raise session.SessionError("--system needs a chat template; leave out --raw")
@@ -130,7 +138,8 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
             conversation = store.load()
             if conversation.raw != args.raw:
                 fix = "add --raw" if conversation.raw else "leave out --raw"
-                raise session.SessionError(f"session {store.name} was a chat of the other kind; {fix}")
+                kind = "with" if conversation.raw else "without"
+                raise session.SessionError(f"session {store.name} was saved {kind} --raw; {fix}")
             if args.system is not None:
                 conversation = replace(conversation, system=args.system)
     elif interactive:
@@ -142,24 +151,26 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
 
 
 def converse(talk: Chat, reader, first: str | None = None) -> int:
-    """Read from the terminal until /exit, Ctrl-D, or Ctrl-C twice in a row. first: the first message."""
+    """Run the chat until /exit, Ctrl-D, or two Ctrl-C in a row, and return the exit code.
+
+    Args:
+        first: The first message, if it was on the command line.
+    """
     if first is not None:
         talk.output.user(lines.PROMPT + first.replace("\n", "\n" + lines.CONTINUED))
         if not talk.handle(first):
             return talk.exit_code
-    leaving, between = (
-        False,
-        first is not None,
-    )  # between: whether something was said that a blank line parts from what comes
+    leaving = False
+    separate = first is not None  # whether to print a blank line before the prompt
     while True:
         try:
             draft, talk.draft = talk.draft, None
-            if between:
+            if separate:
                 talk.output.text("\n")
-            between = False
+            separate = False
             reader.redraws = talk.output.redraws = not talk.plain
             line = reader.read(draft or "")
-            leaving, between = False, bool(line.strip())
+            leaving, separate = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):
                 return talk.exit_code
         except EOFError:
@@ -170,7 +181,7 @@ def converse(talk: Chat, reader, first: str | None = None) -> int:
                 return 0
             leaving = False
             if pressed.draft:
-                talk.output.note("the draft is put aside; Up brings it back")
+                talk.output.note("the draft is stored; Up restores it")
             elif time.monotonic() - talk.stopped_at > IMPATIENCE:
                 leaving = True
-                talk.output.note("Ctrl-C again, or Ctrl-D, leaves")
+                talk.output.note("press Ctrl-C again, or Ctrl-D, to leave")

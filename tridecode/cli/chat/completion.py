@@ -1,4 +1,4 @@
-"""What Tab completes: commands, and what may stand after them."""
+"""Tab completion of commands and their arguments."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -8,13 +8,18 @@ from ...checkpoint.hub import BUNDLED, cached_models
 from . import sessions, slash
 from .settings import CHOICES, NAMES
 
-MOST = 200  # files of a directory that are offered
+MAX_PATHS = 200  # paths of a directory that are offered
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a chat takes. options: the sampling options that can be set; choices: the values of its other settings;
-    models: the names of those that it can go on with, None for what is on this machine."""
+    """The arguments that commands of a chat accept.
+
+    Attributes:
+        options: Names of the sampling options that can be set.
+        choices: Values of each other setting.
+        models: Names of the models that /model accepts, None for the models of this machine.
+    """
 
     options: Iterable[str] = NAMES
     choices: Mapping[str, Sequence[str]] = field(default_factory=lambda: CHOICES)
@@ -22,7 +27,7 @@ class Offer:
 
 
 def completed(typed: str, offer: Offer = Offer()) -> tuple[int, list[str]]:
-    """What `typed`, the text before the cursor, may go on as: how many characters of it are replaced, and by what."""
+    """Return the completions of `typed`, the text before the cursor, as (number of replaced characters, words)."""
     if not typed.startswith("/") or typed.startswith("//") or "\n" in typed:
         return 0, []
     command, space, rest = typed.partition(" ")
@@ -30,36 +35,36 @@ def completed(typed: str, offer: Offer = Offer()) -> tuple[int, list[str]]:
         return len(typed), [name for name in slash.COMMANDS if name.startswith(typed.lower())]
     rest = rest.lstrip()
     name = slash.ALIASES.get(command.lower(), command.lower())
-    found: Iterable[str] = slash.COMMANDS[name].words if name in slash.COMMANDS else ()
-    if name in AFTER:
-        found = AFTER[name](rest, offer)
-    word = rest if command in WHOLE else rest.rpartition(" ")[2]
-    return len(word), list(dict.fromkeys(text for text in found if text.startswith(word) and text != word))
+    candidates: Iterable[str] = slash.COMMANDS[name].words if name in slash.COMMANDS else ()
+    if name in ARGUMENTS:
+        candidates = ARGUMENTS[name](rest, offer)
+    word = rest if command in SINGLE_ARGUMENT else rest.rpartition(" ")[2]
+    return len(word), list(dict.fromkeys(text for text in candidates if text.startswith(word) and text != word))
 
 
 def paths(typed: str) -> Iterator[str]:
-    """Files and directories that begin so; hidden ones only where a dot was typed."""
-    where, begun = os.path.split(typed)
+    """Yield the files and directories that start with `typed`; hidden ones only if a dot was typed."""
+    directory_path, prefix = os.path.split(typed)
     try:
-        with os.scandir(os.path.expanduser(where) or ".") as entries:
-            begin = [entry for entry in entries if entry.name.startswith(begun)]
-            found = sorted((entry.name, entry.is_dir()) for entry in begin if begun or entry.name[0] != ".")
+        with os.scandir(os.path.expanduser(directory_path) or ".") as entries:
+            matching = [entry for entry in entries if entry.name.startswith(prefix)]
+            listing = sorted((entry.name, entry.is_dir()) for entry in matching if prefix or entry.name[0] != ".")
     except (OSError, ValueError):
         return
-    for name, directory in found[:MOST]:
-        yield typed[: len(typed) - len(begun)] + name + "/" * directory
+    for name, directory in listing[:MAX_PATHS]:
+        yield typed[: len(typed) - len(prefix)] + name + "/" * directory
 
 
-def of_files(typed: str, offer: Offer) -> Iterator[str]:
+def complete_files(typed: str, offer: Offer) -> Iterator[str]:
     return paths(typed)
 
 
-def loadable(typed: str, offer: Offer) -> Iterator[str]:
+def complete_load(typed: str, offer: Offer) -> Iterator[str]:
     yield from sessions.names()
     yield from paths(typed)
 
 
-def of_model(typed: str, offer: Offer) -> Iterator[str]:
+def complete_model(typed: str, offer: Offer) -> Iterator[str]:
     if offer.models is not None:
         yield from offer.models
         return
@@ -68,24 +73,24 @@ def of_model(typed: str, offer: Offer) -> Iterator[str]:
     yield from (path for path in paths(typed) if path.endswith("/"))
 
 
-def of_sessions(typed: str, offer: Offer) -> Iterable[str]:
+def complete_sessions(typed: str, offer: Offer) -> Iterable[str]:
     return sessions.names() if " " in typed else ("rename ", "delete ")
 
 
-def of_set(typed: str, offer: Offer) -> Iterable[str]:
+def complete_set(typed: str, offer: Offer) -> Iterable[str]:
     name, space, _ = typed.partition(" ")
     if not space:
         return (f"{option} " for option in (*offer.options, *offer.choices))
     return (*offer.choices.get(name, ("on", "off") if name == "ignore_eos" else ()), "default")
 
 
-# Command -> what may stand after it, from what does so far.
-AFTER: dict[str, Callable[[str, Offer], Iterable[str]]] = {
-    "/load": loadable,
-    "/save": of_files,
-    "/export": of_files,
-    "/sessions": of_sessions,
-    "/set": of_set,
-    "/model": of_model,
+# Command -> a function that completes its argument.
+ARGUMENTS: dict[str, Callable[[str, Offer], Iterable[str]]] = {
+    "/load": complete_load,
+    "/save": complete_files,
+    "/export": complete_files,
+    "/sessions": complete_sessions,
+    "/set": complete_set,
+    "/model": complete_model,
 }
-WHOLE = ("/load", "/save", "/export", "/model")  # what follows is one word, spaces and all
+SINGLE_ARGUMENT = ("/load", "/save", "/export", "/model")  # the rest of the line is one argument, with its spaces

@@ -1,4 +1,4 @@
-"""What was said so far, as a value: a turn that fails leaves it as it was."""
+"""The immutable value of a conversation; a failed turn does not change it."""
 
 from dataclasses import dataclass, replace
 
@@ -7,43 +7,52 @@ from ...text.thinking import strip_thinking
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of (user, assistant) text and a system turn; with raw one text that both sides continue.
+    """Turns of (user, assistant) text and a system turn.
 
-    dropped: turns at the beginning that are no longer sent to the model. They stay part of the conversation.
+    Attributes:
+        raw: No chat template is used: the model continues the text of all turns.
+        dropped: Number of turns at the beginning that are no longer sent to the model but remain in the conversation.
+        title: The title in lists, None for the first words.
     """
 
     raw: bool = False
     system: str | None = None
     turns: tuple[tuple[str, str], ...] = ()
     dropped: int = 0
-    title: str | None = None  # what it is called in lists, None: its first words
+    title: str | None = None
 
     def prompt(self, line: str) -> str | list[dict]:
-        """The prompt of the turn that `line` begins."""
+        """Return the prompt of a new turn with the message `line`."""
         if self.raw:
             return "".join(f"{user}{answer}\n" for user, answer in self.turns[self.dropped :]) + line
         return [*self.messages(), {"role": "user", "content": line}]
 
     def messages(self) -> list[dict]:
-        """What was said as chat messages; ValueError where that is one text."""
+        """Return the conversation as chat messages. Raises ValueError if it is raw."""
         if self.raw:
-            raise ValueError("it was made with --raw and is no chat")
-        found = [] if self.system is None else [{"role": "system", "content": self.system}]
+            raise ValueError("it was made with --raw and has no chat messages")
+        items = [] if self.system is None else [{"role": "system", "content": self.system}]
         for user, answer in self.turns[self.dropped :]:
-            found += {"role": "user", "content": user}, {"role": "assistant", "content": answer}
-        return found
+            items += {"role": "user", "content": user}, {"role": "assistant", "content": answer}
+        return items
 
     def plus(self, line: str, answer: str) -> "Conversation":
+        """Return the conversation with one more turn."""
         return replace(self, turns=(*self.turns, (line, answer)))
 
     def without_last(self) -> "Conversation":
+        """Return the conversation without its last turn."""
         turns = self.turns[:-1]
         return replace(self, turns=turns, dropped=min(self.dropped, len(turns)))
 
     def markdown(self, opens_thinking: bool = False) -> str:
-        """The whole conversation for people to read, without the thinking."""
+        """Return the whole conversation as Markdown, without the thinking.
+
+        Args:
+            opens_thinking: The chat template begins the think block, so that answers start inside it.
+        """
         parts = [] if self.system is None else [f"## System\n\n{self.system}\n"]
         for user, answer in self.turns:
-            said = answer if self.raw else strip_thinking(answer, opens_thinking)
-            parts.append(f"{user}{said}\n" if self.raw else f"## User\n\n{user}\n\n## Assistant\n\n{said}\n")
+            text = answer if self.raw else strip_thinking(answer, opens_thinking)
+            parts.append(f"{user}{text}\n" if self.raw else f"## User\n\n{user}\n\n## Assistant\n\n{text}\n")
         return "\n".join(["# Conversation\n", *parts])

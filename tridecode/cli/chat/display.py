@@ -1,4 +1,4 @@
-"""How an answer is shown: as Markdown in a terminal, elsewhere and with --plain as plain text, token by token."""
+"""Display of an answer: Markdown in a terminal; plain text, token by token, with --plain or in a pipe."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from ..wrapping import Wrapped
 
 
 class PlainText:
-    """The answer as it comes, and a newline after it; one that failed before its first character leaves nothing."""
+    """A sink that prints an answer unformatted, followed by a newline unless the answer failed without text."""
 
     def __init__(self, output: Output):
         self._write = Wrapped(output.console, output.text) if output.tty else output.text
@@ -31,18 +31,23 @@ class PlainText:
         self._ended = True
 
     def pause(self) -> None:
-        """What was shown stays."""
+        """Keep the printed text."""
 
     def resume(self) -> None:
-        """What comes goes on where the cursor is."""
+        """Continue at the cursor."""
 
 
 class Display:
-    """Shows one answer in `sink`, and the think block that it may begin with apart from it: dimmed, or with `hide` only
-    its length. `push` takes pairs of kind and text from `splitter`."""
+    """The display of one answer in a sink. A leading think block is dimmed, or replaced by its length if hidden."""
 
     def __init__(self, output: Output, sink, splitter: ThinkSplitter, hide: bool, unit: str = "token"):
-        """unit: the unit of the stream, for the length of the block."""
+        """Create the display of an answer.
+
+        Args:
+        splitter: The source of the (kind, text) pairs that `push` takes.
+        hide: Show only the length of the think block.
+        unit: The unit of the stream, in which the length of the think block is counted.
+        """
         self._output, self._sink, self._splitter, self._hide, self._unit = output, sink, splitter, hide, unit
         self._dim = Wrapped(output.console, output.dim)
         self._open = self._ended = False  # the think block
@@ -78,7 +83,7 @@ class Display:
 
 
 def open_fence(text: str) -> str:
-    """The line that begins the block of code in which `text` ends; "" if it ends in none."""
+    """Return the opening line of the code block in which `text` ends; "" if it does not end in one."""
     opened = ""
     for line in text.split("\n"):
         if mark := re.match(r" {0,3}(```|~~~)", line):
@@ -92,8 +97,11 @@ def as_plain(output: Output, plain: bool) -> bool:
 
 
 def open_sink(output: Output, plain: bool):
-    """Return the sink that shows the text of one answer. Its methods: push(text), then finish() or abort(), which may
-    both be called twice; pause() leaves the terminal to another program until resume()."""
+    """Return the sink that shows the text of one answer.
+
+    Its methods: push(text), then finish() or abort(), which may both be called twice; pause() leaves the terminal to
+    another program until resume().
+    """
     if as_plain(output, plain):
         return PlainText(output)
     from .markdown import MarkdownStream

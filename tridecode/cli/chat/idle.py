@@ -1,5 +1,4 @@
-"""What a chat does while its user thinks: prompt passes of more sizes, and passes that verify drafts, are captured, one
-at a time."""
+"""Background capture of prompt passes and draft-verify passes, one size at a time, while a chat waits for input."""
 
 import threading
 import weakref
@@ -8,11 +7,14 @@ from contextlib import suppress
 from ...engine import Engine
 from ...errors import EngineClosed
 
-PAUSE = 0.01  # seconds between two sizes, in which an answer may begin
+PAUSE = 0.01  # seconds between two captures, in which an answer may start
 
 
 class IdleCapture(threading.Thread):
-    """Captures until nothing is left, the engine is gone, or `end` is called; it does not keep the engine alive."""
+    """A thread that captures passes until all are captured, the engine is freed, or `end` is called.
+
+    It holds only a weak reference to the engine.
+    """
 
     def __init__(self, engine: Engine):
         super().__init__(daemon=True)
@@ -20,13 +22,13 @@ class IdleCapture(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with suppress(EngineClosed, RuntimeError):  # of a lost GPU the next turn tells
+        with suppress(EngineClosed, RuntimeError):  # the next turn reports a lost GPU
             while (engine := self._engine()) is not None and engine.capture_next():
                 del engine
                 if self._ended.wait(PAUSE):
                     return
 
     def end(self) -> None:
-        """Wait for the size that is being captured."""
+        """Stop the thread after the capture in progress."""
         self._ended.set()
         self.join()

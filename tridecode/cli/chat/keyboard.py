@@ -1,4 +1,4 @@
-"""The line editor of the chat: history, several lines, bracketed paste, completion of commands."""
+"""The line editor of the chat, with history, multi-line messages, bracketed paste and completion of commands."""
 
 import asyncio
 import logging
@@ -23,15 +23,15 @@ from ..terminal import USER, one_line
 from .lines import CONTINUED, PROMPT, Interrupted, PlainReader, unfinished
 from .session import SessionError, state_dir
 
-LEFT = (UnicodeDecodeError, FileNotFoundError)  # of a file that was written by an editor outside, or removed
-TYPED = f"ansi{USER}"  # prompt_toolkit's name of the colour
+EDITOR_ERRORS = (UnicodeDecodeError, FileNotFoundError)  # reading the file that $EDITOR wrote or removed
+TYPED = f"ansi{USER}"  # prompt_toolkit's name of the color
 log = logging.getLogger("tridecode")
 
 
 class History(FileHistory):
-    """What was typed in earlier chats, for its owner only. A disk that fails costs the history, not the chat."""
+    """The messages typed in earlier chats, in a file that only its owner can read. Disk errors are ignored."""
 
-    writes = True  # a draft that was never sent stays in memory
+    writes = True  # False while a draft is added that was not sent: it stays in memory
 
     def load_history_strings(self):
         try:
@@ -50,7 +50,7 @@ class History(FileHistory):
 
 
 class Words(Completer):
-    """complete(text before the cursor) tells how many characters are replaced, and by what."""
+    """A completer that calls `complete`, a function like completion.completed."""
 
     def __init__(self, complete):
         self.complete = complete
@@ -63,28 +63,36 @@ class Words(Completer):
 
 
 class Screen(Vt100_Output):
+    """A terminal that is erased without leaving copies of its text in the history of tmux."""
+
     def erase_down(self) -> None:
-        # Not all at once: tmux keeps in its history what is erased from the top corner, and would show it twice.
+        # Erase the first line separately: tmux saves the screen to its history if it is erased from the top corner,
+        # and would then show the text twice.
         self.write_raw("\x1b7\x1b[K\x1b[B\x1b[J\x1b8")
 
 
 class Keyboard:
-    """read() returns one message; raises Interrupted for Ctrl-C and EOFError for Ctrl-D. Where the editor itself fails,
-    that read and all later ones are plain line input."""
+    """A reader of messages. If the line editor fails, that read and all later ones use plain line input."""
 
     def __init__(self, complete, output, keys=None, screen=None):
-        """complete: as Words takes it. keys, screen: prompt_toolkit's input and output, by default the terminal's."""
+        """Create the editor.
+
+        Args:
+        complete: See completion.completed.
+        keys: prompt_toolkit's input, by default the terminal.
+        screen: prompt_toolkit's output, by default the terminal.
+        """
         self.output, self._plain, self._touched = output, None, False
-        self.redraws = True  # without, a message that fits in the window stays as it was typed
+        self.redraws = True  # if False, a message that fits in the window stays as typed
         try:
             file = str(state_dir() / "history")
         except SessionError as error:
             file = os.devnull
-            output.note(f"what you type is not remembered: {error}")
+            output.note(f"the history of your messages is not saved: {error}")
         self.history = History(file)
         if screen is None:
             screen = Screen.from_pty(sys.stdout, term=os.environ.get("TERM"))
-            # Nobody reads the terminal's answer about the cursor while a model talks; it would be taken for typing.
+            # While a model answers, no code reads the terminal's cursor position report; it would appear as input.
             screen.enable_cpr = False
         self.session: PromptSession[str] = PromptSession(
             history=self.history,
@@ -99,7 +107,7 @@ class Keyboard:
             complete_style=CompleteStyle.READLINE_LIKE,
             prompt_continuation=lambda width, line, wrapped: [(TYPED, " " * width if wrapped else CONTINUED)],
             enable_suspend=True,
-            # The editor shows no more than a window; what was typed is printed once, whole, when it is done.
+            # The editor shows at most one window of text, so the whole message is printed after it is sent.
             erase_when_done=True,
             interrupt_exception=self._interrupted,  # type: ignore[arg-type]  # the session calls it
             input=keys,
@@ -108,6 +116,7 @@ class Keyboard:
         self.session.default_buffer.on_text_changed += self._touch
 
     def read(self, draft: str = "") -> str:
+        """Return one message. Raises Interrupted for Ctrl-C and EOFError for Ctrl-D."""
         if self._plain is None:
             try:
                 text = self._edit(draft)
@@ -116,7 +125,7 @@ class Keyboard:
             except Exception as error:
                 log.debug("the line editor failed", exc_info=True)
                 why = one_line(error)[:100]
-                self.output.note(f"the line editor failed ({type(error).__name__}: {why}); plain line input from here")
+                self.output.note(f"the line editor failed ({type(error).__name__}: {why}); using plain line input")
                 self._plain, draft = PlainReader(self.output.keys), self.session.default_buffer.text or draft
             else:
                 if self.session.app.erase_when_done:
@@ -125,15 +134,15 @@ class Keyboard:
         return self._plain.read(draft)
 
     def fits(self, text: str) -> bool:
-        """Whether the window shows all of a message."""
+        """Return whether the whole message fits in the window."""
         size = self.session.output.get_size()
         rows = sum(1 + (len(CONTINUED) + cell_len(line.expandtabs())) // size.columns for line in text.split("\n"))
         return rows < size.rows
 
     def _edit(self, draft: str) -> str:
         self.session.app.erase_when_done = True
-        # An exception in the middle of making or closing the event loop would leave it half made: until the prompt is
-        # there, and once it has gone, a Ctrl-C is only noted.
+        # An exception while the event loop is created or closed would leave it in an undefined state, so before the
+        # prompt appears and after it disappears a Ctrl-C is only recorded.
         interrupts: list[int] = []
 
         def begin():
@@ -144,9 +153,9 @@ class Keyboard:
                 get_app().key_processor.send_sigint()
 
         def fail(loop, context):
-            if isinstance(context.get("exception"), LEFT):
+            if isinstance(context.get("exception"), EDITOR_ERRORS):
                 why = one_line(context["exception"])[:100]
-                text = f"what the editor left could not be read ({why}); the message is as it was"
+                text = f"the file from the editor could not be read ({why}); the message is unchanged"
                 run_in_terminal(lambda: self.output.note(text))
                 return
             future = self.session.app.future
@@ -177,7 +186,7 @@ class Keyboard:
 def _bindings(keyboard: Keyboard) -> KeyBindings:
     keys = KeyBindings()
 
-    @keys.add("enter", filter=has_focus(DEFAULT_BUFFER))  # and not in the field of a search
+    @keys.add("enter", filter=has_focus(DEFAULT_BUFFER))  # not in the search field
     def _(event):
         buffer = event.current_buffer
         if unfinished(buffer.text):
@@ -187,7 +196,7 @@ def _bindings(keyboard: Keyboard) -> KeyBindings:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
-    @keys.add("escape", "c-j")  # as it comes where it was typed while nobody edited
+    @keys.add("escape", "c-j")  # the form in which it arrives if it was typed during an answer
     def _(event):
         event.current_buffer.insert_text("\n")
 

@@ -1,4 +1,4 @@
-"""Messages from lines: blocks between three quotation marks, and the plain reader where there is no real terminal."""
+"""Messages from lines: blocks between triple quotation marks, and a reader for terminals without a line editor."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -12,13 +12,13 @@ PROMPT, CONTINUED = "> ", "… "
 
 
 def unfinished(text: str) -> bool:
-    """Whether `text` opens a block that it does not close."""
+    """Return whether `text` opens a block that it does not close."""
     ended = text.rstrip()
     return text.startswith(MARK) and not (len(ended) >= 2 * len(MARK) and ended.endswith(MARK))
 
 
 def unquoted(text: str) -> str | None:
-    """The message in a block; None for what is none. One that nothing closes ends where the text does."""
+    """Return the message in a block, or None if `text` is not a block. An unclosed block ends with the text."""
     if not text.startswith(MARK):
         return None
     body = text[len(MARK) :]
@@ -26,14 +26,14 @@ def unquoted(text: str) -> str | None:
 
 
 def join_blocks(lines: Iterable[str]) -> Iterator[str]:
-    """Each line without its end, the lines of a block as one."""
+    """Yield each line without its line end, and each block of several lines as one text."""
     block: list[str] = []
     for line in lines:
         line = line.rstrip("\r\n")
-        # Once a block is open only its newest line can close it: no look at all that came before.
-        open_still = not line.rstrip().endswith(MARK) if block else unfinished(line)
+        # Only the newest line can close an open block, so the earlier ones are not searched again.
+        still_open = not line.rstrip().endswith(MARK) if block else unfinished(line)
         block.append(line)
-        if not open_still:
+        if not still_open:
             yield "\n".join(block)
             block = []
     if block:
@@ -41,7 +41,12 @@ def join_blocks(lines: Iterable[str]) -> Iterator[str]:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C at the prompt: the draft that it discarded, and whether anything was typed there at all."""
+    """Ctrl-C at the prompt.
+
+    Attributes:
+        draft: The discarded text.
+        typed: Whether the user typed anything, even if it was deleted again.
+    """
 
     def __init__(self, draft: str = "", typed: bool = False):
         self.draft, self.typed = draft, typed or bool(draft)
@@ -53,12 +58,12 @@ def _insert(readline: ModuleType, draft: str) -> None:
 
 
 class PlainReader:
-    """input(), with readline where Python has it."""
+    """A reader that uses input(), with readline if it is available."""
 
-    redraws = True  # for whoever reads; this one never does
+    redraws = True  # part of the interface of readers; this one never redraws
 
     def __init__(self, keys: Keys | None = None):
-        """keys: those that are held while nothing is read."""
+        """keys: The terminal's keys, which are released during a read."""
         self._keys = keys or Keys()
         self._readline: ModuleType | None = None
         with suppress(ImportError):
@@ -67,13 +72,14 @@ class PlainReader:
             self._readline = readline
 
     def read(self, draft: str = "") -> str:
+        """Return one message. Raises Interrupted for Ctrl-C and EOFError for Ctrl-D."""
         lines: list[str] = []
         self._begin_with(draft)
         self._keys.release()
         try:
             return next(join_blocks(self._lines(lines)))
         except (EOFError, KeyboardInterrupt) as end:
-            print()  # the line editor ends its line itself
+            print()  # input() leaves the cursor on the line of the prompt
             if isinstance(end, EOFError):
                 raise
             raise self._discard(lines) from None
@@ -81,7 +87,7 @@ class PlainReader:
             self._keys.hold()
 
     def _lines(self, lines: list[str]) -> Iterator[str]:
-        """What is typed, which is also kept in `lines`."""
+        """Yield the typed lines and append them to `lines`."""
         while True:
             lines.append(input(CONTINUED if lines else PROMPT))
             yield lines[-1]

@@ -105,13 +105,13 @@ def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
     """Return whether the template itself begins the think block, so that answers start inside it."""
     try:
         ids = tokenizer.encode_chat([{"role": "user", "content": "?"}], **variables or {})
-    except PromptError:  # no template, or one that wants other messages
+    except PromptError:  # there is no template, or it requires other messages
         return False
     return ends_inside(tokenizer.decode(ids[-4:], skip_special=False))
 
 
 def responds(device: torch.device) -> bool:
-    """Return whether calls of the device succeed: after a device-side assert or a bad address every call fails."""
+    """Return whether the device works: after a device-side assert or an illegal address every call fails."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Markdown that streams into a terminal: what stands there stays, only rows of the unfinished block are drawn again."""
+"""Streaming of Markdown to a terminal. Finished blocks stay; only rows of the unfinished block are redrawn."""
 
 import re
 import time
@@ -10,44 +10,44 @@ from rich.cells import cell_len
 from rich.segment import ControlType, Segment, Segments
 
 from ..terminal import visible
-from .blocks import rows_of
+from .blocks import render_rows
 from .markup import nameless_head, split
 
 FRAME = 1 / 30  # seconds between frames, at least
-SHARE = 1 / 32  # of a core that may go into frames: a long unfinished block is redrawn less often, not at any cost
-LONG = 100  # lines of code; of a longer unfinished block only the last ones are highlighted again for each frame
-FENCE = re.compile(r"\s*(?:```+|~~~+)[ \t]*[^\s`~]*")  # with the language, but not what is shown of its line
-# A line that may become a list, or makes a heading of the line before. It is shown when more of it has arrived.
-HELD = re.compile(r"\n[ \t]*[-=]+[ \t]*\Z")
+SHARE = 1 / 32  # maximum share of a core for drawing; a long unfinished block is therefore redrawn less often
+LONG_CODE = 100  # lines of code; in a longer unfinished block only the last lines are highlighted again for each frame
+FENCE = re.compile(r"\s*(?:```+|~~~+)[ \t]*[^\s`~]*")  # the mark and the language, without the title
+# A line that may become a list item, or turns the line before it into a heading. It is shown once more text arrives.
+AMBIGUOUS = re.compile(r"\n[ \t]*[-=]+[ \t]*\Z")
 
 Row = tuple[Segment, ...]
 
 
 class Painter:
-    """Text in, frames out; no thread and no clock of its own.
+    """Draws frames of a growing Markdown text, without a thread or a clock.
 
-    After a frame the cursor is at the end of the last row. Rows are only added to where that is enough. Others are
-    drawn again, from the first one that is different, if the cursor can go there: not above the screen, and not over
-    rows that no longer fit in the window, of which nobody knows how many the terminal has made. There the block is
-    left as it stands and what comes next begins a new one.
+    After a frame the cursor is at the end of the last row. Text is appended to rows if possible. Otherwise the rows are
+    redrawn from the first difference. The cursor cannot reach rows above the screen. It cannot cross rows that are
+    wider than the window either, because the number of rows into which the terminal wraps them is unknown. In these
+    cases the drawn part of the block is left unchanged, and later text is drawn as a new block below it.
     """
 
     def __init__(self, console):
         self.console = console
         self._rest, self._fence = "", False
-        self._rows: list[Row] = []  # of the unfinished block, as they are on the screen
-        self._gap = False  # whether a blank row belongs before the next block
-        self._begun = False  # whether anything was drawn
-        self._left = False  # whether the beginning of the present block was left as it stands
-        self._until: str | None = None  # after that: a pattern up to which text goes on where the cursor is
+        self._rows: list[Row] = []  # rows of the unfinished block on the screen
+        self._gap = False  # whether a blank row precedes the next block
+        self._started = False  # whether a row was drawn
+        self._left = False  # whether the drawn beginning of the current block is final
+        self._until: str | None = None  # after `leave`: a pattern; text before its match is appended at the cursor
 
     def frame(self, text: str, final: bool = False) -> None:
-        """Add `text`; draw the blocks that it finishes, and the unfinished one."""
+        """Append `text`; draw the blocks that it finishes and the unfinished block."""
         if self._until:
-            text = self._go_on(self._until, text)
+            text = self._continue(self._until, text)
             if self._until and not final:
                 return
-            self._rest = "" if self._until else self._rest  # at the end nothing comes to go on with
+            self._rest = "" if self._until else self._rest  # the text ended before the pattern matched
         blocks, rest, fence = split(self._rest + text, final)
         rows: list[Row] = []
         gap = self._gap
@@ -56,9 +56,9 @@ class Painter:
             rows, gap = rows + shown, gap or bool(shown)
         finished = len(rows)
         if self.console.is_terminal:
-            rows += self._spaced(HELD.sub("", rest) if not fence else rest, gap, finished=False)
+            rows += self._spaced(AMBIGUOUS.sub("", rest) if not fence else rest, gap, finished=False)
             if self._rows and not rows:
-                rows.append(())  # what was drawn is no text any more, such as a fence's first line
+                rows.append(())  # the drawn text became markup, such as the first line of a fence
         if not self._draw(rows):
             self.leave()
             self.frame(text, final)
@@ -68,47 +68,48 @@ class Painter:
         self._shorten()
 
     def leave(self) -> None:
-        """Never touch again what is on the screen; what comes next is drawn below it."""
+        """Make the rows on the screen final; later text is drawn below them."""
         if not self._rows:
             return
-        begun, head = self._rest.rpartition("\n")[2], nameless_head(self._rest)
+        last_line, head = self._rest.rpartition("\n")[2], nameless_head(self._rest)
         if self._fence or head:
             self._rest = self._opener() if self._fence else head
         else:
-            self._rest = begun if FENCE.match(begun) or HELD.match("\n" + begun) else ""  # it is not on the screen
-        if not ((self._fence or head) and not begun or begun[-1:].isspace() or self._rest == begun):
-            # The word or line that is begun goes on where it stands.
+            # A line that may become markup is not on the screen yet.
+            self._rest = last_line if FENCE.match(last_line) or AMBIGUOUS.match("\n" + last_line) else ""
+        if not ((self._fence or head) and not last_line or last_line[-1:].isspace() or self._rest == last_line):
+            # The rest of the current word or line is appended to it.
             self._until = r"\n" if self._fence or head else r"\s"
         self._rows, self._gap, self._left = [], False, True
 
     def close(self) -> None:
-        """Leave the terminal as it was found, the cursor included."""
-        if self._begun:
-            self._begun = False
+        """Restore the terminal and show the cursor."""
+        if self._started:
+            self._started = False
             self._write([Segment.line()])
             self.console.show_cursor(True)
 
-    def _go_on(self, until: str, text: str) -> str:
-        """Write what belongs to the word or line that was left; returns what comes after that."""
-        found = re.search(until, text)
-        if head := text[: found.start()] if found else text:
-            self._begin()
+    def _continue(self, until: str, text: str) -> str:
+        """Write the rest of the word or line that `leave` interrupted, and return the text after it."""
+        end = re.search(until, text)
+        if head := text[: end.start()] if end else text:
+            self._start()
             self._write([Segment(head)])
-        if not found:
+        if not end:
             return ""
         self._until = None
-        tail = text[found.start() :]
+        tail = text[end.start() :]
         self._gap = not self._rest and re.match(r"[ \t]*\n[ \t]*\n", tail) is not None
         return tail[1:] if self._rest else tail.lstrip()
 
     def _spaced(self, source: str, gap: bool, finished: bool) -> list[Row]:
-        rows = rows_of(self.console, source, finished)
+        rows = render_rows(self.console, source, finished)
         return [(), *rows] if rows and gap else rows
 
     def _draw(self, rows: list[Row]) -> bool:
-        """Put `rows` in the place of the unfinished block's; False where the cursor cannot go to what is different."""
+        """Replace the rows of the unfinished block by `rows`. Return False if the cursor cannot reach a change."""
         old, (width, height) = self._rows, self.console.size
-        top = len(old) - height  # the first row that the cursor can reach; above it looks do not matter any more
+        top = len(old) - height  # the first row that the cursor can reach; styles of the rows above it cannot change
         same = 0
         while same < min(len(old), len(rows)) and (
             old[same] == rows[same] or (same < top and _text(old[same]) == _text(rows[same]))
@@ -124,48 +125,48 @@ class Painter:
                 return False
             if up:
                 move, added = f"\r\x1b[{up}A", [*rows[same]]
-            else:  # from where the cursor is, which is right even before the new width of a window is known
+            else:  # relative to the cursor: correct even if a new width of the window is not known yet
                 move = f"\x1b[{back}D" if back else ""
             if move:
                 out.append(Segment(f"{move}\x1b[J", None, [(ControlType.CURSOR_UP, up)]))
             out += added
             same += 1
-        begun = self._begun
+        started = self._started
         for row in rows[same:]:
-            out += [Segment.line(), *row] if begun else row
-            begun = True
+            out += [Segment.line(), *row] if started else row
+            started = True
         if rows:
-            self._begin()
+            self._start()
         if out:
             self._write(out)
         return True
 
-    def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
             self.console.show_cursor(False)
 
     def _write(self, segments: list[Segment]) -> None:
         self.console.print(Segments(segments), end="", crop=False)
 
     def _opener(self) -> str:
-        """The line that begins the unfinished code block, without what is shown of it."""
-        found = FENCE.match(self._rest)
-        assert found is not None
-        return found[0].strip("\n") + "\n"
+        """Return the opening line of the unfinished code block, without its title."""
+        mark = FENCE.match(self._rest)
+        assert mark is not None
+        return mark[0].strip("\n") + "\n"
 
     def _shorten(self) -> None:
-        """Forget lines of a long unfinished code block: they are on the screen, and highlighting them takes time."""
+        """Drop the first lines of a long unfinished code block, which are on the screen, to save highlighting time."""
         lines = self._rest.split("\n")
-        if not self._fence or len(lines) <= LONG:
+        if not self._fence or len(lines) <= LONG_CODE:
             return
-        # Not inside of a long string or comment, if possible: where a line after an empty one is not indented.
+        # Cut before an unindented line that follows an empty one, to avoid cutting a long string or comment.
         starts = (i for i in range(len(lines) - 1, 1, -1) if lines[i][:1].strip() and not lines[i - 1].strip())
-        start = next(starts, len(lines) - LONG // 2 if len(lines) > 4 * LONG else 0)
+        start = next(starts, len(lines) - LONG_CODE // 2 if len(lines) > 4 * LONG_CODE else 0)
         if not start:
             return
         rest = self._opener() + "\n".join(lines[start:])
-        rows = rows_of(self.console, rest)
+        rows = render_rows(self.console, rest)
         if [*map(_text, rows)] == [*map(_text, self._rows[-len(rows) :])]:
             self._rest, self._rows, self._gap = rest, self._rows[-len(rows) :], False
 
@@ -175,37 +176,37 @@ def _text(row: Row) -> str:
 
 
 def _change(old: Row, new: Row) -> tuple[int, list[Segment]]:
-    """Return how many columns to remove from the end of row `old`, and what to write there to make it `new`."""
-    had, has = ([(char, segment.style) for segment in row for char in segment.text] for row in (old, new))
-    same = next((i for i, pair in enumerate(zip(had, has)) if pair[0] != pair[1]), min(len(had), len(has)))
-    return cell_len("".join(char for char, _ in had[same:])), [*Segment.simplify(starmap(Segment, has[same:]))]
+    """Return the number of columns to remove from the end of row `old`, and the segments to write there for `new`."""
+    before, after = ([(char, segment.style) for segment in row for char in segment.text] for row in (old, new))
+    same = next((i for i, pair in enumerate(zip(before, after)) if pair[0] != pair[1]), min(len(before), len(after)))
+    return cell_len("".join(char for char, _ in before[same:])), [*Segment.simplify(starmap(Segment, after[same:]))]
 
 
 class MarkdownStream:
-    """One answer, shown as Markdown while it comes. Make a new one for each answer.
+    """A sink that draws one answer as Markdown while it streams.
 
-    `push` only queues: all the work happens in a thread that draws at most 30 frames a second. Nothing else may write
-    to the terminal between the first `push` and `finish` or `abort`.
+    `push` only queues the text; a thread draws at most 30 frames a second. Other code must not write to the terminal
+    between the first `push` and `finish` or `abort`.
     """
 
     def __init__(self, console):
         self._painter = Painter(console)
         self._queue: deque[str] = deque()
-        self._held = ""  # a carriage return: alone a control character, before a newline nothing
+        self._pending = ""  # a final carriage return, which is a control character unless a newline follows
         self._done, self._drawing = Event(), Lock()
         self._thread = None
         self._error = None
         self._closed = self._paused = False
 
     def push(self, text: str) -> None:
-        """Add text of the answer; costs the caller next to nothing. After the end it does nothing."""
+        """Queue text of the answer. Has no effect after the end."""
         self._queue.append(text)
         if self._thread is None and not self._closed:
             self._thread = Thread(target=self._run, name="markdown", daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
-        """Show what is left; raises what writing to the terminal raised, if anything did."""
+        """Draw the remaining text. Raises the first error of writing to the terminal."""
         if self._closed:
             return
         self._closed = True
@@ -221,21 +222,22 @@ class MarkdownStream:
             raise self._error
 
     def abort(self) -> None:
-        """As `finish`, but never raises: for an answer that was stopped or failed. What came is shown."""
+        """Draw the text of a stopped or failed answer, as `finish` does, but never raise."""
         try:
             self.finish()
-        except Exception:  # such as a terminal that is gone: what was said must still be kept
+        except Exception:  # for example a closed terminal: the caller must still save the answer
             pass
 
     def pause(self) -> None:
-        """Leave what is on the screen and show the cursor; no frame is drawn until `resume`, and then below."""
-        if not self._closed:  # else the frame that this call interrupts may be the last one
+        """Stop drawing until `resume`, which continues below, and show the cursor."""
+        if not self._closed:  # once closed, this call may be interrupting the last frame
             self._drawing.acquire()
             self._paused = True
             self._painter.leave()
             self._try(self._painter.close)
 
     def resume(self) -> None:
+        """Continue to draw after `pause`."""
         if self._paused:
             self._paused = False
             self._drawing.release()
@@ -246,29 +248,29 @@ class MarkdownStream:
             if not self._queue:
                 pause = FRAME
                 continue
-            started = time.thread_time()  # not the clock: waiting for the token loop costs it nothing
+            started = time.thread_time()  # CPU time: time spent waiting for the token loop is not counted
             with self._drawing:
                 self._try(lambda: self._painter.frame(self._take()))
             pause = max(FRAME, (time.thread_time() - started) / SHARE)
 
     def _try(self, draw, always: bool = False) -> None:
-        """Draw, unless the terminal has failed already; keep the first error for `finish`."""
+        """Call `draw` unless the terminal has failed already; store the first error for `finish`."""
         if self._error is not None and not always:
             return
         try:
             draw()
-        except SystemExit:  # what rich makes of a broken pipe; only the caller may end the program
+        except SystemExit:  # rich raises it for a broken pipe; only the caller may end the program
             self._error = self._error or BrokenPipeError("the terminal is gone")
         except Exception as error:
             self._error = self._error or error
 
     def _take(self, final: bool = False) -> str:
-        """What was pushed since the last frame, without control characters."""
-        pieces = [self._held]
+        """Return the text pushed since the last frame, without control characters."""
+        parts = [self._pending]
         while self._queue:
-            pieces.append(self._queue.popleft())
-        text = "".join(pieces)
-        self._held = "\r" if text.endswith("\r") and not final else ""
-        text = text[: len(text) - len(self._held)]
-        # Half a surrogate pair cannot be written to any terminal.
+            parts.append(self._queue.popleft())
+        text = "".join(parts)
+        self._pending = "\r" if text.endswith("\r") and not final else ""
+        text = text[: len(text) - len(self._pending)]
+        # A lone surrogate cannot be encoded for the terminal.
         return visible(text.encode("utf-8", "replace").decode("utf-8"))

@@ -1,4 +1,4 @@
-"""The Markdown of answers: CommonMark with tables, ~~ and TeX, parsed by markdown-it.
+"""Parser for the Markdown of answers: CommonMark with tables, ~~ and TeX, parsed by markdown-it.
 
 Differences from CommonMark: `_` never marks emphasis, so that `__init__.py` stays as written. Line ends are kept. HTML,
 images and autolinks are shown as text. The address of a link follows its text. Link references are not supported,
@@ -21,7 +21,7 @@ from mdit_py_plugins.texmath.index import RuleDictType, make_block_func, make_in
 
 from ..terminal import visible
 
-ENDS = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}  # the end of TeX, by its beginning
+ENDS = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}  # opening delimiter of TeX -> closing delimiter
 TEX = re.compile(r"^[ \t>*+\d.)-]*(?:(\$\$|\\\[)|\\begin\{([^{}\n]*)\})", re.MULTILINE)  # a line that begins TeX
 BlockRule = Callable[[StateBlock, int, int, bool], bool]
 
@@ -36,15 +36,15 @@ def tex_block(rule: BlockRule) -> BlockRule:
 
     def block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
         line, tokens = state.line, len(state.tokens)
-        found = rule(state, start, end, False) and not any(map(state.isEmpty, range(start, state.line)))
-        if found and not silent:
+        matched = rule(state, start, end, False) and not any(map(state.isEmpty, range(start, state.line)))
+        if matched and not silent:
             token = state.tokens[-1]
             token.type, token.map, token.markup = "tex", [start, state.line], ""
             token.content = state.getLines(start, state.line, state.sCount[start], False).rstrip("\n")
         else:
             state.line = line
             del state.tokens[tokens:]
-        return found
+        return matched
 
     return block
 
@@ -78,6 +78,7 @@ def as_text(state: StateCore) -> None:
 
 
 def make_parser() -> MarkdownIt:
+    """Return a parser with the rules that the module describes."""
     parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 100}).enable(["table", "strikethrough"])
     parser.disable(["reference", "autolink", "image"])
     parser.core.ruler.push("as_text", as_text)
@@ -88,7 +89,7 @@ def make_parser() -> MarkdownIt:
         inline.before("escape", mark, make_inline_func(bracketed(mark)))
     rules = {
         "dollars": math_block_dollar(allow_labels=False),
-        "brackets": make_block_func(bracketed("\\[", r"[ \t]*$")),  # texmath's own would drop what follows
+        "brackets": make_block_func(bracketed("\\[", r"[ \t]*$")),  # texmath's rule drops the text after the end
         "environment": amsmath_block,
     }
     block.at("table", whole_table, {"alt": ["paragraph", "reference"]})
@@ -107,7 +108,7 @@ PARSER = make_parser()
 
 
 def nameless_head(source: str) -> str:
-    """The first two lines of a table that goes on with the columns of `source`; "" if that is no table."""
+    """Return a table head with empty names and the columns of the table `source`; "" if it is not a table."""
     lines = source.lstrip("\n").split("\n")
     tokens = PARSER.parse("\n".join(lines[:2])) if len(lines) > 2 else []
     columns = sum(token.type == "th_open" for token in tokens)
@@ -115,12 +116,12 @@ def nameless_head(source: str) -> str:
 
 
 def code_blocks(text: str) -> list[str]:
-    """The code between fences, also such as stands in a list, without the newline at its end."""
+    """Return the contents of all fenced code blocks, nested ones included, without the final newline."""
     return [token.content.removesuffix("\n") for token in PARSER.parse(text) if token.type == "fence"]
 
 
 def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
-    """The finished blocks of `text`, its unfinished rest, and whether that is inside a code fence.
+    """Return the finished blocks of `text`, the unfinished rest, and whether the rest is inside a code fence.
 
     The line after a block decides whether the block is finished. While that line is incomplete, it is replaced by "x"
     to find the blocks that would continue. If it does not start with a letter, it may become a list marker, or indented
@@ -128,9 +129,9 @@ def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
     """
     if not text.strip():
         return [], "" if final else text, False
-    whole, newline, begun = text.rpartition("\n")
+    whole, newline, tail = text.rpartition("\n")
     whole += newline
-    indent = begun[: len(begun) - len(begun.lstrip())] if decided(begun) else ""
+    indent = tail[: len(tail) - len(tail.lstrip())] if decided(tail) else ""
     probe = text if final else f"{whole}{indent}x"
     tokens: list[Token] = []
     PARSER.block.parse(probe, PARSER, {}, tokens)
@@ -142,7 +143,7 @@ def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
         finished = len(starts)
     else:
         finished = len(starts) - 1
-        if starts[-1] == len(lines) - 1 and not decided(begun) and finished and _goes_on(tops[-2].type, lines[-2]):
+        if starts[-1] == len(lines) - 1 and not decided(tail) and finished and _may_continue(tops[-2].type, lines[-2]):
             finished -= 1
         finished = min(finished, bisect_right(starts, _settled(lines, tops)) - 1)
     starts.append(len(lines))
@@ -152,22 +153,22 @@ def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
 
 
 def decided(line: str) -> bool:
-    """Whether a line that is only begun is known not to begin a block of another kind than a paragraph."""
+    """Return whether an incomplete line can only begin a paragraph."""
     return line.lstrip()[:1].isalpha()
 
 
 def _trimmed(lines: list[str]) -> str:
-    """The lines as one text, without blank ones before and after."""
+    """Join the lines without leading and trailing blank ones."""
     filled = [i for i, line in enumerate(lines) if line.strip()]
     return "\n".join(lines[filled[0] : filled[-1] + 1]) if filled else ""
 
 
-def _goes_on(kind: str, last_line: str) -> bool:
-    """Whether another line than an "x" could still belong to a block of this kind."""
+def _may_continue(kind: str, last_line: str) -> bool:
+    """Return whether a line other than "x" could continue a block of this kind."""
     if kind == "blockquote_open":
         return bool(last_line.strip())
     if kind == "heading_open":
-        return "|" in last_line  # the head of a table, if its rule comes next
+        return "|" in last_line  # it is the head of a table if a delimiter row follows
     return kind in ("bullet_list_open", "ordered_list_open", "code_block")
 
 
@@ -175,10 +176,10 @@ def _settled(lines: list[str], tops: list[Token]) -> int:
     """Return the number of lines before TeX whose end is missing: the blocks around it depend on that end."""
     first = next((i + 1 for i in range(len(lines) - 2, -1, -1) if not lines[i].strip()), 0)
     text = "\n".join(lines[first:])
-    for begun in TEX.finditer(text):
-        line = first + text.count("\n", 0, begun.end())
+    for opening in TEX.finditer(text):
+        line = first + text.count("\n", 0, opening.end())
         code = any(token.type == "fence" and token.map and token.map[0] < line < token.map[1] for token in tops)
-        end = ENDS[begun[1]] if begun[1] else f"\\end{{{begun[2]}}}"
-        if not code and not re.search(rf"{re.escape(end)}[ \t]*\n", text[begun.end() :]):
+        end = ENDS[opening[1]] if opening[1] else f"\\end{{{opening[2]}}}"
+        if not code and not re.search(rf"{re.escape(end)}[ \t]*\n", text[opening.end() :]):
             return line
     return len(lines)

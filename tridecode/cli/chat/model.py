@@ -27,7 +27,7 @@ class Model:
     device: object
     capacity: int | None = None  # tokens of the context, None if they are unknown
     largest = 0  # the largest context that the model supports, 0 if it is unknown
-    unit = "token"  # the unit of a stream
+    unit = "token"  # the name of the unit that streams yield
     options: Collection[str] = NAMES  # supported sampling options
     defaults: str | None = None  # shown in place of the value of an option that is not set; None: the value is shown
     models: Sequence[str] | None = None  # names that `switch` accepts, None: the models of this machine
@@ -37,12 +37,18 @@ class Model:
     loaded = True  # False if `switch` failed and could not load the old model again
 
     def default_params(self, **overrides) -> SamplingParams:
+        """Return the default sampling parameters with `overrides` applied."""
         return SamplingParams(**overrides)
 
     def check(self, option: str) -> None:
         """Raise ParameterError if the model does not support a sampling option."""
 
     def thinking(self, mode: str, raw: bool) -> Thinking:
+        """Return how the model handles thinking in `mode`: on, off or hide.
+
+        Args:
+            raw: No chat template is used.
+        """
         raise NotImplementedError
 
     def stream(

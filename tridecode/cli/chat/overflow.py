@@ -1,4 +1,4 @@
-"""A turn that does not fit in the context: said with both numbers, and handled as --overflow chose."""
+"""Handling of a turn that does not fit in the context, as --overflow selects."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from .conversation import Conversation
 
 
 class Overflow(PromptError):
-    """The turn cannot fit; with --overflow stop the chat ends here."""
+    """The turn does not fit in the context. With --overflow stop, the chat ends."""
 
 
 def fit(
@@ -21,14 +21,20 @@ def fit(
     choice: str,
     max_tokens: int | None,
     largest: int,
-    begun: bool = False,
+    continues: bool = False,
 ):
-    """The conversation that `line` can be asked in, and a line to show ("" where nothing had to change).
+    """Return the conversation in which `line` fits, and a line to show ("" if the conversation is unchanged).
 
-    count(prompt) is its number of tokens; where it is too long it may raise TooLong with the fewest that it has.
-    largest: the context that the model could have. begun: count adds an answer, which is to go on.
-    choice: of --overflow; drop-oldest leaves an eighth of the context for the answer (or max_tokens, if that is less)
-    and keeps the system turn. Raises Overflow where there is no way.
+    Args:
+        count: Returns the number of tokens of a prompt, or raises TooLong with a lower bound.
+        capacity: Tokens of the context.
+        choice: The value of --overflow. drop-oldest drops the oldest turns but keeps the system turn. It reserves an
+            eighth of the context for the answer, or max_tokens if that is less.
+        largest: Tokens of the largest context that the model supports.
+        continues: `count` includes an answer that is being continued.
+
+    Raises:
+        Overflow: The turn does not fit.
     """
 
     def measured(dropped: int) -> tuple[int, bool]:
@@ -39,7 +45,7 @@ def fit(
 
     dropped, turns = conversation.dropped, len(conversation.turns)
     room = min(max_tokens or capacity, capacity // 8) if choice == "drop-oldest" else 0
-    # The newest turns first: what is far longer than the context would not even go through the template.
+    # Start with the newest turns: the template does not have to render text far longer than the context.
     size = 16 * capacity
     while True:
         first = max(_newest(conversation.turns, size), dropped)
@@ -49,15 +55,15 @@ def fit(
         size *= 4
     if needed <= capacity - room:
         return conversation, ""
-    words = f"more than {counted(needed, 'token')}" if first > dropped else _said(needed, or_more)
+    words = f"more than {counted(needed, 'token')}" if first > dropped else _token_count(needed, or_more)
     if choice != "drop-oldest":
         if tokens(turns) > capacity:
-            raise Overflow(_alone(conversation, line, count, capacity, largest, choice, begun))
+            raise Overflow(_too_long_alone(conversation, line, count, capacity, largest, choice, continues))
         fix = "/undo, /clear or /set overflow drop-oldest make room" if choice == "error" else "the chat ends"
         raise Overflow(f"this turn needs {words}, the context holds {capacity:,}; {fix}")
     chosen = bisect_left(range(first, turns), True, key=lambda n: tokens(n) <= capacity - room) + first
     if tokens(chosen) > capacity:
-        raise Overflow(_alone(conversation, line, count, capacity, largest, choice, begun))
+        raise Overflow(_too_long_alone(conversation, line, count, capacity, largest, choice, continues))
     if chosen == dropped:
         return conversation, ""
     first, last = dropped + 1, chosen
@@ -68,39 +74,39 @@ def fit(
 
 
 def _newest(turns: tuple, size: int) -> int:
-    """The first of the last turns that have at most `size` characters."""
+    """Return the index of the first of the newest turns that have at most `size` characters together."""
     for number in range(len(turns) - 1, -1, -1):
-        size -= 16 + sum(map(len, turns[number]))  # 16 for what a template adds
+        size -= 16 + sum(map(len, turns[number]))  # 16 characters for the markup of the template
         if size < 0:
             return number + 1
     return 0
 
 
-def _alone(
-    conversation: Conversation, line: str, count: Callable, capacity: int, largest: int, choice: str, begun: bool
+def _too_long_alone(
+    conversation: Conversation, line: str, count: Callable, capacity: int, largest: int, choice: str, continues: bool
 ) -> str:
-    """What is wrong with a message that does not fit even where nothing was said before it."""
+    """Return the error text for a message that does not fit even without earlier turns."""
     system = conversation.system is not None
-    parts = ["this message", *["its answer"] * begun, *["the system turn"] * system]
+    parts = ["this message", *["its answer"] * continues, *["the system turn"] * system]
     what = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
     what += " alone need" if parts[1:] else " alone needs"
     needed, or_more = _counted(count, Conversation(conversation.raw, conversation.system).prompt(line))
-    fixes = ["ask for the rest in a message of its own" if begun else "shorten it"]
+    fixes = ["ask for the rest in a separate message" if continues else "shorten it"]
     if system and _counted(count, Conversation(conversation.raw).prompt(line))[0] <= capacity:
-        fixes.append("take the system turn away (/system -)")
+        fixes.append("remove the system turn (/system -)")
     if needed <= largest:
         fixes.append(f"start the chat with --max-seq-len {largest if or_more else min(largest, 2 * needed)}")
     fix = "the chat ends" if choice == "stop" else " or ".join(fixes)
-    return f"{what} {_said(needed, or_more)}, the context holds {capacity:,}; {fix}"
+    return f"{what} {_token_count(needed, or_more)}, the context holds {capacity:,}; {fix}"
 
 
 def _counted(count: Callable, prompt) -> tuple[int, bool]:
-    """The tokens of a prompt, and whether these are only the fewest that it can have."""
+    """Return the tokens of a prompt, and whether the number is only a lower bound."""
     try:
         return count(prompt), False
     except TooLong as error:
         return error.tokens, error.or_more
 
 
-def _said(tokens: int, or_more: bool) -> str:
+def _token_count(tokens: int, or_more: bool) -> str:
     return f"{counted(tokens, 'token')}{' or more' if or_more else ''}"

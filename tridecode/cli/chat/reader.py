@@ -1,4 +1,4 @@
-"""Who reads what is typed: a line editor, or plain input where a terminal can show none."""
+"""Selection of the reader of messages: a line editor, or plain input if the terminal cannot show an editor."""
 
 import os
 from collections.abc import Callable
@@ -7,17 +7,21 @@ from .lines import PlainReader
 
 
 def shows_editor() -> bool:
-    """Whether the terminal can show a line editor."""
+    """Return whether the terminal can show a line editor."""
     return os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 def open_reader(complete: Callable, output):
-    """A line editor where the terminal can show one; complete: what its Tab does, see completion.completed."""
+    """Return a line editor if the terminal can show one, otherwise a plain reader.
+
+    Args:
+        complete: The completion of the Tab key, see completion.completed.
+    """
     if shows_editor():
         try:
             from .keyboard import Keyboard
 
             return Keyboard(complete, output)
         except Exception as error:
-            output.note(f"there is no line editor here ({type(error).__name__}: {error}); plain line input")
+            output.note(f"the line editor cannot start ({type(error).__name__}: {error}); using plain line input")
     return PlainReader(output.keys)

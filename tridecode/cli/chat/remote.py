@@ -1,4 +1,4 @@
-"""A model behind OpenAI's HTTP API, as a chat needs it. HTTP is httpx's."""
+"""A model behind OpenAI's HTTP API. Uses httpx."""
 
 import json
 import re
@@ -23,45 +23,55 @@ OPENAI = {name: name for name in (
 )}  # fmt: skip
 COMMON = OPENAI | {name: name for name in ("top_k", "min_p", "ignore_eos")}
 OURS = COMMON | {name: name for name in ("repetition_penalty", "stop_token_ids")}
-# By owned_by in /v1/models: our names of the sampling options that such a server takes, and its own.
+# owned_by in /v1/models -> {our name of a sampling option that the server supports: its name}.
 OPTIONS = {
     "tridecode": OURS,
     "vllm": OURS,
     "sglang": OURS,
     "llamacpp": COMMON | {"repetition_penalty": "repeat_penalty"},
 }
-COUNTING = ("tridecode", "vllm")  # their /tokenize takes messages
-TEXTS = ("content", "text")  # of a choice: where its text may stand
+COUNTING = ("tridecode", "vllm")  # their /tokenize accepts messages
+TEXTS = ("content", "text")  # fields of a choice that may hold its text
 THOUGHTS = ("reasoning_content", "reasoning")
 
 
 class ServerError(TridecodeError):
-    """The server cannot be reached, refuses, or its answer was cut off."""
+    """The server cannot be reached, refuses the request, or ends the answer early."""
 
 
 class RemoteModel(Model):
-    """A model of one server; `device` is the server's address. Nothing is kept there between two answers.
+    """A model of one server. `device` is the server's address. The server keeps no state between answers.
 
-    Options that are not set have the values of the server.
+    The server's defaults apply to options that are not set.
     """
 
-    unit, defaults = "piece", "as the server has it"  # a server may put several tokens into one piece
+    unit, defaults = "chunk", "the server's default"  # a server may put several tokens into one chunk
     continues = seeds = False
     device: str
-    options: dict[str, str]  # our names and the server's
+    options: dict[str, str]  # our name -> the server's name
 
     def __init__(self, url: str, key: str | None, name: str | None = None, overrides: Collection[str] = ()):
-        """name: as the server calls the model, None for its first one. overrides: the names of sampling options that it
-        has to take. Raises ServerError and ParameterError."""
-        self.device = str(httpx.URL(url).copy_with(userinfo=b"")).rstrip("/")  # as it is shown
+        """Connect to a server.
+
+        Args:
+            url: Address of the server.
+            key: API key.
+            name: The server's name of the model, None for its first model.
+            overrides: Names of sampling options that the server must support.
+
+        Raises:
+            ServerError: The server cannot be used.
+            ParameterError: The server lacks the model or an option.
+        """
+        self.device = str(httpx.URL(url).copy_with(userinfo=b"")).rstrip("/")  # without user and password, for display
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
-        # Servers close what is idle for some seconds (uvicorn: 5): no request should meet that.
+        # Servers close connections that are idle for a few seconds (uvicorn: 5); close them earlier here.
         limits = httpx.Limits(keepalive_expiry=3.0)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits)
         self.switch(name, overrides)
 
     def switch(self, name: str | None, overrides: Collection[str], raw: bool = False) -> None:
-        """Go on with another of the server's models. Raises ServerError and ParameterError, and nothing has changed."""
+        """Use another model of the server. After a ServerError or ParameterError nothing has changed."""
         with failing(self.device):
             response = self._http.get("/v1/models")
             check(response)
@@ -70,10 +80,10 @@ class RemoteModel(Model):
         except (ValueError, LookupError, TypeError, RecursionError):
             cards = {}
         if not cards:
-            raise ServerError(f"{self.device}/v1/models names no model; is this a server with OpenAI's API?")
+            raise ServerError(f"{self.device}/v1/models lists no model; is this a server with OpenAI's API?")
         if name is not None and name not in cards:
             names = ", ".join([brief(known, 80) for known in cards][:8])
-            fix = did_you_mean(name, cards) or f"it has {names}"
+            fix = did_you_mean(name, cards) or f"its models are {names}"
             raise ParameterError(f"the server at {self.device} has no model {brief(name, 80)!r}; {fix}")
         name = next(iter(cards)) if name is None else name
         card = cards[name]
@@ -83,8 +93,8 @@ class RemoteModel(Model):
             check_option(option, owner)
         self.name, self.owner, self.options = name, owner, OPTIONS.get(owner, OPENAI)
         self.models = [known for known in cards if known.isprintable()]
-        told = card.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
-        self.capacity = told if type(told) is int and told > 0 else None
+        context = card.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
+        self.capacity = context if type(context) is int and context > 0 else None
         self.counts = owner in COUNTING and self.capacity is not None
 
     def check(self, option: str) -> None:
@@ -96,7 +106,7 @@ class RemoteModel(Model):
         if raw:
             return Thinking(refusal="with --raw there is no chat template")
         if self.owner not in OPTIONS:  # these servers pass variables to the template
-            return Thinking(True, refusal=f"no chat template can be told through a server of {self.owner}")
+            return Thinking(True, refusal=f"a server of {self.owner} does not set variables of its chat template")
         variables = {SWITCH: False} if mode == "off" else None
         return Thinking(True, variables=variables, advice="/think on leaves thinking to the server")
 
@@ -107,27 +117,31 @@ class RemoteModel(Model):
         self._http.close()
 
     def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
-        """Tokens of a prompt. Raises ServerError, and TooLong where the server does not count so many."""
+        """Return the tokens of a prompt. Raises ServerError, or TooLong if the server refuses to count so many."""
         with failing(self.device):
             response = self._post("/tokenize", self._body(prompt_field(prompt), {}, thinking.variables))
             try:
                 check(response)
                 return int(response.json()["count"])
-            except TooLong:  # a ValueError as well
+            except TooLong:  # a subclass of ValueError
                 raise
             except (ValueError, LookupError, TypeError):
-                raise ServerError(f"{self.device}/tokenize counts no tokens") from None
+                raise ServerError(f"{self.device}/tokenize did not return a number of tokens") from None
 
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[OutputChunk]:
         """Yield an OutputChunk without token ids for each event with text, then a last one; see Engine.stream.
 
-        Thinking that the server sends apart from the answer is put between tags, as models write it. Closing the
-        iterator closes the stream, which cancels the request. Raises ServerError, and TooLong.
+        Thinking that the server sends in a separate field is put between tags, as models write it. Closing the iterator
+        closes the stream, which cancels the request.
 
         Args:
-            overrides: Names of the options that are sent; for the others the server uses its defaults.
+            overrides: Names of the options to send; for the others the server uses its defaults.
+
+        Raises:
+            ServerError: The request fails, or the answer ends early.
+            TooLong: The prompt does not fit in the context.
         """
         options = {name: getattr(params, name) for name in overrides}
         path = "/v1/completions" if isinstance(prompt, str) else "/v1/chat/completions"
@@ -150,8 +164,8 @@ class RemoteModel(Model):
     def _post(self, path: str, body: dict) -> httpx.Response:
         return self._http.post(path, **encoded(body))
 
-    def _body(self, asked: dict, options: dict, variables: dict | None) -> dict:
-        body = {"model": self.name} | asked
+    def _body(self, fields: dict, options: dict, variables: dict | None) -> dict:
+        body = {"model": self.name} | fields
         for name, value in options.items():
             if value not in (None, (), {}):
                 body[self.options[name]] = value
@@ -161,11 +175,12 @@ class RemoteModel(Model):
 def check_option(name: str, owner: str) -> None:
     """Raise ParameterError for a sampling option that a server might ignore."""
     if name not in OPTIONS.get(owner, OPENAI):
-        raise ParameterError(f"{name}: not known to a server of {owner}, which might ignore it; leave it out")
+        problem = f"a server of {owner} does not support this option and might ignore it"
+        raise ParameterError(f"{name}: {problem}; leave it out")
 
 
 class Answer:
-    """An answer as its events come, with their times."""
+    """The state of a streaming answer, with the times of its events."""
 
     def __init__(self):
         self._started = time.perf_counter()
@@ -173,21 +188,21 @@ class Answer:
         self._thinking = False
 
     def event(self, data: bytes) -> str:
-        """The text that an event brings. Raises ServerError."""
+        """Return the text of an event. Raises ServerError."""
         try:
-            found = json.loads(data)
-            if found.get("error") or found.get("object") == "error":
-                raise ServerError(f"the server ended the answer: {message_of(found)}")
-            if usage := found.get("usage"):
+            fields = json.loads(data)
+            if fields.get("error") or fields.get("object") == "error":
+                raise ServerError(f"the server ended the answer: {message_of(fields)}")
+            if usage := fields.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
                 reused = details.get("cached_tokens")
                 self._usage = Usage(usage["prompt_tokens"], reused, usage["completion_tokens"])  # type: ignore[arg-type]  # None if absent
                 if {type(n) for n in vars(self._usage).values()} - {int, type(None)}:
                     raise TypeError
-            text = "".join(map(self._text, found.get("choices") or ()))
+            text = "".join(map(self._text, fields.get("choices") or ()))
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             shown = brief(data.decode(errors="replace"), 80)
-            raise ServerError(f"an event of the answer is none of OpenAI's API: {shown}") from None
+            raise ServerError(f"the server sent an event that is not part of OpenAI's API: {shown}") from None
         if text:
             self._last = time.perf_counter()
             self._first = self._first or self._last
@@ -199,23 +214,26 @@ class Answer:
         text = next(filter(None, map(part.get, TEXTS)), "")
         if reason := choice.get("finish_reason"):
             self._reason = reason
-        made = ""
+        opened = ""
         if thought:
-            made, self._thinking = ("" if self._thinking else f"{OPEN}\n") + thought, True
-        return made + (self._closed() + text if text else "")
+            opened, self._thinking = ("" if self._thinking else f"{OPEN}\n") + thought, True
+        return opened + (self._closed() + text if text else "")
 
     def _closed(self) -> str:
-        """Return the end of the thinking if it has begun."""
+        """Return the closing tag of the think block if one is open."""
         was, self._thinking = self._thinking, False
         return f"\n{CLOSE}\n\n" if was else ""
 
     def end(self) -> OutputChunk:
-        """The last chunk; timings are from the request to the first text, and from there to the last. Raises
-        ServerError."""
+        """Return the last chunk, with the times from the request to the first text and from there to the last text.
+
+        Raises:
+            ServerError: The answer is incomplete.
+        """
         if not isinstance(self._reason, str):
-            raise ServerError("the answer was cut off: its stream ended early")
+            raise ServerError("the answer is incomplete: the stream ended early")
         if self._reason in ("error", "abort"):
-            raise ServerError("the server gave the answer up")
+            raise ServerError("the server aborted the answer")
         first = self._first or time.perf_counter()
         decode = (self._last or first) - first
         rate = (self._usage.completion_tokens - 1) / decode if self._usage and decode > 0 else 0.0
@@ -230,7 +248,7 @@ def prompt_field(prompt: str | list[dict]) -> dict[str, object]:
 
 
 def sent(messages: list[dict]) -> list[dict]:
-    """Messages without the thinking of earlier answers, which no server wants back."""
+    """Return the messages without the thinking of earlier answers, which servers do not expect."""
     return [
         message | {"content": strip_thinking(message["content"])} if message["role"] == "assistant" else message
         for message in messages
@@ -238,15 +256,16 @@ def sent(messages: list[dict]) -> list[dict]:
 
 
 def encoded(body: dict) -> dict:
-    # ASCII: what was typed may hold what UTF-8 cannot.
+    """Return the httpx arguments for a JSON body."""
+    # ASCII only, because typed text may contain lone surrogates, which UTF-8 cannot encode.
     return {"content": json.dumps(body).encode(), "headers": {"content-type": "application/json"}}
 
 
-def events(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of server-sent events, to [DONE] or the end. Raises ServerError."""
+def events(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the data of server-sent events up to [DONE] or the end. Raises ServerError."""
     rest = b""
-    for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
         if len(rest) > LONGEST:
             raise ServerError(f"an event of the answer has more than {LONGEST:,} bytes")
         for line in lines:
@@ -259,43 +278,47 @@ def events(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def check(response: httpx.Response) -> None:
-    """Raises ServerError for a response, read to its end, that is none with status 200; TooLong for a prompt that does
-    not fit, with its length where the server tells it."""
+    """Raise ServerError if the status of a completely read response is not 200.
+
+    Raises:
+        Refused: The prompt is too long, and the server reports its length.
+        ServerError: Any other error.
+    """
     status = response.status_code
     if status == 200:
         return
     try:
-        found = response.json()
-        said = message_of(found)
-        code = found["error"].get("code") if isinstance(found.get("error"), dict) else None
+        body = response.json()
+        message = message_of(body)
+        code = body["error"].get("code") if isinstance(body.get("error"), dict) else None
     except (ValueError, LookupError, AttributeError, RecursionError):
-        said, code = brief(response.text), None
-    if code == "context_length_exceeded" and (numbers := re.search(r"(\d[\d,]*) tokens.*?(\d[\d,]*)", said)):
-        raise Refused(said, int(numbers[1].replace(",", "")))
+        message, code = brief(response.text), None
+    if code == "context_length_exceeded" and (numbers := re.search(r"(\d[\d,]*) tokens.*?(\d[\d,]*)", message)):
+        raise Refused(message, int(numbers[1].replace(",", "")))
     hints = {401: "give TRIDECODE_API_KEY or --api-key-file"}
     if wait := response.headers.get("retry-after"):
-        hints[503] = hints[429] = f"it can be asked again in {brief(wait, 40)}{' s' if wait.isdecimal() else ''}"
-    said = f"the server answers {status}: {said or response.reason_phrase}"
-    raise ServerError(joined(said, hints[status]) if status in hints else said)
+        hints[503] = hints[429] = f"try again in {brief(wait, 40)}{' s' if wait.isdecimal() else ''}"
+    message = f"the server answers {status}: {message or response.reason_phrase}"
+    raise ServerError(joined(message, hints[status]) if status in hints else message)
 
 
 class Refused(TooLong):
-    """A prompt that is too long, in the server's words."""
+    """The server refused a prompt that is too long; the message is the server's."""
 
-    def __init__(self, said: str, tokens: int):
-        PromptError.__init__(self, said)
-        self.tokens, self.or_more = tokens, "tokens or more" in said
+    def __init__(self, message: str, tokens: int):
+        PromptError.__init__(self, message)
+        self.tokens, self.or_more = tokens, "tokens or more" in message
 
 
 @contextmanager
 def failing(url: str):
-    """Within, what goes wrong on the way to a server and back raises ServerError."""
+    """Turn errors of the connection to a server into ServerError within the context."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         words = brief(error) or "no answer"
         raise ServerError(f"cannot connect to {url}: {words}; is a server there?") from None
     except httpx.TimeoutException:
-        raise ServerError(f"{url} said nothing for {TIMEOUT.read:g} s") from None
+        raise ServerError(f"{url} sent no data for {TIMEOUT.read:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
         raise ServerError(f"the connection to {url} was lost ({brief(error) or type(error).__name__})") from None

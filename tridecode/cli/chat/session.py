@@ -1,4 +1,4 @@
-"""Conversations on disk: one JSON file each, readable by its owner only, replaced as a whole or not at all."""
+"""Session files: one JSON file per conversation, readable only by its owner and replaced atomically."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from ..files import replacing
 from .conversation import Conversation
 
 FORMAT, VERSION = "tridecode session", 1
-LARGEST = 64 << 20  # bytes; nothing that was typed or answered is longer
+LARGEST = 64 << 20  # bytes of a session file
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 
 
@@ -25,7 +25,7 @@ class SessionError(TridecodeError):
 
 @contextmanager
 def failing(path: Path, fix: str = ""):
-    """Within, an error of the file system, or of a name with a NUL, is a SessionError."""
+    """Turn file system errors, and errors of names with a NUL, into SessionError within the context."""
     try:
         yield
     except OSError as error:
@@ -35,76 +35,79 @@ def failing(path: Path, fix: str = ""):
 
 
 def state_dir() -> Path:
-    """Where history and sessions live; only its owner may look into it."""
+    """Return the directory of the history and the sessions, which only its owner can read. Raises SessionError."""
     path = Path(platformdirs.user_state_dir("tridecode", appauthor=False))
-    with failing(path, "; set XDG_STATE_HOME to a directory that can be written"):
+    with failing(path, "; set XDG_STATE_HOME to a writable directory"):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
 
 def sessions_dir() -> Path:
+    """Return the directory of the session files."""
     return state_dir() / "sessions"
 
 
 def named(name: str) -> Path:
-    """The file of the session `name`. One that is there may be called anything."""
+    """Return the file of the session `name`. Raises SessionError if a new session cannot have this name."""
     if not _NAME.fullmatch(name):
-        if found := next((path for path in files() if path.stem == name), None):
-            return found
+        if existing := next((path for path in files() if path.stem == name), None):
+            return existing
         raise SessionError(f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 80")
     return sessions_dir() / f"{name}.json"
 
 
 def new_path() -> Path:
+    """Return a file name for a new session, made of the time and a random suffix."""
     return sessions_dir() / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.json"
 
 
 def files() -> list[Path]:
-    """Of all sessions, the one that was saved last at the end."""
-    found, where = [], sessions_dir()
-    with failing(where), suppress(FileNotFoundError), os.scandir(where) as entries:
+    """Return the files of all sessions in the order in which they were saved."""
+    entries_by_time, directory = [], sessions_dir()
+    with failing(directory), suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
-            with suppress(OSError):  # a link that leads nowhere
+            with suppress(OSError):  # a broken link
                 if entry.name.endswith(".json") and entry.is_file():
-                    found.append((entry.stat().st_mtime_ns, where / entry.name))
-    return [path for _, path in sorted(found)]
+                    entries_by_time.append((entry.stat().st_mtime_ns, directory / entry.name))
+    return [path for _, path in sorted(entries_by_time)]
 
 
 def last_path() -> Path:
-    """The session that was saved last."""
-    found = files()
-    if not found:
+    """Return the file of the session that was saved last. Raises SessionError."""
+    paths = files()
+    if not paths:
         raise SessionError(f"there is no session to continue in {sessions_dir()}; chat without --resume starts one")
-    return found[-1]
+    return paths[-1]
 
 
 def dumps(conversation: Conversation, model: str) -> str:
+    """Return the text of a session file."""
     turns = [{"user": user, "assistant": answer} for user, answer in conversation.turns]
     content = {"format": FORMAT, "version": VERSION, "model": model, "raw": conversation.raw}
     if conversation.title is not None:
         content["title"] = conversation.title
-    # ASCII only: whatever was typed, lone surrogates too, can be written and read again.
+    # ASCII only, so that lone surrogates in typed text can be written and read again.
     return json.dumps(content | {"system": conversation.system, "turns": turns}, indent=1) + "\n"
 
 
 def loads(text: str | bytes) -> Conversation:
-    """The conversation in a session's text; ValueError says what is wrong with it."""
+    """Return the conversation in the text of a session file. Raises ValueError."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError("it is no JSON, or only a part of it") from None
+        raise ValueError("it is not JSON, or it is incomplete") from None
     if not is_session(content):
-        raise ValueError("it is JSON, but no session")
+        raise ValueError("it is JSON, but not a session")
     return parse(content)
 
 
 def is_session(content) -> bool:
-    """Whether a JSON value is meant as a session."""
+    """Return whether a JSON value has the format name of a session."""
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def parse(content: dict) -> Conversation:
-    """The conversation in a session's JSON; ValueError says what is wrong with it."""
+    """Return the conversation in the JSON object of a session. Raises ValueError."""
     version = content.get("version")
     if version != VERSION or isinstance(version, bool):
         raise ValueError(f"its version is {json.dumps(version)[:20]}, this program reads {VERSION}")
@@ -121,7 +124,7 @@ def parse(content: dict) -> Conversation:
 
 
 def read(path: Path) -> Conversation:
-    """Raises SessionError with one line; the file is never touched."""
+    """Return the conversation of a session file. Raises SessionError with a message of one line."""
     try:
         if not path.is_file():
             raise SessionError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
@@ -130,42 +133,43 @@ def read(path: Path) -> Conversation:
         return loads(path.read_bytes())
     except OSError as error:
         raise SessionError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # a name with a NUL too
+    except ValueError as error:  # also raised for a name with a NUL
         raise SessionError(f"{path}: not a session that can be continued ({error}); it is left as it is") from None
 
 
 def write(path: Path, text: str) -> None:
-    """All of it or nothing, for the owner only. Raises SessionError."""
+    """Replace a file atomically, readable only by its owner. Raises SessionError."""
     with failing(path), replacing(path, private=True, errors="replace") as file:
         file.write(text)
 
 
 class Store:
-    """The file that a conversation is saved to after each turn. It begins to exist with the first turn."""
+    """The file to which a conversation is saved after each turn. The first turn creates it."""
 
     def __init__(self, path: Path, model: str):
         self.path, self.model = path, model
-        self.saved: Conversation | None = None  # what the file holds
-        self._seen = None  # the file as this program left it
+        self.saved: Conversation | None = None  # the contents of the file
+        self._seen = None  # inode, time and size after our last access
 
     @property
     def name(self) -> str:
         return self.path.stem
 
     def load(self) -> Conversation:
+        """Return the conversation of the file. Raises SessionError."""
         self.saved = read(self.path)
         self._seen = self._state()
         return self.saved
 
     def save(self, conversation: Conversation) -> str:
-        """Returns a line to show, mostly none. Raises SessionError, and the file is as it was."""
+        """Save the conversation and return a line to show, or "". Raises SessionError; the file is then unchanged."""
         if conversation == self.saved or (self.saved is None and not conversation.turns):
             return ""
         note = ""
         if self._state() not in (None, self._seen):
             busy = self.name
             self.begin_new()
-            note = f"session {busy} was changed by another program; this conversation goes on in {self.name}"
+            note = f"session {busy} was changed by another program; this conversation continues in {self.name}"
         with failing(self.path.parent):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write(self.path, dumps(conversation, self.model))
@@ -173,7 +177,7 @@ class Store:
         return note
 
     def rename(self, name: str) -> None:
-        """The same session under another name, also one that has no file yet. Raises SessionError."""
+        """Rename the session, even if it has no file yet. Raises SessionError."""
         path = named(name)
         if os.path.lexists(path):
             raise SessionError(f"session {name} exists already; choose another name, or delete that one first")
@@ -183,12 +187,12 @@ class Store:
         self.path = path
 
     def begin_new(self) -> None:
-        """What is saved next goes to a file of its own; the file so far stays."""
+        """Save to a new file from now on. The old file is kept."""
         self.path, self.saved, self._seen = new_path(), None, None
 
     def _state(self):
         try:
-            found = self.path.stat()
+            stat_result = self.path.stat()
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return stat_result.st_ino, stat_result.st_mtime_ns, stat_result.st_size

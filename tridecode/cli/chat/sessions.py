@@ -1,4 +1,4 @@
-"""The saved sessions as a list, and what is done with one by its name."""
+"""The list of saved sessions, and operations on sessions by name."""
 
 import json
 import os
@@ -16,16 +16,22 @@ from . import session
 from .conversation import Conversation
 from .session import SessionError
 
-NAMED = 28  # columns of a name; longer ones stand out of their column
-TITLE = 16  # columns that a title has beside the rest at least; in a narrower window it has a line of its own
-YEAR = 300 * 24 * 3600  # seconds after which the year is shown in place of the hour
+NAMED = 28  # columns for names; a longer name shifts the rest of its line
+TITLE = 16  # minimum columns for a title; in a narrower window the title is on a separate line
+YEAR = 300 * 24 * 3600  # seconds after which the year is shown instead of the time
 MARKDOWN = (".md", ".markdown")
 UNITS = ("B", "kB", "MB")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """time: seconds since the epoch at which it was saved last; size: bytes. conversation: None if it is damaged."""
+    """A session file.
+
+    Attributes:
+        time: When it was saved last, in seconds since the epoch.
+        size: Bytes of the file.
+        conversation: Its contents, None if the file is damaged.
+    """
 
     path: Path
     time: float
@@ -46,58 +52,65 @@ class Saved:
         return time.strftime("%b %d %H:%M" if recent else "%b %d  %Y", time.localtime(self.time))
 
     def json(self) -> str:
-        """One line for programs; turns is null if it is damaged."""
+        """Return a line of JSON. `title` and `turns` are null if the file is damaged."""
         talk = self.conversation
-        found = {"name": self.path.stem, "title": talk and self.title, "turns": talk and len(talk.turns)}
-        found |= {"saved": int(self.time), "bytes": self.size, "path": str(self.path)}
-        return json.dumps(found)
+        fields = {"name": self.path.stem, "title": talk and self.title, "turns": talk and len(talk.turns)}
+        fields |= {"saved": int(self.time), "bytes": self.size, "path": str(self.path)}
+        return json.dumps(fields)
 
 
 def saved() -> list[Saved]:
-    """All of them, the one that was saved last first."""
-    found = []
+    """Return all sessions, the most recently saved first."""
+    entries = []
     for path in reversed(session.files()):
         try:
             state = path.stat()
-        except OSError:  # deleted meanwhile
+        except OSError:  # deleted in the meantime
             continue
         try:
             conversation = session.read(path)
         except SessionError:
             conversation = None
-        found.append(Saved(path, state.st_mtime, state.st_size, conversation))
-    return found
+        entries.append(Saved(path, state.st_mtime, state.st_size, conversation))
+    return entries
 
 
 def names() -> list[str]:
-    """Of all sessions, the one that was saved last first."""
+    """Return the names of all sessions, the most recently saved first; [] if they cannot be listed."""
     try:
         return [path.stem for path in reversed(session.files())]
     except SessionError:
         return []
 
 
-def lines(found: Sequence[Saved], width: int | None) -> list[str]:
-    """The list in `width` columns, None for as many as it takes: a line for each, in a narrow window three."""
-    shown, longest = [], min(max((len(one.path.stem) for one in found), default=0), NAMED)
-    for one in found:
-        facts = f"{one.path.stem:<{longest}}  {one.date}  {one.turns:>9}  {size(one.size):>7}  "
-        title = one_line(one.title)
+def lines(entries: Sequence[Saved], width: int | None) -> list[str]:
+    """Return the list of sessions: a line per session, or three lines in a narrow window.
+
+    Args:
+        width: Maximum columns of a line, None for no limit.
+    """
+    rows, longest = [], min(max((len(entry.path.stem) for entry in entries), default=0), NAMED)
+    for entry in entries:
+        facts = f"{entry.path.stem:<{longest}}  {entry.date}  {entry.turns:>9}  {size(entry.size):>7}  "
+        title = one_line(entry.title)
         if width is None or len(facts) + TITLE <= width:
-            shown.append(fitted(facts + title, width))
+            rows.append(fitted(facts + title, width))
         else:
-            shown.append(fitted(one.path.stem, width))
-            shown += (fitted(f"  {text}", width) for text in (f"{one.date} · {one.turns} · {size(one.size)}", title))
-    return shown
+            rows.append(fitted(entry.path.stem, width))
+            details = f"{entry.date} · {entry.turns} · {size(entry.size)}"
+            rows += (fitted(f"  {text}", width) for text in (details, title))
+    return rows
 
 
 def fitted(text: str, width: int | None) -> str:
+    """Cut `text` to `width` columns, with an ellipsis."""
     if width is None or cell_len(text) <= width:
         return text
     return set_cell_size(text, width - 1).rstrip() + "…"
 
 
 def size(nbytes: int) -> str:
+    """Return a number of bytes with a unit."""
     value, unit = float(nbytes), 0
     while value >= 999.5 and unit < len(UNITS) - 1:
         value, unit = value / 1000, unit + 1
@@ -105,34 +118,38 @@ def size(nbytes: int) -> str:
 
 
 def existing(name: str) -> Path:
-    """The file of a session that is there. Raises SessionError."""
+    """Return the file of an existing session. Raises SessionError."""
     path = session.named(name)
     if not os.path.lexists(path):
-        fix = did_you_mean(name, names()) or "tridecode sessions lists those that are"
+        fix = did_you_mean(name, names()) or "tridecode sessions lists all sessions"
         raise SessionError(f"there is no session {name}; {fix}")
     return path
 
 
 def rename(old: str, new: str) -> None:
-    """Raises SessionError, also where `new` is there already."""
+    """Rename a session. Raises SessionError, also if `new` exists already."""
     session.Store(existing(old), "").rename(new)
 
 
 def delete(chosen: Sequence[str]) -> None:
-    """All of them or, where one is not there, none. Raises SessionError."""
+    """Delete the sessions, or none of them if one does not exist. Raises SessionError."""
     for path in dict.fromkeys([existing(name) for name in chosen]):
         with session.failing(path):
             path.unlink()
 
 
 def markdown(conversation: Conversation) -> str:
-    """Without its model it is not known whether answers begin inside a think block; only if all look so they do."""
+    """Return a saved conversation as Markdown.
+
+    The model is not loaded, so its template is unknown. Answers are taken to begin inside a think block only if all of
+    them close a block that they do not open.
+    """
     answers = [answer for _, answer in conversation.turns]
-    return conversation.markdown(bool(answers) and all(CLOSE in said and OPEN not in said for said in answers))
+    return conversation.markdown(bool(answers) and all(CLOSE in answer and OPEN not in answer for answer in answers))
 
 
 def export(text: str, file: Path) -> None:
-    """Write Markdown to a file that is not there yet. Raises SessionError."""
+    """Write Markdown to a new file. Raises SessionError, also if the file exists."""
     if file.suffix.lower() not in MARKDOWN:
         raise SessionError(f"{file}: a conversation is exported as Markdown; the name must end in .md")
     if os.path.lexists(file):
@@ -141,5 +158,5 @@ def export(text: str, file: Path) -> None:
 
 
 def title(conversation: Conversation) -> str:
-    """The one that it was given, or its first words."""
+    """Return the title that the user set, or the first words of the conversation."""
     return conversation.title or (brief(conversation.turns[0][0], 60) if conversation.turns else "")

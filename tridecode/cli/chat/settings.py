@@ -1,4 +1,4 @@
-"""/set: a sampling option from what was typed."""
+"""Parsing of the values of /set."""
 
 import json
 import re
@@ -8,44 +8,44 @@ from ...errors import ParameterError
 from ...sampling import SamplingParams
 from ..terminal import did_you_mean
 
-# Settings of the chat itself, beside the sampling options.
+# Settings of the chat that are not sampling options.
 CHOICES: dict[str, tuple[str, ...]] = {"overflow": ("error", "drop-oldest", "stop"), "stats": ("full", "short", "off")}
-NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")  # which a chat shows nowhere
+NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")  # not shown in a chat
 _WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
-_LIST = re.compile(r"""\[\s*["']""")  # the beginning of a list of texts
+_LIST = re.compile(r"""\[\s*["']""")  # the beginning of a list of strings
 
 
 def as_typed(name: str, value) -> str:
-    """The value of an option as /set takes it."""
+    """Return the value of an option in the form that /set accepts."""
     if name == "json_schema" and value is not None:
-        value = json.loads(value)  # kept as JSON text
+        value = json.loads(value)  # stored as JSON text
     return json.dumps(value, ensure_ascii=False) if value is not None else "none"
 
 
 def full_name(name: str) -> str:
-    """An option's name however it was typed."""
+    """Return the name of an option from a typed form such as --top-k or TOP-K."""
     return name.lower().lstrip("-").replace("-", "_")
 
 
 def known(name: str) -> str:
-    """The full name of the sampling option `name`. Raises ParameterError."""
-    found = full_name(name)
-    if found not in NAMES:
-        fix = did_you_mean(found, (*NAMES, *CHOICES)) or "/set shows all"
+    """Return the full name of the sampling option `name`. Raises ParameterError."""
+    option = full_name(name)
+    if option not in NAMES:
+        fix = did_you_mean(option, (*NAMES, *CHOICES)) or "/set shows all"
         raise ParameterError(f"there is no option {name}; {fix}")
-    return found
+    return option
 
 
-def changed(params: SamplingParams, defaults: SamplingParams, found: str, text: str) -> SamplingParams:
-    """`params` with the option of the full name `found` set to what `text` says. Raises ParameterError."""
+def changed(params: SamplingParams, defaults: SamplingParams, option: str, text: str) -> SamplingParams:
+    """Return `params` with an option set to the value typed as `text`. Raises ParameterError."""
     if text == "default":
-        return replace(params, **{found: getattr(defaults, found)})
+        return replace(params, **{option: getattr(defaults, option)})
     try:
-        return replace(params, **{found: _value(found, text)})
-    except (TypeError, ValueError, AttributeError) as error:  # a list where a number should be, and the like
+        return replace(params, **{option: _value(option, text)})
+    except (TypeError, ValueError, AttributeError) as error:  # a value of a wrong type, such as a list
         if isinstance(error, ParameterError):
             raise
-        raise ParameterError(f"{found} cannot be {text[:80]!r}") from None
+        raise ParameterError(f"{option} cannot be {text[:80]!r}") from None
 
 
 def _value(name: str, text: str):
@@ -58,7 +58,7 @@ def _value(name: str, text: str):
         value = text
     if name == "stop_token_ids" and not isinstance(value, list):
         raise ParameterError(f"stop_token_ids must be token ids like 1, 2, got {text[:80]!r}")
-    if name == "stop" and value is text and _LIST.match(text):  # [END] is a text, but this hardly
+    if name == "stop" and value is text and _LIST.match(text):  # an incomplete list; [END] is a string
         raise ParameterError(f'stop must be a text, or a whole JSON list like ["a", "b"], got {text[:80]!r}')
     if name == "stop" and not isinstance(value, (str, list)):
         value = text

@@ -1,4 +1,4 @@
-"""The commands of the chat: what each does, and which one was meant."""
+"""The slash commands of the chat, and their parser."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,18 +10,18 @@ from .clipboard import copy
 from .markup import code_blocks
 from .settings import CHOICES, full_name
 
-BARE = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # words that alone are hardly meant for the model
-# What other chats call them.
+BARE = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # messages that are probably meant as commands
+# The names of commands in other chat programs.
 ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help"}
 KEYS = {
-    "Ctrl-C": "stops an answer; clears the prompt's line, twice leaves",
+    "Ctrl-C": "stops an answer or clears the prompt; twice: leaves",
     "Ctrl-D": "leaves",
-    "Alt-Enter": "begins a new line; a pasted text stays one message",
+    "Alt-Enter": "begins a new line; pasted text stays one message",
     '"""': "begins and ends a message of several lines",
-    "Tab": "completes commands, and what may stand after them",
+    "Tab": "completes commands and their arguments",
     "Ctrl-X Ctrl-E": "opens the message in $EDITOR",
-    "Up, Down": "go through what was typed before, in earlier chats too",
-    "//": "begins a message that begins with one /",
+    "Up, Down": "show earlier messages, also of earlier chats",
+    "//": "begins a message that starts with a single /",
     "Space": "a line that starts with a space is never a command",
 }
 
@@ -42,12 +42,18 @@ class Command(NamedTuple):
 
 
 def run(chat, word: str, rest: str) -> bool:
-    """One command; False ends the chat. `chat` is a talk.Chat."""
+    """Run a command. Return False to end the chat.
+
+    Args:
+        chat: A talk.Chat.
+        word: The command with its slash.
+        rest: Its argument.
+    """
     command = COMMANDS.get(ALIASES.get(word.lower(), word.lower()))
     if command is None:
         fix = f"{did_you_mean(word, COMMANDS)} /help lists them, // begins a message with a /"
         chat.output.error(f"there is no command {word[:80]}; {fix.lstrip()}")
-        if not chat.interactive:  # what was meant as a message has no answer
+        if not chat.interactive:  # the line may have been a message, which now has no answer
             chat.exit_code = 1
         return True
     if command.arguments.startswith("FILE") and not rest:
@@ -56,7 +62,7 @@ def run(chat, word: str, rest: str) -> bool:
         words = f"{', '.join(command.words[:-1])} or {command.words[-1]}"
         chat.output.note(f"{command.name} takes {words}, not {quoted(rest)}")
     elif not command.arguments and rest:
-        words = "takes nothing after it; a message that begins with it needs a space before the /"
+        words = "accepts no argument; put a space before the / to send the line as a message"
         chat.output.note(f"{command.name} {words}")
     else:
         return command.action(chat, rest) is not False
@@ -64,13 +70,13 @@ def run(chat, word: str, rest: str) -> bool:
 
 
 def meant(message: str) -> str:
-    """A question where the message is a word that was probably meant as a command."""
+    """Return a question if the message is a word that was probably meant as a command, otherwise ""."""
     command = BARE.get(message.rstrip().lower())
-    return f"did you mean {command}? With a space before it the word is a message" if command else ""
+    return f"did you mean {command}? Put a space before the word to send it as a message" if command else ""
 
 
 def literal(message: str) -> str:
-    """What is typed to send this message: a space keeps it from being a command or the beginning of a block."""
+    """Return the input that sends `message` literally: a leading space prevents a command or a block."""
     return f" {message}" if message.startswith(("/", '"""')) or meant(message) else message
 
 
@@ -86,7 +92,7 @@ def _help(chat, rest) -> None:
 
 
 def _clear(chat, rest) -> None:
-    chat.replace_conversation(chat.fresh())
+    chat.replace_conversation(chat.new_conversation())
     chat.output.note("a new conversation begins" + chat.kept_in())
 
 
@@ -106,7 +112,7 @@ def _system(chat, rest) -> None:
 def _last(chat) -> tuple[str, str] | None:
     if chat.conversation.turns:
         return chat.conversation.turns[-1]
-    chat.output.note("nothing was said yet")
+    chat.output.note("the conversation has no turns yet")
     return None
 
 
@@ -122,7 +128,7 @@ def _edit(chat, rest):
         if chat.interactive:
             chat.draft = literal(last[0])
         else:
-            chat.output.note("/edit needs TEXT where there is no terminal")
+            chat.output.note("/edit needs TEXT if there is no terminal")
 
 
 def _continue(chat, rest):
@@ -135,7 +141,7 @@ def _undo(chat, rest) -> None:
         chat.conversation, chat.tries = chat.conversation.without_last(), 0
         chat.save()
         left = len(chat.conversation.turns)
-        chat.output.note(f"took back {quoted(last[0])}; {counted(left, 'turn')} left")
+        chat.output.note(f"removed {quoted(last[0])}; {counted(left, 'turn')} left")
 
 
 def _set(chat, rest) -> None:
@@ -147,9 +153,9 @@ def _set(chat, rest) -> None:
             chat.output.say(f"{name:<20} {getattr(chat, name)}")
         return
     try:
-        if (found := full_name(name)) in CHOICES:
-            chat.choose(found, value.strip())
-            chat.output.note(f"{found} is {getattr(chat, found)}")
+        if (option := full_name(name)) in CHOICES:
+            chat.choose(option, value.strip())
+            chat.output.note(f"{option} is {getattr(chat, option)}")
             return
         name = chat.change(name, value.strip())
     except ParameterError as error:
@@ -189,7 +195,7 @@ def _think(chat, rest) -> None:
 
 def _plain(chat, rest) -> None:
     if chat.conversation.raw and rest == "off":
-        chat.output.note("with --raw answers are always plain: a text that is continued is no Markdown")
+        chat.output.note("with --raw answers are always plain text")
     else:
         chat.plain = rest == "on" if rest else chat.plain
         chat.output.note("answers are " + ("plain text" if chat.plain else "shown as Markdown in a terminal"))
@@ -201,7 +207,7 @@ def _stats(chat, rest) -> None:
 
 
 def quoted(text: str) -> str:
-    """The beginning of a message, to tell which one is meant."""
+    """Return the beginning of a message in quotation marks."""
     return repr(brief(text, 50))
 
 
@@ -209,20 +215,20 @@ def _exit(chat, rest) -> bool:
     return False
 
 
-# In the order of /help.
+# In the order in which /help lists them.
 GROUPS = {
     "Conversation": [
-        Command("/retry", "", "ask the last message again", _retry),
-        Command("/continue", "", "go on with the last answer where it ended", _continue),
-        Command("/edit", "[TEXT]", "change the last message and ask it again", _edit),
-        Command("/undo", "", "take back the last message and its answer", _undo),
+        Command("/retry", "", "answer the last message again", _retry),
+        Command("/continue", "", "continue the last answer where it ended", _continue),
+        Command("/edit", "[TEXT]", "change the last message and send it again", _edit),
+        Command("/undo", "", "remove the last message and its answer", _undo),
         Command("/clear", "", "begin a new conversation", _clear),
-        Command("/system", "[TEXT]", "set the system turn; - removes it, alone shows it", _system),
-        Command("/history", "[N]", "show what was said, or the last N turns of it", saving.history),
+        Command("/system", "[TEXT]", "set the system turn; - removes it; no TEXT: show it", _system),
+        Command("/history", "[N]", "show the conversation, or its last N turns", saving.history),
     ],
     "Saved conversations": [
-        Command("/sessions", "[ACTION]", "list them; rename [OLD] NEW, or delete NAME ...", saving.listed),
-        Command("/title", "[TEXT]", "what this one is called there; - for its first words", saving.title),
+        Command("/sessions", "[ACTION]", "list them; rename [OLD] NEW, or delete NAME ...", saving.list_sessions),
+        Command("/title", "[TEXT]", "set its title in the list; - for its first words", saving.title),
     ],
     "Files and clipboard": [
         Command("/save", "FILE", "save the conversation as JSON, to FILE.md as Markdown", saving.save),
@@ -231,13 +237,13 @@ GROUPS = {
         Command("/copy", "[N]", "copy the last answer, or its Nth block of code", _copy),
     ],
     "Model": [
-        Command("/model", "[PATH_OR_ID]", "another model (bundled is built in); alone says which", _model),
-        Command("/think", "[on|off|hide]", "think, do not, or hide it; alone says which", _think),
-        Command("/set", "[NAME VALUE]", "sampling, stats, ...; VALUE may be default", _set),
-        Command("/stats", "", "the model, its speed, memory and context", _stats),
+        Command("/model", "[PATH_OR_ID]", "switch the model (bundled is built in), or show it", _model),
+        Command("/think", "[on|off|hide]", "switch thinking on or off, hide it, or show the mode", _think),
+        Command("/set", "[NAME VALUE]", "set sampling, stats, ...; VALUE may be default", _set),
+        Command("/stats", "", "show the model, its speed, memory and context", _stats),
     ],
     "Chat": [
-        Command("/plain", "[on|off]", "answers as the model writes them, or as Markdown", _plain),
+        Command("/plain", "[on|off]", "show answers as plain text, or as Markdown", _plain),
         Command("/help", "", "show this", _help),
         Command("/exit", "", "leave", _exit),
     ],

@@ -1,4 +1,4 @@
-"""Chat: a conversation with a model, turn by turn, whichever process runs the model."""
+"""A chat with a local or remote model: its state, settings and turns."""
 
 import logging
 import time
@@ -23,12 +23,12 @@ from .turn import Turn
 
 log = logging.getLogger("tridecode")
 DEVICE_LOST = 3  # exit code
-IMPATIENCE = 1.0  # seconds after an answer was stopped in which another Ctrl-C was meant for that answer
+IMPATIENCE = 1.0  # seconds after a stopped answer during which another Ctrl-C does not count as leaving
 COUNTING = "needs a server that counts tokens, as tridecode's and vLLM's do"
 
 
 class Chat:
-    """A conversation with a model, its settings, and the file that holds it (None: no file)."""
+    """A conversation with a model, its settings and its session file."""
 
     def __init__(
         self,
@@ -46,21 +46,29 @@ class Chat:
         think: str = "on",
         overrides: dict | None = None,
     ):
-        """think: on, off or hide. overrides: sampling options that are set."""
+        """Create the chat; the arguments correspond to options of the command line.
+
+        Args:
+            interactive: stdin and stdout are a terminal.
+            store: The session file, None if the conversation is not saved.
+            system: The system turn of new conversations.
+            think: on, off or hide.
+            overrides: Sampling options that are set.
+        """
         self.model, self.params, self.output = model, params, output
         self.conversation, self.system = conversation, system
         self.overrides = dict(overrides or {})
         self.interactive, self.store, self.overflow, self.stats = interactive, store, overflow, stats
-        self.begun_with = {name: getattr(self, name) for name in CHOICES}
-        self.plain = plain or conversation.raw  # a text that is continued is no Markdown
+        self.initial_choices = {name: getattr(self, name) for name in CHOICES}
+        self.plain = plain or conversation.raw  # continued text is not Markdown
         self.stopped_at = float("-inf")  # when an answer, or the load of a model, was stopped
-        self.tries = 0  # of the last message, beside the first
-        self.draft: str | None = None  # what /edit puts into the next prompt
-        self.kept: str | None = None  # the session that holds the conversation before this one
+        self.tries = 0  # retries of the last message
+        self.draft: str | None = None  # text that /edit puts into the next prompt
+        self.kept: str | None = None  # the session of the previous conversation
         self.exit_code = 0
         self.last: OutputChunk | None = None  # the last chunk of the latest complete answer
-        self.seed: int | None = None  # its seed, where that counts
-        self.used: int | None = None  # tokens of the conversation at most, where that is known
+        self.seed: int | None = None  # its seed, None if it is greedy or unknown
+        self.used: int | None = None  # upper bound of the tokens of the conversation, None if unknown
         self.answers = self.tokens = 0
         self.seconds = 0.0
         self.think, self.thinking = "on", Thinking()
@@ -68,16 +76,16 @@ class Chat:
 
     def set_think(self, mode: str) -> None:
         """Set the mode of thinking: on, off or hide. If off is not supported, print the reason and keep the mode."""
-        found = self.model.thinking(mode, self.conversation.raw)
-        if mode == "off" and found.refusal:
-            self.output.note(f"thinking cannot be switched off: {found.refusal}; /think hide shows only its length")
+        thinking = self.model.thinking(mode, self.conversation.raw)
+        if mode == "off" and thinking.refusal:
+            self.output.note(f"thinking cannot be switched off: {thinking.refusal}; /think hide shows only its length")
             mode = self.think if self.think != "off" else "on"
-            found = self.model.thinking(mode, self.conversation.raw)
-        self.think, self.thinking, self.used = mode, found, None
+            thinking = self.model.thinking(mode, self.conversation.raw)
+        self.think, self.thinking, self.used = mode, thinking, None
 
     def switch(self, name: str) -> None:
         """Load another model and keep the conversation. Ctrl-C keeps the present model."""
-        with one_interrupt(self.interactive):  # while that is loaded again, too
+        with one_interrupt(self.interactive):  # also while the present model is loaded again
             try:
                 self.model.switch(name, self.overrides, self.conversation.raw)
             except KeyboardInterrupt:
@@ -97,8 +105,9 @@ class Chat:
             self.store.model = self.model.name
 
     def capacity_words(self) -> str:
+        """Return the size of the context for display."""
         if self.model.capacity is None:
-            return "context of a length that the server does not tell"
+            return "context of unknown length"
         return f"context of {counted(self.model.capacity, 'token')}"
 
     def settings(self) -> Sequence[str]:
@@ -106,18 +115,18 @@ class Chat:
         return [name for name in NAMES if name in self.model.options]
 
     def offer(self) -> Offer:
-        """What Tab completes."""
+        """Return the arguments that Tab completes."""
         fixed: dict[str, tuple[str, ...]] = {} if self.model.counts else {"overflow": ("error",)}
         return Offer(self.settings(), CHOICES | fixed, self.model.models)
 
     def setting(self, name: str) -> str:
-        """The value of a sampling option, as /set takes it."""
+        """Return the value of a sampling option in the form that /set accepts."""
         if self.model.defaults is not None and name not in self.overrides:
             return self.model.defaults
         return as_typed(name, getattr(self.params, name))
 
     def change(self, name: str, text: str) -> str:
-        """Set a sampling option from what was typed; returns its full name. Raises ParameterError."""
+        """Set a sampling option to a typed value and return its full name. Raises ParameterError."""
         name = known(name)
         if not text:
             raise ParameterError(f"/set {name} needs a value; it is {self.setting(name)}")
@@ -131,17 +140,21 @@ class Chat:
         return name
 
     def choose(self, name: str, value: str) -> None:
-        """Set one of CHOICES; default is what it was when the chat began. Raises ParameterError."""
+        """Set one of CHOICES. `default` restores the value at the start of the chat. Raises ParameterError."""
         if value not in (*CHOICES[name], "default"):
             if not value:
                 raise ParameterError(f"/set {name} needs a value; it is {getattr(self, name)}")
             raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, default, got {value[:80]!r}")
         if name == "overflow" and value in ("drop-oldest", "stop") and not self.model.counts:
             raise ParameterError(f"overflow {value} {COUNTING}")
-        setattr(self, name, self.begun_with[name] if value == "default" else value)
+        setattr(self, name, self.initial_choices[name] if value == "default" else value)
 
     def handle(self, line: str, replaces: bool = False) -> bool:
-        """A command or a turn, which `replaces` the last one if so; False ends the chat."""
+        """Handle an input line: a command or a message. Return False to end the chat.
+
+        Args:
+            replaces: The message replaces the last turn.
+        """
         message = unquoted(line)
         if message is None and line.startswith("/") and not line.startswith("//"):
             word, *rest = line.split(maxsplit=1)
@@ -156,7 +169,7 @@ class Chat:
         return self.ask(message if self.conversation.raw else message.strip(), replaces)
 
     def command(self, word: str, rest: str) -> bool:
-        """One command; an error is one line. False ends the chat."""
+        """Run a command and print its error, if any, as one line. Return False to end the chat."""
         try:
             return slash.run(self, word, rest)
         except BrokenPipeError:
@@ -167,9 +180,14 @@ class Chat:
             return self.survives(error)
 
     def ask(self, message: str, replaces: bool = False, tries: int = 0, prefix: str = "") -> bool:
-        """One turn; an error is one line and leaves the conversation as it was. False ends the chat.
+        """Run a turn. An error is printed as one line and leaves the conversation unchanged.
 
-        tries: number of earlier answers to this message; it changes the seed. prefix: the answer that is continued.
+        Return False to end the chat.
+
+        Args:
+            replaces: The turn replaces the last one.
+            tries: Number of earlier answers to this message; it changes the seed.
+            prefix: The answer to continue.
         """
         before, self.tries = self.tries, tries
         try:
@@ -181,7 +199,7 @@ class Chat:
             if self.overflow == "stop":
                 self.exit_code = 1
                 return False
-        except OSError:  # the answer cannot be shown: a reader or a terminal that has gone
+        except OSError:  # the answer cannot be shown: the pipe or the terminal is closed
             raise
         except Exception as error:
             log.debug("a turn failed", exc_info=True)
@@ -193,7 +211,7 @@ class Chat:
     def continue_answer(self) -> bool:
         """Continue the last answer where it ended."""
         if not self.model.continues:
-            self.output.note("through a server an answer cannot be continued; ask the model to go on")
+            self.output.note('a server cannot continue an answer; send a message such as "continue"')
             return True
         message, answer = self.conversation.turns[-1]
         return self.ask(message, replaces=True, prefix=answer)
@@ -201,20 +219,20 @@ class Chat:
     def survives(self, error: Exception) -> bool:
         """Return whether the chat can continue after `error`; if it cannot, print the reason."""
         if not self.model.loaded:
-            what, code = "there is no model any more", 1
+            problem, code = "there is no model any more", 1
         elif self.model.lost(error):
-            what, code = f"{self.model.device} can no longer be used by this program", DEVICE_LOST
+            problem, code = f"{self.model.device} can no longer be used by this program", DEVICE_LOST
         else:
             return True
-        self.output.error(f"{what}; the chat ends")
+        self.output.error(f"{problem}; the chat ends")
         self.exit_code = code
         return False
 
-    def fail(self, what: str, prefix: str = "") -> None:
-        """One line; a pipe, where nobody may have read it, says so again with its exit code."""
-        if SWITCH in what and self.thinking.advice:
-            what = joined(what, self.thinking.advice)
-        self.output.error(joined(what, "the answer stays as it was" if prefix else "the turn is not kept"))
+    def fail(self, message: str, prefix: str = "") -> None:
+        """Print the error of a turn. If the chat is not interactive, also set the exit code to 1."""
+        if SWITCH in message and self.thinking.advice:
+            message = joined(message, self.thinking.advice)
+        self.output.error(joined(message, "the answer is unchanged" if prefix else "the turn is not kept"))
         if not self.interactive:
             self.exit_code = 1
 
@@ -223,7 +241,8 @@ class Chat:
         capacity = self.model.capacity
         if capacity is None or not self.model.counts:
             return base
-        # Counting costs time before the first token. No token is less than a byte; 256 is for what a template adds.
+        # Skip the count, which delays the first token, if an upper bound fits. A character has at most four bytes, a
+        # token at least one, and the template adds fewer than 256 tokens.
         if not prefix and self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
             return base
 
@@ -251,11 +270,11 @@ class Chat:
             why = f"max_tokens ({limit:,}) was reached"
         else:
             why = "the context is full, or the server has a limit"
-        goes_on = self.interactive and self.model.continues and more
-        return f"the answer was cut: {why}" + ("; /continue goes on" if goes_on else "")
+        continuable = self.interactive and self.model.continues and more
+        return f"the answer was cut: {why}" + ("; /continue continues it" if continuable else "")
 
     def save(self) -> None:
-        """Bring the session file up to date; where that fails, a line says so and the chat goes on."""
+        """Save the conversation to the session file. An error is printed, and the chat continues."""
         if self.store is None:
             return
         try:
@@ -266,33 +285,38 @@ class Chat:
             if not self.interactive:
                 self.exit_code = 1
 
-    def fresh(self) -> Conversation:
+    def new_conversation(self) -> Conversation:
+        """Return an empty conversation with the system turn of the chat."""
         return Conversation(self.conversation.raw, self.system)
 
     def set_system(self, text: str | None) -> None:
+        """Set the system turn; None removes it."""
         self.system, self.used = text, None
         self.conversation = replace(self.conversation, system=text)
         self.save()
 
     def set_title(self, text: str | None) -> None:
+        """Set the title; None selects the first words."""
         self.conversation = replace(self.conversation, title=text)
         self.save()
 
     def answer_only(self, answer: str) -> str:
-        """An answer without its thinking."""
+        """Return an answer without its thinking."""
         return answer if self.conversation.raw else strip_thinking(answer, self.thinking.opened)
 
     def replace_conversation(self, conversation: Conversation) -> None:
-        """Go on with another conversation, in a file of its own: the one so far stays on disk."""
+        """Switch to another conversation and to a new session file. The file of the previous one is kept."""
         self.kept = self.store.name if self.store and self.store.saved else None
         self.conversation, self.last, self.used, self.tries = conversation, None, None, 0
         if self.store:
             self.store.begin_new()
 
     def kept_in(self) -> str:
-        return f"; the one before stays in session {self.kept}" if self.kept else ""
+        """Return the part of a note that names the session of the previous conversation, or ""."""
+        return f"; the previous one is saved in session {self.kept}" if self.kept else ""
 
     def describe(self) -> str:
+        """Return a description of a continued conversation."""
         turns = self.conversation.turns
         last = f", the last was {slash.quoted(turns[-1][0])}" if turns else ""
         return f"continuing {counted(len(turns), 'turn')}{last}"

@@ -1,4 +1,4 @@
-"""One turn of a chat: the answer from its prompt to the line after it."""
+"""One turn of a chat: its prompt, the streamed answer and the statistics line."""
 
 import secrets
 import time
@@ -15,27 +15,29 @@ from ..waiting import Waiting
 from .conversation import Conversation
 from .display import Display, as_plain, open_fence, open_sink
 
-SEEDS = 1_000_000  # that are drawn from where none is given
-COLUMNS = 80  # of the line after an answer, at most
+SEEDS = 1_000_000  # range of the random seeds that are used if none is set
+COLUMNS = 80  # maximum width of the statistics line
 
 
 class Turn:
-    """The answer to `line` in the conversation `base`, or its rest after `prefix`. `chat` is a talk.Chat.
+    """The answer to `line` in the conversation `base`, or the rest of the answer after `prefix`.
 
-    `run` streams it and keeps the turn, unless it failed or was stopped before its first character.
+    `run` streams the answer and adds the turn to the conversation of `chat`, a talk.Chat. A turn that failed, or was
+    stopped before its first character, is not added.
     """
 
     def __init__(self, chat, line: str, base: Conversation, prefix: str = ""):
         self.chat, self.line, self.base, self.prefix = chat, line, base, prefix
         self.params: SamplingParams  # set by run
-        # The thinking of an answer that is continued is over.
+        # A continued answer has already ended its thinking.
         self.splitter = ThinkSplitter(chat.thinking.opened and not prefix)
-        self.said: list[str] = []
+        self.texts: list[str] = []
         self.tokens = 0
-        self.last: OutputChunk | None = None  # the last chunk, once it is there
+        self.last: OutputChunk | None = None  # the latest chunk
         self.started = 0.0
 
     def run(self) -> None:
+        """Stream the answer, show it, and update the chat."""
         chat, output = self.chat, self.chat.output
         sink = open_sink(output, chat.plain)
         if self.prefix and not as_plain(output, chat.plain):
@@ -43,7 +45,7 @@ class Turn:
         shown = Display(output, sink, self.splitter, chat.think == "hide", chat.model.unit)
         waiting = Waiting(output, chat.model.reading, redraws=not chat.plain, shows=chat.interactive)
         pause, resume = both(waiting.pause, shown.pause), both(shown.resume, waiting.resume)
-        # Around all of it: a second Ctrl-C must not lose what the first one stopped.
+        # Covers the whole turn, so that a second Ctrl-C does not lose the answer that the first one stopped.
         with one_interrupt(chat.interactive), suspendable(pause, resume):
             self.params = params_of(chat)
             self.started = time.perf_counter()
@@ -68,22 +70,22 @@ class Turn:
             for chunk in chat.model.stream(prompt, self.params, chat.overrides, chat.thinking, self.prefix):
                 waiting.end()
                 self.last = chunk
-                self.said.append(chunk.text)
+                self.texts.append(chunk.text)
                 self.tokens += chunk.finish_reason is None
                 self._show(shown, self.splitter.feed(chunk.text), chunk.text)
         self._show(shown, self.splitter.finish())
 
     def _show(self, shown: Display, parts: list[tuple[str, str]], text: str = "") -> None:
-        """Plain text has the think block as the model wrote it, unless that is hidden."""
+        """Show a part of the answer. Plain text contains the think block with its tags, unless it is hidden."""
         whole = self.chat.think != "hide" and as_plain(self.chat.output, self.chat.plain)
         shown.push([(ANSWER, text)] if whole else parts)
 
     def _keep(self, shown: Display) -> None:
-        """What became of it: in the conversation, on the disk, and in a line."""
+        """Add the turn to the conversation, save it, and print the statistics line or the error."""
         chat, last = self.chat, self.last
-        answer, added = self.prefix + "".join(self.said), bool("".join(self.said))
+        answer, added = self.prefix + "".join(self.texts), bool("".join(self.texts))
         if self.splitter.thinking and (last is None or last.finish_reason == "length"):
-            answer += f"\n{CLOSE}\n\n"  # templates take the thinking out of earlier turns only if it has an end
+            answer += f"\n{CLOSE}\n\n"  # templates remove the thinking of earlier turns only if it is closed
         failed = last is not None and last.finish_reason == "error"
         chat.used = None
         if last is not None and last.usage is not None and not failed:
@@ -107,16 +109,16 @@ class Turn:
             chat.last, chat.seed = last, self.params.seed if self.params.temperature else None
             if cut := chat.cut(last):
                 chat.output.note(cut)
-            tell_speed(chat, last)
+            print_speed(chat, last)
 
 
 def params_of(chat):
-    """Those that are set; a further try of the same message has another seed, which is told."""
+    """Return the sampling parameters of the turn. A retry of a message changes the seed and prints it."""
     params = chat.params
     if not chat.tries:
         return with_seed(params) if chat.model.seeds else params
     if params.temperature == 0:
-        chat.output.note("temperature is 0, so every try gives the same answer; /set temperature 0.7 changes that")
+        chat.output.note("temperature is 0, so every try gives the same answer; use /set temperature 0.7")
     elif params.seed is not None:
         seed = params.seed + chat.tries
         seed -= 2**64 if seed >= 2**64 else 0
@@ -126,14 +128,14 @@ def params_of(chat):
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """The parameters with a seed that can be read and typed, so that an answer can be had again."""
+    """Return the parameters with a random short seed if none is set, so that the answer can be reproduced."""
     if params.seed is not None or params.temperature == 0:
         return params
     return replace(params, seed=secrets.randbelow(SEEDS))
 
 
-def tell_speed(chat, last) -> None:
-    """The line after an answer, as `stats` has it."""
+def print_speed(chat, last) -> None:
+    """Print the statistics line in the form that the setting `stats` selects."""
     if chat.stats == "short":
         chat.output.note(" · ".join(speed_line(last.usage, last.timings).split(" · ")[:2]))
     elif chat.stats == "full":
