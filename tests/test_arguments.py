@@ -70,7 +70,7 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_that_are_none(engine, name):
+def test_invalid_prompts_are_refused(engine, name):
     for call in (engine.generate, engine.encode, engine.score):
         with pytest.raises(PromptError, match="prompt|token id") as caught:
             call(PROMPTS[name])
@@ -93,7 +93,7 @@ def holders(engine: Engine) -> list:
     return held + recorder.launches
 
 
-def test_what_holds_tensors_prints_as_one_short_line(engine):
+def test_repr_of_objects_with_tensors_is_one_short_line(engine):
     engine.name = "a name as long as a path can be\n" * 100
     for holder in holders(engine):
         assert len(repr(holder)) <= 200 and "\n" not in repr(holder), type(holder)
@@ -101,7 +101,7 @@ def test_what_holds_tensors_prints_as_one_short_line(engine):
     assert all(word in repr(engine) for word in shows)
 
 
-def test_nothing_else_prints_tensors(engine):
+def test_no_repr_contains_tensors(engine):
     """No dataclass that the engine holds has a tensor in its repr."""
     found, waiting = [], [engine]
     assert engine.model.layers  # cached from here on
@@ -117,7 +117,7 @@ def test_nothing_else_prints_tensors(engine):
 
 
 @pytest.mark.parametrize("kind", [bytearray, memoryview, set, frozenset], ids=lambda kind: kind.__name__)
-def test_bytes_and_sets_are_no_token_ids(engine, kind):
+def test_bytes_and_sets_are_refused_as_token_ids(engine, kind):
     prompt = kind(b"ab")
     with pytest.raises(PromptError, match="prompt must be text, token ids or a list"):
         engine.encode(prompt)

@@ -142,7 +142,7 @@ def test_a_context_beyond_the_models_limit(failure, good):
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "info"])
-def test_misspelt_option(failure, command):
+def test_misspelled_option(failure, command):
     line = failure(command, "--devise", "cpu", code=2)
     assert "did you mean --device?" in line and f"tridecode {command} --help" in line
 
@@ -264,7 +264,7 @@ def test_token_id_outside_the_vocabulary(failure, good, token):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 @pytest.mark.parametrize("options", [("--device", "cuda"), ("--device", "cuda:3"), ("--backend", "triton")])
-def test_gpu_asked_for_and_absent(failure, good, options):
+def test_missing_gpu_is_refused(failure, good, options):
     assert "GPU" in failure("generate", "--prompt", "x", "--model", good, *options)
     assert re.search("; use --(device cpu|backend torch)$", failure("generate", "--prompt", "x", *options))
     assert "GPU" in failure("info", "--model", good, *options)
@@ -282,7 +282,7 @@ def test_wrong_bench_options(failure, options):
     assert repr(options[1]) in failure("bench", "decode", *options, code=2)
 
 
-def test_what_bench_offload_measures_is_one_thing(failure):
+def test_bench_offload_modes_are_exclusive(failure):
     assert "not allowed with" in failure("bench", "offload", "--swap", "--weights", "4", code=2)
 
 

@@ -69,7 +69,7 @@ def test_a_package_index_shows_no_link_into_the_repository(description):
         assert f"`{target.partition('#')[0]}`" in description
 
 
-def test_a_package_index_shows_all_the_rest_of_the_readme(description):
+def test_package_index_shows_the_whole_readme(description):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert description.count("\n") == readme.count("\n") + 2  # the line about the files
     told = set(description.splitlines())
@@ -78,7 +78,7 @@ def test_a_package_index_shows_all_the_rest_of_the_readme(description):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document):
+def test_links_have_targets(document):
     text = document.read_text(encoding="utf-8")
     for target in targets(text):
         path, _, anchor = target.partition("#")
@@ -90,12 +90,12 @@ def test_links_lead_somewhere(document):
 
 
 @pytest.mark.parametrize("document, command", COMMANDS, ids=lambda part: part)
-def test_a_command_that_is_shown_has_options_that_exist(document, command):
+def test_documented_commands_have_existing_options(document, command):
     arguments = shlex.split(command, comments=True)
     if arguments[0] != "--print-completion":
         assert make_parser().parse_args(arguments).command in ("chat", arguments[0])  # a question is for chat
 
 
-def test_commands_are_shown():
+def test_documents_contain_commands():
     assert len(COMMANDS) > 30
     assert {"README.md", "chat.md", "generate.md", "benchmarks.md"} <= {name for name, _ in COMMANDS}

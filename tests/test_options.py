@@ -68,7 +68,7 @@ def test_a_new_field_is_an_option_everywhere(more, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
-def test_tables_of_options_are_those_of_the_declarations(page):
+def test_option_tables_match_declarations(page):
     text = page.read_text(encoding="utf-8")
     recorded = runpy.run_path(str(ROOT / "docs" / "record_options.py"))["recorded"]
     assert recorded(text) == text, "run python docs/record_options.py"
@@ -115,7 +115,7 @@ def test_published_flags_stay(command, capsys):
     assert set(FLAGS[command].split()) <= set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
 
 
-def test_constants_are_those_of_the_rooms():
+def test_constants_match_their_modules():
     """options.py imports no torch, and so repeats them."""
     assert (*GRAPHS,) == (*dispatch.MODES,) and MAX_SLOTS == dispatch.SIZES[-1]
     assert PAGE == kv.PAGE and CHUNK == prompt.CHUNK
@@ -172,7 +172,7 @@ def test_an_engine_is_planned_once(monkeypatch, tmp_path):
     assert calls == ["resolve", "plan_graphs", "plan_drafts", "plan_kv"]
 
 
-def test_a_plan_that_does_not_fit_names_what_would(monkeypatch):
+def test_plan_that_does_not_fit_suggests_options(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 8 * GIB)
     plan = resolve(EngineOptions(dtype="bfloat16"), PRESETS["llama-3.1-8b"], torch.device("cuda"))
     assert (
@@ -185,7 +185,7 @@ def test_a_plan_that_does_not_fit_names_what_would(monkeypatch):
     assert sum(fitting.pools.values()) <= fitting.memory.usable
 
 
-def test_pools_add_up_to_what_is_needed(monkeypatch):
+def test_pools_add_up_to_required_memory(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
     plan = resolve(EngineOptions(slots=4), tiny_config(), torch.device("cpu"))
     assert sum(plan.pools.values()) == plan.memory.needed(plan.capacity, plan.kv_tokens)

@@ -204,7 +204,7 @@ def test_an_unfinished_result_is_answered_again(batch, rest):
 
 
 @pytest.mark.parametrize("cut", [0, 30])
-def test_a_tail_of_nul_bytes_is_told_with_what_mends_it(batch, cut):
+def test_nul_bytes_at_the_end_are_reported_with_a_fix(batch, cut):
     begun = json.dumps(ENTRY) + "\n" + json.dumps(ENTRY)[:cut]
     batch.results.write_text(begun + "\0" * 5000)
     code, _, err = batch()
@@ -235,7 +235,7 @@ def test_a_second_process_on_one_output_is_refused(batch, engine, monkeypatch):
     assert code == 0 and "all 2 lines are answered" in err
 
 
-def test_a_file_that_was_replaced_while_it_was_opened_is_not_added_to(batch, monkeypatch, tmp_path):
+def test_file_replaced_during_open_is_not_appended_to(batch, monkeypatch, tmp_path):
     flock = fcntl.flock
 
     def replaced(file, operation):

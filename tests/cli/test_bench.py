@@ -41,7 +41,7 @@ def bench(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_bytes_of_a_step_by_hand(tied):
+def test_step_bytes(tied):
     engine = tiny_engine(dtype=torch.bfloat16, tie_word_embeddings=tied)
     # hidden 96, intermediate 160, 4 and 2 heads of 64, vocabulary 331, two layers
     layer = 96 * (256 + 2 * 128) + 256 * 96 + 3 * 96 * 160 + 2 * 96 + 2 * 64
@@ -51,7 +51,7 @@ def test_bytes_of_a_step_by_hand(tied):
     assert step_bytes(engine, [10, 300], 5) == weights + (12 + 302) * kv  # the weights once; positions 10 to 14 and on
 
 
-def test_flops_of_a_prompt_by_hand():
+def test_prefill_flops():
     config = tiny_config()
     qkv, rest, head = 96 * 512, 96 * 256 + 3 * 96 * 160, 96 * 331
     one = 2 * (2 * (qkv + rest) + head) + 2 * 4 * 256
@@ -61,7 +61,7 @@ def test_flops_of_a_prompt_by_hand():
     assert prefill.prefill_flops(config, 3) == one + 2 * 2 * (2 * qkv + rest) + attention
 
 
-def test_flops_of_a_sliding_window_by_hand():
+def test_prefill_flops_of_a_sliding_window():
     full, window = (
         prefill.prefill_flops(tiny_config(**FAMILIES["mistral"] | {"sliding_window": w}), 40) for w in (None, 24)
     )
@@ -82,7 +82,7 @@ def test_percentiles():
     assert measure.spread([3.0, 1.0, 2.0], 10) == pytest.approx((20.0, 11.0, 29.0))
 
 
-def test_figures_of_streams_and_starts_by_hand():
+def test_stream_and_start_figures():
     found = stream_figures([(0.5, [1e-6, 3e-6]), (0.1, [4e-6, 4e-6])], [2e-6, 2e-6])
     assert found["us_per_token"] == pytest.approx(3) and found["ratio_to_graph"] == pytest.approx(1.5)
     assert found["ttft_ms"] == pytest.approx(300) and found["itl_median_us"] == pytest.approx(3.5)
@@ -92,7 +92,7 @@ def test_figures_of_streams_and_starts_by_hand():
     assert found["first_start_kernels_compiled"] == 14 and "token" not in found
 
 
-def test_steps_that_have_ended_are_not_timed():
+def test_ended_rows_are_not_timed():
     engine = engine_of(128, 2)
     rewind(engine, [5, 5], measure.GREEDY, 2)
     measure.check_running(engine, "both", 2)
@@ -114,7 +114,7 @@ def test_every_run_has_the_same_pages():
 
 
 @pytest.mark.parametrize("contexts, steps", [([64] * 7, 128), ([1000, 64, 63, 1], 63), ([32, 96], 30)])
-def test_the_pool_has_room_for_every_step(contexts, steps):
+def test_pool_has_pages_for_every_pass(contexts, steps):
     room = [batch.room_of(context, steps) for context in contexts]
     engine = engine_of(max(room), len(contexts), sum(room))
     rewind(engine, contexts, measure.GREEDY, len(contexts))
@@ -203,9 +203,9 @@ def test_contexts_of_a_mix(context, rows):
     assert contexts_of(context) == rows
 
 
-def test_rows_are_refused_if_all_contexts_are_mixes(bench):
+def test_rows_option_is_refused_with_mixes_only(bench):
     code, out, err = bench("batch", "--rows", "4", "--context", "64x3,32x2")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--rows: a mix like 64x3 says itself how many" in err
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--rows: a mix like 64x3 sets the number" in err
 
 
 def test_prefill_in_several_lengths_and_modes(bench):
@@ -298,7 +298,7 @@ def test_a_real_preset_on_the_gpu(capsys, argv):
 # decode --ablate
 
 
-def test_a_workspace_that_allocates_gives_the_same_tokens(monkeypatch):
+def test_allocating_workspace_gives_equal_tokens(monkeypatch):
     tokens, made, params = [], [], SamplingParams(temperature=0.0, seed=1)
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
@@ -380,7 +380,7 @@ def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU is there")
-def test_the_started_program_is_found_from_anywhere(tmp_path, monkeypatch, capfd):
+def test_started_program_is_found_from_another_directory(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(GenerationError, match="exit code 1"):
         start.time_start("qwen3-0.6b", str(tmp_path))
@@ -391,7 +391,7 @@ def test_the_started_program_is_found_from_anywhere(tmp_path, monkeypatch, capfd
 # serve --mix
 
 
-def test_times_of_requests_and_of_a_prompt_among_them(bench, monkeypatch):
+def test_mix_rows(bench, monkeypatch):
     made = []
     monkeypatch.setattr(mix, "make_runners", lambda *args: made.append(measure.make_runners(*args)) or made[-1])
     argv = ("serve", "--mix", "--requests", "3", "--context", "9", "--prompt-tokens", "90", "--steps", "4")
@@ -412,7 +412,7 @@ def test_times_of_requests_and_of_a_prompt_among_them(bench, monkeypatch):
         assert sum(mixed) == (2 + measure.WARM_UP) * 90, "the prompt was not read among them"
 
 
-def test_times_between_tokens_fall_where_they_ended(monkeypatch):
+def test_token_gaps_are_assigned_to_phases(monkeypatch):
     """By hand: passes of 1 s, but for the two in which the prompt is read, which take 5."""
     now, passes = [0.0], []
 
@@ -452,6 +452,6 @@ def test_times_between_tokens_fall_where_they_ended(monkeypatch):
         mix.time_mix(FakeEngine(), 2, 10, 500, 2)
 
 
-def test_as_many_requests_as_slots_leave_none_for_the_prompt(bench):
+def test_mix_requires_a_slot_for_the_prompt(bench):
     code, out, err = bench("serve", "--mix", "--requests", "64")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--requests: at most 63 beside the prompt, got 64" in err
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--requests: must be at most 63" in err

@@ -113,7 +113,7 @@ def test_several_rows_are_one_object_at_the_end(run):
     + [json.dumps([ROW]).replace("}", f', "more": {number}}}') for number in ("1e999", "NaN", "7" * 5000)],
     ids=lambda text: text[-20:],
 )
-def test_files_that_hold_no_rows(run, text):
+def test_files_without_rows(run, text):
     code, out, err = run(text)
     assert code == 1 and out == "" and err.count("\n") == 1 and "rows.json: expected a JSON list" in err
 
@@ -213,7 +213,7 @@ def parsed_command(command: str) -> str:
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
-def test_recorded_rows_are_read_as_they_are_and_name_commands_that_work(path):
+def test_recorded_rows_are_read_and_have_valid_commands(path):
     rows, found = read_rows(str(path)), json.loads(path.read_text())
     assert [row.as_dict() for row in rows] == found
     for row in rows:

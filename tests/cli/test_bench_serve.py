@@ -44,7 +44,7 @@ def options(*argv):
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_times_are_those_of_the_server(bench, endpoint):
+def test_times_match_the_delays_of_the_server(bench, endpoint):
     with FakeServer(first=0.2, gap=0.03) as server:
         load = ("--num-prompts", 6, "--max-concurrency", 3, "--output-tokens", 11, "--input-tokens", 9)
         code, row, _, err = bench(server, "--endpoint", endpoint, *load)
@@ -73,18 +73,18 @@ def test_the_row_has_the_fields_of_vllm_and_its_command(bench):
     assert "Mean TPOT (ms):                          -\n" in out
 
 
-def test_percentiles_are_those_of_numpy():
+def test_percentiles_match_numpy():
     assert serve.spread([0.001, 0.002, 0.004], [50, 75]) == {
         "mean": 2.3333, "median": 2.0, "std": round(float(np.std([1, 2, 4])), 4), "p50": 2.0, "p75": 3.0,
     }  # fmt: skip
 
 
-def test_the_console_form_is_that_of_vllm():
+def test_console_output_matches_vllm():
     figures = dict(date="", model_id="m", num_prompts=100, completed=100, failed=0, duration=11.409, seed=1)
     figures |= dict(total_input_tokens=23260, total_output_tokens=21657, request_throughput=8.77)
     figures |= dict(output_throughput=1898.67, total_token_throughput=3937.88)
     times = {f"{figure}{end}": 76.371 for end in ENDS for figure in ("mean", "median", "std", "p99")}
-    lines = serve.ServeRow.of(times, **figures, request_rate="inf", max_concurrency=None).block(160).split("\n")
+    lines = serve.ServeRow.from_times(times, **figures, request_rate="inf", max_concurrency=None).block(160).split("\n")
     assert lines[:13] == [
         "============ Serving Benchmark Result ============",
         "Successful requests:                     100",
@@ -101,7 +101,7 @@ def test_the_console_form_is_that_of_vllm():
         "P99 TTFT (ms):                           76.37",
     ]
     assert lines[17] == "---------------Inter-token Latency----------------" and lines[-2:] == ["=" * 50, ""]
-    limited = serve.ServeRow.of(times, **figures, request_rate=2.5, max_concurrency=8).block(40)
+    limited = serve.ServeRow.from_times(times, **figures, request_rate=2.5, max_concurrency=8).block(40)
     assert "Maximum request concurrency:   8\n" in limited and "Request rate configured (RPS): 2.50\n" in limited
     assert max(map(len, limited.split("\n"))) == 40
 
@@ -177,7 +177,7 @@ def test_prompts_from_a_file(bench, tmp_path):
         ('{"prompt": "a"}', "completions", "1 prompt, fewer than --num-prompts 2"),
     ],
 )
-def test_files_without_the_requested_prompts_are_refused(bench, tmp_path, line, endpoint, message):
+def test_invalid_prompt_files_are_refused(bench, tmp_path, line, endpoint, message):
     (tmp_path / "prompts.jsonl").write_text(f"\n{line}\n")
     argv = ("--jsonl", tmp_path / "prompts.jsonl", "--endpoint", endpoint, "--num-prompts", 2)
     code, _, out, err = bench(NOBODY, *argv)
@@ -237,7 +237,12 @@ def test_failures_are_counted_with_their_reasons(bench):
     assert code == 0 and (row["completed"], row["failed"], row["total_output_tokens"]) == (4, 12, 24)
     lines = err.splitlines()
     assert len(lines) == 6 and all(line.startswith("tridecode: error: 2 requests failed: ") for line in lines)
-    for reason in ("500: out of luck", "peer closed connection", 'none of this API: {"choices": [}', "the engine died"):
+    for reason in (
+        "500: out of luck",
+        "peer closed connection",
+        'does not follow the API: {"choices": [}',
+        "the engine died",
+    ):
         assert reason in err
     assert "ended without usage" in err and "502: <html>Bad gateway</html>" in err
 
@@ -254,7 +259,7 @@ def test_no_row_if_all_requests_fail(bench, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("500", "the warm-up failed: 500: out of luck"), ("401", "401: no key; give TRIDECODE_API_KEY or --api-key-file")],
+    [("500", "the warm-up failed: 500: out of luck"), ("401", "401: no key; set TRIDECODE_API_KEY or --api-key-file")],
 )
 def test_a_warm_up_that_fails_ends_it(bench, kind, message):
     with FakeServer(behave=lambda number: kind) as server:
@@ -285,11 +290,11 @@ def test_an_answer_that_does_not_end(bench):
     + [b'{"usage": {"tokens": 1}}', b'{"usage": {"prompt_tokens": "x", "completion_tokens": 1}}', b'{"usage": 1}'],
 )
 def test_events_of_another_form_are_refused(data):
-    with pytest.raises(Failed, match="none of this API"):
+    with pytest.raises(Failed, match="does not follow the API"):
         Answer(0.0).event(data, 1.0)
 
 
-def test_times_are_those_of_events_with_text():
+def test_times_count_events_with_text():
     answer = Answer(1.0)
     answer.event(b'{"choices": [{"delta": {"role": "assistant", "content": ""}}]}', 2.0)
     answer.event(b'{"choices": [{"delta": {"reasoning_content": "a"}}], "usage": null}', 3.0)
@@ -311,7 +316,7 @@ def test_an_answer_without_text_has_its_times():
 def test_a_server_that_names_no_model(bench):
     with FakeServer() as server:
         code, _, _, err = bench(f"{server.url}/other")
-    assert code == 1 and "other/v1/models names no model; give --model" in err
+    assert code == 1 and "other/v1/models lists no model; set --model" in err
 
 
 def test_a_missing_package_is_named(bench, monkeypatch):

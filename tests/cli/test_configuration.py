@@ -42,7 +42,7 @@ def refused(capsys, *argv) -> str:
     return err.removeprefix("tridecode: error: ").strip()
 
 
-def test_options_go_before_the_environment_and_that_before_the_file(config):
+def test_option_overrides_environment_and_environment_overrides_file(config):
     config('model = "file"\nslots = 2\ntemperature = 0.5\nstats = "off"\n', SLOTS="3", STATS="short")
     args = parsed("chat", "--stats", "full")
     assert (args.model, args.slots, args.temperature, args.stats) == ("file", 3, 0.5, "full")
@@ -65,7 +65,7 @@ def test_every_kind_of_value(config):
     assert args.stop == ["x"] and args.logit_bias == [(1, 1.0)], "an option takes the place of a list"
 
 
-def test_the_form_of_an_answer_may_be_a_setting(config):
+def test_response_format_can_be_a_setting(config):
     config('[generate]\njson_schema = "schema.json"\n', REGEX="a+")
     args = parsed("generate", "--choice", "x")
     assert (args.json_schema, args.regex, args.choice) == ("schema.json", "a+", ["x"])
@@ -73,7 +73,7 @@ def test_the_form_of_an_answer_may_be_a_setting(config):
     assert parsed("info").kernels is True
 
 
-def test_a_table_is_for_its_command(config):
+def test_table_applies_to_its_command(config):
     config("slots = 2\nmax_queue = 9\n[serve]\nslots = 16\nport = 9000\n[generate]\ntemperature = 0\n")
     assert (parsed("serve").slots, parsed("serve").port, parsed("serve").max_queue) == (16, 9000, 9)
     assert (parsed("chat").slots, parsed("chat").temperature) == (2, None)
@@ -84,7 +84,7 @@ def test_a_table_is_for_its_command(config):
     assert (parsed("serve").port, parsed("serve").slots) == (9001, 8), "the environment goes before tables too"
 
 
-def test_the_bundled_model_can_be_asked_for(config):
+def test_bundled_model_can_be_selected(config):
     config('model = "Qwen/Qwen3-4B"\n')
     assert parsed("chat").model == "Qwen/Qwen3-4B" and parsed("chat", "--model", "bundled").model == "bundled"
 
@@ -116,7 +116,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text, words", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_with_the_file_is_one_line(config, capsys, text, words):
+def test_invalid_file_fails_with_one_line(config, capsys, text, words):
     config()
     config_path().write_bytes(text.encode("utf-8", "surrogateescape"))
     for command in ("chat", "generate", "serve", "info", "config"):
@@ -124,7 +124,7 @@ def test_what_is_wrong_with_the_file_is_one_line(config, capsys, text, words):
         assert said.startswith(f"{config_path()}: ") and words in f"{said}\n"
 
 
-def test_what_is_wrong_with_the_environment_is_one_line(config, capsys, monkeypatch):
+def test_invalid_environment_fails_with_one_line(config, capsys, monkeypatch):
     config("", MODLE="x")
     for command in ("chat", "config"):
         assert (
@@ -141,7 +141,7 @@ def test_what_is_wrong_with_the_environment_is_one_line(config, capsys, monkeypa
     assert parsed("chat").api_key_file is None
 
 
-def test_a_value_out_of_range_says_where_it_comes_from(config, capsys):
+def test_out_of_range_error_names_the_source_of_the_value(config, capsys):
     config("temperature = -1\n")
     said = refused(capsys, "generate", "--prompt", "Hello")
     assert said == f"{config_path()}: temperature: expected a number from 0 to 100, got '-1'"
@@ -151,13 +151,13 @@ def test_a_value_out_of_range_says_where_it_comes_from(config, capsys):
     assert "--max-seq-len must be" in said and said.endswith(" (--max-seq-len is set by config.toml)\n")
 
 
-def test_a_byte_order_mark_before_the_text_is_no_fault(config):
+def test_byte_order_mark_is_accepted(config):
     config("\ufeffslots = 2\r\n[generate]\r\nslots = 3\r\n")
     assert (parsed("chat").slots, parsed("generate").slots) == (2, 3)
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_file_in_place_of_the_file(config, capsys, make):
+def test_configuration_path_must_be_a_regular_file(config, capsys, make):
     config()
     config_path().unlink()
     make(config_path())
@@ -174,7 +174,7 @@ def test_other_commands_and_help_need_no_file(config, capsys):
     assert end.value.code == 0 and "--model" in capsys.readouterr().out
 
 
-def test_config_shows_values_and_where_they_come_from(config, capsys):
+def test_config_shows_values_and_their_sources(config, capsys):
     text = 'model = "Qwen/Qwen3-4B"\nlogit_bias = {42 = -1.5}\n[serve]\nslots = 16\nport = 9000\n'
     text = f'speculate_ngram = "8:2"\nstop = ["é", "a\\u007fb"]\n{text}'
     config(text, STATS="short")
@@ -191,13 +191,13 @@ def test_config_shows_values_and_where_they_come_from(config, capsys):
     assert "config.toml, which is not there yet" in capsys.readouterr().out
 
 
-def test_an_engines_settings_do_not_stand_in_the_way_of_a_servers_chat(config):
+def test_engine_settings_are_ignored_by_chat_with_url(config):
     config('model = "file"\nslots = 4\napi_key_file = "key"\noverflow = "stop"\n')
     args = parsed("chat", "--url", "http://127.0.0.1:1")
     assert {"model", "slots", "overflow", "api_key_file"} <= args.origins.keys()
 
 
-def test_the_program_obeys_its_file(config, tmp_path):
+def test_program_reads_its_file(config, tmp_path):
     config('max_tokens = 3\ntemperature = 0\ndevice = "cpu"\n[generate]\nquiet = true\n')
     program = [sys.executable, "cli.py", "generate", "--prompt", "Hello", "--json"]
     done = subprocess.run(program, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)

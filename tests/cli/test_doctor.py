@@ -33,7 +33,7 @@ def machine(monkeypatch):
     return machine
 
 
-def test_nothing_is_wrong(machine):
+def test_no_warnings_on_a_working_machine(machine):
     machine()
     assert doctor.warnings([GPU], "580.95.05", "13.0") == []
 
@@ -78,7 +78,7 @@ def test_the_probes(tmp_path, monkeypatch):
     assert doctor.triton_cache() == tmp_path / "cache"
 
 
-def test_what_can_be_written(tmp_path, monkeypatch):
+def test_writable_directories(tmp_path, monkeypatch):
     assert doctor.writable(tmp_path) and doctor.writable(tmp_path / "not" / "yet")
     (tmp_path / "file").write_text("")
     assert not doctor.writable(tmp_path / "file" / "below")
@@ -86,7 +86,7 @@ def test_what_can_be_written(tmp_path, monkeypatch):
     assert not doctor.writable(tmp_path)
 
 
-def test_info_shows_them(capsys, tmp_path, machine, monkeypatch):
+def test_info_shows_warnings(capsys, tmp_path, machine, monkeypatch):
     tiny = write_tiny(tmp_path / "tiny", "qwen3")
     machine(gpu_facts=lambda: [GPU | {"free": 2**30}], driver_version=lambda: "580.95.05", c_compiler=lambda: None)
     assert commands.main(["doctor", "--model", str(tiny), "--device", "cpu"]) == 0

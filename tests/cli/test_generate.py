@@ -66,7 +66,7 @@ def test_logprobs_name_their_tokens(generate, engine):
     assert "logprobs" not in lines(generate("--prompt", "Hello", "--json", *LIMITS)[1])[0]
 
 
-def test_n_answers_are_those_of_their_seeds(generate):
+def test_n_answers_equal_runs_with_their_seeds(generate):
     options = ("--prompt", "Hello", "--temperature", "1", "--max-tokens", "5", "--json")
     code, out, _ = generate(*options, "--n", "3", "--seed", "7")
     reports = lines(out)
@@ -173,7 +173,7 @@ def test_many_answers_are_not_prepared_before_the_first(generate, engine, monkey
 
 
 @pytest.mark.parametrize("path, named", [("absent/o", "No such file"), (".", "Is a directory")])
-def test_an_output_that_cannot_be_is_told_before_loading(generate, monkeypatch, tmp_path, path, named):
+def test_unwritable_output_fails_before_loading(generate, monkeypatch, tmp_path, path, named):
     monkeypatch.setattr(Engine, "load", None)
     for output in (tmp_path / path, *([""] if path == "." else [])):
         code, out, err = generate("--prompt", "x", "--output", output)
@@ -189,6 +189,6 @@ def test_a_full_disk_is_one_line(generate, tmp_path):
         assert code == 1 and err.splitlines()[-1].endswith("(No space left on device): /dev/full"), err
 
 
-def test_help_tells_the_exit_codes(generate):
+def test_help_lists_exit_codes(generate):
     code, out, _ = generate("--help")
     assert code == 0 and "Exit codes: 0 done" in out and "141" in out

@@ -30,7 +30,7 @@ SESSION = {
         ("well-known", "well-known"),
     ],
 )
-def test_a_hyphen_that_stands_for_stdin(generate, seen, prompt, text):
+def test_hyphen_is_replaced_with_stdin(generate, seen, prompt, text):
     assert generate(f"--prompt={prompt}", *LIMITS, stdin=b"IN")[0] == 0 and seen[-1][0] == [user(text)]
 
 
@@ -46,7 +46,7 @@ def test_stdin_inside_the_prompt(generate, seen):
     assert err.startswith("stdin, which the - in the prompt stands for, is empty\n")
 
 
-def test_what_is_no_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
+def test_invalid_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
     code, _, err = generate(*LIMITS, stdin=b"a \xff b\n")
     assert code == 0 and seen[-1][0] == [user("a \ufffd b")] and err.startswith("stdin: what is not valid UTF-8")
     code, _, err = generate("--prompt", "x", "--system", "\ud800", *LIMITS)
@@ -77,7 +77,7 @@ def test_messages_and_system(generate, seen, tmp_path):
     assert seen[-1][0] == [{"role": "system", "content": "S"}, user("Hi")]
 
 
-def test_a_saved_session_is_answered_anew(generate, seen, tmp_path):
+def test_last_message_of_a_saved_session_is_answered_again(generate, seen, tmp_path):
     file = tmp_path / "s.json"
     file.write_text(json.dumps(SESSION | {"system": "S"}))
     code, _, err = generate("--messages", file, *LIMITS)
@@ -109,14 +109,14 @@ def test_a_saved_session_is_answered_anew(generate, seen, tmp_path):
         ('[{"role": "system", "content": "a"}]', "leave out --system"),
     ],
 )
-def test_messages_that_are_none(generate, tmp_path, text, named):
+def test_invalid_messages_are_refused(generate, tmp_path, text, named):
     file = tmp_path / "m.json"
     file.write_text(text)
     code, out, err = generate("--messages", file, "--system", "S", *LIMITS)
     assert (code, out, err.count("\n")) == (1, "", 1) and str(file) in err and named in err
 
 
-def test_a_file_that_is_absent(generate, tmp_path):
+def test_missing_file(generate, tmp_path):
     for option in ("--messages", "--jsonl"):
         code, out, err = generate(option, tmp_path / "absent")
         assert (code, out, err.count("\n")) == (1, "", 1) and "absent: No such file" in err
@@ -149,7 +149,7 @@ def pipe():
         ("-\nis what?", b"a diff\n", "a diff\nis what?"),
     ],
 )
-def test_stdin_beside_the_prompt_comes_after_it(generate, seen, pipe, prompt, given, text):
+def test_stdin_is_appended_to_the_prompt(generate, seen, pipe, prompt, given, text):
     stdin, end = pipe(given)
     end.close()
     code, _, err = generate("--prompt", prompt, *LIMITS, "--raw", stdin=stdin)
@@ -163,7 +163,7 @@ def test_a_file_on_stdin_comes_after_the_prompt(generate, seen, tmp_path):
     assert seen[-1][0] == [user("Explain:\na file")]
 
 
-def test_other_kinds_of_stdin_are_not_read_unasked(generate, seen):
+def test_other_kinds_of_stdin_are_not_read_without_hyphen(generate, seen):
     ours, theirs = socket.socketpair()
     leader, follower = os.openpty()
     theirs.sendall(b"not for us")
@@ -176,7 +176,7 @@ def test_other_kinds_of_stdin_are_not_read_unasked(generate, seen):
     os.close(leader)
 
 
-def test_a_pipe_that_stays_open_is_told(generate, seen, pipe, monkeypatch):
+def test_wait_for_an_open_pipe_is_reported(generate, seen, pipe, monkeypatch):
     stdin, end = pipe()
     told, note = threading.Event(), Output.note
     monkeypatch.setattr(Output, "note", lambda *args, **how: (note(*args, **how), told.set()))
@@ -191,13 +191,13 @@ def test_a_pipe_that_stays_open_is_told(generate, seen, pipe, monkeypatch):
 
 @pytest.mark.parametrize("option", ["--messages", "--jsonl"])
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "."])
-def test_what_is_no_file_is_refused(generate, option, path):
+def test_path_that_is_not_a_file_is_refused(generate, option, path):
     code, out, err = generate(option, path)
     told = f"tridecode: error: {path}: not a file; give a regular file or a pipe, or - for stdin\n"
     assert (code, out, err) == (1, "", told)
 
 
-def test_a_pipe_is_read_where_a_file_is_named(generate, seen, pipe):
+def test_pipe_is_read_as_a_file(generate, seen, pipe):
     stdin, end = pipe(json.dumps([user("Hi")]).encode())
     end.close()
     assert generate("--messages", f"/dev/fd/{stdin.fileno()}", *LIMITS)[0] == 0 and seen[-1][0] == [user("Hi")]
@@ -214,7 +214,7 @@ class Endless(io.TextIOBase):
         return "0" * size
 
 
-def test_what_never_ends_is_refused_when_it_is_too_long(generate, monkeypatch, tmp_path):
+def test_endless_input_is_refused_at_the_limit(generate, monkeypatch, tmp_path):
     monkeypatch.setattr("tridecode.cli.inputs.LARGEST", 3_000_000)
     monkeypatch.setattr("tridecode.cli.generate.batch.LARGEST", 5_000_000)
     for argv, most in (((), 3), (("--prompt", "Is: -"), 3), (("--messages", "-"), 3), (("--jsonl", "-"), 5)):

@@ -54,7 +54,7 @@ def step_trace(steps: int, layers: int, cost: float = 2.0, gap: float = 0.5) -> 
     return {"traceEvents": events, "host_name": "somewhere"}
 
 
-def test_only_work_on_the_gpu_is_read_and_in_the_order_of_its_starts():
+def test_gpu_records_are_read_in_start_order():
     trace = {
         "traceEvents": [
             event("late", 30.5, 1.25),
@@ -68,7 +68,7 @@ def test_only_work_on_the_gpu_is_read_and_in_the_order_of_its_starts():
     assert records.read_records({}) == []
 
 
-def test_an_overlapping_kernel_costs_what_it_adds_and_costs_add_up_to_the_wall():
+def test_costs_of_overlapping_kernels_add_up_to_wall_time():
     step = [Record("a", 12, 20), Record("b", 14, 26), Record("c", 15, 24), Record("d", 29, 33)]
     spans = attribute(step, "abcd", before=10.0)
     assert [span.cost for span in spans] == [10, 6, 0, 7]  # c ended within b
@@ -76,7 +76,7 @@ def test_an_overlapping_kernel_costs_what_it_adds_and_costs_add_up_to_the_wall()
     assert records.wall(spans) == 33 - 10
 
 
-def test_steps_are_counted_from_the_end_of_the_step_before_and_the_first_are_dropped():
+def test_step_starts_at_the_previous_end_and_first_steps_are_dropped():
     found = split_steps([Record("k", t, t + 4) for t in (0, 10, 20, 31)], 4)
     steps = chained(found, ["op"], drop=2)
     assert [(span.before, span.cost, span.gap) for (span,) in steps] == [(14, 10, 6), (24, 11, 7)]
@@ -105,7 +105,7 @@ def test_borders_of_the_gap_classes(gap, name):
     assert found.pop(name) == 1 and not any(found.values())
 
 
-def test_roles_come_from_the_place_in_the_step():
+def test_roles_follow_launch_order():
     found = records.read_records(step_trace(4, 3))
     steps = chained(split_steps(found, 4, KERNELS), ROLES, drop=1)
     roles = {role["op"]: role for role in summarize(steps)["kernels"]}
@@ -154,7 +154,7 @@ def test_short_names(name, short):
     assert records.short_name(name) == short
 
 
-def test_roles_and_kernels_are_those_of_the_list():
+def test_roles_and_kernels_match_the_launch_list():
     roles, kernels = command.roles_and_kernels(command.step_launches(tiny_engine("torch", num_layers=3).model))
     assert roles == ROLES and kernels == KERNELS
 
@@ -168,7 +168,7 @@ def test_a_launch_of_several_kernels_has_its_role_several_times():
 
 
 @pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b"])
-def test_bytes_are_those_of_the_matrices(preset, monkeypatch):
+def test_bytes_match_the_matrices(preset, monkeypatch):
     use_h100(monkeypatch)
     spec = PRESETS[preset]
     model = make_model(spec, empty_weights(spec, "meta", torch.bfloat16, packs=True), 2048, page=PAGE)
@@ -193,7 +193,7 @@ def test_bytes_of_attention_end_at_the_window():
     assert moved == 2 * 2 * 64 * 2 * (24 + 100) / 2  # K and V, heads, head_dim, bytes
 
 
-def test_bytes_of_a_prompts_own_kernels():
+def test_bytes_of_prompt_kernels():
     """Those of what a launch reads and writes: the tensors it is given, but for norms, and of the cache its rows."""
     engine = tiny_engine("torch", num_layers=2, dtype=torch.bfloat16)
     (attention, mlp), rows = engine.config.layers[0].blocks, 5
@@ -233,7 +233,7 @@ def test_the_timeline_shows_the_whole_step_and_one_layer():
     assert "prefers-color-scheme: dark" in svg
 
 
-def test_the_bars_are_as_long_as_the_shares():
+def test_bar_lengths_match_shares():
     roles = [
         {"op": "a<b", "share_pct": 75.0, "launches": 3, "mean_us": 1.0, "pct_bandwidth": 50.0},
         {"op": "c", "share_pct": 25.0, "launches": 1, "mean_us": 1.0},
@@ -248,7 +248,7 @@ def test_the_bars_are_as_long_as_the_shares():
     assert "a<b" in texts(svg) and "75.0% · 3 x 1.00 µs · 50% of bandwidth" in texts(svg)
 
 
-def test_the_typical_step_is_that_of_median_wall():
+def test_typical_step_has_median_wall_time():
     steps = [[Span("op", 0, end, 0)] for end in (9, 3, 5, 4)]
     assert records.typical(steps)[0].end == 4
 
@@ -286,16 +286,16 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
         assert len(json.load(file)["traceEvents"]) == 21
 
 
-def test_a_step_of_several_rows_says_so():
+def test_title_names_several_rows():
     assert command.at({"rows": 8, "context": 1024}) == "8 rows at context 1,024"
     assert command.at({"rows": 1, "context": 64}) == "context 64"
 
 
-@pytest.mark.skipif(CUDA, reason="what is said without a GPU")
+@pytest.mark.skipif(CUDA, reason="a GPU is present")
 def test_no_gpu_is_one_line(capsys):
     assert commands.main(["profile"]) == 1
-    said = "needs an NVIDIA GPU and none is usable here; see tridecode doctor"
-    assert capsys.readouterr().err == f"tridecode: error: profile {said}\n"
+    message = "needs an NVIDIA GPU; no usable GPU was found; see tridecode doctor"
+    assert capsys.readouterr().err == f"tridecode: error: profile {message}\n"
 
 
 def test_a_trace_does_not_name_the_machine(monkeypatch):

@@ -90,7 +90,7 @@ def test_no_temporary_file_is_left(state, monkeypatch, signum):
     assert signal.signal(signum, before) is signal.SIG_DFL
 
 
-def test_an_error_on_the_way_does_not_hide_the_signal():
+def test_error_during_cleanup_does_not_hide_the_signal():
     with pytest.raises(Ended), ending():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -98,7 +98,7 @@ def test_an_error_on_the_way_does_not_hide_the_signal():
             raise OSError("the terminal is gone")
 
 
-def test_a_signal_ends_a_task_though_its_loop_swallows_what_callbacks_raise():
+def test_signal_ends_task_though_loop_swallows_callback_errors():
     went_on = []
 
     def callback():  # such as the arrival of data, in uvloop
@@ -243,7 +243,7 @@ def test_ctrl_z_in_mid_answer(shell):
     shell.expect_exact("shell: ")
 
 
-def test_a_program_in_the_background_goes_on(shell):
+def test_background_program_continues(shell):
     """It leaves the terminal, which is the shell's then, as it is: to change it would stop the program."""
     shell.send("/exit\r")
     shell.expect_exact("shell: ")

@@ -42,7 +42,7 @@ PACKED_TOLERANCE = 0.2  # for quantized weights: with random ones the order of s
 def run(args, output: Output) -> int:
     """Run `tune`: print a line for each config that changed, and one JSON line."""
     if not torch.cuda.is_available():
-        raise DeviceError("tune needs an NVIDIA GPU and none is usable here")
+        raise DeviceError("tune needs an NVIDIA GPU; no usable GPU was found")
     config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
     contexts = CONTEXTS if args.rows == 1 else CONTEXTS_OF_SEVERAL
     engine = bench_engine(args, min(contexts[-1] + 256, config.max_position), slots=args.rows)

@@ -33,7 +33,7 @@ SHOWN = 12  # roles in a table
 def run(args, output: Output) -> int:
     """Run `profile`: print a table for the step, one for the prefill chunk, and one JSON line."""
     if not torch.cuda.is_available():
-        raise DeviceError("profile needs an NVIDIA GPU and none is usable here")
+        raise DeviceError("profile needs an NVIDIA GPU; no usable GPU was found")
     if args.prompt_tokens > CHUNK:
         raise ParameterError(f"--prompt-tokens must be at most {CHUNK}, one chunk, got {args.prompt_tokens}")
     folder = None if args.output is None else Path(args.output)
