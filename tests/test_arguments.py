@@ -1,4 +1,4 @@
-"""What a Python program passes wrongly: an error that names the argument, before weights are read; and short reprs."""
+"""Tests of invalid arguments from Python, whose errors name the argument, and of short reprs."""
 
 from dataclasses import is_dataclass
 
@@ -88,9 +88,9 @@ def holders(engine: Engine) -> list:
     layer, state = model.layers[0], (model.workspace, model.workspace.sampler, model.prompt)
     recorder = Recorder()
     decode_pass(recorder, model, "sample")
-    held = [engine, model, model.weights, layer, layer.linears["qkv"], model.kv, *state]
-    held += [engine.steps, engine.tokenizer]
-    return held + recorder.launches
+    objects = [engine, model, model.weights, layer, layer.linears["qkv"], model.kv, *state]
+    objects += [engine.steps, engine.tokenizer]
+    return objects + recorder.launches
 
 
 def test_repr_of_objects_with_tensors_is_one_short_line(engine):
@@ -102,9 +102,9 @@ def test_repr_of_objects_with_tensors_is_one_short_line(engine):
 
 
 def test_no_repr_contains_tensors(engine):
-    """No dataclass that the engine holds has a tensor in its repr."""
+    """No dataclass in the engine has a tensor in its repr."""
     found, waiting = [], [engine]
-    assert engine.model.layers  # cached from here on
+    assert engine.model.layers  # the first access caches the layers
     while waiting:
         holder = waiting.pop()
         found.append(holder)

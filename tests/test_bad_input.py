@@ -1,4 +1,4 @@
-"""Bad input: one clear line on stderr, a non-zero exit, no traceback. The row of each case says what the line names."""
+"""Tests of invalid input: one clear line on stderr, a nonzero exit code and no traceback."""
 
 import io
 import json
@@ -19,7 +19,7 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def copy(good, tmp_path):
-    """A copy of the checkpoint, to be spoiled."""
+    """A copy of the checkpoint, which the test damages."""
     path = tmp_path / "copy"
     path.mkdir()
     for file in good.iterdir():
@@ -29,7 +29,7 @@ def copy(good, tmp_path):
 
 @pytest.fixture
 def failure(capsys):
-    """Run the program; asserts one line on stderr and nothing on stdout, returns that line."""
+    """Run the program, check that it writes one line to stderr and nothing to stdout, and return that line."""
 
     def failure(*argv, code=1):
         try:
@@ -131,7 +131,7 @@ def test_unknown_architecture(failure, copy, command):
     ],
 )
 def test_wrong_value(failure, good, monkeypatch, option, value):
-    monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
+    monkeypatch.setattr("tridecode.engine.load_weights", None)  # the check precedes the weights
     line = failure("generate", "--model", good, option, value, code=2)
     assert f"argument {option}: " in line and repr(value) in line and "tridecode generate --help" in line
 
@@ -262,7 +262,7 @@ def test_token_id_outside_the_vocabulary(failure, good, token):
     assert str(token) in line and f"0 to {VOCAB_SIZE - 1}" in line
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 @pytest.mark.parametrize("options", [("--device", "cuda"), ("--device", "cuda:3"), ("--backend", "triton")])
 def test_missing_gpu_is_refused(failure, good, options):
     assert "GPU" in failure("generate", "--prompt", "x", "--model", good, *options)
@@ -270,7 +270,7 @@ def test_missing_gpu_is_refused(failure, good, options):
     assert "GPU" in failure("info", "--model", good, *options)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 def test_bench_without_a_gpu(failure):
     for command in (("bench", "decode"), ("profile",), ("tune",)):
         line = failure(*command)

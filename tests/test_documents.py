@@ -1,4 +1,4 @@
-"""The documents: their links, in a checkout and where the README stands alone, and the commands that they show."""
+"""Tests of the documents: their links, the README of a package index, and the commands that they contain."""
 
 import re
 import shlex
@@ -34,7 +34,7 @@ def test_slow_files_exist(request):
 
 
 def targets(markdown: str) -> list[str]:
-    """Where the links and pictures of a document lead."""
+    """Return the targets of a document's links and pictures."""
     tokens = [child for token in MarkdownIt("commonmark").parse(markdown) for child in token.children or []]
     return [token.attrs[name] for token in tokens for name in ("href", "src") if name in token.attrs]
 
@@ -46,7 +46,7 @@ def anchors(markdown: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def description(tmp_path_factory):
-    """What a package index shows: the long description of the built metadata."""
+    """The long description of the built metadata, which a package index shows."""
     pytest.importorskip("setuptools", "77")
     copy = tmp_path_factory.mktemp("sources")
     for name in BUILT_FROM:
@@ -72,8 +72,8 @@ def test_a_package_index_shows_no_link_into_the_repository(description):
 def test_package_index_shows_the_whole_readme(description):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert description.count("\n") == readme.count("\n") + 2  # the line about the files
-    told = set(description.splitlines())
-    changed = [line for line in readme.splitlines() if line not in told]
+    published = set(description.splitlines())
+    changed = [line for line in readme.splitlines() if line not in published]
     assert changed and all(re.search(r"\]\([^)]+\)", line) for line in changed)
 
 

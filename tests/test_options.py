@@ -1,4 +1,4 @@
-"""Options: one declaration each for the command line, environment, configuration file, Python and docs."""
+"""Tests of options: one declaration serves the command line, environment, configuration file, Python and docs."""
 
 import re
 import runpy
@@ -30,7 +30,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class More(EngineOptions):
-    """The engine's options and one more."""
+    """The engine's options with an additional one."""
 
     warm: int = option(3, Integer(1, 9), "passes before the first", group="memory", commands=("chat",), metavar="N")
 
@@ -116,7 +116,7 @@ def test_published_flags_stay(command, capsys):
 
 
 def test_constants_match_their_modules():
-    """options.py imports no torch, and so repeats them."""
+    """options.py does not import torch, and therefore repeats constants of modules that do."""
     assert (*GRAPHS,) == (*dispatch.MODES,) and MAX_SLOTS == dispatch.SIZES[-1]
     assert PAGE == kv.PAGE and CHUNK == prompt.CHUNK
     assert OPTIONS["prompt_attention"].constraint.choices == ("auto", *dispatch.PROMPT_ATTENTION)
@@ -160,7 +160,7 @@ def test_an_engine_is_planned_once(monkeypatch, tmp_path):
     calls = []
 
     def counted(name, real):
-        return lambda *args, **how: calls.append(name) or real(*args, **how)
+        return lambda *args, **options: calls.append(name) or real(*args, **options)
 
     from tridecode import engine
     from tridecode.plan import resolve as module

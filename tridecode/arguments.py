@@ -32,8 +32,8 @@ def shown(value: object) -> str:
 
 def listed(words: Sequence[str]) -> str:
     """Join words as "a, b or c"."""
-    *most, last = words
-    return f"{', '.join(most)} or {last}" if most else last
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 class Rejected(ValueError):

@@ -1,4 +1,4 @@
-"""generate --jsonl: lines that fail alone, files of results and how they are resumed."""
+"""Tests of generate --jsonl: failed lines, files of results, and resumed batches."""
 
 import fcntl
 import hashlib
@@ -130,7 +130,7 @@ def test_a_batch_without_prompts(generate):
 
 @pytest.fixture
 def batch(generate, engine, monkeypatch, tmp_path):
-    """Two prompts and the path of their results; the engine does not load unless `answers` is called first."""
+    """Return a function that runs a batch of two prompts. Loading an engine fails unless `answers` is called first."""
     file, results = tmp_path / "b.jsonl", tmp_path / "o.jsonl"
     file.write_text('{"prompt": "Hello"}\n{"prompt": "Bye"}\n')
     load = Engine.load
@@ -208,7 +208,7 @@ def test_nul_bytes_at_the_end_are_reported_with_a_fix(batch, cut):
     begun = json.dumps(ENTRY) + "\n" + json.dumps(ENTRY)[:cut]
     batch.results.write_text(begun + "\0" * 5000)
     code, _, err = batch()
-    assert (code, err.count("\n")) == (1, 1) and f"from byte {len(begun):,} on it holds NUL bytes" in err
+    assert (code, err.count("\n")) == (1, 1) and f"from byte {len(begun):,} on it contains NUL bytes" in err
     assert f"truncate --size={len(begun)}," in err and batch.results.stat().st_size == len(begun) + 5000
     os.truncate(batch.results, len(begun))
     batch.answers()

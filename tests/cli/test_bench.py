@@ -1,4 +1,4 @@
-"""bench: what is counted and timed, on a tiny model with a clock for a GPU."""
+"""Tests of the figures of bench, on a tiny model with a clock in place of GPU events."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def bench(capsys, monkeypatch):
     return bench_on_tiny_engines(capsys, monkeypatch, "decode", "batch", "prefill", "stream", "mix")
 
 
-# what is counted
+# figures
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -65,7 +65,7 @@ def test_prefill_flops_of_a_sliding_window():
     full, window = (
         prefill.prefill_flops(tiny_config(**FAMILIES["mistral"] | {"sliding_window": w}), 40) for w in (None, 24)
     )
-    # of 39 tokens the last 15 attend to 24 positions in one layer; the 40th in two
+    # The last 15 of the first 39 tokens attend to 24 positions in one layer; the 40th token does so in two layers.
     assert full - window == 4 * 256 * (sum(range(25, 40)) - 15 * 24) + 2 * 4 * 256 * (40 - 24)
 
 
@@ -103,7 +103,7 @@ def test_ended_rows_are_not_timed():
 
 
 def test_every_run_has_the_same_pages():
-    """Otherwise `tune` would find other logits, because a row would read the K/V of another one."""
+    """Otherwise `tune` would compute different logits, because a row would read other K/V."""
     engine = engine_of(256, 3)
     tables = []
     for _ in range(3):
@@ -119,14 +119,14 @@ def test_pool_has_pages_for_every_pass(contexts, steps):
     engine = engine_of(max(room), len(contexts), sum(room))
     rewind(engine, contexts, measure.GREEDY, len(contexts))
     meta = engine.model.workspace.meta
-    meta[: len(contexts), POSITION] += steps  # where the last step leaves them
+    meta[: len(contexts), POSITION] += steps  # the positions after the last pass
     enqueue(engine, measure.GREEDY, len(contexts))
     engine.synchronize()
     assert meta[: len(contexts), STATUS].tolist() == [RUN] * len(contexts)
 
 
 def test_options_of_the_engine(monkeypatch):
-    """It verifies no drafts unless the bench requests it; of --graph, the bench makes each mode itself."""
+    """Drafts are off unless the bench turns them on, and --graph is not passed to the engine."""
     found = []
     monkeypatch.setattr(measure, "preset_engine", lambda *args, **more: found.append(more))
     args = make_parser().parse_args("bench serve --mix --prompt-ms 7 --graph none --quantize int4".split())
@@ -209,7 +209,7 @@ def test_rows_option_is_refused_with_mixes_only(bench):
 
 
 def test_prefill_in_several_lengths_and_modes(bench):
-    """Each run reads the new tokens and no other, in each mode; a row names the mode."""
+    """Each run computes only the new tokens, in each mode, and each row names its mode."""
     argv = ("--prompt-tokens", "7,20", "--cached", "30", "--graph", "full,full_decode_only", "--runs", "2")
     code, out, _ = bench("prefill", *argv, "--format", "json")
     rows, (engine,) = json.loads(out), bench.made
@@ -302,9 +302,9 @@ def test_allocating_workspace_gives_equal_tokens(monkeypatch):
     tokens, made, params = [], [], SamplingParams(temperature=0.0, seed=1)
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
-    for fresh in (False, True):
+    for allocating in (False, True):
         engine = tiny_engine("triton", "none")
-        if fresh:
+        if allocating:
             engine.steps = DecodePasses(engine.model, Allocating(launcher(engine.model)))
         begin(engine, [5, 17], 0, params, limit=6)
         made.clear()
@@ -313,7 +313,7 @@ def test_allocating_workspace_gives_equal_tokens(monkeypatch):
         engine.synchronize()
         tokens.append(engine.model.workspace.tokens[0, :6].tolist())
         # A layer: qkv 1, attention 3, o_proj 3, gate_up 1, down 3. The rest of the pass: embed 3, lm_head 1.
-        assert len(made) == (4 * 26 if fresh else 0) and made.count((1, 331)) == (4 if fresh else 0)
+        assert len(made) == (4 * 26 if allocating else 0) and made.count((1, 331)) == (4 if allocating else 0)
     assert tokens[0] == tokens[1]
 
 
@@ -379,7 +379,7 @@ def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys
     assert "imported torch" in err and "captured" in err
 
 
-@pytest.mark.skipif(CUDA, reason="a GPU is there")
+@pytest.mark.skipif(CUDA, reason="a GPU is present")
 def test_started_program_is_found_from_another_directory(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(GenerationError, match="exit code 1"):
@@ -401,8 +401,8 @@ def test_mix_rows(bench, monkeypatch):
     assert engine.slots == 4 and engine.scheduler.preemptions == 0
     for row in rows:
         for phase in ("before", "during", "after"):
-            median, p99, most = (row[f"{phase}_{figure}_ms"] for figure in ("median", "p99", "max"))
-            assert 0 < median <= p99 <= most
+            median, p99, largest = (row[f"{phase}_{figure}_ms"] for figure in ("median", "p99", "max"))
+            assert 0 < median <= p99 <= largest
         assert (row["lost"], row["requests"], row["prompt_tokens"]) == (0, 3, 90) and row["ttft_ms"] > 0
         assert row["reads"] == ("full" if CUDA and row["graph"] == "full" else "none")
         args = make_parser().parse_args(row["command"].split()[2:])
@@ -413,20 +413,20 @@ def test_mix_rows(bench, monkeypatch):
 
 
 def test_token_gaps_are_assigned_to_phases(monkeypatch):
-    """By hand: passes of 1 s, but for the two in which the prompt is read, which take 5."""
+    """Passes take 1 s, but the two passes that read the prompt take 5 s."""
     now, passes = [0.0], []
 
     class Request:
         def __init__(self, ids, params, reuse_prefix):
-            self.most, self.read, self.drawn = params.max_tokens, -(-len(ids) // 50), 0
+            self.max_tokens, self.read, self.sampled = params.max_tokens, -(-len(ids) // 50), 0
             passes.append(self)
 
         @property
         def completion_tokens(self):
-            return self.drawn
+            return self.sampled
 
         def result(self):
-            return SimpleNamespace(error=None, token_ids=[0] * (self.drawn - (self is passes[1])))
+            return SimpleNamespace(error=None, token_ids=[0] * (self.sampled - (self is passes[1])))
 
     class FakeEngine:
         config = tiny_config()
@@ -436,8 +436,8 @@ def test_token_gaps_are_assigned_to_phases(monkeypatch):
             now[0] += 5 if len(passes) == 3 and passes[2].read > 0 else 1
             for request in passes:
                 request.read -= 1
-                request.drawn += request.read <= 0 and request.drawn < request.most
-            return any(request.drawn < request.most for request in passes)
+                request.sampled += request.read <= 0 and request.sampled < request.max_tokens
+            return any(request.sampled < request.max_tokens for request in passes)
 
     monkeypatch.setattr(mix.time, "perf_counter", lambda: now[0])
     found = mix.time_mix(FakeEngine(), 2, 10, 100, 4)

@@ -199,11 +199,11 @@ def test_peers_without_transformers(capsys, monkeypatch):
     assert out == "" and err.count("\n") == 1 and "pip install transformers" in err
 
 
-# what is published
+# recorded rows
 
 
 def parsed_command(command: str) -> str:
-    """The command again, from its options."""
+    """Parse a command and return the command line of its options."""
     words = shlex.split(command)
     if words[:2] == ["python", "-m"]:
         script = {"benchmarks.peers": peers, "benchmarks.offload": offload}[words[2]]

@@ -1,4 +1,4 @@
-"""Scripts of benchmarks/ that measure: files of prompts, structured output, a draft model."""
+"""Tests of the scripts in benchmarks/ that measure batches, structured output and a draft model."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""bench serve against a server with known delays: its requests, their times, and its figures."""
+"""Tests of bench serve against a server with known delays: its requests, their times, and its figures."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ ENDS = [f"_{of}_ms" for of in ("ttft", "tpot", "itl", "e2el")]
 FIELDS = {"date", "model_id", "num_prompts", "request_rate", "max_concurrency", "duration", "completed", "failed"} | {
     "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput", "total_token_throughput",
 }  # fmt: skip
-NOBODY = "http://127.0.0.1:9"
+NO_SERVER = "http://127.0.0.1:9"
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_prompts_from_a_file(bench, tmp_path):
         ("{}", "chat", "line 2: expected one of prompt, messages, prompt_ids, got none"),
         ('{"prompt": "a", "prompt_ids": [1]}', "chat", "got prompt and prompt_ids"),
         ('{"prompt": "a", "temperature": 1}', "chat", 'unknown field "temperature"'),
-        ('{"prompt": ""}', "chat", "prompt must be a text"),
+        ('{"prompt": ""}', "chat", "prompt must be a nonempty string"),
         ('{"prompt": "a", "max_tokens": true}', "chat", "max_tokens must be a positive integer, got true"),
         ('{"prompt_ids": [1]}', "chat", "prompt_ids need --endpoint completions"),
         ('{"messages": [{"role": "user"}]}', "completions", "messages need --endpoint chat"),
@@ -180,7 +180,7 @@ def test_prompts_from_a_file(bench, tmp_path):
 def test_invalid_prompt_files_are_refused(bench, tmp_path, line, endpoint, message):
     (tmp_path / "prompts.jsonl").write_text(f"\n{line}\n")
     argv = ("--jsonl", tmp_path / "prompts.jsonl", "--endpoint", endpoint, "--num-prompts", 2)
-    code, _, out, err = bench(NOBODY, *argv)
+    code, _, out, err = bench(NO_SERVER, *argv)
     assert (code, out) == (1, "") and message in err and err.count("\n") == 1
 
 
@@ -195,15 +195,15 @@ def test_an_api_key_is_sent_and_not_shown(bench, tmp_path, monkeypatch):
     assert keys == ["Bearer from-the-environment", "Bearer from-a-file"]
     assert "from-" not in first + second and str(tmp_path) not in second
     (tmp_path / "key").write_text("one\ntwo")
-    _, _, _, err = bench(NOBODY, "--api-key-file", tmp_path / "key")
+    _, _, _, err = bench(NO_SERVER, "--api-key-file", tmp_path / "key")
     assert err.endswith("key: expected one line of printable ASCII characters, the API key\n")
 
 
-@pytest.mark.parametrize(("limit", "most"), [(("--max-concurrency", 3, "--warm-up", 5), 3), (("--warm-up", 0), 12)])
-def test_concurrency_is_limited(bench, limit, most):
+@pytest.mark.parametrize(("limit", "largest"), [(("--max-concurrency", 3, "--warm-up", 5), 3), (("--warm-up", 0), 12)])
+def test_concurrency_is_limited(bench, limit, largest):
     with FakeServer(first=0.05) as server:
         bench(server, "--num-prompts", 12, "--output-tokens", 2, *limit)
-    assert server.most == most
+    assert server.most == largest
 
 
 def test_times_of_arrival():
@@ -323,7 +323,7 @@ def test_a_missing_package_is_named(bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     monkeypatch.delitem(sys.modules, "tridecode.cli.bench.client")
     monkeypatch.delattr("tridecode.cli.bench.client")
-    code, _, out, err = bench(NOBODY)
+    code, _, out, err = bench(NO_SERVER)
     assert (code, out) == (1, "")
     assert err == 'tridecode: error: bench serve needs httpx; pip install "tridecode[serve]"\n'
 

@@ -1,4 +1,4 @@
-"""bench speculate: costs of passes, texts that are played, and the speed-up of both, on a tiny model with a clock."""
+"""Tests of bench speculate, on a tiny model with a clock: costs of passes, playback of texts, and the speed-up."""
 
 import json
 from collections import Counter
@@ -89,7 +89,7 @@ def test_without_texts_only_options_have_their_defaults():
 
 
 def test_texts_are_unchanged():
-    """An edit of these files changes figures, which must be recorded again then."""
+    """An edit of the texts changes figures, which must then be recorded again."""
     recorded = json.loads((ROOT / "benchmarks/speculation-texts.json").read_text())
     tokenizer, found = Tokenizer.load(BUNDLED), texts()
     rows = [(text.name, text.source, len(tokenizer.encode(text.sampled))) for text in found]
@@ -107,7 +107,7 @@ def test_missing_texts_fail_with_one_line(capsys, monkeypatch, tmp_path):
 
 
 def test_playback_of_a_text():
-    """Rows follow what the pass but one before requested: a draft that was right is verified two passes later."""
+    """The host learns the result of a pass two passes later, so that the number of rows follows with that delay."""
     assert play([1, 2, 3], [40, 50, 60, 70], layout.NGRAM) == Counter({1: 4})
     passes = play([7] * 20, [7] * 40, layout.NGRAM)
     assert passes == Counter({1: 2, 2: 1, 4: 1, 8: 4}), "1 + 1 + 2 + 4 + 4 * 8 tokens"

@@ -1,4 +1,4 @@
-"""The commands generate and info, and what the shell sees of every command."""
+"""Tests of the commands generate and info, and of exit codes, streams and completion of all commands."""
 
 import io
 import json
@@ -226,7 +226,7 @@ def test_generate_json_is_one_complete_line(run, tiny):
 
 
 def test_generate_speculates_if_enabled(run, tiny):
-    """Text that repeats itself, which this model's soon does."""
+    """The tiny model soon repeats its own text, so that drafts are accepted."""
     options = ["generate", "--model", tiny, "--json", "--prompt", "a b a b a b a b", *GREEDY, "--max-tokens", 60]
     off, ngram = (json.loads(run(*options, "--speculate", each)[1]) for each in ("off", "ngram"))
     assert ngram["token_ids"] == off["token_ids"] and ngram["text"] == off["text"]
@@ -294,7 +294,7 @@ def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
     engine = SimpleNamespace(
         device=SimpleNamespace(type="cuda"),
         notes=["context lowered"],
-        default_params=lambda **given: SamplingParams(**given),
+        default_params=lambda **options: SamplingParams(**options),
         slots=1,
         submit=lambda prompt, params: Answer(),
         scheduler=SimpleNamespace(reading=lambda: None),
@@ -381,10 +381,10 @@ def test_info_reports_prompt_passes(run, tiny):
     with Engine.load(tiny, device="cpu", chunk_tokens=300) as engine:
         allocated = sum(tensor.nbytes for tensor in named_tensors(engine.model.prompt).values())
     assert buffers == allocated < report["memory"]["workspace"]
-    words = "in chunks of up to 300 tokens, launched line by line; what several have in common is read once"
+    words = "in chunks of up to 300 tokens, launched line by line; common prefixes are read once"
     assert f"\nprompts      {words}; attention by torch; buffers" in run(*argv)[1]
     assert json.loads(run(*argv, "--max-seq-len", 100, "--json")[1])["prompts"]["chunk_tokens"] == 100
-    assert "each is read for itself alone" in run(*argv, "--no-prefix-sharing")[1]
+    assert "common prefixes are not shared" in run(*argv, "--no-prefix-sharing")[1]
 
 
 def test_info_reports_speculation(run, tiny):
@@ -395,7 +395,7 @@ def test_info_reports_speculation(run, tiny):
     text = ("info", "--model", tiny, "--device", "cpu")
     several = "\nspeculation  ngram, by the last {} tokens: several tokens a pass where the text repeats\n"
     assert several.format("8 to 2") in run(*text, "--speculate", "ngram")[1]
-    assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], "who says how asks for it"
+    assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], "the option turns drafts on"
     assert "\nspeculation  off\n" in run(*text, "--speculate", "off")[1]
     assert "\nspeculation  off: it pays on a GPU only, where decode passes are captured and" in run(*text)[1]
 
@@ -404,7 +404,7 @@ def test_info_reports_batch_invariant_mode(run, tiny):
     argv = ("info", "--model", tiny, "--device", "cpu", "--batch-invariant")
     report = json.loads(run(*argv, "--json")[1])
     assert report["run"]["batch_invariant"] and report["prompts"]["chunk_tokens"] == 256
-    assert "no graph, the same bits in any company" in run(*argv)[1]
+    assert "no graph, batch invariant" in run(*argv)[1]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_info_reports_prompt_passes_captured_on_a_gpu(options, expected, monkeyp
 
 @pytest.mark.parametrize("command", [("info",), ("generate", "--prompt", "x")])
 def test_too_many_slots_or_positions_fail_with_one_line(run, tiny, monkeypatch, command):
-    monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
+    monkeypatch.setattr("tridecode.engine.load_weights", None)  # the check precedes the weights
     argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
     code, out, err = run(*argv, "--kv-tokens", 10**6)
     assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions can have at" in err

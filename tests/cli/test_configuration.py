@@ -1,4 +1,4 @@
-"""Settings: the command line over the environment over the user's file."""
+"""Tests of settings: the command line overrides the environment, which overrides the user's file."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from tridecode.cli.parser import make_parser
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Write the user's file; variables in capitals are those of the environment."""
+    """Return a function that writes the user's file and sets TRIDECODE_* variables (names in capitals)."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
     def config(text="", **variables):
@@ -34,7 +34,7 @@ def parsed(*argv):
 
 
 def refused(capsys, *argv) -> str:
-    """The one line with which wrong settings end."""
+    """Return the error line of a command with invalid settings."""
     with pytest.raises(SystemExit) as end:
         commands.main(argv) if argv == ("config",) else parsed(*argv)
     out, err = capsys.readouterr()
@@ -78,10 +78,10 @@ def test_table_applies_to_its_command(config):
     assert (parsed("serve").slots, parsed("serve").port, parsed("serve").max_queue) == (16, 9000, 9)
     assert (parsed("chat").slots, parsed("chat").temperature) == (2, None)
     assert (parsed("generate").slots, parsed("generate").temperature) == (2, 0.0)
-    assert parsed("generate").max_queue is None, "of a batch, one call's matter"
+    assert parsed("generate").max_queue is None, "max_queue of a batch belongs to one call"
     assert (parsed("info").slots, parsed("doctor").slots) == (2, 2)
     config("", PORT="9001", SLOTS="8")
-    assert (parsed("serve").port, parsed("serve").slots) == (9001, 8), "the environment goes before tables too"
+    assert (parsed("serve").port, parsed("serve").slots) == (9001, 8), "the environment overrides tables too"
 
 
 def test_bundled_model_can_be_selected(config):
@@ -120,8 +120,8 @@ def test_invalid_file_fails_with_one_line(config, capsys, text, words):
     config()
     config_path().write_bytes(text.encode("utf-8", "surrogateescape"))
     for command in ("chat", "generate", "serve", "info", "config"):
-        said = refused(capsys, command)
-        assert said.startswith(f"{config_path()}: ") and words in f"{said}\n"
+        message = refused(capsys, command)
+        assert message.startswith(f"{config_path()}: ") and words in f"{message}\n"
 
 
 def test_invalid_environment_fails_with_one_line(config, capsys, monkeypatch):
@@ -136,19 +136,19 @@ def test_invalid_environment_fails_with_one_line(config, capsys, monkeypatch):
     for command in ("chat", "config"):
         assert refused(capsys, command) == "TRIDECODE_SLOTS: expected an integer from 1 to 64, got 'many'"
     config("", SLOTS="")
-    assert parsed("chat").slots == 1, "an empty one is none"
+    assert parsed("chat").slots == 1, "an empty variable is ignored"
     config("", API_KEY="secret")
     assert parsed("chat").api_key_file is None
 
 
 def test_out_of_range_error_names_the_source_of_the_value(config, capsys):
     config("temperature = -1\n")
-    said = refused(capsys, "generate", "--prompt", "Hello")
-    assert said == f"{config_path()}: temperature: expected a number from 0 to 100, got '-1'"
+    message = refused(capsys, "generate", "--prompt", "Hello")
+    assert message == f"{config_path()}: temperature: expected a number from 0 to 100, got '-1'"
     config("max_seq_len = 100000\n")
     assert commands.main(["generate", "--prompt", "Hello"]) == 1
-    said = capsys.readouterr().err
-    assert "--max-seq-len must be" in said and said.endswith(" (--max-seq-len is set by config.toml)\n")
+    message = capsys.readouterr().err
+    assert "--max-seq-len must be" in message and message.endswith(" (--max-seq-len is set by config.toml)\n")
 
 
 def test_byte_order_mark_is_accepted(config):
@@ -162,8 +162,8 @@ def test_configuration_path_must_be_a_regular_file(config, capsys, make):
     config_path().unlink()
     make(config_path())
     for command in ("chat", "config"):
-        said = refused(capsys, command)
-        assert said == f"{config_path()}: not a file; give a regular file with settings"
+        message = refused(capsys, command)
+        assert message == f"{config_path()}: not a file; give a regular file with settings"
 
 
 def test_other_commands_and_help_need_no_file(config, capsys):
@@ -185,7 +185,7 @@ def test_config_shows_values_and_their_sources(config, capsys):
     assert 'model = "Qwen/Qwen3-4B" # config.toml' in shown and 'stats = "short" # TRIDECODE_STATS' in shown
     assert "# temperature =" in shown and '# device = "auto"' in shown and '# think = "on"' in shown
     assert shown.index("slots = 16 # config.toml") > shown.index("[serve]") and "# slots = 1" in shown
-    assert tomllib.loads(out) == tomllib.loads(text) | {"stats": "short"}, "what is shown can be the file"
+    assert tomllib.loads(out) == tomllib.loads(text) | {"stats": "short"}, "the output is a valid file"
     config_path().unlink()
     commands.main(["config"])
     assert "config.toml, which is not there yet" in capsys.readouterr().out

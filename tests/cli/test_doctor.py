@@ -1,4 +1,4 @@
-"""info, alias doctor: what stands in the way on a machine, each with its fix."""
+"""Tests of the warnings of info (alias doctor) about a machine, each with its fix."""
 
 import json
 import os
@@ -24,7 +24,7 @@ HEALTHY = {
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine on which nothing is wrong but what is given."""
+    """Return a function that simulates a working machine, except for the probes that are passed."""
 
     def machine(**probes):
         for name, probe in {**HEALTHY, **probes}.items():
@@ -97,7 +97,7 @@ def test_info_shows_warnings(capsys, tmp_path, machine, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "device, gpus, cuda, warnings, problem, says",
+    "device, gpus, cuda, warnings, problem, end",
     [
         ("cuda:0", [GPU], "13.0", [], None, "m runs here, on the GPU cuda:0"),
         ("cuda:0", [GPU], "13.0", ["x"], None, "m runs here, on the GPU cuda:0; see the 1 warning above"),
@@ -107,10 +107,10 @@ def test_info_shows_warnings(capsys, tmp_path, machine, monkeypatch):
         ("cpu", [], None, [], "too large", "m does not fit with these options; see context above"),
     ],
 )
-def test_the_verdict(device, gpus, cuda, warnings, problem, says):
+def test_the_verdict(device, gpus, cuda, warnings, problem, end):
     report = {"model": {"name": "m", "problem": None}, "run": {"device": device}, "gpus": gpus, "warnings": warnings}
-    found = verdict(report | {"versions": {"cuda": cuda}, "memory": {"problem": problem}})
-    assert found.endswith(says) and found.startswith("m ")
+    line = verdict(report | {"versions": {"cuda": cuda}, "memory": {"problem": problem}})
+    assert line.endswith(end) and line.startswith("m ")
 
 
 def test_the_verdict_is_the_last_line(capsys):

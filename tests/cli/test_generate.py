@@ -1,4 +1,4 @@
-"""generate: its options, what is reported, where it goes."""
+"""Tests of generate: its options, its reports and its output."""
 
 import os
 import stat
@@ -131,7 +131,7 @@ def test_output_is_written_whole_or_not_at_all(generate, engine, monkeypatch, tm
 
 
 def test_output_goes_to_a_descriptor_that_is_open(generate, tmp_path):
-    """What >(command) and /dev/stdout are: the open file itself, of which nothing is lost."""
+    """The paths of >(command) and /dev/stdout are the open file itself; earlier content is kept."""
     options = ("--prompt", "Hello", *LIMITS)
     shown = generate(*options)[1]
     assert generate(*options, "--output", "/dev/stdout")[1] == shown

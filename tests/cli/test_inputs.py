@@ -1,4 +1,4 @@
-"""Where prompts come from: stdin, files of messages, saved sessions; what is refused, and what is bounded."""
+"""Tests of prompts from stdin, files of messages and saved sessions: refused input and limits of size."""
 
 import io
 import json
@@ -48,7 +48,7 @@ def test_stdin_inside_the_prompt(generate, seen):
 
 def test_invalid_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
     code, _, err = generate(*LIMITS, stdin=b"a \xff b\n")
-    assert code == 0 and seen[-1][0] == [user("a \ufffd b")] and err.startswith("stdin: what is not valid UTF-8")
+    assert code == 0 and seen[-1][0] == [user("a \ufffd b")] and err.startswith("stdin: bytes that are not valid UTF-8")
     code, _, err = generate("--prompt", "x", "--system", "\ud800", *LIMITS)
     assert code == 0 and seen[-1][0][0]["content"] == "\ufffd" and err.count("\n") == 2
     code, _, err = generate("--prompt", "x\udcff", *LIMITS)  # as an argument that is not UTF-8 arrives
@@ -83,7 +83,7 @@ def test_last_message_of_a_saved_session_is_answered_again(generate, seen, tmp_p
     code, _, err = generate("--messages", file, *LIMITS)
     said = [user("Hi"), {"role": "assistant", "content": "Hello"}, user("Bye")]
     assert code == 0 and seen[-1][0] == [{"role": "system", "content": "S"}, *said]
-    assert err.startswith(f"{file}: a saved session; its last message is answered anew\n")
+    assert err.startswith(f"{file}: a saved session; its last message is answered again\n")
     file.write_text(json.dumps(SESSION))
     assert generate("--messages", file, "--system", "T", *LIMITS)[0] == 0
     assert seen[-1][0] == [{"role": "system", "content": "T"}, *said]
@@ -124,7 +124,7 @@ def test_missing_file(generate, tmp_path):
 
 @pytest.fixture
 def pipe():
-    """A stream that gives a pipe's bytes, and the open end that writes to it."""
+    """Return a function that creates a pipe with data; it returns the reading stream and the open writing end."""
     streams = []
 
     def pipe(data=b""):
@@ -139,7 +139,7 @@ def pipe():
 
 
 @pytest.mark.parametrize(
-    "prompt, given, text",
+    "prompt, data, text",
     [
         ("Explain:", b"a diff\n", "Explain:\na diff"),
         ("Explain:\n", b"a\nb\n\n", "Explain:\na\nb\n"),
@@ -149,8 +149,8 @@ def pipe():
         ("-\nis what?", b"a diff\n", "a diff\nis what?"),
     ],
 )
-def test_stdin_is_appended_to_the_prompt(generate, seen, pipe, prompt, given, text):
-    stdin, end = pipe(given)
+def test_stdin_is_appended_to_the_prompt(generate, seen, pipe, prompt, data, text):
+    stdin, end = pipe(data)
     end.close()
     code, _, err = generate("--prompt", prompt, *LIMITS, "--raw", stdin=stdin)
     assert (code, seen[-1][0], err.count("\n")) == (0, text, 1)
@@ -185,7 +185,7 @@ def test_wait_for_an_open_pipe_is_reported(generate, seen, pipe, monkeypatch):
     monkeypatch.setattr("tridecode.cli.inputs.PATIENCE", 0.05)
     code, _, err = generate("--prompt", "Hi", *LIMITS, stdin=stdin)
     assert code == 0 and seen[-1][0] == [user("Hi\nlate")]
-    assert err.startswith("waiting for stdin, which is open and gives nothing; </dev/null leaves it out of the prompt")
+    assert err.startswith("waiting for stdin, which is open and sends no data; </dev/null leaves it out of the prompt")
     writer.join()
 
 
@@ -204,7 +204,7 @@ def test_pipe_is_read_as_a_file(generate, seen, pipe):
 
 
 class Endless(io.TextIOBase):
-    """A stdin that never ends."""
+    """A stdin without an end."""
 
     given = 0
 

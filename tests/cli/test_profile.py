@@ -1,4 +1,4 @@
-"""profile: from activity records to figures and pictures; on a GPU, the command itself."""
+"""Tests of profile: figures and pictures from activity records and, on a GPU, the command itself."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ _LAYER_KERNELS = ("_matvec_kernel", "_attention_kernel", *("_matvec_kernel",) * 
 
 
 def roles_and_kernels(layers: int) -> tuple[list[str], list[str]]:
-    """What a greedy step's list is expected to say."""
+    """Return the expected roles and kernels of a greedy pass, in order."""
     kernels = ["_embed_kernel", *_LAYER_KERNELS * layers, "_matvec_kernel", "_greedy_kernel"]
     return ["embed", *LAYER * layers, "lm_head", "greedy"], kernels
 
@@ -44,7 +44,7 @@ def event(name, ts, dur, cat="kernel"):
 
 
 def step_trace(steps: int, layers: int, cost: float = 2.0, gap: float = 0.5) -> dict:
-    """Steps of kernels that start 1 µs before the one before them ends; embed alone starts `gap` after it."""
+    """Return a trace of passes whose kernels overlap by 1 µs; embed starts `gap` µs after the pass before it."""
     events, end = [], 100.0
     for _ in range(steps):
         for op, kernel in zip(*roles_and_kernels(layers)):
@@ -119,10 +119,10 @@ def test_roles_follow_launch_order():
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda found: found[:-1], r"recorded 71 activities in 4 steps, expected 72 \(18 a step\)"),
-        (lambda found: [], "recorded 0 activities"),
-        (lambda found: found + [Record("x", 1e6, 1e6 + 1)] * 4, "recorded 76 activities"),
-        (lambda found: [found[1], found[0], *found[2:]], "launch 1 of a step was '_matvec_kernel', expected '_embed_"),
+        (lambda steps: steps[:-1], r"recorded 71 activities in 4 steps, expected 72 \(18 a step\)"),
+        (lambda steps: [], "recorded 0 activities"),
+        (lambda steps: steps + [Record("x", 1e6, 1e6 + 1)] * 4, "recorded 76 activities"),
+        (lambda steps: [steps[1], steps[0], *steps[2:]], "launch 1 of a step was '_matvec_kernel', expected '_embed_"),
     ],
 )
 def test_records_of_another_step_are_refused(change, words):
@@ -194,7 +194,7 @@ def test_bytes_of_attention_end_at_the_window():
 
 
 def test_bytes_of_prompt_kernels():
-    """Those of what a launch reads and writes: the tensors it is given, but for norms, and of the cache its rows."""
+    """A launch counts the tensors that it reads and writes, except norm weights, and its rows of the cache."""
     engine = tiny_engine("torch", num_layers=2, dtype=torch.bfloat16)
     (attention, mlp), rows = engine.config.layers[0].blocks, 5
     hidden = engine.config.hidden_size

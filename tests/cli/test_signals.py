@@ -1,4 +1,4 @@
-"""What signals leave behind: Ctrl-C in the first moment, Ctrl-Z, SIGTERM and SIGHUP."""
+"""Tests of signals: Ctrl-C during start, Ctrl-Z, SIGTERM and SIGHUP, and the state of terminal and files afterwards."""
 
 import asyncio
 import os
@@ -75,7 +75,7 @@ def test_sigterm_in_mid_answer(terminal, state, plain):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_no_temporary_file_is_left(state, monkeypatch, signum):
-    """The signal comes while a session is written, and comes again while things are put in order."""
+    """The signal arrives while a session is written, and again during the cleanup."""
     before = signal.signal(signum, signal.SIG_DFL)
 
     def interrupted(handle):
@@ -118,7 +118,7 @@ def test_signal_ends_task_though_loop_swallows_callback_errors():
 
 
 def test_a_signal_that_the_caller_ignores_stays_ignored():
-    """As under nohup."""
+    """nohup starts a program this way."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with ending():
@@ -155,7 +155,7 @@ IGNORING = f"trap '' INT HUP; exec '{sys.executable}' cli.py chat --device cpu -
 
 
 def test_a_chat_whose_parent_ignores_signals(spawn):
-    """Ctrl-C stops an answer all the same; SIGHUP stays ignored, as under nohup."""
+    """Ctrl-C still stops an answer; SIGHUP remains ignored, as under nohup."""
     child = spawn("/bin/sh", "-c", IGNORING)
     child.expect_exact("lists the commands")
     child.expect_exact(READY)
@@ -244,7 +244,7 @@ def test_ctrl_z_in_mid_answer(shell):
 
 
 def test_background_program_continues(shell):
-    """It leaves the terminal, which is the shell's then, as it is: to change it would stop the program."""
+    """It does not change the terminal, because a background program that changes it is stopped."""
     shell.send("/exit\r")
     shell.expect_exact("shell: ")
     shell.send(f"{sys.executable} cli.py generate --device cpu --prompt Hi --max-tokens 4 & wait; echo went''on\r")

@@ -88,7 +88,7 @@ def test_without_a_gain_no_table_is_written(fake, capsys, monkeypatch):
     monkeypatch.setattr(Timer, "__call__", lambda self, configs: 1e-3)
     assert commands.main(["tune"]) == 0
     out = capsys.readouterr().out
-    assert "nothing faster" in out and json.loads(out.splitlines()[-1])["table"] is None
+    assert "no launch configs are faster" in out and json.loads(out.splitlines()[-1])["table"] is None
     assert not table_path(GPU.name).exists()
 
 

@@ -62,8 +62,11 @@ class Configuration:
 
     @cached_property
     def values(self) -> dict[str | None, dict[str, Setting]]:
-        """The settings by table; above all tables: None; of the environment: PREFIX. Raises ParameterError."""
-        found: dict[str | None, dict[str, Setting]] = {table: {} for table in (PREFIX, None, *TABLES)}
+        """The settings by table. The key None has settings before all tables, and PREFIX has environment variables.
+
+        Raises ParameterError for an invalid key or value.
+        """
+        settings: dict[str | None, dict[str, Setting]] = {table: {} for table in (PREFIX, None, *TABLES)}
         known = self.options(None)
         for variable, text in self._environment.items():
             name = variable.removeprefix(PREFIX).lower()
@@ -75,28 +78,28 @@ class Configuration:
                     f"{variable} is not the variable of an option; {fix or 'tridecode config lists the keys'}"
                 )
             if text.strip():
-                found[PREFIX][name] = Setting(converted(known[name], text, variable), variable)
+                settings[PREFIX][name] = Setting(converted(known[name], text, variable), variable)
         for key, value in self._parsed().items():
             if key not in TABLES:
-                self._put(found, None, key, value)
+                self._put(settings, None, key, value)
             elif not isinstance(value, dict):
                 raise ParameterError(f"{self.path}: {key} must be a table, [{key}], got {as_json(value)}")
             else:
                 for inner, each in value.items():
-                    self._put(found, key, inner, each)
-        return found
+                    self._put(settings, key, inner, each)
+        return settings
 
-    def _put(self, found: dict[str | None, dict[str, Setting]], table: str | None, key: str, value) -> None:
+    def _put(self, settings: dict[str | None, dict[str, Setting]], table: str | None, key: str, value) -> None:
         """Add an entry of the file to the settings of a table."""
         name, known = key.replace("-", "_"), self.options(table)
         if name not in known:
             fix = did_you_mean(key, [*known, *([] if table else TABLES)]) or "tridecode config lists them"
             raise ParameterError(f"{self.path}: {f'in [{table}] ' * bool(table)}there is no key {key}; {fix}")
-        if name in found[table]:
+        if name in settings[table]:
             raise ParameterError(
                 f"{self.path}: {name} and {name.replace('_', '-')} are one setting; leave one of them out"
             )
-        found[table][name] = Setting(converted(known[name], value, f"{self.path}: {key}"), self.path.name)
+        settings[table][name] = Setting(converted(known[name], value, f"{self.path}: {key}"), self.path.name)
 
     def _parsed(self) -> dict:
         try:

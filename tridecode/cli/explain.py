@@ -34,9 +34,9 @@ def with_options(text: str, arguments: Iterable[str]) -> str:
     underscore are replaced everywhere.
     """
     names = "|".join(arguments)
-    text = re.sub(rf'\b({names})="(\w+)"', lambda found: f"{option(found[1])} {found[2]}", text)
-    text = re.sub(rf"^({names})(?= must |: )", lambda found: option(found[1]), text)
-    text = re.sub(rf"(?<![\w-])({names})(?!\w)", lambda found: option(found[1]) if "_" in found[1] else found[1], text)
+    text = re.sub(rf'\b({names})="(\w+)"', lambda match: f"{option(match[1])} {match[2]}", text)
+    text = re.sub(rf"^({names})(?= must |: )", lambda match: option(match[1]), text)
+    text = re.sub(rf"(?<![\w-])({names})(?!\w)", lambda match: option(match[1]) if "_" in match[1] else match[1], text)
     return text.replace(NO_CHAT, "use --raw")
 
 

@@ -147,31 +147,31 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> dict[str, Opti
 
 
 def add_option(parser, option: Option, **more) -> None:
-    """Add one option, and its aliases. more: argparse's arguments that replace the declared ones."""
+    """Add one option and its aliases. `more` replaces arguments of argparse that the declaration sets."""
     words = f" (default: {option.described_default})" if option.described_default else ""
-    how: dict = {"dest": option.name, "help": option.flag_help + words, "default": option.default}
+    settings: dict = {"dest": option.name, "help": option.flag_help + words, "default": option.default}
     constraint = option.constraint
     if isinstance(constraint, Flag):
-        how["action"] = "store_false" if option.default is True else "store_true"
+        settings["action"] = "store_false" if option.default is True else "store_true"
     else:
-        how["metavar"] = option.metavar
+        settings["metavar"] = option.metavar
         if isinstance(constraint, Choice):
-            how["choices"] = constraint.choices
+            settings["choices"] = constraint.choices
         elif not option.from_file:
-            how["type"] = reader(constraint.item if option.repeated else constraint)
+            settings["type"] = reader(constraint.item if option.repeated else constraint)
         if option.repeated:
-            how["action"] = "append"
-    parser.add_argument(option.flag, **how | more)
+            settings["action"] = "append"
+    parser.add_argument(option.flag, **settings | more)
     for flag, (value, help) in option.aliases.items():
         parser.add_argument(flag, dest=option.name, action="store_const", const=value, help=help)
 
 
 def sampling_overrides(args) -> dict:
-    """The sampling options that are set; the others keep the model's defaults."""
-    found = {name: value for name in SAMPLING if (value := getattr(args, name, None)) is not None}
-    return found | ({"logit_bias": dict(found["logit_bias"])} if "logit_bias" in found else {})
+    """Return the sampling options that are set; the others keep the model's defaults."""
+    values = {name: value for name in SAMPLING if (value := getattr(args, name, None)) is not None}
+    return values | ({"logit_bias": dict(values["logit_bias"])} if "logit_bias" in values else {})
 
 
 def engine_options(args) -> dict:
-    """The engine's options of a command line, as Engine.load takes them."""
+    """Return the engine's options of a command line, as keywords of Engine.load."""
     return {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}

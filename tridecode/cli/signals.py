@@ -36,11 +36,11 @@ def ending():
         if in_background():  # suspended: changing the terminal would stop this program again
             with open(os.devnull) as nothing:
                 os.dup2(nothing.fileno(), sys.stdin.fileno())
-        asked.append(Ended(signum))
-        raise asked[0]
+        received.append(Ended(signum))
+        raise received[0]
 
     changed: list[signal.Signals] = []
-    asked: list[Ended] = []
+    received: list[Ended] = []
     try:
         with suppress(ValueError):  # not the main thread
             for each in _ENDS:
@@ -50,8 +50,8 @@ def ending():
         try:
             yield
         finally:
-            if asked:  # an error of the cleanup, for example of a closed terminal, does not replace it
-                raise asked[0] from None
+            if received:  # an error of the cleanup, for example of a closed terminal, does not replace it
+                raise received[0] from None
     finally:
         for each in changed:
             signal.signal(each, signal.SIG_DFL)

@@ -44,7 +44,7 @@ def read_messages(args, output: Output) -> Prompt:
             found = saved.messages()[:-1]
         except ValueError as error:
             raise PromptError(f"{path}: not a session that can be answered ({error})") from None
-        output.note(f"{path}: a saved session; its last message is answered anew")
+        output.note(f"{path}: a saved session; its last message is answered again")
     elif isinstance(found, dict) and "messages" in found:
         found = found["messages"]
     return with_system(check_messages(found, path), args, path)
