@@ -67,9 +67,9 @@ def test_texts_only_needs_no_gpu_and_no_engine(bench):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--texts-only --preset qwen3-4b", "--preset does not go with --texts-only"),  # even at its default
-        ("--texts-only --runs 7", "--runs does not go with --texts-only"),
-        ("--texts-only --quantize int4", "--quantize does not go with --texts-only"),
+        ("--texts-only --preset qwen3-4b", "--preset cannot be used with --texts-only"),  # even at its default
+        ("--texts-only --runs 7", "--runs cannot be used with --texts-only"),
+        ("--texts-only --quantize int4", "--quantize cannot be used with --texts-only"),
         ("--speculate-ngram 2:8", "down to 1, the larger first, like 8 and 2, got '2:8'"),
         ("--texts-only --speculate-ngram 0:0", "down to 1, the larger first, like 8 and 2, got '0:0'"),
         ("--kv-dtype fp8", "unrecognized arguments: --kv-dtype fp8"),  # drafts are not verified with such K/V

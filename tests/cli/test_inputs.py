@@ -43,7 +43,7 @@ def test_stdin_inside_the_prompt(generate, seen):
     code, _, err = generate("--prompt", "Shorten: -", *LIMITS, stdin=b"\\1 a river\n")
     assert code == 0 and seen[0][0] == [user("Shorten: \\1 a river")] and err.count("\n") == 1
     _, _, err = generate("--prompt", "Shorten: -", *LIMITS, stdin=b"")
-    assert err.startswith("stdin, which the - in the prompt stands for, is empty\n")
+    assert err.startswith("stdin, which replaces the - in the prompt, is empty\n")
 
 
 def test_invalid_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
@@ -209,7 +209,7 @@ class Endless(io.TextIOBase):
     given = 0
 
     def read(self, size=-1):
-        assert size > 0, "all of it would never be there"
+        assert size > 0, "reading an endless stream at once never returns"
         self.given += size
         return "0" * size
 
@@ -217,12 +217,12 @@ class Endless(io.TextIOBase):
 def test_endless_input_is_refused_at_the_limit(generate, monkeypatch, tmp_path):
     monkeypatch.setattr("tridecode.cli.inputs.LARGEST", 3_000_000)
     monkeypatch.setattr("tridecode.cli.generate.batch.LARGEST", 5_000_000)
-    for argv, most in (((), 3), (("--prompt", "Is: -"), 3), (("--messages", "-"), 3), (("--jsonl", "-"), 5)):
+    for argv, limit in (((), 3), (("--prompt", "Is: -"), 3), (("--messages", "-"), 3), (("--jsonl", "-"), 5)):
         stdin = Endless()
         code, out, err = generate(*argv, stdin=stdin)
-        assert (code, out, err.count("\n")) == (1, "", 1) and f"stdin: longer than {most},000,000 characters" in err
-        assert stdin.given < (most + 2) << 20
+        assert (code, out, err.count("\n")) == (1, "", 1) and f"stdin: longer than the limit of {limit},000,000" in err
+        assert stdin.given < (limit + 2) << 20
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 40)
-    for option, most in (("--messages", 3), ("--jsonl", 5)):
-        assert f"sparse: longer than {most},000,000 bytes" in generate(option, tmp_path / "sparse")[2]
+    for option, limit in (("--messages", 3), ("--jsonl", 5)):
+        assert f"sparse: longer than the limit of {limit},000,000 bytes" in generate(option, tmp_path / "sparse")[2]

@@ -56,15 +56,15 @@ def read_stdin(output: Output, limit: int | None = None, way_out: str = "") -> s
 def with_stdin(text: str, output: Output) -> str:
     """Return a prompt in which stdin replaces a -, or with stdin appended if it is a pipe or a file."""
     if STDIN.search(text):
-        given = read_stdin(output).removesuffix("\n")
-        if not given:
-            output.note("stdin, which the - in the prompt stands for, is empty")
-        return STDIN.sub(lambda _: given, text)
+        data = read_stdin(output).removesuffix("\n")
+        if not data:
+            output.note("stdin, which replaces the - in the prompt, is empty")
+        return STDIN.sub(lambda _: data, text)
     if not stdin_is_file():
         return text
-    given = read_stdin(output, way_out="; </dev/null leaves it out of the prompt").removesuffix("\n")
+    data = read_stdin(output, way_out="; </dev/null leaves it out of the prompt").removesuffix("\n")
     before = text.removesuffix("\n")
-    return f"{before}\n{given}" if before and given else given or text
+    return f"{before}\n{data}" if before and data else data or text
 
 
 def stdin_lines() -> Iterator[str]:
