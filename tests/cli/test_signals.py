@@ -43,7 +43,7 @@ runpy.run_path("cli.py", run_name="__main__")
         ("tridecode.version", 130),
         ("argparse", 130),
         ("tridecode.models.presets", 130),
-        ("torch", -signal.SIGINT),  # which a shell calls 130 too
+        ("torch", -signal.SIGINT),  # a shell reports this signal as exit code 130
     ],
 )
 def test_ctrl_c_in_the_first_moment(module, code):

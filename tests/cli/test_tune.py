@@ -105,7 +105,7 @@ def test_a_step_that_fails_when_it_is_timed_again_is_one_line(fake, capsys, monk
     monkeypatch.setattr(Timer, "__call__", lambda self, configs: None)
     monkeypatch.setattr(tune, "search", lambda start, *rest: Search(start, 1e-3))
     assert commands.main(["tune"]) == 1
-    assert capsys.readouterr().err.startswith("tridecode: error: the step gave other results")
+    assert capsys.readouterr().err.startswith("tridecode: error: the pass gave different logits")
     assert not table_path(GPU.name).exists()
 
 

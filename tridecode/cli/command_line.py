@@ -92,7 +92,10 @@ class Parser(argparse.ArgumentParser):
         return " ".join(words) if words else None
 
     def _part(self, namespace, flag: str, names: tuple[str, ...], needed: bool) -> None:
-        """Set the defaults of `names` if `flag` allows them: it is set if `needed`, otherwise not set. Else refuse them."""
+        """Set the defaults of `names` if `flag` allows these options, otherwise refuse them.
+
+        They are allowed with `flag` if `needed`, and without it if not `needed`.
+        """
         chosen = next((name for name in names if getattr(namespace, name) is not None), None)
         if bool(getattr(namespace, flag)) == needed:
             for name in names:
