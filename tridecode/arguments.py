@@ -113,12 +113,12 @@ class Choice(Constraint):
 
 @dataclass(frozen=True)
 class Integer(Constraint):
-    """An integer of Python, numpy or torch. `of_high` is text before the upper limit in messages."""
+    """An integer of Python, numpy or torch. `high_words` is text before the upper limit in messages."""
 
     low: int
     high: int = LARGEST
-    of_high: str = ""
-    expects: str = "an integer from {0.low:,} to {0.of_high}{0.high:,}"
+    high_words: str = ""
+    expects: str = "an integer from {0.low:,} to {0.high_words}{0.high:,}"
 
     def accept(self, value: Any) -> int:
         if isinstance(value, bool):

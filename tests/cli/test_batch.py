@@ -99,7 +99,7 @@ def test_a_batch_resumes(generate, engine, monkeypatch, tmp_path):
     with results.open("a") as cut:
         cut.write('{"index": 2, "input": "4')  # as a killed program leaves it
     code, _, err = generate("--jsonl", file, *LIMITS, "--output", results)
-    assert code == 1 and len(calls) == 5 and "3 answered, 1 failed, 1 were there already" in err
+    assert code == 1 and len(calls) == 5 and "3 answered, 1 failed, 1 already answered" in err
     found = {entry["index"]: entry for entry in lines(results.read_text())}
     assert len(found) == 5 == results.read_text().count("\n")
     for entry in whole:

@@ -188,7 +188,7 @@ def test_config_shows_values_and_their_sources(config, capsys):
     assert tomllib.loads(out) == tomllib.loads(text) | {"stats": "short"}, "the output is a valid file"
     config_path().unlink()
     commands.main(["config"])
-    assert "config.toml, which is not there yet" in capsys.readouterr().out
+    assert "config.toml, which does not exist yet" in capsys.readouterr().out
 
 
 def test_engine_settings_are_ignored_by_chat_with_url(config):

@@ -26,7 +26,7 @@ def test_every_sampling_option_is_an_option():
     ]  # fmt: skip
     given = sampling_overrides(make_parser().parse_args(["generate", *argv]))
     assert list(given) == list(SAMPLING) == list(SamplingParams.__dataclass_fields__)
-    for name in ("json_schema", "regex", "choice"):  # beside the fourth
+    for name in ("json_schema", "regex", "choice"):  # only one response format may be set; grammar remains
         del given[name]
     params = SamplingParams(**given)
     assert params.grammar == "g"

@@ -178,9 +178,9 @@ def test_other_kinds_of_stdin_are_not_read_without_hyphen(generate, seen):
 
 def test_wait_for_an_open_pipe_is_reported(generate, seen, pipe, monkeypatch):
     stdin, end = pipe()
-    told, note = threading.Event(), Output.note
-    monkeypatch.setattr(Output, "note", lambda *args, **how: (note(*args, **how), told.set()))
-    writer = threading.Thread(target=lambda: (told.wait(60), end.write(b"late"), end.close()))
+    noted, note = threading.Event(), Output.note
+    monkeypatch.setattr(Output, "note", lambda *args, **options: (note(*args, **options), noted.set()))
+    writer = threading.Thread(target=lambda: (noted.wait(60), end.write(b"late"), end.close()))
     writer.start()
     monkeypatch.setattr("tridecode.cli.inputs.PATIENCE", 0.05)
     code, _, err = generate("--prompt", "Hi", *LIMITS, stdin=stdin)
@@ -206,11 +206,11 @@ def test_pipe_is_read_as_a_file(generate, seen, pipe):
 class Endless(io.TextIOBase):
     """A stdin without an end."""
 
-    given = 0
+    bytes_read = 0
 
     def read(self, size=-1):
         assert size > 0, "reading an endless stream at once never returns"
-        self.given += size
+        self.bytes_read += size
         return "0" * size
 
 
@@ -221,7 +221,7 @@ def test_endless_input_is_refused_at_the_limit(generate, monkeypatch, tmp_path):
         stdin = Endless()
         code, out, err = generate(*argv, stdin=stdin)
         assert (code, out, err.count("\n")) == (1, "", 1) and f"stdin: longer than the limit of {limit},000,000" in err
-        assert stdin.given < (limit + 2) << 20
+        assert stdin.bytes_read < (limit + 2) << 20
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 40)
     for option, limit in (("--messages", 3), ("--jsonl", 5)):

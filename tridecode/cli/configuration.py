@@ -172,7 +172,7 @@ def lines(configuration: Configuration) -> list[str]:
     Raises ParameterError.
     """
     general = {**configuration.keys["chat"], **configuration.keys["generate"]}
-    shown = [f"# {configuration.path}{'' if configuration.path.exists() else ', which is not there yet'}"]
+    shown = [f"# {configuration.path}{'' if configuration.path.exists() else ', which does not exist yet'}"]
     settings = configuration.settings(None, general)
     for group, options in groupby(general.values(), lambda option: option.group):
         shown += ["", f"# {group}", *(line(option, settings.get(option.name)) for option in options)]
@@ -193,7 +193,7 @@ def line(option: Option, setting: Setting | None) -> str:
 
 
 def show(args, output) -> int:
-    """Run `tridecode config`. A wrong setting ends it as in the other commands."""
+    """Run `tridecode config`. An invalid setting ends the program with exit code 2, as in the other commands."""
     try:
         output.text("".join(f"{each}\n" for each in lines(args.configuration)))
     except ParameterError as error:

@@ -78,7 +78,7 @@ class Loader:
         if self._fits_beside(model.engine, plan):
             model.use(self._load(name, path))
         else:
-            self._output.note(f"{model.name} and {name} do not fit in memory together; closing {model.name} first")
+            self._output.note(f"{model.name} and {name} do not fit together in memory; closing {model.name} first")
             failure = None
             model.let_go()
             try:

@@ -279,20 +279,20 @@ class Answers:
                 request.fail(error)
         return request.entry(**found) if request.error is None else self._failed(request, found)
 
-    def _failed(self, request: Request, found: dict) -> str:
+    def _failed(self, request: Request, values: dict) -> str:
         self._output.error(f"{self._args.jsonl}: line {request.index + 1}: {request.error}")
-        return request.entry(**found | {"error": f"line {request.index + 1}: {request.error}"})
+        return request.entry(**values | {"error": f"line {request.index + 1}: {request.error}"})
 
     def summary(self) -> str:
         words = [f"{self.answered:,} answered", f"{self.failed:,} failed"]
-        words += [f"{self._before:,} were there already"] if self._before else []
+        words += [f"{self._before:,} already answered"] if self._before else []
         left = self._left - self.answered - self.failed
         words += [f"{left:,} left"] if left else []
         seconds = time.perf_counter() - self._started
         return ", ".join(words) + f" · {counted(self.tokens, 'token')} in {seconds:,.1f} s"
 
     def rate(self) -> float:
-        """Return tokens per second, including unfinished answers. The thread that draws calls it."""
+        """Return tokens per second, including unfinished answers, for the thread of the progress bar."""
         handles = [each.handle for each in list(self._under_way)]
         tokens = self.tokens + sum(handle.completion_tokens for handle in handles if handle)
         return tokens / (time.perf_counter() - self._started)

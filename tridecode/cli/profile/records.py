@@ -13,7 +13,7 @@ GAPS = (("<1", 1.0), ("1-5", 5.0), ("5-10", 10.0), ("10-50", 50.0), (">50", floa
 
 
 class ProfileError(TridecodeError):
-    """The records are not those of the work that was profiled."""
+    """The records do not match the profiled work."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Span:
-    """A record with its role. before: the latest end of all earlier records, where its cost begins."""
+    """A record with its role. Its cost begins at `before`, the latest end of all earlier records."""
 
     op: str
     start: float
@@ -36,41 +36,41 @@ class Span:
 
     @property
     def cost(self) -> float:
-        """The time that it adds to the step: from `before` to its end, 0 if it ended before an earlier one."""
+        """The time that it adds to the pass: from `before` to its end, or 0 if it ended before an earlier record."""
         return max(self.end - self.before, 0.0)
 
     @property
     def gap(self) -> float:
-        """The part of its cost in which nothing ran."""
+        """The part of its cost in which no kernel ran."""
         return max(self.start - self.before, 0.0)
 
 
 def read_records(trace: dict) -> list[Record]:
     """Return the GPU's records of a Chrome trace, in the order of their starts."""
-    found = [
+    records = [
         Record(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         for event in trace.get("traceEvents", ())
         if event.get("cat") in ACTIVITIES
     ]
-    return sorted(found, key=lambda record: (record.start, record.end))
+    return sorted(records, key=lambda record: (record.start, record.end))
 
 
 def split_steps(records: Sequence[Record], steps: int, kernels: Sequence[str] | None = None) -> list[list[Record]]:
-    """Return the records of `steps` equal steps, a list for each. kernels: prefixes of the names of each step.
+    """Split records into `steps` equal steps. `kernels` are the expected prefixes of the names in a step.
 
     Raises ProfileError if the number of records or a name differs.
     """
     size, rest = divmod(len(records), steps)
     expected = size if kernels is None else len(kernels)
     if rest or size != expected or not size:
-        wanted = f"a multiple of {steps}" if kernels is None else f"{steps * expected} ({expected} a step)"
-        raise ProfileError(f"the GPU recorded {len(records)} activities in {steps} steps, expected {wanted}")
-    found = [list(records[at : at + size]) for at in range(0, len(records), size)]
-    for step in found:
+        numbers = f"a multiple of {steps}" if kernels is None else f"{steps * expected} ({expected} a step)"
+        raise ProfileError(f"the GPU recorded {len(records)} activities in {steps} steps, expected {numbers}")
+    split = [list(records[at : at + size]) for at in range(0, len(records), size)]
+    for step in split:
         for place, (record, kernel) in enumerate(zip(step, kernels or ())):
             if not record.name.startswith(kernel):
                 raise ProfileError(f"launch {place + 1} of a step was {record.name!r}, expected {kernel!r}")
-    return found
+    return split
 
 
 def attribute(step: Sequence[Record], ops: Sequence[str], before: float) -> list[Span]:
