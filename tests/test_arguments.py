@@ -39,7 +39,7 @@ def test_load_refuses_by_name(arguments, monkeypatch):
     assert len(str(caught.value)) < 200
 
 
-def test_device_and_dtype_may_be_torchs():
+def test_device_and_dtype_accept_torch_objects():
     engine = Engine.load(device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=torch.tensor(64))
     assert (engine.device.type, engine.model.weights.dtype, engine.capacity) == ("cpu", torch.bfloat16, 64)
 

@@ -83,7 +83,7 @@ HUGE = dict(hidden_size=2**20, intermediate_size=2**20, num_hidden_layers=1000)
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_spoiled_checkpoint(failure, copy, case):
+def test_damaged_checkpoint(failure, copy, case):
     spoil, words = SPOILED[case]
     spoil(copy)
     line = failure("generate", "--prompt", "x", "--model", copy, "--device", "cpu")
@@ -188,7 +188,7 @@ def test_only_a_near_option_is_suggested(failure, typed, meant):
         (("--verison",), "--verison"),
     ],
 )
-def test_words_that_are_not_a_question(failure, argv, named):
+def test_invalid_questions(failure, argv, named):
     assert named in failure(*argv, code=2)
 
 
@@ -204,7 +204,7 @@ def test_words_that_are_not_a_question(failure, argv, named):
         ("--n", 20),
     ],
 )
-def test_a_number_of_many_digits_is_not_shown_whole(failure, option, digits):
+def test_long_number_is_shortened_in_the_message(failure, option, digits):
     line = failure("generate", "--device", "cpu", "--prompt", "x", option, "9" * digits, code=2)
     assert option in line and "99" in line and len(line) < 500
 
@@ -234,7 +234,7 @@ def test_wrong_usage(failure, argv):
         (("--prompt-graph-sizes", "16", "--prompt-graph-max-tokens", "2048"), "not go with --prompt-graph-max-tokens"),
     ],
 )
-def test_engine_options_that_lack_or_contradict_another(failure, good, options, fix):
+def test_engine_options_with_missing_or_contradicting_options(failure, good, options, fix):
     assert fix in failure("generate", "--prompt", "x", "--model", good, *options)
 
 
@@ -286,7 +286,7 @@ def test_bench_offload_modes_are_exclusive(failure):
     assert "not allowed with" in failure("bench", "offload", "--swap", "--weights", "4", code=2)
 
 
-def test_a_gpu_number_that_is_absent(failure, good):
+def test_missing_gpu_number(failure, good):
     assert "cuda:999" in failure("generate", "--prompt", "x", "--model", good, "--device", "cuda:999")
 
 

@@ -60,7 +60,7 @@ def description(tmp_path_factory):
     return metadata.get_payload()
 
 
-def test_a_package_index_shows_no_link_into_the_repository(description):
+def test_package_index_has_no_relative_links(description):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     relative = [target for target in targets(readme) if not target.startswith(("https://", "#"))]
     assert "docs/chat.svg" in relative and "docs/benchmarks.md#where-the-rest-goes" in relative

@@ -104,12 +104,12 @@ FLAGS = {
 }
 
 
-def test_published_keywords_stay():
+def test_published_keywords_exist():
     assert set(KEYWORDS) <= OPTIONS.keys()
 
 
 @pytest.mark.parametrize("command", FLAGS)
-def test_published_flags_stay(command, capsys):
+def test_published_flags_exist(command, capsys):
     with pytest.raises(SystemExit):
         make_parser().parse_args([command, "--help"])
     assert set(FLAGS[command].split()) <= set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))

@@ -317,7 +317,7 @@ def test_allocating_workspace_gives_equal_tokens(monkeypatch):
     assert tokens[0] == tokens[1]
 
 
-def test_figures_of_kernels_in_the_range_that_ran_them():
+def test_kernel_figures_by_range():
     def event(name, start, end, device=DeviceType.CUDA, annotation=False):
         place = SimpleNamespace(start=start, end=end)
         return SimpleNamespace(name=name, time_range=place, device_type=device, is_user_annotation=annotation)
@@ -334,7 +334,7 @@ def test_figures_of_kernels_in_the_range_that_ran_them():
 
 @pytest.mark.skipif(CUDA, reason="a GPU records kernels")
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_profiler_that_records_no_kernel_leaves_the_wall_times(bench):
+def test_profiler_without_kernels_keeps_wall_times(bench):
     code, out, err = bench("decode", "--ablate", "--context", "4", "--steps", "2", "--runs", "1")
     rows = json.loads(out.split("\n")[-2])["rows"]
     assert code == 0 and [row["variant"] for row in rows][-1] == "graph" and len(rows) == 3
@@ -343,7 +343,7 @@ def test_a_profiler_that_records_no_kernel_leaves_the_wall_times(bench):
 
 
 @needs_gpu
-def test_the_ladder_on_the_gpu():
+def test_ablation_on_a_gpu():
     args = make_parser().parse_args("bench decode --ablate --context 8 --steps 16 --runs 2".split())
     rows = ablate.ladder(tiny_engine(), args, SimpleNamespace(note=lambda message: None))
     assert len(rows) == 3 + (torch.cuda.get_device_capability() >= (9, 0))
@@ -362,7 +362,7 @@ def test_seconds_to_the_first_line():
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit(3)", "pass"])
-def test_a_process_without_a_token(code):
+def test_process_without_a_token_fails(code):
     with pytest.raises(GenerationError, match="before its first token"):
         start.time_to_first_line([sys.executable, "-c", code], dict(os.environ))
 

@@ -70,7 +70,7 @@ def test_formats(form):
         assert (json.loads(text) if form == "json" else list(map(json.loads, text.splitlines()))) == [ROW, other]
 
 
-def test_values_are_rounded_and_figures_that_are_absent_are_left_out():
+def test_values_are_rounded_and_missing_figures_omitted():
     row = decode_row(us_per_token=2306.94321, us_over_greedy=13.00721)
     assert (row.us_per_token, row.us_over_greedy) == (2306.94, 13.01)
     assert decode_row().as_dict() == ROW and list(decode_row(gpu="a").as_dict())[-1] == "gpu"
@@ -161,7 +161,7 @@ def suite_of(capsys, monkeypatch, tmp_path):
     return suite_of
 
 
-def test_a_suite_writes_the_rows_that_it_could_measure(suite_of, tmp_path):
+def test_suite_writes_rows_that_succeeded(suite_of, tmp_path):
     lines = "decode --context 5 --steps 2 --runs 1\nprefill --prompt-tokens 900 --capacity 8 --runs 1"
     code, out, err = suite_of(lines)
     (row,) = json.loads((tmp_path / "rows.json").read_text())
@@ -169,7 +169,7 @@ def test_a_suite_writes_the_rows_that_it_could_measure(suite_of, tmp_path):
     assert "prefill" in err and "900" in err and "[2/2]" in err and f"us_per_token {row['us_per_token']}" in err
 
 
-def test_a_suite_without_any_row_leaves_the_file(suite_of, tmp_path):
+def test_suite_without_rows_keeps_the_file(suite_of, tmp_path):
     (tmp_path / "rows.json").write_text("before")
     code, out, err = suite_of("prefill --prompt-tokens 900 --capacity 8")
     assert code == 1 and out == "" and "every row failed" in err
@@ -177,7 +177,7 @@ def test_a_suite_without_any_row_leaves_the_file(suite_of, tmp_path):
 
 
 @pytest.mark.parametrize("name", suite.SUITES)
-def test_the_lines_of_a_suite_have_options_that_exist(name):
+def test_suites_have_existing_options(name):
     parsed = [suite.parse(line) for line in suite.lines_of(name)]
     assert parsed and all(callable(measured) for _, measured in parsed)
 
@@ -230,7 +230,7 @@ def test_tables_show_the_recorded_rows():
     assert tables.filled(readme.replace("| 4,6", "| 9,9")) == readme  # a wrong figure is corrected
 
 
-def test_scripts_that_documents_show_exist():
+def test_documented_scripts_exist():
     texts = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))]
     names = {name for text in texts for name in re.findall(r"python -m benchmarks\.(\w+)", text)}
     assert names >= {"suite", "report", "peers", "tables"}

@@ -261,7 +261,7 @@ def test_no_row_if_all_requests_fail(bench, tmp_path):
     ("kind", "message"),
     [("500", "the warm-up failed: 500: out of luck"), ("401", "401: no key; set TRIDECODE_API_KEY or --api-key-file")],
 )
-def test_a_warm_up_that_fails_ends_it(bench, kind, message):
+def test_failed_warm_up_ends_the_bench(bench, kind, message):
     with FakeServer(behave=lambda number: kind) as server:
         code, _, _, err = bench(server, "--num-prompts", 50)
     assert code == 1 and len(server.got) == 1 and err.count("\n") == 1 and err.endswith(f"{message}\n")
@@ -276,7 +276,7 @@ def test_a_server_that_is_not_running(bench, model):
     assert "7 requests failed" in err if len(model) > 2 else err.count("\n") == 1
 
 
-def test_an_answer_that_does_not_end(bench):
+def test_endless_answer_fails_after_the_timeout(bench):
     with FakeServer(behave=lambda number: "stuck" if number == 1 else "ok") as server:
         started = time.perf_counter()
         code, row, _, err = bench(server, "--num-prompts", 2, "--warm-up", 0, "--timeout", 1, "--output-tokens", 4)
@@ -289,7 +289,7 @@ def test_an_answer_that_does_not_end(bench):
     [b"", b"1", b"null", b"[]", b'{"choices": 1}', b'{"choices": [1]}', b'{"choices": [{"delta": 1}]}', b"\xff", b"{"]
     + [b'{"usage": {"tokens": 1}}', b'{"usage": {"prompt_tokens": "x", "completion_tokens": 1}}', b'{"usage": 1}'],
 )
-def test_events_of_another_form_are_refused(data):
+def test_invalid_events_are_refused(data):
     with pytest.raises(Failed, match="does not follow the API"):
         Answer(0.0).event(data, 1.0)
 
@@ -305,7 +305,7 @@ def test_times_count_events_with_text():
     assert (answer.ttft, answer.gaps, answer.latency, answer.tpot) == (2.0, [2.0], 7.0, 1.0)
 
 
-def test_an_answer_without_text_has_its_times():
+def test_times_of_an_answer_without_text():
     answer = Answer(1.0)
     answer.event(b'{"choices": [{"text": "", "finish_reason": "stop"}]}', 2.0)
     answer.event(b'{"usage": {"prompt_tokens": 4, "completion_tokens": 1}}', 2.5)
@@ -313,7 +313,7 @@ def test_an_answer_without_text_has_its_times():
     assert (answer.ttft, answer.latency, answer.tpot) == (1.5, 1.5, None)
 
 
-def test_a_server_that_names_no_model(bench):
+def test_server_without_models(bench):
     with FakeServer() as server:
         code, _, _, err = bench(f"{server.url}/other")
     assert code == 1 and "other/v1/models lists no model; set --model" in err
@@ -343,7 +343,7 @@ def test_wrong_options(capsys, option, value):
 
 
 @pytest.mark.parametrize("url", ["http://a:8000", "http://a:8000/", "http://a:8000/v1", "http://a:8000/v1/"])
-def test_the_base_of_a_server(url):
+def test_server_url(url):
     assert options("--url", url).url == "http://a:8000"
 
 

@@ -46,7 +46,7 @@ def test_rows_of_costs_texts_and_speed_up(bench):
     assert parsed.requests == [1, 3] and parsed.context == 20 and parsed.history == 300
 
 
-def test_the_timed_passes_verify_as_many_rows_as_their_figures_name(bench):
+def test_timed_passes_verify_the_named_number_of_rows(bench):
     code, out, _ = bench(*SMALL, "--requests", "2", "--speculate-ngram", "3:3", "--format", "md")
     (engine,) = bench.made
     counts = {stat.kind: stat.count for stat in engine.graph_stats() if stat.kind.startswith("greedy")}

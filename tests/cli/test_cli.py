@@ -262,7 +262,7 @@ def test_template_raw_ids_and_stdin(run, tiny, monkeypatch):
     assert ids() == ids("--prompt", "Hello")
 
 
-def test_a_seed_repeats_its_tokens(run, tiny):
+def test_seed_reproduces_tokens(run, tiny):
     def tokens(seed):
         arguments = ("--prompt", "Hello", "--max-tokens", "8", "--temperature", "1", "--seed", seed, "--device", "cpu")
         report = json.loads(run("generate", "--model", tiny, "--json", *arguments)[1])
@@ -278,7 +278,7 @@ def test_only_set_options_override_model_defaults():
     assert sampling_overrides(make_parser().parse_args(["chat"])) == {}
 
 
-def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
+def test_failed_answer_exits_1(run, monkeypatch):
     result = Result("Hel", (5, 6), "error", Usage(3, 0, 2), Timings(0.1, 0.1, 10.0), 1, None, "step 3 gave NaN")
     last = SimpleNamespace(
         token_id=None, text="Hel", finish_reason="error", usage=result.usage, timings=result.timings, error=result.error
@@ -534,7 +534,7 @@ def test_speed_line_fits_the_terminal(width, seed, scale):
     assert f"{scale - 1:,} of {scale:,} reused · context {2 * scale:,} / " in whole
 
 
-def test_counts_have_separators():
+def test_numbers_have_thousands_separators():
     line = speed_line(Usage(123456, 1000, 2345), Timings(0.1, 0.1, 12345.6), 131072)
     assert line.startswith("2,345 tokens · 12,346 tok/s · first token 0.10 s · 1,000 of 123,456 reused · context 125,")
     assert counted(1, "turn") == "1 turn" and counted(300_000, "turn") == "300,000 turns"
@@ -573,7 +573,7 @@ def test_logging_is_silent_without_verbose(run, monkeypatch, tiny):
     assert "tridecode: WARNING: a note" in run("generate", "--prompt", "x", "--verbose")[2]
 
 
-def test_loading_on_a_terminal_shows_its_steps(monkeypatch):
+def test_loading_shows_progress_on_a_terminal(monkeypatch):
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", screen)

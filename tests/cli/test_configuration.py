@@ -166,7 +166,7 @@ def test_configuration_path_must_be_a_regular_file(config, capsys, make):
         assert message == f"{config_path()}: not a file; give a regular file with settings"
 
 
-def test_other_commands_and_help_need_no_file(config, capsys):
+def test_other_commands_and_help_do_not_read_the_file(config, capsys):
     config("nonsense")
     assert parsed("sessions").command == "sessions" and parsed("bench", "decode").what == "decode"
     with pytest.raises(SystemExit) as end:

@@ -38,7 +38,7 @@ def test_no_warnings_on_a_working_machine(machine):
     assert doctor.warnings([GPU], "580.95.05", "13.0") == []
 
 
-def test_without_a_gpu_nothing_is_missing(machine):
+def test_no_warnings_without_a_gpu(machine):
     machine(c_compiler=lambda: None, python_headers=lambda: Path("/no"), writable=lambda path: False)
     assert doctor.warnings([], None, None) == doctor.warnings([], None, "13.0") == []
 

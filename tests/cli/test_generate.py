@@ -49,7 +49,7 @@ def test_every_sampling_option_is_an_option():
         (("--prompt", "x", "--jsonl", "y"), "not allowed"),
     ],
 )
-def test_options_that_contradict_each_other(generate, argv, named):
+def test_contradicting_options_are_refused(generate, argv, named):
     code, out, err = generate(*argv)
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("tridecode: error: ") and named in err
 
@@ -130,7 +130,7 @@ def test_output_is_written_whole_or_not_at_all(generate, engine, monkeypatch, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "o.txt"]
 
 
-def test_output_goes_to_a_descriptor_that_is_open(generate, tmp_path):
+def test_output_is_written_to_an_open_descriptor(generate, tmp_path):
     """The paths of >(command) and /dev/stdout are the open file itself; earlier content is kept."""
     options = ("--prompt", "Hello", *LIMITS)
     shown = generate(*options)[1]
@@ -155,7 +155,7 @@ def test_output_goes_to_a_descriptor_that_is_open(generate, tmp_path):
     os.close(follower)
 
 
-def test_many_answers_are_not_prepared_before_the_first(generate, engine, monkeypatch):
+def test_answers_are_prepared_lazily(generate, engine, monkeypatch):
     prompts = []
 
     def interrupted(prompt, params, **options):

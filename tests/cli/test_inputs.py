@@ -156,7 +156,7 @@ def test_stdin_is_appended_to_the_prompt(generate, seen, pipe, prompt, data, tex
     assert (code, seen[-1][0], err.count("\n")) == (0, text, 1)
 
 
-def test_a_file_on_stdin_comes_after_the_prompt(generate, seen, tmp_path):
+def test_file_on_stdin_is_appended_to_the_prompt(generate, seen, tmp_path):
     (file := tmp_path / "f").write_text("a file")
     with file.open() as stdin:
         assert generate("--prompt", "Explain:", *LIMITS, stdin=stdin)[0] == 0

@@ -76,7 +76,7 @@ def test_costs_of_overlapping_kernels_add_up_to_wall_time():
     assert records.wall(spans) == 33 - 10
 
 
-def test_step_starts_at_the_previous_end_and_first_steps_are_dropped():
+def test_pass_starts_at_the_previous_end_and_first_passes_are_dropped():
     found = split_steps([Record("k", t, t + 4) for t in (0, 10, 20, 31)], 4)
     steps = chained(found, ["op"], drop=2)
     assert [(span.before, span.cost, span.gap) for (span,) in steps] == [(14, 10, 6), (24, 11, 7)]
@@ -100,7 +100,7 @@ def test_medians_over_steps_shares_and_gaps():
 
 
 @pytest.mark.parametrize("gap, name", [(0, "<1"), (0.99, "<1"), (1, "1-5"), (5, "5-10"), (10, "10-50"), (50, ">50")])
-def test_borders_of_the_gap_classes(gap, name):
+def test_limits_of_gap_classes(gap, name):
     found = summarize([attribute([Record("k", gap, gap + 1)], ["op"], before=0)])["gaps"]
     assert found.pop(name) == 1 and not any(found.values())
 
@@ -131,7 +131,7 @@ def test_records_of_another_step_are_refused(change, words):
         split_steps(found, 4, KERNELS)
 
 
-def test_prefill_chunks_are_counted_from_their_own_start():
+def test_prompt_chunks_start_at_their_first_kernel():
     found = [Record("void at::native::f<float>(int)", t, t + 3) for t in (0, 4, 1000, 1004)]
     (spans,) = records.apart(split_steps(found, 2), drop=1)
     assert [(span.op, span.cost) for span in spans] == [("f", 3), ("f", 4)]
@@ -159,7 +159,7 @@ def test_roles_and_kernels_match_the_launch_list():
     assert roles == ROLES and kernels == KERNELS
 
 
-def test_a_launch_of_several_kernels_has_its_role_several_times():
+def test_each_kernel_of_a_launch_has_its_role():
     recorder = Recorder()
     decode.decode_pass(recorder, tiny_engine("torch").model, "sample")
     roles, kernels = command.roles_and_kernels(recorder.launches[-1:])
@@ -307,7 +307,7 @@ def test_a_trace_does_not_name_the_machine(monkeypatch):
 
 
 @pytest.mark.skipif(not CUDA, reason="records activity of an NVIDIA GPU")
-def test_the_records_of_a_real_step_are_complete():
+def test_records_of_a_real_pass_are_complete():
     command.record_on_gpu(lambda: torch.zeros(1, device="cuda"))
     engine = tiny_engine()
     steps = command.decode_spans(command.decode_trace(engine, 16), engine)

@@ -46,7 +46,7 @@ runpy.run_path("cli.py", run_name="__main__")
         ("torch", -signal.SIGINT),  # a shell reports this signal as exit code 130
     ],
 )
-def test_ctrl_c_in_the_first_moment(module, code):
+def test_ctrl_c_during_start(module, code):
     program = [sys.executable, "-c", INTERRUPTED_IMPORT, module, "info"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")

@@ -52,16 +52,16 @@ def run(args, output: Output) -> int:
     tried = candidates(before, rows, device)
     deadline = time.monotonic() + 60 * args.minutes
     with progress(output, names) as report:
-        found = search(before, tried, measure, deadline, report, measure.compile, AT_ONCE)
+        result = search(before, tried, measure, deadline, report, measure.compile, AT_ONCE)
     # The search keeps the shortest of many noisy timings. Two further timings of both configs confirm the gain.
-    before_us, after_us = (confirmed(measure, configs) * 1e6 for configs in (before, found.configs))
+    before_us, after_us = (confirmed(measure, configs) * 1e6 for configs in (before, result.configs))
     path = table_path(device.name) if after_us < before_us * (1 - MARGIN) else None
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        session.write(path, merged_text(path, device, rows, found.configs))
-    changes = {name: (entry_of(config_of(before, part)), entry_of(config_of(found.configs, part)))
+        session.write(path, merged_text(path, device, rows, result.configs))
+    changes = {name: (entry_of(config_of(before, part)), entry_of(config_of(result.configs, part)))
                for part, name in names.items()}  # fmt: skip
-    show(found, changes, before_us, after_us, path, output)
+    show(result, changes, before_us, after_us, path, output)
     report = {
         "command": "tune",
         **model_facts(engine, args),
@@ -69,9 +69,9 @@ def run(args, output: Output) -> int:
         "contexts": measure.contexts,
         "us_before": round(before_us, 2),
         "us_after": round(after_us, 2),
-        "tried": found.tried,
-        "skipped": found.skipped,
-        "finished": found.finished,
+        "tried": result.tried,
+        "skipped": result.skipped,
+        "finished": result.finished,
         "shapes": {role: pair[path is not None] for name, pair in changes.items() for role in name.split(", ")},
         "table": None if path is None else str(path),
         **run_facts(engine.device),

@@ -268,16 +268,16 @@ class Answers:
 
     def _line(self, request: Request) -> str:
         """Wait for an answer and return its line. An error fails only that line."""
-        found = {}
+        values = {}
         if request.handle is not None:
             try:
                 result = request.handle.result()
-                found = report(result, self.engine)
+                values = report(result, self.engine)
                 self.tokens += result.usage.completion_tokens
-                request.error = found.get("error")
+                request.error = values.get("error")
             except FAILURES as error:
                 request.fail(error)
-        return request.entry(**found) if request.error is None else self._failed(request, found)
+        return request.entry(**values) if request.error is None else self._failed(request, values)
 
     def _failed(self, request: Request, values: dict) -> str:
         self._output.error(f"{self._args.jsonl}: line {request.index + 1}: {request.error}")

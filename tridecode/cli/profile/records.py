@@ -76,8 +76,8 @@ def split_steps(records: Sequence[Record], steps: int, kernels: Sequence[str] | 
 def attribute(step: Sequence[Record], ops: Sequence[str], before: float) -> list[Span]:
     """Return the spans of a step.
 
-    With programmatic dependent launch a kernel starts while the previous kernel runs, and its duration contains that
-    wait. The time since the latest earlier end does not, and these times add up to the step.
+    Therefore the cost of a span begins at the latest earlier end; the costs add up to the time of the step.
+    The cost of a span therefore begins at the latest earlier end; the costs add up to the time of the step.
     """
     spans = []
     for record, op in zip(step, ops, strict=True):
@@ -87,16 +87,16 @@ def attribute(step: Sequence[Record], ops: Sequence[str], before: float) -> list
 
 
 def chained(steps: Sequence[Sequence[Record]], ops: Sequence[str], drop: int) -> list[list[Span]]:
-    """Return the spans of steps that follow each other at once. A step begins at the end of the step before it.
+    """Return the spans of consecutive steps. A step begins at the end of its predecessor.
 
-    drop: number of first steps to leave out, at least one.
+    drop: number of first steps to omit, at least one.
     """
     ends = [max(record.end for record in step) for step in steps]
     return [attribute(step, ops, before) for step, before in zip(steps[drop:], ends[drop - 1 :])]
 
 
 def apart(steps: Sequence[Sequence[Record]], drop: int) -> list[list[Span]]:
-    """Return the spans of steps with the host between them. The names of the records are the roles."""
+    """Return the spans of steps between which the host waits. The names of the records serve as roles."""
     return [attribute(step, [short_name(r.name) for r in step], step[0].start) for step in steps[drop:]]
 
 
@@ -105,7 +105,7 @@ def wall(step: Sequence[Span]) -> float:
 
 
 def typical(steps: Sequence[Sequence[Span]]) -> Sequence[Span]:
-    """Return the step of median wall time; of an even number, the shorter of the two."""
+    """Return the step of median wall time. For an even number of steps, it is the shorter of the middle two."""
     return sorted(steps, key=wall)[(len(steps) - 1) // 2]
 
 
