@@ -22,6 +22,8 @@ PROFILED_STEPS = 16
 
 @dataclass(kw_only=True)
 class AblateRow(Row):
+    """Row of a variant of the decode pass."""
+
     bench = "ablate"
     header = "decode --ablate"
     variant: str = column("step")

@@ -24,6 +24,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(kw_only=True)
 class BatchRow(Row):
+    """Row of a number of requests, or of a mix."""
+
     bench = "batch"
     header = "batch"
     rows: int = column("rows")

@@ -19,6 +19,8 @@ from .rows import Row, column
 
 @dataclass(kw_only=True)
 class DecodeRow(Row):
+    """Row of decode passes of one request."""
+
     bench = "decode"
     header = "decode"
     context: int = column("context")

@@ -47,6 +47,7 @@ R = TypeVar("R", bound=Row)
 
 
 def need_gpu() -> None:
+    """Raise DeviceError if torch cannot use a GPU."""
     if not torch.cuda.is_available():
         raise DeviceError("bench needs an NVIDIA GPU; no usable GPU was found")
 
@@ -258,6 +259,7 @@ def make_row(kind: type[R], engine: Engine, args, **figures) -> R:
 
 
 def model_facts(engine: Engine, args) -> dict:
+    """Return the preset or model of a measurement, and its number formats."""
     facts = {"preset": args.preset} if args.model is None else {"model": engine.name}
     if quantization := engine.config.quantization:
         facts |= {"quantize": quantization.name, "head": engine.model.weights.lm_head.number_type}

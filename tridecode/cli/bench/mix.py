@@ -35,6 +35,8 @@ class Mix:
 
 @dataclass(kw_only=True)
 class MixRow(Row):
+    """Row of decoding requests and a prompt in one graph mode."""
+
     bench = "serve-mix"
     header = "serve --mix"
     requests: int = column("requests")

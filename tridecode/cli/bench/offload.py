@@ -34,6 +34,8 @@ SWAP_ROOM = 200  # spare positions after a conversation
 
 @dataclass(kw_only=True)
 class OffloadRow(Row):
+    """Row of a way to read K/V in host memory."""
+
     bench = "offload"
     header = "offload"
     variant: str = column("passes")
@@ -57,6 +59,8 @@ class OffloadRow(Row):
 
 @dataclass(kw_only=True)
 class WeightsRow(OffloadRow):
+    """Row of a way to read weights in host memory."""
+
     bench = "offload-weights"
     header = "offload --weights"
 
@@ -66,6 +70,8 @@ class WeightsRow(OffloadRow):
 
 @dataclass(kw_only=True)
 class PromptRow(Row):
+    """Row of a prompt whose K/V exceeds the device memory."""
+
     bench = "offload-prompt"
     header = "offload --prompt-tokens"
     prompt_tokens: int = column("prompt tokens", selects=True)
@@ -83,6 +89,8 @@ class PromptRow(Row):
 
 @dataclass(kw_only=True)
 class SwapRow(Row):
+    """Row of a conversation that is copied back or computed again."""
+
     bench = "offload-swap"
     header = "offload --swap"
     context: int = column("context")

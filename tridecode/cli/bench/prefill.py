@@ -24,6 +24,8 @@ from .rows import Row, column
 
 @dataclass(kw_only=True)
 class PrefillRow(Row):
+    """Row of a prompt length in one graph mode."""
+
     bench = "prefill"
     header = "prefill"
     prompt_tokens: int = column("prompt tokens", selects=True)

@@ -45,6 +45,8 @@ TIMES = {
 
 @dataclass(kw_only=True)
 class ServeRow(Row):
+    """Row of a load on a server, with the names of vLLM's serving benchmark."""
+
     bench = "serve"
     header = "serve"
     date: str

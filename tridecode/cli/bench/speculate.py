@@ -43,6 +43,8 @@ LAUNCHES = 20  # launches of the draft kernel in one graph
 
 @dataclass(kw_only=True)
 class PassesRow(Row):
+    """Row of passes that verify drafts."""
+
     bench = "speculate"
     header = "speculate"
     variant: str = column("requests")
@@ -63,6 +65,8 @@ class PassesRow(Row):
 
 @dataclass(kw_only=True)
 class DraftRow(Row):
+    """Row of the draft kernel."""
+
     bench = "speculate-draft"
     header = "looking for a draft"
     variant: str = ""
@@ -72,6 +76,8 @@ class DraftRow(Row):
 
 @dataclass(kw_only=True)
 class TextRow(Row):
+    """Row of the playback of a text."""
+
     bench = "speculate-text"
     header = "speculate, texts"
     variant: str = column("text")

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[3]  # the folder that contains the package, instal
 
 @dataclass(kw_only=True)
 class StartRow(Row):
+    """Row of process starts."""
+
     bench = "start"
     header = "start"
     runs: int

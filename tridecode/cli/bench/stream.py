@@ -15,6 +15,8 @@ from .rows import Row, column
 
 @dataclass(kw_only=True)
 class StreamRow(Row):
+    """Row of streams of one request."""
+
     bench = "stream"
     header = "stream"
     context: int = column("context")

@@ -76,7 +76,7 @@ def split_steps(records: Sequence[Record], steps: int, kernels: Sequence[str] | 
 def attribute(step: Sequence[Record], ops: Sequence[str], before: float) -> list[Span]:
     """Return the spans of a step.
 
-    Therefore the cost of a span begins at the latest earlier end; the costs add up to the time of the step.
+    With programmatic dependent launch, a kernel starts before its predecessor ends, so its duration includes a wait.
     The cost of a span therefore begins at the latest earlier end; the costs add up to the time of the step.
     """
     spans = []
