@@ -241,16 +241,16 @@ class Several(Constraint):
 
 @dataclass(frozen=True)
 class Pair(Constraint):
-    """Two integers from `most` down to 1, the larger first; on the command line "8:2"."""
+    """Two integers from `largest` down to 1, the larger first; on the command line "8:2"."""
 
-    most: int
+    largest: int
     example: tuple[int, int]
-    expects: str = "two numbers from {0.most} down to 1, the larger first, like {0.example[0]} and {0.example[1]}"
+    expects: str = "two numbers from {0.largest} down to 1, the larger first, like {0.example[0]} and {0.example[1]}"
 
     def accept(self, value: Any) -> tuple[int, int]:
         if not isinstance(value, Sequence) or len(value) != 2 or not all(type(each) is int for each in value):
             raise Rejected("type")
-        if not 1 <= value[1] <= value[0] <= self.most:
+        if not 1 <= value[1] <= value[0] <= self.largest:
             raise Rejected("range")
         return value[0], value[1]
 

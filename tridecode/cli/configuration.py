@@ -28,7 +28,7 @@ TABLES = ("chat", "generate", "serve")  # a table's keys are for that command on
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and where it comes from: the name of a variable or of the file."""
+    """A value and its source: the name of a variable or of the file."""
 
     value: object
     origin: str
@@ -121,39 +121,39 @@ class Configuration:
         return {name: option for keys in reversed(self.keys.values()) for name, option in keys.items()}
 
 
-def converted(option: Option, value, where: str):
+def converted(option: Option, value, place: str):
     """Return a value from the file or the environment as the command line would parse it.
 
-    where: the beginning of an error. Raises ParameterError.
+    place: the beginning of an error. Raises ParameterError.
     """
     if isinstance(option.constraint, Flag):
         value = option.constraint.read(value) if isinstance(value, str) else value
         if not isinstance(value, bool):
-            raise ParameterError(f"{where}: expected true or false, got {as_json(value)}")
+            raise ParameterError(f"{place}: expected true or false, got {as_json(value)}")
         return value
     if option.repeated:
         if isinstance(value, dict) and option.name == "logit_bias":
             value = [f"{key}={bias}" for key, bias in value.items()]
-        return [one(option, each, where) for each in (value if isinstance(value, list) else [value])]
+        return [one(option, each, place) for each in (value if isinstance(value, list) else [value])]
     if isinstance(value, list) and not any(isinstance(each, list | dict) for each in value):
         value = ",".join(map(str, value))
-    return one(option, value, where)
+    return one(option, value, place)
 
 
-def one(option: Option, value, where: str):
+def one(option: Option, value, place: str):
     constraint = option.constraint.item if option.repeated else option.constraint
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         shown = as_json(value) if isinstance(value, bool | list | dict) else str(value)
-        raise ParameterError(f"{where}: expected a text or a number, got {shown}")
+        raise ParameterError(f"{place}: expected a text or a number, got {shown}")
     if not isinstance(value, str) and constraint.read("1") == "1":
-        raise ParameterError(f"{where}: expected a text, got {as_json(value)}")
+        raise ParameterError(f"{place}: expected a text, got {as_json(value)}")
     if option.from_file:
         return value
     try:
         return constraint.parse(str(value))
     except ParameterError as error:
         near = did_you_mean(str(value), constraint.choices) if isinstance(constraint, Choice) else ""
-        raise ParameterError(f"{where}: {error}{f'; {near}' if near else ''}") from None
+        raise ParameterError(f"{place}: {error}{f'; {near}' if near else ''}") from None
 
 
 def toml(option: Option, value) -> str:

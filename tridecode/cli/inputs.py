@@ -124,19 +124,19 @@ def read_all(read: Callable, name: str, limit: int | None):
     return chunks[0][:0].join(chunks) if chunks else read(0)
 
 
-def parse_json(text: str, where: str, output: Output):
+def parse_json(text: str, place: str, output: Output):
     """Return the value of a JSON text, with lone surrogates replaced as in `clean`. It can be written as JSON again."""
     try:
         value = loads(text)
         again = json.dumps(value, ensure_ascii=False)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno:,}, " if "\n" in text.strip() else ""
-        raise PromptError(f"{where}: not JSON ({error.msg}, {line}column {error.colno:,}); correct it") from None
+        raise PromptError(f"{place}: not JSON ({error.msg}, {line}column {error.colno:,}); correct it") from None
     except RecursionError:
-        raise PromptError(f"{where}: not JSON that can be read (nested too deep); correct it") from None
+        raise PromptError(f"{place}: not JSON that can be read (nested too deep); correct it") from None
     except ValueError as error:  # from the functions below
-        raise PromptError(f"{where}: not JSON that can be read ({error}); correct it") from None
-    cleaned = clean(again, where, output)
+        raise PromptError(f"{place}: not JSON that can be read ({error}); correct it") from None
+    cleaned = clean(again, place, output)
     return value if cleaned == again else json.loads(cleaned)
 
 

@@ -274,8 +274,8 @@ def jsonl_prompts(args, output) -> list[dict]:
     lines = []
     for number, line in enumerate(read_file(args.jsonl, output, LARGEST).split("\n"), 1):
         if line.strip():
-            where = f"{args.jsonl}: line {number:,}"
-            lines.append(prompt_of(parse_json(line, where, output), args.endpoint, where))
+            place = f"{args.jsonl}: line {number:,}"
+            lines.append(prompt_of(parse_json(line, place, output), args.endpoint, place))
     if not lines:
         raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
     if args.num_prompts and args.num_prompts > len(lines):
@@ -283,39 +283,39 @@ def jsonl_prompts(args, output) -> list[dict]:
     return lines
 
 
-def prompt_of(line, endpoint: str, where: str) -> dict:
+def prompt_of(line, endpoint: str, place: str) -> dict:
     """Return the fields of a request for a parsed line of --jsonl.
 
     Args:
         line: the parsed JSON value
         endpoint: "chat" or "completions"
-        where: file and line, for errors
+        place: file and line, for errors
 
     Raises:
         PromptError: the line is invalid
     """
     if not isinstance(line, dict):
-        raise PromptError(f'{where}: expected an object like {{"prompt": "..."}}, got {as_json(line)}')
+        raise PromptError(f'{place}: expected an object like {{"prompt": "..."}}, got {as_json(line)}')
     kinds = [name for name in PROMPTS if name in line]
     if len(kinds) != 1:
-        raise PromptError(f"{where}: expected one of {', '.join(PROMPTS)}, got {' and '.join(kinds) or 'none'}")
+        raise PromptError(f"{place}: expected one of {', '.join(PROMPTS)}, got {' and '.join(kinds) or 'none'}")
     (kind,) = kinds
     if unknown := [name for name in line if name not in (kind, "max_tokens")]:
-        raise PromptError(f"{where}: unknown field {as_json(unknown[0])}; only max_tokens can accompany {kind}")
+        raise PromptError(f"{place}: unknown field {as_json(unknown[0])}; only max_tokens can accompany {kind}")
     if kind == ("messages" if endpoint == "completions" else "prompt_ids"):
         other = "chat" if endpoint == "completions" else "completions"
-        raise PromptError(f"{where}: {kind} need --endpoint {other}")
+        raise PromptError(f"{place}: {kind} need --endpoint {other}")
     prompt, max_tokens = line[kind], line.get("max_tokens", 1)
     if type(max_tokens) is not int or max_tokens < 1:
-        raise PromptError(f"{where}: max_tokens must be a positive integer, got {as_json(max_tokens)}")
+        raise PromptError(f"{place}: max_tokens must be a positive integer, got {as_json(max_tokens)}")
     length = {"max_tokens": max_tokens} if "max_tokens" in line else {}
     if kind == "messages":
-        return {"messages": check_messages(prompt, where)} | length
+        return {"messages": check_messages(prompt, place)} | length
     if kind == "prompt_ids":
         if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
-            raise PromptError(f"{where}: prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(prompt)}")
+            raise PromptError(f"{place}: prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(prompt)}")
     elif not isinstance(prompt, str) or not prompt:
-        raise PromptError(f"{where}: prompt must be a nonempty string, got {as_json(prompt)}")
+        raise PromptError(f"{place}: prompt must be a nonempty string, got {as_json(prompt)}")
     return (chat(prompt) if endpoint == "chat" else {"prompt": prompt}) | length
 
 

@@ -50,11 +50,11 @@ def read_messages(args, output: Output) -> Prompt:
     return with_system(check_messages(found, path), args, path)
 
 
-def with_system(messages: list[dict], args, where: str) -> list[dict]:
+def with_system(messages: list[dict], args, place: str) -> list[dict]:
     if args.system is None:
         return messages
     if any(message["role"] == "system" for message in messages):
-        raise PromptError(f"{where}: it has a system message of its own; leave out --system, or that message")
+        raise PromptError(f"{place}: it has a system message of its own; leave out --system, or that message")
     return [{"role": "system", "content": args.system}, *messages]
 
 

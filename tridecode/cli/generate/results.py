@@ -109,20 +109,20 @@ def nul_bytes(path: str, offset: int) -> PromptError:
     )
 
 
-def answered_by(line: bytes, answered: Answered, where: str) -> int | None:
+def answered_by(line: bytes, answered: Answered, place: str) -> int | None:
     try:
         head, entry = _HEAD.match(line), json.loads(line)
         if head is None:
             raise ValueError
         index, error = int(head[1]), entry.get("error")
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise PromptError(f"{where} is not a result of this command; {OTHER}") from None
+        raise PromptError(f"{place} is not a result of this command; {OTHER}") from None
     if isinstance(error, str) and error.startswith(f"line {index + 1}: "):
         return None
     if error is not None or not {"token_ids", "text", "finish_reason"} <= entry.keys():
-        raise PromptError(f"{where} is not a result of this command; {OTHER}")
+        raise PromptError(f"{place} is not a result of this command; {OTHER}")
     if not answered(index, head[2].decode()):
-        raise PromptError(f"{where} answers a line that is not in the input; {OTHER}")
+        raise PromptError(f"{place} answers a line that is not in the input; {OTHER}")
     return index
 
 
