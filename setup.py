@@ -1,7 +1,7 @@
-"""What pyproject.toml cannot say: the README for a package index, which shows it without the files beside it.
+"""Long description of the package: the README with relative links replaced by file names.
 
-There a link or picture of this repository would lead nowhere, so it becomes the file's name. README.md itself stays as
-it is, for a checkout.
+A package index shows the README without the other files of the repository, so relative links would be broken there.
+pyproject.toml cannot express the replacement. README.md itself is unchanged.
 """
 
 import re
@@ -15,7 +15,7 @@ NOTE = "Files that are named here are in the source distribution.\n\n## Start"
 
 
 def without_relative_links(text: str) -> str:
-    """Markdown in which [label](docs/x.md#y) and ![label](docs/x.svg) are "label (`docs/x.md`)"; code stays."""
+    """Replace relative links and pictures by "label (`docs/x.md`)" in Markdown. Code blocks are unchanged."""
 
     def named(link: re.Match) -> str:
         label, path = link.groups()

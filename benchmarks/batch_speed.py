@@ -1,12 +1,12 @@
-"""What `generate --jsonl` takes beside its passes: wall time over the passes that it ran, each counted with its median.
+"""Overhead of `generate --jsonl`: its wall time over the sum of its passes, each counted with its median time.
 
     python -m benchmarks.batch_speed                       # the bundled model
     python -m benchmarks.batch_speed --preset qwen3-4b     # a checkpoint of that shape, with random weights
     python -m benchmarks.batch_speed --come-and-go         # instead: --graph-stats of 1 to 20 requests at a time
 
-The lines hold token ids and every answer has its full length. One process loads the model, answers a file that does
-not count, then the one that does; afterwards each size of pass that it ran is timed alone by CUDA events. The last line
-is one JSON object. With --preset it needs transformers, which writes the checkpoint (8 GB for qwen3-4b) into a
+The lines contain token ids, and every answer has its full length. One process loads the model, answers a file that is
+not counted, and then the file that is counted. Afterwards it times each size of pass by CUDA events. The last line is
+one JSON object. With --preset the script needs transformers, which writes the checkpoint (8 GB for qwen3-4b) into a
 temporary directory; nothing is downloaded.
 """
 
@@ -35,19 +35,19 @@ from tridecode.cli.terminal import Output
 from tridecode.layout import LIMIT_REACHED, STATUS, Chunk
 from tridecode.step.prompt import write_chunks
 
-STEPS, RUNS, WARM_UP = 32, 7, 2  # passes in a row, and how often, to time a size
+STEPS, RUNS, WARM_UP = 32, 7, 2  # passes in a run, timed runs and untimed runs for each size
 
 
 def options(args, file: str, output: str):
-    """Of the run that counts, as the command line reads them."""
-    found = ["generate", "--jsonl", file, "--output", output, "--slots", str(args.slots), "--ignore-eos"]
-    found += ["--temperature", "0", "--no-reuse-prefix", "--max-seq-len", str(args.prompt_tokens + args.tokens)]
-    found += ["--speculate", "off"]  # a token a pass, whose sizes are timed
-    return make_parser().parse_args([*found, *(["--model", args.model] if args.model else [])])
+    """Return the parsed options of `generate` for the run that is counted."""
+    words = ["generate", "--jsonl", file, "--output", output, "--slots", str(args.slots), "--ignore-eos"]
+    words += ["--temperature", "0", "--no-reuse-prefix", "--max-seq-len", str(args.prompt_tokens + args.tokens)]
+    words += ["--speculate", "off"]  # each pass samples one token per request
+    return make_parser().parse_args([*words, *(["--model", args.model] if args.model else [])])
 
 
 def write_lines(path: Path, args, tokens: int, vocabulary: int, seed: int) -> None:
-    """Prompts of random ids, to be answered with `tokens` tokens each."""
+    """Write prompts of random ids whose answers have `tokens` tokens each."""
     draw = random.Random(seed)
     with path.open("w") as file:
         for _ in range(args.requests):
@@ -56,7 +56,7 @@ def write_lines(path: Path, args, tokens: int, vocabulary: int, seed: int) -> No
 
 
 def counts(engine: Engine) -> Counter:
-    """Passes so far, by mode, kind, rows and padded rows; of those that read prompts the rows are their tokens."""
+    """Return the passes so far, by mode, kind, rows and padded rows. The rows of a prompt pass are its tokens."""
     passes = Counter()
     for row in engine.graph_stats():
         passes[row.mode, row.kind, row.rows, row.padded] += row.count
@@ -64,7 +64,7 @@ def counts(engine: Engine) -> Counter:
 
 
 def seconds(engine: Engine, work) -> float:
-    """On a GPU by CUDA events."""
+    """Return the seconds of `work()`, on a GPU by CUDA events."""
     if engine.device.type != "cuda":
         started = time.perf_counter()
         work()
@@ -78,7 +78,7 @@ def seconds(engine: Engine, work) -> float:
 
 
 def time_pass(engine: Engine, rows: int, position: int, steps: int) -> float:
-    """Median seconds of a greedy pass of `rows` rows, over `steps` positions from `position`."""
+    """Return the median seconds of a greedy pass of `rows` rows, over `steps` positions from `position`."""
 
     def work() -> None:
         for _ in range(steps):
@@ -93,8 +93,15 @@ def time_pass(engine: Engine, rows: int, position: int, steps: int) -> float:
 
 
 def time_prompt(engine: Engine, tokens: int, longest: int, position: int, mixed: bool) -> float:
-    """Median seconds of a pass that reads `tokens` tokens of prompts of up to `longest`; mixed: beside decoding rows in
-    all other slots, and with their tokens drawn."""
+    """Return the median seconds of a pass that reads prompts.
+
+    Args:
+        engine: the engine to time
+        tokens: number of prompt tokens in the pass
+        longest: largest number of tokens of one prompt
+        position: position of the decoding rows
+        mixed: whether the pass also decodes rows of all other slots and samples their tokens
+    """
     slots, prompts = engine.slots, engine.prompts
     counts = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
     rows = max(slots - len(counts), 1) if mixed else 0
@@ -127,10 +134,10 @@ def measure(args, folder: Path) -> dict:
         before, started = counts(engine), time.perf_counter()
         batch(run, output, lambda *_: (engine, params))
         wall, passes = time.perf_counter() - started, counts(engine) - before
-    found = [json.loads(line) for line in answers.read_text().splitlines()]
-    drawn = sum(len(answer["token_ids"]) for answer in found)
-    if drawn != args.requests * args.tokens:
-        raise SystemExit(f"{drawn} tokens came, {args.requests * args.tokens} were asked for")
+    results = [json.loads(line) for line in answers.read_text().splitlines()]
+    sampled = sum(len(answer["token_ids"]) for answer in results)
+    if sampled != args.requests * args.tokens:
+        raise SystemExit(f"the answers have {sampled} tokens; expected {args.requests * args.tokens}")
     table, steps = [], min(STEPS, args.tokens // 2)
     middle = args.prompt_tokens + (args.tokens - steps) // 2
     for (mode, kind, rows, padded), count in sorted(passes.items(), key=lambda item: item[0][2]):
@@ -151,22 +158,22 @@ def measure(args, folder: Path) -> dict:
         "wall_s": round(wall, 3),
         "passes_s": round(total, 3),
         "ratio": round(wall / total, 3),
-        "tokens_per_second": round(drawn / wall),
+        "tokens_per_second": round(sampled / wall),
     }
 
 
 def come_and_go(args) -> None:
-    """From one request at a time to 20 and back, of 8 to 64 tokens, every tenth sampled."""
+    """Run 1 to 20 and back to 0 requests at a time, of 8 to 64 tokens; every tenth has a temperature above 0."""
     engine, draw = Engine.load(args.model, slots=20, max_seq_len=256, speculate="off"), random.Random(0)
-    under_way, begun = [], 0
-    for wanted in [*range(1, 21), *range(19, -1, -1)]:
-        for _ in range(5):  # of them end, and others take their places
-            while len(under_way) < wanted:
+    under_way, submitted = [], 0
+    for number in [*range(1, 21), *range(19, -1, -1)]:
+        for _ in range(5):  # wait five times for a request to end, and replace it
+            while len(under_way) < number:
                 ids = [draw.randrange(engine.config.vocab_size) for _ in range(draw.randint(4, 100))]
                 lengths = dict(max_tokens=draw.randint(8, 64), ignore_eos=True)
-                params = SamplingParams(temperature=0.8 * (begun % 10 == 9), seed=begun, **lengths)
+                params = SamplingParams(temperature=0.8 * (submitted % 10 == 9), seed=submitted, **lengths)
                 under_way.append(engine.submit(ids, params))
-                begun += 1
+                submitted += 1
             if under_way:
                 engine.wait(under_way)
             under_way = [request for request in under_way if request.finish_reason is None]

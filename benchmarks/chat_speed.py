@@ -1,10 +1,11 @@
-"""What the Markdown chat costs: tokens per second of `chat` in a terminal against `generate --output FILE`.
+"""The cost of Markdown in `chat`: tokens per second of `chat` in a terminal against `generate --output FILE`.
 
     python -m benchmarks.chat_speed                       # the bundled model
     python -m benchmarks.chat_speed --preset qwen3-0.6b   # a checkpoint of that shape, with random weights
 
-Each run is a process of its own, the two kinds by turns; the last line is one JSON object. It needs pexpect, and with
---preset transformers, which writes the checkpoint (1.2 GB for qwen3-0.6b) into a temporary directory.
+Each run is a separate process, and the two commands alternate. The last line is one JSON object. The script needs
+pexpect. With --preset it also needs transformers, which writes the checkpoint (1.2 GB for qwen3-0.6b) into a temporary
+directory.
 """
 
 import argparse
@@ -37,11 +38,11 @@ def chat(args) -> float:
     child.expect_exact("\x1b[?2004h")  # the prompt reads keys
     child.send(f"{PROMPT}\r")
     child.expect(SPEED)
-    found = figures(child.match)
+    measured = figures(child.match)
     child.expect_exact("\x1b[?2004h")
     child.sendeof()
     child.expect(pexpect.EOF)
-    return checked(found, args)
+    return checked(measured, args)
 
 
 def generate(args) -> float:
@@ -52,20 +53,23 @@ def generate(args) -> float:
             capture_output=True,
             text=True,
         )
-    found = SPEED.search(done.stderr)
-    if found is None:
+    match = SPEED.search(done.stderr)
+    if match is None:
         sys.exit(done.stderr)
-    return checked(figures(found), args)
+    return checked(figures(match), args)
 
 
-def figures(found: re.Match) -> tuple[int, float]:
-    return int(found[1].replace(",", "")), float(found[2].replace(",", ""))
+def figures(match: re.Match) -> tuple[int, float]:
+    """Return the tokens and the tokens per second of a line that SPEED matches."""
+    return int(match[1].replace(",", "")), float(match[2].replace(",", ""))
 
 
-def checked(found: tuple[int, float], args) -> float:
-    if found[0] != args.tokens:
-        sys.exit(f"{found[0]} tokens came, {args.tokens} were asked for")
-    return found[1]
+def checked(measured: tuple[int, float], args) -> float:
+    """Return the tokens per second. Exits if the answer has another length than --tokens."""
+    tokens, rate = measured
+    if tokens != args.tokens:
+        sys.exit(f"the answer has {tokens} tokens; expected {args.tokens}")
+    return rate
 
 
 def main() -> None:
@@ -87,9 +91,9 @@ def main() -> None:
             print(f"generate {rates['generate'][-1]:.0f}, chat {rates['chat'][-1]:.0f} tok/s", flush=True)
     medians = {kind: statistics.median(values) for kind, values in rates.items()}
     slower = 100 * (1 - medians["chat"] / medians["generate"])
-    found = {"model": args.preset or "bundled", "tokens": args.tokens, "runs": args.runs}
-    found |= {f"{kind}_tokens_per_second": rate for kind, rate in medians.items()}
-    print(json.dumps(found | {"chat_slower_percent": round(slower, 1)}))
+    row = {"model": args.preset or "bundled", "tokens": args.tokens, "runs": args.runs}
+    row |= {f"{kind}_tokens_per_second": rate for kind, rate in medians.items()}
+    print(json.dumps(row | {"chat_slower_percent": round(slower, 1)}))
 
 
 if __name__ == "__main__":

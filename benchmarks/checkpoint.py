@@ -1,4 +1,4 @@
-"""A checkpoint with random weights, for what must load one. It needs transformers, which writes it."""
+"""Checkpoint with random weights, for scripts that need a checkpoint. It requires transformers."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ PRESETS = [name for name in SHAPES if name.startswith("qwen3")]
 
 
 def write_checkpoint(folder: str, preset: str) -> None:
-    """Random weights in the shape of a Qwen3 preset; the bundled tokenizer, its vocabulary filled up with words."""
+    """Write random weights in the shape of a Qwen3 preset, and the bundled tokenizer with a vocabulary of its size."""
     path, shape = Path(folder), SHAPES[preset]
     torch.manual_seed(0)
     model = peer_model(shape, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)

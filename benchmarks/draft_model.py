@@ -1,13 +1,13 @@
-"""What a draft model would bring: K steps of a small model and one verifying pass of a large one, in one graph.
+"""Potential gain of a draft model: K passes of a small model and one verifying pass of a large one, in one graph.
 
     python -m benchmarks.draft_model --large qwen3-4b --small qwen3-0.6b
 
-Both have random weights and stand on one GPU. The large model's pass has a row for its own token and one for each of
-the K tokens that the small one has drawn; all rows run. Who is right is not measured but asked: `break_even` is the
-share of guesses, each by itself, that must be right for such a cycle to give as many tokens a second as the large
-model's own passes, null where even all of them are too few; `speed_up` is what comes of some shares. What a real one
-would do beside (hand the tokens over, and let the small model read the last of them) is left out, in its favour. The
-last line is one JSON object.
+Both models have random weights and run on one GPU. The large model's pass has a row for its own token and a row for
+each of the K draft tokens; all rows run. The acceptance rate is assumed, not measured. `break_even` is the acceptance
+probability of each draft at which a cycle samples as many tokens per second as the large model's own passes; it is null
+if even the acceptance of all drafts is not enough. `speed_up` is the speed-up at some probabilities. The cycle omits
+two parts of a real implementation, so that the figures are optimistic: the copy of the draft tokens to the large model,
+and the small model's pass over the last token. The last line is one JSON object.
 """
 
 import argparse
@@ -37,24 +37,32 @@ Lines = Callable[[Run], None]
 
 
 def cycle(large: Engine, small: Engine, guesses: int, run: Run) -> None:
-    """`guesses` steps of the small model, then the large one's pass of a row more."""
+    """Run `guesses` passes of the small model, then the large model's pass of `guesses + 1` rows."""
     for _ in range(guesses):
         decode.decode_pass(run, small.model, "greedy")
     decode.decode_pass(run, large.model.of_queries(1, guesses + 1), "greedy")
 
 
 def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = STEPS, runs: int = RUNS) -> list[dict]:
-    """A row for each of GUESSES. large: an engine that speculates; both of one slot, without graphs of their own, and
-    with room for `room(context, steps)` positions."""
+    """Return a row for each number of drafts in GUESSES.
+
+    Args:
+        large: engine of the large model, with drafts on; both engines have one slot, no captured graphs, and K/V for
+            `room(context, steps)` positions
+        small: engine of the small model
+        context: tokens before the first pass
+        steps: cycles in a run
+        runs: number of timed runs
+    """
     plain = replace(large.model, verify=None)
-    alone: dict[str, Lines] = {
+    single: dict[str, Lines] = {
         "large": lambda run: decode.decode_pass(run, plain, "greedy"),
         "small": lambda run: decode.decode_pass(run, small.model, "greedy"),
     }
     views = {k: large.model.of_queries(1, k + 1) for k in GUESSES}
     verifying = {k: partial(decode.decode_pass, m=view, kind="greedy") for k, view in views.items()}
     cycles = {k: partial(cycle, large, small, k) for k in GUESSES}
-    lists = {**alone, **{("pass", k): lines for k, lines in verifying.items()}, **cycles}
+    lists = {**single, **{("pass", k): lines for k, lines in verifying.items()}, **cycles}
     run = launcher(large.model)
     if large.device.type == "cuda":
         compile_ahead(lists.values(), run, large.device)
@@ -75,10 +83,10 @@ def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = S
 
 
 def cycle_us(large: Engine, small: Engine, replay, context: int, steps: int, runs: int, guesses: int) -> float:
-    """Tokens behind the large model's position are given: every guess is right."""
-    times, given = [], (guesses + 1) * (steps + 2) if guesses else 0
+    """Return µs of a cycle. The tokens after the large model's position are known, so that every draft is accepted."""
+    times, known = [], (guesses + 1) * (steps + 2) if guesses else 0
     for count in range(runs + WARM_UP):
-        rewind(large, context, GREEDY, given=given)
+        rewind(large, context, GREEDY, given=known)
         rewind(small, context, GREEDY)
         replay()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -95,17 +103,17 @@ def cycle_us(large: Engine, small: Engine, replay, context: int, steps: int, run
 
 
 def room(context: int, steps: int) -> int:
-    """K/V positions for `measure`, in whole pages."""
+    """Return the K/V positions that `measure` needs, in whole pages."""
     return -(-(context + layout.MAX_QUERIES * (steps + 3)) // 64) * 64
 
 
 def expected(share: float, guesses: int) -> float:
-    """Tokens of a cycle whose guesses are right with that probability, each where those before it were."""
+    """Return the expected tokens of a cycle. `share` is the acceptance probability of a draft after accepted ones."""
     return sum(share**n for n in range(guesses + 1))
 
 
 def break_even(needed: float, guesses: int) -> float | None:
-    """The share with which `needed` tokens are expected; None where more are needed than there can be."""
+    """Return the acceptance probability at which a cycle yields `needed` tokens, or None if no probability does."""
     if needed > guesses + 1:
         return None
     low, high = 0.0, 1.0
@@ -127,10 +135,10 @@ def main(argv: list[str] | None = None) -> None:
     rows = measure(large, small, args.context)
     for row in rows:
         shares = ", ".join(f"{share:.0%}: {factor}" for share, factor in row["speed_up"].items())
-        print(f"{row['guesses']} guesses: {row['cycle_us']:,} µs a cycle, {row['passes']} passes of the large one")
-        print(f"  even with {row['break_even']} of them right; speed-up with {shares}")
-    what = {"bench": "draft-model", "large": args.large, "small": args.small, "context": args.context}
-    print(json.dumps(what | run_facts(large.device) | {"rows": rows}))
+        print(f"{row['guesses']} guesses: {row['cycle_us']:,} µs a cycle, {row['passes']} passes of the large model")
+        print(f"  breaks even if {row['break_even']} of them are accepted; speed-up with {shares}")
+    facts = {"bench": "draft-model", "large": args.large, "small": args.small, "context": args.context}
+    print(json.dumps(facts | run_facts(large.device) | {"rows": rows}))
 
 
 if __name__ == "__main__":

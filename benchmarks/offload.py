@@ -39,11 +39,11 @@ def measure(args, output) -> list[Row]:
 
 
 def ways(engine: Engine, host: int) -> Iterator[Way]:
-    """The ways to read `host` pages of the host, about from the slowest."""
+    """Yield the ways to read `host` pages of host memory, roughly from the slowest to the fastest."""
     model, run, (slots, memory) = engine.model, launcher(engine.model), offloaded(engine)
     send = partial(slots.send, 0, host)
     if host:
-        by_page, by_layer = Copies(launch, model, host, whole=False), Copies(launch, model, host, whole=True)
+        by_page, by_layer = Copies(launch, model, host, by_layer=False), Copies(launch, model, host, by_layer=True)
         yield "eager, a copy a page", DecodePasses(model, by_page), send
         yield "eager, a copy a layer", DecodePasses(model, by_layer), send
         yield "a graph a layer, a copy a layer, waits", pieces(model, run, waiting(by_layer)), send
@@ -56,29 +56,31 @@ def ways(engine: Engine, host: int) -> Iterator[Way]:
 
 
 def waiting(run: Run) -> Run:
-    """`run`, but the host waits for each layer's graph before the next launch."""
+    """Wrap `run` so that the host waits for each layer's graph before the next launch."""
 
-    def run_waiting(role: str, op, *args, **how) -> None:
+    def run_waiting(role: str, op, *args, **options) -> None:
         if role == "attention":
             torch.cuda.current_stream().synchronize()
-        run(role, op, *args, **how)
+        run(role, op, *args, **options)
 
     return run_waiting
 
 
 def without_fetches(run: Run) -> Run:
-    """`run` without the launches that fill the ring."""
+    """Wrap `run` without the launches that fill the ring."""
 
-    def run_without(role: str, op, *args, **how) -> None:
+    def run_without(role: str, op, *args, **options) -> None:
         if role not in ("fetch", "fetched"):
-            run(role, op, *args, **how)
+            run(role, op, *args, **options)
 
     return run_without
 
 
 def first_cell(offload: Offloaded) -> int | None:
-    """The number of the host's memory as a cell, counted from the device's: the first whole one behind its beginning.
-    None if no table can hold it."""
+    """Return the index of the first whole cell in host memory, relative to the cells of the device.
+
+    The result is None if the index does not fit in a page table.
+    """
     cell = offload.cells[0].nbytes
     first = -((offload.cells.data_ptr() - offload.host.data_ptr()) // cell)
     end = first + offload.host.shape[0] * offload.host.shape[1]
@@ -86,9 +88,9 @@ def first_cell(offload: Offloaded) -> int | None:
 
 
 def read_directly(engine: Engine, host: int) -> None:
-    """Send the pages, and write the places of the host's own memory, which the device can read, into the tables.
+    """Send the pages, and write the addresses of host memory, which the device can read, into the page tables.
 
-    Attention reads other K/V than those of the text, which takes the same time.
+    Attention then reads K/V of other positions, which takes the same time.
     """
     kv, (slots, memory) = engine.model.kv, offloaded(engine)
     slots.send(0, host)
@@ -101,27 +103,30 @@ def read_directly(engine: Engine, host: int) -> None:
 
 
 class Copies:
-    """`run` with copies from the host's memory in place of the fetch kernel: one a page, or with `whole` one a layer.
+    """Wrapper of `run` with copies from host memory in place of the fetch kernel.
 
-    One copy a layer reads contiguous memory, and so other K/V than those of the text, which takes the same time.
+    There is one copy per page, or with `by_layer` one per layer. A copy per layer reads contiguous memory and therefore
+    K/V of other positions, which takes the same time.
     """
 
-    def __init__(self, run: Run, model, host: int, whole: bool):
-        self._run, self._whole, self._count = run, whole, host
+    def __init__(self, run: Run, model, host: int, by_layer: bool):
+        self._run, self._by_layer, self._count = run, by_layer, host
         offload = model.kv.offload
         self._cell = offload.target[0].shape[1]
         self._pages = offload.fetched[1 : 1 + host].tolist()
         self._flat = offload.host.view(torch.int64).as_strided((offload.host.untyped_storage().nbytes() // 8,), (1,), 0)
         self._words = PIECE // 8 - offload.source[0].stride(0)
 
-    def __call__(self, role: str, op, *args, **how) -> None:
+    def __call__(self, role: str, op, *args, **options) -> None:
         if role != "fetch":
-            self._run(role, op, *args, **how)
+            self._run(role, op, *args, **options)
             return
         _, _, source, ring = args
-        if self._whole:
+        if self._by_layer:
             layer, count = source.storage_offset() // self._cell, self._count * self._cell
-            each = max(self._words // count, 1)  # layers within the host's first piece: a copy must not cross two
+            each = max(
+                self._words // count, 1
+            )  # layers in the first slice of host memory, because a copy must not cross slices
             ring.view(-1)[:count].copy_(self._flat[layer % each * count :][:count], non_blocking=True)
             return
         for place, page in enumerate(self._pages):

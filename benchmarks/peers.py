@@ -1,8 +1,8 @@
-"""transformers on the same shape, GPU and steps as this engine, in the same run.
+"""Comparison with transformers on the same model shape, GPU and steps, in the same run.
 
     python -m benchmarks.peers --preset qwen3-4b
 
-It needs transformers.
+The script needs transformers.
 """
 
 import sys
@@ -27,9 +27,9 @@ from tridecode.plan.memory import free_memory
 
 
 def parse(argv: list[str] | None):
-    """The options of a command line."""
+    """Return the options of a command line."""
     parser = options("peers", __doc__)
-    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="runs that count (5)")
+    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs (5)")
     add_shape(parser)
     add_steps(parser, "prompt tokens", sampling=False)
     parser.set_defaults(what="peers")
@@ -37,7 +37,7 @@ def parse(argv: list[str] | None):
 
 
 def measure(args, output) -> list[Row]:
-    """Three rows: this engine, transformers as it is by default, and with a static cache and torch.compile."""
+    """Return three rows: this engine, transformers with its defaults, and with a static cache and torch.compile."""
     try:
         import transformers
     except ModuleNotFoundError:
@@ -62,7 +62,7 @@ def measure(args, output) -> list[Row]:
 
 
 def peer_model(spec: ModelSpec, device, dtype: torch.dtype):
-    """transformers' model of a ModelSpec, with random weights made on `device`."""
+    """Return the model of transformers for a ModelSpec, with random weights created on `device`."""
     import transformers
 
     architecture = next(name for name in FAMILIES if name.lower().startswith(spec.family + "for"))
@@ -98,23 +98,31 @@ def peer_settings(spec: ModelSpec) -> dict:
         "sliding_window": attention.window or None,
         "rope_parameters": rope,
         "bos_token_id": None,
-        "eos_token_id": None,  # nothing ends an answer early
+        "eos_token_id": None,  # answers must not end early
         "pad_token_id": 0,
     }
 
 
 def time_peer(model, spec: ModelSpec, context: int, steps: int, runs: int, cache: str | None) -> list[float]:
-    """Seconds a token of `runs` greedy answers of `steps` tokens after the first one, the prompt's time taken off.
+    """Return seconds per token of greedy answers, without the time of the prompt.
 
-    cache "static" is what transformers documents for speed: generate then compiles the forward pass by itself, in mode
-    reduce-overhead. Three answers come before those that count: compilation, recording and replay of its graphs.
+    Three untimed answers precede the timed ones, for compilation, recording and the first replay of graphs.
+
+    Args:
+        model: a model of transformers
+        spec: its ModelSpec
+        context: prompt tokens
+        steps: tokens after the first one
+        runs: number of timed answers
+        cache: cache implementation of transformers. With "static", which its documentation recommends for speed,
+            generate compiles the forward pass in mode reduce-overhead.
     """
     ids = torch.tensor([prompt_ids(spec, context)], device=model.device)
 
     def seconds(tokens: int) -> float:
         synchronize(model.device)
         started = time.perf_counter()
-        found = model.generate(
+        ids_out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -122,12 +130,12 @@ def time_peer(model, spec: ModelSpec, context: int, steps: int, runs: int, cache
             cache_implementation=cache,
         )
         synchronize(model.device)
-        if found.shape[1] != context + tokens:
-            raise RuntimeError(f"transformers gave {found.shape[1] - context} tokens of {tokens}")
+        if ids_out.shape[1] != context + tokens:
+            raise RuntimeError(f"transformers sampled {ids_out.shape[1] - context} tokens; expected {tokens}")
         return time.perf_counter() - started
 
     for _ in range(3):
-        seconds(steps + 1)  # the long one first: its cache serves the short one too
+        seconds(steps + 1)  # the long answer first, so that the short one reuses its cache
     return [(seconds(steps + 1) - seconds(1)) / steps for _ in range(runs)]
 
 

@@ -3,12 +3,12 @@
     TRITON_CACHE_DIR=/tmp/cache python -m benchmarks.precompile targets batch prompts
     TRITON_CACHE_DIR=/tmp/cache python -m benchmarks.precompile qwen3-4b,4096,1 qwen3-4b,1024,64,40960,int4 --count
 
-An argument is the name of a suite, whose engines it compiles for, or an engine: preset, positions of a
-request, slots, positions of all, and the scheme of `--quantize`. With --count it only prints the number of kernels. The
-cache goes to the other machine with its path unchanged, and needs *.json and *.cubin only.
+An argument is the name of a suite, whose engines it compiles for, or an engine: preset, positions of a request, slots,
+positions of all requests, and the scheme of `--quantize`. With --count the script only prints the number of kernels.
+Copy the cache to the other machine under the same path; only *.json and *.cubin are needed.
 
-Triton finds a kernel by a key that holds a hash of its own files: the version must be the one that runs there. Where
-the Python there is another one than here, its wheel of that version, unpacked, is named by --triton.
+The key of a kernel in the cache contains a hash of Triton's own files, so both machines must have the same version of
+Triton. If their Python versions differ, unpack the other machine's wheel of Triton and name the folder by --triton.
 """
 
 import argparse
@@ -32,22 +32,25 @@ from tridecode.options import EngineOptions
 from tridecode.plan.resolve import resolve
 from tridecode.step.compiler import OfflineDriver
 
-FOUND: list = []  # filled before the processes fork
+KERNELS: list = []  # filled before the processes fork
 
 
 def engines_of(suite: str) -> list[tuple]:
-    """(preset, positions of a request, slots, positions of all or None, quantize) of each row that has an engine."""
-    found = []
+    """Return the engine of each row of a suite that has one.
+
+    An engine is (preset, positions of a request, slots, positions of all requests or None, quantize).
+    """
+    engines = []
     for args, _ in map(parse, lines_of(suite)):
         quantize = getattr(args, "quantize", None)
         if args.what == "batch":
             room = [[room_of(context, args.steps) for context in contexts] for _, contexts in cases_of(args)]
-            found.append((args.preset, max(map(max, room)), max(map(len, room)), max(map(sum, room)), quantize))
+            engines.append((args.preset, max(map(max, room)), max(map(len, room)), max(map(sum, room)), quantize))
         elif args.what in ("decode", "stream"):
-            found.append((args.preset, capacity_of(args), 1, None, quantize))
+            engines.append((args.preset, capacity_of(args), 1, None, quantize))
         elif args.what == "prefill":
-            found.append((args.preset, args.capacity or args.cached + max(args.prompt_tokens) + 1, 1, None, quantize))
-    return found
+            engines.append((args.preset, args.capacity or args.cached + max(args.prompt_tokens) + 1, 1, None, quantize))
+    return engines
 
 
 def engine_of(words: str) -> tuple:
@@ -58,7 +61,7 @@ def engine_of(words: str) -> tuple:
 
 
 def kernels_of(preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None) -> list:
-    """Return the kernels that such an engine compiles at load."""
+    """Return the kernels that an engine compiles at load."""
     options = EngineOptions(
         max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens, quantize=quantize, dtype="bfloat16", speculate="off"
     )
@@ -66,15 +69,18 @@ def kernels_of(preset: str, capacity: int, slots: int, kv_tokens: int | None, qu
 
 
 def compile_one(index: int) -> None:
-    function, specialization = FOUND[index]
+    function, specialization = KERNELS[index]
     function.preload(specialization)
 
 
 def as_triton_of(folder: str) -> None:
-    """Keys as the Triton in this folder makes them."""
+    """Make Triton compute cache keys as the Triton in `folder` does."""
     key = inspect.unwrap(triton.runtime.cache.triton_key)
     names = key.__globals__
-    here, names["__file__"] = names["__file__"], os.path.join(folder, "triton/runtime/cache.py")  # beside what it reads
+    here, names["__file__"] = (
+        names["__file__"],
+        os.path.join(folder, "triton/runtime/cache.py"),
+    )  # the hash covers files next to this path
     there = key()
     names["__file__"], names["triton_key"] = here, lambda: there
 
@@ -90,14 +96,14 @@ def main() -> None:
     driver.set_active(OfflineDriver(GPUTarget("cuda", gpu.capability, 32)))
     if args.triton:
         as_triton_of(args.triton)
-    wanted = [engines_of(words) if words in SUITES else [engine_of(words)] for words in args.engines]
-    engines = dict.fromkeys(engine for each in wanted for engine in each)
+    named = [engines_of(words) if words in SUITES else [engine_of(words)] for words in args.engines]
+    engines = dict.fromkeys(engine for each in named for engine in each)
     with simulated(gpu):
-        FOUND.extend(dict.fromkeys(kernel for engine in engines for kernel in kernels_of(*engine)))
-    print(f"{counted(len(FOUND), 'kernel')} of {counted(len(engines), 'engine')}", flush=True)
+        KERNELS.extend(dict.fromkeys(kernel for engine in engines for kernel in kernels_of(*engine)))
+    print(f"{counted(len(KERNELS), 'kernel')} of {counted(len(engines), 'engine')}", flush=True)
     if not args.count:
         with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-            pool.map(compile_one, range(len(FOUND)), chunksize=1)
+            pool.map(compile_one, range(len(KERNELS)), chunksize=1)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ CASES = {  # name -> options of Engine.load
 
 
 def texts(engine: Engine, args) -> list[list[int]]:
-    """Token ids, of `args.tokens` altogether at least."""
+    """Return texts as token ids, at least `args.tokens` in total."""
     if args.text:
         ids = engine.encode(args.text.read_text())[: args.tokens]
         return [ids[at : at + args.length] for at in range(0, len(ids) - 1, args.length)]

@@ -1,4 +1,4 @@
-"""Rows from JSON files, their comparison, and the run of a script."""
+"""Rows of JSON files, their comparison, and shared parts of the scripts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ TYPES: dict[str, type[Row]] = {
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of a JSON file. Raises PromptError if it cannot be read, ParameterError if it has other content."""
+    """Return the rows of a JSON file. Raises PromptError if it cannot be read, ParameterError for other content."""
     try:
         found = loads(read_bytes(path, None, "a JSON file that a bench wrote"))
         rows = [TYPES[row["bench"]].read({key: row[key] for key in row if key != "bench"}) for row in found]
@@ -56,7 +56,7 @@ def read_rows(path: str) -> list[Row]:
 
 
 def deviations(rows: Sequence[Row], earlier: Sequence[Row]) -> list[tuple[str, str, float]]:
-    """For each row that `earlier` has too: its command, and the figure that changed most with its change in percent."""
+    """Return for each row that is also in `earlier`: command, the figure that changed most, and its change in %."""
     before = {(row.command, row.variant): row.compared() for row in earlier}
     found = []
     for row in rows:
@@ -69,7 +69,7 @@ def deviations(rows: Sequence[Row], earlier: Sequence[Row]) -> list[tuple[str, s
 
 
 def compare(rows: Sequence[Row], earlier: Sequence[Row], path: str, output) -> None:
-    """Write a line to stderr for each row that the earlier file has too, then the largest deviation of all."""
+    """Write a line to stderr for each row that is also in the earlier file, then the largest deviation."""
     found = deviations(rows, earlier)
     if not found:
         raise ParameterError(f"{path}: holds none of these rows; expected one with the same command")
@@ -80,7 +80,7 @@ def compare(rows: Sequence[Row], earlier: Sequence[Row], path: str, output) -> N
 
 
 def options(script: str, about: str, **more) -> Parser:
-    """The parser of a script with the options of every script."""
+    """Return the parser of a script with the options that all scripts have."""
     parser = Parser(prog=f"python -m benchmarks.{script}", description=about, **more)
     add_output(parser)
     parser.add_argument("--compare", metavar="FILE", help="report how far the rows are from those of that JSON file")
@@ -88,7 +88,7 @@ def options(script: str, about: str, **more) -> Parser:
 
 
 def run(args, measured: Callable[[Output], Sequence[Row]]) -> int:
-    """Write the rows that `measured` returns, and compare them if --compare is set. Returns the exit code."""
+    """Write the rows that `measured` returns, compare them if --compare is set, and return the exit code."""
     output = Output()
     try:
         earlier = read_rows(args.compare) if args.compare is not None else []

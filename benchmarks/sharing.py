@@ -1,13 +1,18 @@
-"""What equal prefixes save, and what the batch-invariant mode costs; each prints one JSON object a line.
+"""The gain from shared prefixes and the cost of the batch-invariant mode. Each prints JSON objects, one per line.
 
     python -m benchmarks.sharing conversations                   # any machine: tokens of prompts that are computed
     python -m benchmarks.sharing prefix --preset qwen3-4b        # GPU only
     python -m benchmarks.sharing invariant --preset qwen3-4b     # GPU only
 
-conversations: five that go on by turns, a title asked for after each turn, in a pool that holds the five and little
-more. prefix: 16 requests of a common prefix of 4,000 tokens and 64 of their own, against the time of that prefix alone
-and of the sixteen when it is there. invariant: a decode pass of 1, 8 and 64 rows, and the first token of prompts, in
-both modes by turns. Prompts are random ids, the models of presets have random weights.
+conversations: five conversations take turns, and a request for a title follows each turn. The pool holds little more
+than the five conversations.
+
+prefix: 16 requests with a common prefix of 4,000 tokens and 64 tokens of their own. Their time is compared with the
+time of the prefix plus the time of 16 requests whose prefix is cached.
+
+invariant: a decode pass of 1, 8 and 64 rows, and the first token of prompts, alternately in both modes.
+
+Prompts are random ids, and the models of presets have random weights.
 """
 
 import argparse
@@ -27,7 +32,7 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 class Ids:
-    """Random token ids, never twice the same text."""
+    """Generator of random token ids; no two texts are equal."""
 
     def __init__(self, vocabulary: int):
         self._draw, self._vocabulary = random.Random(0), vocabulary
@@ -39,7 +44,11 @@ class Ids:
 # ---- conversations
 
 CONVERSATIONS, TURNS, OPENING, QUESTION, ANSWER = 5, 8, 300, 60, 60
-TASK, EXCERPT, TITLE = 100, 200, 10  # of a request for a title: what all have in common, what it is about, the answer
+TASK, EXCERPT, TITLE = (
+    100,
+    200,
+    10,
+)  # tokens of a request for a title: common instructions, excerpt of the conversation, answer
 
 
 def conversations(args) -> None:
@@ -47,14 +56,14 @@ def conversations(args) -> None:
         if args.preset:
             engine = preset_engine(args.preset, 2048, slots=4, kv_tokens=args.kv_tokens, prefix_sharing=sharing)
         else:
-            how = dict(kv_tokens=args.kv_tokens, prefix_sharing=sharing, speculate="off")
-            engine = Engine.load(max_seq_len=2048, slots=4, **how)
+            options = dict(kv_tokens=args.kv_tokens, prefix_sharing=sharing, speculate="off")
+            engine = Engine.load(max_seq_len=2048, slots=4, **options)
         with engine:
             print(json.dumps({"bench": "conversations", "sharing": sharing} | talk(engine)), flush=True)
 
 
 def talk(engine: Engine) -> dict:
-    """Tokens of prompts, and of these those computed, of the turns and of the titles."""
+    """Return the number of prompt tokens and the number of computed ones, for turns and for titles."""
     ids, count = Ids(engine.config.vocab_size), {"turns": [0, 0], "titles": [0, 0]}
     task, texts = ids(TASK), [ids(OPENING) for _ in range(CONVERSATIONS)]
 
@@ -98,7 +107,7 @@ def prefix(args) -> None:
         times["hit"].append(result.timings.ttft)
     median = {name: statistics.median(values[2:]) for name, values in times.items()}
     row = {f"{name}_ms": round(1e3 * seconds, 2) for name, seconds in median.items()}
-    row["ratio"] = round(median["all"] / (median["prefix"] + median["tails"]), 3)  # at most 1.15 is the aim
+    row["ratio"] = round(median["all"] / (median["prefix"] + median["tails"]), 3)  # the goal is at most 1.15
     print(json.dumps({"bench": "prefix", "preset": args.preset} | row | run_facts(engine.device)))
 
 
@@ -115,7 +124,7 @@ def invariant(args) -> None:
     facts["read_gb_s"] = round(read_bandwidth(device) / 1e9)
     for rows in (1, 8, 64):
         times = {name: [] for name in engines}
-        for _ in range(3):  # by turns: what the machine does beside falls on both
+        for _ in range(3):  # alternately, so that other load on the machine affects both modes
             for name, engine in engines.items():
                 times[name] += time_decode(engine, args.context, STEPS, RUNS, GREEDY, rows)
         compare(facts | {"rows": rows, "context": args.context}, times, 1e6, "us")

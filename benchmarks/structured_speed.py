@@ -1,11 +1,12 @@
-"""What structured output costs a batch: time between tokens of requests with a schema, and of those beside them.
+"""The cost of structured output in a batch: time between tokens of requests with a schema and of the other requests.
 
     python -m benchmarks.structured_speed --preset qwen3-4b     # GPU only: random weights, the bundled tokenizer
     python -m benchmarks.structured_speed                       # the bundled model, on any machine
 
-A batch of --rows requests decodes --tokens each, once without forms and once with half of them held to a schema, by
-turns, --runs times. Prints the medians of the time between two tokens, in microseconds, and the ratios; the last line
-is one JSON object. `late` counts passes that a row sat out because its mask was not there yet.
+A batch of --rows requests decodes --tokens tokens each. Runs without a schema and runs in which half of the requests
+have one alternate, --runs times. The script prints the medians of the time between two tokens, in microseconds, and the
+ratios; the last line is one JSON object. `beside` are the requests without a schema in a batch with schemas, `held` the
+requests with one. `late` counts passes that a row skipped because its mask was not ready.
 """
 
 import argparse
@@ -44,35 +45,35 @@ def make_engine(args) -> Engine:
         return Engine.load(slots=args.rows, speculate="off")
     from tridecode.cli.bench.measure import bench_engine
 
-    wanted = SimpleNamespace(model=None, preset=args.preset)
-    engine = bench_engine(wanted, args.tokens + 256, args.rows)
+    model = SimpleNamespace(model=None, preset=args.preset)
+    engine = bench_engine(model, args.tokens + 256, args.rows)
     tokenizer = Tokenizer.load(BUNDLED)
     engine._grammars = Grammars(tokenizer, engine.config.vocab_size, (tokenizer.eos_id,))
     return engine
 
 
 def run(engine: Engine, params: list[SamplingParams]) -> tuple[list[list[float]], int]:
-    """Seconds between tokens of each request, and passes that were sat out."""
+    """Return the seconds between tokens of each request, and the number of skipped rows."""
     prompt = [5 + i % 1000 for i in range(64)]
     late, entry = 0, engine.scheduler._ring.entry
 
     def counted(*args):
         nonlocal late
-        found = entry(*args)
-        late += found.token == LATE_TOKEN
-        return found
+        result = entry(*args)
+        late += result.token == LATE_TOKEN
+        return result
 
     engine.scheduler._ring.entry = counted
     requests = [engine.submit(prompt, own, reuse_prefix=False) for own in params]
     times: list[list[float]] = [[] for _ in params]
     while engine.step():
         now = time.perf_counter()
-        for request, found in zip(requests, times):
-            found += [now] * (request.completion_tokens - len(found))
+        for request, arrivals in zip(requests, times):
+            arrivals += [now] * (request.completion_tokens - len(arrivals))
     del engine.scheduler._ring.entry
     for request in requests:
         assert request.result().error is None, request.result().error
-    return [[b - a for a, b in zip(found, found[1:])] for found in times], late
+    return [[b - a for a, b in zip(arrivals, arrivals[1:])] for arrivals in times], late
 
 
 def main() -> None:
@@ -98,18 +99,19 @@ def main() -> None:
         beside.append(mean(times[len(held) :]))
         within.append(mean(times[: len(held)]))
         late += count
-    found = {name: round(1e6 * statistics.median(times), 1)
+    us = {name: round(1e6 * statistics.median(times), 1)
              for name, times in (("without", without), ("beside", beside), ("held", within))}  # fmt: skip
-    ratios = {f"{name}_ratio": round(found[name] / found["without"], 3) for name in ("beside", "held")}
-    print(f"without {found['without']:,.1f} µs, beside {found['beside']:,.1f} ({ratios['beside_ratio']:.3f}), "
-          f"held {found['held']:,.1f} ({ratios['held_ratio']:.3f}), {late} rows late")  # fmt: skip
+    ratios = {f"{name}_ratio": round(us[name] / us["without"], 3) for name in ("beside", "held")}
+    print(f"µs between tokens: {us['without']:,.1f} in a batch without schemas; in a mixed batch {us['beside']:,.1f} "
+          f"without a schema ({ratios['beside_ratio']:.3f}) and {us['held']:,.1f} with one "
+          f"({ratios['held_ratio']:.3f}); {late} rows late")  # fmt: skip
     print(json.dumps({"bench": "structured", "preset": args.preset, "rows": args.rows, "tokens": args.tokens,
-                      "schema": args.schema, "late": late} | found | ratios))  # fmt: skip
+                      "schema": args.schema, "late": late} | us | ratios))  # fmt: skip
 
 
 def mean(times: list[list[float]]) -> float:
-    """Of all tokens of some requests together: a request that sits out passes has fewer in the same time."""
-    return statistics.fmean(gap for found in times for gap in found)
+    """Return the mean over the tokens of all requests. A request that skips passes has fewer tokens."""
+    return statistics.fmean(gap for gaps in times for gap in gaps)
 
 
 if __name__ == "__main__":

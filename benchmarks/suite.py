@@ -1,8 +1,8 @@
-"""Measure every row of a suite in one process; each row names the command that measures only it.
+"""Run the benches of a suite in one process. Each row names the command that measures only this row.
 
     python -m benchmarks.suite targets --output rows.json --compare benchmarks/h200.json
 
-A row that fails is reported, the others are written, and the exit code is 1.
+A failed row is reported, the other rows are written, and the exit code is 1.
 """
 
 import shlex
@@ -78,7 +78,7 @@ SCRIPTS = {"peers": peers, "offload-ways": offload}
 
 
 def parse(line: str) -> tuple:
-    """The options of a line, and the function that measures its rows."""
+    """Return the options of a line, and the function that measures its rows."""
     name, *argv = shlex.split(line)
     if name in SCRIPTS:
         return SCRIPTS[name].parse(argv), SCRIPTS[name].measure
@@ -90,20 +90,20 @@ def lines_of(suite: str) -> list[str]:
 
 
 def run_suite(lines: list[str], output) -> tuple[list[Row], list[str]]:
-    """The rows of all lines, and the lines that failed. Each is reported as it ends."""
+    """Run the lines, report each result, and return the rows and the failed lines."""
     rows: list[Row] = []
     failed: list[str] = []
     for number, line in enumerate(lines, 1):
         output.note(f"[{number}/{len(lines)}] {line}")
         try:
             args, measured = parse(line)
-            found = measured(args, output)
-        except Exception as error:  # the other rows are worth having
+            measured_rows = measured(args, output)
+        except Exception as error:  # continue with the other lines
             failed.append(line)
             output.error(f"{line}: {explain(error)}")
             continue
-        rows += found
-        for row in found:
+        rows += measured_rows
+        for row in measured_rows:
             figures = ", ".join(f"{name} {value}" for name, value in row.compared().items())
             named = row.variant or getattr(row, "graph", None) or counted(getattr(row, "rows", 1), "row")
             output.note(f"{named}: {figures}")
@@ -112,14 +112,14 @@ def run_suite(lines: list[str], output) -> tuple[list[Row], list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = options("suite", __doc__)
-    parser.add_argument("suite", nargs="?", choices=list(SUITES), default="targets", help="(targets)")
+    parser.add_argument("suite", nargs="?", choices=list(SUITES), default="targets", help="name of the suite (targets)")
     args = parser.parse_args(argv)
     failed: list[str] = []
 
     def measured(output) -> list[Row]:
         need_gpu()
-        rows, found = run_suite(lines_of(args.suite), output)
-        failed.extend(found)
+        rows, failures = run_suite(lines_of(args.suite), output)
+        failed.extend(failures)
         return rows
 
     return run(args, measured) or int(bool(failed))

@@ -1,7 +1,7 @@
-"""Write the tables of README.md and docs/ from the JSON files beside this script.
+"""Write the tables of README.md and docs/ from the JSON files in benchmarks/.
 
-A table stands between <!-- table: benchmarks/FILE.json --> and <!-- end of table -->. With --check nothing is written:
-the exit code is 1 where a table is not what its file says.
+A table is between <!-- table: benchmarks/FILE.json --> and <!-- end of table -->. With --check the script writes
+nothing, and the exit code is 1 if a table differs from its file.
 """
 
 import re
@@ -24,7 +24,7 @@ BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end of table -->\n)", r
 
 
 def filled(document: str) -> str:
-    """The document with every table made again; one whose file is not there is left empty."""
+    """Return the document with all tables rendered again. A table without a JSON file becomes empty."""
 
     def table(block: re.Match) -> str:
         path = ROOT / block[2]

@@ -54,7 +54,7 @@ on the same machine. Over a network, the installation takes as long as the downl
 
 
 class Terminal(pyte.HistoryScreen):
-    """A screen that keeps what has left it, and shows dimmed text as grey."""
+    """A screen that keeps lines that scrolled out of it, and shows dimmed text in gray."""
 
     def __init__(self):
         super().__init__(COLUMNS, LINES, history=10_000, ratio=1)
@@ -63,19 +63,19 @@ class Terminal(pyte.HistoryScreen):
     def select_graphic_rendition(self, *attributes, private=False):
         super().select_graphic_rendition(*[90 if value == 2 else value for value in attributes])
 
-    def write(self, text):  # what pexpect reads comes here
+    def write(self, text):  # pexpect writes the program's output to this log file
         self.stream.feed(text)
 
     def flush(self):
         pass
 
     def text(self) -> str:
-        """All lines since the beginning."""
+        """Return all lines since the start."""
         lines = [*self.history.top, *(self.buffer[row] for row in range(LINES))]
         return "\n".join("".join(line[x].data for x in range(COLUMNS)).rstrip() for line in lines).rstrip()
 
     def svg(self, title: str) -> str:
-        """The screen as it is now."""
+        """Return a picture of the current screen."""
         console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), color_system="truecolor")
         filled = [row for row in range(LINES) if self.display[row].strip()]
         for row in range(filled[-1] + 1):
@@ -86,7 +86,7 @@ class Terminal(pyte.HistoryScreen):
             line.rstrip()
             console.print(line, no_wrap=True, overflow="crop")
         svg = console.export_svg(title=title, theme=DIMMED_MONOKAI)
-        return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is fetched to show it
+        return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # without fonts from the network
 
 
 def style_of(char: pyte.screens.Char) -> Style:
@@ -97,7 +97,7 @@ def style_of(char: pyte.screens.Char) -> Style:
 
 
 def color(name: str) -> str | None:
-    """A colour of pyte as one of rich."""
+    """Return the color of rich for a color of pyte."""
     if name == "default":
         return None
     if re.fullmatch(r"[0-9a-f]{6}", name):
@@ -135,9 +135,9 @@ class Recorder:
         self.began = time.monotonic()
         self.child.expect(SHELL)
 
-    def moment(self, what: str) -> None:
+    def moment(self, event: str) -> None:
         seconds = time.monotonic() - self.began
-        self.moments.append(f"| {int(seconds // 60)}:{seconds % 60:04.1f} | {what} |")
+        self.moments.append(f"| {int(seconds // 60)}:{seconds % 60:04.1f} | {event} |")
         print(self.moments[-1])
 
     def type(self, text: str) -> None:
@@ -146,24 +146,24 @@ class Recorder:
             time.sleep(0.03)
         self.child.send("\r")
 
-    def command(self, line: str, what: str | None = None) -> None:
-        """A line in the shell, until its prompt is back."""
+    def command(self, line: str, event: str | None = None) -> None:
+        """Type a line in the shell and wait for the next prompt."""
         self.type(line)
         self.child.expect(SHELL)
-        if what:
-            self.moment(what)
+        if event:
+            self.moment(event)
 
     def say(self, line: str, until: str = r"context \d") -> None:
-        """A line in the chat, until its prompt is back."""
+        """Type a line in the chat and wait for the next prompt."""
         self.type(line)
         self.child.expect(until)
         self.child.expect_exact(READY)
         self.child.expect(pexpect.TIMEOUT, timeout=0.3)  # the prompt is drawn
 
-    def chat_is_ready(self, what: str) -> None:
+    def chat_is_ready(self, event: str) -> None:
         self.child.expect_exact("/help lists the commands", timeout=1200)  # an installation may come before
         self.child.expect_exact(READY)
-        self.moment(what)
+        self.moment(event)
         time.sleep(0.3)
 
 

@@ -1,7 +1,7 @@
-"""Record rounds with a tool as OpenAI's and Anthropic's clients play them, streamed and not: docs/agents-sessions.md.
+"""Record tool calls by OpenAI's and Anthropic's clients, streamed and not, in docs/agents-sessions.md.
 
-Run as `python docs/record_agents.py`. It serves the bundled model on this machine's CPU; tool_choice holds the model to
-its calls, since nobody has taught it any.
+Run as `python docs/record_agents.py`. It serves the bundled model on the CPU. tool_choice forces the tool calls,
+because the bundled model was not trained to make any.
 """
 
 import json
@@ -37,8 +37,8 @@ class Page:
     def section(self, title: str) -> None:
         self.lines += ["", f"## {title}", ""]
 
-    def told(self, call: str, *answers) -> None:
-        """A client's call, and what it returned: models of the client without their empty fields, or text."""
+    def record(self, call: str, *answers) -> None:
+        """Add a client's call and its results: text, or models of the client, whose empty fields are omitted."""
         shown = [a if isinstance(a, str) else json.dumps(a.to_dict(), ensure_ascii=False) for a in answers]
         self.lines += ["```", f">>> {call}", *map(brief, shown), "```"]
 
@@ -51,17 +51,17 @@ def chat(page: Page, client: openai.OpenAI) -> None:
     page.section("OpenAI's client, `chat.completions`")
     common = {"model": "any", "temperature": 0, "tools": [{"type": "function", "function": FUNCTION}]}
     got = client.chat.completions.create(messages=ASKED, tool_choice="required", parallel_tool_calls=False, **common)
-    page.told('create(messages, tools, tool_choice="required", parallel_tool_calls=False)', got.choices[0], got.usage)
+    page.record('create(messages, tools, tool_choice="required", parallel_tool_calls=False)', got.choices[0], got.usage)
     message = got.choices[0].message
     answered = [*ASKED, message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": RESULT}]
     got = client.chat.completions.create(messages=answered, max_tokens=30, **common)
-    page.told("create(messages with the call and its result, tools)", got.choices[0], got.usage)
+    page.record("create(messages with the call and its result, tools)", got.choices[0], got.usage)
     streamed = client.chat.completions.create(
         messages=ASKED, tool_choice={"type": "function", "function": {"name": NAME}}, parallel_tool_calls=False,
         stream=True, stream_options={"include_usage": True}, **common,
     )  # fmt: skip
     chunks = [chunk.choices[0] if chunk.choices else chunk.usage for chunk in streamed]
-    page.told("create(messages, tools, the function by its name, stream=True)", *chunks)
+    page.record("create(messages, tools, the function by its name, stream=True)", *chunks)
 
 
 def responses(page: Page, client: openai.OpenAI) -> None:
@@ -69,13 +69,13 @@ def responses(page: Page, client: openai.OpenAI) -> None:
     tools = [{"type": "function", **FUNCTION}]
     common = {"model": "any", "temperature": 0, "tools": tools, "store": False, "parallel_tool_calls": False}
     got = client.responses.create(input=ASKED, tool_choice="required", **common)
-    page.told('create(input, tools, tool_choice="required")', *got.output, got.usage)
+    page.record('create(input, tools, tool_choice="required")', *got.output, got.usage)
     call = got.output[0]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
     got = client.responses.create(input=[*ASKED, call.to_dict(), result], max_output_tokens=30, **common)
-    page.told("create(input with the call and its output, tools)", *got.output, got.usage)
+    page.record("create(input with the call and its output, tools)", *got.output, got.usage)
     events = client.responses.create(input=ASKED, tool_choice="required", stream=True, **common)
-    page.told('create(input, tools, tool_choice="required", stream=True)', *events)
+    page.record('create(input, tools, tool_choice="required", stream=True)', *events)
 
 
 def messages(page: Page, client: anthropic.Anthropic) -> None:
@@ -84,15 +84,15 @@ def messages(page: Page, client: anthropic.Anthropic) -> None:
     common = {"model": "any", "max_tokens": 90, "tools": tools, "extra_body": {"temperature": 0}}
     choice = {"type": "any", "disable_parallel_tool_use": True}
     got = client.messages.create(messages=ASKED, tool_choice=choice, **common)
-    page.told('create(messages, tools, tool_choice={"type": "any"})', got)
+    page.record('create(messages, tools, tool_choice={"type": "any"})', got)
     result = {"type": "tool_result", "tool_use_id": got.content[0].id, "content": RESULT}
     called = {"role": "assistant", "content": [got.content[0].to_dict()]}
     answered = [*ASKED, called, {"role": "user", "content": [result]}]
     got = client.messages.create(messages=answered, **common | {"max_tokens": 30})
-    page.told("create(messages with the call and its result, tools)", got)
+    page.record("create(messages with the call and its result, tools)", got)
     events = client.messages.create(messages=ASKED, tool_choice=choice, stream=True, **common)
-    page.told('create(messages, tools, tool_choice={"type": "any"}, stream=True)', *events)
-    page.told("count_tokens(messages, tools)", client.messages.count_tokens(model="any", messages=ASKED, tools=tools))
+    page.record('create(messages, tools, tool_choice={"type": "any"}, stream=True)', *events)
+    page.record("count_tokens(messages, tools)", client.messages.count_tokens(model="any", messages=ASKED, tools=tools))
 
 
 def main() -> None:

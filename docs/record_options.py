@@ -39,8 +39,8 @@ def table(options: list[Option]) -> str:
 
 
 def recorded(page: str) -> str:
-    """The text of a page with its tables as the options are declared now."""
-    return MARKS.sub(lambda found: found[1] + table(chosen(found[2])) + found[3], page)
+    """Return the text of a page with its tables generated from the declared options."""
+    return MARKS.sub(lambda match: match[1] + table(chosen(match[2])) + match[3], page)
 
 
 def main() -> None:

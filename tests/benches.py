@@ -1,4 +1,4 @@
-"""What the tests of bench share."""
+"""Shared helpers of the tests of bench."""
 
 import time
 from functools import partial
@@ -18,7 +18,7 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 
 
 class Clock:
-    """torch.cuda.Event on a machine without one."""
+    """Replacement of torch.cuda.Event on a machine without a GPU."""
 
     def __init__(self, enable_timing):
         self.time = None
@@ -49,7 +49,14 @@ def run_bench(capsys, *argv):
 
 
 def bench_on_tiny_engines(capsys, monkeypatch, *modules, make=lambda args, *sizes, **more: engine_of(*sizes)):
-    """`run_bench` with engines that `make` makes and `made` keeps; a clock instead of a GPU, and constant limits."""
+    """Return `run_bench` with tiny engines, a clock in place of GPU events, and constant hardware limits.
+
+    Args:
+        capsys: pytest's fixture
+        monkeypatch: pytest's fixture
+        modules: modules of `bench` whose engines are replaced
+        make: builds an engine; the result's list `made` contains the engines
+    """
     made = []
 
     def engine(*args, **more):

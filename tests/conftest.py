@@ -1,4 +1,7 @@
-"""With no GPU the kernels run in Triton's interpreter, which must be chosen before any of them is imported."""
+"""Settings and fixtures of all tests.
+
+Without a GPU the kernels run in Triton's interpreter, which must be selected before a kernel is imported.
+"""
 
 import io
 import json
@@ -14,7 +17,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# No test reads the settings of whoever runs it; the processes that tests start inherit this.
+# Tests do not read the user's settings. Processes that tests start inherit the variable.
 os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "tridecode-tests-without-settings")
 for name in [name for name in os.environ if name.startswith("TRIDECODE_")]:
     del os.environ[name]
@@ -82,13 +85,13 @@ def tokenizer(path):
 
 @pytest.fixture(scope="session")
 def plain(path):
-    """The same tokenizer without anything around it."""
+    """The same tokenizer as an object of the tokenizers library."""
     return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
 
 
 @pytest.fixture
 def state(tmp_path, monkeypatch):
-    """Where this test's history and sessions go."""
+    """The directory of this test's history and sessions."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "tridecode"
 
@@ -150,8 +153,8 @@ def generate(capsys, engine, monkeypatch):
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
 
     def generate(*argv, stdin=b""):
-        given = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8") if isinstance(stdin, bytes) else stdin
-        monkeypatch.setattr("sys.stdin", given)
+        stream = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8") if isinstance(stdin, bytes) else stdin
+        monkeypatch.setattr("sys.stdin", stream)
         try:
             code = commands.main(["generate", *map(str, argv)])
         except SystemExit as exit:
@@ -176,7 +179,7 @@ def seen(engine, monkeypatch):
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory):
-    """A model without stop tokens and with a long context: it talks until it is stopped."""
+    """A model with a long context and without stop tokens, whose answers end only when they are stopped."""
     from checkpoints import write_tiny
 
     path = write_tiny(tmp_path_factory.mktemp("chat") / "endless", "qwen3", max_position_embeddings=60_000)
@@ -188,8 +191,10 @@ def endless(tmp_path_factory):
 
 @pytest.fixture
 def terminal(state):
-    """Start a chat in a pseudo-terminal; `child.screen` is all that it showed. `early` is typed while it starts, and
-    then nothing is waited for."""
+    """Start a chat in a pseudo-terminal; `child.screen` contains its whole output.
+
+    `early` is typed while the chat starts; the fixture then returns without waiting for the prompt.
+    """
     from chats import ENVIRONMENT, READY, ROOT
 
     pexpect = pytest.importorskip("pexpect")

@@ -1,4 +1,4 @@
-"""What a Python program passes wrongly: an error that names the argument, before weights are read; and short reprs."""
+"""Tests of invalid arguments from Python, whose errors name the argument, and of short reprs."""
 
 from dataclasses import is_dataclass
 
@@ -39,7 +39,7 @@ def test_load_refuses_by_name(arguments, monkeypatch):
     assert len(str(caught.value)) < 200
 
 
-def test_device_and_dtype_may_be_torchs():
+def test_device_and_dtype_accept_torch_objects():
     engine = Engine.load(device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=torch.tensor(64))
     assert (engine.device.type, engine.model.weights.dtype, engine.capacity) == ("cpu", torch.bfloat16, 64)
 
@@ -70,7 +70,7 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_that_are_none(engine, name):
+def test_invalid_prompts_are_refused(engine, name):
     for call in (engine.generate, engine.encode, engine.score):
         with pytest.raises(PromptError, match="prompt|token id") as caught:
             call(PROMPTS[name])
@@ -88,12 +88,12 @@ def holders(engine: Engine) -> list:
     layer, state = model.layers[0], (model.workspace, model.workspace.sampler, model.prompt)
     recorder = Recorder()
     decode_pass(recorder, model, "sample")
-    held = [engine, model, model.weights, layer, layer.linears["qkv"], model.kv, *state]
-    held += [engine.steps, engine.tokenizer]
-    return held + recorder.launches
+    objects = [engine, model, model.weights, layer, layer.linears["qkv"], model.kv, *state]
+    objects += [engine.steps, engine.tokenizer]
+    return objects + recorder.launches
 
 
-def test_what_holds_tensors_prints_as_one_short_line(engine):
+def test_repr_of_objects_with_tensors_is_one_short_line(engine):
     engine.name = "a name as long as a path can be\n" * 100
     for holder in holders(engine):
         assert len(repr(holder)) <= 200 and "\n" not in repr(holder), type(holder)
@@ -101,10 +101,10 @@ def test_what_holds_tensors_prints_as_one_short_line(engine):
     assert all(word in repr(engine) for word in shows)
 
 
-def test_nothing_else_prints_tensors(engine):
-    """No dataclass that the engine holds has a tensor in its repr."""
+def test_no_repr_contains_tensors(engine):
+    """No dataclass in the engine has a tensor in its repr."""
     found, waiting = [], [engine]
-    assert engine.model.layers  # cached from here on
+    assert engine.model.layers  # the first access caches the layers
     while waiting:
         holder = waiting.pop()
         found.append(holder)
@@ -117,7 +117,7 @@ def test_nothing_else_prints_tensors(engine):
 
 
 @pytest.mark.parametrize("kind", [bytearray, memoryview, set, frozenset], ids=lambda kind: kind.__name__)
-def test_bytes_and_sets_are_no_token_ids(engine, kind):
+def test_bytes_and_sets_are_refused_as_token_ids(engine, kind):
     prompt = kind(b"ab")
     with pytest.raises(PromptError, match="prompt must be text, token ids or a list"):
         engine.encode(prompt)

@@ -1,4 +1,4 @@
-"""Bad input: one clear line on stderr, a non-zero exit, no traceback. The row of each case says what the line names."""
+"""Tests of invalid input: one clear line on stderr, a nonzero exit code and no traceback."""
 
 import io
 import json
@@ -19,7 +19,7 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def copy(good, tmp_path):
-    """A copy of the checkpoint, to be spoiled."""
+    """A copy of the checkpoint, which the test damages."""
     path = tmp_path / "copy"
     path.mkdir()
     for file in good.iterdir():
@@ -29,7 +29,7 @@ def copy(good, tmp_path):
 
 @pytest.fixture
 def failure(capsys):
-    """Run the program; asserts one line on stderr and nothing on stdout, returns that line."""
+    """Run the program, check that it writes one line to stderr and nothing to stdout, and return that line."""
 
     def failure(*argv, code=1):
         try:
@@ -83,7 +83,7 @@ HUGE = dict(hidden_size=2**20, intermediate_size=2**20, num_hidden_layers=1000)
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_spoiled_checkpoint(failure, copy, case):
+def test_damaged_checkpoint(failure, copy, case):
     spoil, words = SPOILED[case]
     spoil(copy)
     line = failure("generate", "--prompt", "x", "--model", copy, "--device", "cpu")
@@ -131,7 +131,7 @@ def test_unknown_architecture(failure, copy, command):
     ],
 )
 def test_wrong_value(failure, good, monkeypatch, option, value):
-    monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
+    monkeypatch.setattr("tridecode.engine.load_weights", None)  # the check precedes the weights
     line = failure("generate", "--model", good, option, value, code=2)
     assert f"argument {option}: " in line and repr(value) in line and "tridecode generate --help" in line
 
@@ -142,7 +142,7 @@ def test_a_context_beyond_the_models_limit(failure, good):
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "info"])
-def test_misspelt_option(failure, command):
+def test_misspelled_option(failure, command):
     line = failure(command, "--devise", "cpu", code=2)
     assert "did you mean --device?" in line and f"tridecode {command} --help" in line
 
@@ -188,7 +188,7 @@ def test_only_a_near_option_is_suggested(failure, typed, meant):
         (("--verison",), "--verison"),
     ],
 )
-def test_words_that_are_not_a_question(failure, argv, named):
+def test_invalid_questions(failure, argv, named):
     assert named in failure(*argv, code=2)
 
 
@@ -204,7 +204,7 @@ def test_words_that_are_not_a_question(failure, argv, named):
         ("--n", 20),
     ],
 )
-def test_a_number_of_many_digits_is_not_shown_whole(failure, option, digits):
+def test_long_number_is_shortened_in_the_message(failure, option, digits):
     line = failure("generate", "--device", "cpu", "--prompt", "x", option, "9" * digits, code=2)
     assert option in line and "99" in line and len(line) < 500
 
@@ -234,7 +234,7 @@ def test_wrong_usage(failure, argv):
         (("--prompt-graph-sizes", "16", "--prompt-graph-max-tokens", "2048"), "not go with --prompt-graph-max-tokens"),
     ],
 )
-def test_engine_options_that_lack_or_contradict_another(failure, good, options, fix):
+def test_engine_options_with_missing_or_contradicting_options(failure, good, options, fix):
     assert fix in failure("generate", "--prompt", "x", "--model", good, *options)
 
 
@@ -262,15 +262,15 @@ def test_token_id_outside_the_vocabulary(failure, good, token):
     assert str(token) in line and f"0 to {VOCAB_SIZE - 1}" in line
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 @pytest.mark.parametrize("options", [("--device", "cuda"), ("--device", "cuda:3"), ("--backend", "triton")])
-def test_gpu_asked_for_and_absent(failure, good, options):
+def test_missing_gpu_is_refused(failure, good, options):
     assert "GPU" in failure("generate", "--prompt", "x", "--model", good, *options)
     assert re.search("; use --(device cpu|backend torch)$", failure("generate", "--prompt", "x", *options))
     assert "GPU" in failure("info", "--model", good, *options)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 def test_bench_without_a_gpu(failure):
     for command in (("bench", "decode"), ("profile",), ("tune",)):
         line = failure(*command)
@@ -282,11 +282,11 @@ def test_wrong_bench_options(failure, options):
     assert repr(options[1]) in failure("bench", "decode", *options, code=2)
 
 
-def test_what_bench_offload_measures_is_one_thing(failure):
+def test_bench_offload_modes_are_exclusive(failure):
     assert "not allowed with" in failure("bench", "offload", "--swap", "--weights", "4", code=2)
 
 
-def test_a_gpu_number_that_is_absent(failure, good):
+def test_missing_gpu_number(failure, good):
     assert "cuda:999" in failure("generate", "--prompt", "x", "--model", good, "--device", "cuda:999")
 
 

@@ -1,4 +1,4 @@
-"""The documents: their links, in a checkout and where the README stands alone, and the commands that they show."""
+"""Tests of the documents: their links, the README of a package index, and the commands that they contain."""
 
 import re
 import shlex
@@ -34,7 +34,7 @@ def test_slow_files_exist(request):
 
 
 def targets(markdown: str) -> list[str]:
-    """Where the links and pictures of a document lead."""
+    """Return the targets of a document's links and pictures."""
     tokens = [child for token in MarkdownIt("commonmark").parse(markdown) for child in token.children or []]
     return [token.attrs[name] for token in tokens for name in ("href", "src") if name in token.attrs]
 
@@ -46,7 +46,7 @@ def anchors(markdown: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def description(tmp_path_factory):
-    """What a package index shows: the long description of the built metadata."""
+    """The long description of the built metadata, which a package index shows."""
     pytest.importorskip("setuptools", "77")
     copy = tmp_path_factory.mktemp("sources")
     for name in BUILT_FROM:
@@ -60,7 +60,7 @@ def description(tmp_path_factory):
     return metadata.get_payload()
 
 
-def test_a_package_index_shows_no_link_into_the_repository(description):
+def test_package_index_has_no_relative_links(description):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     relative = [target for target in targets(readme) if not target.startswith(("https://", "#"))]
     assert "docs/chat.svg" in relative and "docs/benchmarks.md#where-the-rest-goes" in relative
@@ -69,16 +69,16 @@ def test_a_package_index_shows_no_link_into_the_repository(description):
         assert f"`{target.partition('#')[0]}`" in description
 
 
-def test_a_package_index_shows_all_the_rest_of_the_readme(description):
+def test_package_index_shows_the_whole_readme(description):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert description.count("\n") == readme.count("\n") + 2  # the line about the files
-    told = set(description.splitlines())
-    changed = [line for line in readme.splitlines() if line not in told]
+    published = set(description.splitlines())
+    changed = [line for line in readme.splitlines() if line not in published]
     assert changed and all(re.search(r"\]\([^)]+\)", line) for line in changed)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document):
+def test_links_have_targets(document):
     text = document.read_text(encoding="utf-8")
     for target in targets(text):
         path, _, anchor = target.partition("#")
@@ -90,12 +90,12 @@ def test_links_lead_somewhere(document):
 
 
 @pytest.mark.parametrize("document, command", COMMANDS, ids=lambda part: part)
-def test_a_command_that_is_shown_has_options_that_exist(document, command):
+def test_documented_commands_have_existing_options(document, command):
     arguments = shlex.split(command, comments=True)
     if arguments[0] != "--print-completion":
         assert make_parser().parse_args(arguments).command in ("chat", arguments[0])  # a question is for chat
 
 
-def test_commands_are_shown():
+def test_documents_contain_commands():
     assert len(COMMANDS) > 30
     assert {"README.md", "chat.md", "generate.md", "benchmarks.md"} <= {name for name, _ in COMMANDS}

@@ -1,4 +1,4 @@
-"""Options: one declaration each for the command line, environment, configuration file, Python and docs."""
+"""Tests of options: one declaration serves the command line, environment, configuration file, Python and docs."""
 
 import re
 import runpy
@@ -30,7 +30,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class More(EngineOptions):
-    """The engine's options and one more."""
+    """The engine's options with an additional one."""
 
     warm: int = option(3, Integer(1, 9), "passes before the first", group="memory", commands=("chat",), metavar="N")
 
@@ -68,7 +68,7 @@ def test_a_new_field_is_an_option_everywhere(more, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
-def test_tables_of_options_are_those_of_the_declarations(page):
+def test_option_tables_match_declarations(page):
     text = page.read_text(encoding="utf-8")
     recorded = runpy.run_path(str(ROOT / "docs" / "record_options.py"))["recorded"]
     assert recorded(text) == text, "run python docs/record_options.py"
@@ -104,19 +104,19 @@ FLAGS = {
 }
 
 
-def test_published_keywords_stay():
+def test_published_keywords_exist():
     assert set(KEYWORDS) <= OPTIONS.keys()
 
 
 @pytest.mark.parametrize("command", FLAGS)
-def test_published_flags_stay(command, capsys):
+def test_published_flags_exist(command, capsys):
     with pytest.raises(SystemExit):
         make_parser().parse_args([command, "--help"])
     assert set(FLAGS[command].split()) <= set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
 
 
-def test_constants_are_those_of_the_rooms():
-    """options.py imports no torch, and so repeats them."""
+def test_constants_match_their_modules():
+    """options.py does not import torch, and therefore repeats constants of modules that do."""
     assert (*GRAPHS,) == (*dispatch.MODES,) and MAX_SLOTS == dispatch.SIZES[-1]
     assert PAGE == kv.PAGE and CHUNK == prompt.CHUNK
     assert OPTIONS["prompt_attention"].constraint.choices == ("auto", *dispatch.PROMPT_ATTENTION)
@@ -160,7 +160,7 @@ def test_an_engine_is_planned_once(monkeypatch, tmp_path):
     calls = []
 
     def counted(name, real):
-        return lambda *args, **how: calls.append(name) or real(*args, **how)
+        return lambda *args, **options: calls.append(name) or real(*args, **options)
 
     from tridecode import engine
     from tridecode.plan import resolve as module
@@ -172,7 +172,7 @@ def test_an_engine_is_planned_once(monkeypatch, tmp_path):
     assert calls == ["resolve", "plan_graphs", "plan_drafts", "plan_kv"]
 
 
-def test_a_plan_that_does_not_fit_names_what_would(monkeypatch):
+def test_plan_that_does_not_fit_suggests_options(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 8 * GIB)
     plan = resolve(EngineOptions(dtype="bfloat16"), PRESETS["llama-3.1-8b"], torch.device("cuda"))
     assert (
@@ -185,7 +185,7 @@ def test_a_plan_that_does_not_fit_names_what_would(monkeypatch):
     assert sum(fitting.pools.values()) <= fitting.memory.usable
 
 
-def test_pools_add_up_to_what_is_needed(monkeypatch):
+def test_pools_add_up_to_required_memory(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: GIB)
     plan = resolve(EngineOptions(slots=4), tiny_config(), torch.device("cpu"))
     assert sum(plan.pools.values()) == plan.memory.needed(plan.capacity, plan.kv_tokens)

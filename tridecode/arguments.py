@@ -1,4 +1,4 @@
-"""Arguments: what a caller may pass, declared once, and one check for every place where a value arrives.
+"""Declarations of arguments, and the checks of their values.
 
 A field of EngineOptions or SamplingParams carries an Option: its constraint, help text and group. The command line, the
 configuration file, environment variables, docs, HTTP requests and generation_config.json all use the same constraint.
@@ -23,17 +23,17 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value on one line, cut to some 60 characters, for a message."""
+    """Return the repr of a value on one line for a message, cut to about 60 characters."""
     try:
         return " ".join(_repr.repr(value).split())
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts to a string
         return f"an {type(value).__name__} of thousands of digits"
 
 
 def listed(words: Sequence[str]) -> str:
     """Join words as "a, b or c"."""
-    *most, last = words
-    return f"{', '.join(most)} or {last}" if most else last
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 class Rejected(ValueError):
@@ -68,7 +68,7 @@ class Constraint:
         raise NotImplementedError
 
     def read(self, text: str) -> Any:
-        """Return the value that a text from the command line, environment or file stands for, unchecked."""
+        """Convert a text from the command line, environment or file to a value, without checking it."""
         return text
 
     def check(self, name: str, value: Any) -> Any:
@@ -91,13 +91,13 @@ class Constraint:
 
     @property
     def item(self) -> "Constraint":
-        """The constraint of one value of an option that the command line repeats."""
+        """The constraint of one value of a repeatable option."""
         return self
 
 
 @dataclass(frozen=True)
 class Choice(Constraint):
-    """One of some words."""
+    """One of several words."""
 
     choices: tuple[str, ...]
 
@@ -113,12 +113,12 @@ class Choice(Constraint):
 
 @dataclass(frozen=True)
 class Integer(Constraint):
-    """An integer of Python, numpy or torch. of_high: words before the upper limit."""
+    """An integer of Python, numpy or torch. `high_words` is text before the upper limit in messages."""
 
     low: int
     high: int = LARGEST
-    of_high: str = ""
-    expects: str = "an integer from {0.low:,} to {0.of_high}{0.high:,}"
+    high_words: str = ""
+    expects: str = "an integer from {0.low:,} to {0.high_words}{0.high:,}"
 
     def accept(self, value: Any) -> int:
         if isinstance(value, bool):
@@ -137,7 +137,7 @@ class Integer(Constraint):
 
 @dataclass(frozen=True)
 class Number(Constraint):
-    """A number. above: the lower limit itself is too small. words: what else is accepted."""
+    """A number. If `above` is set, the lower limit is excluded. `words` are accepted in place of a number."""
 
     low: float
     high: float
@@ -198,13 +198,13 @@ class Text(Constraint):
 
 @dataclass(frozen=True)
 class Several(Constraint):
-    """Values of one constraint, on the command line separated by commas.
+    """Several values of one constraint, separated by commas on the command line.
 
     Args:
-        each: the constraint of each of them.
-        expects: as of Constraint.
-        least: how many there are at least. If it is 0, None is none of them and a string is one.
-        ascending: each is larger than the one before.
+        each: the constraint of each value.
+        expects: as in Constraint.
+        least: minimum number of values. If it is 0, None means no value and a string means one.
+        ascending: each value must be larger than its predecessor.
     """
 
     each: Constraint
@@ -224,16 +224,16 @@ class Several(Constraint):
         items = list(value) if isinstance(value, Iterable) and not other else None
         if items is None or len(items) < self.least:
             raise Rejected("type")
-        found = []
+        values = []
         for entry in items:
             try:
-                found.append(self.each.accept(entry))
+                values.append(self.each.accept(entry))
             except Rejected as error:
                 detail = error.detail or f"every entry must be {self.each.expected}"
                 raise Rejected("range" if error.code == "range" else "type", detail, entry) from None
-        if self.ascending and found != sorted(set(found)):
+        if self.ascending and values != sorted(set(values)):
             raise Rejected("range")
-        return tuple(found)
+        return tuple(values)
 
     def read(self, text: str) -> list[Any]:
         return [self.each.read(part) for part in text.split(",")] if text.strip() else []
@@ -241,16 +241,16 @@ class Several(Constraint):
 
 @dataclass(frozen=True)
 class Pair(Constraint):
-    """Two integers from `most` down to 1, the larger first; on the command line "8:2"."""
+    """Two integers from `largest` down to 1, the larger first; on the command line "8:2"."""
 
-    most: int
+    largest: int
     example: tuple[int, int]
-    expects: str = "two numbers from {0.most} down to 1, the larger first, like {0.example[0]} and {0.example[1]}"
+    expects: str = "two numbers from {0.largest} down to 1, the larger first, like {0.example[0]} and {0.example[1]}"
 
     def accept(self, value: Any) -> tuple[int, int]:
         if not isinstance(value, Sequence) or len(value) != 2 or not all(type(each) is int for each in value):
             raise Rejected("type")
-        if not 1 <= value[1] <= value[0] <= self.most:
+        if not 1 <= value[1] <= value[0] <= self.largest:
             raise Rejected("range")
         return value[0], value[1]
 
@@ -263,16 +263,19 @@ class Option:
     """An argument of Python, a command and the configuration file.
 
     Args:
+        constraint: the values that it accepts.
+        help: its description in the help and the docs.
         default: its value if it is not set.
         group: the heading under which help and docs show it.
-        commands: those that take it; none: Python only.
+        name: the name of the field.
+        commands: the commands that accept it; empty for Python only.
         unsaved: commands that read it neither from the configuration file nor from the environment.
         defaults: other defaults, by the name of a command, or of another option of the command that is set.
         default_words: the default in words.
         metavar: placeholder of the value in the help.
         repeated: the command line collects several values in a list.
-        from_file: the command line takes the name of a file that holds the value.
-        exclusive: name of a set of options of which one may be set.
+        from_file: the command line takes the name of a file that contains the value.
+        exclusive: name of a set of options; only one of them may be set.
         aliases: further flags, each with the value that it sets and its help.
         needs: an option that must be set too, and the end of the error if it is not.
         excludes: for other options by name, the values that contradict this one (an empty tuple: any value), and the
@@ -298,13 +301,13 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """How the command line spells it: --name, or --no-name for a flag that is on by default."""
+        """The flag on the command line: --name, or --no-name for a flag that is on by default."""
         negative = isinstance(self.constraint, Flag) and self.default is True
         return f"--{'no-' if negative else ''}{self.name.replace('_', '-')}"
 
     @property
     def flag_help(self) -> str:
-        """Help for its flag."""
+        """The help of the flag."""
         return f"do not {self.help}" if self.flag.startswith("--no-") and self.default is True else self.help
 
     @property
@@ -315,14 +318,14 @@ class Option:
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def check(self, value: Any, name: str = "") -> Any:
-        """Return the value in its normal form; None is one where it is the default. Raises ParameterError."""
+        """Return the value in its normal form. None is accepted if it is the default. Raises ParameterError."""
         if value is None and self.default is None:
             return None
         return self.constraint.check(name or self.name, value)
 
 
 def option(default: Any, constraint: Constraint, help: str, **more: Any) -> Any:
-    """A dataclass field with an Option. more: further fields of Option."""
+    """Declare a dataclass field with an Option. `more` has further fields of Option."""
     return field(default=default, metadata={"option": Option(constraint, help, default, **more)})
 
 
@@ -331,9 +334,9 @@ _declared: dict[type, dict[str, Option]] = {}
 
 def options_of(cls: type) -> dict[str, Option]:
     """Return the options that the fields of a dataclass declare, by name."""
-    if cls not in _declared:  # a server checks the parameters of each request
-        found = {each.name: each.metadata.get("option") for each in fields(cls)}
-        _declared[cls] = {name: replace(option, name=name) for name, option in found.items() if option}
+    if cls not in _declared:  # cached, because a server checks the parameters of each request
+        declared = {each.name: each.metadata.get("option") for each in fields(cls)}
+        _declared[cls] = {name: replace(option, name=name) for name, option in declared.items() if option}
     return _declared[cls]
 
 
@@ -383,7 +386,7 @@ def check_messages(value: Any, place: str = "", roles: Sequence[str] = ROLES) ->
 
     Args:
         place: where the chat is from, for the message.
-        roles: the roles that are accepted; none: any.
+        roles: the accepted roles; empty accepts any role.
 
     Raises:
         PromptError: a message is wrong. The error has its index, or with `place` its number from 1.
@@ -392,13 +395,13 @@ def check_messages(value: Any, place: str = "", roles: Sequence[str] = ROLES) ->
     if not isinstance(value, list | tuple) or not value:
         raise PromptError(f'{begin}expected a list like [{{"role": "user", "content": "..."}}], got {shown(value)}')
     for number, message in enumerate(value, 1 if place else 0):
-        begun = f"{begin}message {number:,}"
+        subject = f"{begin}message {number:,}"
         if not isinstance(message, dict):
-            raise PromptError(f"{begun} must be a dict with role and content, got {shown(message)}")
+            raise PromptError(f"{subject} must be a dict with role and content, got {shown(message)}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 got = shown(message[key]) if key in message else "none"
-                raise PromptError(f"{begun}: {key} must be a string, got {got}")
+                raise PromptError(f"{subject}: {key} must be a string, got {got}")
         if roles and message["role"] not in roles:
-            raise PromptError(f"{begun}: role must be one of {', '.join(roles)}, got {shown(message['role'])}")
+            raise PromptError(f"{subject}: role must be one of {', '.join(roles)}, got {shown(message['role'])}")
     return list(value)

@@ -1,7 +1,7 @@
 """EngineOptions: the options of Engine.load, each declared once.
 
 The command line, config.toml, environment variables, `tridecode config`, shell completion and the tables in docs are
-made from the fields below. This module does not import torch, so that `--help` answers at once.
+generated from the fields below. This module must not import torch, so that `--help` is fast.
 """
 
 from collections.abc import Sequence
@@ -69,17 +69,17 @@ class EngineOptions:
         "fp8 twice as many positions fit")
     max_seq_len: int | None = _option("memory", None, Integer(1), "positions of one request, prompt and output "
         "together", metavar="N", default_words="as many as fit, at most the model's limit, on a CPU 8192")
-    slots: int = _option("memory", 1, Integer(1, MAX_SLOTS), "requests that run at a time", metavar="N",
+    slots: int = _option("memory", 1, Integer(1, MAX_SLOTS), "requests that run at the same time", metavar="N",
         defaults={"serve": BATCH_SLOTS, "jsonl": BATCH_SLOTS},
         default_words=f"1; with --jsonl, and for serve, {BATCH_SLOTS}")
     kv_tokens: int | None = _option("memory", None, Integer(1), "K/V positions on the device that all slots share",
         metavar="N", default_words="as many as fit, at most the context for each slot")
     kv_offload: float | str | None = _option("memory", None, Number(1e-3, 1e6, words=("auto",)), "GiB of host memory "
         "for more K/V; auto is half of the free memory; see docs/offload.md", metavar="GIB", default_words="none",
-        excludes={"kv_dtype": (("fp8",), ": K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto beside it")})
+        excludes={"kv_dtype": (("fp8",), ": K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto")})
     kv_ring: int | None = _option("memory", None, Integer(0, 16), "buffers on the device through which K/V of running "
-        "requests come from the host; 0: only K/V of waiting requests go to the host", metavar="N", default_words="2",
-        needs=("kv_offload", ": no K/V are on the host; use it with kv_offload"))
+        "requests are read from the host; with 0 only K/V of waiting requests are on the host", metavar="N",
+        default_words="2", needs=("kv_offload", ": no K/V are on the host; use it with kv_offload"))
     weights_offload: float | None = _option("memory", None, Number(1e-3, 1e6), "GiB of host memory for the weights of "
         "the last layers, which every pass reads again", metavar="GIB", default_words="none")
     graph: str = _option("graphs", "full", Choice(GRAPHS), "capture of passes as CUDA graphs: full (whole), piecewise "
@@ -90,12 +90,12 @@ class EngineOptions:
         default_words="1,2,4,8,16,32,64 up to the slots")
     attention: str = _option("graphs", "triton", Choice(("triton", "torch")), "backend of attention in decode passes; "
         "a CUDA graph cannot hold torch's")
-    chunk_tokens: int | None = _option("prompts", None, Integer(1), "tokens of prompts in one pass at most",
+    chunk_tokens: int | None = _option("prompts", None, Integer(1), "limit of the prompt tokens in one pass",
         metavar="N", default_words=f"{CHUNK}, with --batch-invariant {FIXED_CHUNK}")
     prompt_graph_max_tokens: int | None = _option("prompts", None, Integer(1), "largest captured prompt pass of the "
         "usual schedule", metavar="N", default_words="2048", excludes={"graph": NO_PROMPT_GRAPHS})
     prompt_graph_sizes: Sequence[int] | None = _option("prompts", None, SIZES, "tokens of the "
-        "captured prompt passes, in place of the usual schedule; others are padded to the next size", metavar="N,N",
+        "captured prompt passes, instead of the usual schedule; others are padded to the next size", metavar="N,N",
         default_words="the usual schedule",
         excludes={
             "prompt_graph_max_tokens": ((), ": does not go with prompt_graph_max_tokens; leave one of them out"),
@@ -103,7 +103,7 @@ class EngineOptions:
             "batch_invariant": ((True,), ": with batch_invariant the only size is chunk_tokens")})
     prompt_attention: str = _option("prompts", "auto", Choice(("auto", "triton", "flash", "cudnn")), "backend of "
         "attention in prompt passes; flash and cudnn run between captured pieces; see docs/prompts.md")
-    prompt_ms: float = _option("prompts", PROMPT_MS, Number(0.1, 1e6), "milliseconds that a pass may take that reads "
+    prompt_ms: float = _option("prompts", PROMPT_MS, Number(0.1, 1e6), "limit in milliseconds of a pass that reads "
         "prompts while other requests decode", metavar="MS",
         excludes={"batch_invariant": ((True,), ": with batch_invariant all prompt passes are alike; use chunk_tokens")})
     prefix_sharing: bool = _option("prompts", True, Flag(), "share the K/V of equal prefixes among requests, and keep "
@@ -115,8 +115,8 @@ class EngineOptions:
         "refuses more", metavar="N", commands=("serve", "generate"), unsaved=("generate",), defaults={"serve": 256},
         default_words="256; of generate --jsonl, three for each slot")
     speculate: str = _option("speculation", "auto", Choice(("auto", "ngram", "off")), "draft tokens and verify several "
-        "in one pass; ngram drafts from the text itself, which is faster if text repeats; auto is ngram on a GPU if it "
-        "can run and pays; see docs/speculation.md")
+        "in one pass; ngram drafts from the text itself, which is faster if text repeats; auto is ngram on a GPU if "
+        "drafts are supported and save time; see docs/speculation.md")
     speculate_ngram: tuple[int, int] | None = _option("speculation", None, Pair(MAX_NGRAM, NGRAM), "longest and "
         "shortest run of tokens for which ngram drafts look earlier in the text", metavar="N:M", default_words="8:2",
         excludes={"speculate": (("off",), ': nothing is drafted with speculate="off"; leave one of them out')})
@@ -132,34 +132,34 @@ class EngineOptions:
 
     @property
     def why_no_drafts(self) -> str:
-        """Why these options exclude drafts: what follows "it"; empty if they do not."""
-        beside = {
+        """The reason for which these options exclude drafts, as the rest of a sentence; empty if they allow drafts."""
+        conflicts = {
             'kv_dtype="fp8"': self.kv_dtype == "fp8",
             "kv_offload": self.kv_offload is not None,
             "weights_offload": self.weights_offload is not None,
         }
-        names = [name for name, is_set in beside.items() if is_set]
+        names = [name for name, is_set in conflicts.items() if is_set]
         return f"does not work beside {listed(names)}" if names else ""
 
     @property
     def wants_drafts(self) -> bool:
-        """Whether drafts are requested, and not left to the engine."""
+        """Whether the options request drafts, instead of leaving the choice to the engine."""
         return self.speculate == "ngram" or self.speculate_ngram is not None
 
     def no_drafts(self, why: str) -> ParameterError:
-        """The error of an engine that is to verify drafts and cannot; why: follows the option's name."""
+        """Return the error of an engine that cannot verify the requested drafts. `why` follows the option's name."""
         if self.speculate == "ngram":
             return conflict("speculate", f'="ngram" {why}; use speculate="off"')
         return conflict("speculate_ngram", f" {why}; leave it out")
 
     @property
     def ngram(self) -> tuple[int, int]:
-        """Tokens that must agree for a draft, at most and at least."""
+        """The largest and the smallest number of tokens that must agree for a draft."""
         return self.speculate_ngram or NGRAM
 
     @property
     def chunk(self) -> int:
-        """Tokens of prompts in one pass at most."""
+        """The limit of the prompt tokens in one pass."""
         return self.chunk_tokens or (FIXED_CHUNK if self.batch_invariant else CHUNK)
 
 

@@ -1,4 +1,4 @@
-"""generate --jsonl: lines that fail alone, files of results and how they are resumed."""
+"""Tests of generate --jsonl: failed lines, files of results, and resumed batches."""
 
 import fcntl
 import hashlib
@@ -44,7 +44,7 @@ BAD = [
 ]  # fmt: skip
 
 
-def test_a_batch_answers_as_single_runs_do(generate, engine, tmp_path):
+def test_batch_answers_equal_single_runs(generate, engine, tmp_path):
     file = tmp_path / "b.jsonl"
     file.write_text("\n\n".join(map(json.dumps, GOOD)) + "\r\n")
     code, out, err = generate("--jsonl", file, *LIMITS)
@@ -61,7 +61,7 @@ def test_a_batch_answers_as_single_runs_do(generate, engine, tmp_path):
     ]
 
 
-def test_bad_lines_fail_alone(generate, tmp_path):
+def test_invalid_lines_do_not_affect_others(generate, tmp_path):
     file = tmp_path / "b.jsonl"
     file.write_text("\n".join([*(line for line, _ in BAD), '{"prompt": "Hello"}']))
     code, out, err = generate("--jsonl", file, *LIMITS)
@@ -73,7 +73,7 @@ def test_bad_lines_fail_alone(generate, tmp_path):
     assert err.splitlines()[-1].startswith(f"1 answered, {len(BAD)} failed")
 
 
-def test_an_error_names_the_field_or_the_option_whichever_was_given(generate, tmp_path):
+def test_error_names_the_field_or_option_that_was_set(generate, tmp_path):
     file = tmp_path / "b.jsonl"
     file.write_text('{"prompt": "a", "logit_bias": {"388000": 1}}\n{"prompt": "a"}')
     found = lines(generate("--jsonl", file, *LIMITS, "--logit-bias", "388000=1")[1])
@@ -99,7 +99,7 @@ def test_a_batch_resumes(generate, engine, monkeypatch, tmp_path):
     with results.open("a") as cut:
         cut.write('{"index": 2, "input": "4')  # as a killed program leaves it
     code, _, err = generate("--jsonl", file, *LIMITS, "--output", results)
-    assert code == 1 and len(calls) == 5 and "3 answered, 1 failed, 1 were there already" in err
+    assert code == 1 and len(calls) == 5 and "3 answered, 1 failed, 1 already answered" in err
     found = {entry["index"]: entry for entry in lines(results.read_text())}
     assert len(found) == 5 == results.read_text().count("\n")
     for entry in whole:
@@ -130,7 +130,7 @@ def test_a_batch_without_prompts(generate):
 
 @pytest.fixture
 def batch(generate, engine, monkeypatch, tmp_path):
-    """Two prompts and the path of their results; the engine does not load unless `answers` is called first."""
+    """Return a function that runs a batch of two prompts. Loading an engine fails unless `answers` is called first."""
     file, results = tmp_path / "b.jsonl", tmp_path / "o.jsonl"
     file.write_text('{"prompt": "Hello"}\n{"prompt": "Bye"}\n')
     load = Engine.load
@@ -178,7 +178,7 @@ ENTRY = {"index": 0, "input": OWN, "token_ids": [5], "text": "a", "finish_reason
         json.dumps(ENTRY) + "\n\0\0\0\n",
     ],
 )
-def test_a_file_of_something_else_stays_as_it_is(batch, content):
+def test_unrelated_file_is_not_changed(batch, content):
     batch.results.write_bytes(data := content.encode(errors="surrogateescape"))
     code, out, err = batch()
     assert (code, out, err.count("\n")) == (1, "", 1) and str(batch.results) in err and "another name" in err
@@ -195,7 +195,7 @@ def test_a_file_of_something_else_stays_as_it_is(batch, content):
         '{"index": 1, "input": "0123456789abcdef", "error": "line 2: of a line that was mended since"}\n{"index": 1, ',
     ],
 )
-def test_an_unfinished_result_is_answered_again(batch, rest):
+def test_incomplete_result_is_answered_again(batch, rest):
     batch.results.write_text(rest)
     batch.answers()
     assert batch()[0] == 0
@@ -204,11 +204,11 @@ def test_an_unfinished_result_is_answered_again(batch, rest):
 
 
 @pytest.mark.parametrize("cut", [0, 30])
-def test_a_tail_of_nul_bytes_is_told_with_what_mends_it(batch, cut):
+def test_nul_bytes_at_the_end_are_reported_with_a_fix(batch, cut):
     begun = json.dumps(ENTRY) + "\n" + json.dumps(ENTRY)[:cut]
     batch.results.write_text(begun + "\0" * 5000)
     code, _, err = batch()
-    assert (code, err.count("\n")) == (1, 1) and f"from byte {len(begun):,} on it holds NUL bytes" in err
+    assert (code, err.count("\n")) == (1, 1) and f"from byte {len(begun):,} on it contains NUL bytes" in err
     assert f"truncate --size={len(begun)}," in err and batch.results.stat().st_size == len(begun) + 5000
     os.truncate(batch.results, len(begun))
     batch.answers()
@@ -235,7 +235,7 @@ def test_a_second_process_on_one_output_is_refused(batch, engine, monkeypatch):
     assert code == 0 and "all 2 lines are answered" in err
 
 
-def test_a_file_that_was_replaced_while_it_was_opened_is_not_added_to(batch, monkeypatch, tmp_path):
+def test_file_replaced_during_open_is_not_appended_to(batch, monkeypatch, tmp_path):
     flock = fcntl.flock
 
     def replaced(file, operation):
@@ -248,7 +248,7 @@ def test_a_file_that_was_replaced_while_it_was_opened_is_not_added_to(batch, mon
     assert (code, err.count("\n")) == (1, 1) and "another process" in err
 
 
-def test_a_file_system_without_locks_is_written_all_the_same(batch, monkeypatch):
+def test_file_system_without_locks_is_supported(batch, monkeypatch):
     def unsupported(file, operation):
         raise OSError(95, "Operation not supported")
 
@@ -257,7 +257,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(batch, monkeypatch)
     assert batch()[0] == 0 and len(lines(batch.results.read_text())) == 2
 
 
-def test_a_huge_file_of_something_else_is_not_read_whole(batch, monkeypatch):
+def test_huge_unrelated_file_is_not_read_whole(batch, monkeypatch):
     monkeypatch.setattr("tridecode.cli.generate.results.LONGEST", 1 << 20)
     with batch.results.open("wb") as file:
         file.write(b"x")
@@ -269,7 +269,7 @@ def test_a_huge_file_of_something_else_is_not_read_whole(batch, monkeypatch):
         tracemalloc.stop()
 
 
-def test_results_go_to_a_pipe(batch, tmp_path):
+def test_results_are_written_to_a_pipe(batch, tmp_path):
     """A FIFO, and the descriptor that a shell gives as >(command)."""
     batch.answers()
     read, write = os.pipe()

@@ -1,4 +1,4 @@
-"""bench: what is counted and timed, on a tiny model with a clock for a GPU."""
+"""Tests of the figures of bench, on a tiny model with a clock in place of GPU events."""
 
 import json
 import logging
@@ -37,11 +37,11 @@ def bench(capsys, monkeypatch):
     return bench_on_tiny_engines(capsys, monkeypatch, "decode", "batch", "prefill", "stream", "mix")
 
 
-# what is counted
+# figures
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_bytes_of_a_step_by_hand(tied):
+def test_step_bytes(tied):
     engine = tiny_engine(dtype=torch.bfloat16, tie_word_embeddings=tied)
     # hidden 96, intermediate 160, 4 and 2 heads of 64, vocabulary 331, two layers
     layer = 96 * (256 + 2 * 128) + 256 * 96 + 3 * 96 * 160 + 2 * 96 + 2 * 64
@@ -51,7 +51,7 @@ def test_bytes_of_a_step_by_hand(tied):
     assert step_bytes(engine, [10, 300], 5) == weights + (12 + 302) * kv  # the weights once; positions 10 to 14 and on
 
 
-def test_flops_of_a_prompt_by_hand():
+def test_prefill_flops():
     config = tiny_config()
     qkv, rest, head = 96 * 512, 96 * 256 + 3 * 96 * 160, 96 * 331
     one = 2 * (2 * (qkv + rest) + head) + 2 * 4 * 256
@@ -61,11 +61,11 @@ def test_flops_of_a_prompt_by_hand():
     assert prefill.prefill_flops(config, 3) == one + 2 * 2 * (2 * qkv + rest) + attention
 
 
-def test_flops_of_a_sliding_window_by_hand():
+def test_prefill_flops_of_a_sliding_window():
     full, window = (
         prefill.prefill_flops(tiny_config(**FAMILIES["mistral"] | {"sliding_window": w}), 40) for w in (None, 24)
     )
-    # of 39 tokens the last 15 attend to 24 positions in one layer; the 40th in two
+    # The last 15 of the first 39 tokens attend to 24 positions in one layer; the 40th token does so in two layers.
     assert full - window == 4 * 256 * (sum(range(25, 40)) - 15 * 24) + 2 * 4 * 256 * (40 - 24)
 
 
@@ -82,7 +82,7 @@ def test_percentiles():
     assert measure.spread([3.0, 1.0, 2.0], 10) == pytest.approx((20.0, 11.0, 29.0))
 
 
-def test_figures_of_streams_and_starts_by_hand():
+def test_stream_and_start_figures():
     found = stream_figures([(0.5, [1e-6, 3e-6]), (0.1, [4e-6, 4e-6])], [2e-6, 2e-6])
     assert found["us_per_token"] == pytest.approx(3) and found["ratio_to_graph"] == pytest.approx(1.5)
     assert found["ttft_ms"] == pytest.approx(300) and found["itl_median_us"] == pytest.approx(3.5)
@@ -92,7 +92,7 @@ def test_figures_of_streams_and_starts_by_hand():
     assert found["first_start_kernels_compiled"] == 14 and "token" not in found
 
 
-def test_steps_that_have_ended_are_not_timed():
+def test_ended_rows_are_not_timed():
     engine = engine_of(128, 2)
     rewind(engine, [5, 5], measure.GREEDY, 2)
     measure.check_running(engine, "both", 2)
@@ -103,7 +103,7 @@ def test_steps_that_have_ended_are_not_timed():
 
 
 def test_every_run_has_the_same_pages():
-    """Otherwise `tune` would find other logits, because a row would read the K/V of another one."""
+    """Otherwise `tune` would compute different logits, because a row would read other K/V."""
     engine = engine_of(256, 3)
     tables = []
     for _ in range(3):
@@ -114,19 +114,19 @@ def test_every_run_has_the_same_pages():
 
 
 @pytest.mark.parametrize("contexts, steps", [([64] * 7, 128), ([1000, 64, 63, 1], 63), ([32, 96], 30)])
-def test_the_pool_has_room_for_every_step(contexts, steps):
+def test_pool_has_pages_for_every_pass(contexts, steps):
     room = [batch.room_of(context, steps) for context in contexts]
     engine = engine_of(max(room), len(contexts), sum(room))
     rewind(engine, contexts, measure.GREEDY, len(contexts))
     meta = engine.model.workspace.meta
-    meta[: len(contexts), POSITION] += steps  # where the last step leaves them
+    meta[: len(contexts), POSITION] += steps  # the positions after the last pass
     enqueue(engine, measure.GREEDY, len(contexts))
     engine.synchronize()
     assert meta[: len(contexts), STATUS].tolist() == [RUN] * len(contexts)
 
 
 def test_options_of_the_engine(monkeypatch):
-    """It verifies no drafts unless the bench requests it; of --graph, the bench makes each mode itself."""
+    """Drafts are off unless the bench turns them on, and --graph is not passed to the engine."""
     found = []
     monkeypatch.setattr(measure, "preset_engine", lambda *args, **more: found.append(more))
     args = make_parser().parse_args("bench serve --mix --prompt-ms 7 --graph none --quantize int4".split())
@@ -203,13 +203,13 @@ def test_contexts_of_a_mix(context, rows):
     assert contexts_of(context) == rows
 
 
-def test_rows_are_refused_if_all_contexts_are_mixes(bench):
+def test_rows_option_is_refused_with_mixes_only(bench):
     code, out, err = bench("batch", "--rows", "4", "--context", "64x3,32x2")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--rows: a mix like 64x3 says itself how many" in err
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--rows: a mix like 64x3 sets the number" in err
 
 
 def test_prefill_in_several_lengths_and_modes(bench):
-    """Each run reads the new tokens and no other, in each mode; a row names the mode."""
+    """Each run computes only the new tokens, in each mode, and each row names its mode."""
     argv = ("--prompt-tokens", "7,20", "--cached", "30", "--graph", "full,full_decode_only", "--runs", "2")
     code, out, _ = bench("prefill", *argv, "--format", "json")
     rows, (engine,) = json.loads(out), bench.made
@@ -268,8 +268,8 @@ def test_stream(bench):
         ("prefill --cached -1", "--cached"),
         ("decode --model a --preset qwen3-4b", "not allowed with"),
         ("start --steps 3", "unrecognized arguments: --steps 3"),
-        ("serve --mix --url http://a", "--url does not go with --mix"),
-        ("serve --mix --percentiles 99", "--percentiles does not go with --mix"),
+        ("serve --mix --url http://a", "--url cannot be used with --mix"),
+        ("serve --mix --percentiles 99", "--percentiles cannot be used with --mix"),
         ("serve --requests 3", "--requests needs --mix"),
         ("serve --runs 9", "--runs needs --mix"),
         ("serve --mix --model a --preset qwen3-4b", "not allowed with"),
@@ -298,13 +298,13 @@ def test_a_real_preset_on_the_gpu(capsys, argv):
 # decode --ablate
 
 
-def test_a_workspace_that_allocates_gives_the_same_tokens(monkeypatch):
+def test_allocating_workspace_gives_equal_tokens(monkeypatch):
     tokens, made, params = [], [], SamplingParams(temperature=0.0, seed=1)
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
-    for fresh in (False, True):
+    for allocating in (False, True):
         engine = tiny_engine("triton", "none")
-        if fresh:
+        if allocating:
             engine.steps = DecodePasses(engine.model, Allocating(launcher(engine.model)))
         begin(engine, [5, 17], 0, params, limit=6)
         made.clear()
@@ -313,11 +313,11 @@ def test_a_workspace_that_allocates_gives_the_same_tokens(monkeypatch):
         engine.synchronize()
         tokens.append(engine.model.workspace.tokens[0, :6].tolist())
         # A layer: qkv 1, attention 3, o_proj 3, gate_up 1, down 3. The rest of the pass: embed 3, lm_head 1.
-        assert len(made) == (4 * 26 if fresh else 0) and made.count((1, 331)) == (4 if fresh else 0)
+        assert len(made) == (4 * 26 if allocating else 0) and made.count((1, 331)) == (4 if allocating else 0)
     assert tokens[0] == tokens[1]
 
 
-def test_figures_of_kernels_in_the_range_that_ran_them():
+def test_kernel_figures_by_range():
     def event(name, start, end, device=DeviceType.CUDA, annotation=False):
         place = SimpleNamespace(start=start, end=end)
         return SimpleNamespace(name=name, time_range=place, device_type=device, is_user_annotation=annotation)
@@ -334,7 +334,7 @@ def test_figures_of_kernels_in_the_range_that_ran_them():
 
 @pytest.mark.skipif(CUDA, reason="a GPU records kernels")
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_profiler_that_records_no_kernel_leaves_the_wall_times(bench):
+def test_profiler_without_kernels_keeps_wall_times(bench):
     code, out, err = bench("decode", "--ablate", "--context", "4", "--steps", "2", "--runs", "1")
     rows = json.loads(out.split("\n")[-2])["rows"]
     assert code == 0 and [row["variant"] for row in rows][-1] == "graph" and len(rows) == 3
@@ -343,7 +343,7 @@ def test_a_profiler_that_records_no_kernel_leaves_the_wall_times(bench):
 
 
 @needs_gpu
-def test_the_ladder_on_the_gpu():
+def test_ablation_on_a_gpu():
     args = make_parser().parse_args("bench decode --ablate --context 8 --steps 16 --runs 2".split())
     rows = ablate.ladder(tiny_engine(), args, SimpleNamespace(note=lambda message: None))
     assert len(rows) == 3 + (torch.cuda.get_device_capability() >= (9, 0))
@@ -362,7 +362,7 @@ def test_seconds_to_the_first_line():
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit(3)", "pass"])
-def test_a_process_without_a_token(code):
+def test_process_without_a_token_fails(code):
     with pytest.raises(GenerationError, match="before its first token"):
         start.time_to_first_line([sys.executable, "-c", code], dict(os.environ))
 
@@ -379,8 +379,8 @@ def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys
     assert "imported torch" in err and "captured" in err
 
 
-@pytest.mark.skipif(CUDA, reason="a GPU is there")
-def test_the_started_program_is_found_from_anywhere(tmp_path, monkeypatch, capfd):
+@pytest.mark.skipif(CUDA, reason="a GPU is present")
+def test_started_program_is_found_from_another_directory(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(GenerationError, match="exit code 1"):
         start.time_start("qwen3-0.6b", str(tmp_path))
@@ -391,7 +391,7 @@ def test_the_started_program_is_found_from_anywhere(tmp_path, monkeypatch, capfd
 # serve --mix
 
 
-def test_times_of_requests_and_of_a_prompt_among_them(bench, monkeypatch):
+def test_mix_rows(bench, monkeypatch):
     made = []
     monkeypatch.setattr(mix, "make_runners", lambda *args: made.append(measure.make_runners(*args)) or made[-1])
     argv = ("serve", "--mix", "--requests", "3", "--context", "9", "--prompt-tokens", "90", "--steps", "4")
@@ -401,8 +401,8 @@ def test_times_of_requests_and_of_a_prompt_among_them(bench, monkeypatch):
     assert engine.slots == 4 and engine.scheduler.preemptions == 0
     for row in rows:
         for phase in ("before", "during", "after"):
-            median, p99, most = (row[f"{phase}_{figure}_ms"] for figure in ("median", "p99", "max"))
-            assert 0 < median <= p99 <= most
+            median, p99, largest = (row[f"{phase}_{figure}_ms"] for figure in ("median", "p99", "max"))
+            assert 0 < median <= p99 <= largest
         assert (row["lost"], row["requests"], row["prompt_tokens"]) == (0, 3, 90) and row["ttft_ms"] > 0
         assert row["reads"] == ("full" if CUDA and row["graph"] == "full" else "none")
         args = make_parser().parse_args(row["command"].split()[2:])
@@ -412,21 +412,21 @@ def test_times_of_requests_and_of_a_prompt_among_them(bench, monkeypatch):
         assert sum(mixed) == (2 + measure.WARM_UP) * 90, "the prompt was not read among them"
 
 
-def test_times_between_tokens_fall_where_they_ended(monkeypatch):
-    """By hand: passes of 1 s, but for the two in which the prompt is read, which take 5."""
+def test_token_gaps_are_assigned_to_phases(monkeypatch):
+    """Passes take 1 s, but the two passes that read the prompt take 5 s."""
     now, passes = [0.0], []
 
     class Request:
         def __init__(self, ids, params, reuse_prefix):
-            self.most, self.read, self.drawn = params.max_tokens, -(-len(ids) // 50), 0
+            self.max_tokens, self.read, self.sampled = params.max_tokens, -(-len(ids) // 50), 0
             passes.append(self)
 
         @property
         def completion_tokens(self):
-            return self.drawn
+            return self.sampled
 
         def result(self):
-            return SimpleNamespace(error=None, token_ids=[0] * (self.drawn - (self is passes[1])))
+            return SimpleNamespace(error=None, token_ids=[0] * (self.sampled - (self is passes[1])))
 
     class FakeEngine:
         config = tiny_config()
@@ -436,8 +436,8 @@ def test_times_between_tokens_fall_where_they_ended(monkeypatch):
             now[0] += 5 if len(passes) == 3 and passes[2].read > 0 else 1
             for request in passes:
                 request.read -= 1
-                request.drawn += request.read <= 0 and request.drawn < request.most
-            return any(request.drawn < request.most for request in passes)
+                request.sampled += request.read <= 0 and request.sampled < request.max_tokens
+            return any(request.sampled < request.max_tokens for request in passes)
 
     monkeypatch.setattr(mix.time, "perf_counter", lambda: now[0])
     found = mix.time_mix(FakeEngine(), 2, 10, 100, 4)
@@ -452,6 +452,6 @@ def test_times_between_tokens_fall_where_they_ended(monkeypatch):
         mix.time_mix(FakeEngine(), 2, 10, 500, 2)
 
 
-def test_as_many_requests_as_slots_leave_none_for_the_prompt(bench):
+def test_mix_requires_a_slot_for_the_prompt(bench):
     code, out, err = bench("serve", "--mix", "--requests", "64")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--requests: at most 63 beside the prompt, got 64" in err
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--requests: must be at most 63" in err

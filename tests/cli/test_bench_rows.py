@@ -70,7 +70,7 @@ def test_formats(form):
         assert (json.loads(text) if form == "json" else list(map(json.loads, text.splitlines()))) == [ROW, other]
 
 
-def test_values_are_rounded_and_figures_that_are_absent_are_left_out():
+def test_values_are_rounded_and_missing_figures_omitted():
     row = decode_row(us_per_token=2306.94321, us_over_greedy=13.00721)
     assert (row.us_per_token, row.us_over_greedy) == (2306.94, 13.01)
     assert decode_row().as_dict() == ROW and list(decode_row(gpu="a").as_dict())[-1] == "gpu"
@@ -113,7 +113,7 @@ def test_several_rows_are_one_object_at_the_end(run):
     + [json.dumps([ROW]).replace("}", f', "more": {number}}}') for number in ("1e999", "NaN", "7" * 5000)],
     ids=lambda text: text[-20:],
 )
-def test_files_that_hold_no_rows(run, text):
+def test_files_without_rows(run, text):
     code, out, err = run(text)
     assert code == 1 and out == "" and err.count("\n") == 1 and "rows.json: expected a JSON list" in err
 
@@ -161,7 +161,7 @@ def suite_of(capsys, monkeypatch, tmp_path):
     return suite_of
 
 
-def test_a_suite_writes_the_rows_that_it_could_measure(suite_of, tmp_path):
+def test_suite_writes_rows_that_succeeded(suite_of, tmp_path):
     lines = "decode --context 5 --steps 2 --runs 1\nprefill --prompt-tokens 900 --capacity 8 --runs 1"
     code, out, err = suite_of(lines)
     (row,) = json.loads((tmp_path / "rows.json").read_text())
@@ -169,7 +169,7 @@ def test_a_suite_writes_the_rows_that_it_could_measure(suite_of, tmp_path):
     assert "prefill" in err and "900" in err and "[2/2]" in err and f"us_per_token {row['us_per_token']}" in err
 
 
-def test_a_suite_without_any_row_leaves_the_file(suite_of, tmp_path):
+def test_suite_without_rows_keeps_the_file(suite_of, tmp_path):
     (tmp_path / "rows.json").write_text("before")
     code, out, err = suite_of("prefill --prompt-tokens 900 --capacity 8")
     assert code == 1 and out == "" and "every row failed" in err
@@ -177,7 +177,7 @@ def test_a_suite_without_any_row_leaves_the_file(suite_of, tmp_path):
 
 
 @pytest.mark.parametrize("name", suite.SUITES)
-def test_the_lines_of_a_suite_have_options_that_exist(name):
+def test_suites_have_existing_options(name):
     parsed = [suite.parse(line) for line in suite.lines_of(name)]
     assert parsed and all(callable(measured) for _, measured in parsed)
 
@@ -199,11 +199,11 @@ def test_peers_without_transformers(capsys, monkeypatch):
     assert out == "" and err.count("\n") == 1 and "pip install transformers" in err
 
 
-# what is published
+# recorded rows
 
 
 def parsed_command(command: str) -> str:
-    """The command again, from its options."""
+    """Parse a command and return the command line of its options."""
     words = shlex.split(command)
     if words[:2] == ["python", "-m"]:
         script = {"benchmarks.peers": peers, "benchmarks.offload": offload}[words[2]]
@@ -213,7 +213,7 @@ def parsed_command(command: str) -> str:
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
-def test_recorded_rows_are_read_as_they_are_and_name_commands_that_work(path):
+def test_recorded_rows_are_read_and_have_valid_commands(path):
     rows, found = read_rows(str(path)), json.loads(path.read_text())
     assert [row.as_dict() for row in rows] == found
     for row in rows:
@@ -230,7 +230,7 @@ def test_tables_show_the_recorded_rows():
     assert tables.filled(readme.replace("| 4,6", "| 9,9")) == readme  # a wrong figure is corrected
 
 
-def test_scripts_that_documents_show_exist():
+def test_documented_scripts_exist():
     texts = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))]
     names = {name for text in texts for name in re.findall(r"python -m benchmarks\.(\w+)", text)}
     assert names >= {"suite", "report", "peers", "tables"}

@@ -1,4 +1,4 @@
-"""Scripts of benchmarks/ that measure: files of prompts, structured output, a draft model."""
+"""Tests of the scripts in benchmarks/ that measure batches, structured output and a draft model."""
 
 import json
 import time
@@ -18,7 +18,7 @@ def last_object(capsys) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_a_file_is_compared_with_its_passes(monkeypatch, capsys):
+def test_batch_time_is_compared_with_its_passes(monkeypatch, capsys):
     sizes = ["--requests", "5", "--slots", "3", "--prompt-tokens", "9", "--tokens", "12"]
     monkeypatch.setattr("sys.argv", ["batch_speed", *sizes])
     batch_speed.main()

@@ -1,4 +1,4 @@
-"""bench serve against a server with known delays: its requests, their times, and its figures."""
+"""Tests of bench serve against a server with known delays: its requests, their times, and its figures."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ ENDS = [f"_{of}_ms" for of in ("ttft", "tpot", "itl", "e2el")]
 FIELDS = {"date", "model_id", "num_prompts", "request_rate", "max_concurrency", "duration", "completed", "failed"} | {
     "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput", "total_token_throughput",
 }  # fmt: skip
-NOBODY = "http://127.0.0.1:9"
+NO_SERVER = "http://127.0.0.1:9"
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def options(*argv):
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_times_are_those_of_the_server(bench, endpoint):
+def test_times_match_the_delays_of_the_server(bench, endpoint):
     with FakeServer(first=0.2, gap=0.03) as server:
         load = ("--num-prompts", 6, "--max-concurrency", 3, "--output-tokens", 11, "--input-tokens", 9)
         code, row, _, err = bench(server, "--endpoint", endpoint, *load)
@@ -73,18 +73,18 @@ def test_the_row_has_the_fields_of_vllm_and_its_command(bench):
     assert "Mean TPOT (ms):                          -\n" in out
 
 
-def test_percentiles_are_those_of_numpy():
+def test_percentiles_match_numpy():
     assert serve.spread([0.001, 0.002, 0.004], [50, 75]) == {
         "mean": 2.3333, "median": 2.0, "std": round(float(np.std([1, 2, 4])), 4), "p50": 2.0, "p75": 3.0,
     }  # fmt: skip
 
 
-def test_the_console_form_is_that_of_vllm():
+def test_console_output_matches_vllm():
     figures = dict(date="", model_id="m", num_prompts=100, completed=100, failed=0, duration=11.409, seed=1)
     figures |= dict(total_input_tokens=23260, total_output_tokens=21657, request_throughput=8.77)
     figures |= dict(output_throughput=1898.67, total_token_throughput=3937.88)
     times = {f"{figure}{end}": 76.371 for end in ENDS for figure in ("mean", "median", "std", "p99")}
-    lines = serve.ServeRow.of(times, **figures, request_rate="inf", max_concurrency=None).block(160).split("\n")
+    lines = serve.ServeRow.from_times(times, **figures, request_rate="inf", max_concurrency=None).block(160).split("\n")
     assert lines[:13] == [
         "============ Serving Benchmark Result ============",
         "Successful requests:                     100",
@@ -101,7 +101,7 @@ def test_the_console_form_is_that_of_vllm():
         "P99 TTFT (ms):                           76.37",
     ]
     assert lines[17] == "---------------Inter-token Latency----------------" and lines[-2:] == ["=" * 50, ""]
-    limited = serve.ServeRow.of(times, **figures, request_rate=2.5, max_concurrency=8).block(40)
+    limited = serve.ServeRow.from_times(times, **figures, request_rate=2.5, max_concurrency=8).block(40)
     assert "Maximum request concurrency:   8\n" in limited and "Request rate configured (RPS): 2.50\n" in limited
     assert max(map(len, limited.split("\n"))) == 40
 
@@ -167,7 +167,7 @@ def test_prompts_from_a_file(bench, tmp_path):
         ("{}", "chat", "line 2: expected one of prompt, messages, prompt_ids, got none"),
         ('{"prompt": "a", "prompt_ids": [1]}', "chat", "got prompt and prompt_ids"),
         ('{"prompt": "a", "temperature": 1}', "chat", 'unknown field "temperature"'),
-        ('{"prompt": ""}', "chat", "prompt must be a text"),
+        ('{"prompt": ""}', "chat", "prompt must be a nonempty string"),
         ('{"prompt": "a", "max_tokens": true}', "chat", "max_tokens must be a positive integer, got true"),
         ('{"prompt_ids": [1]}', "chat", "prompt_ids need --endpoint completions"),
         ('{"messages": [{"role": "user"}]}', "completions", "messages need --endpoint chat"),
@@ -177,10 +177,10 @@ def test_prompts_from_a_file(bench, tmp_path):
         ('{"prompt": "a"}', "completions", "1 prompt, fewer than --num-prompts 2"),
     ],
 )
-def test_files_without_the_requested_prompts_are_refused(bench, tmp_path, line, endpoint, message):
+def test_invalid_prompt_files_are_refused(bench, tmp_path, line, endpoint, message):
     (tmp_path / "prompts.jsonl").write_text(f"\n{line}\n")
     argv = ("--jsonl", tmp_path / "prompts.jsonl", "--endpoint", endpoint, "--num-prompts", 2)
-    code, _, out, err = bench(NOBODY, *argv)
+    code, _, out, err = bench(NO_SERVER, *argv)
     assert (code, out) == (1, "") and message in err and err.count("\n") == 1
 
 
@@ -195,15 +195,15 @@ def test_an_api_key_is_sent_and_not_shown(bench, tmp_path, monkeypatch):
     assert keys == ["Bearer from-the-environment", "Bearer from-a-file"]
     assert "from-" not in first + second and str(tmp_path) not in second
     (tmp_path / "key").write_text("one\ntwo")
-    _, _, _, err = bench(NOBODY, "--api-key-file", tmp_path / "key")
+    _, _, _, err = bench(NO_SERVER, "--api-key-file", tmp_path / "key")
     assert err.endswith("key: expected one line of printable ASCII characters, the API key\n")
 
 
-@pytest.mark.parametrize(("limit", "most"), [(("--max-concurrency", 3, "--warm-up", 5), 3), (("--warm-up", 0), 12)])
-def test_concurrency_is_limited(bench, limit, most):
+@pytest.mark.parametrize(("limit", "largest"), [(("--max-concurrency", 3, "--warm-up", 5), 3), (("--warm-up", 0), 12)])
+def test_concurrency_is_limited(bench, limit, largest):
     with FakeServer(first=0.05) as server:
         bench(server, "--num-prompts", 12, "--output-tokens", 2, *limit)
-    assert server.most == most
+    assert server.most == largest
 
 
 def test_times_of_arrival():
@@ -237,7 +237,12 @@ def test_failures_are_counted_with_their_reasons(bench):
     assert code == 0 and (row["completed"], row["failed"], row["total_output_tokens"]) == (4, 12, 24)
     lines = err.splitlines()
     assert len(lines) == 6 and all(line.startswith("tridecode: error: 2 requests failed: ") for line in lines)
-    for reason in ("500: out of luck", "peer closed connection", 'none of this API: {"choices": [}', "the engine died"):
+    for reason in (
+        "500: out of luck",
+        "peer closed connection",
+        'does not follow the API: {"choices": [}',
+        "the engine died",
+    ):
         assert reason in err
     assert "ended without usage" in err and "502: <html>Bad gateway</html>" in err
 
@@ -254,9 +259,9 @@ def test_no_row_if_all_requests_fail(bench, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("500", "the warm-up failed: 500: out of luck"), ("401", "401: no key; give TRIDECODE_API_KEY or --api-key-file")],
+    [("500", "the warm-up failed: 500: out of luck"), ("401", "401: no key; set TRIDECODE_API_KEY or --api-key-file")],
 )
-def test_a_warm_up_that_fails_ends_it(bench, kind, message):
+def test_failed_warm_up_ends_the_bench(bench, kind, message):
     with FakeServer(behave=lambda number: kind) as server:
         code, _, _, err = bench(server, "--num-prompts", 50)
     assert code == 1 and len(server.got) == 1 and err.count("\n") == 1 and err.endswith(f"{message}\n")
@@ -271,7 +276,7 @@ def test_a_server_that_is_not_running(bench, model):
     assert "7 requests failed" in err if len(model) > 2 else err.count("\n") == 1
 
 
-def test_an_answer_that_does_not_end(bench):
+def test_endless_answer_fails_after_the_timeout(bench):
     with FakeServer(behave=lambda number: "stuck" if number == 1 else "ok") as server:
         started = time.perf_counter()
         code, row, _, err = bench(server, "--num-prompts", 2, "--warm-up", 0, "--timeout", 1, "--output-tokens", 4)
@@ -284,12 +289,12 @@ def test_an_answer_that_does_not_end(bench):
     [b"", b"1", b"null", b"[]", b'{"choices": 1}', b'{"choices": [1]}', b'{"choices": [{"delta": 1}]}', b"\xff", b"{"]
     + [b'{"usage": {"tokens": 1}}', b'{"usage": {"prompt_tokens": "x", "completion_tokens": 1}}', b'{"usage": 1}'],
 )
-def test_events_of_another_form_are_refused(data):
-    with pytest.raises(Failed, match="none of this API"):
+def test_invalid_events_are_refused(data):
+    with pytest.raises(Failed, match="does not follow the API"):
         Answer(0.0).event(data, 1.0)
 
 
-def test_times_are_those_of_events_with_text():
+def test_times_count_events_with_text():
     answer = Answer(1.0)
     answer.event(b'{"choices": [{"delta": {"role": "assistant", "content": ""}}]}', 2.0)
     answer.event(b'{"choices": [{"delta": {"reasoning_content": "a"}}], "usage": null}', 3.0)
@@ -300,7 +305,7 @@ def test_times_are_those_of_events_with_text():
     assert (answer.ttft, answer.gaps, answer.latency, answer.tpot) == (2.0, [2.0], 7.0, 1.0)
 
 
-def test_an_answer_without_text_has_its_times():
+def test_times_of_an_answer_without_text():
     answer = Answer(1.0)
     answer.event(b'{"choices": [{"text": "", "finish_reason": "stop"}]}', 2.0)
     answer.event(b'{"usage": {"prompt_tokens": 4, "completion_tokens": 1}}', 2.5)
@@ -308,17 +313,17 @@ def test_an_answer_without_text_has_its_times():
     assert (answer.ttft, answer.latency, answer.tpot) == (1.5, 1.5, None)
 
 
-def test_a_server_that_names_no_model(bench):
+def test_server_without_models(bench):
     with FakeServer() as server:
         code, _, _, err = bench(f"{server.url}/other")
-    assert code == 1 and "other/v1/models names no model; give --model" in err
+    assert code == 1 and "other/v1/models lists no model; set --model" in err
 
 
 def test_a_missing_package_is_named(bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     monkeypatch.delitem(sys.modules, "tridecode.cli.bench.client")
     monkeypatch.delattr("tridecode.cli.bench.client")
-    code, _, out, err = bench(NOBODY)
+    code, _, out, err = bench(NO_SERVER)
     assert (code, out) == (1, "")
     assert err == 'tridecode: error: bench serve needs httpx; pip install "tridecode[serve]"\n'
 
@@ -338,7 +343,7 @@ def test_wrong_options(capsys, option, value):
 
 
 @pytest.mark.parametrize("url", ["http://a:8000", "http://a:8000/", "http://a:8000/v1", "http://a:8000/v1/"])
-def test_the_base_of_a_server(url):
+def test_server_url(url):
     assert options("--url", url).url == "http://a:8000"
 
 

@@ -1,4 +1,4 @@
-"""bench speculate: costs of passes, texts that are played, and the speed-up of both, on a tiny model with a clock."""
+"""Tests of bench speculate, on a tiny model with a clock: costs of passes, playback of texts, and the speed-up."""
 
 import json
 from collections import Counter
@@ -28,7 +28,7 @@ def bench(capsys, monkeypatch):
     return bench_on_tiny_engines(capsys, monkeypatch, "speculate", make=make)
 
 
-def test_costs_texts_and_the_speed_up_of_both(bench):
+def test_rows_of_costs_texts_and_speed_up(bench):
     code, out, _ = bench(*SMALL, "--requests", "1,3", "--format", "json")
     one, three, draft, twice, once = json.loads(out)
     assert code == 0 and [one["requests"], three["requests"]] == [1, 3]
@@ -46,7 +46,7 @@ def test_costs_texts_and_the_speed_up_of_both(bench):
     assert parsed.requests == [1, 3] and parsed.context == 20 and parsed.history == 300
 
 
-def test_the_timed_passes_verify_as_many_rows_as_their_figures_name(bench):
+def test_timed_passes_verify_the_named_number_of_rows(bench):
     code, out, _ = bench(*SMALL, "--requests", "2", "--speculate-ngram", "3:3", "--format", "md")
     (engine,) = bench.made
     counts = {stat.kind: stat.count for stat in engine.graph_stats() if stat.kind.startswith("greedy")}
@@ -56,7 +56,7 @@ def test_the_timed_passes_verify_as_many_rows_as_their_figures_name(bench):
     assert "| looking for a draft | tokens before | µs |" in out and "speed-up" not in out, "no pass of one request"
 
 
-def test_texts_alone_need_no_gpu_and_no_engine(bench):
+def test_texts_only_needs_no_gpu_and_no_engine(bench):
     code, out, _ = bench("speculate", "--texts-only", "--speculate-ngram", "5:3", "--format", "json")
     rows = json.loads(out)
     assert code == 0 and not bench.made and [row["variant"] for row in rows] == ["twice", "once"]
@@ -67,9 +67,9 @@ def test_texts_alone_need_no_gpu_and_no_engine(bench):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--texts-only --preset qwen3-4b", "--preset does not go with --texts-only"),  # even at its default
-        ("--texts-only --runs 7", "--runs does not go with --texts-only"),
-        ("--texts-only --quantize int4", "--quantize does not go with --texts-only"),
+        ("--texts-only --preset qwen3-4b", "--preset cannot be used with --texts-only"),  # even at its default
+        ("--texts-only --runs 7", "--runs cannot be used with --texts-only"),
+        ("--texts-only --quantize int4", "--quantize cannot be used with --texts-only"),
         ("--speculate-ngram 2:8", "down to 1, the larger first, like 8 and 2, got '2:8'"),
         ("--texts-only --speculate-ngram 0:0", "down to 1, the larger first, like 8 and 2, got '0:0'"),
         ("--kv-dtype fp8", "unrecognized arguments: --kv-dtype fp8"),  # drafts are not verified with such K/V
@@ -88,26 +88,26 @@ def test_without_texts_only_options_have_their_defaults():
     assert (args.steps, args.history, args.quantize) == (5, 32000, None)
 
 
-def test_the_texts_are_those_that_were_recorded():
-    """An edit of these files changes figures, which must be recorded again then."""
+def test_texts_are_unchanged():
+    """An edit of the texts changes figures, which must then be recorded again."""
     recorded = json.loads((ROOT / "benchmarks/speculation-texts.json").read_text())
     tokenizer, found = Tokenizer.load(BUNDLED), texts()
-    rows = [(text.name, text.source, len(tokenizer.encode(text.drawn))) for text in found]
+    rows = [(text.name, text.source, len(tokenizer.encode(text.sampled))) for text in found]
     assert rows == [(row["variant"], row["source"], row["tokens"]) for row in recorded]
     code, quotation, _, prose, _ = found
-    assert code.drawn != code.before and quotation.drawn in quotation.before
-    assert prose.drawn[:200] not in prose.before
+    assert code.sampled != code.before and quotation.sampled in quotation.before
+    assert prose.sampled[:200] not in prose.before
 
 
-def test_outside_a_checkout_it_is_one_line(capsys, monkeypatch, tmp_path):
+def test_missing_texts_fail_with_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(speculate_texts, "ROOT", tmp_path)
     code, out, err = run_bench(capsys, "speculate")
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "benchmarks/texts/code.txt is not there; run it in a checkout" in err
+    assert "benchmarks/texts/code.txt is missing; run this bench in a checkout" in err
 
 
-def test_playing_a_text_by_hand():
-    """Rows follow what the pass but one before requested: a draft that was right is verified two passes later."""
+def test_playback_of_a_text():
+    """The host learns the result of a pass two passes later, so that the number of rows follows with that delay."""
     assert play([1, 2, 3], [40, 50, 60, 70], layout.NGRAM) == Counter({1: 4})
     passes = play([7] * 20, [7] * 40, layout.NGRAM)
     assert passes == Counter({1: 2, 2: 1, 4: 1, 8: 4}), "1 + 1 + 2 + 4 + 4 * 8 tokens"

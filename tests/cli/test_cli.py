@@ -1,4 +1,4 @@
-"""The commands generate and info, and what the shell sees of every command."""
+"""Tests of the commands generate and info, and of exit codes, streams and completion of all commands."""
 
 import io
 import json
@@ -70,7 +70,7 @@ def test_help_and_version_answer_without_torch():
     assert done.stdout.startswith(f"tridecode {__version__}\n")
 
 
-def test_alone_it_shows_help_with_examples(run):
+def test_no_arguments_show_help_with_examples(run):
     code, out, err = run()
     assert (code, err) == (0, "") and out.count("\n  tridecode ") + out.count("| tridecode ") == 3
     for example in out.split("examples:\n")[1].splitlines():
@@ -93,12 +93,12 @@ def test_alone_it_shows_help_with_examples(run):
         (["--device=cpu"], None),
     ],
 )
-def test_a_question_in_place_of_a_command_begins_a_chat(argv, question):
+def test_question_without_command_starts_chat(argv, question):
     args = make_parser().parse_args(argv)
     assert (args.command, args.question) == ("chat", question)
 
 
-def test_a_question_without_a_terminal_is_answered_alone(piped, tmp_path):
+def test_question_without_terminal_prints_only_the_answer(piped, tmp_path):
     code, out, err = piped("", "Hello", "--max-tokens", 4, "--temperature", 0)
     assert code == 0 and out.count("\n") == 1 and err.count(" tok/s") == 1
     assert piped("Hello\n", "--max-tokens", 4, "--temperature", 0)[1] == out
@@ -109,7 +109,7 @@ def test_a_question_without_a_terminal_is_answered_alone(piped, tmp_path):
     assert (done.returncode, done.stdout) == (0, out)
 
 
-def test_a_question_in_a_terminal_is_the_first_turn(terminal):
+def test_question_in_terminal_is_the_first_turn(terminal):
     child = terminal("What is it?", "--max-tokens", 4)
     assert "> What is it?" in child.screen.getvalue()
     child.send("/history\r")
@@ -119,7 +119,7 @@ def test_a_question_in_a_terminal_is_the_first_turn(terminal):
     leaves(child)
 
 
-def test_cli_py_is_the_program():
+def test_cli_py_runs_the_program():
     done = subprocess.run([sys.executable, "cli.py", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"tridecode {__version__}\n", "")
 
@@ -163,7 +163,7 @@ def test_bash_completes(run, tmp_path):
     assert dict(zip(COMPLETIONS, done.stdout.splitlines(), strict=True)) == COMPLETIONS
 
 
-def test_the_completion_lines_of_the_docs_work_in_an_empty_home(tmp_path):
+def test_documented_completion_setup_works_in_an_empty_home(tmp_path):
     lines = (ROOT / "docs" / "chat.md").read_text().split("## Completion in the shell")[1].split("```")[1]
     program = f"set -e; tridecode() {{ '{sys.executable}' '{ROOT}/cli.py' \"$@\"; }}\n{lines.removeprefix('sh')}"
     home = os.environ | {"HOME": str(tmp_path)}
@@ -173,19 +173,19 @@ def test_the_completion_lines_of_the_docs_work_in_an_empty_home(tmp_path):
     assert sorted(found) == ["_tridecode", "tridecode"]
 
 
-def test_the_selection_in_contributing_selects_tests():
+def test_selection_in_contributing_selects_tests():
     file, word = re.search(r"pytest (tests/\S+\.py) -k (\w+)", (ROOT / "CONTRIBUTING.md").read_text()).groups()
     assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(), re.MULTILINE)
 
 
-def test_scripts_for_other_shells(run):
+def test_completion_scripts_for_other_shells(run):
     for shell in ("zsh", "fish", "tcsh"):
         code, script, err = run("--print-completion", shell)
         assert (code, err) == (0, "") and "tridecode" in script and "generate" in script
     assert run("--print-completion", "csh")[0] == 2
 
 
-def test_defaults_of_the_checkpoint_are_shown_unless_an_option_replaces_them(run, tiny, tmp_path):
+def test_checkpoint_defaults_are_shown_unless_overridden(run, tiny, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(tiny, path)
     (path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "top_p": 0.95}')
@@ -202,7 +202,7 @@ def test_defaults_of_the_checkpoint_are_shown_unless_an_option_replaces_them(run
     assert json.loads(run("generate", *few, "--json", "--temperature", 0)[1])["token_ids"] == greedy
 
 
-def test_generate_json_is_one_line_with_everything(run, tiny):
+def test_generate_json_is_one_complete_line(run, tiny):
     code, out, err = run("generate", "--model", tiny, "--json", "--prompt", "Hello", *GREEDY)
     assert code == 0 and err == ""
     assert out.endswith("\n") and out.count("\n") == 1
@@ -225,8 +225,8 @@ def test_generate_json_is_one_line_with_everything(run, tiny):
     assert isinstance(report["seed"], int) and "error" not in report
 
 
-def test_generate_speculates_when_told_to(run, tiny):
-    """Text that repeats itself, which this model's soon does."""
+def test_generate_speculates_if_enabled(run, tiny):
+    """The tiny model soon repeats its own text, so that drafts are accepted."""
     options = ["generate", "--model", tiny, "--json", "--prompt", "a b a b a b a b", *GREEDY, "--max-tokens", 60]
     off, ngram = (json.loads(run(*options, "--speculate", each)[1]) for each in ("off", "ngram"))
     assert ngram["token_ids"] == off["token_ids"] and ngram["text"] == off["text"]
@@ -262,7 +262,7 @@ def test_template_raw_ids_and_stdin(run, tiny, monkeypatch):
     assert ids() == ids("--prompt", "Hello")
 
 
-def test_a_seed_repeats_its_tokens(run, tiny):
+def test_seed_reproduces_tokens(run, tiny):
     def tokens(seed):
         arguments = ("--prompt", "Hello", "--max-tokens", "8", "--temperature", "1", "--seed", seed, "--device", "cpu")
         report = json.loads(run("generate", "--model", tiny, "--json", *arguments)[1])
@@ -272,13 +272,13 @@ def test_a_seed_repeats_its_tokens(run, tiny):
     assert tokens(7) == tokens(7) != tokens(8)
 
 
-def test_only_given_options_override_the_models_defaults():
+def test_only_set_options_override_model_defaults():
     args = make_parser().parse_args(["generate", "--temperature", "0", "--top-k", "0"])
     assert sampling_overrides(args) == {"temperature": 0.0, "top_k": 0}
     assert sampling_overrides(make_parser().parse_args(["chat"])) == {}
 
 
-def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
+def test_failed_answer_exits_1(run, monkeypatch):
     result = Result("Hel", (5, 6), "error", Usage(3, 0, 2), Timings(0.1, 0.1, 10.0), 1, None, "step 3 gave NaN")
     last = SimpleNamespace(
         token_id=None, text="Hel", finish_reason="error", usage=result.usage, timings=result.timings, error=result.error
@@ -294,7 +294,7 @@ def test_an_answer_that_ends_in_an_error_exits_1(run, monkeypatch):
     engine = SimpleNamespace(
         device=SimpleNamespace(type="cuda"),
         notes=["context lowered"],
-        default_params=lambda **given: SamplingParams(**given),
+        default_params=lambda **options: SamplingParams(**options),
         slots=1,
         submit=lambda prompt, params: Answer(),
         scheduler=SimpleNamespace(reading=lambda: None),
@@ -336,7 +336,7 @@ def test_info_counts_without_loading(run, tiny, monkeypatch):
     assert rows["parameters"].startswith(f"{parameters:,}") and f"tridecode {__version__}" in rows["versions"]
 
 
-def test_info_says_what_does_not_fit(run, tiny, monkeypatch):
+def test_info_reports_a_plan_that_does_not_fit(run, tiny, monkeypatch):
     monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: 2**20)
     code, out, _ = run("info", "--model", tiny, "--device", "cpu", "--json")
     memory = json.loads(out)["memory"]
@@ -345,7 +345,7 @@ def test_info_says_what_does_not_fit(run, tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("left, why", [(None, "no model.safetensors and no"), (2000, "model.safetensors: truncated: ")])
-def test_info_says_what_a_directory_lacks(run, tiny, tmp_path, left, why):
+def test_info_reports_missing_checkpoint_files(run, tiny, tmp_path, left, why):
     path = tmp_path / "cut"
     shutil.copytree(tiny, path)
     weights = (path / "model.safetensors").read_bytes()
@@ -358,7 +358,7 @@ def test_info_says_what_a_directory_lacks(run, tiny, tmp_path, left, why):
     assert why in json.loads(run("info", "--model", path, "--device", "cpu", "--json")[1])["model"]["problem"]
 
 
-def test_info_tells_the_slots_and_the_pool_that_they_share(run, tiny):
+def test_info_reports_slots_and_their_shared_pool(run, tiny):
     argv = ("info", "--model", tiny, "--device", "cpu", "--max-seq-len", 100)
     alone = json.loads(run(*argv, "--json")[1])["memory"]
     assert (alone["slots"], alone["context"], alone["kv_tokens"]) == (1, 100, 100)
@@ -372,7 +372,7 @@ def test_info_tells_the_slots_and_the_pool_that_they_share(run, tiny):
     assert "; 1 slot has 100 positions, " in run(*argv)[1]
 
 
-def test_info_tells_how_prompts_would_be_read(run, tiny):
+def test_info_reports_prompt_passes(run, tiny):
     argv = ("info", "--model", tiny, "--device", "cpu", "--chunk-tokens", 300)
     report = json.loads(run(*argv, "--json")[1])
     nothing = {"mode": "none", "attention": "torch", "sizes": [], "largest": None, "graphs": 0}
@@ -381,13 +381,13 @@ def test_info_tells_how_prompts_would_be_read(run, tiny):
     with Engine.load(tiny, device="cpu", chunk_tokens=300) as engine:
         allocated = sum(tensor.nbytes for tensor in named_tensors(engine.model.prompt).values())
     assert buffers == allocated < report["memory"]["workspace"]
-    words = "in chunks of up to 300 tokens, launched line by line; what several have in common is read once"
+    words = "in chunks of up to 300 tokens, launched line by line; common prefixes are read once"
     assert f"\nprompts      {words}; attention by torch; buffers" in run(*argv)[1]
     assert json.loads(run(*argv, "--max-seq-len", 100, "--json")[1])["prompts"]["chunk_tokens"] == 100
-    assert "each is read for itself alone" in run(*argv, "--no-prefix-sharing")[1]
+    assert "common prefixes are not shared" in run(*argv, "--no-prefix-sharing")[1]
 
 
-def test_info_tells_of_speculation(run, tiny):
+def test_info_reports_speculation(run, tiny):
     report = json.loads(run("info", "--model", tiny, "--json", "--speculate", "ngram")[1])
     assert report["run"]["speculate"] == "ngram" and report["run"]["speculate_ngram"] == [8, 2]
     argv = ("info", "--model", tiny, "--json", "--speculate", "ngram", "--speculate-ngram")
@@ -395,16 +395,16 @@ def test_info_tells_of_speculation(run, tiny):
     text = ("info", "--model", tiny, "--device", "cpu")
     several = "\nspeculation  ngram, by the last {} tokens: several tokens a pass where the text repeats\n"
     assert several.format("8 to 2") in run(*text, "--speculate", "ngram")[1]
-    assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], "who says how asks for it"
+    assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], "the option turns drafts on"
     assert "\nspeculation  off\n" in run(*text, "--speculate", "off")[1]
     assert "\nspeculation  off: it pays on a GPU only, where decode passes are captured and" in run(*text)[1]
 
 
-def test_info_tells_of_the_batch_invariant_mode(run, tiny):
+def test_info_reports_batch_invariant_mode(run, tiny):
     argv = ("info", "--model", tiny, "--device", "cpu", "--batch-invariant")
     report = json.loads(run(*argv, "--json")[1])
     assert report["run"]["batch_invariant"] and report["prompts"]["chunk_tokens"] == 256
-    assert "no graph, the same bits in any company" in run(*argv)[1]
+    assert "no graph, batch invariant" in run(*argv)[1]
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_info_tells_of_the_batch_invariant_mode(run, tiny):
         (dict(graph="full_decode_only"), ("none", "triton", None, 0, "read once; attention by triton")),
     ],
 )
-def test_info_tells_which_prompt_passes_a_gpu_would_capture(options, expected, monkeypatch):
+def test_info_reports_prompt_passes_captured_on_a_gpu(options, expected, monkeypatch):
     use_h100(monkeypatch)
     words = [f"--{name.replace('_', '-')}" + f"={value}" * (value is not None) for name, value in options.items()]
     args = make_parser().parse_args(["info", *words])
@@ -431,8 +431,8 @@ def test_info_tells_which_prompt_passes_a_gpu_would_capture(options, expected, m
 
 
 @pytest.mark.parametrize("command", [("info",), ("generate", "--prompt", "x")])
-def test_more_slots_or_positions_than_fit_are_one_line(run, tiny, monkeypatch, command):
-    monkeypatch.setattr("tridecode.engine.load_weights", None)  # told before any weight is read
+def test_too_many_slots_or_positions_fail_with_one_line(run, tiny, monkeypatch, command):
+    monkeypatch.setattr("tridecode.engine.load_weights", None)  # the check precedes the weights
     argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
     code, out, err = run(*argv, "--kv-tokens", 10**6)
     assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions can have at" in err
@@ -467,7 +467,7 @@ def test_the_bundled_model_loads_by_the_name_that_info_prints(run, tmp_path, mon
 
 
 @BUNDLED
-def test_the_readmes_python_examples_print_what_the_readme_says(capsys):
+def test_readme_python_examples_print_the_documented_output(capsys):
     section = (ROOT / "README.md").read_text().split("From Python:")[1]
     _, example, between, shown, _, several, _, answers, *_ = re.split(r"```(?:python|text)?\n", section)
     assert between.strip() == "On a CPU it prints:"
@@ -488,7 +488,7 @@ def test_the_readmes_python_examples_print_what_the_readme_says(capsys):
         (MemoryError(), "tridecode: error: out of memory on this machine; shorten the input or end other programs\n"),
     ],
 )
-def test_an_unforeseen_error_is_one_line(run, monkeypatch, error, line):
+def test_unexpected_error_is_one_line(run, monkeypatch, error, line):
     def fail(*args, **kwargs):
         raise error
 
@@ -498,7 +498,7 @@ def test_an_unforeseen_error_is_one_line(run, monkeypatch, error, line):
     assert (code, out) == (1, "") and "Traceback" in err and err.endswith(line)
 
 
-def test_verbose_counts_before_and_after_the_command():
+def test_verbose_is_accepted_before_and_after_the_command():
     for argv in (["--verbose", "info"], ["info", "--verbose"]):
         assert make_parser().parse_args(argv).verbose is True
     assert make_parser().parse_args(["info"]).verbose is False
@@ -524,7 +524,7 @@ def test_closed_streams(run, tiny, monkeypatch, stream):
 @pytest.mark.parametrize("width", [20, 40, 60, 80])
 @pytest.mark.parametrize("seed", [None, 999_999, 2**64 - 1])
 @pytest.mark.parametrize("scale", [1, 1000, 131_072])
-def test_the_line_of_an_answer_fits(width, seed, scale):
+def test_speed_line_fits_the_terminal(width, seed, scale):
     usage, timings = Usage(scale, scale - 1, scale), Timings(123.45, 1.0, 11_433.0)
     line = speed_line(usage, timings, 2 * scale, seed, width)
     assert line.startswith(f"{scale:,} token") and len(line) <= max(width, 31)
@@ -534,7 +534,7 @@ def test_the_line_of_an_answer_fits(width, seed, scale):
     assert f"{scale - 1:,} of {scale:,} reused · context {2 * scale:,} / " in whole
 
 
-def test_counts_have_separators():
+def test_numbers_have_thousands_separators():
     line = speed_line(Usage(123456, 1000, 2345), Timings(0.1, 0.1, 12345.6), 131072)
     assert line.startswith("2,345 tokens · 12,346 tok/s · first token 0.10 s · 1,000 of 123,456 reused · context 125,")
     assert counted(1, "turn") == "1 turn" and counted(300_000, "turn") == "300,000 turns"
@@ -563,7 +563,7 @@ def test_errors_name_options_on_the_command_line_and_arguments_in_python():
         SamplingParams(top_p=7)
 
 
-def test_logging_is_silent_unless_asked(run, monkeypatch, tiny):
+def test_logging_is_silent_without_verbose(run, monkeypatch, tiny):
     def load(*args, **kwargs):
         logging.getLogger("tridecode").warning("a note")
         raise KeyError("stop")
@@ -573,7 +573,7 @@ def test_logging_is_silent_unless_asked(run, monkeypatch, tiny):
     assert "tridecode: WARNING: a note" in run("generate", "--prompt", "x", "--verbose")[2]
 
 
-def test_loading_on_a_terminal_shows_its_steps(monkeypatch):
+def test_loading_shows_progress_on_a_terminal(monkeypatch):
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", screen)

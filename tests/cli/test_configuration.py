@@ -1,4 +1,4 @@
-"""Settings: the command line over the environment over the user's file."""
+"""Tests of settings: the command line overrides the environment, which overrides the user's file."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from tridecode.cli.parser import make_parser
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Write the user's file; variables in capitals are those of the environment."""
+    """Return a function that writes the user's file and sets TRIDECODE_* variables (names in capitals)."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
     def config(text="", **variables):
@@ -34,7 +34,7 @@ def parsed(*argv):
 
 
 def refused(capsys, *argv) -> str:
-    """The one line with which wrong settings end."""
+    """Return the error line of a command with invalid settings."""
     with pytest.raises(SystemExit) as end:
         commands.main(argv) if argv == ("config",) else parsed(*argv)
     out, err = capsys.readouterr()
@@ -42,7 +42,7 @@ def refused(capsys, *argv) -> str:
     return err.removeprefix("tridecode: error: ").strip()
 
 
-def test_options_go_before_the_environment_and_that_before_the_file(config):
+def test_option_overrides_environment_and_environment_overrides_file(config):
     config('model = "file"\nslots = 2\ntemperature = 0.5\nstats = "off"\n', SLOTS="3", STATS="short")
     args = parsed("chat", "--stats", "full")
     assert (args.model, args.slots, args.temperature, args.stats) == ("file", 3, 0.5, "full")
@@ -65,7 +65,7 @@ def test_every_kind_of_value(config):
     assert args.stop == ["x"] and args.logit_bias == [(1, 1.0)], "an option takes the place of a list"
 
 
-def test_the_form_of_an_answer_may_be_a_setting(config):
+def test_response_format_can_be_a_setting(config):
     config('[generate]\njson_schema = "schema.json"\n', REGEX="a+")
     args = parsed("generate", "--choice", "x")
     assert (args.json_schema, args.regex, args.choice) == ("schema.json", "a+", ["x"])
@@ -73,18 +73,18 @@ def test_the_form_of_an_answer_may_be_a_setting(config):
     assert parsed("info").kernels is True
 
 
-def test_a_table_is_for_its_command(config):
+def test_table_applies_to_its_command(config):
     config("slots = 2\nmax_queue = 9\n[serve]\nslots = 16\nport = 9000\n[generate]\ntemperature = 0\n")
     assert (parsed("serve").slots, parsed("serve").port, parsed("serve").max_queue) == (16, 9000, 9)
     assert (parsed("chat").slots, parsed("chat").temperature) == (2, None)
     assert (parsed("generate").slots, parsed("generate").temperature) == (2, 0.0)
-    assert parsed("generate").max_queue is None, "of a batch, one call's matter"
+    assert parsed("generate").max_queue is None, "max_queue of a batch belongs to one call"
     assert (parsed("info").slots, parsed("doctor").slots) == (2, 2)
     config("", PORT="9001", SLOTS="8")
-    assert (parsed("serve").port, parsed("serve").slots) == (9001, 8), "the environment goes before tables too"
+    assert (parsed("serve").port, parsed("serve").slots) == (9001, 8), "the environment overrides tables too"
 
 
-def test_the_bundled_model_can_be_asked_for(config):
+def test_bundled_model_can_be_selected(config):
     config('model = "Qwen/Qwen3-4B"\n')
     assert parsed("chat").model == "Qwen/Qwen3-4B" and parsed("chat", "--model", "bundled").model == "bundled"
 
@@ -116,15 +116,15 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text, words", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_with_the_file_is_one_line(config, capsys, text, words):
+def test_invalid_file_fails_with_one_line(config, capsys, text, words):
     config()
     config_path().write_bytes(text.encode("utf-8", "surrogateescape"))
     for command in ("chat", "generate", "serve", "info", "config"):
-        said = refused(capsys, command)
-        assert said.startswith(f"{config_path()}: ") and words in f"{said}\n"
+        message = refused(capsys, command)
+        assert message.startswith(f"{config_path()}: ") and words in f"{message}\n"
 
 
-def test_what_is_wrong_with_the_environment_is_one_line(config, capsys, monkeypatch):
+def test_invalid_environment_fails_with_one_line(config, capsys, monkeypatch):
     config("", MODLE="x")
     for command in ("chat", "config"):
         assert (
@@ -136,37 +136,37 @@ def test_what_is_wrong_with_the_environment_is_one_line(config, capsys, monkeypa
     for command in ("chat", "config"):
         assert refused(capsys, command) == "TRIDECODE_SLOTS: expected an integer from 1 to 64, got 'many'"
     config("", SLOTS="")
-    assert parsed("chat").slots == 1, "an empty one is none"
+    assert parsed("chat").slots == 1, "an empty variable is ignored"
     config("", API_KEY="secret")
     assert parsed("chat").api_key_file is None
 
 
-def test_a_value_out_of_range_says_where_it_comes_from(config, capsys):
+def test_out_of_range_error_names_the_source_of_the_value(config, capsys):
     config("temperature = -1\n")
-    said = refused(capsys, "generate", "--prompt", "Hello")
-    assert said == f"{config_path()}: temperature: expected a number from 0 to 100, got '-1'"
+    message = refused(capsys, "generate", "--prompt", "Hello")
+    assert message == f"{config_path()}: temperature: expected a number from 0 to 100, got '-1'"
     config("max_seq_len = 100000\n")
     assert commands.main(["generate", "--prompt", "Hello"]) == 1
-    said = capsys.readouterr().err
-    assert "--max-seq-len must be" in said and said.endswith(" (--max-seq-len is set by config.toml)\n")
+    message = capsys.readouterr().err
+    assert "--max-seq-len must be" in message and message.endswith(" (--max-seq-len is set by config.toml)\n")
 
 
-def test_a_byte_order_mark_before_the_text_is_no_fault(config):
+def test_byte_order_mark_is_accepted(config):
     config("\ufeffslots = 2\r\n[generate]\r\nslots = 3\r\n")
     assert (parsed("chat").slots, parsed("generate").slots) == (2, 3)
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_file_in_place_of_the_file(config, capsys, make):
+def test_configuration_path_must_be_a_regular_file(config, capsys, make):
     config()
     config_path().unlink()
     make(config_path())
     for command in ("chat", "config"):
-        said = refused(capsys, command)
-        assert said == f"{config_path()}: not a file; give a regular file with settings"
+        message = refused(capsys, command)
+        assert message == f"{config_path()}: not a file; give a regular file with settings"
 
 
-def test_other_commands_and_help_need_no_file(config, capsys):
+def test_other_commands_and_help_do_not_read_the_file(config, capsys):
     config("nonsense")
     assert parsed("sessions").command == "sessions" and parsed("bench", "decode").what == "decode"
     with pytest.raises(SystemExit) as end:
@@ -174,7 +174,7 @@ def test_other_commands_and_help_need_no_file(config, capsys):
     assert end.value.code == 0 and "--model" in capsys.readouterr().out
 
 
-def test_config_shows_values_and_where_they_come_from(config, capsys):
+def test_config_shows_values_and_their_sources(config, capsys):
     text = 'model = "Qwen/Qwen3-4B"\nlogit_bias = {42 = -1.5}\n[serve]\nslots = 16\nport = 9000\n'
     text = f'speculate_ngram = "8:2"\nstop = ["é", "a\\u007fb"]\n{text}'
     config(text, STATS="short")
@@ -185,19 +185,19 @@ def test_config_shows_values_and_where_they_come_from(config, capsys):
     assert 'model = "Qwen/Qwen3-4B" # config.toml' in shown and 'stats = "short" # TRIDECODE_STATS' in shown
     assert "# temperature =" in shown and '# device = "auto"' in shown and '# think = "on"' in shown
     assert shown.index("slots = 16 # config.toml") > shown.index("[serve]") and "# slots = 1" in shown
-    assert tomllib.loads(out) == tomllib.loads(text) | {"stats": "short"}, "what is shown can be the file"
+    assert tomllib.loads(out) == tomllib.loads(text) | {"stats": "short"}, "the output is a valid file"
     config_path().unlink()
     commands.main(["config"])
-    assert "config.toml, which is not there yet" in capsys.readouterr().out
+    assert "config.toml, which does not exist yet" in capsys.readouterr().out
 
 
-def test_an_engines_settings_do_not_stand_in_the_way_of_a_servers_chat(config):
+def test_engine_settings_are_ignored_by_chat_with_url(config):
     config('model = "file"\nslots = 4\napi_key_file = "key"\noverflow = "stop"\n')
     args = parsed("chat", "--url", "http://127.0.0.1:1")
     assert {"model", "slots", "overflow", "api_key_file"} <= args.origins.keys()
 
 
-def test_the_program_obeys_its_file(config, tmp_path):
+def test_program_reads_its_file(config, tmp_path):
     config('max_tokens = 3\ntemperature = 0\ndevice = "cpu"\n[generate]\nquiet = true\n')
     program = [sys.executable, "cli.py", "generate", "--prompt", "Hello", "--json"]
     done = subprocess.run(program, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""info, alias doctor: what stands in the way on a machine, each with its fix."""
+"""Tests of the warnings of info (alias doctor) about a machine, each with its fix."""
 
 import json
 import os
@@ -24,7 +24,7 @@ HEALTHY = {
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine on which nothing is wrong but what is given."""
+    """Return a function that simulates a working machine, except for the probes that are passed."""
 
     def machine(**probes):
         for name, probe in {**HEALTHY, **probes}.items():
@@ -33,12 +33,12 @@ def machine(monkeypatch):
     return machine
 
 
-def test_nothing_is_wrong(machine):
+def test_no_warnings_on_a_working_machine(machine):
     machine()
     assert doctor.warnings([GPU], "580.95.05", "13.0") == []
 
 
-def test_without_a_gpu_nothing_is_missing(machine):
+def test_no_warnings_without_a_gpu(machine):
     machine(c_compiler=lambda: None, python_headers=lambda: Path("/no"), writable=lambda path: False)
     assert doctor.warnings([], None, None) == doctor.warnings([], None, "13.0") == []
 
@@ -78,7 +78,7 @@ def test_the_probes(tmp_path, monkeypatch):
     assert doctor.triton_cache() == tmp_path / "cache"
 
 
-def test_what_can_be_written(tmp_path, monkeypatch):
+def test_writable_directories(tmp_path, monkeypatch):
     assert doctor.writable(tmp_path) and doctor.writable(tmp_path / "not" / "yet")
     (tmp_path / "file").write_text("")
     assert not doctor.writable(tmp_path / "file" / "below")
@@ -86,7 +86,7 @@ def test_what_can_be_written(tmp_path, monkeypatch):
     assert not doctor.writable(tmp_path)
 
 
-def test_info_shows_them(capsys, tmp_path, machine, monkeypatch):
+def test_info_shows_warnings(capsys, tmp_path, machine, monkeypatch):
     tiny = write_tiny(tmp_path / "tiny", "qwen3")
     machine(gpu_facts=lambda: [GPU | {"free": 2**30}], driver_version=lambda: "580.95.05", c_compiler=lambda: None)
     assert commands.main(["doctor", "--model", str(tiny), "--device", "cpu"]) == 0
@@ -97,7 +97,7 @@ def test_info_shows_them(capsys, tmp_path, machine, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "device, gpus, cuda, warnings, problem, says",
+    "device, gpus, cuda, warnings, problem, end",
     [
         ("cuda:0", [GPU], "13.0", [], None, "m runs here, on the GPU cuda:0"),
         ("cuda:0", [GPU], "13.0", ["x"], None, "m runs here, on the GPU cuda:0; see the 1 warning above"),
@@ -107,10 +107,10 @@ def test_info_shows_them(capsys, tmp_path, machine, monkeypatch):
         ("cpu", [], None, [], "too large", "m does not fit with these options; see context above"),
     ],
 )
-def test_the_verdict(device, gpus, cuda, warnings, problem, says):
+def test_the_verdict(device, gpus, cuda, warnings, problem, end):
     report = {"model": {"name": "m", "problem": None}, "run": {"device": device}, "gpus": gpus, "warnings": warnings}
-    found = verdict(report | {"versions": {"cuda": cuda}, "memory": {"problem": problem}})
-    assert found.endswith(says) and found.startswith("m ")
+    line = verdict(report | {"versions": {"cuda": cuda}, "memory": {"problem": problem}})
+    assert line.endswith(end) and line.startswith("m ")
 
 
 def test_the_verdict_is_the_last_line(capsys):

@@ -1,4 +1,4 @@
-"""generate: its options, what is reported, where it goes."""
+"""Tests of generate: its options, its reports and its output."""
 
 import os
 import stat
@@ -26,7 +26,7 @@ def test_every_sampling_option_is_an_option():
     ]  # fmt: skip
     given = sampling_overrides(make_parser().parse_args(["generate", *argv]))
     assert list(given) == list(SAMPLING) == list(SamplingParams.__dataclass_fields__)
-    for name in ("json_schema", "regex", "choice"):  # beside the fourth
+    for name in ("json_schema", "regex", "choice"):  # only one response format may be set; grammar remains
         del given[name]
     params = SamplingParams(**given)
     assert params.grammar == "g"
@@ -49,7 +49,7 @@ def test_every_sampling_option_is_an_option():
         (("--prompt", "x", "--jsonl", "y"), "not allowed"),
     ],
 )
-def test_options_that_contradict_each_other(generate, argv, named):
+def test_contradicting_options_are_refused(generate, argv, named):
     code, out, err = generate(*argv)
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("tridecode: error: ") and named in err
 
@@ -66,7 +66,7 @@ def test_logprobs_name_their_tokens(generate, engine):
     assert "logprobs" not in lines(generate("--prompt", "Hello", "--json", *LIMITS)[1])[0]
 
 
-def test_n_answers_are_those_of_their_seeds(generate):
+def test_n_answers_equal_runs_with_their_seeds(generate):
     options = ("--prompt", "Hello", "--temperature", "1", "--max-tokens", "5", "--json")
     code, out, _ = generate(*options, "--n", "3", "--seed", "7")
     reports = lines(out)
@@ -130,8 +130,8 @@ def test_output_is_written_whole_or_not_at_all(generate, engine, monkeypatch, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "o.txt"]
 
 
-def test_output_goes_to_a_descriptor_that_is_open(generate, tmp_path):
-    """What >(command) and /dev/stdout are: the open file itself, of which nothing is lost."""
+def test_output_is_written_to_an_open_descriptor(generate, tmp_path):
+    """The paths of >(command) and /dev/stdout are the open file itself; earlier content is kept."""
     options = ("--prompt", "Hello", *LIMITS)
     shown = generate(*options)[1]
     assert generate(*options, "--output", "/dev/stdout")[1] == shown
@@ -155,7 +155,7 @@ def test_output_goes_to_a_descriptor_that_is_open(generate, tmp_path):
     os.close(follower)
 
 
-def test_many_answers_are_not_prepared_before_the_first(generate, engine, monkeypatch):
+def test_answers_are_prepared_lazily(generate, engine, monkeypatch):
     prompts = []
 
     def interrupted(prompt, params, **options):
@@ -173,7 +173,7 @@ def test_many_answers_are_not_prepared_before_the_first(generate, engine, monkey
 
 
 @pytest.mark.parametrize("path, named", [("absent/o", "No such file"), (".", "Is a directory")])
-def test_an_output_that_cannot_be_is_told_before_loading(generate, monkeypatch, tmp_path, path, named):
+def test_unwritable_output_fails_before_loading(generate, monkeypatch, tmp_path, path, named):
     monkeypatch.setattr(Engine, "load", None)
     for output in (tmp_path / path, *([""] if path == "." else [])):
         code, out, err = generate("--prompt", "x", "--output", output)
@@ -189,6 +189,6 @@ def test_a_full_disk_is_one_line(generate, tmp_path):
         assert code == 1 and err.splitlines()[-1].endswith("(No space left on device): /dev/full"), err
 
 
-def test_help_tells_the_exit_codes(generate):
+def test_help_lists_exit_codes(generate):
     code, out, _ = generate("--help")
     assert code == 0 and "Exit codes: 0 done" in out and "141" in out

@@ -19,7 +19,7 @@ from tridecode.tuning.configs import Choice, PassConfigs
 
 RULES = "rules (no table for this GPU)"
 SUGGESTION = "; `tridecode tune` searches better ones"
-HOPPER = ["NVIDIA H100", "NVIDIA H200"]  # whose tables serve an H100
+HOPPER = ["NVIDIA H100", "NVIDIA H200"]  # tables that an H100 uses
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +36,14 @@ def facts_of(model: str, gpu: str, dtype=torch.bfloat16, batch_invariant=False) 
 
 @pytest.mark.parametrize("gpu", [name for name in GPUS if name != "h100"])
 def test_gpus_without_a_table_have_rules_and_a_suggestion(gpu):
-    """Hopper GPUs with other numbers of multiprocessors than the H200 are among them."""
+    """The GPUs include Hopper GPUs with fewer multiprocessors than the H200."""
     facts = facts_of("qwen3-4b", gpu)
     assert (facts["tables"], facts["user_table"], facts["tune"]) == ([], None, True)
     assert facts["choices"]["rule"] == 30 and sum(facts["choices"].values()) == 30
     assert config_words(facts) == RULES + SUGGESTION
 
 
-def test_the_table_is_named():
+def test_info_names_the_package_table():
     facts = facts_of("qwen3-4b", "h100")
     assert (facts["tables"], facts["tune"]) == (HOPPER, False)
     assert config_words(facts).startswith(f"table of {' and '.join(HOPPER)}") and facts["choices"]["table"] > 0
@@ -61,12 +61,12 @@ def test_a_table_without_the_model_does_not_apply():
     )
 
 
-def test_tune_is_not_suggested_where_its_table_is_not_read():
+def test_tune_is_not_suggested_in_batch_invariant_mode():
     facts = facts_of("qwen3-4b", "l4", batch_invariant=True)
     assert not facts["tune"] and config_words(facts) == RULES
 
 
-def test_the_users_table_is_named():
+def test_info_names_the_user_table():
     gpu, part = GPUS["rtx-4090"], Case(6144, 2560, torch.bfloat16, "normed")
     path = tables.table_path(gpu.name)
     path.parent.mkdir(parents=True)
@@ -95,7 +95,7 @@ def run(capsys, tmp_path, monkeypatch):
     return run
 
 
-def test_info_reports_them(run):
+def test_info_reports_launch_configs(run):
     assert f"\nconfigs      launch configs: {RULES}{SUGGESTION}\n" in run("rtx-4090")
     report = json.loads(run("rtx-4090", "--json"))
     assert report["launch_configs"]["tune"] and report["launch_configs"]["tables"] == [] and "kernels" not in report
@@ -105,7 +105,7 @@ def test_info_reports_them(run):
     assert "launch configs" not in run("rtx-4090", "--backend", "torch")
 
 
-def test_on_a_cpu_there_are_none(capsys, tmp_path):
+def test_info_on_a_cpu_has_no_launch_configs(capsys, tmp_path):
     tiny = str(write_tiny(tmp_path / "tiny", "qwen3"))
     assert commands.main(["info", "--model", tiny, "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["launch_configs"] is None

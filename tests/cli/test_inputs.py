@@ -1,4 +1,4 @@
-"""Where prompts come from: stdin, files of messages, saved sessions; what is refused, and what is bounded."""
+"""Tests of prompts from stdin, files of messages and saved sessions: refused input and limits of size."""
 
 import io
 import json
@@ -30,7 +30,7 @@ SESSION = {
         ("well-known", "well-known"),
     ],
 )
-def test_a_hyphen_that_stands_for_stdin(generate, seen, prompt, text):
+def test_hyphen_is_replaced_with_stdin(generate, seen, prompt, text):
     assert generate(f"--prompt={prompt}", *LIMITS, stdin=b"IN")[0] == 0 and seen[-1][0] == [user(text)]
 
 
@@ -43,12 +43,12 @@ def test_stdin_inside_the_prompt(generate, seen):
     code, _, err = generate("--prompt", "Shorten: -", *LIMITS, stdin=b"\\1 a river\n")
     assert code == 0 and seen[0][0] == [user("Shorten: \\1 a river")] and err.count("\n") == 1
     _, _, err = generate("--prompt", "Shorten: -", *LIMITS, stdin=b"")
-    assert err.startswith("stdin, which the - in the prompt stands for, is empty\n")
+    assert err.startswith("stdin, which replaces the - in the prompt, is empty\n")
 
 
-def test_what_is_no_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
+def test_invalid_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
     code, _, err = generate(*LIMITS, stdin=b"a \xff b\n")
-    assert code == 0 and seen[-1][0] == [user("a \ufffd b")] and err.startswith("stdin: what is not valid UTF-8")
+    assert code == 0 and seen[-1][0] == [user("a \ufffd b")] and err.startswith("stdin: bytes that are not valid UTF-8")
     code, _, err = generate("--prompt", "x", "--system", "\ud800", *LIMITS)
     assert code == 0 and seen[-1][0][0]["content"] == "\ufffd" and err.count("\n") == 2
     code, _, err = generate("--prompt", "x\udcff", *LIMITS)  # as an argument that is not UTF-8 arrives
@@ -77,13 +77,13 @@ def test_messages_and_system(generate, seen, tmp_path):
     assert seen[-1][0] == [{"role": "system", "content": "S"}, user("Hi")]
 
 
-def test_a_saved_session_is_answered_anew(generate, seen, tmp_path):
+def test_last_message_of_a_saved_session_is_answered_again(generate, seen, tmp_path):
     file = tmp_path / "s.json"
     file.write_text(json.dumps(SESSION | {"system": "S"}))
     code, _, err = generate("--messages", file, *LIMITS)
     said = [user("Hi"), {"role": "assistant", "content": "Hello"}, user("Bye")]
     assert code == 0 and seen[-1][0] == [{"role": "system", "content": "S"}, *said]
-    assert err.startswith(f"{file}: a saved session; its last message is answered anew\n")
+    assert err.startswith(f"{file}: a saved session; its last message is answered again\n")
     file.write_text(json.dumps(SESSION))
     assert generate("--messages", file, "--system", "T", *LIMITS)[0] == 0
     assert seen[-1][0] == [{"role": "system", "content": "T"}, *said]
@@ -109,14 +109,14 @@ def test_a_saved_session_is_answered_anew(generate, seen, tmp_path):
         ('[{"role": "system", "content": "a"}]', "leave out --system"),
     ],
 )
-def test_messages_that_are_none(generate, tmp_path, text, named):
+def test_invalid_messages_are_refused(generate, tmp_path, text, named):
     file = tmp_path / "m.json"
     file.write_text(text)
     code, out, err = generate("--messages", file, "--system", "S", *LIMITS)
     assert (code, out, err.count("\n")) == (1, "", 1) and str(file) in err and named in err
 
 
-def test_a_file_that_is_absent(generate, tmp_path):
+def test_missing_file(generate, tmp_path):
     for option in ("--messages", "--jsonl"):
         code, out, err = generate(option, tmp_path / "absent")
         assert (code, out, err.count("\n")) == (1, "", 1) and "absent: No such file" in err
@@ -124,7 +124,7 @@ def test_a_file_that_is_absent(generate, tmp_path):
 
 @pytest.fixture
 def pipe():
-    """A stream that gives a pipe's bytes, and the open end that writes to it."""
+    """Return a function that creates a pipe with data; it returns the reading stream and the open writing end."""
     streams = []
 
     def pipe(data=b""):
@@ -139,7 +139,7 @@ def pipe():
 
 
 @pytest.mark.parametrize(
-    "prompt, given, text",
+    "prompt, data, text",
     [
         ("Explain:", b"a diff\n", "Explain:\na diff"),
         ("Explain:\n", b"a\nb\n\n", "Explain:\na\nb\n"),
@@ -149,21 +149,21 @@ def pipe():
         ("-\nis what?", b"a diff\n", "a diff\nis what?"),
     ],
 )
-def test_stdin_beside_the_prompt_comes_after_it(generate, seen, pipe, prompt, given, text):
-    stdin, end = pipe(given)
+def test_stdin_is_appended_to_the_prompt(generate, seen, pipe, prompt, data, text):
+    stdin, end = pipe(data)
     end.close()
     code, _, err = generate("--prompt", prompt, *LIMITS, "--raw", stdin=stdin)
     assert (code, seen[-1][0], err.count("\n")) == (0, text, 1)
 
 
-def test_a_file_on_stdin_comes_after_the_prompt(generate, seen, tmp_path):
+def test_file_on_stdin_is_appended_to_the_prompt(generate, seen, tmp_path):
     (file := tmp_path / "f").write_text("a file")
     with file.open() as stdin:
         assert generate("--prompt", "Explain:", *LIMITS, stdin=stdin)[0] == 0
     assert seen[-1][0] == [user("Explain:\na file")]
 
 
-def test_other_kinds_of_stdin_are_not_read_unasked(generate, seen):
+def test_other_kinds_of_stdin_are_not_read_without_hyphen(generate, seen):
     ours, theirs = socket.socketpair()
     leader, follower = os.openpty()
     theirs.sendall(b"not for us")
@@ -176,53 +176,53 @@ def test_other_kinds_of_stdin_are_not_read_unasked(generate, seen):
     os.close(leader)
 
 
-def test_a_pipe_that_stays_open_is_told(generate, seen, pipe, monkeypatch):
+def test_wait_for_an_open_pipe_is_reported(generate, seen, pipe, monkeypatch):
     stdin, end = pipe()
-    told, note = threading.Event(), Output.note
-    monkeypatch.setattr(Output, "note", lambda *args, **how: (note(*args, **how), told.set()))
-    writer = threading.Thread(target=lambda: (told.wait(60), end.write(b"late"), end.close()))
+    noted, note = threading.Event(), Output.note
+    monkeypatch.setattr(Output, "note", lambda *args, **options: (note(*args, **options), noted.set()))
+    writer = threading.Thread(target=lambda: (noted.wait(60), end.write(b"late"), end.close()))
     writer.start()
     monkeypatch.setattr("tridecode.cli.inputs.PATIENCE", 0.05)
     code, _, err = generate("--prompt", "Hi", *LIMITS, stdin=stdin)
     assert code == 0 and seen[-1][0] == [user("Hi\nlate")]
-    assert err.startswith("waiting for stdin, which is open and gives nothing; </dev/null leaves it out of the prompt")
+    assert err.startswith("waiting for stdin, which is open and sends no data; </dev/null leaves it out of the prompt")
     writer.join()
 
 
 @pytest.mark.parametrize("option", ["--messages", "--jsonl"])
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "."])
-def test_what_is_no_file_is_refused(generate, option, path):
+def test_path_that_is_not_a_file_is_refused(generate, option, path):
     code, out, err = generate(option, path)
     told = f"tridecode: error: {path}: not a file; give a regular file or a pipe, or - for stdin\n"
     assert (code, out, err) == (1, "", told)
 
 
-def test_a_pipe_is_read_where_a_file_is_named(generate, seen, pipe):
+def test_pipe_is_read_as_a_file(generate, seen, pipe):
     stdin, end = pipe(json.dumps([user("Hi")]).encode())
     end.close()
     assert generate("--messages", f"/dev/fd/{stdin.fileno()}", *LIMITS)[0] == 0 and seen[-1][0] == [user("Hi")]
 
 
 class Endless(io.TextIOBase):
-    """A stdin that never ends."""
+    """A stdin without an end."""
 
-    given = 0
+    bytes_read = 0
 
     def read(self, size=-1):
-        assert size > 0, "all of it would never be there"
-        self.given += size
+        assert size > 0, "reading an endless stream at once never returns"
+        self.bytes_read += size
         return "0" * size
 
 
-def test_what_never_ends_is_refused_when_it_is_too_long(generate, monkeypatch, tmp_path):
+def test_endless_input_is_refused_at_the_limit(generate, monkeypatch, tmp_path):
     monkeypatch.setattr("tridecode.cli.inputs.LARGEST", 3_000_000)
     monkeypatch.setattr("tridecode.cli.generate.batch.LARGEST", 5_000_000)
-    for argv, most in (((), 3), (("--prompt", "Is: -"), 3), (("--messages", "-"), 3), (("--jsonl", "-"), 5)):
+    for argv, limit in (((), 3), (("--prompt", "Is: -"), 3), (("--messages", "-"), 3), (("--jsonl", "-"), 5)):
         stdin = Endless()
         code, out, err = generate(*argv, stdin=stdin)
-        assert (code, out, err.count("\n")) == (1, "", 1) and f"stdin: longer than {most},000,000 characters" in err
-        assert stdin.given < (most + 2) << 20
+        assert (code, out, err.count("\n")) == (1, "", 1) and f"stdin: longer than the limit of {limit},000,000" in err
+        assert stdin.bytes_read < (limit + 2) << 20
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 40)
-    for option, most in (("--messages", 3), ("--jsonl", 5)):
-        assert f"sparse: longer than {most},000,000 bytes" in generate(option, tmp_path / "sparse")[2]
+    for option, limit in (("--messages", 3), ("--jsonl", 5)):
+        assert f"sparse: longer than the limit of {limit},000,000 bytes" in generate(option, tmp_path / "sparse")[2]

@@ -1,4 +1,4 @@
-"""profile: from activity records to figures and pictures; on a GPU, the command itself."""
+"""Tests of profile: figures and pictures from activity records and, on a GPU, the command itself."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ _LAYER_KERNELS = ("_matvec_kernel", "_attention_kernel", *("_matvec_kernel",) * 
 
 
 def roles_and_kernels(layers: int) -> tuple[list[str], list[str]]:
-    """What a greedy step's list is expected to say."""
+    """Return the expected roles and kernels of a greedy pass, in order."""
     kernels = ["_embed_kernel", *_LAYER_KERNELS * layers, "_matvec_kernel", "_greedy_kernel"]
     return ["embed", *LAYER * layers, "lm_head", "greedy"], kernels
 
@@ -44,7 +44,7 @@ def event(name, ts, dur, cat="kernel"):
 
 
 def step_trace(steps: int, layers: int, cost: float = 2.0, gap: float = 0.5) -> dict:
-    """Steps of kernels that start 1 µs before the one before them ends; embed alone starts `gap` after it."""
+    """Return a trace of passes whose kernels overlap by 1 µs; embed starts `gap` µs after the pass before it."""
     events, end = [], 100.0
     for _ in range(steps):
         for op, kernel in zip(*roles_and_kernels(layers)):
@@ -54,7 +54,7 @@ def step_trace(steps: int, layers: int, cost: float = 2.0, gap: float = 0.5) -> 
     return {"traceEvents": events, "host_name": "somewhere"}
 
 
-def test_only_work_on_the_gpu_is_read_and_in_the_order_of_its_starts():
+def test_gpu_records_are_read_in_start_order():
     trace = {
         "traceEvents": [
             event("late", 30.5, 1.25),
@@ -68,7 +68,7 @@ def test_only_work_on_the_gpu_is_read_and_in_the_order_of_its_starts():
     assert records.read_records({}) == []
 
 
-def test_an_overlapping_kernel_costs_what_it_adds_and_costs_add_up_to_the_wall():
+def test_costs_of_overlapping_kernels_add_up_to_wall_time():
     step = [Record("a", 12, 20), Record("b", 14, 26), Record("c", 15, 24), Record("d", 29, 33)]
     spans = attribute(step, "abcd", before=10.0)
     assert [span.cost for span in spans] == [10, 6, 0, 7]  # c ended within b
@@ -76,7 +76,7 @@ def test_an_overlapping_kernel_costs_what_it_adds_and_costs_add_up_to_the_wall()
     assert records.wall(spans) == 33 - 10
 
 
-def test_steps_are_counted_from_the_end_of_the_step_before_and_the_first_are_dropped():
+def test_pass_starts_at_the_previous_end_and_first_passes_are_dropped():
     found = split_steps([Record("k", t, t + 4) for t in (0, 10, 20, 31)], 4)
     steps = chained(found, ["op"], drop=2)
     assert [(span.before, span.cost, span.gap) for (span,) in steps] == [(14, 10, 6), (24, 11, 7)]
@@ -100,12 +100,12 @@ def test_medians_over_steps_shares_and_gaps():
 
 
 @pytest.mark.parametrize("gap, name", [(0, "<1"), (0.99, "<1"), (1, "1-5"), (5, "5-10"), (10, "10-50"), (50, ">50")])
-def test_borders_of_the_gap_classes(gap, name):
+def test_limits_of_gap_classes(gap, name):
     found = summarize([attribute([Record("k", gap, gap + 1)], ["op"], before=0)])["gaps"]
     assert found.pop(name) == 1 and not any(found.values())
 
 
-def test_roles_come_from_the_place_in_the_step():
+def test_roles_follow_launch_order():
     found = records.read_records(step_trace(4, 3))
     steps = chained(split_steps(found, 4, KERNELS), ROLES, drop=1)
     roles = {role["op"]: role for role in summarize(steps)["kernels"]}
@@ -119,10 +119,10 @@ def test_roles_come_from_the_place_in_the_step():
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda found: found[:-1], r"recorded 71 activities in 4 steps, expected 72 \(18 a step\)"),
-        (lambda found: [], "recorded 0 activities"),
-        (lambda found: found + [Record("x", 1e6, 1e6 + 1)] * 4, "recorded 76 activities"),
-        (lambda found: [found[1], found[0], *found[2:]], "launch 1 of a step was '_matvec_kernel', expected '_embed_"),
+        (lambda steps: steps[:-1], r"recorded 71 activities in 4 steps, expected 72 \(18 a step\)"),
+        (lambda steps: [], "recorded 0 activities"),
+        (lambda steps: steps + [Record("x", 1e6, 1e6 + 1)] * 4, "recorded 76 activities"),
+        (lambda steps: [steps[1], steps[0], *steps[2:]], "launch 1 of a step was '_matvec_kernel', expected '_embed_"),
     ],
 )
 def test_records_of_another_step_are_refused(change, words):
@@ -131,7 +131,7 @@ def test_records_of_another_step_are_refused(change, words):
         split_steps(found, 4, KERNELS)
 
 
-def test_prefill_chunks_are_counted_from_their_own_start():
+def test_prompt_chunks_start_at_their_first_kernel():
     found = [Record("void at::native::f<float>(int)", t, t + 3) for t in (0, 4, 1000, 1004)]
     (spans,) = records.apart(split_steps(found, 2), drop=1)
     assert [(span.op, span.cost) for span in spans] == [("f", 3), ("f", 4)]
@@ -154,12 +154,12 @@ def test_short_names(name, short):
     assert records.short_name(name) == short
 
 
-def test_roles_and_kernels_are_those_of_the_list():
+def test_roles_and_kernels_match_the_launch_list():
     roles, kernels = command.roles_and_kernels(command.step_launches(tiny_engine("torch", num_layers=3).model))
     assert roles == ROLES and kernels == KERNELS
 
 
-def test_a_launch_of_several_kernels_has_its_role_several_times():
+def test_each_kernel_of_a_launch_has_its_role():
     recorder = Recorder()
     decode.decode_pass(recorder, tiny_engine("torch").model, "sample")
     roles, kernels = command.roles_and_kernels(recorder.launches[-1:])
@@ -168,7 +168,7 @@ def test_a_launch_of_several_kernels_has_its_role_several_times():
 
 
 @pytest.mark.parametrize("preset", ["qwen3-4b", "llama-3.1-8b"])
-def test_bytes_are_those_of_the_matrices(preset, monkeypatch):
+def test_bytes_match_the_matrices(preset, monkeypatch):
     use_h100(monkeypatch)
     spec = PRESETS[preset]
     model = make_model(spec, empty_weights(spec, "meta", torch.bfloat16, packs=True), 2048, page=PAGE)
@@ -193,8 +193,8 @@ def test_bytes_of_attention_end_at_the_window():
     assert moved == 2 * 2 * 64 * 2 * (24 + 100) / 2  # K and V, heads, head_dim, bytes
 
 
-def test_bytes_of_a_prompts_own_kernels():
-    """Those of what a launch reads and writes: the tensors it is given, but for norms, and of the cache its rows."""
+def test_bytes_of_prompt_kernels():
+    """A launch counts the tensors that it reads and writes, except norm weights, and its rows of the cache."""
     engine = tiny_engine("torch", num_layers=2, dtype=torch.bfloat16)
     (attention, mlp), rows = engine.config.layers[0].blocks, 5
     hidden = engine.config.hidden_size
@@ -233,7 +233,7 @@ def test_the_timeline_shows_the_whole_step_and_one_layer():
     assert "prefers-color-scheme: dark" in svg
 
 
-def test_the_bars_are_as_long_as_the_shares():
+def test_bar_lengths_match_shares():
     roles = [
         {"op": "a<b", "share_pct": 75.0, "launches": 3, "mean_us": 1.0, "pct_bandwidth": 50.0},
         {"op": "c", "share_pct": 25.0, "launches": 1, "mean_us": 1.0},
@@ -248,7 +248,7 @@ def test_the_bars_are_as_long_as_the_shares():
     assert "a<b" in texts(svg) and "75.0% · 3 x 1.00 µs · 50% of bandwidth" in texts(svg)
 
 
-def test_the_typical_step_is_that_of_median_wall():
+def test_typical_step_has_median_wall_time():
     steps = [[Span("op", 0, end, 0)] for end in (9, 3, 5, 4)]
     assert records.typical(steps)[0].end == 4
 
@@ -286,16 +286,16 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
         assert len(json.load(file)["traceEvents"]) == 21
 
 
-def test_a_step_of_several_rows_says_so():
+def test_title_names_several_rows():
     assert command.at({"rows": 8, "context": 1024}) == "8 rows at context 1,024"
     assert command.at({"rows": 1, "context": 64}) == "context 64"
 
 
-@pytest.mark.skipif(CUDA, reason="what is said without a GPU")
+@pytest.mark.skipif(CUDA, reason="a GPU is present")
 def test_no_gpu_is_one_line(capsys):
     assert commands.main(["profile"]) == 1
-    said = "needs an NVIDIA GPU and none is usable here; see tridecode doctor"
-    assert capsys.readouterr().err == f"tridecode: error: profile {said}\n"
+    message = "needs an NVIDIA GPU; no usable GPU was found; see tridecode doctor"
+    assert capsys.readouterr().err == f"tridecode: error: profile {message}\n"
 
 
 def test_a_trace_does_not_name_the_machine(monkeypatch):
@@ -307,7 +307,7 @@ def test_a_trace_does_not_name_the_machine(monkeypatch):
 
 
 @pytest.mark.skipif(not CUDA, reason="records activity of an NVIDIA GPU")
-def test_the_records_of_a_real_step_are_complete():
+def test_records_of_a_real_pass_are_complete():
     command.record_on_gpu(lambda: torch.zeros(1, device="cuda"))
     engine = tiny_engine()
     steps = command.decode_spans(command.decode_trace(engine, 16), engine)

@@ -1,4 +1,4 @@
-"""What signals leave behind: Ctrl-C in the first moment, Ctrl-Z, SIGTERM and SIGHUP."""
+"""Tests of signals: Ctrl-C during start, Ctrl-Z, SIGTERM and SIGHUP, and the state of terminal and files afterwards."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from tridecode.cli.signals import Ended, ending, ending_task
 pexpect = pytest.importorskip("pexpect")
 
 SHOWN, HIDDEN = "\x1b[?25h", "\x1b[?25l"
-STREAMING = r"\x1b\[\?7;2004h[\s\S]*[a-z]{3}[^\x1b]*[a-z]{3}"
+STREAMING = r"\x1b\[\?7;2004h[^\n]*\n[\s\S]*[a-z]{3}[^\x1b]*[a-z]{3}"  # text after the line of the message
 
 # Runs cli.py; its import of the module argv[1] is interrupted, as by a Ctrl-C at this moment.
 INTERRUPTED_IMPORT = """
@@ -43,10 +43,10 @@ runpy.run_path("cli.py", run_name="__main__")
         ("tridecode.version", 130),
         ("argparse", 130),
         ("tridecode.models.presets", 130),
-        ("torch", -signal.SIGINT),  # which a shell calls 130 too
+        ("torch", -signal.SIGINT),  # a shell reports this signal as exit code 130
     ],
 )
-def test_ctrl_c_in_the_first_moment(module, code):
+def test_ctrl_c_during_start(module, code):
     program = [sys.executable, "-c", INTERRUPTED_IMPORT, module, "info"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
@@ -75,7 +75,7 @@ def test_sigterm_in_mid_answer(terminal, state, plain):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_no_temporary_file_is_left(state, monkeypatch, signum):
-    """The signal comes while a session is written, and comes again while things are put in order."""
+    """The signal arrives while a session is written, and again during the cleanup."""
     before = signal.signal(signum, signal.SIG_DFL)
 
     def interrupted(handle):
@@ -90,7 +90,7 @@ def test_no_temporary_file_is_left(state, monkeypatch, signum):
     assert signal.signal(signum, before) is signal.SIG_DFL
 
 
-def test_an_error_on_the_way_does_not_hide_the_signal():
+def test_error_during_cleanup_does_not_hide_the_signal():
     with pytest.raises(Ended), ending():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -98,7 +98,7 @@ def test_an_error_on_the_way_does_not_hide_the_signal():
             raise OSError("the terminal is gone")
 
 
-def test_a_signal_ends_a_task_though_its_loop_swallows_what_callbacks_raise():
+def test_signal_ends_task_though_loop_swallows_callback_errors():
     went_on = []
 
     def callback():  # such as the arrival of data, in uvloop
@@ -118,7 +118,7 @@ def test_a_signal_ends_a_task_though_its_loop_swallows_what_callbacks_raise():
 
 
 def test_a_signal_that_the_caller_ignores_stays_ignored():
-    """As under nohup."""
+    """nohup starts a program this way."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with ending():
@@ -155,7 +155,7 @@ IGNORING = f"trap '' INT HUP; exec '{sys.executable}' cli.py chat --device cpu -
 
 
 def test_a_chat_whose_parent_ignores_signals(spawn):
-    """Ctrl-C stops an answer all the same; SIGHUP stays ignored, as under nohup."""
+    """Ctrl-C still stops an answer; SIGHUP remains ignored, as under nohup."""
     child = spawn("/bin/sh", "-c", IGNORING)
     child.expect_exact("lists the commands")
     child.expect_exact(READY)
@@ -243,8 +243,8 @@ def test_ctrl_z_in_mid_answer(shell):
     shell.expect_exact("shell: ")
 
 
-def test_a_program_in_the_background_goes_on(shell):
-    """It leaves the terminal, which is the shell's then, as it is: to change it would stop the program."""
+def test_background_program_continues(shell):
+    """It does not change the terminal, because a background program that changes it is stopped."""
     shell.send("/exit\r")
     shell.expect_exact("shell: ")
     shell.send(f"{sys.executable} cli.py generate --device cpu --prompt Hi --max-tokens 4 & wait; echo went''on\r")

@@ -1,4 +1,4 @@
-"""tune: the command, the table that it writes, and the timing of steps on a GPU."""
+"""Tests of tune: the command, the table that it writes, and the timing of passes on a GPU."""
 
 import json
 from dataclasses import replace
@@ -41,7 +41,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fake(cache, monkeypatch):
-    """The command on an engine that cannot run, with a timer that prefers many warps."""
+    """Replace the engine and the timer of the command. The timer reports shorter times for more warps."""
     configs = resolve_configs(CASES.values(), [ATTENTION], BF16, GPU)[1]
     for part in (QKV, DOWN):
         configs = with_config(configs, part, MatvecConfig(2, 4))
@@ -88,7 +88,7 @@ def test_without_a_gain_no_table_is_written(fake, capsys, monkeypatch):
     monkeypatch.setattr(Timer, "__call__", lambda self, configs: 1e-3)
     assert commands.main(["tune"]) == 0
     out = capsys.readouterr().out
-    assert "nothing faster" in out and json.loads(out.splitlines()[-1])["table"] is None
+    assert "no launch configs are faster" in out and json.loads(out.splitlines()[-1])["table"] is None
     assert not table_path(GPU.name).exists()
 
 
@@ -101,11 +101,11 @@ def test_a_gain_must_be_confirmed(fake, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["table"] is None
 
 
-def test_a_step_that_fails_when_it_is_timed_again_is_one_line(fake, capsys, monkeypatch):
+def test_failed_confirmation_is_one_line(fake, capsys, monkeypatch):
     monkeypatch.setattr(Timer, "__call__", lambda self, configs: None)
     monkeypatch.setattr(tune, "search", lambda start, *rest: Search(start, 1e-3))
     assert commands.main(["tune"]) == 1
-    assert capsys.readouterr().err.startswith("tridecode: error: the step gave other results")
+    assert capsys.readouterr().err.startswith("tridecode: error: the pass gave different logits")
     assert not table_path(GPU.name).exists()
 
 
@@ -135,7 +135,7 @@ def with_qkv(model, **fields):
 
 
 @pytest.mark.skipif(not CUDA, reason="captures and times steps on an NVIDIA GPU")
-def test_a_real_step_is_timed_unless_it_does_not_compile():
+def test_real_pass_is_timed_if_it_compiles():
     engine = tiny_engine()
     timer, start = tune.StepTimer(engine), engine.model.configs
     assert 0 < timer(start) < 0.1

@@ -1,4 +1,4 @@
-"""argparse for the commands: errors of one line, and options that may come from settings too."""
+"""Argument parser of the commands: errors are one line, and settings supply options missing on the command line."""
 
 import argparse
 import difflib
@@ -21,7 +21,7 @@ def is_model(word: str) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line instead of the whole usage."""
+    """Argument parser whose errors are one line instead of the whole usage."""
 
     def __init__(self, **kwargs):
         # No abbreviations: a script's --to must not change its meaning when an option is added.
@@ -54,11 +54,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("question", nargs="*", default=[], metavar="QUESTION", help=help)
 
     def parse_known_args(self, args=None, namespace=None):
-        """Refuse unknown arguments in the parser of the command: argparse would leave them to the parser above it."""
+        """Parse arguments and refuse unknown ones here, so that the error names the command's own help."""
         namespace = namespace or argparse.Namespace()
         keys = self._configuration.keys[self._command] if self._configuration else {}
         for name in (*keys, *(name for _, names, _ in self._parts for name in names)):
-            setattr(namespace, name, None)  # argparse's own defaults would look as if they were given
+            setattr(namespace, name, None)  # argparse's own defaults could not be told apart from set options
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
@@ -92,29 +92,32 @@ class Parser(argparse.ArgumentParser):
         return " ".join(words) if words else None
 
     def _part(self, namespace, flag: str, names: tuple[str, ...], needed: bool) -> None:
-        """Give `names` their defaults if `flag` is set as they need it; refuse them otherwise."""
-        given = next((name for name in names if getattr(namespace, name) is not None), None)
+        """Set the defaults of `names` if `flag` allows these options, otherwise refuse them.
+
+        They are allowed with `flag` if `needed`, and without it if not `needed`.
+        """
+        chosen = next((name for name in names if getattr(namespace, name) is not None), None)
         if bool(getattr(namespace, flag)) == needed:
             for name in names:
                 if getattr(namespace, name) is None:
                     setattr(namespace, name, self.get_default(name))
-        elif given and needed:
-            self.error(f"{option(given)} needs {option(flag)}; add that, or leave out {option(given)}")
-        elif given:
-            self.error(f"{option(given)} does not go with {option(flag)}, which has no use for it; leave out one")
+        elif chosen and needed:
+            self.error(f"{option(chosen)} needs {option(flag)}; add that, or leave out {option(chosen)}")
+        elif chosen:
+            self.error(f"{option(chosen)} cannot be used with {option(flag)}; leave out one of them")
 
     def _fill(self, namespace, keys: dict[str, Option]) -> None:
         """Set the options that the command line does not set."""
         assert self._configuration is not None
         try:
-            found = self._configuration.settings(self._command, keys)
+            settings = self._configuration.settings(self._command, keys)
         except ParameterError as error:
             self.wrong(error)
         namespace.origins = {}
         for name in keys:
-            if getattr(namespace, name) is None and name in found:
-                setattr(namespace, name, found[name].value)
-                namespace.origins[name] = found[name].origin
+            if getattr(namespace, name) is None and name in settings:
+                setattr(namespace, name, settings[name].value)
+                namespace.origins[name] = settings[name].origin
         for name, declared in keys.items():
             if getattr(namespace, name) is None:
                 default = self.get_default(name)
@@ -126,8 +129,8 @@ class Parser(argparse.ArgumentParser):
     def near(self, typed: str) -> list[str]:
         """Return the options that begin like `typed`, or else the nearest one. Leading hyphens are ignored."""
         known = {name.lstrip("-"): name for action in self._actions for name in action.option_strings}
-        begun = [known[word] for word in known if len(typed) > 2 and word.startswith(typed)]
-        return begun[:3] or [known[word] for word in difflib.get_close_matches(typed, known, n=1, cutoff=0.66)]
+        matches = [known[word] for word in known if len(typed) > 2 and word.startswith(typed)]
+        return matches[:3] or [known[word] for word in difflib.get_close_matches(typed, known, n=1, cutoff=0.66)]
 
     def _print_message(self, message, file=None):
         """Write a message. argparse would hide that stdout cannot be written."""

@@ -28,7 +28,7 @@ TABLES = ("chat", "generate", "serve")  # a table's keys are for that command on
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and where it comes from: the name of a variable or of the file."""
+    """A value and its source: the name of a variable or of the file."""
 
     value: object
     origin: str
@@ -62,8 +62,11 @@ class Configuration:
 
     @cached_property
     def values(self) -> dict[str | None, dict[str, Setting]]:
-        """The settings by table; above all tables: None; of the environment: PREFIX. Raises ParameterError."""
-        found: dict[str | None, dict[str, Setting]] = {table: {} for table in (PREFIX, None, *TABLES)}
+        """The settings by table. The key None has settings before all tables, and PREFIX has environment variables.
+
+        Raises ParameterError for an invalid key or value.
+        """
+        settings: dict[str | None, dict[str, Setting]] = {table: {} for table in (PREFIX, None, *TABLES)}
         known = self.options(None)
         for variable, text in self._environment.items():
             name = variable.removeprefix(PREFIX).lower()
@@ -75,28 +78,28 @@ class Configuration:
                     f"{variable} is not the variable of an option; {fix or 'tridecode config lists the keys'}"
                 )
             if text.strip():
-                found[PREFIX][name] = Setting(converted(known[name], text, variable), variable)
+                settings[PREFIX][name] = Setting(converted(known[name], text, variable), variable)
         for key, value in self._parsed().items():
             if key not in TABLES:
-                self._put(found, None, key, value)
+                self._put(settings, None, key, value)
             elif not isinstance(value, dict):
                 raise ParameterError(f"{self.path}: {key} must be a table, [{key}], got {as_json(value)}")
             else:
                 for inner, each in value.items():
-                    self._put(found, key, inner, each)
-        return found
+                    self._put(settings, key, inner, each)
+        return settings
 
-    def _put(self, found: dict[str | None, dict[str, Setting]], table: str | None, key: str, value) -> None:
+    def _put(self, settings: dict[str | None, dict[str, Setting]], table: str | None, key: str, value) -> None:
         """Add an entry of the file to the settings of a table."""
         name, known = key.replace("-", "_"), self.options(table)
         if name not in known:
             fix = did_you_mean(key, [*known, *([] if table else TABLES)]) or "tridecode config lists them"
             raise ParameterError(f"{self.path}: {f'in [{table}] ' * bool(table)}there is no key {key}; {fix}")
-        if name in found[table]:
+        if name in settings[table]:
             raise ParameterError(
                 f"{self.path}: {name} and {name.replace('_', '-')} are one setting; leave one of them out"
             )
-        found[table][name] = Setting(converted(known[name], value, f"{self.path}: {key}"), self.path.name)
+        settings[table][name] = Setting(converted(known[name], value, f"{self.path}: {key}"), self.path.name)
 
     def _parsed(self) -> dict:
         try:
@@ -118,39 +121,39 @@ class Configuration:
         return {name: option for keys in reversed(self.keys.values()) for name, option in keys.items()}
 
 
-def converted(option: Option, value, where: str):
+def converted(option: Option, value, place: str):
     """Return a value from the file or the environment as the command line would parse it.
 
-    where: the beginning of an error. Raises ParameterError.
+    place: the beginning of an error. Raises ParameterError.
     """
     if isinstance(option.constraint, Flag):
         value = option.constraint.read(value) if isinstance(value, str) else value
         if not isinstance(value, bool):
-            raise ParameterError(f"{where}: expected true or false, got {as_json(value)}")
+            raise ParameterError(f"{place}: expected true or false, got {as_json(value)}")
         return value
     if option.repeated:
         if isinstance(value, dict) and option.name == "logit_bias":
             value = [f"{key}={bias}" for key, bias in value.items()]
-        return [one(option, each, where) for each in (value if isinstance(value, list) else [value])]
+        return [one(option, each, place) for each in (value if isinstance(value, list) else [value])]
     if isinstance(value, list) and not any(isinstance(each, list | dict) for each in value):
         value = ",".join(map(str, value))
-    return one(option, value, where)
+    return one(option, value, place)
 
 
-def one(option: Option, value, where: str):
+def one(option: Option, value, place: str):
     constraint = option.constraint.item if option.repeated else option.constraint
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         shown = as_json(value) if isinstance(value, bool | list | dict) else str(value)
-        raise ParameterError(f"{where}: expected a text or a number, got {shown}")
+        raise ParameterError(f"{place}: expected a text or a number, got {shown}")
     if not isinstance(value, str) and constraint.read("1") == "1":
-        raise ParameterError(f"{where}: expected a text, got {as_json(value)}")
+        raise ParameterError(f"{place}: expected a text, got {as_json(value)}")
     if option.from_file:
         return value
     try:
         return constraint.parse(str(value))
     except ParameterError as error:
         near = did_you_mean(str(value), constraint.choices) if isinstance(constraint, Choice) else ""
-        raise ParameterError(f"{where}: {error}{f'; {near}' if near else ''}") from None
+        raise ParameterError(f"{place}: {error}{f'; {near}' if near else ''}") from None
 
 
 def toml(option: Option, value) -> str:
@@ -169,7 +172,7 @@ def lines(configuration: Configuration) -> list[str]:
     Raises ParameterError.
     """
     general = {**configuration.keys["chat"], **configuration.keys["generate"]}
-    shown = [f"# {configuration.path}{'' if configuration.path.exists() else ', which is not there yet'}"]
+    shown = [f"# {configuration.path}{'' if configuration.path.exists() else ', which does not exist yet'}"]
     settings = configuration.settings(None, general)
     for group, options in groupby(general.values(), lambda option: option.group):
         shown += ["", f"# {group}", *(line(option, settings.get(option.name)) for option in options)]
@@ -190,7 +193,7 @@ def line(option: Option, setting: Setting | None) -> str:
 
 
 def show(args, output) -> int:
-    """Run `tridecode config`. A wrong setting ends it as in the other commands."""
+    """Run `tridecode config`. An invalid setting ends the program with exit code 2, as in the other commands."""
     try:
         output.text("".join(f"{each}\n" for each in lines(args.configuration)))
     except ParameterError as error:

@@ -18,14 +18,14 @@ def warnings(gpus: list[dict], driver: str | None, cuda: str | None) -> list[dic
     """Return a {"problem": ..., "fix": ...} for each problem. The CPU needs neither driver nor compiler.
 
     Args:
-        gpus: as from gpu_facts.
-        driver: version of the driver, None without one.
-        cuda: version of CUDA that PyTorch was built for, None without one.
+        gpus: result of gpu_facts.
+        driver: version of the driver, or None without a driver.
+        cuda: version of CUDA that PyTorch was built for, or None for a build without CUDA.
     """
-    found = []
+    problems = []
 
     def add(problem: str, fix: str) -> None:
-        found.append({"problem": problem, "fix": fix})
+        problems.append({"problem": problem, "fix": fix})
 
     if driver and not gpus:
         add(*unusable_driver(driver, cuda))
@@ -47,7 +47,7 @@ def warnings(gpus: list[dict], driver: str | None, cuda: str | None) -> list[dic
         if not writable(triton_cache()):
             fix = "set TRITON_CACHE_DIR to a directory that can be written"
             add(f"Triton's cache {triton_cache()} cannot be written", fix)
-    return found
+    return problems
 
 
 def unusable_driver(driver: str, cuda: str | None) -> tuple[str, str]:
@@ -103,5 +103,5 @@ def triton_cache() -> Path:
 
 def writable(path: Path) -> bool:
     """Return whether files can be created in a directory, or in the nearest parent that exists."""
-    there = next((each for each in (path, *path.parents) if each.exists()), path)
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    nearest = next((each for each in (path, *path.parents) if each.exists()), path)
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

@@ -1,4 +1,4 @@
-"""Errors in the words of the command line: one line each, with the options that the library calls arguments."""
+"""Error messages of the command line: one line each, with options in place of the library's argument names."""
 
 import re
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
         return "out of memory; choose a smaller --max-seq-len or model"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
         return "out of memory on this machine; shorten the input or end other programs"
-    if isinstance(error, OSError) and error.strerror:  # a full disk, a file that may not be read
+    if isinstance(error, OSError) and error.strerror:  # for example a full disk or an unreadable file
         return one_line(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
     text = one_line(error)
     return f"{type(error).__name__}{': ' if text else ''}{text} (--verbose shows the traceback)"
@@ -34,9 +34,9 @@ def with_options(text: str, arguments: Iterable[str]) -> str:
     underscore are replaced everywhere.
     """
     names = "|".join(arguments)
-    text = re.sub(rf'\b({names})="(\w+)"', lambda found: f"{option(found[1])} {found[2]}", text)
-    text = re.sub(rf"^({names})(?= must |: )", lambda found: option(found[1]), text)
-    text = re.sub(rf"(?<![\w-])({names})(?!\w)", lambda found: option(found[1]) if "_" in found[1] else found[1], text)
+    text = re.sub(rf'\b({names})="(\w+)"', lambda match: f"{option(match[1])} {match[2]}", text)
+    text = re.sub(rf"^({names})(?= must |: )", lambda match: option(match[1]), text)
+    text = re.sub(rf"(?<![\w-])({names})(?!\w)", lambda match: option(match[1]) if "_" in match[1] else match[1], text)
     return text.replace(NO_CHAT, "use --raw")
 
 

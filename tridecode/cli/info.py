@@ -134,9 +134,9 @@ def memory_facts(plan: EnginePlan) -> dict:
 def prompt_facts(plan: EnginePlan) -> dict:
     """Return how prompts are read.
 
-    A chunk has at most `chunk_tokens` tokens. Unless `mode` is none, a graph of the next of `sizes` runs it; with
-    several slots, there are as many graphs more for chunks with decoding rows. `sharing` is whether the K/V of equal
-    prefixes are computed once. `buffers` is a number of bytes of the workspace.
+    A chunk has at most `chunk_tokens` tokens. If `mode` is a graph mode, the graph of the next larger size of `sizes`
+    runs it. With several slots, the same number of further graphs runs chunks with decoding rows. `sharing` is true if
+    K/V of equal prefixes are computed once. `buffers` is a number of bytes of the workspace.
     """
     graphs = plan.graphs
     mode, _ = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention).plan_prompt(1)
@@ -173,7 +173,7 @@ def run_facts(plan: EnginePlan) -> dict:
 
 
 def version_facts() -> dict:
-    """Return versions; None if something is not installed."""
+    """Return versions by name; None for a package that is not installed."""
     return {
         "tridecode": __version__,
         "python": platform.python_version(),
@@ -270,7 +270,7 @@ def prompt_words(prompts: dict) -> str:
         passes = f"{counted(prompts['graphs'], 'pass')}"
         read = f"{passes} of {span} captured {ways[prompts['mode']]}"
     chunks = f"in chunks of up to {counted(prompts['chunk_tokens'], 'token')}"
-    shared = "what several have in common is read once" if prompts["sharing"] else "each is read for itself alone"
+    shared = "common prefixes are read once" if prompts["sharing"] else "common prefixes are not shared"
     return f"{chunks}, {read}; {shared}; attention by {prompts['attention']}; buffers {size(prompts['buffers'])}"
 
 
@@ -294,7 +294,7 @@ def pool_sizes(memory: dict, on_cpu: bool) -> str:
 
 
 def graph_words(run: dict) -> str:
-    company = ", the same bits in any company" if run["batch_invariant"] else ""
+    company = ", batch invariant" if run["batch_invariant"] else ""
     if run["graph"] == "none":
         return f"no graph{company}"
     graphs = "CUDA graphs between attention launches" if run["graph"] == "piecewise" else "one CUDA graph a pass"

@@ -15,20 +15,20 @@ from .terminal import Output
 
 LARGEST = 64_000_000  # characters of stdin or bytes of a file; no context holds a prompt as long
 PIECE = 1 << 20  # units that are read at a time; Ctrl-C takes effect between two reads
-DIGITS = 100  # most digits of a number in JSON
+DIGITS = 100  # limit of the digits of a number in JSON
 PATIENCE = 1.0  # seconds until a note reports the wait for stdin
-STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in a prompt; a hyphen in the middle of a line is only that
+STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in a prompt; a hyphen elsewhere in a line is text
 
 
-def read_file(path: str, output: Output, most: int | None = None) -> str:
+def read_file(path: str, output: Output, limit: int | None = None) -> str:
     """Return the text of a regular file or a pipe; - is stdin. Raises PromptError."""
     if path == "-":
-        return read_stdin(output, most)
-    data = read_bytes(path, most, "a regular file or a pipe, or - for stdin")
+        return read_stdin(output, limit)
+    data = read_bytes(path, limit, "a regular file or a pipe, or - for stdin")
     return clean(data.decode("utf-8-sig", "surrogateescape"), path, output)
 
 
-def read_bytes(path: str, most: int | None, expected: str, pipes: bool = True) -> bytes:
+def read_bytes(path: str, limit: int | None, expected: str, pipes: bool = True) -> bytes:
     """Return the bytes of a regular file or, with `pipes`, a pipe.
 
     Raises PromptError, which names `expected`, for anything else.
@@ -37,34 +37,34 @@ def read_bytes(path: str, most: int | None, expected: str, pipes: bool = True) -
         if not (is_file if pipes else stat.S_ISREG)(os.stat(path).st_mode):
             raise PromptError(f"{path}: not a file; give {expected}")
         with open(path, "rb") as file:
-            return read_all(file.read, path, most)
+            return read_all(file.read, path, limit)
     except OSError as error:
         raise PromptError(f"{path}: {error.strerror}; give {expected}") from None
 
 
-def read_stdin(output: Output, most: int | None = None, way_out: str = "") -> str:
+def read_stdin(output: Output, limit: int | None = None, way_out: str = "") -> str:
     """Return all of stdin. way_out: the end of the note that reports a wait."""
     if sys.stdin.isatty():
         output.note("reading from the terminal; Ctrl-D on an empty line ends it")
     elif not readable_within(PATIENCE):
-        output.note(f"waiting for stdin, which is open and gives nothing{way_out}")
+        output.note(f"waiting for stdin, which is open and sends no data{way_out}")
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # so that `clean` sees bytes that cannot be decoded
-    return clean(read_all(sys.stdin.read, "stdin", most).removeprefix("\ufeff"), "stdin", output)
+    return clean(read_all(sys.stdin.read, "stdin", limit).removeprefix("\ufeff"), "stdin", output)
 
 
 def with_stdin(text: str, output: Output) -> str:
-    """Return a prompt with stdin where a - stands for it, or else after it if stdin is a pipe or a file."""
+    """Return a prompt in which stdin replaces a -, or with stdin appended if it is a pipe or a file."""
     if STDIN.search(text):
-        given = read_stdin(output).removesuffix("\n")
-        if not given:
-            output.note("stdin, which the - in the prompt stands for, is empty")
-        return STDIN.sub(lambda _: given, text)
+        data = read_stdin(output).removesuffix("\n")
+        if not data:
+            output.note("stdin, which replaces the - in the prompt, is empty")
+        return STDIN.sub(lambda _: data, text)
     if not stdin_is_file():
         return text
-    given = read_stdin(output, way_out="; </dev/null leaves it out of the prompt").removesuffix("\n")
+    data = read_stdin(output, way_out="; </dev/null leaves it out of the prompt").removesuffix("\n")
     before = text.removesuffix("\n")
-    return f"{before}\n{given}" if before and given else given or text
+    return f"{before}\n{data}" if before and data else data or text
 
 
 def stdin_lines() -> Iterator[str]:
@@ -75,7 +75,7 @@ def stdin_lines() -> Iterator[str]:
         mark = ""
         size += len(piece)
         if size > LARGEST:
-            raise PromptError(f"stdin: a line longer than {LARGEST:,} characters, the most that is read; end it before")
+            raise PromptError(f"stdin: a line longer than {LARGEST:,} characters, the limit; end it earlier")
         if piece.endswith("\n"):
             yield "".join(pieces)
             pieces, size = [], 0
@@ -103,31 +103,40 @@ def readable_within(seconds: float) -> bool:
         return True
 
 
-def read_all(read: Callable, name: str, most: int | None):
-    """Return all that `read(n)` returns, str or bytes. Raises PromptError if it is longer than `most`."""
-    pieces, size, most = [], 0, most or LARGEST
-    while piece := read(PIECE):
-        pieces.append(piece)
-        size += len(piece)
-        if size > most:
-            unit = "bytes" if isinstance(piece, bytes) else "characters"
-            raise PromptError(f"{name}: longer than {most:,} {unit}, the most that is read; give less, or in parts")
-    return pieces[0][:0].join(pieces) if pieces else read(0)
+def read_all(read: Callable, name: str, limit: int | None):
+    """Read until the end, in chunks, and return str or bytes.
+
+    Args:
+        read: reads up to a number of units, like a file's `read`
+        name: the source, for errors
+        limit: largest number of characters or bytes; None for LARGEST
+
+    Raises:
+        PromptError: the input is longer
+    """
+    chunks, size, limit = [], 0, limit or LARGEST
+    while chunk := read(PIECE):
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit:
+            unit = "bytes" if isinstance(chunk, bytes) else "characters"
+            raise PromptError(f"{name}: longer than the limit of {limit:,} {unit}; shorten it, or split it")
+    return chunks[0][:0].join(chunks) if chunks else read(0)
 
 
-def parse_json(text: str, where: str, output: Output):
+def parse_json(text: str, place: str, output: Output):
     """Return the value of a JSON text, with lone surrogates replaced as in `clean`. It can be written as JSON again."""
     try:
         value = loads(text)
         again = json.dumps(value, ensure_ascii=False)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno:,}, " if "\n" in text.strip() else ""
-        raise PromptError(f"{where}: not JSON ({error.msg}, {line}column {error.colno:,}); correct it") from None
+        raise PromptError(f"{place}: not JSON ({error.msg}, {line}column {error.colno:,}); correct it") from None
     except RecursionError:
-        raise PromptError(f"{where}: not JSON that can be read (nested too deep); correct it") from None
+        raise PromptError(f"{place}: not JSON that can be read (nested too deep); correct it") from None
     except ValueError as error:  # from the functions below
-        raise PromptError(f"{where}: not JSON that can be read ({error}); correct it") from None
-    cleaned = clean(again, where, output)
+        raise PromptError(f"{place}: not JSON that can be read ({error}); correct it") from None
+    cleaned = clean(again, place, output)
     return value if cleaned == again else json.loads(cleaned)
 
 
@@ -153,10 +162,10 @@ def _constant(word: str) -> float:
 
 
 def clean(text: str, name: str, output: Output) -> str:
-    """Return a text as valid Unicode. Lone surrogates, which stand for undecodable bytes, become U+FFFD with a note."""
+    """Return a text as valid Unicode. Lone surrogates, which represent undecodable bytes, become U+FFFD with a note."""
     data = text.encode("utf-16", "surrogatepass")
     try:
         return data.decode("utf-16")
     except UnicodeDecodeError:
-        output.note(f"{name}: what is not valid UTF-8 or Unicode was replaced by U+FFFD")
+        output.note(f"{name}: bytes that are not valid UTF-8 or Unicode were replaced by U+FFFD")
         return data.decode("utf-16", "replace")

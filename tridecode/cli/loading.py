@@ -1,4 +1,4 @@
-"""From the options to a loaded engine and its sampling parameters; from one model to another."""
+"""Loading of an engine from command-line options, and the switch of a running chat to another model."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -19,7 +19,7 @@ from .terminal import Output
 
 
 def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
-    """Load the model, with a progress bar, and show what the engine has to say."""
+    """Load the model with a progress bar, show the engine's notes, and return engine and sampling parameters."""
     overrides = sampling_overrides(args)
     SamplingParams(**overrides)  # a wrong value fails here, before the weights are read
     engine = load_model(args, args.model, args.max_seq_len, output)
@@ -46,24 +46,30 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
 
 
 def show_defaults(engine: Engine, overrides: Collection[str], output: Output) -> None:
-    """One line with the sampling defaults that the checkpoint brings and no option replaced."""
+    """Show a line with the checkpoint's sampling defaults that no option replaced."""
     found = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in overrides]
     if found:
         output.note(f"{', '.join(found)} from generation_config.json")
 
 
 class Loader:
-    """Loads other models for a running chat, with the options that it was started with."""
+    """Loader of other models for a running chat, with the options of the command line."""
 
     def __init__(self, args, output: Output):
         self._args, self._output = args, output
         self.model: str | None = args.model  # the one in use
 
     def switch(self, model, name: str, overrides: Collection[str], raw: bool) -> None:
-        """Give `model` (a chat.local.LocalModel) the engine of `name`; after an error it has the engine that it had.
+        """Replace the engine of `model` by an engine of the model `name`.
 
-        If both do not fit, the old one is closed first, and loaded again if the new one fails. If even that fails,
-        the model has no engine. overrides: names of the sampling options that the checkpoint's defaults do not replace.
+        If the two do not fit in memory together, the old engine is closed first. If the new one then fails to load, the
+        old one is loaded again; if that fails too, `model` has no engine. Other errors leave the old engine in place.
+
+        Args:
+            model: a chat.local.LocalModel
+            name: a directory or a Hugging Face id
+            overrides: names of the sampling options that the checkpoint's defaults do not replace
+            raw: whether the chat runs without a chat template
         """
         path = resolve_model(name)
         plan = self._plan(path)
@@ -72,13 +78,13 @@ class Loader:
         if self._fits_beside(model.engine, plan):
             model.use(self._load(name, path))
         else:
-            self._output.note(f"{model.name} and {name} do not fit together: the first is let go before")
+            self._output.note(f"{model.name} and {name} do not fit together in memory; closing {model.name} first")
             failure = None
             model.let_go()
             try:
                 model.use(self._load(name, path))
             except BaseException as error:
-                failure = error.with_traceback(None)  # which holds what was loaded so far
+                failure = error.with_traceback(None)  # the traceback references what was loaded so far
             if failure is not None:
                 model.use(self._load(self.model, resolve_model(self.model)))
                 raise failure
@@ -94,15 +100,15 @@ class Loader:
         return self._args.max_seq_len and min(self._args.max_seq_len, spec.max_position)
 
     def _load(self, model: str | None, path: Path) -> Engine:
-        # The path was resolved already; the name is what people see.
+        # The path is resolved already; the name is for display.
         engine = load_model(self._args, path, self._limit(load_config(path)), self._output)
         engine.name = model or BUNDLED.name
         return engine
 
     def _fits_beside(self, old: Engine, plan: EnginePlan) -> bool:
-        """Return whether the new model gets beside the old one the context that it would get alone.
+        """Return whether the new model has the same context with the old one in memory as without it.
 
-        Raises DeviceError where it does not fit even alone.
+        Raises DeviceError if the new model does not fit without the old one either.
         """
         if plan.problem and (old.plan.offload or old.plan.host_layers):  # the old model's host memory may be missing
             return False

@@ -1,4 +1,4 @@
-"""Dispatch, logging, and errors as one line and an exit code."""
+"""Entry point of the command line: dispatch, logging, and conversion of errors to one line and an exit code."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from .signals import Ended, ended_by_interrupt, ending
 from .terminal import Output, foreign_encoding, tolerant_streams, unechoed
 
 NEED_GPU = ("bench", "profile", "tune")
-FUNCTIONS = {  # command -> its module in this package, and the function there
+FUNCTIONS = {  # command -> module in this package and function in it
     "chat": ("chat.command", "chat"),
     "generate": ("generate.command", "generate"),
     "serve": ("serve", "serve"),
@@ -30,16 +30,16 @@ FUNCTIONS = {  # command -> its module in this package, and the function there
     "tune": ("tune", "run"),
 }
 INTERRUPTED = 130
-BROKEN_PIPE = 141  # the code that a shell reports for a program that SIGPIPE ended
+BROKEN_PIPE = 141  # the exit code that a shell reports for a program that SIGPIPE ended
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code. Wrong options end in SystemExit(2), as argparse does."""
+    """Run one command and return the exit code. Invalid options raise SystemExit(2), as in argparse."""
     try:
         with ending():
             return flushed(argv)
-    except Ended as asked:
-        asked.end()
+    except Ended as ended:
+        ended.end()
         raise
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def flushed(argv: list[str] | None) -> int:
-    """Run `main` without its handling of signals."""
+    """Run one command and return the exit code, also if stdout or stderr cannot be written."""
     tolerant_streams()
     try:
         return guarded(argv)
@@ -60,7 +60,7 @@ def flushed(argv: list[str] | None) -> int:
 
 
 def guarded(argv: list[str] | None) -> int:
-    """Run `main` without its handling of streams that fail while an error is reported."""
+    """Run one command and return the exit code. Errors become one line on stderr."""
     if encoding := foreign_encoding():
         Output().error(f"text cannot be read and written as {encoding}; unset PYTHONIOENCODING, or set it to utf-8")
         return 1
@@ -73,7 +73,7 @@ def guarded(argv: list[str] | None) -> int:
             return 0
         set_up_logging(args.verbose)
         code = run(args, output)
-        sys.stdout.flush()  # here, where a failure can still be reported
+        sys.stdout.flush()  # a failure can still be reported here
         return code
     except BrokenPipeError:
         raise
@@ -117,8 +117,8 @@ def run(args, output: Output) -> int:
 def imported(command: str) -> Callable:
     """Return the function of a command. The commands import torch, so they are imported only now."""
     module, function = FUNCTIONS[command]
-    found = getattr(import_module(f"{__package__}.{module}"), function)
-    return (lambda args, output: found(args)) if command == "bench" else found
+    run = getattr(import_module(f"{__package__}.{module}"), function)
+    return (lambda args, output: run(args)) if command == "bench" else run
 
 
 def set_up_logging(verbose: bool) -> None:

@@ -1,6 +1,6 @@
-"""The options of commands that are not the engine's, and argparse from all declared options.
+"""Options of the commands that do not belong to the engine, and argparse parsers from all declared options.
 
-Nothing here imports torch: `--help` answers at once.
+This module must not import torch, so that `--help` is fast.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from .values import reader
 ANY = Text()
 NAME = Text("a name", r".*\S.*")
 ORIGIN = Text("* or an origin like https://chat.example, without a path", r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
-# The model decides later which of them are tokens of its vocabulary.
+# The check against the vocabulary follows when the model is known.
 IDS = Several(Integer(-(10**40), 10**40), "token ids separated by commas, like 1,2,3", least=0)
 SECONDS = Number(0, 1e6)
-# Commands whose options may be set in the file and environment.
+# Commands whose options the configuration file and environment variables can set.
 CONFIGURED = ("chat", "generate", "serve", "info", "precompile")
 GROUPS = {  # group -> its description in the help
     "sampling": "Defaults are the model's own, from its generation_config.json.",
@@ -29,7 +29,7 @@ GROUPS = {  # group -> its description in the help
 
 
 class Url(Constraint):
-    """The base of a server's addresses, with or without /v1."""
+    """Base URL of a server, with or without /v1."""
 
     expects = "an address like http://127.0.0.1:8000"
 
@@ -37,7 +37,7 @@ class Url(Constraint):
         try:
             parts = urlsplit(value)
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
-        except ValueError:  # a port out of its range
+        except ValueError:  # the port is out of range
             usable = False
         if not usable:
             raise Rejected("choice")
@@ -45,7 +45,7 @@ class Url(Constraint):
 
 
 def _once(name: str, default, constraint: Constraint, help: str, *commands: str, **more) -> Option:
-    """An option that belongs to one call, and not into a file of settings."""
+    """Declare an option that belongs to one call and cannot be set in the configuration file."""
     return Option(constraint, help, default, name=name, commands=commands, unsaved=commands, **more)
 
 
@@ -56,13 +56,13 @@ def _option(name: str, default, constraint: Constraint, help: str, *commands: st
 OTHERS = (
     _option("model", None, ANY, "directory or Hugging Face id", *CONFIGURED, group="model", metavar="DIR_OR_ID",
             default_words="bundled"),
-    _option("url", None, Url(), "address of a server with OpenAI's API that runs the model in place of this process",
+    _option("url", None, Url(), "address of a server with OpenAI's API that runs the model instead of this process",
             "chat", group="remote", metavar="URL"),
-    _option("api_key_file", None, ANY, "a file with the key in one line", "chat", "serve", group="remote",
+    _option("api_key_file", None, ANY, "file with the API key on one line", "chat", "serve", group="remote",
             metavar="FILE", default_words="TRIDECODE_API_KEY, if set"),
-    _once("resume", False, Flag(), "continue the conversation that was saved last", "chat", group="conversation",
+    _once("resume", False, Flag(), "continue the conversation saved last", "chat", group="conversation",
           exclusive="saved"),
-    _once("session", None, ANY, "continue the conversation of this name, or begin it", "chat", group="conversation",
+    _once("session", None, ANY, "continue the conversation of this name, or start it", "chat", group="conversation",
           exclusive="saved", metavar="SESSION"),
     _once("system", None, ANY, "the system message", "chat", "generate", group="conversation", metavar="TEXT",
           default_words="none"),
@@ -75,18 +75,19 @@ OTHERS = (
     _option("overflow", None, Choice(("error", "drop-oldest", "stop")), "a turn that does not fit in the context: "
             "refuse it, leave out the oldest turns, or end", "chat", group="conversation",
             default_words="drop-oldest, in a pipe error"),
-    _once("prompt", None, ANY, "the prompt; it goes through the chat template unless --raw", "generate", group="prompt",
+    _once("prompt", None, ANY, "the prompt; the chat template is applied unless --raw is set", "generate",
+          group="prompt",
           exclusive="prompt", metavar="TEXT"),
     _once("prompt_ids", None, IDS, "token ids, like 1,2,3", "generate", group="prompt", exclusive="prompt",
           metavar="IDS"),
     _once("messages", None, ANY, 'a chat as JSON, [{"role": "user", "content": "..."}, ...], or a saved session; - is '
           "stdin", "generate", group="prompt", exclusive="prompt", metavar="FILE"),
     _once("jsonl", None, ANY, 'answer each line, {"prompt": ...}, {"messages": ...} or {"prompt_ids": ...} with '
-          "sampling options of its own, as one JSON line, --slots of them at a time; lines that --output holds already "
-          "are skipped; - is stdin", "generate", group="prompt", exclusive="prompt", metavar="FILE"),
+          "its own sampling options, as one JSON line, --slots of them at a time; lines whose answers --output already "
+          "contains are skipped; - is stdin", "generate", group="prompt", exclusive="prompt", metavar="FILE"),
     _once("allow_special", False, Flag(), "with --raw: the text may contain control tokens", "generate",
           group="prompt"),
-    _once("no_reuse_prefix", False, Flag(), "compute every prompt from its first token", "generate", group="prompt"),
+    _once("no_reuse_prefix", False, Flag(), "compute every prompt from its first token on", "generate", group="prompt"),
     _once("raw", False, Flag(), "use no chat template: the model continues the text", "chat", "generate",
           group="sampling"),
     _once("unordered", False, Flag(), "with --jsonl: print each answer as it ends, not in the order of the lines",
@@ -98,10 +99,12 @@ OTHERS = (
           "seed, logprobs if requested, and error if any", "generate", group="output"),
     _once("json", False, Flag(), "print one JSON object (sizes in bytes)", "info", group="output"),
     _option("kernels", False, Flag(), "print the kernel and launch config of each linear", "info", group="output"),
-    _once("gpu", None, Choice(tuple(GPUS)), "a GPU that this machine need not have", "precompile", group="model",
+    _once("gpu", None, Choice(tuple(GPUS)), "GPU to compile for; this machine does not need it", "precompile",
+          group="model",
           default_words="this machine's"),
     _option("host", "127.0.0.1", ANY, "address to listen on", "serve", group="server", metavar="HOST"),
-    _option("port", 8000, Integer(0, 65535), "0 takes any free port", "serve", group="server", metavar="N"),
+    _option("port", 8000, Integer(0, 65535), "port to listen on; 0 selects a free port", "serve", group="server",
+            metavar="N"),
     _option("served_model_name", None, NAME, "name of the model for clients", "serve", group="server", metavar="NAME",
             default_words="its id, or its directory's name"),
     _option("any_model", False, Flag(), "answer requests for any model, or for none", "serve", group="server"),
@@ -109,13 +112,15 @@ OTHERS = (
             group="server", metavar="S"),
     _option("grace", 10.0, SECONDS, "seconds for running requests to end when the server stops", "serve",
             group="server", metavar="S"),
-    _option("ssl_certfile", None, ANY, "a certificate in PEM: serve https", "serve", group="server", metavar="FILE"),
-    _option("ssl_keyfile", None, ANY, "its key without a pass phrase, if another file has it", "serve", group="server",
+    _option("ssl_certfile", None, ANY, "certificate in PEM format, to serve https", "serve", group="server",
             metavar="FILE"),
-    _option("cors", None, ORIGIN, "a web page's origin that may send requests, like https://chat.example, or *; "
+    _option("ssl_keyfile", None, ANY, "key of the certificate without a pass phrase, if it is in another file", "serve",
+            group="server",
+            metavar="FILE"),
+    _option("cors", None, ORIGIN, "origin of a web page that may send requests, like https://chat.example, or *; "
             "repeatable", "serve", group="server", metavar="ORIGIN", repeated=True, default_words="none"),
     _option("log_prompts", False, Flag(), "log prompts and answers too", "serve", group="server"),
-    _once("graph_stats", False, Flag(), "at the end print to stderr how many passes of how many rows ran in which way",
+    _once("graph_stats", False, Flag(), "at the end print a table of the passes by rows, mode and count to stderr",
           "chat", "generate", group="output"),
     _option("quiet", False, Flag(), "print only errors to stderr; in a chat also no notes before the first prompt and "
             "no figures after an answer", "chat", "generate", group="output"),
@@ -124,17 +129,17 @@ SAMPLING = options_of(SamplingParams)
 
 
 def options_for(command: str) -> dict[str, Option]:
-    """The declared options of a command by name, in the order of its help."""
+    """Return the declared options of a command by name, in the order of its help."""
     model, *others = OTHERS
     every = [model, *OPTIONS.values(), *SAMPLING.values(), *others]
     return {each.name: each for each in every if command in each.commands}
 
 
 def add_options(parser: argparse.ArgumentParser, command: str) -> dict[str, Option]:
-    """Add the options of a command to its parser, in groups. Returns them."""
-    found = options_for(command)
+    """Add the options of a command to its parser, in groups, and return them."""
+    declared = options_for(command)
     groups, sets = {}, dict[str, argparse._MutuallyExclusiveGroup]()
-    for name, option in found.items():
+    for name, option in declared.items():
         group = option.group
         if group not in groups:
             groups[group] = parser.add_argument_group(group, GROUPS.get(group))
@@ -143,35 +148,35 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> dict[str, Opti
             place = sets.get(option.exclusive) or place.add_mutually_exclusive_group()
             sets[option.exclusive] = place
         add_option(place, option, default=None if name in SAMPLING else option.default)
-    return found
+    return declared
 
 
 def add_option(parser, option: Option, **more) -> None:
-    """Add one option, and its aliases. more: argparse's arguments that replace the declared ones."""
+    """Add one option and its aliases. `more` replaces arguments of argparse that the declaration sets."""
     words = f" (default: {option.described_default})" if option.described_default else ""
-    how: dict = {"dest": option.name, "help": option.flag_help + words, "default": option.default}
+    settings: dict = {"dest": option.name, "help": option.flag_help + words, "default": option.default}
     constraint = option.constraint
     if isinstance(constraint, Flag):
-        how["action"] = "store_false" if option.default is True else "store_true"
+        settings["action"] = "store_false" if option.default is True else "store_true"
     else:
-        how["metavar"] = option.metavar
+        settings["metavar"] = option.metavar
         if isinstance(constraint, Choice):
-            how["choices"] = constraint.choices
+            settings["choices"] = constraint.choices
         elif not option.from_file:
-            how["type"] = reader(constraint.item if option.repeated else constraint)
+            settings["type"] = reader(constraint.item if option.repeated else constraint)
         if option.repeated:
-            how["action"] = "append"
-    parser.add_argument(option.flag, **how | more)
+            settings["action"] = "append"
+    parser.add_argument(option.flag, **settings | more)
     for flag, (value, help) in option.aliases.items():
         parser.add_argument(flag, dest=option.name, action="store_const", const=value, help=help)
 
 
 def sampling_overrides(args) -> dict:
-    """The sampling options that are set; the others keep the model's defaults."""
-    found = {name: value for name in SAMPLING if (value := getattr(args, name, None)) is not None}
-    return found | ({"logit_bias": dict(found["logit_bias"])} if "logit_bias" in found else {})
+    """Return the sampling options that are set; the others keep the model's defaults."""
+    values = {name: value for name in SAMPLING if (value := getattr(args, name, None)) is not None}
+    return values | ({"logit_bias": dict(values["logit_bias"])} if "logit_bias" in values else {})
 
 
 def engine_options(args) -> dict:
-    """The engine's options of a command line, as Engine.load takes them."""
+    """Return the engine's options of a command line, as keywords of Engine.load."""
     return {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}

@@ -1,4 +1,4 @@
-"""The options of every command. Nothing here imports torch: `--help` answers at once."""
+"""Parsers of all commands. This module must not import torch, so that `--help` is fast."""
 
 import argparse
 import difflib
@@ -19,66 +19,67 @@ Run open-weight language models on one GPU, or on the CPU. A question in place o
 """
 EXAMPLES = """\
 examples:
-  tridecode "Why is the sky blue?"                     ask the small bundled model, and go on talking
-  tridecode chat --model Qwen/Qwen3-4B                 with a model from Hugging Face, or of a directory
+  tridecode "Why is the sky blue?"                     ask the small bundled model, then chat
+  tridecode chat --model Qwen/Qwen3-4B                 with a model from Hugging Face, or in a directory
   git diff | tridecode generate --prompt "Explain:"    one answer, in a pipe
 """
 CHAT = """\
 Talk with a model. QUESTION is the first message: tridecode "Why is the sky blue?" is a chat too.
 In the chat: /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
-Without a terminal, QUESTION is answered alone; stdin comes after it if it is a pipe or a file. Without QUESTION, each
-line of stdin is one turn. Answers go to stdout, everything else to stderr. A message of several lines stands between
-\""" and \""".
+Without a terminal, only QUESTION is answered; if stdin is a pipe or a file, it is appended to QUESTION. Without
+QUESTION, each line of stdin is one turn. Answers are written to stdout, everything else to stderr. Write a message of
+several lines between \""" and \""".
 """
 CHAT_CODES = """\
 Exit codes: 0 done, 1 error, 2 wrong options, 3 the GPU is lost, 130 interrupted, 141 reader of stdout gone.
 """
 GENERATE = """\
-Answer one prompt: QUESTION, which is the same as --prompt, or --prompt-ids, --messages, or stdin if there is none (one
-newline at its end is dropped). If stdin is a pipe or a file it is put after QUESTION, or in place of a - that is its
-last word, or alone on one of its lines (</dev/null: nothing is put there). --jsonl answers a file of prompts.
-The text streams to stdout, everything else goes to stderr. With --json, stdout gets exactly one line an answer.
+Answer one prompt: QUESTION, which is the same as --prompt, or --prompt-ids, --messages, or otherwise stdin (one newline
+at its end is dropped). If stdin is a pipe or a file, it is appended to QUESTION, or replaces a - that is the last word
+of QUESTION or is the only text on a line. </dev/null adds no text. --jsonl answers a file of prompts.
+The text streams to stdout, and everything else is written to stderr. With --json, stdout gets one line per answer.
 """
 SESSIONS = """\
-List the conversations that were saved, the newest first: name, when, turns, size, and the title or first words.
+List the saved conversations, the newest first: name, date, turns, size, and the title or first words.
 """
 CONFIG = """\
-Show every setting as a line of the configuration file: those that are set with where they come from, the others as
-comments with their defaults. An option of the command line goes before a variable like TRIDECODE_MODEL, and that before
-the file.
+Show every setting as a line of the configuration file. A setting that is set has a comment with its source; the others
+are comments with their defaults. An option on the command line overrides a variable like TRIDECODE_MODEL, and a
+variable overrides the file.
 """
 GENERATE_CODES = """\
 Exit codes: 0 done, 1 error (with --jsonl: of any line), 2 wrong options, 130 interrupted, 141 reader of stdout gone.
 """
 SERVE = """\
-Serve a model over HTTP, by OpenAI's and Anthropic's APIs: /v1/chat/completions, /v1/responses,
-/v1/messages and more. docs/serving.md has all of it.
-Ctrl-C or SIGTERM lets running requests finish for the grace time; a second one ends at once.
+Serve a model over HTTP with OpenAI's and Anthropic's APIs: /v1/chat/completions, /v1/responses, /v1/messages and more.
+docs/serving.md describes the API.
+After Ctrl-C or SIGTERM, running requests may finish within the grace time; a second signal stops the server at once.
 """
 SERVE_CODES = """\
 Exit codes: 0 stopped, 1 error, 2 wrong options, 3 the engine failed, 130 or 143 stopped at once.
 """
 INFO = """\
-Show model, memory plan, GPU, versions and what would run. The weights are neither loaded nor, for a Hugging Face id,
-downloaded.
+Show the model, the memory plan, the GPU, versions, and how the engine would run. Weights are neither loaded nor, for a
+Hugging Face id, downloaded.
 """
 PRECOMPILE = """\
 Compile the kernels of an engine with these options into Triton's cache, so that the engine starts without compiling.
-With --gpu, the machine needs no GPU: for container images. The cache must keep its path, and Triton its version.
+With --gpu, the machine needs no GPU, for example to build a container image. The engine needs the same cache path and
+the same version of Triton.
 """
 PROFILE = """\
-Show where the time of one token step and of one prefill chunk goes, from the GPU's own activity records, kernel by
-kernel, against the read bandwidth measured in the same run. Prints tables and, as the last line, one JSON object. Needs
-a GPU. docs/profile.md says what each figure is.
+Show the time of each kernel of a decode pass and of a prompt chunk, from the GPU's activity records, and compare it
+with the read bandwidth that is measured in the same run. Prints tables and, as the last line, one JSON object. Needs a
+GPU. docs/profile.md defines the figures.
 """
 QUANTIZE = """\
-Write an unquantized checkpoint again with quantized weights, rounded to nearest, the scale of each group the best of a
-few. The format is compressed-tensors, which transformers reads as well; see docs/quantization.md.
+Write a quantized copy of an unquantized checkpoint. Weights are rounded to nearest, and the scale of each group is the
+best of a few candidates. The format is compressed-tensors, which transformers also reads; see docs/quantization.md.
 """
 TUNE = """\
-Search the launch configs that make one token step fastest on this GPU for one model's matrices, judged by the time of
-the whole captured step. What is faster goes into a table in the user's cache directory, which every engine on this GPU
-reads when it loads. Prints what changed and, as the last line, one JSON object. Needs a GPU.
+Search the launch configs with which a decode pass of one model is fastest on this GPU, by the time of the whole
+captured pass. Faster configs are written to a table in the user's cache directory, which every engine on this GPU reads
+at load. Prints the changes and, as the last line, one JSON object. Needs a GPU.
 """
 
 # Ids of cached models, without starting Python: only names that bash does not expand; no single quotes, because fish
@@ -101,7 +102,7 @@ MODELS = {
 
 
 class Program(Parser):
-    """The parser of the whole command line. Words that name no command are a question for `chat`."""
+    """Parser of the whole command line. Words that do not name a command are a question for `chat`."""
 
     def parse_known_args(self, args=None, namespace=None):
         args = list(sys.argv[1:] if args is None else args)
@@ -111,7 +112,7 @@ class Program(Parser):
         return super().parse_known_args(args, namespace)
 
     def _is_chat(self, word: str) -> bool:
-        """Return whether a command line that begins with this word is one of `chat`, whose name is left out."""
+        """Return whether a command line that begins with `word` is a `chat` command without its name."""
         assert self._subparsers is not None
         commands: Any = self._subparsers._group_actions[0].choices
         option = word.split("=")[0]
@@ -127,7 +128,7 @@ class Program(Parser):
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that a misspelled word means. Its first letter is right, or two letters are swapped."""
+    """Return the name closest to a misspelled word. The name has the same first letter or the same letters."""
     word = word.lower()
     near = difflib.get_close_matches(word, names, cutoff=0.75)
     return next((name for name in near if name[0] == word[0] or sorted(name) == sorted(word)), None)
@@ -162,59 +163,62 @@ def make_parser() -> argparse.ArgumentParser:
         "--print-completion",
         action=PrintCompletion,
         choices=["bash", "zsh", "fish", "tcsh"],
-        help="print a script that teaches the shell to complete commands, options and files",
+        help="print a completion script for commands, options and files",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     add = commands.add_parser
 
     add("chat", help="talk with a model", description=CHAT, epilog=CHAT_CODES)
     add("generate", help="answer one prompt, or a file of them", description=GENERATE, epilog=GENERATE_CODES)
-    about = "serve a model over HTTP, by OpenAI's and Anthropic's APIs"
+    about = "serve a model over HTTP with OpenAI's and Anthropic's APIs"
     add("serve", help=about, description=SERVE, epilog=SERVE_CODES)
     about = "list, rename, delete and export saved conversations"
     session_options(add("sessions", help=about, description=SESSIONS))
-    about = "show what would run, without loading, and what stands in its way"
+    about = "show how a model would run, and problems of this machine, without loading"
     add("info", aliases=["doctor"], help=about, description=INFO)
     add("precompile", help="compile an engine's kernels before it starts", description=PRECOMPILE)
     quantize = add("quantize", help="write a quantized checkpoint", description=QUANTIZE)
     source = "directory or Hugging Face id of an unquantized checkpoint, or bundled"
     quantize.add_argument("model", metavar="MODEL", help=source)
     quantize.add_argument("out", metavar="OUT", help="a new or an empty directory")
-    quantize.add_argument("--to", default="int4", choices=["fp8", "int8", "int4"], help="(int4)")
-    quantize.add_argument("--head", default="keep", choices=["keep", "fp8", "int8", "int4"], help="LM head (keep)")
+    quantize.add_argument("--to", default="int4", choices=["fp8", "int8", "int4"], help="format of the weights (int4)")
+    head_help = "format of the LM head (keep)"
+    quantize.add_argument("--head", default="keep", choices=["keep", "fp8", "int8", "int4"], help=head_help)
     quantize.add_argument("--quiet", action="store_true", help="no progress bar")
     add_verbose(quantize)
     configuration = Configuration()
-    config = add("config", help="show the settings and where each comes from", description=CONFIG)
+    config = add("config", help="show the settings and their sources", description=CONFIG)
     config.set_defaults(configuration=configuration, wrong=parser.wrong)
     for name in CONFIGURED:
         command = commands.choices[name]
         command.configure(name, configuration)
         command.set_defaults(refuse=command.error)
         add_verbose(command)
-    commands.choices["chat"].ask("the first message; without a terminal its answer is the only one")
+    commands.choices["chat"].ask("the first message; without a terminal, the only one")
     commands.choices["generate"].ask("the prompt, as with --prompt")
     add_benches(add("bench", help="time this engine on a GPU", description=BENCH))
-    profile = add("profile", help="show where a step's time goes", description=PROFILE)
+    profile = add("profile", help="show the time of each kernel", description=PROFILE)
     add_shape(profile, model=True)
     add_quantize(profile)
-    profile.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first step (64)")
+    profile.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first pass (64)")
     profile.add_argument(
         "--prompt-tokens",
         type=positive,
         default=2048,
         metavar="N",
-        help="tokens of the prefill chunk, at most 2048 (2048)",
+        help="tokens of the prompt chunk, at most 2048 (2048)",
     )
-    profile.add_argument("--rows", type=row_count, default=1, metavar="N", help="requests in the step, 1 to 64 (1)")
-    profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures there")
+    profile.add_argument("--rows", type=row_count, default=1, metavar="N", help="requests in the pass, 1 to 64 (1)")
+    profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures to DIR")
     add_verbose(profile)
     tune = add("tune", help="search launch configs for this GPU", description=TUNE)
     add_shape(tune, model=True)
     add_quantize(tune, kv_dtype=False)
-    rows_help = "tune steps of so many requests, 1 to 64 (1)"
+    rows_help = "requests in the tuned pass, 1 to 64 (1)"
     tune.add_argument("--rows", type=row_count, default=1, metavar="N", help=rows_help)
-    tune.add_argument("--minutes", type=minutes, default=5.0, metavar="M", help="the longest that it may search (5)")
+    tune.add_argument(
+        "--minutes", type=minutes, default=5.0, metavar="M", help="time limit of the search in minutes (5)"
+    )
     add_verbose(tune)
     return parser
 
@@ -222,15 +226,15 @@ def make_parser() -> argparse.ArgumentParser:
 def session_options(sessions) -> None:
     """Add the options and actions of `sessions`."""
     form = sessions.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one JSON object a line")
-    form.add_argument("--names", action="store_true", help="only their names")
+    form.add_argument("--json", action="store_true", help="print one JSON object per line")
+    form.add_argument("--names", action="store_true", help="print only the names")
     add_verbose(sessions)
     actions = sessions.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
-    rename = actions.add_parser("rename", help="give one another name")
+    rename = actions.add_parser("rename", help="rename a conversation")
     rename.add_argument("name", metavar="SESSION")
     rename.add_argument("new", metavar="NEW")
-    words = "delete some; what is not there is told, and then none is deleted"
+    words = "delete conversations; if one does not exist, an error names it and none is deleted"
     actions.add_parser("delete", aliases=["rm"], help=words).add_argument("names", nargs="+", metavar="SESSION")
-    export = actions.add_parser("export", help="write one as Markdown, to stdout or a file that is not there yet")
+    export = actions.add_parser("export", help="write a conversation as Markdown to stdout or a new file")
     export.add_argument("name", metavar="SESSION")
     export.add_argument("file", nargs="?", metavar="FILE")

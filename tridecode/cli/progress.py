@@ -1,4 +1,4 @@
-"""Progress bars: of an engine that loads, and of many requests."""
+"""Progress bars of a loading engine and of many requests."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -20,11 +20,11 @@ from rich.text import Text
 if TYPE_CHECKING:  # it imports Loading
     from .terminal import Output
 
-WIDE = 60  # columns; in a narrower terminal the bar has the room of the word
+WIDE = 60  # columns; a narrower terminal shows the bar without its title
 
 
 class Rate(ProgressColumn):
-    """Tokens a second."""
+    """Column of a progress bar with tokens per second."""
 
     def __init__(self, rate: Callable[[], float]):
         self._rate = rate
@@ -35,7 +35,7 @@ class Rate(ProgressColumn):
 
 
 def progress(word: str, output: "Output", rate: Callable[[], float], shows: bool = True) -> Progress:
-    """A bar on stderr if that is a terminal and `shows`."""
+    """Return a progress bar on stderr. It is hidden unless stderr is a terminal and `shows` is true."""
     words = [TextColumn(word)] if output.errors.width >= WIDE else []
     return Progress(
         *words,
@@ -49,12 +49,12 @@ def progress(word: str, output: "Output", rate: Callable[[], float], shows: bool
         disable=output.quiet or not (shows and output.errors.is_terminal),
         redirect_stdout=False,
         redirect_stderr=False,
-        refresh_per_second=4,  # the thread that draws takes its time from the requests
+        refresh_per_second=4,  # each refresh takes CPU time from the requests
     )
 
 
 class Amount(DownloadColumn):
-    """The progress of a task: bytes and speed, or a count in the unit of the task."""
+    """Column of a progress bar with bytes and speed, or with a count in the task's unit."""
 
     def render(self, task: Task) -> Text:
         if unit := task.fields["unit"]:
@@ -63,7 +63,7 @@ class Amount(DownloadColumn):
 
 
 class Loading(Progress):
-    """The bar of an engine that loads its weights, then compiles its kernels."""
+    """Progress bar of an engine that loads its weights and then compiles its kernels."""
 
     def __init__(self, console: Console, disable: bool):
         columns = TextColumn("{task.description}"), BarColumn(), Amount()

@@ -13,7 +13,7 @@ from .api_key import VARIABLE, api_key
 from .loading import load_model
 from .terminal import Output, counted
 
-SWITCH = 1e-4  # seconds after which a thread that runs Python lets others run
+SWITCH = 1e-4  # interval in seconds at which Python switches threads
 
 
 def serve(args, output: Output) -> int:
@@ -51,7 +51,7 @@ def serve(args, output: Output) -> int:
     gc.freeze()  # loaded objects stay, so later collections, which stop all threads, can skip them
 
     def ready() -> None:
-        tell(output, engine, settings, bound.getsockname(), "https" if tls else "http")
+        announce(output, engine, settings, bound.getsockname(), "https" if tls else "http")
 
     code = run(engine, settings, bound, tls, ready)
     gc.unfreeze()  # otherwise extension modules report leaks
@@ -60,12 +60,12 @@ def serve(args, output: Output) -> int:
     return code
 
 
-def tell(output: Output, engine: Engine, settings, address: tuple, scheme: str) -> None:
+def announce(output: Output, engine: Engine, settings, address: tuple, scheme: str) -> None:
     host, port = address[:2]
     place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
     output.note(f"serving {settings.model} at {place}")
     if settings.api_key is None and not ip_address(host).is_loopback:
-        output.note(f"whoever reaches this address can use it: {VARIABLE} sets a key")
+        output.note(f"this server accepts requests without an API key; set {VARIABLE} to require one")
     output.note(f"{counted(engine.slots, 'request')} at a time, a context of {engine.capacity:,}; Ctrl-C stops")
 
 

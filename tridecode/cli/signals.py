@@ -28,7 +28,7 @@ class Ended(SystemExit):
 
 @contextmanager
 def ending():
-    """Make the signals in _ENDS raise Ended, once. A signal that is ignored or has a handler already is left alone."""
+    """Make the first signal of _ENDS raise Ended. A signal that is ignored or has a handler is not changed."""
 
     def end(signum, frame):
         for each in changed:  # a closed terminal sends several; a second one must not interrupt the cleanup
@@ -36,11 +36,11 @@ def ending():
         if in_background():  # suspended: changing the terminal would stop this program again
             with open(os.devnull) as nothing:
                 os.dup2(nothing.fileno(), sys.stdin.fileno())
-        asked.append(Ended(signum))
-        raise asked[0]
+        received.append(Ended(signum))
+        raise received[0]
 
     changed: list[signal.Signals] = []
-    asked: list[Ended] = []
+    received: list[Ended] = []
     try:
         with suppress(ValueError):  # not the main thread
             for each in _ENDS:
@@ -50,8 +50,8 @@ def ending():
         try:
             yield
         finally:
-            if asked:  # an error of the cleanup, for example of a closed terminal, does not replace it
-                raise asked[0] from None
+            if received:  # an error of the cleanup, for example of a closed terminal, does not replace it
+                raise received[0] from None
     finally:
         for each in changed:
             signal.signal(each, signal.SIG_DFL)
@@ -74,7 +74,7 @@ def ending_task():
             before[signum](signum, frame)
         except Ended:
             task.cancel()
-            loop.call_soon_threadsafe(lambda: None)  # wakes a loop that waits
+            loop.call_soon_threadsafe(lambda: None)  # wakes a waiting loop
 
     main = threading.current_thread() is threading.main_thread()  # elsewhere signals cannot be set
     before = {each: found for each in _ENDS if main and callable(found := signal.getsignal(each))}
@@ -89,7 +89,7 @@ def ending_task():
 
 
 def in_background() -> bool:
-    """Return whether another program, for example the shell, has the terminal of stdin now."""
+    """Return whether another program, for example the shell, controls the terminal of stdin."""
     with suppress(OSError, ValueError):  # no terminal
         return os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp()
     return False
@@ -149,7 +149,7 @@ def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
         return
 
     def suspend(signum, frame):
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # another one would come amid of this
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a second Ctrl-Z must not interrupt this handler
         try:
             put_away()
             if callable(outer):

@@ -31,18 +31,18 @@ from .bench.passes import enqueue, rewind
 from .chat import session
 from .terminal import Output
 
-CONTEXTS = (128, 4096)  # the time of a step is its mean over these
-CONTEXTS_OF_SEVERAL = (128, 1024)  # rows
-RUN_SECONDS, RUNS = 0.05, 5  # length and number of the runs that a timing is the median of
-AT_ONCE = 2 * workers()  # candidates that are compiled before they are timed
+CONTEXTS = (128, 4096)  # the time of a pass is the mean over these contexts
+CONTEXTS_OF_SEVERAL = (128, 1024)  # the same for passes of several rows
+RUN_SECONDS, RUNS = 0.05, 5  # length and number of the runs; a timing is their median
+AT_ONCE = 2 * workers()  # candidates that are compiled together before they are timed
 TOLERANCE = 0.05  # relative RMS between the logits of two configs; only the order of sums differs
-PACKED_TOLERANCE = 0.2  # for quantized weights: with random ones the order of sums has made more than 0.05
+PACKED_TOLERANCE = 0.2  # for quantized weights: with random weights, the order of sums alone has caused more than 0.05
 
 
 def run(args, output: Output) -> int:
     """Run `tune`: print a line for each config that changed, and one JSON line."""
     if not torch.cuda.is_available():
-        raise DeviceError("tune needs an NVIDIA GPU and none is usable here")
+        raise DeviceError("tune needs an NVIDIA GPU; no usable GPU was found")
     config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
     contexts = CONTEXTS if args.rows == 1 else CONTEXTS_OF_SEVERAL
     engine = bench_engine(args, min(contexts[-1] + 256, config.max_position), slots=args.rows)
@@ -52,16 +52,16 @@ def run(args, output: Output) -> int:
     tried = candidates(before, rows, device)
     deadline = time.monotonic() + 60 * args.minutes
     with progress(output, names) as report:
-        found = search(before, tried, measure, deadline, report, measure.compile, AT_ONCE)
-    # The search takes the luckiest of many timings. Two more of both tell whether the gain is real.
-    before_us, after_us = (confirmed(measure, configs) * 1e6 for configs in (before, found.configs))
+        result = search(before, tried, measure, deadline, report, measure.compile, AT_ONCE)
+    # The search keeps the shortest of many noisy timings. Two further timings of both configs confirm the gain.
+    before_us, after_us = (confirmed(measure, configs) * 1e6 for configs in (before, result.configs))
     path = table_path(device.name) if after_us < before_us * (1 - MARGIN) else None
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        session.write(path, merged_text(path, device, rows, found.configs))
-    changes = {name: (entry_of(config_of(before, part)), entry_of(config_of(found.configs, part)))
+        session.write(path, merged_text(path, device, rows, result.configs))
+    changes = {name: (entry_of(config_of(before, part)), entry_of(config_of(result.configs, part)))
                for part, name in names.items()}  # fmt: skip
-    show(found, changes, before_us, after_us, path, output)
+    show(result, changes, before_us, after_us, path, output)
     report = {
         "command": "tune",
         **model_facts(engine, args),
@@ -69,9 +69,9 @@ def run(args, output: Output) -> int:
         "contexts": measure.contexts,
         "us_before": round(before_us, 2),
         "us_after": round(after_us, 2),
-        "tried": found.tried,
-        "skipped": found.skipped,
-        "finished": found.finished,
+        "tried": result.tried,
+        "skipped": result.skipped,
+        "finished": result.finished,
         "shapes": {role: pair[path is not None] for name, pair in changes.items() for role in name.split(", ")},
         "table": None if path is None else str(path),
         **run_facts(engine.device),
@@ -90,24 +90,24 @@ def part_names(cases: dict, configs: PassConfigs) -> dict[Part, str]:
 
 
 def confirmed(measure: Callable[[PassConfigs], float | None], configs: PassConfigs) -> float:
-    """Return the shorter of two timings. Raises DeviceError if a step that ran before fails now."""
+    """Return the shorter of two timings in seconds. Raises DeviceError if a pass fails that ran before."""
     first, second = measure(configs), measure(configs)
     if first is None or second is None:
-        raise DeviceError("the step gave other results when it was timed again; no table was written")
+        raise DeviceError("the pass gave different logits when it was timed again; no table was written")
     return min(first, second)
 
 
-def show(found: Search, changes: dict, before_us: float, after_us: float, path, output: Output) -> None:
+def show(result: Search, changes: dict, before_us: float, after_us: float, path, output: Output) -> None:
     if path is None:
-        output.text(f"nothing faster than the present shapes, {before_us:,.1f} µs a step\n")
+        output.text(f"no launch configs are faster than the current ones, {before_us:,.1f} µs a step\n")
     else:
         width = max(10, *map(len, changes))
         for name, (old, new) in changes.items():
             if old != new:
                 output.text(f"{name:<{width}} {words(old)}  ->  {words(new)}\n")
         output.text(f"{before_us:,.1f} -> {after_us:,.1f} µs a step; engines on this GPU use it from now on: {path}\n")
-    if not found.finished:
-        output.note("the time was up before every candidate was tried; --minutes gives more")
+    if not result.finished:
+        output.note("the time ended before every candidate was tried; raise --minutes")
 
 
 def words(fields: dict[str, int]) -> str:
@@ -115,8 +115,9 @@ def words(fields: dict[str, int]) -> str:
 
 
 class StepTimer:
-    """Seconds of a greedy step with given configs, the mean over `contexts`; None if they do not compile, do not launch
-    or give other logits than the first ones did.
+    """Timer of a greedy pass with given configs: seconds, the mean over `contexts`.
+
+    The result is None if the configs do not compile, do not launch, or change the logits of the first call.
     """
 
     def __init__(self, engine: Engine, contexts: tuple[int, ...] = CONTEXTS):
@@ -180,8 +181,8 @@ def progress(output: Output, names: dict[Part, str]):
     with Progress(*columns, console=output.errors, transient=True, disable=not output.errors.is_terminal) as bar:
         task = bar.add_task("tuning", total=None, name="", best="")
 
-        def report(found: Search, total: int, part: Part) -> None:
-            best = f"{found.seconds * 1e6:,.1f} µs a step"
-            bar.update(task, completed=found.tried % total, total=total, name=names[part], best=best)
+        def report(result: Search, total: int, part: Part) -> None:
+            best = f"{result.seconds * 1e6:,.1f} µs a step"
+            bar.update(task, completed=result.tried % total, total=total, name=names[part], best=best)
 
         yield report

@@ -1,4 +1,4 @@
-"""How argparse reads values whose options are not declared: functions, made of constraints. No torch is imported."""
+"""Functions with which argparse parses values of undeclared options. This module must not import torch."""
 
 import argparse
 import math
@@ -44,14 +44,14 @@ _modes, _percentiles = list_reader(Choice(GRAPHS)), list_reader(Number(0, 100))
 
 
 def graph_modes(text: str) -> list[str]:
-    """Return some of GRAPHS, each once."""
+    """Parse a list of distinct graph modes."""
     if len(set(modes := _modes(text))) < len(modes):
-        raise argparse.ArgumentTypeError(f"every mode may be there once, got {text!r}")
+        raise argparse.ArgumentTypeError(f"every mode can be listed only once, got {text!r}")
     return modes
 
 
 def contexts(text: str) -> list[str]:
-    """Return numbers of tokens, and mixes like 32000x1+64x31."""
+    """Parse a list of numbers of tokens and mixes like 32000x1+64x31."""
     parts = text.split(",")
     for part in parts:
         mix(part)
@@ -59,7 +59,7 @@ def contexts(text: str) -> list[str]:
 
 
 def mix(context: str) -> list[int]:
-    """Return the context of each row of a mix like 32000x1+64x31; a number alone is one row."""
+    """Return the context of each row of a mix like 32000x1+64x31. A single number is one row."""
     rows: list[int] = []
     for part in context.split("+"):
         tokens, times, count = part.partition("x")
@@ -70,5 +70,5 @@ def mix(context: str) -> list[int]:
 
 
 def percentiles(text: str) -> list[float]:
-    """Return numbers from 0 to 100; whole ones as integers, as they are named in a figure like p99_ttft_ms."""
+    """Parse a list of percentiles. Whole numbers become integers, as in the name of a figure like p99_ttft_ms."""
     return sorted({int(value) if value.is_integer() else value for value in _percentiles(text)})

@@ -1,4 +1,4 @@
-"""bench decode --ablate: what each idea of the step is worth, on the same kernels with the same launch configs."""
+"""bench decode --ablate: the gain of each optimization of the decode pass, with equal kernels and launch configs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +22,8 @@ PROFILED_STEPS = 16
 
 @dataclass(kw_only=True)
 class AblateRow(Row):
+    """Row of a variant of the decode pass."""
+
     bench = "ablate"
     header = "decode --ablate"
     variant: str = column("step")
@@ -38,7 +40,7 @@ class AblateRow(Row):
 
 
 def variants(engine: Engine) -> Iterator[tuple[str, DecodePasses]]:
-    """The rungs by name, from the slowest; all share the engine's weights, cache and workspace."""
+    """Yield the variants and their names, from the slowest. All share the engine's weights, cache and workspace."""
     model, run = engine.model, launch if engine.backend == "triton" else run_reference
     yield "eager, an allocation per output", DecodePasses(model, Allocating(run))
     yield "eager, into the workspace", DecodePasses(model, run)
@@ -50,7 +52,7 @@ def variants(engine: Engine) -> Iterator[tuple[str, DecodePasses]]:
 
 @contextmanager
 def stepping(engine: Engine, steps: DecodePasses):
-    """The engine with other steps."""
+    """Replace the engine's decode passes within the context."""
     own, engine.steps = engine.steps, steps
     try:
         yield engine
@@ -59,7 +61,10 @@ def stepping(engine: Engine, steps: DecodePasses):
 
 
 def ladder(engine: Engine, args, output) -> list[Row]:
-    """A row for each rung, in µs a step: wall by CUDA events, the others from the GPU's activity records."""
+    """Return a row for each variant, in µs per pass.
+
+    The wall time is measured by CUDA events; the other figures are from the profiler's records of GPU activity.
+    """
     rungs, params = list(variants(engine)), SAMPLING[args.sampling]
     walls = []
     for name, variant in rungs:
@@ -67,7 +72,7 @@ def ladder(engine: Engine, args, output) -> list[Row]:
             walls.append(spread(time_decode(engine, args.context, args.steps, args.runs, params), 1e6))
         check_running(engine, name)
         output.note(f"{name}: {walls[-1][0]:,.1f} µs a step")
-    events = record(engine, rungs, args.context, params)  # after every timer: a profiler slows what follows it
+    events = record(engine, rungs, args.context, params)  # last: code after a profiler session runs slower
     rows: list[Row] = []
     for (name, _), (wall, p5, p95) in zip(rungs, walls):
         figures = device_figures(kernels_within(events, name), PROFILED_STEPS)
@@ -79,8 +84,10 @@ def ladder(engine: Engine, args, output) -> list[Row]:
 
 
 def record(engine: Engine, rungs: list, context: int, params: SamplingParams):
-    """The profiler's events of PROFILED_STEPS steps of each rung, within a range of its name. One session for all:
-    what was captured before a session is recorded in it, but not surely in a second one."""
+    """Return the profiler's events of PROFILED_STEPS passes of each variant, within a range named after the variant.
+
+    One session records all variants: graphs captured before a session may be missing from the records of a second one.
+    """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         for name, variant in [("warm-up", rungs[-1][1]), *rungs]:
             rewind(engine, context, params)
@@ -93,7 +100,7 @@ def record(engine: Engine, rungs: list, context: int, params: SamplingParams):
 
 
 def kernels_within(events, name: str) -> list[tuple[float, float]]:
-    """Start and end in µs of what the GPU ran within the host's range `name`."""
+    """Return start and end in µs of the GPU's activities within the host's range `name`."""
     ranges = [e.time_range for e in events if e.name == name and e.device_type == DeviceType.CPU]
     return [
         (event.time_range.start, event.time_range.end)
@@ -105,8 +112,10 @@ def kernels_within(events, name: str) -> list[tuple[float, float]]:
 
 
 def device_figures(intervals: list[tuple[float, float]], steps: int) -> dict:
-    """µs a step from the first kernel's start to the last one's end, and those in which a kernel runs; {} without
-    kernels."""
+    """Return µs per pass: the span from the first kernel's start to the last end, and the part with a kernel running.
+
+    The result is empty without kernels.
+    """
     if not intervals:
         return {}
     span, busy = (value / steps for value in span_and_union(intervals))
@@ -114,7 +123,7 @@ def device_figures(intervals: list[tuple[float, float]], steps: int) -> dict:
 
 
 def span_and_union(intervals: list[tuple[float, float]]) -> tuple[float, float]:
-    """Length from the first start to the last end, and of the union of the intervals."""
+    """Return the length from the first start to the last end, and the length of the union of the intervals."""
     union, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         union += max(end - max(start, reached), 0.0)

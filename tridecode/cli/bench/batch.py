@@ -1,4 +1,4 @@
-"""bench batch: the token step of many requests at once, beside that of one, in the same engine and run."""
+"""bench batch: time of a decode pass of many requests, compared with a pass of one request in the same run."""
 
 from dataclasses import dataclass
 
@@ -24,10 +24,12 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(kw_only=True)
 class BatchRow(Row):
+    """Row of a number of requests, or of a mix."""
+
     bench = "batch"
     header = "batch"
     rows: int = column("rows")
-    context: int | str = column("context")  # of each request, or a mix like 32000x1+64x31
+    context: int | str = column("context")  # context length of each request, or a mix like 32000x1+64x31
     steps: int
     runs: int
     sampling: str
@@ -45,40 +47,44 @@ class BatchRow(Row):
 
 
 def batch(args, output) -> list[Row]:
-    """A row for each number of --rows at each --context, and one for each mix; all on one engine."""
+    """Return a row for each number of --rows at each --context, and one for each mix. One engine runs all."""
     cases = cases_of(args)
     room = [[room_of(context, args.steps) for context in contexts] for _, contexts in cases]
     engine = bench_engine(args, max(map(max, room)), max(map(len, room)), max(map(sum, room)))
     bandwidth, params = read_bandwidth(engine.device), SAMPLING[args.sampling]
 
     def times(contexts: list[int]) -> list[float]:
-        found = time_decode(engine, contexts, args.steps, args.runs, params, len(contexts))
+        seconds = time_decode(engine, contexts, args.steps, args.runs, params, len(contexts))
         check_running(engine, counted(len(contexts), "row"), len(contexts))
-        return found
+        return seconds
 
-    alone = {context: spread(times([context]), 1e6)[0] for context in {max(contexts) for _, contexts in cases}}
+    one_row = {context: spread(times([context]), 1e6)[0] for context in {max(contexts) for _, contexts in cases}}
     rows: list[Row] = []
     for name, contexts in cases:
         nbytes = step_bytes(engine, contexts, args.steps)
         figures = step_figures("us_per_step", times(contexts), nbytes, bandwidth, len(contexts))
-        figures |= {"rows": len(contexts), "context": name, "one_row_us": alone[max(contexts)]}
+        figures |= {"rows": len(contexts), "context": name, "one_row_us": one_row[max(contexts)]}
         rows.append(make_row(BatchRow, engine, args, **figures))
     return rows
 
 
 def room_of(context: int, steps: int) -> int:
-    """K/V positions of a request in whole pages, with one to spare: all that a run needs comes before it begins."""
+    """Return the K/V positions to reserve for a request: whole pages and a spare one, so that no run allocates any."""
     return (-(-(context + steps + 2) // PAGE) + 1) * PAGE
 
 
 def cases_of(args) -> list[tuple[int | str, list[int]]]:
-    """What a row says of its contexts, and the context of each of its requests. Raises ParameterError."""
+    """Return for each row its value of `context` and the context length of each of its requests.
+
+    Raises:
+        ParameterError: --rows is set although each --context is a mix
+    """
     if args.rows is not None and all(not context.isdecimal() for context in args.context):
-        raise ParameterError(f"--rows: a mix like {args.context[0]} says itself how many; leave out --rows")
-    found: list[tuple[int | str, list[int]]] = []
+        raise ParameterError(f"--rows: a mix like {args.context[0]} sets the number of rows; leave out --rows")
+    cases: list[tuple[int | str, list[int]]] = []
     for context in args.context:
         if context.isdecimal():
-            found += [(int(context), [int(context)] * rows) for rows in args.rows or ROWS]
+            cases += [(int(context), [int(context)] * rows) for rows in args.rows or ROWS]
         else:
-            found.append((context, mix(context)))
-    return found
+            cases.append((context, mix(context)))
+    return cases

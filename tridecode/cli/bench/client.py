@@ -1,4 +1,4 @@
-"""A client of an OpenAI-compatible server that times what streams to it. HTTP is httpx's."""
+"""Client of an OpenAI-compatible server that measures the times of streamed answers, with httpx."""
 
 import asyncio
 import json
@@ -13,20 +13,20 @@ import httpx
 from ...errors import GenerationError, as_json, brief
 
 ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-TEXTS = ("content", "text", "reasoning_content", "reasoning")  # of a choice: where its text may stand
+TEXTS = ("content", "text", "reasoning_content", "reasoning")  # fields of a choice that can contain its text
 
 
 class Failed(Exception):
-    """A request gave no whole answer; the message is the reason, in the same words for the same cause."""
+    """A request without a complete answer. Requests that fail for the same reason have equal messages."""
 
 
 @dataclass(eq=False)
 class Answer:
-    """One request and when its parts came: seconds of time.perf_counter()."""
+    """One request and the times at which its parts arrived, in seconds of `time.perf_counter()`."""
 
     started: float
-    first: float = math.inf  # the first text, or the end where there was none
-    last: float = math.inf  # the last event but [DONE]
+    first: float = math.inf  # the first text, or the end of an answer without text
+    last: float = math.inf  # the last event before [DONE]
     gaps: list[float] = field(default_factory=list)  # between an event with text and the next
     input_tokens: int = 0
     output_tokens: int = 0
@@ -43,21 +43,29 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None where no token is."""
+        """Seconds per token after the first, or None for an answer of fewer than two tokens."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     def event(self, data: bytes, now: float) -> None:
-        """Take the data of an event that came at `now`. Raises Failed."""
+        """Record an event that arrived at `now`.
+
+        Args:
+            data: the event's data
+            now: seconds of `time.perf_counter()`
+
+        Raises:
+            Failed: the event reports an error or does not follow the API
+        """
         try:
-            found = json.loads(data)
-            texts = [has_text(choice) for choice in found.get("choices") or ()]
-            if found.get("error"):
-                raise Failed(f"an error in the stream: {message_of(found)}")
-            if usage := found.get("usage"):
+            event = json.loads(data)
+            texts = [has_text(choice) for choice in event.get("choices") or ()]
+            if event.get("error"):
+                raise Failed(f"an error in the stream: {message_of(event)}")
+            if usage := event.get("usage"):
                 self.input_tokens, self.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             shown = brief(data.decode(errors="replace"), 80)
-            raise Failed(f"an event in the stream is none of this API: {shown}") from None
+            raise Failed(f"an event in the stream does not follow the API: {shown}") from None
         self.last = now
         if any(texts):
             if self.first == math.inf:
@@ -67,7 +75,7 @@ class Answer:
             self._latest = now
 
     def finish(self) -> None:
-        """The stream has ended as it should. Raises Failed where something is missing in it."""
+        """Complete the answer after the end of its stream. Raises Failed for a stream without usage."""
         if not self.input_tokens and not self.output_tokens:
             raise Failed("the stream ended without usage: it was cut off, or the server ignores include_usage")
         self.first = min(self.first, self.last)
@@ -78,28 +86,35 @@ def has_text(choice: dict) -> bool:
     return any(map(part.get, TEXTS))
 
 
-def message_of(found) -> str:
-    """What a JSON error body says."""
-    error = found.get("error", found) if isinstance(found, dict) else found
+def message_of(body) -> str:
+    """Return the message of a parsed JSON error body."""
+    error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return brief(message if isinstance(message, str) else as_json(message))
 
 
 class Client:
-    """Sends requests to one server; what came of them are Answers."""
+    """HTTP client that sends requests to one server and returns their `Answer`s."""
 
     def __init__(self, url: str, key: str | None, timeout: float):
-        """timeout: seconds for a whole request."""
+        """Create a client without connections.
+
+        Args:
+            url: base URL of the server
+            key: API key, if the server requires one
+            timeout: seconds for a whole request
+        """
         self._timeout = timeout
-        # What is compressed comes late, and in other pieces than it was sent in.
+        # Compression would delay events and merge them.
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
-        # Servers close what is idle for some seconds (uvicorn: 5): no request should meet that.
+        # Servers close connections that are idle for some seconds (uvicorn: 5). The client closes them earlier, so that
+        # no request uses a connection that the server has just closed.
         limits = httpx.Limits(max_connections=1, keepalive_expiry=3.0)
         self._url, context = url, httpx.create_ssl_context()
         self._connect = partial(
             httpx.AsyncClient, base_url=url, headers=headers, limits=limits, timeout=None, verify=context
         )
-        # Each of them has one connection: a pool looks at all of its connections at each request (4 ms at 64 of them).
+        # Each AsyncClient has one connection, because a pool checks all its connections for each request (4 ms for 64).
         self._all: list[httpx.AsyncClient] = []
         self._idle: list[httpx.AsyncClient] = []
 
@@ -111,7 +126,7 @@ class Client:
             await http.aclose()
 
     def prepare(self, connections: int) -> None:
-        """Make what so many requests at once need: it takes a millisecond each."""
+        """Create clients until `connections` of them are idle. Creating one takes about a millisecond."""
         while len(self._idle) < connections:
             self._all.append(self._connect())
             self._idle.append(self._all[-1])
@@ -119,14 +134,14 @@ class Client:
     @contextmanager
     def _connection(self):
         self.prepare(1)
-        http = self._idle.pop()  # the one used last, whose connection is the likeliest to be open
+        http = self._idle.pop()  # the client used last: its connection is most likely still open
         try:
             yield http
         finally:
             self._idle.append(http)
 
     async def first_model(self) -> str:
-        """The name of the first model that the server has. Raises GenerationError."""
+        """Return the name of the first model that the server lists. Raises GenerationError."""
         place = f"{self._url}/v1/models"
         try:
             async with failing(self._timeout):
@@ -137,10 +152,16 @@ class Client:
         except Failed as error:
             raise GenerationError(f"{place}: {error}") from None
         except (ValueError, LookupError, TypeError):
-            raise GenerationError(f"{place} names no model; give --model") from None
+            raise GenerationError(f"{place} lists no model; set --model") from None
 
     async def ask(self, path: str, body: bytes, running: set[Answer]) -> Answer:
-        """Post `body`, JSON that asks for a stream; the answer is in `running` meanwhile. What fails is its error."""
+        """Send a request and return its answer. A failure is stored in the answer's `error`.
+
+        Args:
+            path: path of the endpoint
+            body: JSON of a request with `"stream": true`
+            running: set that contains the answer while the request runs
+        """
         answer = Answer(time.perf_counter())
         running.add(answer)
         try:
@@ -155,16 +176,16 @@ class Client:
 
 
 async def stream(http: httpx.AsyncClient, path: str, body: bytes, answer: Answer) -> None:
-    """Raises Failed and what httpx raises."""
+    """Post `body` and record the events of the response in `answer`. Raises Failed, or an error of httpx."""
     json_body = {"content-type": "application/json"}
     async with http.stream("POST", path, content=body, headers=json_body) as response:
         if response.status_code != 200:
             await response.aread()
             check(response)
         rest = b""
-        async for piece in response.aiter_raw():
+        async for chunk in response.aiter_raw():
             now = time.perf_counter()
-            *lines, rest = (rest + piece).split(b"\n")
+            *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                     answer.event(data, now)
@@ -172,25 +193,25 @@ async def stream(http: httpx.AsyncClient, path: str, body: bytes, answer: Answer
 
 
 def check(response: httpx.Response) -> None:
-    """Raises Failed for a response, read to its end, that is none with status 200."""
+    """Raise Failed unless the status of a response is 200. The response must have been read."""
     if response.status_code != 200:
         try:
-            said = message_of(response.json())
+            reason = message_of(response.json())
         except (ValueError, RecursionError):
-            said = brief(response.text)
-        hint = "; give TRIDECODE_API_KEY or --api-key-file" if response.status_code == 401 else ""
-        raise Failed(f"{response.status_code}: {said or response.reason_phrase}{hint}")
+            reason = brief(response.text)
+        hint = "; set TRIDECODE_API_KEY or --api-key-file" if response.status_code == 401 else ""
+        raise Failed(f"{response.status_code}: {reason or response.reason_phrase}{hint}")
 
 
 @asynccontextmanager
 async def failing(timeout: float):
-    """Within, what goes wrong on the way to a server and back raises Failed; so does an end that does not come."""
+    """Convert errors of the connection, and a timeout of `timeout` seconds, to Failed."""
     try:
         async with asyncio.timeout(timeout):
             yield
     except TimeoutError:
         raise Failed(f"no end within {timeout:g} s (--timeout)") from None
     except httpx.ConnectError as error:
-        raise Failed(f"cannot connect: {brief(error)}; is a server there? --url says where") from None
+        raise Failed(f"cannot connect: {brief(error)}; check that a server runs at the address of --url") from None
     except (httpx.HTTPError, OSError) as error:
         raise Failed(f"{type(error).__name__}: {brief(error)}".removesuffix(": ")) from None

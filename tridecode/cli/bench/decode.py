@@ -1,4 +1,4 @@
-"""bench decode: the whole token step, LM head and sampling included, against the read bandwidth of the run."""
+"""bench decode: time of a whole decode pass, with LM head and sampling, against the measured read bandwidth."""
 
 from dataclasses import dataclass
 
@@ -19,6 +19,8 @@ from .rows import Row, column
 
 @dataclass(kw_only=True)
 class DecodeRow(Row):
+    """Row of decode passes of one request."""
+
     bench = "decode"
     header = "decode"
     context: int = column("context")
@@ -37,7 +39,7 @@ class DecodeRow(Row):
 
 
 def decode(args, output) -> list[Row]:
-    """One row, or with --ablate one for each rung of the ladder."""
+    """Return one row, or with --ablate a row for each variant of the pass."""
     engine = bench_engine(args, capacity_of(args))
     if args.ablate:
         return ladder(engine, args, output)
@@ -51,5 +53,5 @@ def decode(args, output) -> list[Row]:
 
 
 def capacity_of(args) -> int:
-    """K/V positions to allocate: --capacity, or what the run needs."""
+    """Return the K/V positions to allocate: --capacity, or the number that the run needs."""
     return args.capacity or args.context + args.steps + 2

@@ -1,7 +1,7 @@
-"""A fresh process up to its first token, run by `bench start`: python -m tridecode.cli.bench.first_token PRESET T.
+"""Program that `bench start` runs: build an engine and sample one token, then print one JSON line on stdout.
 
-T is time.time() at which the process was started. One JSON line on stdout as soon as the token is there; what takes its
-time before is said on stderr.
+Usage: python -m tridecode.cli.bench.first_token PRESET T, where T is the value of time.time() when the process was
+started. The program logs the phases of its start on stderr.
 """
 
 import json
@@ -26,23 +26,23 @@ def main(preset: str, started: float) -> None:
     def report(*, metadata, cache_hit, **_) -> None:
         if not cache_hit:
             compiled.append(metadata["name"])
-            say(f"compiled {metadata['name'].strip('_')} ({len(compiled)})", started)
+            log(f"compiled {metadata['name'].strip('_')} ({len(compiled)})", started)
 
     triton.knobs.compilation.listener = report
     logging.basicConfig(format="          %(message)s")
-    logging.getLogger("tridecode").setLevel(logging.INFO)  # the engine says itself what it does
-    say(f"imported torch {torch.__version__}; making the weights and the step", started)
+    logging.getLogger("tridecode").setLevel(logging.INFO)  # the engine logs the phases of its own start
+    log(f"imported torch {torch.__version__}; making the weights and the step", started)
     engine = preset_engine(preset, CAPACITY)
     built = time.time()
-    say("captured; waiting for the first token", started)
-    pieces = engine.stream(prompt_ids(engine.config, PROMPT_TOKENS), replace(GREEDY, max_tokens=2, ignore_eos=True))
-    token = next(pieces).token_id
+    log("captured; waiting for the first token", started)
+    chunks = engine.stream(prompt_ids(engine.config, PROMPT_TOKENS), replace(GREEDY, max_tokens=2, ignore_eos=True))
+    token = next(chunks).token_id
     parts = {"import_s": imported - started, "build_s": built - imported, "prompt_s": time.time() - built}
     print(json.dumps({"token": token, "kernels_compiled": len(compiled)} | parts), flush=True)
 
 
-def say(what: str, started: float) -> None:
-    print(f"{time.time() - started:6.1f} s  {what}", file=sys.stderr, flush=True)
+def log(message: str, started: float) -> None:
+    print(f"{time.time() - started:6.1f} s  {message}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every bench stands on: engines of public shapes with random weights, timers, limits measured in the run."""
+"""Shared parts of all benches: engines with random weights, timers, and measured limits of the hardware."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,13 +42,14 @@ ALL_FILTERS = SamplingParams(
 )
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 SAMPLING = {"greedy": GREEDY, "temperature": SamplingParams(temperature=0.8, seed=1), "all": ALL_FILTERS}
-WARM_UP = 2  # runs before those that count
+WARM_UP = 2  # runs that are not counted
 R = TypeVar("R", bound=Row)
 
 
 def need_gpu() -> None:
+    """Raise DeviceError if torch cannot use a GPU."""
     if not torch.cuda.is_available():
-        raise DeviceError("bench needs an NVIDIA GPU and none is usable here")
+        raise DeviceError("bench needs an NVIDIA GPU; no usable GPU was found")
 
 
 def preset_engine(
@@ -77,10 +78,11 @@ def preset_engine(
 def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
     """Load --model, or build --preset, in bf16, for `slots` requests of at most `capacity` K/V positions.
 
-    more: further options of the engine; it verifies no drafts unless they request that.
+    more: further options of the engine. Drafts are off unless `args` or `more` turn them on.
     """
-    given = {name: value for name, value in engine_options(args).items() if name != "graph"}  # a bench has several
-    options = {"speculate": "off"} | given | more | {"slots": slots, "kv_tokens": kv_tokens}
+    # --graph of a bench lists several modes.
+    chosen = {name: value for name, value in engine_options(args).items() if name != "graph"}
+    options = {"speculate": "off"} | chosen | more | {"slots": slots, "kv_tokens": kv_tokens}
     if args.model is None:
         return preset_engine(args.preset, capacity, **options)
     need_gpu()
@@ -90,26 +92,26 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
 
 
 def fill_cache(engine: Engine) -> None:
-    """Random K/V at every position, so that a step may start anywhere."""
+    """Fill the K/V cache with random values, so that a pass can start at any position."""
     engine.model.kv.fill()
 
 
 @dataclass(frozen=True)
 class Runners:
-    """Who runs the passes of an engine in one mode, every size captured."""
+    """The decode and prompt passes of an engine in one graph mode, with every size captured."""
 
     steps: DecodePasses
     prompts: PromptPasses
 
     def reads(self) -> dict[tuple, int]:
-        """Passes so far that read prompts, by kind, rows, padded rows and mode."""
+        """Return the number of prompt passes so far, by kind, rows, padded rows and mode."""
         stats = self.steps.dispatcher.stats()
         return {(s.kind, s.rows, s.padded, s.mode): s.count for s in stats if s.kind in ("prompt", "mixed")}
 
 
 def make_runners(engine: Engine, modes: Sequence[str]) -> dict[str, Runners]:
-    """Those of each of `modes`, all on the engine's weights, cache and buffers."""
-    found, graphs = {}, engine.graphs
+    """Return the runners of each graph mode. All use the engine's weights, cache and buffers."""
+    runners, graphs = {}, engine.graphs
     for mode in modes:
         steps, prompts = engine.steps, engine.prompts
         if mode != engine.graph:
@@ -118,13 +120,13 @@ def make_runners(engine: Engine, modes: Sequence[str]) -> dict[str, Runners]:
             prompts = make_prompts(engine.model, steps, engine.backend, graphs.prompt_attention)
         while prompts.capture_next():
             pass
-        found[mode] = Runners(steps, prompts)
-    return found
+        runners[mode] = Runners(steps, prompts)
+    return runners
 
 
 @contextmanager
 def running(engine: Engine, runners: Runners):
-    """The engine with other runners."""
+    """Replace the engine's runners within the context."""
     own = engine.steps, engine.prompts
     engine.steps, engine.prompts = runners.steps, runners.prompts
     try:
@@ -134,7 +136,7 @@ def running(engine: Engine, runners: Runners):
 
 
 def read_modes(before: dict[tuple, int], after: dict[tuple, int]) -> str:
-    """How the passes between two `reads` ran that read prompts, like "full"; of none of them nothing."""
+    """Return the graph modes of the prompt passes between two results of `reads`, like "full". Empty without passes."""
     return ", ".join(sorted({key[-1] for key, count in after.items() if count > before.get(key, 0)}))
 
 
@@ -147,8 +149,17 @@ def time_decode(
     rows: int = 1,
     before: Callable[[], None] | None = None,
 ) -> list[float]:
-    """Seconds a step of `runs` runs of `steps` steps from `context`, one or that of each row; state is reset outside
-    the timed region, and then `before` called."""
+    """Return the seconds per decode pass of each run.
+
+    Args:
+        engine: the engine to time
+        context: tokens before the first pass, of all rows or of each row
+        steps: passes in a run
+        runs: number of timed runs
+        params: sampling parameters
+        rows: number of requests
+        before: called before each run, after the state was reset and outside the timed region
+    """
     times = []
     for run in range(runs + WARM_UP):
         rewind(engine, context, params, rows)
@@ -166,16 +177,21 @@ def time_decode(
 
 
 def check_running(engine: Engine, name: str, rows: int = 1) -> None:
-    """Steps that have ended do nothing, quickly: their time would be no figure."""
+    """Raise GenerationError if a row has ended: passes of ended rows return early, so their times are meaningless."""
     for status in engine.model.workspace.meta[:rows, STATUS].tolist():
         if status != RUN:
             raise GenerationError(f"{name}: the steps ended early (status {status}); no time was measured")
 
 
 def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
-    """Bytes a step must read: every weight once (the embedding is one row unless it is also the head), and K/V.
+    """Return the bytes that a decode pass must read: the weights and the K/V of the requests.
 
-    K/V is that of the mean position of `steps` steps from `context`, one or that of each row, every layer in full.
+    The embedding counts only if it is also the LM head, because a pass reads one row of it per token.
+
+    Args:
+        engine: the engine whose passes are counted
+        context: tokens before the first pass, of one request or of each request
+        steps: number of passes; K/V is counted at their mean position, in all layers
     """
     weights = engine.model.weights
     embed = 0 if weights.tied else weights.embed.numel() * weights.dtype.itemsize
@@ -185,12 +201,12 @@ def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a plain read kernel reaches, over at most 8.6 GB."""
+    """Return the bytes per second that a plain read kernel reaches, over at most 8.6 GB."""
     return measure_read_bandwidth(device, min(2**33, free_memory(device) // 2))
 
 
 def matmul_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> float:
-    """FLOP a second of torch's bf16 matmul of two [size, size] matrices, median of `repeats`."""
+    """Return FLOP per second of torch's bf16 matmul of two [size, size] matrices, the median of `repeats`."""
     a, b = (torch.empty(size, size, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
     out = torch.empty_like(a)
     times = [gpu_seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats + WARM_UP)][WARM_UP:]
@@ -198,7 +214,7 @@ def matmul_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> fl
 
 
 def gpu_seconds(work: Callable[[], object]) -> float:
-    """Seconds that the GPU takes for the work that a call of `work` enqueues, by CUDA events."""
+    """Return the seconds that the GPU takes for the work that `work()` enqueues, measured by CUDA events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()
@@ -208,19 +224,20 @@ def gpu_seconds(work: Callable[[], object]) -> float:
 
 
 def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float]:
-    """Median, 5th and 95th percentile of `values`, each times `scale`."""
+    """Return the median, 5th and 95th percentile of `values`, each times `scale`."""
     p5, median, p95 = (float(value) * scale for value in np.percentile(values, (5, 50, 95)))
     return median, p5, p95
 
 
 def step_figures(name: str, times: list[float], nbytes: int, bandwidth: float, rows: int = 1) -> dict[str, Any]:
-    """Figures of steps of `rows` requests.
+    """Return the figures of decode passes.
 
     Args:
-        name: of the median in µs
-        times: seconds a step
-        nbytes: bytes that a step must read
-        bandwidth: bytes a second
+        name: name of the median, which is in µs
+        times: seconds per pass
+        nbytes: bytes that a pass must read
+        bandwidth: measured bytes per second
+        rows: number of requests
     """
     median, p5, p95 = spread(times, 1e6)
     return {
@@ -235,13 +252,14 @@ def step_figures(name: str, times: list[float], nbytes: int, bandwidth: float, r
 
 
 def make_row(kind: type[R], engine: Engine, args, **figures) -> R:
-    """A row with its figures, the engine's model and GPU, and the options that have the names of its fields."""
+    """Build a row from figures, the engine's model and GPU, and the options in `args` that are fields of the row."""
     names = {each.name for each in fields(kind)} - {each.name for each in fields(Row)}
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return kind(**options | model_facts(engine, args) | run_facts(engine.device) | figures)
 
 
 def model_facts(engine: Engine, args) -> dict:
+    """Return the preset or model of a measurement, and its number formats."""
     facts = {"preset": args.preset} if args.model is None else {"model": engine.name}
     if quantization := engine.config.quantization:
         facts |= {"quantize": quantization.name, "head": engine.model.weights.lm_head.number_type}
@@ -249,7 +267,7 @@ def model_facts(engine: Engine, args) -> dict:
 
 
 def run_facts(device: torch.device) -> dict:
-    """Where a row was measured, and with what."""
+    """Return the GPU and the versions of a measurement."""
     return {
         "dtype": "bfloat16",
         "gpu": torch.cuda.get_device_name(device),

@@ -1,4 +1,4 @@
-"""bench serve --mix: times of requests that decode while a prompt is read among them, and of the prompt."""
+"""bench serve --mix: token times of decoding requests while a prompt is read, and the prompt's time to first token."""
 
 import math
 import time
@@ -20,10 +20,10 @@ PHASES = ("before", "during", "after")
 
 @dataclass(frozen=True)
 class Mix:
-    """One run.
+    """The times of one run.
 
     Attributes:
-        gaps: phase -> seconds between two tokens of a decoding request, of all of these
+        gaps: phase -> seconds between two successive tokens of a request, for all decoding requests
         ttft: seconds from the prompt's submission to its first token
         lost: requested tokens that were not produced
     """
@@ -35,6 +35,8 @@ class Mix:
 
 @dataclass(kw_only=True)
 class MixRow(Row):
+    """Row of decoding requests and a prompt in one graph mode."""
+
     bench = "serve-mix"
     header = "serve --mix"
     requests: int = column("requests")
@@ -61,9 +63,11 @@ class MixRow(Row):
 
 
 def mix(args, output) -> list[Row]:
-    """A row for each mode of --graph, all on one engine with a slot for each request and one for the prompt."""
+    """Return a row for each mode of --graph. One engine, with a slot per request and one for the prompt, runs all."""
     if args.requests >= MOST_ROWS:
-        raise ParameterError(f"--requests: at most {MOST_ROWS - 1} beside the prompt, got {args.requests}")
+        raise ParameterError(
+            f"--requests: must be at most {MOST_ROWS - 1}, because the prompt needs a slot too, got {args.requests}"
+        )
     tokens, slots = args.prompt_tokens, args.requests + 1
     rooms = room_of(args.context, 3 * args.steps), room_of(tokens, args.steps)
     pool = args.requests * rooms[0] + rooms[1]
@@ -80,56 +84,71 @@ def mix(args, output) -> list[Row]:
 
 
 def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: int) -> Mix:
-    """`requests` of `context` tokens decode; after `steps` of each comes a prompt of `tokens`, which draws as many.
+    """Run decoding requests, submit a prompt among them, and return the times.
 
-    Each of the others draws three times as many, so that all go on while the prompt is read, and afterwards.
+    The prompt is submitted when each decoding request has sampled more than `steps` tokens. Decoding requests sample
+    3 * steps tokens, so that they still run while the prompt is read and afterwards.
+
+    Args:
+        engine: an engine with `requests + 1` slots
+        requests: number of decoding requests
+        context: prompt length of each decoding request, in tokens
+        tokens: length of the prompt that is submitted among them
+        steps: tokens that follow this prompt
+
+    Raises:
+        GenerationError: a request failed, or `steps` is so small that the requests ended before the prompt was read
     """
     vocab = engine.config.vocab_size
 
-    def submit(number: int, length: int, most: int):
+    def submit(number: int, length: int, max_tokens: int):
         ids = [(token + 31 * number) % vocab for token in prompt_ids(engine.config, length)]
-        return engine.submit(ids, replace(GREEDY, max_tokens=most, ignore_eos=True), reuse_prefix=False)
+        return engine.submit(ids, replace(GREEDY, max_tokens=max_tokens, ignore_eos=True), reuse_prefix=False)
 
     under_way = [submit(number, context, 3 * steps) for number in range(requests)]
-    arrivals: list[list[float]] = [[] for _ in range(requests + 1)]  # of the tokens of each, the prompt's last
-    came, busy = math.inf, True
+    arrivals: list[list[float]] = [
+        [] for _ in range(requests + 1)
+    ]  # times of each request's tokens; the prompt is last
+    submitted, busy = math.inf, True
     while busy:
         busy = engine.step()
         now = time.perf_counter()
         for request, seen in zip(under_way, arrivals):
             seen += [now] * (request.completion_tokens - len(seen))
-        if came == math.inf and all(len(seen) > steps for seen in arrivals[:-1]):
-            came = time.perf_counter()
+        if submitted == math.inf and all(len(seen) > steps for seen in arrivals[:-1]):
+            submitted = time.perf_counter()
             under_way.append(submit(requests, tokens, steps))
             busy = True
-    wanted = [3 * steps] * requests + [steps]
-    lost = sum(most - len(result_of(request).token_ids) for most, request in zip(wanted, under_way))
+    expected = [3 * steps] * requests + [steps]
+    lost = sum(number - len(result_of(request).token_ids) for number, request in zip(expected, under_way))
     *decoding, new = arrivals
-    together, first = max(seen[0] for seen in decoding), new[0]  # all of them decode; the prompt has been read
+    # From `together` on all requests decode; at `first` the prompt has been read.
+    together, first = max(seen[0] for seen in decoding), new[0]
     gaps: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for seen in decoding:
         for start, end in zip(seen, seen[1:]):
             if start >= together:
-                gaps["before" if end <= came else "during" if end <= first else "after"].append(end - start)
+                gaps["before" if end <= submitted else "during" if end <= first else "after"].append(end - start)
     if min(map(len, gaps.values())) == 0 or min(seen[-1] for seen in decoding) <= first:
         few = counted(steps, "step")
         raise GenerationError(f"the requests ended before the prompt was read, after {few}; give more --steps")
-    return Mix(gaps, first - came, lost)
+    return Mix(gaps, first - submitted, lost)
 
 
 def result_of(request):
-    """Raises GenerationError where it failed."""
+    """Return the result of a request. Raises GenerationError if the request failed."""
     if (result := request.result()).error:
         raise GenerationError(result.error)
     return result
 
 
 def mix_figures(runs: list[Mix]) -> dict:
-    """Percentiles over the gaps of all runs together, the first token over the runs; ms."""
-    found: dict[str, float] = {}
+    """Return figures in ms: percentiles over the gaps of all runs, and of the time to first token over the runs."""
+    figures: dict[str, float] = {}
     for phase in PHASES:
         gaps = [1e3 * gap for run in runs for gap in run.gaps[phase]]
         median, p99 = np.percentile(gaps, (50, 99)).tolist()
-        found |= {f"{phase}_median_ms": median, f"{phase}_p99_ms": p99, f"{phase}_max_ms": max(gaps)}
+        figures |= {f"{phase}_median_ms": median, f"{phase}_p99_ms": p99, f"{phase}_max_ms": max(gaps)}
     median, p5, p95 = spread([run.ttft for run in runs], 1e3)
-    return found | {"ttft_ms": median, "ttft_ms_p5": p5, "ttft_ms_p95": p95, "lost": sum(run.lost for run in runs)}
+    figures |= {"ttft_ms": median, "ttft_ms_p5": p5, "ttft_ms_p95": p95}
+    return figures | {"lost": sum(run.lost for run in runs)}

@@ -1,4 +1,4 @@
-"""bench offload: the token step with K/V or weights in host memory, in several ways, against the fetch kernel alone."""
+"""bench offload: decode passes with K/V or weights in host memory, compared with the fetch kernel's own bandwidth."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,13 +27,15 @@ from .passes import rewind
 from .prefill import prompt_ids
 from .rows import Row, column
 
-Way = tuple[str, DecodePasses, Callable[[], None]]  # its name, what runs the passes, what prepares a run
+Way = tuple[str, DecodePasses, Callable[[], None]]  # name, passes, function that prepares a run
 RATE_RUNS = 9
-SWAP_ROOM = 200  # positions behind a conversation
+SWAP_ROOM = 200  # spare positions after a conversation
 
 
 @dataclass(kw_only=True)
 class OffloadRow(Row):
+    """Row of a way to read K/V in host memory."""
+
     bench = "offload"
     header = "offload"
     variant: str = column("passes")
@@ -57,6 +59,8 @@ class OffloadRow(Row):
 
 @dataclass(kw_only=True)
 class WeightsRow(OffloadRow):
+    """Row of a way to read weights in host memory."""
+
     bench = "offload-weights"
     header = "offload --weights"
 
@@ -66,6 +70,8 @@ class WeightsRow(OffloadRow):
 
 @dataclass(kw_only=True)
 class PromptRow(Row):
+    """Row of a prompt whose K/V exceeds the device memory."""
+
     bench = "offload-prompt"
     header = "offload --prompt-tokens"
     prompt_tokens: int = column("prompt tokens", selects=True)
@@ -83,6 +89,8 @@ class PromptRow(Row):
 
 @dataclass(kw_only=True)
 class SwapRow(Row):
+    """Row of a conversation that is copied back or computed again."""
+
     bench = "offload-swap"
     header = "offload --swap"
     context: int = column("context")
@@ -94,8 +102,11 @@ class SwapRow(Row):
 
 
 def offload(args, output) -> list[Row]:
-    """A row for each share of --host in each way; or one for each prompt of --prompt-tokens, one for --swap, or one in
-    each way for --weights."""
+    """Return the rows of the variant that the options select.
+
+    By default, these are a row for each share of --host in each way. With --prompt-tokens there is a row for each
+    prompt, with --swap one row, and with --weights a row for each way.
+    """
     need_gpu()
     if args.prompt_tokens:
         return [read_and_continue(args, tokens) for tokens in args.prompt_tokens]
@@ -112,15 +123,17 @@ def kv_on_host(
     """Time each share of --host in each way.
 
     Args:
-        ways: returns the ways to read a number of pages of the host
-        more_rates: returns rates of that number of pages, in GB/s, in addition to the rate of the fetch kernel
+        args: parsed options
+        output: receives notes
+        ways: returns, for a number of pages in host memory, the ways to read them
+        more_rates: returns, for that number, rates in GB/s in addition to the rate of the fetch kernel
     """
     pages = -(-(args.context + args.steps + 2) // PAGE)
     engine = offload_engine(args, args.context + args.steps + 2, pages, Offload(pages, pages, args.ring))
     slots, memory = offloaded(engine)
     rows: list[Row] = []
     for share in args.host:
-        host = round(share * (args.context // PAGE))  # of those that are full
+        host = round(share * (args.context // PAGE))  # only full pages can be on the host
         rewind(engine, args.context, GREEDY)
         slots.send(0, host)
         nbytes = host * PAGE * kv_bytes_per_token(engine.config, engine.model.weights.dtype)
@@ -132,15 +145,15 @@ def kv_on_host(
 
 
 def time_ways(
-    kind: type[Row], engine: Engine, args, output, ways: Iterator[Way], nbytes: int, rates: dict, what: str, **facts
+    kind: type[Row], engine: Engine, args, output, ways: Iterator[Way], nbytes: int, rates: dict, part: str, **facts
 ) -> Iterator[Row]:
-    """A row for each way. what: the part that is on the host, for notes."""
+    """Yield a row for each way. `part` names the data in host memory, for notes."""
     for name, steps, prepare in ways:
         with stepping(engine, steps):
             times = time_decode(engine, args.context, args.steps, args.runs, before=prepare)
         check_running(engine, name)
         figures = offload_figures(times, nbytes, rates) | facts
-        output.note(f"{what} on the host, {name}: {figures['us_per_token']:,.0f} µs a token")
+        output.note(f"{part} on the host, {name}: {figures['us_per_token']:,.0f} µs a token")
         figures |= {"variant": name, "captures": getattr(steps, "captures", 0)}
         yield make_row(kind, engine, args, **figures)
 
@@ -150,8 +163,14 @@ def fetch_ways(engine: Engine, host: int) -> Iterator[Way]:
 
 
 def offload_engine(args, capacity: int, pages: int | None, offload: Offload | None) -> Engine:
-    """Build an engine of the preset with random weights for one request of `capacity` positions, with `pages` pages on
-    the device, those of `offload` in host memory, and --weights GiB of weights there."""
+    """Build an engine of the preset with random weights for one request.
+
+    Args:
+        args: parsed options; --weights GiB of weights are in host memory
+        capacity: K/V positions of the request
+        pages: pages on the device
+        offload: pages in host memory
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     options = EngineOptions(max_seq_len=capacity, dtype="bfloat16", speculate="off", weights_offload=args.weights)
     plan = resolve(options, PRESETS[args.preset], device)
@@ -170,7 +189,7 @@ def offloaded(engine: Engine) -> tuple[OffloadedSlots, Offloaded]:
 
 
 def graph_ways(engine: Engine, prepare: Callable[[], None]) -> Iterator[Way]:
-    """The ways with the fetch kernel, from the slowest; `prepare` is called before each run."""
+    """Yield the ways with the fetch kernel, from the slowest to the fastest. `prepare` is called before each run."""
     model, run = engine.model, launcher(engine.model)
     yield "eager", DecodePasses(model, run), prepare
     yield "a graph a layer", pieces(model, run, launch), prepare
@@ -187,7 +206,7 @@ def captured(model, run: Run, mode: str = "full", between: Run = launch) -> Deco
 
 
 def fetch_rate(engine: Engine, memory: Offloaded | HostLayers, nbytes: int) -> float:
-    """Return GB/s of the fetches of one pass alone, of pages or of weights, captured in one graph."""
+    """Return GB/s of the fetches of one pass without its other kernels, captured in one graph."""
     places = memory.fetched if isinstance(memory, Offloaded) else memory.places
 
     def all_layers() -> None:
@@ -198,7 +217,7 @@ def fetch_rate(engine: Engine, memory: Offloaded | HostLayers, nbytes: int) -> f
 
 
 def captured_seconds(enqueue: Callable[[], None]) -> float:
-    """Median of the replays of what it enqueues."""
+    """Return the median seconds of a replay of a graph that captures the work of `enqueue()`."""
     enqueue()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -208,29 +227,38 @@ def captured_seconds(enqueue: Callable[[], None]) -> float:
 
 
 def offload_figures(times: list[float], nbytes: int, rates: dict[str, float]) -> dict:
-    """From seconds a token, bytes a token over PCIe, and GB/s. `over_needed`: the time to that of the bytes alone."""
+    """Return the figures of a row. `over_needed` is the measured time over the time of the fetches without compute.
+
+    Args:
+        times: seconds per token
+        nbytes: bytes per token over PCIe
+        rates: GB/s by field name
+    """
     median, p5, p95 = spread(times, 1e6)
-    found = {"us_per_token": median, "us_p5": p5, "us_p95": p95, "host_bytes": nbytes} | rates
+    figures = {"us_per_token": median, "us_p5": p5, "us_p95": p95, "host_bytes": nbytes} | rates
     if rates:
         gbs, fetch_gbs = nbytes / median / 1e3, rates["fetch_gbs"]
-        found |= {"pcie_gbs": gbs, "pct_fetch": 100 * gbs / fetch_gbs, "over_needed": fetch_gbs / gbs}
-    return found
+        figures |= {"pcie_gbs": gbs, "pct_fetch": 100 * gbs / fetch_gbs, "over_needed": fetch_gbs / gbs}
+    return figures
 
 
 def weights(args, output) -> list[Row]:
-    """The step with --weights GiB of the last layers in the host's memory, behind --context tokens on the device."""
+    """Time decode passes with --weights GiB of the last layers in host memory, after --context tokens on the device."""
     engine = offload_engine(args, args.context + args.steps + 2, None, None)
     on_host, host = engine.plan.host_layers, engine.model.weights.host
     assert host is not None
     nbytes = sum(source.nbytes for source in host.source)
     rates, ways = {"fetch_gbs": fetch_rate(engine, host, nbytes)}, graph_ways(engine, lambda: None)
-    what = counted(on_host, "layer")
-    return list(time_ways(WeightsRow, engine, args, output, ways, nbytes, rates, what, host=None, host_layers=on_host))
+    part = counted(on_host, "layer")
+    return list(time_ways(WeightsRow, engine, args, output, ways, nbytes, rates, part, host=None, host_layers=on_host))
 
 
 def swap(args) -> Row:
-    """Two conversations of --context tokens on a device that holds one: a turn of one that comes back from the host,
-    and one whose K/V are computed again."""
+    """Time the next turn of a conversation whose K/V was moved to host memory.
+
+    Two conversations of --context tokens alternate on a device with memory for one. The K/V of a conversation is either
+    copied back from the host or computed again.
+    """
     capacity = args.context + SWAP_ROOM
     pages = -(-capacity // PAGE)
     engine = offload_engine(args, capacity, pages, Offload(2 * pages, 0, args.ring))
@@ -240,32 +268,32 @@ def swap(args) -> Row:
     times: dict[bool, list[float]] = {True: [], False: []}
     for run in range(args.runs + WARM_UP):
         for back in (False, True):
-            engine.generate(second, params)  # which pushes the other one out
+            engine.generate(second, params)  # moves the first conversation to the host
             result = engine.generate(first, params, reuse_prefix=back)
             if result.error or (result.usage.reused_tokens > 0) != back:
-                raise GenerationError(result.error or "the conversation was not found again")
+                raise GenerationError(result.error or "the cache did not return the expected conversation")
             if run >= WARM_UP:
                 times[back].append(result.timings.ttft)
     nbytes = args.context * kv_bytes_per_token(engine.config, torch.bfloat16)
-    returned, anew = (spread(times[key], 1e3)[0] for key in (True, False))
-    figures = {"back_ms": returned, "anew_ms": anew, "ratio": anew / returned}
+    returned, recomputed = (spread(times[key], 1e3)[0] for key in (True, False))
+    figures = {"back_ms": returned, "anew_ms": recomputed, "ratio": recomputed / returned}
     return make_row(SwapRow, engine, args, **figures, both_ways_gbs=2 * nbytes / returned / 1e6)
 
 
 def read_and_continue(args, tokens: int) -> Row:
-    """A prompt of so many tokens, with --kv-gib of K/V on the device, and --steps tokens after it."""
+    """Time a prompt of `tokens` tokens with --kv-gib of K/V on the device, and --steps tokens after it."""
     config = PRESETS[args.preset]
     capacity = tokens + args.steps + 1
-    wanted = -(-capacity // PAGE)
-    device = min(int(args.kv_gib * 2**30) // (PAGE * kv_bytes_per_token(config, torch.bfloat16)), wanted)
-    engine = offload_engine(args, capacity, device, Offload(wanted, wanted - device, args.ring))
-    ids, found = prompt_ids(engine.config, tokens), []
+    pages = -(-capacity // PAGE)
+    device = min(int(args.kv_gib * 2**30) // (PAGE * kv_bytes_per_token(config, torch.bfloat16)), pages)
+    engine = offload_engine(args, capacity, device, Offload(pages, pages - device, args.ring))
+    ids, results = prompt_ids(engine.config, tokens), []
     params = engine.default_params(temperature=0, max_tokens=args.steps, ignore_eos=True)
-    for _ in range(2):  # the first captures and loads what comes for the first time
+    for _ in range(2):  # the first run captures graphs and loads kernels
         result = engine.generate(ids, params, reuse_prefix=False)
         if result.error:
             raise GenerationError(result.error)
-        found.append(result)
+        results.append(result)
     used, ttft = torch.cuda.max_memory_allocated(engine.device), result.timings.ttft
     return make_row(
         PromptRow,
@@ -273,10 +301,10 @@ def read_and_continue(args, tokens: int) -> Row:
         args,
         prompt_tokens=tokens,
         device_pages=device,
-        host_pages=wanted - device,
+        host_pages=pages - device,
         ttft_s=ttft,
         prompt_tokens_per_second=tokens / ttft,
         us_per_token=1e6 * result.timings.decode / max(args.steps - 1, 1),
         allocated_gib=used / 2**30,
-        tokens_equal=found[0].token_ids == found[1].token_ids,
+        tokens_equal=results[0].token_ids == results[1].token_ids,
     )

@@ -1,4 +1,4 @@
-"""Passes without requests, for benchmarks, profiles and tests: put rows at a position, then enqueue passes."""
+"""Passes without requests, for benchmarks, profiles and tests: set the rows' positions, then enqueue passes."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from ...state.rewind import rewind_slots
 def rewind(
     engine: Engine, position: int | Sequence[int], params: SamplingParams, rows: int = 1, given: int = 0
 ) -> None:
-    """Put the first `rows` rows at a position, with whatever the cache holds; `enqueue` then runs passes.
+    """Set the positions of the first `rows` rows, for passes with `enqueue`. The content of the cache is unchanged.
 
     Each row has a slot of its own and a share of the free pages. All requests of the engine are cancelled.
 

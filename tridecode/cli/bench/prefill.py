@@ -1,4 +1,4 @@
-"""bench prefill: a prompt to its first token, cold or behind what is cached, against the matmul rate of the run."""
+"""bench prefill: time to first token of a prompt, with or without a cached prefix, against the measured matmul rate."""
 
 from dataclasses import dataclass, replace
 
@@ -24,6 +24,8 @@ from .rows import Row, column
 
 @dataclass(kw_only=True)
 class PrefillRow(Row):
+    """Row of a prompt length in one graph mode."""
+
     bench = "prefill"
     header = "prefill"
     prompt_tokens: int = column("prompt tokens", selects=True)
@@ -41,7 +43,7 @@ class PrefillRow(Row):
 
 
 def prefill(args, output) -> list[Row]:
-    """A row for each number of --prompt-tokens in each mode of --graph, all on one engine."""
+    """Return a row for each length of --prompt-tokens in each mode of --graph. One engine runs all."""
     engine = bench_engine(args, args.capacity or args.cached + max(args.prompt_tokens) + 1)
     rate = matmul_rate(engine.device)
     rows: list[Row] = []
@@ -59,9 +61,13 @@ def prefill(args, output) -> list[Row]:
 
 
 def time_prefill(engine: Engine, tokens: int, runs: int, cached: int = 0) -> tuple[list[float], list[float]]:
-    """Seconds by CUDA events, and as the host sees the first token, of prompts whose last `tokens` tokens are new.
+    """Return the seconds of each run by CUDA events, and the seconds until the host receives the first token.
 
-    The `cached` before them are those of a first turn that is not timed. The new ones differ at each run.
+    Args:
+        engine: the engine to time
+        tokens: length of the new part of the prompt; its tokens differ in each run
+        runs: number of timed runs
+        cached: length of the prefix, which an untimed first turn stores in the cache
     """
     params = replace(GREEDY, max_tokens=1, ignore_eos=True)
     device, host, turn = [], [], prompt_ids(engine.config, cached)
@@ -83,7 +89,7 @@ def time_prefill(engine: Engine, tokens: int, runs: int, cached: int = 0) -> tup
 
 
 def checked(result, cached: int) -> None:
-    """Raises GenerationError where a prompt failed, or was read from another token on than the first new one."""
+    """Raise GenerationError if a prompt failed, or if the cached prefix has another length than `cached`."""
     if result.error:
         raise GenerationError(result.error)
     if result.usage.reused_tokens != cached:
@@ -91,15 +97,21 @@ def checked(result, cached: int) -> None:
 
 
 def prompt_ids(spec: ModelSpec, tokens: int) -> list[int]:
-    """Ids all over the vocabulary, the same at every run."""
+    """Return token ids from the whole vocabulary, equal in every run."""
     return [(7919 * i + 1) % spec.vocab_size for i in range(tokens)]
 
 
 def prefill_flops(spec: ModelSpec, tokens: int, cached: int = 0) -> int:
-    """Floating-point operations of `tokens` tokens behind `cached` up to the first new one, as they are computed here.
+    """Return the floating-point operations of a prompt pass up to the first sampled token.
 
-    Two for a weight and a token, and what blocks declare for a token and a position. A last layer that is cut runs for
-    one token behind its K and V, and only that token needs the LM head.
+    A linear takes two operations per weight and token; blocks declare their operations per token and attended position.
+    If the last layer is cut, it computes K/V for all tokens and the rest for the last token only. Only the last token
+    needs the LM head.
+
+    Args:
+        spec: the model
+        tokens: number of new tokens
+        cached: number of tokens before them that are in the cache
     """
     flops, end = 2 * spec.lm_head.n * spec.lm_head.k, cached + tokens
     for i, layer in enumerate(spec.layers, 1):
@@ -116,13 +128,20 @@ def prefill_flops(spec: ModelSpec, tokens: int, cached: int = 0) -> int:
 
 
 def seen(tokens: int, window: int) -> int:
-    """Positions that the first `tokens` tokens attend to together: each to all up to its own, at most to a window."""
+    """Return the sum of the positions that each of the first `tokens` tokens attends to: at most `window` positions."""
     full = min(tokens, window)
     return full * (full + 1) // 2 + (tokens - full) * window
 
 
 def prefill_figures(device: list[float], host: list[float], flops: int, rate: float) -> dict:
-    """From seconds, FLOP of one prompt and FLOP a second of the matmul."""
+    """Return the figures of a row.
+
+    Args:
+        device: seconds of each run by CUDA events
+        host: seconds of each run until the host receives the first token
+        flops: floating-point operations of one prompt
+        rate: FLOP per second of the matmul
+    """
     median, p5, p95 = spread(device, 1e3)
     return {
         "prefill_ms": median,

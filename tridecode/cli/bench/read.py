@@ -1,4 +1,4 @@
-"""read: stream through memory and keep nothing; the denominator of every percentage of bandwidth."""
+"""Read bandwidth of device memory, measured with a plain read kernel: the reference of all bandwidth percentages."""
 
 import statistics
 
@@ -11,7 +11,10 @@ from ...kernels.common import cdiv, options
 
 @triton.jit
 def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, TURNS: tl.constexpr):
-    """Sum BLOCK * TURNS elements a program. x: [n] bf16; out: [programs] fp32 (output). Moves 2 n bytes."""
+    """Sum BLOCK * TURNS elements in each program, of a grid of cdiv(n, BLOCK * TURNS) programs. It reads 2 n bytes.
+
+    x_ptr: [n] bf16. out_ptr: [programs] fp32, the sum of each program (output).
+    """
     pid = tl.program_id(0)
     acc = tl.zeros([BLOCK], tl.float32)
     offs = pid.to(tl.int64) * BLOCK * TURNS + tl.arange(0, BLOCK)
@@ -22,12 +25,20 @@ def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, TURNS: tl.constexpr):
 
 
 def read(x, out, block=2048, turns=8, num_warps=4):
-    """out[program] = sum of its part of x; out holds at least cdiv(n, block * turns) elements."""
+    """Launch the read kernel.
+
+    Args:
+        x: [n] bf16
+        out: fp32, at least cdiv(n, block * turns) elements: the sum of each program's part of x (output)
+        block: elements that a program loads per iteration
+        turns: iterations of each program
+        num_warps: warps of each program
+    """
     _read_kernel[(cdiv(x.numel(), block * turns),)](x, out, x.numel(), block, turns, **options(num_warps))
 
 
 def measure_read_bandwidth(device, nbytes: int = 2**33, repeats: int = 9) -> float:
-    """Bytes per second of the best of a few launch shapes over `nbytes` of random bf16, median of `repeats` each."""
+    """Return bytes per second over `nbytes` of random bf16: the best median of four launch configs."""
     x = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device).normal_()
     out = torch.empty(cdiv(x.numel(), 2048 * 4), device=device)
     best = 0.0

@@ -1,4 +1,4 @@
-"""Rows of a bench, and their forms: a table, Markdown, CSV, JSON and JSON lines.
+"""Rows of a bench, and their output as a table, Markdown, CSV, JSON or JSON lines.
 
 The type of a row declares its figures: header, decimals and unit of each column, and the decimals that JSON keeps.
 """
@@ -15,7 +15,7 @@ from rich.table import Table
 from ..terminal import visible
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")
-MACHINE = ("gpu", "dtype", "tridecode", "torch", "triton", "transformers")  # fields with the place of a measurement
+MACHINE = ("gpu", "dtype", "tridecode", "torch", "triton", "transformers")  # fields of run_facts
 
 
 def column(
@@ -29,17 +29,17 @@ def column(
     label: str = "",
     default: Any = MISSING,
 ) -> Any:
-    """Declare a field of a row. Tables leave it out without a `header`, or if it is None or its default in every row.
+    """Declare a field of a row. Tables omit a field without a header, and one that has its default or None in all rows.
 
     Args:
-        header: of its column, with the unit
+        header: column header, with the unit
         digits: decimals in tables
         scale: factor from the value to the unit of tables
-        kept: decimals of the value itself, and so of JSON; None keeps all
-        compared: whether two runs are compared by it
+        kept: decimals of the stored value, and therefore of JSON; None keeps all
+        compared: whether a comparison of two runs includes this field
         selects: whether the option of this name selects the row among the rows of its command
-        label: in the block of a single row
-        default: a field whose default is None is left out of JSON while it is None
+        label: label in the text block of a single row
+        default: default value; JSON omits a field whose value and default are None
     """
     facts = dict(header=header, digits=digits, scale=scale, kept=kept, compared=compared, selects=selects, label=label)
     return field(default=default, metadata=facts)
@@ -78,47 +78,47 @@ class Row:
         return ", ".join(filter(None, (*parts, filters.get(getattr(self, "sampling", "")))))
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the row."""
+        """Return the JSON object of the row."""
         every = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
-        given = {name: value for name, (value, default) in every.items() if value is not None or default is not None}
-        machine = {name: given.pop(name) for name in MACHINE if name in given}
-        return {"command": given.pop("command"), "bench": self.bench} | given | machine
+        values = {name: value for name, (value, default) in every.items() if value is not None or default is not None}
+        machine = {name: values.pop(name) for name in MACHINE if name in values}
+        return {"command": values.pop("command"), "bench": self.bench} | values | machine
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> "Row":
-        """The row of a JSON object without its `bench`. Raises TypeError for other keys than those of its type."""
+        """Build a row from a JSON object without its `bench`. Raises TypeError for a key that is not a field."""
         return cls(**values)
 
     def selectors(self) -> dict[str, list | None]:
-        """The options that select this row among the rows of its command."""
+        """Return the options that select this row among the rows of its command."""
         return {each.name: [getattr(self, each.name)] for each in fields(self) if each.metadata.get("selects")}
 
     def compared(self) -> dict[str, float]:
-        """The figures of the row by which two runs are compared."""
+        """Return the figures that a comparison of two runs includes."""
         names = (each.name for each in fields(self) if each.metadata.get("compared"))
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def block(self, width: int) -> str | None:
-        """Text for a terminal of that width in place of a table, if this is the only row; None for a table."""
+        """Return the text that replaces the table of a single row on a terminal of `width` columns, or None."""
         return None
 
 
 def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]]]]:
-    """Headers and cells of each type of row."""
-    found = []
+    """Return headers and cells for each type of row."""
+    result = []
     kinds: list[type[Row]] = [*dict.fromkeys(type(row) for row in rows)]
     for kind in kinds:
-        mine = [row for row in rows if type(row) is kind]
+        same = [row for row in rows if type(row) is kind]
         columns = [
             each
             for each in fields(kind)
-            if each.metadata.get("header") and any(getattr(row, each.name) not in (None, each.default) for row in mine)
+            if each.metadata.get("header") and any(getattr(row, each.name) not in (None, each.default) for row in same)
         ]
         headers = [kind.header, *(each.metadata["header"] for each in columns)]
-        cells = [[row.name, *(cell(getattr(row, each.name), each.metadata) for each in columns)] for row in mine]
-        first = 0 if any(row.name for row in mine) else 1
-        found.append((headers[first:], [line[first:] for line in cells]))
-    return found
+        cells = [[row.name, *(cell(getattr(row, each.name), each.metadata) for each in columns)] for row in same]
+        first = 0 if any(row.name for row in same) else 1
+        result.append((headers[first:], [line[first:] for line in cells]))
+    return result
 
 
 def cell(value, column) -> str:
@@ -128,29 +128,29 @@ def cell(value, column) -> str:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """The GPUs and versions of the rows, each once."""
+    """Return the distinct GPUs and versions of the rows."""
 
-    def line(found: dict) -> str:
-        return ", ".join(f"{'' if key in MACHINE[:2] else f'{key} '}{found[key]}" for key in MACHINE if key in found)
+    def line(row: dict) -> str:
+        return ", ".join(f"{'' if key in MACHINE[:2] else f'{key} '}{row[key]}" for key in MACHINE if key in row)
 
     return "; ".join(dict.fromkeys(line(row.as_dict()) for row in rows))
 
 
 def render(rows: Sequence[Row], form: str) -> str:
-    """The rows as text in one of FORMATS but table; ends with a newline."""
+    """Return the rows as text that ends with a newline. `form` is one of FORMATS except "table"."""
     if form == "md":
         return "\n".join(markdown_table(*table) for table in tables(rows))
-    found = [row.as_dict() for row in rows]
+    objects = [row.as_dict() for row in rows]
     if form == "csv":
-        names = list(dict.fromkeys(key for row in found for key in row))
+        names = list(dict.fromkeys(key for row in objects for key in row))
         sink = io.StringIO()
         writer = csv.DictWriter(sink, names, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(found)
+        writer.writerows(objects)
         return sink.getvalue()
     if form == "json":
-        return json.dumps(found, indent=1) + "\n"
-    return "".join(json.dumps(row) + "\n" for row in found)
+        return json.dumps(objects, indent=1) + "\n"
+    return "".join(json.dumps(row) + "\n" for row in objects)
 
 
 def markdown_table(headers: list[str], cells: list[list[str]]) -> str:
@@ -159,9 +159,9 @@ def markdown_table(headers: list[str], cells: list[list[str]]) -> str:
 
 
 def show(rows: Sequence[Row], output) -> None:
-    """Print tables for people, then one JSON object as the last line of stdout: the row, or all of them as `rows`."""
+    """Print tables, then one JSON object as the last line of stdout: the only row, or the list of all as `rows`."""
     if not output.tty:
-        output.console.width = 160  # a pipe has none of its own
+        output.console.width = 160  # a pipe has no width
     block = rows[0].block(output.console.width) if len(rows) == 1 else None
     output.text(block or "")
     for headers, cells in [] if block else tables(rows):
@@ -172,5 +172,5 @@ def show(rows: Sequence[Row], output) -> None:
             table.add_row(*map(visible, line))
         output.console.print(table)
     output.console.print(visible(caption(rows)), soft_wrap=True)
-    found = [row.as_dict() for row in rows]
-    output.text(json.dumps(found[0] if len(found) == 1 else {"rows": found}) + "\n")
+    objects = [row.as_dict() for row in rows]
+    output.text(json.dumps(objects[0] if len(objects) == 1 else {"rows": objects}) + "\n")

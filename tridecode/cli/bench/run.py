@@ -1,4 +1,4 @@
-"""Entry of `tridecode bench`: measure, and write the rows."""
+"""Entry point of `tridecode bench`: run one bench and write its rows."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -28,7 +28,8 @@ BENCHES = {
     "speculate": speculate,
     "serve": serve,
 }
-UNSAID = ("command", "what", "verbose", "format", "output", "compare", "api_key_file")  # no part of a row's command
+# Options that do not change the measured figures.
+OMITTED = ("command", "what", "verbose", "format", "output", "compare", "api_key_file")
 
 
 def run(args) -> int:
@@ -38,19 +39,19 @@ def run(args) -> int:
 
 
 def measure(args, output: Output) -> list[Row]:
-    """The rows of one bench, with their commands."""
+    """Run one bench and return its rows with their commands."""
     return with_commands(f"python cli.py bench {args.what}", args, BENCHES[args.what](args, output))
 
 
 def with_commands(program: str, args, rows: list[Row]) -> list[Row]:
-    """Set the command of each row: the command line that measures only this row. Returns the rows."""
+    """Set the command of each row to the command line that measures only this row, and return the rows."""
     for row in rows:
         row.command = command_of(program, args, **row.selectors())
     return rows
 
 
 def publish(args, output: Output, measured: Callable[[], Sequence[Row]]) -> Sequence[Row]:
-    """Write the rows that `measured` returns as --format and --output say, which are checked before it is called."""
+    """Check --format and --output, call `measured`, and write the rows that it returns."""
     form = file_format(args) if args.output is not None else args.format
     with text_sink(args.output, output) if args.output is not None else nullcontext() as write:
         rows = measured()
@@ -66,7 +67,11 @@ def publish(args, output: Output, measured: Callable[[], Sequence[Row]]) -> Sequ
 
 
 def file_format(args) -> str:
-    """--format, or what the suffix of --output says; JSON where it has none. Raises ParameterError for another."""
+    """Return the format of the file: --format, or else the format of the suffix of --output. No suffix means JSON.
+
+    Raises:
+        ParameterError: the suffix names no format and --format is not set
+    """
     suffix = Path(args.output).suffix[1:].lower() or "json"
     if args.format == "table" and suffix not in FORMATS[1:]:
         known = ", ".join(f".{form}" for form in FORMATS[1:])
@@ -75,10 +80,10 @@ def file_format(args) -> str:
 
 
 def command_of(program: str, args, **changes) -> str:
-    """The command line of a program, every option that counts named."""
+    """Return the command line of a program with every option that affects the figures."""
     words = program.split()
     for name, value in (vars(args) | changes).items():
-        if name in UNSAID or value is None or value is False or (name == "preset" and getattr(args, "model", None)):
+        if name in OMITTED or value is None or value is False or (name == "preset" and getattr(args, "model", None)):
             continue
         option = "--" + name.replace("_", "-")
         words += [option] if value is True else [option, value if isinstance(value, str) else numbers(value)]
@@ -86,7 +91,7 @@ def command_of(program: str, args, **changes) -> str:
 
 
 def numbers(value: float | list | tuple) -> str:
-    """As its option reads it: numbers of a list are separated by commas, those of a pair like 4:2 by a colon."""
+    """Format numbers for the command line: a list with commas, a pair like 4:2 with a colon."""
     if isinstance(value, list | tuple):
         return (":" if isinstance(value, tuple) else ",").join(map(str, value))
     return str(value)

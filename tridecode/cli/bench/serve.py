@@ -1,4 +1,4 @@
-"""bench serve: a server under load, as its clients see it, in the terms of vLLM's serving benchmark."""
+"""bench serve: latency and throughput of a server under load, with the metrics of vLLM's serving benchmark."""
 
 import asyncio
 import gc
@@ -24,17 +24,17 @@ from .mix import mix
 from .rows import Row, column
 
 NUM_PROMPTS = 100
-TOKEN_IDS = 1000, 4000  # ordinary ones in the vocabularies of public models, whose control tokens come before or after
-WORDS = (  # a token each in most vocabularies
+TOKEN_IDS = 1000, 4000  # range of ordinary tokens in the vocabularies of public models, without control tokens
+WORDS = (  # each is one token in most vocabularies
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
     "father power hour game line end member law car city"
 ).split()
 PROMPTS = ("prompt", "messages", "prompt_ids")
-LARGEST = 256_000_000  # bytes of --jsonl
-MADE_BEFORE = 256  # connections, where there is no limit of concurrency
-REASONS = 10  # that are shown, of requests that failed
+LARGEST = 256_000_000  # limit of the file of --jsonl, in bytes
+MADE_BEFORE = 256  # connections created before the first request without --max-concurrency
+REASONS = 10  # different reasons of failed requests that are printed
 TIMES = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -45,6 +45,8 @@ TIMES = {
 
 @dataclass(kw_only=True)
 class ServeRow(Row):
+    """Row of a load on a server, with the names of vLLM's serving benchmark."""
+
     bench = "serve"
     header = "serve"
     date: str
@@ -66,7 +68,7 @@ class ServeRow(Row):
     mean_itl_ms: float | None = column("ITL ms", 2)
     p99_itl_ms: float | None = column("p99 ITL", 2, default=None)
     mean_e2el_ms: float | None = column("E2EL ms")
-    times: dict[str, float | None]  # all of them, in ms
+    times: dict[str, float | None]  # field name in JSON -> ms
     seed: int
 
     @property
@@ -74,23 +76,23 @@ class ServeRow(Row):
         return self.model_id
 
     def as_dict(self):
-        found = super().as_dict()
-        times = found.pop("times")
-        return {name: value for name, value in found.items() if name not in times} | times
+        row = super().as_dict()
+        times = row.pop("times")
+        return {name: value for name, value in row.items() if name not in times} | times
 
     @classmethod
     def read(cls, values):
         times = {name: value for name, value in values.items() if name.endswith("_ms")}
-        return cls.of(times, **{name: value for name, value in values.items() if name not in times})
+        return cls.from_times(times, **{name: value for name, value in values.items() if name not in times})
 
     @classmethod
-    def of(cls, times: dict[str, float | None], **figures) -> "ServeRow":
-        """The row with these times in ms; those that have a field become its value too."""
+    def from_times(cls, times: dict[str, float | None], **figures) -> "ServeRow":
+        """Build a row. A time (in ms) whose name is a field of the row is also stored in that field."""
         shown: dict = {each.name: times.get(each.name) for each in fields(cls) if each.name.endswith("_ms")}
         return cls(times=times, **figures, **shown)
 
     def block(self, width: int) -> str:
-        """The lines that vLLM's benchmark prints, for a terminal of that many columns, 40 or more."""
+        """Return the lines that vLLM's benchmark prints, for a terminal of `width` columns (at least 40 are used)."""
         width = min(max(width, 40), 50)
 
         def line(label: str, value: float | None) -> str:
@@ -99,7 +101,7 @@ class ServeRow(Row):
 
         lines = [" Serving Benchmark Result ".center(width, "=")]
         labels = {each.name: label for each in fields(self) if (label := each.metadata.get("label"))}
-        # No line for a limit that is not set.
+        # A limit that is not set has no line.
         lines += [line(labels[name], value) for name in labels if (value := getattr(self, name)) not in (None, "inf")]
         for name, (short, title) in TIMES.items():
             lines.append(title.center(width, "-"))
@@ -111,20 +113,28 @@ class ServeRow(Row):
 
 @dataclass
 class Load:
-    """What is asked of the server, and what came of it so far."""
+    """Requests for a server, and the answers received so far."""
 
     path: str
     bodies: list[bytes]
     warm_up: list[bytes]
-    times: np.ndarray  # when each of the bodies may be sent: seconds from the start
+    times: np.ndarray  # [len(bodies)] earliest time of each request, in seconds from the start
     max_concurrency: int | None
-    answers: list = field(default_factory=list)  # client.Answer, in the order of their ends
+    answers: list = field(default_factory=list)  # client.Answer of each request that ended, in the order of the ends
     running: set = field(default_factory=set)
-    started: float = math.inf  # of time.perf_counter()
+    started: float = math.inf  # time.perf_counter() at the first request
     duration: float = 0.0
 
     async def run(self, client, ended) -> None:
-        """ended(): called as each request ends. Raises GenerationError where every one of the warm-up failed."""
+        """Send the warm-up requests, then the measured ones.
+
+        Args:
+            client: a `client.Client`
+            ended: called without arguments when a measured request ends
+
+        Raises:
+            GenerationError: all warm-up requests failed
+        """
         warm = await self._send(client, self.warm_up, np.zeros(len(self.warm_up)), lambda answer: None)
         if warm and all(answer.error for answer in warm):
             raise GenerationError(f"the warm-up failed: {warm[0].error}")
@@ -135,7 +145,7 @@ class Load:
 
         client.prepare(min(len(self.bodies), self.max_concurrency or MADE_BEFORE))
         gc.collect()
-        gc.freeze()  # what stands in memory by now is not looked through again amid the requests
+        gc.freeze()  # a garbage collection during the requests does not scan the objects that exist already
         self.started = time.perf_counter()
         try:
             await self._send(client, self.bodies, self.times, end)
@@ -147,7 +157,7 @@ class Load:
         gate = asyncio.Semaphore(self.max_concurrency) if self.max_concurrency else nullcontext()
         started = time.perf_counter()
 
-        async def one(body: bytes, at: float):
+        async def send(body: bytes, at: float):
             await asyncio.sleep(started + at - time.perf_counter())
             async with gate:
                 answer = await client.ask(self.path, body, self.running)
@@ -155,25 +165,31 @@ class Load:
             return answer
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(body, at)) for body, at in zip(bodies, times)]
+            tasks = [group.create_task(send(body, at)) for body, at in zip(bodies, times)]
         return [task.result() for task in tasks]
 
     def rate(self) -> float:
-        """Tokens a second, those of answers that go on by their events; called by the thread that draws."""
+        """Return tokens per second so far, for the progress bar, whose thread calls this.
+
+        An answer that is still running counts one token per event, because its usage is not known yet.
+        """
         tokens = sum(answer.output_tokens for answer in self.answers[:])
         tokens += sum(len(answer.gaps) for answer in self.running.copy())
         return tokens / max(time.perf_counter() - self.started, 1e-3)
 
 
 def serve(args, output) -> list[Row]:
-    """One row, or those of --mix. An interrupt shows the figures so far, which no file gets."""
+    """Measure a server and return one row, or the rows of --mix.
+
+    After an interrupt, print the figures so far; they are not written to a file.
+    """
     if args.mix:
         return mix(args, output)
     try:
         from . import client as http
     except ModuleNotFoundError as error:
         raise ParameterError(f'bench serve needs {error.name}; pip install "tridecode[serve]"') from None
-    # Another seed each time: prompts that no server has in its cache.
+    # By default each run has a different seed, so that no server has the prompts in its cache.
     seed = int.from_bytes(os.urandom(4)) if args.seed is None else args.seed
     key = api_key(args.api_key_file, output)
     lines = jsonl_prompts(args, output) if args.jsonl is not None else None
@@ -181,7 +197,7 @@ def serve(args, output) -> list[Row]:
     load: Load | None = None
     model = ""
 
-    async def all_of_it() -> None:
+    async def run_load() -> None:
         nonlocal model, load
         async with http.Client(args.url, key, args.timeout) as client:
             model = args.model or await client.first_model()
@@ -193,24 +209,24 @@ def serve(args, output) -> list[Row]:
 
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(all_of_it())
+            runner.run(run_load())
     except KeyboardInterrupt:
         if load is None or not any(answer.error is None for answer in load.answers):
             raise
         done = f"{len(load.answers):,} of {counted(len(load.bodies), 'request')} had ended"
-        tell_failures(load.answers, output)
+        print_failures(load.answers, output)
         output.text(row_of(args, model, seed, load).block(output.console.width))
         output.note(f"interrupted: partial figures, {done}")
         raise
     assert load is not None
-    tell_failures(load.answers, output)
+    print_failures(load.answers, output)
     if all(answer.error for answer in load.answers):
         raise GenerationError(f"bench serve: {counted(len(load.answers), 'request')}, all failed")
     return [row_of(args, model, seed, load)]
 
 
 def loop_factory():
-    """uvloop's, which leaves more of a core to requests, where it is."""
+    """Return uvloop's event loop factory if uvloop is installed: it uses less CPU time. None selects asyncio's."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -218,24 +234,24 @@ def loop_factory():
     return uvloop.new_event_loop
 
 
-# what is asked
+# requests
 
 
 def make_load(args, model: str, lines: list[dict] | None, seed: int, path: str) -> Load:
     rng = np.random.default_rng(seed)
     count = args.num_prompts or (NUM_PROMPTS if lines is None else len(lines))
-    first = [random_prompt(args, rng) for _ in range(args.warm_up)]  # never asked again: they are cached by then
+    first = [random_prompt(args, rng) for _ in range(args.warm_up)]  # the server may cache them
     prompts = [random_prompt(args, rng) for _ in range(count)] if lines is None else lines[:count]
-    asked = {"model": model, "temperature": args.temperature, "stream": True, "max_tokens": args.output_tokens}
-    asked["stream_options"] = {"include_usage": True}
+    common = {"model": model, "temperature": args.temperature, "stream": True, "max_tokens": args.output_tokens}
+    common["stream_options"] = {"include_usage": True}
     if args.ignore_eos or (lines is None and not args.no_ignore_eos):
-        asked["ignore_eos"] = True
-    bodies, warm_up = ([json.dumps(asked | prompt).encode() for prompt in some] for some in (prompts, first))
+        common["ignore_eos"] = True
+    bodies, warm_up = ([json.dumps(common | prompt).encode() for prompt in some] for some in (prompts, first))
     return Load(path, bodies, warm_up, arrivals(count, args.request_rate, args.burstiness, rng), args.max_concurrency)
 
 
 def arrivals(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> np.ndarray:
-    """[count] seconds, ascending from 0, whose gaps are gamma distributed with mean 1 / rate."""
+    """Return [count] times of requests in seconds, ascending from 0, with gamma distributed gaps of mean 1 / rate."""
     if rate == math.inf:
         return np.zeros(count)
     gaps = rng.gamma(burstiness, 1 / (rate * burstiness), count - 1)
@@ -243,7 +259,7 @@ def arrivals(count: int, rate: float, burstiness: float, rng: np.random.Generato
 
 
 def random_prompt(args, rng: np.random.Generator) -> dict:
-    """Its fields of a request."""
+    """Return the fields of a request with a random prompt."""
     if args.endpoint == "completions":
         return {"prompt": rng.integers(*TOKEN_IDS, args.input_tokens).tolist()}
     return chat(" ".join(rng.choice(WORDS, args.input_tokens)))
@@ -254,12 +270,12 @@ def chat(text: str) -> dict:
 
 
 def jsonl_prompts(args, output) -> list[dict]:
-    """The fields of a request for each line that is not empty. Raises PromptError that names the line."""
+    """Return the fields of a request for each nonempty line of --jsonl. Raises PromptError that names the line."""
     lines = []
     for number, line in enumerate(read_file(args.jsonl, output, LARGEST).split("\n"), 1):
         if line.strip():
-            where = f"{args.jsonl}: line {number:,}"
-            lines.append(prompt_of(parse_json(line, where, output), args.endpoint, where))
+            place = f"{args.jsonl}: line {number:,}"
+            lines.append(prompt_of(parse_json(line, place, output), args.endpoint, place))
     if not lines:
         raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
     if args.num_prompts and args.num_prompts > len(lines):
@@ -267,37 +283,47 @@ def jsonl_prompts(args, output) -> list[dict]:
     return lines
 
 
-def prompt_of(found, endpoint: str, where: str) -> dict:
-    if not isinstance(found, dict):
-        raise PromptError(f'{where}: expected an object like {{"prompt": "..."}}, got {as_json(found)}')
-    given = [name for name in PROMPTS if name in found]
-    if len(given) != 1:
-        raise PromptError(f"{where}: expected one of {', '.join(PROMPTS)}, got {' and '.join(given) or 'none'}")
-    (kind,) = given
-    if unknown := [name for name in found if name not in (kind, "max_tokens")]:
-        raise PromptError(f"{where}: unknown field {as_json(unknown[0])}; beside {kind} only max_tokens may stand")
+def prompt_of(line, endpoint: str, place: str) -> dict:
+    """Return the fields of a request for a parsed line of --jsonl.
+
+    Args:
+        line: the parsed JSON value
+        endpoint: "chat" or "completions"
+        place: file and line, for errors
+
+    Raises:
+        PromptError: the line is invalid
+    """
+    if not isinstance(line, dict):
+        raise PromptError(f'{place}: expected an object like {{"prompt": "..."}}, got {as_json(line)}')
+    kinds = [name for name in PROMPTS if name in line]
+    if len(kinds) != 1:
+        raise PromptError(f"{place}: expected one of {', '.join(PROMPTS)}, got {' and '.join(kinds) or 'none'}")
+    (kind,) = kinds
+    if unknown := [name for name in line if name not in (kind, "max_tokens")]:
+        raise PromptError(f"{place}: unknown field {as_json(unknown[0])}; only max_tokens can accompany {kind}")
     if kind == ("messages" if endpoint == "completions" else "prompt_ids"):
         other = "chat" if endpoint == "completions" else "completions"
-        raise PromptError(f"{where}: {kind} need --endpoint {other}")
-    prompt, most = found[kind], found.get("max_tokens", 1)
-    if type(most) is not int or most < 1:
-        raise PromptError(f"{where}: max_tokens must be a positive integer, got {as_json(most)}")
-    length = {"max_tokens": most} if "max_tokens" in found else {}
+        raise PromptError(f"{place}: {kind} need --endpoint {other}")
+    prompt, max_tokens = line[kind], line.get("max_tokens", 1)
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise PromptError(f"{place}: max_tokens must be a positive integer, got {as_json(max_tokens)}")
+    length = {"max_tokens": max_tokens} if "max_tokens" in line else {}
     if kind == "messages":
-        return {"messages": check_messages(prompt, where)} | length
+        return {"messages": check_messages(prompt, place)} | length
     if kind == "prompt_ids":
         if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
-            raise PromptError(f"{where}: prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(prompt)}")
+            raise PromptError(f"{place}: prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(prompt)}")
     elif not isinstance(prompt, str) or not prompt:
-        raise PromptError(f"{where}: prompt must be a text that is not empty, got {as_json(prompt)}")
+        raise PromptError(f"{place}: prompt must be a nonempty string, got {as_json(prompt)}")
     return (chat(prompt) if endpoint == "chat" else {"prompt": prompt}) | length
 
 
-# what came of it
+# results
 
 
-def tell_failures(answers: list, output) -> None:
-    """A line for each reason with its number, the most frequent first."""
+def print_failures(answers: list, output) -> None:
+    """Print each reason with the number of requests that failed for it, the most frequent first."""
     reasons = Counter(answer.error for answer in answers if answer.error is not None).most_common()
     for reason, number in reasons[:REASONS]:
         output.error(f"{counted(number, 'request')} failed: {reason}")
@@ -307,9 +333,9 @@ def tell_failures(answers: list, output) -> None:
 
 
 def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
-    """The figures of the answers that are whole. Percentiles lie linearly between two values, as numpy's by default."""
+    """Return the row of the complete answers. Percentiles are interpolated linearly, as by numpy's default."""
     whole = [answer for answer in load.answers if answer.error is None]
-    given, got = (sum(getattr(answer, name) for answer in whole) for name in ("input_tokens", "output_tokens"))
+    read, generated = (sum(getattr(answer, name) for answer in whole) for name in ("input_tokens", "output_tokens"))
     times = {
         "ttft": [answer.ttft for answer in whole],
         "tpot": [answer.tpot for answer in whole if answer.tpot is not None],
@@ -317,8 +343,8 @@ def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
         "e2el": [answer.latency for answer in whole],
     }
     spreads = {name: spread(values, args.percentiles) for name, values in times.items()}
-    return ServeRow.of(
-        {f"{key}_{name}_ms": value for name, found in spreads.items() for key, value in found.items()},
+    return ServeRow.from_times(
+        {f"{key}_{name}_ms": value for name, figures in spreads.items() for key, value in figures.items()},
         date=datetime.now().strftime("%Y%m%d-%H%M%S"),
         model_id=model,
         num_prompts=len(load.bodies),
@@ -327,21 +353,24 @@ def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
         duration=load.duration,
         completed=len(whole),
         failed=len(load.answers) - len(whole),
-        total_input_tokens=given,
-        total_output_tokens=got,
+        total_input_tokens=read,
+        total_output_tokens=generated,
         request_throughput=len(whole) / load.duration,
-        output_throughput=got / load.duration,
-        total_token_throughput=(given + got) / load.duration,
+        output_throughput=generated / load.duration,
+        total_token_throughput=(read + generated) / load.duration,
         seed=seed,
         tridecode=__version__,
     )
 
 
 def spread(seconds: list[float], percentiles: list[float]) -> dict:
-    """In ms; None where there is no time at all, as between the tokens of answers of one."""
+    """Return mean, median, standard deviation and percentiles in ms; None for each if `seconds` is empty.
+
+    It is empty for the times between tokens if all answers have one token.
+    """
     names = ["mean", "median", "std", *(f"p{p}" for p in percentiles)]
     if not seconds:
         return dict.fromkeys(names)
     values = 1e3 * np.array(seconds)
-    found = [values.mean(), np.median(values), values.std(), *np.percentile(values, percentiles)]
-    return {name: round(float(value), 4) for name, value in zip(names, found)}
+    figures = [values.mean(), np.median(values), values.std(), *np.percentile(values, percentiles)]
+    return {name: round(float(value), 4) for name, value in zip(names, figures)}

@@ -1,4 +1,4 @@
-"""bench speculate: what a pass of several rows a request costs, the tokens that come of it, and so the speed-up."""
+"""bench speculate: the cost of passes that verify drafts, the tokens accepted on fixed texts, and the speed-up."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -38,11 +38,13 @@ from .passes import enqueue, rewind
 from .rows import Row, column
 from .speculate_texts import LICENCE, Text, play, texts
 
-LAUNCHES = 20  # of the draft kernel in one graph
+LAUNCHES = 20  # launches of the draft kernel in one graph
 
 
 @dataclass(kw_only=True)
 class PassesRow(Row):
+    """Row of passes that verify drafts."""
+
     bench = "speculate"
     header = "speculate"
     variant: str = column("requests")
@@ -63,6 +65,8 @@ class PassesRow(Row):
 
 @dataclass(kw_only=True)
 class DraftRow(Row):
+    """Row of the draft kernel."""
+
     bench = "speculate-draft"
     header = "looking for a draft"
     variant: str = ""
@@ -72,6 +76,8 @@ class DraftRow(Row):
 
 @dataclass(kw_only=True)
 class TextRow(Row):
+    """Row of the playback of a text."""
+
     bench = "speculate-text"
     header = "speculate, texts"
     variant: str = column("text")
@@ -87,11 +93,14 @@ class TextRow(Row):
 
 
 def speculate(args, output) -> list[Row]:
-    """A row for each number of --requests, one for the draft kernel, and one for each text; with --texts-only these."""
-    found = texts()  # raises outside a checkout, before anything is measured
+    """Return a row for each number of --requests, one for the draft kernel, and one for each text.
+
+    With --texts-only, return the rows of the texts only.
+    """
+    loaded = texts()  # raises an error outside a checkout, before anything is measured
     if not args.texts_only:
         need_gpu()
-    played = play_texts(found, args, EngineOptions(**engine_options(args)).ngram)
+    played = play_texts(loaded, args, EngineOptions(**engine_options(args)).ngram)
     if args.texts_only:
         return [text_row(*each, None, model=args.model, tridecode=__version__) for each in played]
     room, slots = room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
@@ -106,28 +115,39 @@ def speculate(args, output) -> list[Row]:
     return [*rows, *(text_row(*each, costs.get(1), **facts) for each in played)]
 
 
-def play_texts(found: list[Text], args, ngram: tuple[int, int]) -> list[tuple[Text, int, Counter]]:
-    """Each text, its number of tokens, and its passes by their rows."""
+def play_texts(texts: list[Text], args, ngram: tuple[int, int]) -> list[tuple[Text, int, Counter]]:
+    """Return for each text: the text, its number of tokens, and its number of passes by rows per pass."""
     tokenizer = Tokenizer.load(Path(args.tokenizer) if args.tokenizer else resolve_model(args.model))
-    ids = [tokenizer.encode(text.drawn) for text in found]
-    return [(text, len(drawn), play(tokenizer.encode(text.before), drawn, ngram)) for text, drawn in zip(found, ids)]
+    rows = []
+    for text in texts:
+        sampled = tokenizer.encode(text.sampled)
+        rows.append((text, len(sampled), play(tokenizer.encode(text.before), sampled, ngram)))
+    return rows
 
 
-def text_row(text: Text, tokens: int, counts: Counter, alone: dict | None, **facts) -> TextRow:
-    """alone: µs of passes of one request, from which the speed-up follows."""
+def text_row(text: Text, tokens: int, counts: Counter, one_request: dict | None, **facts) -> TextRow:
+    """Build the row of a text.
+
+    Args:
+        text: the text
+        tokens: its number of tokens
+        counts: number of passes by rows per pass
+        one_request: µs of passes of one request, for the speed-up; None leaves it out
+        facts: further fields of the row
+    """
     figures: dict[str, Any] = {"tokens": tokens, "tokens_per_pass": tokens / counts.total()}
     figures |= {f"passes_{rows}": counts[rows] for rows in QUERIES}
-    if alone is not None:
-        took = sum(alone[f"us_{rows}"] * n for rows, n in counts.items())
-        figures["speed_up"] = tokens * alone["off_us"] / took
+    if one_request is not None:
+        us = sum(one_request[f"us_{rows}"] * n for rows, n in counts.items())
+        figures["speed_up"] = tokens * one_request["off_us"] / us
     return TextRow(variant=text.name, source=text.source, licence=LICENCE, **figures, **facts)
 
 
 def passes(engine: Engine, args) -> list[dict]:
-    """µs of a pass for each number of --requests: without speculation, and by rows of each request with it."""
+    """Return µs per pass for each number of --requests: without drafts, and with each number of rows per request."""
     plain = replace(engine.model, verify=None)
     dispatcher = Dispatcher(engine.graph, engine.graphs.sizes)
-    off, found = make_steps(plain, engine.backend, dispatcher, engine.graphs.attention), []
+    off, costs = make_steps(plain, engine.backend, dispatcher, engine.graphs.attention), []
     for requests in args.requests:
         row = {"requests": requests}
         row["off_us"] = pass_us(engine, args, requests, 1, partial(off.replay, "greedy", requests))
@@ -135,28 +155,31 @@ def passes(engine: Engine, args) -> list[dict]:
             if rows <= most_queries(requests):
                 us = pass_us(engine, args, requests, rows, partial(enqueue, engine, GREEDY, requests, rows))
                 row |= {f"us_{rows}": us, f"ratio_{rows}": us / row["off_us"]}
-        found.append(row)
-    return found
+        costs.append(row)
+    return costs
 
 
 def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[], None]) -> float:
-    """µs of a pass. The tokens after the position are known, so that all rows run and every draft is right."""
-    times, given = [], rows * (args.steps + 2) if rows > 1 else 0
+    """Return µs per pass. The tokens after the position are known: all rows run and all drafts are accepted."""
+    times, known = [], rows * (args.steps + 2) if rows > 1 else 0
 
     def run_passes() -> None:
         for _ in range(args.steps):
             run_pass()
 
     for _ in range(args.runs + WARM_UP):
-        rewind(engine, args.context, GREEDY, requests, given)
-        run_pass()  # the first one captures
+        rewind(engine, args.context, GREEDY, requests, known)
+        run_pass()  # the first pass captures a graph
         times.append(gpu_seconds(run_passes) / args.steps)
     check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
     return spread(times[WARM_UP:], 1e6)[0]
 
 
 def draft_us(engine: Engine, history: int, runs: int) -> float:
-    """µs in which a text of that length is looked through; of one token, so that all that may agree is compared."""
+    """Return µs of the draft kernel over a text of `history` tokens.
+
+    The text repeats one token, so that the kernel compares the longest n-gram at every position.
+    """
     ws, model = engine.model.of_queries(1, 1).workspace, engine.model
     ws.meta[0] = 0
     ws.meta[0, layout.POSITION], ws.meta[0, layout.N_KNOWN] = history, 1
@@ -175,7 +198,10 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
 
 
 def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:
-    """What replays `lines`, launched by `run`, in one graph; without a GPU their references. No row may run."""
+    """Capture the launches of `lines` in one graph and return a function that replays it. No row may be running.
+
+    Without a GPU, the returned function calls the references of the ops instead.
+    """
     if device.type != "cuda":
         return torch.inference_mode()(lambda: lines(run_reference))
     place = Place(device)

@@ -1,6 +1,9 @@
-"""Texts that bench speculate plays through what guesses and verifies, as if a model had drawn them: acceptance is real,
-and no checkpoint is needed. They are excerpts of this repository as it once was, in files of their own, so that figures
-of them can be compared."""
+"""Fixed texts for bench speculate, and their playback through the drafter and the verification.
+
+Playback treats the tokens of a text as if a model had sampled them, so that acceptance rates are measured without a
+checkpoint. The texts are excerpts of earlier versions of this repository, stored in files, so that figures of
+different versions are comparable.
+"""
 
 from collections import Counter, deque
 from pathlib import Path
@@ -17,28 +20,35 @@ from ...step.dispatch import best_queries, typical_costs
 
 ROOT = Path(__file__).parents[3]
 TEXTS, NAMES = "benchmarks/texts", ("code", "page", "records", "prose", "chat")
-LICENCE = "Apache-2.0"  # of the repository, and so of all these
-LAG = 2  # passes that are enqueued before the result of a pass is known, as on a GPU
+LICENCE = "Apache-2.0"  # license of the repository, and therefore of the texts
+LAG = 2  # passes that are enqueued before the host knows the result of a pass, as on a GPU
 
 
 class Text(NamedTuple):
-    """before: what stood there; drawn: what a model would have drawn; source: the file of both."""
+    """A text that is played back.
+
+    Attributes:
+        name: title of the text in tables
+        source: file that contains the text
+        before: the prompt
+        sampled: the continuation, which playback treats as sampled
+    """
 
     name: str
     source: str
     before: str
-    drawn: str
+    sampled: str
 
 
 def texts() -> list[Text]:
-    """Raises ParameterError where the files are not there."""
+    """Return the texts. Raises ParameterError if a file is missing, as in an installed package."""
 
     def read(name: str) -> tuple[str, str]:
         source = f"{TEXTS}/{name}.txt"
         try:
             return source, (ROOT / source).read_text(encoding="utf-8")
         except OSError:
-            raise ParameterError(f"bench speculate: {ROOT / source} is not there; run it in a checkout") from None
+            raise ParameterError(f"bench speculate: {ROOT / source} is missing; run this bench in a checkout") from None
 
     (at_code, code), (at_page, page), (at_rows, rows), (at_prose, prose), (at_chat, chat) = map(read, NAMES)
     edit = f"Call held kept, everywhere in this file:\n{code}\n"
@@ -52,9 +62,15 @@ def texts() -> list[Text]:
     ]
 
 
-def play(before: list[int], drawn: list[int], ngram: tuple[int, int]) -> Counter:
-    """Passes by their rows in which one request draws these tokens."""
-    text = before + drawn
+def play(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> Counter:
+    """Return the number of passes that one request needs to sample given tokens, by rows per pass.
+
+    Args:
+        before: token ids of the prompt
+        sampled: token ids that the request samples
+        ngram: range of n-gram lengths that the drafter compares, as in `EngineOptions`
+    """
+    text = before + sampled
     meta = torch.zeros(1, layout.META_WIDTH, dtype=torch.int32)
     meta[0, layout.POSITION], meta[0, layout.N_KNOWN] = len(before) - 1, len(before)
     meta[0, layout.LIMIT] = meta[0, layout.ROOM] = len(text)
@@ -74,9 +90,9 @@ def play(before: list[int], drawn: list[int], ngram: tuple[int, int]) -> Counter
         following = text[position + 1 : position + 1 + queries]
         rows = torch.tensor(following + [0] * (queries - len(following)), dtype=torch.int32)
         ACCEPT.ref(rows, meta, tokens, None, out, None)
-        found = layout.entry_of(int(out[0, step % layout.RING]), 1, step)
-        assert found is not None
-        unread.append((drafts.wanted, found))
+        entry_now = layout.entry_of(int(out[0, step % layout.RING]), 1, step)
+        assert entry_now is not None
+        unread.append((drafts.wanted, entry_now))
         passes[queries] += 1
-    assert tokens[0, : len(text)].tolist() == text, "another text was drawn"
+    assert tokens[0, : len(text)].tolist() == text, "the playback sampled a different text"
     return passes

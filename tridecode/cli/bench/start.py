@@ -1,4 +1,4 @@
-"""bench start: a process from nothing to its first token, with an empty kernel cache and with a filled one."""
+"""bench start: seconds from the start of a process to its first token, with an empty and a filled kernel cache."""
 
 import json
 import os
@@ -16,11 +16,13 @@ from ...plan.memory import free_memory
 from .measure import need_gpu, run_facts, spread
 from .rows import Row, column
 
-ROOT = Path(__file__).parents[3]  # what holds the package, installed or not
+ROOT = Path(__file__).parents[3]  # the folder that contains the package, installed or not
 
 
 @dataclass(kw_only=True)
 class StartRow(Row):
+    """Row of process starts."""
+
     bench = "start"
     header = "start"
     runs: int
@@ -35,10 +37,10 @@ class StartRow(Row):
 
 
 def start(args, output) -> list[Row]:
-    """One row: seconds of the first start, and of --runs starts after it."""
+    """Return one row: seconds of the first start, and of --runs later starts."""
     need_gpu()
     device = torch.device("cuda", torch.cuda.current_device())
-    free_memory(device)  # the child needs what an engine before this one held
+    free_memory(device)  # the child process needs the memory that an earlier engine of this process used
     with tempfile.TemporaryDirectory(prefix="tridecode-") as cache:
         output.note("first start, with an empty kernel cache:")
         first, first_parts = time_start(args.preset, cache)
@@ -51,7 +53,12 @@ def start(args, output) -> list[Row]:
 
 
 def time_start(preset: str, cache: str) -> tuple[float, dict]:
-    """Seconds from before a process is started to its first token, with Triton's cache in directory `cache`."""
+    """Return the seconds from the start of a process to its first token, and its report.
+
+    Args:
+        preset: name of the model shape
+        cache: directory of Triton's kernel cache
+    """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
     command = [sys.executable, "-m", "tridecode.cli.bench.first_token", preset, str(time.time())]
@@ -59,7 +66,7 @@ def time_start(preset: str, cache: str) -> tuple[float, dict]:
 
 
 def time_to_first_line(command: list[str], environment: dict) -> tuple[float, dict]:
-    """Seconds until `command` writes its first line on stdout, and the JSON object that the line is."""
+    """Return the seconds until `command` writes its first line on stdout, and the JSON object in that line."""
     started = time.perf_counter()
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
@@ -70,14 +77,14 @@ def time_to_first_line(command: list[str], environment: dict) -> tuple[float, di
             seconds = time.perf_counter() - started
             process.wait()
         finally:
-            process.kill()  # after an interrupt; nothing happens to one that has ended
+            process.kill()  # needed after an interrupt; no effect on a process that has ended
     if process.returncode or not line.strip():
         raise GenerationError(f"a started process ended with exit code {process.returncode} before its first token")
     return seconds, json.loads(line)
 
 
 def start_figures(first: float, first_parts: dict, later: list[tuple[float, dict]]) -> dict:
-    """Seconds; the parts (import, build, prompt) are those of the median later start."""
+    """Return the figures of a row. The parts (import, build, prompt) are taken from the median later start."""
     median, p5, p95 = spread([seconds for seconds, _ in later])
     _, parts = sorted(later, key=lambda run: run[0])[(len(later) - 1) // 2]
     return {

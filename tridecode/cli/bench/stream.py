@@ -1,4 +1,4 @@
-"""bench stream: the engine's own stream as its caller sees it, against the graph alone at the same positions."""
+"""bench stream: token times of `Engine.stream`, compared with replays of the graph at the same positions."""
 
 import time
 from dataclasses import dataclass, replace
@@ -15,6 +15,8 @@ from .rows import Row, column
 
 @dataclass(kw_only=True)
 class StreamRow(Row):
+    """Row of streams of one request."""
+
     bench = "stream"
     header = "stream"
     context: int = column("context")
@@ -34,10 +36,10 @@ class StreamRow(Row):
 
 
 def stream(args, output) -> list[Row]:
-    """One row: wall time a token, its ratio to the graph's, and the times between tokens."""
+    """Return one row: wall time per token, its ratio to the graph's time, and the times between tokens."""
     engine = bench_engine(args, capacity_of(args))
     params = SAMPLING[args.sampling]
-    steps = max(args.steps, 2)  # one interval at least
+    steps = max(args.steps, 2)  # at least one interval
     # The first chunk comes from the step at position context - 1, so the graph's steps are those after it.
     graph = time_decode(engine, args.context, steps - 1, args.runs, params)
     runs = [time_stream(engine, args.context, steps, params) for _ in range(args.runs + WARM_UP)][WARM_UP:]
@@ -45,7 +47,7 @@ def stream(args, output) -> list[Row]:
 
 
 def time_stream(engine: Engine, context: int, steps: int, params=GREEDY) -> tuple[float, list[float]]:
-    """Seconds to the first token, and between each token and the next, of one cold stream."""
+    """Return the seconds to the first token and between successive tokens of a stream without a cached prefix."""
     params = replace(params, max_tokens=steps, ignore_eos=True)
     ids = prompt_ids(engine.config, context)
     arrivals = []
@@ -59,16 +61,16 @@ def time_stream(engine: Engine, context: int, steps: int, params=GREEDY) -> tupl
 
 
 def stream_figures(runs: list[tuple[float, list[float]]], graph: list[float]) -> dict:
-    """Medians over the runs; the percentile of the times between tokens is over all of them together."""
+    """Return medians over the runs. The statistics of the times between tokens cover the tokens of all runs."""
     intervals = [seconds for _, run in runs for seconds in run]
     tpot, p5, p95 = spread([sum(run) / len(run) for _, run in runs], 1e6)
-    alone = spread(graph, 1e6)[0]
+    graph_us = spread(graph, 1e6)[0]
     return {
         "us_per_token": tpot,
         "us_p5": p5,
         "us_p95": p95,
-        "graph_us_per_token": alone,
-        "ratio_to_graph": tpot / alone,
+        "graph_us_per_token": graph_us,
+        "ratio_to_graph": tpot / graph_us,
         "ttft_ms": spread([first for first, _ in runs], 1e3)[0],
         "tpot_ms": tpot / 1e3,
         "itl_mean_us": 1e6 * float(np.mean(intervals)),

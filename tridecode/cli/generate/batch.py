@@ -38,7 +38,17 @@ FIELDS = (*PROMPTS, "id", *SAMPLING)
 
 @dataclass(eq=False)
 class Request:
-    """A line of the input. key: a hash of its text, which matches an answer to its prompt. handle: the engine's."""
+    """A line of the input.
+
+    Attributes:
+        index: number of the line, from 0
+        key: hash of the line, by which a resumed batch matches answers to prompts
+        prompt: the prompt
+        fields: sampling parameters of the line
+        id: the line's own id
+        error: the reason for a failed line
+        handle: the engine's request
+    """
 
     index: int
     key: int
@@ -53,7 +63,7 @@ class Request:
         return self.handle is None or self.handle.finish_reason not in (None, "cancelled")
 
     def fail(self, error: Exception) -> None:
-        """Set the error, which names fields of the line, or else the options."""
+        """Set the error. It names the fields of the line, or the options if the line does not set them."""
         self.error, self.handle = explain(error, [name for name in SAMPLING if name not in self.fields]), None
 
     def entry(self, **values) -> str:
@@ -62,7 +72,7 @@ class Request:
 
 
 class Lines:
-    """The lines of a text that are not empty. A Request is made for each when it is needed."""
+    """The nonempty lines of a text. Each becomes a Request only when it is needed."""
 
     def __init__(self, text: str):
         self._text = text
@@ -117,17 +127,18 @@ def read_request(index: int, key: int, line: str, args, output: Output) -> Reque
     return request
 
 
-def prompt_of(found: dict, args) -> Prompt:
-    given = [name for name in PROMPTS if name in found]
-    if len(given) != 1:
-        raise PromptError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")
-    if "messages" in found:
-        return with_system(check_messages(found["messages"], "messages"), args, "messages")
-    if "prompt_ids" in found:
-        return checked_ids(found["prompt_ids"], args)
-    text = found["prompt"]
+def prompt_of(line: dict, args) -> Prompt:
+    """Return the prompt of a parsed line. Raises PromptError."""
+    kinds = [name for name in PROMPTS if name in line]
+    if len(kinds) != 1:
+        raise PromptError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(kinds) or 'none'}")
+    if "messages" in line:
+        return with_system(check_messages(line["messages"], "messages"), args, "messages")
+    if "prompt_ids" in line:
+        return checked_ids(line["prompt_ids"], args)
+    text = line["prompt"]
     if not isinstance(text, str) or not (text if args.raw else text.strip()):
-        raise PromptError(f"prompt must be a text that is not empty, got {as_json(text)}")
+        raise PromptError(f"prompt must be a nonempty string, got {as_json(text)}")
     return text if args.raw else with_system([{"role": "user", "content": text}], args, "prompt")
 
 
@@ -147,15 +158,18 @@ def sampling_field(name: str, value):
 
 
 def batch(args, output: Output, load: Callable = load_engine) -> int:
-    """Answer the lines of --jsonl. Returns 1 if a line failed. load(args, output): engine and parameters."""
+    """Answer the lines of --jsonl and return the exit code, 1 if a line failed.
+
+    `load(args, output)` returns the engine and the sampling parameters.
+    """
     lines = Lines(read_file(args.jsonl, output, LARGEST))
     if not len(lines):
         raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
     with open_results(args.output, lines.answered, output) as (done, write):
         left = len(lines) - len(done)
         if not left:
-            all_of_it = "the line is" if len(lines) == 1 else f"all {len(lines):,} lines are"
-            output.note(f"{args.output}: {all_of_it} answered")
+            subject = "the line is" if len(lines) == 1 else f"all {len(lines):,} lines are"
+            output.note(f"{args.output}: {subject} answered")
             return 0
         answers = Answers(args, output, write, left, len(done))
         try:
@@ -245,7 +259,7 @@ class Answers:
             self.failed += 1
 
     def _first_ended(self) -> Request:
-        """Return the first that has ended of the oldest lines, which have a slot. Waits for it."""
+        """Wait until one of the oldest requests, which occupy the slots, has ended, and return it."""
         oldest = list(islice(self._under_way, self.engine.slots))
         if not any(each.ended for each in oldest):
             with suppress(*FAILURES):  # the next result() raises it as an error of its line
@@ -254,31 +268,31 @@ class Answers:
 
     def _line(self, request: Request) -> str:
         """Wait for an answer and return its line. An error fails only that line."""
-        found = {}
+        values = {}
         if request.handle is not None:
             try:
                 result = request.handle.result()
-                found = report(result, self.engine)
+                values = report(result, self.engine)
                 self.tokens += result.usage.completion_tokens
-                request.error = found.get("error")
+                request.error = values.get("error")
             except FAILURES as error:
                 request.fail(error)
-        return request.entry(**found) if request.error is None else self._failed(request, found)
+        return request.entry(**values) if request.error is None else self._failed(request, values)
 
-    def _failed(self, request: Request, found: dict) -> str:
+    def _failed(self, request: Request, values: dict) -> str:
         self._output.error(f"{self._args.jsonl}: line {request.index + 1}: {request.error}")
-        return request.entry(**found | {"error": f"line {request.index + 1}: {request.error}"})
+        return request.entry(**values | {"error": f"line {request.index + 1}: {request.error}"})
 
     def summary(self) -> str:
         words = [f"{self.answered:,} answered", f"{self.failed:,} failed"]
-        words += [f"{self._before:,} were there already"] if self._before else []
+        words += [f"{self._before:,} already answered"] if self._before else []
         left = self._left - self.answered - self.failed
         words += [f"{left:,} left"] if left else []
         seconds = time.perf_counter() - self._started
         return ", ".join(words) + f" · {counted(self.tokens, 'token')} in {seconds:,.1f} s"
 
     def rate(self) -> float:
-        """Return tokens per second, including unfinished answers. The thread that draws calls it."""
+        """Return tokens per second, including unfinished answers, for the thread of the progress bar."""
         handles = [each.handle for each in list(self._under_way)]
         tokens = self.tokens + sum(handle.completion_tokens for handle in handles if handle)
         return tokens / (time.perf_counter() - self._started)

@@ -41,7 +41,7 @@ def generate(args, output: Output) -> int:
         engine, params = load_engine(args, output)
         prompt = encoded(prompt, args, engine)
         failed = 0
-        for i, (seed, request) in enumerate(begun(engine, prompt, seeded(params, args.n), **reuse(args))):
+        for i, (seed, request) in enumerate(submitted(engine, prompt, seeded(params, args.n), **reuse(args))):
             if args.n > 1 and not args.json:
                 output.note(f"answer {i + 1:,} of {args.n:,}, seed {seed}")
             waiting = Waiting(output, engine.scheduler.reading)
@@ -104,7 +104,7 @@ def seeded(params, n: int) -> Iterator:
     return (replace(params, seed=first + i) for i in range(n))
 
 
-def begun(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Iterator[tuple[int | None, Request]]:
+def submitted(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Iterator[tuple[int | None, Request]]:
     """Yield seed and request of each answer in order. As many requests run as the engine has slots."""
     under_way: deque[tuple[int | None, Request]] = deque()
     for params in several:

@@ -44,17 +44,17 @@ def read_messages(args, output: Output) -> Prompt:
             found = saved.messages()[:-1]
         except ValueError as error:
             raise PromptError(f"{path}: not a session that can be answered ({error})") from None
-        output.note(f"{path}: a saved session; its last message is answered anew")
+        output.note(f"{path}: a saved session; its last message is answered again")
     elif isinstance(found, dict) and "messages" in found:
         found = found["messages"]
     return with_system(check_messages(found, path), args, path)
 
 
-def with_system(messages: list[dict], args, where: str) -> list[dict]:
+def with_system(messages: list[dict], args, place: str) -> list[dict]:
     if args.system is None:
         return messages
     if any(message["role"] == "system" for message in messages):
-        raise PromptError(f"{where}: it has a system message of its own; leave out --system, or that message")
+        raise PromptError(f"{place}: it has a system message of its own; leave out --system, or that message")
     return [{"role": "system", "content": args.system}, *messages]
 
 

@@ -30,10 +30,10 @@ def open_results(
     Failed lines, and a last line that was cut off, are removed from the file.
 
     Args:
-        answered: answered(index, key) is whether the input has that line.
+        answered: answered(index, key) returns whether the input has that line.
 
     Raises:
-        PromptError: the file contains anything else, or another process writes it. It stays unchanged.
+        PromptError: the file has other content, or another process writes it. The file is unchanged.
     """
     if path is None:
         yield set(), output.text
@@ -52,7 +52,7 @@ def open_results(
                 for line, index in entries(file, answered, path):
                     if index is not None:
                         write(line.decode())
-            file = files.enter_context(locked(path))  # the file that has replaced it
+            file = files.enter_context(locked(path))  # text_sink has replaced the file
         yield {index for index in found if index is not None}, writer(file, path, flush=True)
 
 
@@ -93,45 +93,45 @@ def entries(file: TextIO, answered: Answered, path: str) -> Iterator[tuple[bytes
         if line.endswith(b"\n"):
             yield line, answered_by(line, answered, f"{path}: line {number:,}")
         else:
-            begun = line.rstrip(b"\0")
-            if begun and not is_cut_off(begun, answered, number == 1):
+            start = line.rstrip(b"\0")
+            if start and not is_cut_off(start, answered, number == 1):
                 raise PromptError(f"{path}: its last line is not a result of this command; {OTHER}")
-            if len(begun) < len(line):
-                raise nul_bytes(path, offset + len(begun))
+            if len(start) < len(line):
+                raise nul_bytes(path, offset + len(start))
             yield line, None
         offset += len(line)
 
 
 def nul_bytes(path: str, offset: int) -> PromptError:
     return PromptError(
-        f"{path}: from byte {offset:,} on it holds NUL bytes, as a computer that lost its power leaves them; "
+        f"{path}: from byte {offset:,} on it contains NUL bytes, probably after a power failure; "
         f"cut them off with truncate --size={offset}, or {OTHER}"
     )
 
 
-def answered_by(line: bytes, answered: Answered, where: str) -> int | None:
+def answered_by(line: bytes, answered: Answered, place: str) -> int | None:
     try:
         head, entry = _HEAD.match(line), json.loads(line)
         if head is None:
             raise ValueError
         index, error = int(head[1]), entry.get("error")
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise PromptError(f"{where} is not a result of this command; {OTHER}") from None
+        raise PromptError(f"{place} is not a result of this command; {OTHER}") from None
     if isinstance(error, str) and error.startswith(f"line {index + 1}: "):
         return None
     if error is not None or not {"token_ids", "text", "finish_reason"} <= entry.keys():
-        raise PromptError(f"{where} is not a result of this command; {OTHER}")
+        raise PromptError(f"{place} is not a result of this command; {OTHER}")
     if not answered(index, head[2].decode()):
-        raise PromptError(f"{where} answers a line that is not in the input; {OTHER}")
+        raise PromptError(f"{place} answers a line that is not in the input; {OTHER}")
     return index
 
 
-def is_cut_off(line: bytes, answered: Answered, alone: bool) -> bool:
+def is_cut_off(line: bytes, answered: Answered, only: bool) -> bool:
     """Return whether the last line of a file is the beginning of a result.
 
-    alone: there are no results before it; then it must name a line of the input.
+    If it is the `only` line, it must name a line of the input.
     """
     if head := _HEAD.match(line):
-        return not alone or answered(int(head[1]), head[2].decode())
+        return not only or answered(int(head[1]), head[2].decode())
     beginning = _CUT_HEAD.fullmatch(line) or _EMPTY_HEAD.startswith(re.sub(rb"\d{1,18}", b"0", line))
-    return bool(beginning) and not alone
+    return bool(beginning) and not only

@@ -1,4 +1,4 @@
-"""`tridecode profile`: one decode step and one prefill chunk, from the GPU's own activity records."""
+"""`tridecode profile`: time by kernel of a decode pass and of a prompt chunk, from the GPU's activity records."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ from ..terminal import Output, counted
 from . import draw
 from .records import Span, apart, chained, read_records, split_steps, summarize, typical
 
-STEPS, DROPPED = 20, 4  # decode steps that count, and those before them
+STEPS, DROPPED = 20, 4  # counted decode passes, and uncounted ones before them
 CHUNKS, DROPPED_CHUNKS = 5, 2
 SHOWN = 12  # roles in a table
 
@@ -33,7 +33,7 @@ SHOWN = 12  # roles in a table
 def run(args, output: Output) -> int:
     """Run `profile`: print a table for the step, one for the prefill chunk, and one JSON line."""
     if not torch.cuda.is_available():
-        raise DeviceError("profile needs an NVIDIA GPU and none is usable here")
+        raise DeviceError("profile needs an NVIDIA GPU; no usable GPU was found")
     if args.prompt_tokens > CHUNK:
         raise ParameterError(f"--prompt-tokens must be at most {CHUNK}, one chunk, got {args.prompt_tokens}")
     folder = None if args.output is None else Path(args.output)
@@ -210,7 +210,7 @@ def roles_and_kernels(launches: Iterable[Launch]) -> tuple[list[str], list[str]]
 
 
 def bytes_by_role(launches: Iterable[Launch]) -> dict[str, float]:
-    """Return mean bytes per launch by role, for the present state. Layers differ if they have windows."""
+    """Return the mean bytes per launch by role, at the current positions. Layers with different windows differ."""
     return _mean_bytes((launch.role, launch) for launch in launches)
 
 
@@ -220,10 +220,10 @@ def bytes_by_kernel(launches: Iterable[Launch]) -> dict[str, float]:
 
 
 def _mean_bytes(named: Iterable[tuple[str, Launch]]) -> dict[str, float]:
-    found = defaultdict(list)
+    by_name = defaultdict(list)
     for name, launch in named:
-        found[name].append(launch.bytes())
-    return {name: mean(sizes) for name, sizes in found.items()}
+        by_name[name].append(launch.bytes())
+    return {name: mean(sizes) for name, sizes in by_name.items()}
 
 
 def add_bytes(kernels: list[dict], moved: dict[str, float], bandwidth: float) -> None:

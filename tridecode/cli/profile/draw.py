@@ -1,4 +1,4 @@
-"""The pictures of a profile as SVG, readable on light and dark backgrounds."""
+"""Pictures of a profile in SVG, for light and dark backgrounds."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from xml.sax.saxutils import escape
 from .records import Span
 
 WIDTH, LEFT, RIGHT = 1000, 20, 20
-LANES, LANE = 3, 18  # rows over which overlapping launches are spread; pixels a row
+LANES, LANE = 3, 18  # rows for overlapping launches; height of a row in pixels
 COLORS = ("#d9822b", "#c75c7f", "#8a8f98", "#9a6fc9", "#b59a3c", "#7f9a3b", "#3aa08f", "#4c8bd6")
 OTHER = "#6f8299"  # color of further roles
 STYLE = """\
@@ -42,7 +42,7 @@ def timeline(title: str, step: Sequence[Span]) -> str:
     parts += legend(list(dict.fromkeys(span.op for span in step)), 48)
     parts += track(f"the whole step, {len(whole)} launches", whole, 76, colors_of(span.op for span in step))
     parts += track(f"layer {layers // 2 + 1} of {layers}", layer, 180, colors_of(span.op for span in step), labels=True)
-    note = "Pale: a launch as recorded, while earlier ones still run. Full colour: from their end on, what it costs."
+    note = "Pale: a launch as recorded, while earlier ones still run. Full color: its cost, from their end on."
     parts.append(text(LEFT, 284, note, 'class="dim"'))
     return page(300, parts)
 

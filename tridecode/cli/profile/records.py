@@ -13,7 +13,7 @@ GAPS = (("<1", 1.0), ("1-5", 5.0), ("5-10", 10.0), ("10-50", 50.0), (">50", floa
 
 
 class ProfileError(TridecodeError):
-    """The records are not those of the work that was profiled."""
+    """The records do not match the profiled work."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Span:
-    """A record with its role. before: the latest end of all earlier records, where its cost begins."""
+    """A record with its role. Its cost begins at `before`, the latest end of all earlier records."""
 
     op: str
     start: float
@@ -36,48 +36,48 @@ class Span:
 
     @property
     def cost(self) -> float:
-        """The time that it adds to the step: from `before` to its end, 0 if it ended before an earlier one."""
+        """The time that it adds to the pass: from `before` to its end, or 0 if it ended before an earlier record."""
         return max(self.end - self.before, 0.0)
 
     @property
     def gap(self) -> float:
-        """The part of its cost in which nothing ran."""
+        """The part of its cost in which no kernel ran."""
         return max(self.start - self.before, 0.0)
 
 
 def read_records(trace: dict) -> list[Record]:
     """Return the GPU's records of a Chrome trace, in the order of their starts."""
-    found = [
+    records = [
         Record(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         for event in trace.get("traceEvents", ())
         if event.get("cat") in ACTIVITIES
     ]
-    return sorted(found, key=lambda record: (record.start, record.end))
+    return sorted(records, key=lambda record: (record.start, record.end))
 
 
 def split_steps(records: Sequence[Record], steps: int, kernels: Sequence[str] | None = None) -> list[list[Record]]:
-    """Return the records of `steps` equal steps, a list for each. kernels: prefixes of the names of each step.
+    """Split records into `steps` equal steps. `kernels` are the expected prefixes of the names in a step.
 
     Raises ProfileError if the number of records or a name differs.
     """
     size, rest = divmod(len(records), steps)
     expected = size if kernels is None else len(kernels)
     if rest or size != expected or not size:
-        wanted = f"a multiple of {steps}" if kernels is None else f"{steps * expected} ({expected} a step)"
-        raise ProfileError(f"the GPU recorded {len(records)} activities in {steps} steps, expected {wanted}")
-    found = [list(records[at : at + size]) for at in range(0, len(records), size)]
-    for step in found:
+        numbers = f"a multiple of {steps}" if kernels is None else f"{steps * expected} ({expected} a step)"
+        raise ProfileError(f"the GPU recorded {len(records)} activities in {steps} steps, expected {numbers}")
+    split = [list(records[at : at + size]) for at in range(0, len(records), size)]
+    for step in split:
         for place, (record, kernel) in enumerate(zip(step, kernels or ())):
             if not record.name.startswith(kernel):
                 raise ProfileError(f"launch {place + 1} of a step was {record.name!r}, expected {kernel!r}")
-    return found
+    return split
 
 
 def attribute(step: Sequence[Record], ops: Sequence[str], before: float) -> list[Span]:
     """Return the spans of a step.
 
-    With programmatic dependent launch a kernel starts while the previous kernel runs, and its duration contains that
-    wait. The time since the latest earlier end does not, and these times add up to the step.
+    With programmatic dependent launch, a kernel starts before its predecessor ends, so its duration includes a wait.
+    The cost of a span therefore begins at the latest earlier end; the costs add up to the time of the step.
     """
     spans = []
     for record, op in zip(step, ops, strict=True):
@@ -87,16 +87,16 @@ def attribute(step: Sequence[Record], ops: Sequence[str], before: float) -> list
 
 
 def chained(steps: Sequence[Sequence[Record]], ops: Sequence[str], drop: int) -> list[list[Span]]:
-    """Return the spans of steps that follow each other at once. A step begins at the end of the step before it.
+    """Return the spans of consecutive steps. A step begins at the end of its predecessor.
 
-    drop: number of first steps to leave out, at least one.
+    drop: number of first steps to omit, at least one.
     """
     ends = [max(record.end for record in step) for step in steps]
     return [attribute(step, ops, before) for step, before in zip(steps[drop:], ends[drop - 1 :])]
 
 
 def apart(steps: Sequence[Sequence[Record]], drop: int) -> list[list[Span]]:
-    """Return the spans of steps with the host between them. The names of the records are the roles."""
+    """Return the spans of steps between which the host waits. The names of the records serve as roles."""
     return [attribute(step, [short_name(r.name) for r in step], step[0].start) for step in steps[drop:]]
 
 
@@ -105,7 +105,7 @@ def wall(step: Sequence[Span]) -> float:
 
 
 def typical(steps: Sequence[Sequence[Span]]) -> Sequence[Span]:
-    """Return the step of median wall time; of an even number, the shorter of the two."""
+    """Return the step of median wall time. For an even number of steps, it is the shorter of the middle two."""
     return sorted(steps, key=wall)[(len(steps) - 1) // 2]
 
 
