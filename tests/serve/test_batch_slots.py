@@ -140,7 +140,7 @@ def test_unordered_batch_resumes_by_line(run, several, monkeypatch):
     assert code == 130 and 0 < len(first) < 8 and f"{len(first)} answered, 0 failed, {8 - len(first)} left" in err
     assert 0 not in indices(first)  # the longest answer was not complete
     code, entries, err = run(requests, "--unordered", to_file=True)
-    assert code == 0 and f"{len(first)} were there already" in err and len(calls) == 8 + 8 - len(first)
+    assert code == 0 and f"{len(first)} already answered" in err and len(calls) == 8 + 8 - len(first)
     assert sorted(indices(entries)) == list(range(8)) and entries[: len(first)] == first
     assert {entry["index"]: entry["text"] for entry in entries} == {entry["index"]: entry["text"] for entry in whole}
     assert run(requests, to_file=True)[2] == f"{run.results}: all 8 lines are answered\n"
