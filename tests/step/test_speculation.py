@@ -399,7 +399,7 @@ def test_drafts_need_a_match_of_the_minimum_length(plain_result, ngram):
 
 
 @pytest.mark.parametrize("conflict", [dict(kv_dtype="fp8"), dict(kv_offload=0.1), dict(weights_offload=0.02)], ids=list)
-def test_what_does_not_go_together_is_one_line(conflict):
+def test_conflicting_options_are_one_line(conflict):
     (name,) = conflict
     with pytest.raises(ParameterError, match=f'^speculate="ngram" does not work beside {name}.*; use speculate="off"$'):
         Engine.load(device=str(DEVICE), max_seq_len=64, speculate="ngram", **conflict)

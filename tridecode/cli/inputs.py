@@ -9,7 +9,6 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 
-from ..arguments import check_messages as check_messages
 from ..errors import PromptError
 from .terminal import Output
 

@@ -190,7 +190,7 @@ def test_a_row_is_bit_equal_with_any_other_rows(form, config_of):
 
 
 @FORMS
-def test_nothing_is_written_without_a_running_row(form, config_of):
+def test_idle_rows_write_no_output(form, config_of):
     args = layer((70, 12), 2, qk_norm=True)
     args.meta[:, layout.STATUS] = layout.STOP
     form(*args, config=config_of(CONFIG))

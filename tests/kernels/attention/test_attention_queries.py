@@ -110,7 +110,7 @@ def test_a_request_has_the_same_bits_with_any_other_requests(splits, short):
     assert not outs[0].isnan().any() and all(torch.equal(out, outs[0]) for out in outs)
 
 
-def test_nothing_is_written_without_a_running_row():
+def test_idle_rows_write_no_output():
     args = several((70, 3), (0, 0), 4)
     attention_queries(*args, config=QueriesConfig(queries=4, splits=8, least=1, together=True))
     assert args.out.isnan().all() and not args.scratch.counter.any()

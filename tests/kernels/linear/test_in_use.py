@@ -50,7 +50,7 @@ def test_configs_in_use_match_the_reference(role, rows, kind, model):
 @KIND
 @ROLE
 def test_a_row_has_the_same_bits_among_any_number_of_rows(role, kind):
-    """The configs are those of batch-invariant mode."""
+    """The launch configs are the ones that batch-invariant mode uses."""
     case, linear, epilogue = weight("qwen3-4b", kind, role)
     device = device_of(torch.device("cuda"))
     choices = invariance.invariant_choices(case, (16, 32, 64), device, tables.package_tables(device))

@@ -13,10 +13,11 @@ from datetime import datetime
 
 import numpy as np
 
+from ...arguments import check_messages
 from ...errors import GenerationError, ParameterError, PromptError, as_json
 from ...version import __version__
 from ..api_key import api_key
-from ..inputs import check_messages, parse_json, read_file
+from ..inputs import parse_json, read_file
 from ..progress import progress
 from ..signals import ending_task
 from ..terminal import counted, unechoed
