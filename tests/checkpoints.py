@@ -117,7 +117,10 @@ def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides)
     settings = _COMMON | FAMILIES[family] | overrides
     architecture = settings.pop("architecture")
     config = getattr(transformers, f"{architecture}Config")(**settings)
-    model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    with torch.device("meta"):  # the initial values of transformers are not needed, and take long at real widths
+        model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    model = model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+    model.tie_weights()
     randomise(model, seed)
     model = model.to(dtype)
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=list(STOP_IDS))
@@ -130,9 +133,9 @@ def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides)
 @torch.no_grad()
 def randomise(model, seed: int) -> None:
     """Random parameters whose activations stay near 1 and whose logits have a clear maximum."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(model.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
+        noise = torch.randn(parameter.shape, generator=generator, device=model.device)
         if name.endswith("embed_tokens.weight"):
             parameter.copy_(noise * 0.15)
         elif parameter.ndim == 2:

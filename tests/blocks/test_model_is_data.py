@@ -59,7 +59,7 @@ def granite(tmp_path, monkeypatch):
 def test_granite_agrees_with_transformers_in_fp32(granite):
     ids = [(5 * i) % 380 for i in range(70)]
     engine = Engine.load(granite, device=str(DEVICE), dtype="float32")
-    exact = transformers_logits(granite, ids, torch.float32)
+    [exact] = transformers_logits(granite, [ids], torch.float32)
     error = (engine.score(ids).double() - exact.double()).norm() / exact.double().norm()
     assert error < 1e-5
     assert engine.config.family == "granite"

@@ -40,11 +40,11 @@ def tiny(tmp_path_factory):
     return lambda family: root / family if (root / family).exists() else write_tiny(root / family, family, dtype=dtype)
 
 
-def transformers_logits(path, ids, dtype):
-    """Return logits, fp32 [tokens, vocab]. Each call loads the model, because a cast also rounds rotary frequencies."""
+def transformers_logits(path, texts, dtype):
+    """Return logits of each text, fp32 [tokens, vocab]. Loads in `dtype`, because a cast rounds rotary frequencies."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
     with torch.no_grad():
-        return model(torch.tensor([ids], device=DEVICE)).logits[0].float()
+        return [model(torch.tensor([ids], device=DEVICE)).logits[0].float() for ids in texts]
 
 
 def errors(logits, exact):
@@ -54,62 +54,50 @@ def errors(logits, exact):
     return kl, ((logits.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def check_contract(path):
-    engine = Engine.load(path, device=str(DEVICE))
-    ids = torch.randint(0, 380, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
-    logits = engine.score(ids)
-    assert logits.dtype == torch.float32 and logits.shape == (TOKENS, engine.config.vocab_size)
-    exact = transformers_logits(path, ids, torch.float32)
-    kl, rms = errors(logits, exact)
-    bf16_kl, bf16_rms = errors(transformers_logits(path, ids, torch.bfloat16), exact)
-    print(f"\n{path.name}: KL {kl:.2e} (transformers bf16 {bf16_kl:.2e}), relative RMS {rms:.2e} ({bf16_rms:.2e})")
-    assert kl <= bf16_kl and rms <= bf16_rms
-    if not CUDA:
-        assert rms <= 1e-5, "the fp32 reference must agree with fp32 transformers"
-
-
-def check_contract_of_rows(path, rows):
-    """Score `rows` texts at once, and check the first, the middle and the last one."""
+def check_contract(path, rows=(1,)):
+    """Score `rows` texts at once, for each entry of `rows`, and check the first, the middle and the last one."""
     generator = torch.Generator().manual_seed(6)
-    texts = [torch.randint(0, 380, (TOKENS,), generator=generator).tolist() for _ in range(rows)]
-    with Engine.load(path, device=str(DEVICE), slots=rows, max_seq_len=2 * TOKENS) as engine:
+    texts = [torch.randint(0, 380, (TOKENS,), generator=generator).tolist() for _ in range(max(rows))]
+    checked = sorted({i for n in rows for i in (0, n // 2, n - 1)})
+    exact = dict(zip(checked, transformers_logits(path, [texts[i] for i in checked], torch.float32)))
+    bf16 = transformers_logits(path, [texts[i] for i in checked], torch.bfloat16)
+    bounds = {i: errors(logits, exact[i]) for i, logits in zip(checked, bf16)}
+    for n in rows:
+        for i, logits in scores(path, texts[:n]).items():
+            kl, rms = errors(logits, exact[i])
+            bf16_kl, bf16_rms = bounds[i]
+            assert kl <= bf16_kl, f"row {i} of {n}: KL {kl:.2e}, of transformers' bf16 {bf16_kl:.2e}"
+            assert rms <= bf16_rms, f"row {i} of {n}: relative RMS {rms:.2e}, of transformers' bf16 {bf16_rms:.2e}"
+            assert CUDA or rms <= 1e-5, f"row {i} of {n}: the fp32 reference must agree with fp32 transformers"
+
+
+def scores(path, texts):
+    """Score all texts at once; returns the logits of the first, the middle and the last one by index."""
+    n = len(texts)
+    if n == 1:
+        with Engine.load(path, device=str(DEVICE)) as engine:
+            logits = engine.score(texts[0])
+            assert logits.dtype == torch.float32 and logits.shape == (TOKENS, engine.config.vocab_size)
+        return {0: logits}
+    with Engine.load(path, device=str(DEVICE), slots=n, max_seq_len=2 * TOKENS) as engine:
         shape = TOKENS, engine.config.vocab_size
         requests = [scoring(packed(ids), 0.0, logits=torch.empty(shape, device=DEVICE)) for ids in texts]
         for request in [engine._driver.submit(request) for request in requests]:  # submit all before the first pass
             assert request.result().error is None
-        logits = [request.logits for request in requests]
-        assert max(stat.rows for stat in engine.graph_stats()) == rows, "the texts were not scored in one pass"
-    for i in (0, rows // 2, rows - 1):
-        exact = transformers_logits(path, texts[i], torch.float32)
-        kl, rms = errors(logits[i], exact)
-        bf16_kl, bf16_rms = errors(transformers_logits(path, texts[i], torch.bfloat16), exact)
-        assert kl <= bf16_kl, f"row {i} of {rows}: KL {kl:.2e}, of transformers' bf16 {bf16_kl:.2e}"
-        assert rms <= bf16_rms, f"row {i} of {rows}: relative RMS {rms:.2e}, of transformers' bf16 {bf16_rms:.2e}"
+        assert max(stat.rows for stat in engine.graph_stats()) == n, "the texts were not scored in one pass"
+    return {i: requests[i].logits for i in (0, n // 2, n - 1)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_score_is_no_worse_than_transformers_bf16(tiny, family):
-    check_contract(tiny(family))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_score_of_several_rows_is_no_worse_than_transformers_bf16(tiny, family):
-    check_contract_of_rows(tiny(family), 8 if CUDA else 3)
-
-
-@pytest.mark.skipif(not CUDA, reason="real widths run on a GPU only")
-@pytest.mark.parametrize("rows", [8, 64])
-@pytest.mark.parametrize("name", REAL_WIDTHS)
-def test_score_of_several_rows_at_real_widths(name, rows, tmp_path):
-    family, widths = REAL_WIDTHS[name]
-    check_contract_of_rows(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths), rows)
+def test_scores_are_no_worse_than_transformers_bf16(tiny, family):
+    check_contract(tiny(family), rows=(1, 8 if CUDA else 3))
 
 
 @pytest.mark.skipif(not CUDA, reason="real widths run on a GPU only")
 @pytest.mark.parametrize("name", REAL_WIDTHS)
-def test_score_is_no_worse_than_transformers_bf16_at_real_widths(name, tmp_path):
+def test_scores_are_no_worse_than_transformers_bf16_at_real_widths(name, tmp_path):
     family, widths = REAL_WIDTHS[name]
-    check_contract(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths))
+    check_contract(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths), rows=(1, 8, 64))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "bundled"])
@@ -120,8 +108,9 @@ def test_greedy_tokens_agree_with_transformers(tiny, family):
     prompt = torch.randint(0, 380, (37,), generator=torch.Generator().manual_seed(2)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     ids = prompt + list(engine.generate(prompt, params).token_ids)
-    exact = transformers_logits(path, ids, torch.float32)
-    noise = 2 * (transformers_logits(path, ids, torch.bfloat16) - exact).abs().max().item() if CUDA else 1e-4
+    [exact] = transformers_logits(path, [ids], torch.float32)
+    [bf16] = transformers_logits(path, [ids], torch.bfloat16)
+    noise = 2 * (bf16 - exact).abs().max().item() if CUDA else 1e-4
     for position in range(len(prompt) - 1, len(ids) - 1):
         gap = (exact[position].max() - exact[position, ids[position + 1]]).item()
         assert gap <= noise, f"position {position}: token {ids[position + 1]} is {gap:.2e} below the best"
