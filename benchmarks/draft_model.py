@@ -19,13 +19,13 @@ from functools import partial
 import torch
 
 from tridecode import layout
-from tridecode.cli.bench.measure import GREEDY, WARM_UP, check_running, preset_engine, run_facts, spread
+from tridecode.cli.bench.measure import GREEDY, WARM_UP, check_running, median_p5_p95, preset_engine, run_facts
 from tridecode.cli.bench.passes import rewind
 from tridecode.cli.bench.speculate import captured
 from tridecode.engine import Engine
 from tridecode.models.presets import PRESETS
 from tridecode.step import decode
-from tridecode.step.compiling import compile_ahead
+from tridecode.step.compiling import compile_lists
 from tridecode.step.graphs import launcher
 from tridecode.step.run import Run
 
@@ -40,7 +40,7 @@ def cycle(large: Engine, small: Engine, guesses: int, run: Run) -> None:
     """Run `guesses` passes of the small model, then the large model's pass of `guesses + 1` rows."""
     for _ in range(guesses):
         decode.decode_pass(run, small.model, "greedy")
-    decode.decode_pass(run, large.model.of_queries(1, guesses + 1), "greedy")
+    decode.decode_pass(run, large.model.for_queries(1, guesses + 1), "greedy")
 
 
 def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = STEPS, runs: int = RUNS) -> list[dict]:
@@ -59,13 +59,13 @@ def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = S
         "large": lambda run: decode.decode_pass(run, plain, "greedy"),
         "small": lambda run: decode.decode_pass(run, small.model, "greedy"),
     }
-    views = {k: large.model.of_queries(1, k + 1) for k in GUESSES}
+    views = {k: large.model.for_queries(1, k + 1) for k in GUESSES}
     verifying = {k: partial(decode.decode_pass, m=view, kind="greedy") for k, view in views.items()}
     cycles = {k: partial(cycle, large, small, k) for k in GUESSES}
     lists = {**single, **{("pass", k): lines for k, lines in verifying.items()}, **cycles}
     run = launcher(large.model)
     if large.device.type == "cuda":
-        compile_ahead(lists.values(), run, large.device)
+        compile_lists(lists.values(), run, large.device)
     replays = {name: captured(large.device, lines, run) for name, lines in lists.items()}
 
     def us(name, guesses: int = 0) -> float:
@@ -86,7 +86,7 @@ def cycle_us(large: Engine, small: Engine, replay, context: int, steps: int, run
     """Return µs of a cycle. The tokens after the large model's position are known, so that every draft is accepted."""
     times, known = [], (guesses + 1) * (steps + 2) if guesses else 0
     for count in range(runs + WARM_UP):
-        rewind(large, context, GREEDY, given=known)
+        rewind(large, context, GREEDY, known=known)
         rewind(small, context, GREEDY)
         replay()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -99,7 +99,7 @@ def cycle_us(large: Engine, small: Engine, replay, context: int, steps: int, run
             times.append(start.elapsed_time(end) / steps)
     for engine in (large, small):
         check_running(engine, engine.name)
-    return round(spread(times, 1e3)[0], 2)
+    return round(median_p5_p95(times, 1e3)[0], 2)
 
 
 def room(context: int, steps: int) -> int:

@@ -13,7 +13,15 @@ import torch
 
 from benchmarks.rows import options, run
 from tridecode.cli.bench.measure import need_gpu
-from tridecode.cli.bench.offload import Way, captured, captured_seconds, graph_ways, kv_on_host, offloaded, pieces
+from tridecode.cli.bench.offload import (
+    Variant,
+    captured,
+    captured_seconds,
+    graph_variants,
+    kv_on_host,
+    offloaded,
+    piecewise_passes,
+)
 from tridecode.cli.bench.rows import Row
 from tridecode.cli.bench.run import with_commands
 from tridecode.cli.bench_options import add_kv_on_host
@@ -21,7 +29,7 @@ from tridecode.engine import Engine
 from tridecode.state.offload import Offloaded
 from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.run import Run, launch
-from tridecode.tensors import ALIGNED, PIECE
+from tridecode.tensors import ALIGNED, REGISTERED_BYTES
 
 
 def parse(argv: list[str] | None):
@@ -35,10 +43,10 @@ def parse(argv: list[str] | None):
 def measure(args, output) -> list[Row]:
     """A row for each share of --host in each way."""
     need_gpu()
-    return with_commands("python -m benchmarks.offload", args, kv_on_host(args, output, ways, copy_rate))
+    return with_commands("python -m benchmarks.offload", args, kv_on_host(args, output, variants, copy_rate))
 
 
-def ways(engine: Engine, host: int) -> Iterator[Way]:
+def variants(engine: Engine, host: int) -> Iterator[Variant]:
     """Yield the ways to read `host` pages of host memory, roughly from the slowest to the fastest."""
     model, run, (slots, memory) = engine.model, launcher(engine.model), offloaded(engine)
     send = partial(slots.send, 0, host)
@@ -46,13 +54,13 @@ def ways(engine: Engine, host: int) -> Iterator[Way]:
         by_page, by_layer = Copies(launch, model, host, by_layer=False), Copies(launch, model, host, by_layer=True)
         yield "eager, a copy a page", DecodePasses(model, by_page), send
         yield "eager, a copy a layer", DecodePasses(model, by_layer), send
-        yield "a graph a layer, a copy a layer, waits", pieces(model, run, waiting(by_layer)), send
-        yield "a graph a layer, a copy a layer", pieces(model, run, by_layer), send
+        yield "a graph a layer, a copy a layer, waits", piecewise_passes(model, run, waiting(by_layer)), send
+        yield "a graph a layer, a copy a layer", piecewise_passes(model, run, by_layer), send
         yield "one graph, a copy a layer", captured(model, by_layer), send
         if first_cell(memory) is not None:
             direct = captured(model, without_fetches(run))
             yield "one graph, attention reads the host", direct, partial(read_directly, engine, host)
-    yield from graph_ways(engine, send)
+    yield from graph_variants(engine, send)
 
 
 def waiting(run: Run) -> Run:
@@ -115,7 +123,7 @@ class Copies:
         self._cell = offload.target[0].shape[1]
         self._pages = offload.fetched[1 : 1 + host].tolist()
         self._flat = offload.host.view(torch.int64).as_strided((offload.host.untyped_storage().nbytes() // 8,), (1,), 0)
-        self._words = PIECE // 8 - offload.source[0].stride(0)
+        self._words = REGISTERED_BYTES // 8 - offload.source[0].stride(0)
 
     def __call__(self, role: str, op, *args, **options) -> None:
         if role != "fetch":

@@ -26,7 +26,7 @@ class Script:
         encode_chat=lambda messages, context=None, **variables: "".join(m["content"] for m in messages),
         decode=lambda ids, skip_special: "",
         template_variables=frozenset(),
-        thinks=False,
+        supports_thinking=False,
     )
 
     def __init__(self, *answers):

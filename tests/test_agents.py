@@ -422,7 +422,7 @@ def test_message_and_event_order(served, claude):
 
 
 def test_thinking_is_separate_block(served, claude, client, monkeypatch):
-    monkeypatch.setattr(served.engine.tokenizer, "thinks", True)
+    monkeypatch.setattr(served.engine.tokenizer, "supports_thinking", True)
     extra = forced_answer("<think>\nhm\n</think>\n\nYes.")
     payload = {"model": "m", "messages": CHAT, "max_tokens": 50, "extra_body": extra}
     got = claude.messages.create(**payload)

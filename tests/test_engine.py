@@ -117,7 +117,7 @@ def test_an_interrupt_as_a_stream_ends_mixes_nothing_into_the_next(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     expected = engine.generate([7, 8, 9], params).token_ids
     scheduler = engine.scheduler
-    monkeypatch.setattr(scheduler, "_ahead", 1)  # as on a GPU: a step is in flight when its stream is closed
+    monkeypatch.setattr(scheduler, "_passes_ahead", 1)  # as on a GPU: a step is in flight when its stream is closed
 
     def interrupted(slot):
         raise KeyboardInterrupt
@@ -365,7 +365,7 @@ def test_chunk_size_does_not_change_the_cache(engine):
     for chunk in (70, 64, 33, 1):
         engine.model.kv.pool.fill_(float("nan"))
         prefill(engine.model, 0, 70, chunk=chunk)
-        caches.append(engine.model.kv.held(0, 70).double())
+        caches.append(engine.model.kv.gather(0, 70).double())
     for other in caches[1:]:
         assert ((other - caches[0]).norm() / caches[0].norm()).item() < (1e-2 if CUDA else 1e-5)
     engine.generate([1], GREEDY, reuse_prefix=False)

@@ -113,12 +113,12 @@ class Choice(Constraint):
 
 @dataclass(frozen=True)
 class Integer(Constraint):
-    """An integer of Python, numpy or torch. `high_words` is text before the upper limit in messages."""
+    """An integer of Python, numpy or torch. `high_prefix` is text before the upper limit in messages."""
 
     low: int
     high: int = LARGEST
-    high_words: str = ""
-    expects: str = "an integer from {0.low:,} to {0.high_words}{0.high:,}"
+    high_prefix: str = ""
+    expects: str = "an integer from {0.low:,} to {0.high_prefix}{0.high:,}"
 
     def accept(self, value: Any) -> int:
         if isinstance(value, bool):
@@ -203,13 +203,13 @@ class Several(Constraint):
     Args:
         each: the constraint of each value.
         expects: as in Constraint.
-        least: minimum number of values. If it is 0, None means no value and a string means one.
+        min_items: minimum number of values. If it is 0, None means no value and a string means one.
         ascending: each value must be larger than its predecessor.
     """
 
     each: Constraint
     expects: str = "a list"
-    least: int = 1
+    min_items: int = 1
     ascending: bool = False
 
     @property
@@ -217,12 +217,12 @@ class Several(Constraint):
         return self.each
 
     def accept(self, value: Any) -> tuple[Any, ...]:
-        if not self.least and (value is None or isinstance(value, str)):
+        if not self.min_items and (value is None or isinstance(value, str)):
             value = () if value is None else (value,)
         unordered = (Set,) if self.ascending else ()
         other = isinstance(value, (str, bytes, bytearray, memoryview, Mapping, *unordered))
         items = list(value) if isinstance(value, Iterable) and not other else None
-        if items is None or len(items) < self.least:
+        if items is None or len(items) < self.min_items:
             raise Rejected("type")
         values = []
         for entry in items:
@@ -271,7 +271,7 @@ class Option:
         commands: the commands that accept it; empty for Python only.
         unsaved: commands that read it neither from the configuration file nor from the environment.
         defaults: other defaults, by the name of a command, or of another option of the command that is set.
-        default_words: the default in words.
+        default_text: the default in words.
         metavar: placeholder of the value in the help.
         repeated: the command line collects several values in a list.
         from_file: the command line takes the name of a file that contains the value.
@@ -290,7 +290,7 @@ class Option:
     commands: tuple[str, ...] = ()
     unsaved: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    default_words: str = ""
+    default_text: str = ""
     metavar: str | None = None
     repeated: bool = False
     from_file: bool = False
@@ -313,8 +313,8 @@ class Option:
     @property
     def described_default(self) -> str:
         """The default in words; empty for flags."""
-        if self.default_words or isinstance(self.constraint, Flag) or self.default is None:
-            return self.default_words
+        if self.default_text or isinstance(self.constraint, Flag) or self.default is None:
+            return self.default_text
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def check(self, value: Any, name: str = "") -> Any:
@@ -360,7 +360,7 @@ def documented(cls: type[T]) -> type[T]:
     """Add the options of a dataclass to its docstring, as Args."""
     lines = []
     for name, declared in options_of(cls).items():
-        default = declared.default_words if declared.default in (None, (), {}) else repr(declared.default)
+        default = declared.default_text if declared.default in (None, (), {}) else repr(declared.default)
         lines.append(f"        {name}: {declared.help}.{f' Default: {default}.' if default else ''}")
     cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n    Args:\n" + "\n".join(lines) + "\n"
     return cls

@@ -32,7 +32,7 @@ from .serve.request import Request, checked_stop_ids, scoring
 from .serve.scheduler import Scheduler
 from .step.costs import measure_costs
 from .step.dispatch import Dispatcher, GraphStat
-from .step.graphs import make_steps
+from .step.graphs import make_passes
 from .step.model import DecodeModel, make_model
 from .step.prompt_graphs import make_prompts
 from .step.reachable import compile_passes
@@ -43,7 +43,7 @@ from .text.tokenizer import Tokenizer
 from .tuning.configs import PassConfigs
 
 FLAG, TEXT, CALLERS = Flag(), Text(), Integer(1)
-FIRST_TURN = 64  # tokens of the largest prompt pass that an engine of one slot captures before it is ready
+FIRST_TURN_TOKENS = 64  # tokens of the largest prompt pass that an engine of one slot captures before it is ready
 
 
 @dataclass(repr=False)
@@ -141,13 +141,13 @@ class Engine:
     def __post_init__(self, grammars: Grammars | None) -> None:
         graphs, options = self.graphs, self.plan.options
         dispatcher = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
-        self.steps = make_steps(self.model, self.backend, dispatcher, graphs.attention, compiled=graphs.captured)
+        self.steps = make_passes(self.model, self.backend, dispatcher, graphs.attention, compiled=graphs.captured)
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
-        self.prompts.capture_all(None if self.slots > 1 or options.batch_invariant else FIRST_TURN)
-        ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
+        self.prompts.capture_all(None if self.slots > 1 or options.batch_invariant else FIRST_TURN_TOKENS)
+        passes_ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         runners = (lambda: self.steps), (lambda: self.prompts)  # benchmarks replace them
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, options.prefix_sharing)
-        scheduler = Scheduler(self.model, self.tokenizer, *runners, ahead, policy)
+        scheduler = Scheduler(self.model, self.tokenizer, *runners, passes_ahead, policy)
         self._grammars = grammars or Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         if self.model.verify:
             self._grammars.wait()  # it holds the GIL, which would count as a cost
@@ -449,5 +449,6 @@ def model_of(plan: EnginePlan, weights: Weights, configs: Mapping[int, PassConfi
     return make_model(
         plan.spec, weights, plan.capacity, plan.slots, plan.page or plan.capacity, configs, plan.pages, plan.rows,
         plan.chunk, batch_invariant=plan.options.batch_invariant, offload=plan.offload,
-        speculate=plan.ngram is not None, ngram=plan.ngram or NGRAM, one_piece=plan.graphs.one_piece,
+        speculate=plan.ngram is not None, ngram=plan.ngram or NGRAM,
+        torch_prompt_attention=plan.graphs.torch_prompt_attention,
     )  # fmt: skip

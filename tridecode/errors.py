@@ -29,13 +29,13 @@ class TooLong(PromptError):
 
     Attributes:
         tokens: number of tokens of the prompt.
-        or_more: whether `tokens` is only a lower bound.
+        is_lower_bound: whether `tokens` is only a lower bound.
     """
 
-    def __init__(self, tokens: int, context: int, or_more: bool = False, fix: str = ""):
-        least = " or more" if or_more else ""
+    def __init__(self, tokens: int, context: int, is_lower_bound: bool = False, fix: str = ""):
+        least = " or more" if is_lower_bound else ""
         super().__init__(f"the prompt has {counted(tokens, 'token')}{least}, the context holds {context:,}{fix}")
-        self.tokens, self.or_more = tokens, or_more
+        self.tokens, self.is_lower_bound = tokens, is_lower_bound
 
 
 class ParameterError(TridecodeError, ValueError):

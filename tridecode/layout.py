@@ -29,7 +29,7 @@ N_KNOWN = 1  # tokens[0 .. N_KNOWN - 1] are known, for example the prompt; sampl
 LIMIT = 2  # total number of tokens (prompt and output) at which the generation ends, at most capacity + 1
 SLOT = 3
 GENERATION = 9  # number of the request among those of the slot, contained in its entries of the ring
-ROOM = 10  # number of positions that have pages; at this position the row waits until the host adds pages
+ALLOCATED = 10  # number of positions that have pages; at this position the row waits until the host adds pages
 SEED_LO = 4
 SEED_HI = 5
 N_STOP = 6
@@ -43,10 +43,10 @@ POSITION = 32  # index of the token the next step embeds
 STEP = 33  # steps done in this request
 STATUS = 34
 SOURCE = 35  # row of the prompt pass that this row continues, written by the host; OWN: the row with the same number
-OWN = -1
+OWN_ROW = -1
 LATE = 36  # 1 if the row's mask was not complete when this pass needed it; the row then repeats the pass
 DRAFTS = 37  # number of draft tokens after POSITION in this pass
-TRUST = 38  # maximum number of drafts: it grows after right drafts, and shrinks to 0 after wrong ones
+DRAFT_LIMIT = 38  # maximum number of drafts: it grows after right drafts, and shrinks to 0 after wrong ones
 
 # STATUS values. Kernels write nothing for a row whose status is not RUN.
 RUN = 0
@@ -85,7 +85,7 @@ CHUNK_START = 3
 # an entry of the output ring
 FOLLOWING_SHIFT = 20  # number of later entries of the same pass, 3 bits
 DRAFTED_SHIFT = 23  # drafts that the pass verified, 3 bits
-WANTED_SHIFT = 26  # number of drafts that the request could use in the next pass, 3 bits
+REQUESTED_SHIFT = 26  # number of drafts that the request could use in the next pass, 3 bits
 STEP_SHIFT = 29
 GENERATION_SHIFT = 40
 MAX_GENERATION = 2**23 - 1  # the next generation is 1 again; an entry stays positive
@@ -103,9 +103,11 @@ def packed(ids: Sequence[int]) -> array:
     return ids if isinstance(ids, array) else array("i", pack(f"{len(ids)}i", *ids))  # twice as fast as array(ids)
 
 
-def ring_entry(generation: int, step: int, token: int, following: int = 0, drafted: int = 0, wanted: int = 0) -> int:
+def ring_entry(
+    generation: int, step: int, token: int, following: int = 0, drafted: int = 0, requested_drafts: int = 0
+) -> int:
     """Return an entry of the output ring."""
-    counters = following << FOLLOWING_SHIFT | drafted << DRAFTED_SHIFT | wanted << WANTED_SHIFT
+    counters = following << FOLLOWING_SHIFT | drafted << DRAFTED_SHIFT | requested_drafts << REQUESTED_SHIFT
     return generation << GENERATION_SHIFT | (step & STEP_MASK) << STEP_SHIFT | counters | token
 
 
@@ -116,21 +118,21 @@ class Entry(NamedTuple):
         token: the sampled token, NO_TOKEN or LATE_TOKEN.
         following: number of later entries of the same pass.
         drafted: number of drafts that the pass verified.
-        wanted: number of drafts that the request could use in the next pass.
+        requested_drafts: number of drafts that the request could use in the next pass.
     """
 
     token: int
     following: int
     drafted: int
-    wanted: int
+    requested_drafts: int
 
 
 def entry_of(value: int, generation: int, step: int) -> Entry | None:
     """Return the entry of this step, or None if the ring contains another entry at its place."""
     if value >> STEP_SHIFT != generation << GENERATION_SHIFT - STEP_SHIFT | step & STEP_MASK:
         return None
-    following, drafted, wanted = value >> FOLLOWING_SHIFT, value >> DRAFTED_SHIFT, value >> WANTED_SHIFT
-    return Entry(value & NO_TOKEN, following & MAX_DRAFTS, drafted & MAX_DRAFTS, wanted & MAX_DRAFTS)
+    following, drafted, requested_drafts = value >> FOLLOWING_SHIFT, value >> DRAFTED_SHIFT, value >> REQUESTED_SHIFT
+    return Entry(value & NO_TOKEN, following & MAX_DRAFTS, drafted & MAX_DRAFTS, requested_drafts & MAX_DRAFTS)
 
 
 def mask_stamp(generation: int, position: int) -> int:

@@ -64,39 +64,39 @@ class EngineOptions:
     quantize: str | None = _option("model", None, Choice(QUANTIZE), "quantize the linears of an unquantized checkpoint "
         "while it is loaded; see docs/quantization.md")
     quantize_head: str | None = _option("model", None, Choice(("keep", *QUANTIZE)), "quantize the LM head too, in this "
-        "format", default_words="fp8", needs=("quantize", ': nothing is quantized; use it with quantize="int4"'))
+        "format", default_text="fp8", needs=("quantize", ': nothing is quantized; use it with quantize="int4"'))
     kv_dtype: str = _option("memory", "auto", Choice(("auto", "fp8")), "dtype of K/V; auto is the model's dtype; with "
         "fp8 twice as many positions fit")
     max_seq_len: int | None = _option("memory", None, Integer(1), "positions of one request, prompt and output "
-        "together", metavar="N", default_words="as many as fit, at most the model's limit, on a CPU 8192")
+        "together", metavar="N", default_text="as many as fit, at most the model's limit, on a CPU 8192")
     slots: int = _option("memory", 1, Integer(1, MAX_SLOTS), "requests that run at the same time", metavar="N",
         defaults={"serve": BATCH_SLOTS, "jsonl": BATCH_SLOTS},
-        default_words=f"1; with --jsonl, and for serve, {BATCH_SLOTS}")
+        default_text=f"1; with --jsonl, and for serve, {BATCH_SLOTS}")
     kv_tokens: int | None = _option("memory", None, Integer(1), "K/V positions on the device that all slots share",
-        metavar="N", default_words="as many as fit, at most the context for each slot")
+        metavar="N", default_text="as many as fit, at most the context for each slot")
     kv_offload: float | str | None = _option("memory", None, Number(1e-3, 1e6, words=("auto",)), "GiB of host memory "
-        "for more K/V; auto is half of the free memory; see docs/offload.md", metavar="GIB", default_words="none",
+        "for more K/V; auto is half of the free memory; see docs/offload.md", metavar="GIB", default_text="none",
         excludes={"kv_dtype": (("fp8",), ": K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto")})
     kv_ring: int | None = _option("memory", None, Integer(0, 16), "buffers on the device through which K/V of running "
         "requests are read from the host; with 0 only K/V of waiting requests are on the host", metavar="N",
-        default_words="2", needs=("kv_offload", ": no K/V are on the host; use it with kv_offload"))
+        default_text="2", needs=("kv_offload", ": no K/V are on the host; use it with kv_offload"))
     weights_offload: float | None = _option("memory", None, Number(1e-3, 1e6), "GiB of host memory for the weights of "
-        "the last layers, which every pass reads again", metavar="GIB", default_words="none")
+        "the last layers, which every pass reads again", metavar="GIB", default_text="none")
     graph: str = _option("graphs", "full", Choice(GRAPHS), "capture of passes as CUDA graphs: full (whole), piecewise "
         "(pieces with attention between them), none, or two modes that capture prompt passes differently; see "
         "docs/graphs.md", aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")})
     graph_sizes: Sequence[int] | None = _option("graphs", None, SLOTS, "rows of the "
         "captured decode passes; others are padded to the next size", metavar="N,N",
-        default_words="1,2,4,8,16,32,64 up to the slots")
+        default_text="1,2,4,8,16,32,64 up to the slots")
     attention: str = _option("graphs", "triton", Choice(("triton", "torch")), "backend of attention in decode passes; "
         "a CUDA graph cannot hold torch's")
     chunk_tokens: int | None = _option("prompts", None, Integer(1), "limit of the prompt tokens in one pass",
-        metavar="N", default_words=f"{CHUNK}, with --batch-invariant {FIXED_CHUNK}")
+        metavar="N", default_text=f"{CHUNK}, with --batch-invariant {FIXED_CHUNK}")
     prompt_graph_max_tokens: int | None = _option("prompts", None, Integer(1), "largest captured prompt pass of the "
-        "usual schedule", metavar="N", default_words="2048", excludes={"graph": NO_PROMPT_GRAPHS})
+        "usual schedule", metavar="N", default_text="2048", excludes={"graph": NO_PROMPT_GRAPHS})
     prompt_graph_sizes: Sequence[int] | None = _option("prompts", None, SIZES, "tokens of the "
         "captured prompt passes, instead of the usual schedule; others are padded to the next size", metavar="N,N",
-        default_words="the usual schedule",
+        default_text="the usual schedule",
         excludes={
             "prompt_graph_max_tokens": ((), ": does not go with prompt_graph_max_tokens; leave one of them out"),
             "graph": NO_PROMPT_GRAPHS,
@@ -113,12 +113,12 @@ class EngineOptions:
         excludes={"prompt_attention": (("flash", "cudnn"), " needs prompt_attention triton, got {}")})
     max_queue: int | None = _option("requests", None, Integer(0), "requests that may wait for a slot; the engine "
         "refuses more", metavar="N", commands=("serve", "generate"), unsaved=("generate",), defaults={"serve": 256},
-        default_words="256; of generate --jsonl, three for each slot")
+        default_text="256; of generate --jsonl, three for each slot")
     speculate: str = _option("speculation", "auto", Choice(("auto", "ngram", "off")), "draft tokens and verify several "
         "in one pass; ngram drafts from the text itself, which is faster if text repeats; auto is ngram on a GPU if "
         "drafts are supported and save time; see docs/speculation.md")
     speculate_ngram: tuple[int, int] | None = _option("speculation", None, Pair(MAX_NGRAM, NGRAM), "longest and "
-        "shortest run of tokens for which ngram drafts look earlier in the text", metavar="N:M", default_words="8:2",
+        "shortest run of tokens for which ngram drafts look earlier in the text", metavar="N:M", default_text="8:2",
         excludes={"speculate": (("off",), ': nothing is drafted with speculate="off"; leave one of them out')})
     # fmt: on
 
@@ -127,7 +127,7 @@ class EngineOptions:
         if self.batch_invariant and self.chunk % PAGE:
             why = f" must be a multiple of {PAGE} with batch_invariant, got {self.chunk_tokens:,}"
             raise conflict("chunk_tokens", why)
-        if self.wants_drafts and self.why_no_drafts:
+        if self.requests_drafts and self.why_no_drafts:
             raise self.no_drafts(self.why_no_drafts)
 
     @property
@@ -142,7 +142,7 @@ class EngineOptions:
         return f"does not work beside {listed(names)}" if names else ""
 
     @property
-    def wants_drafts(self) -> bool:
+    def requests_drafts(self) -> bool:
         """Whether the options request drafts, instead of leaving the choice to the engine."""
         return self.speculate == "ngram" or self.speculate_ngram is not None
 

@@ -127,22 +127,22 @@ class SamplingParams:
         metadata={
             "option": Option(
                 Bias(), "added to a token's logit; repeatable", {}, "sampling", commands=COMMANDS, metavar="ID=VALUE",
-                repeated=True, default_words="none",
+                repeated=True, default_text="none",
             )
         },
     )  # fmt: skip
     seed: int | None = _option(None, Integer(-(2**63), 2**64 - 1), "the same seed, prompt and history give the same "
-        "tokens", metavar="N", default_words="another one each time")
-    max_tokens: int | None = _option(None, Integer(1, 2**31 - 1), "longest answer", metavar="N", default_words="up to "
+        "tokens", metavar="N", default_text="another one each time")
+    max_tokens: int | None = _option(None, Integer(1, 2**31 - 1), "longest answer", metavar="N", default_text="up to "
         "the context's end")
     stop: Sequence[str] = _option((), Several(NON_EMPTY, "a text or a list of texts", 0), "a string that ends the "
-        "answer and is not shown; repeatable", metavar="STRING", repeated=True, default_words="none")
-    stop_token_ids: Sequence[int] = _option((), Several(TOKEN, least=0), "token ids that end the answer, "
-        "in addition to the model's own", metavar="IDS", default_words="none")
+        "answer and is not shown; repeatable", metavar="STRING", repeated=True, default_text="none")
+    stop_token_ids: Sequence[int] = _option((), Several(TOKEN, min_items=0), "token ids that end the answer, "
+        "in addition to the model's own", metavar="IDS", default_text="none")
     ignore_eos: bool = _option(False, Flag(), "the model's own stop tokens do not end the answer")
     logprobs: int | None = _option(None, Integer(0, MAX_LOGPROBS), "report the logprob of each token and of the N most "
         "likely ones; on the command line with --json", metavar="N", commands=("generate",), unsaved=("generate",),
-        default_words="none")
+        default_text="none")
     json_schema: Mapping[str, Any] | str | None = _format(Schema(), "JSON that this schema allows", metavar="FILE",
         from_file=True)
     regex: str | None = _format(NON_EMPTY, "a text that the regular expression matches as a whole", metavar="PATTERN")

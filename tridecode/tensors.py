@@ -10,7 +10,7 @@ import torch
 
 from .errors import DeviceError
 
-PIECE = 2**30  # bytes that are registered together
+REGISTERED_BYTES = 2**30  # bytes that are registered together
 ALIGNED = 4096  # bytes of a page of host memory
 log = logging.getLogger("tridecode")
 
@@ -44,7 +44,7 @@ def host_memory(count: int, stride: int, device: torch.device, option: str) -> t
     with suppress(AttributeError, OSError):  # not every system supports large pages
         memory.madvise(mmap.MADV_HUGEPAGE)  # large pages take a fraction of the time to register
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    address, part = whole.data_ptr(), max(PIECE // stride, 1) * stride
+    address, part = whole.data_ptr(), max(REGISTERED_BYTES // stride, 1) * stride
     registered: list[int] = []
     weakref.finalize(memory, _unregister, runtime, registered)
     for first in range(0, size, part):

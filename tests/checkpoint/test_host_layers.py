@@ -302,9 +302,9 @@ def logits_of(engine, run) -> torch.Tensor:
 @pytest.mark.parametrize("late", ["fetch", "qkv", "down"])
 def test_streams_wait_for_each_other(late):
     engine = engine_of(4)
-    wanted = logits_of(engine, launch)
-    assert wanted.isfinite().all() and torch.equal(logits_of(engine, slowed(late)), wanted)
-    assert torch.equal(logits_of(engine, launcher(engine.model)), wanted), "with dependent launches"
+    expected = logits_of(engine, launch)
+    assert expected.isfinite().all() and torch.equal(logits_of(engine, slowed(late)), expected)
+    assert torch.equal(logits_of(engine, launcher(engine.model)), expected), "with dependent launches"
 
 
 @needs_gpu
@@ -340,7 +340,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     made = Driver(9)
-    monkeypatch.setattr(pinned, "PIECE", 5 * 4096)
+    monkeypatch.setattr(pinned, "REGISTERED_BYTES", 5 * 4096)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     return made
 

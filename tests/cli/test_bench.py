@@ -19,7 +19,7 @@ from tridecode.cli.bench import ablate, batch, first_token, measure, mix, prefil
 from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.cli.bench.stream import stream_figures
 from tridecode.cli.parser import make_parser
-from tridecode.cli.values import MOST_ROWS
+from tridecode.cli.values import MAX_ROWS
 from tridecode.cli.values import mix as contexts_of
 from tridecode.errors import GenerationError, ParameterError
 from tridecode.layout import POSITION, RUN, STATUS
@@ -79,7 +79,7 @@ def test_flops_of_cached_tokens_are_subtracted(window):
 
 
 def test_percentiles():
-    assert measure.spread([3.0, 1.0, 2.0], 10) == pytest.approx((20.0, 11.0, 29.0))
+    assert measure.median_p5_p95([3.0, 1.0, 2.0], 10) == pytest.approx((20.0, 11.0, 29.0))
 
 
 def test_stream_and_start_figures():
@@ -142,7 +142,7 @@ def test_an_unknown_preset():
 
 
 def test_options_have_the_limits_of_the_engine():
-    assert MOST_ROWS == MAX_SLOTS and GRAPHS == tuple(MODES)
+    assert MAX_ROWS == MAX_SLOTS and GRAPHS == tuple(MODES)
 
 
 # decode, batch, prefill, stream

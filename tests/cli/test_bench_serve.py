@@ -74,7 +74,7 @@ def test_the_row_has_the_fields_of_vllm_and_its_command(bench):
 
 
 def test_percentiles_match_numpy():
-    assert serve.spread([0.001, 0.002, 0.004], [50, 75]) == {
+    assert serve.latency_stats([0.001, 0.002, 0.004], [50, 75]) == {
         "mean": 2.3333, "median": 2.0, "std": round(float(np.std([1, 2, 4])), 4), "p50": 2.0, "p75": 3.0,
     }  # fmt: skip
 

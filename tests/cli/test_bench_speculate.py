@@ -9,7 +9,7 @@ from benches import ROOT, bench_on_tiny_engines, engine_of, run_bench
 from tridecode import layout
 from tridecode.checkpoint.hub import BUNDLED
 from tridecode.cli.bench import speculate, speculate_texts
-from tridecode.cli.bench.speculate_texts import Text, play, texts
+from tridecode.cli.bench.speculate_texts import Text, simulate, texts
 from tridecode.cli.parser import make_parser
 from tridecode.text.tokenizer import Tokenizer
 
@@ -108,8 +108,8 @@ def test_missing_texts_fail_with_one_line(capsys, monkeypatch, tmp_path):
 
 def test_playback_of_a_text():
     """The host learns the result of a pass two passes later, so that the number of rows follows with that delay."""
-    assert play([1, 2, 3], [40, 50, 60, 70], layout.NGRAM) == Counter({1: 4})
-    passes = play([7] * 20, [7] * 40, layout.NGRAM)
+    assert simulate([1, 2, 3], [40, 50, 60, 70], layout.NGRAM) == Counter({1: 4})
+    passes = simulate([7] * 20, [7] * 40, layout.NGRAM)
     assert passes == Counter({1: 2, 2: 1, 4: 1, 8: 4}), "1 + 1 + 2 + 4 + 4 * 8 tokens"
-    assert play([7] * 20, [7] * 12, (16, 16)) == play([7] * 20, [7] * 12, layout.NGRAM)
-    assert play([7] * 10, [7] * 4, (16, 16)) == Counter({1: 4}), "sixteen never agree"
+    assert simulate([7] * 20, [7] * 12, (16, 16)) == simulate([7] * 20, [7] * 12, layout.NGRAM)
+    assert simulate([7] * 10, [7] * 4, (16, 16)) == Counter({1: 4}), "sixteen never agree"

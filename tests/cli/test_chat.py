@@ -75,7 +75,7 @@ def test_endless_line_is_refused(piped, monkeypatch):
     code, out, err = piped("Hello\n" + "0" * 2_000_000, "--max-tokens", 2)
     assert code == 1 and out.count("\n") == 1
     assert err.splitlines()[-1].startswith("tridecode: error: stdin: a line longer than 1,000,000 characters")
-    monkeypatch.setattr("tridecode.cli.inputs.PIECE", 2)
+    monkeypatch.setattr("tridecode.cli.inputs.READ_SIZE", 2)
     assert piped("Hello\nHello", "--max-tokens", 2)[1].count("\n") == 2
 
 

@@ -23,7 +23,7 @@ from tridecode import Engine, SamplingParams, __version__
 from tridecode import cli as commands
 from tridecode.checkpoint.load import load_config
 from tridecode.cli.explain import explain
-from tridecode.cli.info import prompt_facts, prompt_words
+from tridecode.cli.info import describe_prompts, prompt_facts
 from tridecode.cli.main import set_up_logging
 from tridecode.cli.options import engine_options, sampling_overrides
 from tridecode.cli.parser import make_parser
@@ -427,7 +427,7 @@ def test_info_reports_prompt_passes_captured_on_a_gpu(options, expected, monkeyp
     facts = prompt_facts(plan)
     mode, attention, largest, count, words = expected
     assert (facts["mode"], facts["attention"], facts["largest"], facts["graphs"]) == (mode, attention, largest, count)
-    assert words in prompt_words(facts) and 200 * 2**20 < facts["buffers"] < 250 * 2**20
+    assert words in describe_prompts(facts) and 200 * 2**20 < facts["buffers"] < 250 * 2**20
 
 
 @pytest.mark.parametrize("command", [("info",), ("generate", "--prompt", "x")])

@@ -10,7 +10,7 @@ import pytest
 from chats import ROOT
 
 from tridecode import cli as commands
-from tridecode.cli.configuration import OTHERS, PREFIX, config_path
+from tridecode.cli.configuration import OTHER_VARIABLES, PREFIX, config_path
 from tridecode.cli.options import sampling_overrides
 from tridecode.cli.parser import make_parser
 
@@ -206,4 +206,4 @@ def test_program_reads_its_file(config, tmp_path):
 
 def test_no_test_reads_the_users_settings():
     assert not config_path().exists() and config_path().parent != Path.home() / ".config" / "tridecode"
-    assert [name for name in os.environ if name.startswith(PREFIX) and name not in OTHERS] == []
+    assert [name for name in os.environ if name.startswith(PREFIX) and name not in OTHER_VARIABLES] == []

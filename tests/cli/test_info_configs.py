@@ -9,7 +9,7 @@ from gpus import GPUS
 
 from tridecode import cli as commands
 from tridecode.cli import doctor
-from tridecode.cli.info import config_facts, config_words, kernel_choices
+from tridecode.cli.info import config_facts, describe_configs, kernel_choices
 from tridecode.kernels.linear.matvec import MatvecConfig
 from tridecode.kernels.linear.registry import kernel_named
 from tridecode.models.presets import PRESETS
@@ -40,15 +40,15 @@ def test_gpus_without_a_table_have_rules_and_a_suggestion(gpu):
     facts = facts_of("qwen3-4b", gpu)
     assert (facts["tables"], facts["user_table"], facts["tune"]) == ([], None, True)
     assert facts["choices"]["rule"] == 30 and sum(facts["choices"].values()) == 30
-    assert config_words(facts) == RULES + SUGGESTION
+    assert describe_configs(facts) == RULES + SUGGESTION
 
 
 def test_info_names_the_package_table():
     facts = facts_of("qwen3-4b", "h100")
     assert (facts["tables"], facts["tune"]) == (HOPPER, False)
-    assert config_words(facts).startswith(f"table of {' and '.join(HOPPER)}") and facts["choices"]["table"] > 0
+    assert describe_configs(facts).startswith(f"table of {' and '.join(HOPPER)}") and facts["choices"]["table"] > 0
     assert (
-        config_words(facts | {"choices": {"user table": 0, "table": 30, "rule": 0}})
+        describe_configs(facts | {"choices": {"user table": 0, "table": 30, "rule": 0}})
         == f"table of {' and '.join(HOPPER)}"
     )
 
@@ -57,13 +57,14 @@ def test_a_table_without_the_model_does_not_apply():
     facts = facts_of("qwen3-14b", "h100")
     assert facts["choices"] == {"user table": 0, "table": 0, "rule": 30} and facts["tune"]
     assert (
-        config_words(facts) == f"rules (the table of {' and '.join(HOPPER)} has no entry for this model)" + SUGGESTION
+        describe_configs(facts)
+        == f"rules (the table of {' and '.join(HOPPER)} has no entry for this model)" + SUGGESTION
     )
 
 
 def test_tune_is_not_suggested_in_batch_invariant_mode():
     facts = facts_of("qwen3-4b", "l4", batch_invariant=True)
-    assert not facts["tune"] and config_words(facts) == RULES
+    assert not facts["tune"] and describe_configs(facts) == RULES
 
 
 def test_info_names_the_user_table():
@@ -75,7 +76,7 @@ def test_info_names_the_user_table():
     facts = facts_of("qwen3-4b", "rtx-4090")
     assert facts["choices"] == {"user table": 1, "table": 0, "rule": 29} and not facts["tune"]
     assert facts["user_table"] == str(path)
-    assert config_words(facts) == f"your table {path} for 1, rules for 29 of 30 choices"
+    assert describe_configs(facts) == f"your table {path} for 1, rules for 29 of 30 choices"
 
 
 @pytest.fixture

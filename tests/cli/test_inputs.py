@@ -182,7 +182,7 @@ def test_wait_for_an_open_pipe_is_reported(generate, seen, pipe, monkeypatch):
     monkeypatch.setattr(Output, "note", lambda *args, **options: (note(*args, **options), noted.set()))
     writer = threading.Thread(target=lambda: (noted.wait(60), end.write(b"late"), end.close()))
     writer.start()
-    monkeypatch.setattr("tridecode.cli.inputs.PATIENCE", 0.05)
+    monkeypatch.setattr("tridecode.cli.inputs.STDIN_NOTE_DELAY", 0.05)
     code, _, err = generate("--prompt", "Hi", *LIMITS, stdin=stdin)
     assert code == 0 and seen[-1][0] == [user("Hi\nlate")]
     assert err.startswith("waiting for stdin, which is open and sends no data; </dev/null leaves it out of the prompt")

@@ -85,7 +85,7 @@ def test_too_long_message_suggests_fix(system, largest, choice, fix):
 
 def test_lower_bound_of_length_is_reported():
     def count(prompt):
-        raise TooLong(300, 100, or_more=True)
+        raise TooLong(300, 100, is_lower_bound=True)
 
     with pytest.raises(Overflow, match="alone needs 300 tokens or more, .* --max-seq-len 900"):
         fit(Conversation(), "y", count, 100, "error", None, 900)

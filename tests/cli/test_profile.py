@@ -133,7 +133,7 @@ def test_records_of_another_step_are_refused(change, words):
 
 def test_prompt_chunks_start_at_their_first_kernel():
     found = [Record("void at::native::f<float>(int)", t, t + 3) for t in (0, 4, 1000, 1004)]
-    (spans,) = records.apart(split_steps(found, 2), drop=1)
+    (spans,) = records.separate_spans(split_steps(found, 2), drop=1)
     assert [(span.op, span.cost) for span in spans] == [("f", 3), ("f", 4)]
 
 

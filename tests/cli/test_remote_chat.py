@@ -10,7 +10,7 @@ from openai_server import FakeServer
 from servers import ANSWER, CHAT, Running, slow_passes, until
 
 from tridecode import Engine, SamplingParams
-from tridecode.cli.chat.remote import OURS, Answer, ServerError, events, sent
+from tridecode.cli.chat.remote import EXTENDED, Answer, ServerError, events, sent
 
 QUESTION = CHAT[0]["content"]
 
@@ -80,7 +80,9 @@ def test_commands(run_chat, served):
     assert f"model bundled at {served.url}, a server of tridecode\n1 turn\nlast answer: 12 tokens" in err
     assert "temperature          0.0\ntop_k                the server's default\n" in err
     listed = re.findall(r"^(\w+) +the server's default$", err, re.MULTILINE)
-    assert sorted([*listed, "temperature"]) == sorted(OURS), "options that the server does not support are not listed"
+    assert sorted([*listed, "temperature"]) == sorted(EXTENDED), (
+        "options that the server does not support are not listed"
+    )
     assert "regex: a server of tridecode does not support this option and might" in err
     assert errors(err) == [f"the server at {served.url} has no model 'other'; its models are bundled"]
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err

@@ -64,14 +64,14 @@ def test_embed_rows_matches_reference(case, dtype, decoding):
 def test_take_rows_copies_the_source_rows(case, dtype):
     n = case.sizes["n"]
     hidden, qkv, meta = random(9, n), random(9, 2 * n + 3, dtype=dtype), meta_rows(4, 4, 4, 4)
-    meta[:, layout.SOURCE] = torch.tensor([layout.OWN, 8, 5, layout.OWN], dtype=torch.int32)
+    meta[:, layout.SOURCE] = torch.tensor([layout.OWN_ROW, 8, 5, layout.OWN_ROW], dtype=torch.int32)
     meta[2, layout.STATUS] = layout.LIMIT_REACHED
     args = meta, hidden, qkv, poisoned(4, n), poisoned(4, 2 * n + 3)
     launched, _ = check_op(TAKE_ROWS, args, accumulates=("meta",))
     for row, source in ((0, 0), (1, 8), (3, 3)):
         assert torch.equal(launched["hidden_out"][row], hidden[source])
         assert torch.equal(launched["qkv_out"][row], qkv[source].float())
-    assert launched["meta"][:, layout.SOURCE].tolist() == [layout.OWN, layout.OWN, 5, layout.OWN]
+    assert launched["meta"][:, layout.SOURCE].tolist() == [layout.OWN_ROW, layout.OWN_ROW, 5, layout.OWN_ROW]
 
 
 @CASES
@@ -98,7 +98,7 @@ def test_prompt_pass_matches_references(family):
             with torch.inference_mode():
                 write_chunks(model, [Chunk(0, 0, end - start, start)])
                 read(run, model, end - start)
-        caches.append(model.kv.held(0, 128))
+        caches.append(model.kv.gather(0, 128))
     for made, expected in zip(*caches):  # a layer's
         assert_close(made[..., :70, :], expected[..., :70, :], 1e-4 if DEVICE == "cuda" else 1e-5)
         assert made[..., 70:, :].isnan().all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tridecode import layout
-from tridecode.kernels.attention.fp8_kv import head_rows, put
+from tridecode.kernels.attention.fp8_kv import head_rows, store_cells
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -66,7 +66,7 @@ def in_8_bits(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     numbers = pool_8_bits[..., : page * D].unflatten(-1, (page, D))
     for layer in range(shape[1]):
         for part in range(2):
-            put(numbers[:, layer, part], (slice(None),), pool[:, layer, part])
+            store_cells(numbers[:, layer, part], (slice(None),), pool[:, layer, part])
     return pool_8_bits, *numbers[:, 1].unbind(1)
 
 

@@ -122,11 +122,11 @@ def test_prefill_and_decode_passes_write_the_same_kv(tiny):
         engine = Engine.load(tiny(family), device=str(DEVICE))
         ids = torch.randint(0, 380, (90,), generator=torch.Generator().manual_seed(3)).tolist()
         engine.score(ids)
-        stepped = engine.model.kv.held(0, 90).double()
+        stepped = engine.model.kv.gather(0, 90).double()
         engine.model.kv.pool.fill_(float("nan"))
         from tridecode.step.prompt import prefill
 
         prefill(engine.model, 0, len(ids), chunk=32)  # score has written the tokens to the slot
-        prefilled = engine.model.kv.held(0, 90).double()
+        prefilled = engine.model.kv.gather(0, 90).double()
         for layer, (a, b) in enumerate(zip(prefilled.flatten(0, 1), stepped.flatten(0, 1))):  # K, V of each layer
             assert ((a - b).norm() / b.norm()).item() < (2e-2 if CUDA else 1e-5), f"{family}, {layer}"

@@ -105,7 +105,7 @@ def test_plan_matches_the_allocation(monkeypatch, preset, slots, capacity, chunk
     tensors |= {"pool": model.kv.pool}
     tensors |= {f"rope.{i}": table for i, table in enumerate(sum(model.ropes.values(), ()))}
     allocated = sum(t.nbytes for t in tensors.values() if t.is_meta)
-    plan = plan_memory(config, dtype, torch.device("cuda"), slots, chunk, one_piece=False)
+    plan = plan_memory(config, dtype, torch.device("cuda"), slots, chunk, torch_prompt_attention=False)
     pages = -(-capacity // 64) * 64  # in whole pages
     planned = plan.needed(capacity, slots * pages) - plan.weights - memory.SCRATCH["cuda"]
     assert allocated == pytest.approx(planned, abs=100 * slots)

@@ -19,7 +19,7 @@ from tridecode import cli as commands
 from tridecode.cli.generate import batch
 from tridecode.cli.generate.batch import Lines, split
 from tridecode.cli.generate.prompts import report
-from tridecode.cli.graph_stats import SPARED, show_graph_stats
+from tridecode.cli.graph_stats import OPTIONAL, show_graph_stats
 from tridecode.cli.progress import progress
 from tridecode.cli.terminal import make_console
 from tridecode.serve.request import Request
@@ -309,7 +309,7 @@ def test_graph_stats_are_a_table(monkeypatch, terminal, width):
     assert ("───" in shown) == terminal and all(len(line) <= width for line in shown.splitlines())
     rows = [line.split() for line in shown.splitlines()]
     figures = dict(rows="19", padded="20", padding="1", count="7", mode="full", kind="logprobs+mask").items()
-    tables = [[each for each in figures if each[0] not in SPARED[:spared]] for spared in range(4)]
+    tables = [[each for each in figures if each[0] not in OPTIONAL[:spared]] for spared in range(4)]
     shown_columns = next(columns for columns in tables if [name for name, _ in columns] in rows)
     assert [value for _, value in shown_columns] in rows, "a word is broken"
     assert len(shown_columns) == {30: 4 - terminal, 40: 5 - terminal, 200: 6}[width]

@@ -52,7 +52,7 @@ def test_graph_modes_give_equal_bits(family, tokens):
         result = engine.generate(ids(tokens), SAMPLED)
         (stat,) = [stat for stat in engine.graph_stats() if stat.kind == "prompt"]
         assert stat.mode == {"full": "full", "full_and_piecewise": "piecewise"}.get(mode, "none")
-        found.append((result.token_ids, result.logprobs, engine.model.kv.held(0, tokens)))
+        found.append((result.token_ids, result.logprobs, engine.model.kv.gather(0, tokens)))
     for token_ids, logprobs, kv in found[1:]:
         assert token_ids == found[0][0] and logprobs == found[0][1] and torch.equal(kv, found[0][2])
 
@@ -67,7 +67,7 @@ def test_torch_attention_runs_between_pieces(attention):
     for n in (40, 70):  # the first prompt is a prefix of the second
         plain.generate(ids(n), GREEDY)
         engine.generate(ids(n), GREEDY)
-        assert close(engine.model.kv.held(0, n), plain.model.kv.held(0, n))
+        assert close(engine.model.kv.gather(0, n), plain.model.kv.gather(0, n))
     assert {stat.mode for stat in engine.graph_stats() if stat.kind == "prompt"} == {"piecewise"}
 
 
@@ -93,7 +93,7 @@ def test_long_prompts_on_hopper(monkeypatch):
         before = len(launches)
         engine.generate(ids(1200), GREEDY)
         assert (len(launches) > before) == (graph == "full_decode_only"), "a captured pass launches nothing"
-        found[graph, attention] = engine.model.kv.held(0, 1200)
+        found[graph, attention] = engine.model.kv.gather(0, 1200)
     captured, launched, flash = found.values()
     assert launches and torch.equal(captured, launched) and close(captured, flash)
 
@@ -111,7 +111,7 @@ def test_padding_does_not_change_results():
                 tensor.fill_(float("nan"))
     a, b = (engine.generate(ids(21), SAMPLED) for engine in (exact, padded))
     assert a.error is None and a.token_ids == b.token_ids
-    assert close(padded.model.kv.held(0, 21), exact.model.kv.held(0, 21))
+    assert close(padded.model.kv.gather(0, 21), exact.model.kv.gather(0, 21))
 
 
 @needs_gpu
@@ -192,10 +192,10 @@ def test_mixed_pass_matches_separate_passes(family):
     assert sum(stat.count for stat in engine.graph_stats() if stat.kind == "mixed") == 3
     text = [*ids(20), *first.result().token_ids]
     single.score(text)
-    expected = single.model.kv.held(0, 40)
-    assert close(engine.model.kv.held(0, 40), expected)  # after the end of the request its page table is unchanged
+    expected = single.model.kv.gather(0, 40)
+    assert close(engine.model.kv.gather(0, 40), expected)  # after the end of the request its page table is unchanged
     single.generate(ids(100, 7), GREEDY, reuse_prefix=False)
-    assert close(engine.model.kv.held(1, 100), single.model.kv.held(0, 100))
+    assert close(engine.model.kv.gather(1, 100), single.model.kv.gather(0, 100))
 
 
 def test_cached_prompt_needs_decode_passes_only():

@@ -635,7 +635,7 @@ def test_rewind_checks_its_arguments(engine):
 @pytest.mark.parametrize("ends, message", [(True, "ended without a token"), (False, "the GPU hangs")])
 def test_pass_without_a_token_raises_an_error(engine, monkeypatch, ends, message):
     """The device is idle without a token, or its pass never ends."""
-    monkeypatch.setattr(output, "PATIENCE", 0.05)
+    monkeypatch.setattr(output, "HANG_TIMEOUT", 0.05)
     monkeypatch.setattr(output.Ring, "_idle", lambda ring: ends)
     monkeypatch.setattr(engine.steps, "replay", lambda *args: None)
     request = engine.submit(PROMPTS[0], GREEDY, reuse_prefix=False)

@@ -77,7 +77,7 @@ def test_chat_stream_sends_role_with_first_token(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompt_ids_stay_packed(client, served, monkeypatch, stream):
     """Lists of ids would cost memory and time for long prompts; checks for thinking and formats read only their end."""
-    monkeypatch.setattr(served.engine.tokenizer, "thinks", True)
+    monkeypatch.setattr(served.engine.tokenizer, "supports_thinking", True)
     monkeypatch.setattr(Encoded, "ids", property(lambda self: pytest.fail("all ids became a list")))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}
     assert list(client.chat.completions.create(**GREEDY, response_format=form, max_tokens=8, stream=stream))
@@ -257,8 +257,8 @@ def test_stop_string_is_not_sent(served):
 def test_thinking_is_separate_from_answer(served, monkeypatch, stream):
     """The bundled model does not think, so the test opens thinking and replaces the decoded text."""
     tokenizer = served.engine.tokenizer
-    monkeypatch.setattr(tokenizer, "thinks", True)
-    monkeypatch.setattr("tridecode.server.choice.ends_inside", lambda text: True)
+    monkeypatch.setattr(tokenizer, "supports_thinking", True)
+    monkeypatch.setattr("tridecode.server.choice.is_inside_thinking", lambda text: True)
     words = iter(f"so{CLOSE}\n\n17 is odd.")
 
     class Words:

@@ -159,7 +159,7 @@ def answer_text(parser, text) -> str:
     """Return the text of an answer that is not streamed."""
     tokenizer = SimpleNamespace(detokenizer=lambda before: None)
     choice = Choice(tokenizer, None, tools=SimpleNamespace(parser=lambda _: parser(TYPES), special_tokens=lambda _: {}))
-    return choice.settle(choice.add([OutputChunk(None, text, finish_reason="stop")])).text(TEXT)
+    return choice.restore_malformed_calls(choice.add([OutputChunk(None, text, finish_reason="stop")])).text(TEXT)
 
 
 INVALID_CALL = '{"name": "f", "arguments": {"a": NaN}}'
@@ -263,8 +263,8 @@ CALL = {"id": "call_0", "type": "function", "function": {"name": "get_weather", 
 class TokenizerWithTemplate:
     """A tokenizer with another chat template."""
 
-    def __init__(self, tokenizer, source: str, variables=("tools",), thinks=False):
-        self._tokenizer, self.template_source, self.thinks = tokenizer, source, thinks
+    def __init__(self, tokenizer, source: str, variables=("tools",), supports_thinking=False):
+        self._tokenizer, self.template_source, self.supports_thinking = tokenizer, source, supports_thinking
         self.template_variables = frozenset(variables)
 
     def __getattr__(self, name):
@@ -306,7 +306,7 @@ def test_special_token_is_enforced_as_token(bundled):
 
 @pytest.mark.parametrize("starts_inside", [False, True])
 def test_thinking_precedes_constrained_answer(bundled, starts_inside):
-    tokenizer = TokenizerWithTemplate(bundled.tokenizer, "</think>", (), thinks=True)
+    tokenizer = TokenizerWithTemplate(bundled.tokenizer, "</think>", (), supports_thinking=True)
     prompt = bundled.encode("assistant\n<think>\n" if starts_inside else "assistant\n")
     five = ResponseFormat("json_schema", {"enum": [5]}, "response_format")
     form = answer_constraint(five, openai_tools(None, None, None), tokenizer, prompt)

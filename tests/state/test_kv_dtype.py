@@ -60,10 +60,10 @@ def test_requests_that_share_pages_return_the_same_tokens():
 def test_cache_returns_and_fills_dequantized_kv():
     engine = tiny_engine(fp8_kv=True)
     engine.score(IDS)
-    held = engine.model.kv.held(0, len(IDS))
+    held = engine.model.kv.gather(0, len(IDS))
     assert held.shape == (2, 2, 2, len(IDS), 64) and held.any(-1).all() and not held.isnan().any()
     engine.model.kv.fill()
-    assert engine.model.kv.held(0, 9).abs().max() < 2
+    assert engine.model.kv.gather(0, 9).abs().max() < 2
 
 
 @pytest.mark.parametrize("preset", ["qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-1b"])
@@ -78,7 +78,9 @@ def test_fp8_nearly_doubles_the_positions(preset):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"one_piece": True}, {"batch_invariant": True}], ids=["triton", "torch", "batch-invariant"]
+    "options",
+    [{}, {"torch_prompt_attention": True}, {"batch_invariant": True}],
+    ids=["triton", "torch", "batch-invariant"],
 )
 def test_plan_counts_expanded_kv(monkeypatch, options):
     """Hopper's prompt attention expands one layer's K/V to bf16.
@@ -90,7 +92,9 @@ def test_plan_counts_expanded_kv(monkeypatch, options):
     config, slots = replace(PRESETS["qwen3-4b"], fp8_kv=True), 4
     weights = empty_weights(config, "meta", torch.bfloat16)
     model = make_model(config, weights, 640, slots, page=PAGE, **options)
-    plan = plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, **{"one_piece": False} | options)
+    plan = plan_memory(
+        config, torch.bfloat16, torch.device("cuda"), slots, **{"torch_prompt_attention": False} | options
+    )
     assert model.kv.pool.nbytes + model.prompt.kv.nbytes == slots * 640 * plan.kv_per_token
     assert (model.prompt.kv.nbytes > 0) is not any(options.values())
 

@@ -269,7 +269,7 @@ def test_any_schedule_returns_the_tokens_of_single_requests(seed, ring, run_alon
     choose = random.Random(seed)
     engine = engine_of(10, ring=ring, host=9, slots=3, context=10, chunk_tokens=PAGE + PAGE // 2)
     if not CUDA:
-        engine.scheduler._ahead = seed % 2
+        engine.scheduler._passes_ahead = seed % 2
     kept, common = [], LONG[: 3 * PAGE]
     for _ in range(12):
         length, most = choose.choice([3, PAGE, 3 * PAGE - 1, 5 * PAGE]), choose.choice([2, PAGE, 2 * PAGE])
@@ -422,7 +422,10 @@ def test_plan_fits_and_matches_the_allocation(machine, slots, kv_tokens, ring):
     assert kv.offload.ring < kv.offload.host, "one page of the host stays free, for pages that change places"
     assert kv_tokens is None or kv.kv_tokens == -(-kv_tokens // 64) * 64
     cache = make_kv_cache(config, kv.capacity, device, torch.bfloat16, slots, 64, kv.pages, kv.offload)
-    plan, plain = kv.memory, plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, 512, one_piece=False)
+    plan, plain = (
+        kv.memory,
+        plan_memory(config, torch.bfloat16, torch.device("cuda"), slots, 512, torch_prompt_attention=False),
+    )
     needed = plan.needed(kv.capacity, kv.kv_tokens)
     assert needed + cache.offload.tables.nbytes <= plan.usable
     beside = plan.needed(kv.capacity, 0) - plan.fixed + plain.fixed

@@ -40,7 +40,7 @@ def main() -> None:
     here: list[bool] = []
     knobs.compilation.listener = lambda *, cache_hit, **_: here.append(cache_hit)
     progress: list[tuple[int, int]] = []
-    kernels = kernels[: compiling.FEW + 2]
+    kernels = kernels[: compiling.MAX_IN_PROCESS + 2]
     print(compiling.compile_kernels(kernels, META, lambda *done: progress.append(done)), "of", len(kernels))
     print(here.count(False), "here")
     print(*sorted(progress))

@@ -244,13 +244,13 @@ def run_common(name: str, gpu: Device) -> None:
     model = meta_model(name, gpu)
     for rows in (1, 8):
         for kind in decode.KINDS:
-            decode.decode_pass(launcher(model), model.of_rows(rows), kind)
-        decode.decode_pass(launcher(model), model.of_rows(rows), "sample", masked=True)
+            decode.decode_pass(launcher(model), model.for_rows(rows), kind)
+        decode.decode_pass(launcher(model), model.for_rows(rows), "sample", masked=True)
     if not model.spec.fp8_kv:  # no drafts are verified with fp8 K/V
         for queries in (1, 8):
-            decode.decode_pass(launcher(model), model.of_queries(1, queries), "greedy")
+            decode.decode_pass(launcher(model), model.for_queries(1, queries), "greedy")
     run_prompts(model, decoding=8)
-    finish(launcher(model), model.of_rows(8), "greedy")
+    finish(launcher(model), model.for_rows(8), "greedy")
 
 
 def prompt_run(model: DecodeModel) -> Callable[..., None]:
@@ -277,29 +277,29 @@ def run_all(name: str, gpu: Device) -> None:
     quantized = model.spec.quantization is not None
     for rows in (*ROWS, 32) if hopper else ROWS:  # on Hopper, other kernels compute the linears of 32 rows
         for kind in decode.KINDS:
-            decode.decode_pass(launcher(model), model.of_rows(rows), kind)
-            decode.decode_pass(launcher(model), model.of_rows(rows), kind, masked=True)
+            decode.decode_pass(launcher(model), model.for_rows(rows), kind)
+            decode.decode_pass(launcher(model), model.for_rows(rows), kind, masked=True)
     if not model.spec.fp8_kv:  # no drafts are verified with fp8 K/V
         for requests, queries in ((1, 1), (1, 8), (2, 2), (4, 4)):
             for kind in decode.KINDS:
-                decode.decode_pass(launcher(model), model.of_queries(requests, queries), kind)
-        row_by_row = replace(model.of_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
+                decode.decode_pass(launcher(model), model.for_queries(requests, queries), kind)
+        row_by_row = replace(model.for_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
         decode.decode_pass(launcher(model), row_by_row, "greedy")
     if quantized and hopper:
         for ring in RINGS:  # every number type of the ring
-            one = meta_model(ring, gpu).of_rows(1)
+            one = meta_model(ring, gpu).for_rows(1)
             decode.decode_pass(partial(launch_rings, launcher(one)), one, "greedy")
     if not quantized:
-        few = replace(model.of_rows(16), configs_by_rows={16: wide(model.of_rows(16))})
+        few = replace(model.for_rows(16), configs_by_rows={16: wide(model.for_rows(16))})
         decode.decode_pass(launcher(model), few, "greedy")
     if hopper:  # batch-invariant mode
         alike = choose_configs(model.spec, model.weights, gpu, batch_invariant=True)
         alike = replace(model, configs_by_rows=alike)
         for rows in ROWS:
-            decode.decode_pass(launcher(model), alike.of_rows(rows), "greedy")
+            decode.decode_pass(launcher(model), alike.for_rows(rows), "greedy")
     run_prompts(model, decoding=64)
-    finish(launcher(model), model.of_rows(1), "greedy")
-    ws, prompt = model.of_rows(1).workspace, model.prompt  # after a last layer that is not cut
+    finish(launcher(model), model.for_rows(1), "greedy")
+    ws, prompt = model.for_rows(1).workspace, model.prompt  # after a last layer that is not cut
     take_residual(ws.meta, prompt.hidden, prompt.delta, model.weights.final_norm, ws.hidden, ws.normed, ws.sumsq)
     if quantized or model.spec.fp8_kv:
         return  # packed tensors and fp8 K/V cannot be in host memory
@@ -307,7 +307,7 @@ def run_all(name: str, gpu: Device) -> None:
     kv = make_kv_cache(model.spec, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
     weights = empty_weights(model.spec, model.device, dtype, on_host=min(3, model.spec.num_layers))
     offloaded = replace(model, kv=kv, weights=weights)
-    decode.decode_pass(launch_ours, offloaded.of_rows(1), "greedy")
+    decode.decode_pass(launch_ours, offloaded.for_rows(1), "greedy")
     read(prompt_run(model), offloaded, 132, decoding=64)
 
 

@@ -39,8 +39,8 @@ def main() -> None:
     configs = choose_configs(model.spec, model.weights, gpu, batch_invariant=True)
     model = replace(model, configs_by_rows=configs)
     for count in rows:
-        of_rows = model.of_rows(count)
-        for launch in recorded(partial(decode.decode_pass, launcher(of_rows), of_rows, "greedy")).values():
+        for_rows = model.for_rows(count)
+        for launch in recorded(partial(decode.decode_pass, launcher(for_rows), for_rows, "greedy")).values():
             found = orders(gpu.capability, launch)
             if found != "{} []":
                 print(count, launch.kernel.__name__, found, flush=True)

@@ -15,7 +15,7 @@ from tridecode.layout import LIMIT_REACHED, STATUS
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import Slots
 from tridecode.step.dispatch import MODES, SIZES, BatchDescriptor, Dispatcher, Support, graph_sizes, lowered
-from tridecode.step.graphs import DecodePasses, first_batches, launcher, make_steps
+from tridecode.step.graphs import DecodePasses, first_batches, launcher, make_passes
 from tridecode.step.model import make_model
 from tridecode.step.run import run_reference
 
@@ -183,7 +183,7 @@ def test_padding_rows_write_nothing_and_change_nothing():
 @needs_gpu
 def test_torch_attention_runs_between_the_parts_of_a_graph():
     model, reference = model_of(3), model_of(3)
-    steps = make_steps(model, "triton", Dispatcher(lowered("full", Support.NEVER), (1, 2, 3)), "torch")
+    steps = make_passes(model, "triton", Dispatcher(lowered("full", Support.NEVER), (1, 2, 3)), "torch")
     for m in (model, reference):
         begin_all(m, known=3)
     run(steps, "greedy", 3)

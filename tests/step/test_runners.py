@@ -17,8 +17,8 @@ from tridecode.state.acceptance import Acceptance
 from tridecode.step import graphs
 from tridecode.step.costs import PASSES, measure_costs
 from tridecode.step.decode import KINDS
-from tridecode.step.dispatch import MODES, BatchDescriptor, Dispatcher, PromptDescriptor, most_queries
-from tridecode.step.graphs import DecodePasses, idle, make_steps
+from tridecode.step.dispatch import MODES, BatchDescriptor, Dispatcher, PromptDescriptor, max_queries
+from tridecode.step.graphs import DecodePasses, idle, make_passes
 from tridecode.step.prompt_graphs import PromptPasses, make_prompts
 from tridecode.step.run import Launch, run_reference
 
@@ -153,7 +153,7 @@ def test_smaller_passes_are_captured_after_larger_ones():
 
 def test_reference_runner_captures_nothing():
     engine = tiny_engine("torch", "none", torch.float32, 64)
-    steps = make_steps(engine.model, "torch", Dispatcher("full", (1,), (8,)))
+    steps = make_passes(engine.model, "torch", Dispatcher("full", (1,), (8,)))
     prompts = make_prompts(engine.model, steps, "torch")
     assert steps.place is None and prompts.attention is None
     assert steps.run is run_reference and prompts.run is run_reference
@@ -360,9 +360,9 @@ def test_a_failure_at_load_is_an_error():
 
 def test_passes_that_verify_drafts_are_captured_at_load(monkeypatch):
     compiled = []
-    monkeypatch.setattr(graphs, "compile_ahead", lambda lists, *_: compiled.append(len([*lists])))
+    monkeypatch.setattr(graphs, "compile_lists", lambda lists, *_: compiled.append(len([*lists])))
     steps = engine_of("full", speculate="ngram").steps
-    sizes = [(tokens, rows) for rows in (3, 1) for tokens in (2, 4, 8) if tokens <= most_queries(rows)]
+    sizes = [(tokens, rows) for rows in (3, 1) for tokens in (2, 4, 8) if tokens <= max_queries(rows)]
     verifying = [batch for batch in steps.graphs if batch.tokens > 1]
     assert {(batch.tokens, batch.rows) for batch in verifying} == {*sizes} and len(verifying) == len(KINDS) * len(sizes)
     assert compiled == [steps.captures] == [2 * len(KINDS) * len(SIZES) + len(verifying)]

@@ -20,9 +20,9 @@ from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import ParameterError
 from tridecode.layout import GENERATION, NGRAM
 from tridecode.options import EngineOptions
-from tridecode.plan.graphs import LEAST_WEIGHTS, plan_drafts, plan_graphs
+from tridecode.plan.graphs import MIN_WEIGHT_BYTES, plan_drafts, plan_graphs
 from tridecode.state.acceptance import FIRST, NEXT, Acceptance
-from tridecode.step.dispatch import best_queries, most_queries, typical_costs
+from tridecode.step.dispatch import best_queries, max_queries, typical_costs
 from tridecode.step.model import verify_rows
 
 POISON, CAPACITY, SHARP = 301, 128, 12.0
@@ -52,7 +52,7 @@ def engine_of(slots=1, in_flight=1, speculate="ngram", capacity=CAPACITY, dtype=
         weights[name].copy_(tensor)
     engine.model.weights.final_norm.mul_(SHARP)
     engine.model.weights.embed[POISON] = float("nan")
-    engine.scheduler._ahead = in_flight
+    engine.scheduler._passes_ahead = in_flight
     engine.threads = 1
     engine.scheduler.answered = True
     return engine
@@ -162,7 +162,7 @@ ACTION = st.one_of(
 def test_any_schedule_gives_the_same_tokens(small, plain_result, actions, ahead):
     """The engine has few small pages, so that requests wait for pages and are preempted in the middle of drafts."""
     scheduler, requests, cancelled = small.scheduler, [], set()
-    scheduler._ahead = 1 if CUDA else ahead
+    scheduler._passes_ahead = 1 if CUDA else ahead
     for action, value in actions:
         if action == "submit":
             which, kind, most, reuse = value
@@ -227,7 +227,7 @@ def test_verifying_passes_are_captured_at_load():
     steps.check_addresses = True
     for kind in ("greedy", "logprobs"):  # the same passes, launched and replayed
         for each in (engine, eager):
-            rewind(each, 40, replace(PARAMS[kind], seed=3), rows=2, given=30)
+            rewind(each, 40, replace(PARAMS[kind], seed=3), rows=2, known=30)
             for tokens in (8, 4, 2, 8, 1):
                 each.steps.replay(kind, 2, tokens=tokens)
             each.synchronize()
@@ -341,7 +341,7 @@ def test_speculation_is_resolved_from_the_options(monkeypatch, gpu, fields, conf
     def drafts(**more):
         options = EngineOptions(**fields | {name: CONFLICTS[name] for name in conflicts} | more)
         graphs = plan_graphs(options, "triton" if gpu else "torch", tiny_config(), torch.bfloat16, device)
-        return plan_drafts(options, graphs, LEAST_WEIGHTS)
+        return plan_drafts(options, graphs, MIN_WEIGHT_BYTES)
 
     ngram, why = drafts()
     assert ngram == (NGRAM if auto == "ngram" else None) and (why is None) == (auto == "ngram")
@@ -361,10 +361,10 @@ def test_speculation_is_resolved_from_the_options(monkeypatch, gpu, fields, conf
 def test_auto_drafts_only_for_models_that_are_large_enough(monkeypatch):
     use_h100(monkeypatch)
     graphs = plan_graphs(EngineOptions(), "triton", tiny_config(), torch.bfloat16, torch.device("cuda"))
-    assert plan_drafts(EngineOptions(), graphs, LEAST_WEIGHTS) == (NGRAM, None)
-    ngram, why = plan_drafts(EngineOptions(), graphs, LEAST_WEIGHTS - 1)
+    assert plan_drafts(EngineOptions(), graphs, MIN_WEIGHT_BYTES) == (NGRAM, None)
+    ngram, why = plan_drafts(EngineOptions(), graphs, MIN_WEIGHT_BYTES - 1)
     assert ngram is None and why.startswith("pays for models of 128 MiB or more")
-    assert plan_drafts(EngineOptions(speculate="ngram"), graphs, LEAST_WEIGHTS - 1) == (NGRAM, None)
+    assert plan_drafts(EngineOptions(speculate="ngram"), graphs, MIN_WEIGHT_BYTES - 1) == (NGRAM, None)
 
 
 def test_the_bundled_model_is_too_small_for_auto():
@@ -435,7 +435,7 @@ def best(requests: int, drafts: list[Acceptance], **allowed) -> int:
 
 
 def test_number_of_rows_depends_on_the_requests():
-    assert [most_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 17)] == [8, 8, 8, 8, 4, 4, 2, 1]
+    assert [max_queries(requests) for requests in (1, 2, 3, 4, 5, 8, 9, 17)] == [8, 8, 8, 8, 4, 4, 2, 1]
     assert [best(1, right(drafts)) for drafts in (0, 1, 2, 3, 4, 7)] == [1, 2, 4, 4, 8, 8]
     assert best(4, right(7, 7, 7, 7)) == 8 and best(64, right(*[7] * 64)) == 1
     assert best(2, right(0, 7)) == 8 and best(1, right(7), allowed=[1, 2]) == 2
@@ -462,7 +462,7 @@ def test_drafts_are_verified_again_after_they_become_right(count):
     assert best(1, [drafts]) == 1
     for _ in range(40):  # passes of one row, whose draft was right
         drafts.learn(count, 0, 0, 7)
-        drafts.wanted = count
+        drafts.requested_drafts = count
     assert best(1, [drafts]) > 1
 
 
@@ -475,7 +475,7 @@ def test_estimates_follow_recent_results():
     assert drafts.following == pytest.approx([0.9 * (0.9 * NEXT + 0.1), NEXT, NEXT])
     drafts.learn(3, 0, 0, 1)  # one row, and the device requests fewer drafts, because its draft was wrong
     assert drafts.first[1] == pytest.approx(0.9 * FIRST[1]) and drafts.following[1:] == [NEXT, NEXT]
-    assert drafts.wanted == 1 and drafts.expected(8) == 1 + drafts.first[0] and drafts.expected(1) == 1
+    assert drafts.requested_drafts == 1 and drafts.expected(8) == 1 + drafts.first[0] and drafts.expected(1) == 1
 
 
 @pytest.mark.parametrize("kind, params", [("greedy", PARAMS["greedy"]), ("sample", PARAMS["penalties"])])
@@ -488,7 +488,7 @@ def test_kernels_match_references(kind, params):
     ids = [5, 17, 42, 8, 5, 17, 42, 8, 5, 17]
     for engine in engines:
         begin(engine, ids, 0, replace(params, seed=3))
-        engine.model.workspace.meta[0, layout.TRUST] = 3
+        engine.model.workspace.meta[0, layout.DRAFT_LIMIT] = 3
     for tokens in (8, 1, 2, 8):
         for engine in engines:
             engine.steps.replay(kind, 1, tokens=tokens)
@@ -497,6 +497,6 @@ def test_kernels_match_references(kind, params):
         assert torch.equal(kernels.meta, refs.meta) and torch.equal(kernels.tokens, refs.tokens)
         assert torch.equal(kernels.out, refs.out) and torch.equal(kernels.counts, refs.counts)
         position = int(refs.meta[0, layout.POSITION])
-        for a, b in zip(*(engine.model.kv.held(0, position) for engine in engines)):
+        for a, b in zip(*(engine.model.kv.gather(0, position) for engine in engines)):
             assert torch.allclose(a, b, atol=1e-4)
     assert position > len(ids)

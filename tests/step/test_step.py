@@ -48,7 +48,7 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
     for step in range(len(ids)):
         checked = step in (0, 1, 24, 69)
         if checked:  # both engines start the step from the same state
-            set_cache(triton.model, oracle.model.kv.held(0, step))
+            set_cache(triton.model, oracle.model.kv.gather(0, step))
             triton.model.workspace.meta.copy_(oracle.model.workspace.meta)
             triton.steps.replay("greedy")
         oracle.steps.replay("greedy")
@@ -59,7 +59,7 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
             a, b = (named_tensors(e.model.workspace)[name].double() for e in (triton, oracle))
             error = ((a - b).norm() / b.norm()).item()
             assert error < tolerance, f"step {step}: {name} differs by {error:.1e}"
-        for layer, (a, b) in enumerate(zip(*(e.model.kv.held(0, step + 1).double() for e in (triton, oracle)))):
+        for layer, (a, b) in enumerate(zip(*(e.model.kv.gather(0, step + 1).double() for e in (triton, oracle)))):
             error = ((a - b).norm() / b.norm()).item()
             assert error < tolerance, f"step {step}: cache of layer {layer} differs by {error:.1e}"
         state = slice(layout.DEVICE_FIELDS, layout.META_WIDTH)
@@ -282,7 +282,7 @@ def test_result_does_not_depend_on_the_pages_of_a_slot(backend):
     assert ws.logits.isfinite().all()
     assert torch.equal(ws.logits[0], ws.logits[1])
     assert torch.equal(ws.tokens[0], ws.tokens[1])
-    assert torch.equal(model.kv.held(0, 4), model.kv.held(1, 4))
+    assert torch.equal(model.kv.gather(0, 4), model.kv.gather(1, 4))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -321,7 +321,7 @@ def test_starting_a_request_does_not_change_other_slots(backend):
             prefill(model, 0, len(IDS) - 1, other)
             assert all(torch.equal(t[1], before[name]) for name, t in state_of(ws).items())
         run_steps_of(model, "sample", 3, backend)
-        results.append({name: t[1].clone() for name, t in state_of(ws).items()} | {"held": model.kv.held(1, 6)})
+        results.append({name: t[1].clone() for name, t in state_of(ws).items()} | {"held": model.kv.gather(1, 6)})
     for name, tensor in results[0].items():
         assert torch.equal(tensor, results[1][name]), name
 

@@ -124,7 +124,7 @@ def test_batch_invariant_prompt_passes_split_nothing():
     assert prompt_attention_config(H200, True) == PromptAttentionConfig(programs=264, splits=1)
     assert prompt_attention_config(H200, True, fp8=True) == PromptAttentionConfig(programs=264, splits=1, stages=4)
     assert prompt_attention_config(H200, False) == PromptAttentionConfig(
-        programs=264, heads=16, apart=True, dependent=True, hopper=132
+        programs=264, heads=16, separate_combine=True, dependent=True, hopper=132
     )
     assert prompt_attention_config(device(80, 108), False).programs == 216
     assert prompt_attention_config(device(0), False).programs > 0

@@ -65,14 +65,14 @@ class Weights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by a dotted name, a tied LM head once."""
-        found = {"embed": self.embed, "final_norm": self.final_norm}
+        tensors = {"embed": self.embed, "final_norm": self.final_norm}
         if not self.tied:
-            found |= {f"lm_head.{name}": tensor for name, tensor in self.lm_head.tensors().items()}
+            tensors |= {f"lm_head.{name}": tensor for name, tensor in self.lm_head.tensors().items()}
         for i, layer in enumerate(self.layers):
-            found |= {f"layers.{i}.{name}": tensor for name, tensor in layer.weights.items()}
+            tensors |= {f"layers.{i}.{name}": tensor for name, tensor in layer.weights.items()}
             for name, linear in layer.linears.items():
-                found |= {f"layers.{i}.{name}.{part}": tensor for part, tensor in linear.tensors().items()}
-        return found
+                tensors |= {f"layers.{i}.{name}.{part}": tensor for part, tensor in linear.tensors().items()}
+        return tensors
 
     def nbytes(self) -> int:
         """Return the bytes of all tensors."""

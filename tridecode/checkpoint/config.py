@@ -65,11 +65,11 @@ def _quantization(read: ConfigReader):
 
 def _generation_defaults(read: ConfigReader) -> tuple[tuple[str, float], ...]:
     """Return pairs of a SamplingParams field and its value in generation_config.json."""
-    found = {key: value for key in _GENERATION_FIELDS if (value := read.get(key)) is not None}
+    defaults = {key: value for key in _GENERATION_FIELDS if (value := read.get(key)) is not None}
     try:
-        SamplingParams(**found)
+        SamplingParams(**defaults)
     except ParameterError as error:
         raise CheckpointError(f"{read.source}: {error}; correct it there") from None
     if not read.flag("do_sample", default=True):  # if it is absent, the other values apply
-        found["temperature"] = 0.0
-    return tuple(found.items())
+        defaults["temperature"] = 0.0
+    return tuple(defaults.items())

@@ -169,8 +169,8 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
         if type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3", "hf_xet")):
             reason, fix = f"the download failed ({_words(error)})", "check the connection and run again: it resumes"
         else:  # errors of huggingface_hub when it reads an answer of another kind
-            stumble = f"{type(error).__name__}: {brief(error)}"
-            reason = f"{constants.ENDPOINT} does not answer as a hub does ({stumble})"
+            cause = f"{type(error).__name__}: {brief(error)}"
+            reason = f"{constants.ENDPOINT} does not answer as a hub does ({cause})"
             fix = "check HF_ENDPOINT and whether this network wants you to log in first, or give a local directory"
     raise CheckpointError(f"{repo}: {reason}; {fix}")
 

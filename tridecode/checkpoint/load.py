@@ -33,8 +33,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  #
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
 _HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
-_MOST_DIMENSIONS = 8  # most dimensions of a tensor; the product of very many sizes would take minutes
-_PIECE = 64 * 2**20  # maximum bytes that are copied to the device at once
+_MAX_DIMENSIONS = 8  # most dimensions of a tensor; the product of very many sizes would take minutes
+_COPY_BYTES = 64 * 2**20  # maximum bytes that are copied to the device at once
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 
 
@@ -110,7 +110,7 @@ def load_weights(
 
     plan = targets(spec, packs, scale_dtype)
     # A conversion of the dtype makes a second copy of a piece, which must be small compared to the weights.
-    limit = min(_PIECE, max(total // 64, 2**16))
+    limit = min(_COPY_BYTES, max(total // 64, 2**16))
     with ExitStack() as opened:
         places, host = _allocate(plan, device, dtype, spec.num_layers, on_host)
         loader = Loader(tensors, plan, places, limit, opened)
@@ -130,13 +130,13 @@ def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: a tensor is wrong, missing, unexpected or misshapen.
     """
-    infos = told_tensors(path, spec)
+    infos = read_tensor_infos(path, spec)
     for file in {info.file for info in infos.values()}:
         _check_with_safetensors(file)
     return infos
 
 
-def told_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
+def read_tensor_infos(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     """Return the tensors as `stored_tensors` does, but check only the headers of the files."""
     tensors, slices = _tensors(path), tensor_slices(spec)
     needed = {name: of for key in slices for name, of in stored(key, slices[key]).items()}
@@ -314,7 +314,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         try:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             numbers = (*shape, begin, end)
-            valid = isinstance(dtype, str) and len(shape) <= _MOST_DIMENSIONS and begin <= end
+            valid = isinstance(dtype, str) and len(shape) <= _MAX_DIMENSIONS and begin <= end
             valid = valid and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
         except (KeyError, TypeError, ValueError):
             valid = False

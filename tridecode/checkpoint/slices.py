@@ -107,20 +107,20 @@ def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dty
     members: dict[str, list[str]] = {}
     for name, of in known.items():
         members.setdefault(of.target, []).append(name)
-    found = {}
+    targets = {}
     for target, prefix, each in declared(spec):
         if isinstance(each, Weight):
-            found[target] = Target(each.shape)
+            targets[target] = Target(each.shape)
             continue
         residual = each.epilogue == "residual"
         if each.parts:
             names = members[f"{target}.weight"]
-            found[f"{target}.weight"] = _weight_target(spec, each, names, known, packs, scale_dtype, residual)
+            targets[f"{target}.weight"] = _weight_target(spec, each, names, known, packs, scale_dtype, residual)
         elif _load_scheme(spec, prefix + target):  # a quantized copy of the embedding
-            found[f"{target}.weight"] = _loaded_target(spec, prefix + target, (each.n, each.k), [0], packs, residual)
+            targets[f"{target}.weight"] = _loaded_target(spec, prefix + target, (each.n, each.k), [0], packs, residual)
         if each.bias:
-            found[f"{target}.bias"] = Target((each.n,))
-    return found
+            targets[f"{target}.bias"] = Target((each.n,))
+    return targets
 
 
 def _weight_target(

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self._command = ""
         self._configuration: Configuration | None = None
-        self._asks = False
+        self._takes_question = False
         self._parts: list[tuple[str, tuple[str, ...], bool]] = []  # a flag, options, and whether they need it
 
     def configure(self, command: str, configuration: Configuration) -> None:
@@ -48,9 +48,9 @@ class Parser(argparse.ArgumentParser):
         """Refuse options of these names without the option `flag`; if it is not set they are None."""
         self._parts.append((flag, names, True))
 
-    def ask(self, help: str) -> None:
+    def add_question(self, help: str) -> None:
         """Accept a question as words without an option: `question` is their text, None if there are none."""
-        self._asks = True
+        self._takes_question = True
         self.add_argument("question", nargs="*", default=[], metavar="QUESTION", help=help)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
-        if self._asks:
+        if self._takes_question:
             namespace.question = self._question(namespace.question)
         if keys:
             namespace.typed = self._typed(args)

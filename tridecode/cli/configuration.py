@@ -21,7 +21,7 @@ from .options import SAMPLING
 from .terminal import did_you_mean
 
 PREFIX = "TRIDECODE_"
-OTHERS = ("TRIDECODE_API_KEY",)  # variables that are not options
+OTHER_VARIABLES = ("TRIDECODE_API_KEY",)  # variables that are not options
 LARGEST = 1_000_000  # bytes of the file
 TABLES = ("chat", "generate", "serve")  # a table's keys are for that command only
 
@@ -70,7 +70,7 @@ class Configuration:
         known = self.options(None)
         for variable, text in self._environment.items():
             name = variable.removeprefix(PREFIX).lower()
-            if not variable.startswith(PREFIX) or variable in OTHERS:
+            if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
                 continue
             if name not in known:
                 fix = did_you_mean(variable, [PREFIX + key.upper() for key in known])

@@ -11,7 +11,7 @@ import torch
 # The oldest driver that runs programs of a CUDA version, by NVIDIA's compatibility tables.
 OLDEST_DRIVER = {"12": 525, "13": 580}
 NEEDED = (8, 0)  # compute capability
-FEW = 0.1  # share of a GPU's memory
+LOW_MEMORY = 0.1  # share of a GPU's memory
 
 
 def warnings(gpus: list[dict], driver: str | None, cuda: str | None) -> list[dict]:
@@ -34,7 +34,7 @@ def warnings(gpus: list[dict], driver: str | None, cuda: str | None) -> list[dic
         if tuple(map(int, gpu["compute_capability"].split("."))) < NEEDED:
             problem = f"{name} has compute capability {gpu['compute_capability']}, and 8.0 is the least supported"
             add(problem, "choose another with --device cuda:N, or use --device cpu")
-        if gpu["free"] < FEW * gpu["memory"]:
+        if gpu["free"] < LOW_MEMORY * gpu["memory"]:
             problem = f"{name} has only {100 * gpu['free'] / gpu['memory']:.0f}% of its memory free"
             add(problem, "nvidia-smi shows which programs use it; end what you do not need")
     if gpus:
@@ -77,13 +77,13 @@ def driver_version() -> str | None:
 
 def gpu_facts() -> list[dict]:
     """Return the GPUs that torch can use; sizes are in bytes."""
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         capability = f"{properties.major}.{properties.minor}"
-        found.append({"name": properties.name, "compute_capability": capability, "memory": total, "free": free})
-    return found
+        gpus.append({"name": properties.name, "compute_capability": capability, "memory": total, "free": free})
+    return gpus
 
 
 def c_compiler() -> str | None:

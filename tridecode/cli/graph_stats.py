@@ -8,7 +8,7 @@ from ..engine import Engine
 from .terminal import Output
 
 NUMBERS, WORDS = ("rows", "padded", "padding", "count"), ("mode", "kind")
-SPARED = ("padding", "padded", "mode")  # columns that a narrow terminal omits, in this order
+OPTIONAL = ("padding", "padded", "mode")  # columns that a narrow terminal omits, in this order
 
 
 def show_graph_stats(engine: Engine, output: Output) -> None:
@@ -19,17 +19,17 @@ def show_graph_stats(engine: Engine, output: Output) -> None:
     """
     console, stats = output.errors, engine.graph_stats()
     look = box.SIMPLE_HEAD if console.is_terminal else None
-    for spared in range(len(SPARED) + 1):
-        table = table_of(stats, SPARED[:spared], look)
+    for omitted in range(len(OPTIONAL) + 1):
+        table = table_of(stats, OPTIONAL[:omitted], look)
         if Measurement.get(console, console.options.update(width=1000), table).minimum <= console.width:
             break
     console.print(table)
 
 
-def table_of(stats: list, spared: tuple[str, ...], look: box.Box | None) -> Table:
-    """Return the table without the columns in `spared`."""
+def table_of(stats: list, omitted: tuple[str, ...], look: box.Box | None) -> Table:
+    """Return the table without the columns in `omitted`."""
     table = Table(box=look, pad_edge=False, padding=(0, 1, 0, 0))
-    numbers, words = ([name for name in names if name not in spared] for names in (NUMBERS, WORDS))
+    numbers, words = ([name for name in names if name not in omitted] for names in (NUMBERS, WORDS))
     for name in (*numbers, *words):
         table.add_column(name, justify="left" if name in words else "right", overflow="fold")
     for row in stats:

@@ -13,7 +13,7 @@ import torch
 from ..blocks.attention import Attention
 from ..blocks.spec import ModelSpec
 from ..checkpoint.hub import BUNDLED, resolve_model
-from ..checkpoint.load import empty_weights, load_config, told_tensors
+from ..checkpoint.load import empty_weights, load_config, read_tensor_infos
 from ..checkpoint.slices import host_layer_bytes, parameter_count
 from ..errors import CheckpointError, DeviceError
 from ..kernels.device import Device, device_of
@@ -71,7 +71,7 @@ def info(args, output: Output) -> int:
 def weights_problem(path: Path, spec: ModelSpec) -> str | None:
     """Return the error of the weights in a directory, if the headers of the files show one."""
     try:
-        told_tensors(path, spec)
+        read_tensor_infos(path, spec)
     except CheckpointError as error:
         return str(error)
     return None
@@ -203,13 +203,13 @@ def as_text(report: dict, plan: EnginePlan) -> str:
         ("parameters", f"{model['parameters']:,}, {model['dtype']} in the checkpoint"),
         *([("formats", "; ".join(model["formats"]))] if model["formats"] else []),
         ("layers", f"{model['layers']} of width {model['hidden_size']:,}; {heads}; vocabulary {model['vocab_size']:,}"),
-        ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {graph_words(run)}"),
-        ("kernels", kernel_words(run, model)),
-        *([("configs", f"launch configs: {config_words(configs)}")] if configs else []),
-        ("prompts", prompt_words(report["prompts"])),
-        ("speculation", speculation_words(plan)),
-        ("weights", weight_words(memory)),
-        ("K/V", f"{counted(memory['kv_per_token'], 'byte')} per token{pool_words(memory)}"),
+        ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {describe_graphs(run)}"),
+        ("kernels", describe_kernels(run, model)),
+        *([("configs", f"launch configs: {describe_configs(configs)}")] if configs else []),
+        ("prompts", describe_prompts(report["prompts"])),
+        ("speculation", describe_speculation(plan)),
+        ("weights", describe_weights(memory)),
+        ("K/V", f"{counted(memory['kv_per_token'], 'byte')} per token{describe_kv(memory)}"),
         ("workspace", size(memory["workspace"])),
         ("free memory", f"{size(memory['free'])} on {run['device']}"),
         *([("plan", pool_sizes(memory, run["device"] == "cpu"))] if not memory["problem"] else []),
@@ -247,41 +247,41 @@ def verdict(report: dict) -> str:
     return f"{model} runs here, on {where}" + (f"; see the {counted(warned, 'warning')} above" if warned else "")
 
 
-def kernel_words(run: dict, model: dict) -> str:
+def describe_kernels(run: dict, model: dict) -> str:
     if run["backend"] == "torch":
         return "none of its own: PyTorch's"
     linears = ", ".join(model["linears"])
     return f"Triton: embed, {model['layers']} x (attention, {linears}), lm_head, sample"
 
 
-def weight_words(memory: dict) -> str:
+def describe_weights(memory: dict) -> str:
     if layers := memory["host_layers"]:
         last = f"the last {counted(layers, 'layer')}, {size(memory['weights_on_host'])}"
         return f"{size(memory['weights'])}; {last}, on the host"
     return size(memory["weights"])
 
 
-def prompt_words(prompts: dict) -> str:
+def describe_prompts(prompts: dict) -> str:
     sizes = prompts["sizes"]
-    ways = {"full": "whole", "piecewise": "in pieces between attention launches"}
+    modes = {"full": "whole", "piecewise": "in pieces between attention launches"}
     read = "launched line by line"
     if sizes:
         span = f"{sizes[0]:,} to {sizes[-1]:,} tokens" if len(sizes) > 1 else counted(sizes[0], "token")
         passes = f"{counted(prompts['graphs'], 'pass')}"
-        read = f"{passes} of {span} captured {ways[prompts['mode']]}"
+        read = f"{passes} of {span} captured {modes[prompts['mode']]}"
     chunks = f"in chunks of up to {counted(prompts['chunk_tokens'], 'token')}"
     shared = "common prefixes are read once" if prompts["sharing"] else "common prefixes are not shared"
     return f"{chunks}, {read}; {shared}; attention by {prompts['attention']}; buffers {size(prompts['buffers'])}"
 
 
-def pool_words(memory: dict) -> str:
+def describe_kv(memory: dict) -> str:
     if memory["problem"]:
         return ""
     slots = "1 slot has" if memory["slots"] == 1 else f"{memory['slots']} slots share"
     host = ""
     if offload := memory["offload"]:
-        most = offload["ring"] * offload["page"]
-        host = f"; {offload['host_tokens']:,} more on the host, of which {most:,} can run"
+        longest = offload["ring"] * offload["page"]
+        host = f"; {offload['host_tokens']:,} more on the host, of which {longest:,} can run"
     held = f"{counted(memory['kv_tokens'], 'position')}, {memory['kv_dtype']}, {size(memory['kv_bytes'])}"
     return f"; {slots} {held}{host}"
 
@@ -293,7 +293,7 @@ def pool_sizes(memory: dict, on_cpu: bool) -> str:
     return f"{size(sum(pools.values()))}: " + ", ".join(f"{names.get(n, n)} {size(b)}" for n, b in pools.items())
 
 
-def graph_words(run: dict) -> str:
+def describe_graphs(run: dict) -> str:
     company = ", batch invariant" if run["batch_invariant"] else ""
     if run["graph"] == "none":
         return f"no graph{company}"
@@ -301,11 +301,11 @@ def graph_words(run: dict) -> str:
     return f"{graphs} {'with' if run['pdl'] else 'without'} programmatic dependent launch{company}"
 
 
-def speculation_words(plan: EnginePlan) -> str:
+def describe_speculation(plan: EnginePlan) -> str:
     if plan.ngram is None:
         return with_options(f"off: it {plan.why_no_drafts}", LOADING) if plan.why_no_drafts else "off"
-    most, least = plan.ngram
-    return f"ngram, by the last {most} to {least} tokens: several tokens a pass where the text repeats"
+    longest, shortest = plan.ngram
+    return f"ngram, by the last {longest} to {shortest} tokens: several tokens a pass where the text repeats"
 
 
 def size(count: int) -> str:
@@ -338,7 +338,7 @@ def config_facts(rows: Sequence[KernelRow], gpu: Device, batch_invariant: bool =
     }
 
 
-def config_words(facts: dict) -> str:
+def describe_configs(facts: dict) -> str:
     tables, choices = " and ".join(facts["tables"]), {name: n for name, n in facts["choices"].items() if n}
     names = {"user table": f"your table {facts['user_table']}", "table": f"table of {tables}", "rule": "rules"}
     if set(choices) == {"rule"}:

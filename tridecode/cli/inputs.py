@@ -13,9 +13,9 @@ from ..errors import PromptError
 from .terminal import Output
 
 LARGEST = 64_000_000  # characters of stdin or bytes of a file; no context holds a prompt as long
-PIECE = 1 << 20  # units that are read at a time; Ctrl-C takes effect between two reads
+READ_SIZE = 1 << 20  # units that are read at a time; Ctrl-C takes effect between two reads
 DIGITS = 100  # limit of the digits of a number in JSON
-PATIENCE = 1.0  # seconds until a note reports the wait for stdin
+STDIN_NOTE_DELAY = 1.0  # seconds until a note reports the wait for stdin
 STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in a prompt; a hyphen elsewhere in a line is text
 
 
@@ -41,12 +41,12 @@ def read_bytes(path: str, limit: int | None, expected: str, pipes: bool = True) 
         raise PromptError(f"{path}: {error.strerror}; give {expected}") from None
 
 
-def read_stdin(output: Output, limit: int | None = None, way_out: str = "") -> str:
+def read_stdin(output: Output, limit: int | None = None, hint: str = "") -> str:
     """Return all of stdin. way_out: the end of the note that reports a wait."""
     if sys.stdin.isatty():
         output.note("reading from the terminal; Ctrl-D on an empty line ends it")
-    elif not readable_within(PATIENCE):
-        output.note(f"waiting for stdin, which is open and sends no data{way_out}")
+    elif not readable_within(STDIN_NOTE_DELAY):
+        output.note(f"waiting for stdin, which is open and sends no data{hint}")
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # so that `clean` sees bytes that cannot be decoded
     return clean(read_all(sys.stdin.read, "stdin", limit).removeprefix("\ufeff"), "stdin", output)
@@ -61,7 +61,7 @@ def with_stdin(text: str, output: Output) -> str:
         return STDIN.sub(lambda _: data, text)
     if not stdin_is_file():
         return text
-    data = read_stdin(output, way_out="; </dev/null leaves it out of the prompt").removesuffix("\n")
+    data = read_stdin(output, hint="; </dev/null leaves it out of the prompt").removesuffix("\n")
     before = text.removesuffix("\n")
     return f"{before}\n{data}" if before and data else data or text
 
@@ -69,7 +69,7 @@ def with_stdin(text: str, output: Output) -> str:
 def stdin_lines() -> Iterator[str]:
     """Yield the lines of stdin as they arrive. Raises PromptError if one is too long."""
     pieces, size, mark = [], 0, "\ufeff"  # the first line may begin with it
-    while piece := sys.stdin.readline(PIECE):
+    while piece := sys.stdin.readline(READ_SIZE):
         pieces.append(piece.removeprefix(mark))
         mark = ""
         size += len(piece)
@@ -114,7 +114,7 @@ def read_all(read: Callable, name: str, limit: int | None):
         PromptError: the input is longer
     """
     chunks, size, limit = [], 0, limit or LARGEST
-    while chunk := read(PIECE):
+    while chunk := read(READ_SIZE):
         chunks.append(chunk)
         size += len(chunk)
         if size > limit:

@@ -47,9 +47,9 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
 
 def show_defaults(engine: Engine, overrides: Collection[str], output: Output) -> None:
     """Show a line with the checkpoint's sampling defaults that no option replaced."""
-    found = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in overrides]
-    if found:
-        output.note(f"{', '.join(found)} from generation_config.json")
+    defaults = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in overrides]
+    if defaults:
+        output.note(f"{', '.join(defaults)} from generation_config.json")
 
 
 class Loader:
@@ -80,7 +80,7 @@ class Loader:
         else:
             self._output.note(f"{model.name} and {name} do not fit together in memory; closing {model.name} first")
             failure = None
-            model.let_go()
+            model.free_engine()
             try:
                 model.use(self._load(name, path))
             except BaseException as error:

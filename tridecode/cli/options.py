@@ -16,7 +16,7 @@ ANY = Text()
 NAME = Text("a name", r".*\S.*")
 ORIGIN = Text("* or an origin like https://chat.example, without a path", r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
 # The check against the vocabulary follows when the model is known.
-IDS = Several(Integer(-(10**40), 10**40), "token ids separated by commas, like 1,2,3", least=0)
+IDS = Several(Integer(-(10**40), 10**40), "token ids separated by commas, like 1,2,3", min_items=0)
 SECONDS = Number(0, 1e6)
 # Commands whose options the configuration file and environment variables can set.
 CONFIGURED = ("chat", "generate", "serve", "info", "precompile")
@@ -55,26 +55,26 @@ def _option(name: str, default, constraint: Constraint, help: str, *commands: st
 
 OTHERS = (
     _option("model", None, ANY, "directory or Hugging Face id", *CONFIGURED, group="model", metavar="DIR_OR_ID",
-            default_words="bundled"),
+            default_text="bundled"),
     _option("url", None, Url(), "address of a server with OpenAI's API that runs the model instead of this process",
             "chat", group="remote", metavar="URL"),
     _option("api_key_file", None, ANY, "file with the API key on one line", "chat", "serve", group="remote",
-            metavar="FILE", default_words="TRIDECODE_API_KEY, if set"),
+            metavar="FILE", default_text="TRIDECODE_API_KEY, if set"),
     _once("resume", False, Flag(), "continue the conversation saved last", "chat", group="conversation",
           exclusive="saved"),
     _once("session", None, ANY, "continue the conversation of this name, or start it", "chat", group="conversation",
           exclusive="saved", metavar="SESSION"),
     _once("system", None, ANY, "the system message", "chat", "generate", group="conversation", metavar="TEXT",
-          default_words="none"),
+          default_text="none"),
     _option("plain", False, Flag(), "print answers as plain text; in a terminal they are Markdown", "chat",
             group="conversation"),
     _option("think", "on", Choice(("on", "off", "hide")), "thinking models: think, shown dimmed in a terminal; do not "
             "think; or show only its length", "chat", group="conversation"),
     _option("stats", None, Choice(("full", "short", "off")), "the line after an answer: all that fits, length and "
-            "speed, or none", "chat", group="conversation", default_words="full"),
+            "speed, or none", "chat", group="conversation", default_text="full"),
     _option("overflow", None, Choice(("error", "drop-oldest", "stop")), "a turn that does not fit in the context: "
             "refuse it, leave out the oldest turns, or end", "chat", group="conversation",
-            default_words="drop-oldest, in a pipe error"),
+            default_text="drop-oldest, in a pipe error"),
     _once("prompt", None, ANY, "the prompt; the chat template is applied unless --raw is set", "generate",
           group="prompt",
           exclusive="prompt", metavar="TEXT"),
@@ -94,19 +94,19 @@ OTHERS = (
           "generate", group="output"),
     _once("n", 1, Integer(1), "answers, with the seeds SEED, SEED+1, ...", "generate", group="output", metavar="N"),
     _once("output", None, ANY, "a file for the answers, which is written only once it is complete", "generate",
-          group="output", metavar="FILE", default_words="stdout"),
+          group="output", metavar="FILE", default_text="stdout"),
     _once("json", False, Flag(), "print one JSON object: token_ids, text, finish_reason, usage, timings (seconds), "
           "seed, logprobs if requested, and error if any", "generate", group="output"),
     _once("json", False, Flag(), "print one JSON object (sizes in bytes)", "info", group="output"),
     _option("kernels", False, Flag(), "print the kernel and launch config of each linear", "info", group="output"),
     _once("gpu", None, Choice(tuple(GPUS)), "GPU to compile for; this machine does not need it", "precompile",
           group="model",
-          default_words="this machine's"),
+          default_text="this machine's"),
     _option("host", "127.0.0.1", ANY, "address to listen on", "serve", group="server", metavar="HOST"),
     _option("port", 8000, Integer(0, 65535), "port to listen on; 0 selects a free port", "serve", group="server",
             metavar="N"),
     _option("served_model_name", None, NAME, "name of the model for clients", "serve", group="server", metavar="NAME",
-            default_words="its id, or its directory's name"),
+            default_text="its id, or its directory's name"),
     _option("any_model", False, Flag(), "answer requests for any model, or for none", "serve", group="server"),
     _option("timeout", 600.0, SECONDS, "seconds that a request may take; 0 removes the limit", "serve",
             group="server", metavar="S"),
@@ -118,7 +118,7 @@ OTHERS = (
             group="server",
             metavar="FILE"),
     _option("cors", None, ORIGIN, "origin of a web page that may send requests, like https://chat.example, or *; "
-            "repeatable", "serve", group="server", metavar="ORIGIN", repeated=True, default_words="none"),
+            "repeatable", "serve", group="server", metavar="ORIGIN", repeated=True, default_text="none"),
     _option("log_prompts", False, Flag(), "log prompts and answers too", "serve", group="server"),
     _once("graph_stats", False, Flag(), "at the end print a table of the passes by rows, mode and count to stderr",
           "chat", "generate", group="output"),

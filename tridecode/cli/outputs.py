@@ -51,8 +51,8 @@ def open_special(path: str) -> TextIO | None:
     The path is a device, a pipe, or the name of an open descriptor, such as /dev/fd/63, which a shell writes for
     >(command). The file of a descriptor is not opened again, because that would empty it.
     """
-    if found := _DESCRIPTOR.fullmatch(path):
-        name = found[2] or found[3] or ("1" if found[1] == "stdout" else "2")
+    if match := _DESCRIPTOR.fullmatch(path):
+        name = match[2] or match[3] or ("1" if match[1] == "stdout" else "2")
         return open(os.dup(int(name)), "w", encoding="utf-8", newline="\n")
     try:
         if stat.S_ISREG(os.stat(path).st_mode):

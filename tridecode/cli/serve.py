@@ -13,7 +13,7 @@ from .api_key import VARIABLE, api_key
 from .loading import load_model
 from .terminal import Output, counted
 
-SWITCH = 1e-4  # interval in seconds at which Python switches threads
+SWITCH_INTERVAL = 1e-4  # interval in seconds at which Python switches threads
 
 
 def serve(args, output: Output) -> int:
@@ -46,7 +46,7 @@ def serve(args, output: Output) -> int:
     bound = bind(args.host, args.port, settings.timeout)
     engine = load_model(args, args.model, args.max_seq_len, output)
     log_requests()
-    sys.setswitchinterval(SWITCH)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     gc.collect()
     gc.freeze()  # loaded objects stay, so later collections, which stop all threads, can skip them
 

@@ -77,7 +77,7 @@ def ending_task():
             loop.call_soon_threadsafe(lambda: None)  # wakes a waiting loop
 
     main = threading.current_thread() is threading.main_thread()  # elsewhere signals cannot be set
-    before = {each: found for each in _ENDS if main and callable(found := signal.getsignal(each))}
+    before = {each: handler for each in _ENDS if main and callable(handler := signal.getsignal(each))}
     for each in before:
         signal.signal(each, end)
     try:
@@ -96,8 +96,8 @@ def in_background() -> bool:
 
 
 @contextmanager
-def ended_by_interrupt(put_away: Callable[[], None] | None = None):
-    """Make Ctrl-C end the process by the signal, after `put_away`.
+def ended_by_interrupt(before_stop: Callable[[], None] | None = None):
+    """Make Ctrl-C end the process by the signal, after `before_stop`.
 
     This is for imports: torch swallows a KeyboardInterrupt while it is imported, and would be incomplete afterwards.
     """
@@ -107,12 +107,12 @@ def ended_by_interrupt(put_away: Callable[[], None] | None = None):
         return
 
     def end(signum, frame):
-        if put_away is not None:
-            put_away()
+        if before_stop is not None:
+            before_stop()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
 
-    signal.signal(signal.SIGINT, end if put_away else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, end if before_stop else signal.SIG_DFL)
     try:
         yield
     finally:
@@ -138,10 +138,11 @@ def one_interrupt(enabled: bool):
 
 
 @contextmanager
-def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
-    """Within, Ctrl-Z calls `put_away`, shows the cursor, stops the program, and calls `take_out` when it continues.
+def suspendable(before_stop: Callable[[], None], after_continue: Callable[[], None]):
+    """Call functions before Ctrl-Z stops the program and after it continues, within the context.
 
-    If contexts are nested, the inner `put_away` is called first and the inner `take_out` last.
+    `before_stop` is called first, then the cursor is shown and the program stops. `after_continue` is called when it
+    continues. If contexts are nested, the inner `before_stop` is called first and the inner `after_continue` last.
     """
     outer = signal.getsignal(signal.SIGTSTP)
     if outer in (signal.SIG_IGN, None):  # ignored: no shell would continue the program
@@ -151,14 +152,14 @@ def suspendable(put_away: Callable[[], None], take_out: Callable[[], None]):
     def suspend(signum, frame):
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a second Ctrl-Z must not interrupt this handler
         try:
-            put_away()
+            before_stop()
             if callable(outer):
                 outer(signum, frame)
             else:
                 stop()
         finally:
             signal.signal(signal.SIGTSTP, suspend)
-            take_out()
+            after_continue()
 
     signal.signal(signal.SIGTSTP, suspend)
     try:

@@ -117,7 +117,7 @@ class Output:
         text = visible(message) if aligned else one_line(message)
         self.errors.print(text, style="dim", soft_wrap=not self.wraps)
 
-    def say(self, message: str, style: str | None = None) -> None:
+    def print_line(self, message: str, style: str | None = None) -> None:
         """Write the output of a command to stderr: not dimmed, shown with --quiet too, with its spaces."""
         self.errors.print(visible(message), style=style, soft_wrap=not self.wraps)
 
@@ -127,11 +127,11 @@ class Output:
         if width is None or width >= 2.5 * column:
             first, rest = f"  {name:<{column - 3}} ", " " * column
         else:
-            self.say(f"  {name}")
+            self.print_line(f"  {name}")
             first = rest = " " * 4
         fitted = [words] if width is None else wrap(words, max(width - len(rest) - 1, 8))
         for i, line in enumerate(fitted):
-            self.say((rest if i else first) + line)
+            self.print_line((rest if i else first) + line)
 
     def error(self, message: object) -> None:
         """Write an error as one red line to stderr."""
@@ -195,7 +195,7 @@ class Keys:
         self._enabled, self._paste = enabled, paste
         self._before: list | None = None  # the original attributes of the terminal while they are changed
 
-    def hold(self) -> None:
+    def disable_echo(self) -> None:
         """Switch the echo off. Call it again after each prompt."""
         if not self._enabled or in_background():  # changing the terminal in the background would stop this program
             return
@@ -231,9 +231,9 @@ def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None
     Ctrl-Z calls `pause` and releases the keys. When the program continues, they are held again and `resume` is called.
     """
     keys = Keys(enabled, paste)
-    with suspendable(both(pause, keys.release), both(keys.hold, resume)):
+    with suspendable(both(pause, keys.release), both(keys.disable_echo, resume)):
         try:
-            keys.hold()
+            keys.disable_echo()
             yield keys
         finally:
             keys.release()

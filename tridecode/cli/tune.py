@@ -18,7 +18,7 @@ from ..errors import DeviceError
 from ..kernels.device import device_of
 from ..layout import LIMIT_REACHED, STATUS
 from ..models.presets import PRESETS
-from ..step.compiling import compile_ahead, workers
+from ..step.compiling import compile_lists, workers
 from ..step.dispatch import BatchDescriptor, Dispatcher
 from ..step.graphs import DecodePasses, launcher, list_of
 from ..step.model import DecodeModel
@@ -149,7 +149,7 @@ class StepTimer:
         model, greedy = self.engine.model, BatchDescriptor("greedy", self._rows)
         model.workspace.meta[:, STATUS] = LIMIT_REACHED  # no row may run
         with suppress(TritonError, RuntimeError):
-            compile_ahead([list_of(self._model(configs), greedy) for configs in several], launcher(model), model.device)
+            compile_lists([list_of(self._model(configs), greedy) for configs in several], launcher(model), model.device)
 
     def _same(self) -> bool:
         """Return whether the logits agree with the first ones, over the same K/V: timings change the cache."""

@@ -9,7 +9,7 @@ from ..arguments import Choice, Constraint, Integer, Number, Several
 from ..errors import ParameterError
 from ..options import GRAPHS, MAX_SLOTS
 
-MOST_ROWS = MAX_SLOTS  # rows of a pass
+MAX_ROWS = MAX_SLOTS  # rows of a pass
 
 
 def reader(constraint: Constraint) -> Callable[[str], Any]:
@@ -33,8 +33,8 @@ def list_reader(each: Constraint) -> Callable[[str], list[Any]]:
 positive = reader(Integer(1))
 positives = list_reader(Integer(1))
 whole = reader(Integer(0, 2**64 - 1))
-row_count = reader(Integer(1, MOST_ROWS))
-row_counts = list_reader(Integer(1, MOST_ROWS))
+row_count = reader(Integer(1, MAX_ROWS))
+row_counts = list_reader(Integer(1, MAX_ROWS))
 amount = reader(Number(0, 1e12, above=True))
 request_rate = reader(Number(0, math.inf, above=True))
 temperature = reader(Number(0, 100))
@@ -63,9 +63,9 @@ def mix(context: str) -> list[int]:
     rows: list[int] = []
     for part in context.split("+"):
         tokens, times, count = part.partition("x")
-        rows += [positive(tokens)] * min(positive(count) if times else 1, MOST_ROWS + 1)
-    if len(rows) > MOST_ROWS:
-        raise argparse.ArgumentTypeError(f"expected at most {MOST_ROWS} rows, got {context!r}")
+        rows += [positive(tokens)] * min(positive(count) if times else 1, MAX_ROWS + 1)
+    if len(rows) > MAX_ROWS:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_ROWS} rows, got {context!r}")
     return rows
 
 

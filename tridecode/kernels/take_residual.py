@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, OWN, RUN, SOURCE, STATUS, gdc_launch_dependents, next_power_of_2, options, running
+from .common import META_WIDTH, OWN_ROW, RUN, SOURCE, STATUS, gdc_launch_dependents, next_power_of_2, options, running
 from .op import Op
 
 
@@ -45,7 +45,7 @@ def _take_residual_kernel(
     if tl.load(meta_ptr + STATUS) != RUN:
         return
     source = tl.load(meta_ptr + SOURCE)
-    source = tl.where(source == OWN, row, source).to(tl.int64)
+    source = tl.where(source == OWN_ROW, row, source).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < K
     x = tl.load(hidden_ptr + source * K + offs, mask=mask, other=0.0)
@@ -54,7 +54,7 @@ def _take_residual_kernel(
     tl.store(out_ptr + row * stride_out + offs, x, mask=mask)
     tl.store(normed_ptr + row * stride_normed + offs, (x * norm).to(normed_ptr.dtype.element_ty), mask=mask)
     tl.store(sumsq_ptr + row * stride_sumsq, tl.sum(x * x, 0))
-    tl.store(meta_ptr + SOURCE, OWN)
+    tl.store(meta_ptr + SOURCE, OWN_ROW)
 
 
 def take_residual(meta, hidden, delta, norm, out, normed, sumsq, *, pdl=False):
@@ -70,11 +70,11 @@ def take_residual_ref(meta, hidden, delta, norm, out, normed, sumsq):
     """Compute `take_residual` in torch."""
     for row in running(meta, len(out)):
         source = int(meta[row, SOURCE.value])
-        source = row if source == OWN.value else source
+        source = row if source == OWN_ROW.value else source
         out[row] = hidden[source] + delta[source].float()
         normed[row] = (out[row] * norm.float()).to(normed.dtype)
         sumsq[row, 0] = torch.sum(out[row].square())
-        meta[row, SOURCE.value] = OWN.value
+        meta[row, SOURCE.value] = OWN_ROW.value
 
 
 def take_residual_bytes(meta, hidden, delta, norm, out, normed, sumsq) -> int:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, OWN, RUN, SOURCE, STATUS, gdc_launch_dependents, options, running
+from .common import META_WIDTH, OWN_ROW, RUN, SOURCE, STATUS, gdc_launch_dependents, options, running
 from .op import Op
 
 
@@ -50,10 +50,10 @@ def _take_rows_kernel(
     if tl.load(meta_ptr + STATUS) != RUN:
         return
     source = tl.load(meta_ptr + SOURCE)
-    source = tl.where(source == OWN, row, source).to(tl.int64)
+    source = tl.where(source == OWN_ROW, row, source).to(tl.int64)
     _copy_row(hidden_ptr + source * K, hidden_out_ptr + row * stride_hidden, K, BLOCK)
     _copy_row(qkv_ptr + source * N, qkv_out_ptr + row * stride_qkv, N, BLOCK)
-    tl.store(meta_ptr + SOURCE, OWN)
+    tl.store(meta_ptr + SOURCE, OWN_ROW)
 
 
 def take_rows(meta, hidden, qkv, hidden_out, qkv_out, *, pdl=False):
@@ -77,9 +77,9 @@ def take_rows_ref(meta, hidden, qkv, hidden_out, qkv_out):
     """Compute `take_rows` in torch."""
     for row in running(meta, len(hidden_out)):
         source = int(meta[row, SOURCE.value])
-        source = row if source == OWN.value else source
+        source = row if source == OWN_ROW.value else source
         hidden_out[row], qkv_out[row] = hidden[source], qkv[source].float()
-        meta[row, SOURCE.value] = OWN.value
+        meta[row, SOURCE.value] = OWN_ROW.value
 
 
 def take_rows_bytes(meta, hidden, qkv, hidden_out, qkv_out) -> int:

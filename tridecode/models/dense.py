@@ -142,18 +142,18 @@ def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max
         window = read.integer("sliding_window", 1, 2**31 - 1)
         first = read.integer("max_window_layers", 0, 2**31 - 1, default=28)
     types = tuple("sliding_attention" if i >= first else "full_attention" for i in range(num_layers))
-    if (given := read.get("layer_types")) is not None:
+    if (kinds := read.get("layer_types")) is not None:
         known = ("full_attention", "sliding_attention")
-        if not isinstance(given, list) or len(given) != num_layers or not all(kind in known for kind in given):
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
             raise read.fail("layer_types", f"a list of {num_layers} (num_hidden_layers) out of {', '.join(known)}")
-        if windows != "upper" and tuple(given) != types:
+        if windows != "upper" and tuple(kinds) != types:
             raise CheckpointError(
                 f"{read.source}: layer_types must be all {types[0]} in a {family} model with sliding_window "
                 f"{as_json(window)}; remove the key"
             )
-        if "sliding_attention" in given and window is None:
+        if "sliding_attention" in kinds and window is None:
             raise read.fail("sliding_window", "set, with use_sliding_window true, since layer_types has sliding layers")
-        types = tuple(given)
+        types = tuple(kinds)
     if window is None or window >= max_position or "sliding_attention" not in types:
         return (0,) * num_layers
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
@@ -161,10 +161,10 @@ def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max
 
 def _rope(read: ConfigReader, max_position: int) -> RopeConfig:
     """Return the settings in rope_parameters, or in rope_scaling and rope_theta."""
-    given = [key for key in ("rope_parameters", "rope_scaling") if read.get(key) is not None]
-    if len(given) == 2 and read.values[given[0]] != read.values[given[1]]:
+    keys = [key for key in ("rope_parameters", "rope_scaling") if read.get(key) is not None]
+    if len(keys) == 2 and read.values[keys[0]] != read.values[keys[1]]:
         raise CheckpointError(f"{read.source}: rope_parameters and rope_scaling contradict each other; remove one")
-    key = given[0] if given else "rope_parameters"
+    key = keys[0] if keys else "rope_parameters"
     rope = ConfigReader(read.get(key, {}), read.source, f"{key}.")
     for name, value in rope.values.items():
         if isinstance(value, dict):

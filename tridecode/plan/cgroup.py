@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-MOUNTED, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+MOUNTED, PROCESS_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 CACHE = ("inactive_file", "active_file")  # page cache of files, which the kernel frees before it refuses memory
 
 
-def free_memory(mounted: Path = MOUNTED, own: Path = OWN) -> float:
+def free_memory(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
     """Return the bytes that the tightest memory limit leaves; infinite without a limit."""
     left = [float("inf")]
     for group in _groups("memory", mounted, own):
@@ -16,14 +16,14 @@ def free_memory(mounted: Path = MOUNTED, own: Path = OWN) -> float:
             ("memory.max", "memory.current", ""),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
-            if most := _numbers(group / limit):
+            if memory_limit := _numbers(group / limit):
                 stat = dict(re.findall(r"(?m)^(\w+) (\d+)$", _text(group / "memory.stat")))
                 cache = sum(int(stat.get(prefix + name, 0)) for name in CACHE)
-                left.append(max(most[0] - max(sum(_numbers(group / used)) - cache, 0), 0))
+                left.append(max(memory_limit[0] - max(sum(_numbers(group / used)) - cache, 0), 0))
     return min(left)
 
 
-def cpus(mounted: Path = MOUNTED, own: Path = OWN) -> float:
+def cpus(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
     """Return the number of CPUs that the tightest quota allows; infinite without a quota."""
     quotas = [float("inf")]
     for group in _groups("cpu", mounted, own):

@@ -12,17 +12,17 @@ from ..options import EngineOptions
 from ..step.dispatch import (
     ATTENTION,
     COSTS,
+    MAX_PROMPT_GRAPH_TOKENS,
     MODES,
-    PROMPT_MOST,
     Support,
     graph_sizes,
     lowered,
-    most_queries,
+    max_queries,
     prompt_sizes,
 )
 from ..tuning.attention import prompt_tiles_fit
 
-LEAST_WEIGHTS = 2**27  # bytes; a pass that reads fewer is so short that drafting slows it by more than 2%
+MIN_WEIGHT_BYTES = 2**27  # bytes; a pass that reads fewer is so short that drafting slows it by more than 2%
 TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"  # see prompt_tiles_fit
 
 
@@ -49,7 +49,7 @@ class GraphPlan:
     note: str | None = None
 
     @property
-    def one_piece(self) -> bool:
+    def torch_prompt_attention(self) -> bool:
         """Whether prompt attention needs the K/V of a slot in one contiguous tensor, as torch's backends do."""
         return self.prompt_attention != "triton" or not self.captured
 
@@ -79,10 +79,10 @@ def plan_graphs(
 
 def prompt_pass_sizes(options: EngineOptions, chunk: int) -> tuple[int, ...]:
     """Return the tokens of the captured prompt passes for chunks of at most `chunk` tokens."""
-    most = options.prompt_graph_max_tokens or PROMPT_MOST
+    limit = options.prompt_graph_max_tokens or MAX_PROMPT_GRAPH_TOKENS
     if options.batch_invariant:
-        return (chunk,) if chunk <= most else ()
-    return prompt_sizes(chunk, most, options.prompt_graph_sizes)
+        return (chunk,) if chunk <= limit else ()
+    return prompt_sizes(chunk, limit, options.prompt_graph_sizes)
 
 
 def plan_drafts(options: EngineOptions, graphs: GraphPlan, weights: int) -> tuple[tuple[int, int] | None, str | None]:
@@ -98,16 +98,16 @@ def plan_drafts(options: EngineOptions, graphs: GraphPlan, weights: int) -> tupl
         ParameterError: drafts are requested and impossible.
     """
     why, smallest = options.why_no_drafts, graphs.sizes[0]
-    if not why and most_queries(smallest) == 1:
+    if not why and max_queries(smallest) == 1:
         why = f"verifies in passes of at most {max(COSTS)} requests, and the smallest of graph_sizes is {smallest}"
     if options.speculate == "off":
         return None, None
-    if options.wants_drafts:
+    if options.requests_drafts:
         if why:
             raise options.no_drafts(why)
         return options.ngram, None
     if not why and (MODES[graphs.graph][1] == "none" or ATTENTION[graphs.attention] < Support.UNIFORM_BATCH):
         why = "pays on a GPU only, where decode passes are captured and attention is Triton's"
-    if not why and weights < LEAST_WEIGHTS:
-        why = f"pays for models of {LEAST_WEIGHTS >> 20} MiB or more: drafting takes 5 us of each pass"
+    if not why and weights < MIN_WEIGHT_BYTES:
+        why = f"pays for models of {MIN_WEIGHT_BYTES >> 20} MiB or more: drafting takes 5 us of each pass"
     return (None, why) if why else (NGRAM, None)

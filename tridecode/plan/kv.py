@@ -12,7 +12,7 @@ from ..checkpoint.slices import host_layer_bytes
 from ..errors import DeviceError, ParameterError, conflict, counted
 from ..options import EngineOptions
 from ..state.kv import PAGE
-from ..state.offload import BUFFERS, Offload, least_pages, page_bytes
+from ..state.offload import BUFFERS, Offload, min_pages, page_bytes
 from . import memory
 from .graphs import GraphPlan
 from .memory import GIB, MemoryPlan, plan_memory
@@ -71,7 +71,7 @@ def plan_kv(
         ParameterError: options contradict the model.
         DeviceError: the memory does not suffice.
     """
-    how = options.slots, options.chunk, graphs.one_piece, host_layers
+    how = options.slots, options.chunk, graphs.torch_prompt_attention, host_layers
     rows, invariant = max(graphs.sizes), options.batch_invariant
     if options.max_seq_len is not None:
         Integer(1, spec.max_position, "the model's limit of ").check("max_seq_len", options.max_seq_len)
@@ -82,8 +82,8 @@ def plan_kv(
     capacity, notes = plan_capacity(options, plan, device)
     slots = options.slots
     pool = plan.kv_tokens(capacity, options.kv_tokens, str(device), page or capacity)
-    pages, whole = -(-pool // (page or capacity)), slots * -(-capacity // (page or capacity))
-    limited = options.kv_tokens != slots * capacity and pages < whole
+    pages, needed = -(-pool // (page or capacity)), slots * -(-capacity // (page or capacity))
+    limited = options.kv_tokens != slots * capacity and pages < needed
     return KVPlan(plan, capacity, pool, page, pages if limited else None, None, notes)
 
 
@@ -129,7 +129,7 @@ def _offloaded(
     slots, where, kv_tokens = options.slots, str(device), options.kv_tokens
     buffers = BUFFERS if options.kv_ring is None else options.kv_ring
     longest = options.max_seq_len or spec.max_position
-    least = least_pages(slots, page, min(options.chunk, longest) if options.batch_invariant else 1)
+    least = min_pages(slots, page, min(options.chunk, longest) if options.batch_invariant else 1)
     if kv_tokens is not None:
         which = f"what {counted(slots, 'slot')} of {counted(longest, 'position')} can have, "
         Integer(least * page, max(slots * longest, least * page), which).check("kv_tokens", kv_tokens)

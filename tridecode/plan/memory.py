@@ -99,13 +99,13 @@ class MemoryPlan:
         fits, positions = self.max_context, requested or 1
         if fits < positions:
             left = self.usable - replace(self, slots=1).needed(positions)
-            most = 1 + left // max(self.per_slot + positions * TOKEN, 1)
-            if self.slots > 1 and most >= 1:
-                what, advice = f" {self.slots:,} slots with", f"at most {counted(most, 'slot')} fit"
+            limit = 1 + left // max(self.per_slot + positions * TOKEN, 1)
+            if self.slots > 1 and limit >= 1:
+                what, advice = f" {self.slots:,} slots with", f"at most {counted(limit, 'slot')} fit"
             else:
                 what = ""
                 advice = f"at most {counted(fits, 'position')} fit" if fits else "choose a smaller model or free memory"
-            raise DeviceError(f"not enough memory on {where}:{what}{self._lack(positions, positions)}; {advice}")
+            raise DeviceError(f"not enough memory on {where}:{what}{self._shortage(positions, positions)}; {advice}")
         return requested or min(fits, self.default_limit)
 
     def kv_tokens(self, capacity: int, requested: int | None, where: str, page: int = 1) -> int:
@@ -119,8 +119,8 @@ class MemoryPlan:
         left = self.usable - self.needed(capacity)
         fits = capacity + left // max(self.kv_per_token, 1)
         if (requested or 0) > fits:
-            lack = self._lack(capacity, requested or 0)
-            raise DeviceError(f"not enough memory on {where}: kv_tokens:{lack}; at most {fits:,} fit")
+            shortage = self._shortage(capacity, requested or 0)
+            raise DeviceError(f"not enough memory on {where}: kv_tokens:{shortage}; at most {fits:,} fit")
         return requested or max(min(fits, self.slots * -(-capacity // page) * page), capacity)
 
     def offloaded(
@@ -162,22 +162,22 @@ class MemoryPlan:
 
         The numbers are negative if they do not fit.
         """
-        most = max(self.slots * -(-capacity // page), least)
-        left = self.usable - self.needed(capacity, 0) - 4 * most * layers  # without the tables of all layers
+        limit = max(self.slots * -(-capacity // page), least)
+        left = self.usable - self.needed(capacity, 0) - 4 * limit * layers  # without the tables of all layers
         cells = left * layers // (self.kv_per_token * page)  # a cell is a page of one layer
         if kv_tokens is not None:
             pages = -(-kv_tokens // page)
-            return pages, min(host, max(most - pages, 0), (cells - pages * layers) // buffers)
-        pages = min(cells // layers, most)
-        ring = min(host, -(-(most - pages) * layers // max(layers - buffers, 1)))
-        return min((cells - buffers * ring) // layers, most), ring
+            return pages, min(host, max(limit - pages, 0), (cells - pages * layers) // buffers)
+        pages = min(cells // layers, limit)
+        ring = min(host, -(-(limit - pages) * layers // max(layers - buffers, 1)))
+        return min((cells - buffers * ring) // layers, limit), ring
 
     def with_offload(self, spec: ModelSpec, offload: Offload, page: int) -> "MemoryPlan":
         """Return the plan with the bytes of the ring added."""
         ring = offload.buffers * offload.ring * page * self.kv_per_token // spec.page_layers
         return replace(self, fixed=self.fixed + ring)
 
-    def _lack(self, capacity: int, kv_tokens: int) -> str:
+    def _shortage(self, capacity: int, kv_tokens: int) -> str:
         """Return the part of an error message that compares needed and available bytes."""
         return (
             f" {counted(kv_tokens, 'position')} need{'s' * (kv_tokens == 1)} "
@@ -207,7 +207,7 @@ def plan_memory(
     device: torch.device,
     slots: int = 1,
     chunk: int = CHUNK,
-    one_piece: bool = True,
+    torch_prompt_attention: bool = True,
     on_host: int = 0,
     speculate: bool = False,
     batch_invariant: bool = False,
@@ -218,7 +218,8 @@ def plan_memory(
     Args:
         slots: requests that run at a time.
         chunk: maximum number of prompt tokens in one pass.
-        one_piece: prompts use torch's attention, which needs a layer's K/V of a slot in one contiguous tensor.
+        torch_prompt_attention: whether prompts use torch's attention, which needs the K/V of a slot in one
+            contiguous tensor per layer.
         on_host: layers with linears in host memory.
         speculate: whether passes can verify drafts.
         batch_invariant: prompts use one kernel on every GPU.
@@ -226,8 +227,8 @@ def plan_memory(
     """
     rope = sum(4 * head_dim for _, head_dim in rope_keys(spec))
     kv, layer = kv_bytes_per_token(spec, dtype), 2 * spec.pages.width * dtype.itemsize
-    gathered = layer if one_piece else 0
-    if expands_kv(spec, device, batch_invariant, one_piece):
+    gathered = layer if torch_prompt_attention else 0
+    if expands_kv(spec, device, batch_invariant, torch_prompt_attention):
         kv += layer
     weights = weight_bytes(spec, dtype, device.type == "cuda", on_host)
     largest = max(slots, rows)

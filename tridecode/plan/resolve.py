@@ -9,7 +9,7 @@ from ..checkpoint.slices import weight_bytes
 from ..errors import DeviceError, ParameterError, counted
 from ..kernels.device import device_of
 from ..options import QUANTIZE, EngineOptions
-from ..state.offload import Offload, least_pages
+from ..state.offload import Offload, min_pages
 from .device import quantized, resolve_dtype
 from .graphs import GraphPlan, plan_drafts, plan_graphs, prompt_pass_sizes
 from .kv import KVPlan, page_size, plan_host_layers, plan_kv
@@ -62,7 +62,7 @@ class EnginePlan:
         if (self.pages + (self.offload.ring if self.offload else 0)) * page < self.capacity:
             message = f"pages: {self.pages:,} hold fewer positions than a request's {self.capacity:,}"
             raise ParameterError(message, "pages", "range")
-        least = least_pages(slots, page, self.chunk if self.options.batch_invariant else 1)
+        least = min_pages(slots, page, self.chunk if self.options.batch_invariant else 1)
         if self.offload and self.pages < least:
             message = f"pages must be at least {least:,} for {counted(slots, 'slot')}, got {self.pages:,}"
             raise ParameterError(message, "pages", "range")
@@ -112,7 +112,14 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
         host_layers = plan_host_layers(options, spec, dtype)
         kv = plan_kv(options, spec, dtype, device, page, graphs, host_layers, ngram is not None)
     except DeviceError as error:
-        how = options.slots, options.chunk, graphs.one_piece, host_layers, ngram is not None, options.batch_invariant
+        how = (
+            options.slots,
+            options.chunk,
+            graphs.torch_prompt_attention,
+            host_layers,
+            ngram is not None,
+            options.batch_invariant,
+        )
         memory = plan_memory(spec, dtype, device, *how, max(graphs.sizes))
         kv = KVPlan(memory, 0, 0, page, None, None)
         problem = f"{error}{smaller_weights(spec, dtype, device, memory, host_layers)}"
@@ -150,8 +157,8 @@ def chunk_of(options: EngineOptions, capacity: int, page: int | None) -> int:
     In batch-invariant mode it is a number of whole pages, and does not depend on the slots.
     """
     page = page or capacity
-    most = -(-capacity // page) * page if options.batch_invariant else options.slots * capacity
-    return min(options.chunk, most)
+    limit = -(-capacity // page) * page if options.batch_invariant else options.slots * capacity
+    return min(options.chunk, limit)
 
 
 def smaller_weights(

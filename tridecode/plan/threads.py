@@ -82,10 +82,10 @@ def chosen_by_user() -> bool:
 
 def _idle_seconds() -> float | None:
     """Return the idle seconds of the cores of this process since the machine started, or None if unknown."""
-    mine = {f"cpu{i}" for i in os.sched_getaffinity(0)}
+    own_cpus = {f"cpu{i}" for i in os.sched_getaffinity(0)}
     try:
         with open("/proc/stat") as file:
             lines = [line.split() for line in file]
     except OSError:
         return None
-    return sum(int(line[4]) + int(line[5]) for line in lines if line and line[0] in mine) / os.sysconf("SC_CLK_TCK")
+    return sum(int(line[4]) + int(line[5]) for line in lines if line and line[0] in own_cpus) / os.sysconf("SC_CLK_TCK")

@@ -19,7 +19,7 @@ from ..text.grammar import Grammar, Matcher
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 THREADS = min(8, os.cpu_count() or 1)
-PATIENCE = 2e-3  # seconds to wait for a late mask before a pass runs without it
+MASK_WAIT = 2e-3  # seconds to wait for a late mask before a pass runs without it
 
 
 class Masks:
@@ -132,7 +132,7 @@ class GrammarMasks:
 
 def wait_for(requests: list[GrammarMasks]) -> None:
     """Wait until the masks are ready, at most PATIENCE seconds."""
-    end = time.perf_counter() + PATIENCE
+    end = time.perf_counter() + MASK_WAIT
     for masks in requests:
         with suppress(TimeoutError, GenerationError):
             masks.wait(max(end - time.perf_counter(), 0))

@@ -9,7 +9,7 @@ from ..errors import GenerationError
 from ..results import TokenLogprobs
 from ..step.model import DecodeModel
 
-PATIENCE = 120.0  # seconds before a pass counts as hanging
+HANG_TIMEOUT = 120.0  # seconds before a pass counts as hanging
 
 
 class Ring:
@@ -28,22 +28,22 @@ class Ring:
         Raises:
             GenerationError: the device is idle and wrote no entry, or does not become idle.
         """
-        entry = self._look(slot, generation, step)
+        entry = self._read(slot, generation, step)
         return self._wait(slot, generation, step) if entry is None else entry
 
-    def _look(self, slot: int, generation: int, step: int) -> layout.Entry | None:
+    def _read(self, slot: int, generation: int, step: int) -> layout.Entry | None:
         return layout.entry_of(self._entries[slot, step % layout.RING], generation, step)
 
     def _wait(self, slot: int, generation: int, step: int) -> layout.Entry:
         polls, since = 0, time.monotonic()
-        while (entry := self._look(slot, generation, step)) is None:
+        while (entry := self._read(slot, generation, step)) is None:
             polls += 1
             time.sleep(0)  # let other threads run, such as the one that draws the terminal
             if polls % 1024:
                 continue
-            idle, late = self._idle(), time.monotonic() - since > PATIENCE
-            if (idle or late) and not self._look(slot, generation, step):
-                how = "ended without a token" if idle else f"has not ended in {PATIENCE:.0f} seconds; the GPU hangs"
+            idle, late = self._idle(), time.monotonic() - since > HANG_TIMEOUT
+            if (idle or late) and not self._read(slot, generation, step):
+                how = "ended without a token" if idle else f"has not ended in {HANG_TIMEOUT:.0f} seconds; the GPU hangs"
                 raise GenerationError(f"step {step + 1} {how}")
         return entry
 

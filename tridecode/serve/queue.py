@@ -4,7 +4,7 @@ import weakref
 from array import array
 from collections import Counter, deque
 
-from ..layout import OWN
+from ..layout import OWN_ROW
 from ..state.offloaded_slots import OffloadedSlots
 from ..state.slot import Slot
 from ..state.slots import Slots, common_prefix
@@ -97,7 +97,7 @@ class Queue:
         self.reading.append(slot)
         self.admitted.append(slot)
         needed = slots.pages_for(position + 1)
-        needed += slots.spare(needed - len(slot.pages))
+        needed += slots.extra_pages(needed - len(slot.pages))
         slots.write_tokens(slot, tokens, min(needed * slots.page, slot.end))
         return True
 
@@ -110,10 +110,10 @@ class Queue:
             return False
         page, others = self.slots.page, [other for other in self.reading if other.salt == salt]
         common = (min(common_prefix(other.tokens, ids), other.position) for other in others)
-        coming = max(common, default=0) // page * page
-        return coming > 0 and self.slots.cache.match(ids, salt).tokens(page) < coming
+        pending = max(common, default=0) // page * page
+        return pending > 0 and self.slots.cache.match(ids, salt).tokens(page) < pending
 
-    def begin(self, slot: Slot, source: int = OWN) -> None:
+    def begin(self, slot: Slot, source: int = OWN_ROW) -> None:
         """Give the slot the next row of decode passes.
 
         The prompt has been read up to its last token. Row `source` of a prompt pass has read the last token, or the
@@ -133,23 +133,23 @@ class Queue:
         )
         if slot.mask:
             slot.mask.begin(slot.number, slot.generation, slot.position + slot.known)
-        slot.row, slot.room = len(self.rows), self.slots.room(slot)
+        slot.row, slot.allocated = len(self.rows), self.slots.allocated(slot)
         self.rows.append(slot)
         self.reading.remove(slot)
 
     def finish(self, ref: weakref.ref[Request]) -> None:
         """Remove a request that has ended. Entries of passes in flight for its slot are not read."""
         if slot := next((slot for slot in self.admitted if slot.ref is ref), None):
-            self._vacate(slot)
+            self._release_slot(slot)
         self.requests.pop(ref, None)
         self._blocked = None
 
     def requeue(self, slot: Slot) -> None:
         """Release the slot, and let its request wait before all others."""
-        self._vacate(slot)
+        self._release_slot(slot)
         self.waiting.appendleft(slot.ref)
 
-    def _vacate(self, slot: Slot) -> None:
+    def _release_slot(self, slot: Slot) -> None:
         """Release the slot. The last row moves to its row, so that rows stay contiguous."""
         if slot.mask:
             slot.mask.drop()
@@ -160,7 +160,7 @@ class Queue:
             last = self.rows.pop()
             if last is not slot:
                 self.rows[slot.row] = last
-            self.slots.vacate(slot.row, last.row)
+            self.slots.remove_row(slot.row, last.row)
             last.row = slot.row
         self.slots.release(slot)
         slot.request = None
@@ -185,5 +185,5 @@ class Queue:
         assert [slot.row for slot in self.rows] == list(range(len(self.rows)))
         assert Counter(self.rows + self.reading) == Counter(admitted)
         assert set(admitted) == {slot for slot in self.slots if slot.busy}
-        assert all(slot.position <= slot.room == self.slots.room(slot) for slot in self.rows)
+        assert all(slot.position <= slot.allocated == self.slots.allocated(slot) for slot in self.rows)
         self.slots.assert_consistent()

@@ -178,12 +178,12 @@ class Request:
         self.first = self.first or time.perf_counter()
         if not self.scores:
             self.tokens.append(token)
-        most = self.prompt_tokens if self.scores else self.limit - self.prompt_tokens
+        expected = self.prompt_tokens if self.scores else self.limit - self.prompt_tokens
         stopped = token in self.stop_ids
         chunk = OutputChunk(token, "" if stopped else self._text(token), logprobs)
         if stopped or last or self._stops.hit:
             self.end("stop", chunks=[chunk])
-        elif len(self.chunks) + 1 == most:
+        elif len(self.chunks) + 1 == expected:
             self.end("length", chunks=[chunk])
         else:
             self.chunks.append(chunk)

@@ -29,14 +29,14 @@ class Pass:
 
     Args:
         slots: slots whose rows the pass decodes.
-        rooms: for each slot, the number of positions that its pages stored when the pass was enqueued.
+        allocated: for each slot, the number of positions that its pages stored when the pass was enqueued.
         rows: rows of each slot.
         drafts: for each slot, the number of drafts that it requested when the pass was enqueued.
         done: on a GPU, an event recorded after a pass that decodes no rows.
     """
 
     slots: list[Slot]
-    rooms: list[int]
+    allocated: list[int]
     rows: int
     drafts: list[int]
     done: torch.cuda.Event | None = None
@@ -64,7 +64,7 @@ class Scheduler:
     Args:
         steps: returns the current object that runs decode passes
         prompts: returns the current object that runs prompt passes
-        ahead: passes that may be enqueued before the oldest pass has ended
+        passes_ahead: passes that may be enqueued before the oldest pass has ended
         policy: limits for how requests share passes
     """
 
@@ -74,17 +74,17 @@ class Scheduler:
         tokenizer: Tokenizer | None,
         steps: Callable[[], DecodePasses],
         prompts: Callable[[], PromptPasses],
-        ahead: int,
+        passes_ahead: int,
         policy: Policy,
     ):
         self.queue = Queue(model, tokenizer, policy)
         self.slots = self.queue.slots
-        self._model, self._ring, self._ahead = model, Ring(model), ahead
+        self._model, self._ring, self._passes_ahead = model, Ring(model), passes_ahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.max_prompt_tokens())
         self._fixed = model.fixed_chunk
         self._in_flight: deque[Pass] = deque()
-        self._unsettled = False  # an operation has begun and has not finished
+        self._incomplete = False  # an operation has begun and has not finished
         self.answered = False  # whether a request has ended by itself; captures in idle time wait for that
         self.preemptions = 0
 
@@ -110,55 +110,55 @@ class Scheduler:
             return (request.reused or 0) if request else 0, slot.read, slot.position + 1
         return None
 
-    def check_queue(self, coming: int, going: int) -> None:
+    def check_queue(self, submitted: int, dropped: int) -> None:
         """Raise QueueFull if there is no place for one more request. Any thread may call this.
 
         Args:
-            coming: submitted requests that will be added before it.
-            going: dropped requests, which the next step cancels; they take no place.
+            submitted: number of requests that will be added before it.
+            dropped: number of requests that the next step cancels; they take no place.
         """
-        slots, most = len(self.slots), self._policy.max_queue
-        if most is not None and len(self.queue.requests) + coming - min(going, slots + most) >= slots + most:
+        slots, limit = len(self.slots), self._policy.max_queue
+        if limit is not None and len(self.queue.requests) + submitted - min(dropped, slots + limit) >= slots + limit:
             raise QueueFull(
-                f"the queue is full: {counted(slots, 'request')} under way and {most:,} waiting; try again later, or "
+                f"the queue is full: {counted(slots, 'request')} under way and {limit:,} waiting; try again later, or "
                 "raise max_queue"
             )
 
     def add(self, ref: weakref.ref[Request]) -> None:
         """Put a request at the end of the queue, unless it is in the queue or was dropped by its callers."""
-        self._settle()
+        self._recover()
         if (request := ref()) is None or ref in self.queue.requests:
             return
-        self._unsettled = True
+        self._incomplete = True
         self.queue.add(request)
-        self._unsettled = False
+        self._incomplete = False
 
     def step(self) -> None:
         """Enqueue as many passes as allowed, then wait for the oldest pass in flight."""
-        self._settle()
-        self._unsettled = True
+        self._recover()
+        self._incomplete = True
         self.queue.hold_references()
         while self._in_flight and (slots := self._in_flight[0].slots) and not any(slot.busy for slot in slots):
             self._in_flight.popleft()
         self._await_masks()
-        while len(self._in_flight) <= self._ahead and self._enqueue():
+        while len(self._in_flight) <= self._passes_ahead and self._enqueue():
             pass
         if self._in_flight:
             self._drain()
-        self._unsettled = False
+        self._incomplete = False
         self.queue.release_references()
 
     def cancel(self, request: Request) -> bool:
         """End the request; return False if it had ended already. Its K/V stay in the cache."""
         if request.ref in self.queue.requests:
-            self._settle()
+            self._recover()
         if request.ref not in self.queue.requests:
             return False
-        self._unsettled = True
+        self._incomplete = True
         request.cancelled = True
         request.end("cancelled")
         self.queue.finish(request.ref)
-        self._unsettled = False
+        self._incomplete = False
         return True
 
     def cancel_all(self) -> None:
@@ -169,7 +169,7 @@ class Scheduler:
 
     def assert_consistent(self) -> None:
         """Check the queue, the slots and the pages."""
-        self._settle()
+        self._recover()
         self.queue.assert_consistent()
 
     # ---- prompts
@@ -181,20 +181,20 @@ class Scheduler:
         read joins the decode batch. In batch-invariant mode a pass reads one prompt, up to the next multiple of the
         fixed chunk, and never its last token.
         """
-        most, chosen, reading = self._chunk, [], deque(self.queue.reading)
+        limit, chosen, reading = self._chunk, [], deque(self.queue.reading)
         if not self._fixed and any(slot.runs for slot in self.queue.rows) and (reading or self.queue.waiting):
             start = reading[0].read if reading else 0
-            most = self._prompts().tokens_within(self._policy.prompt_ms / 1e3, start, most)
-        while most > 0 and (reading or self.queue.admit()):
+            limit = self._prompts().tokens_within(self._policy.prompt_ms / 1e3, start, limit)
+        while limit > 0 and (reading or self.queue.admit()):
             slot = reading.popleft() if reading else self.queue.reading[-1]
             if slot.left == 1:
                 self.queue.begin(slot)
                 continue
             if self._fixed:
-                chosen.append((slot, min(slot.left - 1, most - slot.read % most)))
+                chosen.append((slot, min(slot.left - 1, limit - slot.read % limit)))
                 break
-            chosen.append((slot, min(slot.left, most)))
-            most -= chosen[-1][1]
+            chosen.append((slot, min(slot.left, limit)))
+            limit -= chosen[-1][1]
         return chosen
 
     def _read(self, chosen: list[tuple[Slot, int]], rows: int) -> list[Chunk]:
@@ -245,12 +245,12 @@ class Scheduler:
         slots = [slot for slot in self.queue.rows if slot.runs]
         if not chosen and all(slot.lacks_mask for slot in slots):
             return False
-        drafts = [slot.drafts.wanted for slot in slots]
+        drafts = [slot.drafts.requested_drafts for slot in slots]
         rows = self._sample(slots, ends_prompts=bool(chosen) and not self._fixed) if slots else 0
         done = None
         if not slots and self._model.device.type == "cuda":
             done = torch.cuda.current_stream(self._model.device).record_event()
-        self._in_flight.append(Pass(slots, [slot.room for slot in slots], rows, drafts, done))
+        self._in_flight.append(Pass(slots, [slot.allocated for slot in slots], rows, drafts, done))
         return True
 
     def _sample(self, slots: list[Slot], ends_prompts: bool) -> int:
@@ -277,7 +277,7 @@ class Scheduler:
 
     def _grow(self, slot: Slot) -> None:
         """Give a row more pages before it needs them. If no page is free, preempt the youngest requests."""
-        slots, waits = self.slots, slot.position + slot.in_flight >= slot.room
+        slots, waits = self.slots, slot.position + slot.in_flight >= slot.allocated
         if waits and slot.in_flight:
             return  # a pass in flight may end the request, and then no preemption is necessary
         while not slots.make_room(1):
@@ -287,8 +287,8 @@ class Scheduler:
             if youngest is slot:
                 return
         lacking = slots.pages_for(slot.end) - len(slot.pages)
-        slots.grow(slot, slot.row, min(1 + slots.spare(1), lacking))
-        slot.room = slots.room(slot)
+        slots.grow(slot, slot.row, min(1 + slots.extra_pages(1), lacking))
+        slot.allocated = slots.allocated(slot)
 
     def _await_masks(self) -> None:
         """If no pass is in flight, wait briefly for late masks. A request whose mask cannot be computed ends."""
@@ -311,10 +311,10 @@ class Scheduler:
         passed = self._in_flight.popleft()
         if passed.done:
             passed.done.synchronize()
-        for slot, room, drafts in zip(passed.slots, passed.rooms, passed.drafts):
+        for slot, allocated, drafts in zip(passed.slots, passed.allocated, passed.drafts):
             slot.in_flight -= 1
             slot.rows_in_flight -= passed.rows
-            following, place = 0 if slot.position < room else -1, 0
+            following, place = 0 if slot.position < allocated else -1, 0
             sampled = not slot.known  # drafts of known tokens are always right, so they do not count
             while following >= 0 and slot.busy:
                 entry = self._ring.entry(slot.number, slot.generation, slot.seen)
@@ -323,7 +323,7 @@ class Scheduler:
                     slot.request.accepted += place > 0
                 if place == 0:
                     decided = drafts if sampled else 0
-                    slot.drafts.learn(decided, entry.drafted, entry.following, entry.wanted)
+                    slot.drafts.learn(decided, entry.drafted, entry.following, entry.requested_drafts)
                 self._process_entry(slot, entry)
                 following, place = entry.following - 1, place + 1
 
@@ -375,9 +375,9 @@ class Scheduler:
         self.preemptions += 1
         self.queue.requeue(slot)
 
-    def _settle(self) -> None:
+    def _recover(self) -> None:
         """Discard the partial state of an operation that an interrupt or an error ended."""
-        if self._unsettled:
+        if self._incomplete:
             self.queue.recover()
             self._in_flight.clear()
-            self._unsettled = False
+            self._incomplete = False

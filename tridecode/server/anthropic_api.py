@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ..errors import as_json
-from ..text.thinking import SWITCH, THINKING
+from ..text.thinking import THINKING, THINKING_VARIABLE
 from ..text.tokenizer import Tokenizer
 from .choice import Choice, Delta
 from .constraints import ResponseFormat
@@ -81,9 +81,9 @@ class MessagesRequest(Generation, kw_only=True):
 
     def variables(self, tokenizer: Tokenizer) -> dict:
         """Return the template variable that controls thinking, or {} if the template has no such variable."""
-        if SWITCH not in tokenizer.template_variables:
+        if THINKING_VARIABLE not in tokenizer.template_variables:
             return {}
-        return {SWITCH: self.thinking is not None and self.thinking.type != "disabled"}
+        return {THINKING_VARIABLE: self.thinking is not None and self.thinking.type != "disabled"}
 
     def parse_tools(self) -> Tools:
         """Parse the tools, without those that Anthropic's servers run. Raises ApiError."""
@@ -200,7 +200,7 @@ class MessagesSerializer(Serializer):
     def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
         """Return the whole message."""
         (choice,), blocks = choices, []
-        for kind, text in choice.settle(deltas[0]).events:
+        for kind, text in choice.restore_malformed_calls(deltas[0]).events:
             if kind in (TEXT, THINKING, NAME):
                 blocks.append(_block(kind, text if kind == NAME else ""))
             if kind != NAME:

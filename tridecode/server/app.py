@@ -165,7 +165,9 @@ class Server:
                 serializer,
                 prepare,
                 self._params(payload),
-                lambda number, prompt: Choice(tokenizer, prompt.tokens if tokenizer.thinks else None, tools=tools),
+                lambda number, prompt: Choice(
+                    tokenizer, prompt.tokens if tokenizer.supports_thinking else None, tools=tools
+                ),
                 constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tokens),
                 parameter_names=parameter_names(structure, tools),
                 constrained=structure is not None or tools.enforced,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..results import OutputChunk, TokenLogprobs, Usage
-from ..text.thinking import THINKING, ThinkSplitter, ends_inside
+from ..text.thinking import THINKING, ThinkSplitter, is_inside_thinking
 from ..text.tokenizer import Tokenizer
 from .tools.parser import ARGUMENTS, NAME, TEXT, Event
 from .tools.toolset import Tools
@@ -46,7 +46,7 @@ class Choice:
         """
         self._tokenizer, self._splitter = tokenizer, None
         if prompt is not None:
-            starts_inside = ends_inside(tokenizer.decode(list(prompt[-4:]), skip_special=False))
+            starts_inside = is_inside_thinking(tokenizer.decode(list(prompt[-4:]), skip_special=False))
             self._splitter = ThinkSplitter(starts_inside)
         self._parser = tools.parser(tokenizer) if tools else None
         self._special = tools.special_tokens(tokenizer) if tools else {}
@@ -105,7 +105,7 @@ class Choice:
                 self.usage = chunk.usage or self.usage
         return delta
 
-    def settle(self, delta: Delta) -> Delta:
+    def restore_malformed_calls(self, delta: Delta) -> Delta:
         """Return the delta of a whole answer with its malformed calls as the text that the model wrote."""
         events: list[Event] = []
         calls, number = (self._parser.calls if self._parser else []), -1

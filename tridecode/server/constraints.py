@@ -9,7 +9,7 @@ from ..arguments import shown
 from ..errors import ParameterError
 from ..sampling import STRUCTURES, SamplingParams
 from ..text.grammar import choices_grammar
-from ..text.thinking import CLOSE, OPEN, SWITCH, ends_inside
+from ..text.thinking import CLOSE, OPEN, THINKING_VARIABLE, is_inside_thinking
 from ..text.tokenizer import Tokenizer
 from .errors import api_error, bad_request
 from .tools.formats import json_rule
@@ -77,7 +77,11 @@ def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasonin
     """
     if effort is not None and effort not in EFFORTS:
         raise bad_request(f"{name} must be one of {', '.join(EFFORTS)}, got {shown(effort)}", name)
-    return {SWITCH: False} if effort in ("none", "minimal") and SWITCH in tokenizer.template_variables else {}
+    return (
+        {THINKING_VARIABLE: False}
+        if effort in ("none", "minimal") and THINKING_VARIABLE in tokenizer.template_variables
+        else {}
+    )
 
 
 def answer_constraint(
@@ -100,8 +104,8 @@ def answer_constraint(
         conflict = f"tool_choice requires a call, {structure.parameter} a text"
         raise bad_request(f"{conflict}: an answer has one form; leave one of them out", "tool_choice")
     tail = "" if prompt is None else tokenizer.decode(list(prompt[-8:]), skip_special=False)
-    thinks = prompt is not None and tokenizer.thinks and not tail.rstrip().endswith(CLOSE)
-    if structure is not None and (not thinks and not tools.used or structure.field == "grammar"):
+    supports_thinking = prompt is not None and tokenizer.supports_thinking and not tail.rstrip().endswith(CLOSE)
+    if structure is not None and (not supports_thinking and not tools.used or structure.field == "grammar"):
         return structure.params
     alternatives, rules = [], []
     if structure is not None:
@@ -115,9 +119,9 @@ def answer_constraint(
         alternatives.append("calls")
         rules += [f"calls: {calls}", *call_rules]
     start = f"({' | '.join(alternatives)})"
-    if thinks:
+    if supports_thinking:
         rules += [f"thinking[suffix={json.dumps(CLOSE)}]: /(.|\\n)*/", "gap: /\\s*/"]
-        start = f"thinking gap {start}" if ends_inside(tail) else f"({json.dumps(OPEN)} thinking gap)? {start}"
+        start = f"thinking gap {start}" if is_inside_thinking(tail) else f"({json.dumps(OPEN)} thinking gap)? {start}"
     return {"grammar": "\n".join([f"start: {start}", *rules])}
 
 

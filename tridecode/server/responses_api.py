@@ -171,7 +171,7 @@ class ResponsesSerializer(Serializer):
     def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
         """Return the whole response."""
         (choice,) = choices
-        for event in choice.settle(deltas[0]).events:
+        for event in choice.restore_malformed_calls(deltas[0]).events:
             self._take(event)
         for item in self._items:
             item["status"] = "completed"

@@ -75,7 +75,9 @@ class OpenAISerializer(Serializer):
 
     def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
         """Return the whole response."""
-        results = [self.choice(i, choice, choice.settle(deltas[i])) for i, choice in enumerate(choices)]
+        results = [
+            self.choice(i, choice, choice.restore_malformed_calls(deltas[i])) for i, choice in enumerate(choices)
+        ]
         return self._head | {"object": self.whole_object, "choices": results, "usage": usage(choices, self._n)}
 
     def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
@@ -124,7 +126,7 @@ class ChatSerializer(OpenAISerializer):
         content = delta.text(TEXT)
         message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
         message |= {"refusal": None, "annotations": None} | ({"tool_calls": calls} if calls else {})
-        if self.tokenizer.thinks:
+        if self.tokenizer.supports_thinking:
             message["reasoning_content"] = delta.text(THINKING) or None
         logprobs = self._logprobs(delta.logprobs) if self._with_logprobs else None
         result = {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _reason(choice)}

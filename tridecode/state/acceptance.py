@@ -16,38 +16,40 @@ class Acceptance:
     """Acceptance rates of a request's recent drafts.
 
     Args:
-        wanted: number of drafts that the device requested in its last entry.
-        first, following: current estimates that replace FIRST and NEXT, for each level of `wanted`.
+        requested_drafts: number of drafts that the device requested in its last entry.
+        first, following: current estimates that replace FIRST and NEXT, for each level of `requested_drafts`.
     """
 
-    wanted: int = 0
+    requested_drafts: int = 0
     first: list[float] = field(default_factory=lambda: [*FIRST])
     following: list[float] = field(default_factory=lambda: [NEXT] * len(FIRST))
 
     def expected(self, rows: int) -> float:
         """Return the expected number of tokens of a pass that has `rows` rows for the request."""
-        level, drafts = _level(self.wanted), min(self.wanted, rows - 1)
+        level, drafts = _level(self.requested_drafts), min(self.requested_drafts, rows - 1)
         return 1 + self.first[level] * sum(self.following[level] ** i for i in range(drafts))
 
-    def learn(self, decided: int, verified: int, accepted: int, wanted: int) -> None:
+    def learn(self, decided: int, verified: int, accepted: int, requested_drafts: int) -> None:
         """Update the estimates with the result of a pass.
 
-        A pass of one row also checks a draft, without extra cost: `wanted` grows if the draft was right.
+        A pass of one row also checks a draft, without extra cost: `requested_drafts` grows if the draft was right.
 
         Args:
-            decided: `wanted` when the pass was enqueued, two passes before its result is known.
+            decided: `requested_drafts` when the pass was enqueued, two passes before its result is known.
             verified, accepted: number of drafts that the pass verified and accepted.
-            wanted: number of drafts that the entry of the pass requests for later passes.
+            requested_drafts: number of drafts that the entry of the pass requests for later passes.
         """
         if decided > 0:
             level = _level(decided)
-            right = accepted > 0 if verified else wanted > self.wanted or wanted == MAX_DRAFTS
+            right = (
+                accepted > 0 if verified else requested_drafts > self.requested_drafts or requested_drafts == MAX_DRAFTS
+            )
             self.first[level] += (1 - KEEP) * (right - self.first[level])
             for draft in range(1, min(accepted + 1, verified)):
                 self.following[level] += (1 - KEEP) * ((draft < accepted) - self.following[level])
-        self.wanted = wanted
+        self.requested_drafts = requested_drafts
 
 
-def _level(wanted: int) -> int:
-    """Return the index of the estimates for `wanted` drafts."""
-    return 0 if wanted <= 1 else 1 if wanted <= 3 else 2
+def _level(requested_drafts: int) -> int:
+    """Return the index of the estimates for `requested_drafts` drafts."""
+    return 0 if requested_drafts <= 1 else 1 if requested_drafts <= 3 else 2

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..blocks.spec import ModelSpec
-from ..kernels.attention.fp8_kv import head_rows, held, scales
+from ..kernels.attention.fp8_kv import head_rows, load_cells, scales
 from ..tensors import short_repr
 from .offload import Offload, Offloaded, make_offloaded
 
@@ -90,7 +90,7 @@ class KVCache:
         """Number of buffers of the ring; 0 without a ring."""
         return self.offload.plan.buffers if self.offload and self.rings else 0
 
-    def held(self, slot: int, end: int) -> torch.Tensor:
+    def gather(self, slot: int, end: int) -> torch.Tensor:
         """Return a copy of the K/V of a slot's first `end` positions: [layers, 2, kv_heads, end, head_dim]."""
         numbers = self.page_table[slot, : max(-(-end // self.page), 1)].tolist()
         pages = torch.stack([self._page(number).to(self.pool.device) for number in numbers])
@@ -108,7 +108,9 @@ class KVCache:
     def _page(self, number: int) -> torch.Tensor:
         """Return the K/V of the page that an entry of page_table refers to; fp8 is returned as fp32."""
         if self.fp8:
-            return torch.stack([torch.stack([held(k, number), held(v, number)]) for k, v in zip(self.k, self.v)])
+            return torch.stack(
+                [torch.stack([load_cells(k, number), load_cells(v, number)]) for k, v in zip(self.k, self.v)]
+            )
         if number < len(self.pool):
             return self.pool[number]
         assert self.offload is not None, f"page {number} is not in the pool"

@@ -102,7 +102,7 @@ def make_offloaded(
     return Offloaded(cells, host, tables, fetched, pages, plan)
 
 
-def least_pages(slots: int, page: int, chunk: int = 1) -> int:
+def min_pages(slots: int, page: int, chunk: int = 1) -> int:
     """Return the minimum number of device pages: those that slots write, and those of `chunk` prompt tokens."""
     return slots * WRITTEN + -(-chunk // page)
 

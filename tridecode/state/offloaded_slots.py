@@ -63,7 +63,7 @@ class OffloadedSlots(Slots):
         self._refresh()  # drop the locations of free pages before their numbers are reused
         return super()._take(pages)
 
-    def spare(self, needed: int) -> int:
+    def extra_pages(self, needed: int) -> int:
         """Return 0: pages are taken only when they are written, because the device has few."""
         return 0
 
@@ -117,9 +117,9 @@ class OffloadedSlots(Slots):
         The pages that do not fit get a place in the ring.
         """
         self._refresh()
-        room = len(self._kv.pool) - new_pages - sum(not self._on_host(page) for page in self._pages_of_slots())
+        free = len(self._kv.pool) - new_pages - sum(not self._on_host(page) for page in self._pages_of_slots())
         on_host = [page for page in slot.pages if self._on_host(page) and page not in self._ring_place]
-        copied = on_host[max(len(on_host) - max(room, 0), 0) :]
+        copied = on_host[max(len(on_host) - max(free, 0), 0) :]
         for page in on_host[: len(on_host) - len(copied)]:
             self._add_to_ring(page)
         for page in reversed(copied):
@@ -190,8 +190,8 @@ class OffloadedSlots(Slots):
             self._location[page] = place
             self._mark_stale(page)
 
-    def _free_device_page(self, candidates: Iterator[int], coming: list[int]) -> None:
-        """Free a place on the device for the first of the pages `coming`, by evicting one of `candidates`.
+    def _free_device_page(self, candidates: Iterator[int], needed: list[int]) -> None:
+        """Free a place on the device for the first of the pages `needed`, by evicting one of `candidates`.
 
         Raises:
             OutOfPages: the host is full, or no page can leave the device.
@@ -201,7 +201,7 @@ class OffloadedSlots(Slots):
         self._refresh()
         self._evict_precopied()
         while not (self._free_device or self._free_host):  # both are full, so remove pages from the prefix tree
-            if not self.cache.evict(max(sum(page not in self._location for page in coming), 1)):
+            if not self.cache.evict(max(sum(page not in self._location for page in needed), 1)):
                 raise OutOfPages("no page of the host is free")
             self._refresh()
         if not self._free_device:
@@ -221,8 +221,8 @@ class OffloadedSlots(Slots):
         # A slot that `admit` has not marked busy yet has reused pages only. All but the last of them are full.
         full = [slot.full if slot.busy else len(slot.pages) - 1 for slot in self]
         for place in range(max(full)):
-            for most, slot in zip(full, self):
-                if place < most and self._free_ring and self._on_device(page := slot.pages[place]):
+            for filled, slot in zip(full, self):
+                if place < filled and self._free_ring and self._on_device(page := slot.pages[place]):
                     if page not in self._precopied:
                         yield page
 
@@ -292,7 +292,7 @@ class OffloadedSlots(Slots):
 
     def _extend_table(self, slot: Slot, have: int) -> None:
         slot.full = max(slot.full, have - 1)
-        self.ensure(slot, have * self.page, self.room(slot))
+        self.ensure(slot, have * self.page, self.allocated(slot))
 
     def _prepare_page(self, slot: Slot, position: int) -> None:
         slot.full = max(slot.full, position // self.page)

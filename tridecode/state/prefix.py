@@ -115,14 +115,14 @@ class PrefixCache:
             node = child
             nodes.append(child)
             first += page
-        tail, most, rest = None, 0, tokens[first : first + page]
+        tail, matched, rest = None, 0, tokens[first : first + page]
         longer = rest[:TOKEN]  # a child must begin with this to match more tokens than `tail` does
         for child in node.children.values() if node else ():
-            if len(rest) == most * TOKEN:
+            if len(rest) == matched * TOKEN:
                 break
-            if child.tokens.startswith(longer) and (common := _common(child.tokens, rest)) > most:
-                tail, most, longer = child, common, rest[: (common + 1) * TOKEN]
-        return Match(tuple(nodes), tail, most)
+            if child.tokens.startswith(longer) and (common := _common(child.tokens, rest)) > matched:
+                tail, matched, longer = child, common, rest[: (common + 1) * TOKEN]
+        return Match(tuple(nodes), tail, matched)
 
     def touch(self, match: Match) -> None:
         """Raise the priority of the matching nodes, because a request reuses them."""

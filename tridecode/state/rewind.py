@@ -5,10 +5,10 @@ from .offloaded_slots import OffloadedSlots
 from .slots import Slots
 
 
-def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, given: int = 0) -> None:
+def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, known: int = 0) -> None:
     """Start slots 0, 1, ... and their rows at `positions`.
 
-    After each position there are `given` known tokens, which passes do not sample.
+    After each position there are `known` tokens that passes do not sample.
 
     No request may be active. Each slot gets an equal share of the pages, up to the capacity, and the same pages in each
     call. With offload, every page gets a place as if it had been written, and the oldest pages are in host memory.
@@ -22,12 +22,12 @@ def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, giv
     slots.pages.recount(slot.pages for slot in slots)
     for row, position in enumerate(positions):
         spare = slots.pages.free - sum(slots.pages_for(later + 1) for later in positions[row:])
-        room = (slots.pages_for(position + 1) + max(spare, 0) // (len(positions) - row)) * page
-        known = min(position + 1 + given, capacity)
-        slots.write_tokens(slots[row], [0] * known, min(room, capacity))
-        slots.begin(slots[row], row, params, position=position, n_known=known, limit=capacity + 1, stop_ids=())
+        allocated = (slots.pages_for(position + 1) + max(spare, 0) // (len(positions) - row)) * page
+        n_known = min(position + 1 + known, capacity)
+        slots.write_tokens(slots[row], [0] * n_known, min(allocated, capacity))
+        slots.begin(slots[row], row, params, position=position, n_known=n_known, limit=capacity + 1, stop_ids=())
     if isinstance(slots, OffloadedSlots):
         for row in range(len(positions)):
-            for first in range(0, slots.room(slots[row]), page):
+            for first in range(0, slots.allocated(slots[row]), page):
                 slots.ensure(slots[row], first, first + 1)
         slots.before_pass()

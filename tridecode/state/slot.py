@@ -43,7 +43,7 @@ class Slot:
     position: int = 0  # position of the oldest pass whose output entry the host has not read
     end: int = 0  # position at which the request ends
     row: int = -1  # row in decode passes; -1 until the prompt is read
-    room: int = 0  # number of positions that the slot's pages store
+    allocated: int = 0  # number of positions that the slot's pages store
     seen: int = 0  # passes whose entries the host has read
     in_flight: int = 0  # enqueued passes whose entries the host has not read
     rows_in_flight: int = 0  # rows of the slot in those passes
@@ -63,7 +63,7 @@ class Slot:
         passes in flight therefore do not count. Otherwise the next pass could omit a row that still runs.
         """
         advance = 0 if self.mask else self.in_flight
-        return self.position + advance < min(self.end, self.room)
+        return self.position + advance < min(self.end, self.allocated)
 
     @property
     def lacks_mask(self) -> bool:
@@ -74,4 +74,4 @@ class Slot:
     def needs_pages(self) -> bool:
         """Whether the row is near the end of its pages and does not have all the pages it can use."""
         reached = self.position + self.rows_in_flight
-        return self.row >= 0 and self.room < self.end and reached > self.room - GROW_MARGIN
+        return self.row >= 0 and self.allocated < self.end and reached > self.allocated - GROW_MARGIN

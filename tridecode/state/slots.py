@@ -127,7 +127,7 @@ class Slots:
         """Return the maximum number of prompt tokens in one pass."""
         return self.model.prompt.rows - self.model.rows
 
-    def room(self, slot: Slot) -> int:
+    def allocated(self, slot: Slot) -> int:
         """Return the number of positions that the slot's pages can store."""
         return len(slot.pages) * self.page
 
@@ -204,7 +204,7 @@ class Slots:
         """Take `pages` free pages. Raises OutOfPages."""
         return self.pages.take(pages)
 
-    def spare(self, needed: int) -> int:
+    def extra_pages(self, needed: int) -> int:
         """Return how many pages a request may take in addition to the `needed` ones.
 
         Each slot gets an equal share of the free pages. With one slot the share is all of them, so the page table is
@@ -243,7 +243,7 @@ class Slots:
         self.cache.recover()
         self.pages.recount([*(slot.pages for slot in self), self.cache.pages()])
         for slot in [*self]:
-            if slot.filled > self.room(slot):
+            if slot.filled > self.allocated(slot):
                 slot.filled = 0
             self.release(slot)
 
@@ -257,8 +257,8 @@ class Slots:
         own = [page for slot in self for page in slot.pages[slot.shared // self.page :]]
         assert len(set(own)) == len(own), "a page is written by two slots"
         for number, slot in enumerate(self):
-            most = min(self.room(slot), len(slot.tokens))
-            assert slot.number == number and slot.filled <= most, f"slot {number} claims more than its pages store"
+            end = min(self.allocated(slot), len(slot.tokens))
+            assert slot.number == number and slot.filled <= end, f"slot {number} claims more than its pages store"
             assert slot.busy or not slot.pages, f"slot {number} is idle but has pages"
 
     # ---- writes to the device, in stream order
@@ -293,7 +293,7 @@ class Slots:
         limit: int,
         stop_ids: Sequence[int],
         prompt: int | None = None,
-        source: int = layout.OWN,
+        source: int = layout.OWN_ROW,
     ) -> int:
         """Start the slot's request as `row` of the passes, at `position`; return its generation.
 
@@ -307,7 +307,7 @@ class Slots:
             source: row of the enqueued prompt pass that reads `position`
         """
         self._prepare_page(slot, position)
-        ws, number, room = self.model.workspace, slot.number, self.room(slot)
+        ws, number, allocated = self.model.workspace, slot.number, self.allocated(slot)
         prompt = n_known if prompt is None else prompt
         slot.generation = slot.generation % layout.MAX_GENERATION + 1
         if params.logit_bias:
@@ -317,7 +317,7 @@ class Slots:
                     bias[token] = value
                 ws.bias[number].copy_(bias, non_blocking=True)
         with self._states.next() as (meta, samp):
-            fill_meta(meta.numpy(), params, number, slot.generation, position, n_known, limit, stop_ids, room)
+            fill_meta(meta.numpy(), params, number, slot.generation, position, n_known, limit, stop_ids, allocated)
             meta[layout.SOURCE] = source
             fill_samp(samp.numpy(), params)
             ws.samp[row].copy_(samp, non_blocking=True)
@@ -348,7 +348,7 @@ class Slots:
         meta, have = self.model.workspace.meta, len(slot.pages)
         slot.pages += self._take(pages)
         self._extend_table(slot, have)
-        meta[row, layout.ROOM].fill_(self.room(slot))
+        meta[row, layout.ALLOCATED].fill_(self.allocated(slot))
         status = meta[row, layout.STATUS]
         status.masked_fill_(status == layout.WAIT, layout.RUN)  # a row that has ended in the meantime stays ended
 
@@ -361,7 +361,7 @@ class Slots:
         """Flush pending writes before the next pass reads them."""
 
     @torch.inference_mode()
-    def vacate(self, row: int, last: int) -> None:
+    def remove_row(self, row: int, last: int) -> None:
         """Make the row idle, and move row `last` to its place."""
         ws = self.model.workspace
         if row != last:
@@ -372,10 +372,10 @@ class Slots:
 
 def common_prefix(one: "array[int]", other: "array[int]") -> int:
     """Return the number of leading tokens that are equal in both arrays."""
-    most, first, step = min(len(one), len(other)), 0, 256
-    while first < most and one[first : first + step] == other[first : first + step]:  # slices compare much faster
+    end, first, step = min(len(one), len(other)), 0, 256
+    while first < end and one[first : first + step] == other[first : first + step]:  # slices compare much faster
         first += step
-    return next((i for i in range(first, most) if one[i] != other[i]), most)
+    return next((i for i in range(first, end) if one[i] != other[i]), end)
 
 
 def fill_meta(
@@ -387,27 +387,27 @@ def fill_meta(
     n_known: int,
     limit: int,
     stop_ids: Sequence[int],
-    room: int = 0,
+    allocated: int = 0,
 ) -> None:
     """Fill a row of meta for a new request.
 
     Args:
         row: int32 [META_WIDTH], written.
         params: sampling parameters with a seed.
-        room: positions that have pages; 0: all positions up to `limit`.
+        allocated: positions that have pages; 0: all positions up to `limit`.
     """
     assert params.seed is not None
     row[:] = 0
     row[layout.FLAGS] = layout.FLAG_BIAS * bool(params.logit_bias) | layout.FLAG_PENALTIES * params.penalties
     row[layout.FLAGS] |= layout.FLAG_MASK * (params.structure is not None)
     row[layout.SLOT], row[layout.GENERATION] = slot, generation
-    row[layout.N_KNOWN], row[layout.LIMIT], row[layout.ROOM] = n_known, limit, room or limit
+    row[layout.N_KNOWN], row[layout.LIMIT], row[layout.ALLOCATED] = n_known, limit, allocated or limit
     row[layout.SEED_LO], row[layout.SEED_HI] = _as_int32(params.seed), _as_int32(params.seed >> 32)
     row[layout.TOP_K], row[layout.N_LOGPROBS] = params.top_k, params.logprobs or 0
     row[layout.N_STOP] = len(stop_ids)
     row[layout.STOP_IDS : layout.STOP_IDS + len(stop_ids)] = stop_ids
     row[layout.POSITION], row[layout.STEP], row[layout.STATUS] = position, 0, layout.RUN
-    row[layout.SOURCE] = layout.OWN
+    row[layout.SOURCE] = layout.OWN_ROW
 
 
 def fill_samp(row: np.ndarray, params: SamplingParams) -> None:

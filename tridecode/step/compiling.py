@@ -24,8 +24,8 @@ from .run import Lines, Recorder, Run
 Kernel = tuple[JITFunction, str]  # a function, and the argument of its `preload`
 Progress = Callable[[int, int], None]  # called with the number of compiled kernels and the number of all kernels
 
-MOST = 16  # maximum number of processes or threads
-FEW = 4  # up to this number of kernels compile in this process: a child process needs some seconds to start
+MAX_WORKERS = 16  # maximum number of processes or threads
+MAX_IN_PROCESS = 4  # up to this number of kernels compile in this process: a child process needs some seconds to start
 log = logging.getLogger("tridecode")
 _hooking = threading.Lock()  # hooks are global to the process, so their user restores the previous ones
 _looking = threading.local()
@@ -33,10 +33,10 @@ _looking = threading.local()
 
 def workers() -> int:
     """Return the number of kernels that are compiled in parallel."""
-    return min(len(os.sched_getaffinity(0)), MOST)
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
-def compile_ahead(lists: Iterable[Lines], run: Run, device: torch.device) -> int:
+def compile_lists(lists: Iterable[Lines], run: Run, device: torch.device) -> int:
     """Compile the kernels that the lines of `lists` need. Return the number of kernels that were not loaded.
 
     `run` launches the lines whose kernels are loaded already. Therefore no row may have the status RUN: such launches
@@ -92,7 +92,7 @@ def compile_kernels(kernels: Sequence[Kernel], device: torch.device, progress: P
     absent = load_stored(kernels, device)
     if absent:
         log.info("compiling %s", counted(len(absent), "kernel"))
-    if len(absent) > FEW:
+    if len(absent) > MAX_IN_PROCESS:
         with _on(device):
             target = driver.active.get_current_target()
         _compile_in_children(absent, target, progress or (lambda done, total: None))

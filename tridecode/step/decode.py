@@ -7,8 +7,8 @@ line, or runs its reference (run.py).
 
 `kind` and `masked` are fixed in a captured pass. `kind` is "greedy", "sample" or "logprobs" (sample, and report the
 most likely tokens). `masked` means that some rows may sample only the tokens that their masks allow. A model made by
-`of_queries` also verifies drafts: DRAFT proposes tokens that followed an earlier occurrence of the last tokens, SPREAD
-gives each draft a row, and ACCEPT keeps the drafts up to the first that differs from the sampled token.
+`for_queries` also verifies drafts: DRAFT proposes tokens that followed an earlier occurrence of the last tokens,
+EXPAND_DRAFTS gives each draft a row, and ACCEPT keeps the drafts up to the first that differs from the sampled token.
 """
 
 from ..blocks.block import Residual, Run
@@ -16,11 +16,11 @@ from ..kernels.embed import EMBED, embed_partials
 from ..kernels.linear.project import Normed
 from ..kernels.sampling.accept import ACCEPT
 from ..kernels.sampling.draft import DRAFT
+from ..kernels.sampling.expand_drafts import EXPAND_DRAFTS
 from ..kernels.sampling.greedy import GREEDY
 from ..kernels.sampling.logprobs import LOGPROBS
 from ..kernels.sampling.mask import MASK
 from ..kernels.sampling.sample import SAMPLE
-from ..kernels.sampling.spread import SPREAD
 from .hosted import fetch_first, next_weights, weights_fetched
 from .model import DecodeModel
 from .workspace import Workspace
@@ -29,7 +29,7 @@ KINDS = ("greedy", "sample", "logprobs")
 
 
 def decode_pass(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> None:
-    """List one decode pass. For a model made by of_queries, the pass also proposes and verifies drafts."""
+    """List one decode pass. For a model made by for_queries, the pass also proposes and verifies drafts."""
     fetch_first(run, m, m.meta, m.spec.page_layers)
     if m.requests is not None:
         draft(run, m, m.requests)
@@ -45,10 +45,10 @@ def decode_pass(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> No
 def draft(run: Run, m: DecodeModel, own: Workspace) -> None:
     """List the launches that propose drafts and give each a row. own: the workspace with a row for each request."""
     ws = m.workspace
-    most = max(m.queries - 1, 1)
-    run("draft", DRAFT, own.meta, own.tokens, own.draft_keys, own.draft_counter, most, m.ngram)
+    max_drafts = max(m.queries - 1, 1)
+    run("draft", DRAFT, own.meta, own.tokens, own.draft_keys, own.draft_counter, max_drafts, m.ngram)
     if m.queries > 1:
-        run("spread", SPREAD, own.meta, own.samp, ws.meta, ws.samp)
+        run("expand_drafts", EXPAND_DRAFTS, own.meta, own.samp, ws.meta, ws.samp)
 
 
 def embed(run: Run, m: DecodeModel) -> Residual:

@@ -17,7 +17,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the captured decode passes
 PROMPT_SIZES = (
     *range(16, 65, 16), *range(96, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *range(1280, 4097, 256)
 )  # fmt: skip
-PROMPT_MOST = 2048  # tokens of the largest captured prompt pass
+MAX_PROMPT_GRAPH_TOKENS = 2048  # tokens of the largest captured prompt pass
 QUERIES = (1, 2, 4, 8)  # rows of a request in a captured decode pass: the next token's row, and drafts to verify
 # Requests -> the cost of a pass with 1, 2, 4 and 8 rows of each request, relative to one row. Measured with Qwen3-4B on
 # an H200 at a context of 1,024 (docs/speculation.md). An engine that captures passes measures its own costs (costs.py).
@@ -106,7 +106,7 @@ def typical_costs(requests: int) -> dict[int, float]:
     return dict(zip(QUERIES, next((costs for limit, costs in COSTS.items() if limit >= requests), (1.0,))))
 
 
-def most_queries(requests: int) -> int:
+def max_queries(requests: int) -> int:
     """Return the largest number of rows that each of `requests` requests can have in one pass."""
     return max(typical_costs(requests))
 
@@ -133,14 +133,16 @@ def lowered(mode: str, support: Support) -> str:
     return "none" if MODES[mode][0] == "none" else "piecewise"
 
 
-def prompt_sizes(chunk: int, most: int = PROMPT_MOST, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+def prompt_sizes(
+    chunk: int, limit: int = MAX_PROMPT_GRAPH_TOKENS, sizes: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Return the prompt pass sizes that chunks of up to `chunk` tokens need.
 
-    sizes must ascend; the default is PROMPT_SIZES up to `most`.
+    sizes must ascend; the default is PROMPT_SIZES up to `limit`.
     """
-    possible = [size for size in PROMPT_SIZES if size <= most] if sizes is None else list(sizes)
+    possible = [size for size in PROMPT_SIZES if size <= limit] if sizes is None else list(sizes)
     smaller = [size for size in possible if size < chunk]
-    return tuple(smaller + ([chunk] if sizes is None and chunk <= most else [s for s in possible if s >= chunk][:1]))
+    return tuple(smaller + ([chunk] if sizes is None and chunk <= limit else [s for s in possible if s >= chunk][:1]))
 
 
 class Dispatcher:

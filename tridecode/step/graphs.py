@@ -17,8 +17,8 @@ from ..kernels.op import Op
 from ..layout import LIMIT_REACHED, STATUS
 from ..state.acceptance import Acceptance
 from . import decode
-from .compiling import compile_ahead
-from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, most_queries, typical_costs
+from .compiling import compile_lists
+from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, max_queries, typical_costs
 from .model import DecodeModel
 from .run import Lines, Run, forked, launch, launch_dependent, recorded, run_reference
 
@@ -113,7 +113,7 @@ def idle(model: DecodeModel) -> Iterator[None]:
 # ---- decode passes
 
 
-def make_steps(
+def make_passes(
     model: DecodeModel, backend: str, dispatcher: Dispatcher, attention: str = "triton", compiled: bool = False
 ) -> "DecodePasses":
     """Return the runner of an engine's decode passes.
@@ -137,7 +137,7 @@ def launcher(model: DecodeModel) -> Run:
 def list_of(model: DecodeModel, batch: BatchDescriptor) -> Lines:
     """Return the list of a decode pass. A pass with masks verifies no drafts, since masks arrive one at a time."""
     verifies = model.verify and not batch.masked
-    view = model.of_queries(batch.rows, batch.tokens) if verifies else model.of_rows(batch.rows)
+    view = model.for_queries(batch.rows, batch.tokens) if verifies else model.for_rows(batch.rows)
     return lambda run: decode.decode_pass(run, view, batch.kind, batch.masked)
 
 
@@ -150,7 +150,7 @@ def decode_batches(model: DecodeModel, sizes: Sequence[int]) -> list[BatchDescri
     """Return all decode passes of these sizes: without masks, with masks, and those that verify drafts."""
     batches = []
     for batch in first_batches(sizes):
-        queries = [tokens for tokens in QUERIES[1:] if model.verify and tokens <= most_queries(batch.rows)]
+        queries = [tokens for tokens in QUERIES[1:] if model.verify and tokens <= max_queries(batch.rows)]
         batches += [batch, replace(batch, masked=True), *(replace(batch, tokens=tokens) for tokens in queries)]
     return batches
 
@@ -184,7 +184,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
             batches = decode_batches(model, sizes) if batches is None else batches
             with idle(model):
                 if not compiled:
-                    compile_ahead(map(self.lines, batches), forked(model, self.run), model.device)
+                    compile_lists(map(self.lines, batches), forked(model, self.run), model.device)
                 log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, sizes)))
                 for batch in batches:  # the engine also works without graphs of passes with masks and drafts
                     self.try_capture(batch) if batch.masked or batch.tokens > 1 else self.capture(batch)
@@ -194,7 +194,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
 
         drafts: the acceptance of each request's drafts.
         """
-        if not self.model.verify or not any(each.wanted for each in drafts):
+        if not self.model.verify or not any(each.requested_drafts for each in drafts):
             return 1
         mode, batch = self.dispatcher.plan(kind, rows)
         allowed = [tokens for tokens in QUERIES if mode == "none" or self.graphs.get(replace(batch, tokens=tokens))]

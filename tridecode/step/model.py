@@ -30,7 +30,7 @@ from ..tuning.attention import attention_rows_config, prompt_attention_config, q
 from ..tuning.configs import AttentionCase, Choice, PassConfigs
 from ..tuning.resolve import resolve_configs
 from . import hosted
-from .dispatch import most_queries
+from .dispatch import max_queries
 from .workspace import (
     PromptBuffers,
     Workspace,
@@ -58,7 +58,7 @@ class DecodeModel:
             row p % fixed_chunk, and a decode pass computes the last token of a prompt. With 0, prompt passes have the
             number of rows that they need.
         verify: workspace of passes that verify drafts, with its own meta and samp. None without drafts.
-        requests: in a pass that verifies drafts (of_queries), the workspace with one row for each request.
+        requests: in a pass that verifies drafts (for_queries), the workspace with one row for each request.
         ngram: largest and smallest number of tokens that must match for a draft.
     """
 
@@ -221,11 +221,11 @@ class DecodeModel:
         layers = self.spec.layers[: -1 if self.spec.layers[-1].mixer.cuts_prompt else None]
         return sum(block.pair_flops() for layer in layers for block in layer.blocks)
 
-    def of_rows(self, rows: int) -> "DecodeModel":
+    def for_rows(self, rows: int) -> "DecodeModel":
         """Return the same model for passes of its first `rows` rows."""
         return self if rows == self.rows else replace(self, workspace=first_rows(self.workspace, rows))
 
-    def of_queries(self, requests: int, queries: int) -> "DecodeModel":
+    def for_queries(self, requests: int, queries: int) -> "DecodeModel":
         """Return the same model for passes that verify drafts: `queries` rows of each of the first requests."""
         own = first_rows(self.workspace, requests)
         if queries == 1:
@@ -370,13 +370,13 @@ def choose_configs(
     return resolve_configs(cases, attention, weights.dtype, gpu, batch_invariant, user_table)
 
 
-def expands_kv(spec: ModelSpec, device: torch.device, batch_invariant: bool, one_piece: bool) -> bool:
+def expands_kv(spec: ModelSpec, device: torch.device, batch_invariant: bool, torch_prompt_attention: bool) -> bool:
     """Return whether prompt passes expand a layer's K and V of 8 bits to bf16, which the kernel for Hopper reads.
 
     Args:
-        one_piece: whether torch computes the attention of prompts.
+        torch_prompt_attention: whether torch computes the attention of prompts.
     """
-    if not spec.fp8_kv or one_piece:
+    if not spec.fp8_kv or torch_prompt_attention:
         return False
     return prompt_attention_config(device_of(device), batch_invariant, spec.fp8_kv).hopper > 0
 
@@ -385,7 +385,7 @@ def make_model(
     spec: ModelSpec, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     configs: Mapping[int, PassConfigs] | None = None, pages: int | None = None, rows: int | None = None,
     prompt_rows: int = 2048, batch_invariant: bool = False, offload: Offload | None = None, speculate: bool = False,
-    ngram: tuple[int, int] = NGRAM, one_piece: bool = False,
+    ngram: tuple[int, int] = NGRAM, torch_prompt_attention: bool = False,
 ) -> DecodeModel:  # fmt: skip
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
@@ -397,7 +397,7 @@ def make_model(
             this number of rows.
         speculate: whether passes can verify drafts.
         ngram: see DecodeModel.
-        one_piece: whether torch computes the attention of prompts. Then no K and V are expanded.
+        torch_prompt_attention: whether torch computes the attention of prompts. Then no K and V are expanded.
     """
     device, dtype = weights.device, weights.dtype
     gpu = device_of(device)
@@ -411,7 +411,7 @@ def make_model(
     kv = make_kv_cache(spec, capacity, device, dtype, slots, page, pages, offload)
     if kv.rings:  # attention then waits for more than the previous kernel
         prompt_config = replace(prompt_config, dependent=False)
-    expanded = len(kv.pool) if expands_kv(spec, device, batch_invariant, one_piece) else 0  # pages
+    expanded = len(kv.pool) if expands_kv(spec, device, batch_invariant, torch_prompt_attention) else 0  # pages
     return DecodeModel(
         spec=spec,
         weights=weights,
@@ -430,4 +430,4 @@ def make_model(
 
 def verify_rows(requests: int) -> int:
     """Return the rows of the largest pass that verifies drafts of up to `requests` requests."""
-    return max(each * most_queries(each) for each in range(1, requests + 1) if most_queries(each) > 1)
+    return max(each * max_queries(each) for each in range(1, requests + 1) if max_queries(each) > 1)

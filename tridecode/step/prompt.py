@@ -34,7 +34,7 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
     cut = m.spec.layers[-1].mixer.cuts_prompt
     own, last = m.prompt.first(rows), m.layers[-1] if cut else None
     fetched = m.spec.page_layers - cut  # `finish` fetches the pages of a layer that is cut
-    state = PromptState(m, own, m.of_rows(decoding) if decoding else None, fetched)
+    state = PromptState(m, own, m.for_rows(decoding) if decoding else None, fetched)
     hosted.fetch_first(run, m, None, fetched)
     run("embed", EMBED_ROWS, own.chunks, m.meta, m.workspace.tokens, m.weights.embed, own.hidden, decoding)
     residual = PromptResidual(own.hidden, own.x)

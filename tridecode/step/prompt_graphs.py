@@ -11,7 +11,7 @@ from ..kernels.attention.torch_attention import BLOCK_ATTENTION, torch_attention
 from ..kernels.op import Op
 from ..layout import Chunk
 from . import prompt
-from .compiling import compile_ahead
+from .compiling import compile_lists
 from .dispatch import BatchDescriptor, PromptDescriptor
 from .graphs import DecodePasses, PassRunner, first_batches, idle
 from .model import DecodeModel
@@ -43,14 +43,14 @@ def read_of(model: DecodeModel, batch: PromptDescriptor) -> Lines:
 
 def end_of(model: DecodeModel, batch: BatchDescriptor) -> Lines:
     """Return the list of `finish`."""
-    view = model.of_rows(batch.rows)
+    view = model.for_rows(batch.rows)
     return lambda run: prompt.finish(run, view, batch.kind, batch.masked)
 
 
 def first_reads(model: DecodeModel) -> list[Lines]:
     """Return the reads to compile at load. Attention has up to three kernels, for few, more and many tokens."""
-    most = model.prompt.rows - model.rows
-    sizes = [*takewhile(lambda size: size < most, (4 << i for i in count())), most]
+    limit = model.prompt.rows - model.rows
+    sizes = [*takewhile(lambda size: size < limit, (4 << i for i in count())), limit]
     return [read_of(model, PromptDescriptor(tokens, rows)) for tokens in sizes for rows in decoding_rows(model)]
 
 
@@ -90,9 +90,9 @@ class PromptPasses(PassRunner[PromptDescriptor]):
             ends = [replace(batch, masked=masked) for batch in batches for masked in (False, True)]
             with idle(model):
                 if not steps.compiled:
-                    compile_ahead(map(self._ends.lines, ends), forked(model, steps.run), model.device)
+                    compile_lists(map(self._ends.lines, ends), forked(model, steps.run), model.device)
                     if attention is None:
-                        compile_ahead(first_reads(model), forked(model, run), model.device)
+                        compile_lists(first_reads(model), forked(model, run), model.device)
                 for batch in ends:
                     self._ends.try_capture(batch) if batch.masked else self._ends.capture(batch)
 

@@ -100,7 +100,7 @@ def make_workspace(
 
     meta, samp = make_states(rows, device)
     cases = {Case(linear.n, linear.k, dtype, linear.epilogue) for linear in spec.linears()}
-    most = max(case.n for case in cases if not is_head(case))
+    widest = max(case.n for case in cases if not is_head(case))
     return Workspace(
         meta=meta,
         samp=samp,
@@ -120,7 +120,7 @@ def make_workspace(
         sampled=state(rows),
         draft_keys=state(rows, DRAFT_SPLITS, dtype=torch.int64),
         draft_counter=state(rows),
-        split=make_split_buffers(most, rows, device),
+        split=make_split_buffers(widest, rows, device),
         sampler=make_buffers(vocab, rows, device),
     )
 

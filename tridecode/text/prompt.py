@@ -73,7 +73,7 @@ def prompt_ids(
         else:
             ids = [_token_id(token, vocab_size) for token in items]
     except TooLong as error:
-        raise TooLong(error.tokens, capacity, or_more=True, fix=fix) from None
+        raise TooLong(error.tokens, capacity, is_lower_bound=True, fix=fix) from None
     if not ids:
         raise PromptError("the prompt is empty; at least one token is needed")
     return _fitting(ids, chat, vocab_size, capacity, fix)

@@ -154,13 +154,13 @@ class _Child:
         program, package = self._program, str(Path(__file__).parents[2])
         command = [sys.executable, "-P", "-c", BOOT, package, program.function, str(program.memory)]
         try:
-            self._socket, theirs = socket.socketpair()
-            with theirs:
+            self._socket, child_end = socket.socketpair()
+            with child_end:
                 # The child has its own session, so that Ctrl-C in the terminal interrupts only the parent.
                 self.process = subprocess.Popen(
                     command,
-                    stdin=theirs.fileno(),
-                    stdout=theirs.fileno(),
+                    stdin=child_end.fileno(),
+                    stdout=child_end.fileno(),
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                 )
@@ -222,11 +222,11 @@ def _line(value: Any) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-def _end(process: subprocess.Popen, ours: socket.socket, owner: int) -> None:
+def _end(process: subprocess.Popen, connection: socket.socket, owner: int) -> None:
     if os.getpid() == owner:  # a fork also has the socket, but must not kill the child
         process.kill()
         process.wait()
-    ours.close()
+    connection.close()
 
 
 # ---- the child

@@ -3,7 +3,7 @@
 import time
 
 OPEN, CLOSE = "<think>", "</think>"
-SWITCH = "enable_thinking"  # the template variable that enables thinking
+THINKING_VARIABLE = "enable_thinking"  # the template variable that enables thinking
 THINKING, ANSWER = "thinking", "answer"
 
 
@@ -109,7 +109,7 @@ class ThinkSplitter:
         return [(self._kind, text)] if text and self._kind else []
 
 
-def ends_inside(text: str) -> bool:
+def is_inside_thinking(text: str) -> bool:
     """Whether a prompt that ends with `text` ends inside a think block."""
     return text.rstrip().endswith(OPEN)
 

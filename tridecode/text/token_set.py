@@ -34,13 +34,13 @@ class TokenSet:
 
     def starts_at(self, text: str, i: int) -> bool:
         """Whether a token begins at character i of `text`."""
-        found = bisect_right(self._shortest, text[i : i + self.longest])
-        return found > 0 and text.startswith(self._shortest[found - 1], i)
+        index = bisect_right(self._shortest, text[i : i + self.longest])
+        return index > 0 and text.startswith(self._shortest[index - 1], i)
 
     def begins(self, start: str) -> bool:
         """Whether `start` is a prefix of a token."""
-        found = bisect_left(self._sorted, start)
-        return found < len(self._sorted) and self._sorted[found].startswith(start)
+        index = bisect_left(self._sorted, start)
+        return index < len(self._sorted) and self._sorted[index].startswith(start)
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return the span [start, stop) of each token in `text`. At each position the longest token is chosen."""

@@ -23,7 +23,7 @@ from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child
 from .thinking import CLOSE
 from .token_set import TokenSet
-from .token_sizes import fewest, longest
+from .token_sizes import longest, min_tokens
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_DEPTH = 100  # nesting of lists and objects in messages and template variables
@@ -48,7 +48,7 @@ class Tokenizer:
         directory: directory of the tokenizer's files.
         has_template: whether there is a chat template.
         template_source: the chat template in Jinja; "" if there is none.
-        thinks: whether the chat template contains think blocks, so that an answer may begin with one.
+        supports_thinking: whether the chat template contains think blocks, so that an answer may begin with one.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Tokenizer:
         self._template = ChatTemplate(template, special_tokens) if isinstance(template, str) else template
         self.has_template = self._template is not None
         self.template_source = self._template.source if self._template else ""
-        self.thinks, self.directory = CLOSE in self.template_source, Path(source).parent
+        self.supports_thinking, self.directory = CLOSE in self.template_source, Path(source).parent
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_id, self.eos_id = (
             tokenizer.token_to_id(special_tokens[name]) if name in special_tokens else None
@@ -201,8 +201,8 @@ class Tokenizer:
     def _check_size(self, text: str, context: int | None) -> None:
         """Raise TooLong if a text cannot fit in `context` tokens."""
         # The bound takes time to compute, so only texts of more than 4 characters per position are checked.
-        if context is not None and len(text) > 4 * context and (least := fewest(text, self._longest)) > context:
-            raise TooLong(least, context, or_more=True)
+        if context is not None and len(text) > 4 * context and (least := min_tokens(text, self._longest)) > context:
+            raise TooLong(least, context, is_lower_bound=True)
 
     @cached_property
     def _longest(self) -> float:

@@ -125,7 +125,7 @@ def prompt_attention_config(device: Device, batch_invariant: bool, fp8: bool = F
     return replace(
         config,
         heads=16,
-        apart=True,
+        separate_combine=True,
         dependent=device.capability >= HOPPER,
         hopper=device.multiprocessors if device.capability == HOPPER else 0,
     )

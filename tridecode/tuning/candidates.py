@@ -28,11 +28,11 @@ Part = Case | AttentionCase
 SHARES = (0, 1, 2, 3, 4, 6, 8)  # programs of a multiprocessor that share the rows of a weight; 0: one for each block
 # Registers of a matvec thread: the minimum (with more than one warp) and the maximum for weights, and the number for
 # everything else. A thread with few weights has few bytes in flight. One with many leaves room for few programs.
-FEWEST, MOST, OTHERS = 16, 128, 40
+MIN_WEIGHTS, MAX_WEIGHTS, OTHER_REGISTERS = 16, 128, 40
 BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # maximum registers of a thread; 0: no limit
 # matmul: tiles in flight, of the weights and of the activations.
 IN_FLIGHT = ((4, 4), (8, 4), (8, 8), (12, 4), (12, 8), (16, 4), (5, 4), (6, 32), (10, 32))
-MOST_TILES = 40  # tiles of a wide program, which are unrolled: with more, compilation takes a minute
+MAX_TILES = 40  # tiles of a wide program, which are unrolled: with more, compilation takes a minute
 # wide: columns of a tile, tiles in flight of the weights and of the activations.
 WIDE = ((128, 2, 1), (128, 2, 2), (128, 3, 1), (128, 3, 2), (128, 4, 3), (64, 3, 1), (64, 4, 2), (64, 6, 3))
 STAGES = (2, 3, 4, 6, 8)
@@ -59,7 +59,7 @@ PACKED_MANY = (  # for more than 16 rows, whose sums leave few registers for til
     (16, 8, 1, 1, 0, 0, 0), (16, 4, 1, 1, 0, 0, 0), (16, 8, 2, 1, 0, 0, 0), (16, 4, 2, 1, 0, 0, 0),
     (16, 8, 2, 2, 0, 0, 0), (16, 4, 2, 2, 0, 0, 0), (16, 8, 3, 1, 0, 0, 1), (32, 8, 1, 1, 0, 0, 0),
 )  # fmt: skip
-MOST_PACKED = 24  # maximum number of candidates of matmul for one packed tensor
+MAX_PACKED = 24  # maximum number of candidates of matmul for one packed tensor
 # hopper of packed tensors. Tiles: rows, and tiles in flight of the weights and of the activations. Ways, by the rows of
 # the pass: producer warps, and registers.
 HOPPER_PACKED = ((64, 4, 4), (64, 4, 2), (64, 3, 3), (64, 2, 2), (64, 6, 4), (128, 4, 4), (128, 4, 2))
@@ -137,8 +137,8 @@ def matvec_candidates(case: Case, shared: bool, device: Device) -> list[list[dic
     tiles = []
     for block_n, warps in product(VALUES[MatvecConfig]["block_n"], VALUES[MatvecConfig]["num_warps"]):
         weights = -(-block_n * row // (128 * warps))
-        if weights <= MOST and (weights >= FEWEST or warps == 1):
-            registers = 0 if shared else -(-weights // 8) * 8 + OTHERS
+        if weights <= MAX_WEIGHTS and (weights >= MIN_WEIGHTS or warps == 1):
+            registers = 0 if shared else -(-weights // 8) * 8 + OTHER_REGISTERS
             tiles.append({"block_n": block_n, "num_warps": warps, "registers": registers})
     programs = [{"programs": device.multiprocessors * share, "registers": 0} for share in SHARES]
     return [tiles, programs, [{"registers": bound} for bound in BOUNDS]]
@@ -181,8 +181,8 @@ def wide_candidates(case: Case, rows: int, device: Device) -> Iterable[WideConfi
     for warps, (block_k, ahead, x_ahead), split in product((4, 8), WIDE, splits):
         x_registers = high * block_k // (64 * warps)
         registers = ahead * block_k // 4 + (x_ahead + 1) * x_registers + high // 2 + 32
-        bound = next((most for most in ((128, 168) if warps == 4 else (128,)) if registers <= most), 0)
-        if registers <= 240 and ahead * block_k * split <= k <= MOST_TILES * block_k * split:
+        bound = next((limit for limit in ((128, 168) if warps == 4 else (128,)) if registers <= limit), 0)
+        if registers <= 240 and ahead * block_k * split <= k <= MAX_TILES * block_k * split:
             yield WideConfig(16 * warps, block_k, ahead, x_ahead, warps, split, bound)
 
 
@@ -225,11 +225,11 @@ def packed_hopper_candidates(case: Case, packed: Packed, rows: int, device: Devi
             continue
         warps = dict(num_warps=block_n // 16, producer=producer, registers=registers)
         config = HopperConfig(block_n, columns, stages, x_stages, **warps)
-        most = 1
+        limit = 1
         if case.epilogue != "gated" and not is_head(case):
             fit = programs_at_once(config, high, device) // -(-case.n // block_n)
-            most = max(min(fit, MAX_SPLIT, case.k // columns), 1)
-        yield from (replace(config, split=split) for split in (most, most - 1, most // 2) if split > 0)
+            limit = max(min(fit, MAX_SPLIT, case.k // columns), 1)
+        yield from (replace(config, split=split) for split in (limit, limit - 1, limit // 2) if split > 0)
 
 
 def packed_matmul_candidates(case: Case, packed: Packed, rows: int, device: Device) -> list[MatmulConfig]:
@@ -246,12 +246,12 @@ def packed_matmul_candidates(case: Case, packed: Packed, rows: int, device: Devi
         sums, kept = config.block_n * high // 32, config.x_ahead == tiles * chunks and config.programs
         needed = config.block_n // 2 * config.ahead + high // 2 * config.x_ahead + 2 * sums + 32
         needed += sums * tiles if kept and packed.number_type == "int4" else 0
-        most = config.registers or min(device.registers // (32 * config.num_warps), 255)
+        limit = config.registers or min(device.registers // (32 * config.num_warps), 255)
         several = not config.programs or config.programs < config.grid(n)[0]
         wide = config.block_n == 16 or rows > 8 or n > 16384
-        if needed <= most and several and wide and config not in configs:
+        if needed <= limit and several and wide and config not in configs:
             configs.append(config)
-    return configs[:MOST_PACKED]
+    return configs[:MAX_PACKED]
 
 
 def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfig]:

@@ -43,16 +43,16 @@ def invariant_choices(
     Other entries are used if they have the same order.
     """
     ruled = {rows: choose(case, rows, device, batch_invariant=True) for rows in rows_of_passes}
-    most = max(rows_of_passes)
+    max_rows = max(rows_of_passes)
     entries = {}
     for rows in rows_of_passes:
         entry = listed(tables, case, rows, device)
-        if entry and entry.kernel == ruled[most].kernel:
+        if entry and entry.kernel == ruled[max_rows].kernel:
             if isinstance(entry.config, WideConfig | MatmulConfig):  # tiles of eight rows use another instruction
                 entry = replace(entry, config=replace(entry.config, block_m=16))
             entries[rows] = entry
-    decisive = max(entries, default=most)
-    first = choice = entries.get(decisive, ruled[most])
+    decisive = max(entries, default=max_rows)
+    first = choice = entries.get(decisive, ruled[max_rows])
     order, chosen = order_of_sums(case, first), {}
     for rows in sorted(rows_of_passes, reverse=True):
         # The choice for more rows can also compute fewer.

@@ -214,8 +214,8 @@ def wide_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> W
         return None
     # Two programs a multiprocessor, each with all its tiles in flight, but at most 40 tiles, which compile in seconds.
     programs = 2 * device.multiprocessors // -(-case.n // 64)
-    most = 1 if case.epilogue == "gated" else min(programs, case.k // (4 * 128))
-    split = 1 if is_head(case) else min(max(most, -(-case.k // (40 * 128)), 1), MAX_SPLIT)
+    max_split = 1 if case.epilogue == "gated" else min(programs, case.k // (4 * 128))
+    split = 1 if is_head(case) else min(max(max_split, -(-case.k // (40 * 128)), 1), MAX_SPLIT)
     if split > 3 and rows <= 32:
         return WideConfig(64, 128, 4, 3, split=split, block_m=16)
     ahead = 3 if rows <= 32 else 2  # more spills in some versions of Triton

@@ -9,7 +9,7 @@ from tridecode import layout
 from tridecode.kernels.attention.arguments import Heads, KVLayer, Rope, Scratch
 from tridecode.kernels.attention.attention import AttentionConfig, attention_ref
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
-from tridecode.kernels.attention.fp8_kv import held, scales
+from tridecode.kernels.attention.fp8_kv import load_cells, scales
 from tridecode.layout import Chunk
 
 CASES = cases(
@@ -116,7 +116,7 @@ def check(form, args: Args, config, tolerance: float) -> None:
     assert_close(args.out, ref.out, tolerance, "out")
     assert args.scratch.counter.eq(0).all(), "the counters must be zero between launches"
     for name, ours, theirs, unchanged in zip("kv", args.kv[1:], ref.kv[1:], before[1:]):
-        written, expected = held(ours, ALL), held(theirs, ALL)
+        written, expected = load_cells(ours, ALL), load_cells(theirs, ALL)
         assert torch.equal(written.isnan(), expected.isnan()), f"{name}: other positions were written"
         rounding = 1e-3 if args.kv.fp8 else BF16_ROUNDING if ours.dtype == torch.bfloat16 else 2e-4
         assert_close(written.nan_to_num(0.0), expected.nan_to_num(0.0), rounding, name)

@@ -16,10 +16,10 @@ from tridecode.kernels.attention.expand_kv import expand_kv, expand_kv_ref
 from tridecode.kernels.attention.fp8_kv import (
     from_e4m3,
     head_rows,
-    held,
-    put,
+    load_cells,
     quantize,
     scales,
+    store_cells,
     two_words_to_bf16,
     words_to_numbers,
 )
@@ -129,7 +129,7 @@ def test_a_key_that_is_nan_stays_nan(form):
     args.qkv[:, 2 * 64 : 3 * 64] = float("nan")  # the new key
     config = AttentionConfig(32, SPLITS)
     form(*args, config=config if form is attention else rows_config(config, 3))
-    assert held(args.kv.k, ALL)[args.kv.table[0, 0], 0, 40].isnan().all() and args.out.isnan().all()
+    assert load_cells(args.kv.k, ALL)[args.kv.table[0, 0], 0, 40].isnan().all() and args.out.isnan().all()
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
@@ -144,7 +144,7 @@ def test_prompts_and_tokens_are_written_alike(qk_norm, D):
         q, kv = poisoned(rows, heads, D, dtype=DTYPE), KVLayer(table, *cache_of(4, kv_heads, 64, D))
         norm = norm_weight(D, DTYPE) if qk_norm else None
         write(chunks, qkv, q, kv, rope(128, D, norm), Heads(heads, kv_heads, D, D**-0.5, 0))
-        results.append([held(each, ALL) for each in kv[1:]])
+        results.append([load_cells(each, ALL) for each in kv[1:]])
     for ours, theirs in zip(*results):
         assert_close(ours, theirs, 1e-3)
         assert torch.equal(ours.any(-1), theirs.any(-1)), "the same positions"
@@ -176,5 +176,5 @@ def test_pages_of_a_pass_are_expanded_to_bf16(D):
 def test_size_of_a_position():
     assert [head_rows(64, D) for D in (64, 80, 96, 128, 256)] == [66, 66, 66, 65, 65]
     k, v = cache_of(3, 2, 64, 128)
-    put(k, (1, slice(None), 5), torch.ones(2, 128, device=DEVICE))
-    assert held(k, ALL).sum() == 256 and not held(v, ALL).any() and scales(k)[1, :, 5].eq(2**-8).all()
+    store_cells(k, (1, slice(None), 5), torch.ones(2, 128, device=DEVICE))
+    assert load_cells(k, ALL).sum() == 256 and not load_cells(v, ALL).any() and scales(k)[1, :, 5].eq(2**-8).all()

@@ -14,7 +14,7 @@ from tridecode import layout
 from tridecode.kernels.attention import prompt_attention_hopper
 from tridecode.kernels.attention.arguments import Heads, KVLayer, Scratch
 from tridecode.kernels.attention.expand_kv import expand_kv
-from tridecode.kernels.attention.fp8_kv import held
+from tridecode.kernels.attention.fp8_kv import load_cells
 from tridecode.kernels.attention.prompt_attention import (
     PromptAttentionConfig,
     prompt_attention,
@@ -36,11 +36,11 @@ CONFIGS = [
     PromptAttentionConfig(32, 4, 2, programs=7), PromptAttentionConfig(32, 4, 2, programs=40, splits=3, least=2),
     *([PromptAttentionConfig(128, 8, 3, programs=264)] if CUDA else ()),
 ]  # fmt: skip
-WIDE = PromptAttentionConfig(128, 8, 5, programs=132, heads=16, apart=True, dependent=True)
+WIDE = PromptAttentionConfig(128, 8, 5, programs=132, heads=16, separate_combine=True, dependent=True)
 TOGETHER = {
     "last": replace(CONFIG, heads=16),
-    "apart": replace(CONFIG, heads=16, apart=True, dependent=True),
-    "many": replace(CONFIG, heads=2, apart=True, splits=13, least=1, programs=300),
+    "separate_combine": replace(CONFIG, heads=16, separate_combine=True, dependent=True),
+    "many": replace(CONFIG, heads=2, separate_combine=True, splits=13, least=1, programs=300),
     **({"wide": WIDE} if CUDA else {}),
 }
 CASES = cases(
@@ -94,7 +94,7 @@ def arguments(heads, kv, d, chunks, window, dtype, config, fp8=False) -> tuple[l
 
 def reference(args: Args) -> torch.Tensor:
     """Return the output of the reference in fp32."""
-    exact = args.kv._replace(k=held(args.kv.k, ALL).float(), v=held(args.kv.v, ALL).float())
+    exact = args.kv._replace(k=load_cells(args.kv.k, ALL).float(), v=load_cells(args.kv.v, ALL).float())
     args = args._replace(q=args.q.float(), out=poisoned(*args.out.shape), kv=exact)
     prompt_attention_ref(*args)
     return args.out
@@ -177,10 +177,10 @@ def test_rows_do_not_depend_on_other_chunks(config):
     assert args.out[chunks[1].rows].isnan().all()
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_row_among_padding_is_split_and_combined(apart):
+@pytest.mark.parametrize("separate_combine", [False, True])
+def test_a_row_among_padding_is_split_and_combined(separate_combine):
     """A pass with this number of rows would not be split, but most rows are padding."""
-    config = replace(CONFIG, heads=4, apart=apart)
+    config = replace(CONFIG, heads=4, separate_combine=separate_combine)
     rows = config.block_m * config.programs // 8 + 1
     _, args = arguments(4, 1, 32, [(0, 1, LONG * PAGE)], 0, DTYPES[0], config)
     args.chunks[0, layout.CHUNK_FIRST] = 0
@@ -192,7 +192,7 @@ def test_a_row_among_padding_is_split_and_combined(apart):
 
 
 def test_many_slots_share_a_pass():
-    for config in (CONFIG, TOGETHER["apart"]):
+    for config in (CONFIG, TOGETHER["separate_combine"]):
         check(2, 1, 64, [(slot, 1 + slot % 3, slot % 5) for slot in range(layout.MAX_CHUNKS)], 0, DTYPES[0], config)
 
 
@@ -275,20 +275,22 @@ def test_hopper_with_any_layout_of_rows(lengths, d, programs):
 @pytest.mark.parametrize("d", [64, 128])
 def test_hopper_computes_the_same_bits_when_captured(d, launched):
     """There is a program for each multiprocessor. The replay has other lengths than the capture."""
-    config = replace(TOGETHER["apart"], hopper=torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    config = replace(
+        TOGETHER["separate_combine"], hopper=torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    )
     _, args = arguments(32, 8, d, [(1, 1100, 0), (0, 300, 1000)], 0, torch.bfloat16, config)
     table, out = args.chunks, args.out
-    wanted, first, graph = [], table.clone(), torch.cuda.CUDAGraph()
+    expected_outs, first, graph = [], table.clone(), torch.cuda.CUDAGraph()
     later = first.clone()
     later[1, layout.CHUNK_COUNT], later[1, layout.CHUNK_START] = 77, 5
     for chunks in (first, later):
         table.copy_(chunks)
         prompt_attention(*args, config=config)
-        wanted.append(out.clone())
+        expected_outs.append(out.clone())
         out.fill_(float("nan"))
     with torch.cuda.graph(graph):
         prompt_attention(*args, config=config)
-    for chunks, expected in zip((first, later), wanted):
+    for chunks, expected in zip((first, later), expected_outs):
         for _ in range(2):
             out.fill_(float("nan"))
             table.copy_(chunks)

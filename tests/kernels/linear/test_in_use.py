@@ -54,5 +54,5 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(role, kind):
     case, linear, epilogue = weight("qwen3-4b", kind, role)
     device = device_of(torch.device("cuda"))
     choices = invariance.invariant_choices(case, (16, 32, 64), device, tables.package_tables(device))
-    of_rows = partial(Product, epilogue, linear, stopped=())
-    check_alike(of_rows(64), of_rows, {rows: choice.config for rows, choice in choices.items()})
+    for_rows = partial(Product, epilogue, linear, stopped=())
+    check_alike(for_rows(64), for_rows, {rows: choice.config for rows, choice in choices.items()})

@@ -110,5 +110,5 @@ def test_captured_dependent_launches_compute_the_same_bits(rows):
 def test_a_row_has_the_same_bits_among_any_number_of_rows(preset, role):
     """In the configs of batch-invariant mode, the width of an instruction is the number of rows."""
     few, most = INVARIANT[preset, role]
-    of_rows = partial(product, role, *SIZES[preset][role], stopped=())
-    check_alike(of_rows(64), of_rows, {16: few, 32: few, 64: most})
+    for_rows = partial(product, role, *SIZES[preset][role], stopped=())
+    check_alike(for_rows(64), for_rows, {16: few, 32: few, 64: most})

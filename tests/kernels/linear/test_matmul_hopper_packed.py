@@ -86,8 +86,8 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(scheme, epilogue):
     columns = 256 if scheme.startswith("int4") else 128
     few = HopperConfig(64, columns, 4, 4, split=split, producer=1, registers=112)
     most = HopperConfig(64, columns, 4, 512 // columns, split=split, producer=1, registers=128)
-    of_rows = partial(product, epilogue, scheme, *SIZES[epilogue], stopped=())
-    check_alike(of_rows(64), of_rows, {16: few, 32: few, 64: most})
+    for_rows = partial(product, epilogue, scheme, *SIZES[epilogue], stopped=())
+    check_alike(for_rows(64), for_rows, {16: few, 32: few, 64: most})
 
 
 @pytest.mark.parametrize("scheme", ["int4_groups_of_32", "int4_ordered", "int8"])

@@ -66,12 +66,12 @@ def test_a_stage_is_not_overwritten_before_all_warps_have_loaded_it(config):
     ones = [product("residual", "int4_groups_of_128", 4096, 14336)]
     linear = ones[0].linear
     ones += [Product("residual", replace(linear, weight=linear.weight.roll(rows, 0)), 1) for rows in (1, 2)]
-    wanted = [one.launch(config)[0] for one in ones]
-    for one, out in zip(ones, wanted):
+    expected = [one.launch(config)[0] for one in ones]
+    for one, out in zip(ones, expected):
         one.check(config)
         assert torch.equal(one.launch(config)[0], out)
     launches = [one.launch(config)[0] for _ in range(200) for one in ones]
-    wrong = sum(not torch.equal(out, wanted[i % 3]) for i, out in enumerate(launches))
+    wrong = sum(not torch.equal(out, expected[i % 3]) for i, out in enumerate(launches))
     assert not wrong, f"{wrong} of {len(launches)} launches differ from the first"
 
 

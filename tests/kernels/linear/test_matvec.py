@@ -18,7 +18,7 @@ CASES = cases(
     Case("odd_rows", gpu=dict(n=1001, k=4864, config=MatvecConfig(2, 4)), small=dict(n=13, k=304)),
     Case("vocabulary", gpu=dict(n=151936, k=1024, config=MatvecConfig(4, 4)), small=dict(n=101, k=256)),
 )
-MOST = {"gated": 16384, "residual": 8192}  # outputs
+MAX_OUTPUTS = {"gated": 16384, "residual": 8192}  # outputs
 
 
 def product(epilogue, n, k, dtype=torch.bfloat16, rows=2, stopped=(), **options) -> Product:
@@ -32,7 +32,7 @@ def product(epilogue, n, k, dtype=torch.bfloat16, rows=2, stopped=(), **options)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @EPILOGUE
 def test_epilogues_match_the_reference(case, dtype, epilogue):
-    n = min(case.sizes["n"], MOST.get(epilogue, case.sizes["n"]))
+    n = min(case.sizes["n"], MAX_OUTPUTS.get(epilogue, case.sizes["n"]))
     product(epilogue, n, case.sizes["k"], dtype).check(case.sizes.get("config", SMALL), TOLERANCE)
 
 

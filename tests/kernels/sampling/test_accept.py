@@ -10,7 +10,7 @@ from sampling_util import POSITION as FIRST
 from util import DEVICE, poisoned, random
 
 from tridecode import layout as m
-from tridecode.kernels.sampling.spread import SPREAD
+from tridecode.kernels.sampling.expand_drafts import EXPAND_DRAFTS
 from tridecode.sampling import SamplingParams
 
 VOCAB = 331
@@ -30,7 +30,9 @@ def verifying(sampled, drafts, queries, **fields):
 
 def verify(sampled, drafts, queries=4, trust=1, counts=True, logprobs=True, **fields):
     """Check accept for one request; return the reported tokens, the request's meta and its first entry of the ring."""
-    before = verifying(sampled, drafts, queries, **dict(TRUST=trust, LIMIT=CAPACITY + 1, ROOM=CAPACITY) | fields)
+    before = verifying(
+        sampled, drafts, queries, **dict(DRAFT_LIMIT=trust, LIMIT=CAPACITY + 1, ALLOCATED=CAPACITY) | fields
+    )
     after, _ = check("accept", before, with_logprobs=logprobs, **{} if counts else {"counts": None})
     entries = [m.entry_of(int(after.out[0, (STEP + i) % m.RING]), GENERATION, STEP + i) for i in range(queries)]
     tokens = [entry.token for entry in entries if entry]
@@ -59,28 +61,28 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(wrong):
     tokens, row, entry = verify(sampled, drafts)
     assert tokens == sampled[: accepted + 1]
     assert (row[m.POSITION], row[m.STATUS]) == (FIRST + accepted + 1, m.RUN)
-    assert entry.drafted == 3 and row[m.TRUST] == entry.wanted == accepted
+    assert entry.drafted == 3 and row[m.DRAFT_LIMIT] == entry.requested_drafts == accepted
 
 
 def test_request_may_have_fewer_drafts_than_rows():
     assert verify([11, 12], [11])[0] == [11, 12]
     tokens, row, entry = verify([11], [], trust=5)
-    assert tokens == [11] and row[m.TRUST] == 5 and (entry.drafted, entry.wanted) == (0, 0)
+    assert tokens == [11] and row[m.DRAFT_LIMIT] == 5 and (entry.drafted, entry.requested_drafts) == (0, 0)
 
 
 def test_trust_grows_with_success_and_shrinks_with_failure():
-    grown = [verify([11] * (trust + 1), [11] * trust, queries=8, trust=trust)[1][m.TRUST] for trust in (1, 3, 7)]
+    grown = [verify([11] * (trust + 1), [11] * trust, queries=8, trust=trust)[1][m.DRAFT_LIMIT] for trust in (1, 3, 7)]
     assert grown == [3, 7, 7]
-    lost = [verify([12], [11] * trust, queries=8, trust=trust)[1][m.TRUST] for trust in (7, 3, 1)]
+    lost = [verify([12], [11] * trust, queries=8, trust=trust)[1][m.DRAFT_LIMIT] for trust in (7, 3, 1)]
     assert lost == [3, 1, 0]
-    assert verify([11] * 5 + [12], [11] * 7, queries=8, trust=7)[1][m.TRUST] == 5
+    assert verify([11] * 5 + [12], [11] * 7, queries=8, trust=7)[1][m.DRAFT_LIMIT] == 5
 
 
 @pytest.mark.parametrize("token, trust", [(11, 1), (12, 0)])
 def test_single_row_updates_trust_by_a_draft_that_it_does_not_verify(token, trust):
     tokens, row, entry = verify([token], [11], queries=1, trust=0)
     assert tokens == [token] and row[m.POSITION] == FIRST + 1
-    assert row[m.TRUST] == entry.wanted == trust and entry.drafted == 0
+    assert row[m.DRAFT_LIMIT] == entry.requested_drafts == trust and entry.drafted == 0
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -90,7 +92,7 @@ def test_generation_ends_at_any_draft(kind, place):
     fields, status = {
         "stop": (dict(N_STOP=1, STOP_IDS=sampled[place]), m.STOP),
         "limit": (dict(LIMIT=FIRST + 2 + place), m.LIMIT_REACHED),
-        "room": (dict(ROOM=FIRST + 1 + place), m.WAIT),
+        "room": (dict(ALLOCATED=FIRST + 1 + place), m.WAIT),
         "nan": (dict(), m.NAN),
     }[kind]
     if kind == "nan":
@@ -105,11 +107,11 @@ def test_generation_ends_at_any_draft(kind, place):
 def test_known_tokens_are_reported_and_keep_the_trust(known, queries):
     """The token after them is sampled if it has a row."""
     drafts = [60, 61, 62][:known]
-    fields = dict(N_KNOWN=FIRST + 1 + known, TRUST=5, N_STOP=1, STOP_IDS=60)
+    fields = dict(N_KNOWN=FIRST + 1 + known, DRAFT_LIMIT=5, N_STOP=1, STOP_IDS=60)
     after, _ = check("accept", verifying([50] * queries, drafts, queries, **fields))
     reported = min(known + 1, queries)
     tokens = [after.entry(step=STEP + place)[1] for place in range(reported)]
-    assert tokens == [*drafts, 50][:reported] and after.meta[0, m.TRUST] == 5
+    assert tokens == [*drafts, 50][:reported] and after.meta[0, m.DRAFT_LIMIT] == 5
     assert after.progress() == dict(STATUS=m.RUN, POSITION=FIRST + reported, STEP=STEP + reported)
 
 
@@ -135,7 +137,7 @@ def test_spread_makes_a_row_for_the_token_and_for_each_draft():
     state.meta[:, m.STATUS] = torch.tensor([m.RUN, m.RUN, m.STOP], dtype=torch.int32)
     meta = torch.zeros(12, m.META_WIDTH, dtype=torch.int32, device=DEVICE)
     args = state.meta, state.samp, meta, poisoned(12, m.SAMP_WIDTH)
-    launched, _ = check_op(SPREAD, args, outputs=("meta_out", "samp_out"), idle=False)
+    launched, _ = check_op(EXPAND_DRAFTS, args, outputs=("meta_out", "samp_out"), idle=False)
     meta, samp = launched["meta_out"], launched["samp_out"]
     assert [status == m.RUN for status in meta[:, m.STATUS].tolist()] == [True] + [False] * 3 + [True] * 3 + [False] * 5
     assert meta[:, m.POSITION].tolist() == [FIRST + query for query in range(4)] * 3

@@ -15,7 +15,7 @@ TEXT = [1, 2, 3, 1, 2]  # the last position is 4
 
 
 def draft(
-    *texts, trust=7, max_drafts=7, splits=4, limit=None, room=None, status=layout.RUN, known=0, flags=0, ngram=None
+    *texts, trust=7, max_drafts=7, splits=4, limit=None, allocated=None, status=layout.RUN, known=0, flags=0, ngram=None
 ):
     """Check a launch with a row for each text; return the number of drafts and the tokens after the text, by row.
 
@@ -25,8 +25,8 @@ def draft(
     meta = meta_rows(*(len(text) - 1 for text in texts))
     meta[:, layout.SLOT] = meta[:, layout.SLOT].flip(0)
     meta[:, layout.LIMIT] = limit or capacity + 1
-    meta[:, layout.ROOM] = room or capacity
-    meta[:, layout.TRUST], meta[:, layout.DRAFTS] = trust, UNTOUCHED
+    meta[:, layout.ALLOCATED] = allocated or capacity
+    meta[:, layout.DRAFT_LIMIT], meta[:, layout.DRAFTS] = trust, UNTOUCHED
     meta[:, layout.N_KNOWN], meta[:, layout.FLAGS] = known, flags
     meta[0, layout.STATUS] = status
     tokens = torch.full((rows, capacity + 1), UNTOUCHED, dtype=torch.int32)
@@ -72,9 +72,9 @@ def test_text_without_repetition_has_no_drafts(text):
 
 
 def test_drafts_end_at_the_last_page_and_at_the_limit():
-    assert draft(TEXT, room=7)[0] == [2], "positions 5 and 6 have pages"
+    assert draft(TEXT, allocated=7)[0] == [2], "positions 5 and 6 have pages"
     assert draft(TEXT, limit=7)[0] == [1], "a draft at position 5, then a sampled token at 6"
-    assert draft(TEXT, limit=6)[0] == [0] and draft(TEXT, room=5)[0] == [0]
+    assert draft(TEXT, limit=6)[0] == [0] and draft(TEXT, allocated=5)[0] == [0]
 
 
 def test_number_of_drafts_is_the_trust_but_at_least_one():

@@ -31,9 +31,9 @@ def check(case: Case, pages: tuple[int, ...], meta=None, layer: int = 1) -> list
     host.copy_(torch.randint(-(2**60), 2**60, host.shape, generator=torch.Generator().manual_seed(1)))
     cell = host.shape[2]
     ring = torch.full((places, cell), UNTOUCHED, device=DEVICE)
-    wanted = torch.tensor([len(pages), *pages] + [-1] * (places - len(pages)), dtype=torch.int32, device=DEVICE)
+    requested = torch.tensor([len(pages), *pages] + [-1] * (places - len(pages)), dtype=torch.int32, device=DEVICE)
     moved = 8 * cell * sum(page >= 0 for page in pages)
-    args = meta, wanted, host[:, layer], ring
+    args = meta, requested, host[:, layer], ring
     ring = check_op(FETCH, args, dict(config=CONFIG), accumulates=("ring",), moved=moved).launched["ring"].cpu()
     filled = [place for place in range(places) if (ring[place] != UNTOUCHED).any()]
     assert all(torch.equal(ring[place], host[pages[place], layer]) for place in filled)

@@ -17,13 +17,13 @@ class AwqScheme(Scheme):
 
     def tensors(self, n: int, k: int) -> dict[str, Stored]:
         """Return the tensors that store a weight [n, k]: qweight, scales and qzeros."""
-        found = {
+        tensors = {
             "qweight": Stored((k, -(-n // 8)), ("I32",), per=0),
             "scales": Stored((self.groups(k), n), ("F16", "BF16", "F32"), per=0),
         }
         if self.zeros:
-            found["qzeros"] = Stored((self.groups(k), -(-n // 8)), ("I32",), per=0)
-        return found
+            tensors["qzeros"] = Stored((self.groups(k), -(-n // 8)), ("I32",), per=0)
+        return tensors
 
     def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         """Return the weight [n, k] that the tensors store."""

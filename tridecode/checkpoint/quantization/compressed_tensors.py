@@ -46,16 +46,16 @@ class IntegerScheme(Scheme):
     def tensors(self, n: int, k: int) -> dict[str, Stored]:
         """Return the tensors that store a weight [n, k]. Zero points and the groups of columns are optional."""
         per_word = 32 // self.bits
-        found = {
+        tensors = {
             "weight_packed": Stored((n, -(-k // per_word)), ("I32",)),
             "weight_scale": Stored((n, self.groups(k)) if self.rows else (1,), FLOATS, per=1 if self.rows else 0),
             "weight_shape": Stored((2,), ("I64", "I32"), per=0),
         }
         if self.zeros:
-            found["weight_zero_point"] = Stored((-(-n // per_word), self.groups(k)), ("I32",), per=per_word)
+            tensors["weight_zero_point"] = Stored((-(-n // per_word), self.groups(k)), ("I32",), per=per_word)
         if self.ordered:
-            found["weight_g_idx"] = Stored((k,), ("I32",), per=0)
-        return found
+            tensors["weight_g_idx"] = Stored((k,), ("I32",), per=0)
+        return tensors
 
     def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         """Return the weight [n, k] that the tensors store. Raises ValueError for groups of uneven size."""

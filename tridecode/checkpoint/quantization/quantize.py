@@ -46,8 +46,8 @@ def quantize(weight: torch.Tensor, scheme: Scheme) -> QuantizedWeight:
     error = _squared_error(parts, best, highest)
     for clip in () if scheme.floating else CLIPS:
         scale = _rounded(peak * (clip / highest), scheme)
-        found = _squared_error(parts, scale, highest)
-        best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
+        trial = _squared_error(parts, scale, highest)
+        best, error = torch.where(trial < error, scale, best), torch.minimum(trial, error)
     scale = best.squeeze(2)
     if scheme.floating:
         codes = (parts / best).clamp_(-highest, highest).view(n, k).to(torch.float8_e4m3fn)

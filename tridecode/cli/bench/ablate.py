@@ -13,7 +13,7 @@ from ...sampling import SamplingParams
 from ...step.dispatch import Dispatcher
 from ...step.graphs import DecodePasses
 from ...step.run import Allocating, launch, run_reference
-from .measure import SAMPLING, check_running, make_row, spread, time_decode
+from .measure import SAMPLING, check_running, make_row, median_p5_p95, time_decode
 from .passes import enqueue, rewind
 from .rows import Row, column
 
@@ -69,7 +69,7 @@ def ladder(engine: Engine, args, output) -> list[Row]:
     walls = []
     for name, variant in rungs:
         with stepping(engine, variant):
-            walls.append(spread(time_decode(engine, args.context, args.steps, args.runs, params), 1e6))
+            walls.append(median_p5_p95(time_decode(engine, args.context, args.steps, args.runs, params), 1e6))
         check_running(engine, name)
         output.note(f"{name}: {walls[-1][0]:,.1f} µs a step")
     events = record(engine, rungs, args.context, params)  # last: code after a profiler session runs slower

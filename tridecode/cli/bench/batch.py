@@ -11,8 +11,8 @@ from .measure import (
     bench_engine,
     check_running,
     make_row,
+    median_p5_p95,
     read_bandwidth,
-    spread,
     step_bytes,
     step_figures,
     time_decode,
@@ -58,7 +58,7 @@ def batch(args, output) -> list[Row]:
         check_running(engine, counted(len(contexts), "row"), len(contexts))
         return seconds
 
-    one_row = {context: spread(times([context]), 1e6)[0] for context in {max(contexts) for _, contexts in cases}}
+    one_row = {context: median_p5_p95(times([context]), 1e6)[0] for context in {max(contexts) for _, contexts in cases}}
     rows: list[Row] = []
     for name, contexts in cases:
         nbytes = step_bytes(engine, contexts, args.steps)

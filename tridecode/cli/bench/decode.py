@@ -8,8 +8,8 @@ from .measure import (
     SAMPLING,
     bench_engine,
     make_row,
+    median_p5_p95,
     read_bandwidth,
-    spread,
     step_bytes,
     step_figures,
     time_decode,
@@ -48,7 +48,7 @@ def decode(args, output) -> list[Row]:
     figures = step_figures("us_per_token", times, step_bytes(engine, args.context, args.steps), bandwidth)
     if args.sampling != "greedy":
         greedy = time_decode(engine, args.context, args.steps, args.runs, GREEDY)
-        figures["us_over_greedy"] = spread(times, 1e6)[0] - spread(greedy, 1e6)[0]
+        figures["us_over_greedy"] = median_p5_p95(times, 1e6)[0] - median_p5_p95(greedy, 1e6)[0]
     return [make_row(DecodeRow, engine, args, capacity=engine.capacity, **figures)]
 
 

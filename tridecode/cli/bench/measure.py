@@ -20,7 +20,7 @@ from ...plan.resolve import resolve
 from ...sampling import SamplingParams
 from ...state.kv import kv_bytes_per_token
 from ...step.dispatch import Dispatcher
-from ...step.graphs import DecodePasses, make_steps
+from ...step.graphs import DecodePasses, make_passes
 from ...step.prompt_graphs import PromptPasses, make_prompts
 from ...tuning.configs import PassConfigs
 from ...version import __version__
@@ -116,7 +116,7 @@ def make_runners(engine: Engine, modes: Sequence[str]) -> dict[str, Runners]:
         steps, prompts = engine.steps, engine.prompts
         if mode != engine.graph:
             dispatcher = Dispatcher(mode, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention)
-            steps = make_steps(engine.model, engine.backend, dispatcher, graphs.attention)
+            steps = make_passes(engine.model, engine.backend, dispatcher, graphs.attention)
             prompts = make_prompts(engine.model, steps, engine.backend, graphs.prompt_attention)
         while prompts.capture_next():
             pass
@@ -223,7 +223,7 @@ def gpu_seconds(work: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def spread(values: list[float], scale: float = 1.0) -> tuple[float, float, float]:
+def median_p5_p95(values: list[float], scale: float = 1.0) -> tuple[float, float, float]:
     """Return the median, 5th and 95th percentile of `values`, each times `scale`."""
     p5, median, p95 = (float(value) * scale for value in np.percentile(values, (5, 50, 95)))
     return median, p5, p95
@@ -239,7 +239,7 @@ def step_figures(name: str, times: list[float], nbytes: int, bandwidth: float, r
         bandwidth: measured bytes per second
         rows: number of requests
     """
-    median, p5, p95 = spread(times, 1e6)
+    median, p5, p95 = median_p5_p95(times, 1e6)
     return {
         name: median,
         "us_p5": p5,

@@ -9,9 +9,9 @@ import numpy as np
 from ...engine import Engine
 from ...errors import GenerationError, ParameterError
 from ..terminal import counted
-from ..values import MOST_ROWS
+from ..values import MAX_ROWS
 from .batch import room_of
-from .measure import GREEDY, WARM_UP, bench_engine, make_row, make_runners, read_modes, running, spread
+from .measure import GREEDY, WARM_UP, bench_engine, make_row, make_runners, median_p5_p95, read_modes, running
 from .prefill import prompt_ids
 from .rows import Row, column
 
@@ -64,9 +64,9 @@ class MixRow(Row):
 
 def mix(args, output) -> list[Row]:
     """Return a row for each mode of --graph. One engine, with a slot per request and one for the prompt, runs all."""
-    if args.requests >= MOST_ROWS:
+    if args.requests >= MAX_ROWS:
         raise ParameterError(
-            f"--requests: must be at most {MOST_ROWS - 1}, because the prompt needs a slot too, got {args.requests}"
+            f"--requests: must be at most {MAX_ROWS - 1}, because the prompt needs a slot too, got {args.requests}"
         )
     tokens, slots = args.prompt_tokens, args.requests + 1
     rooms = room_of(args.context, 3 * args.steps), room_of(tokens, args.steps)
@@ -149,6 +149,6 @@ def mix_figures(runs: list[Mix]) -> dict:
         gaps = [1e3 * gap for run in runs for gap in run.gaps[phase]]
         median, p99 = np.percentile(gaps, (50, 99)).tolist()
         figures |= {f"{phase}_median_ms": median, f"{phase}_p99_ms": p99, f"{phase}_max_ms": max(gaps)}
-    median, p5, p95 = spread([run.ttft for run in runs], 1e3)
+    median, p5, p95 = median_p5_p95([run.ttft for run in runs], 1e3)
     figures |= {"ttft_ms": median, "ttft_ms_p5": p5, "ttft_ms_p95": p95}
     return figures | {"lost": sum(run.lost for run in runs)}

@@ -22,12 +22,22 @@ from ...step.graphs import DecodePasses, first_batches, launcher
 from ...step.run import Run, launch
 from ..terminal import counted
 from .ablate import stepping
-from .measure import GREEDY, WARM_UP, check_running, fill_cache, gpu_seconds, make_row, need_gpu, spread, time_decode
+from .measure import (
+    GREEDY,
+    WARM_UP,
+    check_running,
+    fill_cache,
+    gpu_seconds,
+    make_row,
+    median_p5_p95,
+    need_gpu,
+    time_decode,
+)
 from .passes import rewind
 from .prefill import prompt_ids
 from .rows import Row, column
 
-Way = tuple[str, DecodePasses, Callable[[], None]]  # name, passes, function that prepares a run
+Variant = tuple[str, DecodePasses, Callable[[], None]]  # name, passes, function that prepares a run
 RATE_RUNS = 9
 SWAP_ROOM = 200  # spare positions after a conversation
 
@@ -114,18 +124,21 @@ def offload(args, output) -> list[Row]:
         return [swap(args)]
     if args.weights:
         return weights(args, output)
-    return kv_on_host(args, output, fetch_ways, lambda memory, host: {})
+    return kv_on_host(args, output, fetch_variants, lambda memory, host: {})
 
 
 def kv_on_host(
-    args, output, ways: Callable[[Engine, int], Iterator[Way]], more_rates: Callable[[Offloaded, int], dict[str, float]]
+    args,
+    output,
+    variants: Callable[[Engine, int], Iterator[Variant]],
+    more_rates: Callable[[Offloaded, int], dict[str, float]],
 ) -> list[Row]:
     """Time each share of --host in each way.
 
     Args:
         args: parsed options
         output: receives notes
-        ways: returns, for a number of pages in host memory, the ways to read them
+        variants: returns, for a number of pages in host memory, the ways to read them
         more_rates: returns, for that number, rates in GB/s in addition to the rate of the fetch kernel
     """
     pages = -(-(args.context + args.steps + 2) // PAGE)
@@ -138,17 +151,25 @@ def kv_on_host(
         slots.send(0, host)
         nbytes = host * PAGE * kv_bytes_per_token(engine.config, engine.model.weights.dtype)
         rates = {"fetch_gbs": fetch_rate(engine, memory, nbytes)} | more_rates(memory, host) if host else {}
-        rows += time_ways(
-            OffloadRow, engine, args, output, ways(engine, host), nbytes, rates, f"{share:.0%}", host=share
+        rows += time_variants(
+            OffloadRow, engine, args, output, variants(engine, host), nbytes, rates, f"{share:.0%}", host=share
         )
     return rows
 
 
-def time_ways(
-    kind: type[Row], engine: Engine, args, output, ways: Iterator[Way], nbytes: int, rates: dict, part: str, **facts
+def time_variants(
+    kind: type[Row],
+    engine: Engine,
+    args,
+    output,
+    variants: Iterator[Variant],
+    nbytes: int,
+    rates: dict,
+    part: str,
+    **facts,
 ) -> Iterator[Row]:
     """Yield a row for each way. `part` names the data in host memory, for notes."""
-    for name, steps, prepare in ways:
+    for name, steps, prepare in variants:
         with stepping(engine, steps):
             times = time_decode(engine, args.context, args.steps, args.runs, before=prepare)
         check_running(engine, name)
@@ -158,8 +179,8 @@ def time_ways(
         yield make_row(kind, engine, args, **figures)
 
 
-def fetch_ways(engine: Engine, host: int) -> Iterator[Way]:
-    return graph_ways(engine, partial(offloaded(engine)[0].send, 0, host))
+def fetch_variants(engine: Engine, host: int) -> Iterator[Variant]:
+    return graph_variants(engine, partial(offloaded(engine)[0].send, 0, host))
 
 
 def offload_engine(args, capacity: int, pages: int | None, offload: Offload | None) -> Engine:
@@ -188,15 +209,15 @@ def offloaded(engine: Engine) -> tuple[OffloadedSlots, Offloaded]:
     return slots, memory
 
 
-def graph_ways(engine: Engine, prepare: Callable[[], None]) -> Iterator[Way]:
+def graph_variants(engine: Engine, prepare: Callable[[], None]) -> Iterator[Variant]:
     """Yield the ways with the fetch kernel, from the slowest to the fastest. `prepare` is called before each run."""
     model, run = engine.model, launcher(engine.model)
     yield "eager", DecodePasses(model, run), prepare
-    yield "a graph a layer", pieces(model, run, launch), prepare
+    yield "a graph a layer", piecewise_passes(model, run, launch), prepare
     yield "one graph", engine.steps, prepare
 
 
-def pieces(model, run: Run, between: Run) -> DecodePasses:
+def piecewise_passes(model, run: Run, between: Run) -> DecodePasses:
     return captured(model, run, "piecewise", between)
 
 
@@ -223,7 +244,7 @@ def captured_seconds(enqueue: Callable[[], None]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         enqueue()
-    return spread([gpu_seconds(graph.replay) for _ in range(RATE_RUNS)])[0]
+    return median_p5_p95([gpu_seconds(graph.replay) for _ in range(RATE_RUNS)])[0]
 
 
 def offload_figures(times: list[float], nbytes: int, rates: dict[str, float]) -> dict:
@@ -234,7 +255,7 @@ def offload_figures(times: list[float], nbytes: int, rates: dict[str, float]) ->
         nbytes: bytes per token over PCIe
         rates: GB/s by field name
     """
-    median, p5, p95 = spread(times, 1e6)
+    median, p5, p95 = median_p5_p95(times, 1e6)
     figures = {"us_per_token": median, "us_p5": p5, "us_p95": p95, "host_bytes": nbytes} | rates
     if rates:
         gbs, fetch_gbs = nbytes / median / 1e3, rates["fetch_gbs"]
@@ -248,9 +269,11 @@ def weights(args, output) -> list[Row]:
     on_host, host = engine.plan.host_layers, engine.model.weights.host
     assert host is not None
     nbytes = sum(source.nbytes for source in host.source)
-    rates, ways = {"fetch_gbs": fetch_rate(engine, host, nbytes)}, graph_ways(engine, lambda: None)
+    rates, variants = {"fetch_gbs": fetch_rate(engine, host, nbytes)}, graph_variants(engine, lambda: None)
     part = counted(on_host, "layer")
-    return list(time_ways(WeightsRow, engine, args, output, ways, nbytes, rates, part, host=None, host_layers=on_host))
+    return list(
+        time_variants(WeightsRow, engine, args, output, variants, nbytes, rates, part, host=None, host_layers=on_host)
+    )
 
 
 def swap(args) -> Row:
@@ -275,7 +298,7 @@ def swap(args) -> Row:
             if run >= WARM_UP:
                 times[back].append(result.timings.ttft)
     nbytes = args.context * kv_bytes_per_token(engine.config, torch.bfloat16)
-    returned, recomputed = (spread(times[key], 1e3)[0] for key in (True, False))
+    returned, recomputed = (median_p5_p95(times[key], 1e3)[0] for key in (True, False))
     figures = {"back_ms": returned, "anew_ms": recomputed, "ratio": recomputed / returned}
     return make_row(SwapRow, engine, args, **figures, both_ways_gbs=2 * nbytes / returned / 1e6)
 

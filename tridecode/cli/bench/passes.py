@@ -13,7 +13,7 @@ from ...state.rewind import rewind_slots
 
 
 def rewind(
-    engine: Engine, position: int | Sequence[int], params: SamplingParams, rows: int = 1, given: int = 0
+    engine: Engine, position: int | Sequence[int], params: SamplingParams, rows: int = 1, known: int = 0
 ) -> None:
     """Set the positions of the first `rows` rows, for passes with `enqueue`. The content of the cache is unchanged.
 
@@ -23,7 +23,7 @@ def rewind(
         position: the position of all rows, or a list with the position of each row
         params: sampling parameters with a seed
         rows: number of rows
-        given: number of tokens after each position that the passes embed but do not sample
+        known: number of tokens after each position that the passes embed but do not sample
 
     Raises:
         ParameterError: an argument is out of range
@@ -35,13 +35,13 @@ def rewind(
     if len(positions) != rows:
         raise ParameterError(f"position: a list has one for each of {counted(rows, 'row')}, got {len(positions):,}")
     positions = [Integer(0, engine.capacity - 1).check("position", each) for each in positions]
-    engine._driver.exclusively(_rewind, positions, params, given)
+    engine._driver.exclusively(_rewind, positions, params, known)
 
 
-def _rewind(scheduler: Scheduler, positions: list[int], params: SamplingParams, given: int) -> None:
+def _rewind(scheduler: Scheduler, positions: list[int], params: SamplingParams, known: int) -> None:
     scheduler.cancel_all()
-    scheduler._unsettled = True  # the next request finds all rows idle and all pages free
-    rewind_slots(scheduler.slots, positions, params, given)
+    scheduler._incomplete = True  # the next request finds all rows idle and all pages free
+    rewind_slots(scheduler.slots, positions, params, known)
 
 
 def enqueue(engine: Engine, params: SamplingParams, rows: int = 1, tokens: int = 1) -> None:

@@ -15,9 +15,9 @@ from .measure import (
     make_row,
     make_runners,
     matmul_rate,
+    median_p5_p95,
     read_modes,
     running,
-    spread,
 )
 from .rows import Row, column
 
@@ -142,12 +142,12 @@ def prefill_figures(device: list[float], host: list[float], flops: int, rate: fl
         flops: floating-point operations of one prompt
         rate: FLOP per second of the matmul
     """
-    median, p5, p95 = spread(device, 1e3)
+    median, p5, p95 = median_p5_p95(device, 1e3)
     return {
         "prefill_ms": median,
         "prefill_ms_p5": p5,
         "prefill_ms_p95": p95,
-        "ttft_ms": spread(host, 1e3)[0],
+        "ttft_ms": median_p5_p95(host, 1e3)[0],
         "flops": flops,
         "matmul_tflops": rate / 1e12,
         "pct_matmul": 100 * flops / (median / 1e3) / rate,

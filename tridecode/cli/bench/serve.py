@@ -343,9 +343,9 @@ def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
         "itl": [gap for answer in whole for gap in answer.gaps],
         "e2el": [answer.latency for answer in whole],
     }
-    spreads = {name: spread(values, args.percentiles) for name, values in times.items()}
+    stats = {name: latency_stats(values, args.percentiles) for name, values in times.items()}
     return ServeRow.from_times(
-        {f"{key}_{name}_ms": value for name, figures in spreads.items() for key, value in figures.items()},
+        {f"{key}_{name}_ms": value for name, figures in stats.items() for key, value in figures.items()},
         date=datetime.now().strftime("%Y%m%d-%H%M%S"),
         model_id=model,
         num_prompts=len(load.bodies),
@@ -364,7 +364,7 @@ def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
     )
 
 
-def spread(seconds: list[float], percentiles: list[float]) -> dict:
+def latency_stats(seconds: list[float], percentiles: list[float]) -> dict:
     """Return mean, median, standard deviation and percentiles in ms; None for each if `seconds` is empty.
 
     It is empty for the times between tokens if all answers have one token.

@@ -14,8 +14,8 @@ from ...checkpoint.hub import resolve_model
 from ...engine import Engine
 from ...kernels.sampling.draft import DRAFT
 from ...options import EngineOptions
-from ...step.dispatch import QUERIES, Dispatcher, most_queries
-from ...step.graphs import Place, make_steps
+from ...step.dispatch import QUERIES, Dispatcher, max_queries
+from ...step.graphs import Place, make_passes
 from ...step.run import Run, launch, run_reference
 from ...text.tokenizer import Tokenizer
 from ...version import __version__
@@ -29,14 +29,14 @@ from .measure import (
     check_running,
     gpu_seconds,
     make_row,
+    median_p5_p95,
     model_facts,
     need_gpu,
     run_facts,
-    spread,
 )
 from .passes import enqueue, rewind
 from .rows import Row, column
-from .speculate_texts import LICENCE, Text, play, texts
+from .speculate_texts import LICENCE, Text, simulate, texts
 
 LAUNCHES = 20  # launches of the draft kernel in one graph
 
@@ -100,9 +100,9 @@ def speculate(args, output) -> list[Row]:
     loaded = texts()  # raises an error outside a checkout, before anything is measured
     if not args.texts_only:
         need_gpu()
-    played = play_texts(loaded, args, EngineOptions(**engine_options(args)).ngram)
+    simulated = simulate_texts(loaded, args, EngineOptions(**engine_options(args)).ngram)
     if args.texts_only:
-        return [text_row(*each, None, model=args.model, tridecode=__version__) for each in played]
+        return [text_row(*each, None, model=args.model, tridecode=__version__) for each in simulated]
     room, slots = room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
     capacity = max(room, room_of(args.history, layout.MAX_QUERIES))
     more = dict(speculate="ngram", graph="full_decode_only")
@@ -112,16 +112,16 @@ def speculate(args, output) -> list[Row]:
     us = draft_us(engine, args.history, args.runs)
     rows.append(make_row(DraftRow, engine, args, variant="draft", draft_us=us))
     facts = model_facts(engine, args) | run_facts(engine.device)
-    return [*rows, *(text_row(*each, costs.get(1), **facts) for each in played)]
+    return [*rows, *(text_row(*each, costs.get(1), **facts) for each in simulated)]
 
 
-def play_texts(texts: list[Text], args, ngram: tuple[int, int]) -> list[tuple[Text, int, Counter]]:
+def simulate_texts(texts: list[Text], args, ngram: tuple[int, int]) -> list[tuple[Text, int, Counter]]:
     """Return for each text: the text, its number of tokens, and its number of passes by rows per pass."""
     tokenizer = Tokenizer.load(Path(args.tokenizer) if args.tokenizer else resolve_model(args.model))
     rows = []
     for text in texts:
         sampled = tokenizer.encode(text.sampled)
-        rows.append((text, len(sampled), play(tokenizer.encode(text.before), sampled, ngram)))
+        rows.append((text, len(sampled), simulate(tokenizer.encode(text.before), sampled, ngram)))
     return rows
 
 
@@ -147,12 +147,12 @@ def passes(engine: Engine, args) -> list[dict]:
     """Return µs per pass for each number of --requests: without drafts, and with each number of rows per request."""
     plain = replace(engine.model, verify=None)
     dispatcher = Dispatcher(engine.graph, engine.graphs.sizes)
-    off, costs = make_steps(plain, engine.backend, dispatcher, engine.graphs.attention), []
+    off, costs = make_passes(plain, engine.backend, dispatcher, engine.graphs.attention), []
     for requests in args.requests:
         row = {"requests": requests}
         row["off_us"] = pass_us(engine, args, requests, 1, partial(off.replay, "greedy", requests))
         for rows in QUERIES:
-            if rows <= most_queries(requests):
+            if rows <= max_queries(requests):
                 us = pass_us(engine, args, requests, rows, partial(enqueue, engine, GREEDY, requests, rows))
                 row |= {f"us_{rows}": us, f"ratio_{rows}": us / row["off_us"]}
         costs.append(row)
@@ -172,7 +172,7 @@ def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[
         run_pass()  # the first pass captures a graph
         times.append(gpu_seconds(run_passes) / args.steps)
     check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
-    return spread(times[WARM_UP:], 1e6)[0]
+    return median_p5_p95(times[WARM_UP:], 1e6)[0]
 
 
 def draft_us(engine: Engine, history: int, runs: int) -> float:
@@ -180,10 +180,10 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
 
     The text repeats one token, so that the kernel compares the longest n-gram at every position.
     """
-    ws, model = engine.model.of_queries(1, 1).workspace, engine.model
+    ws, model = engine.model.for_queries(1, 1).workspace, engine.model
     ws.meta[0] = 0
     ws.meta[0, layout.POSITION], ws.meta[0, layout.N_KNOWN] = history, 1
-    ws.meta[0, [layout.LIMIT, layout.ROOM]] = history + layout.MAX_QUERIES
+    ws.meta[0, [layout.LIMIT, layout.ALLOCATED]] = history + layout.MAX_QUERIES
     ws.tokens[0, : history + 1] = 7
     args = ws.meta, ws.tokens, ws.draft_keys, ws.draft_counter, layout.MAX_DRAFTS, model.ngram
 
@@ -194,7 +194,7 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
     replay = captured(engine.device, lines)
     times = [gpu_seconds(replay) / LAUNCHES for _ in range(runs + WARM_UP)]
     ws.meta[0, layout.STATUS] = layout.LIMIT_REACHED
-    return spread(times[WARM_UP:], 1e6)[0]
+    return median_p5_p95(times[WARM_UP:], 1e6)[0]
 
 
 def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:

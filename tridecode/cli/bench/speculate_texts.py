@@ -62,7 +62,7 @@ def texts() -> list[Text]:
     ]
 
 
-def play(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> Counter:
+def simulate(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> Counter:
     """Return the number of passes that one request needs to sample given tokens, by rows per pass.
 
     Args:
@@ -73,7 +73,7 @@ def play(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> Count
     text = before + sampled
     meta = torch.zeros(1, layout.META_WIDTH, dtype=torch.int32)
     meta[0, layout.POSITION], meta[0, layout.N_KNOWN] = len(before) - 1, len(before)
-    meta[0, layout.LIMIT] = meta[0, layout.ROOM] = len(text)
+    meta[0, layout.LIMIT] = meta[0, layout.ALLOCATED] = len(text)
     meta[0, layout.GENERATION] = 1
     tokens = torch.zeros(1, len(text) + layout.MAX_QUERIES, dtype=torch.int32)
     tokens[0, : len(before)] = torch.tensor(before, dtype=torch.int32)
@@ -83,7 +83,7 @@ def play(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> Count
     while int(meta[0, layout.STATUS]) == layout.RUN:
         while len(unread) >= LAG:
             decided, entry = unread.popleft()
-            drafts.learn(decided, entry.drafted, entry.following, entry.wanted)
+            drafts.learn(decided, entry.drafted, entry.following, entry.requested_drafts)
         queries = best_queries(typical_costs(1), [drafts])
         position, step = int(meta[0, layout.POSITION]), int(meta[0, layout.STEP])
         DRAFT.ref(meta, tokens, keys, counter, max(queries - 1, 1), ngram)
@@ -92,7 +92,7 @@ def play(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> Count
         ACCEPT.ref(rows, meta, tokens, None, out, None)
         entry_now = layout.entry_of(int(out[0, step % layout.RING]), 1, step)
         assert entry_now is not None
-        unread.append((drafts.wanted, entry_now))
+        unread.append((drafts.requested_drafts, entry_now))
         passes[queries] += 1
     assert tokens[0, : len(text)].tolist() == text, "the playback sampled a different text"
     return passes

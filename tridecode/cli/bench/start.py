@@ -13,7 +13,7 @@ import torch
 
 from ...errors import GenerationError
 from ...plan.memory import free_memory
-from .measure import need_gpu, run_facts, spread
+from .measure import median_p5_p95, need_gpu, run_facts
 from .rows import Row, column
 
 ROOT = Path(__file__).parents[3]  # the folder that contains the package, installed or not
@@ -85,7 +85,7 @@ def time_to_first_line(command: list[str], environment: dict) -> tuple[float, di
 
 def start_figures(first: float, first_parts: dict, later: list[tuple[float, dict]]) -> dict:
     """Return the figures of a row. The parts (import, build, prompt) are taken from the median later start."""
-    median, p5, p95 = spread([seconds for seconds, _ in later])
+    median, p5, p95 = median_p5_p95([seconds for seconds, _ in later])
     _, parts = sorted(later, key=lambda run: run[0])[(len(later) - 1) // 2]
     return {
         "first_start_s": first,

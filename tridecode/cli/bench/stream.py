@@ -8,7 +8,7 @@ import numpy as np
 from ...engine import Engine
 from ...errors import GenerationError
 from .decode import capacity_of
-from .measure import GREEDY, SAMPLING, WARM_UP, bench_engine, make_row, spread, time_decode
+from .measure import GREEDY, SAMPLING, WARM_UP, bench_engine, make_row, median_p5_p95, time_decode
 from .prefill import prompt_ids
 from .rows import Row, column
 
@@ -63,15 +63,15 @@ def time_stream(engine: Engine, context: int, steps: int, params=GREEDY) -> tupl
 def stream_figures(runs: list[tuple[float, list[float]]], graph: list[float]) -> dict:
     """Return medians over the runs. The statistics of the times between tokens cover the tokens of all runs."""
     intervals = [seconds for _, run in runs for seconds in run]
-    tpot, p5, p95 = spread([sum(run) / len(run) for _, run in runs], 1e6)
-    graph_us = spread(graph, 1e6)[0]
+    tpot, p5, p95 = median_p5_p95([sum(run) / len(run) for _, run in runs], 1e6)
+    graph_us = median_p5_p95(graph, 1e6)[0]
     return {
         "us_per_token": tpot,
         "us_p5": p5,
         "us_p95": p95,
         "graph_us_per_token": graph_us,
         "ratio_to_graph": tpot / graph_us,
-        "ttft_ms": spread([first for first, _ in runs], 1e3)[0],
+        "ttft_ms": median_p5_p95([first for first, _ in runs], 1e3)[0],
         "tpot_ms": tpot / 1e3,
         "itl_mean_us": 1e6 * float(np.mean(intervals)),
         "itl_median_us": 1e6 * float(np.median(intervals)),

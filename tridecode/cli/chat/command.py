@@ -21,7 +21,7 @@ from .lines import Interrupted, join_blocks
 from .local import LocalModel
 from .model import Model
 from .reader import open_reader
-from .talk import COUNTING, DEVICE_LOST, IMPATIENCE, Chat
+from .talk import COUNTING, DEVICE_LOST, INTERRUPT_GRACE, Chat
 
 SWITCH_INTERVAL = 0.0005  # seconds after which the drawing thread yields to the token loop; Python's 5 ms are too long
 
@@ -60,7 +60,7 @@ def chat(args, output: Output) -> int:
             sys.setswitchinterval(SWITCH_INTERVAL)
             model.use_idle_time()
             place = f" at {model.device}" if args.url else ""
-            output.note(f"{model.name}{place}: {talk.capacity_words()}; /help lists the commands")
+            output.note(f"{model.name}{place}: {talk.describe_capacity()}; /help lists the commands")
             output.quiet = False  # show the output of commands even with --quiet
             code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output), args.question)
         else:
@@ -182,6 +182,6 @@ def converse(talk: Chat, reader, first: str | None = None) -> int:
             leaving = False
             if pressed.draft:
                 talk.output.note("the draft is stored; Up restores it")
-            elif time.monotonic() - talk.stopped_at > IMPATIENCE:
+            elif time.monotonic() - talk.stopped_at > INTERRUPT_GRACE:
                 leaving = True
                 talk.output.note("press Ctrl-C again, or Ctrl-D, to leave")

@@ -167,7 +167,7 @@ class Keyboard:
             text = self.session.prompt([(TYPED, PROMPT)], default=draft, pre_run=begin, set_exception_handler=False)
         finally:
             signal.signal(signal.SIGINT, before)
-            self.output.keys.hold()
+            self.output.keys.disable_echo()
         if interrupts:
             raise Interrupted(text)
         return text

@@ -84,7 +84,7 @@ class PlainReader:
                 raise
             raise self._discard(lines) from None
         finally:
-            self._keys.hold()
+            self._keys.disable_echo()
 
     def _lines(self, lines: list[str]) -> Iterator[str]:
         """Yield the typed lines and append them to `lines`."""

@@ -8,7 +8,7 @@ from ...engine import Engine
 from ...errors import PromptError
 from ...results import OutputChunk
 from ...sampling import SamplingParams
-from ...text.thinking import CLOSE, SWITCH, ends_inside
+from ...text.thinking import CLOSE, THINKING_VARIABLE, is_inside_thinking
 from ..loading import Loader, tokenizer_of
 from . import stats
 from .idle import IdleCapture
@@ -35,7 +35,7 @@ class LocalModel(Model):
         if self._idle is not None:
             self.use_idle_time()
 
-    def let_go(self) -> None:
+    def free_engine(self) -> None:
         """Free the engine, to make room for another."""
         del self.engine
         self.loaded = False
@@ -47,10 +47,10 @@ class LocalModel(Model):
         if raw:
             return Thinking(refusal="with --raw there is no chat template")
         tokenizer = tokenizer_of(self.engine)
-        switch = SWITCH in tokenizer.template_variables
-        variables = {SWITCH: mode != "off"} if switch else None
-        possible = switch or tokenizer.thinks or opens_thinking(tokenizer)
-        refusal = f"the chat template has no variable {SWITCH}" if possible and not switch else ""
+        switch = THINKING_VARIABLE in tokenizer.template_variables
+        variables = {THINKING_VARIABLE: mode != "off"} if switch else None
+        possible = switch or tokenizer.supports_thinking or opens_thinking(tokenizer)
+        refusal = f"the chat template has no variable {THINKING_VARIABLE}" if possible and not switch else ""
         return Thinking(possible, opens_thinking(tokenizer, variables), variables, refusal)
 
     def stream(
@@ -94,8 +94,8 @@ class LocalModel(Model):
 
     def _ids(self, answer: str, thinking: Thinking) -> list[int]:
         """Return the tokens of an answer; only its think block has control tokens."""
-        tokenizer, (thought, tag, rest) = tokenizer_of(self.engine), answer.partition(CLOSE)
-        parts = [(thought + tag, True), (rest, False)] if tag and thinking.possible else [(answer, False)]
+        tokenizer, (reasoning, tag, rest) = tokenizer_of(self.engine), answer.partition(CLOSE)
+        parts = [(reasoning + tag, True), (rest, False)] if tag and thinking.possible else [(answer, False)]
         around = tokenizer.bos_id, tokenizer.eos_id
         ids = [tokenizer.encode(part, special) for part, special in parts if part]
         return [token for part in ids for token in part if token not in around]
@@ -107,7 +107,7 @@ def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
         ids = tokenizer.encode_chat([{"role": "user", "content": "?"}], **variables or {})
     except PromptError:  # there is no template, or it requires other messages
         return False
-    return ends_inside(tokenizer.decode(ids[-4:], skip_special=False))
+    return is_inside_thinking(tokenizer.decode(ids[-4:], skip_special=False))
 
 
 def responds(device: torch.device) -> bool:

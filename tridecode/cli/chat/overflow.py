@@ -49,13 +49,13 @@ def fit(
     size = 16 * capacity
     while True:
         first = max(_newest(conversation.turns, size), dropped)
-        needed, or_more = measured(first)
+        needed, is_lower_bound = measured(first)
         if needed > capacity - room or first == dropped:
             break
         size *= 4
     if needed <= capacity - room:
         return conversation, ""
-    words = f"more than {counted(needed, 'token')}" if first > dropped else _token_count(needed, or_more)
+    words = f"more than {counted(needed, 'token')}" if first > dropped else _token_count(needed, is_lower_bound)
     if choice != "drop-oldest":
         if tokens(turns) > capacity:
             raise Overflow(_too_long_alone(conversation, line, count, capacity, largest, choice, continues))
@@ -90,14 +90,14 @@ def _too_long_alone(
     parts = ["this message", *["its answer"] * continues, *["the system turn"] * system]
     what = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
     what += " alone need" if parts[1:] else " alone needs"
-    needed, or_more = _counted(count, Conversation(conversation.raw, conversation.system).prompt(line))
+    needed, is_lower_bound = _counted(count, Conversation(conversation.raw, conversation.system).prompt(line))
     fixes = ["ask for the rest in a separate message" if continues else "shorten it"]
     if system and _counted(count, Conversation(conversation.raw).prompt(line))[0] <= capacity:
         fixes.append("remove the system turn (/system -)")
     if needed <= largest:
-        fixes.append(f"start the chat with --max-seq-len {largest if or_more else min(largest, 2 * needed)}")
+        fixes.append(f"start the chat with --max-seq-len {largest if is_lower_bound else min(largest, 2 * needed)}")
     fix = "the chat ends" if choice == "stop" else " or ".join(fixes)
-    return f"{what} {_token_count(needed, or_more)}, the context holds {capacity:,}; {fix}"
+    return f"{what} {_token_count(needed, is_lower_bound)}, the context holds {capacity:,}; {fix}"
 
 
 def _counted(count: Callable, prompt) -> tuple[int, bool]:
@@ -105,8 +105,8 @@ def _counted(count: Callable, prompt) -> tuple[int, bool]:
     try:
         return count(prompt), False
     except TooLong as error:
-        return error.tokens, error.or_more
+        return error.tokens, error.is_lower_bound
 
 
-def _token_count(tokens: int, or_more: bool) -> str:
-    return f"{counted(tokens, 'token')}{' or more' if or_more else ''}"
+def _token_count(tokens: int, is_lower_bound: bool) -> str:
+    return f"{counted(tokens, 'token')}{' or more' if is_lower_bound else ''}"

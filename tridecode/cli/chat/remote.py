@@ -11,7 +11,7 @@ import httpx
 from ...errors import ParameterError, PromptError, TooLong, TridecodeError, brief
 from ...results import OutputChunk, Timings, Usage
 from ...sampling import SamplingParams
-from ...text.thinking import CLOSE, OPEN, SWITCH, strip_thinking
+from ...text.thinking import CLOSE, OPEN, THINKING_VARIABLE, strip_thinking
 from ..bench.client import message_of
 from ..terminal import did_you_mean, joined
 from .model import Model, Prompt, Thinking
@@ -22,17 +22,17 @@ OPENAI = {name: name for name in (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop",
 )}  # fmt: skip
 COMMON = OPENAI | {name: name for name in ("top_k", "min_p", "ignore_eos")}
-OURS = COMMON | {name: name for name in ("repetition_penalty", "stop_token_ids")}
+EXTENDED = COMMON | {name: name for name in ("repetition_penalty", "stop_token_ids")}
 # owned_by in /v1/models -> {our name of a sampling option that the server supports: its name}.
 OPTIONS = {
-    "tridecode": OURS,
-    "vllm": OURS,
-    "sglang": OURS,
+    "tridecode": EXTENDED,
+    "vllm": EXTENDED,
+    "sglang": EXTENDED,
     "llamacpp": COMMON | {"repetition_penalty": "repeat_penalty"},
 }
 COUNTING = ("tridecode", "vllm")  # their /tokenize accepts messages
 TEXTS = ("content", "text")  # fields of a choice that may hold its text
-THOUGHTS = ("reasoning_content", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "reasoning")
 
 
 class ServerError(TridecodeError):
@@ -107,7 +107,7 @@ class RemoteModel(Model):
             return Thinking(refusal="with --raw there is no chat template")
         if self.owner not in OPTIONS:  # these servers pass variables to the template
             return Thinking(True, refusal=f"a server of {self.owner} does not set variables of its chat template")
-        variables = {SWITCH: False} if mode == "off" else None
+        variables = {THINKING_VARIABLE: False} if mode == "off" else None
         return Thinking(True, variables=variables, advice="/think on leaves thinking to the server")
 
     def facts(self, last: OutputChunk | None) -> list[str]:
@@ -210,13 +210,13 @@ class Answer:
 
     def _text(self, choice: dict) -> str:
         part = choice.get("delta") or choice
-        thought = next(filter(None, map(part.get, THOUGHTS)), "")
+        reasoning = next(filter(None, map(part.get, REASONING_FIELDS)), "")
         text = next(filter(None, map(part.get, TEXTS)), "")
         if reason := choice.get("finish_reason"):
             self._reason = reason
         opened = ""
-        if thought:
-            opened, self._thinking = ("" if self._thinking else f"{OPEN}\n") + thought, True
+        if reasoning:
+            opened, self._thinking = ("" if self._thinking else f"{OPEN}\n") + reasoning, True
         return opened + (self._closed() + text if text else "")
 
     def _closed(self) -> str:
@@ -307,7 +307,7 @@ class Refused(TooLong):
 
     def __init__(self, message: str, tokens: int):
         PromptError.__init__(self, message)
-        self.tokens, self.or_more = tokens, "tokens or more" in message
+        self.tokens, self.is_lower_bound = tokens, "tokens or more" in message
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def load(chat, rest: str) -> None:
         chat.store = store
     show_last(chat)
     reloaded = chat.store and chat.store.name == chat.kept  # the open session was loaded again
-    chat.output.note(chat.describe() + ("" if reloaded else chat.kept_in()))
+    chat.output.note(chat.describe() + ("" if reloaded else chat.previous_session_note()))
 
 
 def export(chat, rest: str) -> None:
@@ -69,24 +69,24 @@ def title(chat, rest: str) -> None:
 def list_sessions(chat, rest: str) -> None:
     """Run /sessions and its actions rename and delete."""
     action, *names = rest.split() or [""]
-    mine = chat.store.name if chat.store else None
+    own_session = chat.store.name if chat.store else None
     if not action:
         entries = sessions.saved()
         for line in sessions.lines(entries[:LISTED], chat.output.errors.width):
-            chat.output.say(line)
+            chat.output.print_line(line)
         if len(entries) > LISTED:
             chat.output.note(f"and {counted(len(entries) - LISTED, 'older session')}; tridecode sessions lists all")
-        chat.output.note(f"this is session {mine}" if mine else "this conversation is not saved")
+        chat.output.note(f"this is session {own_session}" if own_session else "this conversation is not saved")
     elif action == "rename" and len(names) in (1, 2):
-        old, new = names if len(names) == 2 else (mine, names[0])
+        old, new = names if len(names) == 2 else (own_session, names[0])
         if old is None:
             chat.output.note("this conversation is not saved; use /sessions rename OLD NEW")
             return
-        chat.store.rename(new) if old == mine else sessions.rename(old, new)
+        chat.store.rename(new) if old == own_session else sessions.rename(old, new)
         chat.output.note(f"session {old} is now called {new}")
     elif action == "delete" and names:
-        if mine in names:
-            chat.output.note(f"session {mine} is in use; begin another with /clear before you delete it")
+        if own_session in names:
+            chat.output.note(f"session {own_session} is in use; begin another with /clear before you delete it")
             return
         sessions.delete(names)
         chat.output.note(f"deleted {counted(len(set(names)), 'session')}")

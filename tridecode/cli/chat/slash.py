@@ -82,18 +82,18 @@ def literal(message: str) -> str:
 
 def _help(chat, rest) -> None:
     for title, group in GROUPS.items():
-        chat.output.say(title, "bold")
+        chat.output.print_line(title, "bold")
         for command in group:
             if command.name != "/think" or chat.thinking.possible:
                 chat.output.entry(f"{command.name} {command.arguments}", command.help)
-    chat.output.say("Keys", "bold")
+    chat.output.print_line("Keys", "bold")
     for key, what in KEYS.items():
         chat.output.entry(key, what)
 
 
 def _clear(chat, rest) -> None:
     chat.replace_conversation(chat.new_conversation())
-    chat.output.note("a new conversation begins" + chat.kept_in())
+    chat.output.note("a new conversation begins" + chat.previous_session_note())
 
 
 def _system(chat, rest) -> None:
@@ -148,9 +148,9 @@ def _set(chat, rest) -> None:
     name, _, value = rest.partition(" ")
     if not name:
         for name in chat.settings():
-            chat.output.say(f"{name:<20} {chat.setting(name)}")
+            chat.output.print_line(f"{name:<20} {chat.setting(name)}")
         for name in CHOICES:
-            chat.output.say(f"{name:<20} {getattr(chat, name)}")
+            chat.output.print_line(f"{name:<20} {getattr(chat, name)}")
         return
     try:
         if (option := full_name(name)) in CHOICES:
@@ -181,7 +181,7 @@ def _copy(chat, rest) -> None:
 def _model(chat, rest) -> None:
     if rest:
         chat.switch(saving.unquote(rest))
-    chat.output.note(f"{chat.model.name} on {chat.model.device}: {chat.capacity_words()}")
+    chat.output.note(f"{chat.model.name} on {chat.model.device}: {chat.describe_capacity()}")
 
 
 def _think(chat, rest) -> None:
@@ -203,7 +203,7 @@ def _plain(chat, rest) -> None:
 
 def _stats(chat, rest) -> None:
     for line in stats.lines(chat):
-        chat.output.say(line)
+        chat.output.print_line(line)
 
 
 def quoted(text: str) -> str:

@@ -9,7 +9,7 @@ from ..bench.measure import step_bytes
 from ..bench.read import measure_read_bandwidth
 from ..terminal import counted, speed_line
 
-LEAST = 2**28  # bytes to read for a measurement, more than any cache holds
+MIN_BYTES = 2**28  # bytes to read for a measurement, more than any cache holds
 
 
 def lines(chat) -> list[str]:
@@ -17,7 +17,7 @@ def lines(chat) -> list[str]:
     rows, turns, dropped = chat.model.facts(chat.last), len(chat.conversation.turns), chat.conversation.dropped
     rows.append(counted(turns, "turn") + (f", {turns - dropped:,} of them sent to the model" if dropped else ""))
     if chat.last is None:
-        rows.append(f"{chat.capacity_words()}, no complete answer yet")
+        rows.append(f"{chat.describe_capacity()}, no complete answer yet")
     else:
         rows.append(f"last answer: {speed_line(chat.last.usage, chat.last.timings, chat.model.capacity, chat.seed)}")
     answers = counted(chat.answers, "answer")
@@ -38,8 +38,8 @@ def engine_lines(engine, last) -> list[str]:
 def gpu_lines(engine, last) -> list[str]:
     """Return the lines about GPU memory and the share of the read bandwidth that the last answer used."""
     free, whole = torch.cuda.mem_get_info(engine.device)
-    mine = torch.cuda.memory_reserved(engine.device)
-    rows = [f"GPU memory: {gib(mine)} GiB by this chat, {gib(whole - free)} of {gib(whole)} GiB in use"]
+    reserved = torch.cuda.memory_reserved(engine.device)
+    rows = [f"GPU memory: {gib(reserved)} GiB by this chat, {gib(whole - free)} of {gib(whole)} GiB in use"]
     rate = 0.0 if last is None else last.timings.tokens_per_second
     if rate:
         bandwidth = read_bandwidth(engine.device)
@@ -56,7 +56,7 @@ def gpu_lines(engine, last) -> list[str]:
 def read_bandwidth(device: torch.device) -> float | None:
     """Return bytes per second, measured at the first call; None if too little memory is free."""
     nbytes = min(2**32, free_memory(device) // 2)
-    if nbytes < LEAST:
+    if nbytes < MIN_BYTES:
         return None
     with torch.cuda.device(device):  # Triton launches on the current device
         bandwidth = measure_read_bandwidth(device, nbytes)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...errors import ParameterError
 from ...results import OutputChunk
 from ...sampling import SamplingParams
-from ...text.thinking import SWITCH, strip_thinking
+from ...text.thinking import THINKING_VARIABLE, strip_thinking
 from ..explain import explain
 from ..signals import one_interrupt
 from ..terminal import Output, counted, joined
@@ -23,7 +23,7 @@ from .turn import Turn
 
 log = logging.getLogger("tridecode")
 DEVICE_LOST = 3  # exit code
-IMPATIENCE = 1.0  # seconds after a stopped answer during which another Ctrl-C does not count as leaving
+INTERRUPT_GRACE = 1.0  # seconds after a stopped answer during which another Ctrl-C does not count as leaving
 COUNTING = "needs a server that counts tokens, as tridecode's and vLLM's do"
 
 
@@ -104,7 +104,7 @@ class Chat:
         if self.store:
             self.store.model = self.model.name
 
-    def capacity_words(self) -> str:
+    def describe_capacity(self) -> str:
         """Return the size of the context for display."""
         if self.model.capacity is None:
             return "context of unknown length"
@@ -230,7 +230,7 @@ class Chat:
 
     def fail(self, message: str, prefix: str = "") -> None:
         """Print the error of a turn. If the chat is not interactive, also set the exit code to 1."""
-        if SWITCH in message and self.thinking.advice:
+        if THINKING_VARIABLE in message and self.thinking.advice:
             message = joined(message, self.thinking.advice)
         self.output.error(joined(message, "the answer is unchanged" if prefix else "the turn is not kept"))
         if not self.interactive:
@@ -249,8 +249,8 @@ class Chat:
         def count(prompt: Prompt) -> int:
             return self.model.count(prompt, self.thinking, prefix)
 
-        most = self.params.max_tokens
-        base, note = fit(base, line, count, capacity, self.overflow, most, self.model.largest, bool(prefix))
+        max_tokens = self.params.max_tokens
+        base, note = fit(base, line, count, capacity, self.overflow, max_tokens, self.model.largest, bool(prefix))
         if note:
             self.output.note(note)
         return base
@@ -311,7 +311,7 @@ class Chat:
         if self.store:
             self.store.begin_new()
 
-    def kept_in(self) -> str:
+    def previous_session_note(self) -> str:
         """Return the part of a note that names the session of the previous conversation, or ""."""
         return f"; the previous one is saved in session {self.kept}" if self.kept else ""
 

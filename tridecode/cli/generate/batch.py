@@ -109,18 +109,18 @@ def read_request(index: int, key: int, line: str, args, output: Output) -> Reque
     """Return the request of a line. If the line is wrong, its error is set."""
     request = Request(index, key)
     try:
-        found = parse_json(line, f"line {index + 1}", output)
-        if not isinstance(found, dict):
-            raise PromptError(f'expected an object like {{"prompt": "..."}}, got {as_json(found)}')
-        if type(found.get("id", "")) not in (str, int):  # no bool; a fraction might be written differently later
-            raise PromptError(f"id must be a string or an integer, got {as_json(found['id'])}")
-        request.id = found.get("id")
-        for name in found:
+        fields = parse_json(line, f"line {index + 1}", output)
+        if not isinstance(fields, dict):
+            raise PromptError(f'expected an object like {{"prompt": "..."}}, got {as_json(fields)}')
+        if type(fields.get("id", "")) not in (str, int):  # no bool; a fraction might be written differently later
+            raise PromptError(f"id must be a string or an integer, got {as_json(fields['id'])}")
+        request.id = fields.get("id")
+        for name in fields:
             if name not in FIELDS:
                 known = f"known are {', '.join(FIELDS)}"
                 raise PromptError(f"unknown field {as_json(name)}; {did_you_mean(name, FIELDS) or known}")
-        request.prompt = prompt_of(found, args)
-        request.fields = {name: sampling_field(name, found[name]) for name in SAMPLING if name in found}
+        request.prompt = prompt_of(fields, args)
+        request.fields = {name: sampling_field(name, fields[name]) for name in SAMPLING if name in fields}
         SamplingParams(**request.fields)
     except TridecodeError as error:
         request.error = one_line(error).removeprefix(f"line {index + 1}: ")
@@ -195,7 +195,7 @@ class Answers:
         self._params: SamplingParams
         self.loaded = False
         self.answered = self.failed = self.tokens = 0
-        self._under_way: deque[Request] = deque()
+        self._running: deque[Request] = deque()
         self._started = time.perf_counter()
 
     def run(self, requests: Iterator[Request], load: Callable) -> None:
@@ -209,27 +209,27 @@ class Answers:
         self.engine, self._params = load(self._args, self._output)
         self.loaded = True
         self._started = time.perf_counter()
-        most = self.engine.slots + (self._args.max_queue or WAITING * self.engine.slots)
+        limit = self.engine.slots + (self._args.max_queue or WAITING * self.engine.slots)
         between = self._output.tty and self._args.output is None  # a bar would be between the lines of stdout
         bar = progress("answering", self._output, self.rate, shows=not between)
         task = bar.add_task("answering", total=self._before + self._left, completed=self._before + self.failed)
         try:
             with bar, unechoed(not bar.disable, bar.stop, bar.start):
                 for request in chain([first], requests):
-                    self._under_way.append(self._begin(request))
-                    while len(self._under_way) >= most:
+                    self._running.append(self._begin(request))
+                    while len(self._running) >= limit:
                         self._end_one()
                         bar.advance(task)
-                while self._under_way:
+                while self._running:
                     self._end_one()
                     bar.advance(task)
         except (KeyboardInterrupt, SystemExit):
-            for each in self._under_way:
+            for each in self._running:
                 if each.ended:
                     self._put(each, self._line(each))
             raise
         finally:
-            for each in self._under_way:
+            for each in self._running:
                 if each.handle is not None and not each.ended:
                     each.handle.cancel()
 
@@ -245,9 +245,9 @@ class Answers:
 
     def _end_one(self) -> None:
         """Wait for the next answer and write it."""
-        request = self._first_ended() if self._args.unordered else self._under_way[0]
+        request = self._first_ended() if self._args.unordered else self._running[0]
         line = self._line(request)
-        self._under_way.remove(request)
+        self._running.remove(request)
         self._put(request, line)
 
     def _put(self, request: Request, line: str) -> None:
@@ -260,7 +260,7 @@ class Answers:
 
     def _first_ended(self) -> Request:
         """Wait until one of the oldest requests, which occupy the slots, has ended, and return it."""
-        oldest = list(islice(self._under_way, self.engine.slots))
+        oldest = list(islice(self._running, self.engine.slots))
         if not any(each.ended for each in oldest):
             with suppress(*FAILURES):  # the next result() raises it as an error of its line
                 self.engine.wait([each.handle for each in oldest if each.handle is not None])
@@ -293,6 +293,6 @@ class Answers:
 
     def rate(self) -> float:
         """Return tokens per second, including unfinished answers, for the thread of the progress bar."""
-        handles = [each.handle for each in list(self._under_way)]
+        handles = [each.handle for each in list(self._running)]
         tokens = self.tokens + sum(handle.completion_tokens for handle in handles if handle)
         return tokens / (time.perf_counter() - self._started)

@@ -23,7 +23,7 @@ from .batch import batch
 from .prompts import encoded, read_prompt, report, reuse
 
 LAST_SEED = 2**64 - 1
-MOST = 4 * STRUCTURE_CHARACTERS  # bytes of a schema or a grammar
+MAX_STRUCTURE_BYTES = 4 * STRUCTURE_CHARACTERS  # bytes of a schema or a grammar
 
 
 def generate(args, output: Output) -> int:
@@ -33,7 +33,7 @@ def generate(args, output: Output) -> int:
         args.system = clean(args.system, "--system", output)
     for name in ("json_schema", "grammar"):
         if (file := getattr(args, name)) is not None:
-            setattr(args, name, read_file(file, output, MOST))
+            setattr(args, name, read_file(file, output, MAX_STRUCTURE_BYTES))
     if args.jsonl is not None:
         return batch(args, output)
     prompt = read_prompt(args, output)
@@ -106,12 +106,12 @@ def seeded(params, n: int) -> Iterator:
 
 def submitted(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Iterator[tuple[int | None, Request]]:
     """Yield seed and request of each answer in order. As many requests run as the engine has slots."""
-    under_way: deque[tuple[int | None, Request]] = deque()
+    running: deque[tuple[int | None, Request]] = deque()
     for params in several:
-        under_way.append((params.seed, engine.submit(prompt, params, **options)))
-        if len(under_way) == engine.slots:
-            yield under_way.popleft()
-    yield from under_way
+        running.append((params.seed, engine.submit(prompt, params, **options)))
+        if len(running) == engine.slots:
+            yield running.popleft()
+    yield from running
 
 
 def write_text(request: Request, write: Callable[[str], None], waiting: Waiting) -> OutputChunk:

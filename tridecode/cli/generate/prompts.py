@@ -35,19 +35,19 @@ def read_prompt(args, output: Output) -> Prompt:
 def read_messages(args, output: Output) -> Prompt:
     """Return the chat in a file: messages, or a saved session, whose last message is answered again."""
     path = args.messages
-    found = parse_json(read_file(path, output), path, output)
-    if session.is_session(found):
+    value = parse_json(read_file(path, output), path, output)
+    if session.is_session(value):
         try:
-            saved = session.parse(found)
+            saved = session.parse(value)
             if not saved.turns:
                 raise ValueError("it has no turns")
-            found = saved.messages()[:-1]
+            value = saved.messages()[:-1]
         except ValueError as error:
             raise PromptError(f"{path}: not a session that can be answered ({error})") from None
         output.note(f"{path}: a saved session; its last message is answered again")
-    elif isinstance(found, dict) and "messages" in found:
-        found = found["messages"]
-    return with_system(check_messages(found, path), args, path)
+    elif isinstance(value, dict) and "messages" in value:
+        value = value["messages"]
+    return with_system(check_messages(value, path), args, path)
 
 
 def with_system(messages: list[dict], args, place: str) -> list[dict]:
@@ -71,7 +71,7 @@ def reuse(args) -> dict:
 
 def report(result: Result, engine: Engine) -> dict:
     """Return a Result for JSON. It is dumped as ASCII, so no reader takes a separator for the end of a line."""
-    found = {
+    value = {
         "token_ids": result.token_ids,
         "text": result.text,
         "finish_reason": result.finish_reason,
@@ -81,13 +81,13 @@ def report(result: Result, engine: Engine) -> dict:
     }
     if result.logprobs is not None:
         entry = partial(logprob_entry, tokenizer_of(engine))
-        found["logprobs"] = [
+        value["logprobs"] = [
             entry(token, each.logprob) | {"top": [entry(*top) for top in each.top]}
             for token, each in zip(result.token_ids, result.logprobs)
         ]
     if result.error is not None:
-        found["error"] = explain(GenerationError(result.error))
-    return found
+        value["error"] = explain(GenerationError(result.error))
+    return value
 
 
 def logprob_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:

@@ -12,7 +12,7 @@ from ...errors import PromptError
 from ..outputs import naming, open_special, text_sink, writer
 from ..terminal import Output
 
-OTHER = "give --output another name, or move this file away"
+RENAME_FIX = "give --output another name, or move this file away"
 Answered = Callable[[int, str], bool]
 LONGEST = 64 << 20  # bytes of a line
 # The beginning of every line, and of a line that was cut off within it.
@@ -46,14 +46,14 @@ def open_results(
             yield set(), writer(special, path, flush=True)
             return
         file = files.enter_context(locked(path))
-        found = {index for _, index in entries(file, answered, path)}
-        if None in found:
+        indices = {index for _, index in entries(file, answered, path)}
+        if None in indices:
             with text_sink(path, output) as write:
                 for line, index in entries(file, answered, path):
                     if index is not None:
                         write(line.decode())
             file = files.enter_context(locked(path))  # text_sink has replaced the file
-        yield {index for index in found if index is not None}, writer(file, path, flush=True)
+        yield {index for index in indices if index is not None}, writer(file, path, flush=True)
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def entries(file: TextIO, answered: Answered, path: str) -> Iterator[tuple[bytes
         else:
             start = line.rstrip(b"\0")
             if start and not is_cut_off(start, answered, number == 1):
-                raise PromptError(f"{path}: its last line is not a result of this command; {OTHER}")
+                raise PromptError(f"{path}: its last line is not a result of this command; {RENAME_FIX}")
             if len(start) < len(line):
                 raise nul_bytes(path, offset + len(start))
             yield line, None
@@ -105,7 +105,7 @@ def entries(file: TextIO, answered: Answered, path: str) -> Iterator[tuple[bytes
 def nul_bytes(path: str, offset: int) -> PromptError:
     return PromptError(
         f"{path}: from byte {offset:,} on it contains NUL bytes, probably after a power failure; "
-        f"cut them off with truncate --size={offset}, or {OTHER}"
+        f"cut them off with truncate --size={offset}, or {RENAME_FIX}"
     )
 
 
@@ -116,13 +116,13 @@ def answered_by(line: bytes, answered: Answered, place: str) -> int | None:
             raise ValueError
         index, error = int(head[1]), entry.get("error")
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise PromptError(f"{place} is not a result of this command; {OTHER}") from None
+        raise PromptError(f"{place} is not a result of this command; {RENAME_FIX}") from None
     if isinstance(error, str) and error.startswith(f"line {index + 1}: "):
         return None
     if error is not None or not {"token_ids", "text", "finish_reason"} <= entry.keys():
-        raise PromptError(f"{place} is not a result of this command; {OTHER}")
+        raise PromptError(f"{place} is not a result of this command; {RENAME_FIX}")
     if not answered(index, head[2].decode()):
-        raise PromptError(f"{place} answers a line that is not in the input; {OTHER}")
+        raise PromptError(f"{place} answers a line that is not in the input; {RENAME_FIX}")
     return index
 
 

@@ -23,7 +23,7 @@ from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, r
 from ..bench.passes import enqueue, rewind
 from ..terminal import Output, counted
 from . import draw
-from .records import Span, apart, chained, read_records, split_steps, summarize, typical
+from .records import Span, chained, read_records, separate_spans, split_steps, summarize, typical
 
 STEPS, DROPPED = 20, 4  # counted decode passes, and uncounted ones before them
 CHUNKS, DROPPED_CHUNKS = 5, 2
@@ -47,7 +47,7 @@ def run(args, output: Output) -> int:
     step_trace = decode_trace(engine, args.context, args.rows)
     steps = decode_spans(step_trace, engine, args.rows)
     chunk_trace = prefill_trace(engine, args.prompt_tokens)
-    chunks = apart(split_steps(read_records(chunk_trace), CHUNKS + DROPPED_CHUNKS), DROPPED_CHUNKS)
+    chunks = separate_spans(split_steps(read_records(chunk_trace), CHUNKS + DROPPED_CHUNKS), DROPPED_CHUNKS)
     report = {
         "command": "profile",
         **model_facts(engine, args),
@@ -190,7 +190,7 @@ def table(part: dict) -> list[str]:
 def step_launches(model: DecodeModel, rows: int = 1) -> list[Launch]:
     """Return the launches of a greedy step, in order."""
     recorder = Recorder()
-    decode.decode_pass(recorder, model.of_rows(rows), "greedy")
+    decode.decode_pass(recorder, model.for_rows(rows), "greedy")
     return recorder.launches
 
 

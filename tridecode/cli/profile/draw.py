@@ -9,7 +9,7 @@ from .records import Span
 WIDTH, LEFT, RIGHT = 1000, 20, 20
 LANES, LANE = 3, 18  # rows for overlapping launches; height of a row in pixels
 COLORS = ("#d9822b", "#c75c7f", "#8a8f98", "#9a6fc9", "#b59a3c", "#7f9a3b", "#3aa08f", "#4c8bd6")
-OTHER = "#6f8299"  # color of further roles
+OTHER_COLOR = "#6f8299"  # color of further roles
 STYLE = """\
 <style>
 text { font: 12px sans-serif; fill: #1f2328 } .title { font-weight: bold }
@@ -50,7 +50,7 @@ def timeline(title: str, step: Sequence[Span]) -> str:
 def colors_of(ops: Iterable[str]) -> dict[str, str]:
     """Return role -> color, the same for equal sets of roles."""
     roles = sorted(set(ops))
-    return dict(zip(roles, COLORS)) | dict.fromkeys(roles[len(COLORS) :], OTHER)
+    return dict(zip(roles, COLORS)) | dict.fromkeys(roles[len(COLORS) :], OTHER_COLOR)
 
 
 def legend(ops: Sequence[str], y: float) -> list[str]:
@@ -92,11 +92,11 @@ def track(title: str, spans: Sequence[Span], top: float, colors: dict[str, str],
 
 def shares(title: str, kernels: Sequence[dict]) -> str:
     """Draw a bar for each role, as long as its share of the step."""
-    parts, y, start, most = [text(LEFT, 24, title, 'class="title"')], 40, 330, 360
+    parts, y, start, max_width = [text(LEFT, 24, title, 'class="title"')], 40, 330, 360
     colors = colors_of(role["op"] for role in kernels)
     largest = max(role["share_pct"] for role in kernels)
     for role in kernels:
-        width = max(most * role["share_pct"] / largest, 1) if largest else 1
+        width = max(max_width * role["share_pct"] / largest, 1) if largest else 1
         name = role["op"] if len(role["op"]) <= 44 else role["op"][:43] + "…"
         words = f"{role['share_pct']:.1f}% · {role['launches']} x {role['mean_us']:.2f} µs"
         if role.get("pct_bandwidth") is not None:

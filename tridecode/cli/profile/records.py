@@ -95,7 +95,7 @@ def chained(steps: Sequence[Sequence[Record]], ops: Sequence[str], drop: int) ->
     return [attribute(step, ops, before) for step, before in zip(steps[drop:], ends[drop - 1 :])]
 
 
-def apart(steps: Sequence[Sequence[Record]], drop: int) -> list[list[Span]]:
+def separate_spans(steps: Sequence[Sequence[Record]], drop: int) -> list[list[Span]]:
     """Return the spans of steps between which the host waits. The names of the records serve as roles."""
     return [attribute(step, [short_name(r.name) for r in step], step[0].start) for step in steps[drop:]]
 
@@ -131,10 +131,10 @@ def summarize(steps: Sequence[Sequence[Span]]) -> dict:
 
 def summarize_op(op: str, steps: Sequence[Sequence[Span]]) -> dict:
     """Return the figures of a role. mean_us is the cost of a launch, recorded_us its duration with waits."""
-    mine = [[span for span in step if span.op == op] for step in steps]
-    launches = len(mine[0])
-    cost = median(sum(span.cost for span in spans) for spans in mine)
-    recorded = median(mean(span.end - span.start for span in spans) for spans in mine)
+    op_spans = [[span for span in step if span.op == op] for step in steps]
+    launches = len(op_spans[0])
+    cost = median(sum(span.cost for span in spans) for spans in op_spans)
+    recorded = median(mean(span.end - span.start for span in spans) for spans in op_spans)
     return {
         "op": op,
         "launches": launches,

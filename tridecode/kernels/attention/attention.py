@@ -25,7 +25,7 @@ from ..common import (
 )
 from ..op import Op
 from .arguments import Heads, KVLayer, Rope, Scratch, Sizes
-from .fp8_kv import held, put, row_bytes
+from .fp8_kv import load_cells, row_bytes, store_cells
 from .fp8_tiles import warp_positions
 from .one_query import attend_query
 from .pages import Cache
@@ -58,7 +58,7 @@ class Limits(NamedTuple):
 
 
 @triton.jit
-def _most_splits(blocks, LIMITS: tl.constexpr):
+def _max_splits(blocks, LIMITS: tl.constexpr):
     """Return the maximum number of splits for `blocks` blocks.
 
     It is SHORT_SPLITS, or more, up to SPLITS, if a split would otherwise have more than SHORT_ITERATIONS iterations.
@@ -75,7 +75,7 @@ def _longest(
     offs_m = tl.arange(0, BLOCK_M)
     positions = tl.load(meta_ptr + offs_m * (QUERIES * META_WIDTH) + POSITION, mask=offs_m < REQUESTS, other=0)
     _, _, blocks = blocks_seen(positions, SIZES.BLOCK_T, SIZES.WINDOW)
-    return _most_splits(tl.max(blocks, 0), LIMITS)
+    return _max_splits(tl.max(blocks, 0), LIMITS)
 
 
 @triton.jit
@@ -99,9 +99,9 @@ def _share(position, QUERIES: tl.constexpr, LIMITS: tl.constexpr, SIZES: tl.cons
     """
     start, first_block, blocks = blocks_seen(position, SIZES.BLOCK_T, SIZES.WINDOW)
     if QUERIES == 1:  # one split if it needs only prefetched tiles: they cost less than combining
-        length = SIZES.TILES if blocks <= SIZES.TILES else tl.cdiv(blocks, _most_splits(blocks, LIMITS))
+        length = SIZES.TILES if blocks <= SIZES.TILES else tl.cdiv(blocks, _max_splits(blocks, LIMITS))
     else:
-        length = tl.maximum(tl.cdiv(blocks, _most_splits(blocks, LIMITS)), LIMITS.LEAST)
+        length = tl.maximum(tl.cdiv(blocks, _max_splits(blocks, LIMITS)), LIMITS.LEAST)
     return start, first_block, length, tl.cdiv(blocks, length)
 
 
@@ -300,16 +300,16 @@ def attention_ref(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, hea
         at = rope.cos[position], rope.sin[position]
         q, k = rotated(q, rope.q_norm, *at, rope.eps), rotated(k, rope.k_norm, *at, rope.eps)
         cell = table[position // page], slice(None), position % page
-        put(kv.k, cell, k)
-        put(kv.v, cell, v)
+        store_cells(kv.k, cell, k)
+        store_cells(kv.v, cell, v)
         start = max(position - heads.window + 1, 0) if heads.window else 0
         if start // page == position // page:
             cells = table[start // page], slice(None), slice(start % page, position % page + 1)
-            keys, values = held(kv.k, cells), held(kv.v, cells)
+            keys, values = load_cells(kv.k, cells), load_cells(kv.v, cells)
         else:
             t = torch.arange(start, position + 1, device=table.device)
             each = table[t // page], slice(None), t % page
-            keys, values = held(kv.k, each).transpose(0, 1), held(kv.v, each).transpose(0, 1)
+            keys, values = load_cells(kv.k, each).transpose(0, 1), load_cells(kv.v, each).transpose(0, 1)
         scores = (q.view(heads.kv, -1, heads.dim) @ keys.float().transpose(1, 2)) * heads.scale
         out[row] = (torch.softmax(scores, -1) @ values.float()).reshape(-1).to(out.dtype)
 

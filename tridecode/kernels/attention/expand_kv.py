@@ -8,7 +8,7 @@ from ..common import interpreted, options
 from ..device import device_of
 from ..op import Op
 from .arguments import KVLayer
-from .fp8_kv import held, row_bytes, words_to_numbers
+from .fp8_kv import load_cells, row_bytes, words_to_numbers
 
 PROGRAMS = 8  # programs for each multiprocessor
 WARPS = 4
@@ -88,7 +88,7 @@ def expand_kv_ref(chunks, kv: KVLayer, keys, values):
     """Compute `expand_kv` in torch."""
     for chunk in listed(chunks):
         pages = kv.table[chunk.slot, : -(-chunk.end // kv.page)].long()
-        keys[pages], values[pages] = (held(cache, (pages,)).to(keys.dtype) for cache in (kv.k, kv.v))
+        keys[pages], values[pages] = (load_cells(cache, (pages,)).to(keys.dtype) for cache in (kv.k, kv.v))
 
 
 def expand_kv_bytes(chunks, kv: KVLayer, keys, values) -> int:

@@ -128,7 +128,7 @@ def to_e4m3(x):
 
 
 @triton.jit
-def put_fp8(new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr, v_scale_ptr, mask_k, mask_d, write):
+def store_cells_fp8(new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr, v_scale_ptr, mask_k, mask_d, write):
     """Store a token's K (in every row) and V, fp32, if `write`. Return both as the cache holds them."""
     k_scale, k_inverse = e4m3_scale(new_k, 1)
     v_scale, v_inverse = e4m3_scale(new_v, 0)
@@ -180,14 +180,14 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale[..., 0].bfloat16()
 
 
-def held(cache: torch.Tensor, index) -> torch.Tensor:
+def load_cells(cache: torch.Tensor, index) -> torch.Tensor:
     """Return cache[index], in fp32 if the cache is fp8. index selects pages, heads and positions."""
     if not is_fp8(cache):
         return cache[index]
     return cache[index].contiguous().view(torch.float8_e4m3fn).float() * scales(cache)[index].float()[..., None]
 
 
-def put(cache: torch.Tensor, index, x: torch.Tensor) -> None:
+def store_cells(cache: torch.Tensor, index, x: torch.Tensor) -> None:
     """Set cache[index] = x, where x is fp32."""
     if not is_fp8(cache):
         cache[index] = x.to(cache.dtype)

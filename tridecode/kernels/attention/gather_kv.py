@@ -6,7 +6,7 @@ import triton.language as tl
 from ..common import cdiv, interpreted, next_power_of_2, options
 from ..op import Op
 from .arguments import KVLayer
-from .fp8_kv import from_e4m3, held, is_fp8, row_bytes
+from .fp8_kv import from_e4m3, is_fp8, load_cells, row_bytes
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -76,7 +76,7 @@ def gather_kv_ref(table, k_cache, v_cache, positions, keys, values):
     for index in range(-(-positions // page)):
         first, end = index * page, min((index + 1) * page, positions)
         cells = table[index], slice(None), slice(0, end - first)
-        keys[:, first:end], values[:, first:end] = held(k_cache, cells), held(v_cache, cells)
+        keys[:, first:end], values[:, first:end] = load_cells(k_cache, cells), load_cells(v_cache, cells)
 
 
 def gather_kv_bytes(table, k_cache, v_cache, positions, keys, values) -> int:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .fp8_kv import put_fp8
+from .fp8_kv import store_cells_fp8
 from .rope import partner_of
 
 
@@ -55,7 +55,7 @@ def store_token(cache, page, cell, position, k, v, write, PAGE: tl.constexpr, D:
     k_ptrs, v_ptrs = cache.k_ptr + cell + (offs_g * 0)[:, None] + offs_d[None, :], cache.v_ptr + cell + offs_d
     if FP8:
         scale = page * cache.stride_sp + position % PAGE
-        k, v = put_fp8(
+        k, v = store_cells_fp8(
             k, v, k_ptrs, v_ptrs, cache.k_scale_ptr + scale, cache.v_scale_ptr + scale, mask_k, mask_d, write
         )
     else:

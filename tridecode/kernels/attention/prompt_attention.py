@@ -14,7 +14,7 @@ from ..common import cdiv, gdc_launch_dependents, gdc_wait, interpreted, next_po
 from ..op import Op
 from . import prompt_attention_hopper
 from .arguments import Heads, KVLayer, Scratch
-from .fp8_kv import from_e4m3, held, row_bytes, scales
+from .fp8_kv import from_e4m3, load_cells, row_bytes, scales
 from .pages import pool_rows
 from .prompt_splits import (
     Blocks,
@@ -44,7 +44,7 @@ class PromptAttentionConfig:
     splits: int = 8  # maximum number of splits of a block
     least: int = 4  # minimum number of pages of a split
     heads: int = 1  # maximum number of query heads of one K/V head in a block
-    apart: bool = False  # a separate launch combines the splits; otherwise the split that finishes last does
+    separate_combine: bool = False  # a separate launch combines the splits; otherwise the split that finishes last does
     dependent: bool = False  # the launch may start while the previous kernel drains
     hopper: int = 0  # programs of prompt_attention_hopper, which runs the launches that fit it; 0: never use it
 
@@ -120,7 +120,7 @@ def _prompt_attention_kernel(
     MAX_ITEMS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, LEAST: tl.constexpr,
     KV_HEADS: tl.constexpr,
     STAGES: tl.constexpr,
-    APART: tl.constexpr,
+    SEPARATE_COMBINE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -152,7 +152,7 @@ def _prompt_attention_kernel(
     )
     TYPE: tl.constexpr = tl.float32 if INTERPRETED else q_ptr.dtype.element_ty
     partials = Partials(partial_ptr, lse_ptr, counter_ptr)
-    if APART and not INTERPRETED:  # the interpreter supports neither this instruction nor gdc_wait
+    if SEPARATE_COMBINE and not INTERPRETED:  # the interpreter supports neither this instruction nor gdc_wait
         gdc_launch_dependents()
     total = tl.sum(blocks_of(chunks_ptr, ROWS), 0)
     if PDL and total == 0:
@@ -164,11 +164,11 @@ def _prompt_attention_kernel(
         part, split = item % PARTS, item // PARTS % splits
         block = block_of(chunks_ptr, total - 1 - item // PARTS // splits, BLOCKS)
         begin, end, share, used = shares(block, splits, BLOCKS)
-        whole = begin if WINDOW > 0 else (block.position + 1) // PAGE * PAGE  # end of the pages that all rows see
+        whole_end = begin if WINDOW > 0 else (block.position + 1) // PAGE * PAGE  # end of the pages that all rows see
         if split < used:
             begin += split * share * PAGE
             end = tl.minimum(end, begin + share * PAGE)
-            whole = tl.maximum(tl.minimum(whole, end), begin)
+            whole_end = tl.maximum(tl.minimum(whole_end, end), begin)
             own_table_ptr = table_ptr + block.slot * stride_table
             page = tl.load(own_table_ptr + begin // PAGE)  # before q, so that the latencies overlap
             if PDL:
@@ -192,13 +192,13 @@ def _prompt_attention_kernel(
             sums = acc, l, m
             if WINDOW == 0:
                 sums = _attend_pages(
-                    sums, q, pool_desc, pool, own_table_ptr, page, begin, whole, positions, False, STAGES, FP8,
+                    sums, q, pool_desc, pool, own_table_ptr, page, begin, whole_end, positions, False, STAGES, FP8,
                     INTERPRETED, BLOCKS,
                 )  # fmt: skip
-                page = tl.load(own_table_ptr + tl.minimum(whole, end - 1) // PAGE)
+                page = tl.load(own_table_ptr + tl.minimum(whole_end, end - 1) // PAGE)
             acc, l, m = _attend_pages(
-                sums, q, pool_desc, pool, own_table_ptr, page, whole, end, positions, True, STAGES, FP8, INTERPRETED,
-                BLOCKS,
+                sums, q, pool_desc, pool, own_table_ptr, page, whole_end, end, positions, True, STAGES, FP8,
+                INTERPRETED, BLOCKS,
             )  # fmt: skip
             if used == 1:
                 store_rows(out_ptr, acc / l[:, None], tile, block, head, BLOCKS)
@@ -208,7 +208,7 @@ def _prompt_attention_kernel(
                 tl.store(partial_ptr + item * (BLOCK_M * BLOCK_D) + cells, acc, mask=mask_m[:, None])
                 tl.store(lse_ptr + item * (2 * BLOCK_M) + tile, m, mask=mask_m)
                 tl.store(lse_ptr + item * (2 * BLOCK_M) + BLOCK_M + tile, l, mask=mask_m)
-                if not APART:
+                if not SEPARATE_COMBINE:
                     tl.debug_barrier()
                     own_counter_ptr = counter_ptr + item // (PARTS * splits) * PARTS + part
                     if tl.atomic_add(own_counter_ptr, 1) == used - 1:
@@ -259,7 +259,9 @@ def prompt_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads
     room = config.programs * config.block_m * blocks.BLOCK_D
     assert scratch.partial.numel() >= room, "less scratch than the launch config needs"
     items = cdiv(len(q), blocks.ROWS) * blocks.PARTS
-    apart = config.apart and 2 * items <= config.programs  # with more items only passes with much padding are split
+    separate_combine = (
+        config.separate_combine and 2 * items <= config.programs
+    )  # with more items only passes with much padding are split
     pdl = config.dependent and not interpreted()
     # With a program for each item the GPU assigns the work, which is better than any fixed share.
     _prompt_attention_kernel[(max(config.programs, min(items, 8 * config.programs)),)](
@@ -282,14 +284,14 @@ def prompt_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads
         *blocks,
         heads.kv,
         config.stages,
-        apart,
+        separate_combine,
         rows_at_once(blocks.BLOCK_S * blocks.BLOCK_D, 64, config.num_warps, config.block_m),
         kv.fp8,
         interpreted(),
         pdl,
         **options(config.num_warps, pdl),
     )
-    if apart:
+    if separate_combine:
         at_once = rows_at_once(blocks.BLOCK_S * blocks.BLOCK_D, 64, 4, config.block_m)
         dependent = not interpreted()
         _prompt_splits_kernel[(items * config.block_m // at_once,)](
@@ -303,9 +305,9 @@ def prompt_attention_ref(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: H
         first = max(chunk.start - heads.window + 1, 0) // kv.page if heads.window else 0  # page
         table = kv.table[chunk.slot, first : -(-chunk.end // kv.page)].long()
         if len(table) == 1:  # a view of one page, without a copy
-            both = (held(cache, (table[0],)) for cache in (kv.k, kv.v))
+            both = (load_cells(cache, (table[0],)) for cache in (kv.k, kv.v))
         else:
-            both = (held(cache, (table,)).transpose(0, 1).flatten(1, 2) for cache in (kv.k, kv.v))
+            both = (load_cells(cache, (table,)).transpose(0, 1).flatten(1, 2) for cache in (kv.k, kv.v))
         keys, values = (cache[None, :, : chunk.end - first * kv.page].to(q.dtype) for cache in both)
         attend_masked(
             q[chunk.rows].transpose(0, 1)[None], keys, values,

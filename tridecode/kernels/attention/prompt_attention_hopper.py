@@ -35,7 +35,7 @@ V_READ = gl.constexpr(8)
 
 
 @gluon.jit
-def _meet(bar):
+def _arrive_and_wait(bar):
     """Wait at a named barrier until all threads have arrived."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [bar, THREADS], gl.int32, False, 1)
 
@@ -73,10 +73,10 @@ def _uniform(x):
 def _rounds(items):
     """Return the number of items of this program."""
     place = gl.program_id(0)
-    whole = items // gl.num_programs(0)
-    if whole % 2 == 1:
+    rounds = items // gl.num_programs(0)
+    if rounds % 2 == 1:
         place = gl.num_programs(0) - 1 - place
-    return whole + (whole * gl.num_programs(0) + place < items).to(gl.int32)
+    return rounds + (rounds * gl.num_programs(0) + place < items).to(gl.int32)
 
 
 @gluon.jit
@@ -138,15 +138,15 @@ def _copy_items(
             row0 = gl.load(own_table_ptr + gl.minimum(tile * 2, last)) * rows_of_page + head_row
             row1 = gl.load(own_table_ptr + gl.minimum(tile * 2 + 1, last)) * rows_of_page + head_row
             if c >= STAGES:
-                _meet(K_READ + stage)
+                _arrive_and_wait(K_READ + stage)
             _copy_tile(pool_desc, row0 + k_row, row1 + k_row, k_full.index(stage), k_smem.index(stage))
             if c >= STAGES:
-                _meet(V_READ + stage)
+                _arrive_and_wait(V_READ + stage)
             _copy_tile(pool_desc, row0 + v_row, row1 + v_row, v_full.index(stage), v_smem.index(stage))
             c += 1
     for i in range(gl.maximum(c - STAGES, 0), c):  # complete all barriers
-        _meet(K_READ + i % STAGES)
-        _meet(V_READ + i % STAGES)
+        _arrive_and_wait(K_READ + i % STAGES)
+        _arrive_and_wait(V_READ + i % STAGES)
 
 
 @gluon.jit
@@ -157,8 +157,8 @@ def _softmax(s, l, m, scale, first_t, positions, MASKED: gl.constexpr):
         offs_t = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_L))
         s = gl.where(offs_t[None, :] <= (positions - first_t)[:, None], s, float("-inf"))
     # In parts: a chain of all maxima of a row would have a longer latency.
-    most = gl.max(gl.max(gl.max(gl.reshape(s, [HALF, 4, BLOCK_N // 32, 8]), 2), 1), 1)
-    m_new = gl.maximum(m, gl.convert_layout(most, gl.SliceLayout(1, S_L)) * scale)
+    largest = gl.max(gl.max(gl.max(gl.reshape(s, [HALF, 4, BLOCK_N // 32, 8]), 2), 1), 1)
+    m_new = gl.maximum(m, gl.convert_layout(largest, gl.SliceLayout(1, S_L)) * scale)
     p = gl.exp2(s * scale - m_new[:, None])
     alpha = gl.exp2(m - m_new)
     return p, l * alpha + gl.sum(p, 1), m_new, alpha

@@ -157,17 +157,17 @@ def _prompt_splits_kernel(
             sum_splits(partials, item, used, out_ptr, first, block, part * TOGETHER, AT_ONCE, BLOCKS)
 
 
-def heads_together(group: int, most: int) -> int:
+def heads_together(group: int, limit: int) -> int:
     """Return the number of heads of one K/V head that share a block: the largest power of two that divides `group`.
 
-    The result is at most `most`.
+    The result is at most `limit`.
     """
-    return min(group & -group, most)
+    return min(group & -group, limit)
 
 
-def rows_at_once(columns: int, registers: int, num_warps: int, most: int) -> int:
+def rows_at_once(columns: int, registers: int, num_warps: int, limit: int) -> int:
     """Return how many rows of `columns` fp32 columns fit into `registers` registers of each thread: a power of two.
 
-    The result is at most `most`.
+    The result is at most `limit`.
     """
-    return max(min(registers * 32 * num_warps // columns, most), 1)
+    return max(min(registers * 32 * num_warps // columns, limit), 1)

@@ -7,7 +7,7 @@ from ..chunks import chunk_of, listed
 from ..common import gdc_launch_dependents, interpreted, next_power_of_2, options
 from ..op import Op
 from .arguments import Heads, KVLayer, Rope
-from .fp8_kv import e4m3_scale, put, to_e4m3
+from .fp8_kv import e4m3_scale, store_cells, to_e4m3
 from .rope import Rotary, partner_of, rms_rope, rotated, rotation
 
 
@@ -136,8 +136,8 @@ def rope_write_ref(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads):
         for index in range(start // page, -(-end // page)):
             first, last = max(index * page, start), min((index + 1) * page, end)
             cells = table[index], slice(None), slice(first - index * page, last - index * page)
-            put(kv.k, cells, new_k[first - start : last - start].transpose(0, 1))
-            put(kv.v, cells, new_v[first - start : last - start].transpose(0, 1))
+            store_cells(kv.k, cells, new_k[first - start : last - start].transpose(0, 1))
+            store_cells(kv.v, cells, new_v[first - start : last - start].transpose(0, 1))
 
 
 def rope_write_bytes(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads) -> int:

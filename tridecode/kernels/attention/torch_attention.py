@@ -10,7 +10,7 @@ from ...layout import Chunk
 from ..chunks import listed
 from ..op import Op
 from .arguments import Heads, KVLayer, Scratch
-from .fp8_kv import held
+from .fp8_kv import load_cells
 from .gather_kv import gather_kv
 from .prompt_attention import prompt_attention_bytes
 
@@ -52,7 +52,7 @@ def block_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads)
         for first in range(chunk.start, chunk.end, page):
             end, row = min(first + page, chunk.end), chunk.first + first - chunk.start
             pages = kv.table[chunk.slot, : first // page + 1].long()
-            keys, values = (held(cache, (pages,)).transpose(0, 1).flatten(1, 2).float() for cache in (kv.k, kv.v))
+            keys, values = (load_cells(cache, (pages,)).transpose(0, 1).flatten(1, 2).float() for cache in (kv.k, kv.v))
             keys[:, end:], values[:, end:] = 0, 0  # not written yet, so arbitrary
             rows = q[row : row + page].float().view(page, heads.kv, -1, heads.dim).permute(1, 2, 0, 3).flatten(1, 2)
             distance = torch.arange(first, first + page)[:, None] - torch.arange(first + page)

@@ -12,11 +12,11 @@ from .project import NAMES, AddResidual, Gated, Normed
 from .weight import LoadedLinear
 
 
-def epilogue_arguments(linear: LoadedLinear, out, epilogue, least_sumsq: int = 1) -> dict:
+def epilogue_arguments(linear: LoadedLinear, out, epilogue, min_sumsq: int = 1) -> dict:
     """Return the arguments of a kernel that depend on the epilogue, by name.
 
     `out` is a placeholder for pointers that the kernel does not read. extra_ptr, [n], is the bias if HAS_BIAS, and the
-    weight of the next norm for AddResidual. SUMSQ_BLOCK is a power of two that is at least n_sumsq and `least_sumsq`.
+    weight of the next norm for AddResidual. SUMSQ_BLOCK is a power of two that is at least n_sumsq and `min_sumsq`.
     """
     normed, sumsq, n_sumsq, eps, extra = out, out, 0, 0.0, linear.bias
     if isinstance(epilogue, Gated | AddResidual) and linear.bias is not None:
@@ -35,7 +35,7 @@ def epilogue_arguments(linear: LoadedLinear, out, epilogue, least_sumsq: int = 1
         "stride_normed": normed.stride(0),
         "stride_sumsq": sumsq.stride(0),
         "n_sumsq": n_sumsq,
-        "SUMSQ_BLOCK": max(next_power_of_2(max(n_sumsq, 1)), least_sumsq),
+        "SUMSQ_BLOCK": max(next_power_of_2(max(n_sumsq, 1)), min_sumsq),
         "EPILOGUE": NAMES[type(epilogue)],
         "HAS_BIAS": linear.bias is not None,
     }

@@ -113,7 +113,7 @@ def _matmul_kernel(
     SCALES: tl.constexpr = T.SCALES
     ZERO_PARTS: tl.constexpr = T.ZERO_PARTS
     GROUP_PARTS: tl.constexpr = T.GROUP_PARTS
-    APART: tl.constexpr = T.APART
+    ZEROS_AFTER: tl.constexpr = T.ZEROS_AFTER
     weight = Weight(weight_ptr, scale_ptr, zero_ptr)
     w, s, z = (), (), ()
     here = block_of_rows(T, weight, pid)
@@ -152,7 +152,7 @@ def _matmul_kernel(
     if NORMED:
         scale = norm_scale(tl.sum(partials, 1), K, eps)
     zero_sums = ()
-    if APART:
+    if ZEROS_AFTER:
         whole = zero_operand(ZEROS, WARPS, BLOCK_N, DOT_FP32).to(TYPE)
         for i in tl.static_range(X_TILES):
             if i % GROUP_PARTS == 0:
@@ -190,18 +190,18 @@ def _matmul_kernel(
                 if c * PARTS + part + X_AHEAD < X_TILES:
                     x += (load_x(T, activations, c * PARTS + part + X_AHEAD, ORDERED),)
                 columns = x[c * PARTS + part]
-                if FORM == "e4m3" or APART:
+                if FORM == "e4m3" or ZEROS_AFTER:
                     columns = raised(columns, FORM, DOT_FP32)
                 columns = tl.permute(operand(columns, WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
                 if FORM == "dense":
                     tile = tiles[c]
                 else:
-                    zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS and not APART else 0
-                    tile = unpack(tiles[c], zero, part, FORM, ZEROS and not APART, DOT_FP32, APART)
+                    zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS and not ZEROS_AFTER else 0
+                    tile = unpack(tiles[c], zero, part, FORM, ZEROS and not ZEROS_AFTER, DOT_FP32, ZEROS_AFTER)
                 tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
                 if part % GROUP_PARTS == 0:
                     group_sum = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32) if T.GROUPED else acc
-                    if APART:
+                    if ZEROS_AFTER:
                         start = zero_sums[(c * PARTS + part) // GROUP_PARTS]
                         if ZEROS:
                             start *= zero_point(zeros[c * ZERO_PARTS + part // GROUP_PARTS % ZERO_PARTS])
@@ -227,7 +227,7 @@ def _matmul_kernel(
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
         if T.SHARED:
             w, s, z = tiles[CHUNKS:], scales[CHUNKS * SCALES :], zeros[CHUNKS * ZERO_PARTS :]
-        y = tl.sum(acc, 0) * factor(FORM, APART or FORM == "e4m3")
+        y = tl.sum(acc, 0) * factor(FORM, ZEROS_AFTER or FORM == "e4m3")
         if T.ROW_SCALES:
             y *= row_scales.to(tl.float32)
         if NORMED:

@@ -77,7 +77,7 @@ class HopperConfig:
     registers: int = 128
 
 
-LEAST_ROWS = 16  # minimum number of rows of a tile of the activations
+MIN_ROWS = 16  # minimum number of rows of a tile of the activations
 # The work of a program:
 # - arguments of the kernel, and `outputs`, those of the epilogue
 # - w_ring, x_ring: the rings [stages, rows, columns]
@@ -494,7 +494,7 @@ def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=F
     packed, (rows, N), K = linear.packed, out.shape, linear.in_features
     if packed is not None and not multiplies(packed):
         raise ValueError(f"matmul_hopper does not multiply by {packed}")
-    block_m, block_n = max(next_power_of_2(rows), LEAST_ROWS), config.block_n
+    block_m, block_n = max(next_power_of_2(rows), MIN_ROWS), config.block_n
     split, tiles = config.split, cdiv(linear.out_features, block_n)
     # A tile that exceeded the buffer would be slower than one whose last rows are not used.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))

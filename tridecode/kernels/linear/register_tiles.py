@@ -53,7 +53,7 @@ def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD,
     ROW_SCALES: whether a row has one scale, which multiplies the whole sum.
     SCALES, ZERO_PARTS: scales and zero points that are loaded with a line.
     GROUP_PARTS: parts that are added before they are scaled.
-    APART: whether zero points are subtracted from the sums instead of from the weight.
+    ZEROS_AFTER: whether zero points are subtracted from the sums instead of from the weight.
     """
     dense, shared = FORM == "dense", BLOCKS > PROGRAMS
     out_n = BLOCK_N // 2 if GATED else BLOCK_N
@@ -68,7 +68,7 @@ def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD,
         GROUPED=grouped, ROW_SCALES=not dense and not grouped, SCALES=groups_of_line if grouped else 0,
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
         # The sums of the activations are then computed once for many blocks of four bits.
-        APART=FORM == "int4" and X_AHEAD == chunks * parts and shared,
+        ZEROS_AFTER=FORM == "int4" and X_AHEAD == chunks * parts and shared,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def block_of_rows(T: tl.constexpr, w, block):
     return Block(
         lines + (warp * T.LINE + tl.arange(0, T.LINE)[None, :]),
         w.scale_ptr + (sum_rows + block * T.OUT_N) // T.SCALE_ROWS * T.GROUPS,
-        w.zero_ptr + ((sum_rows if T.APART else rows) + block * T.OUT_N) * T.GROUPS,
+        w.zero_ptr + ((sum_rows if T.ZEROS_AFTER else rows) + block * T.OUT_N) * T.GROUPS,
         block * T.OUT_N + line % T.OUT_N < T.N,
         block * T.OUT_N + sum_n % T.OUT_N < T.N,
     )
@@ -173,7 +173,7 @@ def load_tile(T: tl.constexpr, block, c: tl.constexpr):
     for part in tl.static_range(T.SCALES):
         scales += (_load_group(T, block.scales, sum_warp, block.mask_sums, c, part),)
     for part in tl.static_range(T.ZERO_PARTS):
-        if T.APART:
+        if T.ZEROS_AFTER:
             zeros += (_load_group(T, block.zeros, sum_warp, block.mask_sums, c, part),)
         else:
             zeros += (_load_group(T, block.zeros, warp, block.mask_lines, c, part),)

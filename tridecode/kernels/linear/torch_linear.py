@@ -25,15 +25,15 @@ def torch_linear(meta, x, linear, out, epilogue, scratch=None, *, config=None, p
         _multiply(x, weight, linear.bias if linear.bias is None else linear.bias[first:end], out[:, first:end])
 
 
-def piece_rows(rows: int, most: int) -> int:
-    """Return how many of a weight's `rows` rows to dequantize at a time, at most `most`.
+def piece_rows(rows: int, limit: int) -> int:
+    """Return how many of a weight's `rows` rows to dequantize at a time, at most `limit`.
 
     The parts have equal sizes, and are whole tiles of the product: cuBLAS takes several times as long for columns of
     `out` that do not begin at a multiple of 16 bytes.
     """
-    each = -(-rows // -(-rows // most))
-    whole = -(-each // 128) * 128
-    return min(whole, most // 128 * 128 or most)
+    each = -(-rows // -(-rows // limit))
+    rounded = -(-each // 128) * 128
+    return min(rounded, limit // 128 * 128 or limit)
 
 
 def torch_linear_ref(meta, x, linear, out, epilogue, scratch=None) -> None:

@@ -5,6 +5,8 @@ import triton.language as tl
 
 from ... import layout as m
 from ..common import (
+    ALLOCATED,
+    DRAFT_LIMIT,
     DRAFTS,
     GENERATION,
     LIMIT,
@@ -17,14 +19,12 @@ from ..common import (
     NAN,
     POSITION,
     RING,
-    ROOM,
     RUN,
     SLOT,
     STATUS,
     STEP,
     STOP,
     STOP_IDS,
-    TRUST,
     WAIT,
     gdc_launch_dependents,
     gdc_wait,
@@ -36,7 +36,7 @@ from ..op import Op
 from .finish import GENERATION_SHIFT, LOGPROBS_WIDTH, NO_TOKEN, STEP_MASK, STEP_SHIFT, finish_step_ref
 
 FOLLOWING_SHIFT, DRAFTED_SHIFT = tl.constexpr(m.FOLLOWING_SHIFT), tl.constexpr(m.DRAFTED_SHIFT)
-WANTED_SHIFT = tl.constexpr(m.WANTED_SHIFT)
+REQUESTED_SHIFT = tl.constexpr(m.REQUESTED_SHIFT)
 
 
 @triton.jit
@@ -89,14 +89,14 @@ def _accept_kernel(
     lanes = tl.arange(0, QUERIES)
     runs = tl.load(meta_ptr + STATUS) == RUN
     slot, position, step = tl.load(meta_ptr + SLOT), tl.load(meta_ptr + POSITION), tl.load(meta_ptr + STEP)
-    drafts, trust = tl.load(meta_ptr + DRAFTS), tl.load(meta_ptr + TRUST)
+    drafts, trust = tl.load(meta_ptr + DRAFTS), tl.load(meta_ptr + DRAFT_LIMIT)
     generation = tl.load(meta_ptr + GENERATION).to(tl.int64)
     verified = tl.minimum(drafts, QUERIES - 1)
     ran = lanes <= verified
     following = position + 1 + lanes
     known = following < tl.load(meta_ptr + N_KNOWN)
     ends = following + 1 >= tl.load(meta_ptr + LIMIT)
-    waits = following >= tl.load(meta_ptr + ROOM)
+    waits = following >= tl.load(meta_ptr + ALLOCATED)
     offs = tl.arange(0, MAX_STOP_IDS)
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
     tokens_ptr += slot.to(tl.int64) * stride_tokens + following
@@ -134,8 +134,8 @@ def _accept_kernel(
         tl.store(meta_ptr + STATUS, tl.sum(tl.where(lanes == last, status, 0), 0))
         tl.store(meta_ptr + POSITION, position + 1 + last - failed)
         tl.store(meta_ptr + STEP, step + 1 + last)
-        tl.store(meta_ptr + TRUST, grown)
-        counters = (last - lanes) << FOLLOWING_SHIFT | verified << DRAFTED_SHIFT | proposed << WANTED_SHIFT
+        tl.store(meta_ptr + DRAFT_LIMIT, grown)
+        counters = (last - lanes) << FOLLOWING_SHIFT | verified << DRAFTED_SHIFT | proposed << REQUESTED_SHIFT
         entry = (generation << GENERATION_SHIFT) | (((step + lanes) & STEP_MASK).to(tl.int64) << STEP_SHIFT)
         entry |= (counters | token).to(tl.int64)  # the token of a bad step is NO_TOKEN
         if FENCE:
@@ -203,11 +203,11 @@ def accept_ref(sampled, meta, tokens, counts, out, logits, lse=None, logprobs_ri
             if not right:
                 break
             hits += 1
-        known_left, grown = state[m.N_KNOWN] - 1 - first, state[m.TRUST]
+        known_left, grown = state[m.N_KNOWN] - 1 - first, state[m.DRAFT_LIMIT]
         if drafts and known_left <= 0:
             right = hits >= min(drafts, queries)
             grown = min(2 * grown + 1, m.MAX_DRAFTS) if right else max(hits, grown // 2)
-        meta[row, m.TRUST] = grown
+        meta[row, m.DRAFT_LIMIT] = grown
         next_drafts = min(known_left, m.MAX_DRAFTS) if known_left > 0 else grown * (drafts > 0)
         for query in range(last + 1):
             out[slot, (step + query) % m.RING] |= m.ring_entry(0, 0, 0, last - query, verified, next_drafts)

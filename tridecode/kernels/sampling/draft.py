@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 
 from ..common import (
+    ALLOCATED,
+    DRAFT_LIMIT,
     DRAFTS,
     FLAG_MASK,
     FLAGS,
@@ -12,11 +14,9 @@ from ..common import (
     META_WIDTH,
     N_KNOWN,
     POSITION,
-    ROOM,
     RUN,
     SLOT,
     STATUS,
-    TRUST,
     next_power_of_2,
     options,
     running,
@@ -52,7 +52,7 @@ def _draft_kernel(
     counter_ptr,
     stride_tokens,
     SPLITS: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_DRAFTS: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
@@ -80,10 +80,11 @@ def _draft_kernel(
     slot = tl.load(meta_ptr + SLOT).to(tl.int64)
     last = tl.load(meta_ptr + POSITION)
     tokens_ptr += slot * stride_tokens
-    room = tl.minimum(tl.load(meta_ptr + ROOM) - 1, tl.load(meta_ptr + LIMIT) - 2) - last
+    room = tl.minimum(tl.load(meta_ptr + ALLOCATED) - 1, tl.load(meta_ptr + LIMIT) - 2) - last
     known_left = tl.load(meta_ptr + N_KNOWN) - 1 - last
     count = tl.minimum(
-        tl.where(known_left > 0, known_left, tl.maximum(tl.load(meta_ptr + TRUST), 1)), tl.minimum(MOST, room)
+        tl.where(known_left > 0, known_left, tl.maximum(tl.load(meta_ptr + DRAFT_LIMIT), 1)),
+        tl.minimum(MAX_DRAFTS, room),
     )
     count = tl.where((tl.load(meta_ptr + FLAGS) & FLAG_MASK) != 0, 0, tl.maximum(count, 0))
     if status != RUN:
@@ -107,33 +108,33 @@ def _draft_kernel(
         tl.store(meta_ptr + DRAFTS, count)
 
 
-def draft(meta, tokens, keys, counter, most, ngram, *, pdl=False):
-    """Write at most `most` drafts after each row's position, and their number to meta.
+def draft(meta, tokens, keys, counter, max_drafts, ngram, *, pdl=False):
+    """Write at most `max_drafts` drafts after each row's position, and their number to meta.
 
     Args:
         meta: [rows, META_WIDTH] int32 (DRAFTS is an output).
         tokens: [slots, capacity + 1] int32 (in and out).
         keys: [rows, splits] int64 (scratch).
         counter: [rows] int32, zero (scratch).
-        most: Maximum number of drafts of a row.
+        max_drafts: Maximum number of drafts of a row.
         ngram: The maximum and the minimum number of tokens that must match.
     """
     rows, splits = keys.shape
     longest, shortest = ngram
     _draft_kernel[(rows, splits)](
-        meta, tokens, keys, counter, tokens.stride(0), splits, most, next_power_of_2(most), BLOCK, longest,
+        meta, tokens, keys, counter, tokens.stride(0), splits, max_drafts, next_power_of_2(max_drafts), BLOCK, longest,
         shortest, **options(4),
     )  # fmt: skip
 
 
-def draft_ref(meta, tokens, keys, counter, most, ngram):
+def draft_ref(meta, tokens, keys, counter, max_drafts, ngram):
     """Compute `draft` in torch."""
     for row in running(meta, len(keys)):
         state = meta[row].tolist()
         slot, last = state[SLOT.value], state[POSITION.value]
-        room = min(state[ROOM.value] - 1, state[LIMIT.value] - 2) - last
+        room = min(state[ALLOCATED.value] - 1, state[LIMIT.value] - 2) - last
         known = max(state[N_KNOWN.value] - 1 - last, 0)
-        count = max(min(known or max(state[TRUST.value], 1), most, room), 0)
+        count = max(min(known or max(state[DRAFT_LIMIT.value], 1), max_drafts, room), 0)
         if state[FLAGS.value] & FLAG_MASK.value:
             count = 0
         text = tokens[slot, : last + 1]
@@ -163,7 +164,7 @@ def latest_place(text: torch.Tensor, longest: int, shortest: int) -> int | None:
     return place
 
 
-def draft_bytes(meta, tokens, keys, counter, most, ngram) -> int:
+def draft_bytes(meta, tokens, keys, counter, max_drafts, ngram) -> int:
     """Return the bytes that a launch moves."""
     return sum(4 * (int(meta[row, POSITION.value]) + 1) for row in running(meta, len(keys)))
 

@@ -41,7 +41,7 @@ _FARTHEST, _LEVELS, _STATE = tl.constexpr(FARTHEST), tl.constexpr(LEVELS), tl.co
 _BIN, _LEFT, _P_BIN, _P_LEFT = tl.constexpr(BIN), tl.constexpr(LEFT), tl.constexpr(P_BIN), tl.constexpr(P_LEFT)
 _LISTED, _TOTAL, _DECIDED = tl.constexpr(LISTED), tl.constexpr(TOTAL), tl.constexpr(DECIDED)
 _NEAREST, _TOPS = tl.constexpr(NEAREST), tl.constexpr(TOPS)
-_HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
+_MAX_WEIGHT = tl.constexpr(float(2**WEIGHT_BITS))
 
 
 @triton.jit
@@ -300,7 +300,7 @@ def _bins_kernel(
             tl.atomic_add(bins_ptr + _bin_place(high), 1, mask=d <= bound, sem="relaxed")
         else:
             w = weight(d)
-            beyond = ((1.0 - top_p.to(tl.float64)) * (_HEAVIEST * 0.999) / vocab).to(tl.int64)
+            beyond = ((1.0 - top_p.to(tl.float64)) * (_MAX_WEIGHT * 0.999) / vocab).to(tl.int64)
             tl.atomic_add(bin_mass_ptr + _bin_place(high), w, mask=w > beyond, sem="relaxed")
             rest = tl.sum(tl.where(w > beyond, 0, w), axis=0)
             tl.atomic_add(bin_mass_ptr + _bin_place(_BINS - 1), rest, mask=rest > 0, sem="relaxed")
@@ -351,8 +351,8 @@ def binned_threshold(bins_ptr, state_ptr, use_k, use_p):
     sums = tl.sum(counts.to(tl.int64) * tl.where(use_p, weight(offs_g), 1), axis=1)
     group, before = crossing(sums, left)
     offs_b = first + group * 8 + tl.arange(0, 8)
-    sought = tl.load(bins_ptr + _place(group) + tl.arange(0, 8)).to(tl.int64)
-    place, _ = crossing_inside(sought * tl.where(use_p, weight(offs_b), 1), left - before)
+    bin_counts = tl.load(bins_ptr + _place(group) + tl.arange(0, 8)).to(tl.int64)
+    place, _ = crossing_inside(bin_counts * tl.where(use_p, weight(offs_b), 1), left - before)
     return first + group * 8 + place
 
 

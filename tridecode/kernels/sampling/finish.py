@@ -7,6 +7,7 @@ import triton.language as tl
 from ... import layout as m
 from ...layout import MAX_LOGPROBS
 from ..common import (
+    ALLOCATED,
     GENERATION,
     LATE,
     LIMIT,
@@ -18,7 +19,6 @@ from ..common import (
     NAN,
     POSITION,
     RING,
-    ROOM,
     RUN,
     SLOT,
     STATUS,
@@ -104,7 +104,7 @@ def step_state(row, meta_ptr, tokens_ptr, stride_tokens):
     known = following < tl.load(meta_ptr + N_KNOWN)
     known_token = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + following, mask=known, other=0)
     ends = following + 1 >= tl.load(meta_ptr + LIMIT)
-    waits = following >= tl.load(meta_ptr + ROOM)
+    waits = following >= tl.load(meta_ptr + ALLOCATED)
     offs = tl.arange(0, MAX_STOP_IDS)
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
     return slot, following, step, generation, known, known_token, ends, waits, stop_ids
@@ -185,7 +185,7 @@ def finish_step_ref(
     slot, position, step = state[m.SLOT], state[m.POSITION], state[m.STEP]
     following = position + 1
     known = following < state[m.N_KNOWN]
-    status = m.WAIT if following >= state[m.ROOM] else m.RUN
+    status = m.WAIT if following >= state[m.ALLOCATED] else m.RUN
     if following + 1 >= state[m.LIMIT]:
         status = m.LIMIT_REACHED
     if known:

@@ -33,7 +33,7 @@ WARPS = 8  # warps of a program that fetches a row's mask
 
 
 @triton.jit
-def _wants(meta_ptr):
+def _needs_mask(meta_ptr):
     """Return whether the row samples a token that its mask must allow."""
     draws = tl.load(meta_ptr + POSITION) + 1 >= tl.load(meta_ptr + N_KNOWN)  # the next token is not known
     return (tl.load(meta_ptr + STATUS) == RUN) & ((tl.load(meta_ptr + FLAGS) & FLAG_MASK) != 0) & draws
@@ -66,12 +66,12 @@ def _fetch_mask_kernel(
     """
     row = tl.program_id(0)
     meta_ptr += row * META_WIDTH
-    wants, slot = _wants(meta_ptr), tl.load(meta_ptr + SLOT)
+    needs_mask, slot = _needs_mask(meta_ptr), tl.load(meta_ptr + SLOT)
     expected = tl.load(meta_ptr + GENERATION).to(tl.int64) << GENERATION_SHIFT | tl.load(meta_ptr + POSITION)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if wants:
+    if needs_mask:
         threads = tl.arange(0, THREADS)
         stamp = tl.load(stamp_ptr + slot + threads * 0, volatile=True)
         if FENCE:  # orders the load of the mask after that of the stamp
@@ -100,11 +100,11 @@ def _mask_kernel(logits_ptr, meta_ptr, here_ptr, vocab, words, stride_logits, BL
     """
     block, row = tl.program_id(0), tl.program_id(1)
     meta_ptr += row * META_WIDTH
-    wants = _wants(meta_ptr)
+    needs_mask = _needs_mask(meta_ptr)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if wants:
+    if needs_mask:
         # .cg, because this program may have cached the line before the wait, when it read other fields of meta.
         late = tl.load(meta_ptr + LATE, cache_modifier=".cg")
         offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)

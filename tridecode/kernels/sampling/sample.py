@@ -66,7 +66,7 @@ _BINS, _LEVELS, _FARTHEST = tl.constexpr(BINS), tl.constexpr(LEVELS), tl.constex
 _STATE, _THRESHOLD = tl.constexpr(STATE), tl.constexpr(THRESHOLD)
 _LISTED, _TOTAL, _DECIDED = tl.constexpr(LISTED), tl.constexpr(TOTAL), tl.constexpr(DECIDED)
 _NEAREST = tl.constexpr(NEAREST)
-_HEAVIEST = tl.constexpr(float(2**WEIGHT_BITS))
+_MAX_WEIGHT = tl.constexpr(float(2**WEIGHT_BITS))
 
 
 @dataclass(frozen=True, repr=False)
@@ -187,7 +187,7 @@ def _draw_kernel(
     state = step_state(row, meta_ptr, tokens_ptr, stride_tokens)
     use_k, use_p, top_k, top_p, temperature = active(meta_ptr, samp_ptr, row, vocab)
     scale = grid_scale(temperature)
-    least = tl.ceil(tl.load(samp_ptr + row * SAMP_WIDTH + MIN_P).to(tl.float64) * _HEAVIEST).to(tl.int64)
+    least = tl.ceil(tl.load(samp_ptr + row * SAMP_WIDTH + MIN_P).to(tl.float64) * _MAX_WEIGHT).to(tl.int64)
     seed_lo, seed_hi, position = tl.load(meta_row + SEED_LO), tl.load(meta_row + SEED_HI), tl.load(meta_row + POSITION)
     random = philox_bits(seed_lo, seed_hi, position, block + 1)
     if PDL:

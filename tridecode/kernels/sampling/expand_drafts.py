@@ -1,4 +1,4 @@
-"""spread: writes the rows of a pass that verifies drafts, one for each request's next token and one for each draft."""
+"""expand_drafts: writes the rows of a verifying pass, one for each request's next token and one for each draft."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from ..op import Op
 
 
 @triton.jit
-def _spread_kernel(meta_ptr, samp_ptr, meta_out_ptr, samp_out_ptr, QUERIES: tl.constexpr):
+def _expand_drafts_kernel(meta_ptr, samp_ptr, meta_out_ptr, samp_out_ptr, QUERIES: tl.constexpr):
     """Copy row r to rows QUERIES * r and following, each one position and one step after the previous one.
 
     A program writes one row. Grid: (rows * QUERIES,). Moves 2 * (4 * META_WIDTH + 4 * SAMP_WIDTH) bytes a row. Rows
@@ -33,16 +33,16 @@ def _spread_kernel(meta_ptr, samp_ptr, meta_out_ptr, samp_out_ptr, QUERIES: tl.c
     tl.store(samp_out_ptr + row * SAMP_WIDTH + fields, tl.load(samp_ptr + source * SAMP_WIDTH + fields))
 
 
-def spread(meta, samp, meta_out, samp_out, *, pdl=False):
+def expand_drafts(meta, samp, meta_out, samp_out, *, pdl=False):
     """Write the states of the rows that verify drafts, from meta and samp [rows, ...] to meta_out and samp_out.
 
     meta_out and samp_out have `queries` rows for each row of meta.
     """
-    _spread_kernel[(len(meta_out),)](meta, samp, meta_out, samp_out, len(meta_out) // len(meta), **options(2))
+    _expand_drafts_kernel[(len(meta_out),)](meta, samp, meta_out, samp_out, len(meta_out) // len(meta), **options(2))
 
 
-def spread_ref(meta, samp, meta_out, samp_out):
-    """Compute `spread` in torch."""
+def expand_drafts_ref(meta, samp, meta_out, samp_out):
+    """Compute `expand_drafts` in torch."""
     queries = len(meta_out) // len(meta)
     meta_out.copy_(meta.repeat_interleave(queries, 0))
     samp_out.copy_(samp.repeat_interleave(queries, 0))
@@ -52,9 +52,9 @@ def spread_ref(meta, samp, meta_out, samp_out):
         rows[:, STATUS.value].masked_fill_(query > rows[:, DRAFTS.value], WAIT.value)
 
 
-def spread_bytes(meta, samp, meta_out, samp_out) -> int:
+def expand_drafts_bytes(meta, samp, meta_out, samp_out) -> int:
     """Return the bytes that a launch moves."""
     return 2 * (meta_out.nbytes + samp_out.nbytes)
 
 
-SPREAD = Op(spread, spread_ref, spread_bytes, (_spread_kernel,))
+EXPAND_DRAFTS = Op(expand_drafts, expand_drafts_ref, expand_drafts_bytes, (_expand_drafts_kernel,))
