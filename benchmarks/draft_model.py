@@ -29,18 +29,18 @@ from tridecode.step.compiling import compile_lists
 from tridecode.step.graphs import launcher
 from tridecode.step.run import Run
 
-GUESSES = (1, 3, 7)
+DRAFTS = (1, 3, 7)
 SHARES = (0.5, 0.7, 0.8, 0.9, 1.0)
 CONTEXT, STEPS, RUNS = 1024, 32, 5
 
 Lines = Callable[[Run], None]
 
 
-def cycle(large: Engine, small: Engine, guesses: int, run: Run) -> None:
-    """Run `guesses` passes of the small model, then the large model's pass of `guesses + 1` rows."""
-    for _ in range(guesses):
+def cycle(large: Engine, small: Engine, drafts: int, run: Run) -> None:
+    """Run `drafts` passes of the small model, then the large model's pass of `drafts + 1` rows."""
+    for _ in range(drafts):
         decode.decode_pass(run, small.model, "greedy")
-    decode.decode_pass(run, large.model.for_queries(1, guesses + 1), "greedy")
+    decode.decode_pass(run, large.model.for_queries(1, drafts + 1), "greedy")
 
 
 def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = STEPS, runs: int = RUNS) -> list[dict]:
@@ -59,21 +59,21 @@ def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = S
         "large": lambda run: decode.decode_pass(run, plain, "greedy"),
         "small": lambda run: decode.decode_pass(run, small.model, "greedy"),
     }
-    views = {k: large.model.for_queries(1, k + 1) for k in GUESSES}
+    views = {k: large.model.for_queries(1, k + 1) for k in DRAFTS}
     verifying = {k: partial(decode.decode_pass, m=view, kind="greedy") for k, view in views.items()}
-    cycles = {k: partial(cycle, large, small, k) for k in GUESSES}
+    cycles = {k: partial(cycle, large, small, k) for k in DRAFTS}
     lists = {**single, **{("pass", k): lines for k, lines in verifying.items()}, **cycles}
     run = launcher(large.model)
     if large.device.type == "cuda":
         compile_lists(lists.values(), run, large.device)
     replays = {name: captured(large.device, lines, run) for name, lines in lists.items()}
 
-    def us(name, guesses: int = 0) -> float:
-        return cycle_us(large, small, replays[name], context, steps, runs, guesses)
+    def us(name, drafts: int = 0) -> float:
+        return cycle_us(large, small, replays[name], context, steps, runs, drafts)
 
     large_us, small_us, rows = us("large"), us("small"), []
-    for k in GUESSES:
-        row = {"guesses": k, "large_us": large_us, "small_us": small_us, "verify_us": us(("pass", k), k)}
+    for k in DRAFTS:
+        row = {"drafts": k, "large_us": large_us, "small_us": small_us, "verify_us": us(("pass", k), k)}
         row["cycle_us"] = us(k, k)
         needed = row["cycle_us"] / large_us
         row |= {"passes": round(needed, 3), "break_even": break_even(needed, k)}
@@ -82,9 +82,9 @@ def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = S
     return rows
 
 
-def cycle_us(large: Engine, small: Engine, replay, context: int, steps: int, runs: int, guesses: int) -> float:
+def cycle_us(large: Engine, small: Engine, replay, context: int, steps: int, runs: int, drafts: int) -> float:
     """Return µs of a cycle. The tokens after the large model's position are known, so that every draft is accepted."""
-    times, known = [], (guesses + 1) * (steps + 2) if guesses else 0
+    times, known = [], (drafts + 1) * (steps + 2) if drafts else 0
     for count in range(runs + WARM_UP):
         rewind(large, context, GREEDY, known=known)
         rewind(small, context, GREEDY)
@@ -107,19 +107,19 @@ def room(context: int, steps: int) -> int:
     return -(-(context + layout.MAX_QUERIES * (steps + 3)) // 64) * 64
 
 
-def expected(share: float, guesses: int) -> float:
+def expected(share: float, drafts: int) -> float:
     """Return the expected tokens of a cycle. `share` is the acceptance probability of a draft after accepted ones."""
-    return sum(share**n for n in range(guesses + 1))
+    return sum(share**n for n in range(drafts + 1))
 
 
-def break_even(needed: float, guesses: int) -> float | None:
+def break_even(needed: float, drafts: int) -> float | None:
     """Return the acceptance probability at which a cycle yields `needed` tokens, or None if no probability does."""
-    if needed > guesses + 1:
+    if needed > drafts + 1:
         return None
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected(middle, guesses) < needed else (low, middle)
+        low, high = (middle, high) if expected(middle, drafts) < needed else (low, middle)
     return round(high, 3)
 
 
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = measure(large, small, args.context)
     for row in rows:
         shares = ", ".join(f"{share:.0%}: {factor}" for share, factor in row["speed_up"].items())
-        print(f"{row['guesses']} guesses: {row['cycle_us']:,} µs a cycle, {row['passes']} passes of the large model")
+        print(f"{row['drafts']} drafts: {row['cycle_us']:,} µs a cycle, {row['passes']} passes of the large model")
         print(f"  breaks even if {row['break_even']} of them are accepted; speed-up with {shares}")
     facts = {"bench": "draft-model", "large": args.large, "small": args.small, "context": args.context}
     print(json.dumps(facts | run_facts(large.device) | {"rows": rows}))

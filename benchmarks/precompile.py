@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmarks.suite import SUITES, lines_of, parse
-from tridecode.cli.bench.batch import cases_of, room_of
+from tridecode.cli.bench.batch import cases_of, reserved_positions
 from tridecode.cli.bench.decode import capacity_of
 from tridecode.cli.precompile import planned_kernels
 from tridecode.errors import counted
@@ -44,7 +44,7 @@ def engines_of(suite: str) -> list[tuple]:
     for args, _ in map(parse, lines_of(suite)):
         quantize = getattr(args, "quantize", None)
         if args.what == "batch":
-            room = [[room_of(context, args.steps) for context in contexts] for _, contexts in cases_of(args)]
+            room = [[reserved_positions(context, args.steps) for context in contexts] for _, contexts in cases_of(args)]
             engines.append((args.preset, max(map(max, room)), max(map(len, room)), max(map(sum, room)), quantize))
         elif args.what in ("decode", "stream"):
             engines.append((args.preset, capacity_of(args), 1, None, quantize))

@@ -66,8 +66,8 @@ def main() -> None:
         pairs = list(zip(exact, logs))
         kl = torch.cat([(ref.exp() * (ref - log)).sum(-1) for ref, log in pairs]).mean()
         same = torch.cat([ref.argmax(-1) == log.argmax(-1) for ref, log in pairs]).double().mean()
-        drawn = torch.cat([log[range(len(log)), each[1:]] for log, each in zip(logs, ids)])
-        print(f"| {name} | {kl:.5f} | {same:.2%} | {(-drawn.mean()).exp():.4f} |", flush=True)
+        logprobs = torch.cat([log[range(len(log)), each[1:]] for log, each in zip(logs, ids)])
+        print(f"| {name} | {kl:.5f} | {same:.2%} | {(-logprobs.mean()).exp():.4f} |", flush=True)
 
 
 if __name__ == "__main__":

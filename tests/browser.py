@@ -105,21 +105,21 @@ class Browser:
 @contextmanager
 def browser(directory):
     """Run a browser whose profile is in `directory`."""
-    ours, theirs = os.pipe(), os.pipe()  # Chromium reads file descriptor 3 and writes 4
+    to_child, from_child = os.pipe(), os.pipe()  # Chromium reads file descriptor 3 and writes 4
     command = [CHROMIUM, *OPTIONS, f"--user-data-dir={directory}"]
     # The shell assigns the pipes to the file descriptors that Chromium uses.
-    shell = f'exec "$0" "$@" 3<&{ours[0]} 4>&{theirs[1]}'
+    shell = f'exec "$0" "$@" 3<&{to_child[0]} 4>&{from_child[1]}'
     process = subprocess.Popen(
-        ["bash", "-c", shell, *command], pass_fds=(ours[0], theirs[1]), stdout=subprocess.DEVNULL,
+        ["bash", "-c", shell, *command], pass_fds=(to_child[0], from_child[1]), stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    os.close(ours[0])
-    os.close(theirs[1])
+    os.close(to_child[0])
+    os.close(from_child[1])
     try:
-        yield Browser(process, ours[1], theirs[0])
+        yield Browser(process, to_child[1], from_child[0])
     finally:
-        os.close(ours[1])  # Chromium exits when its pipe closes
-        os.close(theirs[0])
+        os.close(to_child[1])  # Chromium exits when its pipe closes
+        os.close(from_child[0])
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:

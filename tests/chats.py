@@ -55,7 +55,7 @@ class Script:
         yield OutputChunk(None, "", None, finish, usage, Timings(0.25, 0.5, 8.0), error)
 
 
-def said(*turns):
+def as_messages(*turns):
     """Return chat messages of alternating roles, the user's first."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 

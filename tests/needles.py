@@ -23,7 +23,7 @@ import torch
 from checkpoints import TOKENIZER_VOCAB_SIZE, write_tokenizer
 
 MATCH = 24.0  # score of a match
-KEY, VALUE, ASKED, ENDED, FOUND, ANSWER = range(6)  # parts of the residual stream; two more parts stay empty
+KEY, VALUE, QUERY, ENDED, RETRIEVED, ANSWER = range(6)  # parts of the residual stream; two more parts stay empty
 STILL = {"rope_type": "default", "rope_theta": 1e12}
 LLAMA = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -104,23 +104,23 @@ class Needles:
         for key in range(codes):
             embed[codes * key : codes * (key + 1), part(KEY)] = code[key]
             embed[codes * key : codes * (key + 1), part(VALUE)] = code
-        embed[self.question(0) : self.question(codes), part(ASKED)] = code
+        embed[self.question(0) : self.question(codes), part(QUERY)] = code
         embed[self.end(0) : self.end(codes), part(ENDED)] = code
         # Value that a norm gives to the ones in a row, with one part filled and with two parts filled.
         single, pair = 8**0.5, 2.0
         gain = (MATCH * size**0.5 / (codes * single * pair)) ** 0.5
         slow = [*range(size // 2 - codes // 2, size // 2), *range(size - codes // 2, size)]  # RoPE pairs of dimensions
-        for layer, asks, is_asked, brings, into in (
-            (model.model.layers[0].self_attn, ASKED, KEY, VALUE, FOUND),
-            (model.model.layers[1].self_attn, ENDED, ASKED, FOUND, ANSWER),
+        for layer, query_part, key_part, brings, into in (
+            (model.model.layers[0].self_attn, QUERY, KEY, VALUE, RETRIEVED),
+            (model.model.layers[1].self_attn, ENDED, QUERY, RETRIEVED, ANSWER),
         ):
             for head in range(heads):
                 own = range(head * codes // heads, (head + 1) * codes // heads)  # this head's part of the value's code
-                layer.q_proj.weight[[head * size + d for d in slow], part(asks)] = gain * one
+                layer.q_proj.weight[[head * size + d for d in slow], part(query_part)] = gain * one
                 for i in own:
                     layer.o_proj.weight[into * codes + i, head * size + i] = 1 / pair
             for head in range(kv_heads):
-                layer.k_proj.weight[[head * size + d for d in slow], part(is_asked)] = gain * one
+                layer.k_proj.weight[[head * size + d for d in slow], part(key_part)] = gain * one
                 layer.v_proj.weight[head * size : head * size + codes, part(brings)] = one
         model.lm_head.weight[self.answers, part(ANSWER)] = code / (codes * pair)
         path = Path(path)

@@ -171,8 +171,8 @@ def test_model_card_matches_the_verdicts(monkeypatch):
     judged = sixty_chats.parts(results)
     assert len(judged) == len(asked) == 60 and sixty_chats.summary(judged) in results
     for number, ((kind, turns), (chat, verdict)) in enumerate(zip(asked, judged), 1):
-        said = [line for line in chat.splitlines()[1:] if line and not line.startswith(">")]
-        assert chat.startswith(f"## {number}: {kind}\n") and said == turns and chat.count("\n\n> ") == len(turns)
+        as_messages = [line for line in chat.splitlines()[1:] if line and not line.startswith(">")]
+        assert chat.startswith(f"## {number}: {kind}\n") and as_messages == turns and chat.count("\n\n> ") == len(turns)
         assert verdict == "yes." or verdict.startswith(("yes (", "no: ")), f"{number}: {verdict}"
     counts = dict(line.strip("| ").split(" | ") for line in sixty_chats.summary(judged).splitlines()[2:])
     total = counts.pop("all")

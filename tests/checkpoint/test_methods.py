@@ -114,8 +114,8 @@ def test_files_of_compressed_tensors(strategy, tmp_path):
         tensors |= {f"{module}.{part}": value.contiguous() for part, value in found.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     group = {"targets": ["Linear"], "weights": args.model_dump(mode="json"), "format": format_name}
-    said = {"quant_method": "compressed-tensors", "format": format_name, "ignore": ["lm_head"]}
-    change_config(tmp_path, quantization_config=said | {"config_groups": {"group_0": group}})
+    as_messages = {"quant_method": "compressed-tensors", "format": format_name, "ignore": ["lm_head"]}
+    change_config(tmp_path, quantization_config=as_messages | {"config_groups": {"group_0": group}})
     for packs in (False, True):
         weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=packs)
         assert compare(weights, truth, tolerance=1e-6) == 8 * packs

@@ -275,11 +275,11 @@ def test_results_are_written_to_a_pipe(batch, tmp_path):
     read, write = os.pipe()
     assert batch(f"/dev/fd/{write}")[0] == 0
     os.close(write)
-    with os.fdopen(read) as given:
-        assert [entry["index"] for entry in lines(given.read())] == [0, 1]
+    with os.fdopen(read) as pipe:
+        assert [entry["index"] for entry in lines(pipe.read())] == [0, 1]
     assert batch("/dev/stdout")[1].count("\n") == 2
     os.mkfifo(tmp_path / "fifo")
     reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     assert batch(tmp_path / "fifo")[0] == 0
-    with os.fdopen(reader) as given:
-        assert [entry["index"] for entry in lines(given.read())] == [0, 1]
+    with os.fdopen(reader) as pipe:
+        assert [entry["index"] for entry in lines(pipe.read())] == [0, 1]

@@ -115,7 +115,7 @@ def test_every_run_has_the_same_pages():
 
 @pytest.mark.parametrize("contexts, steps", [([64] * 7, 128), ([1000, 64, 63, 1], 63), ([32, 96], 30)])
 def test_pool_has_pages_for_every_pass(contexts, steps):
-    room = [batch.room_of(context, steps) for context in contexts]
+    room = [batch.reserved_positions(context, steps) for context in contexts]
     engine = engine_of(max(room), len(contexts), sum(room))
     rewind(engine, contexts, measure.GREEDY, len(contexts))
     meta = engine.model.workspace.meta

@@ -48,7 +48,7 @@ def test_a_cycle_of_two_models_is_timed_and_advances_both(monkeypatch):
     large = tiny_engine(graph="none", capacity=positions, build={"speculate": "ngram"})
     small = tiny_engine(graph="none", capacity=positions, num_layers=1)
     rows = draft_model.measure(large, small, context=20, steps=2, runs=1)
-    assert [row["guesses"] for row in rows] == [1, 3, 7]
+    assert [row["drafts"] for row in rows] == [1, 3, 7]
     for row in rows:
         assert row["passes"] == pytest.approx(row["cycle_us"] / row["large_us"], abs=1e-3)
     at = []

@@ -8,7 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from chats import said
+from chats import as_messages
 from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine, SamplingParams
@@ -39,8 +39,8 @@ def test_line_is_turn(piped, tiny):
     assert " 0 of 14 reused" in speeds[0]
     engine = Engine.load(tiny, device="cpu")
     params = engine.default_params(temperature=0, max_tokens=6)
-    first = engine.generate(said("hello"), params)
-    second = engine.generate(said("hello", first.text, "again"), params)
+    first = engine.generate(as_messages("hello"), params)
+    second = engine.generate(as_messages("hello", first.text, "again"), params)
     assert out == f"{first.text}\n{second.text}\n"
     reused, total = speeds[1].split(" · ")[-2].split(" of ")
     assert int(reused) >= 14 and int(total.split()[0]) == second.usage.prompt_tokens
@@ -105,10 +105,10 @@ def test_failed_turns_are_not_kept(session):
     chat = session(["Hi", " there"], PromptError("too long"), (["Half"], "error"), ["Yes"], ["New"])
     for line in ("hello", "much too long", "what", "and now"):
         assert chat.handle(line)
-    assert chat.engine.prompts[-1] == said("hello", "Hi there", "and now")
+    assert chat.engine.prompts[-1] == as_messages("hello", "Hi there", "and now")
     chat.handle("/clear")
     chat.handle("fresh")
-    assert chat.engine.prompts[-1] == said("fresh")
+    assert chat.engine.prompts[-1] == as_messages("fresh")
     out, err = chat.read()
     assert out == "Hi there\nHalf\nYes\nNew\n"
     assert "tridecode: error: too long; the turn is not kept\n" in err
@@ -140,7 +140,7 @@ def test_interrupted_answer_is_kept(session):
     chat = session(["Half", KeyboardInterrupt()], [KeyboardInterrupt()], ["fine"], interactive=True)
     for line in ("one", "two", "three"):
         assert chat.handle(line)
-    assert chat.engine.prompts[1:] == [said("one", "Half", "two"), said("one", "Half", "three")]
+    assert chat.engine.prompts[1:] == [as_messages("one", "Half", "two"), as_messages("one", "Half", "three")]
     out, err = chat.read()
     assert out == "Half\nfine\n"
     assert "stopped after 1 token and" in err and err.count("the turn is not kept") == 1
@@ -160,7 +160,7 @@ def test_repeated_interrupts_keep_answer(session, monkeypatch):
     assert chat.handle("one")
     chat.output.note, chat.engine.stream = note, stream
     assert chat.handle("two")
-    assert chat.engine.prompts[1] == said("one", "Half", "two")
+    assert chat.engine.prompts[1] == as_messages("one", "Half", "two")
 
 
 def interrupting(chunks):
@@ -190,7 +190,7 @@ def test_one_interrupt_ignores_repeats():
 
 def test_prompt_does_not_change_conversation():
     conversation = Conversation(raw=False)
-    assert conversation.prompt("x") == conversation.prompt("x") == said("x")
+    assert conversation.prompt("x") == conversation.prompt("x") == as_messages("x")
 
 
 def test_quoted_blocks():
@@ -214,7 +214,7 @@ def test_block_parsing_is_linear():
 
 def test_quoted_block_is_not_a_command(session):
     chat = session(["one"])
-    assert chat.handle('"""\n/exit\nnow\n"""') and chat.engine.prompts == [said("/exit\nnow")]
+    assert chat.handle('"""\n/exit\nnow\n"""') and chat.engine.prompts == [as_messages("/exit\nnow")]
 
 
 def test_each_turn_is_saved(session, state):
@@ -239,7 +239,7 @@ def test_chat_continues_if_saving_fails(session, state):
     (state / "sessions").write_text("in the way")
     chat = session(["one"], ["two"], store=sessions.Store(sessions.named("work"), "m"))
     assert chat.handle("a") and chat.handle("b")
-    assert chat.engine.prompts[1] == said("a", "one", "b")
+    assert chat.engine.prompts[1] == as_messages("a", "one", "b")
     assert chat.read()[1].count("tridecode: error: the session is not saved: ") == 2
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from chats import ROOT, said
+from chats import ROOT, as_messages
 from checkpoints import write_tiny
 from safetensors.torch import load_file, save_file
 
@@ -37,7 +37,7 @@ def poisoned(tmp_path_factory):
 def test_out_of_memory_fails_one_turn(session):
     chat = session([RuntimeError("CUDA out of memory")], ["fine"])
     assert chat.handle("one") and chat.handle("two")
-    assert chat.engine.prompts[1] == said("two")
+    assert chat.engine.prompts[1] == as_messages("two")
     assert "CUDA out of memory" in chat.read()[1]
 
 
@@ -46,7 +46,7 @@ def test_unexpected_error_fails_one_turn(session, caplog):
     with caplog.at_level("DEBUG", logger="tridecode"):
         assert chat.handle("one") and chat.handle("two")
     assert "KeyError: 'layers' (--verbose shows the traceback); the turn is not kept" in chat.read()[1]
-    assert "Traceback" in caplog.text and chat.engine.prompts[1] == said("two")
+    assert "Traceback" in caplog.text and chat.engine.prompts[1] == as_messages("two")
 
 
 @pytest.mark.parametrize("words, line", [

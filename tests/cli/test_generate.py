@@ -144,8 +144,8 @@ def test_output_is_written_to_an_open_descriptor(generate, tmp_path):
     read, write = os.pipe()
     assert generate(*options, "--output", f"/proc/self/fd/{write}")[0] == 0
     os.close(write)
-    with os.fdopen(read) as given:
-        assert given.read() == shown
+    with os.fdopen(read) as pipe:
+        assert pipe.read() == shown
     code, _, err = generate(*options, "--output", "/dev/fd/999")
     assert (code, err.count("\n")) == (1, 1) and err.endswith("(Bad file descriptor): /dev/fd/999\n")
     leader, follower = os.openpty()

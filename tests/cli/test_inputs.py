@@ -81,12 +81,12 @@ def test_last_message_of_a_saved_session_is_answered_again(generate, seen, tmp_p
     file = tmp_path / "s.json"
     file.write_text(json.dumps(SESSION | {"system": "S"}))
     code, _, err = generate("--messages", file, *LIMITS)
-    said = [user("Hi"), {"role": "assistant", "content": "Hello"}, user("Bye")]
-    assert code == 0 and seen[-1][0] == [{"role": "system", "content": "S"}, *said]
+    as_messages = [user("Hi"), {"role": "assistant", "content": "Hello"}, user("Bye")]
+    assert code == 0 and seen[-1][0] == [{"role": "system", "content": "S"}, *as_messages]
     assert err.startswith(f"{file}: a saved session; its last message is answered again\n")
     file.write_text(json.dumps(SESSION))
     assert generate("--messages", file, "--system", "T", *LIMITS)[0] == 0
-    assert seen[-1][0] == [{"role": "system", "content": "T"}, *said]
+    assert seen[-1][0] == [{"role": "system", "content": "T"}, *as_messages]
 
 
 @pytest.mark.parametrize(

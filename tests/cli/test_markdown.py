@@ -215,10 +215,10 @@ def test_rendered_answer():
 
 
 def test_code_is_highlighted():
-    for language, colours in (("python", True), ("no-such-language", False), ("", False), ("{.python}", False)):
+    for language, colors in (("python", True), ("no-such-language", False), ("", False), ("{.python}", False)):
         console = console_to(terminal=True, color_system="truecolor")
         written = streamed([f"```{language}\nreturn 1\n```"], console)
-        assert bool(re.search(r"\x1b\[[\d;]*m\s*return", written)) == colours
+        assert bool(re.search(r"\x1b\[[\d;]*m\s*return", written)) == colors
         assert "return" in written
 
 

@@ -4,7 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from chats import enter, leave, said
+from chats import as_messages, enter, leave
 
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.conversation import Conversation
@@ -19,7 +19,7 @@ def test_too_long_turn_is_refused(session):
     shown = chat.read()[1]
     assert "this turn needs 123 tokens, the context holds 100" in shown and "/set overflow drop-oldest" in shown
     assert chat.handle("two"), "the chat continues"
-    assert chat.engine.prompts[1] == said("one", "x" * 60, "two")
+    assert chat.engine.prompts[1] == as_messages("one", "x" * 60, "two")
 
 
 def test_overflow_can_end_the_chat(session):
@@ -36,16 +36,16 @@ def test_overflow_can_drop_the_oldest_turns(session):
         chat.handle(line)
     assert "no longer sent" not in chat.read()[1]
     chat.handle("z" * 40)
-    assert chat.engine.prompts[-1] == [{"role": "system", "content": "Sys"}, *said("six", "c" * 20, "z" * 40)]
+    assert chat.engine.prompts[-1] == [{"role": "system", "content": "Sys"}, *as_messages("six", "c" * 20, "z" * 40)]
     note = "112 tokens do not fit in the context of 100: turns 1 to 2 are no longer sent to the model"
     assert note in chat.read()[1]
     assert len(chat.conversation.turns) == 4, "dropped turns stay in the conversation"
     chat.handle("y" * 30)
-    assert chat.engine.prompts[-1][1:] == said("z" * 40, "d", "y" * 30)
+    assert chat.engine.prompts[-1][1:] == as_messages("z" * 40, "d", "y" * 30)
     assert "97 tokens do not fit in the context of 100 with room for the answer (12): turn 3 is" in chat.read()[1]
     chat.handle("w" * 98)
-    says = "this message and the system turn alone need 101 tokens, the context holds 100; shorten it or remove"
-    assert says in chat.read()[1]
+    message = "this message and the system turn alone need 101 tokens, the context holds 100; shorten it or remove"
+    assert message in chat.read()[1]
     assert chat.conversation.dropped == 3 and len(chat.conversation.turns) == 5
 
 
@@ -129,7 +129,7 @@ def test_set_overflow(session):
     chat = session(["x" * 60], ["fine"])
     assert chat.handle("one") and chat.handle("y" * 40) and "/set overflow drop-oldest" in chat.read()[1]
     assert chat.handle("/set overflow drop-oldest") and chat.read()[1] == "overflow is drop-oldest\n"
-    assert chat.handle("y" * 40) and chat.engine.prompts[1] == said("y" * 40)
+    assert chat.handle("y" * 40) and chat.engine.prompts[1] == as_messages("y" * 40)
     assert "turn 1 is no longer sent" in chat.read()[1]
     assert chat.handle("/set overflow oldest") and "must be one of error, drop-oldest, stop" in chat.read()[1]
 

@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from chats import READY, enter, leave, said
+from chats import READY, as_messages, enter, leave
 from openai_server import FakeServer
 from servers import ANSWER, CHAT, Running, slow_passes, until
 
@@ -188,7 +188,7 @@ def test_failed_turn_prints_one_line(run_chat, behavior, message):
         assert line.endswith("; the turn is not kept")
         answer = " word" * 6
         assert out.startswith(f"{answer}\n") and out.endswith(f"{answer}\n")
-        assert server.bodies[2]["messages"] == said("one", answer, "three")
+        assert server.bodies[2]["messages"] == as_messages("one", answer, "three")
         assert server.bodies[2]["stream_options"] == {"include_usage": True}
 
 
@@ -286,7 +286,7 @@ def test_separate_thinking_is_tagged(name):
 
 
 def test_earlier_thinking_is_not_sent():
-    assert sent(said("a", "<think>\nHm\n</think>\n\n42.", "b")) == said("a", "42.", "b")
+    assert sent(as_messages("a", "<think>\nHm\n</think>\n\n42.", "b")) == as_messages("a", "42.", "b")
 
 
 def test_incomplete_stream_is_an_error():

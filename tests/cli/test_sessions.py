@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from chats import enter, leave, said
+from chats import as_messages, enter, leave
 from rich.cells import cell_len
 
 from tridecode import cli as commands
@@ -71,14 +71,14 @@ def test_rename(run):
     keep("old"), keep("taken")
     assert run("rename", "old", "new")[::2] == (0, "session old is now called new\n")
     assert store.read(store.named("new")) == RIVERS and sessions.names().count("old") == 0
-    for argv, says in (
+    for argv, message in (
         (("old", "x"), "there is no session old"),
         (("new", "taken"), "session taken exists already"),
         (("new", "a/b"), "session name 'a/b'"),
         (("ne", "x"), "did you mean new?"),
     ):
         code, out, err = run("rename", *argv)
-        assert (code, out, err.count("\n")) == (1, "", 1) and says in err
+        assert (code, out, err.count("\n")) == (1, "", 1) and message in err
 
 
 def test_session_file_with_any_name(run, piped):
@@ -146,7 +146,7 @@ def test_sessions_command(session):
     chat.handle("Hello")
     keep("rivers"), keep("b")
     chat.read()
-    for line, says in (
+    for line, message in (
         ("/sessions", "this is session work"),
         ("/sessions rename play", "session work is now called play"),
         ("/sessions rename b c", "session b is now called c"),
@@ -156,7 +156,7 @@ def test_sessions_command(session):
         ("/sessions remove c", "accepts no argument, rename [OLD] NEW, or delete NAME"),
         ("/sessions delete d", "there is no session d"),
     ):
-        assert chat.handle(line) and says in chat.read()[1]
+        assert chat.handle(line) and message in chat.read()[1]
     chat.engine.answers = [["two"]]
     chat.handle("again")
     chat.read()
@@ -176,7 +176,7 @@ def test_load_session_by_name(session, tmp_path, monkeypatch):
     assert out == "> Name three rivers.\nNile, Rhine, Po\n\n> And a lake?\nComo\n"
     assert "continuing 2 turns" in err and "the previous one is saved in session work" in err
     chat.handle("more")
-    assert chat.engine.prompts[-1] == said(*sum(RIVERS.turns, ()), "more")
+    assert chat.engine.prompts[-1] == as_messages(*sum(RIVERS.turns, ()), "more")
     assert len(store.read(store.named("rivers")).turns) == 3 and len(store.read(store.named("work")).turns) == 1
     assert chat.handle("/load ./rivers") and "not a session" in chat.read()[1], "a path is not the name of a session"
 

@@ -84,9 +84,9 @@ def test_no_temporary_file_is_left(state, monkeypatch, signum):
     unlink = os.unlink
     monkeypatch.setattr(sessions.os, "fsync", interrupted)
     monkeypatch.setattr(sessions.os, "unlink", lambda path: (interrupted(0), unlink(path)))
-    with pytest.raises(Ended) as asked, ending():
+    with pytest.raises(Ended) as ended, ending():
         sessions.Store(sessions.named("work"), "m").save(Conversation(turns=(("one", "two"),)))
-    assert asked.value.signum == signum and os.listdir(state / "sessions") == []
+    assert ended.value.signum == signum and os.listdir(state / "sessions") == []
     assert signal.signal(signum, before) is signal.SIG_DFL
 
 

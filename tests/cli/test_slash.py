@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from chats import said
+from chats import as_messages
 
 from tridecode import SamplingParams
 from tridecode.cli.chat import stats
@@ -28,7 +28,7 @@ def test_commands(session):
     assert not chat.handle("/bye") and not chat.handle("/quit"), "aliases of /exit"
     assert chat.handle("/?") and "/clear" in chat.read()[1] and chat.handle("/h") and "/clear" in chat.read()[1]
     assert not chat.engine.prompts and chat.exit_code == 1, "in a pipe an unknown command sets the exit code"
-    assert chat.handle(" /exit") and chat.engine.prompts[0] == said("/exit")
+    assert chat.handle(" /exit") and chat.engine.prompts[0] == as_messages("/exit")
     assert not chat.handle("/exit")
 
 
@@ -38,7 +38,7 @@ def test_unknown_command_is_not_sent(session, line):
     assert chat.handle(line) and not chat.engine.prompts and chat.exit_code == 0
     shown = chat.read()[1]
     assert f"there is no command {line.split()[0]}; " in shown and "// begins a message with a /" in shown
-    assert chat.handle(f"/{line}") and chat.engine.prompts == [said(line)]
+    assert chat.handle(f"/{line}") and chat.engine.prompts == [as_messages(line)]
 
 
 @pytest.mark.parametrize("word, command", [("help", "/help"), ("exit", "/exit"), ("Quit ", "/exit")])
@@ -46,7 +46,7 @@ def test_bare_word_suggests_command(session, word, command):
     chat = session(["fine"], ["fine"], interactive=True)
     assert chat.handle(word) and not chat.engine.prompts
     assert f"did you mean {command}?" in chat.read()[1]
-    assert chat.handle(f" {word}") and chat.engine.prompts == [said(word.strip())]
+    assert chat.handle(f" {word}") and chat.engine.prompts == [as_messages(word.strip())]
     chat.handle("/edit")
     assert chat.draft == f" {word.strip()}", "the edited message is not a command"
     chat.interactive = False
@@ -78,8 +78,8 @@ def test_retry_undo_and_edit(session):
         assert chat.handle(line) and chat.read()[1] == "the conversation has no turns yet\n"
     for line in ("a", "b", "/retry"):
         assert chat.handle(line)
-    assert chat.engine.prompts[2] == said("a", "one", "b")
-    assert chat.handle("/edit c") and chat.engine.prompts[3] == said("a", "one", "c")
+    assert chat.engine.prompts[2] == as_messages("a", "one", "b")
+    assert chat.handle("/edit c") and chat.engine.prompts[3] == as_messages("a", "one", "c")
     assert chat.handle("/retry")
     assert chat.conversation.turns == (("a", "one"), ("c", "four")), "a failed answer does not replace the old one"
     assert chat.handle("/undo") and chat.conversation.turns == (("a", "one"),)
@@ -105,7 +105,7 @@ def test_system(session):
     chat.handle("a")
     chat.handle("/clear")
     chat.handle("b")
-    assert chat.engine.prompts == [system + said("a"), system + said("b")]
+    assert chat.engine.prompts == [system + as_messages("a"), system + as_messages("b")]
     chat.handle("/system")
     assert "system: Be brief." in chat.read()[1]
     chat.handle("/system -")
@@ -113,7 +113,7 @@ def test_system(session):
     chat.handle("/system -")
     assert chat.read()[1] == "there is no system turn to remove\n"
     chat.handle("c")
-    assert chat.engine.prompts[2] == said("b", "two", "c")
+    assert chat.engine.prompts[2] == as_messages("b", "two", "c")
     chat = session(raw=True)
     assert chat.handle("/system x") and "--raw" in chat.read()[1] and chat.conversation.system is None
 

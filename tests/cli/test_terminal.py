@@ -310,8 +310,8 @@ def test_terminal_becomes_narrow(terminal, state):
     before = len(child.screen.getvalue())
     for _ in range(10):
         child.expect_exact("\n")
-    drawn = ANSI.sub("", child.screen.getvalue()[before:])
-    assert max(map(len, re.split(r"[\r\n]+", drawn))) <= 20
+    output = ANSI.sub("", child.screen.getvalue()[before:])
+    assert max(map(len, re.split(r"[\r\n]+", output))) <= 20
     child.setwinsize(3, 20)  # smaller than the answer
     child.expect_exact("\n")
     child.setwinsize(50, 200)

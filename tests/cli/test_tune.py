@@ -152,7 +152,7 @@ def test_configs_are_compiled_ahead_if_others_fail():
     warps = config_of(model.configs, model.cases["qkv"]).num_warps
     wrong, right = with_qkv(model, block_n=3), with_qkv(model, num_warps=2 * warps)
     other = replace(model, configs_by_rows={1: right})
-    lines, run = graphs.list_of(other, BatchDescriptor("greedy", 1)), graphs.launcher(other)
+    lines, run = graphs.decode_list(other, BatchDescriptor("greedy", 1)), graphs.launcher(other)
     timer(model.configs)
     assert missing(lambda: lines(run))
     timer.compile([wrong, right])

@@ -231,8 +231,8 @@ STOPS = {
 
 @pytest.mark.parametrize("case", STOPS)
 def test_stop_ids(case):
-    ours, theirs, expected = STOPS[case]
-    assert parse_config(LLAMA | {"eos_token_id": ours}, {"eos_token_id": theirs}).stop_ids == expected
+    ours, reference, expected = STOPS[case]
+    assert parse_config(LLAMA | {"eos_token_id": ours}, {"eos_token_id": reference}).stop_ids == expected
 
 
 DEFAULTS = {
@@ -383,15 +383,15 @@ def test_agrees_with_transformers(family, tmp_path):
 
     path = write_tiny(tmp_path, family, num_hidden_layers=3)
     spec = parse_config(read_json(path / "config.json"), read_json(path / "generation_config.json"))
-    theirs = transformers.AutoConfig.from_pretrained(path)
-    window = getattr(theirs, "sliding_window", None)
-    assert spec.hidden_size == theirs.hidden_size and spec.vocab_size == theirs.vocab_size
+    reference = transformers.AutoConfig.from_pretrained(path)
+    window = getattr(reference, "sliding_window", None)
+    assert spec.hidden_size == reference.hidden_size and spec.vocab_size == reference.vocab_size
     assert {layer.mixer.rope for layer in spec.layers} == {spec.layers[0].mixer.rope}
     rope = spec.layers[0].mixer.rope
-    assert rope.theta == theirs.rope_parameters["rope_theta"]
-    assert rope.kind == theirs.rope_parameters["rope_type"]
-    assert {spec.eps, *(block.eps for block in spec.blocks())} == {theirs.rms_norm_eps}
-    assert spec.tie_word_embeddings == theirs.tie_word_embeddings
+    assert rope.theta == reference.rope_parameters["rope_theta"]
+    assert rope.kind == reference.rope_parameters["rope_type"]
+    assert {spec.eps, *(block.eps for block in spec.blocks())} == {reference.rms_norm_eps}
+    assert spec.tie_word_embeddings == reference.tie_word_embeddings
     assert [layer.mixer.window for layer in spec.layers] == [window or 0] * 3
     assert set(spec.stop_ids) == set(STOP_IDS)
     assert spec.dtype == "float32"

@@ -41,8 +41,8 @@ def test_default_context_on_a_cpu_is_limited(monkeypatch):
     assert plan.capacity == memory.CPU_CONTEXT and most > 2**20
     (note,) = plan.notes
     assert f"lowered to {plan.capacity:,} of the model's {2**30:,}" in note and f"up to {most:,} " in note
-    for spec, asked, capacity in ((config, 2**20, 2**20), (tiny_config(max_position=512), None, 512)):
-        plan = planned(spec, cpu, max_seq_len=asked)
+    for spec, requested, capacity in ((config, 2**20, 2**20), (tiny_config(max_position=512), None, 512)):
+        plan = planned(spec, cpu, max_seq_len=requested)
         assert (plan.capacity, plan.notes) == (capacity, ())
 
 

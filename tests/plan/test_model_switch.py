@@ -5,7 +5,7 @@ import signal
 import weakref
 
 import pytest
-from chats import Script, said
+from chats import Script, as_messages
 from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine
@@ -40,7 +40,7 @@ def crowded(monkeypatch):
 
 
 def answers(engine, *turns):
-    return engine.generate(said(*turns), engine.default_params(temperature=0, max_tokens=4)).text
+    return engine.generate(as_messages(*turns), engine.default_params(temperature=0, max_tokens=4)).text
 
 
 @pytest.mark.parametrize("together", [True, False])

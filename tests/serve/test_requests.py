@@ -11,7 +11,7 @@ from models import CUDA, tiny_engine
 
 from tridecode import Engine, Request, SamplingParams, results
 from tridecode.cli.bench.passes import enqueue, rewind
-from tridecode.errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull
+from tridecode.errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull, TooLong
 from tridecode.serve import output
 
 PROMPTS = [[5, 17, 300, 42, 8, 8, 99], [1, 2], [200, 100, 50, 25], [7] * 30, [9, 9, 8]]
@@ -196,9 +196,9 @@ def garbage_in_a_circle_within_a_step(engine):
     ],
 )  # fmt: skip
 def test_unreferenced_request_is_cancelled(engine, run_alone, drop):
-    neighbour = engine.submit(PROMPTS[2], SAMPLED)
+    neighbor = engine.submit(PROMPTS[2], SAMPLED)
     drop(engine)
-    assert neighbour.result().token_ids == run_alone(PROMPTS[2], SAMPLED)
+    assert neighbor.result().token_ids == run_alone(PROMPTS[2], SAMPLED)
     assert not engine.scheduler.queue.requests and not any(slot.busy for slot in engine.scheduler.slots)
 
 
@@ -652,3 +652,5 @@ def test_deprecated_names_warn(engine):
     request.result()
     with pytest.deprecated_call(match="use chunks"):
         assert request.pieces is request.chunks
+    with pytest.deprecated_call(match="use is_lower_bound"):
+        assert TooLong(2, 1, is_lower_bound=True).or_more

@@ -22,7 +22,7 @@ from tridecode.plan.resolve import resolve
 from tridecode.step import compiling
 from tridecode.step.compiler import OfflineDriver
 from tridecode.step.dispatch import BatchDescriptor
-from tridecode.step.graphs import launcher, list_of
+from tridecode.step.graphs import decode_list, launcher
 
 META = torch.device("meta")
 
@@ -36,7 +36,7 @@ def main() -> None:
         options = EngineOptions(max_seq_len=512, dtype="bfloat16", speculate="off")
         plan = resolve(options, PRESETS["qwen3-0.6b"], torch.device("cuda"))
         model = model_of(plan, empty_weights(plan.spec, META, plan.dtype))
-        kernels = compiling.kernels_of([list_of(model, BatchDescriptor("greedy", 1))], launcher(model), META)
+        kernels = compiling.kernels_of([decode_list(model, BatchDescriptor("greedy", 1))], launcher(model), META)
     here: list[bool] = []
     knobs.compilation.listener = lambda *, cache_hit, **_: here.append(cache_hit)
     progress: list[tuple[int, int]] = []

@@ -17,8 +17,8 @@ from tridecode.plan.resolve import resolve
 from tridecode.step.compiler import OfflineDriver
 from tridecode.step.compiling import kernels_of
 from tridecode.step.dispatch import PromptDescriptor
-from tridecode.step.graphs import decode_batches, launcher, list_of
-from tridecode.step.prompt_graphs import decoding_rows, end_of, read_of
+from tridecode.step.graphs import decode_batches, decode_list, launcher
+from tridecode.step.prompt_graphs import decoding_rows, finish_list, read_list
 from tridecode.step.reachable import prompt_run, reachable_kernels
 from tridecode.step.run import forked
 
@@ -42,13 +42,13 @@ def main() -> None:
             graphs = plan.graphs
             compiled = set(reachable_kernels(model, graphs.sizes, graphs.prompt_attention))
             batches = decode_batches(model, graphs.sizes)
-            steps = [list_of(model, batch) for batch in batches]
-            steps += [end_of(model, batch) for batch in batches if batch.tokens == 1 and not model.fixed_chunk]
+            steps = [decode_list(model, batch) for batch in batches]
+            steps += [finish_list(model, batch) for batch in batches if batch.tokens == 1 and not model.fixed_chunk]
             lengths = sorted({*range(1, plan.chunk, 37), *graphs.prompt_sizes, plan.chunk})
             reads = [PromptDescriptor(length, rows) for length in lengths for rows in decoding_rows(model)]
             needed = kernels_of(steps, forked(model, launcher(model)), META)
             needed += kernels_of(
-                [read_of(model, read) for read in reads], prompt_run(model, graphs.prompt_attention), META
+                [read_list(model, read) for read in reads], prompt_run(model, graphs.prompt_attention), META
             )
         print(name, preset, len(compiled), *sorted({kernel.fn.__name__ for kernel, _ in {*needed} - compiled}))
 

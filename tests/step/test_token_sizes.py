@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tridecode.checkpoint.hub import BUNDLED
 from tridecode.errors import TooLong
-from tridecode.text.token_sizes import min_tokens
+from tridecode.text.token_sizes import min_token_count
 from tridecode.text.tokenizer import Tokenizer
 
 SPLIT = {"type": "Split", "pattern": {"String": " "}, "invert": False}
@@ -51,7 +51,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(tokenizer, monkeypatc
 @given(st.text(max_size=400))
 def test_texts_that_fit_are_accepted(tokenizer, composing, text):
     for each in (tokenizer, composing):
-        assert min_tokens(text, each._longest) <= len(each.encode(text))
+        assert min_token_count(text, each._longest) <= len(each.encode(text))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -60,14 +60,14 @@ def test_the_longest_tokens_in_a_row_fit(seed):
     lengths = {token: bundled._token_bytes.size(token) for token in range(bundled.vocab_size)}
     most = [token for token, size in lengths.items() if size > bundled._longest - 3]
     text = bundled.decode(draw.choices(most, k=300))
-    assert min_tokens(text, bundled._longest) <= len(bundled.encode(text))
+    assert min_token_count(text, bundled._longest) <= len(bundled.encode(text))
     assert bundled._longest == max(lengths.values())
 
 
 def test_text_that_the_normalizer_shortens_fits(composing):
     syllables = unicodedata.normalize("NFD", "각" * 3000)
     assert len(syllables.encode()) == 3 * len("각".encode()) * 3000
-    assert min_tokens(syllables, composing._longest) == min_tokens("각" * 3000, composing._longest)
+    assert min_token_count(syllables, composing._longest) == min_token_count("각" * 3000, composing._longest)
 
 
 @pytest.mark.parametrize(

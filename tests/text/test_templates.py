@@ -120,7 +120,7 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
+def reference(tmp_path_factory):
     """The tokenizer of transformers with the same vocabulary."""
     transformers = pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("theirs")
@@ -136,13 +136,15 @@ def outcome(render) -> tuple[str, str]:
         return "refusal", str(error).partition("refused these messages: ")[2] or str(error)
 
 
-def test_public_templates_match_transformers(public, theirs):
+def test_public_templates_match_transformers(public, reference):
     source, refusals = public.read_text(), 0
     template = ChatTemplate(source, NAMED, public)
     for name, messages in PUBLIC_CHATS.items():
         for which, variables in VARIABLES.items():
             expected = outcome(
-                lambda m=messages, v=variables: theirs.apply_chat_template(m, chat_template=source, tokenize=False, **v)
+                lambda m=messages, v=variables: reference.apply_chat_template(
+                    m, chat_template=source, tokenize=False, **v
+                )
             )
             actual = outcome(lambda m=messages, v=variables: template.render(m, v))
             assert actual == expected, (name, which)

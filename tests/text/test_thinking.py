@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from chats import said
+from chats import as_messages
 from checkpoints import CHATML, write_tiny, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,18 +152,18 @@ def engine(checkpoint):
 
 def test_enable_thinking_reaches_template(engine):
     def text(**options):
-        return engine.tokenizer.decode(engine.encode(said("Hello"), **options), skip_special=False)
+        return engine.tokenizer.decode(engine.encode(as_messages("Hello"), **options), skip_special=False)
 
     assert engine.tokenizer.template_variables == {"enable_thinking"}
     assert text() == text(template_variables={"enable_thinking": True})
     without = {"enable_thinking": False}
     assert text(template_variables=without) == text() + "<think>\n\n</think>\n\n"
     params = engine.default_params(max_tokens=2)
-    answered = engine.generate(said("Hello"), params, template_variables=without)
-    assert answered.usage.prompt_tokens == len(engine.encode(said("Hello"), without))
+    answered = engine.generate(as_messages("Hello"), params, template_variables=without)
+    assert answered.usage.prompt_tokens == len(engine.encode(as_messages("Hello"), without))
 
 
-@pytest.mark.parametrize("prompt", [said("Hello"), "Hello", [1, 2]], ids=["chat", "text", "ids"])
+@pytest.mark.parametrize("prompt", [as_messages("Hello"), "Hello", [1, 2]], ids=["chat", "text", "ids"])
 def test_unknown_template_variable_is_refused(engine, prompt):
     with pytest.raises(PromptError, match="no variable 'thinking'; it reads "):
         engine.generate(prompt, template_variables={"thinking": False})
@@ -171,8 +171,8 @@ def test_unknown_template_variable_is_refused(engine, prompt):
 
 def test_earlier_thinking_is_omitted_and_prefix_reused(engine):
     few = engine.default_params(temperature=0, max_tokens=2)
-    first = engine.generate(said("Hello"), few, reuse_prefix=False)
-    later = said("Hello", end_thinking("<think>\nquick brown fox"), "again")
+    first = engine.generate(as_messages("Hello"), few, reuse_prefix=False)
+    later = as_messages("Hello", end_thinking("<think>\nquick brown fox"), "again")
     assert "quick" not in engine.tokenizer.decode(engine.encode(later))
     later[1]["content"] += "Hello"
     assert engine.generate(later, few).usage.reused_tokens == first.usage.prompt_tokens
@@ -182,7 +182,7 @@ def test_think_command_in_chat(piped, checkpoint, engine):
     def prompt_tokens(err):
         return [int(tokens) for tokens in re.findall(r"of (\d+) reused", err)]
 
-    on, off = (len(engine.encode(said("Hello"), {"enable_thinking": think})) for think in (True, False))
+    on, off = (len(engine.encode(as_messages("Hello"), {"enable_thinking": think})) for think in (True, False))
     code, _, err = piped("Hello\n/undo\n/think on\nHello\n", "--model", checkpoint, *FEW, "--think", "off")
     assert code == 0 and "thinking is on" in err and prompt_tokens(err) == [off, on]
     code, _, err = piped("/think\n/think off\n/think maybe\nHello\n", "--model", checkpoint, *FEW, "--think", "hide")

@@ -183,10 +183,10 @@ def test_chat_matches_transformers(chat, template, tmp_path):
     transformers = pytest.importorskip("transformers")
     write_tokenizer(tmp_path, TEMPLATES[template])
     variables = {"tools": [{"name": "f <x>", "parameters": {}}], "mood": "good"} if template == "variables" else {}
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         CHATS[chat], add_generation_prompt=True, return_dict=False, **variables
     )
-    assert Tokenizer.load(tmp_path).encode_chat(CHATS[chat], **variables) == theirs
+    assert Tokenizer.load(tmp_path).encode_chat(CHATS[chat], **variables) == reference
 
 
 def test_key_with_value_none_is_omitted(path):

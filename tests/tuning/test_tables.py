@@ -205,15 +205,15 @@ def test_table_keeps_the_entries_of_other_models(cache):
 def test_user_table_has_priority_over_the_package_and_the_rules(cache):
     before = shipped()
     assert resolved() == before, "no table, no change"
-    mine = {
+    user_config = {
         QKV: MatvecConfig(4, 8), case(1, 1, "bfloat16", "residual"): MatvecConfig(4, 1),
         ATTENTION: AttentionConfig(32, splits=64, num_warps=2),
     }  # fmt: skip
-    write(1, mine)
+    write(1, user_config)
     configs = resolved()
     assert configs[1].linears[QKV] == Choice(kernel_named("matvec"), MatvecConfig(4, 8), "user table")
-    assert configs[1].attention[ATTENTION] == mine[ATTENTION]
-    changed = PassConfigs({**before[1].linears, QKV: configs[1].linears[QKV]}, {ATTENTION: mine[ATTENTION]})
+    assert configs[1].attention[ATTENTION] == user_config[ATTENTION]
+    changed = PassConfigs({**before[1].linears, QKV: configs[1].linears[QKV]}, {ATTENTION: user_config[ATTENTION]})
     assert configs == before | {1: changed}
     assert resolved(gpu=GPU._replace(name="Another GPU")) == before
     assert shipped() == before, "the user's table is read on request only"
@@ -224,14 +224,14 @@ def test_user_table_has_priority_over_the_package_and_the_rules(cache):
 
 
 def test_a_table_may_name_any_kernel_for_several_rows(cache):
-    mine = {
+    user_config = {
         QKV: TilesConfig(16, 64, 5), PARTS["o_proj"]: WideConfig(64, 64, 3, split=4),
         PARTS["down"]: MatmulConfig(32, 4, 3, 2), ATTENTION: AttentionRowsConfig(16, 7, programs=264),
     }  # fmt: skip
-    write(16, mine)
+    write(16, user_config)
     before, configs = shipped(), resolved()
     assert {rows for rows in configs if configs[rows] != before[rows]} == {16}
-    for part, config in mine.items():
+    for part, config in user_config.items():
         assert (configs[16].attention[part] if part == ATTENTION else configs[16].linears[part].config) == config
     assert before[16].linears[QKV].kernel.name == "matmul"
 
@@ -247,11 +247,14 @@ def test_passes_of_up_to_8_rows_share_the_entries_of_linears(cache):
 
 def test_a_table_has_entries_for_packed_weights(cache):
     parts = cases_of("qwen3-4b", "int4")
-    mine, other = RingConfig(8, 1, 2, x_shared=True, producer=1, registers=64), MatmulConfig(32, 4, 3, 2, fetch=2)
-    write(1, {parts["down"]: mine, parts["qkv"]: other, PARTS["o_proj"]: MatvecConfig(4, 1)})
+    user_config, other = (
+        RingConfig(8, 1, 2, x_shared=True, producer=1, registers=64),
+        MatmulConfig(32, 4, 3, 2, fetch=2),
+    )
+    write(1, {parts["down"]: user_config, parts["qkv"]: other, PARTS["o_proj"]: MatvecConfig(4, 1)})
     write(16, {parts["down"]: other})
     before, configs = shipped(parts), resolved(parts)
-    assert configs[1].linears[parts["down"]].config == mine and configs[1].linears[parts["qkv"]].config == other
+    assert configs[1].linears[parts["down"]].config == user_config and configs[1].linears[parts["qkv"]].config == other
     assert configs[16].linears[parts["down"]].config == other
     assert configs[1].linears[parts["o_proj"]] == before[1].linears[parts["o_proj"]], "the entry is for bf16"
     assert all(configs[rows] == before[rows] for rows in (8, 32, 64))
@@ -272,9 +275,9 @@ def test_attention_to_fp8_may_have_a_separate_entry(cache, rows):
     assert config.converts, "the GPU has an instruction"
     write(rows, {fp8: config})
     assert resolved(attention=fp8)[rows].attention[fp8] == config
-    mine = replace(config, splits=16)
-    write(rows, {fp8: mine})
-    assert resolved(attention=fp8)[rows].attention[fp8] == mine
+    user_config = replace(config, splits=16)
+    write(rows, {fp8: user_config})
+    assert resolved(attention=fp8)[rows].attention[fp8] == user_config
     assert resolved()[rows].attention == shipped()[rows].attention
 
 

@@ -291,7 +291,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     def broken(reason: str) -> CheckpointError:
         return CheckpointError(f"{file}: {reason}; download the file again")
 
-    def twice(name: str) -> CheckpointError:
+    def duplicate(name: str) -> CheckpointError:
         return broken(f"its header gives the name {shown(name)} twice")
 
     try:
@@ -301,7 +301,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, _HEADER_LIMIT):
                 raise broken(f"truncated, or not a safetensors file: {size:,} bytes cannot hold a header of {length:,}")
-            header = json.loads(opened.read(length), object_pairs_hook=unique(twice))
+            header = json.loads(opened.read(length), object_pairs_hook=unique(duplicate))
     except OSError as error:
         raise unreadable(file, error) from None
     except (ValueError, RecursionError):
@@ -328,7 +328,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def _harmless(name: str, spec: ModelSpec) -> bool:
+def _is_ignorable(name: str, spec: ModelSpec) -> bool:
     """Return whether a tensor may be ignored: rotary tables, or the copy of a tied embedding, in old checkpoints."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
 
@@ -350,7 +350,7 @@ def _check(
         if tensor_slice.scheme is not None
         for suffix in tensor_slice.scheme.unused
     }
-    extra = [name for name in tensors if name not in needed and name not in unused and not _harmless(name, spec)]
+    extra = [name for name in tensors if name not in needed and name not in unused and not _is_ignorable(name, spec)]
     missing = [name for name in needed if name not in tensors]
     if spec.checkpoint_quantization is None:
         for name in extra:

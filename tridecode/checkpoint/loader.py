@@ -58,7 +58,7 @@ class Loader:
             for place in parts["weight"][start : start + n].split(
                 max(self._limit // (self._tensors[name].nbytes // n), 1)
             ):
-                yield self._straight(name, done, place, tensor_slice.scale)
+                yield self._load_unquantized(name, done, place, tensor_slice.scale)
                 done += len(place)
 
     def _place_quantized(
@@ -135,7 +135,7 @@ class Loader:
         if count < part.nbytes:
             raise CheckpointError(f"{info.file}: became shorter while it was read; load it again when it is complete")
 
-    def _straight(self, name: str, first: int, place: torch.Tensor, scale: float) -> int:
+    def _load_unquantized(self, name: str, first: int, place: torch.Tensor, scale: float) -> int:
         """Fill `place` with the rows of an unquantized tensor from row `first` on. Return the bytes read."""
         dtype = READ[self._tensors[name].dtype]
         straight = place.dtype == dtype and place.device.type == "cpu" and scale == 1

@@ -107,23 +107,23 @@ def add_benches(bench: Parser) -> None:
     instead.add_argument("--weights", type=amount, metavar="GIB", help=words)
     words = "GiB of K/V on the device, for --prompt-tokens (4)"
     host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help=words)
-    guess = add("speculate", "passes that verify drafts, and the tokens per pass on fixed texts", runs=7)
-    add_shape(guess, model=True)
-    add_quantize(guess, kv_dtype=False)  # drafts need 16-bit K/V
+    speculate = add("speculate", "passes that verify drafts, and the tokens per pass on fixed texts", runs=7)
+    add_shape(speculate, model=True)
+    add_quantize(speculate, kv_dtype=False)  # drafts need 16-bit K/V
     words = "numbers of requests at a time, a table row each (1,2,4,8,16)"
-    guess.add_argument("--requests", type=row_counts, default=[1, 2, 4, 8, 16], metavar="N,N", help=words)
+    speculate.add_argument("--requests", type=row_counts, default=[1, 2, 4, 8, 16], metavar="N,N", help=words)
     first = "tokens before the first pass (1024)"
-    guess.add_argument("--context", type=positive, default=1024, metavar="N", help=first)
-    guess.add_argument("--steps", type=positive, default=32, metavar="N", help="passes in a run (32)")
+    speculate.add_argument("--context", type=positive, default=1024, metavar="N", help=first)
+    speculate.add_argument("--steps", type=positive, default=32, metavar="N", help="passes in a run (32)")
     words = "tokens that the draft kernel searches (32000)"
-    guess.add_argument("--history", type=positive, default=32000, metavar="N", help=words)
-    add_option(guess, OPTIONS["speculate_ngram"])
+    speculate.add_argument("--history", type=positive, default=32000, metavar="N", help=words)
+    add_option(speculate, OPTIONS["speculate_ngram"])
     words = "tokenizer of the texts (default: the checkpoint's, or the bundled one with a preset)"
-    guess.add_argument("--tokenizer", metavar="DIR", help=words)
+    speculate.add_argument("--tokenizer", metavar="DIR", help=words)
     words = "only play the texts back, on any machine; no pass is timed"
-    guess.add_argument("--texts-only", action="store_true", help=words)
+    speculate.add_argument("--texts-only", action="store_true", help=words)
     pass_options = ("preset", "runs", "requests", "context", "steps", "history", "quantize", "quantize_head")
-    guess.without("texts_only", *pass_options)
+    speculate.without("texts_only", *pass_options)
 
 
 def add_output(parser) -> None:

@@ -280,10 +280,10 @@ def describe_kv(memory: dict) -> str:
     slots = "1 slot has" if memory["slots"] == 1 else f"{memory['slots']} slots share"
     host = ""
     if offload := memory["offload"]:
-        longest = offload["ring"] * offload["page"]
-        host = f"; {offload['host_tokens']:,} more on the host, of which {longest:,} can run"
-    held = f"{counted(memory['kv_tokens'], 'position')}, {memory['kv_dtype']}, {size(memory['kv_bytes'])}"
-    return f"; {slots} {held}{host}"
+        runnable = offload["ring"] * offload["page"]
+        host = f"; {offload['host_tokens']:,} more on the host, of which {runnable:,} can run"
+    positions = f"{counted(memory['kv_tokens'], 'position')}, {memory['kv_dtype']}, {size(memory['kv_bytes'])}"
+    return f"; {slots} {positions}{host}"
 
 
 def pool_sizes(memory: dict, on_cpu: bool) -> str:
@@ -294,11 +294,11 @@ def pool_sizes(memory: dict, on_cpu: bool) -> str:
 
 
 def describe_graphs(run: dict) -> str:
-    company = ", batch invariant" if run["batch_invariant"] else ""
+    suffix = ", batch invariant" if run["batch_invariant"] else ""
     if run["graph"] == "none":
-        return f"no graph{company}"
+        return f"no graph{suffix}"
     graphs = "CUDA graphs between attention launches" if run["graph"] == "piecewise" else "one CUDA graph a pass"
-    return f"{graphs} {'with' if run['pdl'] else 'without'} programmatic dependent launch{company}"
+    return f"{graphs} {'with' if run['pdl'] else 'without'} programmatic dependent launch{suffix}"
 
 
 def describe_speculation(plan: EnginePlan) -> str:

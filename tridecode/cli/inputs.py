@@ -42,7 +42,7 @@ def read_bytes(path: str, limit: int | None, expected: str, pipes: bool = True) 
 
 
 def read_stdin(output: Output, limit: int | None = None, hint: str = "") -> str:
-    """Return all of stdin. way_out: the end of the note that reports a wait."""
+    """Return all of stdin. hint: the end of the note that reports a wait."""
     if sys.stdin.isatty():
         output.note("reading from the terminal; Ctrl-D on an empty line ends it")
     elif not readable_within(STDIN_NOTE_DELAY):

@@ -12,7 +12,7 @@ from .explain import explain, option
 from .options import SAMPLING
 from .parser import make_parser
 from .signals import Ended, ended_by_interrupt, ending
-from .terminal import Output, foreign_encoding, tolerant_streams, unechoed
+from .terminal import Output, echo_disabled, repair_streams, switch_streams_to_utf8
 
 NEED_GPU = ("bench", "profile", "tune")
 FUNCTIONS = {  # command -> module in this package and function in it
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def flushed(argv: list[str] | None) -> int:
     """Run one command and return the exit code, also if stdout or stderr cannot be written."""
-    tolerant_streams()
+    repair_streams()
     try:
         return guarded(argv)
     except BrokenPipeError:
@@ -56,12 +56,12 @@ def flushed(argv: list[str] | None) -> int:
     except OSError:  # stderr cannot be written either
         return 1
     finally:
-        drop_unwritten()
+        discard_unwritten_output()
 
 
 def guarded(argv: list[str] | None) -> int:
     """Run one command and return the exit code. Errors become one line on stderr."""
-    if encoding := foreign_encoding():
+    if encoding := switch_streams_to_utf8():
         Output().error(f"text cannot be read and written as {encoding}; unset PYTHONIOENCODING, or set it to utf-8")
         return 1
     output, args = Output(), None
@@ -89,7 +89,7 @@ def guarded(argv: list[str] | None) -> int:
         return 1
 
 
-def drop_unwritten() -> None:
+def discard_unwritten_output() -> None:
     """Discard text that the streams could not write: Python flushes them again at exit, which must not fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -105,7 +105,7 @@ def run(args, output: Output) -> int:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, from nohup or a background job
             signal.signal(signal.SIGINT, signal.default_int_handler)
         # Text that is typed or pasted while the imports run and the model loads belongs to the first prompt.
-        with unechoed(True, lambda: None, lambda: None, paste=shows_editor()) as output.keys:
+        with echo_disabled(True, lambda: None, lambda: None, paste=shows_editor()) as output.keys:
             with ended_by_interrupt(output.keys.release):
                 command = imported(args.command)
             return command(args, output)

@@ -34,7 +34,7 @@ def one_line(message: object) -> str:
     return visible(" ".join(f"{word[:150]}…{word[-50:]}" if len(word) > 300 else word for word in words))
 
 
-def tolerant_streams() -> None:
+def repair_streams() -> None:
     """Make the standard streams usable: closed ones become empty, and encoding errors become '?' or U+FFFD."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
@@ -51,7 +51,7 @@ class PipeConsole(Console):
         raise
 
 
-def foreign_encoding() -> str | None:
+def switch_streams_to_utf8() -> str | None:
     """Switch the standard streams to UTF-8 if the encoding of one is incompatible with ASCII, such as UTF-16.
 
     Terminals cannot show such an encoding, the newlines of a pipe do not match it, and partial writes lack its byte
@@ -225,7 +225,7 @@ class Keys:
 
 
 @contextmanager
-def unechoed(enabled: bool, pause: Callable[[], None], resume: Callable[[], None], paste: bool = False):
+def echo_disabled(enabled: bool, pause: Callable[[], None], resume: Callable[[], None], paste: bool = False):
     """Hold the terminal's keys within the context, and yield the Keys.
 
     Ctrl-Z calls `pause` and releases the keys. When the program continues, they are held again and `resume` is called.

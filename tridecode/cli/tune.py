@@ -20,7 +20,7 @@ from ..layout import LIMIT_REACHED, STATUS
 from ..models.presets import PRESETS
 from ..step.compiling import compile_lists, workers
 from ..step.dispatch import BatchDescriptor, Dispatcher
-from ..step.graphs import DecodePasses, launcher, list_of
+from ..step.graphs import DecodePasses, decode_list, launcher
 from ..step.model import DecodeModel
 from ..tuning.candidates import Part, candidates, parts_of
 from ..tuning.configs import PassConfigs
@@ -149,7 +149,9 @@ class StepTimer:
         model, greedy = self.engine.model, BatchDescriptor("greedy", self._rows)
         model.workspace.meta[:, STATUS] = LIMIT_REACHED  # no row may run
         with suppress(TritonError, RuntimeError):
-            compile_lists([list_of(self._model(configs), greedy) for configs in several], launcher(model), model.device)
+            compile_lists(
+                [decode_list(self._model(configs), greedy) for configs in several], launcher(model), model.device
+            )
 
     def _same(self) -> bool:
         """Return whether the logits agree with the first ones, over the same K/V: timings change the cache."""

@@ -23,7 +23,7 @@ from .tools.parser import NAME, TEXT
 from .tools.toolset import Tools, check_tools, parse_function
 
 # Claude Code sends another line in each request; it would keep prompts from sharing a prefix.
-BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
+BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
 log = logging.getLogger("tridecode.server")
 
 
@@ -134,7 +134,7 @@ def _texts(content, place: str, system: bool = False) -> str:
     else:
         raise _refused(place, f"expected text or a list of blocks, got {as_json(content)}")
     if system:
-        texts = [BILLING.sub("", text, count=1) if BILLING.match(text) else text for text in texts]
+        texts = [BILLING_HEADER.sub("", text, count=1) if BILLING_HEADER.match(text) else text for text in texts]
     return "\n\n".join(text for text in texts if text)
 
 

@@ -11,7 +11,7 @@ from .choice import Choice, Delta
 from .errors import ApiError
 from .tools.parser import ARGUMENTS, NAME, TEXT
 
-IMPOSSIBLE = -9999.0  # stands for a log-probability of -inf, which JSON cannot represent
+NEGATIVE_INFINITY = -9999.0  # stands for a log-probability of -inf, which JSON cannot represent
 
 
 class Serializer:
@@ -168,7 +168,7 @@ class ChatSerializer(OpenAISerializer):
 
     def _entry(self, token: int, logprob: float) -> dict:
         text, data = self._token(token)
-        return {"token": text, "logprob": max(logprob, IMPOSSIBLE), "bytes": list(data)}
+        return {"token": text, "logprob": max(logprob, NEGATIVE_INFINITY), "bytes": list(data)}
 
 
 class CompletionSerializer(OpenAISerializer):
@@ -193,9 +193,9 @@ class CompletionSerializer(OpenAISerializer):
     def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         return {
             "tokens": [self._token(token)[0] for token, _, _ in tokens],
-            "token_logprobs": [own and max(own.logprob, IMPOSSIBLE) for _, own, _ in tokens],
+            "token_logprobs": [own and max(own.logprob, NEGATIVE_INFINITY) for _, own, _ in tokens],
             "top_logprobs": [
-                own and {self._token(token)[0]: max(value, IMPOSSIBLE) for token, value in own.top}
+                own and {self._token(token)[0]: max(value, NEGATIVE_INFINITY) for token, value in own.top}
                 for _, own, _ in tokens
             ],
             "text_offset": [offset for _, _, offset in tokens],

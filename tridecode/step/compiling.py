@@ -51,7 +51,7 @@ def compile_lists(lists: Iterable[Lines], run: Run, device: torch.device) -> int
 
 
 def kernels_of(lists: Iterable[Lines], run: Run, device: torch.device) -> list[Kernel]:
-    """Return the kernels that the lines of `lists` need and that are not loaded. `run`: see compile_ahead."""
+    """Return the kernels that the lines of `lists` need and that are not loaded. `run`: see compile_lists."""
     recorder = Recorder()
     for lines in lists:
         lines(recorder)

@@ -25,7 +25,7 @@ COSTS = {
     1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
     16: (1.0, 1.11),
 }  # fmt: skip
-GAIN = 1.05  # minimum ratio of expected tokens per cost, with drafts to without, at which a pass verifies drafts
+MIN_GAIN = 1.05  # minimum ratio of expected tokens per cost, with drafts to without, at which a pass verifies drafts
 # Mode -> the mode of prompt passes, and the mode of decode passes.
 MODES = {
     "none": ("none", "none"),
@@ -121,7 +121,7 @@ def best_queries(costs: Mapping[int, float], drafts: Sequence[Acceptance], allow
     """
 
     def value(rows: int) -> float:
-        return sum(each.expected(rows) for each in drafts) / costs[rows] / (GAIN if rows > 1 else 1)
+        return sum(each.expected(rows) for each in drafts) / costs[rows] / (MIN_GAIN if rows > 1 else 1)
 
     return max((rows for rows in costs if rows == 1 or rows in allowed), key=value)
 

@@ -134,7 +134,7 @@ def launcher(model: DecodeModel) -> Run:
     return launch_dependent if model.pdl else launch
 
 
-def list_of(model: DecodeModel, batch: BatchDescriptor) -> Lines:
+def decode_list(model: DecodeModel, batch: BatchDescriptor) -> Lines:
     """Return the list of a decode pass. A pass with masks verifies no drafts, since masks arrive one at a time."""
     verifies = model.verify and not batch.masked
     view = model.for_queries(batch.rows, batch.tokens) if verifies else model.for_rows(batch.rows)
@@ -175,7 +175,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         self.dispatcher = dispatcher or Dispatcher("none", ())
         mode, sizes = self.dispatcher.decode_mode, self.dispatcher.sizes
         place = None if mode == "none" else Place(model.device)
-        super().__init__(model, partial(list_of, model), run or launcher(model), mode, place, attention, between)
+        super().__init__(model, partial(decode_list, model), run or launcher(model), mode, place, attention, between)
         self.compiled = compiled
         self.costs: dict[int, dict[int, float]] = {}  # requests -> rows of each -> seconds, if they were measured
         self.check_addresses = False  # for debugging: assert before each pass that no buffer has moved

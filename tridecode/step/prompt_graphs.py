@@ -35,13 +35,13 @@ def decoding_rows(model: DecodeModel) -> tuple[int, ...]:
     return (0,) if model.fixed_chunk or len(model.workspace.tokens) == 1 else (0, model.rows)
 
 
-def read_of(model: DecodeModel, batch: PromptDescriptor) -> Lines:
+def read_list(model: DecodeModel, batch: PromptDescriptor) -> Lines:
     """Return the list of `read`. In batch-invariant mode every pass has the same number of rows."""
     rows = model.fixed_chunk or batch.decoding + batch.tokens
     return lambda run: prompt.read(run, model, rows, batch.decoding)
 
 
-def end_of(model: DecodeModel, batch: BatchDescriptor) -> Lines:
+def finish_list(model: DecodeModel, batch: BatchDescriptor) -> Lines:
     """Return the list of `finish`."""
     view = model.for_rows(batch.rows)
     return lambda run: prompt.finish(run, view, batch.kind, batch.masked)
@@ -51,7 +51,7 @@ def first_reads(model: DecodeModel) -> list[Lines]:
     """Return the reads to compile at load. Attention has up to three kernels, for few, more and many tokens."""
     limit = model.prompt.rows - model.rows
     sizes = [*takewhile(lambda size: size < limit, (4 << i for i in count())), limit]
-    return [read_of(model, PromptDescriptor(tokens, rows)) for tokens in sizes for rows in decoding_rows(model)]
+    return [read_list(model, PromptDescriptor(tokens, rows)) for tokens in sizes for rows in decoding_rows(model)]
 
 
 class PromptPasses(PassRunner[PromptDescriptor]):
@@ -74,10 +74,10 @@ class PromptPasses(PassRunner[PromptDescriptor]):
     ):  # fmt: skip
         self.dispatcher = steps.dispatcher
         super().__init__(
-            model, partial(read_of, model), run, self.dispatcher.prompt_mode, steps.place, attention, between=run
+            model, partial(read_list, model), run, self.dispatcher.prompt_mode, steps.place, attention, between=run
         )
         self._ends = PassRunner(
-            model, partial(end_of, model), steps.run, steps.mode, steps.place, steps.attention, steps.between
+            model, partial(finish_list, model), steps.run, steps.mode, steps.place, steps.attention, steps.between
         )
         self.chunks = [] if chunks is None else chunks
         self.seconds: dict[PromptDescriptor, float] = {}  # duration of each captured read without attention

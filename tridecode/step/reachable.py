@@ -6,9 +6,9 @@ from dataclasses import replace
 from ..kernels.attention.gather_kv import gather_kv
 from ..kernels.attention.torch_attention import torch_attention
 from .compiling import Kernel, Progress, compile_kernels, kernels_of
-from .graphs import decode_batches, idle, launcher, list_of
+from .graphs import decode_batches, decode_list, idle, launcher
 from .model import DecodeModel
-from .prompt_graphs import end_of, first_reads
+from .prompt_graphs import finish_list, first_reads
 from .run import Run, forked, launch
 
 
@@ -22,9 +22,9 @@ def reachable_kernels(model: DecodeModel, sizes: Sequence[int], prompt_attention
         prompt_attention: one of dispatch.PROMPT_ATTENTION.
     """
     batches = decode_batches(model, sizes)
-    steps = [list_of(model, batch) for batch in batches]
+    steps = [decode_list(model, batch) for batch in batches]
     if not model.fixed_chunk:  # with fixed chunks, decode passes sample the first tokens
-        steps += [end_of(model, batch) for batch in batches if batch.tokens == 1]
+        steps += [finish_list(model, batch) for batch in batches if batch.tokens == 1]
     groups = (steps, forked(model, launcher(model))), (first_reads(model), prompt_run(model, prompt_attention))
     return list(dict.fromkeys(kernel for lists, run in groups for kernel in kernels_of(lists, run, model.device)))
 

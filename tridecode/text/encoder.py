@@ -52,7 +52,7 @@ class Encoder:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, source: Path | str):
         self._tokenizer, self._name = tokenizer, f"the tokenizer in {source}"
-        self.harmless = _harmless(tokenizer)
+        self.harmless = _has_linear_cost(tokenizer)
         self.sandbox = _sandbox(tokenizer.to_str)
 
     def __call__(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -128,7 +128,7 @@ def steps(part) -> list[dict]:
     return flat
 
 
-def _harmless(tokenizer: tokenizers.Tokenizer) -> bool:
+def _has_linear_cost(tokenizer: tokenizers.Tokenizer) -> bool:
     """Whether the tokenizer's time and memory are known to be proportional to the length of the text."""
     model = tokenizer.model
     if isinstance(model, tokenizers.models.BPE):
@@ -139,12 +139,12 @@ def _harmless(tokenizer: tokenizers.Tokenizer) -> bool:
     normalizers, pre_tokenizers = steps(tokenizer.normalizer), steps(tokenizer.pre_tokenizer)
     return (
         max(len(normalizers), len(pre_tokenizers)) <= MAX_STEPS
-        and all(map(_harmless_normalizer, normalizers))
-        and all(map(_harmless_pre_tokenizer, pre_tokenizers))
+        and all(map(_is_linear_normalizer, normalizers))
+        and all(map(_is_linear_pre_tokenizer, pre_tokenizers))
     )
 
 
-def _harmless_normalizer(step: dict) -> bool:
+def _is_linear_normalizer(step: dict) -> bool:
     match step:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return 0 < len(old) >= len(new)
@@ -153,7 +153,7 @@ def _harmless_normalizer(step: dict) -> bool:
     return step["type"] in _NORMALIZERS
 
 
-def _harmless_pre_tokenizer(step: dict) -> bool:
+def _is_linear_pre_tokenizer(step: dict) -> bool:
     match step:
         case {"type": "Split", "pattern": {"Regex": pattern}}:
             return pattern in KNOWN_PATTERNS

@@ -21,7 +21,7 @@ def longest(tokenizer: tokenizers.Tokenizer, token_bytes: TokenBytes) -> float:
     return max(token_bytes.size(token) for token in tokenizer.get_vocab(with_added_tokens=True).values())
 
 
-def min_tokens(text: str, longest: float) -> int:
+def min_token_count(text: str, longest: float) -> int:
     """Return a lower bound on the number of tokens of `text`, whether or not the tokenizer normalizes it (NFC).
 
     Args:
@@ -31,7 +31,7 @@ def min_tokens(text: str, longest: float) -> int:
 
 
 def _keeps(step: dict) -> bool:
-    """Whether a step of a normalizer or pre-tokenizer never shortens a text, apart from NFC (see `min_tokens`)."""
+    """Whether a step of a normalizer or pre-tokenizer never shortens a text, apart from NFC (see `min_token_count`)."""
     match step:
         case {"type": "NFC" | "ByteLevel" | "Metaspace" | "Prepend" | "Digits"}:
             return True

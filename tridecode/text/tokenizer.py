@@ -23,7 +23,7 @@ from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child
 from .thinking import CLOSE
 from .token_set import TokenSet
-from .token_sizes import longest, min_tokens
+from .token_sizes import longest, min_token_count
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_DEPTH = 100  # nesting of lists and objects in messages and template variables
@@ -201,8 +201,10 @@ class Tokenizer:
     def _check_size(self, text: str, context: int | None) -> None:
         """Raise TooLong if a text cannot fit in `context` tokens."""
         # The bound takes time to compute, so only texts of more than 4 characters per position are checked.
-        if context is not None and len(text) > 4 * context and (least := min_tokens(text, self._longest)) > context:
-            raise TooLong(least, context, is_lower_bound=True)
+        if context is None or len(text) <= 4 * context:
+            return
+        if (tokens := min_token_count(text, self._longest)) > context:
+            raise TooLong(tokens, context, is_lower_bound=True)
 
     @cached_property
     def _longest(self) -> float:

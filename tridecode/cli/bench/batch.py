@@ -49,7 +49,7 @@ class BatchRow(Row):
 def batch(args, output) -> list[Row]:
     """Return a row for each number of --rows at each --context, and one for each mix. One engine runs all."""
     cases = cases_of(args)
-    room = [[room_of(context, args.steps) for context in contexts] for _, contexts in cases]
+    room = [[reserved_positions(context, args.steps) for context in contexts] for _, contexts in cases]
     engine = bench_engine(args, max(map(max, room)), max(map(len, room)), max(map(sum, room)))
     bandwidth, params = read_bandwidth(engine.device), SAMPLING[args.sampling]
 
@@ -68,7 +68,7 @@ def batch(args, output) -> list[Row]:
     return rows
 
 
-def room_of(context: int, steps: int) -> int:
+def reserved_positions(context: int, steps: int) -> int:
     """Return the K/V positions to reserve for a request: whole pages and a spare one, so that no run allocates any."""
     return (-(-(context + steps + 2) // PAGE) + 1) * PAGE
 

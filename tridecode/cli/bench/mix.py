@@ -10,7 +10,7 @@ from ...engine import Engine
 from ...errors import GenerationError, ParameterError
 from ..terminal import counted
 from ..values import MAX_ROWS
-from .batch import room_of
+from .batch import reserved_positions
 from .measure import GREEDY, WARM_UP, bench_engine, make_row, make_runners, median_p5_p95, read_modes, running
 from .prefill import prompt_ids
 from .rows import Row, column
@@ -69,7 +69,7 @@ def mix(args, output) -> list[Row]:
             f"--requests: must be at most {MAX_ROWS - 1}, because the prompt needs a slot too, got {args.requests}"
         )
     tokens, slots = args.prompt_tokens, args.requests + 1
-    rooms = room_of(args.context, 3 * args.steps), room_of(tokens, args.steps)
+    rooms = reserved_positions(args.context, 3 * args.steps), reserved_positions(tokens, args.steps)
     pool = args.requests * rooms[0] + rooms[1]
     engine = bench_engine(args, max(rooms), slots, min(pool, slots * max(rooms)))
     rows: list[Row] = []

@@ -20,7 +20,7 @@ from ..api_key import api_key
 from ..inputs import parse_json, read_file
 from ..progress import progress
 from ..signals import ending_task
-from ..terminal import counted, unechoed
+from ..terminal import counted, echo_disabled
 from .mix import mix
 from .rows import Row, column
 
@@ -34,7 +34,7 @@ WORDS = (  # each is one token in most vocabularies
 ).split()
 PROMPTS = ("prompt", "messages", "prompt_ids")
 LARGEST = 256_000_000  # limit of the file of --jsonl, in bytes
-MADE_BEFORE = 256  # connections created before the first request without --max-concurrency
+PRECONNECTED = 256  # connections created before the first request without --max-concurrency
 REASONS = 10  # different reasons of failed requests that are printed
 TIMES = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -144,7 +144,7 @@ class Load:
             self.answers.append(answer)
             ended()
 
-        client.prepare(min(len(self.bodies), self.max_concurrency or MADE_BEFORE))
+        client.prepare(min(len(self.bodies), self.max_concurrency or PRECONNECTED))
         gc.collect()
         gc.freeze()  # a garbage collection during the requests does not scan the objects that exist already
         self.started = time.perf_counter()
@@ -205,7 +205,7 @@ def serve(args, output) -> list[Row]:
             load = make_load(args, model, lines, seed, http.ENDPOINTS[args.endpoint])
             bar = progress("serving", output, load.rate)
             task = bar.add_task("serving", total=len(load.bodies))
-            with bar, unechoed(not bar.disable, bar.stop, bar.start), ending_task():
+            with bar, echo_disabled(not bar.disable, bar.stop, bar.start), ending_task():
                 await load.run(client, lambda: bar.advance(task))
 
     try:

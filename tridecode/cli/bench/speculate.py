@@ -21,7 +21,7 @@ from ...text.tokenizer import Tokenizer
 from ...version import __version__
 from ..options import engine_options
 from ..terminal import counted
-from .batch import room_of
+from .batch import reserved_positions
 from .measure import (
     GREEDY,
     WARM_UP,
@@ -103,8 +103,8 @@ def speculate(args, output) -> list[Row]:
     simulated = simulate_texts(loaded, args, EngineOptions(**engine_options(args)).ngram)
     if args.texts_only:
         return [text_row(*each, None, model=args.model, tridecode=__version__) for each in simulated]
-    room, slots = room_of(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
-    capacity = max(room, room_of(args.history, layout.MAX_QUERIES))
+    room, slots = reserved_positions(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
+    capacity = max(room, reserved_positions(args.history, layout.MAX_QUERIES))
     more = dict(speculate="ngram", graph="full_decode_only")
     engine = bench_engine(args, capacity, slots, max(slots * room, capacity), **more)
     costs = {row["requests"]: row for row in passes(engine, args)}

@@ -49,7 +49,7 @@ class History(FileHistory):
             pass
 
 
-class Words(Completer):
+class FunctionCompleter(Completer):
     """A completer that calls `complete`, a function like completion.completed."""
 
     def __init__(self, complete):
@@ -102,7 +102,7 @@ class Keyboard:
             color_depth=ColorDepth.from_env(),  # NO_COLOR
             enable_open_in_editor=True,
             tempfile_suffix=".md",
-            completer=Words(complete),
+            completer=FunctionCompleter(complete),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             prompt_continuation=lambda width, line, wrapped: [(TYPED, " " * width if wrapped else CONTINUED)],

@@ -11,7 +11,7 @@ from rich.segment import ControlType, Segment, Segments
 
 from ..terminal import visible
 from .blocks import render_rows
-from .markup import nameless_head, split
+from .markup import split, unnamed_table_head
 
 FRAME = 1 / 30  # seconds between frames, at least
 SHARE = 1 / 32  # maximum share of a core for drawing; a long unfinished block is therefore redrawn less often
@@ -71,7 +71,7 @@ class Painter:
         """Make the rows on the screen final; later text is drawn below them."""
         if not self._rows:
             return
-        last_line, head = self._rest.rpartition("\n")[2], nameless_head(self._rest)
+        last_line, head = self._rest.rpartition("\n")[2], unnamed_table_head(self._rest)
         if self._fence or head:
             self._rest = self._opener() if self._fence else head
         else:

@@ -107,7 +107,7 @@ def bracketed(mark: str, after: str = "") -> RuleDictType:
 PARSER = make_parser()
 
 
-def nameless_head(source: str) -> str:
+def unnamed_table_head(source: str) -> str:
     """Return a table head with empty names and the columns of the table `source`; "" if it is not a table."""
     lines = source.lstrip("\n").split("\n")
     tokens = PARSER.parse("\n".join(lines[:2])) if len(lines) > 2 else []

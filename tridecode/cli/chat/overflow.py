@@ -58,12 +58,12 @@ def fit(
     words = f"more than {counted(needed, 'token')}" if first > dropped else _token_count(needed, is_lower_bound)
     if choice != "drop-oldest":
         if tokens(turns) > capacity:
-            raise Overflow(_too_long_alone(conversation, line, count, capacity, largest, choice, continues))
+            raise Overflow(_message_too_long(conversation, line, count, capacity, largest, choice, continues))
         fix = "/undo, /clear or /set overflow drop-oldest make room" if choice == "error" else "the chat ends"
         raise Overflow(f"this turn needs {words}, the context holds {capacity:,}; {fix}")
     chosen = bisect_left(range(first, turns), True, key=lambda n: tokens(n) <= capacity - room) + first
     if tokens(chosen) > capacity:
-        raise Overflow(_too_long_alone(conversation, line, count, capacity, largest, choice, continues))
+        raise Overflow(_message_too_long(conversation, line, count, capacity, largest, choice, continues))
     if chosen == dropped:
         return conversation, ""
     first, last = dropped + 1, chosen
@@ -82,7 +82,7 @@ def _newest(turns: tuple, size: int) -> int:
     return 0
 
 
-def _too_long_alone(
+def _message_too_long(
     conversation: Conversation, line: str, count: Callable, capacity: int, largest: int, choice: str, continues: bool
 ) -> str:
     """Return the error text for a message that does not fit even without earlier turns."""

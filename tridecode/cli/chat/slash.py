@@ -10,7 +10,7 @@ from .clipboard import copy
 from .markup import code_blocks
 from .settings import CHOICES, full_name
 
-BARE = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # messages that are probably meant as commands
+COMMAND_WORDS = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # messages that are probably meant as commands
 # The names of commands in other chat programs.
 ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help"}
 KEYS = {
@@ -69,15 +69,15 @@ def run(chat, word: str, rest: str) -> bool:
     return True
 
 
-def meant(message: str) -> str:
+def command_hint(message: str) -> str:
     """Return a question if the message is a word that was probably meant as a command, otherwise ""."""
-    command = BARE.get(message.rstrip().lower())
+    command = COMMAND_WORDS.get(message.rstrip().lower())
     return f"did you mean {command}? Put a space before the word to send it as a message" if command else ""
 
 
 def literal(message: str) -> str:
     """Return the input that sends `message` literally: a leading space prevents a command or a block."""
-    return f" {message}" if message.startswith(("/", '"""')) or meant(message) else message
+    return f" {message}" if message.startswith(("/", '"""')) or command_hint(message) else message
 
 
 def _help(chat, rest) -> None:

@@ -95,9 +95,9 @@ class Chat:
                 self.output.note("stopped; the model stays")
             finally:
                 if self.model.loaded:
-                    self.adopt()
+                    self.apply_model_settings()
 
-    def adopt(self) -> None:
+    def apply_model_settings(self) -> None:
         """Update the settings that depend on the model."""
         self.params, self.last = self.model.default_params(**self.overrides), None
         self.set_think(self.think)
@@ -161,8 +161,8 @@ class Chat:
             return self.command(word, "".join(rest).strip())
         if message is None:
             message = line.removeprefix("/")
-            if self.interactive and (meant := slash.meant(message)):
-                self.output.note(meant)
+            if self.interactive and (command_hint := slash.command_hint(message)):
+                self.output.note(command_hint)
                 return True
         if not message.strip():
             return True
@@ -177,7 +177,7 @@ class Chat:
         except Exception as error:
             log.debug("%s failed", word, exc_info=True)
             self.output.error(explain(error))
-            return self.survives(error)
+            return self.can_continue(error)
 
     def ask(self, message: str, replaces: bool = False, tries: int = 0, prefix: str = "") -> bool:
         """Run a turn. An error is printed as one line and leaves the conversation unchanged.
@@ -205,7 +205,7 @@ class Chat:
             log.debug("a turn failed", exc_info=True)
             self.tries = before
             self.fail(explain(error), prefix)
-            return self.survives(error)
+            return self.can_continue(error)
         return True
 
     def continue_answer(self) -> bool:
@@ -216,7 +216,7 @@ class Chat:
         message, answer = self.conversation.turns[-1]
         return self.ask(message, replaces=True, prefix=answer)
 
-    def survives(self, error: Exception) -> bool:
+    def can_continue(self, error: Exception) -> bool:
         """Return whether the chat can continue after `error`; if it cannot, print the reason."""
         if not self.model.loaded:
             problem, code = "there is no model any more", 1

@@ -60,7 +60,7 @@ class Turn:
             except BaseException:
                 shown.abort()
                 raise
-            self._keep(shown)
+            self._record(shown)
 
     def _stream(self, shown: Display, waiting: Waiting) -> None:
         chat = self.chat
@@ -80,7 +80,7 @@ class Turn:
         whole = self.chat.think != "hide" and as_plain(self.chat.output, self.chat.plain)
         shown.push([(ANSWER, text)] if whole else parts)
 
-    def _keep(self, shown: Display) -> None:
+    def _record(self, shown: Display) -> None:
         """Add the turn to the conversation, save it, and print the statistics line or the error."""
         chat, last = self.chat, self.last
         answer, added = self.prefix + "".join(self.texts), bool("".join(self.texts))

@@ -21,7 +21,7 @@ from ..inputs import DIGITS, parse_json, read_file
 from ..loading import load_engine
 from ..options import SAMPLING
 from ..progress import progress
-from ..terminal import Output, counted, did_you_mean, one_line, unechoed
+from ..terminal import Output, counted, did_you_mean, echo_disabled, one_line
 from .prompts import encoded, report, reuse, with_system
 from .results import open_results
 
@@ -214,7 +214,7 @@ class Answers:
         bar = progress("answering", self._output, self.rate, shows=not between)
         task = bar.add_task("answering", total=self._before + self._left, completed=self._before + self.failed)
         try:
-            with bar, unechoed(not bar.disable, bar.stop, bar.start):
+            with bar, echo_disabled(not bar.disable, bar.stop, bar.start):
                 for request in chain([first], requests):
                     self._running.append(self._begin(request))
                     while len(self._running) >= limit:

@@ -70,7 +70,7 @@ def _uniform(x):
 
 
 @gluon.jit
-def _rounds(items):
+def _item_count(items):
     """Return the number of items of this program."""
     place = gl.program_id(0)
     rounds = items // gl.num_programs(0)
@@ -118,7 +118,7 @@ def _copy_items(
     c = 0  # tiles copied
     chunk = MAX_CHUNKS + 0
     before = total
-    for i in range(0, _rounds(total * HEADS)):
+    for i in range(0, _item_count(total * HEADS)):
         head, block, chunk, before = _item(i, chunk, before, chunks_ptr, total, HEADS)
         chunk_ptr = chunks_ptr + chunk * CHUNK_WIDTH
         slot, first_row = gl.load(chunk_ptr + CHUNK_SLOT), gl.load(chunk_ptr + CHUNK_FIRST)
@@ -224,7 +224,7 @@ def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr
     c = 0
     chunk = MAX_CHUNKS + 0
     before = total
-    for i in range(0, _rounds(total * HEADS)):
+    for i in range(0, _item_count(total * HEADS)):
         head, block, chunk, before = _item(i, chunk, before, chunks_ptr, total, HEADS)
         chunk_ptr = chunks_ptr + chunk * CHUNK_WIDTH
         first_row = gl.load(chunk_ptr + CHUNK_FIRST)

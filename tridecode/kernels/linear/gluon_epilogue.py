@@ -21,7 +21,7 @@ def load_status(o, offs_m):
 
 
 @gluon.jit
-def some_run(o, ROWS: gl.constexpr, WARPS: gl.constexpr):
+def any_row_runs(o, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """Return whether any of ROWS rows runs.
 
     A kernel may call it before its wait: only the last kernels of a pass change the status.

@@ -39,7 +39,7 @@ from ..common import RUN, cdiv, gdc_launch_dependents, gdc_wait, next_power_of_2
 from ..op import Op
 from ..triton_compat import Constants, async_load, barrier, reinterpret
 from .epilogue import epilogue_arguments
-from .gluon_epilogue import Outputs, finish, load_partials, load_status, norm_scale, silu, some_run
+from .gluon_epilogue import Outputs, any_row_runs, finish, load_partials, load_status, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, Gated, LinearKernel, project_bytes, project_ref
 from .tma_ring import PRODUCER_REGISTERS, barriers
 from .wgmma_operand import COLUMNS, COLUMNS_OF, columns_of, unpack
@@ -377,7 +377,7 @@ def _end(C: gl.constexpr, w, acc, tile, partials, ACC_L: gl.constexpr):
 @gluon.jit
 def _produce(C: gl.constexpr, w):
     """Run the producer warp. The first tiles of the weight are already in flight."""
-    some = some_run(w.outputs, C.BLOCK_M, 1)
+    some = any_row_runs(w.outputs, C.BLOCK_M, 1)
     if C.PDL:
         gdc_wait()
     _copy_first_rows(C, w)
@@ -391,7 +391,7 @@ def _produce(C: gl.constexpr, w):
 def _multiply(C: gl.constexpr, w):
     """Run the warps that multiply."""
     ACC_L: gl.constexpr = _sums_layout(C.BLOCK_M, C.BLOCK_N, C.WARPS)
-    some = some_run(w.outputs, C.BLOCK_M, C.WARPS)
+    some = any_row_runs(w.outputs, C.BLOCK_M, C.WARPS)
     if C.PDL:
         gdc_wait()
     if not C.PRODUCER:

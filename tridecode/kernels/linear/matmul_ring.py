@@ -26,7 +26,7 @@ from ..triton_compat import Constants, async_load, barrier, reinterpret
 from .bits import factor
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments
-from .gluon_epilogue import Outputs, finish, load_partials, load_status, norm_scale, silu, some_run
+from .gluon_epilogue import Outputs, any_row_runs, finish, load_partials, load_status, norm_scale, silu
 from .mma_lanes import (
     WORDS,
     all_raised,
@@ -147,7 +147,7 @@ def _copy_first(C: gl.constexpr, w):
 def _produce(C: gl.constexpr, w):
     """Run the producer warp."""
     _copy_first(C, w)
-    if some_run(w.outputs, 8, 1) != 0:
+    if any_row_runs(w.outputs, 8, 1) != 0:
         for c in range(C.STAGES, w.total):
             mbarrier.wait(w.free.index(c % C.STAGES), (c // C.STAGES - 1) & 1)
             _copy_stage(C, w, c)
@@ -283,7 +283,7 @@ def _multiply(C: gl.constexpr, w):
     scales = ()
     if C.GROUPED:
         scales = _load_scales(C, w, gl.program_id(0), warp, row)
-    some = some_run(o, 8, C.WARPS)
+    some = any_row_runs(o, 8, C.WARPS)
     if C.PDL:
         gdc_wait()
     if some == 0:  # stages in flight must arrive before another program gets this memory

@@ -25,7 +25,7 @@ from ..op import Op
 from .finish import arrive
 
 BLOCK = 1024  # positions that a program compares in one iteration
-NOWHERE = tl.constexpr(-1)
+NO_MATCH = tl.constexpr(-1)
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _place_key(tokens_ptr, i, end, last, LONGEST: tl.constexpr, SHORTEST: tl.con
         suffix = tl.load(tokens_ptr + tl.maximum(last - back, 0))
         agree = agree & (tl.load(tokens_ptr + i - back, mask=(i < end) & (i >= back), other=-1) == suffix)
         length += agree.to(tl.int32)
-    return tl.max(tl.where(length >= SHORTEST, (length.to(tl.int64) << 32) | i.to(tl.int64), NOWHERE), 0)
+    return tl.max(tl.where(length >= SHORTEST, (length.to(tl.int64) << 32) | i.to(tl.int64), NO_MATCH), 0)
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def _draft_kernel(
     if status != RUN:
         return
     share = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK) * BLOCK
-    best = tl.full([], NOWHERE, tl.int64)
+    best = tl.full([], NO_MATCH, tl.int64)
     if (count > 0) & (known_left <= 0):
         end = tl.minimum((split + 1) * share, last)
         for first in range(split * share, end, BLOCK):

@@ -28,7 +28,7 @@ from ..common import (
     gdc_wait,
 )
 from .finish import LOWEST, block_key, packed_value
-from .mass import BINS, FARTHEST, HUGE, LOW_BITS, WEIGHT_BITS, distance, grid_scale, share, weight, weight_ref
+from .mass import BINS, FARTHEST, LOW_BITS, MAX_FP32, WEIGHT_BITS, distance, grid_scale, share, weight, weight_ref
 from .nearest import NEAREST, TOPS, append, distance_bound, load_nearest, rank_nearest
 
 LEVELS = 3  # launches of the search for the threshold
@@ -123,9 +123,9 @@ def _process_kernel(
         times = counts >> 1
         y = y - tl.where(times > 0, presence, 0.0)
         y = y - times.to(tl.float32) * frequency
-        y = tl.minimum(tl.maximum(y, -HUGE), HUGE)
+        y = tl.minimum(tl.maximum(y, -MAX_FP32), MAX_FP32)
         tl.store(processed_ptr + wide * stride_processed + offs_n, y, mask=mask_n)
-        tops = tl.max(tl.where(mask_n, y, -HUGE).reshape(_TOPS, BLOCK_N // _TOPS), axis=1)
+        tops = tl.max(tl.where(mask_n, y, -MAX_FP32).reshape(_TOPS, BLOCK_N // _TOPS), axis=1)
         tl.store(tops_ptr + row * stride_tops + block * _TOPS + tl.arange(0, _TOPS), tops)
         tl.store(keys_ptr + row * stride_keys + block, block_key(x, y, offs_n, mask_n))
         offs_b = block * CLEAR + tl.arange(0, CLEAR)
@@ -279,7 +279,7 @@ def _bins_kernel(
     keys = tl.load(keys_ptr + row * stride_keys + offs_k, mask=offs_k < blocks, other=LOWEST)
     if LEVEL == 0:  # all loads are issued before the first use of any of them
         offs_t = tl.arange(0, BLOCKS * _TOPS)
-        tops = tl.load(tops_ptr + row * stride_tops + offs_t, mask=offs_t < blocks * _TOPS, other=-HUGE)
+        tops = tl.load(tops_ptr + row * stride_tops + offs_t, mask=offs_t < blocks * _TOPS, other=-MAX_FP32)
     elif LEVEL == 1:
         counts = load_groups(bins_ptr, use_k)
         mass = load_groups(bin_mass_ptr, use_k == 0)
@@ -364,7 +364,7 @@ def process_ref(x, counts, bias, flags: int, repetition, presence, frequency):
         times = counts >> 1
         y = y - torch.where(times > 0, presence, 0.0)
         y = y - times.float() * frequency
-    return y.clamp(-HUGE.value, HUGE.value)
+    return y.clamp(-MAX_FP32.value, MAX_FP32.value)
 
 
 def threshold_ref(d, top_k: int, top_p: float) -> int:

@@ -27,13 +27,13 @@ from ..common import (
     STOP_IDS,
     WAIT,
 )
-from .mass import HUGE
+from .mass import MAX_FP32
 
 GENERATION_SHIFT, STEP_SHIFT = tl.constexpr(m.GENERATION_SHIFT), tl.constexpr(m.STEP_SHIFT)
 NO_TOKEN, STEP_MASK = tl.constexpr(m.NO_TOKEN), tl.constexpr(m.STEP_MASK)
 LATE_TOKEN = tl.constexpr(m.LATE_TOKEN)
 LOWEST = tl.constexpr(-(2**63))  # the key of no token
-BAD = tl.constexpr(2**63 - 1)  # the key of a block with a NaN or an infinity, above every other
+NAN_KEY = tl.constexpr(2**63 - 1)  # the key of a block with a NaN or an infinity, above every other
 SIGN_FREE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
 LOGPROBS_WIDTH = tl.constexpr(1 + MAX_LOGPROBS)  # values of an entry: the sampled token, then the likeliest
@@ -61,14 +61,14 @@ def packed_value(key):
     """Return the logit of a key. For BAD, return the largest finite fp32, from which every distance is finite."""
     order = (key >> 32).to(tl.int32)
     value = (order ^ ((order >> 31) & SIGN_FREE)).to(tl.float32, bitcast=True)
-    return tl.where(key == BAD, HUGE, value)
+    return tl.where(key == NAN_KEY, MAX_FP32, value)
 
 
 @triton.jit
 def block_key(x, shown, ids, mask):
     """Return the largest key of `shown` in this block, or BAD if x contains a NaN or an infinity."""
     finite = (x.to(tl.int32, bitcast=True) & EXPONENT) != EXPONENT
-    return tl.max(tl.where(mask, tl.where(finite, pack(shown, ids), BAD), LOWEST), axis=0)
+    return tl.max(tl.where(mask, tl.where(finite, pack(shown, ids), NAN_KEY), LOWEST), axis=0)
 
 
 @triton.jit

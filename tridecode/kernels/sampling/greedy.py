@@ -7,7 +7,7 @@ import triton.language as tl
 from ..common import META_WIDTH, RUN, STATUS, cdiv, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
 from ..op import Op
 from .finish import (
-    BAD,
+    NAN_KEY,
     NO_TOKEN,
     arrive,
     block_key,
@@ -74,12 +74,12 @@ def _greedy_kernel(
         if arrive(counter_ptr + 2 * row, blocks):
             key = largest_key(keys_ptr, blocks, BLOCKS)
             if DRAW:
-                tl.store(sampled_ptr + row, tl.where(key == BAD, NO_TOKEN, packed_id(key)))
+                tl.store(sampled_ptr + row, tl.where(key == NAN_KEY, NO_TOKEN, packed_id(key)))
             else:
                 finish_step(
                     row,
                     packed_id(key),
-                    key == BAD,
+                    key == NAN_KEY,
                     state,
                     meta_ptr,
                     tokens_ptr,

@@ -26,7 +26,7 @@ from ..common import (
 )
 from ..op import Op
 from .finish import GENERATION_SHIFT
-from .mass import HUGE
+from .mass import MAX_FP32
 
 BLOCK = 4096  # tokens of the vocabulary that a program masks
 WARPS = 8  # warps of a program that fetches a row's mask
@@ -111,7 +111,7 @@ def _mask_kernel(logits_ptr, meta_ptr, here_ptr, vocab, words, stride_logits, BL
         offs_n = tl.where(late != 0, vocab, offs_n)
         words_here = tl.load(here_ptr + row.to(tl.int64) * words + (offs_n >> 5), mask=offs_n < vocab, other=-1)
         barred = ((words_here >> (offs_n & 31)) & 1) == 0
-        tl.store(logits_ptr + row.to(tl.int64) * stride_logits + offs_n, -HUGE, mask=barred)
+        tl.store(logits_ptr + row.to(tl.int64) * stride_logits + offs_n, -MAX_FP32, mask=barred)
 
 
 def mask(logits, meta, mask, stamp, sampler, *, pdl=False):
@@ -163,7 +163,7 @@ def mask_ref(logits, meta, mask, stamp, sampler):
                 sampler.mask[row] = mask[slot]
                 bits = mask[slot][:, None] >> torch.arange(32, dtype=torch.int32) & 1
                 barred = bits.flatten()[: logits.shape[1]] == 0
-                logits[row].masked_fill_(barred.to(logits.device), -HUGE.value)
+                logits[row].masked_fill_(barred.to(logits.device), -MAX_FP32.value)
 
 
 def mask_bytes(logits, meta, mask, stamp, sampler) -> int:

@@ -21,7 +21,7 @@ GRID = 131072.0  # units of distance in a nat
 LOG2E = 1549082005  # log2(e) * 2**30
 COEFFICIENTS = (1.14980677e-04, -1.29178894e-03, 9.59716851e-03, -5.54992773e-02, 2.40226097e-01, -6.93147175e-01, 1.0)
 
-HUGE = tl.constexpr(3.4028234663852886e38)  # the largest finite fp32
+MAX_FP32 = tl.constexpr(3.4028234663852886e38)  # the largest finite fp32
 _FARTHEST, _GRID, _LOG2E = tl.constexpr(FARTHEST), tl.constexpr(GRID), tl.constexpr(LOG2E)
 _ONE = tl.constexpr(float(2**WEIGHT_BITS))
 _C6, _C5, _C4, _C3, _C2, _C1, _C0 = (tl.constexpr(c) for c in COEFFICIENTS)
@@ -30,7 +30,7 @@ _C6, _C5, _C4, _C3, _C2, _C1, _C0 = (tl.constexpr(c) for c in COEFFICIENTS)
 @triton.jit
 def grid_scale(temperature):
     """Return the units of distance in a unit of logit, at a temperature above 0."""
-    return tl.minimum(tl.div_rn(_GRID, tl.where(temperature > 0, temperature, 1.0)), HUGE)
+    return tl.minimum(tl.div_rn(_GRID, tl.where(temperature > 0, temperature, 1.0)), MAX_FP32)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def share(fraction, total):
 
 def distance_ref(y: torch.Tensor, largest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Compute `distance` in torch, at a temperature above 0 (fp32, no dimensions). Returns int64 [vocab]."""
-    scale = (torch.full_like(temperature, GRID) / temperature).clamp_(max=HUGE.value)
+    scale = (torch.full_like(temperature, GRID) / temperature).clamp_(max=MAX_FP32.value)
     return (largest - y).mul_(scale).ceil_().clamp_(max=float(FARTHEST)).long()
 
 

@@ -43,7 +43,7 @@ from .filters import (
     threshold_ref,
 )
 from .finish import (
-    BAD,
+    NAN_KEY,
     NO_TOKEN,
     arrive,
     finish_step,
@@ -206,7 +206,7 @@ def _draw_kernel(
         key = largest_key(keys_ptr + row * stride_keys, blocks, BLOCKS)
         token = packed_id(key)
         ends = block == 0
-        if (key != BAD) & (temperature > 0):
+        if (key != NAN_KEY) & (temperature > 0):
             mass_ptr += row * stride_keys
             candidates_ptr += row * stride_keys
             threshold = row * 0 + _FARTHEST
@@ -234,12 +234,12 @@ def _draw_kernel(
                 tl.store(state_ptr + _THRESHOLD, threshold.to(tl.int64))
         if ends:
             if DRAW:
-                tl.store(tokens_out_ptr + row, tl.where(key == BAD, NO_TOKEN, token))
+                tl.store(tokens_out_ptr + row, tl.where(key == NAN_KEY, NO_TOKEN, token))
             else:
                 finish_step(
                     row,
                     token,
-                    key == BAD,
+                    key == NAN_KEY,
                     state,
                     meta_ptr,
                     tokens_ptr,
