@@ -1,4 +1,4 @@
-"""Write the kernels of Qwen3-4B on an H200 into docs/design.md, between the marks: python docs/record_kernels.py"""
+"""Write the kernels of Qwen3-4B on an H200 into docs/design.md, between the marks: python docs/record_kernels.py."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Write the tables of options in docs/*.md, between their marks: python docs/record_options.py
+"""Write the tables of options in docs/*.md, between their marks: python docs/record_options.py.
 
 A table is between the marks `<!-- options: NAMES -->` and `<!-- options end -->`. NAMES are names of options, or
 group=NAME for all options of a group.

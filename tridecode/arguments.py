@@ -103,9 +103,11 @@ class Choice(Constraint):
 
     @property
     def expected(self) -> str:
+        """The choices, as "a, b or c"."""
         return listed(self.choices)
 
     def accept(self, value: Any) -> str:
+        """Return the value if it is one of the choices. Raises Rejected."""
         if not isinstance(value, str) or value not in self.choices:
             raise Rejected("choice")
         return value
@@ -121,6 +123,7 @@ class Integer(Constraint):
     expects: str = "an integer from {0.low:,} to {0.high_prefix}{0.high:,}"
 
     def accept(self, value: Any) -> int:
+        """Return the value as an int. Raises Rejected for other types, bool included, and outside the limits."""
         if isinstance(value, bool):
             raise Rejected("type")
         try:
@@ -132,6 +135,7 @@ class Integer(Constraint):
         return number
 
     def read(self, text: str) -> int | str:
+        """Return the integer that the text contains, or the text itself."""
         return int(text) if re.fullmatch(r"[+-]?[0-9]{1,39}", text.strip()) else text
 
 
@@ -146,11 +150,13 @@ class Number(Constraint):
 
     @property
     def expected(self) -> str:
+        """The limits, and the words that are also accepted."""
         bound = "above" if self.above else "from"
         others = "".join(f' or "{word}"' for word in self.words)
         return f"a number {bound} {self.low:,.10g} to {self.high:,.10g}{others}"
 
     def accept(self, value: Any) -> float | int | str:
+        """Return the number or the accepted word. Raises Rejected for other types and outside the limits."""
         if isinstance(value, str) and value in self.words:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -160,6 +166,7 @@ class Number(Constraint):
         return value
 
     def read(self, text: str) -> float | str:
+        """Return the number that the text contains, or the text itself."""
         try:
             return float(text)
         except ValueError:
@@ -173,11 +180,13 @@ class Flag(Constraint):
     expects = "True or False"
 
     def accept(self, value: Any) -> bool:
+        """Return the bool. Raises Rejected for any other type."""
         if not isinstance(value, bool):
             raise Rejected("type")
         return value
 
     def read(self, text: str) -> bool | str:
+        """Return the value of a word such as on, true or 0, or the text itself."""
         return WORDS.get(text.strip().lower(), text)
 
 
@@ -189,6 +198,7 @@ class Text(Constraint):
     pattern: str = r"(?s).*"
 
     def accept(self, value: Any) -> str:
+        """Return the text if it matches the pattern. Raises Rejected."""
         if not isinstance(value, str):
             raise Rejected("type")
         if not re.fullmatch(self.pattern, value):
@@ -214,9 +224,15 @@ class Several(Constraint):
 
     @property
     def item(self) -> Constraint:
+        """The constraint of each value."""
         return self.each
 
     def accept(self, value: Any) -> tuple[Any, ...]:
+        """Return the values as a tuple, each in its normal form.
+
+        Raises:
+            Rejected: the value is no collection, has too few values, or one of them is wrong. `detail` names that one.
+        """
         if not self.min_items and (value is None or isinstance(value, str)):
             value = () if value is None else (value,)
         unordered = (Set,) if self.ascending else ()
@@ -236,6 +252,7 @@ class Several(Constraint):
         return tuple(values)
 
     def read(self, text: str) -> list[Any]:
+        """Return the values between commas. An empty text has none."""
         return [self.each.read(part) for part in text.split(",")] if text.strip() else []
 
 
@@ -248,6 +265,7 @@ class Pair(Constraint):
     expects: str = "two numbers from {0.largest} down to 1, the larger first, like {0.example[0]} and {0.example[1]}"
 
     def accept(self, value: Any) -> tuple[int, int]:
+        """Return the two integers as a tuple. Raises Rejected if they are out of range or in the wrong order."""
         if not isinstance(value, Sequence) or len(value) != 2 or not all(type(each) is int for each in value):
             raise Rejected("type")
         if not 1 <= value[1] <= value[0] <= self.largest:
@@ -255,6 +273,7 @@ class Pair(Constraint):
         return value[0], value[1]
 
     def read(self, text: str) -> list[int | str]:
+        """Return the numbers between colons or commas."""
         return [Integer(1).read(part) for part in re.split("[:,]", text)]
 
 

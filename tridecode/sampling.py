@@ -39,9 +39,11 @@ class Bias(Constraint):
 
     @property
     def item(self) -> Constraint:
+        """The constraint of one pair of token and bias."""
         return BiasItem()
 
     def accept(self, value: Any) -> dict[int, float]:
+        """Return a dict from token id to bias. Raises Rejected for wrong types, ids or biases."""
         try:
             biases = dict(() if value is None else value)
         except (TypeError, ValueError):
@@ -63,12 +65,14 @@ class BiasItem(Constraint):
     expects = "ID=VALUE, like 42=-1.5"
 
     def accept(self, value: Any) -> tuple[int, float]:
+        """Return the pair of token id and bias. Raises Rejected."""
         if not isinstance(value, tuple):
             raise Rejected("type")
         ((token, bias),) = Bias().accept([value]).items()
         return token, bias
 
     def read(self, text: str) -> tuple[int, float] | str:
+        """Return the pair of a text such as 42=-1.5, or the text itself."""
         token, _, value = text.partition("=")
         try:
             return int(token), float(value)
@@ -83,6 +87,7 @@ class Schema(Constraint):
     expects = "a JSON object"
 
     def accept(self, value: Any) -> str:
+        """Return the schema as JSON text. Raises Rejected."""
         return _schema(value)
 
 

@@ -118,7 +118,7 @@ def test_signal_ends_task_though_loop_swallows_callback_errors():
 
 
 def test_a_signal_that_the_caller_ignores_stays_ignored():
-    """nohup starts a program this way."""
+    """Programs that nohup starts are an example."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with ending():

@@ -53,7 +53,7 @@ def check_op(
     Tensors are named by the parameter of `op.launch`. The name of a tensor inside an argument is dotted, with a field,
     an attribute or an index ("epilogue.normed", "caches.0"); the name of the argument alone means all tensors in it.
 
-    Example:
+    Example::
 
         def test_add_norm(case):
             rows, n = case.sizes["rows"], case.sizes["n"]

@@ -30,7 +30,7 @@ def running(meta):
 
 
 def add_ref(meta, x, hidden, norm, buffers, arrived):
-    """hidden += x, normed = hidden * weight, and the sums of squares of `hidden`, in as many parts as an op leaves."""
+    """Compute hidden += x, normed = hidden * weight, and the partial sums of squares of `hidden` as an op leaves them."""
     for row in running(meta):
         hidden[row] += x[row]
         buffers.sums[row] = 0

@@ -1,0 +1,1 @@
+"""The bundled chat model: weights, tokenizer and notices, as package data."""

@@ -212,6 +212,7 @@ def add_serve(serve: Parser) -> None:
 
 
 def add_shape(parser, model: bool = False) -> None:
+    """Add --preset, and --model if checkpoints can be measured too."""
     group = parser.add_mutually_exclusive_group()
     add_preset(group)
     if model:
@@ -221,16 +222,19 @@ def add_shape(parser, model: bool = False) -> None:
 
 
 def add_preset(group, when: str = "") -> None:
+    """Add --preset. `when` begins its help."""
     words = f"{when}one of {', '.join(PRESETS)}"
     group.add_argument("--preset", metavar="SHAPE", choices=list(PRESETS), default="qwen3-4b", help=words)
 
 
 def add_quantize(parser, kv_dtype: bool = True) -> None:
+    """Add the options of quantization, with --kv-dtype if K/V can be quantized too."""
     for name in ("quantize", "quantize_head", *(["kv_dtype"] if kv_dtype else [])):
         add_option(parser, OPTIONS[name])
 
 
 def add_steps(parser, context: str, sampling: bool = True) -> None:
+    """Add the options of a run of decode passes. `context` is the help of --context."""
     parser.add_argument("--context", type=positive, default=64, metavar="N", help=f"{context} (64)")
     parser.add_argument("--steps", type=positive, default=128, metavar="N", help="passes in a run (128)")
     add_capacity(parser)
@@ -239,6 +243,7 @@ def add_steps(parser, context: str, sampling: bool = True) -> None:
 
 
 def add_sampling(parser) -> None:
+    """Add --sampling, the kind of sampling that is measured."""
     choices = ["greedy", "temperature", "all"]
     parser.add_argument(
         "--sampling", choices=choices, default="greedy", help="kind of sampling; all turns on every filter (greedy)"
@@ -246,11 +251,13 @@ def add_sampling(parser) -> None:
 
 
 def add_graphs(parser) -> None:
+    """Add --graph, a list of graph modes."""
     modes = "graph modes, as --graph of generate, a table row each (full)"
     parser.add_argument("--graph", type=graph_modes, default=["full"], metavar="MODE,MODE", help=modes)
 
 
 def add_capacity(parser) -> None:
+    """Add --capacity, the number of K/V positions."""
     parser.add_argument(
         "--capacity", type=positive, metavar="N", help="K/V positions to allocate (default: as the run needs)"
     )

@@ -144,4 +144,5 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"tridecode: error: {one_line(error)}\n")
 
     def error(self, message):
+        """Print a one-line error that names the command's help, and exit with code 2."""
         self.exit(2, f"tridecode: error: {one_line(message)} (see {self.prog} --help)\n")

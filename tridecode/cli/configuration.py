@@ -35,6 +35,7 @@ class Setting:
 
 
 def config_path() -> Path:
+    """Return the path of the user's configuration file, which may not exist."""
     return Path(platformdirs.user_config_dir("tridecode", appauthor=False)) / "config.toml"
 
 
@@ -141,6 +142,14 @@ def converted(option: Option, value, place: str):
 
 
 def one(option: Option, value, place: str):
+    """Return one value of an option from the file or the environment, converted but not checked.
+
+    Args:
+        place: the key or the variable, for errors.
+
+    Raises:
+        ParameterError: the value has a type that the option does not accept.
+    """
     constraint = option.constraint.item if option.repeated else option.constraint
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         shown = as_json(value) if isinstance(value, bool | list | dict) else str(value)
@@ -157,6 +166,7 @@ def one(option: Option, value, place: str):
 
 
 def toml(option: Option, value) -> str:
+    """Return a value of an option as TOML."""
     if isinstance(option.constraint, Pair):
         value = ":".join(map(str, value))
     if isinstance(value, tuple | list):
@@ -186,6 +196,7 @@ def lines(configuration: Configuration) -> list[str]:
 
 
 def line(option: Option, setting: Setting | None) -> str:
+    """Return the line of `tridecode config` for an option: its setting and origin, or a comment with its default."""
     if setting:
         return f"{f'{option.name} = {toml(option, setting.value)}':<40}  # {setting.origin}"
     default = None if option.name in SAMPLING else option.default

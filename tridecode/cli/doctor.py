@@ -92,10 +92,12 @@ def c_compiler() -> str | None:
 
 
 def python_headers() -> Path:
+    """Return the path of Python.h, which Triton needs to compile its launchers."""
     return Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
 def triton_cache() -> Path:
+    """Return the directory of Triton's compiled kernels."""
     from triton import knobs
 
     return Path(knobs.cache.dir)

@@ -41,4 +41,5 @@ def with_options(text: str, arguments: Iterable[str]) -> str:
 
 
 def option(argument: str) -> str:
+    """Return the option of the command line for an argument of the Python API."""
     return "--" + argument.replace("_", "-")

@@ -34,6 +34,7 @@ from .terminal import Output, counted, visible
 
 
 def info(args, output: Output) -> int:
+    """Run `tridecode info`: print the plan of an engine without loading weights. Return the exit code."""
     options = EngineOptions(**engine_options(args))
     device = find_device(options)
     path = resolve_model(args.model, weights=False)
@@ -78,6 +79,7 @@ def weights_problem(path: Path, spec: ModelSpec) -> str | None:
 
 
 def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
+    """Return the sizes and formats of a model for the report."""
     attention = next(layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention))
     return {
         "name": name,
@@ -185,6 +187,7 @@ def version_facts() -> dict:
 
 
 def triton_version() -> str | None:
+    """Return the version of the installed Triton, or None."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -194,6 +197,7 @@ def triton_version() -> str | None:
 
 
 def as_text(report: dict, plan: EnginePlan) -> str:
+    """Return the report as aligned lines."""
     model, memory, run, configs = report["model"], report["memory"], report["run"], report["launch_configs"]
     context = memory["problem"] or f"{counted(memory['context'], 'token')}"
     heads = f"{counted(model['heads'], 'head')}, {model['kv_heads']} for K/V, of {model['head_dim']}"
@@ -248,6 +252,7 @@ def verdict(report: dict) -> str:
 
 
 def describe_kernels(run: dict, model: dict) -> str:
+    """Return the launches of a decode pass, or the note that PyTorch runs it."""
     if run["backend"] == "torch":
         return "none of its own: PyTorch's"
     linears = ", ".join(model["linears"])
@@ -255,6 +260,7 @@ def describe_kernels(run: dict, model: dict) -> str:
 
 
 def describe_weights(memory: dict) -> str:
+    """Return the size of the weights, and of those in host memory."""
     if layers := memory["host_layers"]:
         last = f"the last {counted(layers, 'layer')}, {size(memory['weights_on_host'])}"
         return f"{size(memory['weights'])}; {last}, on the host"
@@ -262,6 +268,7 @@ def describe_weights(memory: dict) -> str:
 
 
 def describe_prompts(prompts: dict) -> str:
+    """Return how prompts are read: chunks, captured passes, attention, and the size of the buffers."""
     sizes = prompts["sizes"]
     modes = {"full": "whole", "piecewise": "in pieces between attention launches"}
     read = "launched line by line"
@@ -275,6 +282,7 @@ def describe_prompts(prompts: dict) -> str:
 
 
 def describe_kv(memory: dict) -> str:
+    """Return the positions of the K/V pool, on the device and in host memory; "" if they do not fit."""
     if memory["problem"]:
         return ""
     slots = "1 slot has" if memory["slots"] == 1 else f"{memory['slots']} slots share"
@@ -294,6 +302,7 @@ def pool_sizes(memory: dict, on_cpu: bool) -> str:
 
 
 def describe_graphs(run: dict) -> str:
+    """Return how decode passes are captured and launched."""
     suffix = ", batch invariant" if run["batch_invariant"] else ""
     if run["graph"] == "none":
         return f"no graph{suffix}"
@@ -302,6 +311,7 @@ def describe_graphs(run: dict) -> str:
 
 
 def describe_speculation(plan: EnginePlan) -> str:
+    """Return the lengths of the matches that propose drafts, or why there are no drafts."""
     if plan.ngram is None:
         return with_options(f"off: it {plan.why_no_drafts}", LOADING) if plan.why_no_drafts else "off"
     longest, shortest = plan.ngram
@@ -309,6 +319,7 @@ def describe_speculation(plan: EnginePlan) -> str:
 
 
 def size(count: int) -> str:
+    """Return a number of bytes in the largest unit that fits."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
@@ -339,6 +350,7 @@ def config_facts(rows: Sequence[KernelRow], gpu: Device, batch_invariant: bool =
 
 
 def describe_configs(facts: dict) -> str:
+    """Return where the launch configs come from: tables, rules, or both with their counts."""
     tables, choices = " and ".join(facts["tables"]), {name: n for name, n in facts["choices"].items() if n}
     names = {"user table": f"your table {facts['user_table']}", "table": f"table of {tables}", "rule": "rules"}
     if set(choices) == {"rule"}:

@@ -88,6 +88,7 @@ def is_file(mode: int) -> bool:
 
 
 def stdin_is_file() -> bool:
+    """Return whether stdin is a file, not a pipe, a terminal or closed."""
     try:
         return is_file(os.fstat(sys.stdin.fileno()).st_mode)
     except (OSError, ValueError):  # closed, or no stream of the system

@@ -99,6 +99,7 @@ def discard_unwritten_output() -> None:
 
 
 def run(args, output: Output) -> int:
+    """Run the command of parsed arguments. Return the exit code."""
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.reader import shows_editor
 
@@ -122,6 +123,7 @@ def imported(command: str) -> Callable:
 
 
 def set_up_logging(verbose: bool) -> None:
+    """Send the package's log to stderr if `verbose`, otherwise nowhere."""
     logger = logging.getLogger("tridecode")
     handler: logging.Handler = logging.NullHandler()  # the commands show the engine's notes themselves
     if verbose:

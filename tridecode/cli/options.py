@@ -34,6 +34,7 @@ class Url(Constraint):
     expects = "an address like http://127.0.0.1:8000"
 
     def accept(self, value) -> str:
+        """Return the URL without the slash at its end. Raises Rejected if it is no http or https URL of a host."""
         try:
             parts = urlsplit(value)
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
@@ -119,7 +120,7 @@ OTHERS = (
             metavar="FILE"),
     _option("cors", None, ORIGIN, "origin of a web page that may send requests, like https://chat.example, or *; "
             "repeatable", "serve", group="server", metavar="ORIGIN", repeated=True, default_text="none"),
-    _option("log_prompts", False, Flag(), "log prompts and answers too", "serve", group="server"),
+    _option("log_prompts", False, Flag(), "log prompts too; answers are never logged", "serve", group="server"),
     _once("graph_stats", False, Flag(), "at the end print a table of the passes by rows, mode and count to stderr",
           "chat", "generate", group="output"),
     _option("quiet", False, Flag(), "print only errors to stderr; in a chat also no notes before the first prompt and "

@@ -105,6 +105,7 @@ class Program(Parser):
     """Parser of the whole command line. Words that do not name a command are a question for `chat`."""
 
     def parse_known_args(self, args=None, namespace=None):
+        """Parse arguments. Without a command, they are those of `chat`."""
         args = list(sys.argv[1:] if args is None else args)
         at = next((i for i, word in enumerate(args) if word != "--verbose"), None)
         if at is not None and self._is_chat(args[at]):
@@ -138,6 +139,7 @@ class PrintCompletion(argparse.Action):
     """Print the completion script of a shell. The metavar of an argument determines its completion."""
 
     def __call__(self, parser, namespace, shell, option_string=None):
+        """Print the completion script of a shell, with sessions, models and files as arguments, and exit."""
         import shtab  # here, because nothing else needs it
 
         sessions = shtab.cmd("tridecode sessions --names 2>/dev/null")
@@ -156,6 +158,7 @@ class PrintCompletion(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
     parser = Program(prog="tridecode", description=ABOUT, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tridecode {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log to stderr, and show tracebacks")

@@ -24,6 +24,7 @@ META = torch.device("meta")
 
 
 def precompile(args, output: Output) -> int:
+    """Run `tridecode precompile`: compile the kernels of a model for a GPU that need not be present."""
     options = EngineOptions(**engine_options(args))
     for name in ("kv_offload", "weights_offload"):
         if getattr(options, name) is not None:
@@ -56,8 +57,10 @@ def gpu_of(name: str | None) -> Device:
 
 
 def planned_kernels(plan: EnginePlan) -> list[Kernel]:
-    """Return the kernels that an engine compiles at load, without its weights. The plan is for a simulated GPU, and the
-    driver is an OfflineDriver."""
+    """Return the kernels that an engine compiles at load, without its weights.
+
+    The plan is for a simulated GPU, and Triton's driver is an OfflineDriver.
+    """
     if not plan.graphs.captured:
         raise conflict("backend", f" {plan.backend} compiles no kernels")
     weights = empty_weights(plan.spec, META, plan.dtype, packs=True)

@@ -31,6 +31,7 @@ class Rate(ProgressColumn):
         super().__init__(Column(no_wrap=True))
 
     def render(self, task: Task) -> Text:
+        """Return the current rate in tokens per second."""
         return Text(f"{self._rate():,.0f} tok/s")
 
 
@@ -57,6 +58,7 @@ class Amount(DownloadColumn):
     """Column of a progress bar with bytes and speed, or with a count in the task's unit."""
 
     def render(self, task: Task) -> Text:
+        """Return the done and total amounts in the task's unit, or in bytes with the transfer rate."""
         if unit := task.fields["unit"]:
             return Text(f"{task.completed:,.0f}/{task.total or 0:,.0f} {unit}")
         return Text.assemble(super().render(task), " ", TransferSpeedColumn().render(task))
@@ -72,8 +74,10 @@ class Loading(Progress):
         self._kernels = self.add_task("compiling", total=None, visible=False, unit="kernels")
 
     def weights(self, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes of weights are loaded."""
         self.update(self._weights, completed=done, total=total, visible=True)
 
     def kernels(self, done: int, total: int) -> None:
+        """Show that `done` of `total` kernels are compiled, in place of the weights."""
         self.update(self._weights, visible=False)
         self.update(self._kernels, completed=done, total=total, visible=True)

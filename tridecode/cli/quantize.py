@@ -14,6 +14,7 @@ from .terminal import Output
 
 
 def quantize(args, output: Output) -> int:
+    """Run `tridecode quantize`: write a quantized copy of a checkpoint. Return the exit code."""
     source, out = resolve_model(args.model), Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ParameterError(f"{out}: must be a new or an empty directory")

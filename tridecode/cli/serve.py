@@ -17,6 +17,7 @@ SWITCH_INTERVAL = 1e-4  # interval in seconds at which Python switches threads
 
 
 def serve(args, output: Output) -> int:
+    """Run `tridecode serve` until it is stopped. Return the exit code."""
     try:
         from ..server.run import bind
         from ..server.run import serve as run
@@ -61,6 +62,7 @@ def serve(args, output: Output) -> int:
 
 
 def announce(output: Output, engine: Engine, settings, address: tuple, scheme: str) -> None:
+    """Print the address of the server, its limits, and a warning if anyone in the network may use it."""
     host, port = address[:2]
     place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
     output.note(f"serving {settings.model} at {place}")

@@ -7,6 +7,7 @@ from .terminal import Output, counted
 
 
 def run(args, output: Output) -> int:
+    """Run `tridecode sessions`: list, show, rename, delete or export conversations. Return the exit code."""
     if args.action == "rename":
         sessions.rename(args.name, args.new)
         output.note(f"session {args.name} is now called {args.new}")
@@ -26,6 +27,7 @@ def run(args, output: Output) -> int:
 
 
 def show(args, output: Output) -> None:
+    """Print the saved conversations as names, JSON lines or a table."""
     if args.names:
         shown = sessions.names()
     elif args.json:

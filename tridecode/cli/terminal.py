@@ -48,6 +48,7 @@ class PipeConsole(Console):
     """A console that raises BrokenPipeError; rich's Console would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that is being handled."""
         raise
 
 
@@ -159,6 +160,7 @@ class Notes(logging.Handler):
         self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Show a record of level INFO as a note; other levels are not shown."""
         if record.levelno == logging.INFO:
             self._note(record.getMessage())
 

@@ -98,6 +98,7 @@ def confirmed(measure: Callable[[PassConfigs], float | None], configs: PassConfi
 
 
 def show(result: Search, changes: dict, before_us: float, after_us: float, path, output: Output) -> None:
+    """Print the changed launch configs, the time of a step before and after, and the path of the table."""
     if path is None:
         output.text(f"no launch configs are faster than the current ones, {before_us:,.1f} µs a step\n")
     else:
@@ -111,6 +112,7 @@ def show(result: Search, changes: dict, before_us: float, after_us: float, path,
 
 
 def words(fields: dict[str, int]) -> str:
+    """Return the fields of a launch config as text."""
     return ", ".join(f"{name} {value}" for name, value in fields.items())
 
 
@@ -130,6 +132,7 @@ class StepTimer:
         self._steps = 16
 
     def __call__(self, configs: PassConfigs) -> float | None:
+        """Return the seconds of a step with these configs, or None if they fail or change the logits."""
         engine = self.engine
         try:
             dispatcher, greedy = Dispatcher("full", (self._rows,)), BatchDescriptor("greedy", self._rows)

@@ -30,6 +30,7 @@ class Wrapped:
         self._column, self._indent, self._space, self._words = 0, "", "", 0
 
     def __call__(self, text: str) -> None:
+        """Write text, with line breaks where a word would exceed the width."""
         parts = PARTS.findall(self._word + text)
         self._word = ""
         if parts and not parts[-1].isspace() and not re.fullmatch(f"[{WIDE}]", parts[-1]):

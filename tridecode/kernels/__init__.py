@@ -1,0 +1,1 @@
+"""The operations of a pass: Triton kernels, their launchers and their PyTorch references."""

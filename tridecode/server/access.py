@@ -57,6 +57,7 @@ class Access:
         self._app, self._key, self._ended = app, None if api_key is None else api_key.encode(), ended
 
     async def __call__(self, scope, receive, send) -> None:
+        """Answer a request: refuse it without the API key, otherwise pass it on; log its outcome."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         record = scope["tridecode.record"] = Record()

@@ -61,6 +61,7 @@ class MessagesRequest(Generation, kw_only=True):
     counts: ClassVar = False  # whether the request only counts tokens, which needs no max_tokens
 
     def check(self) -> None:
+        """Check the parameters of the Messages API. Raises ApiError."""
         if self.max_tokens is None and not self.counts:
             raise bad_request("max_tokens is required", "max_tokens")
         self.check_single_answer("a message")

@@ -76,6 +76,7 @@ class Call:
         loop.add(self)
 
     async def __call__(self, scope, receive, send) -> None:
+        """Submit the requests and send their answers, as a stream or as one body."""
         record = scope["tridecode.record"]
         watcher = asyncio.create_task(self._watch(receive))
         try:

@@ -141,6 +141,7 @@ class Generation(RequestBody, kw_only=True):
             raise bad_request(f"return_token_ids: {answer} cannot contain them; leave it out", "return_token_ids")
 
     def check(self) -> None:
+        """Check the parameters that all APIs share. Raises ApiError."""
         structure = self.structure
         if not 1 <= self.n <= MAX_ANSWERS:
             raise bad_request(f"n must be from 1 to {MAX_ANSWERS}, got {shown(self.n)}", "n")
@@ -194,10 +195,12 @@ class ChatRequest(Generation, kw_only=True):
     reasoning_effort: str | None = None
 
     def sampling(self) -> dict:
+        """Return the sampling parameters. The API's logprobs is a flag; top_logprobs is their number."""
         fields = super().sampling()
         return fields | {"logprobs": self.top_logprobs or 0} if self.logprobs else fields
 
     def check(self) -> None:
+        """Check the parameters of a chat. Raises ApiError."""
         self.alias("max_completion_tokens", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
@@ -205,6 +208,7 @@ class ChatRequest(Generation, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
+        """The API's names of parameters that have another name in the engine."""
         renamed = {"logprobs": "top_logprobs", "template_variables": "chat_template_kwargs"}
         return renamed if self.max_completion_tokens is None else renamed | {"max_tokens": "max_completion_tokens"}
 
@@ -218,10 +222,12 @@ class CompletionRequest(Generation, kw_only=True):
     logprobs: int | None = None
 
     def sampling(self) -> dict:
+        """Return the sampling parameters, with the number of log-probabilities."""
         fields = super().sampling()
         return fields if self.logprobs is None else fields | {"logprobs": self.logprobs}
 
     def check(self) -> None:
+        """Check the parameters of a completion. Raises ApiError."""
         super().check()
         if self.scores_prompt and self.stream:
             raise bad_request("echo together with logprobs needs stream: false", "echo")
@@ -230,6 +236,7 @@ class CompletionRequest(Generation, kw_only=True):
 
     @property
     def scores_prompt(self) -> bool:
+        """Whether the answer contains log-probabilities of the prompt."""
         return self.echo and self.logprobs is not None
 
     @property
@@ -253,6 +260,7 @@ class TokenizeRequest(RequestBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
+        """Check that there is either a prompt or messages. Raises ApiError."""
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("set either prompt or messages", "prompt")
         if self.chat_template_kwargs and self.messages is None:
@@ -265,6 +273,7 @@ class DetokenizeRequest(RequestBody, kw_only=True):
     tokens: list[int]
 
     def check(self) -> None:
+        """Check the number of tokens. Raises ApiError."""
         if len(self.tokens) > MAX_DETOKENIZE_TOKENS:
             raise bad_request(f"tokens: at most {MAX_DETOKENIZE_TOKENS:,}, got {len(self.tokens):,}", "tokens")
 

@@ -71,6 +71,7 @@ class ResponsesRequest(Generation, kw_only=True):
     metadata: dict[str, Any] | None = None
 
     def check(self) -> None:
+        """Check the parameters of the Responses API. Raises ApiError."""
         if self.store:
             raise bad_request(f"store: {STORED}, and store: false", "store", "unsupported_parameter")
         if self.previous_response_id is not None:

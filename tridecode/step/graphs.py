@@ -291,6 +291,7 @@ class ListCapture:
         self._capturing = False
 
     def __call__(self, role: str, op: Op, *args, **options) -> None:
+        """Capture a line in the current graph. With `cut`, attention and fetches run between graphs."""
         if self._cut and role in ("attention", "fetch", "fetched"):
             self.end()
             self._parts.append(lambda run: run(role, op, *args, **options))

@@ -51,6 +51,7 @@ class Forked:
         self._joined = False
 
     def __call__(self, role: str, op: Op, *args, **options) -> None:
+        """Run a fetch on a side stream, any other line on the current stream, which waits at `fetched`."""
         if role == "fetch":
             side = self._sides[torch.cuda.is_current_stream_capturing()]
             side.wait_stream(torch.cuda.current_stream())
@@ -110,6 +111,7 @@ class Allocating:
         self._outputs: dict[tuple[str, str], torch.Tensor] = {}
 
     def __call__(self, role: str, op: Op, *args, **options) -> None:
+        """Allocate the outputs of a line, then run it."""
         for name, tensor in op.output_tensors(args).items():
             self._outputs[role, name] = torch.empty_like(tensor)
         self._run(role, op, *args, **options)
@@ -156,6 +158,7 @@ class Recorder:
         self.launches: list[Launch] = []
 
     def __call__(self, role: str, op: Op, *args, **options) -> None:
+        """Record a line."""
         self.launches.append(Launch(role, op, args, options))
 
 

@@ -43,6 +43,7 @@ class BatchRow(Row):
     pct_bandwidth: float = column("% of bandwidth", 1, kept=1)
 
     def selectors(self):
+        """Return the options that measure only this row: the rows and the context."""
         return {"rows": None if isinstance(self.context, str) else [self.rows], "context": [self.context]}
 
 

@@ -35,10 +35,12 @@ class Answer:
 
     @property
     def ttft(self) -> float:
+        """Time to first token in seconds."""
         return self.first - self.started
 
     @property
     def latency(self) -> float:
+        """Seconds from the request to the end of the answer."""
         return self.last - self.started
 
     @property
@@ -82,6 +84,7 @@ class Answer:
 
 
 def has_text(choice: dict) -> bool:
+    """Return whether a choice of a response or of an event contains text."""
     part = choice.get("delta") or choice
     return any(map(part.get, TEXTS))
 

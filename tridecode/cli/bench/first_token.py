@@ -21,6 +21,12 @@ CAPACITY = 4096
 
 
 def main(preset: str, started: float) -> None:
+    """Measure one start of an engine of a preset, and print the seconds of each phase as JSON.
+
+    Args:
+        preset: name of the model's shape.
+        started: the time.time() at which the process was started.
+    """
     imported, compiled = time.time(), []
 
     def report(*, metadata, cache_hit, **_) -> None:
@@ -42,6 +48,7 @@ def main(preset: str, started: float) -> None:
 
 
 def log(message: str, started: float) -> None:
+    """Print a message on stderr with the seconds since `started`."""
     print(f"{time.time() - started:6.1f} s  {message}", file=sys.stderr, flush=True)
 
 

@@ -75,6 +75,7 @@ class WeightsRow(OffloadRow):
     header = "offload --weights"
 
     def selectors(self):
+        """Return no options: the command always measures all variants."""
         return {}
 
 
@@ -180,6 +181,7 @@ def time_variants(
 
 
 def fetch_variants(engine: Engine, host: int) -> Iterator[Variant]:
+    """Yield the variants of passes that read the K/V of `host` pages from host memory."""
     return graph_variants(engine, partial(offloaded(engine)[0].send, 0, host))
 
 
@@ -210,7 +212,7 @@ def offloaded(engine: Engine) -> tuple[OffloadedSlots, Offloaded]:
 
 
 def graph_variants(engine: Engine, prepare: Callable[[], None]) -> Iterator[Variant]:
-    """Yield the ways with the fetch kernel, from the slowest to the fastest. `prepare` is called before each run."""
+    """Yield the variants with the fetch kernel, the slowest first. `prepare` is called before each run."""
     model, run = engine.model, launcher(engine.model)
     yield "eager", DecodePasses(model, run), prepare
     yield "a graph a layer", piecewise_passes(model, run, launch), prepare
@@ -218,10 +220,12 @@ def graph_variants(engine: Engine, prepare: Callable[[], None]) -> Iterator[Vari
 
 
 def piecewise_passes(model, run: Run, between: Run) -> DecodePasses:
+    """Capture a decode pass in parts that end at attention and at fetches; `between` runs the lines between them."""
     return captured(model, run, "piecewise", between)
 
 
 def captured(model, run: Run, mode: str = "full", between: Run = launch) -> DecodePasses:
+    """Capture a greedy decode pass of the model's rows in a graph mode. `between` runs lines between its graphs."""
     batches = first_batches((model.rows,), ("greedy",))
     return DecodePasses(model, run, Dispatcher(mode, (model.rows,)), batches=batches, between=between)
 

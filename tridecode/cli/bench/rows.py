@@ -73,6 +73,7 @@ class Row:
 
     @property
     def name(self) -> str:
+        """The model, its quantization and the sampling filters, for display."""
         filters = {"all": "all sampling filters", "temperature": "temperature"}
         parts = (self.preset or self.model, self.quantize, "K/V in fp8" if self.kv_dtype == "fp8" else None)
         return ", ".join(filter(None, (*parts, filters.get(getattr(self, "sampling", "")))))
@@ -122,6 +123,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[list[str], list[list[str]]]]:
 
 
 def cell(value, column) -> str:
+    """Return a value as text with the scale and the digits of its column; "" for None."""
     if value is None or isinstance(value, str):
         return value or ""
     return f"{value * column['scale']:,.{column['digits']}f}"
@@ -154,6 +156,7 @@ def render(rows: Sequence[Row], form: str) -> str:
 
 
 def markdown_table(headers: list[str], cells: list[list[str]]) -> str:
+    """Return a Markdown table. A | in a cell is escaped."""
     lines = [headers, ["---"] * len(headers), *([cell.replace("|", "\\|") for cell in line] for line in cells)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

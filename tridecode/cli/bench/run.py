@@ -33,6 +33,7 @@ OMITTED = ("command", "what", "verbose", "format", "output", "compare", "api_key
 
 
 def run(args) -> int:
+    """Run `tridecode bench`: measure, print and store the rows. Return the exit code."""
     output = Output()
     publish(args, output, lambda: measure(args, output))
     return 0

@@ -74,15 +74,18 @@ class ServeRow(Row):
 
     @property
     def name(self) -> str:
+        """The model's name on the server."""
         return self.model_id
 
     def as_dict(self):
+        """Return the row as a dict, with each time of `times` as an entry of its own."""
         row = super().as_dict()
         times = row.pop("times")
         return {name: value for name, value in row.items() if name not in times} | times
 
     @classmethod
     def read(cls, values):
+        """Return the row of a recorded dict. Entries that end in _ms are times."""
         times = {name: value for name, value in values.items() if name.endswith("_ms")}
         return cls.from_times(times, **{name: value for name, value in values.items() if name not in times})
 
@@ -239,6 +242,13 @@ def loop_factory():
 
 
 def make_load(args, model: str, lines: list[dict] | None, seed: int, path: str) -> Load:
+    """Return the requests of a run: random prompts, or the bodies in `lines`.
+
+    Args:
+        lines: bodies of requests, or None.
+        seed: seed of the random prompts and of the arrival times.
+        path: endpoint on the server.
+    """
     rng = np.random.default_rng(seed)
     count = args.num_prompts or (NUM_PROMPTS if lines is None else len(lines))
     first = [random_prompt(args, rng) for _ in range(args.warm_up)]  # the server may cache them
@@ -267,6 +277,7 @@ def random_prompt(args, rng: np.random.Generator) -> dict:
 
 
 def chat(text: str) -> dict:
+    """Return the body of a chat request with one user message."""
     return {"messages": [{"role": "user", "content": text}]}
 
 

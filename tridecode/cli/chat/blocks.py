@@ -23,6 +23,7 @@ class Code(CodeBlock):
 
     @classmethod
     def create(cls, markdown, token):
+        """Return the element of a fence. The words after its language become the title."""
         code = super().create(markdown, token)
         assert isinstance(code, Code)
         code.title = token.info.strip() if len(token.info.split()) > 1 else ""  # one word is the language
@@ -86,6 +87,7 @@ class Item(ListItem):
 
     @classmethod
     def create(cls, markdown, token):
+        """Return the element of a list item, with its number or a bullet."""
         item = cls()
         item.marker = token.info + token.markup if token.info else "•"
         return item

@@ -56,15 +56,18 @@ def paths(typed: str) -> Iterator[str]:
 
 
 def complete_files(typed: str, offer: Offer) -> Iterator[str]:
+    """Yield paths that begin with the typed text."""
     return paths(typed)
 
 
 def complete_load(typed: str, offer: Offer) -> Iterator[str]:
+    """Yield names of sessions, then paths."""
     yield from sessions.names()
     yield from paths(typed)
 
 
 def complete_model(typed: str, offer: Offer) -> Iterator[str]:
+    """Yield models: those of the server, or the bundled one, cached ones and directories."""
     if offer.models is not None:
         yield from offer.models
         return
@@ -74,10 +77,12 @@ def complete_model(typed: str, offer: Offer) -> Iterator[str]:
 
 
 def complete_sessions(typed: str, offer: Offer) -> Iterable[str]:
+    """Return the actions of /sessions, or after an action the names of sessions."""
     return sessions.names() if " " in typed else ("rename ", "delete ")
 
 
 def complete_set(typed: str, offer: Offer) -> Iterable[str]:
+    """Return options that can be set, or after an option its values."""
     name, space, _ = typed.partition(" ")
     if not space:
         return (f"{option} " for option in (*offer.options, *offer.choices))

@@ -16,13 +16,16 @@ class PlainText:
         self._wrote = self._ended = False
 
     def push(self, text: str) -> None:
+        """Write text at once."""
         self._wrote = self._wrote or bool(text)
         self._write(text)
 
     def finish(self) -> None:
+        """End the last line."""
         self._end(newline=True)
 
     def abort(self) -> None:
+        """End the last line if text was written."""
         self._end(newline=self._wrote)
 
     def _end(self, newline: bool) -> None:
@@ -54,6 +57,7 @@ class Display:
         self.pause, self.resume = sink.pause, sink.resume
 
     def push(self, parts: Iterable[tuple[str, str]]) -> None:
+        """Show (kind, text) pairs of an answer. Thinking is dimmed, or hidden if the user asked for that."""
         for kind, text in parts:
             if kind != THINKING:
                 self._end()
@@ -64,10 +68,12 @@ class Display:
                 self._dim(text)
 
     def finish(self) -> None:
+        """End the think block and the text."""
         self._end()
         self._sink.finish()
 
     def abort(self) -> None:
+        """End the output of an answer that failed or was stopped."""
         try:
             self._end()
         finally:

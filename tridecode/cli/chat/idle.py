@@ -22,6 +22,7 @@ class IdleCapture(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """Capture one pass after the other until all are captured or `end` is called."""
         with suppress(EngineClosed, RuntimeError):  # the next turn reports a lost GPU
             while (engine := self._engine()) is not None and engine.capture_next():
                 del engine

@@ -34,12 +34,14 @@ class History(FileHistory):
     writes = True  # False while a draft is added that was not sent: it stays in memory
 
     def load_history_strings(self):
+        """Return the stored lines, the newest first; none if the file cannot be read."""
         try:
             return list(super().load_history_strings())
         except (OSError, ValueError):
             return []
 
     def store_string(self, string: str) -> None:
+        """Append a line to the file, which only its user can read. Errors are ignored."""
         if not self.writes:
             return
         try:
@@ -56,6 +58,7 @@ class FunctionCompleter(Completer):
         self.complete = complete
 
     def get_completions(self, document, complete_event):
+        """Yield the completions of the text before the cursor, if the cursor is at its end."""
         typed = document.text_before_cursor
         if typed == document.text:
             replaced, words = self.complete(typed)
@@ -66,6 +69,7 @@ class Screen(Vt100_Output):
     """A terminal that is erased without leaving copies of its text in the history of tmux."""
 
     def erase_down(self) -> None:
+        """Erase the screen from the cursor down."""
         # Erase the first line separately: tmux saves the screen to its history if it is erased from the top corner,
         # and would then show the text twice.
         self.write_raw("\x1b7\x1b[K\x1b[B\x1b[J\x1b8")

@@ -41,9 +41,11 @@ class LocalModel(Model):
         self.loaded = False
 
     def default_params(self, **overrides) -> SamplingParams:
+        """Return the checkpoint's sampling defaults with `overrides` applied."""
         return self.engine.default_params(**overrides)
 
     def thinking(self, mode: str, raw: bool) -> Thinking:
+        """Return whether the chat template supports thinking, and the variables that set the mode."""
         if raw:
             return Thinking(refusal="with --raw there is no chat template")
         tokenizer = tokenizer_of(self.engine)
@@ -56,6 +58,7 @@ class LocalModel(Model):
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[OutputChunk]:
+        """Yield the chunks of an answer of the engine, or of its rest after `prefix`."""
         if isinstance(prompt, str):
             return self.engine.stream(prompt + prefix, params)
         if prefix:
@@ -65,6 +68,7 @@ class LocalModel(Model):
         return self.engine.stream(prompt, params, template_variables=thinking.variables)
 
     def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
+        """Return the tokens of a prompt with `prefix`. Raises TooLong, without counting, for a much too long text."""
         tokenizer, context = tokenizer_of(self.engine), self.capacity
         if isinstance(prompt, str):
             return len(tokenizer.encode(prompt + prefix, context=context))
@@ -72,23 +76,29 @@ class LocalModel(Model):
         return len(tokenizer.encode_chat(prompt, context, **thinking.variables or {})) + more
 
     def reading(self) -> tuple[int, int, int] | None:
+        """Return the progress of the prompt that the engine reads."""
         return self.engine.scheduler.reading()
 
     def facts(self, last: OutputChunk | None) -> list[str]:
+        """Return lines about the engine's memory, passes and latest answer."""
         return stats.engine_lines(self.engine, last)
 
     def switch(self, name: str, overrides: Collection[str], raw: bool) -> None:
+        """Load another model. The current one is freed first if both do not fit in memory."""
         assert self._loader is not None
         self._loader.switch(self, name, overrides, raw)
 
     def lost(self, error: Exception) -> bool:
+        """Return whether the GPU does not respond any more."""
         return isinstance(error, RuntimeError) and not responds(self.device)
 
     def use_idle_time(self) -> None:
+        """Capture passes that the engine may need, until the next turn begins."""
         self.close()
         self._idle = IdleCapture(self.engine)
 
     def close(self) -> None:
+        """Stop the captures in idle time."""
         if self._idle is not None:
             self._idle.end()
 

@@ -98,11 +98,14 @@ class RemoteModel(Model):
         self.counts = owner in COUNTING and self.capacity is not None
 
     def check(self, option: str) -> None:
+        """Raise ParameterError if servers of this kind do not support the sampling option."""
         check_option(option, self.owner)
 
     def thinking(self, mode: str, raw: bool) -> Thinking:
-        """Return how the server handles thinking. `on` leaves it to the server, which does not report whether its model
-        thinks."""
+        """Return how the server handles thinking.
+
+        The mode `on` leaves thinking to the server, which does not report whether its model supports it.
+        """
         if raw:
             return Thinking(refusal="with --raw there is no chat template")
         if self.owner not in OPTIONS:  # these servers pass variables to the template
@@ -111,9 +114,11 @@ class RemoteModel(Model):
         return Thinking(True, variables=variables, advice="/think on leaves thinking to the server")
 
     def facts(self, last: OutputChunk | None) -> list[str]:
+        """Return one line: the model, the address and the kind of server."""
         return [f"model {self.name} at {self.device}, a server of {self.owner}"]
 
     def close(self) -> None:
+        """Close the connections to the server."""
         self._http.close()
 
     def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:

@@ -153,6 +153,7 @@ class Store:
 
     @property
     def name(self) -> str:
+        """The name of the session: its file's name without the suffix."""
         return self.path.stem
 
     def load(self) -> Conversation:

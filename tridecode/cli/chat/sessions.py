@@ -40,14 +40,17 @@ class Saved:
 
     @property
     def turns(self) -> str:
+        """The number of turns for display, or "damaged"."""
         return counted(len(self.conversation.turns), "turn") if self.conversation else "damaged"
 
     @property
     def title(self) -> str:
+        """The title or the first words, or the note that the file cannot be read."""
         return title(self.conversation) if self.conversation else "cannot be read"
 
     @property
     def date(self) -> str:
+        """The time of the last change, with the year for old sessions."""
         recent = abs(time.time() - self.time) < YEAR
         return time.strftime("%b %d %H:%M" if recent else "%b %d  %Y", time.localtime(self.time))
 

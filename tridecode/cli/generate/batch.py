@@ -60,6 +60,7 @@ class Request:
 
     @property
     def ended(self) -> bool:
+        """Whether the answer is complete or failed. A cancelled request has no line in the results."""
         return self.handle is None or self.handle.finish_reason not in (None, "cancelled")
 
     def fail(self, error: Exception) -> None:
@@ -67,6 +68,7 @@ class Request:
         self.error, self.handle = explain(error, [name for name in SAMPLING if name not in self.fields]), None
 
     def entry(self, **values) -> str:
+        """Return a line of the results: index, key and id of the request, and `values`."""
         known = {"index": self.index, "input": f"{self.key:016x}"} | ({} if self.id is None else {"id": self.id})
         return json.dumps(known | values) + "\n"
 
@@ -93,7 +95,7 @@ class Lines:
 
 
 def split(text: str) -> Iterator[str]:
-    """Yield text.split("\\n") one line at a time, because a file may be large."""
+    """Yield the lines of a text one at a time, because a file may be large. Only newlines end a line."""
     start = 0
     while (end := text.find("\n", start)) >= 0:
         yield text[start:end]
@@ -102,6 +104,7 @@ def split(text: str) -> Iterator[str]:
 
 
 def key_of(line: str) -> int:
+    """Return 64 bits of the hash of a line, without the white space around it."""
     return int.from_bytes(hashlib.sha256(line.strip().encode()).digest()[:8])
 
 
@@ -143,6 +146,7 @@ def prompt_of(line: dict, args) -> Prompt:
 
 
 def checked_ids(ids, args) -> list[int]:
+    """Return the prompt_ids of a line. Raises PromptError if they are no list of ints, or with --system."""
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise PromptError(f"prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(ids)}")
     if args.system is not None:
@@ -284,6 +288,7 @@ class Answers:
         return request.entry(**values | {"error": f"line {request.index + 1}: {request.error}"})
 
     def summary(self) -> str:
+        """Return the line that ends a batch: the numbers of lines and tokens, and the seconds."""
         words = [f"{self.answered:,} answered", f"{self.failed:,} failed"]
         words += [f"{self._before:,} already answered"] if self._before else []
         left = self._left - self.answered - self.failed

@@ -27,6 +27,7 @@ MAX_STRUCTURE_BYTES = 4 * STRUCTURE_CHARACTERS  # bytes of a schema or a grammar
 
 
 def generate(args, output: Output) -> int:
+    """Run `tridecode generate`. Return the exit code."""
     check_options(args)
     output.quiet = args.quiet
     if args.system is not None:

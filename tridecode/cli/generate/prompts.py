@@ -51,6 +51,7 @@ def read_messages(args, output: Output) -> Prompt:
 
 
 def with_system(messages: list[dict], args, place: str) -> list[dict]:
+    """Return the messages after --system, if it is set. Raises PromptError if they have a system message."""
     if args.system is None:
         return messages
     if any(message["role"] == "system" for message in messages):
@@ -66,6 +67,7 @@ def encoded(prompt: Prompt, args, engine: Engine) -> Prompt:
 
 
 def reuse(args) -> dict:
+    """Return the arguments for Engine.submit that turn the prefix cache off, if --no-reuse-prefix is set."""
     return {"reuse_prefix": False} if args.no_reuse_prefix else {}
 
 
@@ -91,6 +93,7 @@ def report(result: Result, engine: Engine) -> dict:
 
 
 def logprob_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
+    """Return the JSON entry of a token: its id, its text as within a longer text, and its log-probability."""
     detokenizer = tokenizer.detokenizer((token,), skip_special=False)  # after another token, so that its space stays
     detokenizer.flush()
     return {"token_id": token, "text": detokenizer.push(token) + detokenizer.flush(), "logprob": logprob}

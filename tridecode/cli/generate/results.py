@@ -78,6 +78,7 @@ def locked(path: str) -> Iterator[TextIO]:
 
 
 def close(file: TextIO) -> None:
+    """Close the file without reporting an error."""
     with suppress(OSError):  # every line was flushed already
         file.close()
 
@@ -103,6 +104,7 @@ def entries(file: TextIO, answered: Answered, path: str) -> Iterator[tuple[bytes
 
 
 def nul_bytes(path: str, offset: int) -> PromptError:
+    """Return the error for a file that contains NUL bytes from byte `offset` on."""
     return PromptError(
         f"{path}: from byte {offset:,} on it contains NUL bytes, probably after a power failure; "
         f"cut them off with truncate --size={offset}, or {RENAME_FIX}"
@@ -110,6 +112,15 @@ def nul_bytes(path: str, offset: int) -> PromptError:
 
 
 def answered_by(line: bytes, answered: Answered, place: str) -> int | None:
+    """Return the index of the input line that a line of the results answers, or None for a line to be retried.
+
+    Args:
+        answered: called with the index and the key; returns whether the input has that line.
+        place: the file and line, for errors.
+
+    Raises:
+        PromptError: the line is not a result of this command, or not for this input.
+    """
     try:
         head, entry = _HEAD.match(line), json.loads(line)
         if head is None:

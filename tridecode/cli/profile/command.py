@@ -77,6 +77,8 @@ def run(args, output: Output) -> int:
 
 
 def decode_trace(engine: Engine, context: int, rows: int = 1) -> dict:
+    """Return the profiler's trace of decode passes of `rows` rows at a context."""
+
     def steps():
         for _ in range(DROPPED + STEPS):
             enqueue(engine, GREEDY, rows)
@@ -86,11 +88,13 @@ def decode_trace(engine: Engine, context: int, rows: int = 1) -> dict:
 
 
 def decode_spans(trace: dict, engine: Engine, rows: int = 1) -> list[list[Span]]:
+    """Return the spans of the counted decode passes, each with its role."""
     roles, kernels = roles_and_kernels(step_launches(engine.model, rows))
     return chained(split_steps(read_records(trace), DROPPED + STEPS, kernels), roles, DROPPED)
 
 
 def prefill_trace(engine: Engine, tokens: int) -> dict:
+    """Return the profiler's trace of prompt passes of `tokens` tokens, with waits between them."""
     once = partial(prefill, engine.model, 0, tokens)
 
     def chunks():
@@ -118,6 +122,7 @@ def record_on_gpu(work) -> dict:
 
 
 def write(path: Path, trace: dict) -> None:
+    """Write a trace as compressed JSON, which Perfetto and chrome://tracing open."""
     with gzip.open(path, "wt", encoding="utf-8") as file:
         json.dump(trace, file)
 
@@ -150,6 +155,7 @@ def rounded(value):
 
 
 def as_text(report: dict, name: str) -> str:
+    """Return the report as text: a table for the decode pass and one for the prompt chunk."""
     decode, chunk = report["decode"], report["prefill"]
     bandwidth = report["read_bandwidth_gbs"]
     lines = [
@@ -166,6 +172,7 @@ def as_text(report: dict, name: str) -> str:
 
 
 def table(part: dict) -> list[str]:
+    """Return the lines of a table: a summary, then a line for each kernel with its share of the time."""
     with_bytes = any("bytes" in role for role in part["kernels"])
     head = f"{'kernel':<40} {'share %':>8} {'launches':>8} {'mean µs':>9} {'recorded':>9}"
     head += f" {'bytes':>13} {'% of bandwidth':>15}" if with_bytes else ""

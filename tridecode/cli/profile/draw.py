@@ -20,11 +20,13 @@ text { fill: #f0f6fc } .dim { fill: #9198a1 } .axis { stroke: #3d444d } .page { 
 
 
 def page(height: float, parts: Sequence[str]) -> str:
+    """Return an SVG of `height` units with these elements."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}">'
     return "\n".join([head, STYLE, '<rect class="page" width="100%" height="100%"/>', *parts, "</svg>"]) + "\n"
 
 
 def text(x: float, y: float, words: str, more: str = "") -> str:
+    """Return an SVG text element. `more` are further attributes."""
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(words)}</text>'
 
 
@@ -54,6 +56,7 @@ def colors_of(ops: Iterable[str]) -> dict[str, str]:
 
 
 def legend(ops: Sequence[str], y: float) -> list[str]:
+    """Return the colored squares and names of the ops, in a row at `y`."""
     parts, x, colors = [], LEFT, colors_of(ops)
     for op in ops:
         parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colors[op]}"/>')

@@ -101,6 +101,7 @@ def separate_spans(steps: Sequence[Sequence[Record]], drop: int) -> list[list[Sp
 
 
 def wall(step: Sequence[Span]) -> float:
+    """Return the time of a step, from the end of its predecessor to its own end."""
     return sum(span.cost for span in step)
 
 

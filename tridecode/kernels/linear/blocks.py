@@ -9,9 +9,12 @@ class RowBlocks:
     if TYPE_CHECKING:  # the configs declare them
 
         @property
-        def block_n(self) -> int: ...
+        def block_n(self) -> int:
+            """Rows of a block."""
+
         @property
-        def programs(self) -> int: ...
+        def programs(self) -> int:
+            """Maximum number of programs; 0: one for each block."""
 
     def grid(self, N: int) -> tuple[int, int]:
         """Return the number of blocks of N rows, and the number of programs to launch."""
