@@ -44,7 +44,7 @@ def cycle(large: Engine, small: Engine, drafts: int, run: Run) -> None:
 
 
 def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = STEPS, runs: int = RUNS) -> list[dict]:
-    """Return a row for each number of drafts in GUESSES.
+    """Return a row for each number of drafts in DRAFTS.
 
     Args:
         large: engine of the large model, with drafts on; both engines have one slot, no captured graphs, and K/V for

@@ -65,4 +65,4 @@ def test_private_names_do_not_return():
                     continue
             if name.strip("_") in NAMES:
                 hits.append(f"{place(path, node.lineno)}: {name}")
-    assert not hits, "these names are private; say what the value is:\n" + "\n".join(hits)
+    assert not hits, "rename these after what the value is:\n" + "\n".join(hits)

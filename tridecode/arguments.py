@@ -231,7 +231,7 @@ class Several(Constraint):
         """Return the values as a tuple, each in its normal form.
 
         Raises:
-            Rejected: the value is no collection, has too few values, or one of them is wrong. `detail` names that one.
+            Rejected: the value is not a collection, has too few values, or contains a wrong one, which `detail` names.
         """
         if not self.min_items and (value is None or isinstance(value, str)):
             value = () if value is None else (value,)
@@ -252,7 +252,7 @@ class Several(Constraint):
         return tuple(values)
 
     def read(self, text: str) -> list[Any]:
-        """Return the values between commas. An empty text has none."""
+        """Return the values between commas; an empty list for an empty text."""
         return [self.each.read(part) for part in text.split(",")] if text.strip() else []
 
 

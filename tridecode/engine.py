@@ -144,10 +144,10 @@ class Engine:
         self.steps = make_passes(self.model, self.backend, dispatcher, graphs.attention, compiled=graphs.captured)
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
         self.prompts.capture_all(None if self.slots > 1 or options.batch_invariant else FIRST_TURN_TOKENS)
-        passes_ahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
+        lookahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         runners = (lambda: self.steps), (lambda: self.prompts)  # benchmarks replace them
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, options.prefix_sharing)
-        scheduler = Scheduler(self.model, self.tokenizer, *runners, passes_ahead, policy)
+        scheduler = Scheduler(self.model, self.tokenizer, *runners, lookahead, policy)
         self._grammars = grammars or Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         if self.model.verify:
             self._grammars.wait()  # it holds the GIL, which would count as a cost
@@ -245,8 +245,9 @@ class Engine:
     def capture_next(self) -> bool:
         """Capture one more size of prompt passes, unless a request runs.
 
-        An engine of several slots captures all passes at load. One of one slot captures prompt passes of up to
-        FIRST_TURN tokens, and a caller with idle time may capture the rest. Returns False if all sizes are captured.
+        An engine of several slots captures all passes at load. An engine of one slot captures only prompt passes of up
+        to FIRST_TURN_TOKENS tokens, and a caller with idle time may capture the rest. Returns False if all sizes are
+        captured.
         """
         if self.scheduler.busy:  # do not delay the threads that run passes
             return True

@@ -42,7 +42,7 @@ DEVICE_FIELDS = 32
 POSITION = 32  # index of the token the next step embeds
 STEP = 33  # steps done in this request
 STATUS = 34
-SOURCE = 35  # row of the prompt pass that this row continues, written by the host; OWN: the row with the same number
+SOURCE = 35  # row of the prompt pass that this row continues, set by the host; OWN_ROW: the row with the same number
 OWN_ROW = -1
 LATE = 36  # 1 if the row's mask was not complete when this pass needed it; the row then repeats the pass
 DRAFTS = 37  # number of draft tokens after POSITION in this pass
@@ -53,7 +53,7 @@ RUN = 0
 STOP = 1
 LIMIT_REACHED = 2
 NAN = 3
-WAIT = 4  # POSITION has reached ROOM
+WAIT = 4  # POSITION has reached ALLOCATED
 
 # FLAGS bits
 FLAG_BIAS = 1  # add bias[slot] to the logits

@@ -30,7 +30,7 @@ def running(meta):
 
 
 def add_ref(meta, x, hidden, norm, buffers, arrived):
-    """Compute hidden += x, normed = hidden * weight, and the partial sums of squares of `hidden` as an op leaves them."""
+    """Compute hidden += x, normed = hidden * weight, and partial sums of squares of `hidden` as an op leaves them."""
     for row in running(meta):
         hidden[row] += x[row]
         buffers.sums[row] = 0

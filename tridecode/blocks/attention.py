@@ -124,7 +124,7 @@ class Attention(Block):
         return residual._replace(pending=state.delta)
 
     def prompt_start(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> None:
-        """List qkv, and the rotary embedding with the writes of K and V."""
+        """List the launches of qkv, and of the rotary embedding, which also writes K and V."""
         own = state.buffers(self)
         project(run, state, layer, "qkv", residual.normed, own["qkv"], Plain())
         run(

@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
     def _typed(self, args: list[str]) -> dict[str, str]:
-        """Return the options of a command line by destination; several options may have the same one."""
+        """Map the destination of each option of a command line to the option as it was typed."""
         words = (arg.split("=", 1)[0] for arg in takewhile("--".__ne__, args))
         return {self._option_string_actions[word].dest: word for word in words if word in self._option_string_actions}
 

@@ -177,7 +177,9 @@ def toml(option: Option, value) -> str:
 
 
 def lines(configuration: Configuration) -> list[str]:
-    """Return all keys as lines of a file of settings, each with its source; keys that are not set are comments.
+    """Return the output of `tridecode config`: a configuration file with all keys and, as comments, their sources.
+
+    Keys that are not set are comments.
 
     Raises ParameterError.
     """

@@ -34,7 +34,7 @@ class Url(Constraint):
     expects = "an address like http://127.0.0.1:8000"
 
     def accept(self, value) -> str:
-        """Return the URL without the slash at its end. Raises Rejected if it is no http or https URL of a host."""
+        """Return the URL without the slash at its end. Raises Rejected if it is not an http or https URL of a host."""
         try:
             parts = urlsplit(value)
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query

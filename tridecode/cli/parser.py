@@ -105,7 +105,7 @@ class Program(Parser):
     """Parser of the whole command line. Words that do not name a command are a question for `chat`."""
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse arguments. Without a command, they are those of `chat`."""
+        """Parse arguments. A command line without a command runs `chat`."""
         args = list(sys.argv[1:] if args is None else args)
         at = next((i for i, word in enumerate(args) if word != "--verbose"), None)
         if at is not None and self._is_chat(args[at]):

@@ -157,7 +157,10 @@ class StepTimer:
             )
 
     def _same(self) -> bool:
-        """Return whether the logits agree with the first ones, over the same K/V: timings change the cache."""
+        """Return whether the logits of a pass agree with those of the first call.
+
+        Timings change the K/V cache, so it is filled with the same numbers before each comparison.
+        """
         generator = torch.Generator(self.engine.device).manual_seed(0)
         self.engine.model.kv.fill(generator)
         rewind(self.engine, self.contexts[-1], GREEDY, self._rows)

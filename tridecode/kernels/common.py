@@ -53,7 +53,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is at least n, in a launcher. A call of Triton's function takes 5 µs."""
+    """Return the smallest power of 2 that is at least n. Launchers call this, because Triton's function takes 5 µs."""
     return 1 << max(n - 1, 0).bit_length()
 
 

@@ -30,7 +30,7 @@ def _take_residual_kernel(
     K/V before they wait for their predecessor.
 
     Args:
-        meta_ptr: [rows, META_WIDTH] int32. The kernel reads SOURCE, a row of the pass, and sets it to OWN.
+        meta_ptr: [rows, META_WIDTH] int32. The kernel reads SOURCE, a row of the pass, and sets it to OWN_ROW.
         hidden_ptr: [pass rows, K] fp32.
         delta_ptr: [pass rows, K].
         norm_ptr: [K].

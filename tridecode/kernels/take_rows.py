@@ -37,7 +37,7 @@ def _take_rows_kernel(
     they wait for their predecessor.
 
     Args:
-        meta_ptr: [rows, META_WIDTH] int32. The kernel reads SOURCE, a row of the pass, and sets it to OWN.
+        meta_ptr: [rows, META_WIDTH] int32. The kernel reads SOURCE, a row of the pass, and sets it to OWN_ROW.
         hidden_ptr: [pass rows, K] fp32.
         qkv_ptr: [pass rows, N].
         hidden_out_ptr: [rows, K] fp32 (output).

@@ -164,7 +164,7 @@ def chunk_of(options: EngineOptions, capacity: int, page: int | None) -> int:
 def smaller_weights(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, memory: MemoryPlan, host_layers: int
 ) -> str:
-    """Return the end of an error message with the quantization whose weights fit; empty if no quantization helps."""
+    """Return advice for an error message: the first quantization with which the weights fit, or ""."""
     if memory.max_context or spec.quantization or host_layers or dtype == torch.float16:
         return ""
     for scheme in QUANTIZE:

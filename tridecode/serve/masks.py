@@ -131,7 +131,7 @@ class GrammarMasks:
 
 
 def wait_for(requests: list[GrammarMasks]) -> None:
-    """Wait until the masks are ready, at most PATIENCE seconds."""
+    """Wait until the masks are ready, at most MASK_WAIT seconds."""
     end = time.perf_counter() + MASK_WAIT
     for masks in requests:
         with suppress(TimeoutError, GenerationError):

@@ -117,7 +117,7 @@ class Queue:
         """Give the slot the next row of decode passes.
 
         The prompt has been read up to its last token. Row `source` of a prompt pass has read the last token, or the
-        slot's first decode pass reads it (OWN).
+        slot's first decode pass reads it (OWN_ROW).
         """
         request = slot.request
         self.slots.begin(

@@ -228,9 +228,10 @@ def step_kind(params: SamplingParams) -> str:
 
 
 def checked_stop_ids(params: SamplingParams, spec: "ModelSpec") -> tuple[int, ...]:
-    """Return the ids that end a generation: those of the model, unless params ignore them, and those of params.
+    """Return the token ids that end a generation: stop_token_ids, and the model's own unless ignore_eos is set.
 
-    Raises ParameterError, also for ids outside the vocabulary in logit_bias.
+    Raises:
+        ParameterError: there are too many stop ids, or an id of stop_token_ids or logit_bias is not in the vocabulary.
     """
     own = () if params.ignore_eos else spec.stop_ids
     stop_ids = tuple(dict.fromkeys((*own, *params.stop_token_ids)))

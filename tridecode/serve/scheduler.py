@@ -64,7 +64,7 @@ class Scheduler:
     Args:
         steps: returns the current object that runs decode passes
         prompts: returns the current object that runs prompt passes
-        passes_ahead: passes that may be enqueued before the oldest pass has ended
+        lookahead: passes that may be enqueued before the oldest pass has ended
         policy: limits for how requests share passes
     """
 
@@ -74,12 +74,12 @@ class Scheduler:
         tokenizer: Tokenizer | None,
         steps: Callable[[], DecodePasses],
         prompts: Callable[[], PromptPasses],
-        passes_ahead: int,
+        lookahead: int,
         policy: Policy,
     ):
         self.queue = Queue(model, tokenizer, policy)
         self.slots = self.queue.slots
-        self._model, self._ring, self._passes_ahead = model, Ring(model), passes_ahead
+        self._model, self._ring, self._lookahead = model, Ring(model), lookahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.max_prompt_tokens())
         self._fixed = model.fixed_chunk
@@ -141,7 +141,7 @@ class Scheduler:
         while self._in_flight and (slots := self._in_flight[0].slots) and not any(slot.busy for slot in slots):
             self._in_flight.popleft()
         self._await_masks()
-        while len(self._in_flight) <= self._passes_ahead and self._enqueue():
+        while len(self._in_flight) <= self._lookahead and self._enqueue():
             pass
         if self._in_flight:
             self._drain()

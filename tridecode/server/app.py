@@ -148,7 +148,7 @@ class Server:
         self, request: Request, deadline: float | None, payload: Generation, serializer: Serializer,
         messages: list[dict], tools: Tools, variables: dict,
     ) -> Call:  # fmt: skip
-        """Create the call of a conversation in any of the APIs."""
+        """Return the call that answers a chat request of any API."""
         tokenizer, engine, structure = self.tokenizer, self.engine, payload.structure
         if tools.enforced:
             payload.check_ended_by("tool_choice")

@@ -66,7 +66,7 @@ class Choice:
 
     @property
     def called(self) -> bool:
-        """Whether it has a valid call."""
+        """Whether the answer contains a valid tool call."""
         return self._parser is not None and any(not call.broken for call in self._parser.calls)
 
     def echo_logprobs(self, prompt: Sequence[int], scores: list[OutputChunk]) -> None:

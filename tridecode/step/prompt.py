@@ -27,7 +27,7 @@ CHUNK = 2048
 
 
 def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
-    """List a pass of `rows` rows. The first `decoding` rows are the decoding rows.
+    """List the launches of a prompt pass of `rows` rows. The first `decoding` rows are decoding rows.
 
     The residual stream is fp32. The linears compute in the dtype of the weights.
     """
@@ -51,7 +51,10 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
 
 
 def finish(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> None:
-    """List the rest of the pass for the model's rows. Each continues the row of the pass that meta's SOURCE selects."""
+    """List the launches that sample the next tokens: the last layer, if it was cut, then norm, LM head and sampler.
+
+    They run for the rows of the model. Each row continues the row of the prompt pass that meta's SOURCE selects.
+    """
     ws, layer, declared = m.workspace, m.layers[-1], m.spec.layers[-1]
     residual = Residual(ws.hidden, ws.normed, ws.sumsq)
     if not declared.mixer.cuts_prompt:

@@ -128,7 +128,7 @@ class Sandbox:
 
 
 class _Child:
-    """A process that is started at the first call.
+    """A child process, started at its first use.
 
     Attributes:
         user: id of the thread that uses the child; STARTING while `Sandbox.start` starts it; None if it is free.

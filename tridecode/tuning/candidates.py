@@ -174,7 +174,8 @@ def tiles_candidates(case: Case, rows: int, device: Device) -> Iterable[TilesCon
 def wide_candidates(case: Case, rows: int, device: Device) -> Iterable[WideConfig]:
     """Yield configs whose tiles and sums fit in 240 registers.
 
-    The registers are limited if that leaves room for one more program.
+    If a config needs at most 128 or 168 registers, that is its limit, so that one more program fits on a
+    multiprocessor.
     """
     high, k = max(rows, 8), case.k
     splits = (1,) if is_head(case) else (1, 2, 3, 4, 6, 8)

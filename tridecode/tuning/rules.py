@@ -90,7 +90,7 @@ def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 
 def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> HopperConfig | None:
-    """Choose for 17 to 32 rows if a dense weight is large on both sides, and for more than 8 rows of packed tensors."""
+    """Return a config for 17 to 32 rows of a dense weight with n and k of at least 2,560, or for many packed rows."""
     if packed := case.packed:
         if rows <= 8 or (rows <= 16 and case.hidden < 2560 and not batch_invariant):  # slower for small models
             return None

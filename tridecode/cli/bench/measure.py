@@ -136,7 +136,7 @@ def running(engine: Engine, runners: Runners):
 
 
 def read_modes(before: dict[tuple, int], after: dict[tuple, int]) -> str:
-    """Return the graph modes of the prompt passes between two results of `reads`, like "full". Empty without passes."""
+    """Return the graph modes of the prompt passes that ran between two results of `reads`, such as "full"."""
     return ", ".join(sorted({key[-1] for key, count in after.items() if count > before.get(key, 0)}))
 
 

@@ -33,7 +33,7 @@ def rewind(
     rows = Integer(1, engine.slots, "the engine's slots, ").check("rows", rows)
     positions = [position] * rows if isinstance(position, int) else list(position)
     if len(positions) != rows:
-        raise ParameterError(f"position: a list has one for each of {counted(rows, 'row')}, got {len(positions):,}")
+        raise ParameterError(f"position: expected one for each of {counted(rows, 'row')}, got {len(positions):,}")
     positions = [Integer(0, engine.capacity - 1).check("position", each) for each in positions]
     engine._driver.exclusively(_rewind, positions, params, known)
 

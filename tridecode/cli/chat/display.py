@@ -57,7 +57,7 @@ class Display:
         self.pause, self.resume = sink.pause, sink.resume
 
     def push(self, parts: Iterable[tuple[str, str]]) -> None:
-        """Show (kind, text) pairs of an answer. Thinking is dimmed, or hidden if the user asked for that."""
+        """Show (kind, text) pairs of an answer. Thinking is dimmed, or hidden in the mode `hide`."""
         for kind, text in parts:
             if kind != THINKING:
                 self._end()

@@ -89,7 +89,7 @@ class LocalModel(Model):
         self._loader.switch(self, name, overrides, raw)
 
     def lost(self, error: Exception) -> bool:
-        """Return whether the GPU does not respond any more."""
+        """Return whether the GPU no longer responds."""
         return isinstance(error, RuntimeError) and not responds(self.device)
 
     def use_idle_time(self) -> None:

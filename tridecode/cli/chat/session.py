@@ -73,7 +73,7 @@ def files() -> list[Path]:
 
 
 def last_path() -> Path:
-    """Return the file of the session that was saved last. Raises SessionError."""
+    """Return the file of the session that was saved last. Raises SessionError if there is none."""
     paths = files()
     if not paths:
         raise SessionError(f"there is no session to continue in {sessions_dir()}; chat without --resume starts one")

@@ -146,7 +146,7 @@ def prompt_of(line: dict, args) -> Prompt:
 
 
 def checked_ids(ids, args) -> list[int]:
-    """Return the prompt_ids of a line. Raises PromptError if they are no list of ints, or with --system."""
+    """Return the prompt_ids of a line. Raises PromptError if they are not a list of ints, or with --system."""
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise PromptError(f"prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(ids)}")
     if args.system is not None:

@@ -84,9 +84,12 @@ def close(file: TextIO) -> None:
 
 
 def entries(file: TextIO, answered: Answered, path: str) -> Iterator[tuple[bytes, int | None]]:
-    """Yield each line with the index of the input that it answers; None if it failed, or is the last and was cut off.
+    """Yield each line with the index of the input that it answers, or None.
 
-    Raises PromptError at a line that cannot be a result of this command for that input.
+    The index is None for a failed answer, and for a last line that was cut off.
+
+    Raises:
+        PromptError: a line is not a result of this command for this input.
     """
     file.seek(0)
     offset, data = 0, file.buffer

@@ -236,7 +236,7 @@ def fp8_attend(q, tile, cache, table_ptr, first, start, end, SIZES: tl.constexpr
 
 @triton.jit
 def _first_eight(x):
-    """Return the first half of dimension 1, of 16."""
+    """Return the first 8 of the 16 elements of dimension 1."""
     if len(x.shape) == 2:
         x, _ = tl.split(tl.permute(x.reshape(x.shape[0], 2, 8), (0, 2, 1)))
     else:

@@ -130,9 +130,9 @@ def _prompt_attention_kernel(
 
     Grid: (programs,). The programs share the items, each a split of a block. A block is BLOCK_M / TOGETHER rows of a
     chunk in TOGETHER heads of one K/V head. Items with the most work come first. If there are few blocks, each is split
-    over its positions, and the split that finishes last combines them, or the kernel of prompt_splits.py if APART. No
-    argument depends on lengths or pages, so one captured launch serves all prompts. Rows outside all chunks are not
-    written.
+    over its positions. The split that finishes last combines them, or with SEPARATE_COMBINE the kernel of
+    prompt_splits.py. No argument depends on lengths or pages, so one captured launch serves all prompts. Rows outside
+    all chunks are not written.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.

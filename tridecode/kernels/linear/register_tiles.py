@@ -20,7 +20,7 @@ Weight = namedtuple("Weight", "weight_ptr scale_ptr zero_ptr")
 # Pointers to a block of rows of a weight:
 # - weights: [lines, LINE], the first tile
 # - scales: [1, BLOCK_N, 1], the first group of the rows of the sums
-# - zeros: like scales if APART, else [lines, 1]
+# - zeros: like scales if ZEROS_AFTER, else [lines, 1]
 # - mask_lines, mask_sums: whether the rows exist
 Block = namedtuple("Block", "weights scales zeros mask_lines mask_sums")
 # Activations as tiles:

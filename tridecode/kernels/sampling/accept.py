@@ -69,8 +69,8 @@ def _accept_kernel(
     Grid: (rows,). Moves a few hundred bytes a row.
     The kernel does in lanes, for all accepted tokens, what finish_step does for one token. A step that does not end
     with status RUN is the last of the row. If a pass has only one row for a request (QUERIES = 1), the first draft is
-    compared with the sampled token all the same, so that TRUST grows when drafts become right. Known tokens (below
-    N_KNOWN) do not change TRUST.
+    still compared with the sampled token, so that DRAFT_LIMIT grows when drafts become right. Known tokens (below
+    N_KNOWN) do not change DRAFT_LIMIT.
 
     Args:
         sampled_ptr: [rows * QUERIES] int32, a token or NO_TOKEN.

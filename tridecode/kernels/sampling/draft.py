@@ -30,7 +30,7 @@ NO_MATCH = tl.constexpr(-1)
 
 @triton.jit
 def _place_key(tokens_ptr, i, end, last, LONGEST: tl.constexpr, SHORTEST: tl.constexpr):
-    """Return the key of the best position i < end: the length of its match << 32 | i, or NOWHERE.
+    """Return the key of the best position i < end: the length of its match << 32 | i, or NO_MATCH.
 
     The match length is the number of tokens up to i that equal the tokens up to `last`, at most LONGEST. Matches
     shorter than SHORTEST do not count. The longest match wins, and of equally long ones the latest.
@@ -64,9 +64,9 @@ def _draft_kernel(
     without PDL in every pass, because embed reads the drafts before its wait.
 
     Known tokens (below N_KNOWN) serve as drafts where they are, without a copy. Otherwise a row gets at most
-    max(TRUST, 1) drafts. In both cases there are at most MOST drafts, every position stays below ROOM and every
-    sampled token below LIMIT. A row with a mask gets no drafts. If the match is so close that its continuation reaches
-    the position, the kernel repeats the continuation.
+    max(DRAFT_LIMIT, 1) drafts. In both cases there are at most MAX_DRAFTS drafts, the position of each draft is below
+    ALLOCATED, and that of each sampled token is below LIMIT. A row with a mask gets no drafts. If the match is so close
+    that its continuation reaches the position, the kernel repeats the continuation.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32 (DRAFTS is an output).

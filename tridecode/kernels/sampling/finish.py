@@ -58,7 +58,7 @@ def packed_id(key):
 
 @triton.jit
 def packed_value(key):
-    """Return the logit of a key. For BAD, return the largest finite fp32, from which every distance is finite."""
+    """Return the logit of a key. For NAN_KEY, return the largest finite fp32, from which every distance is finite."""
     order = (key >> 32).to(tl.int32)
     value = (order ^ ((order >> 31) & SIGN_FREE)).to(tl.float32, bitcast=True)
     return tl.where(key == NAN_KEY, MAX_FP32, value)
@@ -66,7 +66,7 @@ def packed_value(key):
 
 @triton.jit
 def block_key(x, shown, ids, mask):
-    """Return the largest key of `shown` in this block, or BAD if x contains a NaN or an infinity."""
+    """Return the largest key of `shown` in this block, or NAN_KEY if x contains a NaN or an infinity."""
     finite = (x.to(tl.int32, bitcast=True) & EXPONENT) != EXPONENT
     return tl.max(tl.where(mask, tl.where(finite, pack(shown, ids), NAN_KEY), LOWEST), axis=0)
 

@@ -43,7 +43,7 @@ def partial_mark(text: str, mark: str) -> int:
 
 
 def is_json(text: str, kind: type = object) -> bool:
-    """Return whether `text` is JSON of this type. Python's json would accept NaN and half of a surrogate pair too."""
+    """Return whether `text` is JSON of this type. Unlike Python's json, it refuses NaN and lone surrogates."""
     try:
         return isinstance(msgspec.json.decode(text), kind)
     except (msgspec.DecodeError, RecursionError, UnicodeError):

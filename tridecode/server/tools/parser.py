@@ -184,7 +184,7 @@ class JsonCallParser(CallParser):
         return self._whole_object()
 
     def _whole_object(self) -> bool:
-        """Wait for the end of an object that does not begin with its name."""
+        """Parse a call whose object does not begin with the name, once its end has arrived. Return whether it has."""
         start = len(self._pending) - len(self._pending.lstrip())
         if start == len(self._pending):
             return False
@@ -374,7 +374,7 @@ class XmlCallParser(CallParser):
         return False
 
     def _typed(self, key: str, value: str) -> str:
-        """Return the value as JSON: a string, unless its schema allows another type and the value has that type."""
+        """Return a parameter's text as JSON: as another type if its schema allows that, otherwise as a string."""
         schema, types = self._schemas.get(self.calls[-1].name, {}), set()
         if isinstance(properties := schema.get("properties"), dict):
             types = schema_types(properties.get(key), schema)
