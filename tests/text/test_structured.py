@@ -122,7 +122,7 @@ def test_passes_with_masks_are_captured_at_load(captured):
     assert {stat.mode for stat in captured.graph_stats() if stat.kind == "greedy+mask"} == {"full"}
 
 
-@pytest.mark.parametrize("passes_ahead", [0, 1])
+@pytest.mark.parametrize("lookahead", [0, 1])
 def test_row_that_waits_for_its_mask_does_not_delay_others(bundled, monkeypatch, lookahead):
     release, allowed = Event(), Matcher.allowed
 
