@@ -116,7 +116,7 @@ class Configuration:
             raise ParameterError(f"{self.path}: not TOML ({error}); correct it") from None
 
     def options(self, table: str | None) -> dict[str, Option]:
-        """The keys of a table, or of all commands."""
+        """Return the options of a table, or for None those of all commands, by name."""
         if table:
             return self.keys[table]
         return {name: option for keys in reversed(self.keys.values()) for name, option in keys.items()}

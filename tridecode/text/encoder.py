@@ -129,7 +129,7 @@ def steps(part) -> list[dict]:
 
 
 def _has_linear_cost(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether the tokenizer's time and memory are known to be proportional to the length of the text."""
+    """Return whether the tokenizer's time and memory are known to be proportional to the length of the text."""
     model = tokenizer.model
     if isinstance(model, tokenizers.models.BPE):
         if len(model.continuing_subword_prefix or "") + len(model.end_of_word_suffix or "") > 16:

@@ -110,7 +110,7 @@ class ThinkSplitter:
 
 
 def is_inside_thinking(text: str) -> bool:
-    """Whether a prompt that ends with `text` ends inside a think block."""
+    """Return whether a prompt that ends with `text` ends inside a think block."""
     return text.rstrip().endswith(OPEN)
 
 

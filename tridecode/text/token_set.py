@@ -33,12 +33,12 @@ class TokenSet:
         return iter(self._sorted)
 
     def starts_at(self, text: str, i: int) -> bool:
-        """Whether a token begins at character i of `text`."""
+        """Return whether a token begins at character i of `text`."""
         index = bisect_right(self._shortest, text[i : i + self.longest])
         return index > 0 and text.startswith(self._shortest[index - 1], i)
 
     def begins(self, start: str) -> bool:
-        """Whether `start` is a prefix of a token."""
+        """Return whether `start` is a prefix of a token."""
         index = bisect_left(self._sorted, start)
         return index < len(self._sorted) and self._sorted[index].startswith(start)
 

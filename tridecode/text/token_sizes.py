@@ -31,7 +31,7 @@ def min_token_count(text: str, longest: float) -> int:
 
 
 def _keeps(step: dict) -> bool:
-    """Whether a step of a normalizer or pre-tokenizer never shortens a text, apart from NFC (see `min_token_count`)."""
+    """Return whether a normalizer or pre-tokenizer never shortens a text, except by NFC (see `min_token_count`)."""
     match step:
         case {"type": "NFC" | "ByteLevel" | "Metaspace" | "Prepend" | "Digits"}:
             return True

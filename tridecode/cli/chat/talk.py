@@ -111,7 +111,7 @@ class Chat:
         return f"context of {counted(self.model.capacity, 'token')}"
 
     def settings(self) -> Sequence[str]:
-        """The names of the sampling options that can be set."""
+        """Return the names of the sampling options that can be set."""
         return [name for name in NAMES if name in self.model.options]
 
     def offer(self) -> Offer:

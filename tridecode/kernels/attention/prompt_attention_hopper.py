@@ -112,7 +112,7 @@ def _copy_items(
     chunks_ptr, table_ptr, q_desc, pool_desc, stride_table, k_row, v_row, rows_of_page, total, shared,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Producer warp: copy q of each item, and K and V tile by tile, from the last position to the first."""
+    """Copy q of each item, and K and V tile by tile, from the last position to the first (producer warp)."""
     q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
     D: gl.constexpr = q_smem.shape[2]
     c = 0  # tiles copied

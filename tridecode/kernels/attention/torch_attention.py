@@ -1,4 +1,4 @@
-"""Attention of prompts by torch: its own kernels as other backends, and the batch-invariant form."""
+"""Prompt attention by torch: the backends of scaled_dot_product_attention, and the batch-invariant form."""
 
 from collections.abc import Sequence
 
