@@ -98,7 +98,7 @@ EMPTY = 0  # no request has generation 0
 def packed(ids: Sequence[int]) -> array:
     """Return token ids as int32, the type of the device. Raises struct.error for larger ids.
 
-    An array is returned itself.
+    An array is returned unchanged.
     """
     return ids if isinstance(ids, array) else array("i", pack(f"{len(ids)}i", *ids))  # twice as fast as array(ids)
 

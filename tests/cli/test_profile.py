@@ -163,7 +163,7 @@ def test_each_kernel_of_a_launch_has_its_role():
     recorder = Recorder()
     decode.decode_pass(recorder, tiny_engine("torch").model, "sample")
     roles, kernels = command.roles_and_kernels(recorder.launches[-1:])
-    assert set(roles) == {"sample"} and kernels[0] == "_process_kernel" and kernels[-1] == "_draw_kernel"
+    assert set(roles) == {"sample"} and kernels[0] == "_process_kernel" and kernels[-1] == "_sample_kernel"
     assert len(roles) == len(kernels) == 5
 
 

@@ -126,7 +126,7 @@ def answer_constraint(
 
 
 def parameter_names(structure: ResponseFormat | None, tools: Tools) -> dict[str, str]:
-    """Return field of SamplingParams -> the request parameter that sets it, for errors about `answer_constraint`."""
+    """Map fields of SamplingParams to the request parameters that set them, for errors about `answer_constraint`."""
     if structure is None:
         return {"grammar": "tools"}
     combined = tools.used and structure.field != "grammar"  # one grammar contains the format and the calls

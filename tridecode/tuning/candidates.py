@@ -188,9 +188,9 @@ def wide_candidates(case: Case, rows: int, device: Device) -> Iterable[WideConfi
 
 
 def hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperConfig]:
-    """Yield configs of which two programs fit a multiprocessor, and share the columns if there are few outputs.
+    """Yield configs with which two programs fit on a multiprocessor. With few outputs, programs share the columns.
 
-    For an LM head also yield configs of which one program fits, and computes tile after tile.
+    For an LM head, also yield configs with one program per multiprocessor, which computes several tiles in turn.
     """
     if case.packed:
         yield from packed_hopper_candidates(case, case.packed, rows, device)

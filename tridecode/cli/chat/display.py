@@ -34,10 +34,10 @@ class PlainText:
         self._ended = True
 
     def pause(self) -> None:
-        """Keep the printed text."""
+        """Do nothing: the printed text stays on the screen."""
 
     def resume(self) -> None:
-        """Continue at the cursor."""
+        """Do nothing: later text continues at the cursor."""
 
 
 class Display:

@@ -95,7 +95,7 @@ def _load(
     MASKED: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """Load tile c. MASKED: a row may not exist. The first WHOLE tiles are complete in every program."""
+    """Load tile c. MASKED: some rows may not exist. The first WHOLE tiles are complete in every program."""
     k: tl.constexpr = c * BLOCK_K
     if c >= WHOLE:
         return tl.load(ptrs + k, mask=mask & (offs_k + k < K), other=0.0, eviction_policy=POLICY)

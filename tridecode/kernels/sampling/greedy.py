@@ -38,7 +38,7 @@ def _greedy_kernel(
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
     MASKED: tl.constexpr,
-    DRAW: tl.constexpr,
+    SAMPLE_ONLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Take the lowest id among the largest raw logits. The last program of a row to arrive ends its step.
@@ -54,7 +54,7 @@ def _greedy_kernel(
         out_ptr: [slots, RING] int64 (output).
         keys_ptr: [rows, >= blocks] int64 (scratch).
         counter_ptr: [rows, 2] int32, zero (scratch).
-        sampled_ptr: [rows] int32 (output), a token or NO_TOKEN. With DRAW it replaces the other outputs, and the step
+        sampled_ptr: [rows] int32 (output), a token or NO_TOKEN. With SAMPLE_ONLY it replaces the other outputs, and the step
             does not end.
     """
     if PDL:
@@ -73,7 +73,7 @@ def _greedy_kernel(
         tl.store(keys_ptr + block, block_key(x, x, offs_n, mask_n))
         if arrive(counter_ptr + 2 * row, blocks):
             key = largest_key(keys_ptr, blocks, BLOCKS)
-            if DRAW:
+            if SAMPLE_ONLY:
                 tl.store(sampled_ptr + row, tl.where(key == NAN_KEY, NO_TOKEN, packed_id(key)))
             else:
                 finish_step(
@@ -122,7 +122,7 @@ def greedy(logits, meta, tokens, out, sampler, masked=False, sampled=None, *, pd
         BLOCK_N=BLOCK,
         BLOCKS=next_power_of_2(blocks),
         MASKED=masked,
-        DRAW=sampled is not None,
+        SAMPLE_ONLY=sampled is not None,
         PDL=pdl,
         **options(WARPS, pdl),
     )

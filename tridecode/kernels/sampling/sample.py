@@ -121,7 +121,7 @@ def make_buffers(vocab: int, rows: int, device) -> SamplerBuffers:
 
 
 @triton.jit
-def _draw_kernel(
+def _sample_kernel(
     logits_ptr,
     meta_ptr,
     samp_ptr,
@@ -151,7 +151,7 @@ def _draw_kernel(
     LOGPROBS: tl.constexpr,
     FENCE: tl.constexpr,
     MASKED: tl.constexpr,
-    DRAW: tl.constexpr,
+    SAMPLE_ONLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Weigh the tokens of each block that the filters keep, draw one token of the row, and end the step.
@@ -175,7 +175,7 @@ def _draw_kernel(
         mass_ptr: [rows, >= blocks] int64 (scratch).
         candidates_ptr: [rows, >= blocks] int32 (scratch).
         logprobs_ptr: [slots, RING, LOGPROBS_WIDTH] fp32 (output). Used only if LOGPROBS.
-        tokens_out_ptr: [rows] int32 (output), a token or NO_TOKEN. With DRAW it replaces the other outputs, and the
+        tokens_out_ptr: [rows] int32 (output), a token or NO_TOKEN. With SAMPLE_ONLY it replaces the other outputs, and the
             step does not end.
     """
     if PDL:
@@ -233,7 +233,7 @@ def _draw_kernel(
                 token = tl.sum(tl.where(offs_k == chosen, candidates, 0), axis=0)
                 tl.store(state_ptr + _THRESHOLD, threshold.to(tl.int64))
         if ends:
-            if DRAW:
+            if SAMPLE_ONLY:
                 tl.store(tokens_out_ptr + row, tl.where(key == NAN_KEY, NO_TOKEN, token))
             else:
                 finish_step(
@@ -331,7 +331,7 @@ def sample(
             PDL=pdl,
             **launch,
         )
-    _draw_kernel[grid](
+    _sample_kernel[grid](
         logits,
         meta,
         samp,
@@ -361,13 +361,13 @@ def sample(
         LOGPROBS=logprobs_ring is not None,
         FENCE=logprobs_ring is not None and not interpreted(),
         MASKED=masked,
-        DRAW=sampled is not None,
+        SAMPLE_ONLY=sampled is not None,
         PDL=pdl,
         **launch,
     )
 
 
-def _draw_ref(w, blocks, counter: tuple[int, int, int]) -> int:
+def _sample_token_ref(w, blocks, counter: tuple[int, int, int]) -> int:
     """Draw an index by the weights w of tokens, whose `blocks` ascend: first the block, then the token in it."""
     masses = w.new_zeros(int(blocks[-1]) + 1).index_add_(0, blocks, w).cumsum(0)
     block = int(torch.searchsorted(masses, philox_bits_ref(*counter, 0) * int(masses[-1]) >> 64, right=True))
@@ -400,7 +400,9 @@ def sample_ref(
                 ids = (d <= threshold).nonzero().flatten()
                 w = weight_ref(d[ids])
                 w.masked_fill_(w < math.ceil(float(min_p) * 2**WEIGHT_BITS), 0)
-                token = int(ids[_draw_ref(w, ids // BLOCK, (state[m.SEED_LO], state[m.SEED_HI], state[m.POSITION]))])
+                token = int(
+                    ids[_sample_token_ref(w, ids // BLOCK, (state[m.SEED_LO], state[m.SEED_HI], state[m.POSITION]))]
+                )
         if sampled is not None:
             sampled[row] = m.NO_TOKEN if bad else token
             continue
@@ -414,4 +416,4 @@ def sample_bytes(
     return logits.nbytes
 
 
-SAMPLE = Op(sample, sample_ref, sample_bytes, (_process_kernel, *[_bins_kernel] * LEVELS, _draw_kernel))
+SAMPLE = Op(sample, sample_ref, sample_bytes, (_process_kernel, *[_bins_kernel] * LEVELS, _sample_kernel))

@@ -166,7 +166,7 @@ def openai_tools(tools: list | None, choice, parallel: bool | None) -> Tools:
 
 
 def apply_tool_choice(functions: list[Function], choice, parallel: bool) -> Tools:
-    """Return the tools for OpenAI's tool_choice, in the form of either of its APIs. Raises ApiError."""
+    """Return the tools that a tool_choice of Chat Completions or of the Responses API allows. Raises ApiError."""
     if (name := _function_name(choice)) is not None:
         return check_tools(functions, "one", name, parallel)
     match choice:
