@@ -98,7 +98,7 @@ class EngineOptions:
         "captured prompt passes, instead of the usual schedule; others are padded to the next size", metavar="N,N",
         default_text="the usual schedule",
         excludes={
-            "prompt_graph_max_tokens": ((), ": does not go with prompt_graph_max_tokens; leave one of them out"),
+            "prompt_graph_max_tokens": ((), ": cannot be used with prompt_graph_max_tokens; leave one of them out"),
             "graph": NO_PROMPT_GRAPHS,
             "batch_invariant": ((True,), ": with batch_invariant the only size is chunk_tokens")})
     prompt_attention: str = _option("prompts", "auto", Choice(("auto", "triton", "flash", "cudnn")), "backend of "

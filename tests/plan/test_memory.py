@@ -150,7 +150,7 @@ def test_kv_tokens_and_context_limit_each_other(monkeypatch):
     assert (plan.capacity, plan.notes) == (512, ())
     plan = planned(config, cpu, slots=4, kv_tokens=300)
     assert plan.capacity == 300
-    assert plan.notes[0].endswith("to 300 of the model's 512 positions: that is what kv_tokens asks for")
+    assert plan.notes[0].endswith("to 300 of the model's 512 positions: that is what kv_tokens requests")
     needed = plan_memory(config, torch.float32, cpu, 8).needed(512, 2000)
     monkeypatch.setattr(memory, "free_memory", lambda device: needed * 4 // 3 + 9)
     plan = planned(config, cpu, slots=8)

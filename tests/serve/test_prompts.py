@@ -245,7 +245,10 @@ def test_tokens_within_a_time_limit():
         (dict(prompt_graph_sizes=[64, 16]), "prompt_graph_sizes must be ascending integers from 1 to .* got [64, 16]"),
         (dict(prompt_graph_sizes=7), "prompt_graph_sizes must be ascending integers from 1 to .* got 7"),
         (dict(prompt_graph_max_tokens=0), "prompt_graph_max_tokens must be an integer from 1 to"),
-        (dict(prompt_graph_sizes=[64], prompt_graph_max_tokens=64), "does not go with prompt_graph_max_tokens; leave"),
+        (
+            dict(prompt_graph_sizes=[64], prompt_graph_max_tokens=64),
+            "cannot be used with prompt_graph_max_tokens; leave",
+        ),
         (dict(prompt_graph_sizes=[64], graph="full_decode_only"), "prompt_graph_sizes: no prompt pass is captured"),
         (dict(prompt_graph_max_tokens=2048, graph="none"), 'no prompt pass is captured with graph="none"; leave one'),
         (dict(prompt_attention="triton"), "prompt_attention triton needs a GPU of compute capability 9.x"),

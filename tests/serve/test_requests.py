@@ -426,7 +426,7 @@ def test_full_queue_refuses_only_new_requests(run_alone):
     engine = build(1, max_queue=2)
     requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:3]]
     for call in (engine.submit, engine.generate, engine.stream):
-        with pytest.raises(QueueFull, match="1 request under way and 2 waiting; try again later, or raise max_queue"):
+        with pytest.raises(QueueFull, match="1 request running and 2 waiting; try again later, or raise max_queue"):
             call(PROMPTS[3], GREEDY)
     requests.pop().cancel()
     requests.append(engine.submit(PROMPTS[3], GREEDY))

@@ -175,7 +175,7 @@ def test_ended_request_frees_its_place():
 
 def test_queue_full_in_engine_is_503_without_server_options():
     """The engine counts finished requests for two more passes than the server does."""
-    full = "the queue is full: 2 requests under way and 2 waiting; try again later, or raise max_queue"
+    full = "the queue is full: 2 requests running and 2 waiting; try again later, or raise max_queue"
     problem = api_error(QueueFull(full), None)
     assert (problem.status, problem.code, problem.headers) == (503, "queue_full", {"Retry-After": "1"})
     assert problem.message == "the queue is full; try again later"

@@ -450,7 +450,7 @@ def test_no_ring_if_all_pages_fit_on_the_device(machine):
         (dict(kv_offload=4, kv_tokens=64), "kv_tokens must be an integer from 256"),
         (dict(kv_offload=4, kv_tokens=30_000, max_seq_len=2000), "what 1 slot of 2,000 positions can have, 2,000,"),
         (dict(kv_offload=0.5, max_seq_len=40_000), "kv_offload: 40,000 positions are requested, "),
-        (dict(kv_offload=4, kv_tokens=40_000), "not enough memory on cuda: kv_tokens asks for 40,000 positions"),
+        (dict(kv_offload=4, kv_tokens=40_000), "not enough memory on cuda: kv_tokens requests 40,000 positions"),
     ],
     ids=lambda value: value if type(value) is str else "",
 )

@@ -370,7 +370,7 @@ def _check(
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
         raise CheckpointError(
-            f"{tensors[extra[0]].file}: tensor {shown(extra[0])}{more} has no place in a {spec.family} model of "
+            f"{tensors[extra[0]].file}: tensor {shown(extra[0])}{more} does not belong to a {spec.family} model of "
             f"{counted(spec.num_layers, 'layer')}; check config.json, or remove it from the file"
         )
     for name, of in needed.items():

@@ -96,9 +96,9 @@ def plan_capacity(options: EngineOptions, plan: MemoryPlan, device: torch.device
     capacity = plan.capacity(requested, where)
     why = f"that is what fits {where}"
     if capacity < min(requested or limit, plan.max_context):
-        why = f"max_seq_len can ask for up to {plan.max_context:,} on this CPU"
+        why = f"max_seq_len accepts up to {plan.max_context:,} on this CPU"
     if kv_tokens is not None and kv_tokens < capacity:
-        capacity, why = kv_tokens, "that is what kv_tokens asks for"
+        capacity, why = kv_tokens, "that is what kv_tokens requests"
     if kv_tokens is not None and kv_tokens > slots * capacity:
         most = f"{counted(slots, 'slot')} of {counted(capacity, 'position')} can have at most {slots * capacity:,}"
         raise ParameterError(f"kv_tokens: {most}, got {kv_tokens:,}", "kv_tokens", "range")

@@ -143,7 +143,7 @@ class MemoryPlan:
         positions = capacity or min(self.model_limit, self.default_limit)
         pages, ring = self._places(spec.page_layers, page, least, positions, kv_tokens, host, buffers)
         if pages < least or ring < 0:
-            needs = f"kv_offload needs {least * page:,}" if kv_tokens is None else f"kv_tokens asks for {kv_tokens:,}"
+            needs = f"kv_offload needs {least * page:,}" if kv_tokens is None else f"kv_tokens requests {kv_tokens:,}"
             raise DeviceError(
                 f"not enough memory on {where}: {needs} positions there, in addition to the ring; "
                 f"{self.usable / GIB:,.2f} GiB are usable, and the weights take {self.weights / GIB:,.2f} of them"

@@ -120,7 +120,7 @@ class Scheduler:
         slots, limit = len(self.slots), self._policy.max_queue
         if limit is not None and len(self.queue.requests) + submitted - min(dropped, slots + limit) >= slots + limit:
             raise QueueFull(
-                f"the queue is full: {counted(slots, 'request')} under way and {limit:,} waiting; try again later, or "
+                f"the queue is full: {counted(slots, 'request')} running and {limit:,} waiting; try again later, or "
                 "raise max_queue"
             )
 

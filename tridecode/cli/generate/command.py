@@ -84,7 +84,7 @@ def check_options(args) -> None:
     if args.max_queue == 0:
         args.refuse("--max-queue must be at least 1 for --jsonl")
     if args.n > 1 and args.jsonl is not None:
-        args.refuse("--n does not go with --jsonl; repeat the line, with other seeds")
+        args.refuse("--n cannot be used with --jsonl; repeat the line with other seeds")
     if args.raw and args.messages is not None:
         args.refuse("--raw takes text, --messages is a chat; leave out one of them")
     if args.system is not None and (args.raw or args.prompt_ids is not None):

@@ -54,8 +54,8 @@ def _greedy_kernel(
         out_ptr: [slots, RING] int64 (output).
         keys_ptr: [rows, >= blocks] int64 (scratch).
         counter_ptr: [rows, 2] int32, zero (scratch).
-        sampled_ptr: [rows] int32 (output), a token or NO_TOKEN. With SAMPLE_ONLY it replaces the other outputs, and the step
-            does not end.
+        sampled_ptr: [rows] int32 (output), a token or NO_TOKEN. With SAMPLE_ONLY it replaces the other outputs, and the
+            step does not end.
     """
     if PDL:
         gdc_launch_dependents()

@@ -175,8 +175,8 @@ def _sample_kernel(
         mass_ptr: [rows, >= blocks] int64 (scratch).
         candidates_ptr: [rows, >= blocks] int32 (scratch).
         logprobs_ptr: [slots, RING, LOGPROBS_WIDTH] fp32 (output). Used only if LOGPROBS.
-        tokens_out_ptr: [rows] int32 (output), a token or NO_TOKEN. With SAMPLE_ONLY it replaces the other outputs, and the
-            step does not end.
+        tokens_out_ptr: [rows] int32 (output), a token or NO_TOKEN. With SAMPLE_ONLY it replaces the other outputs, and
+            the step does not end.
     """
     if PDL:
         gdc_launch_dependents()
