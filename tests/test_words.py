@@ -28,7 +28,16 @@ PHRASES = [
     *("such as nobody", "somebody", "whoever", "whose business", "who has", "who have", "she", "him", "his"),
     *("is told", "are told", "was told", "were told", "as told", "by now", "goes on", "anew", "ought", "in vain"),
     *("at a loss", "as it were", "makes do", r"hand(s|ed)? over", r"lets? in", "the rest of them", "few bits"),
-    *("held to", r"quantis\w+", r"initialis\w+", r"behaviour\w*", r"colour\w*", r"honour\w*", r"neighbour\w*"),
+    *(
+        "held to",
+        r"quantis\w+",
+        r"initialis\w+",
+        r"behaviour\w*",
+        r"colour\w*",
+        r"honour\w*",
+        r"neighbour\w*",
+        "licences?",
+    ),
     r"what is (\S+ ){1,3}of",
 ]
 TERMS = re.compile(rf"\b({'|'.join(IDENTIFIERS + PHRASES)})\b", re.IGNORECASE)

@@ -36,7 +36,7 @@ def test_rows_of_costs_texts_and_speed_up(bench):
         assert [rows for rows in (1, 2, 4, 8) if f"us_{rows}" in row] == [1, 2, 4, 8]
         assert row["ratio_4"] == pytest.approx(row["us_4"] / row["off_us"], abs=1e-3) and row["off_us"] > 0
     assert draft["history"] == 300 and draft["draft_us"] > 0
-    assert (twice["variant"], twice["source"], twice["licence"]) == ("twice", "a.py", "Apache-2.0")
+    assert (twice["variant"], twice["source"], twice["license"]) == ("twice", "a.py", "Apache-2.0")
     passes = {rows: twice[f"passes_{rows}"] for rows in (1, 2, 4, 8)}
     assert twice["tokens_per_pass"] == pytest.approx(twice["tokens"] / sum(passes.values()), abs=0.006)
     assert twice["tokens_per_pass"] > 2 > once["tokens_per_pass"] >= 1

@@ -36,7 +36,7 @@ from .measure import (
 )
 from .passes import enqueue, rewind
 from .rows import Row, column
-from .speculate_texts import LICENCE, Text, simulate, texts
+from .speculate_texts import LICENSE, Text, simulate, texts
 
 LAUNCHES = 20  # launches of the draft kernel in one graph
 
@@ -82,7 +82,7 @@ class TextRow(Row):
     header = "speculate, texts"
     variant: str = column("text")
     source: str = column("from")
-    licence: str = column("licence")
+    license: str = column("license")
     tokens: int = column("tokens")
     tokens_per_pass: float = column("tokens a pass", 2, kept=2, compared=True)
     passes_1: int = column("passes of 1")
@@ -140,7 +140,7 @@ def text_row(text: Text, tokens: int, counts: Counter, one_request: dict | None,
     if one_request is not None:
         us = sum(one_request[f"us_{rows}"] * n for rows, n in counts.items())
         figures["speed_up"] = tokens * one_request["off_us"] / us
-    return TextRow(variant=text.name, source=text.source, licence=LICENCE, **figures, **facts)
+    return TextRow(variant=text.name, source=text.source, license=LICENSE, **figures, **facts)
 
 
 def passes(engine: Engine, args) -> list[dict]:
