@@ -25,7 +25,7 @@ class FakeServer:
     behave: object = lambda number: "ok"
     got: list = field(default_factory=list)  # (time, path, headers, body) of each POST
     running: int = 0
-    most: int = 0  # maximum of `running`
+    max_running: int = 0  # maximum of `running`
 
     def __enter__(self):
         self._loop = asyncio.new_event_loop()
@@ -67,7 +67,7 @@ class FakeServer:
                     continue
                 self.got.append((time.perf_counter(), path, headers, json.loads(body)))
                 self.running += 1
-                self.most = max(self.most, self.running)
+                self.max_running = max(self.max_running, self.running)
                 try:
                     if not await self.respond(writer, len(self.got) - 1, path, json.loads(body)):
                         break

@@ -253,7 +253,7 @@ def poisoned():
 
 
 @pytest.mark.parametrize("prompt", [[*PROMPT, POISON, 7, 8], [*PROMPT, POISON], [POISON]], ids=["middle", "end", "all"])
-def test_nothing_of_a_failed_request_is_found_again(poisoned, prompt):
+def test_failed_request_leaves_nothing_in_the_cache(poisoned, prompt):
     for before in ([1], PROMPT):  # the cache contains no part of the prompt, or a part
         poisoned.generate(before, GREEDY, reuse_prefix=False)
         failed = poisoned.generate(prompt, GREEDY)

@@ -203,7 +203,7 @@ def test_an_api_key_is_sent_and_not_shown(bench, tmp_path, monkeypatch):
 def test_concurrency_is_limited(bench, limit, largest):
     with FakeServer(first=0.05) as server:
         bench(server, "--num-prompts", 12, "--output-tokens", 2, *limit)
-    assert server.most == largest
+    assert server.max_running == largest
 
 
 def test_times_of_arrival():

@@ -114,8 +114,8 @@ class Product:
         return self.meta[:, layout.STATUS] == layout.RUN
 
     def buffer(self, columns, dtype=torch.float32, rows=None):
-        whole = torch.full((rows or self.rows, columns + self.between), float("nan"), dtype=dtype, device=DEVICE)
-        return whole[:, :columns]
+        full_product = torch.full((rows or self.rows, columns + self.between), float("nan"), dtype=dtype, device=DEVICE)
+        return full_product[:, :columns]
 
     def poison(self):
         for output in self.outputs:
@@ -204,19 +204,19 @@ def check_captured(products, configs):
             assert same(product.outputs, outputs), product.epilogue
 
 
-def check_alike(whole, make_part, configs):
+def check_alike(full_product, make_part, configs):
     """Check that a row has the same bits in passes of any number of rows.
 
     Args:
-        whole: a product of 64 rows.
+        full_product: a product of 64 rows.
         make_part: make_part(rows) returns a product of `rows` rows.
         configs: launch configs by rows.
     """
-    expected = whole.launch(configs[64])
+    expected = full_product.launch(configs[64])
     for rows in (1, 8, 16, 17, 32, 33):
         product = make_part(rows)
-        product.linear, product.norm = whole.linear, whole.norm
+        product.linear, product.norm = full_product.linear, full_product.norm
         for name in ("x", "partials", "hidden"):
-            getattr(product, name).copy_(getattr(whole, name)[:rows])
+            getattr(product, name).copy_(getattr(full_product, name)[:rows])
         launched = product.launch(configs[min(size for size in configs if size >= rows)])
         assert same(launched, [output[:rows] for output in expected]), f"{rows} rows"

@@ -37,7 +37,7 @@ def composing(changed):
     return changed(normalizer={"type": "NFC"})
 
 
-def test_what_cannot_fit_is_refused_before_it_is_tokenised(tokenizer, monkeypatch):
+def test_long_text_is_refused_before_tokenization(tokenizer, monkeypatch):
     text = "a" * 100_000
     assert len(tokenizer.encode(text)) > 512 > tokenizer._longest
     monkeypatch.setattr(tokenizer, "_tokenizer", None)

@@ -75,7 +75,7 @@ class Loader:
         plan = self._plan(path)
         if not raw:  # raises PromptError before the old engine is freed
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
-        if self._fits_beside(model.engine, plan):
+        if self._fits_with_current(model.engine, plan):
             model.use(self._load(name, path))
         else:
             self._output.note(f"{model.name} and {name} do not fit together in memory; closing {model.name} first")
@@ -105,7 +105,7 @@ class Loader:
         engine.name = model or BUNDLED.name
         return engine
 
-    def _fits_beside(self, old: Engine, plan: EnginePlan) -> bool:
+    def _fits_with_current(self, old: Engine, plan: EnginePlan) -> bool:
         """Return whether the new model has the same context with the old one in memory as without it.
 
         Raises DeviceError if the new model does not fit without the old one either.
