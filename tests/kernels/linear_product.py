@@ -114,8 +114,8 @@ class Product:
         return self.meta[:, layout.STATUS] == layout.RUN
 
     def buffer(self, columns, dtype=torch.float32, rows=None):
-        full_product = torch.full((rows or self.rows, columns + self.between), float("nan"), dtype=dtype, device=DEVICE)
-        return full_product[:, :columns]
+        storage = torch.full((rows or self.rows, columns + self.between), float("nan"), dtype=dtype, device=DEVICE)
+        return storage[:, :columns]
 
     def poison(self):
         for output in self.outputs:

@@ -36,7 +36,7 @@ def models(tmp_path_factory):
 @pytest.fixture
 def crowded(monkeypatch):
     """Two models never fit in memory together."""
-    monkeypatch.setattr(Loader, "_fits_beside", lambda *args: False)
+    monkeypatch.setattr(Loader, "_fits_with_current", lambda *args: False)
 
 
 def answers(engine, *turns):
@@ -133,7 +133,7 @@ def test_two_models_fit_if_the_new_one_has_its_full_context(models, monkeypatch,
     old = Engine.load(models["qwen"], device="cpu")
     loader = Loader(make_parser().parse_args(["chat", "--device", "cpu"]), None)
     monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: free)
-    assert loader._fits_beside(old, loader._plan(models["llama"])) is fits
+    assert loader._fits_with_current(old, loader._plan(models["llama"])) is fits
 
 
 def test_model_larger_than_memory_is_refused_before_the_switch(models, monkeypatch):
@@ -141,7 +141,7 @@ def test_model_larger_than_memory_is_refused_before_the_switch(models, monkeypat
     loader = Loader(make_parser().parse_args(["chat", "--device", "cpu"]), None)
     monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: -old.plan.memory.needed(old.capacity))
     with pytest.raises(DeviceError, match="not enough memory"):
-        loader._fits_beside(old, loader._plan(models["llama"]))
+        loader._fits_with_current(old, loader._plan(models["llama"]))
 
 
 def test_requested_sampling_options_survive_a_switch(piped, models, tmp_path):
