@@ -83,7 +83,7 @@ def stdin_lines() -> Iterator[str]:
 
 
 def is_file(mode: int) -> bool:
-    """Return whether an st_mode is that of a regular file or a pipe. Both end, and the caller chose them on purpose."""
+    """Return whether an st_mode describes a regular file or a pipe. Both end, and the user chose them on purpose."""
     return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
 
 
