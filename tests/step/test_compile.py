@@ -4,12 +4,17 @@ import os
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import triton
+from triton.runtime.driver import driver
 
 from tridecode import kernels
+from tridecode.step import compiling
 
 FOLDER = Path(kernels.__path__[0])
 # For 9.0 only.
@@ -25,6 +30,27 @@ CASES = [
     (("head_dim_80",), ("rtx-3090",), "all"),
     ((QUANTIZED,), ("a100", "rtx-4090", "b200"), "common"),
 ]
+
+
+class Launcher:
+    """A launcher that takes time to load."""
+
+    loading = most = 0
+
+    def __init__(self, src, metadata):
+        Launcher.loading += 1
+        Launcher.most = max(Launcher.most, Launcher.loading)
+        time.sleep(0.01)
+        Launcher.loading -= 1
+
+
+def test_launchers_are_loaded_one_at_a_time(monkeypatch):
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=Launcher))
+    for _ in range(2):
+        compiling.serialize_launchers()
+    with ThreadPoolExecutor(8) as pool:
+        assert all(isinstance(each, Launcher) for each in pool.map(driver.active.launcher_cls, range(8), range(8)))
+    assert Launcher.most == 1
 
 
 @pytest.mark.parametrize("models, gpus, passes", CASES, ids=[",".join(gpus) for _, gpus, _ in CASES])
