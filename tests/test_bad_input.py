@@ -277,15 +277,6 @@ def test_bench_without_a_gpu(failure):
         assert "needs an NVIDIA GPU" in line and line.endswith("see tridecode doctor\n")
 
 
-@pytest.mark.parametrize("options", [("--preset", "gpt-2"), ("--steps", "0"), ("--context", "-1")])
-def test_wrong_bench_options(failure, options):
-    assert repr(options[1]) in failure("bench", "decode", *options, code=2)
-
-
-def test_bench_offload_modes_are_exclusive(failure):
-    assert "not allowed with" in failure("bench", "offload", "--swap", "--weights", "4", code=2)
-
-
 def test_missing_gpu_number(failure, good):
     assert "cuda:999" in failure("generate", "--prompt", "x", "--model", good, "--device", "cuda:999")
 

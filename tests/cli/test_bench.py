@@ -15,12 +15,11 @@ from models import CUDA, DEVICE, FAMILIES, begin, tiny_config, tiny_engine
 from torch.autograd import DeviceType
 
 from tridecode import cli as commands
-from tridecode.cli.bench import ablate, batch, first_token, measure, mix, prefill, start, step_bytes, time_decode
+from tridecode.cli.bench import ablate, batch, first_token, measure, mix, prefill, start, step_bytes
 from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.cli.bench.stream import stream_figures
 from tridecode.cli.parser import make_parser
 from tridecode.cli.values import MOST_ROWS
-from tridecode.cli.values import mix as contexts_of
 from tridecode.errors import GenerationError, ParameterError
 from tridecode.layout import POSITION, RUN, STATUS
 from tridecode.options import GRAPHS, MAX_SLOTS
@@ -59,12 +58,8 @@ def test_prefill_flops():
     # two more tokens: the first layer in full and the second's q, k and v; they attend to 1 and 2 positions
     attention = 4 * 256 * (1 + 2) + 2 * 4 * 256 * (3 - 1)
     assert prefill.prefill_flops(config, 3) == one + 2 * 2 * (2 * qkv + rest) + attention
-
-
-def test_prefill_flops_of_a_sliding_window():
-    full, window = (
-        prefill.prefill_flops(tiny_config(**FAMILIES["mistral"] | {"sliding_window": w}), 40) for w in (None, 24)
-    )
+    windows = (tiny_config(**FAMILIES["mistral"] | {"sliding_window": window}) for window in (None, 24))
+    full, window = (prefill.prefill_flops(config, 40) for config in windows)
     # The last 15 of the first 39 tokens attend to 24 positions in one layer; the 40th token does so in two layers.
     assert full - window == 4 * 256 * (sum(range(25, 40)) - 15 * 24) + 2 * 4 * 256 * (40 - 24)
 
@@ -78,11 +73,8 @@ def test_flops_of_cached_tokens_are_subtracted(window):
     assert prefill.prefill_flops(config, 7, 33) == whole - (first - last)
 
 
-def test_percentiles():
+def test_percentiles_and_figures_of_stream_and_start():
     assert measure.spread([3.0, 1.0, 2.0], 10) == pytest.approx((20.0, 11.0, 29.0))
-
-
-def test_stream_and_start_figures():
     found = stream_figures([(0.5, [1e-6, 3e-6]), (0.1, [4e-6, 4e-6])], [2e-6, 2e-6])
     assert found["us_per_token"] == pytest.approx(3) and found["ratio_to_graph"] == pytest.approx(1.5)
     assert found["ttft_ms"] == pytest.approx(300) and found["itl_median_us"] == pytest.approx(3.5)
@@ -159,14 +151,9 @@ def test_decode(bench):
     assert "us_over_greedy" in row and row["command"].endswith("--context 20 --steps 3 --sampling all")
     assert {"preset", "context", "read_bandwidth_gbs", "gpu", "torch", "triton"} <= row.keys()
     assert "all sampling filters" in out and "a clock" in out
-
-
-def test_time_decode_starts_each_run_at_the_context(bench):
-    engine = engine_of(64)
-    assert len(time_decode(engine, 30, 5, 2)) == 2
+    (engine,) = bench.made
     engine.synchronize()
-    assert engine.model.workspace.meta[0, [STATUS, POSITION]].tolist() == [RUN, 35]
-    assert engine.model.workspace.tokens[0, :31].eq(0).all()
+    assert engine.model.workspace.meta[0, [STATUS, POSITION]].tolist() == [RUN, 23], "each run begins at the context"
 
 
 def test_batch_has_a_row_for_each_number_of_requests_at_each_context(bench):
@@ -185,10 +172,10 @@ def test_batch_has_a_row_for_each_number_of_requests_at_each_context(bench):
 
 
 def test_a_mix_of_contexts_names_its_rows(bench):
-    code, out, _ = bench("batch", "--context", "90x1+5x2", "--steps", "2", "--runs", "1")
+    code, out, _ = bench("batch", "--context", "90+5x2", "--steps", "2", "--runs", "1")
     row = json.loads(out.split("\n")[-2])
-    assert code == 0 and (row["rows"], row["context"]) == (3, "90x1+5x2")
-    assert "--context 90x1+5x2" in row["command"] and "--rows" not in row["command"]
+    assert code == 0 and (row["rows"], row["context"]) == (3, "90+5x2")
+    assert "--context 90+5x2" in row["command"] and "--rows" not in row["command"]
     engine = bench.made[0]
     engine.synchronize()
     # each row began at its own context and is two steps further
@@ -197,15 +184,15 @@ def test_a_mix_of_contexts_names_its_rows(bench):
 
 
 @pytest.mark.parametrize(
-    "context, rows", [("64", [64]), ("32000x1+64x2", [32000, 64, 64]), ("5+6", [5, 6]), ("5x2", [5, 5])]
+    "argv, named",
+    [
+        ("batch --rows 4 --context 64x3,32x2", "--rows: a mix like 64x3 sets the number"),
+        ("serve --mix --requests 64", "--requests: must be at most 63"),
+    ],
 )
-def test_contexts_of_a_mix(context, rows):
-    assert contexts_of(context) == rows
-
-
-def test_rows_option_is_refused_with_mixes_only(bench):
-    code, out, err = bench("batch", "--rows", "4", "--context", "64x3,32x2")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--rows: a mix like 64x3 sets the number" in err
+def test_conflicting_sizes_are_one_line(bench, argv, named):
+    code, out, err = bench(*argv.split())
+    assert (code, out, err.count("\n")) == (1, "", 1) and named in err
 
 
 def test_prefill_in_several_lengths_and_modes(bench):
@@ -254,32 +241,59 @@ def test_stream(bench):
     assert row["itl_median_us"] <= row["itl_p99_us"] and row["ttft_ms"] > 0
 
 
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        ("batch --context 64x", "argument --context: expected"),
-        ("batch --context 64x65", "at most 64 rows, got '64x65'"),
-        ("batch --context 64x99999999999999999999", "argument --context: expected"),
-        ("batch --context 5x2x2", "got '2x2'"),
-        ("batch --rows 1,65", "argument --rows: every entry must be"),
-        ("prefill --prompt-tokens 3,x", "argument --prompt-tokens: every entry must be"),
-        ("prefill --graph full,half", "got 'full,half'"),
-        ("prefill --graph full,full", "once, got 'full,full'"),
-        ("prefill --cached -1", "--cached"),
-        ("decode --model a --preset qwen3-4b", "not allowed with"),
-        ("start --steps 3", "unrecognized arguments: --steps 3"),
-        ("serve --mix --url http://a", "--url cannot be used with --mix"),
-        ("serve --mix --percentiles 99", "--percentiles cannot be used with --mix"),
-        ("serve --requests 3", "--requests needs --mix"),
-        ("serve --runs 9", "--runs needs --mix"),
-        ("serve --mix --model a --preset qwen3-4b", "not allowed with"),
+WRONG = {
+    "bench batch": [
+        ("--context 64x", "argument --context: expected"),
+        ("--context 64x65", "at most 64 rows, got '64x65'"),
+        ("--context 64x99999999999999999999", "argument --context: expected"),
+        ("--context 5x2x2", "got '2x2'"),
+        ("--rows 1,65", "argument --rows: every entry must be"),
     ],
-)
-def test_wrong_options_are_one_line(argv, named, capsys):
-    with pytest.raises(SystemExit) as exit:
-        commands.main(["bench", *argv.split()])
-    err = capsys.readouterr().err
-    assert exit.value.code == 2 and err.count("\n") == 1 and named in err
+    "bench prefill": [
+        ("--prompt-tokens 3,x", "argument --prompt-tokens: every entry must be"),
+        ("--graph full,half", "got 'full,half'"),
+        ("--graph full,full", "once, got 'full,full'"),
+        ("--cached -1", "--cached"),
+    ],
+    "bench decode": [
+        ("--model a --preset qwen3-4b", "not allowed with"),
+        ("--preset gpt-2", "'gpt-2'"),
+        ("--steps 0", "'0'"),
+        ("--context -1", "'-1'"),
+    ],
+    "bench start": [("--steps 3", "unrecognized arguments: --steps 3")],
+    "bench offload": [("--swap --weights 4", "not allowed with")],
+    "bench serve": [
+        ("--mix --url http://a", "--url cannot be used with --mix"),
+        ("--mix --percentiles 99", "--percentiles cannot be used with --mix"),
+        ("--requests 3", "--requests needs --mix"),
+        ("--mix --model a --preset qwen3-4b", "not allowed with"),
+        *((f"--url={url}", "--url") for url in ("127.0.0.1:8000", "ftp://a", "http://a:99999", "http://")),
+        *((f"--url={url}", "--url") for url in ("http://[", "http://a/?b=c")),
+        ("--request-rate nan", "--request-rate"),
+        ("--burstiness inf", "--burstiness"),
+        ("--percentiles 50,101", "--percentiles"),
+        ("--percentiles=", "--percentiles"),
+        ("--timeout -1", "--timeout"),
+        ("--endpoint responses", "--endpoint"),
+    ],
+    "bench speculate": [
+        ("--texts-only --preset qwen3-4b", "--preset cannot be used with --texts-only"),  # even at its default
+        ("--texts-only --quantize int4", "--quantize cannot be used with --texts-only"),
+        ("--speculate-ngram 2:8", "down to 1, the larger first, like 8 and 2, got '2:8'"),
+        ("--kv-dtype fp8", "unrecognized arguments: --kv-dtype fp8"),  # drafts are not verified with such K/V
+    ],
+    "tune": [(f"--minutes={value}", "expected a number above 0 to 1,440") for value in ("0", "nan", "inf", "1441")],
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_wrong_options_are_one_line(command, capsys):
+    for argv, named in WRONG[command]:
+        with pytest.raises(SystemExit, match="^2$"):
+            commands.main([*command.split(), *argv.split()])
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and named in err, argv
 
 
 @needs_gpu
@@ -359,12 +373,8 @@ def test_seconds_to_the_first_line():
     code = "import json, os; print(json.dumps({'cache': os.environ['TRITON_CACHE_DIR']}), flush=True); print('more')"
     seconds, found = start.time_to_first_line([sys.executable, "-c", code], os.environ | {"TRITON_CACHE_DIR": "x"})
     assert 0 < seconds < 60 and found == {"cache": "x"}
-
-
-@pytest.mark.parametrize("code", ["raise SystemExit(3)", "pass"])
-def test_process_without_a_token_fails(code):
     with pytest.raises(GenerationError, match="before its first token"):
-        start.time_to_first_line([sys.executable, "-c", code], dict(os.environ))
+        start.time_to_first_line([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
 
 
 def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys):
@@ -450,8 +460,3 @@ def test_token_gaps_are_assigned_to_phases(monkeypatch):
     words = "the requests ended before the prompt was read, after 2 steps; give more --steps"
     with pytest.raises(GenerationError, match=words):
         mix.time_mix(FakeEngine(), 2, 10, 500, 2)
-
-
-def test_mix_requires_a_slot_for_the_prompt(bench):
-    code, out, err = bench("serve", "--mix", "--requests", "64")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--requests: must be at most 63" in err

@@ -103,9 +103,3 @@ def test_info_reports_launch_configs(run):
     report = json.loads(run("h100", "--json", "--kernels"))
     assert report["launch_configs"]["tables"] == HOPPER and {row["source"] for row in report["kernels"]}
     assert "launch configs" not in run("rtx-4090", "--backend", "torch")
-
-
-def test_info_on_a_cpu_has_no_launch_configs(capsys, tmp_path):
-    tiny = str(write_tiny(tmp_path / "tiny", "qwen3"))
-    assert commands.main(["info", "--model", tiny, "--device", "cpu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["launch_configs"] is None
