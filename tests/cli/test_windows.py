@@ -42,7 +42,7 @@ def test_resized_window_shows_every_word_once(kinds, cuts, sizes, reflow):
     assert sorted(WORD.findall(shown)) == sorted(WORD.findall(text))
 
 
-@pytest.mark.parametrize("size", [(80, 24), (40, 10), (200, 50), (15, 4)])
+@pytest.mark.parametrize("size", [(80, 24), (15, 4)])
 def test_small_window_shows_all_text(size):
     """Some blocks are taller than the window."""
     text = "\n\n".join([ANSWER, "word **and word** " * 100, "- an item\n" * 60, "```python\n" + "x = 1\n" * 90 + "```"])
