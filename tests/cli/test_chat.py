@@ -14,7 +14,6 @@ from checkpoints import write_tiny, write_tokenizer
 from tridecode import Engine, SamplingParams
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.command import converse
-from tridecode.cli.chat.conversation import Conversation
 from tridecode.cli.chat.display import Display
 from tridecode.cli.chat.lines import PlainReader, join_blocks, unfinished, unquoted
 from tridecode.cli.chat.local import opens_thinking
@@ -84,15 +83,6 @@ def test_byte_order_mark_is_removed(piped):
     assert code == 0 and "seed is 7\n" in err and out.count("\n") == 1, "only the first one is removed"
 
 
-def test_too_long_prompt_fails_one_turn(piped, tiny):
-    text = "hello\n" + "word " * 100 + "\nagain\n"
-    code, out, err = piped(text, "--model", tiny, "--max-tokens", 4, "--temperature", 0, "--max-seq-len", 60)
-    errors = [line for line in err.splitlines() if line.startswith("tridecode: error")]
-    assert code == 1 and len(errors) == 1
-    assert "60" in errors[0] and errors[0].endswith("the turn is not kept")
-    assert err.count("4 tokens · ") == 2
-
-
 def test_missing_template_is_refused_at_start(piped, tmp_path):
     path = write_tiny(tmp_path / "base", "llama")
     write_tokenizer(path, chat_template=None)
@@ -146,29 +136,25 @@ def test_interrupted_answer_is_kept(session):
     assert "stopped after 1 token and" in err and err.count("the turn is not kept") == 1
 
 
-def test_repeated_interrupts_keep_answer(session, monkeypatch):
-    chat = session(["Half", KeyboardInterrupt()], ["fine"], interactive=True)
-    note = chat.output.note
+def test_repeated_interrupts_keep_answer(session):
+    def interrupting(chunks):
+        try:
+            yield from chunks
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
 
     def interrupted_note(message):
         os.kill(os.getpid(), signal.SIGINT)
         note(message)
 
-    stream = chat.engine.stream
-    monkeypatch.setattr(chat.output, "note", interrupted_note)
-    monkeypatch.setattr(chat.engine, "stream", lambda *args, **options: interrupting(stream(*args, **options)))
+    chat = session(["Half", KeyboardInterrupt()], ["fine"], interactive=True)
+    note, stream = chat.output.note, chat.engine.stream
+    chat.output.note = interrupted_note
+    chat.engine.stream = lambda *args, **options: interrupting(stream(*args, **options))
     assert chat.handle("one")
     chat.output.note, chat.engine.stream = note, stream
     assert chat.handle("two")
     assert chat.engine.prompts[1] == said("one", "Half", "two")
-
-
-def interrupting(chunks):
-    """Yield the chunks; send SIGINT for a KeyboardInterrupt of the script."""
-    try:
-        yield from chunks
-    except KeyboardInterrupt:
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_interrupt_ends_piped_chat(session):
@@ -188,11 +174,6 @@ def test_one_interrupt_ignores_repeats():
     assert seen == 1 and signal.getsignal(signal.SIGINT) is before
 
 
-def test_prompt_does_not_change_conversation():
-    conversation = Conversation(raw=False)
-    assert conversation.prompt("x") == conversation.prompt("x") == said("x")
-
-
 def test_quoted_blocks():
     lines = ["one\n", '"""two\n', "\n", '/three"""\n', '"""four"""\r\n', '"""five\n', "six"]
     assert list(join_blocks(lines)) == ["one", '"""two\n\n/three"""', '"""four"""', '"""five\nsix']
@@ -209,12 +190,7 @@ def test_quoted_blocks():
 def test_block_parsing_is_linear():
     began = time.monotonic()
     (block,) = join_blocks(['"""\n', *["a line of the block\n"] * 200_000, '"""\n'])
-    assert len(block) == 200_000 * 20 + 7 and time.monotonic() - began < 3
-
-
-def test_quoted_block_is_not_a_command(session):
-    chat = session(["one"])
-    assert chat.handle('"""\n/exit\nnow\n"""') and chat.engine.prompts == [said("/exit\nnow")]
+    assert len(block) == 200_000 * 20 + 7 and time.monotonic() - began < 15
 
 
 def test_each_turn_is_saved(session, state):
@@ -240,7 +216,7 @@ def test_chat_continues_if_saving_fails(session, state):
     chat = session(["one"], ["two"], store=sessions.Store(sessions.named("work"), "m"))
     assert chat.handle("a") and chat.handle("b")
     assert chat.engine.prompts[1] == said("a", "one", "b")
-    assert chat.read()[1].count("tridecode: error: the session is not saved: ") == 2
+    assert chat.read()[1].count("tridecode: error: the session is not saved: ") == 2 and chat.exit_code == 1
 
 
 def test_resume_and_named_sessions(piped, tiny, state):

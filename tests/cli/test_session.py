@@ -22,10 +22,8 @@ pytestmark = pytest.mark.usefixtures("state")
 def test_round_trip(raw, system, turns):
     talk = Conversation(raw, system, tuple(turns))
     assert session.loads(session.dumps(talk, "model")) == talk
-
-
-def test_dropped_turns_are_saved():
-    assert session.loads(session.dumps(Conversation(turns=TALK.turns, dropped=1), "m")).turns == TALK.turns
+    dropped = Conversation(raw, system, tuple(turns), dropped=len(turns))
+    assert session.loads(session.dumps(dropped, "model")).turns == talk.turns
 
 
 def test_file_permissions(state):
@@ -48,20 +46,15 @@ def test_last_path(state):
         store = session.Store(session.named(name), "m")
         store.save(TALK)
         os.utime(store.path, (at, at))
-    assert session.last_path().stem == "a"
-
-
-def test_broken_link_is_ignored(state):
-    session.Store(session.named("good"), "m").save(TALK)
     (session.sessions_dir() / "gone.json").symlink_to(state / "absent.json")
     (session.sessions_dir() / "directory.json").mkdir()
-    assert session.last_path().stem == "good"
+    assert session.last_path().stem == "a", "a broken link and a directory are ignored"
 
 
-@pytest.mark.parametrize("name", ["", "../up", ".hidden", "a/b", "a b", "x" * 81, "a\0b", "ä"])
-def test_invalid_names(name):
-    with pytest.raises(session.SessionError, match="session name"):
-        session.named(name)
+def test_invalid_names():
+    for name in ("", "../up", ".hidden", "a/b", "a b", "x" * 81, "a\0b", "ä"):
+        with pytest.raises(session.SessionError, match="session name"):
+            session.named(name)
 
 
 WHOLE = session.dumps(TALK, "m")
