@@ -10,12 +10,11 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from chats import READY, leaves
 from checkpoints import write_tiny
 from models import CUDA, planned, use_h100
 
@@ -25,13 +24,13 @@ from tridecode.checkpoint.load import load_config
 from tridecode.cli.explain import explain
 from tridecode.cli.info import prompt_facts, prompt_words
 from tridecode.cli.main import set_up_logging
-from tridecode.cli.options import engine_options, sampling_overrides
+from tridecode.cli.options import engine_options
 from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import Output, counted, speed_line
 from tridecode.errors import NO_CHAT, ParameterError, PromptError
 from tridecode.models.presets import PRESETS
 from tridecode.plan.memory import plan_memory
-from tridecode.results import Result, Timings, Usage
+from tridecode.results import OutputChunk, Result, Timings, Usage
 from tridecode.step.workspace import named_tensors
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +67,8 @@ def test_help_and_version_answer_without_torch():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"tridecode {__version__}\n")
+    args = [make_parser().parse_args(argv.split()) for argv in ("--verbose info", "info --verbose", "info")]
+    assert [each.verbose for each in args] == [True, True, False]
 
 
 def test_no_arguments_show_help_with_examples(run):
@@ -98,30 +99,11 @@ def test_question_without_command_starts_chat(argv, question):
     assert (args.command, args.question) == ("chat", question)
 
 
-def test_question_without_terminal_prints_only_the_answer(piped, tmp_path):
+def test_question_without_terminal_prints_only_the_answer(piped):
     code, out, err = piped("", "Hello", "--max-tokens", 4, "--temperature", 0)
     assert code == 0 and out.count("\n") == 1 and err.count(" tok/s") == 1
-    assert piped("Hello\n", "--max-tokens", 4, "--temperature", 0)[1] == out
-    (tmp_path / "file").write_text("Hello")
-    program = [sys.executable, "cli.py", "-", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"]
-    with (tmp_path / "file").open() as stdin:
-        done = subprocess.run(program, cwd=ROOT, stdin=stdin, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, out)
-
-
-def test_question_in_terminal_is_the_first_turn(terminal):
-    child = terminal("What is it?", "--max-tokens", 4)
-    assert "> What is it?" in child.screen.getvalue()
-    child.send("/history\r")
-    child.expect_exact("What is it?")
-    child.expect_exact(READY)
-    child.send("/exit\r")
-    leaves(child)
-
-
-def test_cli_py_runs_the_program():
-    done = subprocess.run([sys.executable, "cli.py", "--version"], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"tridecode {__version__}\n", "")
+    for question in ((), ("-",)):
+        assert piped("Hello\n", *question, "--max-tokens", 4, "--temperature", 0)[1] == out
 
 
 COMPLETIONS = {
@@ -145,8 +127,10 @@ def test_bash_completes(run, tmp_path):
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash here")
-    code, script, err = run("--print-completion", "bash")
-    assert (code, err) == (0, "")
+    for shell in ("zsh", "fish", "tcsh", "bash"):
+        code, script, err = run("--print-completion", shell)
+        assert (code, err) == (0, "") and "tridecode" in script and "generate" in script
+    assert run("--print-completion", "csh")[0] == 2
     (tmp_path / "script").write_text(script)
     for name in ("Qwen--Qwen3-4B", "Qwen--$(touch x)"):
         (tmp_path / "hub" / f"models--{name}").mkdir(parents=True)
@@ -178,13 +162,6 @@ def test_selection_in_contributing_selects_tests():
     assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(), re.MULTILINE)
 
 
-def test_completion_scripts_for_other_shells(run):
-    for shell in ("zsh", "fish", "tcsh"):
-        code, script, err = run("--print-completion", shell)
-        assert (code, err) == (0, "") and "tridecode" in script and "generate" in script
-    assert run("--print-completion", "csh")[0] == 2
-
-
 def test_checkpoint_defaults_are_shown_unless_overridden(run, tiny, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(tiny, path)
@@ -203,7 +180,8 @@ def test_checkpoint_defaults_are_shown_unless_overridden(run, tiny, tmp_path):
 
 
 def test_generate_json_is_one_complete_line(run, tiny):
-    code, out, err = run("generate", "--model", tiny, "--json", "--prompt", "Hello", *GREEDY)
+    options = ("--model", tiny, "--prompt", "Hello", *GREEDY)
+    code, out, err = run("generate", *options, "--json")
     assert code == 0 and err == ""
     assert out.endswith("\n") and out.count("\n") == 1
     report = json.loads(out)
@@ -213,16 +191,13 @@ def test_generate_json_is_one_complete_line(run, tiny):
     assert report["token_ids"] == list(expected.token_ids) and len(report["token_ids"]) == 12
     assert report["text"] == expected.text
     assert report["finish_reason"] == "length"
-    assert report["usage"] == {
-        "prompt_tokens": expected.usage.prompt_tokens,
-        "reused_tokens": 0,
-        "completion_tokens": 12,
-        "drafted": 0,
-        "accepted": 0,
-        "tokens_per_pass": 1.0,
-    }
+    usage = {"prompt_tokens": expected.usage.prompt_tokens, "reused_tokens": 0, "completion_tokens": 12}
+    assert report["usage"] == usage | {"drafted": 0, "accepted": 0, "tokens_per_pass": 1.0}
     assert set(report["timings"]) == {"ttft", "decode", "tokens_per_second"} and report["timings"]["ttft"] > 0
     assert isinstance(report["seed"], int) and "error" not in report
+    code, out, err = run("generate", *options)
+    assert code == 0 and out == report["text"] + "\n", "the streamed text is the same"
+    assert err.startswith("12 tokens · ") and err.count("\n") == 1
 
 
 def test_generate_speculates_if_enabled(run, tiny):
@@ -236,13 +211,6 @@ def test_generate_speculates_if_enabled(run, tiny):
     assert usage["tokens_per_pass"] == pytest.approx(usage["completion_tokens"] / passes, abs=1e-3)
     assert " a pass" in speed_line(Usage(5, 0, 60, 40, 30), Timings(0.1, 1.0, 59.0))
     assert " a pass" not in speed_line(Usage(5, 0, 60), Timings(0.1, 1.0, 59.0))
-
-
-def test_generate_streams_the_same_text(run, tiny):
-    _, line, _ = run("generate", "--model", tiny, "--json", "--prompt", "Hello", *GREEDY)
-    code, out, err = run("generate", "--model", tiny, "--prompt", "Hello", *GREEDY)
-    assert code == 0 and out == json.loads(line)["text"] + "\n"
-    assert err.startswith("12 tokens · ") and err.count("\n") == 1
 
 
 def test_template_raw_ids_and_stdin(run, tiny, monkeypatch):
@@ -262,52 +230,25 @@ def test_template_raw_ids_and_stdin(run, tiny, monkeypatch):
     assert ids() == ids("--prompt", "Hello")
 
 
-def test_seed_reproduces_tokens(run, tiny):
-    def tokens(seed):
-        arguments = ("--prompt", "Hello", "--max-tokens", "8", "--temperature", "1", "--seed", seed, "--device", "cpu")
-        report = json.loads(run("generate", "--model", tiny, "--json", *arguments)[1])
-        assert report["seed"] == seed
-        return report["token_ids"]
+def test_failed_answer_exits_1(generate, engine, monkeypatch):
+    usage, timings, error = Usage(3, 0, 2), Timings(0.1, 0.1, 10.0), "step 3 gave NaN"
 
-    assert tokens(7) == tokens(7) != tokens(8)
+    class Failed:
+        text = "Hel"
 
-
-def test_only_set_options_override_model_defaults():
-    args = make_parser().parse_args(["generate", "--temperature", "0", "--top-k", "0"])
-    assert sampling_overrides(args) == {"temperature": 0.0, "top_k": 0}
-    assert sampling_overrides(make_parser().parse_args(["chat"])) == {}
-
-
-def test_failed_answer_exits_1(run, monkeypatch):
-    result = Result("Hel", (5, 6), "error", Usage(3, 0, 2), Timings(0.1, 0.1, 10.0), 1, None, "step 3 gave NaN")
-    last = SimpleNamespace(
-        token_id=None, text="Hel", finish_reason="error", usage=result.usage, timings=result.timings, error=result.error
-    )
-
-    class Answer:
         def __iter__(self):
-            return iter([last])
+            yield OutputChunk(None, self.text, None, "error", usage, timings, error)
 
         def result(self):
-            return result
+            return Result(self.text, (5, 6), "error", usage, timings, 1, None, error)
 
-    engine = SimpleNamespace(
-        device=SimpleNamespace(type="cuda"),
-        notes=["context lowered"],
-        default_params=lambda **options: SamplingParams(**options),
-        slots=1,
-        submit=lambda prompt, params: Answer(),
-        scheduler=SimpleNamespace(reading=lambda: None),
-    )
-    monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
-    code, out, err = run("generate", "--prompt", "Hello", "--json")
-    assert code == 1 and json.loads(out)["error"] == "step 3 gave NaN" and out.count("\n") == 1
-    assert err == "context lowered\ntridecode: error: step 3 gave NaN\n"
-    code, out, err = run("generate", "--prompt", "Hello")
-    assert code == 1 and out == "Hel\n"
-    assert err == "context lowered\ntridecode: error: step 3 gave NaN\n"
-    last.text = ""
-    assert run("generate", "--prompt", "Hello")[:2] == (1, "")
+    monkeypatch.setattr(engine, "submit", lambda prompt, params: Failed())
+    line = f"tridecode: error: {error}\n"
+    code, out, err = generate("--prompt", "Hello", "--json")
+    assert (code, json.loads(out)["error"], out.count("\n"), err) == (1, error, 1, line)
+    assert generate("--prompt", "Hello") == (1, "Hel\n", line)
+    Failed.text = ""
+    assert generate("--prompt", "Hello") == (1, "", line)
 
 
 def test_info_counts_without_loading(run, tiny, monkeypatch):
@@ -385,6 +326,9 @@ def test_info_reports_prompt_passes(run, tiny):
     assert f"\nprompts      {words}; attention by torch; buffers" in run(*argv)[1]
     assert json.loads(run(*argv, "--max-seq-len", 100, "--json")[1])["prompts"]["chunk_tokens"] == 100
     assert "common prefixes are not shared" in run(*argv, "--no-prefix-sharing")[1]
+    report = json.loads(run(*argv[:-2], "--batch-invariant", "--json")[1])
+    assert report["run"]["batch_invariant"] and report["prompts"]["chunk_tokens"] == 256
+    assert "no graph, batch invariant" in run(*argv[:-2], "--batch-invariant")[1]
 
 
 def test_info_reports_speculation(run, tiny):
@@ -398,13 +342,6 @@ def test_info_reports_speculation(run, tiny):
     assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], "the option turns drafts on"
     assert "\nspeculation  off\n" in run(*text, "--speculate", "off")[1]
     assert "\nspeculation  off: it pays on a GPU only, where decode passes are captured and" in run(*text)[1]
-
-
-def test_info_reports_batch_invariant_mode(run, tiny):
-    argv = ("info", "--model", tiny, "--device", "cpu", "--batch-invariant")
-    report = json.loads(run(*argv, "--json")[1])
-    assert report["run"]["batch_invariant"] and report["prompts"]["chunk_tokens"] == 256
-    assert "no graph, batch invariant" in run(*argv)[1]
 
 
 @pytest.mark.parametrize(
@@ -445,18 +382,9 @@ def test_too_many_slots_or_positions_fail_with_one_line(run, tiny, monkeypatch, 
     assert (out + err).count("not enough") == 1
 
 
-BUNDLED = pytest.mark.skipif(
+@pytest.mark.skipif(
     not (ROOT / "tridecode" / "bundled" / "config.json").is_file(), reason="this checkout holds no bundled model"
 )
-
-
-@BUNDLED
-def test_the_bundled_model_is_the_default(run):
-    code, out, err = run("generate", "--json", "--prompt", "Hello", *GREEDY)
-    assert code == 0 and err == "" and json.loads(out)["text"].strip()
-
-
-@BUNDLED
 def test_the_bundled_model_loads_by_the_name_that_info_prints(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = run("info", "--model", "bundled", "--json")
@@ -466,7 +394,6 @@ def test_the_bundled_model_loads_by_the_name_that_info_prints(run, tmp_path, mon
         assert engine.name == "bundled" and "bundled" in repr(engine)
 
 
-@BUNDLED
 def test_readme_python_examples_print_the_documented_output(capsys):
     section = (ROOT / "README.md").read_text().split("From Python:")[1]
     _, example, between, shown, _, several, _, answers, *_ = re.split(r"```(?:python|text)?\n", section)
@@ -498,12 +425,6 @@ def test_unexpected_error_is_one_line(run, monkeypatch, error, line):
     assert (code, out) == (1, "") and "Traceback" in err and err.endswith(line)
 
 
-def test_verbose_is_accepted_before_and_after_the_command():
-    for argv in (["--verbose", "info"], ["info", "--verbose"]):
-        assert make_parser().parse_args(argv).verbose is True
-    assert make_parser().parse_args(["info"]).verbose is False
-
-
 def test_ctrl_c_exits_130(run, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
@@ -522,16 +443,15 @@ def test_closed_streams(run, tiny, monkeypatch, stream):
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80])
-@pytest.mark.parametrize("seed", [None, 999_999, 2**64 - 1])
-@pytest.mark.parametrize("scale", [1, 1000, 131_072])
-def test_speed_line_fits_the_terminal(width, seed, scale):
-    usage, timings = Usage(scale, scale - 1, scale), Timings(123.45, 1.0, 11_433.0)
-    line = speed_line(usage, timings, 2 * scale, seed, width)
-    assert line.startswith(f"{scale:,} token") and len(line) <= max(width, 31)
-    if width == 80 and seed != 2**64 - 1:
-        assert (seed is None or f" · seed {seed}" in line) and " · first " in line and " · context " in line
-    whole = speed_line(usage, timings, 2 * scale, seed)
-    assert f"{scale - 1:,} of {scale:,} reused · context {2 * scale:,} / " in whole
+def test_speed_line_fits_the_terminal(width):
+    for seed, scale in product((None, 999_999, 2**64 - 1), (1, 1000, 131_072)):
+        usage, timings = Usage(scale, scale - 1, scale), Timings(123.45, 1.0, 11_433.0)
+        line = speed_line(usage, timings, 2 * scale, seed, width)
+        assert line.startswith(f"{scale:,} token") and len(line) <= max(width, 31)
+        if width == 80 and seed != 2**64 - 1:
+            assert (seed is None or f" · seed {seed}" in line) and " · first " in line and " · context " in line
+        whole = speed_line(usage, timings, 2 * scale, seed)
+        assert f"{scale - 1:,} of {scale:,} reused · context {2 * scale:,} / " in whole
 
 
 def test_numbers_have_thousands_separators():
