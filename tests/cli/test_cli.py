@@ -77,6 +77,8 @@ def test_no_arguments_show_help_with_examples(run):
     for example in out.split("examples:\n")[1].splitlines():
         words = shlex.split(example.split("tridecode", 1)[1].split("    ")[0])
         assert make_parser().parse_args(words).command in ("chat", words[0])
+    code, out, _ = run("generate", "--help")
+    assert code == 0 and "Exit codes: 0 done" in out and "141" in out
 
 
 @pytest.mark.parametrize(
