@@ -1,13 +1,10 @@
 """Tests of settings: the command line overrides the environment, which overrides the user's file."""
 
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from chats import ROOT
 
 from tridecode import cli as commands
 from tridecode.cli.configuration import OTHERS, PREFIX, config_path
@@ -84,11 +81,6 @@ def test_table_applies_to_its_command(config):
     assert (parsed("serve").port, parsed("serve").slots) == (9001, 8), "the environment overrides tables too"
 
 
-def test_bundled_model_can_be_selected(config):
-    config('model = "Qwen/Qwen3-4B"\n')
-    assert parsed("chat").model == "Qwen/Qwen3-4B" and parsed("chat", "--model", "bundled").model == "bundled"
-
-
 WRONG = {
     "key": ("temprature = 1", "there is no key temprature; did you mean temperature?"),
     "key of a call": ('prompt = "Hi"', "there is no key prompt; "),
@@ -96,7 +88,6 @@ WRONG = {
     "table": ("[sevre]\nport = 1", "there is no key sevre; did you mean serve?"),
     "table that is none": ("serve = 1", "serve must be a table, [serve], got 1"),
     "word": ('temperature = "hot"', "temperature: expected a number from 0 to 100, got 'hot'"),
-    "number": ("max_tokens = 1.5", "max_tokens: expected an integer from 1 to 2,147,483,647, got '1.5'"),
     "text": ("model = 4", "model: expected a text, got 4"),
     "switch": ('plain = "maybe"', 'plain: expected true or false, got "maybe"'),
     "not a switch": ("slots = true", "slots: expected a text or a number, got true"),
@@ -108,8 +99,6 @@ WRONG = {
     "range": ("slots = 65", "slots: expected an integer from 1 to 64, got '65'"),
     "table for a list": ("stop = {a = 1}", 'stop: expected a text or a number, got {"a": 1}'),
     "key in both forms": ("max_tokens = 1\nmax-tokens = 2", "max_tokens and max-tokens are one setting; leave one of"),
-    "no finite number": ("temperature = inf", "temperature: expected a number from 0 to 100, got 'inf'"),
-    "date": ("model = 2026-01-01", "model: expected a text or a number, got 2026-01-01"),
     "not TOML": ("model = ", "not TOML ("),
     "not UTF-8": ("model = \udcff", "not UTF-8"),
 }
@@ -125,19 +114,14 @@ def test_invalid_file_fails_with_one_line(config, capsys, text, words):
 
 
 def test_invalid_environment_fails_with_one_line(config, capsys, monkeypatch):
-    config("", MODLE="x")
-    for command in ("chat", "config"):
-        assert (
-            refused(capsys, command)
-            == "TRIDECODE_MODLE is not the variable of an option; did you mean TRIDECODE_MODEL?"
-        )
-    monkeypatch.delenv("TRIDECODE_MODLE")
-    config("", SLOTS="many")
-    for command in ("chat", "config"):
-        assert refused(capsys, command) == "TRIDECODE_SLOTS: expected an integer from 1 to 64, got 'many'"
-    config("", SLOTS="")
+    unknown = "TRIDECODE_MODLE is not the variable of an option; did you mean TRIDECODE_MODEL?"
+    range_error = "TRIDECODE_SLOTS: expected an integer from 1 to 64, got 'many'"
+    for name, value, line in (("MODLE", "x", unknown), ("SLOTS", "many", range_error)):
+        config("", **{name: value})
+        assert refused(capsys, "chat") == refused(capsys, "config") == line
+        monkeypatch.delenv(f"TRIDECODE_{name}")
+    config("", SLOTS="", API_KEY="secret")
     assert parsed("chat").slots == 1, "an empty variable is ignored"
-    config("", API_KEY="secret")
     assert parsed("chat").api_key_file is None
 
 
@@ -197,11 +181,11 @@ def test_engine_settings_are_ignored_by_chat_with_url(config):
     assert {"model", "slots", "overflow", "api_key_file"} <= args.origins.keys()
 
 
-def test_program_reads_its_file(config, tmp_path):
+def test_program_reads_its_file(config, capsys):
     config('max_tokens = 3\ntemperature = 0\ndevice = "cpu"\n[generate]\nquiet = true\n')
-    program = [sys.executable, "cli.py", "generate", "--prompt", "Hello", "--json"]
-    done = subprocess.run(program, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 0 and '"completion_tokens": 3,' in done.stdout and done.stderr == ""
+    assert commands.main(["generate", "--prompt", "Hello", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert '"completion_tokens": 3,' in out and err == ""
 
 
 def test_no_test_reads_the_users_settings():
