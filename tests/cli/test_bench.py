@@ -94,22 +94,16 @@ def test_ended_rows_are_not_timed():
         measure.check_running(engine, "both", 2)
 
 
-def test_every_run_has_the_same_pages():
-    """Otherwise `tune` would compute different logits, because a row would read other K/V."""
-    engine = engine_of(256, 3)
-    tables = []
-    for _ in range(3):
-        rewind(engine, [70, 5, 200], measure.GREEDY, 3)
-        engine.synchronize()
-        tables.append(engine.model.kv.page_table.clone())
-    assert tables[0].equal(tables[1]) and tables[0].equal(tables[2])
-
-
 @pytest.mark.parametrize("contexts, steps", [([64] * 7, 128), ([1000, 64, 63, 1], 63), ([32, 96], 30)])
 def test_pool_has_pages_for_every_pass(contexts, steps):
     room = [batch.room_of(context, steps) for context in contexts]
     engine = engine_of(max(room), len(contexts), sum(room))
-    rewind(engine, contexts, measure.GREEDY, len(contexts))
+    tables = []
+    for _ in range(2):
+        rewind(engine, contexts, measure.GREEDY, len(contexts))
+        engine.synchronize()
+        tables.append(engine.model.kv.page_table.clone())
+    assert tables[0].equal(tables[1]), "every run has the same pages, because tune compares logits"
     meta = engine.model.workspace.meta
     meta[: len(contexts), POSITION] += steps  # the positions after the last pass
     enqueue(engine, measure.GREEDY, len(contexts))
@@ -119,6 +113,9 @@ def test_pool_has_pages_for_every_pass(contexts, steps):
 
 def test_options_of_the_engine(monkeypatch):
     """Drafts are off unless the bench turns them on, and --graph is not passed to the engine."""
+    assert MOST_ROWS == MAX_SLOTS and GRAPHS == tuple(MODES)
+    with pytest.raises(ParameterError, match="gpt-2"):
+        measure.preset_engine("gpt-2", 64)
     found = []
     monkeypatch.setattr(measure, "preset_engine", lambda *args, **more: found.append(more))
     args = make_parser().parse_args("bench serve --mix --prompt-ms 7 --graph none --quantize int4".split())
@@ -126,15 +123,6 @@ def test_options_of_the_engine(monkeypatch):
         measure.bench_engine(args, 64, **more)
     assert [each["speculate"] for each in found] == ["off", "ngram"]
     assert (found[0]["prompt_ms"], found[0]["quantize"]) == (7, "int4") and "graph" not in found[0]
-
-
-def test_an_unknown_preset():
-    with pytest.raises(ParameterError, match="gpt-2"):
-        measure.preset_engine("gpt-2", 64)
-
-
-def test_options_have_the_limits_of_the_engine():
-    assert MOST_ROWS == MAX_SLOTS and GRAPHS == tuple(MODES)
 
 
 # decode, batch, prefill, stream
@@ -315,7 +303,7 @@ def test_a_real_preset_on_the_gpu(capsys, argv):
 def test_allocating_workspace_gives_equal_tokens(monkeypatch):
     tokens, made, params = [], [], SamplingParams(temperature=0.0, seed=1)
     empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
+    monkeypatch.setattr(torch, "empty_like", lambda t: made.append(t) or empty_like(t))
     for allocating in (False, True):
         engine = tiny_engine("triton", "none")
         if allocating:
@@ -327,7 +315,7 @@ def test_allocating_workspace_gives_equal_tokens(monkeypatch):
         engine.synchronize()
         tokens.append(engine.model.workspace.tokens[0, :6].tolist())
         # A layer: qkv 1, attention 3, o_proj 3, gate_up 1, down 3. The rest of the pass: embed 3, lm_head 1.
-        assert len(made) == (4 * 26 if allocating else 0) and made.count((1, 331)) == (4 if allocating else 0)
+        assert len(made) == (4 * 26 if allocating else 0)
     assert tokens[0] == tokens[1]
 
 
@@ -369,12 +357,18 @@ def test_ablation_on_a_gpu():
 # start
 
 
-def test_seconds_to_the_first_line():
+def test_seconds_to_the_first_line(tmp_path, monkeypatch, capfd):
     code = "import json, os; print(json.dumps({'cache': os.environ['TRITON_CACHE_DIR']}), flush=True); print('more')"
     seconds, found = start.time_to_first_line([sys.executable, "-c", code], os.environ | {"TRITON_CACHE_DIR": "x"})
     assert 0 < seconds < 60 and found == {"cache": "x"}
     with pytest.raises(GenerationError, match="before its first token"):
         start.time_to_first_line([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
+    if not CUDA:
+        monkeypatch.chdir(tmp_path)  # the program is found from any directory
+        with pytest.raises(GenerationError, match="exit code 1"):
+            start.time_start("qwen3-0.6b", str(tmp_path))
+        err = capfd.readouterr().err
+        assert "imported torch" in err and "bench needs an NVIDIA GPU" in err
 
 
 def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys):
@@ -387,15 +381,6 @@ def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys
     assert 0 <= found["token"] < 331 and found["kernels_compiled"] >= 0
     assert 5 <= found["import_s"] < 60 and 0 <= found["build_s"] < 60 and 0 <= found["prompt_s"] < 60
     assert "imported torch" in err and "captured" in err
-
-
-@pytest.mark.skipif(CUDA, reason="a GPU is present")
-def test_started_program_is_found_from_another_directory(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(GenerationError, match="exit code 1"):
-        start.time_start("qwen3-0.6b", str(tmp_path))
-    err = capfd.readouterr().err
-    assert "imported torch" in err and "bench needs an NVIDIA GPU" in err
 
 
 # serve --mix

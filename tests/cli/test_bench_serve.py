@@ -5,12 +5,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 from benches import ROOT, run_bench
 from openai_server import FakeServer
+from servers import until
 
 from tridecode.cli.bench import serve
 from tridecode.cli.bench.client import Answer, Failed
@@ -74,32 +74,22 @@ def test_the_row_has_the_fields_of_vllm_and_its_command(bench):
     assert "Mean TPOT (ms):                          -\n" in out
 
 
-def test_percentiles_match_numpy():
+def test_console_output_matches_vllm():
     assert serve.spread([0.001, 0.002, 0.004], [50, 75]) == {
         "mean": 2.3333, "median": 2.0, "std": round(float(np.std([1, 2, 4])), 4), "p50": 2.0, "p75": 3.0,
     }  # fmt: skip
-
-
-def test_console_output_matches_vllm():
     figures = dict(date="", model_id="m", num_prompts=100, completed=100, failed=0, duration=11.409, seed=1)
     figures |= dict(total_input_tokens=23260, total_output_tokens=21657, request_throughput=8.77)
     figures |= dict(output_throughput=1898.67, total_token_throughput=3937.88)
     times = {f"{figure}{end}": 76.371 for end in ENDS for figure in ("mean", "median", "std", "p99")}
     lines = serve.ServeRow.from_times(times, **figures, request_rate="inf", max_concurrency=None).block(160).split("\n")
-    assert lines[:13] == [
+    assert lines[:2] + lines[3:4] + lines[6:7] + lines[9:11] == [
         "============ Serving Benchmark Result ============",
         "Successful requests:                     100",
-        "Failed requests:                         0",
         "Benchmark duration (s):                  11.41",
-        "Total input tokens:                      23260",
-        "Total generated tokens:                  21657",
         "Request throughput (req/s):              8.77",
-        "Output token throughput (tok/s):         1898.67",
-        "Total Token throughput (tok/s):          3937.88",
         "---------------Time to First Token----------------",
         "Mean TTFT (ms):                          76.37",
-        "Median TTFT (ms):                        76.37",
-        "P99 TTFT (ms):                           76.37",
     ]
     assert lines[17] == "---------------Inter-token Latency----------------" and lines[-2:] == ["=" * 50, ""]
     limited = serve.ServeRow.from_times(times, **figures, request_rate=2.5, max_concurrency=8).block(40)
@@ -190,7 +180,7 @@ def test_concurrency_is_limited(bench, limit, largest):
     assert server.most == largest
 
 
-def test_times_of_arrival():
+def test_requests_are_sent_at_their_times(bench):
     rng = np.random.default_rng(0)
     times = serve.arrivals(20_000, 4.0, 1.0, rng)
     gaps = np.diff(times)
@@ -199,11 +189,8 @@ def test_times_of_arrival():
     even = np.diff(serve.arrivals(20_000, 4.0, 100.0, rng))
     assert even.mean() == pytest.approx(0.25, 0.03) and even.std() == pytest.approx(0.025, 0.05)
     assert serve.arrivals(3, options().request_rate, 1.0, rng).tolist() == [0, 0, 0]
-
-
-def test_requests_are_sent_at_their_times(bench):
     args = ("--num-prompts", 12, "--request-rate", 20, "--output-tokens", 1, "--seed", 3, "--warm-up", 0)
-    with FakeServer(first=0.3) as server:  # no request waits for it
+    with FakeServer() as server:
         _, row, _, _ = bench(server, *args)
     expected = serve.make_load(options(*args), "m", None, 3, "/").times
     late = np.array([at - server.got[0][0] for at, *_ in server.got]) - expected
@@ -231,24 +218,27 @@ def test_failures_are_counted_with_their_reasons(bench):
     assert "ended without usage" in err and "502: <html>Bad gateway</html>" in err
 
 
-def test_no_row_if_all_requests_fail(bench, tmp_path):
+def test_bench_without_a_complete_answer_fails(bench, tmp_path, monkeypatch):
+    for kind, message in (
+        ("500", "the warm-up failed: 500: out of luck"),
+        ("401", "401: no key; set TRIDECODE_API_KEY or --api-key-file"),
+    ):
+        with FakeServer(behave=lambda number, kind=kind: kind) as server:
+            code, _, _, err = bench(server, "--num-prompts", 50)
+        assert code == 1 and len(server.got) == 1 and err.count("\n") == 1 and err.endswith(f"{message}\n")
     with FakeServer(behave=lambda number: "500" if number else "ok") as server:
         code, _, out, err = bench(server, "--num-prompts", 3, "--output", tmp_path / "row.json")
+        assert "other/v1/models lists no model; set --model" in bench(f"{server.url}/other")[3]
     assert (code, out) == (1, "") and not (tmp_path / "row.json").exists()
     assert err.splitlines() == [
         "tridecode: error: 3 requests failed: 500: out of luck",
         "tridecode: error: bench serve: 3 requests, all failed",
     ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [("500", "the warm-up failed: 500: out of luck"), ("401", "401: no key; set TRIDECODE_API_KEY or --api-key-file")],
-)
-def test_failed_warm_up_ends_the_bench(bench, kind, message):
-    with FakeServer(behave=lambda number: kind) as server:
-        code, _, _, err = bench(server, "--num-prompts", 50)
-    assert code == 1 and len(server.got) == 1 and err.count("\n") == 1 and err.endswith(f"{message}\n")
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "tridecode.cli.bench.client")
+    monkeypatch.delattr("tridecode.cli.bench.client")
+    line = 'tridecode: error: bench serve needs httpx; pip install "tridecode[serve]"\n'
+    assert bench(NO_SERVER) == (1, None, "", line)
 
 
 @pytest.mark.parametrize("model", [(), ("--model", "m"), ("--model", "m", "--warm-up", "0", "--num-prompts", "7")])
@@ -266,14 +256,13 @@ def test_endless_answer_fails_after_the_timeout(bench):
     assert code == 0 and row["failed"] == 1 and "1 request failed: no end within 1 s (--timeout)" in err
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"1", b"null", b"[]", b'{"choices": 1}', b'{"choices": [1]}', b'{"choices": [{"delta": 1}]}', b"\xff", b"{"]
-    + [b'{"usage": {"tokens": 1}}', b'{"usage": {"prompt_tokens": "x", "completion_tokens": 1}}', b'{"usage": 1}'],
-)
-def test_invalid_events_are_refused(data):
-    with pytest.raises(Failed, match="does not follow the API"):
-        Answer(0.0).event(data, 1.0)
+def test_invalid_events_are_refused():
+    for data in (
+        b"", b"1", b"null", b"[]", b'{"choices": 1}', b'{"choices": [1]}', b'{"choices": [{"delta": 1}]}', b"\xff",
+        b'{"usage": {"tokens": 1}}', b'{"usage": {"prompt_tokens": "x", "completion_tokens": 1}}', b'{"usage": 1}',
+    ):  # fmt: skip
+        with pytest.raises(Failed, match="does not follow the API"):
+            Answer(0.0).event(data, 1.0)
 
 
 def test_times_count_events_with_text():
@@ -292,49 +281,20 @@ def test_times_count_events_with_text():
     assert (answer.ttft, answer.latency, answer.tpot) == (1.5, 1.5, None), "an answer without text"
 
 
-def test_server_without_models(bench):
-    with FakeServer() as server:
-        code, _, _, err = bench(f"{server.url}/other")
-    assert code == 1 and "other/v1/models lists no model; set --model" in err
-
-
-def test_a_missing_package_is_named(bench, monkeypatch):
-    monkeypatch.setitem(sys.modules, "httpx", None)
-    monkeypatch.delitem(sys.modules, "tridecode.cli.bench.client")
-    monkeypatch.delattr("tridecode.cli.bench.client")
-    code, _, out, err = bench(NO_SERVER)
-    assert (code, out) == (1, "")
-    assert err == 'tridecode: error: bench serve needs httpx; pip install "tridecode[serve]"\n'
-
-
 # interrupts
 
 
-def interrupted(server, ready, *argv) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a process that is interrupted once `ready()` is true."""
-    command = [sys.executable, "cli.py", "bench", "serve", "--url", server.url, *map(str, argv)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        try:
-            deadline = time.monotonic() + 60
-            while not ready() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            child.send_signal(signal.SIGINT)
-            out, err = child.communicate(timeout=30)
-            return child.returncode, out, err
-        finally:
-            child.kill()
-
-
 def test_an_interrupt_shows_the_figures_so_far(tmp_path):
-    load = ("--num-prompts", 3000, "--max-concurrency", 2, "--output-tokens", 2, "--output", tmp_path / "row")
+    load = ("--num-prompts", "3000", "--max-concurrency", "2", "--output-tokens", "2", "--output", tmp_path / "row")
     with FakeServer(first=0.02) as server:
-        code, out, err = interrupted(server, lambda: len(server.got) > 10, *load)
+        command = [sys.executable, "cli.py", "bench", "serve", "--url", server.url, *load]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            try:
+                until(lambda: len(server.got) > 10, 60)
+                child.send_signal(signal.SIGINT)
+                out, err = child.communicate(timeout=60)
+            finally:
+                child.kill()
     assert "Traceback" not in err and not (tmp_path / "row").exists()
-    assert code == 130 and "Serving Benchmark Result" in out and '"bench"' not in out
+    assert child.returncode == 130 and "Serving Benchmark Result" in out and '"bench"' not in out
     assert "interrupted: partial figures, " in err and "of 3,000 requests had ended" in err
-
-
-def test_an_interrupt_before_any_answer():
-    with FakeServer(first=60) as server:
-        code, out, err = interrupted(server, lambda: len(server.got) == 2, "--num-prompts", 2, "--warm-up", 0)
-    assert (code, out, err.strip()) == (130, "", "")
