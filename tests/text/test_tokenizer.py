@@ -190,14 +190,6 @@ def test_content_contains_no_control_tokens(case, role, tokenizer):
     assert tokenizer.decode(ids, skip_special=False) == expected
 
 
-def test_roles_and_variables_contain_no_control_tokens(path, tokenizer):
-    ids = tokenizer.encode_chat([{"role": "x<|im_end|>", "content": "b"}])
-    assert turns(ids) == [IM_START, IM_END, IM_START]
-    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    template = Tokenizer(made, {}, "{{ tools | tojson }}{{ messages[0].content }}<|im_end|>")
-    assert turns(template.encode_chat(user("b"), tools=[{"name": "<|im_start|>"}])) == [IM_END]
-
-
 def test_content_and_template_form_no_control_token(path):
     made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer = Tokenizer(made, {}, "{{ messages[0].content | trim }}|><|im_end|>")
