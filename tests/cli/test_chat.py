@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import time
 from types import SimpleNamespace
@@ -43,17 +42,6 @@ def test_line_is_turn(piped, tiny):
     assert out == f"{first.text}\n{second.text}\n"
     reused, total = speeds[1].split(" · ")[-2].split(" of ")
     assert int(reused) >= 14 and int(total.split()[0]) == second.usage.prompt_tokens
-
-
-def test_checkpoint_defaults_are_shown_once(piped, tiny, tmp_path):
-    path = tmp_path / "model"
-    shutil.copytree(tiny, path)
-    (path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
-    few = ("--model", path, "--max-tokens", 2)
-    err = piped("hello\nagain\n", *few)[2]
-    assert err.startswith("temperature 0.6, top_p 0.95 from generation_config.json\n")
-    assert err.count("generation_config") == 1
-    assert "top_p 0.95 from generation_config.json\n" in piped("", *few, "--temperature", 0)[2]
 
 
 def test_quiet_hides_notes_only(piped, tiny):

@@ -44,24 +44,14 @@ def test_gpus_without_a_table_have_rules_and_a_suggestion(gpu):
 
 
 def test_info_names_the_package_table():
+    table = f"table of {' and '.join(HOPPER)}"
     facts = facts_of("qwen3-4b", "h100")
     assert (facts["tables"], facts["tune"]) == (HOPPER, False)
-    assert config_words(facts).startswith(f"table of {' and '.join(HOPPER)}") and facts["choices"]["table"] > 0
-    assert (
-        config_words(facts | {"choices": {"user table": 0, "table": 30, "rule": 0}})
-        == f"table of {' and '.join(HOPPER)}"
-    )
-
-
-def test_a_table_without_the_model_does_not_apply():
+    assert config_words(facts).startswith(table) and facts["choices"]["table"] > 0
+    assert config_words(facts | {"choices": {"user table": 0, "table": 30, "rule": 0}}) == table
     facts = facts_of("qwen3-14b", "h100")
     assert facts["choices"] == {"user table": 0, "table": 0, "rule": 30} and facts["tune"]
-    assert (
-        config_words(facts) == f"rules (the table of {' and '.join(HOPPER)} has no entry for this model)" + SUGGESTION
-    )
-
-
-def test_tune_is_not_suggested_in_batch_invariant_mode():
+    assert config_words(facts) == f"rules (the {table} has no entry for this model)" + SUGGESTION
     facts = facts_of("qwen3-4b", "l4", batch_invariant=True)
     assert not facts["tune"] and config_words(facts) == RULES
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -26,7 +27,6 @@ from tridecode.step.run import Recorder
 
 CUDA = torch.cuda.is_available()
 LAYER = ("qkv", "attention", "o_proj", "gate_up", "down")
-NAMES = ("embed", *LAYER, "lm_head", "greedy")
 _LAYER_KERNELS = ("_matvec_kernel", "_attention_kernel", *("_matvec_kernel",) * 3)
 
 
@@ -102,17 +102,6 @@ def test_medians_over_steps_shares_and_gaps():
     spans = attribute([Record("k", t, t + 2) for t in (0, 2, 4)], ["x", "y", "x"], before=0)
     x = summarize([spans])["kernels"][0]
     assert (x["op"], x["launches"], x["us_per_step"], x["mean_us"]) == ("x", 2, 4, 2)
-
-
-def test_roles_follow_launch_order():
-    found = records.read_records(step_trace(4, 3))
-    steps = chained(split_steps(found, 4, KERNELS), ROLES, drop=1)
-    roles = {role["op"]: role for role in summarize(steps)["kernels"]}
-    assert set(roles) == set(NAMES)
-    assert {op: role["launches"] for op, role in roles.items()} == {op: 3 if op in LAYER else 1 for op in NAMES}
-    assert roles["down"]["mean_us"] == pytest.approx(2) and roles["down"]["recorded_us"] == pytest.approx(3)
-    assert roles["embed"]["mean_us"] == pytest.approx(2.5) and roles["embed"]["recorded_us"] == pytest.approx(2)
-    assert sum(role["share_pct"] for role in roles.values()) == pytest.approx(100)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +244,11 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
     decode, prefill = report["decode"], report["prefill"]
     assert decode["steps"] == 20 and decode["launches"] == 3 + 5 * layers and decode["us_without_profiler"] == 8
     assert decode["wall_us"] == pytest.approx(2 * decode["launches"] + 0.5) and decode["gap_us"] == pytest.approx(0.5)
-    assert {role["op"] for role in decode["kernels"]} == set(NAMES)
+    roles = {role["op"]: role for role in decode["kernels"]}
+    assert {op: role["launches"] for op, role in roles.items()} == Counter(roles_and_kernels(layers)[0])
+    assert roles["down"]["mean_us"] == pytest.approx(2) and roles["down"]["recorded_us"] == pytest.approx(3)
+    assert roles["embed"]["mean_us"] == pytest.approx(2.5) and roles["embed"]["recorded_us"] == pytest.approx(2)
+    assert sum(role["share_pct"] for role in roles.values()) == pytest.approx(100, 1e-3)
     assert all(role["bytes"] > 0 and role["pct_bandwidth"] > 0 for role in decode["kernels"])
     assert prefill["steps"] == 5 and prefill["launches"] == 3 and prefill["wall_us"] == 28
     assert command.at({"rows": 8, "context": 1024}) == "8 rows at context 1,024"

@@ -81,18 +81,17 @@ def test_commands(run_chat, served):
     assert "regex: a server of tridecode does not support this option and might" in err
     assert errors(err) == [f"the server at {served.url} has no model 'other'; its models are bundled"]
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
-
-
-def test_set_without_value_shows_current_value(run_chat):
-    _, _, err = run_chat("/set top_k\n/set seed\n/set top_k 7\n/set top-k\n", "--seed", 4, "--quiet")
-    needs = "/set top_k needs a value; it is the server's default\n/set seed needs a value; it is 4\n"
-    assert err == f"{needs}top_k is 7\n/set top_k needs a value; it is 7\n"
-
-
-def test_continue_is_refused(run_chat):
-    code, out, err = run_chat(f"{QUESTION}\n/continue\n/set overflow drop-oldest\n", "--temperature", 0, "--quiet")
+    lines = f"/set top_k\n/set seed\n/set top_k 7\n/set top-k\n{QUESTION}\n/continue\n/set overflow drop-oldest\n"
+    code, out, err = run_chat(lines, "--temperature", 0, "--seed", 4, "--quiet")
     assert (code, out) == (0, f"{ANSWER}\n")
-    assert err == 'a server cannot continue an answer; send a message such as "continue"\noverflow is drop-oldest\n'
+    assert err.splitlines() == [
+        "/set top_k needs a value; it is the server's default",
+        "/set seed needs a value; it is 4",
+        "top_k is 7",
+        "/set top_k needs a value; it is 7",
+        'a server cannot continue an answer; send a message such as "continue"',
+        "overflow is drop-oldest",
+    ]
 
 
 def test_template_error_of_server_is_shown(run_chat):

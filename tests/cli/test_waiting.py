@@ -1,6 +1,7 @@
 """The progress line of a prompt."""
 
 import io
+import re
 import time
 
 import pytest
@@ -24,13 +25,6 @@ def show_for(waiting: Waiting, seconds: float) -> None:
         time.sleep(seconds)
 
 
-def test_short_prompt_shows_no_line(output):
-    waiting = Waiting(output, lambda: (0, 10, 20))
-    show_for(waiting, 0)
-    time.sleep(DELAY + PAUSE)
-    assert output.written() == ""
-
-
 def test_line_is_updated_and_erased(output):
     progress = iter([(100, 100, 4100), (100, 2148, 4100), None, None])
     show_for(Waiting(output, lambda: next(progress, None)), DELAY + 3.5 * PAUSE)
@@ -41,31 +35,27 @@ def test_line_is_updated_and_erased(output):
     assert last == "\x1b[K"
 
 
-def test_narrow_window_shows_numbers(output):
-    output.errors.width = 40
-    show_for(Waiting(output, lambda: (0, 28_000, 30_000)), DELAY + PAUSE)
-    line = output.written().split(LINE_START)[1].removesuffix("\x1b[K")
-    assert line.startswith("28,000 of 30,000 tokens, ") and len(line) < 40
+SHOWN = {  # progress, options of the line, width of the window, and the text as a regular expression
+    "narrow": ((0, 28_000, 30_000), {}, 40, r"\x1b\[G28,000 of 30,000 tokens, .{,14}\x1b\[K.*"),
+    "no redraws": ((0, 10, 4100), {"redraws": False}, 80, "reading a prompt of 4,100 tokens\n"),
+    "unknown": (None, {}, 80, r"\x1b\[Gwaiting for the first token, 0 s.*"),
+    "a pipe for input": ((0, 10, 4100), {"shows": False}, 80, ""),
+    "quiet": ((0, 10, 4100), {}, 80, ""),
+    "no terminal": ((0, 10, 4100), {}, 80, ""),
+    "short": ((0, 10, 4100), {}, 80, ""),
+}
 
 
-def test_without_redraws_line_is_printed_once(output):
-    show_for(Waiting(output, lambda: (0, 10, 4100), redraws=False), DELAY + 3 * PAUSE)
-    assert output.written() == "reading a prompt of 4,100 tokens\n"
-
-
-def test_unknown_progress(output):
-    show_for(Waiting(output, lambda: None), DELAY + PAUSE)
-    assert output.written().startswith("\x1b[Gwaiting for the first token, 0 s")
-
-
-@pytest.mark.parametrize("why", ["quiet", "no terminal", "a pipe for input"])
-def test_hidden_line(output, why):
-    output.quiet = why == "quiet"
-    if why == "no terminal":
+@pytest.mark.parametrize("case", SHOWN)
+def test_line_depends_on_output_and_progress(output, case):
+    progress, options, output.errors.width, shown = SHOWN[case]
+    output.quiet = case == "quiet"
+    if case == "no terminal":
         output.errors = Console(file=(stream := io.StringIO()), width=80)
         output.written = stream.getvalue
-    show_for(Waiting(output, lambda: (0, 10, 4100), shows=why != "a pipe for input"), DELAY + PAUSE)
-    assert output.written() == ""
+    show_for(Waiting(output, lambda: progress, **options), 0 if case == "short" else DELAY + 2 * PAUSE)
+    time.sleep(DELAY + PAUSE if case == "short" else 0)
+    assert re.fullmatch(shown, output.written(), re.DOTALL)
 
 
 def test_paused_line_is_not_drawn(output):
