@@ -48,7 +48,6 @@ def test_markdown_in_terminal(endless, terminal, state):
     child.sendintr()
     child.expect(r"stopped after \d+ tokens? and [\d.]+ s; kept in the conversation")
     child.expect_exact(READY)
-    time.sleep(1)
     leave(child)
     assert child.screen.getvalue().count("\x1b[?25l") <= child.screen.getvalue().count("\x1b[?25h"), "cursor hidden"
     (file,) = (state / "sessions").iterdir()
