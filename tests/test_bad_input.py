@@ -9,8 +9,6 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, write_tiny
 
-from tridecode import cli as commands
-
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
@@ -28,15 +26,11 @@ def copy(good, tmp_path):
 
 
 @pytest.fixture
-def failure(capsys):
+def failure(run):
     """Run the program, check that it writes one line to stderr and nothing to stdout, and return that line."""
 
     def failure(*argv, code=1):
-        try:
-            found = commands.main([str(arg) for arg in argv])
-        except SystemExit as exit:
-            found = exit.code
-        out, err = capsys.readouterr()
+        found, out, err = run(*argv)
         assert found == code, err
         assert out == "" and err.count("\n") == 1 and err.startswith("tridecode: error: "), (out, err)
         return err

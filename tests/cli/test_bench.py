@@ -14,7 +14,6 @@ from benches import DTYPE, bench_on_tiny_engines, engine_of, run_bench
 from models import CUDA, DEVICE, FAMILIES, begin, tiny_config, tiny_engine
 from torch.autograd import DeviceType
 
-from tridecode import cli as commands
 from tridecode.cli.bench import ablate, batch, first_token, measure, mix, prefill, start, step_bytes
 from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.cli.bench.stream import stream_figures
@@ -276,12 +275,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("command", WRONG)
-def test_wrong_options_are_one_line(command, capsys):
+def test_wrong_options_are_one_line(command, run):
     for argv, named in WRONG[command]:
-        with pytest.raises(SystemExit, match="^2$"):
-            commands.main([*command.split(), *argv.split()])
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and named in err, argv
+        code, _, err = run(*command.split(), *argv.split())
+        assert code == 2 and err.count("\n") == 1 and named in err, argv
 
 
 @needs_gpu

@@ -22,11 +22,6 @@ from tridecode.errors import PromptError
 from tridecode.text.thinking import ThinkSplitter
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("chat") / "qwen3", "qwen3")
-
-
 def test_line_is_turn(piped, tiny):
     code, out, err = piped("hello\n\nagain", "--model", tiny, "--max-tokens", 6, "--temperature", 0)
     assert code == 0

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_tiny
 from models import CUDA, planned, use_h100
 
 from tridecode import Engine, SamplingParams, __version__
-from tridecode import cli as commands
 from tridecode.checkpoint.load import load_config
 from tridecode.cli.explain import explain
 from tridecode.cli.info import prompt_facts, prompt_words
@@ -35,25 +33,6 @@ from tridecode.step.workspace import named_tensors
 
 ROOT = Path(__file__).parents[2]
 GREEDY = ("--temperature", "0", "--max-tokens", "12", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("cli") / "qwen3", "qwen3")
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the program in this process; returns exit code, stdout, stderr."""
-
-    def run(*argv):
-        try:
-            code = commands.main([str(arg) for arg in argv])
-        except SystemExit as exit:
-            code = exit.code
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_help_and_version_answer_without_torch():

@@ -19,11 +19,6 @@ from tridecode.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("failed") / "qwen3", "qwen3")
-
-
-@pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
     """A model whose logits are NaN for prompts with an exclamation mark."""
     path = write_tiny(tmp_path_factory.mktemp("failed") / "poisoned", "qwen3")

@@ -656,26 +656,18 @@ def test_encrypted_key_does_not_prompt(tmp_path):
         (["--host", "256.0.0.1"], 1, "cannot listen on 256.0.0.1"),
     ],
 )
-def test_invalid_options_are_one_line(capsys, argv, code, message):
-    from tridecode import cli as commands
-
-    try:
-        got = commands.main(["serve", *argv])
-    except SystemExit as exit:
-        got = exit.code
-    error = capsys.readouterr().err
+def test_invalid_options_are_one_line(run, argv, code, message):
+    got, _, error = run("serve", *argv)
     assert got == code and message in " ".join(error.split())
 
 
-def test_port_in_use_fails_before_loading(capsys, monkeypatch):
-    from tridecode import cli as commands
-
+def test_port_in_use_fails_before_loading(run, monkeypatch):
     monkeypatch.setattr(Engine, "load", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert commands.main(["serve", "--port", port]) == 1
-    error = " ".join(capsys.readouterr().err.split())
-    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in error
+        code, _, err = run("serve", "--port", port)
+    error = " ".join(err.split())
+    assert code == 1 and f"cannot listen on 127.0.0.1, port {port}: Address already in use" in error
 
 
 def test_missing_packages_name_the_extra():
