@@ -11,7 +11,6 @@ from chats import ROOT, said
 from checkpoints import write_tiny
 from safetensors.torch import load_file, save_file
 
-from tridecode import cli as commands
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.command import DEVICE_LOST
 from tridecode.errors import TridecodeError
@@ -59,15 +58,19 @@ def test_failed_turn_shows_only_error(session, texts, shown):
     assert err.splitlines()[0] == "tridecode: error: step 2 gave NaN; the turn is not kept"
 
 
-def test_nan_fails_one_line(poisoned, tmp_path, capsys):
+def test_nan_fails_one_line(poisoned, tmp_path, run):
     """The next request does not reuse the prefix that it shares with the failed one."""
     lines = [json.dumps({"prompt": text}) for text in ("Hello, world!", "Hello", "Hello, world!")]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    options = ["--model", poisoned, "--device", "cpu", "--max-tokens", "3", "--temperature", "0"]
-    assert commands.main(["generate", "--jsonl", str(tmp_path / "in.jsonl"), *map(str, options)]) == 1
-    out, err = capsys.readouterr()
+    options = ("generate", "--model", poisoned, "--device", "cpu", "--max-tokens", "3", "--temperature", "0")
+    code, out, err = run(*options, "--jsonl", tmp_path / "in.jsonl")
     errors = ["error" in json.loads(line) for line in out.splitlines()]
-    assert errors == [True, False, True] and err.count("NaN or Inf") == 2
+    assert code == 1 and errors == [True, False, True] and err.count("NaN or Inf") == 2
+    (target := tmp_path / "answer.txt").write_text("before")
+    for output in ((), ("--output", target)):
+        code, out, err = run(*options, "--prompt", "Hello, world!", *output)
+        assert (code, out, err.count("\n")) == (1, "", 1) and err.endswith("download it again\n")
+    assert target.read_text() == "before"
 
 
 def test_chat_continues_after_nan(poisoned, piped):
@@ -76,17 +79,6 @@ def test_chat_continues_after_nan(poisoned, piped):
     assert code == 1 and err.count("NaN or Inf") == 2
     first, second = out.splitlines()
     assert first == second
-
-
-def test_nan_error_output(poisoned, capsys, tmp_path):
-    target = tmp_path / "answer.txt"
-    target.write_text("before")
-    options = ["--model", poisoned, "--device", "cpu", "--prompt", "Hello, world!"]
-    assert commands.main(["generate", *map(str, options)]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and err.endswith("download it again\n")
-    assert commands.main(["generate", *map(str, options), "--output", str(target)]) == 1
-    assert target.read_text() == "before"
 
 
 def test_closed_terminal_ends_chat(session):

@@ -277,8 +277,10 @@ def bundled():
 
 
 @pytest.mark.parametrize("family", FORMATS, ids=lambda family: family.name)
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    "choice, parallel",
+    [("required", True), ("required", False), ({"type": "function", "function": {"name": "get_weather"}}, True)],
+)
 def test_enforced_calls_use_the_models_format(bundled, family, choice, parallel):
     tokenizer = TokenizerWithTemplate(bundled.tokenizer, " ".join(family.template_words))
     tools = openai_tools([WEATHER], choice, parallel)
