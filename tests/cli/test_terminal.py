@@ -19,41 +19,6 @@ pexpect = pytest.importorskip("pexpect")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def test_chat_in_terminal(endless, terminal):
-    child = terminal("--model", endless, "--seed", 3, "--temperature", 0.7, "--plain")
-    for line in ("hello", "again"):
-        child.send(f"{line}\r")
-        child.expect(STREAMS)  # the answer streams and does not end, because the model never samples the end token
-        child.sendintr()
-        child.expect(r"stopped after (\d+) tokens? and [\d.]+ s; kept in the conversation")
-        assert int(child.match[1]) > 0
-        child.expect_exact(READY)
-    enter(child, "/stats\r", "2 turns")
-    time.sleep(1)  # a Ctrl-C shortly after a stopped answer does not count
-    child.sendintr()
-    child.expect_exact("to leave")
-    child.expect_exact(READY)
-    child.sendintr()
-    leaves(child)
-    controls = {chr(code) for code in range(32)} - set("\r\n\t\x1b\x07\x08")
-    assert not set(child.screen.getvalue()) & controls, "control characters of the model are replaced"
-
-
-def test_markdown_in_terminal(endless, terminal, state):
-    child = terminal("--model", endless, "--seed", 3)
-    child.send("hello\r")
-    child.expect_exact("\x1b[?2004l")
-    child.expect(r"[^\s\x1b]{20}")
-    time.sleep(0.5)
-    child.sendintr()
-    child.expect(r"stopped after \d+ tokens? and [\d.]+ s; kept in the conversation")
-    child.expect_exact(READY)
-    leave(child)
-    assert child.screen.getvalue().count("\x1b[?25l") <= child.screen.getvalue().count("\x1b[?25h"), "cursor hidden"
-    (file,) = (state / "sessions").iterdir()
-    assert len(sessions.read(file).turns[0][1]) > 20
-
-
 def test_line_editing(terminal, state):
     child = terminal("--max-tokens", 2, "--temperature", 0)
     enter(child, "\x1b[200~pasted one\n/exit\nthree\n\x1b[201~\r", "context ")
@@ -131,21 +96,36 @@ def interrupt(child) -> float:
 
 
 @pytest.mark.parametrize("options", [(), ("--plain",)], ids=["markdown", "plain"])
-def test_interrupt_stops_answer(terminal, endless, options):
+def test_interrupt_stops_answer(terminal, endless, state, options):
     child = terminal("--model", endless, "--seed", 3, *options)
     for line in ("one", "two", "three"):
         child.send(f"{line}\r")
         child.expect_exact("\x1b[?2004l")
-        child.expect(r"[^\s\x1b]{20}")  # it streams, and would not end
-        interrupt(child)
+        child.expect(r"[^\s\x1b]{20}")  # it streams and does not end, because the model never samples the end token
+        child.sendintr()
+        child.expect(r"stopped after (\d+) tokens? and [\d.]+ s; kept in the conversation")
+        assert int(child.match[1]) > 0
         child.expect_exact(READY)
     assert "^C" not in child.screen.getvalue(), "an echo of Ctrl-C would shift the drawn rows"
-    child.sendeof()
+    enter(child, "/stats\r", "3 turns")
+    time.sleep(1)  # a Ctrl-C shortly after a stopped answer does not count
+    child.sendintr()
+    child.expect_exact("to leave")
+    child.expect_exact(READY)
+    child.sendintr()
     child.expect(pexpect.EOF)
     assert child.getecho(), "the echo is enabled again"
+    leaves(child)
+    screen = child.screen.getvalue()
+    controls = {chr(code) for code in range(32)} - set("\r\n\t\x1b\x07\x08")
+    assert not set(screen) & controls, "control characters of the model are replaced"
+    assert screen.count("\x1b[?25l") <= screen.count("\x1b[?25h"), "cursor hidden"
+    assert len(only_session(state).turns[0][1]) > 20
 
 
-def test_keys_during_answer_reach_next_prompt(terminal, endless):
+def test_keys_and_paste_during_answer_reach_next_prompt(terminal, endless, state):
+    """The paste is one message. It exceeds the 4,096 bytes to which the kernel limits a line."""
+    text = "x" * 5000 + "\n/exit\nthe last line"
     child = terminal("--model", endless, "--seed", 3, "--max-tokens", 300)
     child.send("one\r")
     child.expect_exact("\x1b[?2004l")
@@ -155,21 +135,14 @@ def test_keys_during_answer_reach_next_prompt(terminal, endless):
     assert "/set" not in child.before  # the next prompt may follow already
     child.expect_exact(READY)
     enter(child, "\r", "top_k is 7")
-    leave(child)
-
-
-def test_paste_during_answer_is_one_message(terminal, endless, state):
-    """The paste exceeds the 4,096 bytes to which the kernel limits a line."""
-    text = "x" * 5000 + "\n/exit\nthe last line"
-    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 300)
-    child.send("one\r")
+    child.send("two\r")
     child.expect_exact("2004h")  # the terminal marks pastes now
     child.expect(r"[^\s\x1b]{20}")
     enter(child, "\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~", "context ")
     child.expect_exact("the last line")
     enter(child, "\r", "context ")
     leave(child)
-    assert [user for user, _ in only_session(state).turns] == ["one", text]
+    assert [user for user, _ in only_session(state).turns] == ["one", "two", text]
 
 
 def test_interrupt_stops_long_prompt(terminal, endless, state):
