@@ -337,6 +337,8 @@ REFUSED = {
     "empty messages": ({"messages": []}, 400, "at least one message"),
     "message as text": ({"messages": ["hi"]}, 400, "messages[0]: expected an object"),
     "unknown role": ({"messages": [{"role": "bot", "content": "x"}]}, 400, 'messages[0].role: expected system'),
+    "unknown field of a message": ({"messages": [CHAT[0] | {"mood": "good"}]}, 400, "messages[0].mood: not supported"),
+    "name as number": ({"messages": [CHAT[0] | {"name": 5}]}, 400, "messages[0].name: expected text, got 5"),
     "no content": ({"messages": [{"role": "user"}]}, 400, "messages[0].content: expected text"),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
@@ -468,9 +470,13 @@ def test_refusal_of_a_template_contains_no_path(tmp_path):
 
 
 def test_unexpected_error_has_each_apis_form_and_is_counted(served, monkeypatch, caplog):
-    def broken(*args):
+    def broken(*args, **options):
         raise RuntimeError(f"secret of {DOCS}")
 
+    with monkeypatch.context() as while_prepared, caplog.at_level(logging.CRITICAL):
+        while_prepared.setattr(served.engine, "prepare", broken)
+        got = served.post("/v1/chat/completions", GREEDY)
+    assert got.status_code == 500 and "secret" not in got.text and "Traceback" not in got.text
     monkeypatch.setattr("tridecode.server.app.parse_body", broken)
     with caplog.at_level(logging.INFO, "tridecode.server"):
         got, other = served.post("/v1/chat/completions", {}), served.post("/v1/messages", {})
