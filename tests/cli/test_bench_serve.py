@@ -69,6 +69,8 @@ def test_the_row_has_the_fields_of_vllm_and_its_command(bench):
     assert (again.num_prompts, again.output_tokens, again.url, again.warm_up) == (2, 1, server.url, 1)
     for url in ("http://a:8000", "http://a:8000/", "http://a:8000/v1", "http://a:8000/v1/"):
         assert options("--url", url).url == "http://a:8000"
+    read = serve.ServeRow.read({name: value for name, value in row.items() if name != "bench"})
+    assert read.as_dict() == row and read.name == "a-model"
     # Answers of one token have no time between tokens.
     assert row["mean_tpot_ms"] is None and row["p99.9_itl_ms"] is None and row["mean_ttft_ms"] > 0
     assert "Mean TPOT (ms):                          -\n" in out
@@ -144,6 +146,8 @@ def test_prompts_from_a_file(bench, tmp_path):
         ("{}", "chat", "line 2: expected one of prompt, messages, prompt_ids, got none"),
         ('{"prompt": "a", "prompt_ids": [1]}', "chat", "got prompt and prompt_ids"),
         ('{"prompt": "a", "temperature": 1}', "chat", 'unknown field "temperature"'),
+        ('{"prompt": ""}', "chat", "prompt must be a nonempty string"),
+        ('{"prompt_ids": ["a"]}', "completions", "prompt_ids must be a list of token ids"),
         ('{"prompt": "a", "max_tokens": true}', "chat", "max_tokens must be a positive integer, got true"),
         ('{"prompt_ids": [1]}', "chat", "prompt_ids need --endpoint completions"),
         ('{"messages": [{"role": "user"}]}', "completions", "messages need --endpoint chat"),

@@ -8,7 +8,7 @@ from benches import bench_on_tiny_engines, engine_of, run_bench
 
 from tridecode import layout
 from tridecode.cli.bench import speculate, speculate_texts
-from tridecode.cli.bench.speculate_texts import Text, play
+from tridecode.cli.bench.speculate_texts import Text, play, texts
 from tridecode.cli.parser import make_parser
 
 SMALL = ("speculate", "--context", "20", "--steps", "2", "--runs", "1", "--history", "300")
@@ -69,6 +69,9 @@ def test_without_texts_only_options_have_their_defaults():
 
 
 def test_missing_texts_fail_with_one_line(capsys, monkeypatch, tmp_path):
+    code, quotation, _, prose, _ = texts()
+    assert code.sampled != code.before and quotation.sampled in quotation.before
+    assert prose.sampled[:200] not in prose.before
     monkeypatch.setattr(speculate_texts, "ROOT", tmp_path)
     code, out, err = run_bench(capsys, "speculate")
     assert (code, out, err.count("\n")) == (1, "", 1)

@@ -212,7 +212,8 @@ def test_failed_answer_exits_1(generate, engine, monkeypatch):
             return Result(self.text, (5, 6), "error", usage, timings, 1, None, error)
 
     monkeypatch.setattr(engine, "submit", lambda prompt, params: Failed())
-    line = f"tridecode: error: {error}\n"
+    monkeypatch.setattr(Engine, "notes", ["context lowered"])
+    line = f"context lowered\ntridecode: error: {error}\n"
     code, out, err = generate("--prompt", "Hello", "--json")
     assert (code, json.loads(out)["error"], out.count("\n"), err) == (1, error, 1, line)
     assert generate("--prompt", "Hello") == (1, "Hel\n", line)

@@ -235,7 +235,8 @@ def test_deep_nesting_is_shown_as_text(text):
 def test_text_after_the_end_is_ignored(text, shown, end):
     console = console_to(terminal=True)
     stream = MarkdownStream(console)
-    stream.push(text)
+    if text:
+        stream.push(text)
     for _ in range(2):
         getattr(stream, end)()
     stream.push("too late")
