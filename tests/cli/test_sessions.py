@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from chats import enter, leave, said
+from chats import said
 from rich.cells import cell_len
 
 from tridecode.cli.chat import session as store
@@ -196,16 +196,6 @@ def test_continued_conversation_shows_last_turns(session):
         out, err = chat.read()
         assert out.count("> q\n") == shown
         assert (f"{len(lengths) - shown} earlier turn" in err) == (shown < len(lengths))
-
-
-def test_resume_shows_last_turns_in_terminal(terminal):
-    keep("rivers")
-    child = terminal("--resume")
-    assert "And a lake?" in child.screen.getvalue() and "Como" in child.screen.getvalue()
-    enter(child, "/title Water\r", "the title is Water")
-    enter(child, "/load riv\t\r", "continuing 2 turns")
-    leave(child)
-    assert store.read(store.named("rivers")).title == "Water"
 
 
 def cached(tmp_path, monkeypatch, name: str, *weights: str) -> None:

@@ -52,9 +52,8 @@ def test_ctrl_c_during_start(module, code):
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["markdown", "plain"])
-def test_sigterm_in_mid_answer(terminal, state, plain):
-    child = terminal("--ignore-eos", "--seed", 3, "--max-tokens", 4, *["--plain"] * plain)
+def test_sigterm_in_mid_answer(terminal, state):
+    child = terminal("--ignore-eos", "--seed", 3, "--max-tokens", 4)
     child.send("first\r")
     child.expect_exact("context ")
     child.expect_exact(READY)

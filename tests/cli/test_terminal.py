@@ -41,6 +41,7 @@ def test_line_editing(terminal, state):
 
     child = terminal("--max-tokens", 2, "--resume")
     assert f"session {file.stem}: continuing {len(users)} turns" in child.screen.getvalue()
+    assert "quoted" in child.screen.getvalue(), "the last turns are shown"
     child.send("\x1b[A\r")  # /edit, the last line of the previous chat
     child.expect_exact("/exit")
     enter(child, "\x1b\rmore\r", "context ")
@@ -169,9 +170,10 @@ def test_long_paste_is_one_message(terminal, state):
     child.send("\x1b[200~" + lines.replace("\n", "\r") + "\x1b[201~")
     child.expect_exact("299.")
     enter(child, "\r", "holds 200")
-    enter(child, "\x1b[200~" + lines[:100].replace("\n", "\r") + "\x1b[201~\r", "context ")
+    for shows in ("context ", "turn 1 is no longer sent to the model"):  # the default in a terminal
+        enter(child, "\x1b[200~" + lines[:200].replace("\n", "\r") + "\x1b[201~\r", shows)
     leave(child)
-    assert [user for user, _ in only_session(state).turns] == [lines[:100]]
+    assert [user for user, _ in only_session(state).turns] == [lines[:200]] * 2
 
 
 @pytest.mark.parametrize("when", ["", "loading"], ids=["start", "load"])
