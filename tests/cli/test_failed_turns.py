@@ -68,7 +68,7 @@ def test_nan_fails_one_line(poisoned, tmp_path, run):
     assert code == 1 and errors == [True, False, True] and err.count("NaN or Inf") == 2
     (target := tmp_path / "answer.txt").write_text("before")
     for output in ((), ("--output", target)):
-        code, out, err = run(*options, "--prompt", "Hello, world!", *output)
+        code, out, err = run(*options, "--temperature", "1", "--prompt", "Hello, world!", *output)
         assert (code, out, err.count("\n")) == (1, "", 1) and err.endswith("download it again\n")
     assert target.read_text() == "before"
 
