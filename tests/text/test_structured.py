@@ -260,7 +260,7 @@ def test_unsupported_format_is_refused(bundled, fields, code):
     with pytest.raises(ParameterError) as refused:
         bundled.submit(CHAT, SamplingParams(**fields))
     assert (refused.value.argument, refused.value.code) == (next(iter(fields)), code)
-    assert "\n" not in str(refused.value) and time.monotonic() - started < 5
+    assert "\n" not in str(refused.value) and time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize(

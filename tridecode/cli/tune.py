@@ -134,7 +134,7 @@ class StepTimer:
         try:
             dispatcher, greedy = Dispatcher("full", (self._rows,)), BatchDescriptor("greedy", self._rows)
             engine.steps = DecodePasses(self._model(configs), dispatcher=dispatcher, batches=[greedy])
-            if not self._same():
+            if not self.same_logits():
                 return None
             return mean(self._time(context) for context in self.contexts)
         except (TritonError, RuntimeError):
@@ -151,7 +151,7 @@ class StepTimer:
         with suppress(TritonError, RuntimeError):
             compile_ahead([list_of(self._model(configs), greedy) for configs in several], launcher(model), model.device)
 
-    def _same(self) -> bool:
+    def same_logits(self) -> bool:
         """Return whether the logits agree with the first ones, over the same K/V: timings change the cache."""
         generator = torch.Generator(self.engine.device).manual_seed(0)
         self.engine.model.kv.fill(generator)
