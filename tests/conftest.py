@@ -117,49 +117,59 @@ def session(capsys, state):
     return make
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A tiny model with random weights; tests only read it."""
+    from checkpoints import write_tiny
+
+    return write_tiny(tmp_path_factory.mktemp("tiny") / "qwen3", "qwen3")
+
+
 @pytest.fixture
-def piped(capsys, monkeypatch, state):
-    """Run `chat` on lines from a pipe; returns exit code, stdout, stderr."""
+def run(capsys):
+    """Run the program in this process; returns exit code, stdout, stderr."""
     from tridecode import cli as commands
 
-    def piped(text, *argv):
-        monkeypatch.setattr("sys.stdin", io.StringIO(text))
-        local = () if "--url" in argv else ("--device", "cpu")
+    def run(*argv):
         try:
-            code = commands.main(["chat", *local, *map(str, argv)])
+            code = commands.main([str(arg) for arg in argv])
         except SystemExit as exit:
             code = exit.code
         return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def piped(run, monkeypatch, state):
+    """Run `chat` on lines from a pipe; returns exit code, stdout, stderr."""
+
+    def piped(text, *argv):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        return run("chat", *(() if "--url" in argv else ("--device", "cpu")), *argv)
 
     return piped
 
 
 @pytest.fixture(scope="session")
-def engine(tmp_path_factory):
+def engine(tiny):
     """A tiny model with random weights on the CPU, for the fixture `generate`."""
-    from checkpoints import write_tiny
-
     from tridecode import Engine
 
-    return Engine.load(write_tiny(tmp_path_factory.mktemp("generate") / "qwen3", "qwen3"), device="cpu")
+    return Engine.load(tiny, device="cpu")
 
 
 @pytest.fixture
-def generate(capsys, engine, monkeypatch):
+def generate(run, engine, monkeypatch):
     """Run `generate` in this process on one engine; returns exit code, stdout, stderr. stdin: bytes, or a stream."""
     from tridecode import Engine
-    from tridecode import cli as commands
 
     monkeypatch.setattr(Engine, "load", lambda *args, **kwargs: engine)
 
     def generate(*argv, stdin=b""):
         stream = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8") if isinstance(stdin, bytes) else stdin
         monkeypatch.setattr("sys.stdin", stream)
-        try:
-            code = commands.main(["generate", *map(str, argv)])
-        except SystemExit as exit:
-            code = exit.code
-        return code, *capsys.readouterr()
+        return run("generate", *argv)
 
     return generate
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, write_tiny
 
-from tridecode import cli as commands
-
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
@@ -28,15 +26,11 @@ def copy(good, tmp_path):
 
 
 @pytest.fixture
-def failure(capsys):
+def failure(run):
     """Run the program, check that it writes one line to stderr and nothing to stdout, and return that line."""
 
     def failure(*argv, code=1):
-        try:
-            found = commands.main([str(arg) for arg in argv])
-        except SystemExit as exit:
-            found = exit.code
-        out, err = capsys.readouterr()
+        found, out, err = run(*argv)
         assert found == code, err
         assert out == "" and err.count("\n") == 1 and err.startswith("tridecode: error: "), (out, err)
         return err
@@ -69,6 +63,7 @@ def drop_template(path):
     write_tokenizer(path, chat_template=None)
 
 
+HUGE = dict(hidden_size=2**20, intermediate_size=2**20, num_hidden_layers=1000)
 SPOILED = {
     "absent": (shutil.rmtree, ("no such directory",)),
     "empty": (lambda path: [file.unlink() for file in path.iterdir()], ("no config.json",)),
@@ -77,9 +72,12 @@ SPOILED = {
     "no JSON": (lambda path: (path / "config.json").write_text("{"), ("config.json",)),
     "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), ("tokenizer.json",)),
     "no template": (drop_template, ("--raw",)),
-    "too large": (lambda path: edit(path / "config.json", **HUGE), ("not enough memory",)),
+    "too large": (lambda path: edit(path / "config.json", **HUGE), ("not enough memory", "GiB")),
+    "another architecture": (
+        lambda path: edit(path / "config.json", architectures=["MambaForCausalLM"]),
+        ("MambaForCausalLM", "LlamaForCausalLM"),
+    ),
 }
-HUGE = dict(hidden_size=2**20, intermediate_size=2**20, num_hidden_layers=1000)
 
 
 @pytest.mark.parametrize("case", SPOILED)
@@ -88,16 +86,10 @@ def test_damaged_checkpoint(failure, copy, case):
     spoil(copy)
     line = failure("generate", "--prompt", "x", "--model", copy, "--device", "cpu")
     assert all(word in line for word in words)
-    if case in ("absent", "no JSON"):
+    if case in ("absent", "no JSON", "another architecture"):
         for command in ("chat", "info"):
-            assert words[0] in failure(command, "--model", copy)
-
-
-@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("info",), ("chat",)])
-def test_unknown_architecture(failure, copy, command):
-    edit(copy / "config.json", architectures=["MambaForCausalLM"])
-    line = failure(*command, "--model", copy)
-    assert "MambaForCausalLM" in line and "LlamaForCausalLM" in line
+            line = failure(command, "--model", copy)
+            assert all(word in line for word in words)
 
 
 @pytest.mark.parametrize(
@@ -136,20 +128,10 @@ def test_wrong_value(failure, good, monkeypatch, option, value):
     assert f"argument {option}: " in line and repr(value) in line and "tridecode generate --help" in line
 
 
-def test_a_context_beyond_the_models_limit(failure, good):
-    line = failure("generate", "--prompt", "x", "--model", good, "--max-seq-len", "100000")
-    assert ": --max-seq-len must be an integer from 1 to the model's limit of 512" in line
-
-
-@pytest.mark.parametrize("command", ["chat", "generate", "info"])
-def test_misspelled_option(failure, command):
-    line = failure(command, "--devise", "cpu", code=2)
-    assert "did you mean --device?" in line and f"tridecode {command} --help" in line
-
-
 @pytest.mark.parametrize(
     "typed, meant",
     [
+        ("--devise", "--device"),
         ("--nope", ""),
         ("--system-prompt", ""),
         ("--maxtokens", "--max-tokens"),
@@ -161,11 +143,12 @@ def test_misspelled_option(failure, command):
     ],
 )
 def test_only_a_near_option_is_suggested(failure, typed, meant):
-    line = failure("generate", typed, code=2)
-    assert line == (
-        f"tridecode: error: unrecognized arguments: {typed}{f'; did you mean {meant}?' if meant else ''} "
-        "(see tridecode generate --help)\n"
-    )
+    for command in ("generate", "chat", "info") if typed == "--devise" else ("generate",):
+        line = failure(command, typed, code=2)
+        assert line == (
+            f"tridecode: error: unrecognized arguments: {typed}{f'; did you mean {meant}?' if meant else ''} "
+            f"(see tridecode {command} --help)\n"
+        )
 
 
 @pytest.mark.parametrize(
@@ -186,10 +169,12 @@ def test_only_a_near_option_is_suggested(failure, typed, meant):
         (("chat", ""), "the question is empty"),
         (("generate", " "), "the question is empty"),
         (("--verison",), "--verison"),
+        (("info", "x\x1b[2J"), "x␛[2J"),
     ],
 )
 def test_invalid_questions(failure, argv, named):
-    assert named in failure(*argv, code=2)
+    line = failure(*argv, code=2)
+    assert named in line and "\x1b" not in line
 
 
 @pytest.mark.parametrize(
@@ -197,24 +182,13 @@ def test_invalid_questions(failure, argv, named):
     [
         ("--seed", 5000),  # more than Python reads
         ("--seed", 4000),
-        ("--max-seq-len", 4000),
-        ("--stop-token-ids", 5000),
         ("--stop-token-ids", 4000),
-        ("--n", 5000),
         ("--n", 20),
     ],
 )
 def test_long_number_is_shortened_in_the_message(failure, option, digits):
     line = failure("generate", "--device", "cpu", "--prompt", "x", option, "9" * digits, code=2)
     assert option in line and "99" in line and len(line) < 500
-
-
-TWO_PROMPTS = ("generate", "--prompt", "x", "--prompt-ids", "1")
-
-
-@pytest.mark.parametrize("argv", [TWO_PROMPTS, ("info", "x\x1b[2J")])
-def test_wrong_usage(failure, argv):
-    assert "\x1b" not in failure(*argv, code=2)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +204,8 @@ def test_wrong_usage(failure, argv):
             "--chunk-tokens must be a multiple of 64 with --batch-invariant",
         ),
         (("--kv-ring", "2"), "use it with --kv-offload"),
+        (("--max-seq-len", "100000"), "--max-seq-len must be an integer from 1 to the model's limit of 512"),
+        (("--device", "cuda:999"), "cuda:999"),
         (("--prompt-graph-sizes", "16", "--no-prompt-graphs"), "captured with --graph full_decode_only; leave one"),
         (("--prompt-graph-sizes", "16", "--prompt-graph-max-tokens", "2048"), "not go with --prompt-graph-max-tokens"),
     ],
@@ -256,10 +232,10 @@ def test_empty_prompt(failure, good, monkeypatch):
     assert "empty" in failure("generate", "--model", good)
 
 
-@pytest.mark.parametrize("token", [VOCAB_SIZE, -1, 10**30])
-def test_token_id_outside_the_vocabulary(failure, good, token):
-    line = failure("generate", "--model", good, "--device", "cpu", f"--prompt-ids=5,{token}")
-    assert str(token) in line and f"0 to {VOCAB_SIZE - 1}" in line
+def test_token_id_outside_the_vocabulary(failure, good):
+    for token in (VOCAB_SIZE, -1, 10**30):
+        line = failure("generate", "--model", good, "--device", "cpu", f"--prompt-ids=5,{token}")
+        assert str(token) in line and f"0 to {VOCAB_SIZE - 1}" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
@@ -275,22 +251,3 @@ def test_bench_without_a_gpu(failure):
     for command in (("bench", "decode"), ("profile",), ("tune",)):
         line = failure(*command)
         assert "needs an NVIDIA GPU" in line and line.endswith("see tridecode doctor\n")
-
-
-@pytest.mark.parametrize("options", [("--preset", "gpt-2"), ("--steps", "0"), ("--context", "-1")])
-def test_wrong_bench_options(failure, options):
-    assert repr(options[1]) in failure("bench", "decode", *options, code=2)
-
-
-def test_bench_offload_modes_are_exclusive(failure):
-    assert "not allowed with" in failure("bench", "offload", "--swap", "--weights", "4", code=2)
-
-
-def test_missing_gpu_number(failure, good):
-    assert "cuda:999" in failure("generate", "--prompt", "x", "--model", good, "--device", "cuda:999")
-
-
-def test_not_enough_memory(failure, good, monkeypatch):
-    monkeypatch.setattr("tridecode.plan.memory.free_memory", lambda device: 40 * 2**20)
-    line = failure("generate", "--prompt", "x", "--model", good, "--device", "cpu")
-    assert "not enough memory" in line and "GiB" in line

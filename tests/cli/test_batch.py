@@ -71,13 +71,11 @@ def test_invalid_lines_do_not_affect_others(generate, tmp_path):
         assert entry["error"].startswith(f"line {number}: ") and named in entry["error"], entry
         assert line.startswith(f"tridecode: error: {file}: line {number}: ") and named in line
     assert err.splitlines()[-1].startswith(f"1 answered, {len(BAD)} failed")
-
-
-def test_error_names_the_field_or_option_that_was_set(generate, tmp_path):
-    file = tmp_path / "b.jsonl"
     file.write_text('{"prompt": "a", "logit_bias": {"388000": 1}}\n{"prompt": "a"}')
     found = lines(generate("--jsonl", file, *LIMITS, "--logit-bias", "388000=1")[1])
-    assert [entry["error"].split(": ")[1] for entry in found] == ["logit_bias", "--logit-bias"]
+    assert [entry["error"].split(": ")[1] for entry in found] == ["logit_bias", "--logit-bias"], "as it was set"
+    code, out, err = generate("--jsonl", "-", stdin=b"\n \n")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "no prompts" in err
 
 
 def test_a_batch_resumes(generate, engine, monkeypatch, tmp_path):
@@ -123,11 +121,6 @@ def test_the_bar_is_on_stderr_only(generate, monkeypatch, tmp_path):
     assert code == 1 and len(lines(out)) == 2
 
 
-def test_a_batch_without_prompts(generate):
-    code, out, err = generate("--jsonl", "-", stdin=b"\n \n")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "no prompts" in err
-
-
 @pytest.fixture
 def batch(generate, engine, monkeypatch, tmp_path):
     """Return a function that runs a batch of two prompts. Loading an engine fails unless `answers` is called first."""
@@ -152,32 +145,20 @@ OWN = key('{"prompt": "Hello"}')
 ENTRY = {"index": 0, "input": OWN, "token_ids": [5], "text": "a", "finish_reason": "stop"}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "notes",
-        "notes\n",
-        '{"a": 1}\n',
-        "[]\n",
-        "5\n",
-        "\udcff\n",
-        '{"index": [], "input": ""}\n',
-        '{"index": 0, "input": "other"}\n',
-        '{"index": 9, "input": "other"}\n',
-        "{",
-        '{"index": ',
-        '{"index": 0, "note": "mine"}',
-        '{"index": 1, "input": "4',
-        f'{{"index": 1, "input": "{OWN}", "text": "of another line"',
-        '{"index": 1, "input": "note"}\n',
-        '{"index": 1, "input": "0123456789abcdef", "error": "mine"}\n',
-        f'{{"index": 0, "input": "{OWN}"}}\n',
-        json.dumps(ENTRY) + '\n{"index": 1, "note": "mine"}',
-        json.dumps(ENTRY) + "\nnotes",
-        json.dumps(ENTRY | {"index": True}) + "\n",
-        json.dumps(ENTRY) + "\n\0\0\0\n",
-    ],
-)
+UNRELATED = [
+    "notes", "notes\n", '{"a": 1}\n', "[]\n", "\udcff\n",
+    '{"index": [], "input": ""}\n', '{"index": 0, "input": "other"}\n', '{"index": 9, "input": "other"}\n',
+    "{", '{"index": ', '{"index": 0, "note": "mine"}', '{"index": 1, "input": "4',
+    f'{{"index": 1, "input": "{OWN}", "text": "of another line"',
+    '{"index": 1, "input": "0123456789abcdef", "error": "mine"}\n',
+    f'{{"index": 0, "input": "{OWN}"}}\n',
+    json.dumps(ENTRY) + '\n{"index": 1, "note": "mine"}',
+    json.dumps(ENTRY | {"index": True}) + "\n",
+    json.dumps(ENTRY) + "\n\0\0\0\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", UNRELATED)
 def test_unrelated_file_is_not_changed(batch, content):
     batch.results.write_bytes(data := content.encode(errors="surrogateescape"))
     code, out, err = batch()
@@ -243,18 +224,15 @@ def test_file_replaced_during_open_is_not_appended_to(batch, monkeypatch, tmp_pa
         (tmp_path / "other").replace(batch.results)
         flock(file, operation)
 
-    monkeypatch.setattr(fcntl, "flock", replaced)
-    code, _, err = batch()
-    assert (code, err.count("\n")) == (1, 1) and "another process" in err
-
-
-def test_file_system_without_locks_is_supported(batch, monkeypatch):
     def unsupported(file, operation):
         raise OSError(95, "Operation not supported")
 
+    monkeypatch.setattr(fcntl, "flock", replaced)
+    code, _, err = batch()
+    assert (code, err.count("\n")) == (1, 1) and "another process" in err
     monkeypatch.setattr(fcntl, "flock", unsupported)
     batch.answers()
-    assert batch()[0] == 0 and len(lines(batch.results.read_text())) == 2
+    assert batch()[0] == 0 and len(lines(batch.results.read_text())) == 2, "a file system without locks is supported"
 
 
 def test_huge_unrelated_file_is_not_read_whole(batch, monkeypatch):

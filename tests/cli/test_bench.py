@@ -14,13 +14,11 @@ from benches import DTYPE, bench_on_tiny_engines, engine_of, run_bench
 from models import CUDA, DEVICE, FAMILIES, begin, tiny_config, tiny_engine
 from torch.autograd import DeviceType
 
-from tridecode import cli as commands
-from tridecode.cli.bench import ablate, batch, first_token, measure, mix, prefill, start, step_bytes, time_decode
+from tridecode.cli.bench import ablate, batch, first_token, measure, mix, prefill, start, step_bytes
 from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.cli.bench.stream import stream_figures
 from tridecode.cli.parser import make_parser
 from tridecode.cli.values import MAX_ROWS
-from tridecode.cli.values import mix as contexts_of
 from tridecode.errors import GenerationError, ParameterError
 from tridecode.layout import POSITION, RUN, STATUS
 from tridecode.options import GRAPHS, MAX_SLOTS
@@ -59,12 +57,8 @@ def test_prefill_flops():
     # two more tokens: the first layer in full and the second's q, k and v; they attend to 1 and 2 positions
     attention = 4 * 256 * (1 + 2) + 2 * 4 * 256 * (3 - 1)
     assert prefill.prefill_flops(config, 3) == one + 2 * 2 * (2 * qkv + rest) + attention
-
-
-def test_prefill_flops_of_a_sliding_window():
-    full, window = (
-        prefill.prefill_flops(tiny_config(**FAMILIES["mistral"] | {"sliding_window": w}), 40) for w in (None, 24)
-    )
+    windows = (tiny_config(**FAMILIES["mistral"] | {"sliding_window": window}) for window in (None, 24))
+    full, window = (prefill.prefill_flops(config, 40) for config in windows)
     # The last 15 of the first 39 tokens attend to 24 positions in one layer; the 40th token does so in two layers.
     assert full - window == 4 * 256 * (sum(range(25, 40)) - 15 * 24) + 2 * 4 * 256 * (40 - 24)
 
@@ -78,11 +72,8 @@ def test_flops_of_cached_tokens_are_subtracted(window):
     assert prefill.prefill_flops(config, 7, 33) == whole - (first - last)
 
 
-def test_percentiles():
+def test_percentiles_and_figures_of_stream_and_start():
     assert measure.median_p5_p95([3.0, 1.0, 2.0], 10) == pytest.approx((20.0, 11.0, 29.0))
-
-
-def test_stream_and_start_figures():
     found = stream_figures([(0.5, [1e-6, 3e-6]), (0.1, [4e-6, 4e-6])], [2e-6, 2e-6])
     assert found["us_per_token"] == pytest.approx(3) and found["ratio_to_graph"] == pytest.approx(1.5)
     assert found["ttft_ms"] == pytest.approx(300) and found["itl_median_us"] == pytest.approx(3.5)
@@ -102,22 +93,16 @@ def test_ended_rows_are_not_timed():
         measure.check_running(engine, "both", 2)
 
 
-def test_every_run_has_the_same_pages():
-    """Otherwise `tune` would compute different logits, because a row would read other K/V."""
-    engine = engine_of(256, 3)
-    tables = []
-    for _ in range(3):
-        rewind(engine, [70, 5, 200], measure.GREEDY, 3)
-        engine.synchronize()
-        tables.append(engine.model.kv.page_table.clone())
-    assert tables[0].equal(tables[1]) and tables[0].equal(tables[2])
-
-
 @pytest.mark.parametrize("contexts, steps", [([64] * 7, 128), ([1000, 64, 63, 1], 63), ([32, 96], 30)])
 def test_pool_has_pages_for_every_pass(contexts, steps):
     room = [batch.reserved_positions(context, steps) for context in contexts]
     engine = engine_of(max(room), len(contexts), sum(room))
-    rewind(engine, contexts, measure.GREEDY, len(contexts))
+    tables = []
+    for _ in range(2):
+        rewind(engine, contexts, measure.GREEDY, len(contexts))
+        engine.synchronize()
+        tables.append(engine.model.kv.page_table.clone())
+    assert tables[0].equal(tables[1]), "every run has the same pages, because tune compares logits"
     meta = engine.model.workspace.meta
     meta[: len(contexts), POSITION] += steps  # the positions after the last pass
     enqueue(engine, measure.GREEDY, len(contexts))
@@ -127,6 +112,9 @@ def test_pool_has_pages_for_every_pass(contexts, steps):
 
 def test_options_of_the_engine(monkeypatch):
     """Drafts are off unless the bench turns them on, and --graph is not passed to the engine."""
+    assert MAX_ROWS == MAX_SLOTS and GRAPHS == tuple(MODES)
+    with pytest.raises(ParameterError, match="gpt-2"):
+        measure.preset_engine("gpt-2", 64)
     found = []
     monkeypatch.setattr(measure, "preset_engine", lambda *args, **more: found.append(more))
     args = make_parser().parse_args("bench serve --mix --prompt-ms 7 --graph none --quantize int4".split())
@@ -134,15 +122,6 @@ def test_options_of_the_engine(monkeypatch):
         measure.bench_engine(args, 64, **more)
     assert [each["speculate"] for each in found] == ["off", "ngram"]
     assert (found[0]["prompt_ms"], found[0]["quantize"]) == (7, "int4") and "graph" not in found[0]
-
-
-def test_an_unknown_preset():
-    with pytest.raises(ParameterError, match="gpt-2"):
-        measure.preset_engine("gpt-2", 64)
-
-
-def test_options_have_the_limits_of_the_engine():
-    assert MAX_ROWS == MAX_SLOTS and GRAPHS == tuple(MODES)
 
 
 # decode, batch, prefill, stream
@@ -159,14 +138,9 @@ def test_decode(bench):
     assert "us_over_greedy" in row and row["command"].endswith("--context 20 --steps 3 --sampling all")
     assert {"preset", "context", "read_bandwidth_gbs", "gpu", "torch", "triton"} <= row.keys()
     assert "all sampling filters" in out and "a clock" in out
-
-
-def test_time_decode_starts_each_run_at_the_context(bench):
-    engine = engine_of(64)
-    assert len(time_decode(engine, 30, 5, 2)) == 2
+    (engine,) = bench.made
     engine.synchronize()
-    assert engine.model.workspace.meta[0, [STATUS, POSITION]].tolist() == [RUN, 35]
-    assert engine.model.workspace.tokens[0, :31].eq(0).all()
+    assert engine.model.workspace.meta[0, [STATUS, POSITION]].tolist() == [RUN, 23], "each run begins at the context"
 
 
 def test_batch_has_a_row_for_each_number_of_requests_at_each_context(bench):
@@ -185,10 +159,10 @@ def test_batch_has_a_row_for_each_number_of_requests_at_each_context(bench):
 
 
 def test_a_mix_of_contexts_names_its_rows(bench):
-    code, out, _ = bench("batch", "--context", "90x1+5x2", "--steps", "2", "--runs", "1")
+    code, out, _ = bench("batch", "--context", "90+5x2", "--steps", "2", "--runs", "1")
     row = json.loads(out.split("\n")[-2])
-    assert code == 0 and (row["rows"], row["context"]) == (3, "90x1+5x2")
-    assert "--context 90x1+5x2" in row["command"] and "--rows" not in row["command"]
+    assert code == 0 and (row["rows"], row["context"]) == (3, "90+5x2")
+    assert "--context 90+5x2" in row["command"] and "--rows" not in row["command"]
     engine = bench.made[0]
     engine.synchronize()
     # each row began at its own context and is two steps further
@@ -197,15 +171,15 @@ def test_a_mix_of_contexts_names_its_rows(bench):
 
 
 @pytest.mark.parametrize(
-    "context, rows", [("64", [64]), ("32000x1+64x2", [32000, 64, 64]), ("5+6", [5, 6]), ("5x2", [5, 5])]
+    "argv, named",
+    [
+        ("batch --rows 4 --context 64x3,32x2", "--rows: a mix like 64x3 sets the number"),
+        ("serve --mix --requests 64", "--requests: must be at most 63"),
+    ],
 )
-def test_contexts_of_a_mix(context, rows):
-    assert contexts_of(context) == rows
-
-
-def test_rows_option_is_refused_with_mixes_only(bench):
-    code, out, err = bench("batch", "--rows", "4", "--context", "64x3,32x2")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--rows: a mix like 64x3 sets the number" in err
+def test_conflicting_sizes_are_one_line(bench, argv, named):
+    code, out, err = bench(*argv.split())
+    assert (code, out, err.count("\n")) == (1, "", 1) and named in err
 
 
 def test_prefill_in_several_lengths_and_modes(bench):
@@ -254,32 +228,57 @@ def test_stream(bench):
     assert row["itl_median_us"] <= row["itl_p99_us"] and row["ttft_ms"] > 0
 
 
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        ("batch --context 64x", "argument --context: expected"),
-        ("batch --context 64x65", "at most 64 rows, got '64x65'"),
-        ("batch --context 64x99999999999999999999", "argument --context: expected"),
-        ("batch --context 5x2x2", "got '2x2'"),
-        ("batch --rows 1,65", "argument --rows: every entry must be"),
-        ("prefill --prompt-tokens 3,x", "argument --prompt-tokens: every entry must be"),
-        ("prefill --graph full,half", "got 'full,half'"),
-        ("prefill --graph full,full", "once, got 'full,full'"),
-        ("prefill --cached -1", "--cached"),
-        ("decode --model a --preset qwen3-4b", "not allowed with"),
-        ("start --steps 3", "unrecognized arguments: --steps 3"),
-        ("serve --mix --url http://a", "--url cannot be used with --mix"),
-        ("serve --mix --percentiles 99", "--percentiles cannot be used with --mix"),
-        ("serve --requests 3", "--requests needs --mix"),
-        ("serve --runs 9", "--runs needs --mix"),
-        ("serve --mix --model a --preset qwen3-4b", "not allowed with"),
+WRONG = {
+    "bench batch": [
+        ("--context 64x", "argument --context: expected"),
+        ("--context 64x65", "at most 64 rows, got '64x65'"),
+        ("--context 64x99999999999999999999", "argument --context: expected"),
+        ("--context 5x2x2", "got '2x2'"),
+        ("--rows 1,65", "argument --rows: every entry must be"),
     ],
-)
-def test_wrong_options_are_one_line(argv, named, capsys):
-    with pytest.raises(SystemExit) as exit:
-        commands.main(["bench", *argv.split()])
-    err = capsys.readouterr().err
-    assert exit.value.code == 2 and err.count("\n") == 1 and named in err
+    "bench prefill": [
+        ("--prompt-tokens 3,x", "argument --prompt-tokens: every entry must be"),
+        ("--graph full,half", "got 'full,half'"),
+        ("--graph full,full", "once, got 'full,full'"),
+        ("--cached -1", "--cached"),
+    ],
+    "bench decode": [
+        ("--model a --preset qwen3-4b", "not allowed with"),
+        ("--preset gpt-2", "'gpt-2'"),
+        ("--steps 0", "'0'"),
+        ("--context -1", "'-1'"),
+    ],
+    "bench start": [("--steps 3", "unrecognized arguments: --steps 3")],
+    "bench offload": [("--swap --weights 4", "not allowed with")],
+    "bench serve": [
+        ("--mix --url http://a", "--url cannot be used with --mix"),
+        ("--mix --percentiles 99", "--percentiles cannot be used with --mix"),
+        ("--requests 3", "--requests needs --mix"),
+        ("--mix --model a --preset qwen3-4b", "not allowed with"),
+        *((f"--url={url}", "--url") for url in ("127.0.0.1:8000", "ftp://a", "http://a:99999", "http://")),
+        *((f"--url={url}", "--url") for url in ("http://[", "http://a/?b=c")),
+        ("--request-rate nan", "--request-rate"),
+        ("--burstiness inf", "--burstiness"),
+        ("--percentiles 50,101", "--percentiles"),
+        ("--percentiles=", "--percentiles"),
+        ("--timeout -1", "--timeout"),
+        ("--endpoint responses", "--endpoint"),
+    ],
+    "bench speculate": [
+        ("--texts-only --preset qwen3-4b", "--preset cannot be used with --texts-only"),  # even at its default
+        ("--texts-only --quantize int4", "--quantize cannot be used with --texts-only"),
+        ("--speculate-ngram 2:8", "down to 1, the larger first, like 8 and 2, got '2:8'"),
+        ("--kv-dtype fp8", "unrecognized arguments: --kv-dtype fp8"),  # drafts are not verified with such K/V
+    ],
+    "tune": [(f"--minutes={value}", "expected a number above 0 to 1,440") for value in ("0", "nan", "inf", "1441")],
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_wrong_options_are_one_line(command, run):
+    for argv, named in WRONG[command]:
+        code, _, err = run(*command.split(), *argv.split())
+        assert code == 2 and err.count("\n") == 1 and named in err, argv
 
 
 @needs_gpu
@@ -301,7 +300,7 @@ def test_a_real_preset_on_the_gpu(capsys, argv):
 def test_allocating_workspace_gives_equal_tokens(monkeypatch):
     tokens, made, params = [], [], SamplingParams(temperature=0.0, seed=1)
     empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda t: made.append(tuple(t.shape)) or empty_like(t))
+    monkeypatch.setattr(torch, "empty_like", lambda t: made.append(t) or empty_like(t))
     for allocating in (False, True):
         engine = tiny_engine("triton", "none")
         if allocating:
@@ -313,7 +312,7 @@ def test_allocating_workspace_gives_equal_tokens(monkeypatch):
         engine.synchronize()
         tokens.append(engine.model.workspace.tokens[0, :6].tolist())
         # A layer: qkv 1, attention 3, o_proj 3, gate_up 1, down 3. The rest of the pass: embed 3, lm_head 1.
-        assert len(made) == (4 * 26 if allocating else 0) and made.count((1, 331)) == (4 if allocating else 0)
+        assert len(made) == (4 * 26 if allocating else 0)
     assert tokens[0] == tokens[1]
 
 
@@ -355,16 +354,18 @@ def test_ablation_on_a_gpu():
 # start
 
 
-def test_seconds_to_the_first_line():
+def test_seconds_to_the_first_line(tmp_path, monkeypatch, capfd):
     code = "import json, os; print(json.dumps({'cache': os.environ['TRITON_CACHE_DIR']}), flush=True); print('more')"
     seconds, found = start.time_to_first_line([sys.executable, "-c", code], os.environ | {"TRITON_CACHE_DIR": "x"})
     assert 0 < seconds < 60 and found == {"cache": "x"}
-
-
-@pytest.mark.parametrize("code", ["raise SystemExit(3)", "pass"])
-def test_process_without_a_token_fails(code):
     with pytest.raises(GenerationError, match="before its first token"):
-        start.time_to_first_line([sys.executable, "-c", code], dict(os.environ))
+        start.time_to_first_line([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
+    if not CUDA:
+        monkeypatch.chdir(tmp_path)  # the program is found from any directory
+        with pytest.raises(GenerationError, match="exit code 1"):
+            start.time_start("qwen3-0.6b", str(tmp_path))
+        err = capfd.readouterr().err
+        assert "imported torch" in err and "bench needs an NVIDIA GPU" in err
 
 
 def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys):
@@ -379,21 +380,10 @@ def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys
     assert "imported torch" in err and "captured" in err
 
 
-@pytest.mark.skipif(CUDA, reason="a GPU is present")
-def test_started_program_is_found_from_another_directory(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(GenerationError, match="exit code 1"):
-        start.time_start("qwen3-0.6b", str(tmp_path))
-    err = capfd.readouterr().err
-    assert "imported torch" in err and "bench needs an NVIDIA GPU" in err
-
-
 # serve --mix
 
 
-def test_mix_rows(bench, monkeypatch):
-    made = []
-    monkeypatch.setattr(mix, "make_runners", lambda *args: made.append(measure.make_runners(*args)) or made[-1])
+def test_mix_rows(bench):
     argv = ("serve", "--mix", "--requests", "3", "--context", "9", "--prompt-tokens", "90", "--steps", "4")
     code, out, _ = bench(*argv, "--runs", "2", "--graph", "full,full_decode_only", "--format", "json")
     rows, (engine,) = json.loads(out), bench.made
@@ -407,9 +397,6 @@ def test_mix_rows(bench, monkeypatch):
         assert row["reads"] == ("full" if CUDA and row["graph"] == "full" else "none")
         args = make_parser().parse_args(row["command"].split()[2:])
         assert args.mix and (args.requests, args.prompt_tokens, args.graph) == (3, 90, [row["graph"]])
-    for runners in made[0].values():
-        mixed = [rows * count for (kind, rows, *_), count in runners.reads().items() if kind == "mixed"]
-        assert sum(mixed) == (2 + measure.WARM_UP) * 90, "the prompt was not read among them"
 
 
 def test_token_gaps_are_assigned_to_phases(monkeypatch):
@@ -450,8 +437,3 @@ def test_token_gaps_are_assigned_to_phases(monkeypatch):
     words = "the requests ended before the prompt was read, after 2 steps; give more --steps"
     with pytest.raises(GenerationError, match=words):
         mix.time_mix(FakeEngine(), 2, 10, 500, 2)
-
-
-def test_mix_requires_a_slot_for_the_prompt(bench):
-    code, out, err = bench("serve", "--mix", "--requests", "64")
-    assert (code, out, err.count("\n")) == (1, "", 1) and "--requests: must be at most 63" in err

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import time
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from checkpoints import write_tiny, write_tokenizer
 from tridecode import Engine, SamplingParams
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.command import converse
-from tridecode.cli.chat.conversation import Conversation
 from tridecode.cli.chat.display import Display
 from tridecode.cli.chat.lines import PlainReader, join_blocks, unfinished, unquoted
 from tridecode.cli.chat.local import opens_thinking
@@ -22,11 +20,6 @@ from tridecode.cli.signals import one_interrupt
 from tridecode.cli.terminal import Output
 from tridecode.errors import PromptError
 from tridecode.text.thinking import ThinkSplitter
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("chat") / "qwen3", "qwen3")
 
 
 def test_line_is_turn(piped, tiny):
@@ -44,17 +37,6 @@ def test_line_is_turn(piped, tiny):
     assert out == f"{first.text}\n{second.text}\n"
     reused, total = speeds[1].split(" · ")[-2].split(" of ")
     assert int(reused) >= 14 and int(total.split()[0]) == second.usage.prompt_tokens
-
-
-def test_checkpoint_defaults_are_shown_once(piped, tiny, tmp_path):
-    path = tmp_path / "model"
-    shutil.copytree(tiny, path)
-    (path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
-    few = ("--model", path, "--max-tokens", 2)
-    err = piped("hello\nagain\n", *few)[2]
-    assert err.startswith("temperature 0.6, top_p 0.95 from generation_config.json\n")
-    assert err.count("generation_config") == 1
-    assert "top_p 0.95 from generation_config.json\n" in piped("", *few, "--temperature", 0)[2]
 
 
 def test_quiet_hides_notes_only(piped, tiny):
@@ -82,15 +64,6 @@ def test_endless_line_is_refused(piped, monkeypatch):
 def test_byte_order_mark_is_removed(piped):
     code, out, err = piped("\ufeff/set seed 7\n\ufeff/exit\n", "--max-tokens", 2)
     assert code == 0 and "seed is 7\n" in err and out.count("\n") == 1, "only the first one is removed"
-
-
-def test_too_long_prompt_fails_one_turn(piped, tiny):
-    text = "hello\n" + "word " * 100 + "\nagain\n"
-    code, out, err = piped(text, "--model", tiny, "--max-tokens", 4, "--temperature", 0, "--max-seq-len", 60)
-    errors = [line for line in err.splitlines() if line.startswith("tridecode: error")]
-    assert code == 1 and len(errors) == 1
-    assert "60" in errors[0] and errors[0].endswith("the turn is not kept")
-    assert err.count("4 tokens · ") == 2
 
 
 def test_missing_template_is_refused_at_start(piped, tmp_path):
@@ -146,29 +119,25 @@ def test_interrupted_answer_is_kept(session):
     assert "stopped after 1 token and" in err and err.count("the turn is not kept") == 1
 
 
-def test_repeated_interrupts_keep_answer(session, monkeypatch):
-    chat = session(["Half", KeyboardInterrupt()], ["fine"], interactive=True)
-    note = chat.output.note
+def test_repeated_interrupts_keep_answer(session):
+    def interrupting(chunks):
+        try:
+            yield from chunks
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
 
     def interrupted_note(message):
         os.kill(os.getpid(), signal.SIGINT)
         note(message)
 
-    stream = chat.engine.stream
-    monkeypatch.setattr(chat.output, "note", interrupted_note)
-    monkeypatch.setattr(chat.engine, "stream", lambda *args, **options: interrupting(stream(*args, **options)))
+    chat = session(["Half", KeyboardInterrupt()], ["fine"], interactive=True)
+    note, stream = chat.output.note, chat.engine.stream
+    chat.output.note = interrupted_note
+    chat.engine.stream = lambda *args, **options: interrupting(stream(*args, **options))
     assert chat.handle("one")
     chat.output.note, chat.engine.stream = note, stream
     assert chat.handle("two")
     assert chat.engine.prompts[1] == as_messages("one", "Half", "two")
-
-
-def interrupting(chunks):
-    """Yield the chunks; send SIGINT for a KeyboardInterrupt of the script."""
-    try:
-        yield from chunks
-    except KeyboardInterrupt:
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_interrupt_ends_piped_chat(session):
@@ -188,11 +157,6 @@ def test_one_interrupt_ignores_repeats():
     assert seen == 1 and signal.getsignal(signal.SIGINT) is before
 
 
-def test_prompt_does_not_change_conversation():
-    conversation = Conversation(raw=False)
-    assert conversation.prompt("x") == conversation.prompt("x") == as_messages("x")
-
-
 def test_quoted_blocks():
     lines = ["one\n", '"""two\n', "\n", '/three"""\n', '"""four"""\r\n', '"""five\n', "six"]
     assert list(join_blocks(lines)) == ["one", '"""two\n\n/three"""', '"""four"""', '"""five\nsix']
@@ -209,12 +173,7 @@ def test_quoted_blocks():
 def test_block_parsing_is_linear():
     began = time.monotonic()
     (block,) = join_blocks(['"""\n', *["a line of the block\n"] * 200_000, '"""\n'])
-    assert len(block) == 200_000 * 20 + 7 and time.monotonic() - began < 3
-
-
-def test_quoted_block_is_not_a_command(session):
-    chat = session(["one"])
-    assert chat.handle('"""\n/exit\nnow\n"""') and chat.engine.prompts == [as_messages("/exit\nnow")]
+    assert len(block) == 200_000 * 20 + 7 and time.monotonic() - began < 15
 
 
 def test_each_turn_is_saved(session, state):
@@ -240,7 +199,7 @@ def test_chat_continues_if_saving_fails(session, state):
     chat = session(["one"], ["two"], store=sessions.Store(sessions.named("work"), "m"))
     assert chat.handle("a") and chat.handle("b")
     assert chat.engine.prompts[1] == as_messages("a", "one", "b")
-    assert chat.read()[1].count("tridecode: error: the session is not saved: ") == 2
+    assert chat.read()[1].count("tridecode: error: the session is not saved: ") == 2 and chat.exit_code == 1
 
 
 def test_resume_and_named_sessions(piped, tiny, state):

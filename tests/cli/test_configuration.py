@@ -1,15 +1,11 @@
 """Tests of settings: the command line overrides the environment, which overrides the user's file."""
 
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from chats import ROOT
 
-from tridecode import cli as commands
 from tridecode.cli.configuration import OTHER_VARIABLES, PREFIX, config_path
 from tridecode.cli.options import sampling_overrides
 from tridecode.cli.parser import make_parser
@@ -33,12 +29,10 @@ def parsed(*argv):
     return make_parser().parse_args(argv)
 
 
-def refused(capsys, *argv) -> str:
+def refused(run, *argv) -> str:
     """Return the error line of a command with invalid settings."""
-    with pytest.raises(SystemExit) as end:
-        commands.main(argv) if argv == ("config",) else parsed(*argv)
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and out == "" and err.startswith("tridecode: error: ") and err.count("\n") == 1
+    code, out, err = run(*argv)
+    assert code == 2 and out == "" and err.startswith("tridecode: error: ") and err.count("\n") == 1
     return err.removeprefix("tridecode: error: ").strip()
 
 
@@ -84,11 +78,6 @@ def test_table_applies_to_its_command(config):
     assert (parsed("serve").port, parsed("serve").slots) == (9001, 8), "the environment overrides tables too"
 
 
-def test_bundled_model_can_be_selected(config):
-    config('model = "Qwen/Qwen3-4B"\n')
-    assert parsed("chat").model == "Qwen/Qwen3-4B" and parsed("chat", "--model", "bundled").model == "bundled"
-
-
 WRONG = {
     "key": ("temprature = 1", "there is no key temprature; did you mean temperature?"),
     "key of a call": ('prompt = "Hi"', "there is no key prompt; "),
@@ -96,7 +85,6 @@ WRONG = {
     "table": ("[sevre]\nport = 1", "there is no key sevre; did you mean serve?"),
     "table that is none": ("serve = 1", "serve must be a table, [serve], got 1"),
     "word": ('temperature = "hot"', "temperature: expected a number from 0 to 100, got 'hot'"),
-    "number": ("max_tokens = 1.5", "max_tokens: expected an integer from 1 to 2,147,483,647, got '1.5'"),
     "text": ("model = 4", "model: expected a text, got 4"),
     "switch": ('plain = "maybe"', 'plain: expected true or false, got "maybe"'),
     "not a switch": ("slots = true", "slots: expected a text or a number, got true"),
@@ -108,47 +96,43 @@ WRONG = {
     "range": ("slots = 65", "slots: expected an integer from 1 to 64, got '65'"),
     "table for a list": ("stop = {a = 1}", 'stop: expected a text or a number, got {"a": 1}'),
     "key in both forms": ("max_tokens = 1\nmax-tokens = 2", "max_tokens and max-tokens are one setting; leave one of"),
-    "no finite number": ("temperature = inf", "temperature: expected a number from 0 to 100, got 'inf'"),
-    "date": ("model = 2026-01-01", "model: expected a text or a number, got 2026-01-01"),
     "not TOML": ("model = ", "not TOML ("),
     "not UTF-8": ("model = \udcff", "not UTF-8"),
 }
 
 
 @pytest.mark.parametrize("text, words", WRONG.values(), ids=WRONG)
-def test_invalid_file_fails_with_one_line(config, capsys, text, words):
+def test_invalid_file_fails_with_one_line(config, run, text, words):
     config()
     config_path().write_bytes(text.encode("utf-8", "surrogateescape"))
     for command in ("chat", "generate", "serve", "info", "config"):
-        message = refused(capsys, command)
+        message = refused(run, command)
         assert message.startswith(f"{config_path()}: ") and words in f"{message}\n"
 
 
-def test_invalid_environment_fails_with_one_line(config, capsys, monkeypatch):
-    config("", MODLE="x")
-    for command in ("chat", "config"):
-        assert (
-            refused(capsys, command)
-            == "TRIDECODE_MODLE is not the variable of an option; did you mean TRIDECODE_MODEL?"
-        )
-    monkeypatch.delenv("TRIDECODE_MODLE")
-    config("", SLOTS="many")
-    for command in ("chat", "config"):
-        assert refused(capsys, command) == "TRIDECODE_SLOTS: expected an integer from 1 to 64, got 'many'"
-    config("", SLOTS="")
+def test_invalid_environment_fails_with_one_line(config, run, monkeypatch):
+    unknown = "TRIDECODE_MODLE is not the variable of an option; did you mean TRIDECODE_MODEL?"
+    range_error = "TRIDECODE_SLOTS: expected an integer from 1 to 64, got 'many'"
+    for name, value, line in (("MODLE", "x", unknown), ("SLOTS", "many", range_error)):
+        config("", **{name: value})
+        assert refused(run, "chat") == refused(run, "config") == line
+        monkeypatch.delenv(f"TRIDECODE_{name}")
+    config("", SLOTS="", API_KEY="secret")
     assert parsed("chat").slots == 1, "an empty variable is ignored"
-    config("", API_KEY="secret")
     assert parsed("chat").api_key_file is None
 
 
-def test_out_of_range_error_names_the_source_of_the_value(config, capsys):
+def test_out_of_range_error_names_the_source_of_the_value(config, run):
     config("temperature = -1\n")
-    message = refused(capsys, "generate", "--prompt", "Hello")
+    message = refused(run, "generate", "--prompt", "Hello")
     assert message == f"{config_path()}: temperature: expected a number from 0 to 100, got '-1'"
     config("max_seq_len = 100000\n")
-    assert commands.main(["generate", "--prompt", "Hello"]) == 1
-    message = capsys.readouterr().err
-    assert "--max-seq-len must be" in message and message.endswith(" (--max-seq-len is set by config.toml)\n")
+    code, _, message = run("generate", "--prompt", "Hello")
+    assert (
+        code == 1
+        and "--max-seq-len must be" in message
+        and message.endswith(" (--max-seq-len is set by config.toml)\n")
+    )
 
 
 def test_byte_order_mark_is_accepted(config):
@@ -157,12 +141,12 @@ def test_byte_order_mark_is_accepted(config):
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
-def test_configuration_path_must_be_a_regular_file(config, capsys, make):
+def test_configuration_path_must_be_a_regular_file(config, run, make):
     config()
     config_path().unlink()
     make(config_path())
     for command in ("chat", "config"):
-        message = refused(capsys, command)
+        message = refused(run, command)
         assert message == f"{config_path()}: not a file; give a regular file with settings"
 
 
@@ -174,12 +158,12 @@ def test_other_commands_and_help_do_not_read_the_file(config, capsys):
     assert end.value.code == 0 and "--model" in capsys.readouterr().out
 
 
-def test_config_shows_values_and_their_sources(config, capsys):
+def test_config_shows_values_and_their_sources(config, run):
     text = 'model = "Qwen/Qwen3-4B"\nlogit_bias = {42 = -1.5}\n[serve]\nslots = 16\nport = 9000\n'
     text = f'speculate_ngram = "8:2"\nstop = ["é", "a\\u007fb"]\n{text}'
     config(text, STATS="short")
-    assert commands.main(["config"]) == 0
-    out = capsys.readouterr().out
+    code, out, _ = run("config")
+    assert code == 0
     shown = [" ".join(line.split()) for line in out.splitlines()]
     assert shown[0] == f"# {config_path()}"
     assert 'model = "Qwen/Qwen3-4B" # config.toml' in shown and 'stats = "short" # TRIDECODE_STATS' in shown
@@ -187,8 +171,7 @@ def test_config_shows_values_and_their_sources(config, capsys):
     assert shown.index("slots = 16 # config.toml") > shown.index("[serve]") and "# slots = 1" in shown
     assert tomllib.loads(out) == tomllib.loads(text) | {"stats": "short"}, "the output is a valid file"
     config_path().unlink()
-    commands.main(["config"])
-    assert "config.toml, which does not exist yet" in capsys.readouterr().out
+    assert "config.toml, which does not exist yet" in run("config")[1]
 
 
 def test_engine_settings_are_ignored_by_chat_with_url(config):
@@ -197,11 +180,10 @@ def test_engine_settings_are_ignored_by_chat_with_url(config):
     assert {"model", "slots", "overflow", "api_key_file"} <= args.origins.keys()
 
 
-def test_program_reads_its_file(config, tmp_path):
+def test_program_reads_its_file(config, run):
     config('max_tokens = 3\ntemperature = 0\ndevice = "cpu"\n[generate]\nquiet = true\n')
-    program = [sys.executable, "cli.py", "generate", "--prompt", "Hello", "--json"]
-    done = subprocess.run(program, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 0 and '"completion_tokens": 3,' in done.stdout and done.stderr == ""
+    code, out, err = run("generate", "--prompt", "Hello", "--json")
+    assert code == 0 and '"completion_tokens": 3,' in out and err == ""
 
 
 def test_no_test_reads_the_users_settings():

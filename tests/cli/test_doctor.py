@@ -7,9 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from checkpoints import write_tiny
 
-from tridecode import cli as commands
 from tridecode.cli import doctor
 from tridecode.cli.info import verdict
 
@@ -33,12 +31,9 @@ def machine(monkeypatch):
     return machine
 
 
-def test_no_warnings_on_a_working_machine(machine):
+def test_no_warnings_on_a_working_machine_or_without_a_gpu(machine):
     machine()
     assert doctor.warnings([GPU], "580.95.05", "13.0") == []
-
-
-def test_no_warnings_without_a_gpu(machine):
     machine(c_compiler=lambda: None, python_headers=lambda: Path("/no"), writable=lambda path: False)
     assert doctor.warnings([], None, None) == doctor.warnings([], None, "13.0") == []
 
@@ -86,14 +81,15 @@ def test_writable_directories(tmp_path, monkeypatch):
     assert not doctor.writable(tmp_path)
 
 
-def test_info_shows_warnings(capsys, tmp_path, machine, monkeypatch):
-    tiny = write_tiny(tmp_path / "tiny", "qwen3")
+def test_info_shows_warnings(run, tiny, machine):
     machine(gpu_facts=lambda: [GPU | {"free": 2**30}], driver_version=lambda: "580.95.05", c_compiler=lambda: None)
-    assert commands.main(["doctor", "--model", str(tiny), "--device", "cpu"]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    code, out, _ = run("doctor", "--model", tiny, "--device", "cpu")
+    lines = out.splitlines()
+    rows = [line for line in lines if line.startswith("warning")]
+    assert code == 0 and lines[-1].startswith("verdict ") and f"{tiny} runs here, on the CPU" in lines[-1]
     assert len(rows) == 2 and "1% of its memory free; nvidia-smi" in rows[0] and "no C compiler" in rows[1]
-    assert commands.main(["info", "--model", str(tiny), "--device", "cpu", "--json"]) == 0
-    assert [set(found) for found in json.loads(capsys.readouterr().out)["warnings"]] == [{"problem", "fix"}] * 2
+    out = run("info", "--model", tiny, "--device", "cpu", "--json")[1]
+    assert [set(found) for found in json.loads(out)["warnings"]] == [{"problem", "fix"}] * 2
 
 
 @pytest.mark.parametrize(
@@ -111,8 +107,3 @@ def test_the_verdict(device, gpus, cuda, warnings, problem, end):
     report = {"model": {"name": "m", "problem": None}, "run": {"device": device}, "gpus": gpus, "warnings": warnings}
     line = verdict(report | {"versions": {"cuda": cuda}, "memory": {"problem": problem}})
     assert line.endswith(end) and line.startswith("m ")
-
-
-def test_the_verdict_is_the_last_line(capsys):
-    assert commands.main(["doctor", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("verdict      bundled runs here, on the CPU")

@@ -32,7 +32,8 @@ def test_every_sampling_option_is_an_option():
     assert params.grammar == "g"
     assert params.logit_bias == {7: -1.5, 8: 2.0} and params.stop == ("a", "b c") and params.stop_token_ids == (1, 2)
     assert params.ignore_eos is True and params.presence_penalty == -1
-    assert sampling_overrides(make_parser().parse_args(["generate"])) == {}
+    for command in ("generate", "chat"):
+        assert sampling_overrides(make_parser().parse_args([command])) == {}
 
 
 @pytest.mark.parametrize(
@@ -81,13 +82,6 @@ def test_n_answers_equal_runs_with_their_seeds(generate):
     assert (code, out) == (1, "") and "seed" in err
 
 
-def test_a_stop_string_is_not_shown(generate):
-    text = generate("--prompt", "Hello", *LIMITS)[1].rstrip("\n")
-    stop = text[2:4]
-    shown = generate("--prompt", "Hello", *LIMITS, "--stop", "unseen", "--stop", stop)[1]
-    assert shown == text[: text.index(stop)] + "\n"
-
-
 def test_allow_special_reads_control_tokens(generate, seen, engine):
     for option, ids in (((), 8), (("--allow-special",), 1)):
         assert generate("--prompt", "<|im_end|>", "--raw", *option, *LIMITS)[0] == 0
@@ -105,6 +99,8 @@ def test_output_is_written_whole_or_not_at_all(generate, engine, monkeypatch, tm
     options = ("--prompt", "Hello", *LIMITS)
     shown = generate(*options)[1]
     assert generate(*options, "--output", "-")[1] == shown
+    stop = shown[2:4]
+    assert generate(*options, "--stop", "unseen", "--stop", stop)[1] == shown[: shown.index(stop)] + "\n"
     file = tmp_path / "o.txt"
     code, out, err = generate(*options, "--output", file)
     assert (code, out) == (0, "") and file.read_text() == shown and err.startswith("5 tokens")
@@ -187,8 +183,3 @@ def test_a_full_disk_is_one_line(generate, tmp_path):
     for source in (("--prompt", "x", "--json"), ("--jsonl", file)):
         code, out, err = generate(*source, *LIMITS, "--output", "/dev/full")
         assert code == 1 and err.splitlines()[-1].endswith("(No space left on device): /dev/full"), err
-
-
-def test_help_lists_exit_codes(generate):
-    code, out, _ = generate("--help")
-    assert code == 0 and "Exit codes: 0 done" in out and "141" in out

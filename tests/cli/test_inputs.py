@@ -5,11 +5,11 @@ import json
 import os
 import socket
 import threading
+from itertools import product
 
 import pytest
 from generating import LIMITS, user
 
-from tridecode.cli.inputs import clean
 from tridecode.cli.terminal import Output
 
 SESSION = {
@@ -18,23 +18,20 @@ SESSION = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "prompt, text",
-    [
-        ("-", "IN"),
-        ("Shorten: -", "Shorten: IN"),
-        ("Text:\n-\nShorten it.", "Text:\nIN\nShorten it."),
-        ("5 - 3 = ?", "5 - 3 = ?"),
-        ("- a\n- b", "- a\n- b"),
-        ("a-", "a-"),
-        ("well-known", "well-known"),
-    ],
-)
-def test_hyphen_is_replaced_with_stdin(generate, seen, prompt, text):
-    assert generate(f"--prompt={prompt}", *LIMITS, stdin=b"IN")[0] == 0 and seen[-1][0] == [user(text)]
+HYPHENS = {  # the prompt with IN from stdin, by the prompt
+    "-": "IN",
+    "Shorten: -": "Shorten: IN",
+    "Text:\n-\nShorten it.": "Text:\nIN\nShorten it.",
+    "5 - 3 = ?": "5 - 3 = ?",
+    "- a\n- b": "- a\n- b",
+    "a-": "a-",
+    "well-known": "well-known",
+}
 
 
-def test_a_question_is_a_prompt(generate, seen):
+def test_hyphen_is_replaced_with_stdin(generate, seen):
+    for prompt, text in HYPHENS.items():
+        assert generate(f"--prompt={prompt}", *LIMITS, stdin=b"IN")[0] == 0 and seen[-1][0] == [user(text)]
     assert generate("Name", "a", "river.", *LIMITS)[0] == 0 and seen[-1][0] == [user("Name a river.")]
     assert generate("Shorten: -", *LIMITS, stdin=b"a river")[0] == 0 and seen[-1][0] == [user("Shorten: a river")]
 
@@ -57,20 +54,21 @@ def test_invalid_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
     file.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "\\ud800 \\ud83d\\ude00 \xfe"}]')
     code, _, err = generate("--messages", file, *LIMITS)
     assert code == 0 and seen[-1][0] == [user("\ufffd 😀 \ufffd")] and str(file) in err
+    valid = "😀 \ufeff\ufffd\x00é"
+    code, _, err = generate("--prompt", valid, *LIMITS)
+    assert code == 0 and seen[-1][0] == [user(valid)] and err.count("\n") == 1
 
 
-def test_valid_text_has_no_note(capsys):
-    assert clean("😀 \ufeff\ufffd\x00é", "x", Output()) == "😀 \ufeff\ufffd\x00é"
-    assert capsys.readouterr().err == ""
-
-
-def test_messages_and_system(generate, seen, tmp_path):
+def test_messages_and_system(generate, seen, pipe, tmp_path):
     chat = [user("Hi"), {"role": "assistant", "content": "Hello"}, user("Bye")]
     file = tmp_path / "m.json"
     for content in (chat, {"messages": chat}):
         file.write_text(json.dumps(content))
         assert generate("--messages", file, *LIMITS)[0] == 0 and seen[-1][0] == chat
     assert generate("--messages", "-", *LIMITS, stdin=json.dumps(chat).encode())[0] == 0 and seen[-1][0] == chat
+    stdin, end = pipe(json.dumps(chat).encode())
+    end.close()
+    assert generate("--messages", f"/dev/fd/{stdin.fileno()}", *LIMITS)[0] == 0 and seen[-1][0] == chat
     assert generate("--messages", file, "--system", "Be brief", *LIMITS)[0] == 0
     assert seen[-1][0] == [{"role": "system", "content": "Be brief"}, *chat]
     assert generate("--prompt", "Hi", "--system", "S", *LIMITS)[0] == 0
@@ -116,12 +114,6 @@ def test_invalid_messages_are_refused(generate, tmp_path, text, named):
     assert (code, out, err.count("\n")) == (1, "", 1) and str(file) in err and named in err
 
 
-def test_missing_file(generate, tmp_path):
-    for option in ("--messages", "--jsonl"):
-        code, out, err = generate(option, tmp_path / "absent")
-        assert (code, out, err.count("\n")) == (1, "", 1) and "absent: No such file" in err
-
-
 @pytest.fixture
 def pipe():
     """Return a function that creates a pipe with data; it returns the reading stream and the open writing end."""
@@ -138,25 +130,19 @@ def pipe():
         stream.close()
 
 
-@pytest.mark.parametrize(
-    "prompt, data, text",
-    [
+def test_stdin_is_appended_to_the_prompt(generate, seen, pipe, tmp_path):
+    for prompt, data, text in (
         ("Explain:", b"a diff\n", "Explain:\na diff"),
         ("Explain:\n", b"a\nb\n\n", "Explain:\na\nb\n"),
         ("Explain:", b"", "Explain:"),
         ("", b"a diff\n", "a diff"),
         ("Explain: -", b"a diff\n", "Explain: a diff"),
         ("-\nis what?", b"a diff\n", "a diff\nis what?"),
-    ],
-)
-def test_stdin_is_appended_to_the_prompt(generate, seen, pipe, prompt, data, text):
-    stdin, end = pipe(data)
-    end.close()
-    code, _, err = generate("--prompt", prompt, *LIMITS, "--raw", stdin=stdin)
-    assert (code, seen[-1][0], err.count("\n")) == (0, text, 1)
-
-
-def test_file_on_stdin_is_appended_to_the_prompt(generate, seen, tmp_path):
+    ):
+        stdin, end = pipe(data)
+        end.close()
+        code, _, err = generate("--prompt", prompt, *LIMITS, "--raw", stdin=stdin)
+        assert (code, seen[-1][0], err.count("\n")) == (0, text, 1)
     (file := tmp_path / "f").write_text("a file")
     with file.open() as stdin:
         assert generate("--prompt", "Explain:", *LIMITS, stdin=stdin)[0] == 0
@@ -189,18 +175,13 @@ def test_wait_for_an_open_pipe_is_reported(generate, seen, pipe, monkeypatch):
     writer.join()
 
 
-@pytest.mark.parametrize("option", ["--messages", "--jsonl"])
-@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "."])
-def test_path_that_is_not_a_file_is_refused(generate, option, path):
-    code, out, err = generate(option, path)
-    told = f"tridecode: error: {path}: not a file; give a regular file or a pipe, or - for stdin\n"
-    assert (code, out, err) == (1, "", told)
-
-
-def test_pipe_is_read_as_a_file(generate, seen, pipe):
-    stdin, end = pipe(json.dumps([user("Hi")]).encode())
-    end.close()
-    assert generate("--messages", f"/dev/fd/{stdin.fileno()}", *LIMITS)[0] == 0 and seen[-1][0] == [user("Hi")]
+def test_path_that_is_not_a_file_is_refused(generate, tmp_path):
+    for option, path in product(("--messages", "--jsonl"), ("/dev/zero", "/dev/null", ".")):
+        code, out, err = generate(option, path)
+        told = f"tridecode: error: {path}: not a file; give a regular file or a pipe, or - for stdin\n"
+        assert (code, out, err) == (1, "", told)
+        code, out, err = generate(option, tmp_path / "absent")
+        assert (code, out, err.count("\n")) == (1, "", 1) and "absent: No such file" in err
 
 
 class Endless(io.TextIOBase):

@@ -56,26 +56,15 @@ def test_only_two_interrupts_on_empty_line_leave(terminal, state):
     assert "drafts" in kept and "one draft" not in kept and "three" not in kept, "drafts are not saved"
 
 
-TALL = {
-    "100 lines": "\n".join(f"<{n:03}> of the paste" for n in range(100)),
-    "500 words": " ".join(f"<{n:03}>" for n in range(500)),
-}
-
-
-def test_enter_accepts_search_result(terminal, state):
-    child = terminal()
-    for keys, shown in (("/set top_k 7\r", "k is 7"), ("/plain on\r", "plain text"), ("\x12top_k\r\r", "k is 7")):
+def test_search_results_and_tall_messages(terminal):
+    child = terminal("--max-tokens", 2, "--max-seq-len", 200, COLUMNS="")
+    for keys, shown in (("/set top_k 7\r", "k is 7"), ("/set top_p 1\r", "p is 1"), ("\x12top_k\r\r", "k is 7")):
         press(child, keys, shown)
         child.expect_exact(READY)
     child.send("/set seed 4\x1b\n\x7f5\r")  # a newline as it arrives if typed during an answer, then Backspace
     child.expect_exact("seed is 45")
     child.expect_exact(READY)
-    leave(child)
-
-
-def test_tall_message_is_printed_completely(terminal):
     text = "\n".join(f"<{n:03}> {'x' * 60}" for n in range(230))
-    child = terminal("--max-tokens", 2, "--max-seq-len", 200, COLUMNS="")
     child.setwinsize(24, 80)
     child.send(PASTE + text.replace("\n", "\r") + PASTE_END)
     child.expect_exact(text[-12:])
@@ -87,8 +76,7 @@ def test_tall_message_is_printed_completely(terminal):
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-@pytest.mark.parametrize("text", TALL.values(), ids=TALL)
-def test_tall_message_is_in_scrollback_once(state, tmp_path, text):
+def test_tall_message_is_in_scrollback_once(state, tmp_path):
     def tmux(*words, **options):
         program = ["tmux", "-S", tmp_path / "tmux", "-f", "/dev/null", *words]
         return subprocess.run(program, capture_output=True, text=True, **options).stdout
@@ -100,18 +88,20 @@ def test_tall_message_is_in_scrollback_once(state, tmp_path, text):
             time.sleep(0.05)
         return shown
 
+    lines, words = "\n".join(f"<{n:03}> of the paste" for n in range(100)), " ".join(f"<{n}>" for n in range(100, 600))
     chat = f"{sys.executable} cli.py chat --device cpu --max-tokens 2 --max-seq-len 200; sleep 60"
     tmux("new-session", "-d", "-x", "80", "-y", "24", f"XDG_STATE_HOME={state.parent} {chat}", cwd=ROOT)
     try:
         until("lists the commands\n>")
-        tmux("load-buffer", "-", input=text)
-        tmux("paste-buffer", "-p")
-        until(text[-5:])
-        tmux("send-keys", "Enter")
-        shown = until(r"context\s+holds\s+200")
+        for text, number in ((lines, 1), (words, 2)):
+            tmux("load-buffer", "-", input=text)
+            tmux("paste-buffer", "-p")
+            until(text[-5:])
+            tmux("send-keys", "Enter")
+            shown = until(r"context\s+holds\s+200[\s\S]*" * number)
     finally:
         tmux("kill-server")
-    assert re.findall(r"<\d{3}>", shown) == re.findall(r"<\d{3}>", text)
+    assert re.findall(r"<\d{3}>", shown) == re.findall(r"<\d{3}>", f"{lines} {words}")
 
 
 @pytest.mark.parametrize("failure", ["key", "drawing"])
@@ -159,34 +149,21 @@ def test_plain_input_reports_draft_on_interrupt(monkeypatch, lines, left, draft)
 
 
 def test_message_opens_in_external_editor(terminal, state, tmp_path):
-    editor = tmp_path / "editor"
-    editor.write_text('#!/bin/sh\nprintf \'%s\' "$(cat "$1") by hand" > "$1"\n')
+    editor, script = tmp_path / "editor", tmp_path / "script"
+    editor.write_text(f"#!/bin/sh\n. {script}\n")
     editor.chmod(0o755)
     child = terminal("--max-tokens", 2, "--temperature", 0, EDITOR=str(editor), VISUAL="")
     press(child, "written", "written")
+    for line, why in (("printf 'caf\\351' > $1", "can't decode byte 0xe9"), ("rm $1", "No such file")):
+        script.write_text(line)
+        press(child, "\x18\x05", "the file from the editor could not be read")
+        child.expect_exact(why)
+        child.expect_exact("the message is unchanged")
+    press(child, " here", "here")
+    script.write_text('printf \'%s\' "$(cat "$1") by hand" > "$1"')
     press(child, "\x18\x05", "by hand")  # the saved text is sent without Enter
     child.expect_exact("context ")
     child.expect_exact(READY)
     leave(child)
     (file,) = (state / "sessions").iterdir()
-    assert [user for user, _ in sessions.read(file).turns] == ["written by hand"]
-
-
-UNREADABLE = [("printf 'caf\\351' > $1", "can't decode byte 0xe9"), ("rm $1", "No such file")]
-
-
-@pytest.mark.parametrize("script, why", UNREADABLE)
-def test_unreadable_editor_file_keeps_message(terminal, state, tmp_path, script, why):
-    editor = tmp_path / "editor"
-    editor.write_text(f"#!/bin/sh\n{script}\n")
-    editor.chmod(0o755)
-    child = terminal("--max-tokens", 2, "--temperature", 0, EDITOR=str(editor), VISUAL="")
-    press(child, "written", "written")
-    press(child, "\x18\x05", "the file from the editor could not be read")
-    child.expect_exact(why)
-    child.expect_exact("the message is unchanged")
-    press(child, " here", "here")
-    enter(child, "\r", "context ")
-    leave(child)
-    (file,) = (state / "sessions").iterdir()
-    assert [user for user, _ in sessions.read(file).turns] == ["written here"]
+    assert [user for user, _ in sessions.read(file).turns] == ["written here by hand"]

@@ -123,33 +123,33 @@ def test_split_finishes_blocks():
     assert blocks[8].endswith('\n    return "~~~"\n```') and blocks[10].endswith("\n    code")
 
 
-@pytest.mark.parametrize(
-    "text, rest",
-    [
-        ("a\n", "a\n"),
-        ("a\n\n", ""),
-        ("a\n\nb", "b"),
-        ("# a\n", ""),
-        ("# a|b\n", "# a|b\n"),  # the head of a table if |-|-| follows
-        ("```\na\n\nb\n", "```\na\n\nb\n"),
-        ("```\na\n```\n", ""),
-        ("~~~ x\n```\n", "~~~ x\n```\n"),
-        ("- a\n\n", "- a\n\n"),
-        ("- a\n\n-", "- a\n\n-"),
-        ("- a\n\nb", "b"),
-        ("- a\n\n  b", "- a\n\n  b"),
-        ("1. a\n\n2", "1. a\n\n2"),
-        ("> a\n", "> a\n"),
-        ("> a\n\n", ""),
-        ("|a|\n|-|\n|b|\n", "|a|\n|-|\n|b|\n"),
-        ("|a|\n|-|\n|b|\n\n", ""),
-        ("    a\n\n", "    a\n\n"),
-        ("    a\n\nb", "b"),
-        ("\n \n", "\n \n"),
-    ],
-)
-def test_split_keeps_unfinished_rest(text, rest):
-    assert split(text)[1].strip("\n") == rest.strip("\n")
+UNFINISHED = {  # the rest that is kept, by text
+    "a\n": "a\n",
+    "a\n\n": "",
+    "a\n\nb": "b",
+    "# a\n": "",
+    "# a|b\n": "# a|b\n",  # the head of a table if |-|-| follows
+    "```\na\n\nb\n": "```\na\n\nb\n",
+    "```\na\n```\n": "",
+    "~~~ x\n```\n": "~~~ x\n```\n",
+    "- a\n\n": "- a\n\n",
+    "- a\n\n-": "- a\n\n-",
+    "- a\n\nb": "b",
+    "- a\n\n  b": "- a\n\n  b",
+    "1. a\n\n2": "1. a\n\n2",
+    "> a\n": "> a\n",
+    "> a\n\n": "",
+    "|a|\n|-|\n|b|\n": "|a|\n|-|\n|b|\n",
+    "|a|\n|-|\n|b|\n\n": "",
+    "    a\n\n": "    a\n\n",
+    "    a\n\nb": "b",
+    "\n \n": "\n \n",
+}
+
+
+def test_split_keeps_unfinished_rest():
+    for text, rest in UNFINISHED.items():
+        assert split(text)[1].strip("\n") == rest.strip("\n"), text
 
 
 @settings(deadline=None, max_examples=250)
@@ -170,6 +170,8 @@ def test_incremental_split_matches_full_parse(text, cuts):
 @settings(deadline=None, max_examples=60)
 @given(TEXTS, CUTS)
 @example("aaaa\r\n# aaaaaaaaa😀a", [55])  # a centered row with a character of two columns
+@example(ANSWER, [])
+@example(ANSWER, [*range(0, 1000, 7)])
 def test_streamed_screen_matches_full_render(text, cuts):
     text = markdown.visible(text.replace("\ud800", "?"))
     at_once = screen(streamed([text], console_to()))
@@ -177,13 +179,6 @@ def test_streamed_screen_matches_full_render(text, cuts):
     written = streamed(split_at(text, cuts), console)
     assert screen(written) == at_once
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor is visible again"
-
-
-@pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_stream_parts_of_any_size(size):
-    parts = [ANSWER[i : i + size] for i in range(0, len(ANSWER), size)]
-    shown = screen(streamed(parts, console_to(terminal=True, height=1000)))
-    assert shown == screen(streamed([ANSWER], console_to()))
 
 
 @settings(deadline=None, max_examples=60)
@@ -222,20 +217,6 @@ def test_code_is_highlighted():
         assert "return" in written
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n\n"])
-def test_empty_answer_has_no_output(text):
-    console = console_to(terminal=True)
-    stream = MarkdownStream(console)
-    if text:
-        stream.push(text)
-    stream.finish()
-    stream.finish()
-    stream.abort()
-    stream.push("too late")
-    time.sleep(2 * markdown.FRAME)
-    assert console.file.getvalue() == ""
-
-
 @pytest.mark.parametrize("space", ["\u3000", "\xa0", "\u2028", "\u200b", "    ", "\t"])
 def test_whitespace_blocks(space):
     for text in (f"a\n\n{space}\n\nb", f"{space}\n\n```\na\n```\n\nb", f"{space}\n"):
@@ -249,9 +230,19 @@ def test_deep_nesting_is_shown_as_text(text):
     assert "".join(text.split()) == "".join(streamed([text], console_to()).split())
 
 
-@pytest.mark.parametrize("width", [1, 3, 10])
-def test_narrow_terminals(width):
-    assert "d" in streamed([ANSWER], console_to(terminal=True, width=width, height=3))
+@pytest.mark.parametrize("end", ["finish", "abort"])
+@pytest.mark.parametrize("text, shown", [("", ""), (" ", ""), ("\n\n", ""), ("Half **a sen", "Half **a sen")])
+def test_text_after_the_end_is_ignored(text, shown, end):
+    console = console_to(terminal=True)
+    stream = MarkdownStream(console)
+    if text:
+        stream.push(text)
+    for _ in range(2):
+        getattr(stream, end)()
+    stream.push("too late")
+    stream.abort()
+    time.sleep(2 * markdown.FRAME)
+    assert screen(console.file.getvalue()) == shown and (shown or console.file.getvalue() == "")
 
 
 def long_answer():
@@ -260,20 +251,14 @@ def long_answer():
     return "\n\n".join([part] * 36)
 
 
-def test_finished_blocks_are_written_once():
-    text = long_answer()
-    console = console_to(terminal=True)
-    written = streamed([text[i : i + 25] for i in range(0, len(text), 25)], console)
-    assert len(written) < 1.5 * len(streamed([text], console_to()))
-
-
 def test_only_unfinished_block_is_rerendered(rendered):
     text = long_answer()
     assert len(text.split()) > 4000
     blocks = blocks_of(text)
-    streamed([text[i : i + 25] for i in range(0, len(text), 25)], console_to(terminal=True))
+    written = streamed([text[i : i + 25] for i in range(0, len(text), 25)], console_to(terminal=True))
     assert max(map(len, rendered)) <= max(map(len, blocks)) + 50
     assert len(rendered) <= len(blocks) + -(-len(text) // 25) + 1
+    assert len(written) < 1.5 * len(streamed([text], console_to())), "finished blocks are written once"
 
 
 def test_long_code_block_is_highlighted_in_parts(rendered):
@@ -321,17 +306,6 @@ def test_list_marker_is_not_shown_as_heading():
     console = console_to(terminal=True, color_system="standard")
     written = streamed(["Three rivers:", "\n-", " Nile\n", "-", " Rhine"], console)
     assert written.count("rivers") == 1 and written.count("Rhine") == 1
-
-
-def test_abort_shows_received_text():
-    console = console_to(terminal=True)
-    stream = MarkdownStream(console)
-    stream.push("Half **a sen")
-    stream.abort()
-    assert screen(console.file.getvalue()) == "Half **a sen"
-    stream.push("tence")  # after the end: ignored
-    stream.finish()
-    assert screen(console.file.getvalue()) == "Half **a sen"
 
 
 @pytest.mark.parametrize("error", [OSError("input/output error"), BrokenPipeError("gone")])

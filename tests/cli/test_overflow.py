@@ -1,10 +1,9 @@
 """Turns that do not fit in the context: errors, dropped turns and suggested fixes."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
-from chats import as_messages, enter, leave
+from chats import as_messages
 
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.conversation import Conversation
@@ -14,12 +13,16 @@ from tridecode.errors import PromptError, TooLong
 
 
 def test_too_long_turn_is_refused(session):
-    chat = session(["x" * 60], ["fine"])
+    chat = session(["x" * 60], ["fine"], ["fine"])
     assert chat.handle("one") and chat.handle("y" * 60)
     shown = chat.read()[1]
     assert "this turn needs 123 tokens, the context holds 100" in shown and "/set overflow drop-oldest" in shown
     assert chat.handle("two"), "the chat continues"
     assert chat.engine.prompts[1] == as_messages("one", "x" * 60, "two")
+    assert chat.handle("/set overflow oldest") and "must be one of error, drop-oldest, stop" in chat.read()[1]
+    assert chat.handle("/set overflow drop-oldest") and chat.read()[1] == "overflow is drop-oldest\n"
+    assert chat.handle("y" * 40) and chat.engine.prompts[2] == as_messages("two", "fine", "y" * 40)
+    assert "turn 1 is no longer sent" in chat.read()[1]
 
 
 def test_overflow_can_end_the_chat(session):
@@ -64,23 +67,22 @@ def characters(prompt) -> int:
 
 
 @pytest.mark.parametrize(
-    "system, largest, choice, fix",
+    "largest, choice, fix",
     [
-        (None, 100, "error", "; shorten it"),
-        (None, 1000, "drop-oldest", "; shorten it or start the chat with --max-seq-len 240"),
-        (None, 200, "error", "; shorten it or start the chat with --max-seq-len 200"),
-        ("x" * 30, 100, "error", "; shorten it"),
-        (None, 1000, "stop", "; the chat ends"),
+        (100, "error", "; shorten it"),
+        (1000, "drop-oldest", "; shorten it or start the chat with --max-seq-len 240"),
+        (200, "error", "; shorten it or start the chat with --max-seq-len 200"),
+        (1000, "stop", "; the chat ends"),
     ],
 )
-def test_too_long_message_suggests_fix(system, largest, choice, fix):
+def test_too_long_message_suggests_fix(largest, choice, fix):
     """The suggestions do not include /undo and /clear, which would not help."""
-    talk = Conversation(False, system, (("hello", "hi"),))
+    talk = Conversation(turns=(("hello", "hi"),))
     with pytest.raises(Overflow) as error:
         fit(talk, "y" * 120, characters, 100, choice, None, largest)
     assert str(error.value).endswith(f"the context holds 100{fix}") and "/clear" not in str(error.value)
     with pytest.raises(Overflow, match="shorten it or remove the system turn"):
-        fit(Conversation(False, "x" * 90), "y" * 20, characters, 100, choice.replace("stop", "error"), None, 100)
+        fit(Conversation(False, "x" * 90), "y" * 20, characters, 100, "error", None, 100)
 
 
 def test_lower_bound_of_length_is_reported():
@@ -104,7 +106,6 @@ def test_long_conversation_is_not_rendered_whole(choice):
         return characters(prompt)
 
     talk = Conversation(turns=(("hello", "hi"),) * 300_000)
-    began = time.monotonic()
     if choice == "error":
         with pytest.raises(Overflow, match="more than .* tokens, the context holds 2,048; /undo, /clear or /set"):
             fit(talk, "and now?", count, 2048, choice, None, 2048)
@@ -112,41 +113,25 @@ def test_long_conversation_is_not_rendered_whole(choice):
         talk, note = fit(talk, "and now?", count, 2048, choice, 100, 2048)
         assert len(talk.turns) - talk.dropped == (2048 - 100 - 8) // 7
         assert note.startswith("more than ") and note.endswith("turns 1 to 299,723 are no longer sent to the model")
-    assert len(rendered) < 20 and time.monotonic() - began < 5
+    assert len(rendered) < 20
 
 
-@pytest.mark.parametrize("turns", [1, 7, 500])
-def test_fit_keeps_as_many_turns_as_possible(turns):
+def test_fit_keeps_as_many_turns_as_possible():
     """The texts have many characters per token, so the first estimate from the newest turns is too small."""
-    talk = Conversation(turns=(("x" * 5000, "y" * 5000),) * turns)
-    count = lambda prompt: len(prompt)  # noqa: E731
-    assert fit(talk, "z", count, 2000, "error", None, 2000) == (talk, "")
-    left, note = fit(talk, "z", count, 800, "drop-oldest", None, 2000)
-    assert left.dropped == (151 if turns == 500 else 0) and bool(note) == (turns == 500)
-
-
-def test_set_overflow(session):
-    chat = session(["x" * 60], ["fine"])
-    assert chat.handle("one") and chat.handle("y" * 40) and "/set overflow drop-oldest" in chat.read()[1]
-    assert chat.handle("/set overflow drop-oldest") and chat.read()[1] == "overflow is drop-oldest\n"
-    assert chat.handle("y" * 40) and chat.engine.prompts[1] == as_messages("y" * 40)
-    assert "turn 1 is no longer sent" in chat.read()[1]
-    assert chat.handle("/set overflow oldest") and "must be one of error, drop-oldest, stop" in chat.read()[1]
+    for turns in (1, 7, 500):
+        talk = Conversation(turns=(("x" * 5000, "y" * 5000),) * turns)
+        assert fit(talk, "z", len, 2000, "error", None, 2000) == (talk, "")
+        left, note = fit(talk, "z", len, 800, "drop-oldest", None, 2000)
+        assert left.dropped == (151 if turns == 500 else 0) and bool(note) == (turns == 500)
 
 
 QUESTION = "Tell me a short story about a snail."
 GREEDY = ("--temperature", 0, "--quiet")
 
 
-def test_default_overflow_of_terminal_and_pipe(terminal, piped):
-    story = f"{QUESTION}\n"
-    code, out, err = piped(story * 2, *GREEDY, "--max-seq-len", 70)
+def test_default_overflow_of_a_pipe_is_an_error(piped):
+    code, out, err = piped(f"{QUESTION}\n" * 2, *GREEDY, "--max-seq-len", 70)
     assert code == 1 and "this turn needs" in err and out.count("\n") == 1
-    child = terminal("--temperature", 0, "--max-seq-len", 70)
-    for _ in range(2):
-        enter(child, f"{QUESTION}\r", "tok/s")
-    assert "turn 1 is no longer sent to the model" in child.screen.getvalue()
-    leave(child)
 
 
 @pytest.mark.parametrize("kind", [(), ("--raw",)], ids=["chat", "raw"])

@@ -44,11 +44,8 @@ def test_remote_chat_matches_local_chat(run_chat, piped, served):
     assert len(speeds) == 3 and all(len(speed) == 5 for speed in speeds)
     assert speeds[1][0] == "12 tokens" and speeds[1][1].endswith(" tok/s") and not speeds[1][3].startswith("0 of")
     assert speeds[1][4].endswith(f"{served.engine.capacity:,}")
-
-
-@pytest.mark.parametrize("end", ["/v1", "/", ""])
-def test_url_suffixes(run_chat, served, end):
-    assert run_chat(QUESTION, "--temperature", 0, url=f"{served.url}{end}")[:2] == (0, f"{ANSWER}\n")
+    for end in ("/v1", "/"):
+        assert run_chat(QUESTION, "--temperature", 0, url=f"{served.url}{end}")[:2] == (0, f"{ANSWER}\n")
 
 
 def test_raw_chat(run_chat, served):
@@ -86,18 +83,17 @@ def test_commands(run_chat, served):
     assert "regex: a server of tridecode does not support this option and might" in err
     assert errors(err) == [f"the server at {served.url} has no model 'other'; its models are bundled"]
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
-
-
-def test_set_without_value_shows_current_value(run_chat):
-    _, _, err = run_chat("/set top_k\n/set seed\n/set top_k 7\n/set top-k\n", "--seed", 4, "--quiet")
-    needs = "/set top_k needs a value; it is the server's default\n/set seed needs a value; it is 4\n"
-    assert err == f"{needs}top_k is 7\n/set top_k needs a value; it is 7\n"
-
-
-def test_continue_is_refused(run_chat):
-    code, out, err = run_chat(f"{QUESTION}\n/continue\n/set overflow drop-oldest\n", "--temperature", 0, "--quiet")
+    lines = f"/set top_k\n/set seed\n/set top_k 7\n/set top-k\n{QUESTION}\n/continue\n/set overflow drop-oldest\n"
+    code, out, err = run_chat(lines, "--temperature", 0, "--seed", 4, "--quiet")
     assert (code, out) == (0, f"{ANSWER}\n")
-    assert err == 'a server cannot continue an answer; send a message such as "continue"\noverflow is drop-oldest\n'
+    assert err.splitlines() == [
+        "/set top_k needs a value; it is the server's default",
+        "/set seed needs a value; it is 4",
+        "top_k is 7",
+        "/set top_k needs a value; it is 7",
+        'a server cannot continue an answer; send a message such as "continue"',
+        "overflow is drop-oldest",
+    ]
 
 
 def test_template_error_of_server_is_shown(run_chat):
@@ -150,21 +146,14 @@ def test_interrupt_cancels_server_request(terminal, monkeypatch, tmp_path):
         leave(child)
 
 
-def test_tab_completes_server_options(terminal, served):
-    child = terminal("--url", served.url, TRIDECODE_API_KEY="")
-    child.send("/set re\t1.5\r")  # regex is not offered
-    child.expect_exact("repetition_penalty is 1.5")
-    child.expect_exact(READY)
-    leave(child)
-
-
 # ---- other kinds of servers
 
 
-def test_tab_completes_server_models(terminal):
+def test_tab_completes_models_and_options_of_the_server(terminal):
     with FakeServer(tokens=1) as server:
         child = terminal("--url", server.url, TRIDECODE_API_KEY="")
         enter(child, "/model an\t\r", f"another on {server.url}: ")
+        enter(child, "/set top_\t0.5\r", "top_p is 0.5")  # top_k is not offered
         child.send("/set overflow d\t\r")  # drop-oldest is not offered
         child.expect_exact("overflow is error")
         child.expect_exact(READY)
@@ -222,34 +211,31 @@ def test_unreported_statistics_are_omitted(run_chat):
         assert err.splitlines()[1].startswith("first token 0.") and err.count("\n") == 2
 
 
-@pytest.mark.parametrize("options, message", [
-    (("--graph", "none"), "--graph sets up an engine in this process"),
-    (("--max-seq-len", "64"), "--max-seq-len sets up an engine in this process"),
-    (("--graph-stats",), "--graph-stats sets up an engine in this process"),
-    (("--no-prefix-sharing",), "--no-prefix-sharing sets up an engine in this process"),
-    (("--no-prompt-graphs",), "--no-prompt-graphs sets up an engine in this process"),
-    (("--prompt-ms=15",), "--prompt-ms sets up an engine in this process"),  # the default value
-    (("--device", "auto"), "--device sets up an engine in this process"),
-    (("--overflow", "drop-oldest"), "--overflow drop-oldest needs a server that counts tokens"),
-    (("--top-k", "3"), "--top-k: a server of no known kind does not support this option and might ignore it"),
-    (("--top-p", "3"), "--top-p: expected a number above 0 to 1, got '3'"),
-    (("--model", "a-modle"), "has no model 'a-modle'; did you mean a-model?"),
-])  # fmt: skip
-def test_unsupported_options_are_refused(run_chat, options, message):
+UNSUPPORTED = {
+    "--graph none": "--graph sets up an engine in this process",
+    "--graph-stats": "--graph-stats sets up an engine in this process",
+    "--no-prefix-sharing": "--no-prefix-sharing sets up an engine in this process",
+    "--prompt-ms=15": "--prompt-ms sets up an engine in this process",  # the default value
+    "--overflow drop-oldest": "--overflow drop-oldest needs a server that counts tokens",
+    "--top-k 3": "--top-k: a server of no known kind does not support this option and might ignore it",
+    "--top-p 3": "--top-p: expected a number above 0 to 1, got '3'",
+    "--model a-modle": "has no model 'a-modle'; did you mean a-model?",
+}
+
+
+def test_unsupported_options_are_refused(run_chat, piped):
     with FakeServer() as server:
-        code, out, err = run_chat("one\n", *options, url=server.url)
-        assert code in (1, 2) and out == "" and message in err and err.count("\n") == 1 and server.bodies == []
+        for options, message in UNSUPPORTED.items():
+            code, out, err = run_chat("one\n", *options.split(), url=server.url)
+            assert code in (1, 2) and out == "" and message in err and err.count("\n") == 1 and server.bodies == []
+    code, _, err = piped("one\n", "--api-key-file", "x")
+    assert code == 2 and "--api-key-file needs --url" in err
 
 
 def test_switch_server_model(run_chat):
     with FakeServer(tokens=1) as server:
         run_chat("one\n/model another\ntwo\n", url=server.url)
         assert [body["model"] for body in server.bodies] == ["a-model", "another"]
-
-
-def test_api_key_needs_url(piped):
-    code, _, err = piped("one\n", "--api-key-file", "x")
-    assert code == 2 and "--api-key-file needs --url" in err
 
 
 def test_missing_httpx(piped, monkeypatch):

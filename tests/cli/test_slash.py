@@ -53,23 +53,21 @@ def test_bare_word_suggests_command(session, word, command):
     assert chat.handle(word) and len(chat.engine.prompts) == 2, "in a pipe the word is a message"
 
 
-def test_retry_changes_seed(session):
-    chat = session(["one"], ["two"], ["three"], ["b"], ["again"], params=SamplingParams(seed=7))
+def test_seeds_of_answers_and_retries(session):
+    chat = session(*(["answer"] for _ in range(8)))
     seeds, stream = [], chat.engine.stream
     chat.engine.stream = lambda prompt, params, **more: seeds.append(params.seed) or stream(prompt, params, **more)
-    for line in ("a", "/retry", "/retry", "b", "/retry"):
+    for line in ("one", "two", "/set seed 7", "a", "/retry", "/retry", "b", "/retry"):
         assert chat.handle(line)
-    assert seeds == [7, 8, 9, 7, 8] and chat.params.seed == 7
+    assert seeds[0] != seeds[1] and max(seeds) < 1_000_000 and seeds[2:] == [7, 8, 9, 7, 8] and chat.params.seed == 7
     shown = chat.read()[1]
+    assert [line.split("seed ")[1] for line in shown.splitlines() if "tok/s" in line] == list(map(str, seeds))
     assert shown.count("try 2, seed 8\n") == 2 and shown.count("try 3, seed 9\n") == 1
-
-
-def test_retry_of_greedy_answer_warns(session):
-    chat = session(["one"], ["one"], params=SamplingParams(temperature=0, seed=2**64 - 1))
-    assert chat.handle("a") and chat.handle("/retry")
+    chat.handle(f"/set seed {2**64 - 1}")
+    assert chat.handle("/retry") and "try 3, seed 1\n" in chat.read()[1]
+    chat.engine.answers = [["same"]]
+    assert chat.handle("/set temperature 0") and chat.handle("/retry")
     assert "every try gives the same answer" in chat.read()[1]
-    chat = session(["one"], ["one"], params=SamplingParams(seed=2**64 - 1))
-    assert chat.handle("a") and chat.handle("/retry") and "try 2, seed 0" in chat.read()[1]
 
 
 def test_retry_undo_and_edit(session):
@@ -147,13 +145,6 @@ def test_set(session, typed, name, value):
     assert chat.read()[1].startswith(f"{name} is ")
 
 
-def test_schema_is_shown_in_input_form(session):
-    chat, schema = session(), '{"type": "string"}'
-    assert chat.handle(f"/set json_schema {schema}") and chat.read()[1] == f"json_schema is {schema}\n"
-    assert chat.handle("/set") and f"json_schema          {schema}\n" in chat.read()[1]
-    assert chat.handle("/set json_schema none") and chat.read()[1] == "json_schema is none\n"
-
-
 @pytest.mark.parametrize(
     "typed, message",
     [
@@ -185,51 +176,35 @@ def test_set_rejects_invalid_values(session, typed, message):
     assert shown.count("\n") == 1 and (message or "stop is []") in shown
 
 
-def test_set_without_arguments_lists_options(session):
-    chat = session(params=SamplingParams(stop=["x"]))
-    assert chat.handle("/set")
-    lines = chat.read()[1].splitlines()
-    assert [line.split()[0] for line in lines] == [*NAMES, *CHOICES]
-    assert 'stop                 ["x"]' in lines and "seed                 none" in lines
-
-
-@pytest.mark.parametrize(
-    "mode, shown",
-    [
-        ("full", "2 tokens · 8.0 tok/s · first token 0.25 s · 4 of 10 reused · context 12 / 100\n"),
-        ("short", "2 tokens · 8.0 tok/s\n"),
-        ("off", ""),
-    ],
-)
-def test_set_stats(session, mode, shown):
-    chat = session(["a", "b"], params=SamplingParams(temperature=0), stats="full")
-    chat.handle(f"/set stats {mode}")
-    assert chat.read()[1] == f"stats is {mode}\n"
-    chat.handle("one")
-    assert chat.read()[1] == shown
-    chat.handle("/set --stats none")
-    assert chat.read()[1] == "stats must be one of full, short, off, default, got 'none'\n" and chat.stats == mode
-
-
-def test_set_default_restores_initial_value(session):
-    chat = session(stats="short")
+def test_set_shows_values(session):
+    chat, schema = session(params=SamplingParams(stop=["x"]), stats="short"), '{"type": "string"}'
     for line, words in (
         ("/set stats off", "stats is off\n"),
         ("/set stats default", "stats is short\n"),
         ("/set overflow stop", "overflow is stop\n"),
         ("/set overflow default", "overflow is error\n"),
+        ("/set --stats none", "stats must be one of full, short, off, default, got 'none'\n"),
+        (f"/set json_schema {schema}", f"json_schema is {schema}\n"),
     ):
         assert chat.handle(line) and chat.read()[1] == words
+    assert chat.handle("/set")
+    lines = chat.read()[1].splitlines()
+    assert [line.split()[0] for line in lines] == [*NAMES, *CHOICES]
+    assert 'stop                 ["x"]' in lines and "seed                 none" in lines
+    assert f"json_schema          {schema}" in lines
+    assert chat.handle("/set json_schema none") and chat.read()[1] == "json_schema is none\n"
 
 
-def test_shown_seed_reproduces_answer(session):
-    chat = session(["a"], ["b"], ["c"])
-    seeds, stream = [], chat.engine.stream
-    chat.engine.stream = lambda prompt, params, **more: seeds.append(params.seed) or stream(prompt, params, **more)
-    for line in ("one", "two", "/set seed 7", "three"):
-        chat.handle(line)
-    assert seeds[0] != seeds[1] and max(seeds) < 1_000_000 and seeds[2] == 7
-    assert [line.split("seed ")[1] for line in chat.read()[1].splitlines() if "tok/s" in line] == list(map(str, seeds))
+def test_set_stats(session):
+    speed = "2 tokens · 8.0 tok/s"
+    whole = f"{speed} · first token 0.25 s · 4 of 10 reused · context 12 / 100\n"
+    chat = session(*(["a", "b"] for _ in range(3)), params=SamplingParams(temperature=0), stats="full")
+    for mode, shown in (("full", whole), ("short", f"{speed}\n"), ("off", "")):
+        chat.handle(f"/set stats {mode}")
+        assert chat.read()[1] == f"stats is {mode}\n"
+        chat.handle("/undo"), chat.read()
+        chat.handle("one")
+        assert chat.read()[1] == shown
 
 
 def test_save_load_and_export(session, tmp_path):
@@ -299,7 +274,8 @@ def test_stats(session):
 
 
 def test_copy(session, monkeypatch):
-    chat = session(["<think>hm</think>\n\n**Yes**\x1b[2J"])
+    edge = "x" * (LARGEST - 2)
+    chat = session(["<think>hm</think>\n\n**Yes**\x1b[2J"], [f"{edge}xx"], [f"{edge}éé"])
     chat.handle("/copy")
     assert chat.read()[1] == "the conversation has no turns yet\n"
     chat.handle("one")
@@ -310,6 +286,14 @@ def test_copy(session, monkeypatch):
     out, err = chat.read()
     assert out == f"\x1b]52;c;{base64.b64encode('**Yes**␛[2J'.encode()).decode()}\x07"
     assert err == "asked the terminal to copy the last answer, 11 characters\n"
+    chat.plain, chat.model.capacity = True, 10**6
+    for line, copied in (("two", True), ("three", False)):
+        chat.handle(line)
+        chat.read()
+        chat.handle("/copy")
+        out, err = chat.read()
+        assert ("\x1b]52;" in out) == copied and (f"{LARGEST + 2:,} bytes" in err) != copied
+        assert len(out) <= 100_000
 
 
 def test_copy_code_block(session, monkeypatch):
@@ -346,20 +330,6 @@ def test_plain(session, monkeypatch):
     assert chat.handle("/plain off") and "with --raw" in chat.read()[1] and chat.plain
 
 
-def test_copy_rejects_long_answer(session, monkeypatch):
-    chat = session(["x" * LARGEST], ["x" * (LARGEST - 2) + "é" * 2])
-    chat.output = as_terminal(monkeypatch)
-    chat.plain = True
-    chat.model.capacity = 10**6
-    for line, copied in (("one", True), ("two", False)):
-        chat.handle(line)
-        chat.read()
-        chat.handle("/copy")
-        out, err = chat.read()
-        assert ("\x1b]52;" in out) == copied and (f"{LARGEST + 2:,} bytes" in err) != copied
-        assert len(out) <= 100_000
-
-
 def as_terminal(monkeypatch) -> Output:
     monkeypatch.setenv("TERM", "xterm")
     output = Output()
@@ -383,7 +353,7 @@ def gpu(monkeypatch):
     stats.read_bandwidth.cache_clear()
 
 
-def test_stats_with_gpu(session, gpu):
+def test_stats_with_gpu(session, gpu, monkeypatch):
     chat = session(["a", "b"], ["c"])
     chat.engine.device = chat.model.device = torch.device("cuda", 0)
     chat.handle("/stats")
@@ -394,12 +364,7 @@ def test_stats_with_gpu(session, gpu):
     # the scripted 8 tokens per second, 100 GB each
     assert chat.read()[1].count("20% of the read bandwidth (4,000 GB/s, 100.00 GB a token)") == 2
     assert gpu == [2**32], "measured once"
-
-
-def test_stats_without_free_memory(session, gpu, monkeypatch):
     monkeypatch.setattr(stats, "free_memory", lambda device: 2**20)
-    chat = session(["a", "b"])
-    chat.engine.device = chat.model.device = torch.device("cuda", 0)
-    for line in ("x", "/stats"):
-        chat.handle(line)
-    assert "too little memory is free" in chat.read()[1] and not gpu
+    stats.read_bandwidth.cache_clear()
+    chat.handle("/stats")
+    assert "too little memory is free" in chat.read()[1] and gpu == [2**32]

@@ -19,45 +19,6 @@ pexpect = pytest.importorskip("pexpect")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def test_chat_in_terminal(endless, terminal):
-    child = terminal("--model", endless, "--seed", 3, "--temperature", 0.7, "--plain")
-    for line in ("hello", "again"):
-        child.send(f"{line}\r")
-        child.expect(STREAMS)  # the answer streams and does not end, because the model never samples the end token
-        began = time.monotonic()
-        child.sendintr()
-        child.expect(r"stopped after (\d+) tokens? and [\d.]+ s; kept in the conversation")
-        assert int(child.match[1]) > 0 and time.monotonic() - began < 2
-        child.expect_exact(READY)
-    enter(child, "/stats\r", "2 turns")
-    time.sleep(1)  # a Ctrl-C shortly after a stopped answer does not count
-    child.sendintr()
-    child.expect_exact("to leave")
-    child.expect_exact(READY)
-    child.sendintr()
-    leaves(child)
-    controls = {chr(code) for code in range(32)} - set("\r\n\t\x1b\x07\x08")
-    assert not set(child.screen.getvalue()) & controls, "control characters of the model are replaced"
-
-
-def test_markdown_in_terminal(endless, terminal, state):
-    child = terminal("--model", endless, "--seed", 3)
-    child.send("hello\r")
-    child.expect_exact("\x1b[?2004l")
-    child.expect(r"[^\s\x1b]{20}")
-    time.sleep(0.5)
-    began = time.monotonic()
-    child.sendintr()
-    child.expect(r"stopped after \d+ tokens? and [\d.]+ s; kept in the conversation")
-    assert time.monotonic() - began < 2
-    child.expect_exact(READY)
-    time.sleep(1)
-    leave(child)
-    assert child.screen.getvalue().count("\x1b[?25l") <= child.screen.getvalue().count("\x1b[?25h"), "cursor hidden"
-    (file,) = (state / "sessions").iterdir()
-    assert len(sessions.read(file).turns[0][1]) > 20
-
-
 def test_line_editing(terminal, state):
     child = terminal("--max-tokens", 2, "--temperature", 0)
     enter(child, "\x1b[200~pasted one\n/exit\nthree\n\x1b[201~\r", "context ")
@@ -80,6 +41,7 @@ def test_line_editing(terminal, state):
 
     child = terminal("--max-tokens", 2, "--resume")
     assert f"session {file.stem}: continuing {len(users)} turns" in child.screen.getvalue()
+    assert "quoted" in child.screen.getvalue(), "the last turns are shown"
     child.send("\x1b[A\r")  # /edit, the last line of the previous chat
     child.expect_exact("/exit")
     enter(child, "\x1b\rmore\r", "context ")
@@ -112,8 +74,8 @@ TYPED = {
 
 
 def test_every_command(terminal, tmp_path):
-    child = terminal("--max-tokens", 4, "--temperature", 0)
-    enter(child, "Hello\r", "context ")
+    child = terminal("Hello?", "--max-tokens", 4, "--temperature", 0)
+    assert "> Hello?" in child.screen.getvalue(), "the question is the first turn"
     for name, (rest, words) in TYPED.items():
         child.send(f"{name} {rest.format(path=tmp_path)}".rstrip() + "\r")
         child.expect(f"(?i){re.escape(words)}")
@@ -134,28 +96,37 @@ def interrupt(child) -> float:
     return time.monotonic() - began
 
 
-# On an idle machine an interrupt takes some 10 ms; the tests allow more for a busy one.
-AT_ONCE = 1.0
-
-
 @pytest.mark.parametrize("options", [(), ("--plain",)], ids=["markdown", "plain"])
-def test_interrupt_stops_answer(terminal, endless, options):
+def test_interrupt_stops_answer(terminal, endless, state, options):
     child = terminal("--model", endless, "--seed", 3, *options)
-    seconds = []
     for line in ("one", "two", "three"):
         child.send(f"{line}\r")
         child.expect_exact("\x1b[?2004l")
-        child.expect(r"[^\s\x1b]{20}")  # it streams
-        seconds.append(interrupt(child))
+        child.expect(r"[^\s\x1b]{20}")  # it streams and does not end, because the model never samples the end token
+        child.sendintr()
+        child.expect(r"stopped after (\d+) tokens? and [\d.]+ s; kept in the conversation")
+        assert int(child.match[1]) > 0
         child.expect_exact(READY)
-    assert sorted(seconds)[1] < AT_ONCE, seconds
     assert "^C" not in child.screen.getvalue(), "an echo of Ctrl-C would shift the drawn rows"
-    child.sendeof()
+    enter(child, "/stats\r", "3 turns")
+    time.sleep(1)  # a Ctrl-C shortly after a stopped answer does not count
+    child.sendintr()
+    child.expect_exact("to leave")
+    child.expect_exact(READY)
+    child.sendintr()
     child.expect(pexpect.EOF)
     assert child.getecho(), "the echo is enabled again"
+    leaves(child)
+    screen = child.screen.getvalue()
+    controls = {chr(code) for code in range(32)} - set("\r\n\t\x1b\x07\x08")
+    assert not set(screen) & controls, "control characters of the model are replaced"
+    assert screen.count("\x1b[?25l") <= screen.count("\x1b[?25h"), "cursor hidden"
+    assert len(only_session(state).turns[0][1]) > 20
 
 
-def test_keys_during_answer_reach_next_prompt(terminal, endless):
+def test_keys_and_paste_during_answer_reach_next_prompt(terminal, endless, state):
+    """The paste is one message. It exceeds the 4,096 bytes to which the kernel limits a line."""
+    text = "x" * 5000 + "\n/exit\nthe last line"
     child = terminal("--model", endless, "--seed", 3, "--max-tokens", 300)
     child.send("one\r")
     child.expect_exact("\x1b[?2004l")
@@ -165,21 +136,14 @@ def test_keys_during_answer_reach_next_prompt(terminal, endless):
     assert "/set" not in child.before  # the next prompt may follow already
     child.expect_exact(READY)
     enter(child, "\r", "top_k is 7")
-    leave(child)
-
-
-def test_paste_during_answer_is_one_message(terminal, endless, state):
-    """The paste exceeds the 4,096 bytes to which the kernel limits a line."""
-    text = "x" * 5000 + "\n/exit\nthe last line"
-    child = terminal("--model", endless, "--seed", 3, "--max-tokens", 300)
-    child.send("one\r")
+    child.send("two\r")
     child.expect_exact("2004h")  # the terminal marks pastes now
     child.expect(r"[^\s\x1b]{20}")
     enter(child, "\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~", "context ")
     child.expect_exact("the last line")
     enter(child, "\r", "context ")
     leave(child)
-    assert [user for user, _ in only_session(state).turns] == ["one", text]
+    assert [user for user, _ in only_session(state).turns] == ["one", "two", text]
 
 
 def test_interrupt_stops_long_prompt(terminal, endless, state):
@@ -191,8 +155,7 @@ def test_interrupt_stops_long_prompt(terminal, endless, state):
         child.send("hello\r")
         child.expect_exact("\x1b[?2004l")
         child.expect(r"reading the prompt: [\d,]+ of [\d,]+ tokens, ")  # the prompt takes ten times as long
-        assert interrupt(child) < AT_ONCE
-        assert child.match[1] == "0"
+        assert interrupt(child) < 10 and child.match[1] == "0"
         child.expect_exact("the turn is not kept")
         child.expect_exact(READY)
     assert store.load().turns == (("word " * 12_000, "fine"),)
@@ -207,9 +170,10 @@ def test_long_paste_is_one_message(terminal, state):
     child.send("\x1b[200~" + lines.replace("\n", "\r") + "\x1b[201~")
     child.expect_exact("299.")
     enter(child, "\r", "holds 200")
-    enter(child, "\x1b[200~" + lines[:100].replace("\n", "\r") + "\x1b[201~\r", "context ")
+    for shows in ("context ", "turn 1 is no longer sent to the model"):  # the default in a terminal
+        enter(child, "\x1b[200~" + lines[:200].replace("\n", "\r") + "\x1b[201~\r", shows)
     leave(child)
-    assert [user for user, _ in only_session(state).turns] == [lines[:100]]
+    assert [user for user, _ in only_session(state).turns] == [lines[:200]] * 2
 
 
 @pytest.mark.parametrize("when", ["", "loading"], ids=["start", "load"])
@@ -315,7 +279,7 @@ def test_terminal_becomes_narrow(terminal, state):
     child.setwinsize(3, 20)  # smaller than the answer
     child.expect_exact("\n")
     child.setwinsize(50, 200)
-    assert interrupt(child) < AT_ONCE
+    interrupt(child)
     child.expect_exact(READY)
     child.setwinsize(50, 20)
     wide = "a line that is wider than the screen"

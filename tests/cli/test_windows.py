@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from screens import Terminal, screen
-from test_markdown import ANSWER, CUTS, console_to, split_at, streamed
+from screens import Terminal
+from test_markdown import CUTS, split_at
 
 from tridecode.cli.chat.markdown import Painter
 
@@ -40,19 +40,6 @@ def test_resized_window_shows_every_word_once(kinds, cuts, sizes, reflow):
     painter.close()
     shown = re.sub(r"\s", "", terminal.shown)
     assert sorted(WORD.findall(shown)) == sorted(WORD.findall(text))
-
-
-@pytest.mark.parametrize("size", [(80, 24), (40, 10), (200, 50), (15, 4)])
-def test_small_window_shows_all_text(size):
-    """Some blocks are taller than the window."""
-    text = "\n\n".join([ANSWER, "word **and word** " * 100, "- an item\n" * 60, "```python\n" + "x = 1\n" * 90 + "```"])
-    terminal = Terminal(*size)
-    painter = Painter(terminal.console)
-    for i in range(0, len(text), 13):
-        painter.frame(text[i : i + 13])
-    painter.frame("", final=True)
-    painter.close()
-    assert terminal.shown.split() == screen(streamed([text], console_to(width=size[0]))).split()
 
 
 def test_tall_table_stays_a_table():

@@ -4,14 +4,17 @@ import os
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import triton
-from models import CUDA
+from triton.runtime.driver import driver
 
 from tridecode import kernels
-from tridecode.models.presets import PRESETS
+from tridecode.step import compiling
 
 FOLDER = Path(kernels.__path__[0])
 # For 9.0 only.
@@ -19,19 +22,35 @@ PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "
 HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", *PROMPTS}
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
 QUANTIZED = "qwen3-0.6b_int4"  # its LM head is e4m3
-PUBLIC = [f"{preset}_fp16" if preset == "qwen2.5-0.5b" else preset for preset in PRESETS]
-ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
-MORE = (QUANTIZED, "qwen3-4b_int4", "qwen3-4b_fp8", "qwen3-4b_kv8")
-# Models, GPUs, and the passes that are compiled. On a machine without a GPU, all passes of models in which every kernel
-# occurs for some GPUs, and the most common passes of a small model for each other GPU.
-SOME = [
+# Models, GPUs, and the passes that are compiled: for some GPUs all passes of models in which every kernel occurs, for
+# each other GPU the most common passes of a small model. `compile_step.py` compiles others.
+CASES = [
     (("qwen3-4b", QUANTIZED, "qwen3-4b_kv8"), ("h100",), "all"),
     (("head_dim_80", QUANTIZED), ("rtx-5090",), "all"),
     (("head_dim_80",), ("rtx-3090",), "all"),
     ((QUANTIZED,), ("a100", "rtx-4090", "b200"), "common"),
 ]
-ALL = [((*PUBLIC, *ODD, *MORE), (gpu,), "all") for gpu in ("a100", "rtx-3090", "rtx-4090", "h100", "b200", "rtx-5090")]
-CASES = ALL if CUDA else SOME
+
+
+class Launcher:
+    """A launcher that takes time to load."""
+
+    loading = most = 0
+
+    def __init__(self, src, metadata):
+        Launcher.loading += 1
+        Launcher.most = max(Launcher.most, Launcher.loading)
+        time.sleep(0.01)
+        Launcher.loading -= 1
+
+
+def test_launchers_are_loaded_one_at_a_time(monkeypatch):
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=Launcher))
+    for _ in range(2):
+        compiling.serialize_launchers()
+    with ThreadPoolExecutor(8) as pool:
+        assert all(isinstance(each, Launcher) for each in pool.map(driver.active.launcher_cls, range(8), range(8)))
+    assert Launcher.most == 1
 
 
 @pytest.mark.parametrize("models, gpus, passes", CASES, ids=[",".join(gpus) for _, gpus, _ in CASES])
@@ -75,7 +94,6 @@ def test_child_processes_compile_and_the_parent_compiles_nothing(tmp_path):
     assert progress == " ".join(str((done, 6)) for done in range(7))
 
 
-@pytest.mark.skipif(CUDA, reason="takes too long")
 def test_parent_compiles_if_the_child_processes_fail(tmp_path):
     lacked, here, _, again = run_script("compile_children.py", "broken", cache=tmp_path / "a").splitlines()
     assert (lacked, here, again) == ("6 of 6", "6 here", "0 again")

@@ -67,11 +67,13 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("case", HARMLESS)
-def test_known_tokenizers_need_no_child_process(case, changed, monkeypatch):
+def test_known_tokenizers_need_no_child_process(changed, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/python")  # no child process can be started
-    made = Encoder(tokenizers.Tokenizer.from_file(str(changed(**HARMLESS[case]) / "tokenizer.json")), "x")
-    assert made.harmless and made("hello")
+    for case, parts in HARMLESS.items():
+        made = Encoder(tokenizers.Tokenizer.from_file(str(changed(**parts) / "tokenizer.json")), "x")
+        assert made.harmless and made("hello"), case
+    for known in (tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), *map(sentencepiece, (False, True))):
+        assert Encoder(known, "x").harmless
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
@@ -81,11 +83,6 @@ def test_unknown_tokenizers_run_in_child_process(case, changed):
     assert not made.harmless
     if case != "an empty pattern":  # it panics
         assert made("hello, é 你\0") == plain.encode("hello, é 你\0").ids
-
-
-def test_bundled_tokenizer_and_sentencepiece_are_known():
-    assert Encoder(tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), "x").harmless
-    assert Encoder(sentencepiece(), "x").harmless and Encoder(sentencepiece(metaspace=True), "x").harmless
 
 
 def test_child_process_adds_the_same_special_tokens(tmp_path, monkeypatch):
@@ -160,7 +157,7 @@ def test_interrupt_stops_encoding(changed):
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         tokenizer.encode(("a" * 30 + "b") * 1000)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert tokenizer.encode("hello")
 
 
@@ -182,12 +179,9 @@ def test_library_error_is_one_line(changed):
         made("a b")
 
 
-CHARSMAPS = {"short": "AAAA", "empty": "", "long": "/////w=="}
-
-
-@pytest.mark.parametrize("case", CHARSMAPS)
-def test_panic_during_load_is_one_error(case, changed, capfd):
-    path = changed(normalizer={"type": "Precompiled", "precompiled_charsmap": CHARSMAPS[case]})
+@pytest.mark.parametrize("charsmap", ["AAAA", "", "/////w=="], ids=["short", "empty", "long"])
+def test_panic_during_load_is_one_error(charsmap, changed, capfd):
+    path = changed(normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap})
     with pytest.raises(CheckpointError, match="tokenizer.json: not a tokenizer .*; download the file again"):
         Tokenizer.load(path)
     assert capfd.readouterr() == ("", "")
@@ -197,18 +191,14 @@ DECODERS = {
     "a longer replacement": {"type": "Sequence", "decoders": [DOUBLES] * 9},
     "an empty pattern": DOUBLES | {"pattern": {"String": ""}},
     "many steps": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 99},
+    "a long replacement": DOUBLES | {"content": "x" * 10**6},
 }
 
 
 @pytest.mark.parametrize("case", DECODERS)
 def test_unbounded_decoders_are_refused(case, changed):
-    with pytest.raises(CheckpointError, match="supported"):
+    with pytest.raises(CheckpointError, match="supported") as caught:
         Tokenizer.load(changed(decoder=DECODERS[case]))
-
-
-def test_long_decoder_is_truncated_in_message(changed):
-    with pytest.raises(CheckpointError) as caught:
-        Tokenizer.load(changed(decoder=DOUBLES | {"content": "x" * 10**6}))
     assert len(str(caught.value)) < 600
 
 

@@ -57,14 +57,10 @@ def while_busy(pid: int, action) -> threading.Thread:
 # ---- messages
 
 
-@pytest.mark.parametrize(
-    "code, result", [("1 + 1", 2), ("'é\\ud800\\n' * 2", "é\ud800\n" * 2), ("{'a': [None]}", {"a": [None]})]
-)
-def test_result_equals_value_of_expression(code, result):
-    assert sandbox().call(code, 30) == result
-
-
-def test_large_message_and_answer():
+def test_result_equals_value_of_expression():
+    made = sandbox()
+    for code, result in (("1 + 1", 2), ("'é\\ud800\\n' * 2", "é\ud800\n" * 2), ("{'a': [None]}", {"a": [None]})):
+        assert made.call(code, 30) == result
     made = sandbox("lambda message: message", max_answer_bytes=10 << 20)
     assert made.call("x" * (4 << 20), 30) == "x" * (4 << 20)
 
@@ -152,10 +148,11 @@ def test_busy_child_delays_only_its_caller():
     made.start(2)
     made.wait()
     with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(made.call, ENDLESS, 3)
-        while_busy(made.pids[0], lambda: None).join()
+        (pid, _), busy = made.pids, pool.submit(made.call, ENDLESS, 60)
+        while_busy(pid, lambda: None).join()
         assert [made.call(str(n), 30) for n in range(20)] == [*range(20)] and not busy.done()
-        with pytest.raises(SandboxError, match="stopped"):
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(SandboxError, match="ended with code -9"):
             busy.result()
 
 
@@ -188,12 +185,7 @@ def test_interrupt_ends_child():
         made.call(ENDLESS, 60)
     thread.join()
     assert ended(pid) and made.call("1", 30) == 1
-
-
-def test_ctrl_c_interrupts_only_the_parent():
-    """A terminal sends Ctrl-C to a process group, so the child has its own."""
-    made = sandbox()
-    made.call("1", 30)
+    # A terminal sends Ctrl-C to a process group, so the child has its own.
     assert os.getpgid(made.pids[0]) == made.pids[0] != os.getpgrp()
 
 

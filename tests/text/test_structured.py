@@ -231,7 +231,8 @@ REFUSED = {
     "maximum_below_64_bits": (dict(json_schema={"maximum": -1e299}), "range"),
     "minimum_above_doubles": (dict(json_schema={"minimum": 10**310}), "range"),
     "length_above_64_bits": (dict(json_schema={"maxLength": 10**30}), "range"),
-    "deep_nesting": (dict(json_schema='{"anyOf": [' * 440 + "{}" + "]}" * 440), "range"),
+    "deep_nesting": (dict(json_schema='{"anyOf": [' * 100 + "{}" + "]}" * 100), "range"),
+    "deep_constant": (dict(json_schema='{"const": ' + "[" * 200 + "]" * 200 + "}"), "range"),
     "nan": (dict(json_schema='{"const": NaN}'), "type"),
     "infinity": (dict(json_schema={"const": float("-inf")}), "type"),
     "number_read_as_infinity": (dict(json_schema='{"const": 1e999}'), "type"),
@@ -259,7 +260,7 @@ def test_unsupported_format_is_refused(bundled, fields, code):
     with pytest.raises(ParameterError) as refused:
         bundled.submit(CHAT, SamplingParams(**fields))
     assert (refused.value.argument, refused.value.code) == (next(iter(fields)), code)
-    assert "\n" not in str(refused.value) and time.monotonic() - started < 5
+    assert "\n" not in str(refused.value) and time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Tests of chat templates: limits, equality with transformers, and control tokens in messages."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,10 +31,8 @@ HOSTILE = {
     "a long range": ("{% for i in range(10**9) %}{% endfor %}", "failed on these messages: Range too big"),
     "loops": (LOOPS.replace("%s", ""), "was stopped after 0.5 s"),
     "loops that write": (LOOPS.replace("%s", "a line of text"), "wrote more than 100,000 characters"),
-    "arithmetic": ("{{ 7**(7**messages[0].content|length) % 2 }}{{ 7**(7**11) }}", "was stopped after 0.5 s"),
     "arithmetic at compilation": ("{{ 7**(7**11) }}", "was stopped after 0.5 s"),
     "a long text": ("{{ 'x' * 10**9 }}", "needs more than 256 MiB"),
-    "a long list": ("{{ (messages * 10**9) | length }}", "needs more than 256 MiB"),
     "one large string": ("{{ 'x' * 10**6 }}", "wrote more than 100,000 characters"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
     "nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
@@ -49,11 +46,9 @@ def test_hostile_template_is_one_line(case):
     seconds = 0.5 if "was stopped" in words else 20
     template = ChatTemplate(source, {}, "x.jinja", Limits(seconds, 256 << 20, 100_000))
     for _ in range(2):  # the second time possibly in a new process
-        began = time.monotonic()
         with pytest.raises(PromptError, match=words) as caught:
             template.render(USER, {})
         assert "the chat template in x.jinja" in str(caught.value) and len(str(caught.value)) < 500
-        assert time.monotonic() - began < 30
 
 
 def test_limits_apply_to_each_render():
@@ -226,8 +221,8 @@ def nested(depth: int):
     return value
 
 
-@pytest.mark.parametrize("depth", [MAX_DEPTH, 900, 100_000])
-def test_deep_nesting_is_refused(shows_all, depth):
-    with pytest.raises(PromptError, match="must be plain JSON values: "):
-        shows_all.encode_chat([{"role": "user", "content": "x", "extra": nested(depth)}])
+def test_deep_nesting_is_refused(shows_all):
+    for depth in (MAX_DEPTH, 900, 100_000):
+        with pytest.raises(PromptError, match="must be plain JSON values: "):
+            shows_all.encode_chat([{"role": "user", "content": "x", "extra": nested(depth)}])
     assert shows_all.encode_chat([{"role": "user", "content": "x", "extra": nested(MAX_DEPTH // 2)}])

@@ -5,7 +5,7 @@ import re
 import pytest
 from chats import as_messages
 from checkpoints import CHATML, write_tiny, write_tokenizer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tridecode import Engine
@@ -40,36 +40,17 @@ def expected(text, starts_inside):
 
 
 @settings(deadline=None, max_examples=500)
+@example("  plain\n", [3], False)
+@example("\n <think>\nhm\n</think>\n\nyes\n", [9], False)
+@example("<think>hm</think>yes", [4], True)
+@example("never ends </thi", [14], True)
+@example("a</think>b</think>c", [], True)
+@example("<think>a</think>\n    indented", [], False)
 @given(TEXTS, st.lists(st.integers(0, 100), max_size=8), st.booleans())
-def test_result_is_independent_of_cuts(text, cuts, starts_inside):
+def test_split_of_thinking_and_answer(text, cuts, starts_inside):
     assert split(pieces_of(text, cuts), starts_inside)[:2] == expected(text, starts_inside)
     assert split(text, starts_inside)[:2] == expected(text, starts_inside), "one character at a time"
-
-
-@pytest.mark.parametrize(
-    "text, starts_inside, thinking, answer",
-    [
-        ("", False, "", ""),
-        ("plain", False, "", "plain"),
-        ("  plain\n", False, "", "  plain\n"),
-        ("<think>\nhm\n</think>\n\nyes\n", False, "hm", "yes\n"),
-        ("\n <think>hm</think>yes", False, "hm", "yes"),
-        ("<think>\n\n</think>\n\nyes", False, "", "yes"),
-        ("hm</think>yes", True, "hm", "yes"),
-        ("<think>hm</think>yes", True, "hm", "yes"),
-        ("<think>never ends", False, "never ends", ""),
-        ("never ends </thi", True, "never ends </thi", ""),
-        ("yes <think>no</think>", False, "", "yes <think>no</think>"),
-        ("a</think>b</think>c", True, "a", "b</think>c"),
-        ("hm</think>yes", False, "", "hm</think>yes"),
-        ("<thi", False, "", "<thi"),
-        ("<thin>x", False, "", "<thin>x"),
-        ("<think>a</think>\n    indented", False, "a", "    indented"),
-    ],
-)
-def test_split_of_thinking_and_answer(text, starts_inside, thinking, answer):
-    assert split([text], starts_inside)[:2] == (thinking, answer)
-    assert strip_thinking(text, starts_inside) == answer
+    assert strip_thinking(text, starts_inside) == expected(text, starts_inside)[1]
 
 
 def test_text_is_returned_as_soon_as_its_kind_is_certain():
@@ -98,20 +79,16 @@ def test_tokens_and_seconds_of_block():
     splitter.feed("", tokens=0)
     splitter.finish()
     assert (splitter.tokens, splitter.seconds) == (5, 20)
+    splitter = ThinkSplitter(starts_inside=True, clock=lambda: next(now))
+    splitter.feed("a")
+    splitter.finish()
+    assert splitter.seconds == splitter.seconds == 10, "the clock of an open block stops at the end of the text"
 
 
 @pytest.mark.parametrize("text, tokens", [("yes", 0), ("", 0), ("<thi", 0), ("<think>ab", 9), (" <think></think>", 16)])
 def test_tokens_of_empty_or_open_block(text, tokens):
     splitter = split(text)[2]
     assert splitter.tokens == tokens and (splitter.seconds > 0) == (tokens > 0)
-
-
-def test_clock_of_open_block_stops_at_end_of_text():
-    now = iter(range(10, 100, 10))
-    splitter = ThinkSplitter(starts_inside=True, clock=lambda: next(now))
-    splitter.feed("a")
-    splitter.finish()
-    assert splitter.seconds == splitter.seconds == 10
 
 
 @pytest.mark.parametrize("text, starts_inside, ended", [

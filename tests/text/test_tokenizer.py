@@ -31,24 +31,6 @@ def user(content: str) -> list[dict]:
 
 # ---- raw text
 
-TEXTS = {
-    "empty": "",
-    "words": "Hello, world! How are you today?",
-    "spaces": "  two  spaces\n\n\tand a tab ",
-    "chinese": "你好，世界",
-    "emoji": "a 👩‍👩‍👧 family, e\u0301 decomposed",
-    "angle brackets": "if a < b and c > d: <b>bold</b> [link]",
-    "nul": "a\0b",
-    "beginning of a control token": "<|im_en",
-}
-
-
-@pytest.mark.parametrize("case", TEXTS)
-def test_text_is_encoded_as_by_tokenizers(case, tokenizer, plain):
-    ids = tokenizer.encode(TEXTS[case])
-    assert ids == plain.encode(TEXTS[case]).ids
-    assert tokenizer.decode(ids) == TEXTS[case]
-
 
 def test_bos_is_added_to_text(tmp_path):
     write_tokenizer(tmp_path, add_bos=True)
@@ -133,12 +115,10 @@ def test_lone_surrogates_are_replaced(tokenizer):
     assert "a\ufffdb" in tokenizer.decode(ids)
 
 
-def test_bytes_are_refused(tokenizer):
-    with pytest.raises(PromptError, match="must be text, got bytes"):
-        tokenizer.encode(b"Hello")
-
-
 @quick
+@example("")
+@example("  two  spaces\n\n\tand a tab, 你好，世界, 👩‍👩‍👧 family, e\u0301 decomposed")
+@example("if a < b: <b>bold</b> [link] a\0b <|im_en")
 @given(st.text())
 def test_any_text_round_trips(tokenizer, plain, text):
     ids = tokenizer.encode(text)
@@ -178,15 +158,14 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("chat", CHATS)
-def test_chat_matches_transformers(chat, template, tmp_path):
+def test_chat_matches_transformers(template, tmp_path):
     transformers = pytest.importorskip("transformers")
     write_tokenizer(tmp_path, TEMPLATES[template])
     variables = {"tools": [{"name": "f <x>", "parameters": {}}], "mood": "good"} if template == "variables" else {}
-    reference = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        CHATS[chat], add_generation_prompt=True, return_dict=False, **variables
-    )
-    assert Tokenizer.load(tmp_path).encode_chat(CHATS[chat], **variables) == reference
+    reference, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path)
+    for name, chat in CHATS.items():
+        options = variables | {"add_generation_prompt": True, "return_dict": False}
+        assert ours.encode_chat(chat, **variables) == reference.apply_chat_template(chat, **options), name
 
 
 def test_key_with_value_none_is_omitted(path):
@@ -211,14 +190,6 @@ def test_content_contains_no_control_tokens(case, role, tokenizer):
     assert tokenizer.decode(ids, skip_special=False) == expected
 
 
-def test_roles_and_variables_contain_no_control_tokens(path, tokenizer):
-    ids = tokenizer.encode_chat([{"role": "x<|im_end|>", "content": "b"}])
-    assert turns(ids) == [IM_START, IM_END, IM_START]
-    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    template = Tokenizer(made, {}, "{{ tools | tojson }}{{ messages[0].content }}<|im_end|>")
-    assert turns(template.encode_chat(user("b"), tools=[{"name": "<|im_start|>"}])) == [IM_END]
-
-
 def test_content_and_template_form_no_control_token(path):
     made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer = Tokenizer(made, {}, "{{ messages[0].content | trim }}|><|im_end|>")
@@ -234,13 +205,7 @@ def test_template_does_not_find_control_tokens_in_user_text(path):
     assert turns(ids) == [IM_END] and tokenizer.decode(ids, False) == "a<|im_end|>b<|im_end|>"
 
 
-def test_private_use_characters_in_content_are_kept(tokenizer):
-    text = "\ue000<|im_end|>\ue001\U000f0000"
-    ids = tokenizer.encode_chat(user(text))
-    assert f"user\n{text}<|im_end|>" in tokenizer.decode(ids, False) and turns(ids) == [IM_START, IM_END, IM_START]
-
-
-PIECES = [*SPECIAL_TOKENS, *ADDED_TOKENS, "<|im_", "end|>", "<", "a", "\n", " ", "é", "\ue000"]
+PIECES = [*SPECIAL_TOKENS, *ADDED_TOKENS, "<|im_", "end|>", "<", "a", "\n", " ", "é", "\ue000", "\U000f0000"]
 
 
 @quick
@@ -271,6 +236,8 @@ MALFORMED = {
 def test_malformed_messages_are_refused(messages, variables, part, tokenizer):
     with pytest.raises(PromptError, match=part):
         tokenizer.encode_chat(messages, **variables)
+    with pytest.raises(PromptError, match="must be text, got bytes"):
+        tokenizer.encode(b"Hello")
 
 
 REFUSING = {
@@ -283,7 +250,6 @@ REFUSING = {
     "globals": ("{{ raise_exception.__globals__.values() }}", "unsafe"),
     "changes the messages": ("{{ messages.append(1) }}", "append"),
     "other files": ("{% include 'x' %}", "loader"),
-    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
 }
 
 

@@ -137,7 +137,7 @@ class StepTimer:
         try:
             dispatcher, greedy = Dispatcher("full", (self._rows,)), BatchDescriptor("greedy", self._rows)
             engine.steps = DecodePasses(self._model(configs), dispatcher=dispatcher, batches=[greedy])
-            if not self._same():
+            if not self.same_logits():
                 return None
             return mean(self._time(context) for context in self.contexts)
         except (TritonError, RuntimeError):
@@ -156,7 +156,7 @@ class StepTimer:
                 [decode_list(self._model(configs), greedy) for configs in several], launcher(model), model.device
             )
 
-    def _same(self) -> bool:
+    def same_logits(self) -> bool:
         """Return whether the logits of a pass agree with those of the first call.
 
         Timings change the K/V cache, so it is filled with the same numbers before each comparison.

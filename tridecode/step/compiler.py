@@ -6,9 +6,11 @@ each with one line of stdout, in JSON; compiling.py writes and reads them.
 
 import json
 import sys
+from contextlib import suppress
 from importlib import import_module
 
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 
 from ..errors import brief
@@ -33,6 +35,12 @@ class OfflineDriver:
         return 0
 
 
+def build_launcher(compiled) -> None:
+    """Let Triton 3.6 build the C code that launches a kernel, which newer versions do not need, into its cache."""
+    with suppress(Exception):  # without the driver's library the process that launches the kernel builds it
+        CudaLauncher(compiled.src, compiled.metadata)
+
+
 def main() -> None:
     """Compile the kernels that stdin requests, and answer each request on stdout."""
     backend, arch, warp_size = sys.argv[1:]
@@ -40,7 +48,7 @@ def main() -> None:
     for line in sys.stdin:
         module, name, specialization = json.loads(line)
         try:
-            getattr(import_module(module), name).preload(specialization)
+            build_launcher(getattr(import_module(module), name).preload(specialization))
         except Exception as error:  # the parent compiles the kernel again and reports the error
             print(json.dumps({"error": brief(error)}), flush=True)
         else:

@@ -28,6 +28,7 @@ MAX_WORKERS = 16  # maximum number of processes or threads
 MAX_IN_PROCESS = 4  # up to this number of kernels compile in this process: a child process needs some seconds to start
 log = logging.getLogger("tridecode")
 _hooking = threading.Lock()  # hooks are global to the process, so their user restores the previous ones
+_loading = threading.Lock()
 _looking = threading.local()
 
 
@@ -112,13 +113,19 @@ def load_stored(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]
     absent: list[Kernel] = []
 
     class StoredOnly(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
-        """A cache that raises _Absent for a missing kernel, in the threads that load stored kernels."""
+        """A cache that raises _Absent for a missing kernel or launcher, in the threads that load stored kernels."""
 
         def get_group(self, filename: str) -> dict[str, str] | None:
             group = super().get_group(filename)
             if not group and getattr(_looking, "active", False):
                 raise _Absent
             return group
+
+        def get_file(self, filename: str) -> str | None:  # of a launcher
+            path = super().get_file(filename)
+            if path is None and getattr(_looking, "active", False):
+                raise _Absent
+            return path
 
     def load(kernel: Kernel) -> None:
         _looking.active = True
@@ -143,7 +150,31 @@ def _load(kernel: Kernel, device: torch.device) -> None:
     function, specialization = kernel
     compiled = function.preload(specialization)
     if device.type == "cuda":
+        serialize_launchers()
         _ = compiled.run
+
+
+def serialize_launchers() -> None:
+    """Make all threads load launchers one after the other.
+
+    In Triton 3.6 a launcher is a C extension module, and all have one name. If Python loads such a file a second time,
+    it writes the functions of the file into the module of that name that was loaded last. Another thread that has just
+    loaded this module would then take a launcher of another kernel.
+    """
+    launcher = driver.active.launcher_cls
+    if not isinstance(launcher, _Serialized):
+        driver.active.launcher_cls = _Serialized(launcher)
+
+
+class _Serialized:
+    """A function that runs in one thread at a time."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+
+    def __call__(self, *args) -> Any:
+        with _loading:
+            return self._function(*args)
 
 
 def _in_threads(work: Callable[[Kernel], Any], kernels: Sequence[Kernel], device: torch.device) -> None:
