@@ -1,7 +1,7 @@
-"""Record `tridecode info` of a model that fits and of one that does not into docs/info.md: python docs/record_info.py
+"""Record `tridecode info` of a model that fits and of one that does not: python docs/record_info.py.
 
-Without a GPU it writes the two blocks of a CPU, with a GPU those of a GPU. The checkpoints have the tensors of the
-public models, but no contents: `info` reads headers only. It requires transformers.
+It writes into docs/info.md: without a GPU the two blocks of a CPU, with a GPU those of a GPU. The checkpoints have the
+tensors of the public models, but no contents: `info` reads headers only. It requires transformers.
 """
 
 import re
