@@ -174,7 +174,7 @@ def test_stream_with_malformed_call_does_not_end_with_tool_calls(served):
         assert chunks[-2]["choices"][0]["finish_reason"] == ends[0]
         with served.stream(payload | {"tools": [BLOCK_TOOL]}, "/v1/messages") as got:
             chunks = events(got.iter_lines())
-        assert chunks[-3]["delta"]["stop_reason"] == ends[1]  # the delta precedes the last event and its name
+        assert chunks[-3]["delta"]["stop_reason"] == ends[1]  # the last event and the line with its name follow
 
 
 def test_unsupported_schema_is_refused_by_name(client):

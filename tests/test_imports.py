@@ -96,7 +96,7 @@ def test_every_room_has_its_rule():
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_know_triton_and_torch(name):
     others = {module.split(".")[0] for module in imports(name) if module not in MODULES}
-    assert others <= sys.stdlib_module_names | {"torch", "triton", ""}  # "": a package of its own
+    assert others <= sys.stdlib_module_names | {"torch", "triton", ""}  # "": a relative import within the package
 
 
 def test_no_module_imports_itself_over_others():

@@ -37,7 +37,7 @@ class More(EngineOptions):
 
 @pytest.fixture
 def more(monkeypatch, tmp_path):
-    """Make the commands take More's options; returns a function that writes config.toml."""
+    """Add the options of the class More to the commands; returns a function that writes config.toml."""
     monkeypatch.setattr(declared, "OPTIONS", options_of(More))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     config_path().parent.mkdir()

@@ -10,7 +10,7 @@ from turns import Turn, article, capitalize, sentence
 
 
 class TextSkills(Skills):
-    """Skills that write a short text on request. Public methods return turns or their parts."""
+    """Skills whose user asks for a short text. Each public method returns turns of a chat, or a text for one."""
 
     def any_story(self) -> stories.Story:
         """Write a story about a random topic."""

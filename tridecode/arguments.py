@@ -60,7 +60,7 @@ class Constraint:
 
     @property
     def expected(self) -> str:
-        """The end of the sentence "... must be"."""
+        """The text after "must be" in an error message, such as "a positive integer"."""
         return self.expects.format(self)
 
     def accept(self, value: Any) -> Any:

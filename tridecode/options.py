@@ -113,7 +113,7 @@ class EngineOptions:
         excludes={"prompt_attention": (("flash", "cudnn"), " needs prompt_attention triton, got {}")})
     max_queue: int | None = _option("requests", None, Integer(0), "requests that may wait for a slot; the engine "
         "refuses more", metavar="N", commands=("serve", "generate"), unsaved=("generate",), defaults={"serve": 256},
-        default_text="256; of generate --jsonl, three for each slot")
+        default_text="256 (`generate --jsonl`: 3 for each slot)")
     speculate: str = _option("speculation", "auto", Choice(("auto", "ngram", "off")), "draft tokens and verify several "
         "in one pass; ngram drafts from the text itself, which is faster if text repeats; auto is ngram on a GPU if "
         "drafts are supported and save time; see docs/speculation.md")

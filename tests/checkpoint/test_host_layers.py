@@ -251,7 +251,7 @@ def test_model_larger_than_the_device_is_planned(machine):
     [
         ("much", "weights_offload must be a number"),
         (0, "weights_offload must be a number"),
-        (0.3, "weights_offload: 3 layers or more, 0.564 GiB, must go to the host"),
+        (0.3, "weights_offload: at least 3 layers (0.564 GiB) must be offloaded"),
     ],
     ids=str,
 )

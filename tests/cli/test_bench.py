@@ -102,7 +102,7 @@ def test_pool_has_pages_for_every_pass(contexts, steps):
         rewind(engine, contexts, measure.GREEDY, len(contexts))
         engine.synchronize()
         tables.append(engine.model.kv.page_table.clone())
-    assert tables[0].equal(tables[1]), "every run has the same pages, because tune compares logits"
+    assert tables[0].equal(tables[1]), "all runs must have the same pages, because `tune` compares their logits"
     meta = engine.model.workspace.meta
     meta[: len(contexts), POSITION] += steps  # the positions after the last pass
     enqueue(engine, measure.GREEDY, len(contexts))

@@ -25,7 +25,9 @@ def test_batch_time_is_compared_with_its_passes(monkeypatch, capsys):
     found = last_object(capsys)
     decode = [each for each in found["passes"] if each["kind"] == "greedy"]
     reads = [each for each in found["passes"] if each["kind"] in ("prompt", "mixed")]
-    assert sum(each["rows"] * each["count"] for each in reads) == 5 * 9, "tokens of prompts were read twice, or not"
+    assert sum(each["rows"] * each["count"] for each in reads) == 5 * 9, (
+        "some prompt tokens were read twice, or were not read"
+    )
     sampled = sum(each["rows"] * each["count"] for each in decode)
     assert 5 * 8 < sampled <= 5 * (12 + 1), "a request may be in the one pass that is enqueued before its end is known"
     total = sum(each["us"] * each["count"] for each in found["passes"]) / 1e6

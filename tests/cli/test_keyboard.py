@@ -53,7 +53,9 @@ def test_only_two_interrupts_on_empty_line_leave(terminal, state):
     (file,) = (state / "sessions").iterdir()
     assert [user for user, _ in sessions.read(file).turns] == ["two\ndrafts"]
     kept = (state / "history").read_text()
-    assert "drafts" in kept and "one draft" not in kept and "three" not in kept, "drafts are not saved"
+    assert "drafts" in kept and "one draft" not in kept and "three" not in kept, (
+        "the history must not contain input that was not sent"
+    )
 
 
 def test_search_results_and_tall_messages(terminal):

@@ -42,7 +42,7 @@ def test_overflow_can_drop_the_oldest_turns(session):
     assert chat.engine.prompts[-1] == [{"role": "system", "content": "Sys"}, *as_messages("six", "c" * 20, "z" * 40)]
     note = "112 tokens do not fit in the context of 100: turns 1 to 2 are no longer sent to the model"
     assert note in chat.read()[1]
-    assert len(chat.conversation.turns) == 4, "dropped turns stay in the conversation"
+    assert len(chat.conversation.turns) == 4, "turns that the prompt omits must stay in the conversation"
     chat.handle("y" * 30)
     assert chat.engine.prompts[-1][1:] == as_messages("z" * 40, "d", "y" * 30)
     assert "97 tokens do not fit in the context of 100 with room for the answer (12): turn 3 is" in chat.read()[1]

@@ -183,7 +183,7 @@ def test_set_shows_values(session):
         ("/set stats default", "stats is short\n"),
         ("/set overflow stop", "overflow is stop\n"),
         ("/set overflow default", "overflow is error\n"),
-        ("/set --stats none", "stats must be one of full, short, off, default, got 'none'\n"),
+        ("/set --stats none", "stats must be one of full, short, off or default, got 'none'\n"),
         (f"/set json_schema {schema}", f"json_schema is {schema}\n"),
     ):
         assert chat.handle(line) and chat.read()[1] == words

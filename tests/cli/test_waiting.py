@@ -1,4 +1,4 @@
-"""The progress line of a prompt."""
+"""The progress line that is shown while the model reads a prompt."""
 
 import io
 import re

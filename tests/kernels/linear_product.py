@@ -160,12 +160,12 @@ class Product:
             count = self.partial_sums(config)
             assert_close(normed[runs].float(), expected[1][runs], rounded, "normed")
             assert_close(sumsq[runs, :count].sum(1), expected[2][runs, 0], tolerance, "sumsq")
-            assert sumsq[runs, count:].isnan().all(), "sums beyond the last were written"
-            assert torch.equal(out[stopped], self.hidden[stopped]), "a row that does not run was written"
+            assert sumsq[runs, count:].isnan().all(), "the kernel wrote beyond the last partial sum"
+            assert torch.equal(out[stopped], self.hidden[stopped]), "the kernel wrote an inactive row"
         else:
-            assert out[stopped].isnan().all(), "a row that does not run was written"
+            assert out[stopped].isnan().all(), "the kernel wrote an inactive row"
             assert normed.isnan().all() and sumsq.isnan().all(), "an output of another epilogue was written"
-        assert normed[stopped].isnan().all() and sumsq[stopped].isnan().all(), "a row that does not run was written"
+        assert normed[stopped].isnan().all() and sumsq[stopped].isnan().all(), "the kernel wrote an inactive row"
         assert not self.scratch.counter.any(), "the next launch would miscount"
         for output in self.outputs if self.between else ():
             assert output.as_strided((self.rows, SPARE), output.stride(), self.n).isnan().all(), "between the rows"

@@ -41,7 +41,7 @@ def tiny(tmp_path_factory):
 
 
 def transformers_logits(path, texts, dtype):
-    """Return logits of each text, fp32 [tokens, vocab]. Loads in `dtype`, because a cast rounds rotary frequencies."""
+    """Return logits of each text, fp32 [tokens, vocab]. A later cast to `dtype` would also round rotary frequencies."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
     with torch.no_grad():
         return [model(torch.tensor([ids], device=DEVICE)).logits[0].float() for ids in texts]

@@ -208,7 +208,9 @@ def test_error_in_progress_cancels_the_requests(engine):
 
     with pytest.raises(KeyError) as raised:
         engine.generate_many([PROMPTS[1]] * 6, GREEDY, progress=broken)
-    assert raised.value and not engine.scheduler.queue.requests, "requests run although the traceback refers to them"
+    assert raised.value and not engine.scheduler.queue.requests, (
+        "the traceback refers to the requests, so they still run"
+    )
 
 
 def test_interrupt_cancels_only_the_awaited_request(engine, run_alone, monkeypatch):
@@ -305,7 +307,7 @@ def test_last_place_in_the_queue_is_taken_once(run_alone):
             with suppress(QueueFull):
                 taken.append(engine.submit(PROMPTS[0], GREEDY))
 
-        engine._driver._lock.acquire()  # as a thread that steps does
+        engine._driver._lock.acquire()  # like the thread that runs passes
         threads = [threading.Thread(target=come) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -491,7 +493,7 @@ def test_close_cancels_requests_and_later_calls_are_refused():
 
 def test_submit_does_not_wait_for_a_pass():
     with build(2) as engine:
-        engine._driver._lock.acquire()  # as a thread that steps does
+        engine._driver._lock.acquire()  # like the thread that runs passes
         try:
             requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
             assert not engine.scheduler.busy

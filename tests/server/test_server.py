@@ -79,7 +79,7 @@ def test_chat_stream_sends_role_with_first_token(client):
 def test_prompt_ids_stay_packed(client, served, monkeypatch, stream):
     """Lists of ids would cost memory and time for long prompts; checks for thinking and formats read only their end."""
     monkeypatch.setattr(served.engine.tokenizer, "supports_thinking", True)
-    monkeypatch.setattr(Encoded, "ids", property(lambda self: pytest.fail("all ids became a list")))
+    monkeypatch.setattr(Encoded, "ids", property(lambda self: pytest.fail("a list of all ids was built")))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}
     assert list(client.chat.completions.create(**GREEDY, response_format=form, max_tokens=8, stream=stream))
 

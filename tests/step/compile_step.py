@@ -90,7 +90,7 @@ STACK = {
 # Spilled bytes of a matmul whose bound on registers lets two programs share a multiprocessor: up to 24 on Hopper in
 # rows of 8,192 columns or more, 8 on 12.0.
 BOUNDED_STACK = 24
-THREADS, TENSOR_MEMORY = 1024, 512  # threads of a program, columns of a multiprocessor
+THREADS, TENSOR_MEMORY = 1024, 512  # limits of threads per program, and of tensor memory columns per multiprocessor
 
 
 class Resources(NamedTuple):

@@ -23,7 +23,7 @@ from tridecode.step.model import choose_configs
 def orders(capability: int, launch: Launch) -> str:
     kernel, asm = launch.kernel, launch.compile(capability).asm
     products = Counter(re.sub(r"n\d+k", "nk", name) for name in re.findall(r"w?gmma[\w.]+|mma\.sync[\w.]+", asm["ptx"]))
-    if kernel.__name__ == "_matmul_kernel":  # an instruction takes eight rows, so the count is divided
+    if kernel.__name__ == "_matmul_kernel":  # one instruction multiplies eight rows, so count one for each BLOCK_M
         products = {name: count * 8 // launch.constants["BLOCK_M"] for name, count in products.items()}
     layouts = dict(re.findall(r"(?m)^(#\w+) = (.*)$", asm["ttgir"]))
     reduced = re.findall(r"\}\) : \(tensor<[\dx]*f32, ([^>]*)>+\) ->", asm["ttgir"])

@@ -63,7 +63,7 @@ def passes(engine, kind, count=3, rows=3, masked=False, tokens=1, known=0):
 
 
 def finish(engine, kind, rows=3, masked=False):
-    """Run the end of a prompt pass after filling its buffers with random values. Return the resulting state."""
+    """Fill the buffers of a prompt pass with random values, run its head and sampler, and return the state."""
     start(engine, kind, rows)
     for tensor in read_buffers(engine.model):
         tensor.normal_(generator=torch.Generator().manual_seed(4))
@@ -137,7 +137,7 @@ def test_passes_are_padded_to_captured_sizes_and_larger_ones_are_launched():
     assert found == [
         ("greedy", 1, 1, "full"), ("greedy", 2, 2, "full"), ("greedy", 3, 3, "none"), ("greedy+mask", 3, 3, "none"),
     ]  # fmt: skip
-    assert len(engine.steps.graphs) == 2 * 2 * len(KINDS), "a launched pass is never captured"
+    assert len(engine.steps.graphs) == 2 * 2 * len(KINDS), "a pass without a graph must not be captured later"
     padded, exact = engine_of("full"), engine_of()
     for each in (padded, exact):
         rewind(each, 20, GREEDY, rows=3)

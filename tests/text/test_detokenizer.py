@@ -60,7 +60,7 @@ def test_unknown_ids_are_shown(tokenizer):
 
 @pytest.fixture(scope="module")
 def by_bytes(tokenizer, plain) -> dict[bytes, int]:
-    """Token id by bytes."""
+    """Return a dict from the bytes of a token to its id."""
     return {tokenizer.token_bytes(token): token for token in range(3, plain.get_vocab_size())}
 
 

@@ -27,7 +27,7 @@ WEIGHT_TYPES = ("bfloat16", "fp8", "int8", "int4")
 
 
 def device(capability: int, multiprocessors: int = 132) -> Device:
-    """Return a GPU without a name, or a CPU for capability 0."""
+    """Return a GPU that no table names, or a CPU if `capability` is 0."""
     if capability == 0:
         return Device()
     return H200._replace(name="NVIDIA Test 1 (80GB)", capability=capability, multiprocessors=multiprocessors)

@@ -233,7 +233,7 @@ def _allocate(
 def _assemble(
     spec: ModelSpec, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
 ) -> Weights:
-    """Build the weights from the tensors of the targets."""
+    """Build the model's weights from the loaded tensors."""
     if spec.tie_word_embeddings and "lm_head.weight" in plan:  # a quantized copy of the embedding
         quantize_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
 

@@ -10,7 +10,10 @@ VARIABLE = "TRIDECODE_API_KEY"
 
 
 def api_key(path: str | None, output: Output) -> str | None:
-    """Return the only line of a file, or else the value of VARIABLE. Raises PromptError or ParameterError."""
+    """Return the API key: the only line of the file, or the environment variable VARIABLE if there is no file.
+
+    Raises PromptError or ParameterError.
+    """
     if path is None:
         key = os.environ.get(VARIABLE, "").strip()
         if not key:

@@ -93,7 +93,7 @@ def parse_dense(
 
 
 def _refuse_other_layers(read: ConfigReader) -> None:
-    """Raise CheckpointError for activations and biases that no block computes."""
+    """Raise CheckpointError if the checkpoint has an activation function or a bias that no block supports."""
     if (activation := read.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(
             f'{read.source}: hidden_act must be "silu", got {as_json(activation)}: this model\'s MLP is not supported'

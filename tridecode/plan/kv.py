@@ -169,9 +169,9 @@ def plan_host_layers(options: EngineOptions, spec: ModelSpec, dtype: torch.dtype
     layers = min(int(options.weights_offload * GIB) // each, spec.num_layers)
     if layers < least:
         raise DeviceError(
-            f"weights_offload: {least} layers or more, {least * each / GIB:,.3f} GiB, must go to the host, since the "
-            f"device keeps buffers for {LAYER_BUFFERS}; the model has {spec.num_layers}, and the requested GiB hold "
-            f"{layers}"
+            f"weights_offload: at least {least} layers ({least * each / GIB:,.3f} GiB) must be offloaded, because the "
+            f"device has buffers for {LAYER_BUFFERS} layers; the model has {spec.num_layers} layers, and the requested "
+            f"size holds {layers}"
         )
     if layers * each > (free := memory.free_memory(torch.device("cpu"))):
         takes = f"{layers:,} layers take {layers * each / GIB:,.1f} GiB of the host's memory"

@@ -23,10 +23,12 @@ class EnginePlan:
     Args:
         options: the requested options.
         spec: the model, with the quantization that is applied while it is loaded.
-        device, backend, dtype: device, backend, and dtype of activations.
+        device, backend: where and by which kernels passes run.
+        dtype: dtype of activations.
         graphs: which passes are captured, and their attention kernels.
         ngram: maximum and minimum number of tokens that must agree for a draft, or None for no drafts.
-        why_no_drafts: reason why the engine decided against drafts, as a phrase that follows "it".
+        why_no_drafts: reason why there are no drafts; completes a sentence that begins with "it", such as
+            "pays on a GPU only".
         memory: bytes of the device.
         host_layers: number of last layers with weights in host memory.
         chunk: maximum number of prompt tokens in one pass.

@@ -58,7 +58,7 @@ def as_generation_error(work: Callable[[*Ts], R]) -> Callable[[*Ts], R]:
             raise
         except BaseException as error:  # a panic of the grammar library is not an Exception
             why = f"{type(error).__name__}: {brief(error)}"
-            raise GenerationError(f"the grammar cannot be followed: {why}") from error
+            raise GenerationError(f"the grammar cannot be enforced: {why}") from error
 
     return wrapper
 

@@ -102,7 +102,7 @@ class Queue:
         return True
 
     def _prefix_is_pending(self, ids: "array[int]", salt: str) -> bool:
-        """Return whether a prompt that is being read will soon provide more whole pages of `ids` than the cache has.
+        """Return whether a running prompt will soon add pages to the cache that match more of `ids` than it does now.
 
         If so, the request waits for these pages.
         """

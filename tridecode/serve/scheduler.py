@@ -256,7 +256,8 @@ class Scheduler:
     def _sample(self, slots: list[Slot], ends_prompts: bool) -> int:
         """Enqueue the sampling of these slots: a decode pass, or the end of the prompt pass with their rows.
 
-        The pass is of the strongest kind that any of the slots needs. Returns the number of rows of each slot.
+        The kind of the pass is the most general one that any of the slots needs. Returns the number of rows of each
+        slot.
         """
         kind = slots[0].request.kind if len(slots) == 1 else max((s.request.kind for s in slots), key=KINDS.index)
         count, masked, rows = slots[-1].row + 1, any(slot.mask for slot in slots), 1

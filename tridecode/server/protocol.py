@@ -322,7 +322,7 @@ def _decode(body: bytes):
 
 
 def _check_other(name: str, value, neutral: dict[str, list], no_effect: frozenset, fields: tuple[str, ...]) -> None:
-    """Refuse a parameter that this server does not support, unless it has no effect or requests nothing."""
+    """Refuse a parameter that this server does not support, unless its value has no effect or disables it."""
     if name in no_effect or any(type(value) is type(other) and value == other for other in neutral.get(name, ())):
         return
     if name in neutral:

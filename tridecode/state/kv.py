@@ -126,7 +126,8 @@ def make_kv_cache(
     Args:
         capacity: positions of one slot.
         slots: number of slots.
-        page: positions in a page. By default PAGE; on a CPU all positions of a slot, so that references read slices.
+        page: positions in a page. By default PAGE; on a CPU all positions of a slot, so that the
+            references read K/V as a slice.
         pages: pages of the pool, by default enough for all slots.
         offload: additional pages in host memory.
 

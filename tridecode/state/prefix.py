@@ -9,7 +9,7 @@ from ..layout import packed
 from .pages import PagePool
 
 TOKEN = 4  # bytes of a token id
-REUSE_BONUS = 64  # a page that was reused ranks as if it was used this many requests later
+REUSE_BONUS = 64  # a reused page is evicted as if its last use were this many requests more recent
 
 
 @dataclass(eq=False)

@@ -43,7 +43,7 @@ class Slot:
     position: int = 0  # position of the oldest pass whose output entry the host has not read
     end: int = 0  # position at which the request ends
     row: int = -1  # row in decode passes; -1 until the prompt is read
-    allocated: int = 0  # number of positions that the slot's pages store
+    allocated: int = 0  # number of positions that the slot's pages can store
     seen: int = 0  # passes whose entries the host has read
     in_flight: int = 0  # enqueued passes whose entries the host has not read
     rows_in_flight: int = 0  # rows of the slot in those passes

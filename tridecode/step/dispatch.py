@@ -53,7 +53,7 @@ PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": S
 class BatchDescriptor:
     """The key of a decode pass, or of the end of a prompt pass."""
 
-    kind: str  # strongest kind of sampling among the requests
+    kind: str  # most general kind of sampling that a request needs
     rows: int  # requests
     tokens: int = 1  # rows of each request, more than one if the pass verifies drafts
     masked: bool = False  # whether requests may have masks

@@ -188,7 +188,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GenerationError(f"the grammar cannot be followed: {brief(self._matcher.get_error())}")
+            raise GenerationError(f"the grammar cannot be enforced: {brief(self._matcher.get_error())}")
 
 
 # ---- numbers

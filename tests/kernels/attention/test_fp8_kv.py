@@ -147,7 +147,7 @@ def test_prompts_and_tokens_are_written_alike(qk_norm, D):
         results.append([load_cells(each, ALL) for each in kv[1:]])
     for ours, theirs in zip(*results):
         assert_close(ours, theirs, 1e-3)
-        assert torch.equal(ours.any(-1), theirs.any(-1)), "the same positions"
+        assert torch.equal(ours.any(-1), theirs.any(-1)), "different positions are masked"
 
 
 @pytest.mark.parametrize("D", [64, 80])

@@ -13,7 +13,7 @@ hopper_only = pytest.mark.skipif(
     not HOPPER, reason="Gluon has no interpreter, and this kernel is for GPUs of compute capability 9.0"
 )
 EPILOGUES = {"qkv": "normed", "o_proj": "residual", "gate_up": "gated", "down": "residual", "lm_head": "normed"}
-SIZES = {  # outputs and columns
+SIZES = {  # n and k
     "qwen3-4b": dict(
         qkv=(6144, 2560), o_proj=(2560, 4096), gate_up=(9728, 2560), down=(2560, 9728), lm_head=(19456, 2560)
     ),

@@ -24,7 +24,7 @@ CONFIGS = {
     "split": HopperConfig(64, 256, 4, 4, split=3, registers=168),
 }
 OF_ENGINES = {"int4": "int4_groups_of_128", "fp8": "e4m3"}  # schemes of --quantize
-SIZES = {"normed": (6144, 2560), "residual": (2560, 4096), "gated": (9728, 2560)}  # outputs and columns of Qwen3-4B
+SIZES = {"normed": (6144, 2560), "residual": (2560, 4096), "gated": (9728, 2560)}  # n and k of Qwen3-4B
 
 
 def product(epilogue, scheme, n, k, rows, **options) -> Product:

@@ -50,7 +50,7 @@ def parse(read) -> Quantization:
     if type(group) is not int or group not in (-1, 32, 64, 128):
         raise read.fail("group_size", "32, 64, 128 or -1")
     if read.get("dynamic") not in (None, {}):
-        raise read.fail("dynamic", "absent: rules for single modules are not supported")
+        raise read.fail("dynamic", "absent, because rules for single modules are not supported")
     version = read.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     ordered = read.flag("desc_act", False)
     scheme = GptqScheme(bits, group=max(group, 0), zeros=True, ordered=ordered, subtracted=int(version == "gptq"))

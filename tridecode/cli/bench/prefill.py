@@ -93,7 +93,9 @@ def checked(result, cached: int) -> None:
     if result.error:
         raise GenerationError(result.error)
     if result.usage.reused_tokens != cached:
-        raise GenerationError(f"the cache held {counted(result.usage.reused_tokens, 'token')}, not {cached}: no figure")
+        raise GenerationError(
+            f"the cache provided {counted(result.usage.reused_tokens, 'token')}, expected {cached}; nothing is measured"
+        )
 
 
 def prompt_ids(spec: ModelSpec, tokens: int) -> list[int]:

@@ -78,7 +78,7 @@ class ServeRow(Row):
         return self.model_id
 
     def as_dict(self):
-        """Return the row as a dict, with each time of `times` as an entry of its own."""
+        """Return the row as a dict, with one entry for each item of `times`."""
         row = super().as_dict()
         times = row.pop("times")
         return {name: value for name, value in row.items() if name not in times} | times

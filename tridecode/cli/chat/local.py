@@ -58,7 +58,7 @@ class LocalModel(Model):
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[OutputChunk]:
-        """Yield the chunks of an answer of the engine, or of its rest after `prefix`."""
+        """Yield the engine's answer in chunks. If the answer begins with `prefix`, yield what follows it."""
         if isinstance(prompt, str):
             return self.engine.stream(prompt + prefix, params)
         if prefix:

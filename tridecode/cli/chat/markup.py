@@ -123,9 +123,9 @@ def code_blocks(text: str) -> list[str]:
 def split(text: str, final: bool = False) -> tuple[list[str], str, bool]:
     """Return the finished blocks of `text`, the unfinished rest, and whether the rest is inside a code fence.
 
-    The line after a block decides whether the block is finished. While that line is incomplete, it is replaced by "x"
-    to find the blocks that would continue. If it does not start with a letter, it may become a list marker, or indented
-    code, which continues more blocks.
+    The line after a block decides whether the block is finished. While that line is incomplete, the text is parsed with
+    "x" in its place, to find the blocks that a line of text would continue. A line that does not start with a letter
+    may still become a list marker or indented code. These continue other blocks too.
     """
     if not text.strip():
         return [], "" if final else text, False

@@ -27,7 +27,7 @@ class Model:
     device: object
     capacity: int | None = None  # tokens of the context, None if they are unknown
     largest = 0  # the largest context that the model supports, 0 if it is unknown
-    unit = "token"  # the name of the unit that streams yield
+    unit = "token"  # name of the unit that a stream yields
     options: Collection[str] = NAMES  # supported sampling options
     defaults: str | None = None  # shown in place of the value of an option that is not set; None: the value is shown
     models: Sequence[str] | None = None  # names that `switch` accepts, None: the models of this machine

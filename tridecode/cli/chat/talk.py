@@ -144,7 +144,7 @@ class Chat:
         if value not in (*CHOICES[name], "default"):
             if not value:
                 raise ParameterError(f"/set {name} needs a value; it is {getattr(self, name)}")
-            raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])}, default, got {value[:80]!r}")
+            raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])} or default, got {value[:80]!r}")
         if name == "overflow" and value in ("drop-oldest", "stop") and not self.model.counts:
             raise ParameterError(f"overflow {value} {COUNTING}")
         setattr(self, name, self.initial_choices[name] if value == "default" else value)

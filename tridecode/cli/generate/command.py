@@ -68,7 +68,7 @@ def generate(args, output: Output) -> int:
 
 def check_options(args) -> None:
     """Exit as for a wrong option if options contradict each other."""
-    if args.output in STDOUT:  # as by default
+    if args.output in STDOUT:  # the same as without the option
         args.output = None
     if args.question is not None:
         if any(getattr(args, name) is not None for name in ("prompt", "prompt_ids", "messages", "jsonl")):

@@ -22,12 +22,12 @@ BACKENDS = {
 
 
 def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:
-    """Return prompt_attention by one of torch's BACKENDS, which need the lengths on the host.
+    """Return an op that computes prompt attention with one of torch's BACKENDS, which need the lengths on the host.
 
     A graph cannot capture it.
 
     Args:
-        chunks: The chunks that the table on the device contains when the op is launched.
+        chunks: The chunks in the device's table at the time of the launch.
     """
 
     def attend_chunks(table, q, out, kv: KVLayer, scratch: Scratch, heads: Heads):

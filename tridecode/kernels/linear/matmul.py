@@ -46,14 +46,15 @@ from .register_tiles import (
 class MatmulConfig(RowBlocks):
     """Launch config of matmul.
 
-    A program takes block_n rows of the weight at a time, and its warps share their columns. It has its next rows in
-    flight while it multiplies.
+    A program multiplies block_n rows of the weight at a time. Its warps divide the columns of these rows among them. A
+    program prefetches its next rows while it multiplies.
 
     Attributes:
         block_n: Rows of the weight in a block, a multiple of 16. Gated counts gate and up rows together.
-        ahead: Tiles of the weight that a warp has in flight, before the wait too. A tile has 32 columns, or 128 columns
-            of 4 bits, or 64 of 8 bits.
-        x_ahead: Tiles of 32 columns of the activations in flight. If these are all, a program loads them only once.
+        ahead: Tiles of the weight that a warp prefetches. The first of them are loaded before the kernel waits for the
+            launch before it. A tile has 32 columns, or 128 columns of 4 bits, or 64 of 8 bits.
+        x_ahead: Tiles of 32 columns of the activations that a warp prefetches. If these are all columns, a program
+            loads the activations only once.
         registers: Maximum number of registers of a thread; 0: no limit.
         block_m: Minimum number of rows of a tile of activations.
         programs: Number of programs that share the rows; 0: one for each block.

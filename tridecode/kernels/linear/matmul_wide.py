@@ -60,7 +60,7 @@ def _weight_lines(WARPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.conste
     line = tl.arange(0, BLOCK_N * BLOCK_K // 32)[:, None]
     warp, own = line // 8 % WARPS, line // (8 * WARPS)
     column = own % (BLOCK_K // 32)
-    half = own // (BLOCK_K // 32)  # half of the 16 rows that a warp has of 64
+    half = own // (BLOCK_K // 32)  # a warp has 16 of 64 rows; this selects half of them
     return (half // 2 * WARPS + warp) * 2 + half % 2, line % 8, column * 32
 
 
