@@ -138,8 +138,7 @@ def outputs(n, k, rows, config):
     return left | {"norm": normed, "sumsq": sumsq[:, : one.partial_sums(config)]}
 
 
-@pytest.mark.parametrize("x_ahead", [1, 32], ids=["streamed", "kept"])
-@pytest.mark.parametrize("programs", [1, 2, 3, 7])
+@covering(1, programs=[1, 2, 3, 7], x_ahead={"streamed": 1, "kept": 32})
 def test_number_of_programs_does_not_change_the_outputs(programs, x_ahead):
     """Programs have one iteration or several, complete or not. There may be fewer blocks than programs."""
     n, k, rows = 88, 320, 3

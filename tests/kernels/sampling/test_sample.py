@@ -15,7 +15,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from util import CUDA, DEVICE, Case, cases, random
+from util import CUDA, DEVICE, Case, covering, random
 
 from tridecode import layout as m
 from tridecode.kernels.sampling.filters import DECIDED, LISTED
@@ -24,11 +24,11 @@ from tridecode.kernels.sampling.nearest import NEAREST, RANK_SHIFT
 from tridecode.kernels.sampling.philox import philox_bits, philox_bits_ref, philox_words
 from tridecode.sampling import SamplingParams as P
 
-CASES = cases(
+CASES = [
     Case("qwen3", gpu=dict(vocab=151936), small=dict(vocab=4097)),
     Case("llama3", gpu=dict(vocab=128256), small=dict(vocab=1000)),
     Case("llama2", gpu=dict(vocab=32000), small=dict(vocab=64)),
-)
+]
 BIAS = {0: 3.0, 7: -100.0, 11: 1e30, 12: -1e30, 60: 0.5}
 FILTERS = {
     "none": P(),
@@ -60,8 +60,7 @@ FILTERS = {
 ONE_HOT = torch.nn.functional.one_hot(torch.tensor([41]), 64) * 50.0
 
 
-@CASES
-@pytest.mark.parametrize("params", FILTERS.values(), ids=FILTERS)
+@covering(2, case=CASES, params=FILTERS)
 def test_sample_matches_reference(case, params):
     """Integers decide everything: token and kept tokens are equal."""
     after, ref = check("sample", make_state(random(1, case.sizes["vocab"], scale=3), params, seed=-3))
@@ -171,9 +170,9 @@ WARPERS = {
 }
 
 
-@CASES
-@pytest.mark.parametrize("params, warpers", WARPERS.values(), ids=WARPERS)
-def test_filters_match_transformers(case, params, warpers):
+@covering(2, case=CASES, filters=WARPERS)
+def test_filters_match_transformers(case, filters):
+    params, warpers = filters
     logits = random(1, case.sizes["vocab"], scale=3).cpu()
     scores = logits.double()
     for warper in warpers(params):
