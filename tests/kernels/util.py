@@ -48,7 +48,9 @@ def covering(together: int, **axes):
     }
     chosen, uses, missing = [], Counter(), set().union(*parts_of.values())
     while missing:
-        best = max(parts_of, key=lambda names: (len(parts_of[names] & missing), -sum(uses[n] for n in enumerate(names))))
+        best = max(
+            parts_of, key=lambda names: (len(parts_of[names] & missing), -sum(uses[n] for n in enumerate(names)))
+        )
         chosen.append(best)
         uses.update(enumerate(best))
         missing -= parts_of[best]

@@ -86,7 +86,9 @@ def test_programs_that_combine_together(position, sizes):
 LENGTHS = [(70, 0, 15, 200), (250, 250, 250), (1, 250, 1, 1, 1, 1, 1, 1), (0, 0, 0, 0)]
 
 
-@covering(1, positions=[*LENGTHS, (4000, 63, 1, 700), (1000,) * 8] if CUDA else LENGTHS, config=[(1, 2), (2, 4), (2, 64)])
+@covering(
+    1, positions=[*LENGTHS, (4000, 63, 1, 700), (1000,) * 8] if CUDA else LENGTHS, config=[(1, 2), (2, 4), (2, 64)]
+)
 def test_a_long_request_has_more_splits_than_its_share(positions, config):
     """Launch twice, because the last program of the first launch must reset the counters."""
     short, iterations = config

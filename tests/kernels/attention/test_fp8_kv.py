@@ -96,8 +96,8 @@ def test_attention_matches_reference(form, case, position):
 
 @covering(2, form=FORMS, ahead=[1, 2, 4] if CUDA else [1, 4], window=[0, 50])
 def test_several_rows_prefetched_tiles_and_windows(form, ahead, window):
-    args = layer((70, 0, 130, 255), 2, dtype=torch.bfloat16, window=window)
-    check_form(form, args, AttentionConfig(block_t=16, splits=SPLITS, ahead=ahead))
+    args = layer((70, 0, 130, 255), 2 if CUDA else 1, dtype=torch.bfloat16, window=window)
+    check_form(form, args, AttentionConfig(block_t=16 if CUDA else 32, splits=SPLITS, ahead=ahead))
 
 
 @covering(2, form=FORMS, position=[5, 300] + ([4000] if CUDA else []), capability=[80, 90])
@@ -128,8 +128,8 @@ def test_a_key_that_is_nan_stays_nan(form):
 
 @covering(1, qk_norm=[True, False], D=[64, 80, 128])
 def test_prompts_and_tokens_are_written_alike(qk_norm, D):
-    heads, kv_heads, rows = 4, 2, 90
-    chunks = chunk_table(Chunk(1, 0, 80, 30), Chunk(0, 80, 10, 0))
+    heads, kv_heads, rows = 4, 2, 25
+    chunks = chunk_table(Chunk(1, 0, 20, 50), Chunk(0, 20, 5, 0))
     table = torch.tensor([[3, 0], [2, 1]], dtype=torch.int32, device=DEVICE)
     qkv = random(rows, (heads + 2 * kv_heads) * D, dtype=DTYPE)
     results = []

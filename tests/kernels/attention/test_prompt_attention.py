@@ -40,7 +40,7 @@ WIDE = PromptAttentionConfig(128, 8, 5, programs=132, heads=16, apart=True, depe
 TOGETHER = {
     "last": replace(CONFIG, heads=16),
     "apart": replace(CONFIG, heads=16, apart=True, dependent=True),
-    "many": replace(CONFIG, heads=2, apart=True, splits=13, least=1, programs=300),
+    "many": replace(CONFIG, heads=2, apart=True, splits=13, least=1, programs=300 if CUDA else 60),
     **({"wide": WIDE} if CUDA else {}),
 }
 CASES = [

@@ -54,9 +54,7 @@ CONFIGS = {
 }
 
 
-@covering(
-    2, config=CONFIGS, scheme=["int4", "int4_ordered", "int8_zeros", "e4m3", "e4m3_blocks"], epilogue=EPILOGUES
-)
+@covering(2, config=CONFIGS, scheme=["int4", "int4_ordered", "int8_zeros", "e4m3", "e4m3_blocks"], epilogue=EPILOGUES)
 def test_configs_match_the_reference(epilogue, scheme, config):
     product(epilogue, scheme, 44, 640, 2).check(config)
 

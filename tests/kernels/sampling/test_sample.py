@@ -68,8 +68,10 @@ def test_sample_matches_reference(case, params):
         assert kept(after) == kept(ref)
 
 
-@pytest.mark.parametrize("name", ["none", "top_k", "top_k_1", "top_p", "top_p_tiny", "min_p_1", "top_k_top_p", "all"])
-@pytest.mark.parametrize("logits", [torch.full((1, 1000), -3.25), ONE_HOT], ids=["all_equal", "one_hot"])
+@covering(
+    2, name=["none", "top_k", "top_k_1", "top_p", "top_p_tiny", "min_p_1", "top_k_top_p", "all"],
+    logits={"all_equal": torch.full((1, 1000), -3.25), "one_hot": ONE_HOT},
+)  # fmt: skip
 def test_sample_matches_reference_on_degenerate_logits(name, logits):
     after, ref = check("sample", make_state(logits, FILTERS[name]))
     assert kept(after) == kept(ref)
@@ -261,11 +263,11 @@ def test_draws_repeat_and_depend_on_seed_and_position(seeds, positions):
 
 @pytest.mark.parametrize("name", ["none", "top_k_top_p", "all"])
 def test_draws_follow_the_distribution(name):
-    """The chi-square statistic over fixed seeds accepts the distribution and rejects one that is 25% sharper."""
+    """The chi-square statistic over fixed seeds accepts the distribution and rejects one that is 40% sharper."""
     params, logits = FILTERS[name], random(1, 64, scale=1.5)
     state = run_ref("sample", make_state(logits, params))
     ids = sorted(kept(state))
-    tokens = torch.tensor(draws(params, logits, range(120), range(1, 38)))
+    tokens = torch.tensor(draws(params, logits, range(50), range(1, 38)))
     counts = (tokens[:, None] == torch.tensor(ids)).sum(0)
     assert counts.sum() == len(tokens)
     x = state.sampler.processed[0, ids].double()
@@ -279,7 +281,7 @@ def test_draws_follow_the_distribution(name):
         return chisquare(observed[used].numpy(), expected[used].numpy()).pvalue
 
     assert p_value(1.0) > 0.01
-    assert p_value(1.25) < 1e-6
+    assert p_value(1.4) < 1e-6
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["sampled", "known"])
