@@ -11,7 +11,7 @@ from models import CUDA, tiny_engine
 
 from tridecode import Engine, Request, SamplingParams, results
 from tridecode.cli.bench.passes import enqueue, rewind
-from tridecode.errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull
+from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull
 from tridecode.serve import output
 
 PROMPTS = [[5, 17, 300, 42, 8, 8, 99], [1, 2], [200, 100, 50, 25], [7] * 30, [9, 9, 8]]
@@ -68,25 +68,11 @@ def test_waiting_for_one_request_advances_all(engine, run_alone):
     assert first.result().token_ids == run_alone(PROMPTS[0])
 
 
-def test_wait_checks_its_arguments(engine):
-    engine.wait([])
-    for wrong in (None, engine.submit(PROMPTS[0], GREEDY), [5]):
-        with pytest.raises(ParameterError, match="^requests must be a list of requests from submit, got "):
-            engine.wait(wrong)
-
-
 def test_requests_beyond_the_slots_wait_in_order(engine, run_alone):
     requests = [engine.submit(prompt, SAMPLED) for prompt in PROMPTS]
     assert requests[-1].result().token_ids == run_alone(PROMPTS[-1], SAMPLED)
     assert [request.finish_reason for request in requests] == ["length"] * 5
     assert [request.result().token_ids for request in requests] == [run_alone(prompt, SAMPLED) for prompt in PROMPTS]
-
-
-def test_one_slot_serves_requests_one_after_another(run_alone):
-    engine = build(1)
-    older, newer = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
-    first = next(older)
-    assert tokens(newer) == run_alone(PROMPTS[1]) and (first.token_id, *tokens(older)) == run_alone(PROMPTS[0])
 
 
 # ---- ends
@@ -102,13 +88,6 @@ def test_cancelled_request_ends_with_a_last_output_chunk(engine, run_alone, take
     assert tokens([*read, *rest]) == run_alone(PROMPTS[0])[: taken + len(rest)]
     assert last.finish_reason == "cancelled" and last.usage.completion_tokens == taken + len(rest)
     assert last.timings.ttft > 0 and request.result().finish_reason == "cancelled"
-
-
-def test_second_cancel_returns_false(engine):
-    request = engine.submit(PROMPTS[0], LONG)
-    assert [request.cancel(), request.cancel()] == [True, False]
-    ended = engine.submit(PROMPTS[0], GREEDY)
-    assert ended.result().finish_reason == "length" and not ended.cancel() and ended.finish_reason == "length"
 
 
 def test_cancel_of_a_waiting_request(engine, run_alone):
@@ -209,22 +188,6 @@ def test_error_in_progress_cancels_the_requests(engine):
     with pytest.raises(KeyError) as raised:
         engine.generate_many([PROMPTS[1]] * 6, GREEDY, progress=broken)
     assert raised.value and not engine.scheduler.queue.requests, "requests run although the traceback refers to them"
-
-
-def test_interrupt_cancels_only_the_awaited_request(engine, run_alone, monkeypatch):
-    other, own = engine.submit(PROMPTS[0], SAMPLED), engine.submit(PROMPTS[1], LONG)
-    ring, calls = engine.scheduler._ring, []
-
-    def interrupted(*place):
-        calls.append(place)
-        if len(calls) == 7:
-            raise KeyboardInterrupt
-        return type(ring).entry(ring, *place)
-
-    monkeypatch.setattr(ring, "entry", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        own.result()
-    assert own.finish_reason == "cancelled" and other.result().token_ids == run_alone(PROMPTS[0], SAMPLED)
 
 
 # ---- threads
@@ -392,22 +355,6 @@ def test_invalid_request_fails_alone(engine, run_alone):
     assert seen[-1] == (12, 12)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("text",), "prompts must be a list of prompts"),
-        ((5,), "prompts must be a list"),
-        (([[1], [2]], [GREEDY]), "params: a list has one for each of 2 prompts, got 1"),
-        (([[1]], 5), "params must be"),
-    ],
-)
-def test_generate_many_checks_its_arguments(engine, arguments, message):
-    with pytest.raises(ParameterError, match=message):
-        engine.generate_many(*arguments)
-    with pytest.raises(ParameterError, match="progress"):
-        engine.generate_many([[1]], progress=5)
-
-
 def test_interrupt_of_generate_many_cancels_all_requests(engine):
     def progress(done, total):
         if done >= 2:
@@ -553,83 +500,64 @@ def test_close_wakes_a_waiting_thread(run_alone):
     assert result.token_ids[:12] == run_alone(PROMPTS[0])[: len(result.token_ids)]
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """Return engines of the bundled model with three slots that share the pages of one, and with one slot."""
+    several = Engine.load(device="cpu", max_seq_len=192, slots=3, kv_tokens=192)
+    return several, Engine.load(device="cpu", max_seq_len=192)
+
+
+CHATS = [[{"role": "user", "content": text}] for text in ("Tell me a story", "Who are you?", "Tell me a tale.")]
+
+
 @pytest.mark.parametrize(
-    "options, message",
+    "params, finish_reason, preempted",
     [
-        ({"slots": 0}, "slots must be an integer from 1 to 64, got 0"),
-        ({"slots": 65}, "slots must be an integer from 1 to 64, got 65"),
-        ({"slots": True}, "slots must be"),
-        ({"slots": "2"}, "slots must be"),
-        ({"chunk_tokens": 0}, "chunk_tokens must be an integer from 1"),
-        ({"max_queue": -1}, "max_queue must be an integer from 0"),
-        ({"kv_tokens": 0}, "kv_tokens must be an integer from 1"),
-        ({"kv_tokens": 100, "max_seq_len": 200}, "kv_tokens must be an integer from 200"),
-        ({"kv_tokens": 500, "max_seq_len": 200, "slots": 2}, "2 slots of 200 positions can have at most 400, got 500"),
+        (SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), "length", True),
+        (SamplingParams(temperature=1.5, seed=2, max_tokens=90, ignore_eos=True, stop=["zzz", "the the"]), None, True),
+        (SamplingParams(temperature=0, max_tokens=30, stop=["e"]), "stop", False),
     ],
+    ids=["greedy", "sampled", "stop strings"],
 )
-def test_options_are_refused_by_name(options, message):
-    with pytest.raises(ParameterError, match=message):
-        Engine.load(device="cpu", **options)
-
-
-def test_pool_smaller_than_a_request_is_refused():
-    with pytest.raises(ParameterError, match="pages: 3 hold fewer positions than a request's 256"):
-        build(2, page=16, pages=3)
-
-
-def test_slots_of_a_loaded_model_share_pages():
-    engine = Engine.load(device="cpu", max_seq_len=200, slots=3, kv_tokens=300)
-    assert (engine.slots, engine.capacity, engine.kv_tokens) == (3, 200, 320)
-    chats = [[{"role": "user", "content": text}] for text in ("Hello", "What is 17 + 25?", "Name three rivers.")]
-    params = SamplingParams(temperature=0, max_tokens=30)
-    texts = [result.text for result in engine.generate_many(chats, params)]
-    one = Engine.load(device="cpu", max_seq_len=200)
-    assert texts == [one.generate(chat, params).text for chat in chats]
-    assert (one.slots, one.kv_tokens) == (1, 200)
-    with pytest.raises(PromptError, match="the context holds 200"):
-        engine.submit("word " * 300)
-
-
-def test_stop_strings_of_concurrent_requests():
-    engine = Engine.load(device="cpu", max_seq_len=200, slots=3)
-    chat = [{"role": "user", "content": "Name three rivers."}]
-    whole = engine.generate(chat, SamplingParams(temperature=0, max_tokens=30)).text
-    words = whole.split()[1:4]
-    params = [SamplingParams(temperature=0, max_tokens=30, stop=[word]) for word in words]
-    results = engine.generate_many([chat] * 3, params)
-    assert [result.text for result in results] == [whole[: whole.index(word)] for word in words]
-    assert {result.finish_reason for result in results} == {"stop"}
-
-
-def test_preempted_requests_return_the_same_text():
+def test_concurrent_requests_return_the_texts_of_single_ones(loaded, params, finish_reason, preempted):
     """Requests are preempted in the middle of a character or of a stop string."""
-    engine = Engine.load(device="cpu", max_seq_len=192, slots=3, kv_tokens=192)
-    preempted, preempt = [], engine.scheduler._preempt
-    engine.scheduler._preempt = lambda slot: preempted.append(slot) or preempt(slot)
-    prompts = [[{"role": "user", "content": text}] for text in ("Tell me a story", "Who are you?", "Tell me a tale.")]
-    one = Engine.load(device="cpu", max_seq_len=192)
-    for params in (
-        SamplingParams(temperature=0, max_tokens=90, ignore_eos=True),
-        SamplingParams(temperature=1.5, seed=2, max_tokens=90, ignore_eos=True, stop=["zzz", "the the"]),
-    ):
-        texts = [result.text for result in engine.generate_many(prompts, params)]
-        assert texts == [one.generate(prompt, params).text for prompt in prompts]
-    assert len(preempted) >= 2
-    engine.scheduler.assert_consistent()
+    several, one = loaded
+    before = several.scheduler.preemptions
+    assert (several.slots, several.capacity, several.kv_tokens, one.slots, one.kv_tokens) == (3, 192, 192, 1, 192)
+    results = several.generate_many(CHATS, params)
+    assert [result.text for result in results] == [one.generate(chat, params).text for chat in CHATS]
+    assert finish_reason is None or {result.finish_reason for result in results} == {finish_reason}
+    assert (several.scheduler.preemptions > before) == preempted
+    several.scheduler.assert_consistent()
 
 
-def test_rewind_checks_its_arguments(engine):
+INVALID = [
+    (lambda engine: engine.wait(None), "requests"),
+    (lambda engine: engine.wait(engine.submit(PROMPTS[0], GREEDY)), "requests"),
+    (lambda engine: engine.wait([5]), "requests"),
+    (lambda engine: engine.generate_many("text"), "prompts"),
+    (lambda engine: engine.generate_many(5), "prompts"),
+    (lambda engine: engine.generate_many([[1], [2]], [GREEDY]), "params"),
+    (lambda engine: engine.generate_many([[1]], 5), "params"),
+    (lambda engine: engine.generate_many([[1]], progress=5), "progress"),
+    (lambda engine: rewind(engine, 5, GREEDY, 3), "rows"),
+    (lambda engine: rewind(engine, [5, 6, 7], GREEDY, 2), "position"),
+    (lambda engine: rewind(engine, 256, GREEDY), "position"),
+    (lambda engine: build(2, page=16, pages=3), "pages"),
+]
+
+
+@pytest.mark.parametrize("call, argument", INVALID)
+def test_invalid_arguments_are_refused_by_name(engine, call, argument):
+    with pytest.raises(ParameterError, match=f"^{argument}(:| must be)"):
+        call(engine)
+
+
+def test_rows_of_a_benchmark_do_not_change_later_requests(engine, run_alone):
     params = SamplingParams(temperature=0, seed=1)
-    for arguments, message in (
-        ((5, params, 3), "rows must be an integer from 1 to the engine's slots, 2, got 3"),
-        (([5, 6, 7], params, 2), "position: a list has one for each of 2 rows, got 3"),
-        ((256, params), "position must be an integer from 0 to 255"),
-    ):
-        with pytest.raises(ParameterError, match=message):
-            rewind(engine, *arguments)
     rewind(engine, [255, 3], params, rows=2)
     enqueue(engine, params, rows=2)
-    assert len(engine.generate([1], GREEDY).token_ids) == 12
+    assert engine.generate(PROMPTS[0], GREEDY).token_ids == run_alone(PROMPTS[0])
 
 
 @pytest.mark.parametrize("ends, message", [(True, "ended without a token"), (False, "the GPU hangs")])

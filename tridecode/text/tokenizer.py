@@ -201,11 +201,11 @@ class Tokenizer:
     def _check_size(self, text: str, context: int | None) -> None:
         """Raise TooLong if a text cannot fit in `context` tokens."""
         # The bound takes time to compute, so only texts of more than 4 characters per position are checked.
-        if context is not None and len(text) > 4 * context and (least := fewest(text, self._longest)) > context:
+        if context is not None and len(text) > 4 * context and (least := fewest(text, self.longest_token)) > context:
             raise TooLong(least, context, or_more=True)
 
     @cached_property
-    def _longest(self) -> float:
+    def longest_token(self) -> float:
         """Maximum number of UTF-8 bytes of one token."""
         return longest(self._tokenizer, self._token_bytes)
 
