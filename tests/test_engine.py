@@ -219,12 +219,18 @@ def test_tokens_before_a_failed_step_are_not_cached(poisoned):
     assert after.finish_reason == "length" and after.usage.reused_tokens == 0
 
 
-def test_poisoned_prompt_that_is_cancelled_is_not_cached(poisoned, monkeypatch):
-    """The host has not seen that the logits are NaN."""
-    monkeypatch.setattr(poisoned.scheduler, "ahead", 1)  # as on a GPU: a pass is in flight
-    request = poisoned.submit([*PROMPT, POISON, 7], GREEDY, reuse_prefix=False)
-    poisoned.step()
-    assert request.cancel()
+def test_interrupted_prompt_is_not_cached(poisoned, monkeypatch):
+    """The interrupt comes before the host has seen that the logits are NaN."""
+    finish = poisoned.prompts.finish
+
+    def interrupted(*args):
+        finish(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(poisoned.prompts, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        poisoned.generate([*PROMPT, POISON, 7], GREEDY, reuse_prefix=False)
+    monkeypatch.undo()
     assert poisoned.generate(PROMPT, GREEDY).finish_reason == "length"
 
 

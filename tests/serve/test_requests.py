@@ -59,6 +59,7 @@ def test_request_can_be_iterated_and_awaited(engine, run_alone):
     assert tokens(pieces) == run_alone(PROMPTS[0]) == request.result().token_ids == tokens(request)
     assert pieces[-1].finish_reason == request.finish_reason == "length"
     assert request.result().usage.completion_tokens == 12 and request.result().timings.ttft > 0
+    assert not request.cancel() and request.finish_reason == "length", "it has ended"
 
 
 def test_waiting_for_one_request_advances_all(engine, run_alone):
@@ -88,6 +89,7 @@ def test_cancelled_request_ends_with_a_last_output_chunk(engine, run_alone, take
     assert tokens([*read, *rest]) == run_alone(PROMPTS[0])[: taken + len(rest)]
     assert last.finish_reason == "cancelled" and last.usage.completion_tokens == taken + len(rest)
     assert last.timings.ttft > 0 and request.result().finish_reason == "cancelled"
+    assert not request.cancel()
 
 
 def test_cancel_of_a_waiting_request(engine, run_alone):

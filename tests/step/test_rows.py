@@ -14,7 +14,7 @@ from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.layout import LIMIT_REACHED, STATUS
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import Slots
-from tridecode.step.dispatch import MODES, SIZES, BatchDescriptor, Dispatcher, Support, graph_sizes, lowered
+from tridecode.step.dispatch import MODES, SIZES, Dispatcher, Support, graph_sizes, lowered
 from tridecode.step.graphs import DecodePasses, first_batches, launcher, make_steps
 from tridecode.step.model import make_model
 from tridecode.step.run import run_reference
@@ -191,17 +191,6 @@ def test_torch_attention_runs_between_the_parts_of_a_graph():
     a, b = (m.workspace.logits.double() for m in (model, reference))
     assert ((a - b).norm() / b.norm()).item() < 3e-2
     assert [row.mode for row in steps.dispatcher.stats()] == ["piecewise"]
-
-
-@needs_gpu
-def test_moved_buffers_are_reported_at_replay():
-    model = model_of(2)
-    steps = DecodePasses(model, dispatcher=Dispatcher("full", (2,)), batches=[BatchDescriptor("greedy", 2)])
-    steps.check_addresses = True
-    ((key, (cos, sin)),) = model.ropes.items()
-    object.__setattr__(model, "ropes", {key: (cos.clone(), sin)})
-    with pytest.raises(AssertionError, match="buffers moved since capture: rope.0.cos"):
-        steps.replay("greedy")
 
 
 @pytest.mark.parametrize(
