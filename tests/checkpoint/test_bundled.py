@@ -84,6 +84,15 @@ def test_template(template):
     )
 
 
+def test_notice_credits_sources_and_authors():
+    notice = (BUNDLED / "NOTICE").read_text(encoding="utf-8")
+    for name in (
+        "TinyStories", "African Storybook", "Pratham Books", "FairytaleQA", "Synthetic-Persona-Chat", "Self-dialogue",
+        "Topical-Chat", "Taskmaster", "Personality Chat", "WordNet", "Ursula Nafula",
+    ):  # fmt: skip
+        assert name in notice
+
+
 def test_held_out_exchanges_are_not_in_the_training_data(monkeypatch):
     monkeypatch.syspath_prepend(str(TRAINING))
     import exchanges
