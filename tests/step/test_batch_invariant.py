@@ -173,9 +173,8 @@ def test_quantized_weights_and_kv(quantized):
 def test_preempted_request_continues_with_the_same_bits(single):
     """Two requests need more pages than there are. The younger one recomputes its sampled tokens, pass by pass."""
     engine = engine_of(3, pages=CAPACITY // PAGE + 1)
-    tokens = CAPACITY * 3 // 4
-    for kind in ("greedy", "penalties"):
-        submitted = [(prompt_of(base, PAGE + 1), kind, tokens) for base in (0, 1)]
+    for kind in ("greedy", "penalties") if CUDA else ("penalties",):
+        submitted = [(prompt_of(base, PAGE + 1), kind, CAPACITY // 2) for base in (0, 1)]
         assert run(engine, submitted, [0, 0]) == [single(*each) for each in submitted]
     assert engine.scheduler.preemptions
 
