@@ -8,6 +8,7 @@ import torch
 from checkpoints import write_tiny
 from quantized import WIDTHS, write_quantized
 from safetensors import SafetensorError
+from util import relative_rms
 
 from tridecode.checkpoint.custom_code import code_files
 from tridecode.checkpoint.hub import BUNDLED
@@ -22,10 +23,6 @@ from tridecode.options import EngineOptions
 from tridecode.plan import device
 
 SCHEME_CASES = pytest.mark.parametrize("scheme, error", [("fp8", 0.03), ("int8", 0.007), ("int4", 0.11)])
-
-
-def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
-    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
 @SCHEME_CASES

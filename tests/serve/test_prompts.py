@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import CUDA, FAMILIES, tiny_config, tiny_engine
-from util import covering
+from util import covering, relative_rms
 
 from tridecode import SamplingParams
 from tridecode.cli.chat.idle import IdleCapture
@@ -34,7 +34,7 @@ def engine_of(slots=1, graph="full", family="qwen3", **build):
 
 
 def close(a, b) -> bool:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item() < (2e-2 if CUDA else 1e-5)
+    return relative_rms(a, b) < (2e-2 if CUDA else 1e-5)
 
 
 @needs_gpu

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import write_tiny
 from models import CUDA, tiny_config, tiny_engine, use_h100
+from util import relative_rms
 
 from tridecode.checkpoint.load import empty_weights
 from tridecode.engine import Engine
@@ -21,10 +22,6 @@ from tridecode.step.model import make_model
 
 IDS = [i * 37 % 331 for i in range(150 if CUDA else 80)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-def relative_rms(out, ref):
-    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, FAMILIES, begin, interpreter_configs, tiny_config, tiny_engine
+from models import CUDA, FAMILIES, begin, interpreter_configs, no_allocations, tiny_config, tiny_engine
+from util import assert_close
 
 from tridecode import layout
 from tridecode.cli.bench.passes import enqueue
@@ -56,12 +57,11 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
             continue
         triton.synchronize()
         for name in ("hidden", "normed", "attention.qkv", "attention.attended", "mlp.act", "logits"):
-            a, b = (named_tensors(e.model.workspace)[name].double() for e in (triton, oracle))
-            error = ((a - b).norm() / b.norm()).item()
-            assert error < tolerance, f"step {step}: {name} differs by {error:.1e}"
-        for layer, (a, b) in enumerate(zip(*(e.model.kv.held(0, step + 1).double() for e in (triton, oracle)))):
-            error = ((a - b).norm() / b.norm()).item()
-            assert error < tolerance, f"step {step}: cache of layer {layer} differs by {error:.1e}"
+            assert_close(
+                *(named_tensors(e.model.workspace)[name] for e in (triton, oracle)), tolerance, f"{step} {name}"
+            )
+        for layer, (a, b) in enumerate(zip(*(e.model.kv.held(0, step + 1) for e in (triton, oracle)))):
+            assert_close(a, b, tolerance, f"step {step}: cache of layer {layer}")
         state = slice(layout.DEVICE_FIELDS, layout.META_WIDTH)
         assert torch.equal(triton.model.workspace.meta[:, state], oracle.model.workspace.meta[:, state])
 
@@ -79,13 +79,10 @@ def test_no_allocation_over_200_steps():
         for params in (GREEDY, SAMPLED):
             run_steps(engine, params, 2)
             begin(engine, PROMPT, 0, params, limit=250)
-            before = torch.cuda.memory_stats()
-            for _ in range(200):
-                enqueue(engine, params)
-            engine.synchronize()
-            after = torch.cuda.memory_stats()
-            for name in ("allocation.all.allocated", "segment.all.allocated", "allocated_bytes.all.allocated"):
-                assert before[name] == after[name], f"graph={graph}: {name}"
+            with no_allocations():
+                for _ in range(200):
+                    enqueue(engine, params)
+                engine.synchronize()
 
 
 @needs_gpu
