@@ -57,9 +57,8 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
             continue
         triton.synchronize()
         for name in ("hidden", "normed", "attention.qkv", "attention.attended", "mlp.act", "logits"):
-            assert_close(
-                *(named_tensors(e.model.workspace)[name] for e in (triton, oracle)), tolerance, f"{step} {name}"
-            )
+            a, b = (named_tensors(e.model.workspace)[name] for e in (triton, oracle))
+            assert_close(a, b, tolerance, f"step {step}: {name}")
         for layer, (a, b) in enumerate(zip(*(e.model.kv.held(0, step + 1) for e in (triton, oracle)))):
             assert_close(a, b, tolerance, f"step {step}: cache of layer {layer}")
         state = slice(layout.DEVICE_FIELDS, layout.META_WIDTH)
