@@ -105,12 +105,12 @@ def test_copies_of_tensors_share_storage_where_the_originals_do():
     assert launched["first"].untyped_storage().data_ptr() == launched["second"].untyped_storage().data_ptr()
 
 
-def put(row, column, value):
+def write_element(row, column, value):
     """Return a function that writes one element of `normed`."""
     return lambda args: args["norm"].normed[row].__setitem__(column, value)
 
 
-def behind(name, size, at):
+def write_at(name, size, at):
     """Return a function that writes `size` elements of a tensor's storage, from an offset on."""
 
     def write(args):
@@ -120,13 +120,13 @@ def behind(name, size, at):
     return write
 
 
-WRONG = {  # what a launch does in addition, and the message
-    "wrong value": (put(1, 4, 9.0), "norm.normed: relative RMS error"),
-    "value left poisoned": (put(2, -1, float("nan")), "norm.normed: 1 of 30 elements are NaN"),
-    "row that does not run": (put(0, slice(None), 1.0), "norm.normed: 10 of 30 elements are not NaN"),
-    "row behind the last": (behind("hidden", N, ROWS * N), "launch writes in: memory outside of hidden"),
-    "row before the first": (behind("hidden", N, -N), "launch writes in: memory outside of hidden"),
-    "wide row": (behind("normed", N + 1, 0), "launch writes in: memory outside of norm.normed, buffers.room"),
+WRONG = {  # additional writes of a launch, and the message
+    "wrong value": (write_element(1, 4, 9.0), "norm.normed: relative RMS error"),
+    "value left poisoned": (write_element(2, -1, float("nan")), "norm.normed: 1 of 30 elements are NaN"),
+    "row that does not run": (write_element(0, slice(None), 1.0), "norm.normed: 10 of 30 elements are not NaN"),
+    "row behind the last": (write_at("hidden", N, ROWS * N), "launch writes in: memory outside of hidden"),
+    "row before the first": (write_at("hidden", N, -N), "launch writes in: memory outside of hidden"),
+    "wide row": (write_at("normed", N + 1, 0), "launch writes in: memory outside of norm.normed, buffers.room"),
     "input": (lambda args: args["x"][0].add_(1), "launch writes in: x"),
     "input in an object": (lambda args: args["norm"].weight.zero_(), "launch writes in: norm.weight"),
     "counter": (lambda args: args["arrived"].add_(1), "launch writes in: arrived"),

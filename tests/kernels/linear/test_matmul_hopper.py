@@ -68,25 +68,25 @@ def engine_product(role, rows, **options) -> Product:
 
 
 @hopper_only
-@pytest.mark.parametrize("most, fewer", [(32, 17), (64, 63)])
+@pytest.mark.parametrize("rows, odd_rows", [(32, 17), (64, 63)])
 @ROLES
-def test_configs_of_engines_match_the_reference(role, most, fewer):
+def test_configs_of_engines_match_the_reference(role, rows, odd_rows):
     """Rows that stopped do not disturb the next launch."""
-    engine_product(role, most).check_stopped(CONFIGS[role, most])
-    engine_product(role, fewer).check(CONFIGS[role, most])
+    engine_product(role, rows).check_stopped(CONFIGS[role, rows])
+    engine_product(role, odd_rows).check(CONFIGS[role, rows])
 
 
 @hopper_only
 @covering(
-    2, role=EPILOGUES, most=[32, 64], size=[(1000, 4872), (1001, 4872), (65, 1032)],
+    2, role=EPILOGUES, rows=[32, 64], size=[(1000, 4872), (1001, 4872), (65, 1032)],
     dtype=[torch.bfloat16, torch.float16], strided=[False, True],
 )  # fmt: skip
-def test_tiles_may_exceed_the_weight_and_rows_may_lie_apart(role, most, size, dtype, strided):
+def test_tiles_may_exceed_the_weight_and_rows_may_lie_apart(role, rows, size, dtype, strided):
     """Programs that share the rows have zero, one or two tiles each."""
-    config = CONFIGS[role, most]
+    config = CONFIGS[role, rows]
     config = replace(config, programs=min(config.programs, 5))
     bias = role in ("qkv", "lm_head")
-    product(role, *size, most - 3, dtype, bias=bias, strided=strided).check(config)
+    product(role, *size, rows - 3, dtype, bias=bias, strided=strided).check(config)
 
 
 @hopper_only
