@@ -119,7 +119,8 @@ def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides)
     config = getattr(transformers, f"{architecture}Config")(**settings)
     with torch.device("meta"):  # the initial values of transformers are not needed, and take long at real widths
         model = getattr(transformers, f"{architecture}ForCausalLM")(config)
-    model = model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+    large = sum(parameter.numel() for parameter in model.parameters()) > 1 << 24
+    model = model.to_empty(device="cuda" if large and torch.cuda.is_available() else "cpu")
     model.tie_weights()
     randomise(model, seed)
     model = model.to(dtype)

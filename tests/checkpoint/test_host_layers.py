@@ -313,7 +313,7 @@ def test_graph_is_captured_once():
     captures = engine.steps.captures
     tokens_and_logprobs(engine, GREEDY)
     tokens_and_logprobs(engine, SAMPLED)
-    assert engine.steps.captures == captures == len(decode.KINDS)
+    assert engine.steps.captures == captures == 2 * len(decode.KINDS)  # with and without masks
     assert {stat.mode for stat in engine.graph_stats() if stat.kind in decode.KINDS} == {"full"}
 
 

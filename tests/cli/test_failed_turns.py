@@ -83,8 +83,7 @@ def test_chat_continues_after_nan(poisoned, piped):
     options = ["--model", poisoned, "--max-tokens", "3", "--temperature", "0"]
     code, out, err = piped("Hello, world!\nHello\nHello, world!\n/clear\nHello\n", *options)
     assert code == 1 and err.count("NaN or Inf") == 2
-    first, second = out.splitlines()
-    assert first == second
+    assert out and out == 2 * out[: len(out) // 2]
 
 
 def test_nan_error_output(poisoned, capsys, tmp_path):

@@ -28,6 +28,7 @@ CACHE_SIZE = 64  # compiled grammars in memory
 # JSON on one line, as most programs write it. If any white space were allowed, a model could write it without end.
 JSON_LAYOUT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_LEXER_STATES = 50_000  # each takes 1 to 2 kB
+MAX_DEPTH = 200  # nesting of lists and objects in a JSON schema
 STACK_BYTES = 1 << 30  # address space for the stack of a thread that compiles a grammar
 
 
@@ -212,10 +213,7 @@ def exact_schema(schema):
     Raises:
         ParameterError: a number is not representable, and no tighter bound is.
     """
-    try:
-        return _exact_value("json_schema", schema)
-    except RecursionError:
-        raise _refused("lists and objects are nested too deeply") from None
+    return _exact_value("json_schema", schema)
 
 
 def check_lark(lark: str) -> str:
@@ -235,22 +233,23 @@ def check_lark(lark: str) -> str:
     return lark
 
 
-def _exact_value(place: str, value):
+def _exact_value(place: str, value, depth: int = MAX_DEPTH):
     """Return a part of a schema as `exact_schema` does. `place` is the name of its key, for messages."""
+    _check_depth(depth)
     if isinstance(value, list):
-        return [_exact_value(place, item) for item in value]
+        return [_exact_value(place, item, depth - 1) for item in value]
     if not isinstance(value, dict):
         return _check_magnitude(place, value)
     made = {}
     for name, item in value.items():
         if name in ("enum", "const"):
-            made[name] = _check_constant(item)
+            made[name] = _check_constant(item, depth - 1)
         elif name in _TIGHTER and _number(item):
             made[name] = _tightened(name, item)
         elif name in _SCHEMAS_BY_NAME and isinstance(item, dict):
-            made[name] = {key: _exact_value(name, schema) for key, schema in item.items()}
+            made[name] = {key: _exact_value(name, schema, depth - 1) for key, schema in item.items()}
         elif name not in _ANNOTATIONS:
-            made[name] = _exact_value(name, item)
+            made[name] = _exact_value(name, item, depth - 1)
     return made
 
 
@@ -265,13 +264,20 @@ def _check_magnitude(place: str, value):
     return value
 
 
-def _check_constant(value):
+def _check_constant(value, depth: int):
     """Return `value`, a constant in a schema. Raises ParameterError if a number in it is not representable."""
+    _check_depth(depth)
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_constant(item)
+        _check_constant(item, depth - 1)
     if _number(value) and (abs(value) > _MAX_NUMBER or int(float(value)) != int(value)):
         raise _refused(f"the number {shown(value)} is too large to be represented exactly; use a smaller number")
     return value
+
+
+def _check_depth(depth: int) -> None:
+    """Raise ParameterError if no further level of nesting is allowed."""
+    if depth == 0:
+        raise _refused(f"lists and objects are nested more than {MAX_DEPTH} deep")
 
 
 def _tightened(name: str, value):
