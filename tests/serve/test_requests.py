@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -45,6 +45,13 @@ def consistent(engine):
         engine.generate([1], GREEDY)
     assert not engine.scheduler.queue.requests
     engine.scheduler.assert_consistent()
+
+
+@contextmanager
+def stepping(engine):
+    """Hold the lock of an engine, as a thread does while it steps."""
+    with engine._driver._lock:
+        yield
 
 
 def tokens(pieces) -> tuple[int, ...]:
@@ -156,7 +163,7 @@ def garbage_within_a_step(engine, circle=False):
 
 
 def garbage_in_a_circle_before_it_is_in_the_queue(engine):
-    with engine._driver._lock:  # as if another thread stepped
+    with stepping(engine):
         active = [engine.submit(PROMPTS[1], LONG)]
         active.append(active)
         del active
@@ -252,7 +259,7 @@ def test_request_dropped_at_submission_does_not_run(engine, monkeypatch):
     first = engine.submit(PROMPTS[0], LONG)
     engine.step()
     monkeypatch.setattr(engine.scheduler, "cancel", cancelling)
-    with engine._driver._lock:
+    with stepping(engine):
         first.drop()
     while engine.step():
         pass
@@ -270,13 +277,12 @@ def test_last_place_in_the_queue_is_taken_once(run_alone):
             with suppress(QueueFull):
                 taken.append(engine.submit(PROMPTS[0], GREEDY))
 
-        engine._driver._lock.acquire()  # as a thread that steps does
         threads = [threading.Thread(target=come) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        engine._driver._lock.release()
+        with stepping(engine):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
         (request,) = taken
         assert request.result().token_ids == run_alone(PROMPTS[0])
 
@@ -293,7 +299,7 @@ def test_close_ends_a_pending_score_with_an_error(engine):
 
         with build(1) as own:
             thread = threading.Thread(target=score, args=(own,))
-            with own._driver._lock:  # the score is submitted and waits
+            with stepping(own):  # the score is submitted and waits
                 thread.start()
                 while not own._driver._submitted:
                     time.sleep(0.001)
@@ -440,19 +446,16 @@ def test_close_cancels_requests_and_later_calls_are_refused():
 
 def test_submit_does_not_wait_for_a_pass():
     with build(2) as engine:
-        engine._driver._lock.acquire()  # as a thread that steps does
-        try:
+        with stepping(engine):
             requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
             assert not engine.scheduler.busy
-        finally:
-            engine._driver._lock.release()
         assert engine.step() and engine.scheduler.load().requests == 2
         assert all(request.result().finish_reason == "length" for request in requests)
 
 
 def test_request_submitted_during_close_is_cancelled():
     engine = build(2)
-    with engine._driver._lock:
+    with stepping(engine):
         request = engine.submit(PROMPTS[0], GREEDY)
     engine.close()
     assert request.finish_reason == "cancelled"
