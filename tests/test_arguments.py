@@ -30,8 +30,8 @@ LOAD = [
     dict(graph=None), dict(graph=["full"]), dict(progress=5), dict(progress="bar"),
     dict(slots=0), dict(slots=65), dict(slots=True), dict(slots="2"), dict(chunk_tokens=0), dict(max_queue=-1),
     dict(kv_tokens=0), dict(kv_tokens=100, max_seq_len=200), dict(kv_tokens=500, max_seq_len=200, slots=2),
-    dict(batch_invariant=1), dict(chunk_tokens=100, batch_invariant=True),
-    dict(batch_invariant=True, prompt_attention="flash"), dict(prompt_graph_sizes=[64], batch_invariant=True), dict(prompt_ms=3.0, batch_invariant=True),
+    dict(batch_invariant=1), dict(chunk_tokens=100, batch_invariant=True), dict(prompt_ms=3.0, batch_invariant=True),
+    dict(batch_invariant=True, prompt_attention="flash"), dict(prompt_graph_sizes=[64], batch_invariant=True),
     dict(speculate="draft"), dict(speculate_ngram=(2, 8)), dict(speculate_ngram=(4, 2), speculate="off"),
     dict(kv_dtype="fp4"),
 ]  # fmt: skip
