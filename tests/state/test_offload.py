@@ -384,6 +384,7 @@ def test_kernels_and_references_agree_with_offload():
         pool.copy_(torch.randn(pool.shape, generator=generator))
         params = replace(GREEDY, seed=1)
         rewind_slots(slots, [6 * PAGE + 5], params)
+        slots.send(0, 6)
         host = engine.model.kv.offload.host
         host.copy_(torch.randn(host.shape, generator=generator))
         assert len(slots._ring_place) > 0
