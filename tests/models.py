@@ -1,5 +1,6 @@
 """Tiny models in memory for tests of the passes and the engine: real head sizes, odd widths, few programs."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -136,6 +137,16 @@ def planned(spec: ModelSpec, on="cuda", **options) -> EnginePlan:
     plan = resolve(EngineOptions(**{"speculate": "off"} | options), spec, torch.device(on))
     plan.check()
     return plan
+
+
+@contextmanager
+def no_allocations():
+    """Check that nothing is allocated on the GPU meanwhile."""
+    names = "allocation.all.allocated", "segment.all.allocated", "allocated_bytes.all.allocated"
+    before = torch.cuda.memory_stats()
+    yield
+    after = torch.cuda.memory_stats()
+    assert [after[name] for name in names] == [before[name] for name in names]
 
 
 def use_h100(monkeypatch) -> None:

@@ -1,8 +1,5 @@
 """Engine: streams, limits, prefix reuse, seeds and early ends, on the backend of this machine."""
 
-import itertools
-import re
-import threading
 from array import array
 
 import numpy as np
@@ -66,10 +63,6 @@ def test_the_longest_common_prefix_is_reused(engine):
     assert engine.generate(PROMPT, GREEDY, reuse_prefix=False).usage.reused_tokens == 0
 
 
-def test_max_tokens_one_and_single_token_prompt(engine):
-    assert len(engine.generate([3], SamplingParams(temperature=0.0, max_tokens=1)).token_ids) == 1
-
-
 def test_generation_ends_at_the_context(engine):
     ids = [i % 331 for i in range(engine.capacity - 3)]
     result = engine.generate(ids, SamplingParams(temperature=0.0))
@@ -77,25 +70,6 @@ def test_generation_ends_at_the_context(engine):
     assert result.usage.prompt_tokens + result.usage.completion_tokens == engine.capacity + 1
     full = engine.generate([i % 331 for i in range(engine.capacity)], SamplingParams(temperature=0.0))
     assert full.usage.completion_tokens == 1
-
-
-def test_stop_ids_end_the_generation(engine):
-    free = engine.generate(PROMPT, GREEDY).token_ids
-    stop = free[6]
-    result = engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[stop]))
-    assert result.finish_reason == "stop"
-    assert result.token_ids == free[: free.index(stop) + 1]
-
-
-def test_closing_a_stream_early_leaves_the_engine_consistent(engine):
-    expected = engine.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
-    for taken in (1, 2, 5):
-        stream = engine.stream(PROMPT, GREEDY)
-        pieces = list(itertools.islice(stream, taken))
-        stream.close()
-        follow = engine.generate(PROMPT + [p.token_id for p in pieces], GREEDY)
-        assert follow.usage.reused_tokens >= len(PROMPT)
-        assert follow.token_ids[: 12 - taken] == expected[taken:]
 
 
 def test_interrupt_in_prefill_leaves_the_engine_consistent(engine, monkeypatch):
@@ -117,7 +91,7 @@ def test_an_interrupt_as_a_stream_ends_mixes_nothing_into_the_next(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     expected = engine.generate([7, 8, 9], params).token_ids
     scheduler = engine.scheduler
-    monkeypatch.setattr(scheduler, "_lookahead", 1)  # as on a GPU: a step is in flight when its stream is closed
+    monkeypatch.setattr(scheduler, "passes_ahead", 1)  # as on a GPU: a step is in flight when its stream is closed
 
     def interrupted(slot):
         raise KeyboardInterrupt
@@ -128,15 +102,6 @@ def test_an_interrupt_as_a_stream_ends_mixes_nothing_into_the_next(monkeypatch):
         patch.setattr(scheduler.slots, "release", interrupted)
         stream.close()
     assert engine.generate([7, 8, 9], params).token_ids == expected
-
-
-def test_newer_stream_waits_for_the_older_one(engine):
-    expected = [engine.generate(prompt, GREEDY, reuse_prefix=False).token_ids for prompt in (PROMPT, [1, 2])]
-    old = engine.stream(PROMPT, GREEDY)
-    first = next(old)
-    assert engine.generate([1, 2], GREEDY).token_ids == expected[1]
-    *rest, last = old
-    assert (first.token_id, *(piece.token_id for piece in rest)) == expected[0] and last.finish_reason == "length"
 
 
 def test_logprobs_describe_the_raw_logits(engine):
@@ -203,39 +168,16 @@ def test_score_waits_for_an_open_stream_and_can_be_written_to(engine):
     assert engine.generate(PROMPT, GREEDY).token_ids == expected
 
 
-def test_threads_do_not_mix_their_tokens(engine):
-    prompts = [PROMPT, [200, 100, 50, 25]]
-    params = SamplingParams(temperature=0.0, max_tokens=60)
-    expected = [engine.generate(p, params, reuse_prefix=False).token_ids for p in prompts]
-    outcomes = []
-
-    def run(i):
-        outcomes.append((i, engine.generate(prompts[i], params).token_ids))
-
-    for _ in range(5):
-        threads = [threading.Thread(target=run, args=(i,)) for i in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sorted(i for i, _ in outcomes) == [0] * 5 + [1] * 5
-    assert all(tokens == expected[i] for i, tokens in outcomes)
-
-
-def test_fp32_generates_too():
-    engine = tiny_engine(dtype=torch.float32, num_heads=4, num_kv_heads=2)
-    warm = engine.generate(PROMPT, GREEDY)
-    assert engine.score([*PROMPT, *warm.token_ids[:-1]])[len(PROMPT) - 1 :].argmax(-1).tolist() == list(warm.token_ids)
-
-
 def test_nan_logits_end_with_an_error_that_names_the_step():
-    engine = tiny_engine(seed=3)
-    engine.model.weights.final_norm[1] = float("nan")
-    result = engine.generate(PROMPT, GREEDY)
-    assert result.finish_reason == "error" and result.token_ids == ()
-    assert "step 1" in result.error and "NaN or Inf" in result.error
-    with pytest.raises(GenerationError, match="step 1"):
-        engine.score(PROMPT)
+    for dtype, value in ((None, "nan"), (torch.float16, "inf")):
+        engine = tiny_engine(dtype=dtype, seed=3)
+        engine.model.weights.final_norm[1] = float(value)
+        result = engine.generate(PROMPT, GREEDY)
+        assert result.finish_reason == "error" and result.token_ids == ()
+        assert "step 1" in result.error and "NaN or Inf" in result.error
+        assert ("float16 overflows" in result.error) == (dtype is torch.float16)
+        with pytest.raises(GenerationError, match="step 1"):
+            engine.score(PROMPT)
 
 
 POISON = 301  # a token whose embedding is NaN
@@ -278,49 +220,26 @@ def test_tokens_before_a_failed_step_are_not_cached(poisoned):
 
 
 def test_interrupted_prompt_is_not_cached(poisoned, monkeypatch):
-    def interrupted(*place):
+    """The interrupt comes before the host has seen that the logits are NaN."""
+    finish = poisoned.prompts.finish
+
+    def interrupted(*args):
+        finish(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(poisoned.scheduler._ring, "entry", interrupted)
+    monkeypatch.setattr(poisoned.prompts, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         poisoned.generate([*PROMPT, POISON, 7], GREEDY, reuse_prefix=False)
     monkeypatch.undo()
     assert poisoned.generate(PROMPT, GREEDY).finish_reason == "length"
 
 
-def test_error_in_half_precision_suggests_another_dtype():
-    engine = tiny_engine(dtype=torch.float16, seed=3)
-    engine.model.weights.final_norm[1] = float("inf")
-    assert "float16 overflows" in engine.generate(PROMPT, GREEDY).error
-
-
-@pytest.mark.parametrize(
-    "prompt, message",
-    [
-        ([], "empty"),
-        ([331], "token id 331"),
-        ([-1], "token id -1"),
-        ([True], "token id True"),
-        ([1.0], "token id 1.0"),
-        ([1] * 257, "257"),
-        (None, "NoneType"),
-        ({"role": "user"}, "dict"),
-        (b"ab", "bytes"),
-        ("text", "no tokenizer"),
-    ],
-    ids=["empty", "above", "negative", "bool", "float", "too_long", "none", "one_message", "bytes", "no_tokenizer"],
-)
-def test_bad_prompts_are_rejected(engine, prompt, message):
-    with pytest.raises(PromptError, match=message):
-        engine.generate(prompt, GREEDY)
-
-
-@pytest.mark.parametrize("prompt", ["Hello there", [{"role": "user", "content": "Hello"}]], ids=["text", "chat"])
-def test_tokens_beyond_the_vocabulary_of_the_model_are_rejected(prompt):
+def test_tokens_beyond_the_vocabulary_of_the_model_are_rejected():
     engine = tiny_engine()
     engine.tokenizer = Tokenizer.load(BUNDLED)
-    with pytest.raises(PromptError, match=r"token id \d+ is not in the vocabulary \(0 to 330\)"):
-        engine.generate(prompt, GREEDY)
+    for prompt in ("Hello there", [{"role": "user", "content": "Hello"}]):
+        with pytest.raises(PromptError, match=r"token id \d+ is not in the vocabulary \(0 to 330\)"):
+            engine.generate(prompt, GREEDY)
 
 
 def test_prompt_prepared_by_another_engine_is_checked(engine):
@@ -339,36 +258,12 @@ def test_ids_of_any_integer_type_are_accepted(engine):
         assert engine.encode(ids) == [3, 4]
 
 
-@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
-def test_arrays_without_token_ids_are_rejected(engine, make):
-    for wrong in ([True], [[3], [4]], [1.0], [331], [2**40]):
-        with pytest.raises(PromptError, match=f"token id {re.escape(str(wrong[0]))} is not in the vocabulary"):
-            engine.encode(make(wrong))
-    with pytest.raises(PromptError, match="the prompt is empty"):
-        engine.encode(make([]))
-    with pytest.raises(PromptError, match="the prompt must be text, token ids or a list"):
-        engine.encode(make(3))
-
-
 def test_ids_outside_the_vocabulary_are_rejected(engine):
     for field in (dict(logit_bias={331: 1.0}), dict(stop_token_ids=[400])):
         with pytest.raises(ParameterError, match=next(iter(field))):
             engine.generate(PROMPT, SamplingParams(**field))
     with pytest.raises(ParameterError, match="at most 16"):
         engine.generate(PROMPT, SamplingParams(stop_token_ids=list(range(17))))
-
-
-def test_chunk_size_does_not_change_the_cache(engine):
-    ids = [(i * 13) % 331 for i in range(70)]
-    caches = []
-    engine.score(ids)  # writes the ids to the slot
-    for chunk in (70, 64, 33, 1):
-        engine.model.kv.pool.fill_(float("nan"))
-        prefill(engine.model, 0, 70, chunk=chunk)
-        caches.append(engine.model.kv.gather(0, 70).double())
-    for other in caches[1:]:
-        assert ((other - caches[0]).norm() / caches[0].norm()).item() < (1e-2 if CUDA else 1e-5)
-    engine.generate([1], GREEDY, reuse_prefix=False)
 
 
 @pytest.mark.skipif(CUDA, reason="tests the CPU backend")
@@ -425,10 +320,10 @@ CUT = "abcabxabcd--stop here"
 
 
 @pytest.mark.parametrize("stops", [["abcd"], ["stop", "x"], ["bxab", "abx"], ["zzz"], ["--stop here!", "here"]])
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_stop_strings_do_not_depend_on_the_division_of_the_text(stops, size):
-    filter = StopStrings(stops)
-    shown = "".join(filter.push(CUT[i : i + size]) for i in range(0, len(CUT), size)) + filter.flush()
+def test_stop_strings_do_not_depend_on_the_division_of_the_text(stops):
     ends = [(CUT.find(s) + len(s), CUT.find(s), s) for s in stops if s in CUT]
-    assert shown == (CUT[: min(ends)[1]] if ends else CUT)
-    assert filter.hit == (min(ends)[2] if ends else None)
+    for size in (1, 2, 3, 7, 100):
+        filter = StopStrings(stops)
+        shown = "".join(filter.push(CUT[i : i + size]) for i in range(0, len(CUT), size)) + filter.flush()
+        assert shown == (CUT[: min(ends)[1]] if ends else CUT)
+        assert filter.hit == (min(ends)[2] if ends else None)

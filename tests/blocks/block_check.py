@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from models import CUDA, DEVICE, build_engine
 from torch.nn.functional import scaled_dot_product_attention, silu
+from util import assert_close
 
 from tridecode import SamplingParams
 from tridecode.blocks.attention import Attention
@@ -38,17 +39,13 @@ def check_block(layer: Layer, references: dict[type, Reference], tokens: int = 9
         weights = random_weights(spec, DEVICE, dtype, seed)
         engine = build_engine(spec, weights, 256)
         exact = reference_logits(spec, weights, ids, references)
-        assert relative(engine.score(ids), exact) < tolerance, "decode passes"
+        assert_close(engine.score(ids), exact, tolerance, "decode passes")
         answer = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=1), reuse_prefix=False)
         assert answer.usage.reused_tokens == 0
-        assert relative(engine.model.workspace.logits[0], exact[-1]) < tolerance, "the prompt pass"
+        assert_close(engine.model.workspace.logits[0], exact[-1], tolerance, "the prompt pass")
         longer = [*ids, *engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=4)).token_ids]
         exact = reference_logits(spec, weights, longer[:-1], references)
-        assert relative(engine.model.workspace.logits[0], exact[-1]) < tolerance, "decode passes after a prompt pass"
-
-
-def relative(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((actual.double() - exact.double()).norm() / exact.double().norm()).item()
+        assert_close(engine.model.workspace.logits[0], exact[-1], tolerance, "decode passes after a prompt pass")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tridecode.checkpoint import load as checkpoint
 from tridecode.checkpoint.config import parse_config
-from tridecode.checkpoint.load import _shape, load_config, load_weights, random_weights
+from tridecode.checkpoint.load import load_config, load_weights, random_weights
 from tridecode.checkpoint.slices import parameter_count, weight_bytes
 from tridecode.errors import CheckpointError, DeviceError
 
@@ -92,24 +92,23 @@ def test_every_tensor_is_loaded_to_its_place(family, shards, written):
     assert not source, "tensors that were not compared"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtype(stored, dtype, tmp_path):
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+def test_dtype(stored, tmp_path):
+    """It is read from the files if config.json lacks it."""
     path = write_tiny(tmp_path, "qwen3-tied", dtype=stored)
     config = load_config(path)
-    assert config.dtype == str(stored).removeprefix("torch.")
-    weights = load_weights(path, config, "cpu", dtype)
-    assert {tensor.dtype for tensor in weights.tensors().values()} == {dtype}
-    expected = load_file(path / "model.safetensors")["model.layers.1.self_attn.v_proj.weight"].to(dtype)
-    assert torch.equal(weights.layers[1].linears["qkv"].weight[-config.pages.width :], expected)
-
-
-def test_dtype_is_read_from_the_files_if_config_lacks_it(tmp_path):
-    path = write_tiny(tmp_path, "llama", dtype=torch.float16)
     values = json.loads((path / "config.json").read_text())
     del values["dtype"]
     (path / "config.json").write_text(json.dumps(values))
-    assert load_config(path).dtype == "float16"
+    assert config.dtype == load_config(path).dtype == str(stored).removeprefix("torch.")
+    for dtype in DTYPES:
+        weights = load_weights(path, config, "cpu", dtype)
+        assert {tensor.dtype for tensor in weights.tensors().values()} == {dtype}
+        expected = load_file(path / "model.safetensors")["model.layers.1.self_attn.v_proj.weight"].to(dtype)
+        assert torch.equal(weights.layers[1].linears["qkv"].weight[-config.pages.width :], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -348,8 +347,3 @@ def test_weights_larger_than_any_memory_raise_device_error():
     )
     with pytest.raises(DeviceError, match=r"cpu: the weights need \d{8,}\.\d+ GiB in bfloat16"):
         random_weights(config, "cpu", torch.bfloat16)
-
-
-def test_shapes_ignore_later_dimensions_of_one():
-    assert _shape((5,)) == _shape((5, 1)) == _shape((5, 1, 1)) and _shape(()) == _shape((1,))
-    assert _shape((5, 1)) != _shape((1, 5)), "scales of columns are not scales of rows"

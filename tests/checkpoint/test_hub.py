@@ -29,10 +29,11 @@ RESOLVE = """
 import sys
 from tridecode.errors import CheckpointError
 from tridecode.checkpoint.hub import resolve_model
-try:
-    print("path", resolve_model(sys.argv[1], weights="small" not in sys.argv[2:]))
-except CheckpointError as error:
-    print("error", error)
+for name in sys.argv[1:]:
+    try:
+        print("path", resolve_model(name.removeprefix("small:"), weights=not name.startswith("small:")))
+    except CheckpointError as error:
+        print("error", error)
 """
 
 LOAD = """
@@ -53,7 +54,7 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
         self.status: dict[str, tuple[int, str]] = {}  # status of the answer to each request for a file
-        self.always: bytes | None = None  # one answer to all requests, as in a network with a login page
+        self.answers: dict[str, bytes] = {}  # one answer to all requests, as in a network with a login page
         self.fetched: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -70,8 +71,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         api = parts[:2] == ["api", "models"]
         repo, rest = "/".join(parts[2:4] if api else parts[:2]), parts[4:] if api else parts[2:]
         files = self.server.repos.get(repo)
-        if self.server.always is not None:
-            self.answer(200, {"Content-Type": "text/html"}, self.server.always)
+        if repo in self.server.answers:
+            self.answer(200, {"Content-Type": "text/html"}, self.server.answers[repo])
         elif files is None:
             self.answer(401, {"X-Error-Code": "RepoNotFound"}, b"Repository not found")
         elif api and rest[:1] == ["tree"]:
@@ -142,7 +143,10 @@ def needed(files: dict[str, bytes]) -> set[str]:
 def resolve(
     model: str, home: Path, endpoint: str, *more: str, offline: bool = False, code: str = RESOLVE, **environment: str
 ) -> str:
-    """Return the output of resolve_model in a new process: "path ..." or "error ...", one line without warnings."""
+    """Return the output of resolve_model in a new process: a line "path ..." or "error ..." for each model.
+
+    The prefix small: omits the weights.
+    """
     ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")  # also proxies
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint}
@@ -151,8 +155,13 @@ def resolve(
     command = [sys.executable, "-c", code, model, *more]
     run = subprocess.run(command, env=env, cwd=home.parent, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "Traceback" not in run.stderr and "Warning" not in run.stderr, run.stderr
-    assert run.stdout.count("\n") == 1, run.stdout
+    assert run.stdout.count("\n") == (1 if code == LOAD else 1 + len(more)), run.stdout
     return run.stdout.strip()
+
+
+def outcomes(repos: list[str], home: Path, endpoint: str) -> dict[str, str]:
+    """Map repositories to what one process prints for each of them."""
+    return dict(zip(repos, resolve(repos[0], home, endpoint, *repos[1:]).splitlines()))
 
 
 def test_download_then_offline_then_no_network(hub, files, tmp_path):
@@ -196,7 +205,7 @@ def test_one_file_without_index(hub, files, tmp_path):
 
 def test_weights_are_not_downloaded_unless_requested(hub, files, tmp_path):
     hub.repos["owner/small"] = files
-    assert resolve("owner/small", tmp_path / "home", hub.url, "small").startswith("path ")
+    assert resolve("small:owner/small", tmp_path / "home", hub.url).startswith("path ")
     assert set(hub.fetched) == {name for name in needed(files) if not name.endswith(".safetensors")}
 
 
@@ -215,11 +224,11 @@ REFUSED = {
         {"config.json": b'{"architectures": ["GemmaForCausalLM"]}'},
         ["config.json: architectures must be", "GemmaForCausalLM"],
     ),
-    "no config": ({"config.json": None}, ["owner/broken: the repository has no config.json"]),
-    "no tokenizer": ({"tokenizer.json": None}, ["owner/broken: the repository has no tokenizer.json"]),
+    "no config": ({"config.json": None}, ["the repository has no config.json"]),
+    "no tokenizer": ({"tokenizer.json": None}, ["the repository has no tokenizer.json"]),
     "no safetensors": (
         {"model.safetensors.index.json": None},
-        ["owner/broken: the repository has no model.safetensors", "save_pretrained"],
+        ["the repository has no model.safetensors", "save_pretrained"],
     ),
     "shard outside": (
         {"model.safetensors.index.json": b'{"weight_map": {"model.norm.weight": "../../x.safetensors"}}'},
@@ -228,42 +237,49 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_the_weights(case, hub, files, tmp_path):
-    changes, words = REFUSED[case]
-    hub.repos["owner/broken"] = {name: data for name, data in (files | changes).items() if data is not None}
-    outcome = resolve("owner/broken", tmp_path / "home", hub.url)
-    assert outcome.startswith("error ") and all(word in outcome for word in words), outcome
+def test_refused_before_the_weights(hub, files, tmp_path):
+    for case, (changes, _) in REFUSED.items():
+        kept = {name: data for name, data in (files | changes).items() if data is not None}
+        hub.repos[f"owner/{case.replace(' ', '-')}"] = kept
+    for (_, words), outcome in zip(REFUSED.values(), outcomes([*hub.repos], tmp_path / "home", hub.url).values()):
+        assert outcome.startswith("error ") and all(word in outcome for word in words), outcome
     assert not [name for name in hub.fetched if name.endswith(".safetensors")]
 
 
 FAILURES = {
-    # name: (id, status and code of the files, offline, endpoint answers, words)
-    "unknown id": ("owner/nothing", None, False, True, ["neither a directory", "check the spelling", "hf auth login"]),
-    "gated": ("owner/gated", (403, "GatedRepo"), False, True, ["accept its terms at", "/owner/gated", "HF_TOKEN"]),
-    "forbidden": ("owner/gated", (403, ""), False, True, ["status 403", "hf auth login"]),
-    "server fails": ("owner/gated", (501, ""), False, True, ["status 501", "try again later"]),
-    "no network": ("owner/nothing", None, False, False, ["no network", "cannot be reached", "local directory"]),
-    "offline": ("owner/nothing", None, True, True, ["offline mode is on", "in the cache", "HF_HUB_OFFLINE=0"]),
+    # id: (status and code of the files, words)
+    "owner/nothing": (None, ["neither a directory", "check the spelling", "hf auth login"]),
+    "owner/gated": ((403, "GatedRepo"), ["accept its terms at", "/owner/gated", "HF_TOKEN"]),
+    "owner/forbidden": ((403, ""), ["status 403", "hf auth login"]),
+    "owner/failing": ((501, ""), ["status 501", "try again later"]),
 }
 
 
-@pytest.mark.parametrize("case", FAILURES)
-def test_failures(case, hub, files, tmp_path):
-    repo, status, offline, answers, words = FAILURES[case]
-    hub.repos["owner/gated"] = files
-    if status:
-        hub.status[repo] = status
-    outcome = resolve(repo, tmp_path / "home", hub.url if answers else "http://127.0.0.1:9", offline=offline)
-    assert outcome.startswith(f"error {repo}: ") and all(word in outcome for word in words), outcome
+def test_failures(hub, files, tmp_path):
+    hub.repos |= dict.fromkeys(["owner/gated", "owner/forbidden", "owner/failing"], files)
+    hub.status |= {repo: status for repo, (status, _) in FAILURES.items() if status}
+    for repo, outcome in outcomes([*FAILURES], tmp_path / "home", hub.url).items():
+        assert outcome.startswith(f"error {repo}: ") and all(word in outcome for word in FAILURES[repo][1]), outcome
 
 
-@pytest.mark.parametrize("answer", [b"<html>Log in</html>", b"[]", b"{}", b'{"id": "owner/name", "sha": 5}', b""])
-def test_invalid_hub_answers_are_refused(answer, hub, tmp_path):
-    hub.always = answer
-    outcome = resolve("owner/name", tmp_path / "home", hub.url)
-    assert outcome.startswith(f"error owner/name: {hub.url} does not answer as a hub does (") and len(outcome) < 500
-    assert outcome.endswith("whether this network wants you to log in first, or give a local directory")
+@pytest.mark.parametrize(
+    "offline, words",
+    [
+        (False, ["no network", "cannot be reached", "local directory"]),
+        (True, ["offline mode is on", "in the cache", "HF_HUB_OFFLINE=0"]),
+    ],
+)
+def test_hub_without_a_network(offline, words, tmp_path):
+    outcome = resolve("owner/name", tmp_path / "home", "http://127.0.0.1:9", offline=offline)
+    assert outcome.startswith("error owner/name: ") and all(word in outcome for word in words), outcome
+
+
+def test_invalid_hub_answers_are_refused(hub, tmp_path):
+    answers = b"<html>Log in</html>", b"[]", b"{}", b'{"id": "owner/name", "sha": 5}', b""
+    hub.answers = {f"owner/name-{i}": answer for i, answer in enumerate(answers)}
+    for repo, outcome in outcomes([*hub.answers], tmp_path / "home", hub.url).items():
+        assert outcome.startswith(f"error {repo}: {hub.url} does not answer as a hub does (") and len(outcome) < 500
+        assert outcome.endswith("whether this network wants you to log in first, or give a local directory")
 
 
 def test_silent_hub_times_out(files, tmp_path):

@@ -143,6 +143,10 @@ CONFIGS = {
     "format": ("pack-quantized", {"format": "nvfp4-pack-quantized"}, ["format", "pack-quantized", "nvfp4"]),
     "no_regular_expression": ("pack-quantized", {"ignore": ["re:("]}, ["ignore", "regular expression"]),
     "no_groups": ("pack-quantized", {"config_groups": {}}, ["config_groups", "at least one group"]),
+    "packed_bits": ("pack-quantized", {"num_bits": 3}, ["config_groups.group_0.weights.num_bits", "4 or 8", "3"]),
+    "packed_type": ("pack-quantized", {"type": "float"}, ["num_bits", "int"]),
+    "packed_strategy": ("pack-quantized", {"strategy": "tensor_group"}, ["strategy", "group"]),
+    "packed_group": ("pack-quantized", {"group_size": 48}, ["group_size", "32, 64 or 128"]),
     "no_object": ("awq", None, ["quantization_config", "object"]),
     "other_method_in_the_file": ("awq", {"quant_method": "gptq"}, ["q_proj.g_idx", "missing", "gptq"]),
 }
@@ -152,26 +156,10 @@ CONFIGS = {
 def test_invalid_quantization_config_is_refused(case, tmp_path, monkeypatch):
     method, changes, words = CONFIGS[case]
     write_quantized(tmp_path, method)
-    before = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    change_config(tmp_path, quantization_config="awq" if changes is None else before | changes)
-    refused(tmp_path, words, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    "key, value, words",
-    [
-        ("num_bits", 3, ["config_groups.group_0.weights.num_bits", "4 or 8", "3"]),
-        ("type", "float", ["num_bits", "int"]),
-        ("strategy", "tensor_group", ["strategy", "group"]),
-        ("group_size", 48, ["group_size", "32, 64 or 128"]),
-    ],
-    ids=["bits", "type", "strategy", "group"],
-)
-def test_weights_of_compressed_tensors_are_refused(key, value, words, tmp_path, monkeypatch):
-    write_quantized(tmp_path, "pack-quantized")
     values = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    values["config_groups"]["group_0"]["weights"][key] = value
-    change_config(tmp_path, quantization_config=values)
+    changed = values["config_groups"]["group_0"]["weights"] if case.startswith("packed_") else values
+    changed.update(changes or {})
+    change_config(tmp_path, quantization_config="awq" if changes is None else values)
     refused(tmp_path, words, monkeypatch)
 
 
@@ -208,13 +196,9 @@ def test_invalid_quantized_file_is_refused(case, tmp_path, monkeypatch):
     refused(tmp_path, words, monkeypatch)
 
 
-def uneven(tensors):
-    tensors[f"{NAME}.g_idx"][:70] = 0
-
-
 def test_groups_of_uneven_size_are_refused(tmp_path):
     write_quantized(tmp_path, "gptq", ordered=True)
-    change_tensors(tmp_path, uneven)
+    change_tensors(tmp_path, lambda tensors: tensors[f"{NAME}.g_idx"][:70].zero_())
     with pytest.raises(CheckpointError, match=re.escape(NAME) + ".*must have 64 columns"):
         load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32)
 

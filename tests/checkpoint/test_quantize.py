@@ -6,16 +6,16 @@ import shutil
 import pytest
 import torch
 from checkpoints import write_tiny
-from models import tiny_config
 from quantized import WIDTHS, write_quantized
 from safetensors import SafetensorError
+from util import relative_rms
 
 from tridecode.checkpoint.custom_code import code_files
 from tridecode.checkpoint.hub import BUNDLED
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
 from tridecode.checkpoint.quantization.quantize import SCHEMES, fitted, quantize, rules
 from tridecode.checkpoint.quantization.write import write
-from tridecode.checkpoint.slices import linear_modules, weight_bytes
+from tridecode.checkpoint.slices import weight_bytes
 from tridecode.cli.main import main
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
@@ -23,10 +23,6 @@ from tridecode.options import EngineOptions
 from tridecode.plan import device
 
 SCHEME_CASES = pytest.mark.parametrize("scheme, error", [("fp8", 0.03), ("int8", 0.007), ("int4", 0.11)])
-
-
-def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
-    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
 @SCHEME_CASES
@@ -54,9 +50,8 @@ def test_groups_divide_the_columns():
     assert [fitted(SCHEMES["int4"], k).group for k in (256, 192, 96, 80)] == [128, 64, 32, 0]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "qwen2"])
-@SCHEME_CASES
-def test_loading_and_packing_agree(scheme, error, family, tmp_path):
+@pytest.mark.parametrize("scheme, family", [("fp8", "qwen3"), ("int8", "qwen2"), ("int4", "qwen3-tied")])
+def test_loading_and_packing_agree(scheme, family, tmp_path):
     config = device.quantized(EngineOptions(quantize=scheme), load_config(write_tiny(tmp_path, family)))
     packed = load_weights(tmp_path, config, "cpu", torch.float32, packs=True)
     wide = load_weights(tmp_path, config, "cpu", torch.float32, packs=False)
@@ -123,6 +118,7 @@ def test_invalid_checkpoint_is_refused_before_writing(tmp_path, capsys):
     (source / "other.safetensors").write_bytes(b"from another program")
     (source / "model.gguf").write_bytes(b"from another program")
     assert main(["quantize", str(source), str(out), "--quiet"]) == 0
+    assert len({file.stat().st_mode for file in out.iterdir() if file.name.startswith("model")}) == 1
     assert not (out / "model.gguf").exists() and Engine.load(out, device="cpu").score([3, 40, 5]).isfinite().all()
     shutil.rmtree(out)
     weights = source / "model.safetensors"
@@ -147,12 +143,6 @@ def test_quantize_accepts_the_name_bundled(tmp_path, monkeypatch):
     monkeypatch.setattr("tridecode.cli.quantize.write", lambda source, *args: found.append(source))
     found = []
     assert main(["quantize", "bundled", str(tmp_path / "out"), "--quiet"]) == 0 and found == [BUNDLED]
-
-
-def test_written_files_have_equal_permissions(tmp_path):
-    source, out = write_tiny(tmp_path / "source", "qwen3"), tmp_path / "out"
-    assert main(["quantize", str(source), str(out), "--quiet"]) == 0
-    assert len({file.stat().st_mode for file in out.iterdir() if file.name.startswith("model")}) == 1
 
 
 def test_only_needed_files_are_copied(tmp_path):
@@ -233,17 +223,3 @@ def test_transformers_reads_a_written_checkpoint(tmp_path):
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0]
     assert relative_rms(Engine.load(out, device="cpu").score(ids), expected) < 1e-4
-
-
-def test_rules_name_linears_and_the_head():
-    which = rules("int4", "keep")
-    assert which.scheme("model.layers.0.mlp.down_proj") is SCHEMES["int4"] and which.scheme("lm_head") is None
-    assert rules("int4", "fp8").scheme("lm_head") is SCHEMES["fp8"]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_only_linears_are_quantized(tied):
-    modules = linear_modules(tiny_config(num_layers=1, tie_word_embeddings=tied))
-    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
-    layer = {f"model.layers.0.{name}" for name in attention | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}}
-    assert modules == layer | ({"lm_head"} if not tied else set())

@@ -86,17 +86,10 @@ def test_check_op_accepts_a_correct_op_and_keeps_the_arguments():
     assert args["norm"].normed.isnan().all() and args["buffers"].sums.isnan().all()
     assert torch.equal(launched["hidden"], args["hidden"] + args["x"])
     assert torch.equal(launched["norm"].normed, reference["norm"].normed) and launched["norm"].normed.stride(0) == 2 * N
-    check(op_of(add), tuple(args.values()))
-
-
-def test_check_op_omits_an_absent_output():
-    check(op_of(add), arguments(normed=False), tolerance={"hidden": 1e-6, "buffers.sums": 1e-5})
-
-
-def test_check_op_accepts_rows_that_do_not_run_among_others():
-    args = arguments()
+    check(op_of(add), tuple(args.values()), moved=3 * ROWS * N * 4)
+    check(op_of(add), arguments(normed=False), tolerance={"hidden": 1e-6, "buffers.sums": 1e-5})  # an absent output
     args["meta"][1, layout.STATUS] = layout.WAIT
-    launched, _ = check(op_of(add), args, views={"buffers.sums": lambda sums: sums[:, 0]}, options=dict(parts=1))
+    launched, _ = check(op_of(add), args)
     assert launched["norm"].normed[1].isnan().all() and torch.equal(launched["hidden"][1], args["hidden"][1])
 
 
@@ -112,62 +105,36 @@ def test_copies_of_tensors_share_storage_where_the_originals_do():
     assert launched["first"].untyped_storage().data_ptr() == launched["second"].untyped_storage().data_ptr()
 
 
-def wrong_value(args):
-    args["norm"].normed[1, 4] += 0.1
+def write_element(row, column, value):
+    """Return a function that writes one element of `normed`."""
+    return lambda args: args["norm"].normed[row].__setitem__(column, value)
 
 
-def value_left_poisoned(args):
-    args["norm"].normed[2, -1] = float("nan")
+def write_at(name, size, at):
+    """Return a function that writes `size` elements of a tensor's storage, from an offset on."""
+
+    def write(args):
+        tensor = args["norm"].normed if name == "normed" else args[name]
+        tensor.as_strided((size,), (1,), tensor.storage_offset() + at).fill_(1.0)
+
+    return write
 
 
-def write_where_the_reference_writes_nothing(args):
-    args["norm"].normed[0] = 1.0  # row 0 does not run
-
-
-def last_row_twice(args):
-    """Write one row behind the last one: there is no such row."""
-    hidden = args["hidden"]
-    hidden.as_strided((N,), (1,), hidden.storage_offset() + ROWS * N).fill_(1.0)
-
-
-def row_before_the_first(args):
-    hidden = args["hidden"]
-    hidden.as_strided((N,), (1,), hidden.storage_offset() - N).fill_(1.0)
-
-
-def wide_row(args):
-    """Write into the columns between the rows of a view."""
-    normed = args["norm"].normed
-    normed.as_strided((N + 1,), (1,), normed.storage_offset()).fill_(1.0)
-
-
-def changed_input(args):
-    args["x"][0, 0] += 1
-
-
-def changed_input_in_an_object(args):
-    args["norm"].weight[3] = 0
-
-
-def counter_left(args):
-    args["arrived"][1] = 1
-
-
-WRONG = {
-    wrong_value: "norm.normed: relative RMS error",
-    value_left_poisoned: "norm.normed: 1 of 30 elements are NaN",
-    write_where_the_reference_writes_nothing: "norm.normed: 10 of 30 elements are not NaN",
-    last_row_twice: "launch writes in: memory outside of hidden",
-    row_before_the_first: "launch writes in: memory outside of hidden",
-    wide_row: "launch writes in: memory outside of norm.normed, buffers.room",
-    changed_input: "launch writes in: x",
-    changed_input_in_an_object: "launch writes in: norm.weight",
-    counter_left: "launch writes in: arrived",
+WRONG = {  # additional writes of a launch, and the message
+    "wrong value": (write_element(1, 4, 9.0), "norm.normed: relative RMS error"),
+    "value left poisoned": (write_element(2, -1, float("nan")), "norm.normed: 1 of 30 elements are NaN"),
+    "row that does not run": (write_element(0, slice(None), 1.0), "norm.normed: 10 of 30 elements are not NaN"),
+    "row behind the last": (write_at("hidden", N, ROWS * N), "launch writes in: memory outside of hidden"),
+    "row before the first": (write_at("hidden", N, -N), "launch writes in: memory outside of hidden"),
+    "wide row": (write_at("normed", N + 1, 0), "launch writes in: memory outside of norm.normed, buffers.room"),
+    "input": (lambda args: args["x"][0].add_(1), "launch writes in: x"),
+    "input in an object": (lambda args: args["norm"].weight.zero_(), "launch writes in: norm.weight"),
+    "counter": (lambda args: args["arrived"].add_(1), "launch writes in: arrived"),
 }
 
 
-@pytest.mark.parametrize("fault, message", WRONG.items(), ids=[fault.__name__ for fault in WRONG])
-def test_check_op_rejects(fault, message):
+@pytest.mark.parametrize("fault, message", WRONG.values(), ids=WRONG)
+def test_check_op_rejects_a_wrong_launch(fault, message):
     def launch(meta, x, hidden, norm, buffers, arrived):
         add(meta, x, hidden, norm, buffers, arrived)
         if running(meta):
@@ -179,20 +146,22 @@ def test_check_op_rejects(fault, message):
         check(op_of(launch), args)
 
 
-def test_check_op_rejects_an_output_that_the_launch_does_not_write():
-    def launch(meta, x, hidden, norm, buffers, arrived):
+def test_check_op_rejects_other_wrong_ops():
+    def partial(meta, x, hidden, norm, buffers, arrived):
         add(meta, x, hidden, Norm(norm.weight, None), buffers, arrived)
 
-    with pytest.raises(AssertionError, match="norm.normed: 30 of 30 elements are NaN"):
-        check(op_of(launch))
-
-
-def test_check_op_rejects_an_output_that_the_reference_does_not_write():
-    def idle(meta, x, hidden, norm, buffers, arrived):
+    def nothing(meta, x, hidden, norm, buffers, arrived):
         pass
 
-    with pytest.raises(AssertionError, match="norm.normed: the reference writes nothing"):
-        check(op_of(idle, ref=idle))
+    for op, message in (
+        (op_of(partial), "norm.normed: 30 of 30 elements are NaN"),
+        (op_of(nothing, ref=nothing), "norm.normed: the reference writes nothing"),
+        *((op_of(add, bytes=lambda *args, value=value: value), "bytes") for value in (0, 4.0, None)),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            check(op)
+    with pytest.raises(AssertionError, match="bytes"):
+        check(op_of(add), moved=1)
 
 
 @pytest.mark.parametrize("form", ["launch", "reference"])
@@ -234,18 +203,6 @@ def test_the_error_is_relative_to_what_the_reference_changes():
     check_op(op, args, tolerance=0.02, accumulates=("cache",))
     with pytest.raises(AssertionError, match="cache: relative RMS error 1.00e-02"):
         check_op(op, args, tolerance=0.005, accumulates=("cache",))
-
-
-@pytest.mark.parametrize("value", [0, 4.0, None])
-def test_check_op_requires_a_positive_int_of_bytes(value):
-    with pytest.raises(AssertionError, match="bytes"):
-        check(op_of(add, bytes=lambda *args: value))
-
-
-def test_check_op_compares_the_size_if_it_is_known():
-    check(op_of(add), moved=3 * ROWS * N * 4)
-    with pytest.raises(AssertionError, match="bytes"):
-        check(op_of(add), moved=1)
 
 
 def test_check_op_rejects_unknown_names():

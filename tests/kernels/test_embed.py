@@ -1,20 +1,18 @@
-import pytest
 import torch
 from check import check_op
-from util import BF16_ROUNDING, DEVICE, Case, cases, meta_rows, norm_weight, poisoned, random
+from util import BF16_ROUNDING, DEVICE, Case, covering, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.embed import EMBED, embed_partials
 
-CASES = cases(
+CASES = [
     Case("hidden_896", gpu=dict(hidden=896, vocab=151936), small=dict(hidden=896, vocab=50)),
     Case("hidden_2560", gpu=dict(hidden=2560, vocab=151936), small=dict(hidden=2560, vocab=50)),
     Case("hidden_1030", gpu=dict(hidden=1030, vocab=1001), small=dict(hidden=1030, vocab=50)),
-)
+]
 
 
-@CASES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@covering(2, case=CASES, dtype=[torch.bfloat16, torch.float16])
 def test_embed_matches_reference(case, dtype):
     hidden, vocab = case.sizes["hidden"], case.sizes["vocab"]
     act = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -4,7 +4,7 @@ import pytest
 import torch
 from check import check_op
 from models import FAMILIES, tiny_engine
-from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
+from util import BF16_ROUNDING, DEVICE, Case, assert_close, covering, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.add_norm import ADD_NORM
@@ -16,21 +16,18 @@ from tridecode.step.prompt import read, write_chunks
 from tridecode.step.run import launch, run_reference
 
 EPS = 1e-6
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 ROUNDING = {torch.bfloat16: 2 * BF16_ROUNDING, torch.float16: 3e-4, torch.float32: 1e-5}
-CASES = cases(
+CASES = [
     Case(
         "qwen3-4b", gpu=dict(rows=65, n=2560, heads=32, kv=8, d=128), small=dict(rows=2, n=1100, heads=4, kv=1, d=128)
     ),
     Case("qwen2.5-0.5b", gpu=dict(rows=7, n=896, heads=14, kv=2, d=64), small=dict(rows=3, n=112, heads=7, kv=1, d=64)),
     Case("g3_d96", gpu=dict(rows=5, n=1152, heads=24, kv=8, d=96), small=dict(rows=3, n=36, heads=3, kv=1, d=96)),
     Case("heads_of_80", gpu=dict(rows=3, n=1000, heads=5, kv=5, d=80), small=dict(rows=3, n=100, heads=5, kv=5, d=80)),
-)
+]
 
 
-@CASES
-@DTYPES
-@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@covering(2, case=CASES, dtype=ROUNDING.keys(), first=[True, False])
 def test_add_norm_matches_reference(case, dtype, first):
     rows, n = case.sizes["rows"], case.sizes["n"]
     delta = None if first else random(rows, n, dtype=dtype, seed=1)
@@ -44,9 +41,7 @@ def table_of(*chunks: Chunk) -> torch.Tensor:
     return table.to(DEVICE)
 
 
-@CASES
-@DTYPES
-@pytest.mark.parametrize("decoding", [0, 3], ids=["chunks_only", "3_decoding_rows"])
+@covering(2, case=CASES, dtype=ROUNDING.keys(), decoding=[0, 3])
 def test_embed_rows_matches_reference(case, dtype, decoding):
     n = case.sizes["n"]
     embed, tokens = random(50, n, dtype=dtype), torch.arange(3 * 20, dtype=torch.int32, device=DEVICE).view(3, 20) % 50
@@ -59,8 +54,7 @@ def test_embed_rows_matches_reference(case, dtype, decoding):
         assert torch.equal(out, embed[expected[row]].float() if row in expected else torch.zeros_like(out))
 
 
-@CASES
-@DTYPES
+@covering(1, case=CASES, dtype=ROUNDING.keys())
 def test_take_rows_copies_the_source_rows(case, dtype):
     n = case.sizes["n"]
     hidden, qkv, meta = random(9, n), random(9, 2 * n + 3, dtype=dtype), meta_rows(4, 4, 4, 4)
@@ -74,8 +68,7 @@ def test_take_rows_copies_the_source_rows(case, dtype):
     assert launched["meta"][:, layout.SOURCE].tolist() == [layout.OWN_ROW, layout.OWN_ROW, 5, layout.OWN_ROW]
 
 
-@CASES
-@DTYPES
+@covering(1, case=CASES, dtype=ROUNDING.keys())
 def test_silu_mul_matches_reference(case, dtype):
     rows, n = case.sizes["rows"], case.sizes["n"]
     args = random(rows, 2 * n, dtype=dtype, scale=3.0), poisoned(rows, n, dtype=dtype)

@@ -1,6 +1,8 @@
 """Helpers of the kernel tests: named cases, random and poisoned tensors, relative RMS error."""
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -30,9 +32,39 @@ class Case:
         return self.gpu if CUDA else self.small
 
 
+def covering(together: int, **axes):
+    """Parametrize a test by combinations of the values of some arguments, fewer than their product.
+
+    On a GPU most combinations are compiled, which takes seconds.
+
+    Args:
+        together: every so many values of different arguments occur in one of the combinations; 2 is all-pairs testing.
+        axes: the values of each argument, in a list or by name.
+    """
+    values = [axis if isinstance(axis, dict) else {_name_of(value): value for value in axis} for axis in axes.values()]
+    parts_of = {
+        names: {part for size in range(1, together + 1) for part in combinations(enumerate(names), size)}
+        for names in product(*values)
+    }
+    chosen, uses, missing = [], Counter(), set().union(*parts_of.values())
+    while missing:
+        best = max(
+            parts_of, key=lambda names: (len(parts_of[names] & missing), -sum(uses[n] for n in enumerate(names)))
+        )
+        chosen.append(best)
+        uses.update(enumerate(best))
+        missing -= parts_of[best]
+    rows = [[axis[name] for axis, name in zip(values, names)] for names in chosen]
+    return pytest.mark.parametrize(list(axes), rows, ids=map("-".join, chosen))
+
+
+def _name_of(value) -> str:
+    return str(getattr(value, "name", None) or getattr(value, "__name__", value)).removeprefix("torch.")
+
+
 def cases(*entries: Case):
     """Parametrize a test by `case`."""
-    return pytest.mark.parametrize("case", entries, ids=[c.name for c in entries])
+    return covering(1, case=entries)
 
 
 def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:

@@ -11,100 +11,32 @@ from tridecode.errors import CheckpointError
 from tridecode.models.reader import read_json
 from tridecode.models.registry import FAMILIES
 
-LLAMA3_SCALING = {
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": LLAMA3_SCALING,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
-
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 21,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-
-MISTRAL = {
-    "architectures": ["MistralForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 32000,
-}
-
+LLAMA3_SCALING = dict(
+    factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3"
+)
+COMMON = dict(hidden_act="silu", num_attention_heads=32, tie_word_embeddings=True, torch_dtype="bfloat16")
+LLAMA = COMMON | dict(
+    architectures=["LlamaForCausalLM"], attention_bias=False, bos_token_id=128000, eos_token_id=128001, head_dim=64,
+    hidden_size=2048, intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False, num_hidden_layers=16,
+    num_key_value_heads=8, rms_norm_eps=1e-5, rope_scaling=LLAMA3_SCALING, rope_theta=500000.0, vocab_size=128256,
+)  # fmt: skip
+QWEN3 = COMMON | dict(
+    architectures=["Qwen3ForCausalLM"], attention_bias=False, bos_token_id=151643, eos_token_id=151645, head_dim=128,
+    hidden_size=2560, intermediate_size=9728, max_position_embeddings=40960, max_window_layers=36, num_hidden_layers=36,
+    num_key_value_heads=8, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000, sliding_window=None,
+    use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+QWEN2 = COMMON | dict(
+    architectures=["Qwen2ForCausalLM"], bos_token_id=151643, eos_token_id=151645, hidden_size=896,
+    intermediate_size=4864, max_position_embeddings=32768, max_window_layers=21, num_attention_heads=14,
+    num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=32768,
+    use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+MISTRAL = COMMON | dict(
+    architectures=["MistralForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_size=4096, intermediate_size=14336,
+    max_position_embeddings=32768, num_hidden_layers=32, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=10000.0,
+    sliding_window=4096, tie_word_embeddings=False, vocab_size=32000,
+)  # fmt: skip
 PUBLISHED = {"qwen3": QWEN3, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2}
 
 
@@ -143,32 +75,23 @@ def test_old_name_of_rope_type():
     assert parse_config(LLAMA | {"rope_scaling": scaling}) == parse_config(LLAMA)
 
 
-FLAGS = {"qwen3": (True, False), "llama": (False, False), "mistral": (False, False), "qwen2": (False, True)}
+# qk_norm, bias, heads that share a K/V head, head size
+FORMS = {
+    "qwen3": (True, False, 4, 128), "llama": (False, False, 4, 64), "mistral": (False, False, 4, 128),
+    "qwen2": (False, True, 7, 64),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FLAGS)
-def test_family_flags(family):
-    spec = parse_config(PUBLISHED[family])
-    assert {(layer.mixer.qk_norm, layer.mixer.bias) for layer in spec.layers} == {FLAGS[family]}
+@pytest.mark.parametrize("family", FORMS)
+def test_attention_of_a_family(family):
+    mixers = [layer.mixer for layer in parse_config(PUBLISHED[family]).layers]
+    assert {(mixer.qk_norm, mixer.bias, mixer.group, mixer.head_dim) for mixer in mixers} == {FORMS[family]}
 
 
-@pytest.mark.parametrize("family, group, head_dim", [("qwen3", 4, 128), ("qwen2", 7, 64), ("mistral", 4, 128)])
-def test_shapes(family, group, head_dim):
-    spec = parse_config(PUBLISHED[family])
-    assert {(layer.mixer.group, layer.mixer.head_dim) for layer in spec.layers} == {(group, head_dim)}
-
-
-@pytest.mark.parametrize("head_dim", [None, "absent"])
-def test_head_dim_null_or_absent_is_hidden_over_heads(head_dim):
-    values = without(LLAMA, "head_dim") | ({} if head_dim == "absent" else {"head_dim": head_dim})
-    assert parse_config(values | {"hidden_size": 3072}).layers[0].mixer.head_dim == 96
-
-
-def test_kv_heads_absent_is_multi_head_attention():
+def test_absent_values_have_defaults():
+    for values in (without(LLAMA, "head_dim"), LLAMA | {"head_dim": None}):
+        assert parse_config(values | {"hidden_size": 3072}).layers[0].mixer.head_dim == 96, "hidden size over heads"
     assert parse_config(without(LLAMA, "num_key_value_heads")).layers[0].mixer.group == 1
-
-
-def test_rope_theta_absent_is_10000():
     assert parse_config(without(MISTRAL, "rope_theta")).layers[0].mixer.rope == RopeConfig(theta=10000.0)
 
 
@@ -177,37 +100,19 @@ def test_dtype(name):
     assert parse_config(LLAMA | {"torch_dtype": name}).dtype == name.removeprefix("torch.")
 
 
+THREE = {"num_hidden_layers": 3}
+SLIDES = THREE | {"sliding_window": 16, "use_sliding_window": True}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWS = {
     # name: (file, changes, windows of the layers)
-    "mistral slides everywhere": (MISTRAL, {"num_hidden_layers": 3}, [4096] * 3),
-    "mistral whose file says nothing of a window": (
-        without(MISTRAL, "sliding_window"),
-        {"num_hidden_layers": 3},
-        [4096] * 3,
-    ),  # fmt: skip
-    "mistral without a window": (MISTRAL, {"num_hidden_layers": 3, "sliding_window": None}, [0] * 3),
-    "a window as long as the context": (MISTRAL, {"num_hidden_layers": 3, "sliding_window": 32768}, [0] * 3),
-    "qwen2 that does not use its window": (QWEN2, {"num_hidden_layers": 3, "sliding_window": 16}, [0] * 3),
-    "qwen2 slides in its upper layers": (
-        QWEN2,
-        {"num_hidden_layers": 3, "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
-        [0, 16, 16],
-    ),
-    "qwen3 with max_window_layers above all": (
-        QWEN3,
-        {"num_hidden_layers": 3, "sliding_window": 16, "use_sliding_window": True},
-        [0, 0, 0],
-    ),
-    "qwen3 with layer_types": (
-        QWEN3,
-        {
-            "num_hidden_layers": 3,
-            "sliding_window": 16,
-            "use_sliding_window": True,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-        [16, 0, 16],
-    ),
+    "mistral slides everywhere": (MISTRAL, THREE, [4096] * 3),
+    "mistral whose file says nothing of a window": (without(MISTRAL, "sliding_window"), THREE, [4096] * 3),
+    "mistral without a window": (MISTRAL, THREE | {"sliding_window": None}, [0] * 3),
+    "a window as long as the context": (MISTRAL, THREE | {"sliding_window": 32768}, [0] * 3),
+    "qwen2 that does not use its window": (QWEN2, THREE | {"sliding_window": 16}, [0] * 3),
+    "qwen2 slides in its upper layers": (QWEN2, SLIDES | {"max_window_layers": 1}, [0, 16, 16]),
+    "qwen3 with max_window_layers above all": (QWEN3, SLIDES, [0, 0, 0]),
+    "qwen3 with layer_types": (QWEN3, SLIDES | {"layer_types": MIXED}, [16, 0, 16]),
     "llama with plain layer_types": (LLAMA, {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, [0, 0]),
 }
 
@@ -342,7 +247,7 @@ REFUSED = {
         {"layer_types": ["full_attention", "sliding_attention"] * 16},
         ["layer_types", "sliding_attention"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

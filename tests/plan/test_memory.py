@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import planned, tiny_config, use_h100
+from util import covering
 
 from tridecode import Engine
 from tridecode.checkpoint import load as checkpoint
@@ -91,11 +92,13 @@ def test_plan_counts_the_bytes_of_a_slot():
         assert allocated <= (slots - 1) * plan.per_slot <= allocated + 16 * slots
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("slots, capacity, chunk", [(1, 8192, 2048), (1, 100, 2048), (16, 4096, 512), (64, 1024, 8192)])
-@pytest.mark.parametrize("preset", ["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-7b", "mistral-7b"])
-def test_plan_matches_the_allocation(monkeypatch, preset, slots, capacity, chunk, dtype):
+@covering(
+    2, preset=["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-7b", "mistral-7b"],
+    sizes=[(1, 8192, 2048), (1, 100, 2048), (16, 4096, 512), (64, 1024, 8192)], dtype=[torch.bfloat16, torch.float32],
+)  # fmt: skip
+def test_plan_matches_the_allocation(monkeypatch, preset, sizes, dtype):
     """Count all tensors except the weights on the meta device; SCRATCH is separate."""
+    slots, capacity, chunk = sizes
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
     use_h100(monkeypatch)
     config = replace(PRESETS[preset], max_position=capacity)  # so that the plan is for this context

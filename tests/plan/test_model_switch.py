@@ -58,11 +58,11 @@ def test_conversation_continues_with_the_other_model(piped, models, state, reque
     assert f'"model": "{models["llama"]}"' in sessions.named("work").read_text()
 
 
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("name, message", [
-    ("nothing", "no such directory"),
-    ("cut", "model.safetensors"),
-    ("base", "no chat template"),
+@pytest.mark.parametrize("name, message, together", [
+    ("nothing", "no such directory", True),
+    ("cut", "model.safetensors", True),
+    ("cut", "model.safetensors", False),
+    ("base", "no chat template", False),
 ])  # fmt: skip
 def test_failed_load_keeps_the_old_model(piped, models, request, name, message, together):
     if not together:

@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from models import CUDA, tiny_engine
 
 from tridecode import Engine, Request, SamplingParams, results
 from tridecode.cli.bench.passes import enqueue, rewind
-from tridecode.errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull, TooLong
+from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull
 from tridecode.serve import output
 
 PROMPTS = [[5, 17, 300, 42, 8, 8, 99], [1, 2], [200, 100, 50, 25], [7] * 30, [9, 9, 8]]
@@ -47,6 +47,13 @@ def consistent(engine):
     engine.scheduler.assert_consistent()
 
 
+@contextmanager
+def stepping(engine):
+    """Hold the lock of an engine, as a thread does while it steps."""
+    with engine._driver._lock:
+        yield
+
+
 def tokens(pieces) -> tuple[int, ...]:
     return tuple(piece.token_id for piece in pieces if piece.token_id is not None)
 
@@ -59,6 +66,7 @@ def test_request_can_be_iterated_and_awaited(engine, run_alone):
     assert tokens(pieces) == run_alone(PROMPTS[0]) == request.result().token_ids == tokens(request)
     assert pieces[-1].finish_reason == request.finish_reason == "length"
     assert request.result().usage.completion_tokens == 12 and request.result().timings.ttft > 0
+    assert not request.cancel() and request.finish_reason == "length", "it has ended"
 
 
 def test_waiting_for_one_request_advances_all(engine, run_alone):
@@ -68,25 +76,11 @@ def test_waiting_for_one_request_advances_all(engine, run_alone):
     assert first.result().token_ids == run_alone(PROMPTS[0])
 
 
-def test_wait_checks_its_arguments(engine):
-    engine.wait([])
-    for wrong in (None, engine.submit(PROMPTS[0], GREEDY), [5]):
-        with pytest.raises(ParameterError, match="^requests must be a list of requests from submit, got "):
-            engine.wait(wrong)
-
-
 def test_requests_beyond_the_slots_wait_in_order(engine, run_alone):
     requests = [engine.submit(prompt, SAMPLED) for prompt in PROMPTS]
     assert requests[-1].result().token_ids == run_alone(PROMPTS[-1], SAMPLED)
     assert [request.finish_reason for request in requests] == ["length"] * 5
     assert [request.result().token_ids for request in requests] == [run_alone(prompt, SAMPLED) for prompt in PROMPTS]
-
-
-def test_one_slot_serves_requests_one_after_another(run_alone):
-    engine = build(1)
-    older, newer = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
-    first = next(older)
-    assert tokens(newer) == run_alone(PROMPTS[1]) and (first.token_id, *tokens(older)) == run_alone(PROMPTS[0])
 
 
 # ---- ends
@@ -102,13 +96,7 @@ def test_cancelled_request_ends_with_a_last_output_chunk(engine, run_alone, take
     assert tokens([*read, *rest]) == run_alone(PROMPTS[0])[: taken + len(rest)]
     assert last.finish_reason == "cancelled" and last.usage.completion_tokens == taken + len(rest)
     assert last.timings.ttft > 0 and request.result().finish_reason == "cancelled"
-
-
-def test_second_cancel_returns_false(engine):
-    request = engine.submit(PROMPTS[0], LONG)
-    assert [request.cancel(), request.cancel()] == [True, False]
-    ended = engine.submit(PROMPTS[0], GREEDY)
-    assert ended.result().finish_reason == "length" and not ended.cancel() and ended.finish_reason == "length"
+    assert not request.cancel()
 
 
 def test_cancel_of_a_waiting_request(engine, run_alone):
@@ -175,7 +163,7 @@ def garbage_within_a_step(engine, circle=False):
 
 
 def garbage_in_a_circle_before_it_is_in_the_queue(engine):
-    with engine._driver._lock:  # as if another thread stepped
+    with stepping(engine):
         active = [engine.submit(PROMPTS[1], LONG)]
         active.append(active)
         del active
@@ -211,22 +199,6 @@ def test_error_in_progress_cancels_the_requests(engine):
     assert raised.value and not engine.scheduler.queue.requests, (
         "the traceback refers to the requests, so they still run"
     )
-
-
-def test_interrupt_cancels_only_the_awaited_request(engine, run_alone, monkeypatch):
-    other, own = engine.submit(PROMPTS[0], SAMPLED), engine.submit(PROMPTS[1], LONG)
-    ring, calls = engine.scheduler._ring, []
-
-    def interrupted(*place):
-        calls.append(place)
-        if len(calls) == 7:
-            raise KeyboardInterrupt
-        return type(ring).entry(ring, *place)
-
-    monkeypatch.setattr(ring, "entry", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        own.result()
-    assert own.finish_reason == "cancelled" and other.result().token_ids == run_alone(PROMPTS[0], SAMPLED)
 
 
 # ---- threads
@@ -289,7 +261,7 @@ def test_request_dropped_at_submission_does_not_run(engine, monkeypatch):
     first = engine.submit(PROMPTS[0], LONG)
     engine.step()
     monkeypatch.setattr(engine.scheduler, "cancel", cancelling)
-    with engine._driver._lock:
+    with stepping(engine):
         first.drop()
     while engine.step():
         pass
@@ -307,13 +279,12 @@ def test_last_place_in_the_queue_is_taken_once(run_alone):
             with suppress(QueueFull):
                 taken.append(engine.submit(PROMPTS[0], GREEDY))
 
-        engine._driver._lock.acquire()  # like the thread that runs passes
         threads = [threading.Thread(target=come) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        engine._driver._lock.release()
+        with stepping(engine):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
         (request,) = taken
         assert request.result().token_ids == run_alone(PROMPTS[0])
 
@@ -330,7 +301,7 @@ def test_close_ends_a_pending_score_with_an_error(engine):
 
         with build(1) as own:
             thread = threading.Thread(target=score, args=(own,))
-            with own._driver._lock:  # the score is submitted and waits
+            with stepping(own):  # the score is submitted and waits
                 thread.start()
                 while not own._driver._submitted:
                     time.sleep(0.001)
@@ -392,22 +363,6 @@ def test_invalid_request_fails_alone(engine, run_alone):
         assert (result.text, result.token_ids) == ("", ())
     assert [result.token_ids for result in results[1::2]] == [run_alone(prompt) for prompt in (PROMPTS * 2)[:6]]
     assert seen[-1] == (12, 12)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("text",), "prompts must be a list of prompts"),
-        ((5,), "prompts must be a list"),
-        (([[1], [2]], [GREEDY]), "params: a list has one for each of 2 prompts, got 1"),
-        (([[1]], 5), "params must be"),
-    ],
-)
-def test_generate_many_checks_its_arguments(engine, arguments, message):
-    with pytest.raises(ParameterError, match=message):
-        engine.generate_many(*arguments)
-    with pytest.raises(ParameterError, match="progress"):
-        engine.generate_many([[1]], progress=5)
 
 
 def test_interrupt_of_generate_many_cancels_all_requests(engine):
@@ -493,19 +448,16 @@ def test_close_cancels_requests_and_later_calls_are_refused():
 
 def test_submit_does_not_wait_for_a_pass():
     with build(2) as engine:
-        engine._driver._lock.acquire()  # like the thread that runs passes
-        try:
+        with stepping(engine):
             requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
             assert not engine.scheduler.busy
-        finally:
-            engine._driver._lock.release()
         assert engine.step() and engine.scheduler.load().requests == 2
         assert all(request.result().finish_reason == "length" for request in requests)
 
 
 def test_request_submitted_during_close_is_cancelled():
     engine = build(2)
-    with engine._driver._lock:
+    with stepping(engine):
         request = engine.submit(PROMPTS[0], GREEDY)
     engine.close()
     assert request.finish_reason == "cancelled"
@@ -555,83 +507,64 @@ def test_close_wakes_a_waiting_thread(run_alone):
     assert result.token_ids[:12] == run_alone(PROMPTS[0])[: len(result.token_ids)]
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """Return engines of the bundled model with three slots that share the pages of one, and with one slot."""
+    several = Engine.load(device="cpu", max_seq_len=192, slots=3, kv_tokens=192)
+    return several, Engine.load(device="cpu", max_seq_len=192)
+
+
+CHATS = [[{"role": "user", "content": text}] for text in ("Tell me a story", "Who are you?", "Tell me a tale.")]
+
+
 @pytest.mark.parametrize(
-    "options, message",
+    "params, finish_reason, preempted",
     [
-        ({"slots": 0}, "slots must be an integer from 1 to 64, got 0"),
-        ({"slots": 65}, "slots must be an integer from 1 to 64, got 65"),
-        ({"slots": True}, "slots must be"),
-        ({"slots": "2"}, "slots must be"),
-        ({"chunk_tokens": 0}, "chunk_tokens must be an integer from 1"),
-        ({"max_queue": -1}, "max_queue must be an integer from 0"),
-        ({"kv_tokens": 0}, "kv_tokens must be an integer from 1"),
-        ({"kv_tokens": 100, "max_seq_len": 200}, "kv_tokens must be an integer from 200"),
-        ({"kv_tokens": 500, "max_seq_len": 200, "slots": 2}, "2 slots of 200 positions can have at most 400, got 500"),
+        (SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), "length", True),
+        (SamplingParams(temperature=1.5, seed=2, max_tokens=90, ignore_eos=True, stop=["zzz", "the the"]), None, True),
+        (SamplingParams(temperature=0, max_tokens=30, stop=["e"]), "stop", False),
     ],
+    ids=["greedy", "sampled", "stop strings"],
 )
-def test_options_are_refused_by_name(options, message):
-    with pytest.raises(ParameterError, match=message):
-        Engine.load(device="cpu", **options)
-
-
-def test_pool_smaller_than_a_request_is_refused():
-    with pytest.raises(ParameterError, match="pages: 3 hold fewer positions than a request's 256"):
-        build(2, page=16, pages=3)
-
-
-def test_slots_of_a_loaded_model_share_pages():
-    engine = Engine.load(device="cpu", max_seq_len=200, slots=3, kv_tokens=300)
-    assert (engine.slots, engine.capacity, engine.kv_tokens) == (3, 200, 320)
-    chats = [[{"role": "user", "content": text}] for text in ("Hello", "What is 17 + 25?", "Name three rivers.")]
-    params = SamplingParams(temperature=0, max_tokens=30)
-    texts = [result.text for result in engine.generate_many(chats, params)]
-    one = Engine.load(device="cpu", max_seq_len=200)
-    assert texts == [one.generate(chat, params).text for chat in chats]
-    assert (one.slots, one.kv_tokens) == (1, 200)
-    with pytest.raises(PromptError, match="the context holds 200"):
-        engine.submit("word " * 300)
-
-
-def test_stop_strings_of_concurrent_requests():
-    engine = Engine.load(device="cpu", max_seq_len=200, slots=3)
-    chat = [{"role": "user", "content": "Name three rivers."}]
-    whole = engine.generate(chat, SamplingParams(temperature=0, max_tokens=30)).text
-    words = whole.split()[1:4]
-    params = [SamplingParams(temperature=0, max_tokens=30, stop=[word]) for word in words]
-    results = engine.generate_many([chat] * 3, params)
-    assert [result.text for result in results] == [whole[: whole.index(word)] for word in words]
-    assert {result.finish_reason for result in results} == {"stop"}
-
-
-def test_preempted_requests_return_the_same_text():
+def test_concurrent_requests_return_the_texts_of_single_ones(loaded, params, finish_reason, preempted):
     """Requests are preempted in the middle of a character or of a stop string."""
-    engine = Engine.load(device="cpu", max_seq_len=192, slots=3, kv_tokens=192)
-    preempted, preempt = [], engine.scheduler._preempt
-    engine.scheduler._preempt = lambda slot: preempted.append(slot) or preempt(slot)
-    prompts = [[{"role": "user", "content": text}] for text in ("Tell me a story", "Who are you?", "Tell me a tale.")]
-    one = Engine.load(device="cpu", max_seq_len=192)
-    for params in (
-        SamplingParams(temperature=0, max_tokens=90, ignore_eos=True),
-        SamplingParams(temperature=1.5, seed=2, max_tokens=90, ignore_eos=True, stop=["zzz", "the the"]),
-    ):
-        texts = [result.text for result in engine.generate_many(prompts, params)]
-        assert texts == [one.generate(prompt, params).text for prompt in prompts]
-    assert len(preempted) >= 2
-    engine.scheduler.assert_consistent()
+    several, one = loaded
+    before = several.scheduler.preemptions
+    assert (several.slots, several.capacity, several.kv_tokens, one.slots, one.kv_tokens) == (3, 192, 192, 1, 192)
+    results = several.generate_many(CHATS, params)
+    assert [result.text for result in results] == [one.generate(chat, params).text for chat in CHATS]
+    assert finish_reason is None or {result.finish_reason for result in results} == {finish_reason}
+    assert (several.scheduler.preemptions > before) == preempted
+    several.scheduler.assert_consistent()
 
 
-def test_rewind_checks_its_arguments(engine):
+INVALID = [
+    (lambda engine: engine.wait(None), "requests"),
+    (lambda engine: engine.wait(engine.submit(PROMPTS[0], GREEDY)), "requests"),
+    (lambda engine: engine.wait([5]), "requests"),
+    (lambda engine: engine.generate_many("text"), "prompts"),
+    (lambda engine: engine.generate_many(5), "prompts"),
+    (lambda engine: engine.generate_many([[1], [2]], [GREEDY]), "params"),
+    (lambda engine: engine.generate_many([[1]], 5), "params"),
+    (lambda engine: engine.generate_many([[1]], progress=5), "progress"),
+    (lambda engine: rewind(engine, 5, GREEDY, 3), "rows"),
+    (lambda engine: rewind(engine, [5, 6, 7], GREEDY, 2), "position"),
+    (lambda engine: rewind(engine, 256, GREEDY), "position"),
+    (lambda engine: build(2, page=16, pages=3), "pages"),
+]
+
+
+@pytest.mark.parametrize("call, argument", INVALID)
+def test_invalid_arguments_are_refused_by_name(engine, call, argument):
+    with pytest.raises(ParameterError, match=f"^{argument}(:| must be)"):
+        call(engine)
+
+
+def test_rows_of_a_benchmark_do_not_change_later_requests(engine, run_alone):
     params = SamplingParams(temperature=0, seed=1)
-    for arguments, message in (
-        ((5, params, 3), "rows must be an integer from 1 to the engine's slots, 2, got 3"),
-        (([5, 6, 7], params, 2), "position: a list has one for each of 2 rows, got 3"),
-        ((256, params), "position must be an integer from 0 to 255"),
-    ):
-        with pytest.raises(ParameterError, match=message):
-            rewind(engine, *arguments)
     rewind(engine, [255, 3], params, rows=2)
     enqueue(engine, params, rows=2)
-    assert len(engine.generate([1], GREEDY).token_ids) == 12
+    assert engine.generate(PROMPTS[0], GREEDY).token_ids == run_alone(PROMPTS[0])
 
 
 @pytest.mark.parametrize("ends, message", [(True, "ended without a token"), (False, "the GPU hangs")])

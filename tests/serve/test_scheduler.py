@@ -18,7 +18,6 @@ from models import CUDA, tiny_engine
 
 from tridecode import SamplingParams
 from tridecode.checkpoint.load import random_weights
-from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import QueueFull
 
 POISON = 301  # a token whose embedding is NaN
@@ -42,7 +41,7 @@ def engine_of(slots=1, ahead=1, capacity=CAPACITY, **build):
     for name, tensor in random_weights(engine.config, torch.device("cpu"), torch.float32, seed=0).tensors().items():
         weights[name].copy_(tensor)
     engine.model.weights.embed[POISON] = float("nan")
-    engine.scheduler._lookahead = ahead
+    engine.scheduler.passes_ahead = ahead
     engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
     return engine
 
@@ -112,7 +111,7 @@ def small():
 @given(actions=st.lists(ACTION, min_size=4, max_size=24), ahead=st.integers(0, 1))
 def test_any_schedule_gives_the_tokens_of_single_requests(small, run_alone, actions, ahead):
     scheduler, requests, cancelled = small.scheduler, [], set()
-    scheduler._lookahead = 1 if CUDA else ahead
+    scheduler.passes_ahead = 1 if CUDA else ahead
     for action, value in actions:
         if action == "submit":
             base, length, kind, most, reuse, special = value
@@ -199,59 +198,46 @@ def spied(monkeypatch, owner, name, log):
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-def test_preempted_request_resumes_with_the_same_tokens(small, run_alone, monkeypatch, kind):
+def test_preempted_request_resumes_with_the_same_tokens(small, run_alone, kind):
     """Two requests need ten pages of seven: the younger one waits and continues after its last token."""
-    log = []
-    spied(monkeypatch, small.scheduler, "_preempt", log)
+    before = small.scheduler.preemptions
     cases = [(prompt_of(base, 17), kind, 60) for base in (0, 1)]
     requests = [small.submit(prompt, params_of(*rest)) for prompt, *rest in cases]
+    same(requests[0].result(), run_alone(*cases[0]))
+    assert small.scheduler.preemptions == before + 1 and len(requests[1].chunks) < 50, "the younger one waited"
     finish(small.scheduler)
-    assert [slot.ref is requests[1].ref for _, (slot,) in log] == [True]
-    for request, expected in zip(requests, cases):
-        same(request.result(), run_alone(*expected))
+    same(requests[1].result(), run_alone(*cases[1]))
     assert requests[1].result().usage.reused_tokens <= 16
 
 
-def test_unused_pages_are_evicted_before_a_request_is_preempted(small, run_alone, monkeypatch):
-    cache = small.scheduler.slots.cache
+def test_unused_pages_are_evicted_before_a_request_is_preempted(small, run_alone):
+    before, cache = small.scheduler.preemptions, small.scheduler.slots.cache
     cache.clear()
     for base in (0, 1, 2):
         small.generate(prompt_of(base, 20), params_of("greedy", 10))
     assert len(cache.pages()) == 6
-    log = []
-    spied(monkeypatch, small.scheduler, "_preempt", log)
     same(small.generate(prompt_of(3, 40), params_of("greedy", 50)), run_alone(prompt_of(3, 40), "greedy", 50))
-    assert not log and len(cache.pages()) <= 7
+    assert small.scheduler.preemptions == before and len(cache.pages()) <= 7
     assert cache.match(prompt_of(3, 40)).tokens(16) == 40
 
 
-def test_slot_grows_one_page_at_a_time(run_alone, monkeypatch):
+def test_slot_grows_one_page_at_a_time(run_alone):
     """Eight slots share seven pages: a long request gets its pages one at a time, at most 16 positions in advance."""
-    engine = engine_of(slots=8, page=16, pages=7)
-    log = []
-    spied(monkeypatch, engine.scheduler.slots, "grow", log)
-    prompt = prompt_of(0, 5)
-    for kind in PARAMS:
-        same(engine.generate(prompt, params_of(kind, 90), reuse_prefix=False), run_alone(prompt, kind, 90))
-    assert [(slot.number, *rest) for _, (slot, *rest) in log] == [(0, 0, 1)] * 20
+    engine, prompt = engine_of(slots=8, page=16, pages=7), prompt_of(0, 5)
+    request, used = engine.submit(prompt, params_of("greedy", 90), reuse_prefix=False), []
+    while engine.step():
+        load = engine.scheduler.load()
+        used.append(load.pages - load.free_pages)
+        assert used[-1] <= (5 + len(request.chunks)) // 16 + 2
+    assert max(used) == 6 and all(after - before in (0, 1) for before, after in zip(used, used[1:]) if after)
+    same(request.result(), run_alone(prompt, "greedy", 90))
     engine.scheduler.assert_consistent()
-
-
-def test_row_without_pages_waits_and_preempts(small, run_alone):
-    """The oldest request waits at the end of its pages for its passes, then takes pages of the youngest one."""
-    before = small.scheduler.preemptions
-    cases = [(prompt_of(0, 40), "sampled", 50), (prompt_of(1, 17), "sampled", 60)]
-    requests = [small.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in cases]
-    finish(small.scheduler)
-    assert small.scheduler.preemptions > before, "no row reached the end of its pages"
-    for request, expected in zip(requests, cases):
-        same(request.result(), run_alone(*expected))
 
 
 @pytest.mark.parametrize("ahead", [1] if CUDA else [0, 1])
 def test_rows_decode_while_a_prompt_is_read(small, monkeypatch, ahead):
     scheduler, log = small.scheduler, []
-    monkeypatch.setattr(scheduler, "_lookahead", ahead)
+    monkeypatch.setattr(scheduler, "passes_ahead", ahead)
     spied(monkeypatch, small.prompts, "read", log)
     spied(monkeypatch, small.prompts, "finish", log)
     spied(monkeypatch, small.steps, "replay", log)
@@ -330,16 +316,6 @@ def test_each_conversation_reuses_its_own_pages(small):
     assert small.generate(second, greedy).usage.reused_tokens == len(second) - 2
 
 
-def test_score_runs_during_other_requests(small, run_alone):
-    ids = prompt_of(2, 40)
-    expected = small.score(ids)
-    request = small.submit(prompt_of(0, 17), params_of("sampled", 60))
-    next(iter_of := iter(request))
-    assert torch.allclose(small.score(ids), expected, rtol=1e-4, atol=1e-5)
-    assert len(list(iter_of)) == 60
-    same(request.result(), run_alone(prompt_of(0, 17), "sampled", 60))
-
-
 def test_reading_reports_consistent_progress(run_alone):
     """A preempted request reads its output too, so its total grows beyond the prompt."""
     engine, reports = engine_of(slots=2, page=16, pages=7, chunk_tokens=8), set()
@@ -368,16 +344,6 @@ def test_preempted_score_keeps_its_pieces(run_alone):
     same(score.result(), expected)
     same(older.result(), run_alone(prompt_of(0, 17), "greedy", 60))
     engine.scheduler.assert_consistent()
-
-
-def test_rewound_rows_do_not_change_later_requests(small, run_alone):
-    params = SamplingParams(temperature=0, seed=1)
-    rewind(small, [20, 3], params, rows=2)
-    for _ in range(3):
-        enqueue(small, params, rows=2)
-    assert small.model.workspace.meta[:3, 32].tolist()[:2] == [23, 6]
-    same(small.generate(prompt_of(0, 17), params_of("greedy", 20)), run_alone(prompt_of(0, 17), "greedy", 20))
-    small.scheduler.assert_consistent()
 
 
 # ---- prompts that share passes
@@ -440,7 +406,7 @@ def test_prompts_of_any_length_chunk_size_and_batch(reader, run_alone, sizes, ah
     engine, log = reader(*sizes)
     log.clear()
     scheduler = engine.scheduler
-    scheduler._lookahead = 1 if CUDA else ahead
+    scheduler.passes_ahead = 1 if CUDA else ahead
     cases = [(prompt_of(base, 5 + base), "sampled", 60) for base in range(min(decoding, sizes[0] - 1))]
     requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in cases]
     while not all(request.completion_tokens for request in requests):
@@ -455,18 +421,6 @@ def test_prompts_of_any_length_chunk_size_and_batch(reader, run_alone, sizes, ah
     for request, expected in zip(requests, cases):
         same(request.result(), run_alone(*expected))
     check_reads(log, sizes[1], [len(prompt) for prompt, *_ in cases])
-
-
-def test_short_prompts_of_all_slots_share_one_pass(reader, run_alone):
-    engine, log = reader(16, 48)
-    log.clear()
-    cases = [(prompt_of(i % 3, 3), sorted(PARAMS)[i % 4], 9) for i in range(16)]
-    requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in cases]
-    finish(engine.scheduler)
-    for request, expected in zip(requests, cases):
-        same(request.result(), run_alone(*expected))
-    ((chunks, tokens, decoding),) = log
-    assert (len(chunks), tokens, decoding) == (16, 48, 0)
 
 
 def test_chunks_of_two_prompts_share_a_pass(reader, run_alone):
@@ -542,7 +496,7 @@ def test_interrupt_anywhere_affects_no_other_request(small, run_alone, driven):
 
     total = run(0)
     assert total > 10_000
-    for at in range(1, total, total // (120 if CUDA else 60)):
+    for at in range(1, total, total // (120 if CUDA else 40)):
         run(at)
 
 

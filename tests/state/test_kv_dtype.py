@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import write_tiny
 from models import CUDA, tiny_config, tiny_engine, use_h100
+from util import relative_rms
 
 from tridecode.checkpoint.load import empty_weights
 from tridecode.engine import Engine
@@ -19,16 +20,13 @@ from tridecode.sampling import SamplingParams
 from tridecode.state.kv import PAGE, kv_bytes_per_token, make_kv_cache
 from tridecode.step.model import make_model
 
-IDS = [i * 37 % 331 for i in range(150)]
+IDS = [i * 37 % 331 for i in range(150 if CUDA else 80)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-def relative_rms(out, ref):
-    return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
-
-
-@pytest.mark.parametrize("family", [{}, dict(sliding_window=24, layer_types=("sliding_attention",) * 2)])
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize(
+    "slots, family", [(1, {}), (4, dict(sliding_window=24, layer_types=("sliding_attention",) * 2))]
+)
 def test_scores_are_close_to_unquantized_kv(family, slots):
     build = {"slots": slots}
     exact = tiny_engine(build=build, **family).score(IDS)
@@ -46,12 +44,13 @@ def test_prompt_pass_and_decode_passes_agree():
 
 def test_requests_that_share_pages_return_the_same_tokens():
     alone = tiny_engine(fp8_kv=True)
-    prompts = [IDS[:130] + [i, i + 1] for i in range(4)]
+    common = len(IDS) // 64 * 64
+    prompts = [IDS[: common + 2] + [i, i + 1] for i in range(4)]
     expected = [alone.generate(prompt, GREEDY, reuse_prefix=False).token_ids for prompt in prompts]
     several = tiny_engine(fp8_kv=True, build={"slots": 4, "page": 16 if not CUDA else PAGE})
     first = several.generate(prompts[0], GREEDY)
     results = [several.generate(prompt, GREEDY) for prompt in prompts]
-    assert all(result.usage.reused_tokens >= 128 for result in results) and not first.usage.reused_tokens
+    assert all(result.usage.reused_tokens >= common for result in results) and not first.usage.reused_tokens
     if not CUDA:  # GPU kernels for other numbers of rows add in another order
         assert [result.token_ids for result in results] == expected
     several.scheduler.assert_consistent()
@@ -108,10 +107,7 @@ def test_load_with_fp8_kv(slots, tmp_path):
     assert not Engine.load(path, device="cpu").model.kv.fp8
 
 
-def test_invalid_kv_dtypes_are_refused(tmp_path):
-    path = write_tiny(tmp_path, "qwen3")
-    with pytest.raises(ParameterError, match="kv_dtype must be auto or fp8, got 'fp4'"):
-        Engine.load(path, device="cpu", kv_dtype="fp4")
+def test_fp8_kv_needs_bfloat16_on_a_gpu():
     config = quantized(EngineOptions(kv_dtype="fp8"), tiny_config())
     with pytest.raises(ParameterError, match="dtype must be bfloat16 on a GPU with kv_dtype fp8, got float16"):
         resolve_dtype("float16", config, torch.device("cuda", 0))

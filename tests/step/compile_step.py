@@ -2,7 +2,7 @@
 
 A script, not interpreted:
 
-    python compile_step.py MODELS GPUS [--common] [--rules] [--table]
+    python compile_step.py MODELS GPUS [--common] [--rules]
 
 MODELS are names separated by commas: a preset or a model of OTHERS, with suffixes: _fp16, _fp8, _int8 or _int4
 (quantized weights), _kv8 (K and V in fp8). "dense" means every preset up to 8B in bf16, fp8 and int4. GPUS are names of
@@ -20,7 +20,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -393,55 +392,34 @@ def compile_all(launches: Iterable[tuple[Launch, int]]) -> Iterator[tuple[int, R
             yield index, result
 
 
-def render(compiled_launches: list[tuple[str, str, Resources | str]]) -> str:
-    """Return the largest resources of each kernel on each GPU, and the number of its launches and of failures."""
-    lines = [("kernel", "GPU", "launches", "failed", "registers", "shared", "stack", "local")]
-    for kernel, gpu in sorted(
-        {row[:2] for row in compiled_launches}, key=lambda key: (key[0], list(GPUS).index(key[1]))
-    ):
-        results = [result for *key, result in compiled_launches if tuple(key) == (kernel, gpu)]
-        compiled = [result for result in results if isinstance(result, Resources)]
-        most = Resources(*map(max, zip(*compiled))) if compiled else Resources(0, 0, 0, 0, 0, 0)
-        counts = len(results), len(results) - len(compiled)
-        sizes = most.registers, most.shared, most.stack, most.local
-        lines.append((kernel.strip("_").removesuffix("_kernel"), gpu, *map(str, counts + sizes)))
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the launches of models for GPUs, and check their limits.")
     parser.add_argument("models", help="names separated by commas, or dense")
     parser.add_argument("gpus", help=f"names separated by commas, of {', '.join(GPUS)}")
     parser.add_argument("--common", action="store_true", help="only passes of 1 and 8 rows, and prompts")
     parser.add_argument("--rules", action="store_true", help="use no tables")
-    parser.add_argument("--table", action="store_true", help="print the largest resources of each kernel at the end")
     args = parser.parse_args()
     if args.rules:
         resolve.package_tables = lambda device: []
     models, gpus = args.models.replace("dense", ",".join(DENSE)).split(","), args.gpus.split(",")
-    started, distinct = time.monotonic(), {}  # launches, each with its first model and its GPUs
+    distinct: dict = {}  # launches, each with its first model and its GPUs
     for gpu in gpus:
         for model in models:
             launches = recorded(partial(run_common if args.common else run_all, model, GPUS[gpu]))
             for key, launch in launches.items():
                 entry = distinct.setdefault((GPUS[gpu].capability, *key), (launch, model, []))
                 entry[2].extend([] if gpu in entry[2] else [gpu])
-    todo, rows, faults = list(distinct.values()), [], []
+    todo, faults = list(distinct.values()), []
     for index, result in compile_all((launch, GPUS[names[0]].capability) for launch, _, names in todo):
         launch, model, names = todo[index]
         kernel = launch.kernel.__name__
         for gpu in names:
-            rows.append((kernel, gpu, result))
             if isinstance(result, str):
                 excess, numbers = [" ".join(result.split())[:500]], ["failed"]
             else:
                 excess, numbers = result.excess(kernel, GPUS[gpu]), list(map(str, result[:4]))
             print(model, kernel, gpu, *numbers, flush=True)
             faults += [f"{model} {kernel} {gpu}: {fault} {launch.constants}" for fault in excess]
-    if args.table:
-        print(render(rows), end="")
-        print(f"{len(todo)} launches compiled in {time.monotonic() - started:,.0f} s, {len(faults)} faults")
     print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)
     return 1 if faults else 0
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import CUDA, DEVICE, FAMILIES, configs_of, tiny_config
+from util import assert_close, covering
 
 from tridecode.checkpoint.load import random_weights
 from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
@@ -14,13 +15,13 @@ from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.layout import LIMIT_REACHED, STATUS
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import Slots
-from tridecode.step.dispatch import MODES, SIZES, BatchDescriptor, Dispatcher, Support, graph_sizes, lowered
+from tridecode.step.dispatch import MODES, SIZES, Dispatcher, Support, graph_sizes, lowered
 from tridecode.step.graphs import DecodePasses, first_batches, launcher, make_passes
 from tridecode.step.model import make_model
 from tridecode.step.run import run_reference
 
 needs_gpu = pytest.mark.skipif(not CUDA, reason="CUDA graphs exist on a GPU only")
-DTYPE = torch.bfloat16 if CUDA else torch.float32
+DTYPE, TOLERANCE = (torch.bfloat16, 3e-2) if CUDA else (torch.float32, 1e-4)
 ROLES = ("qkv", "o_proj", "gate_up", "down", "lm_head")
 REGISTERS = {role: MatmulConfig(n, 1, 2, 2) for role, n in zip(ROLES, (64, 32, 64, 32, 128))}
 ATTENTION = AttentionRowsConfig(block_t=32, splits=3, least=1, programs=3)
@@ -29,7 +30,6 @@ _WIDE = WideConfig(64, 32, 2) if CUDA else WideConfig(32, 32, 2, num_warps=2)
 _SPLIT = replace(_WIDE, split=2)
 WIDE = dict.fromkeys(ROLES, _SPLIT) | {"lm_head": _WIDE}
 INVARIANT = dict.fromkeys(ROLES, replace(_SPLIT, block_m=16)) | {"lm_head": replace(_WIDE, block_m=16)}
-ROWS = [1, 2, 3, 5, 8, 16, 31, 64] if CUDA else [3, 8]
 PARAMS = (  # one for each kind of request
     SamplingParams(temperature=0, seed=1),
     SamplingParams(temperature=0.9, top_k=50, top_p=0.9, seed=7),
@@ -82,8 +82,7 @@ def state(model):
     return {name: getattr(ws, name).clone() for name in ("meta", "tokens", "counts", "logits", "out")}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rows", ROWS)
+@covering(1, family=FAMILIES.keys(), rows=[1, 2, 3, 5, 8, 16, 31, 64] if CUDA else [3, 8])
 def test_every_row_matches_the_reference(family, rows):
     model, reference = (model_of(rows, **FAMILIES[family]) for _ in range(2))
     idle = {rows // 2} if rows > 2 else set()
@@ -92,9 +91,7 @@ def test_every_row_matches_the_reference(family, rows):
     run(DecodePasses(model, launcher(model)), "greedy", 3)
     run(DecodePasses(reference, run_reference), "greedy", 3)
     for row in set(range(rows)) - idle:
-        a, b = (m.workspace.logits[row].double() for m in (model, reference))
-        error = ((a - b).norm() / b.norm()).item()
-        assert error < (3e-2 if CUDA else 1e-4), f"row {row} of {rows}: {error:.1e}"
+        assert_close(model.workspace.logits[row], reference.workspace.logits[row], TOLERANCE, f"row {row} of {rows}")
     for row in idle:
         assert model.workspace.logits[row].eq(0).all(), "the pass wrote an inactive row"
 
@@ -108,8 +105,7 @@ def test_other_linear_kernels_match_the_reference(shapes, rows):
         begin_all(m, known=2)
     run(DecodePasses(model, launcher(model)), "greedy", 2)
     run(DecodePasses(reference, run_reference), "greedy", 2)
-    a, b = (m.workspace.logits.double() for m in (model, reference))
-    assert ((a - b).norm() / b.norm()).item() < (3e-2 if CUDA else 1e-4)
+    assert_close(model.workspace.logits, reference.workspace.logits, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["sample", "logprobs"] if CUDA else ["logprobs"])  # a logprobs pass samples too
@@ -119,7 +115,7 @@ def test_row_samples_the_same_token_if_other_rows_are_idle(kind):
     together = model_of(rows)
     begin_all(together, PARAMS)
     run(DecodePasses(together, launcher(together)), kind, steps)
-    for row in range(rows):
+    for row in range(rows if CUDA else 2):  # the others sample no token so soon
         single = model_of(rows)
         begin_all(single, PARAMS, idle=set(range(rows)) - {row})
         run(DecodePasses(single, launcher(single)), kind, steps)
@@ -149,8 +145,7 @@ def test_nan_ends_only_its_own_row():
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind", ["greedy", "sample", "logprobs"])
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
+@covering(1, kind=["greedy", "sample", "logprobs"], mode=[mode for mode in MODES if mode != "none"])
 def test_graphs_are_bit_equal_to_eager_launches(mode, kind):
     for rows in (1, 2, 3, 8, 13, 64):
         states = []
@@ -188,20 +183,8 @@ def test_torch_attention_runs_between_the_parts_of_a_graph():
         begin_all(m, known=3)
     run(steps, "greedy", 3)
     run(DecodePasses(reference, run_reference), "greedy", 3)
-    a, b = (m.workspace.logits.double() for m in (model, reference))
-    assert ((a - b).norm() / b.norm()).item() < 3e-2
+    assert_close(model.workspace.logits, reference.workspace.logits, TOLERANCE)
     assert [row.mode for row in steps.dispatcher.stats()] == ["piecewise"]
-
-
-@needs_gpu
-def test_moved_buffers_are_reported_at_replay():
-    model = model_of(2)
-    steps = DecodePasses(model, dispatcher=Dispatcher("full", (2,)), batches=[BatchDescriptor("greedy", 2)])
-    steps.check_addresses = True
-    ((key, (cos, sin)),) = model.ropes.items()
-    object.__setattr__(model, "ropes", {key: (cos.clone(), sin)})
-    with pytest.raises(AssertionError, match="buffers moved since capture: rope.0.cos"):
-        steps.replay("greedy")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, FAMILIES, begin, interpreter_configs, tiny_config, tiny_engine
+from models import CUDA, FAMILIES, begin, interpreter_configs, no_allocations, tiny_config, tiny_engine
+from util import assert_close
 
 from tridecode import layout
 from tridecode.cli.bench.passes import enqueue
@@ -56,12 +57,10 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
             continue
         triton.synchronize()
         for name in ("hidden", "normed", "attention.qkv", "attention.attended", "mlp.act", "logits"):
-            a, b = (named_tensors(e.model.workspace)[name].double() for e in (triton, oracle))
-            error = ((a - b).norm() / b.norm()).item()
-            assert error < tolerance, f"step {step}: {name} differs by {error:.1e}"
-        for layer, (a, b) in enumerate(zip(*(e.model.kv.gather(0, step + 1).double() for e in (triton, oracle)))):
-            error = ((a - b).norm() / b.norm()).item()
-            assert error < tolerance, f"step {step}: cache of layer {layer} differs by {error:.1e}"
+            a, b = (named_tensors(e.model.workspace)[name] for e in (triton, oracle))
+            assert_close(a, b, tolerance, f"step {step}: {name}")
+        for layer, (a, b) in enumerate(zip(*(e.model.kv.gather(0, step + 1) for e in (triton, oracle)))):
+            assert_close(a, b, tolerance, f"step {step}: cache of layer {layer}")
         state = slice(layout.DEVICE_FIELDS, layout.META_WIDTH)
         assert torch.equal(triton.model.workspace.meta[:, state], oracle.model.workspace.meta[:, state])
 
@@ -73,40 +72,37 @@ def test_fp32_tokens_equal_the_reference(params):
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind", decode.KINDS)
-def test_replay_is_bit_equal_to_eager(kind):
-    params = {"greedy": GREEDY, "sample": SAMPLED, "logprobs": SamplingParams(seed=3, logprobs=5)}[kind]
-    engines = [tiny_engine("triton", graph, hidden_size=896, intermediate_size=2432) for graph in ("full", "none")]
-    for ids in (PROMPT, [1], list(range(200))):
-        outputs = []
-        for engine in engines:
-            run_steps(engine, params, 40, ids)
-            outputs.append(named_tensors(engine.model.workspace) | {"pool": engine.model.kv.pool})
-        for name, replayed in outputs[0].items():
-            eager = outputs[1][name]
-            assert torch.equal(replayed.cpu(), eager.cpu()), f"{kind}: {name} differs"
-
-
-@needs_gpu
 def test_no_allocation_over_200_steps():
     for graph in ("full", "none"):
         engine = tiny_engine("triton", graph)
         for params in (GREEDY, SAMPLED):
             run_steps(engine, params, 2)
             begin(engine, PROMPT, 0, params, limit=250)
-            before = torch.cuda.memory_stats()
-            for _ in range(200):
-                enqueue(engine, params)
-            engine.synchronize()
-            after = torch.cuda.memory_stats()
-            for name in ("allocation.all.allocated", "segment.all.allocated", "allocated_bytes.all.allocated"):
-                assert before[name] == after[name], f"graph={graph}: {name}"
+            with no_allocations():
+                for _ in range(200):
+                    enqueue(engine, params)
+                engine.synchronize()
 
 
 @needs_gpu
-def test_host_waits_only_for_tokens():
-    """From one request to the next, no copy waits and nothing synchronizes."""
+def test_long_replays_are_bit_equal_to_eager_launches():
+    """Attention splits the positions. Hidden sizes are not powers of two."""
+    engines = [tiny_engine("triton", graph, hidden_size=896, intermediate_size=2432) for graph in ("full", "none")]
+    for params in (SAMPLED, SamplingParams(seed=3, logprobs=5)):
+        outputs = []
+        for engine in engines:
+            run_steps(engine, params, 40, list(range(200)))
+            outputs.append(named_tensors(engine.model.workspace) | {"pool": engine.model.kv.pool})
+        for name, replayed in outputs[0].items():
+            assert torch.equal(replayed.cpu(), outputs[1][name].cpu()), name
+
+
+@needs_gpu
+def test_host_waits_only_for_tokens_and_captures_nothing_after_load():
+    """From one request to the next, no copy waits, nothing synchronizes, and no buffer moves."""
     engine = tiny_engine("triton", "full")
+    engine.steps.check_addresses = True
+    captures = engine.steps.captures
     engine.generate(PROMPT, replace(SAMPLED, max_tokens=3))
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -115,27 +111,7 @@ def test_host_waits_only_for_tokens():
                 assert len(engine.generate(ids, replace(params, max_tokens=5)).token_ids) == 5
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@needs_gpu
-def test_no_capture_after_load_and_no_buffer_moves():
-    engine = tiny_engine("triton", "full")
-    engine.steps.check_addresses = True
-    captures = engine.steps.captures
-    for params in (GREEDY, SAMPLED, SamplingParams(temperature=1.3, top_k=3, seed=2, logprobs=2)):
-        for ids in (PROMPT, [4] * 100):
-            assert len(engine.generate(ids, params.__class__(**{**vars(params), "max_tokens": 9})).token_ids) == 9
-    assert engine.steps.captures == captures == 2 * len(decode.KINDS)  # with and without masks
-
-
-@needs_gpu
-def test_moved_buffer_is_reported():
-    engine = tiny_engine("triton", "full")
-    engine.steps.check_addresses = True
-    own = engine.model.workspace.blocks[engine.config.layers[0].ffn]
-    own["act"] = own["act"].clone()
-    with pytest.raises(AssertionError, match="workspace.mlp.act"):
-        engine.steps.replay("greedy")
+    assert engine.steps.captures == captures == 2 * len(decode.KINDS), "with and without masks"
 
 
 @needs_gpu

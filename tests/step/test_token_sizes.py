@@ -39,7 +39,7 @@ def composing(changed):
 
 def test_long_text_is_refused_before_tokenization(tokenizer, monkeypatch):
     text = "a" * 100_000
-    assert len(tokenizer.encode(text)) > 512 > tokenizer._longest
+    assert len(tokenizer.encode(text)) > 512 > tokenizer.longest_token
     monkeypatch.setattr(tokenizer, "_tokenizer", None)
     with pytest.raises(TooLong, match="tokens or more, the context holds 512$") as refused:
         tokenizer.encode(text, context=512)
@@ -51,23 +51,23 @@ def test_long_text_is_refused_before_tokenization(tokenizer, monkeypatch):
 @given(st.text(max_size=400))
 def test_texts_that_fit_are_accepted(tokenizer, composing, text):
     for each in (tokenizer, composing):
-        assert min_token_count(text, each._longest) <= len(each.encode(text))
+        assert min_token_count(text, each.longest_token) <= len(each.encode(text))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_longest_tokens_in_a_row_fit(seed):
     bundled, draw = Tokenizer.load(BUNDLED), random.Random(seed)
     lengths = {token: bundled._token_bytes.size(token) for token in range(bundled.vocab_size)}
-    most = [token for token, size in lengths.items() if size > bundled._longest - 3]
+    most = [token for token, size in lengths.items() if size > bundled.longest_token - 3]
     text = bundled.decode(draw.choices(most, k=300))
-    assert min_token_count(text, bundled._longest) <= len(bundled.encode(text))
-    assert bundled._longest == max(lengths.values())
+    assert min_token_count(text, bundled.longest_token) <= len(bundled.encode(text))
+    assert bundled.longest_token == max(lengths.values())
 
 
 def test_text_that_the_normalizer_shortens_fits(composing):
     syllables = unicodedata.normalize("NFD", "각" * 3000)
     assert len(syllables.encode()) == 3 * len("각".encode()) * 3000
-    assert min_token_count(syllables, composing._longest) == min_token_count("각" * 3000, composing._longest)
+    assert min_token_count(syllables, composing.longest_token) == min_token_count("각" * 3000, composing.longest_token)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_text_that_the_normalizer_shortens_fits(composing):
 )
 def test_tokenizers_that_drop_characters_have_no_bound(changed, values, bounded):
     tokenizer = changed(**values)
-    assert (tokenizer._longest < 1000) is bounded
+    assert (tokenizer.longest_token < 1000) is bounded
     assert bounded or tokenizer.encode(" " * 50_000 + "a", context=50_001)
 
 
 def test_tokenizer_with_a_stripping_token_has_no_bound(path):
     made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     made.add_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
-    assert Tokenizer(made, {})._longest == float("inf")
+    assert Tokenizer(made, {}).longest_token == float("inf")

@@ -1,16 +1,11 @@
 """Launch configs of attention: for decode passes, for passes that verify drafts, and for prompt passes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from gpus import GPUS
 from models_to_tune import BF16, H200, MODELS, attention_of, device
 
 from tridecode.kernels.attention.arguments import MAX_SPLITS
-from tridecode.kernels.attention.attention import AttentionConfig
-from tridecode.kernels.attention.attention_queries import QueriesConfig
-from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
 from tridecode.kernels.attention.prompt_attention import PromptAttentionConfig
 from tridecode.kernels.device import Device
 from tridecode.tuning.attention import (
@@ -42,19 +37,6 @@ def test_configs_are_valid_for_every_model(name):
                     allowed = VALUES[type(config)]
                     fields = {name: value for name, value in entry_of(config).items() if name != "kernel"}
                     assert all(value in allowed[name] for name, value in fields.items()), "a table may contain it"
-
-
-def test_named_configs():
-    for case, rows, config in (
-        (FOUR, 1, AttentionConfig(128, splits=16, num_warps=8, ahead=2)),
-        (FOUR, 8, AttentionConfig(64, splits=32, num_warps=4, ahead=2, short_splits=4, short_iterations=16)),
-        (FOUR, 64, AttentionRowsConfig(64, 33, num_warps=4, least=16, programs=264, stages=5)),
-        (AttentionCase(8, 1, 256, BF16), 8, AttentionRowsConfig(16, 64, num_warps=4, least=16, programs=396)),
-        (AttentionCase(32, 2, 128, BF16), 8, AttentionRowsConfig(32, 64, num_warps=8, least=8, programs=132)),
-    ):
-        assert attention_config(case, rows, H200) == config, (case, rows)
-    small = replace(attention_config(FOUR, 4, device(80)), programs=264, splits=33)
-    assert small == AttentionRowsConfig(64, 33, num_warps=4, least=4, programs=264, stages=2)
 
 
 def test_two_programs_of_many_rows_fit_the_shared_memory_of_a_multiprocessor():
@@ -104,14 +86,6 @@ def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
             if requests == 1:
                 alone.add(config.together)
     assert alone == ({True} if multiprocessors > 7 else {False, True})
-
-
-def test_named_configs_of_drafts():
-    assert queries_config(FOUR, 1, 8, H200) == QueriesConfig(
-        8, 32, 16, ahead=2, short_splits=16, short_iterations=64, together=True, registers=168
-    )
-    two = QueriesConfig(2, 64, 16, ahead=1, short_splits=2, short_iterations=32)
-    assert queries_config(FOUR, 8, 2, device(80)) == two
 
 
 def test_prompt_passes_use_the_hopper_kernel_on_one_capability():

@@ -14,7 +14,6 @@ from tridecode.kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
 from tridecode.kernels.linear.matmul_ring import RingConfig
 from tridecode.kernels.linear.matmul_tiles import TilesConfig
 from tridecode.kernels.linear.matmul_wide import WideConfig
-from tridecode.kernels.linear.matvec import MatvecConfig
 from tridecode.kernels.linear.registry import kernel_named
 from tridecode.kernels.linear.split_sums import MAX_SPLIT
 from tridecode.tuning.configs import is_head
@@ -97,84 +96,9 @@ def test_other_dtypes_are_multiplied_row_by_row_without_register_limits(dtype):
         assert one == two == replace(known, config=replace(known.config, registers=0))
 
 
-def test_named_choices():
-    dense, int4, fp8 = (cases_of("qwen3-4b", weight_type) for weight_type in ("bfloat16", "int4", "fp8"))
-    for part, rows, config in (
-        (dense["qkv"], 1, MatvecConfig(2, 2, registers=112, programs=1056)),
-        (dense["down"], 8, MatmulConfig(32, 8, 5, 4)),
-        (dense["o_proj"], 16, WideConfig(64, 128, 4, 3, split=6)),
-        (dense["gate_up"], 32, HopperConfig(128, 64, 4, 4, lag=1)),
-        (dense["lm_head"], 16, TilesConfig(32, 256, 4)),
-        (int4["qkv"], 1, RingConfig(4, 5, 1, registers=168)),
-        (int4["down"], 8, MatmulConfig(16, 4, 10, 8, fetch=1)),
-        (int4["o_proj"], 16, HopperConfig(64, 256, 2, 2, split=8, producer=1, registers=80)),
-        (fp8["down"], 1, RingConfig(8, 2, 5, x_shared=True, producer=1, registers=64)),
-        (fp8["lm_head"], 1, RingConfig(4, 4, 5, x_shared=True, programs=264, producer=1, registers=64)),
-        (fp8["gate_up"], 64, HopperConfig(64, 128, 4, 4, producer=1, registers=128)),
-    ):
-        assert choose(part, rows, H200, MEASURED).config == config, (part, rows)
-
-
-def test_programs_with_limited_registers_have_fewer_tiles_after_hopper():
-    """More would spill on these GPUs."""
-    int4, fp8 = (cases_of("llama-3.1-8b", weight_type)["down"] for weight_type in ("int4", "fp8"))
-    for name, (int4_in_flight, fp8_in_flight) in {
-        "h100": ((4, 8), (8, 8)),
-        "a100": ((4, 8), (8, 8)),
-        "b200": ((3, 4), (8, 6)),
-    }.items():
-        for part, in_flight in (int4, int4_in_flight), (fp8, fp8_in_flight):
-            config = choose(part, 8, GPUS[name]).config
-            assert config == MatmulConfig(16, 8, *in_flight, registers=128), name
-
-
-def test_choices_name_their_source():
-    part = cases_of("qwen3-4b")["qkv"]
-    assert choose(part, 1, H200, MEASURED).source == "table"
-    assert choose(part, 1, H200).source == "rule"
-
-
 def test_torch_multiplies_many_rows():
     for weight_type in ("bfloat16", "float16", "int4"):
         assert choose(case(6144, 2560, weight_type, "plain"), 2048, H200, MEASURED).kernel.name == "torch"
-
-
-# The ring
-
-
-def test_the_ring_multiplies_one_row_in_measured_sizes():
-    layers = {"qkv", "o_proj", "gate_up", "down"}
-
-    def rings(model, weight_type, rows=1, gpu=H200):
-        names = kernels(model, weight_type, rows, gpu, package_tables(gpu))
-        return {role for role, name in names.items() if name == "ring"}
-
-    assert rings("qwen3-4b", "int4") == {"qkv", "o_proj", "gate_up", "lm_head"}
-    assert rings("qwen3-4b", "fp8") == layers | {"lm_head"}
-    assert rings("qwen3-4b", "int8") == {"lm_head"}, "the LM head is in fp8"
-    assert rings("qwen3-0.6b", "int4") == rings("qwen3-0.6b", "fp8") == layers | {"lm_head"}
-    assert rings("qwen2.5-7b", "fp8") == {"lm_head"}, "down is too long, and fewer layers than all are slower"
-    for weight_type in WEIGHT_TYPES:
-        assert not rings("qwen3-4b", weight_type, 8), "the kernel multiplies one row"
-    for capability in (80, 89, 100, 120):
-        assert not rings("qwen3-4b", "int4", 1, device(capability)), capability
-    for model in ("qwen3-14b", "qwen2.5-0.5b"):
-        assert not rings(model, "int4"), "sizes without a measurement"
-
-
-@pytest.mark.parametrize("weight_type, fields", [
-    ("int4", dict(group=64)), ("int4", dict(zeros=True)), ("int4", dict(ordered=True)), ("int4", dict(group=2560)),
-    ("fp8", dict(group=128, rows=128)), ("int8", dict(group=2560)),
-], ids=str)  # fmt: skip
-def test_other_schemes_are_not_multiplied_by_the_ring(weight_type, fields):
-    part = case(6144, 2560, weight_type, "normed", **fields)
-    assert choose(part, 1, H200, MEASURED).kernel.name == "matmul"
-    ordered = "ordered" in fields
-    assert choose(part, 32, H200, MEASURED).kernel.name == ("matmul" if ordered else "hopper")
-
-
-def test_rows_that_16_does_not_divide_are_not_multiplied_by_the_ring():
-    assert choose(case(6144 - 8, 2560, "int4", "normed"), 1, H200).kernel.name == "matmul"
 
 
 # Packed weights and more than eight rows
@@ -198,6 +122,7 @@ def test_each_linear_is_chosen_for_its_own_format():
     assert sorted(configs_by_rows) == [1, 8, 16, 32, 64], "the rows of packed weights"
     names = [configs_by_rows[1].linears[part].kernel.name for part in mixed]
     assert names == ["matvec", "ring", "matmul", "ring"]
+    assert {choose(part, 1, H200, MEASURED).source for part in mixed} == {"table", "rule"}
 
 
 @EVERY_MODEL
@@ -317,13 +242,6 @@ def test_batch_invariant_choices_use_entries_of_one_order():
     assert chosen_with(_64=most, _32=replace(fewer, split=2)) == {64: most, 32: most, 16: most}, "another order"
     assert chosen_with(_64=TilesConfig(), _16=WideConfig()) == rule, "other kernels"
     assert chosen_with(_32=replace(fewer, split=2))[64] == replace(rule[64], split=2)
-
-
-def test_batch_invariant_choices_keep_the_split_of_an_entry_for_few_rows():
-    part = cases_of("qwen3-0.6b")["qkv"]
-    chosen = invariant_choices(part, (16, 32, 64), H200, MEASURED)
-    assert {(choice.config.split, choice.config.block_m) for choice in chosen.values()} == {(3, 16)}
-    assert choose(part, 16, H200, batch_invariant=True).config.split == 2
 
 
 @pytest.mark.parametrize("epilogue", ["normed", "gated", "residual"])

@@ -102,11 +102,6 @@ def test_candidates_are_compiled_in_groups_before_they_are_timed():
     assert [len(several) for several in compiled[:4]] == [5, 3, 5, 3], "eight of each part are new"
 
 
-def test_fields_that_are_not_searched_do_not_change():
-    state = run(step(Part(other="x"), Part(other="y")))
-    assert [part.other for part in state.configs.attention.values()] == ["x", "y"]
-
-
 def test_config_selects_its_kernel():
     configs = current("qwen3-4b", "bfloat16", 16)
     part = cases_of("qwen3-4b")["qkv"]
@@ -175,16 +170,6 @@ def test_packed_weights_are_tried_with_the_kernels_that_read_them(kind, rows):
         assert kinds == expected and len(tried) > 4
 
 
-@pytest.mark.parametrize("kind", ["int4", "fp8"])
-def test_the_ring_configs_in_use_are_among_the_candidates(kind):
-    """Registers may differ."""
-    for part, choice in current("qwen3-4b", kind, 1).linears.items():
-        if isinstance(choice.config, RingConfig):
-            (tried,) = linear_candidates(part, 1, choice.config, H200)
-            rings = [config for config in tried if isinstance(config, RingConfig)]
-            assert choice.config in [replace(config, registers=choice.config.registers) for config in rings]
-
-
 def test_the_tiles_of_one_row_are_limited_by_registers():
     part = case(2560, 9728, "bfloat16", "residual")
     tiles, programs, bounds = matvec_candidates(part, False, H200)
@@ -211,8 +196,3 @@ def test_large_parts_are_first_and_the_head_is_last(model):
     assert is_head(head) and attention == attention_of(model)
     sizes = [part.n * part.k for part in linears]
     assert sizes == sorted(sizes, reverse=True) and linears[0].epilogue == "gated"
-
-
-def test_linears_of_one_case_are_tuned_together():
-    part = case(512, 512, "bfloat16", "residual")
-    assert parts_of(resolve_configs([part, part], [], BF16, H200)[1]) == [part]

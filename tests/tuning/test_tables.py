@@ -156,17 +156,14 @@ def test_keys_contain_the_properties_of_a_case():
     assert len({linear_key(QKV, rows) for rows in (2, 4, 8)}) == 1 < len({linear_key(QKV, rows) for rows in (1, 8, 16)})
 
 
-@pytest.mark.parametrize("config, part", [
-    (WideConfig(split=2), PARTS["lm_head"]), (HopperConfig(split=2), PARTS["lm_head"]),
-    (HopperConfig(split=2), PARTS["gate_up"]), (HopperConfig(split=2, programs=132), PARTS["down"]),
-])  # fmt: skip
-def test_tables_may_not_share_columns_if_the_kernel_does_not(config, part):
-    with pytest.raises(TableError, match=f"split of '{part.epilogue} .* rows 32' must be 1"):
-        config_of(part, 32, entry_of(config))
-    assert config_of(part, 32, entry_of(replace(config, split=1))) == replace(config, split=1)
-
-
-def test_tables_may_share_columns_of_other_linears():
+def test_tables_may_not_share_columns_if_the_kernel_does_not():
+    for config, part in (
+        (WideConfig(split=2), PARTS["lm_head"]), (HopperConfig(split=2), PARTS["lm_head"]),
+        (HopperConfig(split=2), PARTS["gate_up"]), (HopperConfig(split=2, programs=132), PARTS["down"]),
+    ):  # fmt: skip
+        with pytest.raises(TableError, match=f"split of '{part.epilogue} .* rows 32' must be 1"):
+            config_of(part, 32, entry_of(config))
+        assert config_of(part, 32, entry_of(replace(config, split=1))) == replace(config, split=1)
     assert config_of(PARTS["gate_up"], 32, entry_of(WideConfig(split=2))) == WideConfig(split=2)
     assert config_of(PARTS["down"], 32, entry_of(HopperConfig(split=2))) == HopperConfig(split=2)
 
@@ -245,23 +242,7 @@ def test_passes_of_up_to_8_rows_share_the_entries_of_linears(cache):
     )
 
 
-def test_a_table_has_entries_for_packed_weights(cache):
-    parts = cases_of("qwen3-4b", "int4")
-    user_config, other = (
-        RingConfig(8, 1, 2, x_shared=True, producer=1, registers=64),
-        MatmulConfig(32, 4, 3, 2, fetch=2),
-    )
-    write(1, {parts["down"]: user_config, parts["qkv"]: other, PARTS["o_proj"]: MatvecConfig(4, 1)})
-    write(16, {parts["down"]: other})
-    before, configs = shipped(parts), resolved(parts)
-    assert configs[1].linears[parts["down"]].config == user_config and configs[1].linears[parts["qkv"]].config == other
-    assert configs[16].linears[parts["down"]].config == other
-    assert configs[1].linears[parts["o_proj"]] == before[1].linears[parts["o_proj"]], "the entry is for bf16"
-    assert all(configs[rows] == before[rows] for rows in (8, 32, 64))
-
-
-@pytest.mark.parametrize("block_t", [32, 64, 128])
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability, block_t", [(80, 32), (90, 64), (100, 128)])
 def test_attention_to_fp8_has_room_for_the_splits_of_any_table(cache, block_t, capability):
     gpu, fp8 = device(capability), ATTENTION._replace(fp8=True)
     write(1, {ATTENTION: AttentionConfig(block_t, splits=64, num_warps=8)}, gpu)
@@ -325,13 +306,6 @@ def test_a_table_that_cannot_be_used_is_ignored_with_one_warning(cache, caplog, 
         assert resolved()[1].linears[QKV].config == MatvecConfig(2, 1)
 
 
-def test_a_table_that_cannot_be_opened_is_ignored(cache, caplog):
-    table_path(GPU.name).mkdir(parents=True)
-    with caplog.at_level(logging.WARNING, "tridecode"):
-        assert resolved() == shipped()
-    assert len(caplog.records) == 1
-
-
 def test_a_table_has_a_line_for_each_entry():
     text = table_text({"format": 7}, {"a 16": {"x": 1}, "a 8": {"x": 2}}, {})
     assert text == '{\n "format": 7,\n "linears": {\n  "a 8": {"x": 2},\n  "a 16": {"x": 1}\n },\n "attention": {}\n}\n'
@@ -351,9 +325,3 @@ def test_the_choices_are_reported_by_role_and_rows():
     lines = render(rows).splitlines()
     assert len(lines) == 1 + len(rows) and lines[0].split()[:3] == ["role", "n", "k"]
     assert re.search(r"^qkv +6144 +2560 +int4/128 +1 +ring +num_warps=4 tiles=5 .*registers=168 +table$", lines[1])
-
-
-def test_kernels_without_a_config_are_reported():
-    part = case(512, 512, "bfloat16", "plain")
-    (row,) = kernel_rows({"x": part}, {2048: PassConfigs({part: Choice(kernel_named("torch"), None)}, {})})
-    assert (row.kernel, row.config) == ("torch", {})

@@ -79,7 +79,7 @@ class Scheduler:
     ):
         self.queue = Queue(model, tokenizer, policy)
         self.slots = self.queue.slots
-        self._model, self._ring, self._lookahead = model, Ring(model), lookahead
+        self._model, self._ring, self.lookahead = model, Ring(model), lookahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.max_prompt_tokens())
         self._fixed = model.fixed_chunk
@@ -141,7 +141,7 @@ class Scheduler:
         while self._in_flight and (slots := self._in_flight[0].slots) and not any(slot.busy for slot in slots):
             self._in_flight.popleft()
         self._await_masks()
-        while len(self._in_flight) <= self._lookahead and self._enqueue():
+        while len(self._in_flight) <= self.lookahead and self._enqueue():
             pass
         if self._in_flight:
             self._drain()

@@ -203,11 +203,11 @@ class Tokenizer:
         # The bound takes time to compute, so only texts of more than 4 characters per position are checked.
         if context is None or len(text) <= 4 * context:
             return
-        if (tokens := min_token_count(text, self._longest)) > context:
+        if (tokens := min_token_count(text, self.longest_token)) > context:
             raise TooLong(tokens, context, is_lower_bound=True)
 
     @cached_property
-    def _longest(self) -> float:
+    def longest_token(self) -> float:
         """Maximum number of UTF-8 bytes of one token."""
         return longest(self._tokenizer, self._token_bytes)
 

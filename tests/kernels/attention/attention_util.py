@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, in_8_bits, meta_rows, norm_weight, poisoned, random
+from util import BF16_ROUNDING, DEVICE, Case, assert_close, in_8_bits, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.attention.arguments import Heads, KVLayer, Rope, Scratch
@@ -12,7 +12,7 @@ from tridecode.kernels.attention.attention_rows import AttentionRowsConfig
 from tridecode.kernels.attention.fp8_kv import load_cells, scales
 from tridecode.layout import Chunk
 
-CASES = cases(
+CASES = [
     Case("qwen3_g2_d128", dict(kv_heads=8, group=2, head_dim=128), dict(kv_heads=1, group=2, head_dim=128)),
     Case("qwen3-4b_g4_d128", dict(kv_heads=8, group=4, head_dim=128), dict(kv_heads=2, group=4, head_dim=128)),
     Case("llama_g4_d64", dict(kv_heads=8, group=4, head_dim=64), dict(kv_heads=1, group=4, head_dim=64)),
@@ -22,7 +22,7 @@ CASES = cases(
     Case("mha_g1_d128", dict(kv_heads=32, group=1, head_dim=128), dict(kv_heads=2, group=1, head_dim=128)),
     Case("g12_d64", dict(kv_heads=4, group=12, head_dim=64), dict(kv_heads=1, group=12, head_dim=64)),
     Case("g8_d256", dict(kv_heads=4, group=8, head_dim=256), dict(kv_heads=1, group=8, head_dim=256)),
-)
+]
 # bf16: queries and probabilities are rounded to bf16 before the tensor cores, the output to bf16 after them
 TOLERANCE = {torch.bfloat16: 4e-3 + 2 * BF16_ROUNDING, torch.float16: 1e-3, torch.float32: 1e-5}
 ALL = (slice(None),)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_util import CASES, MAX_SPLITS, SPLITS, TOLERANCE, check, clone, layer, rows_config
-from util import DEVICE, assert_close
+from util import DEVICE, assert_close, covering
 
 from tridecode import layout
 from tridecode.kernels.attention.attention import AttentionConfig, attention, attention_ref
@@ -34,24 +34,16 @@ FORMS = pytest.mark.parametrize(
      (attention_rows, lambda config: rows_config(config, programs=5))],
     ids=["one_row", "few_rows", "rows"],
 )  # fmt: skip
-POSITIONS = pytest.mark.parametrize(
-    "position", [0, 1, 31, 32, 100, 255] if DEVICE == "cpu" else [0, 1, 63, 64, 65, 500, 1023, 4000]
-)
 
 
-@CASES
-@POSITIONS
+@covering(2, case=CASES, position=[0, 32, 255] if DEVICE == "cpu" else [0, 64, 4000])
 def test_attention_matches_reference(case, position):
     check_forms(layer((position,), **case.sizes, page=PAGE, pages=PAGES, **BF16), CONFIG, torch.bfloat16)
 
 
-# block_t 32: nothing, one tile and two at their edges, then splits; a page has two tiles
-AROUND_TWO_TILES = pytest.mark.parametrize("position", [0, 1, 31, 32, 33, 63, 64, 65, 96, 97, 130, 255])
-
-
-@AROUND_TWO_TILES
-@pytest.mark.parametrize("ahead", [1, 2])
+@covering(2, position=[0, 1, 31, 32, 33, 64, 65, 97, 255], ahead=[1, 2])
 def test_tiles_before_the_wait(position, ahead):
+    """A tile has 32 positions, and a page has two: nothing, one tile and two at their edges, then splits."""
     args = layer((position,), group=4, qk_norm=True)
     check_forms(args, replace(CONFIG, ahead=ahead))
     used = (~args.scratch.partial[0].isnan()).any(-1).sum(-1)  # partial results of each head
@@ -64,8 +56,7 @@ def test_tiles_before_the_wait_on_separate_pages(position):
     check_forms(args, AttentionConfig(block_t=16, splits=SPLITS, ahead=2), torch.bfloat16)
 
 
-@pytest.mark.parametrize("splits", [1, 16, MAX_SPLITS], ids=lambda splits: f"splits_{splits}")
-@pytest.mark.parametrize("position", [33, 255])
+@covering(1, splits=[1, 16, MAX_SPLITS], position=[33, 255])
 def test_number_of_splits_may_be_one_or_the_maximum(position, splits):
     check_forms(layer((position,)), AttentionConfig(block_t=16, splits=splits, ahead=2))
 
@@ -75,8 +66,7 @@ def test_too_many_splits_for_the_scratch_are_rejected():
         attention(*layer((5,), pages=1), config=AttentionConfig(splits=2 * MAX_SPLITS))
 
 
-@pytest.mark.parametrize("position", [0, 15, 16, 17, 63, 64, 65, 80, 127, 128, 200, 255])
-@pytest.mark.parametrize("ahead", [1, 2])
+@covering(1, position=[0, 15, 16, 17, 63, 64, 65, 80, 127, 128, 200, 255], ahead=[1, 2])
 def test_a_tile_may_span_pages(position, ahead):
     args = layer((position, 20), page=16, pages=16)
     check_forms(args, AttentionConfig(block_t=64, splits=SPLITS, ahead=ahead))
@@ -87,22 +77,18 @@ def test_tiles_that_straddle_pages_are_rejected():
         attention(*layer((5,), page=96, pages=1), config=AttentionConfig(block_t=64, splits=SPLITS))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("position", [5, 127, 128, 129, 256, 300] + ([1023, 4000] if DEVICE == "cuda" else []))
+@covering(1, head_dim=[64, 128], position=[5, 128, 129, 300] + ([1023, 4000] if DEVICE == "cuda" else []))
 def test_the_config_of_one_row_on_hopper(head_dim, position):
     args = layer((position,), 1, 4, head_dim, pages=6 if DEVICE == "cpu" else 64, **BF16)
     check_forms(args, AttentionConfig(block_t=128, splits=16, num_warps=8, ahead=2), torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
-@pytest.mark.parametrize("position", [1, 77, 200])
+@covering(2, dtype=[torch.float16, torch.float32], position=[1, 200])
 def test_attention_in_other_dtypes(dtype, position):
     check_forms(layer((position,), 2, 4, dtype=dtype), CONFIG, dtype)
 
 
-@pytest.mark.parametrize("window", [1, 16, 50, 96])
-@pytest.mark.parametrize("position", [5, 49, 50, 128, 170, 255])
-@pytest.mark.parametrize("ahead", [1, 2])
+@covering(2, window=[1, 16, 50, 96], position=[5, 49, 50, 128, 255], ahead=[1, 2])
 def test_sliding_window(window, position, ahead):
     args = layer((position,), group=4, window=window)
     for t in range(max(position - window + 1, 0)):  # positions before the window are arbitrary
@@ -111,9 +97,9 @@ def test_sliding_window(window, position, ahead):
     check_forms(args, AttentionConfig(block_t=16, splits=SPLITS, ahead=ahead))
 
 
-@CASES
-@pytest.mark.parametrize("short, iterations", [(1, 2), (2, 1), (3, 64)], ids=["long_rows_have_more", "one_each", "few"])
-def test_few_rows_have_few_splits(case, short, iterations):
+@covering(1, case=CASES, splits={"long_rows_have_more": (1, 2), "one_each": (2, 1), "few": (3, 64)})
+def test_few_rows_have_few_splits(case, splits):
+    short, iterations = splits
     positions = (0, 200, 33) if DEVICE == "cpu" else (0, 4000, 65, 1023, 500)
     args = layer(positions, **case.sizes, page=PAGE, pages=PAGES, **BF16)
     config = replace(CONFIG, ahead=2, short_splits=short, short_iterations=iterations)

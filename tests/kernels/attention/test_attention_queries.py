@@ -3,19 +3,19 @@
 import pytest
 import torch
 from attention_util import MAX_SPLITS, TOLERANCE, check, layer
-from util import CUDA, Case, cases, meta_rows, poisoned, random
+from util import CUDA, Case, covering, meta_rows, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.attention.arguments import Scratch
 from tridecode.kernels.attention.attention_queries import QueriesConfig, attention_queries
 
-CASES = cases(
+CASES = [
     Case("qwen3-4b_g4_d128", dict(kv_heads=8, group=4, head_dim=128), dict(kv_heads=2, group=4, head_dim=128)),
     Case("llama_g4_d64", dict(kv_heads=8, group=4, head_dim=64), dict(kv_heads=1, group=4, head_dim=64)),
     Case("qwen2_g7_d64", dict(kv_heads=2, group=7, head_dim=64), dict(kv_heads=1, group=7, head_dim=64)),
     Case("g5_d80", dict(kv_heads=4, group=5, head_dim=80), dict(kv_heads=1, group=5, head_dim=80)),
     Case("mha_g1_d128", dict(kv_heads=32, group=1, head_dim=128), dict(kv_heads=2, group=1, head_dim=128)),
-)
+]
 
 
 def several(positions, counts, queries, group=4, dtype=torch.bfloat16, **sizes):
@@ -48,8 +48,7 @@ def check_queries(args, queries, dtype=torch.bfloat16, **config):
     check(attention_queries, args, QueriesConfig(queries, **config), TOLERANCE[dtype])
 
 
-@CASES
-@pytest.mark.parametrize("position", [0, 1, 31, 33, 100, 240] if not CUDA else [0, 1, 63, 64, 500, 1023, 4000])
+@covering(2, case=CASES, position=[0, 31, 240] if not CUDA else [0, 63, 4000])
 def test_new_position_attends_to_earlier_ones(case, position):
     check_queries(several((position,), (4,), 4, **case.sizes, pages=4 if not CUDA else 64), 4)
 
@@ -74,10 +73,10 @@ def test_fp32():
     check_queries(several((37,), (4,), 4, dtype=torch.float32), 4, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("position", [0, 63, 64, 500, 1000, 4000] if CUDA else [3, 100, 240])
-@pytest.mark.parametrize("queries, group", [(2, 4), (2, 7), (8, 4), (8, 1)])
-def test_programs_that_combine_together(queries, group, position):
+@covering(2, position=[0, 64, 4000] if CUDA else [3, 240], sizes=[(2, 4), (2, 7), (8, 4), (8, 1)])
+def test_programs_that_combine_together(position, sizes):
     """Launch twice, because the last program of the first launch must reset the counters."""
+    queries, group = sizes
     sizes = dict(kv_heads=8, head_dim=128, pages=64) if CUDA else {}
     args = several((position,), (queries - 1,), queries, group=group, **sizes)
     for _ in range(2):
@@ -87,10 +86,12 @@ def test_programs_that_combine_together(queries, group, position):
 LENGTHS = [(70, 0, 15, 200), (250, 250, 250), (1, 250, 1, 1, 1, 1, 1, 1), (0, 0, 0, 0)]
 
 
-@pytest.mark.parametrize("positions", [*LENGTHS, (4000, 63, 1, 700), (1000,) * 8] if CUDA else LENGTHS)
-@pytest.mark.parametrize("short, iterations", [(1, 2), (2, 4), (2, 64)])
-def test_a_long_request_has_more_splits_than_its_share(positions, short, iterations):
+@covering(
+    1, positions=[*LENGTHS, (4000, 63, 1, 700), (1000,) * 8] if CUDA else LENGTHS, config=[(1, 2), (2, 4), (2, 64)]
+)
+def test_a_long_request_has_more_splits_than_its_share(positions, config):
     """Launch twice, because the last program of the first launch must reset the counters."""
+    short, iterations = config
     counts = [(1, 4, 0, 3)[request % 4] for request in range(len(positions))]
     args = several(positions, counts, 4, **(dict(kv_heads=8, head_dim=128, pages=64) if CUDA else {}))
     options = dict(short_splits=short, short_iterations=iterations, together=short == 2)

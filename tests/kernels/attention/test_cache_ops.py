@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_util import chunk_table, clone, rope
-from util import BF16_ROUNDING, DEVICE, Case, assert_close, cases, meta_rows, norm_weight, poisoned, random
+from util import BF16_ROUNDING, DEVICE, Case, assert_close, covering, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.attention.arguments import Heads, KVLayer
@@ -13,14 +13,13 @@ from tridecode.kernels.attention.rope_write import rope_write, rope_write_ref
 from tridecode.kernels.attention.write_kv import write_kv, write_kv_ref
 from tridecode.layout import Chunk
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 ROUNDING = {torch.bfloat16: 5 * BF16_ROUNDING, torch.float16: 3e-4, torch.float32: 1e-5}
-CASES = cases(
+CASES = [
     Case("qwen3-4b", gpu=dict(rows=65, heads=32, kv=8, d=128), small=dict(rows=2, heads=4, kv=1, d=128)),
     Case("qwen2.5-0.5b", gpu=dict(rows=7, heads=14, kv=2, d=64), small=dict(rows=3, heads=7, kv=1, d=64)),
     Case("g3_d96", gpu=dict(rows=5, heads=24, kv=8, d=96), small=dict(rows=3, heads=3, kv=1, d=96)),
     Case("heads_of_80", gpu=dict(rows=3, heads=5, kv=5, d=80), small=dict(rows=3, heads=5, kv=5, d=80)),
-)
+]
 
 
 def positions_of(pool, table):
@@ -28,9 +27,7 @@ def positions_of(pool, table):
     return pool[table.long()].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
 
 
-@CASES
-@DTYPES
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["no_norm", "norm"])
+@covering(2, case=CASES, dtype=ROUNDING.keys(), qk_norm=[False, True])
 def test_rope_write_matches_reference(case, dtype, qk_norm):
     rows, heads, kv_heads, d = (case.sizes[name] for name in ("rows", "heads", "kv", "d"))
     page, slots = 4, 3
@@ -60,9 +57,7 @@ def test_rope_write_matches_reference(case, dtype, qk_norm):
     assert cached.permute(0, 3, 1, 2, 4)[~written].isnan().all(), "other positions were written"
 
 
-@CASES
-@DTYPES
-@pytest.mark.parametrize("positions", [1, 4, 11])
+@covering(1, case=CASES, dtype=ROUNDING.keys(), positions=[1, 4, 11])
 def test_gather_kv_copies_the_pages_of_a_slot(case, dtype, positions):
     kv_heads, d, page = case.sizes["kv"], case.sizes["d"], 4
     pool = random(5, 3, 2, kv_heads, page, d, dtype=dtype)

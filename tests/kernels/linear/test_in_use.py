@@ -6,6 +6,7 @@ import pytest
 import torch
 from linear_product import CUDA, Product, check_alike, dense, kernel_of, packed
 from test_matmul_hopper import EPILOGUES
+from util import covering
 
 from tridecode.kernels.device import device_of
 from tridecode.kernels.linear.project import Case
@@ -22,9 +23,7 @@ SIZES = {  # outputs and columns of each role; an LM head has more of the same
     "llama-3.1-8b": ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 4096)),
 }
 SCHEMES = {"int4": "int4_groups_of_128", "fp8": "e4m3"}
-MODEL = pytest.mark.parametrize("model", SIZES)
-KIND = pytest.mark.parametrize("kind", ["bfloat16", *SCHEMES])
-ROLE = pytest.mark.parametrize("role", EPILOGUES)
+KINDS = "bfloat16", *SCHEMES
 
 
 def weight(model, kind, role):
@@ -35,11 +34,9 @@ def weight(model, kind, role):
     return Case(n, k, linear.packed or torch.bfloat16, EPILOGUES[role]), linear, EPILOGUES[role]
 
 
-@MODEL
-@KIND
-@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
-@ROLE
-def test_configs_in_use_match_the_reference(role, rows, kind, model):
+@covering(2, role=EPILOGUES, passes=[(rows, kind) for rows in (1, 8, 16, 32, 64) for kind in KINDS], model=SIZES.keys())
+def test_configs_in_use_match_the_reference(role, passes, model):
+    rows, kind = passes
     case, linear, epilogue = weight(model, kind, role)
     device = device_of(torch.device("cuda"))
     choice = rules.choose(case, rows, device, tables.package_tables(device))
@@ -47,8 +44,7 @@ def test_configs_in_use_match_the_reference(role, rows, kind, model):
     Product(epilogue, linear, max(rows - 1, 1), partials=20).check(choice.config)
 
 
-@KIND
-@ROLE
+@covering(2, role=EPILOGUES, kind=KINDS)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(role, kind):
     """The launch configs are the ones that batch-invariant mode uses."""
     case, linear, epilogue = weight("qwen3-4b", kind, role)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from linear_product import EPILOGUES, EPS, HOPPER, PLAIN, TOLERANCE, Product, dense, idle, kernel_of
 from models_to_tune import H200, case
-from util import CUDA, Case, assert_close, cases, poisoned, random
+from util import CUDA, Case, assert_close, covering, poisoned, random
 
 from tridecode.kernels.linear.matmul import MatmulConfig
 from tridecode.kernels.linear.matmul_hopper import HopperConfig
@@ -30,14 +30,14 @@ if HOPPER:
         "hopper_rows_shared": HopperConfig(128, 64, 5, 3, programs=3),
         "hopper_producer": HopperConfig(128, 128, 3, 2, lag=1, registers=80, producer=1),
     }
-CASES = cases(
+CASES = [
     Case("qwen2.5-0.5b_qkv", gpu=dict(n=1152, k=896), small=dict(n=27, k=96)),
     Case("qwen3-4b_down", gpu=dict(n=2560, k=9728), small=dict(n=32, k=352)),
     Case("llama-3.1-8b_qkv", gpu=dict(n=6144, k=4096), small=dict(n=48, k=128)),
     Case("odd_columns", gpu=dict(n=1001, k=4872), small=dict(n=37, k=104)),
     Case("vocabulary", gpu=dict(n=151936, k=1024), small=dict(n=101, k=64)),
-)
-FORM = pytest.mark.parametrize("form", SMALL)
+]
+FORM = covering(1, form=SMALL.keys())
 
 
 def config_for(form: str, n: int, k: int, rows: int, gated: bool = False):
@@ -66,10 +66,7 @@ def product(epilogue, n, k, rows, **options) -> Product:
     return Product(epilogue, dense(2 * n if epilogue == "gated" else n, k, DTYPE), rows, DTYPE, **options)
 
 
-@FORM
-@pytest.mark.parametrize("rows", [2, 3, 8, 16, 33, 64] if CUDA else [3, 8])
-@CASES
-@pytest.mark.parametrize("epilogue", EPILOGUES)
+@covering(2, form=SMALL.keys(), rows=[2, 3, 8, 16, 33, 64] if CUDA else [3, 8], case=CASES, epilogue=EPILOGUES)
 def test_epilogues_match_the_reference(case, rows, form, epilogue):
     n, k, gated = case.sizes["n"], case.sizes["k"], epilogue == "gated"
     if gated and n > 2**16:
@@ -77,8 +74,7 @@ def test_epilogues_match_the_reference(case, rows, form, epilogue):
     product(epilogue, n, k, rows).check(config_for(form, n, k, rows, gated))
 
 
-@pytest.mark.parametrize("rows", [8, 24, 64] if CUDA else [24])
-@pytest.mark.parametrize("epilogue", EPILOGUES)
+@covering(1, rows=[8, 24, 64] if CUDA else [24], epilogue=EPILOGUES)
 def test_weights_whose_rows_tma_cannot_read(epilogue, rows):
     """The rows begin at addresses that are not multiples of 16 bytes."""
     n, k = (1024, 2730) if CUDA else (37, 90)
@@ -114,8 +110,7 @@ def test_a_row_has_the_same_bits_at_any_place_with_any_neighbors(rows, form):
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
-@FORM
-@pytest.mark.parametrize("epilogue", EPILOGUES)
+@covering(1, form=SMALL.keys(), epilogue=EPILOGUES)
 def test_stopped_rows_are_not_written(epilogue, form):
     config = SMALL[form]
     if epilogue == "gated" and isinstance(config, HopperConfig):
@@ -143,8 +138,7 @@ def outputs(n, k, rows, config):
     return left | {"norm": normed, "sumsq": sumsq[:, : one.partial_sums(config)]}
 
 
-@pytest.mark.parametrize("x_ahead", [1, 32], ids=["streamed", "kept"])
-@pytest.mark.parametrize("programs", [1, 2, 3, 7])
+@covering(1, programs=[1, 2, 3, 7], x_ahead={"streamed": 1, "kept": 32})
 def test_number_of_programs_does_not_change_the_outputs(programs, x_ahead):
     """Programs have one iteration or several, complete or not. There may be fewer blocks than programs."""
     n, k, rows = 88, 320, 3

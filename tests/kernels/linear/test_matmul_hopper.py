@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from linear_product import HOPPER, Product, check_alike, check_captured, dense
+from util import covering
 
 from tridecode.kernels.linear.matmul_hopper import HopperConfig
 
@@ -67,36 +68,25 @@ def engine_product(role, rows, **options) -> Product:
 
 
 @hopper_only
-@pytest.mark.parametrize("rows", [32, 64, 17, 63])
+@pytest.mark.parametrize("rows, odd_rows", [(32, 17), (64, 63)])
 @ROLES
-def test_configs_of_engines_match_the_reference(role, rows):
-    engine_product(role, rows).check(CONFIGS[role, 32 if rows <= 32 else 64])
+def test_configs_of_engines_match_the_reference(role, rows, odd_rows):
+    """Rows that stopped do not disturb the next launch."""
+    engine_product(role, rows).check_stopped(CONFIGS[role, rows])
+    engine_product(role, odd_rows).check(CONFIGS[role, rows])
+
+
+TIGHT = {"1000": (1000, 4872, False), "1001": (1001, 4872, False), "65": (65, 1032, False), "apart": (1024, 2560, True)}
 
 
 @hopper_only
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("n, k", [(1000, 4872), (1001, 4872), (65, 1032)])
-@pytest.mark.parametrize("rows", [32, 64])
-@ROLES
-def test_tiles_may_exceed_the_weight(role, rows, n, k, dtype):
+@covering(2, role=EPILOGUES, rows=[32, 64], size=TIGHT, dtype=[torch.bfloat16, torch.float16])
+def test_tiles_may_exceed_the_weight_and_rows_may_lie_apart(role, rows, size, dtype):
     """Programs that share the rows have zero, one or two tiles each."""
     config = CONFIGS[role, rows]
-    config = replace(config, programs=min(config.programs, 5))
-    product(role, n, k, rows - 3, dtype, bias=role in ("qkv", "lm_head")).check(config)
-
-
-@hopper_only
-@pytest.mark.parametrize("rows", [32, 64])
-@ROLES
-def test_rows_may_lie_apart(role, rows):
-    product(role, 1024, 2560, rows, strided=True).check(CONFIGS[role, rows])
-
-
-@hopper_only
-@pytest.mark.parametrize("rows", [32, 64])
-@ROLES
-def test_stopped_rows_do_not_disturb_the_next_launch(role, rows):
-    engine_product(role, rows).check_stopped(CONFIGS[role, rows])
+    config, (n, k, strided) = replace(config, programs=min(config.programs, 5)), size
+    bias = role in ("qkv", "lm_head")
+    product(role, n, k, rows - 3, dtype, bias=bias, strided=strided).check(config)
 
 
 @hopper_only

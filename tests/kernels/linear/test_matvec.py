@@ -3,21 +3,19 @@
 import pytest
 import torch
 from linear_product import EPILOGUES, PLAIN, Product, dense
-from util import CUDA, Case, cases
+from util import CUDA, Case, covering
 
-from tridecode import layout
 from tridecode.kernels.linear.matvec import MATVEC, MatvecConfig
 
 TOLERANCE = 1e-5
 SMALL = MatvecConfig(8, 1, programs=3)  # few programs for the interpreter, with several iterations each
-EPILOGUE = pytest.mark.parametrize("epilogue", EPILOGUES + PLAIN)
-CASES = cases(
+CASES = [
     Case("qwen2.5-0.5b_qkv", gpu=dict(n=1152, k=896, config=MatvecConfig(2, 1)), small=dict(n=27, k=896)),
     Case("qwen3-4b_down", gpu=dict(n=2560, k=9728, config=MatvecConfig(2, 16, programs=132)), small=dict(n=10, k=1216)),
     Case("llama-3.1-8b_qkv", gpu=dict(n=6144, k=4096, config=MatvecConfig(1, 4)), small=dict(n=32, k=512)),
     Case("odd_rows", gpu=dict(n=1001, k=4864, config=MatvecConfig(2, 4)), small=dict(n=13, k=304)),
     Case("vocabulary", gpu=dict(n=151936, k=1024, config=MatvecConfig(4, 4)), small=dict(n=101, k=256)),
-)
+]
 MAX_OUTPUTS = {"gated": 16384, "residual": 8192}  # outputs
 
 
@@ -28,30 +26,29 @@ def product(epilogue, n, k, dtype=torch.bfloat16, rows=2, stopped=(), **options)
     return Product(epilogue, linear, rows, act, stopped=stopped, **options)
 
 
-@CASES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@EPILOGUE
+@covering(2, case=CASES, dtype=[torch.bfloat16, torch.float16], epilogue=EPILOGUES + PLAIN)
 def test_epilogues_match_the_reference(case, dtype, epilogue):
     n = min(case.sizes["n"], MAX_OUTPUTS.get(epilogue, case.sizes["n"]))
     product(epilogue, n, case.sizes["k"], dtype).check(case.sizes.get("config", SMALL), TOLERANCE)
 
 
-@pytest.mark.parametrize("config", [
-    MatvecConfig(1, 4),
-    MatvecConfig(2, 2, registers=96),
-    MatvecConfig(16, 1),
-    MatvecConfig(2, 8),  # a tile has more columns than the matrix
-    MatvecConfig(4, 1, programs=4),
-    MatvecConfig(1, 2, programs=5, registers=128),  # five iterations, the last for one program
-    MatvecConfig(2, 1, programs=132),  # more programs than rows
-], ids=["rows_1", "registers_96", "rows_16", "wide_tile", "programs_4", "programs_5", "programs_132"])  # fmt: skip
-@EPILOGUE
+CONFIGS = {
+    "rows_1": MatvecConfig(1, 4),
+    "registers_96": MatvecConfig(2, 2, registers=96),
+    "rows_16": MatvecConfig(16, 1),
+    "wide_tile": MatvecConfig(2, 8),  # a tile has more columns than the matrix
+    "programs_4": MatvecConfig(4, 1, programs=4),
+    "programs_5": MatvecConfig(1, 2, programs=5, registers=128),  # five iterations, the last for one program
+    "programs_132": MatvecConfig(2, 1, programs=132),  # more programs than rows
+}
+
+
+@covering(2, config=CONFIGS, epilogue=["normed_bias", "gated", "residual"])
 def test_configs_match_the_reference(config, epilogue):
     product(epilogue, 21, 1100, short=torch.float32).check(config, TOLERANCE)
 
 
-@pytest.mark.parametrize("partials", [1, 4, 8, 12, 13])
-@pytest.mark.parametrize("epilogue", ["normed", "gated"])
+@covering(1, epilogue=["normed", "gated"], partials=[1, 4, 8, 12, 13])
 def test_any_number_of_partial_sums_is_added(epilogue, partials):
     product(epilogue, 21, 128, short=torch.float32, partials=partials).check(SMALL, TOLERANCE)
 
@@ -63,19 +60,9 @@ def test_blocks_and_programs_of_a_config():
     assert MATVEC.partials(21, MatvecConfig(4, 1, programs=4)) == 4
 
 
-@EPILOGUE
-def test_stopped_rows_are_not_written(epilogue):
-    stopped = product(epilogue, 16, 256)
-    stopped.meta[:, layout.STATUS] = layout.LIMIT_REACHED
-    out, normed, sumsq = stopped.launch(SMALL)
-    assert torch.equal(out, stopped.hidden) if epilogue == "residual" else out.isnan().all()
-    assert normed.isnan().all() and sumsq.isnan().all()
-
-
-@pytest.mark.parametrize("row", [0, 1])
-@EPILOGUE
-def test_a_stopped_row_does_not_affect_the_other(row, epilogue):
-    product(epilogue, 33, 256, stopped=(row,)).check(SMALL, TOLERANCE)
+@covering(1, row=[0, 1], epilogue=EPILOGUES + PLAIN)
+def test_stopped_rows_are_not_written_and_do_not_affect_the_other(row, epilogue):
+    product(epilogue, 33, 256, stopped=(row,)).check_stopped(SMALL)
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter takes seconds")

@@ -6,20 +6,19 @@ import pytest
 import torch
 from check import check_op
 from linear_product import EPILOGUES, PLAIN, SCHEMES, Product, dense, packed
-from util import CUDA, Case, assert_close, cases, poisoned, random
+from util import CUDA, Case, assert_close, covering, poisoned, random
 
 from tridecode.kernels.linear.dequantize import DEQUANTIZE
 from tridecode.kernels.linear.matmul import MatmulConfig
 from tridecode.kernels.linear.project import Plain
 from tridecode.kernels.linear.torch_linear import TORCH, piece_rows
 
-CASES = cases(
+CASES = [
     Case("qwen3-4b_down", gpu=dict(n=2560, k=9728), small=dict(n=24, k=384)),
     Case("odd_rows", gpu=dict(n=1001, k=4864), small=dict(n=21, k=192)),
     Case("qwen3-0.6b_o_proj", gpu=dict(n=1024, k=2048), small=dict(n=32, k=128)),
-)
-SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
-ROWS = pytest.mark.parametrize("rows", (1, 8, 16, 64) if CUDA else (1, 3))
+]
+SCHEME = covering(1, scheme=SCHEMES.keys())
 
 
 def config_for(scheme: str, rows: int) -> MatmulConfig:
@@ -36,18 +35,12 @@ def product(epilogue, scheme, n, k, rows, **options) -> Product:
     return Product(epilogue, packed(scheme, 2 * n if epilogue == "gated" else n, k), rows, **options)
 
 
-@SCHEME
-@ROWS
-@CASES
-def test_schemes_match_the_reference(case, rows, scheme):
-    product("normed_bias", scheme, case.sizes["n"], case.sizes["k"], rows).check(config_for(scheme, rows))
-
-
-@SCHEME
-@pytest.mark.parametrize("epilogue", ("gated", "residual", *PLAIN))
-def test_epilogues_match_the_reference(epilogue, scheme):
-    n, k, rows = (2560, 4096, 8) if CUDA else (20, 256, 2)
-    product(epilogue, scheme, n, k, rows, stopped=()).check(config_for(scheme, rows))
+@covering(
+    2, scheme=SCHEMES.keys(), rows=(1, 8, 16, 64) if CUDA else (1, 3), case=CASES,
+    epilogue=("normed_bias", "gated", "residual", *PLAIN),
+)  # fmt: skip
+def test_schemes_and_epilogues_match_the_reference(scheme, rows, case, epilogue):
+    product(epilogue, scheme, case.sizes["n"], case.sizes["k"], rows).check(config_for(scheme, rows))
 
 
 CONFIGS = {
@@ -61,9 +54,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("scheme", ["int4", "int4_ordered", "int8_zeros", "e4m3", "e4m3_blocks"])
-@pytest.mark.parametrize("epilogue", EPILOGUES)
+@covering(2, config=CONFIGS, scheme=["int4", "int4_ordered", "int8_zeros", "e4m3", "e4m3_blocks"], epilogue=EPILOGUES)
 def test_configs_match_the_reference(epilogue, scheme, config):
     product(epilogue, scheme, 44, 640, 2).check(config)
 

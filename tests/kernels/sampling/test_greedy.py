@@ -3,7 +3,7 @@
 import pytest
 import torch
 from sampling_util import CAPACITY, GENERATION, POSITION, STEP, UNTOUCHED, assert_same, check, make_state, run
-from util import Case, cases, random
+from util import Case, cases, covering, random
 
 from tridecode import layout as m
 from tridecode.sampling import SamplingParams
@@ -29,9 +29,7 @@ def test_greedy_takes_the_largest_logit(case):
         assert after.tokens[slot, POSITION + 1] == int(logits[slot].argmax())
 
 
-@KINDS
-@pytest.mark.parametrize("ids", [(5, 6), (3, 2999), (2047, 2048), (1500, 2700)], ids=str)
-@pytest.mark.parametrize("top", [2.5, 0.0, -1.5])
+@covering(2, kind=["greedy", "sample"], ids=[(5, 6), (3, 2999), (2047, 2048), (1500, 2700)], top=[2.5, 0.0, -1.5])
 def test_lowest_id_wins_ties(kind, ids, top):
     logits = random(1, 3000) - 20
     logits[0, list(ids)] = top
@@ -42,9 +40,7 @@ def test_lowest_id_wins_ties(kind, ids, top):
 
 
 @OVERFLOW
-@KINDS
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
-@pytest.mark.parametrize("at", [0, 1100, 2999])
+@covering(2, kind=["greedy", "sample"], value=[float("nan"), float("inf"), -float("inf")], at=[0, 1100, 2999])
 def test_non_finite_logits_end_the_generation(kind, value, at):
     logits = random(1, 3000)
     logits[0, at] = value

@@ -3,16 +3,16 @@
 import pytest
 import torch
 from sampling_util import GENERATION, POSITION, STEP, UNTOUCHED, assert_same, check, make_state, run
-from util import Case, cases, random
+from util import Case, covering, random
 
 from tridecode import SamplingParams
 from tridecode import layout as m
 
-CASES = cases(
+CASES = [
     Case("qwen3", gpu=dict(rows=3, vocab=151936), small=dict(rows=3, vocab=3000)),
     Case("odd", gpu=dict(rows=2, vocab=32003), small=dict(rows=2, vocab=4097)),
     Case("less_than_a_word", gpu=dict(rows=2, vocab=7), small=dict(rows=2, vocab=7)),
-)
+]
 KINDS = pytest.mark.parametrize("kind", ["greedy", "sample"])
 STAMP = m.mask_stamp(GENERATION, POSITION)
 PARAMS = {
@@ -33,8 +33,7 @@ def masked_state(rows, vocab, allowed, params, stamp=STAMP, first=0):
     return state
 
 
-@CASES
-@KINDS
+@covering(2, case=CASES, kind=PARAMS.keys())
 def test_masked_rows_take_allowed_tokens(case, kind):
     rows, vocab = case.sizes.values()
     allowed = {0, vocab - 1, vocab // 2}
@@ -46,8 +45,7 @@ def test_masked_rows_take_allowed_tokens(case, kind):
         assert after.entry(row)[1] in allowed and after.tokens[row, POSITION + 1] == after.entry(row)[1]
 
 
-@KINDS
-@pytest.mark.parametrize("token", [0, 31, 32, 1023, 1024, 2999])
+@covering(1, kind=PARAMS.keys(), token=[0, 31, 32, 1023, 1024, 2999])
 def test_single_allowed_token_wins_over_bias_and_top_k(kind, token):
     params = SamplingParams(temperature=1.0, logit_bias={token: -1e30, 5: 1e30}, top_k=3)
     before = masked_state(1, 3000, [token], PARAMS["greedy"] if kind == "greedy" else params)

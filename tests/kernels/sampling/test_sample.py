@@ -15,7 +15,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from util import CUDA, DEVICE, Case, cases, random
+from util import CUDA, DEVICE, Case, covering, random
 
 from tridecode import layout as m
 from tridecode.kernels.sampling.filters import DECIDED, LISTED
@@ -24,11 +24,11 @@ from tridecode.kernels.sampling.nearest import NEAREST, RANK_SHIFT
 from tridecode.kernels.sampling.philox import philox_bits, philox_bits_ref, philox_words
 from tridecode.sampling import SamplingParams as P
 
-CASES = cases(
+CASES = [
     Case("qwen3", gpu=dict(vocab=151936), small=dict(vocab=4097)),
     Case("llama3", gpu=dict(vocab=128256), small=dict(vocab=1000)),
     Case("llama2", gpu=dict(vocab=32000), small=dict(vocab=64)),
-)
+]
 BIAS = {0: 3.0, 7: -100.0, 11: 1e30, 12: -1e30, 60: 0.5}
 FILTERS = {
     "none": P(),
@@ -60,8 +60,7 @@ FILTERS = {
 ONE_HOT = torch.nn.functional.one_hot(torch.tensor([41]), 64) * 50.0
 
 
-@CASES
-@pytest.mark.parametrize("params", FILTERS.values(), ids=FILTERS)
+@covering(2, case=CASES, params=FILTERS)
 def test_sample_matches_reference(case, params):
     """Integers decide everything: token and kept tokens are equal."""
     after, ref = check("sample", make_state(random(1, case.sizes["vocab"], scale=3), params, seed=-3))
@@ -69,8 +68,10 @@ def test_sample_matches_reference(case, params):
         assert kept(after) == kept(ref)
 
 
-@pytest.mark.parametrize("name", ["none", "top_k", "top_k_1", "top_p", "top_p_tiny", "min_p_1", "top_k_top_p", "all"])
-@pytest.mark.parametrize("logits", [torch.full((1, 1000), -3.25), ONE_HOT], ids=["all_equal", "one_hot"])
+@covering(
+    2, name=["none", "top_k", "top_k_1", "top_p", "top_p_tiny", "min_p_1", "top_k_top_p", "all"],
+    logits={"all_equal": torch.full((1, 1000), -3.25), "one_hot": ONE_HOT},
+)  # fmt: skip
 def test_sample_matches_reference_on_degenerate_logits(name, logits):
     after, ref = check("sample", make_state(logits, FILTERS[name]))
     assert kept(after) == kept(ref)
@@ -171,9 +172,9 @@ WARPERS = {
 }
 
 
-@CASES
-@pytest.mark.parametrize("params, warpers", WARPERS.values(), ids=WARPERS)
-def test_filters_match_transformers(case, params, warpers):
+@covering(2, case=CASES, filters=WARPERS)
+def test_filters_match_transformers(case, filters):
+    params, warpers = filters
     logits = random(1, case.sizes["vocab"], scale=3).cpu()
     scores = logits.double()
     for warper in warpers(params):
@@ -262,11 +263,11 @@ def test_draws_repeat_and_depend_on_seed_and_position(seeds, positions):
 
 @pytest.mark.parametrize("name", ["none", "top_k_top_p", "all"])
 def test_draws_follow_the_distribution(name):
-    """The chi-square statistic over fixed seeds accepts the distribution and rejects one that is 25% sharper."""
+    """The chi-square statistic over fixed seeds accepts the distribution and rejects one that is 40% sharper."""
     params, logits = FILTERS[name], random(1, 64, scale=1.5)
     state = run_ref("sample", make_state(logits, params))
     ids = sorted(kept(state))
-    tokens = torch.tensor(draws(params, logits, range(120), range(1, 38)))
+    tokens = torch.tensor(draws(params, logits, range(50), range(1, 38)))
     counts = (tokens[:, None] == torch.tensor(ids)).sum(0)
     assert counts.sum() == len(tokens)
     x = state.sampler.processed[0, ids].double()
@@ -280,7 +281,7 @@ def test_draws_follow_the_distribution(name):
         return chisquare(observed[used].numpy(), expected[used].numpy()).pvalue
 
     assert p_value(1.0) > 0.01
-    assert p_value(1.25) < 1e-6
+    assert p_value(1.4) < 1e-6
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["sampled", "known"])
