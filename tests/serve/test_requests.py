@@ -11,7 +11,7 @@ from models import CUDA, tiny_engine
 
 from tridecode import Engine, Request, SamplingParams, results
 from tridecode.cli.bench.passes import enqueue, rewind
-from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull
+from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull, TooLong
 from tridecode.serve import output
 
 PROMPTS = [[5, 17, 300, 42, 8, 8, 99], [1, 2], [200, 100, 50, 25], [7] * 30, [9, 9, 8]]
