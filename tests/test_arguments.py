@@ -73,7 +73,7 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: f"{type(prompt).__name__} {shown(prompt)}")
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: type(prompt).__name__)
 def test_invalid_prompts_are_refused(engine, prompt):
     for call in (engine.generate, engine.encode, engine.score):
         with pytest.raises(PromptError, match="prompt|token.id") as caught:
