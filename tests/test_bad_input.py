@@ -207,7 +207,10 @@ def test_long_number_is_shortened_in_the_message(failure, option, digits):
         (("--max-seq-len", "100000"), "--max-seq-len must be an integer from 1 to the model's limit of 512"),
         (("--device", "cuda:999"), "cuda:999"),
         (("--prompt-graph-sizes", "16", "--no-prompt-graphs"), "captured with --graph full_decode_only; leave one"),
-        (("--prompt-graph-sizes", "16", "--prompt-graph-max-tokens", "2048"), "not go with --prompt-graph-max-tokens"),
+        (
+            ("--prompt-graph-sizes", "16", "--prompt-graph-max-tokens", "2048"),
+            "cannot be used with --prompt-graph-max-tokens",
+        ),
     ],
 )
 def test_engine_options_with_missing_or_contradicting_options(failure, good, options, fix):

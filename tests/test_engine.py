@@ -91,7 +91,7 @@ def test_an_interrupt_as_a_stream_ends_mixes_nothing_into_the_next(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     expected = engine.generate([7, 8, 9], params).token_ids
     scheduler = engine.scheduler
-    monkeypatch.setattr(scheduler, "passes_ahead", 1)  # as on a GPU: a step is in flight when its stream is closed
+    monkeypatch.setattr(scheduler, "lookahead", 1)  # as on a GPU: a step is in flight when its stream is closed
 
     def interrupted(slot):
         raise KeyboardInterrupt

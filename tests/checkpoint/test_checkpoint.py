@@ -231,7 +231,7 @@ BROKEN = {
     "missing head": (lambda p: edit(p, lambda t: t.pop("lm_head.weight")), ["lm_head.weight", "tie_word_embeddings"]),
     "extra bias": (
         lambda p: edit(p, lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(240)})),
-        ["model.layers.0.self_attn.o_proj.bias", "no place", "llama"],
+        ["model.layers.0.self_attn.o_proj.bias", "does not belong", "llama"],
     ),
     "extra layer": (
         lambda p: edit(p, lambda t: t.update({"model.layers.2.mlp.down_proj.weight": t[DOWN].clone()})),

@@ -184,7 +184,7 @@ FILES = {
         lambda t: t.update({f"{NAME}.weight": t[f"{NAME}.weight"].float()}),
         [f"{NAME}.weight", "F8_E4M3", "F32"],
     ),
-    "extra": ("awq", lambda t: t.update({f"{NAME}.g_idx": torch.zeros(320)}), [f"{NAME}.g_idx", "no place"]),
+    "extra": ("awq", lambda t: t.update({f"{NAME}.g_idx": torch.zeros(320)}), [f"{NAME}.g_idx", "does not belong"]),
 }
 
 

@@ -203,7 +203,7 @@ def test_a_prompt_with_a_shorter_cached_prefix_is_not_timed(bench):
     cache = engine.scheduler.slots.cache
     match = cache.match
     cache.match = lambda ids, salt: match(ids[:-5], salt)
-    with pytest.raises(GenerationError, match="the cache held 19 tokens, not 20"):
+    with pytest.raises(GenerationError, match="the cache provided 19 tokens, expected 20"):
         prefill.time_prefill(engine, 5, 1, 20)
 
 

@@ -41,7 +41,7 @@ def engine_of(slots=1, ahead=1, capacity=CAPACITY, **build):
     for name, tensor in random_weights(engine.config, torch.device("cpu"), torch.float32, seed=0).tensors().items():
         weights[name].copy_(tensor)
     engine.model.weights.embed[POISON] = float("nan")
-    engine.scheduler.passes_ahead = ahead
+    engine.scheduler.lookahead = ahead
     engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
     return engine
 
@@ -111,7 +111,7 @@ def small():
 @given(actions=st.lists(ACTION, min_size=4, max_size=24), ahead=st.integers(0, 1))
 def test_any_schedule_gives_the_tokens_of_single_requests(small, run_alone, actions, ahead):
     scheduler, requests, cancelled = small.scheduler, [], set()
-    scheduler.passes_ahead = 1 if CUDA else ahead
+    scheduler.lookahead = 1 if CUDA else ahead
     for action, value in actions:
         if action == "submit":
             base, length, kind, most, reuse, special = value
@@ -237,7 +237,7 @@ def test_slot_grows_one_page_at_a_time(run_alone):
 @pytest.mark.parametrize("ahead", [1] if CUDA else [0, 1])
 def test_rows_decode_while_a_prompt_is_read(small, monkeypatch, ahead):
     scheduler, log = small.scheduler, []
-    monkeypatch.setattr(scheduler, "passes_ahead", ahead)
+    monkeypatch.setattr(scheduler, "lookahead", ahead)
     spied(monkeypatch, small.prompts, "read", log)
     spied(monkeypatch, small.prompts, "finish", log)
     spied(monkeypatch, small.steps, "replay", log)
@@ -406,7 +406,7 @@ def test_prompts_of_any_length_chunk_size_and_batch(reader, run_alone, sizes, ah
     engine, log = reader(*sizes)
     log.clear()
     scheduler = engine.scheduler
-    scheduler.passes_ahead = 1 if CUDA else ahead
+    scheduler.lookahead = 1 if CUDA else ahead
     cases = [(prompt_of(base, 5 + base), "sampled", 60) for base in range(min(decoding, sizes[0] - 1))]
     requests = [engine.submit(prompt, params_of(*rest), reuse_prefix=False) for prompt, *rest in cases]
     while not all(request.completion_tokens for request in requests):

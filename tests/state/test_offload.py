@@ -268,7 +268,7 @@ def test_any_schedule_returns_the_tokens_of_single_requests(seed, ring, run_alon
     choose = random.Random(seed)
     engine = engine_of(10, ring=ring, host=9, slots=3, context=10, chunk_tokens=PAGE + PAGE // 2)
     if not CUDA:
-        engine.scheduler.passes_ahead = seed % 2
+        engine.scheduler.lookahead = seed % 2
     kept, common = [], LONG[: 3 * PAGE]
     for _ in range(12):
         length, most = choose.choice([3, PAGE, 3 * PAGE - 1, 5 * PAGE]), choose.choice([2, PAGE, 2 * PAGE])

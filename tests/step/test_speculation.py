@@ -52,7 +52,7 @@ def engine_of(slots=1, in_flight=1, speculate="ngram", capacity=CAPACITY, dtype=
         weights[name].copy_(tensor)
     engine.model.weights.final_norm.mul_(SHARP)
     engine.model.weights.embed[POISON] = float("nan")
-    engine.scheduler.passes_ahead = in_flight
+    engine.scheduler.lookahead = in_flight
     engine.threads = 1
     engine.scheduler.answered = True
     return engine
@@ -162,7 +162,7 @@ ACTION = st.one_of(
 def test_any_schedule_gives_the_same_tokens(small, plain_result, actions, ahead):
     """The engine has few small pages, so that requests wait for pages and are preempted in the middle of drafts."""
     scheduler, requests, cancelled = small.scheduler, [], set()
-    scheduler.passes_ahead = 1 if CUDA else ahead
+    scheduler.lookahead = 1 if CUDA else ahead
     for action, value in actions:
         if action == "submit":
             which, kind, most, reuse = value

@@ -134,7 +134,7 @@ def test_row_that_waits_for_its_mask_does_not_delay_others(bundled, monkeypatch,
 
     masks = []
     monkeypatch.setattr(Matcher, "allowed", slow)
-    monkeypatch.setattr(bundled.scheduler, "_lookahead", lookahead)
+    monkeypatch.setattr(bundled.scheduler, "lookahead", lookahead)
     waiting = bundled.submit(CHAT, params_with("json_schema", seed=1))
     others = [bundled.submit(CHAT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for _ in range(2)]
     assert [other.result().usage.completion_tokens for other in others] == [30, 30]
@@ -151,7 +151,7 @@ def test_late_mask_of_last_token_is_awaited(bundled, monkeypatch, max_tokens, lo
     """The next pass contains either a row of another request or its prompt."""
     params = SamplingParams(regex="[a-z 0-9]{40}", temperature=0, max_tokens=max_tokens)
     alone = bundled.generate(CHAT, params)
-    monkeypatch.setattr(bundled.scheduler, "_lookahead", 1)
+    monkeypatch.setattr(bundled.scheduler, "lookahead", 1)
     waiting = bundled.submit(CHAT, params)
     rows = bundled.scheduler.queue.rows
     for _ in range(1000):

@@ -80,7 +80,7 @@ TIGHT = {"1000": (1000, 4872, False), "1001": (1001, 4872, False), "65": (65, 10
 
 
 @hopper_only
-@covering(2, role=EPILOGUES, rows=[32, 64], size=TIGHT, dtype=[torch.bfloat16, torch.float16])
+@covering(2, role=EPILOGUES.keys(), rows=[32, 64], size=TIGHT, dtype=[torch.bfloat16, torch.float16])
 def test_tiles_may_exceed_the_weight_and_rows_may_lie_apart(role, rows, size, dtype):
     """Programs that share the rows have zero, one or two tiles each."""
     config = CONFIGS[role, rows]
