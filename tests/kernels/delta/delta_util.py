@@ -1,0 +1,141 @@
+"""Arguments of the ops of gated delta net layers for tests."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from util import Case, cases, meta_rows, norm_weight, poisoned, random
+
+from tridecode import layout
+from tridecode.kernels.delta.arguments import RING, DeltaHeads, DeltaWeights, DraftRows, RecordLayer
+from tridecode.kernels.linear.project import Normed
+
+SIZES = cases(
+    Case(
+        "qwen3.5-4b", gpu=dict(key=16, value=32, key_dim=128, value_dim=128, hidden=2560),
+        small=dict(key=2, value=4, key_dim=32, value_dim=16, hidden=96),
+    ),
+    Case(
+        "qwen3.5-27b_g3", gpu=dict(key=16, value=48, key_dim=128, value_dim=128, hidden=5120),
+        small=dict(key=1, value=3, key_dim=16, value_dim=32, hidden=60),
+    ),
+    Case(
+        "qwen3.5-0.8b_g1", gpu=dict(key=16, value=16, key_dim=128, value_dim=128, hidden=1024),
+        small=dict(key=2, value=2, key_dim=32, value_dim=32, hidden=33),
+    ),
+)  # fmt: skip
+TINY = dict(key=2, value=4, key_dim=16, value_dim=32, hidden=40)
+WIDTH = 4
+
+
+class Args(NamedTuple):
+    """Arguments of delta_decode."""
+
+    meta: torch.Tensor
+    qkvz: torch.Tensor
+    x: torch.Tensor
+    norm: Normed | None
+    out: torch.Tensor
+    weights: DeltaWeights
+    records: RecordLayer
+    drafts: DraftRows | None
+    heads: DeltaHeads
+
+
+def sizes_of(sigmoid=False, *, key, value, key_dim, value_dim, hidden) -> DeltaHeads:
+    """Return the sizes of a layer. hidden is not among them."""
+    return DeltaHeads(key, value, key_dim, value_dim, 1e-6, sigmoid)
+
+
+def weights_of(heads: DeltaHeads, hidden: int, dtype=torch.float32) -> DeltaWeights:
+    """Return random weights, of which some heads forget slowly and some fast."""
+    return DeltaWeights(
+        random(heads.channels, 1, WIDTH, dtype=dtype, scale=0.5, seed=1),
+        random(heads.value, hidden, dtype=dtype, scale=hidden**-0.5, seed=2),
+        random(heads.value, hidden, dtype=dtype, scale=hidden**-0.5, seed=3),
+        random(heads.value, seed=4),
+        random(heads.value, scale=2.0, seed=5) - 3.0,
+        norm_weight(heads.value_dim),
+    )
+
+
+def records_of(heads: DeltaHeads, count: int, dtype=torch.float32) -> RecordLayer:
+    """Return records with random contents that cover no position."""
+    state = random(count, heads.value, heads.key_dim, heads.value_dim, scale=0.3, seed=6)
+    window = random(count, RING, heads.channels, dtype=dtype, seed=7)
+    return RecordLayer(state, window, torch.zeros(count, heads.value, dtype=torch.int32, device=state.device))
+
+
+def drafts_of(heads: DeltaHeads, slots: int) -> DraftRows:
+    """Return the updates of drafts, all NaN."""
+    return DraftRows(
+        poisoned(slots, RING, heads.key, heads.key_dim),
+        poisoned(slots, RING, heads.value, heads.value_dim),
+        poisoned(slots, RING, heads.value),
+    )
+
+
+def decode_args(
+    positions, covered=None, *, queries=1, dtype=torch.float32, normed=True, drafts=False, sigmoid=False, counts=None,
+    **sizes,
+) -> Args:  # fmt: skip
+    """Return the arguments for requests at these positions, whose records cover `covered` positions.
+
+    The records of the requests are in reverse order. The first counts[i] of a request's rows run.
+    """
+    heads, hidden, requests = sizes_of(sigmoid, **sizes), sizes["hidden"], len(positions)
+    rows = requests * queries
+    meta = meta_rows(*(position + query for position in positions for query in range(queries)))
+    meta[:, layout.SLOT] //= queries
+    meta[:, layout.RECORD] = requests + 1 - meta[:, layout.SLOT]
+    for request, count in enumerate(counts or ()):
+        meta[request * queries + count : (request + 1) * queries, layout.STATUS] = layout.WAIT
+    records = records_of(heads, requests + 2, dtype)
+    for request, position in enumerate(positions if covered is None else covered):
+        records.covered[requests + 1 - request] = position
+    weight = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    x = random(rows, hidden, dtype=weight, seed=8)
+    norm = Normed(random(rows, hidden, seed=9).abs(), 3, 1e-6) if normed else None
+    qkvz = random(rows, heads.channels + heads.value_size, dtype=torch.float32 if normed else dtype, seed=10)
+    return Args(
+        meta, qkvz, x, norm, poisoned(rows, heads.value_size, dtype=weight), weights_of(heads, hidden, dtype), records,
+        drafts_of(heads, requests) if drafts else None, heads,
+    )  # fmt: skip
+
+
+
+def recurrent(args: Args, rows: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs and the last state of a text from its beginning, by transformers' functions in fp32.
+
+    Args:
+        rows: [tokens, channels + value_size], q, k and v before the convolution, and z.
+        x: [tokens, hidden], normalized.
+    """
+    return transformers_form("torch_recurrent_gated_delta_rule", args.weights, args.heads, rows, x)
+
+
+def transformers_form(name: str, weights: DeltaWeights, heads: DeltaHeads, rows, x):
+    """Return the outputs and the last state of a text by a function of transformers, with its convolution and norm."""
+    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    mixed, z = rows.float().split((heads.channels, heads.value_size), 1)
+    conv = weights.conv.float().squeeze(1)
+    mixed = modeling.causal_conv1d_fn(mixed.T[None], conv, activation="silu")[0].T
+    q, k, v = mixed.split((heads.key_size, heads.key_size, heads.value_size), 1)
+    q, k = (part.view(1, -1, heads.key, heads.key_dim) for part in (q, k))
+    b, a = x.float() @ weights.b.float().T, x.float() @ weights.a.float().T
+    g = -weights.a_log.exp() * torch.nn.functional.softplus(a + weights.dt_bias)
+    out, state = getattr(modeling, name)(
+        q, k, v.view(1, -1, heads.value, heads.value_dim), g=g[None], beta=b.sigmoid()[None], output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    norm = modeling.Qwen3_5RMSNormGated(heads.value_dim, heads.eps).to(rows.device)
+    norm.weight.data = weights.norm.float()
+    out = norm(out.reshape(-1, heads.value_dim), z.reshape(-1, heads.value_dim))
+    return out.reshape(len(rows), heads.value_size), state[0]
+
+
+def clone(value):
+    """Copy all tensors of a tuple."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return type(value)(*map(clone, value)) if isinstance(value, tuple) else value
