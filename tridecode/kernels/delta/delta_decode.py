@@ -114,9 +114,15 @@ def _present(row_ptr, window_ptr, conv_ptr, past, position, offs_c, end, C: tl.c
 
 
 @triton.jit
-def _unit(x):
-    """Return x divided by its length."""
-    return x * tl.rsqrt(tl.sum(x * x, 0) + L2_EPS)
+def _unit_rows(x, K: tl.constexpr):
+    """Return the rows q and k of x [2, K], each divided by its length. q is also scaled by 1 / sqrt(K).
+
+    x is one tile, because several warps would otherwise compute the same: a vector that is multiplied by the columns of
+    the matrix is computed by every warp.
+    """
+    is_q = tl.arange(0, 2) == 0
+    x *= (tl.rsqrt(tl.sum(x * x, 1) + L2_EPS) * tl.where(is_q, K**-0.5, 1.0))[:, None]
+    return tl.sum(tl.where(is_q[:, None], x, 0.0), 0), tl.sum(tl.where(is_q[:, None], 0.0, x), 0)
 
 
 @triton.jit
@@ -194,8 +200,8 @@ def _delta_decode_kernel(
     key_head = head // GROUP
     end_shared = tl.where(head % GROUP == 0, C, 0)  # one V head writes the q and k that several share
     offs_k, offs_v = tl.arange(0, K), tl.arange(0, V)
-    offs_q = key_head * K + offs_k
-    offs_key, offs_value = KEY_HEADS * K + offs_q, 2 * KEY_HEADS * K + head * V + offs_v
+    offs_qk = (tl.arange(0, 2) * KEY_HEADS + key_head)[:, None] * K + offs_k[None, :]  # channels of q and of k
+    offs_value = 2 * KEY_HEADS * K + head * V + offs_v
     covered_ptr += record * VALUE_HEADS + head
     state_ptrs = state_ptr + (record * VALUE_HEADS + head) * (K * V) + offs_k[:, None] * V + offs_v[None, :]
     window_ptr += record * (POSITIONS * C)
@@ -204,8 +210,7 @@ def _delta_decode_kernel(
     w_b, w_a = _load_tiles(b_ptr + head * HIDDEN, HIDDEN, BLOCK_X), _load_tiles(a_ptr + head * HIDDEN, HIDDEN, BLOCK_X)
     a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
     norm = tl.load(norm_ptr + offs_v)
-    past_q = _past(window_ptr, conv_ptr, position, offs_q, C, WIDTH)
-    past_k = _past(window_ptr, conv_ptr, position, offs_key, C, WIDTH)
+    past_qk = _past(window_ptr, conv_ptr, position, offs_qk, C, WIDTH)
     past_v = _past(window_ptr, conv_ptr, position, offs_value, C, WIDTH)
     repeated = (position > 0) & (covered > position)
     state = tl.where(position > 0, state, 0.0)
@@ -227,8 +232,8 @@ def _delta_decode_kernel(
     qkvz_ptr += row * stride_qkvz
     out_ptrs = out_ptr + row * stride_om + head * V + offs_v
     z = tl.load(qkvz_ptr + C + head * V + offs_v).to(tl.float32)
-    q = _unit(_present(qkvz_ptr, window_ptr, conv_ptr, past_q, position, offs_q, end_shared, C, WIDTH)) * K**-0.5
-    k = _unit(_present(qkvz_ptr, window_ptr, conv_ptr, past_k, position, offs_key, end_shared, C, WIDTH))
+    qk = _present(qkvz_ptr, window_ptr, conv_ptr, past_qk, position, offs_qk, end_shared, C, WIDTH)
+    q, k = _unit_rows(qk, K)
     v = _present(qkvz_ptr, window_ptr, conv_ptr, past_v, position, offs_value, C, C, WIDTH)
     decay, beta, _ = _row_rates(
         x_ptr, sumsq_ptr, row, stride_xm, stride_sumsq, n_sumsq, eps, w_b, w_a, a_log, dt_bias, HIDDEN, BLOCK_X,
@@ -245,11 +250,9 @@ def _delta_decode_kernel(
         for draft in range(1, count):
             own_ptr, at = qkvz_ptr + draft * stride_qkvz, position + draft
             z = tl.load(own_ptr + C + head * V + offs_v).to(tl.float32)
-            past_q = _past_of_draft(window_ptr, qkvz_ptr, conv_ptr, position, draft, stride_qkvz, offs_q, C, WIDTH)
-            past_k = _past_of_draft(window_ptr, qkvz_ptr, conv_ptr, position, draft, stride_qkvz, offs_key, C, WIDTH)
+            past_qk = _past_of_draft(window_ptr, qkvz_ptr, conv_ptr, position, draft, stride_qkvz, offs_qk, C, WIDTH)
             past_v = _past_of_draft(window_ptr, qkvz_ptr, conv_ptr, position, draft, stride_qkvz, offs_value, C, WIDTH)
-            q = _unit(_present(own_ptr, window_ptr, conv_ptr, past_q, at, offs_q, end_shared, C, WIDTH)) * K**-0.5
-            k = _unit(_present(own_ptr, window_ptr, conv_ptr, past_k, at, offs_key, end_shared, C, WIDTH))
+            q, k = _unit_rows(_present(own_ptr, window_ptr, conv_ptr, past_qk, at, offs_qk, end_shared, C, WIDTH), K)
             v = _present(own_ptr, window_ptr, conv_ptr, past_v, at, offs_value, C, C, WIDTH)
             decay, beta, g = _row_rates(
                 x_ptr, sumsq_ptr, row + draft, stride_xm, stride_sumsq, n_sumsq, eps, w_b, w_a, a_log, dt_bias, HIDDEN,
