@@ -239,10 +239,9 @@ def _delta_decode_kernel(
         x_ptr, sumsq_ptr, row, stride_xm, stride_sumsq, n_sumsq, eps, w_b, w_a, a_log, dt_bias, HIDDEN, BLOCK_X,
         SUMSQ_BLOCK, NORMED,
     )  # fmt: skip
-    u = beta * (v - tl.sum(state * k[:, None], 0) * decay)
-    state = tl.where(repeated, state, _advance(state, decay, k, u))
-    state = state.to(state_ptr.dtype.element_ty).to(tl.float32)  # as a repetition reads it
     if not repeated:
+        state = _advance(state, decay, k, beta * (v - tl.sum(state * k[:, None], 0) * decay))
+        state = state.to(state_ptr.dtype.element_ty).to(tl.float32)  # as a repetition reads it
         tl.store(state_ptrs, state.to(state_ptr.dtype.element_ty))
         tl.store(covered_ptr, position + 1)
     _store_output(out_ptrs, tl.sum(state * q[:, None], 0), z, norm, norm_eps, V, SIGMOID)
