@@ -8,6 +8,11 @@ from util import Case, cases, meta_rows, norm_weight, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.delta.arguments import RING, DeltaHeads, DeltaWeights, DraftRows, RecordLayer
+from tridecode.kernels.delta.delta_chunks import DELTA_CHUNKS
+from tridecode.kernels.delta.delta_conv import DELTA_CONV
+from tridecode.kernels.delta.delta_scan import DELTA_SCAN
+from tridecode.kernels.delta.gated_norm import GATED_NORM
+from tridecode.kernels.delta.prompt_tables import PromptTables
 from tridecode.kernels.linear.project import Normed
 
 SIZES = cases(
@@ -103,7 +108,6 @@ def decode_args(
     )  # fmt: skip
 
 
-
 def recurrent(args: Args, rows: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs and the last state of a text from its beginning, by transformers' functions in fp32.
 
@@ -139,3 +143,86 @@ def clone(value):
     if isinstance(value, torch.Tensor):
         return value.clone()
     return type(value)(*map(clone, value)) if isinstance(value, tuple) else value
+
+
+class PromptArgs(NamedTuple):
+    """Tensors of a prompt pass of one layer."""
+
+    tables: PromptTables
+    qkvz: torch.Tensor
+    x: torch.Tensor
+    b: torch.Tensor
+    a: torch.Tensor
+    mixed: torch.Tensor
+    rates: torch.Tensor
+    u: torch.Tensor
+    w: torch.Tensor
+    p: torch.Tensor
+    weights: DeltaWeights
+    records: RecordLayer
+    heads: DeltaHeads
+
+    @property
+    def conv(self) -> tuple:
+        return self.tables, self.qkvz, self.b, self.a, self.mixed, self.rates, self.weights, self.records, self.heads
+
+    @property
+    def chunks(self) -> tuple:
+        return self.tables.chunks, self.mixed, self.rates, self.u, self.w, self.p, self.heads
+
+    @property
+    def scan(self) -> tuple:
+        return self.tables, self.mixed, self.rates, self.u, self.w, self.p, self.records, self.heads
+
+
+def prompt_args(
+    chunks, snapshots=(), *, dtype=torch.float32, sigmoid=False, of=None, records=None, source=0, target=1, **sizes
+) -> PromptArgs:  # fmt: skip
+    """Return the tensors of a pass over these chunks. Chunk i goes from record 2 i (source) to 2 i + 1 (target).
+
+    Args:
+        snapshots: slot, position and record of each.
+        of: the pass of a whole prompt, of which the only chunk is a part.
+    """
+    device = meta_rows(0).device
+    rows = max(chunk.rows.stop for chunk in chunks)
+    table = torch.zeros(layout.MAX_CHUNKS, layout.CHUNK_WIDTH, dtype=torch.int32)
+    table[: len(chunks)] = torch.tensor(chunks, dtype=torch.int32)
+    pairs = torch.zeros(layout.MAX_CHUNKS, layout.RECORDS_WIDTH, dtype=torch.int32)
+    pairs[: len(chunks)] = torch.tensor([(2 * i + source, 2 * i + target) for i in range(len(chunks))])
+    kept = torch.zeros(layout.MAX_SNAPSHOTS, layout.SNAPSHOT_WIDTH, dtype=torch.int32)
+    if snapshots:
+        kept[: len(snapshots)] = torch.tensor(snapshots, dtype=torch.int32)
+    tables = PromptTables(*(each.to(device) for each in (table, pairs, kept)))
+    if of is None:
+        heads, hidden = sizes_of(sigmoid, **sizes), sizes["hidden"]
+        weights = weights_of(heads, hidden, dtype)
+        qkvz = random(rows, heads.channels + heads.value_size, dtype=dtype, seed=10)
+        x = random(rows, hidden, dtype=dtype, seed=8)
+    else:
+        heads, weights, dtype = of.heads, of.weights, of.qkvz.dtype
+        [part] = chunks
+        qkvz, x = of.qkvz[part.start : part.end], of.x[part.start : part.end]
+    b, a = ((x.float() @ each.float().T).to(dtype) for each in (weights.b, weights.a))
+    return PromptArgs(
+        tables, qkvz, x, b, a, poisoned(rows, heads.channels, dtype=dtype), poisoned(rows, 2, heads.value),
+        poisoned(rows, heads.value_size, dtype=dtype), poisoned(rows, heads.value * heads.key_dim, dtype=dtype),
+        poisoned(rows, heads.value * layout.SCAN, dtype=dtype), weights,
+        records or records_of(heads, 2 * len(chunks) + 5, dtype), heads,
+    )  # fmt: skip
+
+
+def read_prompt(args: PromptArgs, config) -> torch.Tensor:
+    """Run the ops of a prompt pass, or their references if config is None; return the outputs."""
+    out = torch.zeros_like(args.u)
+    last = args.tables.chunks, args.u, args.qkvz, out, args.weights.norm, args.heads
+    if config is None:
+        for op, given in ((DELTA_CONV, args.conv), (DELTA_CHUNKS, args.chunks), (DELTA_SCAN, args.scan)):
+            op.ref(*given)
+        GATED_NORM.ref(*last)
+    else:
+        DELTA_CONV.launch(*args.conv)
+        DELTA_CHUNKS.launch(*args.chunks, config=config)
+        DELTA_SCAN.launch(*args.scan, config=config)
+        GATED_NORM.launch(*last)
+    return out

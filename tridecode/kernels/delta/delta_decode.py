@@ -69,7 +69,9 @@ def _row_rates(
     x = _load_tiles(x_ptr + row * stride_xm, HIDDEN, BLOCK_X)
     b, a = _dot(w_b, x, HIDDEN, BLOCK_X), _dot(w_a, x, HIDDEN, BLOCK_X)
     if NORMED:
-        scale = norm_scale(tl.sum(load_partials(sumsq_ptr, row, True, stride_sumsq, n_sumsq, SUMSQ_BLOCK), 0), HIDDEN, eps)
+        scale = norm_scale(
+            tl.sum(load_partials(sumsq_ptr, row, True, stride_sumsq, n_sumsq, SUMSQ_BLOCK), 0), HIDDEN, eps
+        )
         b, a = b * scale, a * scale
     g = log_decay(a, a_log, dt_bias)
     return tl.exp(g), tl.sigmoid(b), g
@@ -350,7 +352,7 @@ def delta_decode_ref(
             else:
                 records.state[record] = state
                 records.covered[record] = position + 1
-        o = gated_norm(torch.einsum("hkv,hk->hv", state, q), z.view_as(v), weights, heads)
+        o = gated_norm(torch.einsum("hkv,hk->hv", state, q), z.view_as(v), weights.norm, heads)
         out[row] = o.flatten().to(out.dtype)
 
 

@@ -51,9 +51,9 @@ def l2_norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS.value)
 
 
-def gated_norm(o: torch.Tensor, z: torch.Tensor, weights: DeltaWeights, heads: DeltaHeads) -> torch.Tensor:
-    """Return the RMS norm of o [..., value heads, value_dim], times its weight and the gate of z."""
-    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + heads.eps) * weights.norm.float()
+def gated_norm(o: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, heads: DeltaHeads) -> torch.Tensor:
+    """Return the RMS norm of o [..., value heads, value_dim], times the weight `norm` and the gate of z."""
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + heads.eps) * norm.float()
     return o * (z.sigmoid() if heads.sigmoid else torch.nn.functional.silu(z))
 
 
