@@ -1,7 +1,7 @@
 """delta_chunks: what the scan of a prompt needs from each block of SCAN positions, without the state before it.
 
-Within a block, let G be the running sum of g, and D[i, j] = exp(G[i] - G[j]) for i >= j, else 0. The updates u of a block
-follow from the state S before it:
+Within a block, let G be the running sum of g, and D[i, j] = exp(G[i] - G[j]) for i >= j, else 0. The updates u of a
+block follow from the state S before it:
 
     T = (1 + strictly lower part of (diag(beta) K K^T * D)) ^ -1
     u = T diag(beta) V - (T diag(beta exp(G)) K) S = v_new - w S
@@ -77,7 +77,7 @@ def _inverse(lower, INTERPRETED: tl.constexpr):
     """Return the inverse of 1 + lower, [BLOCK, BLOCK], for a strictly lower triangular matrix.
 
     The diagonal blocks of SUB rows are inverted together, row by row, in fp32. With D, their inverse, and M = D times
-    the rest of the matrix, whose fourth power is 0, the inverse is (1 - M)(1 + M^2) D.
+    the rest of the matrix, whose fourth power is 0, the inverse is X = D - M X, from X = D in three iterations.
     """
     offs, subs, columns = tl.arange(0, BLOCK), tl.arange(0, SUBS), tl.arange(0, SUB)
     on_diagonal = (offs[:, None, None] // SUB == subs[None, :, None]) & (columns[None, None, :] >= 0)
@@ -93,8 +93,10 @@ def _inverse(lower, INTERPRETED: tl.constexpr):
     d = tl.reshape(tl.where(on_diagonal, inverse, 0.0), [BLOCK, BLOCK])
     rest = tl.where(offs[:, None] // SUB == offs[None, :] // SUB, 0.0, lower)
     m = dot(d, rest, True, INTERPRETED)
-    x = d + dot(dot(m, m, True, INTERPRETED), d, True, INTERPRETED)
-    return x - dot(m, x, True, INTERPRETED)
+    x = d
+    for _ in tl.range(SUBS - 1, num_stages=1, loop_unroll_factor=1):  # a loop needs far fewer registers
+        x = d - dot(m, x, True, INTERPRETED)
+    return x
 
 
 @triton.jit
@@ -146,6 +148,7 @@ def _delta_chunks_kernel(
         v = load_tile(mixed_ptr, rows, inside, 2 * KEY_HEADS * K + head * V, C, V).to(tl.float32)
         u = dot(t, v * beta[:, None], PRECISE, INTERPRETED)
         store_tile(u_ptr, rows, inside, head * V, u, VALUE_HEADS * V, V)
+        k = load_tile(mixed_ptr, rows, inside, (KEY_HEADS + head // GROUP) * K, C, K)  # again, to save registers
         w = dot(t, k.to(tl.float32) * (beta * tl.exp(total))[:, None], PRECISE, INTERPRETED)
         store_tile(w_ptr, rows, inside, head * K, w, VALUE_HEADS * K, K)
 

@@ -8,7 +8,8 @@ from ..chunks import CHUNK_COUNT, CHUNK_FIRST
 from ..common import next_power_of_2, options
 from ..op import Op
 from .arguments import RING, DeltaHeads, DeltaWeights, RecordLayer
-from .gates import L2_EPS, l2_norm, log_decay, rates, silu
+from .gates import L2_EPS, l2_norm, log_decay, silu
+from .gates import rates as row_rates
 from .prompt_tables import (
     BLOCK,
     RECORD_SOURCE,
@@ -165,7 +166,7 @@ def delta_conv(
 
 
 def delta_conv_ref(
-    tables: PromptTables, qkvz, b, a, mixed, rates_out, weights: DeltaWeights, records: RecordLayer, heads: DeltaHeads
+    tables: PromptTables, qkvz, b, a, mixed, rates, weights: DeltaWeights, records: RecordLayer, heads: DeltaHeads
 ):
     """Compute `delta_conv` in torch."""
     past = weights.width - 1
@@ -180,8 +181,8 @@ def delta_conv_ref(
         qk, v = y.split((2 * heads.key_size, heads.value_size), 1)
         qk = l2_norm(qk.unflatten(1, (-1, heads.key_dim))).flatten(1)
         mixed[chunk.rows] = torch.cat([qk, v], 1).to(mixed.dtype)
-        beta, g = rates(b[chunk.rows], a[chunk.rows], weights)
-        rates_out[chunk.rows, 0], rates_out[chunk.rows, 1] = g, beta
+        beta, g = row_rates(b[chunk.rows], a[chunk.rows], weights)
+        rates[chunk.rows, 0], rates[chunk.rows, 1] = g, beta
         for end, record in ((chunk.end, target), *snapshots):
             for at in range(max(end - past, 0), end):
                 records.window[record, at % RING] = inputs[at - chunk.start + past]

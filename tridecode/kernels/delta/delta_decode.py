@@ -45,7 +45,7 @@ class DeltaConfig:
 def _load_tiles(ptr, N: tl.constexpr, BLOCK: tl.constexpr):
     """Load N elements as a tuple of tiles [BLOCK]."""
     offs = tl.arange(0, BLOCK)
-    tiles = ()
+    tiles: tuple = ()
     for first in tl.static_range(0, N, BLOCK):
         tiles += (tl.load(ptr + first + offs, mask=first + offs < N, other=0.0),)
     return tiles

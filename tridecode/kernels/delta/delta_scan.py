@@ -22,9 +22,11 @@ from .prompt_tables import (
 
 
 @triton.jit
-def _store_state(state_ptr, covered_ptr, record, head, first_v, state, position, VALUE_HEADS: tl.constexpr,
-                 K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
-    """Store columns first_v and following of the state of a head in a record, which then covers `position` positions."""
+def _store_state(
+    state_ptr, covered_ptr, record, head, first_v, state, position, VALUE_HEADS: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Store columns first_v and following of the state of a head after `position` positions in a record."""
     unit = record * VALUE_HEADS + head
     offs = tl.arange(0, K)[:, None] * V + first_v + tl.arange(0, BLOCK_V)[None, :]
     tl.store(state_ptr + unit * (K * V) + offs, state.to(state_ptr.dtype.element_ty))

@@ -101,12 +101,8 @@ class Read(NamedTuple):
 
 def read_tables(tables: PromptTables) -> list[Read]:
     """Return the chunks of a pass with their records and snapshots."""
-    snapshots, records = tables.snapshots.tolist(), tables.records.tolist()
-    return [
-        Read(
-            chunk,
-            *own,
-            [(at, to) for slot, at, to in snapshots if slot == chunk.slot and chunk.start < at <= chunk.end],
-        )
-        for chunk, own in zip(listed(tables.chunks), records)
-    ]
+    snapshots, found = tables.snapshots.tolist(), []
+    for chunk, (source, target) in zip(listed(tables.chunks), tables.records.tolist()):
+        own = [(at, record) for slot, at, record in snapshots if slot == chunk.slot and chunk.start < at <= chunk.end]
+        found.append(Read(chunk, source, target, own))
+    return found
