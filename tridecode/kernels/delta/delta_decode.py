@@ -45,9 +45,9 @@ class DeltaConfig:
 def _load_tiles(ptr, N: tl.constexpr, BLOCK: tl.constexpr):
     """Load N elements as a tuple of tiles [BLOCK]."""
     offs = tl.arange(0, BLOCK)
-    tiles: tuple = ()
+    tiles = ()
     for first in tl.static_range(0, N, BLOCK):
-        tiles += (tl.load(ptr + first + offs, mask=first + offs < N, other=0.0),)
+        tiles += (tl.load(ptr + first + offs, mask=first + offs < N, other=0.0),)  # type: ignore[assignment]
     return tiles
 
 
