@@ -134,6 +134,9 @@ FAMILIES = {
 }
 
 
+DENSE = [name for name in FAMILIES if not name.startswith("qwen3.5")]
+
+
 def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides) -> Path:
     """Write a tiny checkpoint of `family` (a key of FAMILIES) into directory `path`; returns the directory.
 
