@@ -31,7 +31,7 @@ def load_token(row_ptr, head, TYPE: tl.constexpr, SIZES: tl.constexpr):
     offs_g, offs_d = tl.arange(0, SIZES.COLUMNS), tl.arange(0, SIZES.BLOCK_D)
     mask = (offs_g < SIZES.GROUP)[:, None] & (offs_d < D)[None, :]
     q_ptrs = row_ptr + (head * SIZES.GROUP + offs_g)[:, None] * SIZES.Q_COLUMNS
-    k_ptr = row_ptr + SIZES.KV_HEADS * SIZES.GROUP * SIZES.Q_COLUMNS + head * D
+    k_ptr = row_ptr + (SIZES.KV_HEADS * SIZES.GROUP * (SIZES.Q_COLUMNS // D) + head) * D
     q = tl.load(q_ptrs + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
     q_partner = tl.load(q_ptrs + partner_of(offs_d, D, SIZES.ROTARY)[None, :], mask=mask, other=0.0).to(tl.float32)
     k, k_partner = load_key(k_ptr, offs_g, mask, D, SIZES.BLOCK_D, SIZES.ROTARY)

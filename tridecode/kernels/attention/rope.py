@@ -31,15 +31,14 @@ def partner_of(offs_d, D: tl.constexpr, ROTARY: tl.constexpr):
 
 
 @triton.jit
-def load_angles(rotary, rows, offs_d, mask, D: tl.constexpr, ROTARY: tl.constexpr):
-    """Load cos and sin of columns offs_d from the rows of the tables at offsets `rows`."""
-    lower = offs_d < ROTARY // 2
-    offs = rows + tl.where(lower, offs_d, offs_d - ROTARY // 2)
+def load_angles(rotary, row, offs, offs_d, mask, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Load cos and sin of the columns offs_d, at `row` + offs in the tables."""
+    other: tl.constexpr = 0.0 if ROTARY == D else 1.0
     if ROTARY < D:
         mask = mask & (offs_d < ROTARY)
-    cos = tl.load(rotary.cos_ptr + offs, mask=mask, other=1.0 if ROTARY < D else 0.0)
-    sin = tl.load(rotary.sin_ptr + offs, mask=mask, other=0.0)
-    return cos, tl.where(lower, -sin, sin)
+    cos = tl.load(rotary.cos_ptr + row + offs, mask=mask, other=other)
+    sin = tl.load(rotary.sin_ptr + row + offs, mask=mask, other=0.0)
+    return cos, tl.where(offs_d < ROTARY // 2, -sin, sin)
 
 
 @triton.jit
@@ -49,7 +48,8 @@ def rotation(rotary, norm_ptr, position, offs_d, D: tl.constexpr, ROTARY: tl.con
     If NORM, the factors include the weights of the norm.
     """
     mask_d = offs_d < D
-    cos, sin = load_angles(rotary, position.to(tl.int64) * (ROTARY // 2), offs_d, mask_d, D, ROTARY)
+    offs = tl.where(offs_d < ROTARY // 2, offs_d, offs_d - ROTARY // 2)
+    cos, sin = load_angles(rotary, position.to(tl.int64) * (ROTARY // 2), offs, offs_d, mask_d, D, ROTARY)
     if NORM:
         cos *= tl.load(norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         sin *= tl.load(norm_ptr + partner_of(offs_d, D, ROTARY), mask=mask_d, other=0.0).to(tl.float32)
@@ -84,7 +84,9 @@ def load_rotated(
     mask = mask[:, None] & (offs_d < D)[None, :]
     x = tl.load(ptrs[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
     x_partner = tl.load(ptrs[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    cos, sin = load_angles(rotary, positions.to(tl.int64)[:, None] * (ROTARY // 2), offs_d[None, :], mask, D, ROTARY)
+    offs = positions.to(tl.int64)[:, None] * (ROTARY // 2)
+    offs += tl.where(offs_d < ROTARY // 2, offs_d, offs_d - ROTARY // 2)[None, :]
+    cos, sin = load_angles(rotary, 0, offs, offs_d[None, :], mask, D, ROTARY)
     if NORM:
         cos *= tl.load(norm_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]
         sin *= tl.load(norm_ptr + partner, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]

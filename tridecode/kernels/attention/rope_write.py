@@ -81,7 +81,7 @@ def _rope_write_kernel(
     row = row.to(tl.int64)
     page = tl.load(table_ptr + slot * stride_table + position // PAGE).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
-    qkv_ptr += row * (HEADS * Q_COLUMNS + 2 * KV_HEADS * D)
+    qkv_ptr += row * (HEADS * (Q_COLUMNS // D) + 2 * KV_HEADS) * D
 
     heads = tl.arange(0, BLOCK_H)[:, None]
     q, partner, mask = _load_heads(qkv_ptr, heads, HEADS, Q_COLUMNS, D, BLOCK_D, ROTARY)

@@ -47,7 +47,7 @@ def attend_queries(
     q = load_rotated(q_ptrs, position + query, mask_c, rotary, rotary.q_norm_ptr, SIZES.BLOCK_D, D, ROTARY, QK_NORM)
     dot_q = tl.trans((q * (rows.scale * LOG2E)).to(ELEMENT).to(TYPE))
     mask_n = offs_n < tl.where(split == 0, count, 0)
-    new_ptrs = row_ptr + offs_n * rows.stride_qkv + SIZES.KV_HEADS * GROUP * SIZES.Q_COLUMNS + head * D
+    new_ptrs = row_ptr + offs_n * rows.stride_qkv + (SIZES.KV_HEADS * GROUP * (SIZES.Q_COLUMNS // D) + head) * D
     new_k = load_rotated(
         new_ptrs, position + offs_n, mask_n, rotary, rotary.k_norm_ptr, SIZES.BLOCK_D, D, ROTARY, QK_NORM
     ).to(ELEMENT)  # fmt: skip

@@ -64,7 +64,7 @@ def _write_kv_kernel(
         gdc_wait()
     if status != RUN:
         return
-    new_ptr = qkv_ptr + row * stride_qkv + HEADS * Q_COLUMNS + head * D
+    new_ptr = qkv_ptr + row * stride_qkv + (HEADS * (Q_COLUMNS // D) + head) * D
     k, partner = load_key(new_ptr, offs_g, (offs_g >= 0)[:, None] & mask_d[None, :], D, BLOCK_D, ROTARY)
     v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0)
     k = rms_rope(k, partner, factors, eps, D, QK_NORM)
