@@ -31,7 +31,7 @@ def weights():
 
 
 @pytest.fixture(scope="module")
-def alone(weights):
+def texts_alone(weights):
     """The text after each prompt, by an engine that runs nothing else."""
     engine = build_engine(SPEC, weights, 256)
     return [list(engine.generate(ids, GREEDY).token_ids) for ids in PROMPTS]
@@ -49,32 +49,32 @@ def test_kernels_agree_with_references_in_the_interpreter(weights):
     assert relative(engine.model.workspace.logits[0], exact[-1]) < 1e-5, "decode passes after a prompt pass"
 
 
-def test_text_agrees_with_the_reference(weights, alone):
-    for ids, text in zip(PROMPTS, alone):
+def test_text_agrees_with_the_reference(weights, texts_alone):
+    for ids, text in zip(PROMPTS, texts_alone):
         exact = reference_logits(SPEC, weights, [*ids, *text[:-1]], REFERENCES)
         assert exact[len(ids) - 1 :].argmax(-1).tolist() == text
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 64, 90])
-def test_text_does_not_depend_on_the_cuts_of_a_prompt(weights, alone, chunk_tokens):
+def test_text_does_not_depend_on_the_cuts_of_a_prompt(weights, texts_alone, chunk_tokens):
     engine = build_engine(SPEC, weights, 256, chunk_tokens=chunk_tokens)
-    assert [list(engine.generate(ids, GREEDY).token_ids) for ids in PROMPTS] == alone
+    assert [list(engine.generate(ids, GREEDY).token_ids) for ids in PROMPTS] == texts_alone
 
 
 @pytest.mark.parametrize("speculate", ["off", "ngram"])
-def test_text_does_not_depend_on_other_requests(weights, alone, speculate):
+def test_text_does_not_depend_on_other_requests(weights, texts_alone, speculate):
     engine = build_engine(SPEC, weights, 256, slots=3, chunk_tokens=50, speculate=speculate)
     for _ in range(2):  # again in slots that other requests have used
         requests = [engine.submit(ids, GREEDY) for ids in PROMPTS]
-        assert [list(request.result().token_ids) for request in requests] == alone
+        assert [list(request.result().token_ids) for request in requests] == texts_alone
         assert all(request.result().usage.reused_tokens == 0 for request in requests)
     engine.scheduler.assert_consistent()
 
 
-def test_preempted_request_continues_its_text(weights, alone):
+def test_preempted_request_continues_its_text(weights, texts_alone):
     engine = build_engine(SPEC, weights, 256, slots=3, page=16, pages=16, chunk_tokens=50)
     requests = [engine.submit(ids, GREEDY) for ids in PROMPTS]
-    assert [list(request.result().token_ids) for request in requests] == alone
+    assert [list(request.result().token_ids) for request in requests] == texts_alone
     assert engine.scheduler.preemptions > 0
 
 

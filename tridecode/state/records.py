@@ -58,18 +58,18 @@ def make_records(
         return None
     count = OF_SLOT * slots
 
-    def layer(of: Recurrent) -> RecordLayer:
+    def layer(declared: Recurrent) -> RecordLayer:
         return RecordLayer(
-            torch.zeros(count, of.value_heads, of.key_dim, of.value_dim, device=device),
-            torch.zeros(count, RING, of.channels, dtype=dtype, device=device),
-            torch.zeros(count, of.value_heads, dtype=torch.int32, device=device),
+            torch.zeros(count, declared.value_heads, declared.key_dim, declared.value_dim, device=device),
+            torch.zeros(count, RING, declared.channels, dtype=dtype, device=device),
+            torch.zeros(count, declared.value_heads, dtype=torch.int32, device=device),
         )
 
-    def rows(of: Recurrent) -> DraftRows:
+    def rows(declared: Recurrent) -> DraftRows:
         return DraftRows(
-            torch.zeros(slots, RING, of.key_heads, of.key_dim, device=device),
-            torch.zeros(slots, RING, of.value_heads, of.value_dim, device=device),
-            torch.zeros(slots, RING, of.value_heads, device=device),
+            torch.zeros(slots, RING, declared.key_heads, declared.key_dim, device=device),
+            torch.zeros(slots, RING, declared.value_heads, declared.value_dim, device=device),
+            torch.zeros(slots, RING, declared.value_heads, device=device),
         )
 
     return RecordPool(tuple(map(layer, spec.recurrent)), tuple(map(rows, spec.recurrent)) if drafts else ())

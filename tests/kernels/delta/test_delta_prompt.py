@@ -92,9 +92,9 @@ def test_prompt_cut_at_any_position_gives_the_same_state():
     whole = prompt_args((Chunk(0, 0, tokens, 0),), **TINY)
     expected = read_prompt(whole, None)
     for cut in range(1, tokens):
-        args = prompt_args((Chunk(0, 0, cut, 0),), of=whole)
+        args = prompt_args((Chunk(0, 0, cut, 0),), whole=whole)
         first = read_prompt(args, None)
-        args = prompt_args((Chunk(0, 0, tokens - cut, cut),), of=whole, records=args.records, source=1, target=2)
+        args = prompt_args((Chunk(0, 0, tokens - cut, cut),), whole=whole, records=args.records, source=1, target=2)
         second = read_prompt(args, None)
         assert_close(torch.cat([first, second]), expected, 1e-5, f"outputs, cut at {cut}")
         assert_close(args.records.state[2], whole.records.state[1], 1e-5, f"state, cut at {cut}")

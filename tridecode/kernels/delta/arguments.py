@@ -1,8 +1,8 @@
 """Arguments that the ops of gated delta net layers share, as named tuples of tensors and sizes.
 
 A record is the state of one request in all layers. Its state after n positions consists, in each layer, of a matrix for
-each V head and the inputs of the convolution at the positions before n. At position 0 it is empty, whatever the tensors
-contain, so a record needs no reset.
+each V head and the inputs of the convolution at the positions before n. Kernels take it as empty at position 0, so
+nothing resets a record.
 """
 
 from typing import NamedTuple
