@@ -4,7 +4,7 @@ import pytest
 import torch
 from check import check_op
 from delta_util import SIZES, TINY, clone, prompt_args, read_prompt, transformers_form
-from util import BF16_ROUNDING, assert_close, poisoned, random
+from util import BF16_ROUNDING, CUDA, assert_close, poisoned, random
 
 from tridecode.kernels.delta.delta_chunks import DELTA_CHUNKS, DeltaChunksConfig
 from tridecode.kernels.delta.delta_conv import DELTA_CONV
@@ -86,16 +86,17 @@ def test_prompt_agrees_with_transformers(function, launched):
     assert_close(args.records.state[1], state, 1e-5, "state")
 
 
-def test_prompt_cut_at_any_position_gives_the_same_state():
+@pytest.mark.parametrize("launched", [True, False], ids=["launch", "reference"])
+def test_prompt_cut_at_any_position_gives_the_same_state(launched):
     """The first part goes from record 0 to 1, the second from 1 to 2. Cuts at multiples of 64 give the same bits."""
-    tokens = 131
+    tokens, config = 131, CONFIG if launched else None
     whole = prompt_args((Chunk(0, 0, tokens, 0),), **TINY)
-    expected = read_prompt(whole, None)
-    for cut in range(1, tokens):
+    expected = read_prompt(whole, config)
+    for cut in range(1, tokens) if CUDA or not launched else (1, 2, 3, 17, 63, 64, 65, 126, 128, 130):
         args = prompt_args((Chunk(0, 0, cut, 0),), whole=whole)
-        first = read_prompt(args, None)
+        first = read_prompt(args, config)
         args = prompt_args((Chunk(0, 0, tokens - cut, cut),), whole=whole, records=args.records, source=1, target=2)
-        second = read_prompt(args, None)
+        second = read_prompt(args, config)
         assert_close(torch.cat([first, second]), expected, 1e-5, f"outputs, cut at {cut}")
         assert_close(args.records.state[2], whole.records.state[1], 1e-5, f"state, cut at {cut}")
         for at in range(tokens - 3, tokens):
