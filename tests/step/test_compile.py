@@ -21,13 +21,14 @@ KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for f
 QUANTIZED = "qwen3-0.6b_int4"  # its LM head is e4m3
 PUBLIC = [f"{preset}_fp16" if preset == "qwen2.5-0.5b" else preset for preset in PRESETS]
 ODD = ("head_dim_80", "head_dim_96", "head_dim_256", "group_16", "qwen3-4b_fp16")
-MORE = (QUANTIZED, "qwen3-4b_int4", "qwen3-4b_fp8", "qwen3-4b_kv8")
+HYBRID = "qwen3.5-0.8b"
+MORE = (HYBRID, "qwen3.5-4b", "qwen3.5-27b", QUANTIZED, "qwen3-4b_int4", "qwen3-4b_fp8", "qwen3-4b_kv8")
 # Models, GPUs, and the passes that are compiled. On a machine without a GPU, all passes of models in which every kernel
 # occurs for some GPUs, and the most common passes of a small model for each other GPU.
 SOME = [
-    (("qwen3-4b", QUANTIZED, "qwen3-4b_kv8"), ("h100",), "all"),
-    (("head_dim_80", QUANTIZED), ("rtx-5090",), "all"),
-    (("head_dim_80",), ("rtx-3090",), "all"),
+    (("qwen3-4b", HYBRID, QUANTIZED, "qwen3-4b_kv8"), ("h100",), "all"),
+    (("head_dim_80", HYBRID, QUANTIZED), ("rtx-5090",), "all"),
+    (("head_dim_80", HYBRID), ("rtx-3090",), "all"),
     ((QUANTIZED,), ("a100", "rtx-4090", "b200"), "common"),
 ]
 ALL = [((*PUBLIC, *ODD, *MORE), (gpu,), "all") for gpu in ("a100", "rtx-3090", "rtx-4090", "h100", "b200", "rtx-5090")]
