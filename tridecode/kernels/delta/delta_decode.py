@@ -255,6 +255,8 @@ def _delta_decode_kernel(
             past_v = _past_of_draft(window_ptr, qkvz_ptr, conv_ptr, position, draft, stride_qkvz, offs_value, C, WIDTH)
             q, k = _unit_rows(_present(own_ptr, window_ptr, conv_ptr, past_qk, at, offs_qk, end_shared, C, WIDTH), K)
             v = _present(own_ptr, window_ptr, conv_ptr, past_v, at, offs_value, C, C, WIDTH)
+            w_b = _load_tiles(b_ptr + head * HIDDEN, HIDDEN, BLOCK_X)  # again, to save registers
+            w_a = _load_tiles(a_ptr + head * HIDDEN, HIDDEN, BLOCK_X)
             decay, beta, g = _row_rates(
                 x_ptr, sumsq_ptr, row + draft, stride_xm, stride_sumsq, n_sumsq, eps, w_b, w_a, a_log, dt_bias, HIDDEN,
                 BLOCK_X, SUMSQ_BLOCK, NORMED,
