@@ -100,7 +100,41 @@ FAMILIES = {
     ),
     "mistral": dict(architecture="Mistral", sliding_window=16, **_MISTRAL),
     "mistral-full": dict(architecture="Mistral", sliding_window=None, **_MISTRAL),
+    "qwen3.5": dict(
+        architecture="Qwen3_5Text",
+        causal="Qwen3_5ForCausalLM",
+        num_hidden_layers=4,
+        intermediate_size=352,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        rope_parameters=_THETA | {"partial_rotary_factor": 0.25},
+    ),
+    "qwen3.5-g3": dict(
+        architecture="Qwen3_5Text",
+        causal="Qwen3_5ForCausalLM",
+        num_hidden_layers=3,
+        intermediate_size=304,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=80,
+        linear_num_key_heads=1,
+        linear_num_value_heads=3,
+        linear_key_head_dim=16,
+        linear_value_head_dim=32,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        tie_word_embeddings=True,
+        rope_parameters=_THETA | {"partial_rotary_factor": 0.5},
+    ),
 }
+
+
+DENSE = [name for name in FAMILIES if not name.startswith("qwen3.5")]
 
 
 def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides) -> Path:
@@ -116,9 +150,10 @@ def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides)
     path.mkdir(parents=True, exist_ok=True)
     settings = _COMMON | FAMILIES[family] | overrides
     architecture = settings.pop("architecture")
+    causal = settings.pop("causal", f"{architecture}ForCausalLM")
     config = getattr(transformers, f"{architecture}Config")(**settings)
     with torch.device("meta"):  # the initial values of transformers are not needed, and take long at real widths
-        model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+        model = getattr(transformers, causal)(config)
     large = sum(parameter.numel() for parameter in model.parameters()) > 1 << 24
     model = model.to_empty(device="cuda" if large and torch.cuda.is_available() else "cpu")
     model.tie_weights()

@@ -30,6 +30,7 @@ LIMIT = 2  # total number of tokens (prompt and output) at which the generation 
 SLOT = 3
 GENERATION = 9  # number of the request among those of the slot, contained in its entries of the ring
 ALLOCATED = 10  # number of positions that have pages; at this position the row waits until the host adds pages
+RECORD = 11  # record of the request, for layers with recurrent state
 SEED_LO = 4
 SEED_HI = 5
 N_STOP = 6
@@ -81,6 +82,21 @@ CHUNK_SLOT = 0
 CHUNK_FIRST = 1
 CHUNK_COUNT = 2
 CHUNK_START = 3
+
+# The records of a chunk, int32 [MAX_CHUNKS, RECORDS_WIDTH]: the record that contains the state before the chunk, and
+# another one that receives the state after it.
+RECORDS_WIDTH = 2
+RECORD_SOURCE = 0
+RECORD_TARGET = 1
+
+# The snapshots of a prompt pass, int32 [MAX_SNAPSHOTS, SNAPSHOT_WIDTH]: the state of a slot after its first POSITION
+# positions is written to a record. The position is a multiple of SCAN, within a chunk of the pass. 0: no snapshot.
+SCAN = 64  # positions that a scan of recurrent state computes together, from absolute multiples of this number
+MAX_SNAPSHOTS = 64
+SNAPSHOT_WIDTH = 3
+SNAPSHOT_SLOT = 0
+SNAPSHOT_POSITION = 1
+SNAPSHOT_RECORD = 2
 
 # an entry of the output ring
 FOLLOWING_SHIFT = 20  # number of later entries of the same pass, 3 bits

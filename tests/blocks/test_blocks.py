@@ -4,6 +4,7 @@ import pytest
 from block_check import REFERENCES, check_block
 
 from tridecode.blocks.attention import Attention
+from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
 from tridecode.blocks.rope import RopeConfig
 from tridecode.blocks.spec import Layer
@@ -14,15 +15,28 @@ ATTENTION = {
     "biases, group of 7": dict(heads=7, kv_heads=1, head_dim=64, bias=True, eps=1e-5),
     "a window, head size 80": dict(heads=3, kv_heads=3, head_dim=80, window=24),
     "a scale of its own": dict(heads=4, kv_heads=4, head_dim=32, scale=0.3),
+    "a gate, a part of the columns rotated": dict(
+        heads=4, kv_heads=2, head_dim=64, qk_norm=True, gate=True, rope=RopeConfig(1e4, partial=0.25)
+    ),
     "llama3 rope": dict(heads=2, kv_heads=1, head_dim=64, rope=RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
 }
 
 
 @pytest.mark.parametrize("settings", ATTENTION.values(), ids=ATTENTION)
 def test_attention_agrees_with_its_reference(settings):
-    check_block(Layer(Attention(**COMMON | settings)), REFERENCES)
+    check_block(Layer(Attention(**COMMON | settings)), references=REFERENCES)
 
 
 def test_attention_and_mlp_agree_with_their_references():
     attention = Attention(**COMMON, heads=4, kv_heads=2, head_dim=64)
-    check_block(Layer(attention, MLP(hidden=96, intermediate=160)), REFERENCES)
+    check_block(Layer(attention, MLP(hidden=96, intermediate=160)), references=REFERENCES)
+
+
+@pytest.mark.parametrize("sigmoid", [False, True], ids=["swish", "sigmoid"])
+@pytest.mark.parametrize("last", ["attention", "delta"])
+def test_gated_delta_agrees_with_its_reference(sigmoid, last):
+    attention = Layer(Attention(**COMMON, heads=4, kv_heads=2, head_dim=64))
+    sizes = dict(key_heads=2, value_heads=4, key_dim=32, value_dim=16)
+    delta = Layer(GatedDelta(hidden=96, sigmoid=sigmoid, **sizes), MLP(hidden=96, intermediate=160))
+    layers = (delta, delta, attention) if last == "attention" else (attention, delta, delta)
+    check_block(*layers, references=REFERENCES)

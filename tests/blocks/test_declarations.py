@@ -10,7 +10,9 @@ from models import FAMILIES, tiny_config
 
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.declarations import Linear, Pages, Weight
+from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
+from tridecode.blocks.rope import RopeConfig
 from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.load import empty_weights
 from tridecode.checkpoint.quantization.quantize import rules
@@ -29,6 +31,11 @@ from tridecode.tuning.configs import TILE_ROWS
 WINDOWS = dict(num_layers=3, layer_types=("full_attention", "sliding_attention", "full_attention"), sliding_window=24)
 SPECS = dict(PRESETS) | {f"tiny {name}": tiny_config(**fields) for name, fields in FAMILIES.items()}
 SPECS |= {"tiny of two windows": tiny_config(**WINDOWS)}
+COMMON = dict(hidden=96, norm_offset=1.0)
+GATED = Attention(**COMMON, heads=2, kv_heads=1, head_dim=64, qk_norm=True, gate=True, rope=RopeConfig(partial=0.25))
+DELTA = GatedDelta(**COMMON, key_heads=2, value_heads=4, key_dim=32, value_dim=16)
+HYBRID = tuple(Layer(mixer, MLP(**COMMON, intermediate=160)) for mixer in (DELTA, DELTA, GATED, DELTA))
+SPECS |= {"tiny hybrid": ModelSpec("qwen3_5", 96, 331, 512, HYBRID, norm_offset=1.0)}
 EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 FIELDS = dict(hidden=96, heads=4, kv_heads=2, head_dim=64)
 
@@ -95,9 +102,12 @@ def test_tensor_slices_cover_every_tensor_once(spec):
 @EVERY_SPEC
 def test_linear_modules_are_the_matrices_without_the_embedding(spec):
     matrices = {name for name, of in tensor_slices(spec).items() if len(of.shape) == 2}
-    assert {f"{module}.weight" for module in linear_modules(spec)} == matrices - {spec.embed.tensor}
+    gates = {name for name in matrices if name.endswith(("in_proj_a.weight", "in_proj_b.weight"))}  # small: no linears
+    assert {f"{module}.weight" for module in linear_modules(spec)} == matrices - gates - {spec.embed.tensor}
     assert ("lm_head" in linear_modules(spec)) != spec.tie_word_embeddings
-    assert len(linear_modules(spec)) == 7 * spec.num_layers + (not spec.tie_word_embeddings)
+    fewer = len(spec.recurrent)  # in_proj_qkv, in_proj_z and out_proj instead of q, k, v and o
+    assert len(linear_modules(spec)) == 7 * spec.num_layers - fewer + (not spec.tie_word_embeddings)
+    assert len(gates) == 2 * fewer
 
 
 @EVERY_SPEC
@@ -195,11 +205,13 @@ def test_buffers_have_their_declared_shapes_and_dtypes(spec):
 
 
 @EVERY_SPEC
-def test_all_layers_have_equal_pages(spec):
-    attention = spec.layers[0].mixer
-    assert spec.pages == Pages(attention.kv_heads, attention.head_dim)
-    assert spec.pages.width == attention.kv_size and spec.page_layers == spec.num_layers
-    assert [layer.pages() for layer in spec.layers] == [spec.pages] * spec.num_layers
+def test_all_layers_with_attention_have_equal_pages(spec):
+    mixers = [layer.mixer for layer in spec.layers]
+    attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+    assert spec.pages == Pages(attention[0].kv_heads, attention[0].head_dim)
+    assert spec.pages.width == attention[0].kv_size and spec.page_layers == len(attention)
+    assert [layer.pages() for layer in spec.layers] == [spec.pages if m in attention else None for m in mixers]
+    assert [bool(layer.recurrent()) for layer in spec.layers] == [isinstance(m, GatedDelta) for m in mixers]
 
 
 def spec_of(*layers: Layer) -> ModelSpec:

@@ -112,4 +112,4 @@ def test_parallel_block_agrees_with_its_reference():
     def reference(block, w, x):
         return attention_reference(block.attention, w, x) + mlp_reference(block.mlp, w, x)
 
-    check_block(Layer(block), {Parallel: reference})
+    check_block(Layer(block), references={Parallel: reference})

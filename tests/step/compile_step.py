@@ -39,7 +39,11 @@ from triton.runtime.cache import triton_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
-from tridecode.blocks.spec import ModelSpec
+from tridecode.blocks.attention import Attention
+from tridecode.blocks.gated_delta import GatedDelta
+from tridecode.blocks.mlp import MLP
+from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.load import empty_weights
 from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.kernels.attention.gather_kv import gather_kv
@@ -52,6 +56,7 @@ from tridecode.kernels.take_residual import take_residual
 from tridecode.models.presets import PRESETS
 from tridecode.state.kv import PAGE, make_kv_cache
 from tridecode.state.offload import Offload
+from tridecode.state.records import make_records
 from tridecode.step import decode
 from tridecode.step.graphs import launcher
 from tridecode.step.model import DecodeModel, choose_configs, rope_keys
@@ -79,12 +84,14 @@ SHARED = 48 * 1024  # bytes; with more, Triton sets the largest carve-out, and t
 LARGE = {  # kernels that may exceed SHARED, because the kernels that run at the same time do too
     "_matmul_tiles_kernel", "_attention_rows_kernel", "_matmul_hopper_kernel", "_matmul_ring_kernel",
     "_prompt_attention_kernel", "_prompt_splits_kernel", "_prompt_attention_hopper_kernel", "_expand_kv_kernel",
+    "_delta_scan_kernel",
 }  # fmt: skip
 # Bytes of a thread's stack. No loop over tiles uses them. Triton 3.9 stores part of an item's first tile and up to four
 # numbers that are used again at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to eight numbers
-# of 16 bits in the loop over splits.
+# of 16 bits in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in _delta_chunks_kernel.
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
+    "_delta_chunks_kernel": 56,
 }  # fmt: skip
 # Spilled bytes of a matmul whose bound on registers lets two programs share a multiprocessor: up to 24 on Hopper in
 # rows of 8,192 columns or more, 8 on 12.0.
@@ -183,10 +190,26 @@ def odd_heads(**heads) -> ModelSpec:
     return replace(PRESETS["qwen3-0.6b"], layers=(layer,) * 2)
 
 
+def hybrid(hidden: int, intermediate: int, heads: int, kv_heads: int, value_heads: int) -> ModelSpec:
+    """Return two layers of a Qwen3.5 model: one with a gated delta net, one with full attention."""
+    common = dict(hidden=hidden, norm_offset=1.0)
+    delta = GatedDelta(**common, key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128)
+    attention = Attention(
+        **common, heads=heads, kv_heads=kv_heads, head_dim=256, qk_norm=True, gate=True,
+        rope=RopeConfig(1e7, partial=0.25),
+    )  # fmt: skip
+    mlp = MLP(**common, intermediate=intermediate)
+    layers = Layer(delta, mlp), Layer(attention, mlp)
+    return ModelSpec("qwen3_5", hidden, 248320, 262144, layers, tie_word_embeddings=True, norm_offset=1.0)
+
+
 OTHERS = {
     f"head_dim_{d}": odd_heads(head_dim=d, heads=heads, kv_heads=kv)
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
-} | {"group_16": odd_heads(heads=32, kv_heads=2)}  # fmt: skip
+} | {"group_16": odd_heads(heads=32, kv_heads=2)} | {
+    "qwen3.5-0.8b": hybrid(1024, 3584, 8, 2, 16), "qwen3.5-4b": hybrid(2560, 9216, 16, 4, 32),
+    "qwen3.5-27b": hybrid(5120, 17408, 24, 4, 48),
+}  # fmt: skip
 
 
 def model_named(name: str) -> tuple[ModelSpec, torch.dtype]:
@@ -211,13 +234,16 @@ def meta_model(name: str, gpu: Device, capacity: int = 4096) -> DecodeModel:
         spec=spec,
         weights=weights,
         kv=kv,
-        ropes={key: (torch.empty(capacity, key[1] // 2, device=device),) * 2 for key in rope_keys(spec)},
+        ropes={
+            key: (torch.empty(capacity, key[0].columns(key[1]) // 2, device=device),) * 2 for key in rope_keys(spec)
+        },
         workspace=workspace,
         verify=workspace,
         prompt=make_prompt_buffers(spec, 2048, device, dtype, prompt_config, expanded, PAGE),
         prompt_config=prompt_config,
         configs_by_rows=choose_configs(spec, weights, gpu),
         gpu=gpu,
+        recurrent=make_records(spec, device, dtype, 64, drafts=True),
     )
 
 

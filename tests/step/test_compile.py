@@ -24,10 +24,11 @@ KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for f
 QUANTIZED = "qwen3-0.6b_int4"  # its LM head is e4m3
 # Models, GPUs, and the passes that are compiled: for some GPUs all passes of models in which every kernel occurs, for
 # each other GPU the most common passes of a small model. `compile_step.py` compiles others.
+HYBRID = "qwen3.5-0.8b"
 CASES = [
-    (("qwen3-4b", QUANTIZED, "qwen3-4b_kv8"), ("h100",), "all"),
-    (("head_dim_80", QUANTIZED), ("rtx-5090",), "all"),
-    (("head_dim_80",), ("rtx-3090",), "all"),
+    (("qwen3-4b", HYBRID, QUANTIZED, "qwen3-4b_kv8"), ("h100",), "all"),
+    (("head_dim_80", HYBRID, QUANTIZED), ("rtx-5090",), "all"),
+    (("head_dim_80", HYBRID), ("rtx-3090",), "all"),
     ((QUANTIZED,), ("a100", "rtx-4090", "b200"), "common"),
 ]
 

@@ -1,16 +1,17 @@
-"""Attention: grouped-query attention with rotary embedding, over K/V pages; optional q/k norms, bias and window."""
+"""Attention: grouped-query attention with rotary embedding, over K/V pages; optional norms, bias, window and gate."""
 
 from dataclasses import dataclass
 
 from ..kernels.attention.arguments import MAX_SPLITS, Heads, Scratch
 from ..kernels.attention.expand_kv import EXPAND_KV
+from ..kernels.attention.gate_heads import GATE_HEADS
 from ..kernels.attention.prompt_attention import PROMPT_ATTENTION
 from ..kernels.attention.rope_write import ROPE_WRITE
 from ..kernels.attention.write_kv import WRITE_KV
 from ..kernels.linear.project import Normed, Plain
 from ..kernels.take_rows import TAKE_ROWS
 from .block import Block, DecodeState, LoadedLayer, PromptResidual, PromptState, Residual, Run, add_residual, project
-from .declarations import Buffer, Linear, Pages, Part, Weight
+from .declarations import Buffer, Linear, Pages, Part, Weight, norm_weight
 from .rope import RopeConfig
 
 
@@ -26,6 +27,8 @@ class Attention(Block):
         bias: q, k and v have biases.
         window: number of positions that a token attends to, 0 for all.
         scale: factor of the scores, None for head_dim ** -0.5.
+        gate: the output of each query head is multiplied by the sigmoid of a gate, whose rows follow those of the query
+            in q_proj.
     """
 
     heads: int
@@ -36,6 +39,7 @@ class Attention(Block):
     bias: bool = False
     window: int = 0
     scale: float | None = None
+    gate: bool = False
 
     cuts_prompt = True  # running the last layer's attention again for a few rows writes the same K and V
 
@@ -43,6 +47,11 @@ class Attention(Block):
     def q_size(self) -> int:
         """Elements of q in one row."""
         return self.heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Elements of q with its gates, k and v in one row."""
+        return self.q_size * (1 + self.gate) + 2 * self.kv_size
 
     @property
     def kv_size(self) -> int:
@@ -57,9 +66,13 @@ class Attention(Block):
     def linears(self) -> tuple[Linear, ...]:
         """Return qkv, whose rows are q, k and v, and o_proj."""
         q, kv = self.q_size, self.kv_size
-        parts = (Part("self_attn.q_proj", q), Part("self_attn.k_proj", kv), Part("self_attn.v_proj", kv))
+        parts = (
+            Part("self_attn.q_proj", q * (1 + self.gate)),
+            Part("self_attn.k_proj", kv),
+            Part("self_attn.v_proj", kv),
+        )
         return (
-            Linear("qkv", q + 2 * kv, self.hidden, parts, "normed", bias=self.bias),
+            Linear("qkv", self.qkv_size, self.hidden, parts, "normed", bias=self.bias),
             Linear(
                 "o_proj", self.hidden, q, (Part("self_attn.o_proj", self.hidden),), "residual",
                 scale=self.residual_scale,
@@ -69,12 +82,14 @@ class Attention(Block):
     def weights(self) -> tuple[Weight, ...]:
         """Return the weights of the q and k norms, if the block has them."""
         names = ("q_norm", "k_norm") if self.qk_norm else ()
-        return tuple(Weight(name, f"self_attn.{name}.weight", (self.head_dim,)) for name in names)
+        return tuple(
+            norm_weight(name, f"self_attn.{name}.weight", self.head_dim, self.norm_offset) for name in names
+        )  # fmt: skip
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Return the activations of a decode pass: qkv, the output, and the partial results of splits."""
         return (
-            Buffer("qkv", (self.q_size + 2 * self.kv_size,), "float32"),
+            Buffer("qkv", (self.qkv_size,), "float32"),
             Buffer("attended", (self.q_size,), tile=True),
             Buffer("partial", (self.heads, MAX_SPLITS, self.head_dim), "float32"),
             Buffer("lse", (self.heads, MAX_SPLITS, 2), "float32"),  # maximum and sum of each split
@@ -84,7 +99,7 @@ class Attention(Block):
     def prompt_buffers(self) -> tuple[Buffer, ...]:
         """Return the activations of a prompt pass: qkv, the rotated q, and the output."""
         return (
-            Buffer("qkv", (self.q_size + 2 * self.kv_size,), "weights"),
+            Buffer("qkv", (self.qkv_size,), "weights"),
             Buffer("q", (self.heads, self.head_dim), "weights"),  # rotated
             Buffer("attended", (self.q_size,), "weights"),
         )
@@ -114,6 +129,8 @@ class Attention(Block):
             "attention", PROMPT_ATTENTION, state.chunks, own["q"], own["attended"], expanded or kv,
             state.attention_scratch, heads, config=state.attention_config,
         )  # fmt: skip
+        if self.gate:
+            run("gate", GATE_HEADS, state.chunks, own["qkv"], own["attended"], heads)
         if decoding := state.decoding:
             plan, rope = decoding.attention(self), state.rope(self, layer)
             qkv, out = own["qkv"][: decoding.rows], own["attended"][: decoding.rows]
@@ -153,7 +170,7 @@ class Attention(Block):
 
     def _heads(self) -> Heads:
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return Heads(self.heads, self.kv_heads, self.head_dim, scale, self.window)
+        return Heads(self.heads, self.kv_heads, self.head_dim, scale, self.window, self.gate)
 
     def _scratch(self, state: DecodeState) -> Scratch:
         own = state.buffers(self)

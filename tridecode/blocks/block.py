@@ -8,10 +8,14 @@ import torch
 
 from ..kernels.attention.arguments import KVLayer, Rope, Scratch
 from ..kernels.attention.prompt_attention import PromptAttentionConfig
+from ..kernels.delta.arguments import DraftRows, RecordLayer
+from ..kernels.delta.delta_chunks import DeltaChunksConfig
+from ..kernels.delta.delta_decode import DeltaConfig
+from ..kernels.delta.prompt_tables import PromptTables
 from ..kernels.linear.project import NAMES, AddResidual, Epilogue, LinearKernel
 from ..kernels.linear.weight import LoadedLinear
 from ..kernels.op import Op
-from .declarations import Buffer, Linear, Pages, Weight
+from .declarations import Buffer, Linear, Pages, Recurrent, Weight
 
 if TYPE_CHECKING:
     from .attention import Attention
@@ -59,12 +63,14 @@ class LoadedLayer:
         index: number of the layer.
         linears, weights: the tensors by their declared names.
         pages: number of the layer among the layers that have pages, None for a layer without pages.
+        recurrent: number of the layer among the layers with recurrent state, None for a layer without.
     """
 
     index: int
     linears: Mapping[str, LoadedLinear]
     weights: Mapping[str, torch.Tensor]
     pages: int | None = None
+    recurrent: int | None = None
 
     def __repr__(self) -> str:
         names = ", ".join([*self.weights, *self.linears])
@@ -132,6 +138,10 @@ class PassState(Protocol):
         """Return the rotary tables and the q/k norms of a layer."""
         ...
 
+    def records(self, layer: LoadedLayer) -> RecordLayer:
+        """Return the records of a layer."""
+        ...
+
     def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
         """List the wait for the layer's pages in host memory, if there is a ring."""
         ...
@@ -171,6 +181,15 @@ class DecodeState(PassState, Protocol):
         """Return the attention kernel for the rows of this pass."""
         ...
 
+    def draft_rows(self, layer: LoadedLayer) -> DraftRows | None:
+        """Return the updates of a layer's recurrent state by drafts. None if the engine has no drafts."""
+        ...
+
+    @property
+    def delta_config(self) -> DeltaConfig:
+        """The launch config of gated delta net layers."""
+        ...
+
 
 class PromptState(PassState, Protocol):
     """The view that blocks have of a prompt pass."""
@@ -200,6 +219,16 @@ class PromptState(PassState, Protocol):
         """Scratch buffers of prompt attention."""
         ...
 
+    @property
+    def tables(self) -> PromptTables:
+        """The tables of the pass for layers with recurrent state."""
+        ...
+
+    @property
+    def delta_configs(self) -> tuple[DeltaChunksConfig, DeltaChunksConfig]:
+        """The launch configs of delta_chunks and delta_scan."""
+        ...
+
     def expanded(self, block: "Attention", q: torch.Tensor, kv: KVLayer) -> KVLayer | None:
         """Return buffers for fp8 K/V expanded to 16 bits, or None if attention reads `kv` itself."""
         ...
@@ -214,12 +243,14 @@ class Block:
         eps: epsilon of the norm before the block.
         norm: module of that norm in the checkpoint.
         residual_scale: factor of the block's output. The loader multiplies it into the weights.
+        norm_offset: number that the loader adds to the weights of the block's norms: 1 if they are zero-centered.
     """
 
     hidden: int
     eps: float = 1e-6
     norm: str = "input_layernorm"
     residual_scale: float = 1.0
+    norm_offset: float = 0.0
 
     # Whether the prompt pass may leave the last layer after `prompt_start`: then `resume` ends the layer in decode
     # form, for the rows that want a token. A block whose state a second run would change runs whole.
@@ -245,7 +276,7 @@ class Block:
         """Return the activations of a prompt pass."""
         return ()
 
-    def states(self) -> tuple[Pages, ...]:
+    def states(self) -> tuple[Pages | Recurrent, ...]:
         """Return the state of a request that outlasts a pass."""
         return ()
 

@@ -55,12 +55,21 @@ class Weight:
         tensor: name in the checkpoint, relative to the layer.
         shape: shape in the checkpoint and on the device.
         scale: factor that the loader multiplies in.
+        offset: number that the loader adds. Zero-centered norms store their weight minus 1.
+        dtype: "weights" (the dtype of the model's weights) or "float32".
     """
 
     name: str
     tensor: str
     shape: tuple[int, ...]
     scale: float = 1.0
+    offset: float = 0.0
+    dtype: str = "weights"
+
+
+def norm_weight(name: str, tensor: str, size: int, offset: float, scale: float = 1.0) -> Weight:
+    """Return the weight of a norm. 1 + weight is stored in fp32, because bf16 would round the sum."""
+    return Weight(name, tensor, (size,), scale, offset, "float32" if offset else "weights")
 
 
 @dataclass(frozen=True)
@@ -92,3 +101,20 @@ class Pages:
     def width(self) -> int:
         """Number of elements in K, and in V, of one position."""
         return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """State of one layer that has a fixed size for each record: a matrix for each V head, and inputs of a convolution.
+
+    Args:
+        key_heads, value_heads: numbers of heads.
+        key_dim, value_dim: rows and columns of a matrix.
+        channels: channels of the convolution.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    channels: int

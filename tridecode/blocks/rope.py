@@ -17,6 +17,7 @@ class RopeConfig:
         low_freq_factor: original_max_position / low_freq_factor is the wavelength above which `factor` applies in full.
         high_freq_factor: original_max_position / high_freq_factor is the wavelength below which nothing is stretched.
         original_max_position: context of the model before it was extended.
+        partial: share of the columns of a head that are rotated, from the first on.
     """
 
     theta: float = 10000.0
@@ -25,14 +26,21 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    partial: float = 1.0
+
+    def columns(self, head_dim: int) -> int:
+        """Return the number of columns of a head that are rotated."""
+        return int(head_dim * self.partial)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return the inverse frequencies, fp32 [head_dim / 2]. "llama3" stretches the long wavelengths as Llama 3.1 does.
+    """Return the inverse frequencies, fp32 [rotated columns / 2].
 
+    "llama3" stretches the long wavelengths as Llama 3.1 does.
     Source: `_compute_llama3_parameters` in transformers.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    columns = rope.columns(head_dim)
+    exponent = torch.arange(0, columns, 2, dtype=torch.int64).float() / columns
     frequency = 1.0 / (rope.theta**exponent)
     if rope.kind == "default":
         return frequency
@@ -49,6 +57,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 def rope_tables(
     rope: RopeConfig, head_dim: int, capacity: int, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin, fp32 [capacity, head_dim / 2]."""
+    """Return cos and sin, fp32 [capacity, rotated columns / 2]."""
     angle = torch.arange(capacity).float()[:, None] * inverse_frequencies(rope, head_dim)[None, :]
     return angle.cos().to(device), angle.sin().to(device)

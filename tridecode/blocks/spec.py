@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .block import Block
-from .declarations import Linear, Pages, Part, Weight
+from .declarations import Linear, Pages, Part, Recurrent, Weight, norm_weight
 
 if TYPE_CHECKING:
     from ..checkpoint.quantization.scheme import Quantization
@@ -37,7 +37,8 @@ class Layer:
         for name, block in zip(NORM_NAMES, self.blocks):
             last = [linear for linear in block.linears() if linear.epilogue == "residual"]
             first = [linear for linear in block.linears() if linear not in last]
-            declared += [Weight(name, f"{block.norm}.weight", (block.hidden,)), *first, *block.weights(), *last]
+            norm = norm_weight(name, f"{block.norm}.weight", block.hidden, block.norm_offset)
+            declared += [norm, *first, *block.weights(), *last]
         return tuple(declared)
 
     def linears(self) -> tuple[Linear, ...]:
@@ -50,8 +51,14 @@ class Layer:
 
     def pages(self) -> Pages | None:
         """Return the declaration of the layer's pages, or None."""
-        states = [state for block in self.blocks for state in block.states()]
-        return states[0] if states else None
+        return next((state for state in self._states() if isinstance(state, Pages)), None)
+
+    def recurrent(self) -> Recurrent | None:
+        """Return the declaration of the layer's recurrent state, or None."""
+        return next((state for state in self._states() if isinstance(state, Recurrent)), None)
+
+    def _states(self) -> "Iterator[Pages | Recurrent]":
+        return (state for block in self.blocks for state in block.states())
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ class ModelSpec:
         checkpoint_quantization: the schemes in which the checkpoint stores its weights, from config.json, or None.
         load_quantization: the schemes in which the loader quantizes weights, from `--quantize`, or None.
         fp8_kv: K and V are stored in fp8 instead of the dtype of the weights.
+        norm_offset: number that the loader adds to the weight of the final norm.
+        skipped: prefixes of tensors of the checkpoint that the model does not use.
     """
 
     family: str
@@ -88,6 +97,8 @@ class ModelSpec:
     checkpoint_quantization: "Quantization | None" = None
     load_quantization: "Quantization | None" = None
     fp8_kv: bool = False
+    norm_offset: float = 0.0
+    skipped: tuple[str, ...] = ()
 
     @property
     def embed(self) -> Weight:
@@ -97,7 +108,8 @@ class ModelSpec:
     @property
     def final_norm(self) -> Weight:
         """Declaration of the norm before the LM head."""
-        return Weight("final_norm", f"{self.prefix}norm.weight", (self.hidden_size,), self.logits_scale)
+        name = f"{self.prefix}norm.weight"
+        return norm_weight("final_norm", name, self.hidden_size, self.norm_offset, self.logits_scale)
 
     @property
     def lm_head(self) -> Linear:
@@ -135,6 +147,11 @@ class ModelSpec:
     def page_layers(self) -> int:
         """Number of layers that have pages. It is cached because passes read it in every layer."""
         return sum(layer.pages() is not None for layer in self.layers)
+
+    @cached_property
+    def recurrent(self) -> tuple[Recurrent, ...]:
+        """The recurrent state of the layers that have one, in their order."""
+        return tuple(state for layer in self.layers if (state := layer.recurrent()))
 
     @property
     def quantization(self) -> "Quantization | None":

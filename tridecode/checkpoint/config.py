@@ -43,7 +43,8 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
     spec = parse_model(read)
     generation_source = str(Path(source).with_name("generation_config.json"))
     generation = ConfigReader(generation_json or {}, generation_source)
-    stops = read.token_ids("eos_token_id", spec.vocab_size) + generation.token_ids("eos_token_id", spec.vocab_size)
+    readers = read, read.under("text_config"), generation
+    stops = sum((each.token_ids("eos_token_id", spec.vocab_size) for each in readers), ())
     stops = tuple(dict.fromkeys(stops))
     if len(stops) > MAX_STOP_IDS:
         raise CheckpointError(

@@ -6,6 +6,7 @@ file becomes shorter during the load, or if the disk fails, the result is an err
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from .loader import Loader, quantize_into
 from .quantization.scheme import Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
 
+log = logging.getLogger("tridecode")
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by the names of safetensors
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
@@ -102,6 +104,8 @@ def load_weights(
     path, device = Path(path), torch.device(device)
     packs = device.type == "cuda" if packs is None else packs
     tensors, slices = stored_tensors(path, spec), tensor_slices(spec)
+    if skipped := [prefix for prefix in spec.skipped if any(name.startswith(prefix) for name in _tensors(path))]:
+        log.info("%s: tensors that are not used: %s", path, ", ".join(f"{prefix}*" for prefix in skipped))
     total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:
@@ -329,7 +333,12 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _is_ignorable(name: str, spec: ModelSpec) -> bool:
-    """Return whether a tensor may be ignored: rotary tables, or the copy of a tied embedding, in old checkpoints."""
+    """Return whether a tensor may be ignored: rotary tables, or the copy of a tied embedding, in old checkpoints.
+
+    Parts of a model that the engine does not use are ignored too.
+    """
+    if name.startswith(spec.skipped):
+        return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
 
 

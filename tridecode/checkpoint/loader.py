@@ -58,7 +58,7 @@ class Loader:
             for place in parts["weight"][start : start + n].split(
                 max(self._limit // (self._tensors[name].nbytes // n), 1)
             ):
-                yield self._load_unquantized(name, done, place, tensor_slice.scale)
+                yield self._load_unquantized(name, done, place, tensor_slice.scale, tensor_slice.offset)
                 done += len(place)
 
     def _place_quantized(
@@ -135,10 +135,11 @@ class Loader:
         if count < part.nbytes:
             raise CheckpointError(f"{info.file}: became shorter while it was read; load it again when it is complete")
 
-    def _load_unquantized(self, name: str, first: int, place: torch.Tensor, scale: float) -> int:
+    def _load_unquantized(self, name: str, first: int, place: torch.Tensor, scale: float, offset: float) -> int:
         """Fill `place` with the rows of an unquantized tensor from row `first` on. Return the bytes read."""
         dtype = READ[self._tensors[name].dtype]
-        straight = place.dtype == dtype and place.device.type == "cpu" and scale == 1
+        plain = scale == 1 and offset == 0
+        straight = place.dtype == dtype and place.device.type == "cpu" and plain
         part = place
         if not straight:
             if len(self._buffer) < place.numel() * dtype.itemsize:
@@ -147,13 +148,13 @@ class Loader:
         self._fill(name, first, part)
         if not straight:
             # The device converts the dtype, so that the bytes cross the bus as they are in the file.
-            place.copy_(part if dtype == place.dtype and scale == 1 else scaled(part.to(place.device), scale))
+            place.copy_(part if dtype == place.dtype and plain else scaled(part.to(place.device), scale, offset))
         return part.nbytes
 
 
-def scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return rows * scale, rounded once."""
-    return rows if scale == 1 else rows.float() * scale
+def scaled(rows: torch.Tensor, scale: float, offset: float = 0.0) -> torch.Tensor:
+    """Return (rows + offset) * scale, rounded once."""
+    return rows if scale == 1 and offset == 0 else (rows.float() + offset) * scale
 
 
 def quantize_into(parts: dict[str, torch.Tensor], target: Target, start: int, rows: torch.Tensor) -> None:

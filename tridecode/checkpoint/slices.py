@@ -23,6 +23,7 @@ class TensorSlice:
     Args:
         scheme: the scheme of the weight in the checkpoint, or None.
         scale: factor that the loader multiplies in.
+        offset: number that the loader adds before that.
     """
 
     target: str
@@ -30,6 +31,7 @@ class TensorSlice:
     shape: tuple[int, ...]
     scheme: Scheme | None = None
     scale: float = 1.0
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,20 @@ class Target:
         packed: the description of the packed tensor. None: the tensor is dense.
         load_scheme: the scheme in which the loader quantizes the weight, or None.
         residual: a linear adds its product to the residual stream.
+        dtype: dtype of a dense tensor, None for that of the model's weights.
     """
 
     shape: tuple[int, ...]
     packed: Packed | None = None
     load_scheme: Scheme | None = None
     residual: bool = False
+    dtype: torch.dtype | None = None
 
     def tensors(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each part by name. A dense tensor has the single part "weight"."""
-        return {"weight": (self.shape, dtype)} if self.packed is None else self.packed.shapes(self.shape[0])
+        return (
+            {"weight": (self.shape, self.dtype or dtype)} if self.packed is None else self.packed.shapes(self.shape[0])
+        )
 
 
 def declared(spec: ModelSpec) -> Iterator[tuple[str, str, Linear | Weight]]:
@@ -74,7 +80,7 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
     slices = {}
     for target, prefix, each in declared(spec):
         if isinstance(each, Weight):
-            slices[prefix + each.tensor] = TensorSlice(target, 0, each.shape, scale=each.scale)
+            slices[prefix + each.tensor] = TensorSlice(target, 0, each.shape, None, each.scale, each.offset)
             continue
         start = 0
         for part in each.parts:
@@ -110,7 +116,7 @@ def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dty
     targets = {}
     for target, prefix, each in declared(spec):
         if isinstance(each, Weight):
-            targets[target] = Target(each.shape)
+            targets[target] = Target(each.shape, dtype=torch.float32 if each.dtype == "float32" else None)
             continue
         residual = each.epilogue == "residual"
         if each.parts:

@@ -75,8 +75,8 @@ def parse_dense(
     Raises:
         CheckpointError: one line with the key and the expected value.
     """
-    _refuse_other_layers(read)
-    sizes = _sizes(read)
+    refuse_other_layers(read)
+    sizes = read_sizes(read)
     bos = read.token_ids("bos_token_id", sizes["vocab_size"])
     return dense_spec(
         family=family,
@@ -86,14 +86,14 @@ def parse_dense(
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         windows=_windows(read, family, windows, sizes["num_layers"], sizes["max_position"]),
-        rope=_rope(read, sizes["max_position"]),
-        dtype=_dtype(read),
+        rope=read_rope(read, sizes["max_position"]),
+        dtype=read_dtype(read),
         bos_id=bos[0] if bos else None,
     )
 
 
-def _refuse_other_layers(read: ConfigReader) -> None:
-    """Raise CheckpointError if the checkpoint has an activation function or a bias that no block supports."""
+def refuse_other_layers(read: ConfigReader) -> None:
+    """Raise CheckpointError for activations and biases that no block computes."""
     if (activation := read.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(
             f'{read.source}: hidden_act must be "silu", got {as_json(activation)}: this model\'s MLP is not supported'
@@ -103,7 +103,7 @@ def _refuse_other_layers(read: ConfigReader) -> None:
             raise CheckpointError(f"{read.source}: {key} must be false, got true: a bias on {where} is not supported")
 
 
-def _sizes(read: ConfigReader) -> dict[str, int]:
+def read_sizes(read: ConfigReader) -> dict[str, int]:
     """Return the sizes of the model, as arguments of `dense_spec`."""
     sizes = {
         "hidden_size": read.integer("hidden_size", 1, 2**20),
@@ -159,8 +159,12 @@ def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _rope(read: ConfigReader, max_position: int) -> RopeConfig:
-    """Return the settings in rope_parameters, or in rope_scaling and rope_theta."""
+def read_rope(read: ConfigReader, max_position: int, partial: float = 1.0) -> RopeConfig:
+    """Return the settings in rope_parameters, or in rope_scaling and rope_theta.
+
+    Args:
+        partial: default of partial_rotary_factor. A family whose default is 1 has no other value.
+    """
     keys = [key for key in ("rope_parameters", "rope_scaling") if read.get(key) is not None]
     if len(keys) == 2 and read.values[keys[0]] != read.values[keys[1]]:
         raise CheckpointError(f"{read.source}: rope_parameters and rope_scaling contradict each other; remove one")
@@ -180,23 +184,24 @@ def _rope(read: ConfigReader, max_position: int) -> RopeConfig:
             "other rotary embeddings are not supported"
         )
     for reader in (read, rope):
-        if (partial := reader.get("partial_rotary_factor", 1)) != 1:
+        if (share := reader.get("partial_rotary_factor", partial)) != 1 and partial == 1:
             raise CheckpointError(
-                f"{read.source}: {reader.prefix}partial_rotary_factor must be 1, got {as_json(partial)}: "
-                "partial rotary embeddings are not supported"
+                f"{read.source}: {reader.prefix}partial_rotary_factor must be 1, got {as_json(share)}: "
+                "partial rotary embeddings are not supported in this family"
             )
+    share = rope.number("partial_rotary_factor", 0.01, 1, default=read.get("partial_rotary_factor", partial))
     owner = rope if "rope_theta" in rope.values else read
     theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0  # null is an error
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, partial=share)
     low, high = rope.number("low_freq_factor", 1e-4, 1e4), rope.number("high_freq_factor", 1e-4, 1e4)
     if high <= low:
         raise rope.fail("high_freq_factor", f"above low_freq_factor ({low:g})")
     original = rope.integer("original_max_position_embeddings", 1, 2**31 - 1, default=max_position)
-    return RopeConfig(theta, kind, rope.number("factor", 1, 1e5), low, high, original)
+    return RopeConfig(theta, kind, rope.number("factor", 1, 1e5), low, high, original, share)
 
 
-def _dtype(read: ConfigReader) -> str:
+def read_dtype(read: ConfigReader) -> str:
     """Return the dtype of the checkpoint."""
     key = "dtype" if read.get("dtype") is not None else "torch_dtype"
     name = read.get(key, "bfloat16")

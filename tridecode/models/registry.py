@@ -1,7 +1,7 @@
 """The families: a mapping from the architecture name in config.json to the function that parses it."""
 
 from ..blocks.spec import ModelSpec
-from . import llama, mistral, qwen2, qwen3
+from . import llama, mistral, qwen2, qwen3, qwen3_5
 from .reader import ConfigReader
 
 FAMILIES = {
@@ -9,6 +9,8 @@ FAMILIES = {
     "LlamaForCausalLM": llama.parse,
     "MistralForCausalLM": mistral.parse,
     "Qwen2ForCausalLM": qwen2.parse,
+    "Qwen3_5ForConditionalGeneration": qwen3_5.parse,
+    "Qwen3_5ForCausalLM": qwen3_5.parse,
 }
 
 

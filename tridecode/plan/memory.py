@@ -13,6 +13,7 @@ from ..errors import DeviceError, counted
 from ..kernels.device import device_of, simulated_gpu
 from ..state.kv import kv_bytes_per_token
 from ..state.offload import Offload
+from ..state.records import slot_record_bytes
 from ..step.model import expands_kv, rope_keys, verify_rows
 from ..step.prompt import CHUNK
 from ..step.workspace import make_prompt_buffers, make_workspace, named_tensors
@@ -225,7 +226,7 @@ def plan_memory(
         batch_invariant: prompts use one kernel on every GPU.
         rows: rows of the largest captured decode pass, by default the slots.
     """
-    rope = sum(4 * head_dim for _, head_dim in rope_keys(spec))
+    rope = sum(4 * rope.columns(head_dim) for rope, head_dim in rope_keys(spec))
     kv, layer = kv_bytes_per_token(spec, dtype), 2 * spec.pages.width * dtype.itemsize
     gathered = layer if torch_prompt_attention else 0
     if expands_kv(spec, device, batch_invariant, torch_prompt_attention):
@@ -239,7 +240,8 @@ def plan_memory(
         scratch += 16 * rows * (inner + spec.pages.width)
         weights += on_host * host_layer_bytes(spec, dtype)
     buffers = prompt_bytes(spec, dtype, rows, device)
-    fixed = workspace_bytes(spec, dtype, 1) + buffers + scratch
+    records = slot_record_bytes(spec, dtype, speculate)
+    fixed = workspace_bytes(spec, dtype, 1) + records + buffers + scratch
     if speculate:
         largest = max(largest, verify_rows(slots))
     if largest > slots:
@@ -253,7 +255,7 @@ def plan_memory(
         headroom=HEADROOM[device.type],
         default_limit=CPU_CONTEXT if device.type == "cpu" else spec.max_position,
         kv_per_token=kv,
-        per_slot=slot_bytes(spec, dtype, slots),
+        per_slot=slot_bytes(spec, dtype, slots) + (records if slots > 1 else 0),
         slots=slots,
         buffers=buffers,
         scratch=scratch,

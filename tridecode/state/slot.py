@@ -39,6 +39,7 @@ class Slot:
     mask: Any = None  # the GrammarMasks of the request, if it has a grammar
 
     # The passes.
+    scans: int = 0  # enqueued prompt passes of the request: see records.records_of
     read: int = 0  # positions of the prompt whose K/V are present or written by an enqueued pass
     position: int = 0  # position of the oldest pass whose output entry the host has not read
     end: int = 0  # position at which the request ends

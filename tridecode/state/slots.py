@@ -14,6 +14,7 @@ from ..sampling import SamplingParams
 from .kv import KVCache
 from .pages import PagePool
 from .prefix import Node, PrefixCache
+from .records import records_of
 from .slot import Slot
 
 if TYPE_CHECKING:
@@ -102,7 +103,9 @@ class Slots:
     """
 
     def __init__(self, model: SlotModel, sharing: bool = True):
-        self.model, self.page, self._sharing = model, model.kv.page, sharing
+        self.model, self.page = model, model.kv.page
+        self._records = len(model.prompt.records) > 0  # the model has recurrent state
+        self._sharing = sharing and not self._records  # a prefix of pages without the state after it is of no use
         self.pages = PagePool(model.kv.pages)
         self.cache = PrefixCache(self.pages, self.page)
         self._slots = [Slot(number) for number in range(len(model.workspace.tokens))]
@@ -110,7 +113,8 @@ class Slots:
         several = max(len(self), STAGED_WRITES)  # one pass may start a request in every slot
         self._texts = StagingBuffer(ws.tokens, model.kv.page_table, count=several)
         self._states = StagingBuffer(ws.meta, ws.samp, count=several)
-        self._biases, self._chunks = StagingBuffer(ws.bias), StagingBuffer(model.prompt.chunks[None])
+        tables = (model.prompt.chunks[None], model.prompt.records[None])
+        self._biases, self._chunks = StagingBuffer(ws.bias), StagingBuffer(*tables)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -179,7 +183,11 @@ class Slots:
         self.model.kv.pool[target].copy_(self.model.kv.pool[source])
 
     def publish(self, slot: Slot, read: int) -> None:
-        """Add the whole pages of the first `read` tokens to the prefix tree. Enqueued passes write their K/V."""
+        """Add the whole pages of the first `read` tokens to the prefix tree. Enqueued passes write their K/V.
+
+        The last of these passes was enqueued without an error, so the slot continues with the record that it writes.
+        """
+        slot.scans += 1
         slot.filled = read // self.page * self.page
         self._insert(slot)
 
@@ -319,6 +327,7 @@ class Slots:
         with self._states.next() as (meta, samp):
             fill_meta(meta.numpy(), params, number, slot.generation, position, n_known, limit, stop_ids, allocated)
             meta[layout.SOURCE] = source
+            meta[layout.RECORD] = records_of(number, slot.scans)[0]
             fill_samp(samp.numpy(), params)
             ws.samp[row].copy_(samp, non_blocking=True)
             if params.penalties:
@@ -333,11 +342,14 @@ class Slots:
 
     @torch.inference_mode()
     def write_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Write the chunks of the next prompt pass."""
-        with self._chunks.next() as (table,):
+        """Write the chunks of the next prompt pass, and their records."""
+        with self._chunks.next() as (table, records):
             table.zero_()
             table.numpy()[: len(chunks)] = chunks
             self.model.prompt.chunks.copy_(table, non_blocking=True)
+            if self._records:
+                records.numpy()[: len(chunks)] = [records_of(c.slot, self._slots[c.slot].scans) for c in chunks]
+                self.model.prompt.records.copy_(records, non_blocking=True)
 
     @torch.inference_mode()
     def grow(self, slot: Slot, row: int, pages: int) -> None:

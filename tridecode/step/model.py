@@ -17,6 +17,10 @@ from ..kernels.attention.attention import ATTENTION
 from ..kernels.attention.attention_queries import ATTENTION_QUERIES
 from ..kernels.attention.attention_rows import ATTENTION_ROWS, AttentionRowsConfig
 from ..kernels.attention.prompt_attention import PromptAttentionConfig
+from ..kernels.delta.arguments import DraftRows, RecordLayer
+from ..kernels.delta.delta_chunks import DeltaChunksConfig
+from ..kernels.delta.delta_decode import DeltaConfig
+from ..kernels.delta.prompt_tables import PromptTables
 from ..kernels.device import Device, device_of
 from ..kernels.linear.project import Case
 from ..kernels.linear.torch_linear import TORCH
@@ -25,9 +29,11 @@ from ..kernels.transfer.fetch import FetchConfig
 from ..layout import NGRAM
 from ..state.kv import KVCache, make_kv_cache
 from ..state.offload import Offload
+from ..state.records import RecordPool, make_records
 from ..tensors import short_repr
 from ..tuning.attention import attention_rows_config, prompt_attention_config, queries_config
 from ..tuning.configs import AttentionCase, Choice, PassConfigs
+from ..tuning.delta import delta_config, delta_prompt_configs
 from ..tuning.resolve import resolve_configs
 from . import hosted
 from .dispatch import max_queries
@@ -60,6 +66,7 @@ class DecodeModel:
         verify: workspace of passes that verify drafts, with its own meta and samp. None without drafts.
         requests: in a pass that verifies drafts (for_queries), the workspace with one row for each request.
         ngram: largest and smallest number of tokens that must match for a draft.
+        recurrent: the records of layers with recurrent state, or None.
     """
 
     spec: ModelSpec
@@ -76,6 +83,7 @@ class DecodeModel:
     verify: Workspace | None = None
     requests: Workspace | None = None
     ngram: tuple[int, int] = NGRAM
+    recurrent: RecordPool | None = None
 
     def __repr__(self) -> str:
         facts = {"family": self.spec.family, "layers": self.spec.num_layers, "capacity": self.kv.capacity}
@@ -108,12 +116,13 @@ class DecodeModel:
 
     @cached_property
     def layers(self) -> tuple[LoadedLayer, ...]:
-        """The layers with their weights. Layers with pages are numbered."""
-        loaded, pages = [], 0
+        """The layers with their weights. Layers with pages are numbered, and so are those with recurrent state."""
+        loaded, pages, recurrent = [], 0, 0
         for i, (layer, (linears, weights)) in enumerate(zip(self.spec.layers, self.weights.layers)):
-            has_pages = layer.pages() is not None
-            loaded.append(LoadedLayer(i, linears, weights, pages if has_pages else None))
-            pages += has_pages
+            has_pages, recurs = layer.pages() is not None, layer.recurrent() is not None
+            numbers = pages if has_pages else None, recurrent if recurs else None
+            loaded.append(LoadedLayer(i, linears, weights, *numbers))
+            pages, recurrent = pages + has_pages, recurrent + recurs
         return tuple(loaded)
 
     def norms(self, index: int) -> list[torch.Tensor]:
@@ -161,6 +170,21 @@ class DecodeModel:
     def attention(self, block: Attention) -> AttentionPlan:
         """Return the kernel and the launch config of a block's attention."""
         return self._plans[block]
+
+    def records(self, layer: LoadedLayer) -> RecordLayer:
+        """Return the records of a layer."""
+        assert self.recurrent is not None and layer.recurrent is not None
+        return self.recurrent.layers[layer.recurrent]
+
+    def draft_rows(self, layer: LoadedLayer) -> DraftRows | None:
+        """Return the updates of a layer's recurrent state by drafts. None if the engine has no drafts."""
+        assert self.recurrent is not None and layer.recurrent is not None
+        return self.recurrent.drafts[layer.recurrent] if self.recurrent.drafts else None
+
+    @property
+    def delta_config(self) -> DeltaConfig:
+        """Launch config of gated delta net layers."""
+        return delta_config(self.queries)
 
     def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
         """List the wait for the layer's pages, if they are in host memory."""
@@ -243,6 +267,8 @@ class DecodeModel:
         tensors |= {"pool": self.kv.pool, "page_table": self.kv.page_table}
         for i, tables in enumerate(self.ropes.values()):
             tensors |= {f"rope.{i}.{name}": t for name, t in zip(("cos", "sin"), tables)}
+        if self.recurrent:
+            tensors |= {f"records.{name}": t for name, t in self.recurrent.tensors().items()}
         if self.kv.offload:
             tensors |= {name: getattr(self.kv.offload, name) for name in ("cells", "host", "tables", "fetched")}
         if host := self.weights.host:
@@ -281,6 +307,20 @@ class PromptState:
     def delta(self) -> torch.Tensor:
         """Output of a block, which the next norm adds to the residual stream."""
         return self.own.delta
+
+    @property
+    def tables(self) -> PromptTables:
+        """Tables of the pass for layers with recurrent state."""
+        return PromptTables(self.own.chunks, self.own.records, self.own.snapshots)
+
+    @property
+    def delta_configs(self) -> tuple[DeltaChunksConfig, DeltaChunksConfig]:
+        """Launch configs of delta_chunks and delta_scan."""
+        return delta_prompt_configs(self.model.gpu)
+
+    def records(self, layer: LoadedLayer) -> RecordLayer:
+        """Return the records of a layer."""
+        return self.model.records(layer)
 
     @property
     def attention_config(self) -> PromptAttentionConfig:
@@ -425,6 +465,7 @@ def make_model(
         fixed_chunk=prompt_rows if batch_invariant else 0,
         verify=replace(first_rows(workspace, verifying), meta=meta, samp=samp) if speculate else None,
         ngram=ngram,
+        recurrent=make_records(spec, device, dtype, slots, speculate),
     )
 
 

@@ -19,6 +19,7 @@ from ..kernels.add_norm import ADD_NORM
 from ..kernels.embed_rows import EMBED_ROWS
 from ..kernels.take_residual import TAKE_RESIDUAL
 from ..layout import Chunk
+from ..state.records import records_of
 from . import decode, hosted
 from .model import DecodeModel, PromptState
 from .run import launch, run_reference
@@ -77,15 +78,21 @@ def prefill(model: DecodeModel, start: int, end: int, slot: int = 0, chunk: int 
     """
     run = launch if model.device.type == "cuda" else run_reference
     chunk = min(chunk, model.prompt.rows)
-    for first in range(start, end, chunk):
+    for number, first in enumerate(range(start, end, chunk)):
         count = min(chunk, end - first)
-        write_chunks(model, [Chunk(slot, 0, count, first)])
+        write_chunks(model, [Chunk(slot, 0, count, first)], number)
         read(run, model, count)
 
 
-def write_chunks(model: DecodeModel, chunks: Sequence[Chunk]) -> None:
-    """Write the table of chunks of the next pass, in stream order. The call may wait; see Slots.write_chunks."""
-    table = model.prompt.chunks
-    rows = torch.zeros(table.shape, dtype=table.dtype)
-    rows[: len(chunks)] = torch.tensor(chunks, dtype=table.dtype)
-    table.copy_(rows)
+def write_chunks(model: DecodeModel, chunks: Sequence[Chunk], number: int = 0) -> None:
+    """Write the tables of the next pass, in stream order. The call may wait; see Slots.write_chunks.
+
+    Args:
+        number: passes that have read earlier chunks of the same slots. Each goes from one record to the other.
+    """
+    prompt = model.prompt
+    for table, rows in ((prompt.chunks, chunks), (prompt.records, [records_of(c.slot, number) for c in chunks])):
+        if len(table):
+            filled = torch.zeros(table.shape, dtype=table.dtype)
+            filled[: len(rows)] = torch.tensor(rows, dtype=table.dtype)
+            table.copy_(filled)

@@ -18,9 +18,12 @@ from ..layout import (
     LIMIT_REACHED,
     MAX_CHUNKS,
     MAX_LOGPROBS,
+    MAX_SNAPSHOTS,
     META_WIDTH,
+    RECORDS_WIDTH,
     RING,
     SAMP_WIDTH,
+    SNAPSHOT_WIDTH,
     STATUS,
     mask_words,
 )
@@ -155,6 +158,10 @@ class PromptBuffers:
     """The activations of a prompt pass, at fixed addresses."""
 
     chunks: torch.Tensor  # int32 [MAX_CHUNKS, CHUNK_WIDTH]: the slot and the positions of the rows
+    records: (
+        torch.Tensor
+    )  # int32 [MAX_CHUNKS, RECORDS_WIDTH]: the records of chunks; [0, RECORDS_WIDTH] without records
+    snapshots: torch.Tensor  # int32 [MAX_SNAPSHOTS, SNAPSHOT_WIDTH]; [0, SNAPSHOT_WIDTH] without records
     hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
     delta: (
         torch.Tensor
@@ -205,9 +212,14 @@ def make_prompt_buffers(
     def activations(buffer: Buffer) -> torch.Tensor:
         return real(*buffer.shape, dtype={"weights": dtype, "float32": torch.float32}[buffer.dtype])
 
+    def table(*shape) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
     quantized = spec.quantization is not None
     return PromptBuffers(
-        chunks=torch.zeros(MAX_CHUNKS, CHUNK_WIDTH, dtype=torch.int32, device=device),
+        chunks=table(MAX_CHUNKS, CHUNK_WIDTH),
+        records=table(MAX_CHUNKS if spec.recurrent else 0, RECORDS_WIDTH),
+        snapshots=table(MAX_SNAPSHOTS if spec.recurrent else 0, SNAPSHOT_WIDTH),
         hidden=real(spec.hidden_size, dtype=torch.float32),
         delta=real(spec.hidden_size),
         x=real(spec.hidden_size),

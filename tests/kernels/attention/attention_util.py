@@ -43,11 +43,21 @@ class Args(NamedTuple):
 
 
 def layer(
-    positions, kv_heads=1, group=2, head_dim=64, page=64, pages=4, dtype=torch.float16, qk_norm=False, window=0
+    positions,
+    kv_heads=1,
+    group=2,
+    head_dim=64,
+    page=64,
+    pages=4,
+    dtype=torch.float16,
+    qk_norm=False,
+    window=0,
+    gate=False,
+    rotary=0,
 ) -> Args:
     """Return the arguments for a row at each position, with K and V on shuffled pages.
 
-    All positions that are not written yet are NaN.
+    All positions that are not written yet are NaN. rotary: columns that are rotated; 0 for all.
     """
     rows, heads = len(positions), kv_heads * group
     table = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(0)).view(rows, pages)
@@ -60,16 +70,16 @@ def layer(
     norm = norm_weight(head_dim, dtype) if qk_norm else None
     return Args(
         meta_rows(*positions),
-        random(rows, (heads + 2 * kv_heads) * head_dim, seed=4),
+        random(rows, (heads * (1 + gate) + 2 * kv_heads) * head_dim, seed=4),
         poisoned(rows, heads * head_dim, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32),
         KVLayer(table.int().to(DEVICE), k, v),
-        rope(pages * page, head_dim, norm),
+        rope(pages * page, rotary or head_dim, norm),
         Scratch(
             poisoned(rows, heads, MAX_SPLITS, head_dim),
             poisoned(rows, heads, MAX_SPLITS, 2),
             torch.zeros(rows, kv_heads, dtype=torch.int32, device=DEVICE),
         ),
-        Heads(heads, kv_heads, head_dim, head_dim**-0.5, window),
+        Heads(heads, kv_heads, head_dim, head_dim**-0.5, window, gate),
     )
 
 

@@ -27,7 +27,7 @@ def several(positions, counts, queries, group=4, dtype=torch.bfloat16, **sizes):
     rows, heads = len(positions) * queries, args.heads
     meta = meta_rows(*(position + query for position in positions for query in range(queries)))
     meta[:, layout.SLOT] //= queries
-    qkv = random(rows, (heads.query + 2 * heads.kv) * heads.dim, seed=4)
+    qkv = random(rows, args.qkv.shape[1], seed=4)
     for request, count in enumerate(counts):
         idle = slice(request * queries + count, (request + 1) * queries)
         meta[idle, layout.STATUS] = layout.WAIT

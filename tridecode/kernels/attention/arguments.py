@@ -42,11 +42,16 @@ class KVLayer(NamedTuple):
 class Rope(NamedTuple):
     """Rotary embedding, and the RMS norm of queries and keys before it."""
 
-    cos: torch.Tensor  # fp32 [capacity, head_dim / 2]
+    cos: torch.Tensor  # fp32 [capacity, rotary / 2]
     sin: torch.Tensor
     q_norm: torch.Tensor | None  # weights [head_dim]; None for models without these norms
     k_norm: torch.Tensor | None
     eps: float  # epsilon of the norms
+
+    @property
+    def rotary(self) -> int:
+        """Columns of a head that are rotated."""
+        return 2 * self.cos.shape[1]
 
     def kernel_arguments(self) -> tuple:
         """Return the fields of rope.Rotary. cos is a placeholder for a norm that is None."""
@@ -73,11 +78,23 @@ class Heads(NamedTuple):
     dim: int  # head size
     scale: float  # factor of the scores before the softmax
     window: int  # positions that a query attends to, itself included; 0: all
+    gate: bool = False  # each query head is followed by the gate of its output, which is multiplied by sigmoid(gate)
 
     @property
     def group(self) -> int:
         """Query heads that share a K/V head."""
         return self.query // self.kv
+
+    @property
+    def query_columns(self) -> int:
+        """Columns of a query head in qkv: the query, and the gate if there is one."""
+        return self.dim * (1 + self.gate)
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Return queries, gates or None, keys and values of rows of qkv [..., columns], by head."""
+        q, k, v = qkv.split((self.query * self.query_columns, self.kv * self.dim, self.kv * self.dim), -1)
+        q, k, v = (part.unflatten(-1, (heads, -1)) for part, heads in ((q, self.query), (k, self.kv), (v, self.kv)))
+        return (*q.split(self.dim, -1), k, v) if self.gate else (q, None, k, v)
 
 
 class Sizes(NamedTuple):
@@ -100,3 +117,6 @@ class Sizes(NamedTuple):
     FP8: tl.constexpr  # K and V are e4m3 codes with scales
     CONVERTS: tl.constexpr  # the GPU has an instruction that converts e4m3
     INTERPRETED: tl.constexpr  # Triton's interpreter runs the kernel, which multiplies in fp32
+    ROTARY: tl.constexpr  # columns of a head that are rotated
+    GATE: tl.constexpr  # each query head is followed by the gate of its output
+    Q_COLUMNS: tl.constexpr  # columns of a query head in qkv

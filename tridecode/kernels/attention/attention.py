@@ -131,6 +131,7 @@ def _attention_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, WARP_T: tl.constexpr,
     TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, COMBINE: tl.constexpr, WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr, FP8: tl.constexpr, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROTARY: tl.constexpr, GATE: tl.constexpr, Q_COLUMNS: tl.constexpr,
     REQUESTS: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -159,13 +160,13 @@ def _attention_kernel(
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.
-        qkv_ptr: [rows, (HEADS + 2 KV_HEADS) * D].
+        qkv_ptr: [rows, HEADS * Q_COLUMNS + 2 KV_HEADS * D].
         out_ptr: [rows, HEADS * D] (output).
-        Others: see arguments.py, which also describes the sizes up to INTERPRETED.
+        Others: see arguments.py, which also describes the sizes up to Q_COLUMNS.
     """
     SIZES: tl.constexpr = Sizes(
         PAGE, KV_HEADS, GROUP, COLUMNS, D, BLOCK_D, BLOCK_G, BLOCK_T, WARP_T, TILES, MAX_SPLITS, COMBINE, WINDOW,
-        QK_NORM, FP8, CONVERTS, INTERPRETED,
+        QK_NORM, FP8, CONVERTS, INTERPRETED, ROTARY, GATE, Q_COLUMNS,
     )  # fmt: skip
     LIMITS: tl.constexpr = Limits(SPLITS, SHORT_SPLITS, SHORT_ITERATIONS, LEAST)
     rows = Rows(qkv_ptr, out_ptr, stride_qkv, stride_om, scale)
@@ -220,7 +221,7 @@ def attention(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: 
 
     Args:
         meta: [rows, META_WIDTH] int32.
-        qkv: [rows, (heads + 2 kv_heads) * head_dim].
+        qkv: [rows, heads * query_columns + 2 kv_heads * head_dim].
         out: [rows, heads * head_dim] (output).
     """
     launch_attention(meta, qkv, out, kv, rope, scratch, heads, config, pdl)
@@ -287,6 +288,9 @@ def sizes_of(
         FP8=kv.fp8,
         CONVERTS=kv.fp8 and config.converts,
         INTERPRETED=interpreted(),
+        ROTARY=rope.rotary,
+        GATE=heads.gate,
+        Q_COLUMNS=heads.query_columns,
     )
 
 
@@ -296,7 +300,7 @@ def attention_ref(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, hea
     for row in running(meta, out.shape[0]):
         slot, position = meta[row, [SLOT.value, POSITION.value]].tolist()
         table = kv.table[slot].long()
-        q, k, v = qkv[row].float().view(-1, heads.dim).split((heads.query, heads.kv, heads.kv))
+        q, gate, k, v = heads.split(qkv[row].float())
         at = rope.cos[position], rope.sin[position]
         q, k = rotated(q, rope.q_norm, *at, rope.eps), rotated(k, rope.k_norm, *at, rope.eps)
         cell = table[position // page], slice(None), position % page
@@ -311,7 +315,8 @@ def attention_ref(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, hea
             each = table[t // page], slice(None), t % page
             keys, values = load_cells(kv.k, each).transpose(0, 1), load_cells(kv.v, each).transpose(0, 1)
         scores = (q.view(heads.kv, -1, heads.dim) @ keys.float().transpose(1, 2)) * heads.scale
-        out[row] = (torch.softmax(scores, -1) @ values.float()).reshape(-1).to(out.dtype)
+        attended = (torch.softmax(scores, -1) @ values.float()).reshape(heads.query, heads.dim)
+        out[row] = (attended if gate is None else attended * gate.sigmoid()).flatten().to(out.dtype)
 
 
 def attention_bytes(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads) -> int:

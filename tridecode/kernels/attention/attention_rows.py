@@ -113,6 +113,7 @@ def _attention_rows_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, WARP_T: tl.constexpr,
     TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, COMBINE: tl.constexpr, WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr, FP8: tl.constexpr, CONVERTS: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROTARY: tl.constexpr, GATE: tl.constexpr, Q_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LEAST: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -133,7 +134,7 @@ def _attention_rows_kernel(
     """
     SIZES: tl.constexpr = Sizes(
         PAGE, KV_HEADS, GROUP, COLUMNS, D, BLOCK_D, BLOCK_G, BLOCK_T, WARP_T, TILES, MAX_SPLITS, COMBINE, WINDOW,
-        QK_NORM, FP8, CONVERTS, INTERPRETED,
+        QK_NORM, FP8, CONVERTS, INTERPRETED, ROTARY, GATE, Q_COLUMNS,
     )  # fmt: skip
     ELEMENT: tl.constexpr = tl.bfloat16 if FP8 else k_ptr.dtype.element_ty
     cache = Cache(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, stride_kp, stride_kh, stride_sp, stride_sh)
@@ -167,8 +168,8 @@ def _attention_rows_kernel(
         part = following
         row, head, split, splits, position, own_table_ptr, start, first, end = part
         own = head_of(cache, head)
-        q_factors = rotation(rotary, q_norm_ptr, position, offs_d, D, QK_NORM)
-        k_factors = rotation(rotary, k_norm_ptr, position, offs_d, D, QK_NORM)
+        q_factors = rotation(rotary, q_norm_ptr, position, offs_d, D, ROTARY, QK_NORM)
+        k_factors = rotation(rotary, k_norm_ptr, position, offs_d, D, ROTARY, QK_NORM)
         page = tl.load(own_table_ptr + position // PAGE).to(tl.int64)
         q, q_partner, k, k_partner, v = load_token(
             qkv_ptr + row * stride_qkv, head, tl.float32 if FP8 else ELEMENT, SIZES
@@ -210,7 +211,8 @@ def _attention_rows_kernel(
         tile = _tile(cache, following, following.first, SIZES)
         head_ptr = out_ptr + row * stride_om + head * GROUP * D
         unit = (row * KV_HEADS + head).to(tl.int64)
-        store_split(partials, head_ptr, unit, split, splits, m, l, acc, SIZES)
+        gate_ptr = qkv_ptr + row * stride_qkv + head * GROUP * Q_COLUMNS + D
+        store_split(partials, head_ptr, gate_ptr, unit, split, splits, m, l, acc, SIZES)
 
 
 def attention_rows(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):

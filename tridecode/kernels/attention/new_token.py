@@ -8,7 +8,7 @@ from .rope import partner_of
 
 
 @triton.jit
-def load_key(k_ptr, offs_g, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_key(k_ptr, offs_g, mask, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr):
     """Load a new key and the partners of its columns: fp32 [len(offs_g), BLOCK_D] each.
 
     Every row contains the same key, so that its scores with a group's queries need no exchange between warps.
@@ -16,7 +16,7 @@ def load_key(k_ptr, offs_g, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
     offs_d = tl.arange(0, BLOCK_D)
     k_ptrs = k_ptr + (offs_g * 0)[:, None]
     k = tl.load(k_ptrs + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    partner = tl.load(k_ptrs + partner_of(offs_d, D)[None, :], mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(k_ptrs + partner_of(offs_d, D, ROTARY)[None, :], mask=mask, other=0.0).to(tl.float32)
     return k, partner
 
 
@@ -30,11 +30,11 @@ def load_token(row_ptr, head, TYPE: tl.constexpr, SIZES: tl.constexpr):
     D: tl.constexpr = SIZES.D
     offs_g, offs_d = tl.arange(0, SIZES.COLUMNS), tl.arange(0, SIZES.BLOCK_D)
     mask = (offs_g < SIZES.GROUP)[:, None] & (offs_d < D)[None, :]
-    q_ptrs = row_ptr + (head * SIZES.GROUP + offs_g)[:, None] * D
-    k_ptr = row_ptr + (SIZES.KV_HEADS * SIZES.GROUP + head) * D
+    q_ptrs = row_ptr + (head * SIZES.GROUP + offs_g)[:, None] * SIZES.Q_COLUMNS
+    k_ptr = row_ptr + (SIZES.KV_HEADS * SIZES.GROUP * (SIZES.Q_COLUMNS // D) + head) * D
     q = tl.load(q_ptrs + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    q_partner = tl.load(q_ptrs + partner_of(offs_d, D)[None, :], mask=mask, other=0.0).to(tl.float32)
-    k, k_partner = load_key(k_ptr, offs_g, mask, D, SIZES.BLOCK_D)
+    q_partner = tl.load(q_ptrs + partner_of(offs_d, D, SIZES.ROTARY)[None, :], mask=mask, other=0.0).to(tl.float32)
+    k, k_partner = load_key(k_ptr, offs_g, mask, D, SIZES.BLOCK_D, SIZES.ROTARY)
     v = tl.load(k_ptr + SIZES.KV_HEADS * D + offs_d, mask=offs_d < D, other=0.0).to(TYPE)
     return q, q_partner, k, k_partner, v
 

@@ -24,8 +24,8 @@ def attend_query(part, rows, cache, rotary, partials, PDL: tl.constexpr, SIZES: 
     ELEMENT: tl.constexpr = tl.bfloat16 if FP8 else cache.k_ptr.dtype.element_ty
     row, head, split, splits, position, table_ptr, start, first, end = part
     offs_d = tl.arange(0, SIZES.BLOCK_D)
-    q_factors = rotation(rotary, rotary.q_norm_ptr, position, offs_d, D, QK_NORM)
-    k_factors = rotation(rotary, rotary.k_norm_ptr, position, offs_d, D, QK_NORM)
+    q_factors = rotation(rotary, rotary.q_norm_ptr, position, offs_d, D, SIZES.ROTARY, QK_NORM)
+    k_factors = rotation(rotary, rotary.k_norm_ptr, position, offs_d, D, SIZES.ROTARY, QK_NORM)
     page = tl.load(table_ptr + position // SIZES.PAGE).to(tl.int64)
     cache = head_of(cache, head)
     if FP8:
@@ -57,4 +57,5 @@ def attend_query(part, rows, cache, rotary, partials, PDL: tl.constexpr, SIZES: 
     l = l * alpha + p_new
     acc = acc * alpha[None, :] + p_new[None, :] * v.to(tl.float32)[:, None]
     out_ptr = rows.out_ptr + row * rows.stride_om + head * SIZES.GROUP * D
-    store_split(partials, out_ptr, row * SIZES.KV_HEADS + head, split, splits, m_new, l, acc, SIZES)
+    gate_ptr = rows.qkv_ptr + row * rows.stride_qkv + head * SIZES.GROUP * SIZES.Q_COLUMNS + D
+    store_split(partials, out_ptr, gate_ptr, row * SIZES.KV_HEADS + head, split, splits, m_new, l, acc, SIZES)

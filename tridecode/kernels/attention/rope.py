@@ -1,6 +1,7 @@
 """Rotary embedding of queries and keys, and the RMS norm before it, in kernels and references.
 
-The partner of a column is the column D / 2 away. rotated = x * cos + partner * sin, with sin negated in the lower half.
+The first ROTARY columns of a head are rotated, usually all D. The partner of a column is the column ROTARY / 2 away.
+rotated = x * cos + partner * sin, with sin negated in the lower half.
 """
 
 from typing import NamedTuple
@@ -21,27 +22,37 @@ class Rotary(NamedTuple):
 
 
 @triton.jit
-def partner_of(offs_d, D: tl.constexpr):
-    """Return the partners of the columns offs_d."""
-    return tl.where(offs_d < D // 2, offs_d + D // 2, offs_d - D // 2)
+def partner_of(offs_d, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Return the partners of the columns offs_d. A column that is not rotated is its own partner."""
+    partner = tl.where(offs_d < ROTARY // 2, offs_d + ROTARY // 2, offs_d - ROTARY // 2)
+    if ROTARY < D:
+        partner = tl.where(offs_d < ROTARY, partner, offs_d)
+    return partner
 
 
 @triton.jit
-def rotation(rotary, norm_ptr, position, offs_d, D: tl.constexpr, NORM: tl.constexpr):
+def load_angles(rotary, row, offs, offs_d, mask, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Load cos and sin of the columns offs_d, at `row` + offs in the tables."""
+    other: tl.constexpr = 0.0 if ROTARY == D else 1.0
+    if ROTARY < D:
+        mask = mask & (offs_d < ROTARY)
+    cos = tl.load(rotary.cos_ptr + row + offs, mask=mask, other=other)
+    sin = tl.load(rotary.sin_ptr + row + offs, mask=mask, other=0.0)
+    return cos, tl.where(offs_d < ROTARY // 2, -sin, sin)
+
+
+@triton.jit
+def rotation(rotary, norm_ptr, position, offs_d, D: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr):
     """Load the factors of columns offs_d, and those of their partners, at one position.
 
     If NORM, the factors include the weights of the norm.
     """
     mask_d = offs_d < D
-    lower = offs_d < D // 2
-    row = position.to(tl.int64) * (D // 2)
-    offs = tl.where(lower, offs_d, offs_d - D // 2)
-    cos = tl.load(rotary.cos_ptr + row + offs, mask=mask_d, other=0.0)
-    sin = tl.load(rotary.sin_ptr + row + offs, mask=mask_d, other=0.0)
-    sin = tl.where(lower, -sin, sin)
+    offs = tl.where(offs_d < ROTARY // 2, offs_d, offs_d - ROTARY // 2)
+    cos, sin = load_angles(rotary, position.to(tl.int64) * (ROTARY // 2), offs, offs_d, mask_d, D, ROTARY)
     if NORM:
         cos *= tl.load(norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        sin *= tl.load(norm_ptr + partner_of(offs_d, D), mask=mask_d, other=0.0).to(tl.float32)
+        sin *= tl.load(norm_ptr + partner_of(offs_d, D, ROTARY), mask=mask_d, other=0.0).to(tl.float32)
     return cos, sin
 
 
@@ -64,18 +75,18 @@ def rms_rope(x, partner, factors, eps, D: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def load_rotated(
-    ptrs, positions, mask, rotary, norm_ptr, BLOCK_D: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
+    ptrs, positions, mask, rotary, norm_ptr, BLOCK_D: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """Load rows [N, D padded] from ptrs [N], normalize them if NORM, and rotate each to its position [N]."""
     offs_d = tl.arange(0, BLOCK_D)
-    lower, partner = offs_d < D // 2, partner_of(offs_d, D)
+    partner = partner_of(offs_d, D, ROTARY)
     mask = mask[:, None] & (offs_d < D)[None, :]
     x = tl.load(ptrs[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
     x_partner = tl.load(ptrs[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    offs = positions.to(tl.int64)[:, None] * (D // 2) + tl.where(lower, offs_d, offs_d - D // 2)[None, :]
-    cos = tl.load(rotary.cos_ptr + offs, mask=mask, other=0.0)
-    sin = tl.load(rotary.sin_ptr + offs, mask=mask, other=0.0)
-    sin = tl.where(lower[None, :], -sin, sin)
+    offs = positions.to(tl.int64)[:, None] * (ROTARY // 2)
+    offs += tl.where(offs_d < ROTARY // 2, offs_d, offs_d - ROTARY // 2)[None, :]
+    cos, sin = load_angles(rotary, 0, offs, offs_d[None, :], mask, D, ROTARY)
     if NORM:
         cos *= tl.load(norm_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]
         sin *= tl.load(norm_ptr + partner, mask=offs_d < D, other=0.0).to(tl.float32)[None, :]
@@ -83,9 +94,10 @@ def load_rotated(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [..., head_dim] by cos, sin [..., head_dim / 2]; halves are paired, as in transformers."""
-    lo, hi = x.chunk(2, -1)
-    return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin), -1)
+    """Rotate the first n columns of x [..., head_dim] by cos, sin [..., n / 2]; halves are paired (transformers)."""
+    half = cos.shape[-1]
+    lo, hi, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    return torch.cat((lo * cos - hi * sin, hi * cos + lo * sin, rest), -1)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

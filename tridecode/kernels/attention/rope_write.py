@@ -12,16 +12,22 @@ from .rope import Rotary, partner_of, rms_rope, rotated, rotation
 
 
 @triton.jit
-def _load_heads(ptr, heads, COUNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_heads(
+    ptr, heads, COUNT: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr
+):  # fmt: skip
     """Load COUNT heads of a token and the partners of their columns, fp32 [heads, BLOCK_D] each. Also return the mask.
+
+    The heads are COLUMNS apart.
 
     Args:
         heads: [BLOCK, 1], the numbers of the heads.
     """
     offs_d = tl.arange(0, BLOCK_D)
     mask = (heads < COUNT) & (offs_d < D)[None, :]
-    x = tl.load(ptr + heads * D + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    partner = tl.load(ptr + heads * D + partner_of(offs_d, D)[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(ptr + heads * COLUMNS + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(ptr + heads * COLUMNS + partner_of(offs_d, D, ROTARY)[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     return x, partner, mask
 
 
@@ -48,6 +54,8 @@ def _rope_write_kernel(
     BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     QK_NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    Q_COLUMNS: tl.constexpr,
     FP8: tl.constexpr,
     FOLLOWED: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +66,7 @@ def _rope_write_kernel(
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.
-        qkv_ptr: [rows, (HEADS + 2 KV_HEADS) * D].
+        qkv_ptr: [rows, HEADS * Q_COLUMNS + 2 KV_HEADS * D].
         q_ptr: [rows, HEADS * D] (output).
         k_ptr, v_ptr, k_scale_ptr, v_scale_ptr: K and V of the layer (outputs), see arguments.KVLayer.
         Others: see arguments.py.
@@ -73,17 +81,17 @@ def _rope_write_kernel(
     row = row.to(tl.int64)
     page = tl.load(table_ptr + slot * stride_table + position // PAGE).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
-    qkv_ptr += row * (HEADS + 2 * KV_HEADS) * D
+    qkv_ptr += row * (HEADS * (Q_COLUMNS // D) + 2 * KV_HEADS) * D
 
     heads = tl.arange(0, BLOCK_H)[:, None]
-    q, partner, mask = _load_heads(qkv_ptr, heads, HEADS, D, BLOCK_D)
-    q = rms_rope(q, partner, rotation(rotary, q_norm_ptr, position, offs_d, D, QK_NORM), eps, D, QK_NORM)
+    q, partner, mask = _load_heads(qkv_ptr, heads, HEADS, Q_COLUMNS, D, BLOCK_D, ROTARY)
+    q = rms_rope(q, partner, rotation(rotary, q_norm_ptr, position, offs_d, D, ROTARY, QK_NORM), eps, D, QK_NORM)
     tl.store(q_ptr + row * HEADS * D + heads * D + offs_d[None, :], q.to(q_ptr.dtype.element_ty), mask=mask)
 
     kv_heads = tl.arange(0, BLOCK_KV)
-    qkv_ptr += HEADS * D
-    k, partner, mask = _load_heads(qkv_ptr, kv_heads[:, None], KV_HEADS, D, BLOCK_D)
-    k = rms_rope(k, partner, rotation(rotary, k_norm_ptr, position, offs_d, D, QK_NORM), eps, D, QK_NORM)
+    qkv_ptr += HEADS * Q_COLUMNS
+    k, partner, mask = _load_heads(qkv_ptr, kv_heads[:, None], KV_HEADS, D, D, BLOCK_D, ROTARY)
+    k = rms_rope(k, partner, rotation(rotary, k_norm_ptr, position, offs_d, D, ROTARY, QK_NORM), eps, D, QK_NORM)
     v = tl.load(qkv_ptr + (KV_HEADS + kv_heads[:, None]) * D + offs_d[None, :], mask=mask, other=0.0)
     cells = page * stride_kp + kv_heads.to(tl.int64)[:, None] * stride_kh + (position % PAGE) * D + offs_d[None, :]
     if FP8:
@@ -99,7 +107,7 @@ def rope_write(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads, *, followe
     """Write q, and K and V in the cache, of the chunks' rows.
 
     Args:
-        qkv: [rows, (heads + 2 kv_heads) * head_dim].
+        qkv: [rows, heads * query_columns + 2 kv_heads * head_dim].
         q: [rows, heads, head_dim] (output).
         followed: The next launch may start early, and waits for this one itself (sm_90 and later).
     """
@@ -117,6 +125,8 @@ def rope_write(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads, *, followe
         next_power_of_2(heads.kv),
         next_power_of_2(heads.dim),
         rope.q_norm is not None,
+        rope.rotary,
+        heads.query_columns,
         kv.fp8,
         followed and not interpreted(),
         **options(4),
@@ -128,8 +138,7 @@ def rope_write_ref(chunks, qkv, q, kv: KVLayer, rope: Rope, heads: Heads):
     page = kv.page
     for chunk in listed(chunks):
         start, end, table = chunk.start, chunk.end, kv.table[chunk.slot]
-        rows = qkv[chunk.rows].view(-1, heads.query + 2 * heads.kv, heads.dim)
-        new_q, new_k, new_v = rows.split((heads.query, heads.kv, heads.kv), 1)
+        new_q, _, new_k, new_v = heads.split(qkv[chunk.rows])
         at = rope.cos[start:end, None], rope.sin[start:end, None]
         q[chunk.rows] = rotated(new_q.float(), rope.q_norm, *at, rope.eps).to(q.dtype)
         new_k = rotated(new_k.float(), rope.k_norm, *at, rope.eps)

@@ -6,7 +6,7 @@ import triton.language as tl
 from ..common import gdc_wait
 from .pages import cell_of, head_of
 from .rope import load_rotated
-from .splits import EMPTY, LOG2E, combined, store_partial
+from .splits import EMPTY, LOG2E, combined, gated, store_partial
 from .tiles import attend_tiles, prefetch_tiles
 
 NEW = tl.constexpr(16)  # rows of the tile of new tokens: the minimum of a product, and at least those of a request
@@ -42,13 +42,15 @@ def attend_queries(
         gdc_wait()
     row_ptr = rows.qkv_ptr + request * QUERIES * rows.stride_qkv
     mask_c = query < count
-    q_ptrs = row_ptr + query * rows.stride_qkv + (head * GROUP + member) * D
-    q = load_rotated(q_ptrs, position + query, mask_c, rotary, rotary.q_norm_ptr, SIZES.BLOCK_D, D, QK_NORM)
+    ROTARY: tl.constexpr = SIZES.ROTARY
+    q_ptrs = row_ptr + query * rows.stride_qkv + (head * GROUP + member) * SIZES.Q_COLUMNS
+    q = load_rotated(q_ptrs, position + query, mask_c, rotary, rotary.q_norm_ptr, SIZES.BLOCK_D, D, ROTARY, QK_NORM)
     dot_q = tl.trans((q * (rows.scale * LOG2E)).to(ELEMENT).to(TYPE))
     mask_n = offs_n < tl.where(split == 0, count, 0)
-    new_ptrs = row_ptr + offs_n * rows.stride_qkv + (SIZES.KV_HEADS * GROUP + head) * D
-    new_k = load_rotated(new_ptrs, position + offs_n, mask_n, rotary, rotary.k_norm_ptr, SIZES.BLOCK_D, D, QK_NORM)
-    new_k = new_k.to(ELEMENT)
+    new_ptrs = row_ptr + offs_n * rows.stride_qkv + (SIZES.KV_HEADS * GROUP * (SIZES.Q_COLUMNS // D) + head) * D
+    new_k = load_rotated(
+        new_ptrs, position + offs_n, mask_n, rotary, rotary.k_norm_ptr, SIZES.BLOCK_D, D, ROTARY, QK_NORM
+    ).to(ELEMENT)  # fmt: skip
     mask_new = mask_n[:, None] & (offs_d < D)[None, :]
     new_v = tl.load(new_ptrs[:, None] + SIZES.KV_HEADS * D + offs_d[None, :], mask=mask_new, other=0.0)
     new_v = new_v.to(ELEMENT)
@@ -74,9 +76,11 @@ def attend_queries(
         tl.store(cache.v_ptr + write, new_v, mask=mask_new)
 
     if splits == 1:
-        o = (acc / l[None, :]).to(rows.out_ptr.dtype.element_ty)
+        mask = (offs_d < D)[:, None] & mask_c[None, :]
+        gate_ptrs = _gate_ptrs(rows, request, head, offs_c, QUERIES, SIZES)
+        o = gated(acc / l[None, :], gate_ptrs[None, :] + offs_d[:, None], mask, SIZES).to(rows.out_ptr.dtype.element_ty)
         ptrs = _output_ptrs(rows, request, head, offs_c, QUERIES, SIZES)
-        tl.store(ptrs[None, :] + offs_d[:, None], o, mask=(offs_d < D)[:, None] & mask_c[None, :])
+        tl.store(ptrs[None, :] + offs_d[:, None], o, mask=mask)
     else:
         unit = request * SIZES.KV_HEADS + head
         base = unit.to(tl.int64) * (QUERIES * GROUP * SIZES.MAX_SPLITS)
@@ -90,6 +94,8 @@ def attend_queries(
                 o = combined(partials, base, splits, QUERIES * GROUP, COLUMNS, COMBINE_ALL, SIZES)
                 ptrs = _output_ptrs(rows, request, head, offs_c, QUERIES, SIZES)
                 mask = mask_c[:, None] & (offs_d < D)[None, :]
+                gate_ptrs = _gate_ptrs(rows, request, head, offs_c, QUERIES, SIZES)
+                o = gated(o, gate_ptrs[:, None] + offs_d[None, :], mask, SIZES)
                 tl.store(ptrs[:, None] + offs_d[None, :], o.to(rows.out_ptr.dtype.element_ty), mask=mask)
                 tl.store(counter_ptr, 0)
         else:
@@ -104,6 +110,8 @@ def attend_queries(
                 offs = column + tl.arange(0, AT_ONCE)
                 ptrs = _output_ptrs(rows, request, head, offs, QUERIES, SIZES)
                 mask = (offs // GROUP < count)[:, None] & (offs_d < D)[None, :]
+                gate_ptrs = _gate_ptrs(rows, request, head, offs, QUERIES, SIZES)
+                o = gated(o, gate_ptrs[:, None] + offs_d[None, :], mask, SIZES)
                 tl.store(ptrs[:, None] + offs_d[None, :], o.to(rows.out_ptr.dtype.element_ty), mask=mask)
             left = splits + arrived
             if together:
@@ -117,3 +125,11 @@ def _output_ptrs(rows, request, head, offs_c, QUERIES: tl.constexpr, SIZES: tl.c
     """Return the pointers to the outputs of columns offs_c: query by query, the heads that share a K/V head."""
     row = (request * QUERIES + offs_c // SIZES.GROUP).to(tl.int64)
     return rows.out_ptr + row * rows.stride_om + (head * SIZES.GROUP + offs_c % SIZES.GROUP) * SIZES.D
+
+
+@triton.jit
+def _gate_ptrs(rows, request, head, offs_c, QUERIES: tl.constexpr, SIZES: tl.constexpr):
+    """Return the pointers to the gates of columns offs_c."""
+    row = (request * QUERIES + offs_c // SIZES.GROUP).to(tl.int64)
+    columns = (head * SIZES.GROUP + offs_c % SIZES.GROUP) * SIZES.Q_COLUMNS + SIZES.D
+    return rows.qkv_ptr + row * rows.stride_qkv + columns

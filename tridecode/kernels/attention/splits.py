@@ -22,7 +22,7 @@ class Partials(NamedTuple):
 class Rows(NamedTuple):
     """The activations of a pass in a kernel, and the softmax scale."""
 
-    qkv_ptr: tl.tensor  # [rows, (HEADS + 2 KV_HEADS) * D]
+    qkv_ptr: tl.tensor  # [rows, HEADS * Q_COLUMNS + 2 KV_HEADS * D]
     out_ptr: tl.tensor  # [rows, HEADS * D]
     stride_qkv: tl.tensor
     stride_om: tl.tensor
@@ -103,16 +103,25 @@ def store_partial(partials, base, split, m, l, acc, COUNT: tl.constexpr, SIZES: 
 
 
 @triton.jit
-def store_split(partials, out_ptr, unit, split, splits, m, l, acc, SIZES: tl.constexpr):
+def gated(o, gate_ptrs, mask, SIZES: tl.constexpr):
+    """Return o, times the sigmoid of its gates if there are any."""
+    if SIZES.GATE:
+        o *= tl.sigmoid(tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32))
+    return o
+
+
+@triton.jit
+def store_split(partials, out_ptr, gate_ptr, unit, split, splits, m, l, acc, SIZES: tl.constexpr):
     """Store a split's result for K/V head `unit` of the pass.
 
     A single split stores the output [GROUP, D] at out_ptr. Otherwise each split stores a partial result, and the split
-    that finishes last combines those of all `splits`.
+    that finishes last combines those of all `splits`. gate_ptr points to the gate of the first head, if there is one.
     """
     offs_g, offs_d = tl.arange(0, SIZES.COLUMNS), tl.arange(0, SIZES.BLOCK_D)
     mask = (offs_d < SIZES.D)[:, None] & (offs_g < SIZES.GROUP)[None, :]
     if splits == 1:
-        o = (acc / l[None, :]).to(out_ptr.dtype.element_ty)
+        gate_ptrs = gate_ptr + offs_g[None, :] * SIZES.Q_COLUMNS + offs_d[:, None]
+        o = gated(acc / l[None, :], gate_ptrs, mask, SIZES).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + offs_g[None, :] * SIZES.D + offs_d[:, None], o, mask=mask)
     else:
         base = unit * SIZES.GROUP * SIZES.MAX_SPLITS
@@ -124,6 +133,7 @@ def store_split(partials, out_ptr, unit, split, splits, m, l, acc, SIZES: tl.con
             o = combined(partials, base, splits, SIZES.GROUP, SIZES.BLOCK_G, SIZES.COMBINE, SIZES)
             offs_q = tl.arange(0, SIZES.BLOCK_G)
             mask_q = (offs_q < SIZES.GROUP)[:, None] & (offs_d < SIZES.D)[None, :]
+            o = gated(o, gate_ptr + offs_q[:, None] * SIZES.Q_COLUMNS + offs_d[None, :], mask_q, SIZES)
             tl.store(out_ptr + offs_q[:, None] * SIZES.D + offs_d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask_q)
             tl.store(partials.counter_ptr + unit, 0)
 

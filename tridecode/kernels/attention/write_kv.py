@@ -35,6 +35,8 @@ def _write_kv_kernel(
     BLOCK_D: tl.constexpr,
     COLUMNS: tl.constexpr,
     QK_NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    Q_COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Write K and V of each row's token to the cache. K is rotated, after normalizing it if QK_NORM.
@@ -57,13 +59,13 @@ def _write_kv_kernel(
     page = tl.load(table_ptr + tl.load(meta_ptr + SLOT) * stride_table + position // PAGE).to(tl.int64)
     offs_g, offs_d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
-    factors = rotation(rotary, k_norm_ptr, position, offs_d, D, QK_NORM)
+    factors = rotation(rotary, k_norm_ptr, position, offs_d, D, ROTARY, QK_NORM)
     if PDL:
         gdc_wait()
     if status != RUN:
         return
-    new_ptr = qkv_ptr + row * stride_qkv + (HEADS + head) * D
-    k, partner = load_key(new_ptr, offs_g, (offs_g >= 0)[:, None] & mask_d[None, :], D, BLOCK_D)
+    new_ptr = qkv_ptr + row * stride_qkv + (HEADS * (Q_COLUMNS // D) + head) * D
+    k, partner = load_key(new_ptr, offs_g, (offs_g >= 0)[:, None] & mask_d[None, :], D, BLOCK_D, ROTARY)
     v = tl.load(new_ptr + KV_HEADS * D + offs_d, mask=mask_d, other=0.0)
     k = rms_rope(k, partner, factors, eps, D, QK_NORM)
     cache = head_of(cache, head)
@@ -74,7 +76,7 @@ def write_kv(meta, qkv, kv: KVLayer, rope: Rope, heads: Heads, *, config, pdl=Fa
     """Write K and V of each row's position to the cache.
 
     Args:
-        qkv: [rows, (heads + 2 kv_heads) * head_dim].
+        qkv: [rows, heads * query_columns + 2 kv_heads * head_dim].
         config: Launch config of the attention that follows.
     """
     _write_kv_kernel[(heads.kv, len(meta))](
@@ -90,6 +92,8 @@ def write_kv(meta, qkv, kv: KVLayer, rope: Rope, heads: Heads, *, config, pdl=Fa
         next_power_of_2(heads.dim),
         max(next_power_of_2(heads.group), 8),
         rope.k_norm is not None,
+        rope.rotary,
+        heads.query_columns,
         pdl,
         **options(config.num_warps, pdl),
     )
@@ -99,7 +103,7 @@ def write_kv_ref(meta, qkv, kv: KVLayer, rope: Rope, heads: Heads):
     """Compute `write_kv` in torch."""
     for row in running(meta, len(meta)):
         slot, position = meta[row, [SLOT.value, POSITION.value]].tolist()
-        _, k, v = qkv[row].float().view(-1, heads.dim).split((heads.query, heads.kv, heads.kv))
+        _, _, k, v = heads.split(qkv[row].float())
         cell = kv.table[slot, position // kv.page].long(), slice(None), position % kv.page
         kv.k[cell] = rotated(k, rope.k_norm, rope.cos[position], rope.sin[position], rope.eps).to(kv.k.dtype)
         kv.v[cell] = v.to(kv.v.dtype)

@@ -1,0 +1,78 @@
+"""Arguments that the ops of gated delta net layers share, as named tuples of tensors and sizes.
+
+A record is the state of one request in all layers. Its state after n positions consists, in each layer, of a matrix for
+each V head and the inputs of the convolution at the positions before n. Kernels take it as empty at position 0, so
+nothing resets a record.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+RING = 16  # positions of a record's window and of the rows of drafts: a power of two, at least 2 * MAX_DRAFTS + 1
+
+
+class DeltaHeads(NamedTuple):
+    """Sizes of a gated delta net layer."""
+
+    key: int  # number of heads of q and k
+    value: int  # number of V heads, each with a matrix
+    key_dim: int  # size of a head of q and k; a power of two
+    value_dim: int  # size of a V head; a power of two
+    eps: float  # epsilon of the norm of the output
+    sigmoid: bool = False  # the gate of the output is sigmoid(z) instead of silu(z)
+
+    @property
+    def group(self) -> int:
+        """V heads that share a head of q and k."""
+        return self.value // self.key
+
+    @property
+    def key_size(self) -> int:
+        """Elements of q, and of k, in one row."""
+        return self.key * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of v, of z and of the output in one row."""
+        return self.value * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k and v."""
+        return 2 * self.key_size + self.value_size
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of a layer besides its projections of q, k, v, z and of the output."""
+
+    conv: torch.Tensor  # [channels, 1, width]
+    b: torch.Tensor  # [value heads, hidden], projection of the rates at which the state learns
+    a: torch.Tensor  # [value heads, hidden], projection of the decays
+    a_log: torch.Tensor  # fp32 [value heads]
+    dt_bias: torch.Tensor  # fp32 [value heads]
+    norm: torch.Tensor  # fp32 [value_dim], norm of the output of each head
+
+    @property
+    def width(self) -> int:
+        """Positions that the convolution reads."""
+        return self.conv.shape[2]
+
+
+class RecordLayer(NamedTuple):
+    """The records of one layer."""
+
+    state: torch.Tensor  # fp32 [records, value heads, key_dim, value_dim]
+    window: torch.Tensor  # [records, RING, channels]: inputs of the convolution, position p at p % RING
+    covered: torch.Tensor  # int32 [records, value heads]: number of positions that a head's matrix contains
+
+
+class DraftRows(NamedTuple):
+    """The updates by the drafts of a pass, from which the next pass replays those that were accepted.
+
+    Position p is at p % RING. An update is state = exp(g) * state + k u^T.
+    """
+
+    k: torch.Tensor  # fp32 [slots, RING, key heads, key_dim]
+    u: torch.Tensor  # fp32 [slots, RING, value heads, value_dim]
+    g: torch.Tensor  # fp32 [slots, RING, value heads]

@@ -1,0 +1,64 @@
+"""Gates, norms and the convolution of a gated delta net layer, in kernels and references."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import DeltaHeads, DeltaWeights
+
+L2_EPS = tl.constexpr(1e-6)  # epsilon of the l2 norm of q and k; transformers fixes it too
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)), with the relative precision of fp32 also where exp(x) is small."""
+    y = tl.exp(tl.minimum(x, 20.0))
+    one = 1.0 + y
+    # log(one), corrected by the ratio of y to the part of it that was not lost in 1 + y
+    log = tl.log(one) * (y / tl.where(one == 1.0, 1.0, one - 1.0))
+    return tl.where(x > 20.0, x, tl.where(one == 1.0, y, log))
+
+
+@triton.jit
+def log_decay(a, a_log, dt_bias):
+    """Return g: the state decays by exp(g) at a position, g = -exp(A_log) softplus(a + dt_bias)."""
+    return -tl.exp(a_log) * softplus(a + dt_bias)
+
+
+@triton.jit
+def silu(x):
+    """Return x * sigmoid(x)."""
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def output_gate(z, SIGMOID: tl.constexpr):
+    """Return the factor of the normalized output."""
+    gate = tl.sigmoid(z)
+    if not SIGMOID:
+        gate = z * gate
+    return gate
+
+
+def rates(b: torch.Tensor, a: torch.Tensor, weights: DeltaWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return beta and g, fp32, from the projections b and a [..., value heads]."""
+    g = -weights.a_log.float().exp() * torch.nn.functional.softplus(a.float() + weights.dt_bias.float())
+    return b.float().sigmoid(), g
+
+
+def l2_norm(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., n] divided by its length."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS.value)
+
+
+def gated_norm(o: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, heads: DeltaHeads) -> torch.Tensor:
+    """Return the RMS norm of o [..., value heads, value_dim], times the weight `norm` and the gate of z."""
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + heads.eps) * norm.float()
+    return o * (z.sigmoid() if heads.sigmoid else torch.nn.functional.silu(z))
+
+
+def split_heads(x: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v by head from x [..., channels]; q and k once for each V head."""
+    q, k, v = x.split((heads.key_size, heads.key_size, heads.value_size), -1)
+    q, k = (part.unflatten(-1, (heads.key, heads.key_dim)).repeat_interleave(heads.group, -2) for part in (q, k))
+    return q, k, v.unflatten(-1, (heads.value, heads.value_dim))
