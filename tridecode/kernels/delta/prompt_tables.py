@@ -101,8 +101,8 @@ class Read(NamedTuple):
 
 def read_tables(tables: PromptTables) -> list[Read]:
     """Return the chunks of a pass with their records and snapshots."""
-    snapshots, found = tables.snapshots.tolist(), []
+    snapshots, reads = tables.snapshots.tolist(), []
     for chunk, (source, target) in zip(listed(tables.chunks), tables.records.tolist()):
         own = [(at, record) for slot, at, record in snapshots if slot == chunk.slot and chunk.start < at <= chunk.end]
-        found.append(Read(chunk, source, target, own))
-    return found
+        reads.append(Read(chunk, source, target, own))
+    return reads
