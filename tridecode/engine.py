@@ -146,7 +146,7 @@ class Engine:
         self.prompts.capture_all(None if self.slots > 1 or options.batch_invariant else FIRST_TURN_TOKENS)
         lookahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
         runners = (lambda: self.steps), (lambda: self.prompts)  # benchmarks replace them
-        policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, options.prefix_sharing)
+        policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, self.plan.prefix_sharing)
         scheduler = Scheduler(self.model, self.tokenizer, *runners, lookahead, policy)
         self._grammars = grammars or Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         if self.model.verify:

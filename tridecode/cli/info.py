@@ -150,7 +150,7 @@ def prompt_facts(plan: EnginePlan) -> dict:
         "sizes": sizes,
         "largest": max(sizes, default=None),
         "graphs": len(sizes) * (1 if plan.slots == 1 or plan.options.batch_invariant else 2),
-        "sharing": plan.options.prefix_sharing,
+        "sharing": plan.prefix_sharing,
         "buffers": prompt_bytes(plan.spec, plan.dtype, plan.chunk + plan.rows, plan.device),
     }
 

@@ -75,6 +75,11 @@ class EnginePlan:
         return self.options.slots
 
     @property
+    def prefix_sharing(self) -> bool:
+        """Whether requests share the pages of equal prefixes, which are of no use without the recurrent state."""
+        return self.options.prefix_sharing and not self.spec.recurrent
+
+    @property
     def rows(self) -> int:
         """Rows of the largest decode pass without drafts."""
         return max(self.slots, *self.graphs.sizes)

@@ -103,9 +103,8 @@ class Slots:
     """
 
     def __init__(self, model: SlotModel, sharing: bool = True):
-        self.model, self.page = model, model.kv.page
+        self.model, self.page, self._sharing = model, model.kv.page, sharing
         self._records = len(model.prompt.records) > 0  # the model has recurrent state
-        self._sharing = sharing and not self._records  # a prefix of pages without the state after it is of no use
         self.pages = PagePool(model.kv.pages)
         self.cache = PrefixCache(self.pages, self.page)
         self._slots = [Slot(number) for number in range(len(model.workspace.tokens))]
