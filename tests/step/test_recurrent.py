@@ -14,6 +14,7 @@ from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
 from tridecode.blocks.rope import RopeConfig
 from tridecode.blocks.spec import Layer
+from tridecode.cli.bench.passes import enqueue, rewind
 
 MLP_BLOCK = MLP(hidden=96, intermediate=160)
 ATTENTION = Attention(
@@ -48,6 +49,17 @@ def test_kernels_agree_with_references_in_the_interpreter(weights):
     answer = engine.generate(ids, replace(GREEDY, max_tokens=3))
     exact = reference_logits(SPEC, weights, [*ids, *answer.token_ids[:-1]], REFERENCES)
     assert relative_rms(engine.model.workspace.logits[0], exact[-1]) < 1e-5, "decode passes after a prompt pass"
+
+
+def test_rewound_rows_update_the_state(weights):
+    """A benchmark runs passes from the same position again. They do not count as passes that are repeated."""
+    engine, params = build_engine(SPEC, weights, 256), replace(GREEDY, seed=0)
+    for _ in range(2):
+        rewind(engine, 40, params)
+        before = [layer.state[0].clone() for layer in engine.model.recurrent.layers]
+        enqueue(engine, params)
+        for layer, state in zip(engine.model.recurrent.layers, before):
+            assert (layer.covered[0] == 41).all() and not torch.equal(layer.state[0], state)
 
 
 def test_requests_share_no_prefix(weights):

@@ -1,7 +1,8 @@
-"""Rows without requests, used to measure passes: they start at any position and read any content of the K/V cache."""
+"""Rows without requests, used to measure passes: they start at any position and read any content of their state."""
 
 from ..sampling import SamplingParams
 from .offloaded_slots import OffloadedSlots
+from .records import records_of
 from .slots import Slots
 
 
@@ -26,6 +27,8 @@ def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, kno
         n_known = min(position + 1 + known, capacity)
         slots.write_tokens(slots[row], [0] * n_known, min(allocated, capacity))
         slots.begin(slots[row], row, params, position=position, n_known=n_known, limit=capacity + 1, stop_ids=())
+        for layer in slots.model.recurrent.layers if slots.model.recurrent else ():
+            layer.covered[records_of(row, slots[row].scans)[0]] = position
     if isinstance(slots, OffloadedSlots):
         for row in range(len(positions)):
             for first in range(0, slots.allocated(slots[row]), page):

@@ -14,7 +14,7 @@ from ..sampling import SamplingParams
 from .kv import KVCache
 from .pages import PagePool
 from .prefix import Node, PrefixCache
-from .records import records_of
+from .records import RecordPool, records_of
 from .slot import Slot
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ class SlotModel(Protocol):
     @property
     def kv(self) -> KVCache:
         """K/V of all slots."""
+        ...
+
+    @property
+    def recurrent(self) -> RecordPool | None:
+        """The records of layers with recurrent state, or None."""
         ...
 
     @property

@@ -34,8 +34,9 @@ def _heads(
 ):  # fmt: skip
     """Compute the convolution of a row's HEADS heads of D channels from channel FIRST on, and store windows.
 
-    The inputs at the last WIDTH - 1 positions before `end` are stored in the window of `target`; those before the end
-    of the row's block also in that of `snapshot`, unless it is -1.
+    The inputs at the last WIDTH positions before `end` are stored in the window of `target`: a decode pass may repeat
+    the last position. Those at the last WIDTH - 1 positions before the end of the row's block are also stored in the
+    window of `snapshot`, unless it is -1.
     """
     block_end = (position // BLOCK + 1) * BLOCK
     for first in tl.static_range(0, HEADS, BLOCK_H):
@@ -57,7 +58,7 @@ def _heads(
             owns = at == position
             owns |= position == start
             if owns:
-                if at >= tl.maximum(end - (WIDTH - 1), 0):
+                if at >= tl.maximum(end - WIDTH, 0):
                     tl.store(window_ptr + target * (POSITIONS * C) + entry, x, mask=mask)
                 if (snapshot >= 0) & (at >= block_end - (WIDTH - 1)):
                     tl.store(window_ptr + snapshot * (POSITIONS * C) + entry, x, mask=mask)
@@ -183,8 +184,9 @@ def delta_conv_ref(
         mixed[chunk.rows] = torch.cat([qk, v], 1).to(mixed.dtype)
         beta, g = row_rates(b[chunk.rows], a[chunk.rows], weights)
         rates[chunk.rows, 0], rates[chunk.rows, 1] = g, beta
-        for end, record in ((chunk.end, target), *snapshots):
-            for at in range(max(end - past, 0), end):
+        ends = (chunk.end, target, weights.width), *((end, record, past) for end, record in snapshots)
+        for end, record, count in ends:
+            for at in range(max(end - count, 0), end):
                 records.window[record, at % RING] = inputs[at - chunk.start + past]
 
 
