@@ -191,7 +191,7 @@ def odd_heads(**heads) -> ModelSpec:
 
 
 def hybrid(hidden: int, intermediate: int, heads: int, kv_heads: int, value_heads: int) -> ModelSpec:
-    """Return two layers of a Qwen3.5 model: one with a gated delta net, one with full attention."""
+    """Return three layers of a Qwen3.5 model: a gated delta net between two layers with full attention."""
     common = dict(hidden=hidden, norm_offset=1.0)
     delta = GatedDelta(**common, key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128)
     attention = Attention(
@@ -199,7 +199,7 @@ def hybrid(hidden: int, intermediate: int, heads: int, kv_heads: int, value_head
         rope=RopeConfig(1e7, partial=0.25),
     )  # fmt: skip
     mlp = MLP(**common, intermediate=intermediate)
-    layers = Layer(delta, mlp), Layer(attention, mlp)
+    layers = Layer(attention, mlp), Layer(delta, mlp), Layer(attention, mlp)
     return ModelSpec("qwen3_5", hidden, 248320, 262144, layers, tie_word_embeddings=True, norm_offset=1.0)
 
 
