@@ -22,9 +22,9 @@ PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "
 HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", *PROMPTS}
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
 QUANTIZED = "qwen3-0.6b_int4"  # its LM head is e4m3
+HYBRID = "qwen3.5-0.8b"
 # Models, GPUs, and the passes that are compiled: for some GPUs all passes of models in which every kernel occurs, for
 # each other GPU the most common passes of a small model. `compile_step.py` compiles others.
-HYBRID = "qwen3.5-0.8b"
 CASES = [
     (("qwen3-4b", HYBRID, QUANTIZED, "qwen3-4b_kv8"), ("h100",), "all"),
     (("head_dim_80", HYBRID, QUANTIZED), ("rtx-5090",), "all"),
@@ -36,11 +36,11 @@ CASES = [
 class Launcher:
     """A launcher that takes time to load."""
 
-    loading = most = 0
+    loading = max_loading = 0
 
     def __init__(self, src, metadata):
         Launcher.loading += 1
-        Launcher.most = max(Launcher.most, Launcher.loading)
+        Launcher.max_loading = max(Launcher.max_loading, Launcher.loading)
         time.sleep(0.01)
         Launcher.loading -= 1
 
@@ -51,7 +51,7 @@ def test_launchers_are_loaded_one_at_a_time(monkeypatch):
         compiling.serialize_launchers()
     with ThreadPoolExecutor(8) as pool:
         assert all(isinstance(each, Launcher) for each in pool.map(driver.active.launcher_cls, range(8), range(8)))
-    assert Launcher.most == 1
+    assert Launcher.max_loading == 1
 
 
 @pytest.mark.parametrize("models, gpus, passes", CASES, ids=[",".join(gpus) for _, gpus, _ in CASES])

@@ -158,11 +158,11 @@ ACTION = st.one_of(
 
 
 @settings(max_examples=30 if CUDA else 60, deadline=None)  # a shared GPU may be slow
-@given(actions=st.lists(ACTION, min_size=4, max_size=20), ahead=st.integers(0, 1))
-def test_any_schedule_gives_the_same_tokens(small, plain_result, actions, ahead):
+@given(actions=st.lists(ACTION, min_size=4, max_size=20), lookahead=st.integers(0, 1))
+def test_any_schedule_gives_the_same_tokens(small, plain_result, actions, lookahead):
     """The engine has few small pages, so that requests wait for pages and are preempted in the middle of drafts."""
     scheduler, requests, cancelled = small.scheduler, [], set()
-    scheduler.lookahead = 1 if CUDA else ahead
+    scheduler.lookahead = 1 if CUDA else lookahead
     for action, value in actions:
         if action == "submit":
             which, kind, most, reuse = value

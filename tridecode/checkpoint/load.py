@@ -104,8 +104,11 @@ def load_weights(
     path, device = Path(path), torch.device(device)
     packs = device.type == "cuda" if packs is None else packs
     tensors, slices = stored_tensors(path, spec), tensor_slices(spec)
-    if skipped := [prefix for prefix in spec.skipped if any(name.startswith(prefix) for name in _tensors(path))]:
-        log.info("%s: tensors that are not used: %s", path, ", ".join(f"{prefix}*" for prefix in skipped))
+    if spec.skipped:
+        names = _tensors(path)
+        skipped = [f"{prefix}*" for prefix in spec.skipped if any(name.startswith(prefix) for name in names)]
+        if skipped:
+            log.info("%s: tensors that are not used: %s", path, ", ".join(skipped))
     total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:

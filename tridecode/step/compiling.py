@@ -90,6 +90,8 @@ def compile_kernels(kernels: Sequence[Kernel], device: torch.device, progress: P
     Child processes compile what the cache lacks. The kernels that they cannot compile are compiled here, in threads.
     progress: called with (compiled kernels, all kernels) if the cache lacks some.
     """
+    if device.type == "cuda":
+        serialize_launchers()
     absent = load_stored(kernels, device)
     if absent:
         log.info("compiling %s", counted(len(absent), "kernel"))
@@ -121,7 +123,7 @@ def load_stored(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]
                 raise _Absent
             return group
 
-        def get_file(self, filename: str) -> str | None:  # of a launcher
+        def get_file(self, filename: str) -> str | None:  # Triton 3.6 looks up launchers by it
             path = super().get_file(filename)
             if path is None and getattr(_looking, "active", False):
                 raise _Absent
@@ -150,7 +152,6 @@ def _load(kernel: Kernel, device: torch.device) -> None:
     function, specialization = kernel
     compiled = function.preload(specialization)
     if device.type == "cuda":
-        serialize_launchers()
         _ = compiled.run
 
 

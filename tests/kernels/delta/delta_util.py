@@ -176,13 +176,13 @@ class PromptArgs(NamedTuple):
 
 
 def prompt_args(
-    chunks, snapshots=(), *, dtype=torch.float32, sigmoid=False, whole=None, records=None, source=0, target=1, **sizes
+    chunks, snapshots=(), *, dtype=torch.float32, sigmoid=False, full=None, records=None, source=0, target=1, **sizes
 ) -> PromptArgs:  # fmt: skip
     """Return the tensors of a pass over these chunks. Chunk i goes from record 2 i (source) to 2 i + 1 (target).
 
     Args:
         snapshots: slot, position and record of each.
-        whole: the pass of a whole prompt. The only chunk is a part of it.
+        full: the pass of a full prompt. The only chunk is a part of it.
     """
     device = meta_rows(0).device
     rows = max(chunk.rows.stop for chunk in chunks)
@@ -194,15 +194,15 @@ def prompt_args(
     if snapshots:
         kept[: len(snapshots)] = torch.tensor(snapshots, dtype=torch.int32)
     tables = PromptTables(*(each.to(device) for each in (table, pairs, kept)))
-    if whole is None:
+    if full is None:
         heads, hidden = sizes_of(sigmoid, **sizes), sizes["hidden"]
         weights = weights_of(heads, hidden, dtype)
         qkvz = random(rows, heads.channels + heads.value_size, dtype=dtype, seed=10)
         x = random(rows, hidden, dtype=dtype, seed=8)
     else:
-        heads, weights, dtype = whole.heads, whole.weights, whole.qkvz.dtype
+        heads, weights, dtype = full.heads, full.weights, full.qkvz.dtype
         [part] = chunks
-        qkvz, x = whole.qkvz[part.start : part.end], whole.x[part.start : part.end]
+        qkvz, x = full.qkvz[part.start : part.end], full.x[part.start : part.end]
     b, a = ((x.float() @ each.float().T).to(dtype) for each in (weights.b, weights.a))
     return PromptArgs(
         tables, qkvz, x, b, a, poisoned(rows, heads.channels, dtype=dtype), poisoned(rows, 2, heads.value),

@@ -90,19 +90,19 @@ def test_prompt_agrees_with_transformers(function, launched):
 def test_prompt_cut_at_any_position_gives_the_same_state(launched):
     """The first part goes from record 0 to 1, the second from 1 to 2. Cuts at multiples of 64 give the same bits."""
     tokens, config = 131, CONFIG if launched else None
-    whole = prompt_args((Chunk(0, 0, tokens, 0),), **TINY)
-    expected = read_prompt(whole, config)
+    full = prompt_args((Chunk(0, 0, tokens, 0),), **TINY)
+    expected = read_prompt(full, config)
     for cut in range(1, tokens) if CUDA or not launched else (1, 2, 3, 17, 63, 64, 65, 126, 128, 130):
-        args = prompt_args((Chunk(0, 0, cut, 0),), whole=whole)
+        args = prompt_args((Chunk(0, 0, cut, 0),), full=full)
         first = read_prompt(args, config)
-        args = prompt_args((Chunk(0, 0, tokens - cut, cut),), whole=whole, records=args.records, source=1, target=2)
+        args = prompt_args((Chunk(0, 0, tokens - cut, cut),), full=full, records=args.records, source=1, target=2)
         second = read_prompt(args, config)
         assert_close(torch.cat([first, second]), expected, 1e-5, f"outputs, cut at {cut}")
-        assert_close(args.records.state[2], whole.records.state[1], 1e-5, f"state, cut at {cut}")
-        for at in range(tokens - whole.weights.width, tokens):
-            assert torch.equal(args.records.window[2, at % 16], whole.qkvz[at, : whole.heads.channels])
+        assert_close(args.records.state[2], full.records.state[1], 1e-5, f"state, cut at {cut}")
+        for at in range(tokens - full.weights.width, tokens):
+            assert torch.equal(args.records.window[2, at % 16], full.qkvz[at, : full.heads.channels])
         if cut % 64 == 0:
-            assert torch.equal(args.records.state[2], whole.records.state[1])
+            assert torch.equal(args.records.state[2], full.records.state[1])
             assert torch.equal(torch.cat([first, second]), expected)
 
 

@@ -1,7 +1,7 @@
 """The tables of a prompt pass as the ops of gated delta net layers read them: chunks, their records, and snapshots.
 
 A block is the positions of a chunk within [n * SCAN, (n + 1) * SCAN). Blocks are at absolute multiples, so that a
-position is in the same block in any pass, and results do not depend on the cuts of a prompt.
+position is in the same block in any pass. Prompts that are cut at multiples of SCAN therefore have bit-equal results.
 """
 
 from collections.abc import Iterator
