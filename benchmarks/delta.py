@@ -120,7 +120,7 @@ def layers_of(nbytes: int) -> int:
 def delta_weights(heads: DeltaHeads) -> DeltaWeights:
     hidden = HIDDEN[heads.value]
     return DeltaWeights(
-        random(heads.channels, 1, 4, dtype=BF16, scale=0.5),
+        random(1, 4, heads.channels, dtype=BF16, scale=0.5).movedim(-1, 0),
         random(heads.value, hidden, dtype=BF16, scale=hidden**-0.5),
         random(heads.value, hidden, dtype=BF16, scale=hidden**-0.5),
         random(heads.value),
