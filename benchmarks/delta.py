@@ -258,7 +258,10 @@ def attention_of(heads: Heads, tokens: int, configs) -> Iterator[Case]:
         kv = KVLayer(torch.randperm(pages, device=DEVICE).int()[None], *pool.unbind(1))
         q, out = random(tokens, heads.query, heads.dim, dtype=BF16), empty(tokens, heads.query * heads.dim)
         layers.append((chunks, q, out, kv))
-    default, unused = prompt_attention_config(device_of(DEVICE), batch_invariant=False), Scratch(chunks, chunks, chunks)
+    default, unused = (
+        prompt_attention_config(device_of(DEVICE), False, head_dim=heads.dim),
+        Scratch(chunks, chunks, chunks),
+    )
     nbytes, flops = (
         PROMPT_ATTENTION.bytes(*layers[0], unused, heads),
         2 * tokens * (tokens + 1) * heads.query * heads.dim,
