@@ -87,10 +87,11 @@ LARGE = {  # kernels that may exceed SHARED, because the kernels that run at the
 # Bytes of a thread's stack. No loop over tiles uses them. Triton 3.9 stores part of an item's first tile and up to four
 # numbers that are used again at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to eight numbers
 # of 16 bits in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in _delta_chunks_kernel.
+# Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with 62 to 100 registers.
 # Prompt attention with heads of 256 and fp8 K/V stores up to 12 numbers, and delta_decode with drafts up to 14.
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 48,
-    "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56,
+    "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56, "_matmul_tiles_kernel": 8,
 }  # fmt: skip
 # Spilled bytes of a matmul whose bound on registers lets two programs share a multiprocessor: up to 24 on Hopper in
 # rows of 8,192 columns or more, 8 on 12.0.
