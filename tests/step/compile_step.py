@@ -39,7 +39,11 @@ from triton.runtime.cache import triton_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridecode import kernels
-from tridecode.blocks.spec import ModelSpec
+from tridecode.blocks.attention import Attention
+from tridecode.blocks.gated_delta import GatedDelta
+from tridecode.blocks.mlp import MLP
+from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.load import empty_weights
 from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.kernels.attention.gather_kv import gather_kv
@@ -67,9 +71,7 @@ from gpus import GPUS
 
 MODULES = [import_module(module.name) for module in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
 ROWS = (1, 8, 16, 64)  # rows of the decode passes
-HYBRIDS = [preset for preset in PRESETS if preset.startswith("qwen3.5")]
-DENSE = [f"{preset}{suffix}" for preset in PRESETS if preset not in ("qwen3-14b", *HYBRIDS)
-         for suffix in ("", "_fp8", "_int4")]  # fmt: skip
+DENSE = [f"{preset}{suffix}" for preset in PRESETS if preset != "qwen3-14b" for suffix in ("", "_fp8", "_int4")]
 RINGS = [f"{preset}_{scheme}" for preset in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
          for scheme in ("fp8", "int8", "int4")]  # fmt: skip
 TYPES = {
@@ -88,7 +90,7 @@ LARGE = {  # kernels that may exceed SHARED, because the kernels that run at the
 # numbers that are used again at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to eight numbers
 # of 16 bits in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in _delta_chunks_kernel.
 # Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with 62 to 100 registers.
-# Prompt attention with heads of 256 and fp8 K/V stores up to 12 numbers, and delta_decode with drafts up to 14.
+# Prompt attention with heads of 256 and fp8 K/V stores up to 12 numbers, delta_decode up to 14 in a pass with drafts.
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 48,
     "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56, "_matmul_tiles_kernel": 8,
@@ -190,20 +192,26 @@ def odd_heads(**heads) -> ModelSpec:
     return replace(PRESETS["qwen3-0.6b"], layers=(layer,) * 2)
 
 
-def hybrid(preset: str) -> ModelSpec:
+def hybrid(hidden: int, intermediate: int, heads: int, kv_heads: int, value_heads: int) -> ModelSpec:
     """Return three layers of a Qwen3.5 model: a gated delta net between two layers with full attention."""
-    delta, attention = PRESETS[preset].layers[2:4]
-    return replace(PRESETS[preset], layers=(attention, delta, attention))
+    common = dict(hidden=hidden, norm_offset=1.0)
+    delta = GatedDelta(**common, key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128)
+    attention = Attention(
+        **common, heads=heads, kv_heads=kv_heads, head_dim=256, qk_norm=True, gate=True,
+        rope=RopeConfig(1e7, partial=0.25),
+    )  # fmt: skip
+    mlp = MLP(**common, intermediate=intermediate)
+    layers = Layer(attention, mlp), Layer(delta, mlp), Layer(attention, mlp)
+    return ModelSpec("qwen3_5", hidden, 248320, 262144, layers, tie_word_embeddings=True, norm_offset=1.0)
 
 
-OTHERS = (
-    {
-        f"head_dim_{d}": odd_heads(head_dim=d, heads=heads, kv_heads=kv)
-        for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
-    }
-    | {"group_16": odd_heads(heads=32, kv_heads=2)}
-    | {preset: hybrid(preset) for preset in HYBRIDS}
-)
+OTHERS = {
+    f"head_dim_{d}": odd_heads(head_dim=d, heads=heads, kv_heads=kv)
+    for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
+} | {"group_16": odd_heads(heads=32, kv_heads=2)} | {
+    "qwen3.5-0.8b": hybrid(1024, 3584, 8, 2, 16), "qwen3.5-4b": hybrid(2560, 9216, 16, 4, 32),
+    "qwen3.5-27b": hybrid(5120, 17408, 24, 4, 48),
+}  # fmt: skip
 
 
 def model_named(name: str) -> tuple[ModelSpec, torch.dtype]:
