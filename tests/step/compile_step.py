@@ -90,14 +90,17 @@ LARGE = {  # kernels that may exceed SHARED, because the kernels that run at the
 # numbers that are used again at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to eight numbers
 # of 16 bits in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in _delta_chunks_kernel.
 # Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with 62 to 100 registers.
-# Prompt attention with heads of 256 and fp8 K/V stores up to 12 numbers, delta_decode up to 14 in a pass with drafts.
+# In a pass with drafts delta_decode stores up to 14 numbers.
 STACK = {
-    "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 48,
+    "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
     "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56, "_matmul_tiles_kernel": 8,
 }  # fmt: skip
 # Spilled bytes of a matmul whose bound on registers lets two programs share a multiprocessor: up to 24 on Hopper in
 # rows of 8,192 columns or more, 8 on 12.0.
 BOUNDED_STACK = 24
+# The same of prompt attention with heads of more than 128: Triton 3.9 stores 70 numbers, Triton 3.6 up to 12, with fp8
+# K/V only.
+WIDE_STACK = 280
 THREADS, TENSOR_MEMORY = 1024, 512  # limits of threads per program, and of tensor memory columns per multiprocessor
 
 
@@ -119,12 +122,14 @@ class Resources(NamedTuple):
     tensor_memory: int
     threads: int
 
-    def excess(self, kernel: str, gpu: Device) -> list[str]:
+    def excess(self, kernel: str, gpu: Device, head_dim: int = 0) -> list[str]:
         """Return the limits of the GPU that the kernel exceeds."""
+        wide = kernel == "_prompt_attention_kernel" and head_dim > 128
+        stack = WIDE_STACK if wide else STACK.get(kernel, 0)
         bounded = kernel == "_matmul_kernel" and 2 * self.registers * self.threads == gpu.registers
         needed = {
             "registers": (-(-self.registers // 8) * 8 * self.threads, gpu.registers),  # allocated in units of 8
-            "stack": (self.stack, BOUNDED_STACK if bounded else STACK.get(kernel, 0)),
+            "stack": (self.stack, BOUNDED_STACK if bounded else stack),
             "local memory": (self.local, 0),
             "shared memory": (self.shared, gpu.shared_memory if kernel in LARGE else SHARED),
             "tensor memory": (self.tensor_memory, TENSOR_MEMORY),
@@ -445,7 +450,10 @@ def main() -> int:
             if isinstance(result, str):
                 excess, numbers = [" ".join(result.split())[:500]], ["failed"]
             else:
-                excess, numbers = result.excess(kernel, GPUS[gpu]), list(map(str, result[:4]))
+                excess, numbers = (
+                    result.excess(kernel, GPUS[gpu], launch.constants.get("D", 0)),
+                    list(map(str, result[:4])),
+                )
             print(model, kernel, gpu, *numbers, flush=True)
             faults += [f"{model} {kernel} {gpu}: {fault} {launch.constants}" for fault in excess]
     print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)
