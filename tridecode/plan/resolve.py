@@ -33,7 +33,7 @@ class EnginePlan:
         host_layers: number of last layers with weights in host memory.
         chunk: maximum number of prompt tokens in one pass.
         capacity: as in KVPlan, or 0 if there is a problem.
-        kv_tokens, page, pages, offload: as in KVPlan.
+        kv_tokens, page, pages, offload, snapshots: as in KVPlan.
         notes: messages for the user.
         problem: reason why the plan does not fit the device, with advice; None if it fits.
     """
@@ -54,6 +54,7 @@ class EnginePlan:
     page: int | None
     pages: int | None = None
     offload: Offload | None = None
+    snapshots: int = 0
     notes: tuple[str, ...] = ()
     problem: str | None = None
 
@@ -76,8 +77,8 @@ class EnginePlan:
 
     @property
     def prefix_sharing(self) -> bool:
-        """Whether requests share the pages of equal prefixes, which are of no use without the recurrent state."""
-        return self.options.prefix_sharing and not self.spec.recurrent
+        """Whether requests share equal prefixes. For models with recurrent state this needs memory for snapshots."""
+        return self.options.prefix_sharing and (self.snapshots > 0 or not self.spec.recurrent)
 
     @property
     def rows(self) -> int:
@@ -93,8 +94,8 @@ class EnginePlan:
     def pools(self) -> dict[str, int]:
         """Bytes of the device by pool.
 
-        The pools are weights, kv, workspace, prompts (buffers of prompt passes), and graphs (with allocations of
-        libraries).
+        The pools are weights, kv, snapshots (if the model has recurrent state), workspace, prompts (buffers of prompt
+        passes), and graphs (with allocations of libraries).
         """
         return self.memory.pools(self.capacity, self.kv_tokens)
 
@@ -155,6 +156,7 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
         page=kv.page,
         pages=kv.pages,
         offload=kv.offload,
+        snapshots=kv.snapshots,
         notes=tuple(notes),
         problem=problem,
     )
