@@ -84,7 +84,8 @@ def test_drafts_are_accepted_and_do_not_change_the_text():
         result, expected = engine.generate(ids, params), plain.generate(ids, params)
         assert list(result.token_ids) == list(expected.token_ids)
         accepted += result.usage.accepted
-        again = engine.generate(ids, replace(params, max_tokens=3), reuse_prefix=False)  # the slot's updates by drafts are old
+        again = engine.generate(ids, replace(params, max_tokens=3), reuse_prefix=False)
+
         assert list(again.token_ids) == list(expected.token_ids[:3])
     assert accepted > 30, "too few drafts were accepted"
 
