@@ -31,17 +31,17 @@ def run_alone(weights):
 
 
 def texts_of(engine):
-    return cache(lambda ids, most=8: engine.generate(ids, params_of(most), reuse_prefix=False).token_ids)
+    return cache(lambda ids, max_tokens=8: engine.generate(ids, params_of(max_tokens), reuse_prefix=False).token_ids)
 
 
-def params_of(most: int):
-    return replace(GREEDY, max_tokens=most)
+def params_of(max_tokens: int):
+    return replace(GREEDY, max_tokens=max_tokens)
 
 
-def generated(engine, run_alone, ids, most=8) -> tuple[int, list[int]]:
+def generated(engine, run_alone, ids, max_tokens=8) -> tuple[int, list[int]]:
     """Generate, check the text, and return the reused tokens and the prompt with the answer."""
-    result = engine.generate(ids, params_of(most))
-    assert result.token_ids == run_alone(tuple(ids), most)
+    result = engine.generate(ids, params_of(max_tokens))
+    assert result.token_ids == run_alone(tuple(ids), max_tokens)
     engine.scheduler.assert_consistent()
     return result.usage.reused_tokens, [*ids, *result.token_ids]
 
@@ -247,11 +247,11 @@ def test_any_schedule_gives_the_texts_of_single_requests(small, drafts, actions)
     scheduler = engine.scheduler
     for action, value in actions:
         if action == "submit":
-            base, length, edit, most, reuse = value
+            base, length, edit, max_tokens, reuse = value
             ids = prompt_of(base, length)
             if edit < length:
                 ids[edit:] = [9, *ids[edit + 1 :]]
-            requests.append((engine.submit(ids, params_of(most), reuse_prefix=reuse), tuple(ids), most))
+            requests.append((engine.submit(ids, params_of(max_tokens), reuse_prefix=reuse), tuple(ids), max_tokens))
         elif action == "step":
             for _ in range(value):
                 scheduler.step()
@@ -262,8 +262,8 @@ def test_any_schedule_gives_the_texts_of_single_requests(small, drafts, actions)
         scheduler.assert_consistent()
     while engine.step():
         pass
-    for request, ids, most in requests:
-        result, expected = request.result(), run_alone(ids, most)
+    for request, ids, max_tokens in requests:
+        result, expected = request.result(), run_alone(ids, max_tokens)
         assert result.token_ids == expected[: len(result.token_ids)]
         assert result.finish_reason == "cancelled" or len(result.token_ids) == len(expected)
     scheduler.assert_consistent()

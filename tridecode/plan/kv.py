@@ -18,10 +18,8 @@ from . import memory
 from .graphs import GraphPlan
 from .memory import GIB, MemoryPlan, plan_memory
 
-# The default memory for snapshots: a share of what weights, workspace and a requested context leave, and a limit for
-# each slot.
-SNAPSHOT_SHARE = 8
-MAX_SLOT_SNAPSHOTS = 32
+SNAPSHOT_SHARE = 8  # by default, snapshots get 1 / SNAPSHOT_SHARE of the memory that the rest of the engine leaves
+MAX_SLOT_SNAPSHOTS = 32  # default limit of snapshots for each slot
 log = logging.getLogger("tridecode")
 
 

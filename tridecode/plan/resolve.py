@@ -10,6 +10,7 @@ from ..errors import DeviceError, ParameterError, counted
 from ..kernels.device import device_of
 from ..options import QUANTIZE, EngineOptions
 from ..state.offload import Offload, min_pages
+from ..state.records import snapshot_bytes
 from .device import quantized, resolve_dtype
 from .graphs import GraphPlan, plan_drafts, plan_graphs, prompt_pass_sizes
 from .kv import KVPlan, page_size, plan_host_layers, plan_kv
@@ -79,6 +80,11 @@ class EnginePlan:
     def prefix_sharing(self) -> bool:
         """Whether requests share equal prefixes. For models with recurrent state this needs memory for snapshots."""
         return self.options.prefix_sharing and (self.snapshots > 0 or not self.spec.recurrent)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot of recurrent state."""
+        return snapshot_bytes(self.spec, self.dtype)
 
     @property
     def rows(self) -> int:

@@ -197,6 +197,6 @@ class Queue:
 def _pending_snapshot(slot: Slot, end: int) -> int:
     """Return the last position up to `end` of a snapshot that the slot will add to the prefix tree, or 0."""
     if (last := end // SCAN * SCAN) > slot.read:
-        slot.wanted.add(last)
+        slot.planned.add(last)
         return last
     return max((snapshot.position for snapshot in slot.snapshots if snapshot.position <= end), default=0)

@@ -52,6 +52,8 @@ class Load:
     pages: int
     free_pages: int
     preemptions: int
+    snapshots: int
+    snapshot_hits: int  # requests that have resumed from a snapshot
 
 
 class Scheduler:
@@ -97,7 +99,11 @@ class Scheduler:
         """Return the current load. Any thread may call this; the numbers may belong to different passes."""
         requests, pages = len(self.queue.requests), self._model.kv.runnable
         waiting = max(requests - len(self.queue.admitted), 0)
-        return Load(requests, waiting, len(self.queue.rows), pages, self.slots.available(), self.preemptions)
+        kept = self.slots.snapshots
+        snapshots = (kept.count, kept.hits) if kept else (0, 0)
+        return Load(
+            requests, waiting, len(self.queue.rows), pages, self.slots.available(), self.preemptions, *snapshots
+        )
 
     def reading(self) -> tuple[int, int, int] | None:
         """Return the progress of the oldest prompt that is being read, or None. Any thread may call this.
@@ -179,8 +185,8 @@ class Scheduler:
 
         The order is the order of arrival, and includes requests that wait for a slot. A request with one token left to
         read joins the decode batch. In batch-invariant mode a pass reads one prompt, up to the next multiple of the
-        fixed chunk, and never its last token. Prompts of models with recurrent state are cut at multiples of SCAN, which
-        their passes compute together.
+        fixed chunk, and never its last token. Prompts of models with recurrent state are cut at multiples of SCAN,
+        where snapshots can be taken.
         """
         limit, chosen, reading = self._chunk, [], deque(self.queue.reading)
         if not self._fixed and any(slot.runs for slot in self.queue.rows) and (reading or self.queue.waiting):

@@ -39,7 +39,7 @@ class Slot:
     covered: int = 0  # positions that the current record contains, while no pass that updates it is in flight
     stopped: bool = False  # the device has ended the request, so a pass in flight does not update the record
     reach: int = 0  # leading tokens of the prompt that had pages at admission
-    wanted: set[int] = field(default_factory=set)  # positions at which later prompt passes take snapshots
+    planned: set[int] = field(default_factory=set)  # positions at which later prompt passes take snapshots
     taking: list[Snapshot] = field(default_factory=list)  # snapshots of the pass that is being enqueued
     snapshots: list[Snapshot] = field(default_factory=list)  # snapshots that the prefix tree does not have yet
 

@@ -120,7 +120,8 @@ class Slots:
         self._texts = StagingBuffer(ws.tokens, model.kv.page_table, count=several)
         self._states = StagingBuffer(ws.meta, ws.samp, count=several)
         self._prompt_tables = model.prompt.chunks, model.prompt.records, model.prompt.snapshots
-        self._biases, self._chunks = StagingBuffer(ws.bias), StagingBuffer(*(table[None] for table in self._prompt_tables))
+        self._biases = StagingBuffer(ws.bias)
+        self._chunks = StagingBuffer(*(table[None] for table in self._prompt_tables))
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -251,10 +252,10 @@ class Slots:
         self._slots[slot.number] = Slot(slot.number, slot.generation, records=slot.records)
 
     def _give_record(self, slot: Slot) -> None:
-        """Make the slot's record a snapshot, and give the slot another record, if the record is not written any more.
+        """Make the slot's record a snapshot and give the slot another record, unless a pass in flight writes the record.
 
-        Its position is that of the last pass, plus one. Updates by accepted drafts after it are not replayed: the next
-        turn of a chat computes these few tokens again, beside its own.
+        The snapshot is after the first row of the last pass. Updates by accepted drafts are not replayed: the next turn
+        of a chat computes these few tokens again, together with its own tokens.
         """
         settled = slot.stopped or not slot.in_flight
         if self._sharing and settled and 0 < slot.covered <= slot.filled:
@@ -273,7 +274,7 @@ class Slots:
         """Choose the positions at which the passes that read the slot's tokens up to `end` take snapshots."""
         if self.snapshots is not None and self._sharing:
             messages = last_messages(slot.tokens[:end]) if chat else []
-            slot.wanted = snapshot_positions(slot.filled, end, slot.reach, messages, self.snapshots.size)
+            slot.planned = snapshot_positions(slot.filled, end, slot.reach, messages, self.snapshots.size)
 
     def _drop_snapshots(self, snapshots: list[Snapshot]) -> None:
         """Free the records of snapshots of a slot, and remove them from its list."""
@@ -419,11 +420,11 @@ class Slots:
 
     def _take_snapshots(self, chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
         """Take records for the snapshots of the next prompt pass; return the rows of its table."""
-        rows = []
+        rows: list[tuple[int, int, int]] = []
         for chunk in chunks:
             slot = self._slots[chunk.slot]
-            self._drop_snapshots(slot.taking)  # of a pass that could not be enqueued
-            for at in sorted(at for at in slot.wanted if chunk.start < at <= chunk.end):
+            self._drop_snapshots(slot.taking)  # not empty if an earlier pass could not be enqueued
+            for at in sorted(at for at in slot.planned if chunk.start < at <= chunk.end):
                 if len(rows) < MAX_SNAPSHOTS and (record := self._take_record()) is not None:
                     slot.taking.append(Snapshot(at, record))
                     rows.append((slot.number, at, record))

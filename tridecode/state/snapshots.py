@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .prefix import Node
 
 # Distance of snapshots within long prompts. It is the default limit of the tokens in one pass, so at most one such pass
-# is repeated. In the sizes of Qwen3.5, a snapshot takes about as much memory as 2,000 positions of K/V.
+# is repeated. In models of the size of Qwen3.5, a snapshot takes about as much memory as K/V of this many positions.
 INTERVAL = 2048
 SHARE = 4  # a prompt takes at most 1 / SHARE of the records for snapshots at this distance
 
@@ -33,8 +33,8 @@ class Snapshot:
 class SnapshotPool:
     """The records that slots and snapshots have. It is bookkeeping on the host only.
 
-    A snapshot belongs to a slot until the pages before it are in the prefix tree, and then to a node of the tree. Those
-    of the tree are in the order of their last use.
+    A snapshot belongs to a slot until the pages before it are in the prefix tree, and then to a node of the tree.
+    `_kept` contains the snapshots of the tree in the order of their last use.
 
     Args:
         slots: number of slots, each with OF_SLOT records.
@@ -83,10 +83,10 @@ class SnapshotPool:
         """Forget a snapshot that leaves the tree; its record is not free yet."""
         self._kept.pop(snapshot, None)
 
-    def assert_consistent(self, kept: Sequence[Snapshot], held: Sequence[int]) -> None:
-        """Check that each record is free once, or in one snapshot of the tree, or with one slot (`held`)."""
+    def assert_consistent(self, kept: Sequence[Snapshot], own: Sequence[int]) -> None:
+        """Check that each record is free once, or in one snapshot of the tree, or with one slot (`own`)."""
         assert set(kept) == self._kept.keys(), "a snapshot of the tree is not counted"
-        records = [*self._free, *held, *(snapshot.record for snapshot in kept)]
+        records = [*self._free, *own, *(snapshot.record for snapshot in kept)]
         assert sorted(records) == [*range(OF_SLOT * self._slots + self.size)], "a record is lost or used twice"
 
 
@@ -100,8 +100,8 @@ def snapshot_positions(start: int, end: int, reach: int, messages: Sequence[int]
         size: number of records for snapshots.
     """
     interval = INTERVAL * max(-(-end * SHARE // (INTERVAL * max(size, 1))), 1)
-    wanted = {at // SCAN * SCAN for at in (reach, *(messages or [end]))} | {*range(interval, end, interval)}
-    return {at for at in wanted if start < at <= end}
+    planned = {at // SCAN * SCAN for at in (reach, *(messages or [end]))} | {*range(interval, end, interval)}
+    return {at for at in planned if start < at <= end}
 
 
 def last_messages(ids: Sequence[int], count: int = 2) -> list[int]:
@@ -113,4 +113,5 @@ def last_messages(ids: Sequence[int], count: int = 2) -> list[int]:
     prompts omit.
     """
     tokens = np.frombuffer(packed(ids), np.int32)
-    return (np.flatnonzero(tokens == tokens[:1])[1:][-count:]).tolist()
+    positions: list[int] = np.flatnonzero(tokens == tokens[:1])[1:].tolist()
+    return positions[-count:]
