@@ -42,8 +42,16 @@ def generated(engine, run_alone, ids, max_tokens=8) -> tuple[int, list[int]]:
     """Generate, check the text, and return the reused tokens and the prompt with the answer."""
     result = engine.generate(ids, params_of(max_tokens))
     assert result.token_ids == run_alone(tuple(ids), max_tokens)
-    engine.scheduler.assert_consistent()
+    check(engine)
     return result.usage.reused_tokens, [*ids, *result.token_ids]
+
+
+def check(engine) -> None:
+    """Check the counts of the engine, and that the records of snapshots contain as many positions as they should."""
+    engine.scheduler.assert_consistent()
+    for snapshot in engine.scheduler.slots.cache.snapshots():
+        for layer in engine.model.recurrent.layers:
+            assert (layer.covered[snapshot.record] == snapshot.position).all()
 
 
 def computed(engine) -> int:
@@ -80,7 +88,7 @@ def test_next_turn_resumes_at_the_end_of_the_last_one(slots, speculate):
             assert missing == 0 if speculate == "off" else 0 <= missing <= 7
         accepted += result.usage.accepted
         text += [*result.token_ids, 9, 8, 7]
-        engine.scheduler.assert_consistent()
+        check(engine)
     assert (accepted > 0) == (speculate == "ngram")
 
 
@@ -97,7 +105,7 @@ def test_concurrent_requests_compute_a_common_prefix_once(weights, run_alone):
     results = engine.generate_many(prompts, SHORT)
     assert [result.token_ids for result in results] == [run_alone(tuple(ids)) for ids in prompts]
     assert [result.usage.reused_tokens for result in results] == [0, 128, 128, 128, 128]
-    engine.scheduler.assert_consistent()
+    check(engine)
 
 
 def test_edited_conversation_resumes_before_the_edit(weights, run_alone):
@@ -131,7 +139,7 @@ def test_preempted_request_resumes_at_a_snapshot(weights, run_alone):
     requests = [engine.submit(ids, params_of(60)) for ids in prompts]
     assert [request.result().token_ids for request in requests] == [run_alone(tuple(ids), 60) for ids in prompts]
     assert engine.scheduler.preemptions > 0 and computed(engine) < 200 + 36 * engine.scheduler.preemptions + 60
-    engine.scheduler.assert_consistent()
+    check(engine)
 
 
 @pytest.mark.parametrize("steps", range(5))
@@ -143,11 +151,11 @@ def test_cancelled_request_leaves_no_record(weights, run_alone, steps):
         engine.step()
     for request in requests:
         request.cancel()
-    engine.scheduler.assert_consistent()
+    check(engine)
     generated(engine, run_alone, prompt_of(40, 140))
     slots.cache.clear()
     assert slots.snapshots.count == 0
-    engine.scheduler.assert_consistent()
+    check(engine)
 
 
 def test_batch_invariant_logits_are_equal_after_a_hit(weights):
@@ -168,7 +176,7 @@ def test_state_with_nan_is_not_reused(weights):
     for _ in range(2):
         result = engine.generate([*COMMON, 301, *COMMON[:60]], SHORT)
         assert result.finish_reason == "error" and result.usage.reused_tokens == 0
-        engine.scheduler.assert_consistent()
+        check(engine)
 
 
 def test_interrupt_loses_no_record(weights, run_alone, monkeypatch):
@@ -190,7 +198,7 @@ def test_interrupt_loses_no_record(weights, run_alone, monkeypatch):
             slots.cache.clear()
             raise KeyboardInterrupt  # the function was not called
         engine.scheduler._incomplete = True
-        engine.scheduler.assert_consistent()
+        check(engine)
         generated(engine, run_alone, COMMON)
     assert len(calls) >= 6
 
@@ -223,6 +231,7 @@ REQUEST = st.tuples(
 )  # fmt: skip
 ACTION = st.one_of(
     *[st.tuples(st.just("submit"), REQUEST)] * 3,
+    *[st.tuples(st.just("continue"), st.integers(0, 9))] * 3,
     st.tuples(st.just("step"), st.integers(1, 12)),
     st.tuples(st.just("cancel"), st.integers(0, 9)),
     st.tuples(st.just("drop"), st.integers(0, 9)),
@@ -231,11 +240,10 @@ ACTION = st.one_of(
 
 @pytest.fixture(scope="module")
 def small():
-    """Engines with and without drafts, with pages for little more than one request and few snapshots."""
-    weights = hybrid_weights(REPEATING)
+    """Engines without and with drafts, with pages for little more than one request and few snapshots."""
     options = dict(slots=3, page=16, pages=22, chunk_tokens=100, snapshot_memory=0.0003)
-    engines = [hybrid_engine(weights, speculate=speculate, **options) for speculate in ("off", "ngram")]
-    return engines, texts_of(hybrid_engine(weights))
+    weights = {"off": hybrid_weights(), "ngram": hybrid_weights(REPEATING)}
+    return [(hybrid_engine(w, speculate=how, **options), texts_of(hybrid_engine(w))) for how, w in weights.items()]
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -243,8 +251,7 @@ def small():
 @given(actions=st.lists(ACTION, min_size=4, max_size=20), ahead=st.integers(0, 1))
 def test_any_schedule_gives_the_texts_of_single_requests(small, drafts, actions, ahead):
     """Without a GPU, a pass is kept in flight as on a GPU: the state is then one pass ahead of the known tokens."""
-    (engines, run_alone), requests = small, []
-    engine = engines[drafts]
+    (engine, run_alone), requests = small[drafts], []
     scheduler = engine.scheduler
     scheduler.lookahead = 1 if CUDA else ahead
     for action, value in actions:
@@ -261,22 +268,26 @@ def test_any_schedule_gives_the_texts_of_single_requests(small, drafts, actions,
         elif action == "step":
             for _ in range(value):
                 scheduler.step()
-                scheduler.assert_consistent()
+                check(engine)
+        elif requests and action == "continue":  # the next turn of a chat
+            request = requests[value % len(requests)][0]
+            ids = [*request.tokens, value] if len(request.tokens) < 200 else prompt_of(0, 9)
+            requests.append((engine.submit(ids, params_of(9)), run_alone(tuple(ids), 9)))
         elif requests:
             request = requests[value % len(requests)][0]
             request.cancel() if action == "cancel" else request.drop()
-        scheduler.assert_consistent()
+        check(engine)
     while engine.step():
         pass
     for request, expected in requests:
         result = request.result()
         assert result.token_ids == expected[: len(result.token_ids)]
         assert result.finish_reason == "cancelled" or len(result.token_ids) == len(expected)
-    scheduler.assert_consistent()
+    check(engine)
     slots = scheduler.slots
     slots.cache.clear()
     assert slots.snapshots.count == 0 and slots.pages.free == 22
-    scheduler.assert_consistent()
+    check(engine)
 
 
 def test_memory_of_snapshots_is_planned():
