@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from models import CUDA, interpreter_configs, planned, tiny_config
 
 from tridecode.errors import DeviceError, ParameterError
+from tridecode.layout import packed
 from tridecode.plan.kv import MAX_SLOT_SNAPSHOTS
 from tridecode.plan.memory import GIB
 from tridecode.state.records import snapshot_bytes
 from tridecode.state.snapshots import INTERVAL, last_messages, snapshot_positions
+from tridecode.text.prompt import Encoded
 
 SHORT = replace(GREEDY, max_tokens=8)
 COMMON = prompt_of(1, 150)
@@ -217,6 +219,17 @@ def test_positions_of_snapshots():
     assert snapshot_positions(0, 10_000, 0, [], 32) == {*range(INTERVAL, 10_000, INTERVAL), 9984}
     assert len(snapshot_positions(0, 100_000, 0, [], 32)) <= 9, "a long prompt leaves most records to others"
     assert snapshot_positions(0, 63, 0, [], 32) == set()
+
+
+def test_chat_takes_snapshots_before_its_last_messages(weights, run_alone):
+    """Token 0 begins each message. The next prompt has another note at the end of the last message of the user."""
+    engine = hybrid_engine(weights, slots=2)
+    messages = [[0, *range(1 + i, 1 + i + count)] for i, count in enumerate((70, 80, 60, 6))]
+    prompt = [token for message in messages for token in message]
+    engine.generate(Encoded(packed(prompt), chat=True), SHORT)
+    assert snapshots(engine) == [128, 192, len(prompt) + 7]
+    noted = [*prompt[:185], 99, 98]
+    assert generated(engine, run_alone, noted)[0] == 128
 
 
 def test_last_messages_begin_with_the_first_token():
