@@ -25,8 +25,8 @@ def prompt_of(seed: int, count: int) -> list[int]:
     return [(7 * i + seed) % VOCAB for i in range(count)]
 
 
-def hybrid_weights(embedding: float = 1.0):
-    weights = weights_of(SPEC, torch.float32, seed=3)
+def hybrid_weights(embedding: float = 1.0, dtype: torch.dtype = torch.float32):
+    weights = weights_of(SPEC, dtype, seed=3)
     weights.embed.mul_(embedding)
     return weights
 

@@ -252,7 +252,7 @@ class Slots:
         self._slots[slot.number] = Slot(slot.number, slot.generation, records=slot.records)
 
     def _give_record(self, slot: Slot) -> None:
-        """Make the slot's record a snapshot and give the slot another record, unless a pass in flight writes the record.
+        """Make the slot's record a snapshot and give the slot another one, unless a pass in flight writes the record.
 
         The snapshot is after the first row of the last pass. Updates by accepted drafts are not replayed: the next turn
         of a chat computes these few tokens again, together with its own tokens.
