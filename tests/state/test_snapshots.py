@@ -66,13 +66,18 @@ def snapshots(engine) -> list[int]:
     return sorted(snapshot.position for snapshot in engine.scheduler.slots.cache.snapshots())
 
 
-@pytest.mark.parametrize("build", [{}, {"slots": 2}, {"slots": 2, "page": 16}, {"chunk_tokens": 50}], ids=str)
+BUILDS = ({}, {"slots": 2}, {"slots": 2, "page": 16}, {"chunk_tokens": 50}, {"slots": 2, "kv_offload": 0.001})
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=str)
 def test_request_with_a_common_prefix_computes_only_the_rest(weights, run_alone, build):
     engine = hybrid_engine(weights, **build)
     assert generated(engine, run_alone, COMMON)[0] == 0
     before = computed(engine)
     assert generated(engine, run_alone, [*COMMON[:140], 5, 6, 7])[0] == 128, "the last multiple of 64"
-    assert computed(engine) - before == 15
+    load = engine.scheduler.load()
+    assert computed(engine) - before == 15 and load.snapshot_hits == 1
+    assert load.snapshots == len(snapshots(engine)) > 0
 
 
 @pytest.mark.parametrize("speculate", ["off", "ngram"])
@@ -263,12 +268,12 @@ def small():
 
 @pytest.mark.parametrize("drafts", [False, True])
 @settings(max_examples=25, deadline=None)
-@given(actions=st.lists(ACTION, min_size=4, max_size=20), ahead=st.integers(0, 1))
-def test_any_schedule_gives_the_texts_of_single_requests(small, drafts, actions, ahead):
+@given(actions=st.lists(ACTION, min_size=4, max_size=20), lookahead=st.integers(0, 1))
+def test_any_schedule_gives_the_texts_of_single_requests(small, drafts, actions, lookahead):
     """Without a GPU, a pass is kept in flight as on a GPU: the state is then one pass ahead of the known tokens."""
     (engine, run_alone), requests = small[drafts], []
     scheduler = engine.scheduler
-    scheduler.lookahead = 1 if CUDA else ahead
+    scheduler.lookahead = 1 if CUDA else lookahead
     for action, value in actions:
         if action == "submit":
             base, length, edit, max_tokens, reuse, stops = value
