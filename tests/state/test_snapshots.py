@@ -5,10 +5,12 @@ from functools import cache
 
 import pytest
 import torch
+from block_check import REFERENCES, reference_logits
 from hybrid import GREEDY, REPEATING, SPEC, hybrid_engine, hybrid_weights, prompt_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CUDA, interpreter_configs, planned, tiny_config
+from util import relative_rms
 
 from tridecode.errors import DeviceError, ParameterError
 from tridecode.layout import packed
@@ -213,10 +215,12 @@ def test_interrupt_loses_no_record(weights, run_alone, monkeypatch):
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU, all tests of this file run the kernels")
-def test_kernels_resume_from_a_snapshot_in_the_interpreter(weights, run_alone):
+def test_kernels_resume_from_a_snapshot_in_the_interpreter(weights):
     engine = hybrid_engine(weights, 128, "triton", "none", interpreter_configs(SPEC, weights), page=64)
-    assert generated(engine, run_alone, COMMON[:66], 1)[0] == 0
-    assert generated(engine, run_alone, [*COMMON[:65], 4], 2)[0] == 64
+    for ids, reused in ((COMMON[:66], 0), ([*COMMON[:65], 4, 5], 64)):
+        assert engine.generate(ids, params_of(1)).usage.reused_tokens == reused
+        exact = reference_logits(SPEC, weights, ids, REFERENCES)
+        assert relative_rms(engine.model.workspace.logits[0], exact[-1]) < 1e-5
 
 
 def test_positions_of_snapshots():
