@@ -90,7 +90,7 @@ LARGE = {  # kernels that may exceed SHARED, because the kernels that run at the
 # numbers that are used again at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to eight numbers
 # of 16 bits in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in _delta_chunks_kernel.
 # Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with 62 to 100 registers.
-# Prompt attention with heads of 256 and fp8 K/V stores up to 12 numbers, and delta_decode up to 14 of a pass with drafts.
+# Prompt attention with heads of 256 and fp8 K/V stores up to 12 numbers, delta_decode up to 14 in a pass with drafts.
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 48,
     "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56, "_matmul_tiles_kernel": 8,

@@ -26,7 +26,7 @@ from ..linear.epilogue import load_partials, norm_scale
 from ..linear.project import Normed
 from ..op import Op
 from .arguments import RING, DeltaHeads, DeltaWeights, DraftRows, RecordLayer
-from .gates import L2_EPS, gated_norm, l2_norm, log_decay, output_gate, rates, silu, split_heads
+from .gates import L2_EPS, gated_norm, l2_norm, log_decay, norm_and_gate, rates, silu, split_heads
 
 BLOCK_X = 1024  # columns of the hidden state that are multiplied at once
 POSITIONS = tl.constexpr(RING)
@@ -38,7 +38,7 @@ class DeltaConfig:
 
     queries: int = 1  # rows of each request
     num_warps: int = 4
-    batch: int = 4  # rows of a request that are loaded together
+    batch: int = 4  # rows of a request that are loaded together, a divisor of queries
     registers: int = 0  # maximum number of registers of a thread; 0: no limit
 
 
@@ -298,7 +298,7 @@ def _delta_decode_kernel(
                     old_u = tl.load(draft_u_ptr + entry * (VALUE_HEADS * V) + offs_v)
                     old_decay = tl.exp(tl.load(draft_g_ptr + entry * VALUE_HEADS))
                     state = _advance(state, old_decay, old_k, old_u)
-        for number in range(BATCH if BATCH == 1 else tl.minimum(count - first, BATCH)):
+        for number in range(1 if QUERIES == 1 else tl.minimum(count - first, BATCH)):
             query = first + number
             own_q, own_k, own_v = _pick(q, number, BATCH), _pick(k, number, BATCH), _pick(v, number, BATCH)
             own_b, own_a = _pick(b, number, BATCH), _pick(a, number, BATCH)
@@ -328,13 +328,13 @@ def _delta_decode_kernel(
                     tl.store(draft_u_ptr + entry * (VALUE_HEADS * V) + offs_v, u)
                     tl.store(draft_g_ptr + entry * VALUE_HEADS, g)
             o = _read(state, own_q)
-            o *= tl.rsqrt(tl.sum(tl.reshape(o * o, [V]), 0) / V + norm_eps) * norm
-            o *= output_gate(_pick(z, number, BATCH).to(tl.float32), SIGMOID)
+            own_z = _pick(z, number, BATCH).to(tl.float32)
+            o = norm_and_gate(o, tl.sum(tl.reshape(o * o, [V]), 0), own_z, norm, norm_eps, V, SIGMOID)
             tl.store(out_ptr + (row + query) * stride_om + head * V + offs_v, o.to(out_ptr.dtype.element_ty))
 
 
-def _low_bits(heads: DeltaHeads, num_warps: int) -> tuple[int, int]:
-    """Return K_LOW and V_LOW. The warps share the columns, and the threads of a warp have four columns each."""
+def _warp_tile(heads: DeltaHeads, num_warps: int) -> tuple[int, int]:
+    """Return K_LOW and V_LOW. The warps share the columns, and each thread of a warp has four columns."""
     v_low = min(max(heads.value_dim // num_warps, 4), 128)
     return min(max(32 * 4 // v_low, 1), heads.key_dim), v_low
 
@@ -354,8 +354,8 @@ def delta_decode(
         records: the records of the layer (in and out).
         drafts: the updates by drafts (in and out). None: passes have no drafts.
     """
-    queries = config.queries
-    assert queries == 1 or drafts is not None
+    queries, batch = config.queries, min(config.batch, config.queries)
+    assert queries % batch == 0 and (queries == 1 or drafts is not None)
     hidden, requests = x.shape[1], len(out) // queries
     sumsq, n_sumsq, eps = norm or (x, 1, 0.0)
     _delta_decode_kernel[(heads.value, requests)](
@@ -378,14 +378,14 @@ def delta_decode(
         heads.value,
         heads.key_dim,
         heads.value_dim,
-        *_low_bits(heads, config.num_warps),
+        *_warp_tile(heads, config.num_warps),
         weights.width,
         hidden,
         max(min(next_power_of_2(hidden), BLOCK_X), heads.key_dim),
         max(next_power_of_2(n_sumsq), heads.key_dim),
         norm is not None,
         queries,
-        min(config.batch, queries),
+        batch,
         drafts is not None,
         heads.sigmoid,
         pdl,
