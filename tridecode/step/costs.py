@@ -11,7 +11,7 @@ from .graphs import DecodePasses
 
 POSITION = 1024  # position of the measured rows, or less if there are too few pages
 PASSES = 3  # each time is the mean of this number of passes
-PARAMS = {"greedy": SamplingParams(temperature=0.0, seed=0), "sample": SamplingParams(top_p=0.95, seed=0)}
+PARAMS = {"greedy": SamplingParams(temperature=0.0, seed=0), "sample": SamplingParams(seed=0)}
 
 
 def measure_costs(steps: DecodePasses, slots: Slots) -> Costs:
