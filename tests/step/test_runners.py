@@ -489,6 +489,8 @@ def test_costs_are_measured_with_all_rows_running(monkeypatch):
     slots.assert_consistent()
     engine.steps.costs = {1: {1: 1.0, 2: 1.1, 4: 9.0, 8: 9.0}}
     assert engine.steps.tokens("greedy", 1, [Acceptance(7)]) == 2
+    engine.steps.graphs.update({key: None for key in engine.steps.graphs if key.tokens > 1 and key.rows == 3})
+    assert [*measure_costs(engine.steps, slots)] == [1], "no captured pass of three requests verifies drafts"
 
 
 def test_only_captured_passes_with_room_are_measured():
