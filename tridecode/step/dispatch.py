@@ -25,6 +25,7 @@ COSTS = {
     1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
     16: (1.0, 1.11),
 }  # fmt: skip
+Costs = dict[tuple[str, int], dict[int, float]]  # (kind, requests) -> rows of each request -> seconds
 MIN_GAIN = 1.05  # minimum ratio of expected tokens per cost, with drafts to without, at which a pass verifies drafts
 # Mode -> the mode of prompt passes, and the mode of decode passes.
 MODES = {
