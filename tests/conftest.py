@@ -218,7 +218,7 @@ def terminal(state):
             env=ENVIRONMENT | {"XDG_STATE_HOME": str(state.parent)} | environment,
             encoding="utf-8",
             codec_errors="replace",  # the terminal's ^C may come in the middle of a character
-            timeout=30,
+            timeout=120,  # reached only by a chat that hangs
             dimensions=(50, 200),
         )
         children.append(child)

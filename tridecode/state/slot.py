@@ -7,6 +7,7 @@ from typing import Any
 from ..layout import packed
 from .acceptance import Acceptance
 from .prefix import Node
+from .snapshots import Snapshot
 
 GROW_MARGIN = 16  # a row gets more pages when its pages have fewer unused positions than this
 
@@ -33,13 +34,21 @@ class Slot:
     salt: str = ""
     full: int = 0  # leading pages that are no longer written; OffloadedSlots may move them
 
+    # The recurrent state, if the model has any.
+    records: list[int] = field(default_factory=list)  # the current record, and the one that a prompt pass writes
+    covered: int = 0  # positions that the current record contains, while no pass that updates it is in flight
+    stopped: bool = False  # the device has ended the request, so a pass in flight does not update the record
+    reach: int = 0  # leading tokens of the prompt that had pages at admission
+    planned: set[int] = field(default_factory=set)  # positions at which later prompt passes take snapshots
+    taking: list[Snapshot] = field(default_factory=list)  # snapshots of the pass that is being enqueued
+    snapshots: list[Snapshot] = field(default_factory=list)  # snapshots that the prefix tree does not have yet
+
     # The request. The scheduler sets `request` during a step only; see serve/request.py.
     ref: Any = None  # weak reference to the request
     request: Any = None
     mask: Any = None  # the GrammarMasks of the request, if it has a grammar
 
     # The passes.
-    scans: int = 0  # enqueued prompt passes of the request: see records.records_of
     read: int = 0  # positions of the prompt whose K/V are present or written by an enqueued pass
     position: int = 0  # position of the oldest pass whose output entry the host has not read
     end: int = 0  # position at which the request ends
