@@ -191,7 +191,7 @@ def test_errors_of_the_engine_name_parameters_of_the_request():
 
 def test_deadline_ends_running_and_waiting_requests(engine, monkeypatch):
     slow_passes(engine, monkeypatch)
-    with Running(engine, timeout=0.6) as running:
+    with Running(engine, timeout=2.0) as running:
         slow = [RawClient(running, LONG | {"stream": True}) for _ in range(engine.slots)]
         got = running.post("/v1/completions", LONG)
         assert got.status_code == 504 and got.json()["error"]["code"] == "timeout"
