@@ -142,8 +142,6 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
         notes.append(f"the weights of the last {counted(host_layers, 'layer')} come from the host in every pass")
     if graphs.note:
         notes.append(graphs.note)
-    if spec.recurrent and device.type == "cuda":
-        notes.append("gated delta net layers were not tested on a GPU yet; use --device cpu to check an answer")
     chunk = chunk_of(options, kv.capacity or options.chunk, page)
     return EnginePlan(
         options=options,
