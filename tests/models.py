@@ -25,7 +25,7 @@ from tridecode.tuning.configs import Choice, PassConfigs
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 H100 = Device("NVIDIA H100 80GB HBM3", 90, 132, 232448, 233472, 65536)
-# Few, large programs, because the interpreter takes about 2 ms for each program and each iteration of a loop.
+# A few large programs, because the interpreter takes about 2 ms for each program and each iteration of a loop.
 _BLOCK_N = {"qkv": 128, "o_proj": 64, "gate_up": 64, "down": 64, "lm_head": 128, "in_proj": 128, "out_proj": 64}
 _ATTENTION = {
     1: AttentionConfig(block_t=32, splits=3),

@@ -90,22 +90,25 @@ def test_tensor_slices_cover_every_tensor_once(spec):
     assert rows.keys() == found.keys()
     for target, parts in rows.items():
         ends = [0, *(end for _, end in sorted(parts))]
-        assert [start for start, _ in sorted(parts)] == ends[:-1], f"{target}: a gap or an overlap"
+        assert [start for start, _ in sorted(parts)] == ends[:-1], (
+            f"{target}: the parts do not cover its rows exactly once"
+        )
         assert ends[-1] == found[target].shape[0]
     linears = [each for _, _, each in declared(spec) if isinstance(each, Linear)]
     weights = [each for _, _, each in declared(spec) if isinstance(each, Weight)]
     parts = sum(len(linear.parts) * (1 + linear.bias) for linear in linears)
-    assert len(slices) == parts + len(weights), "two declarations name one tensor"
+    assert len(slices) == parts + len(weights), "two declarations name the same tensor"
     assert parameter_count(spec) == sum(math.prod(target.shape) for target in found.values())
 
 
 @EVERY_SPEC
 def test_linear_modules_are_the_matrices_without_the_embedding(spec):
     matrices = {name for name, of in tensor_slices(spec).items() if len(of.shape) == 2}
-    gates = {name for name in matrices if name.endswith(("in_proj_a.weight", "in_proj_b.weight"))}  # small: no linears
+    # These linears are small, so they stay in bf16.
+    gates = {name for name in matrices if name.endswith(("in_proj_a.weight", "in_proj_b.weight"))}
     assert {f"{module}.weight" for module in linear_modules(spec)} == matrices - gates - {spec.embed.tensor}
     assert ("lm_head" in linear_modules(spec)) != spec.tie_word_embeddings
-    fewer = len(spec.recurrent)  # in_proj_qkv, in_proj_z and out_proj instead of q, k, v and o
+    fewer = len(spec.recurrent)  # A recurrent layer has in_proj_qkv, in_proj_z and out_proj instead of q, k, v and o.
     assert len(linear_modules(spec)) == 7 * spec.num_layers - fewer + (not spec.tie_word_embeddings)
     assert len(gates) == 2 * fewer
 

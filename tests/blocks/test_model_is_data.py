@@ -90,7 +90,8 @@ class Parallel(Block):
 
     def decode(self, run, state, layer, residual):
         act, gated = state.buffers(self.mlp)["act"], Gated(residual.sumsq, residual.partials, self.eps)
-        project(run, state, layer, "gate_up", residual.normed, act, gated)  # before o_proj, which overwrites normed
+        # This precedes o_proj, which overwrites normed.
+        project(run, state, layer, "gate_up", residual.normed, act, gated)
         residual = self.attention.decode(run, state, layer, residual)
         return add_residual(run, state, layer, "down", act, residual)
 
@@ -99,7 +100,7 @@ class Parallel(Block):
         project(run, state, layer, "gate_up", residual.normed, own["gate_up"], Plain())
         run("silu_mul", SILU_MUL, own["gate_up"], own["act"])
         pending = self.attention.prompt(run, state, layer, residual).pending
-        norm = layer.weights["mixer_norm"]  # its output is not read
+        norm = layer.weights["mixer_norm"]  # The test does not read the output of this norm.
         run("add", ADD_NORM, residual.hidden, pending, norm, residual.normed, self.eps)
         project(run, state, layer, "down", own["act"], state.delta, Plain())
         return residual._replace(pending=state.delta)

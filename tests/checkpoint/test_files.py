@@ -18,7 +18,7 @@ from tridecode.errors import CheckpointError
 from tridecode.models.reader import read_json
 from tridecode.text.tokenizer import Tokenizer
 
-SHORT = 600  # maximum characters of a message with a path of this test
+SHORT = 600  # Maximum length in characters of a message that contains a path of this test.
 
 
 def load(path: Path) -> None:
@@ -69,7 +69,7 @@ def test_irregular_file_is_refused(name, kind, copy):
 @pytest.mark.parametrize("name", sorted(FILES - {"model.safetensors"}))
 def test_huge_file_is_refused_unread(name, copy):
     with open(copy / name, "ab") as file:
-        file.truncate(5 << 30)  # sparse
+        file.truncate(5 << 30)  # The file is sparse, so it needs no disk space.
     message = refusal(load, copy)
     assert message.startswith(f"{copy / name}: larger than ") and "5,368,709,120 bytes" in message
 
@@ -199,7 +199,7 @@ def test_long_values(place, value, copy):
     values = json.loads((copy / name).read_text())
     (copy / name).write_text(json.dumps(values | {key: value}))
     try:
-        load_config(copy)  # this file ignores a key that belongs to another file
+        load_config(copy)  # load_config ignores this key, because it belongs to another file.
     except CheckpointError as error:
         assert len(str(error)) < SHORT and str(copy / name) in str(error)
 

@@ -144,7 +144,9 @@ sys.exit(commands.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="breaks a GPU's context, so it needs an NVIDIA GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="the test makes a CUDA context fail, so it needs an NVIDIA GPU"
+)
 def test_device_side_assert(tiny, state):
     argv = ["chat", "--model", tiny, "--device", "cuda", "--max-tokens", "3", "--session", "work"]
     program = [sys.executable, "-c", CHAT_ON_A_BROKEN_GPU, *map(str, argv)]

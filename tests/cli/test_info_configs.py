@@ -17,7 +17,7 @@ from tridecode.tuning.configs import Choice, PassConfigs
 
 RULES = "rules (no table for this GPU)"
 SUGGESTION = "; `tridecode tune` searches better ones"
-HOPPER = ["NVIDIA H100", "NVIDIA H200"]  # tables that an H100 uses
+HOPPER = ["NVIDIA H100", "NVIDIA H200"]  # GPUs whose tables an H100 uses.
 
 
 @pytest.fixture(autouse=True)

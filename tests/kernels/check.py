@@ -11,7 +11,8 @@ import torch
 from tridecode import layout
 from tridecode.kernels.op import Op
 
-GUARD = 1 << 14  # bytes before and after a copied storage; a multiple of every alignment that a kernel may assume
+# Bytes before and after a copied storage. The number is a multiple of each alignment that a kernel may assume.
+GUARD = 1 << 14
 IDLE = layout.WAIT, layout.STOP, layout.LIMIT_REACHED, layout.NAN
 
 
@@ -85,7 +86,7 @@ def check_op(
     roles = _roles(arguments, op.outputs if outputs is None else outputs, accumulates, scratch, outputs is not None)
     tolerances = tolerance if isinstance(tolerance, dict) else dict.fromkeys(roles.compared, tolerance)
     unknown = (tolerances.keys() | views.keys()) - set(roles.compared)
-    assert not unknown, f"{sorted(unknown)} are not outputs; outputs are {roles.compared}"
+    assert not unknown, f"{sorted(unknown)} are not outputs; expected names from {roles.compared}"
 
     size = op.bytes(*arguments.values())
     assert isinstance(size, int) and (size > 0 if moved is None else size == moved), f"bytes: {size!r}"
@@ -136,13 +137,13 @@ def _roles(arguments, outputs, accumulates, scratch, strict: bool) -> _Roles:
     def resolve(names, strict=True) -> list[str]:
         matches = {name: [leaf for leaf in leaves if leaf == name or leaf.startswith(f"{name}.")] for name in names}
         absent = [name for name in names if not matches[name] and (strict or name.split(".")[0] not in arguments)]
-        assert not absent, f"{absent} are not tensors; the arguments hold {list(leaves)}"
+        assert not absent, f"{absent} are not tensors of the arguments; expected names from {list(leaves)}"
         return [leaf for named in matches.values() for leaf in named if leaves[leaf] is not None]
 
     accumulates = resolve(accumulates)
     scratch = [name for name in resolve(scratch) if name not in accumulates]
     pure = [name for name in resolve(outputs, strict) if name not in accumulates + scratch]
-    assert pure + accumulates, "no argument is an output"
+    assert pure + accumulates, "the op declares no output"
     return _Roles(pure + accumulates, pure + scratch, scratch)
 
 
@@ -166,7 +167,7 @@ class _Copy:
     def __init__(self, arguments, roles: _Roles, on_host: bool = False):
         originals = dict(_tensors(arguments))
         copied = {_address(originals[name]) for name in originals if on_host or name in [*roles.written, "meta"]}
-        self.buffers: dict[int, torch.Tensor] = {}  # bytes of each copied storage and its guard bands
+        self.buffers: dict[int, torch.Tensor] = {}  # The bytes of each copied storage, with guard bands.
         memo = {}
         for tensor in originals.values():
             address = _address(tensor)
@@ -227,13 +228,13 @@ def _check_on_gpu(op: Op, options, copied: _Copy, expected, scratch) -> None:
         launch = partial(op.launch, **keywords)
         prefix = "with pdl=True " if keywords is not options else ""
         copied.reset()
-        copied.run(launch)  # compiles
+        copied.run(launch)  # The first launch compiles the kernel.
         _fail_if(copied.changes(expected, besides=scratch), f"{prefix}a launch differs from the first one in")
 
         copied.reset()
         allocated = _allocations()
         copied.run(launch)
-        assert _allocations() == allocated, f"{prefix}a launch allocates memory"
+        assert _allocations() == allocated, f"{prefix}the launch allocated memory"
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

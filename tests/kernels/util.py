@@ -12,7 +12,7 @@ from tridecode.kernels.attention.fp8_kv import head_rows, store_cells
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-# Tolerance of an output in bf16 whose reference is rounded too. The interpreter truncates instead of rounding.
+# Tolerance of a bf16 output if the reference is also rounded to bf16. The interpreter truncates instead of rounding.
 BF16_ROUNDING = 1e-3 if CUDA else 5e-3
 
 

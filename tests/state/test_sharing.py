@@ -14,7 +14,8 @@ SYSTEM = [(11 * i) % 300 for i in range(70)]
 def engine_of(slots=4, **build):
     build |= {"slots": slots, "page": 16}
     engine = tiny_engine(dtype=torch.float32, capacity=256, tie_word_embeddings=False, build=build)
-    engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
+    # A second thread would cost more time than it saves, because the operations of a tiny model are short.
+    engine.threads = 1
     return engine
 
 
@@ -39,7 +40,7 @@ def test_common_prefix_of_concurrent_requests_is_computed_once(engine, run_alone
     results = engine.generate_many(prompts, GREEDY)
     assert [result.token_ids for result in results] == [run_alone(prompt) for prompt in prompts]
     reused = [result.usage.reused_tokens for result in results]
-    assert reused == [0, 64, 64, 64, 70, 70], "whole pages while the first request runs, later the last page too"
+    assert reused == [0, 64, 64, 64, 70, 70], "the requests reused a wrong number of tokens"
     assert computed(engine) == 73 + 3 * 9 + 2 * 3
 
 
@@ -68,7 +69,8 @@ def test_side_requests_do_not_evict_a_conversation_from_a_small_pool(run_alone):
         assert result.token_ids == run_alone(text)
         assert result.usage.reused_tokens == (before - 1 if turn else 0)
         text += result.token_ids
-        for _ in range(8 if turn else 0):  # from the second turn on its pages count as reused
+        # In the first turn the pages of the conversation have not been reused, so side requests may evict them.
+        for _ in range(8 if turn else 0):
             side += 1
             prompt = [side, *SYSTEM[:63]]
             assert engine.generate(prompt, GREEDY).token_ids == run_alone(prompt)

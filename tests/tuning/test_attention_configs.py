@@ -36,7 +36,9 @@ def test_configs_are_valid_for_every_model(name):
                 if gpu.capability:
                     allowed = VALUES[type(config)]
                     fields = {name: value for name, value in entry_of(config).items() if name != "kernel"}
-                    assert all(value in allowed[name] for name, value in fields.items()), "a table may contain it"
+                    assert all(value in allowed[name] for name, value in fields.items()), (
+                        "a table must not contain this config"
+                    )
 
 
 def test_two_programs_of_many_rows_fit_the_shared_memory_of_a_multiprocessor():
@@ -69,7 +71,9 @@ def test_attention_to_fp8_keeps_the_next_positions_in_registers(capability):
         config = attention_config(FOUR._replace(fp8=True), rows, gpu)
         assert config == fp8_config(attention_config(FOUR, rows, gpu), gpu)
         assert config.block_t == config.num_warps * (32 if capability >= 90 else 16)
-        assert config.converts == (capability >= 89), "the GPU has an instruction for it"
+        assert config.converts == (capability >= 89), (
+            "the config does not use the conversion instruction of the GPU, or uses a missing one"
+        )
         assert config.stages == 1 if rows > 1 else config.ahead == 1
 
 

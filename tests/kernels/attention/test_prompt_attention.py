@@ -28,8 +28,9 @@ PAGE = 64 if CUDA else 16
 CONFIG = PromptAttentionConfig(programs=264)
 if not CUDA:
     CONFIG = PromptAttentionConfig(block_m=16, stages=2, programs=24, least=1)
-LONG = 40 if CUDA else 2  # pages of the longest slot
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # p is rounded before the second product
+LONG = 40 if CUDA else 2  # Number of pages of the longest slot.
+# The kernel rounds the probabilities before the product with V.
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float32]
 COUNTS, STARTS = (st.integers(1, 300), st.integers(0, 700)) if CUDA else (st.integers(1, 20), st.integers(0, 40))
 CONFIGS = [
@@ -76,7 +77,7 @@ def arguments(heads, kv, d, chunks, window, dtype, config, fp8=False) -> tuple[l
     pages = -(-max(chunk.end for chunk in rows) // PAGE)
     table = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(1)).view(slots, pages)
     pool = random(slots * pages, 2, 2, kv, PAGE, d, seed=3, dtype=dtype)
-    pool[:, 0] = float("nan")  # another layer
+    pool[:, 0] = float("nan")  # The kernel must not read the other layer.
     for slot in range(slots):
         end = max((chunk.end for chunk in rows if chunk.slot == slot), default=0)
         for index in range(end // PAGE, pages):
@@ -110,11 +111,11 @@ def check(heads, kv, d, chunks, window, dtype, config=CONFIG, fp8=False):
 
 def check_rows(chunks, args):
     ref = reference(args)
-    assert not args.scratch.counter.any(), "the counters must be zero between launches"
+    assert not args.scratch.counter.any(), "a counter is not zero after the launch"
     for chunk in chunks:
         assert_close(args.out[chunk.rows], ref[chunk.rows], TOLERANCE[args.q.dtype], str(chunk))
     beyond = [*range(chunks[0].first), *range(chunks[-1].rows.stop, len(args.out))]
-    assert args.out[beyond].isnan().all(), "a row outside all chunks was written"
+    assert args.out[beyond].isnan().all(), "the kernel wrote a row outside all chunks"
 
 
 @covering(2, case=CASES, dtype=DTYPES, window=[0, 5, 24 if not CUDA else 700])
@@ -209,7 +210,7 @@ def test_expanded_fp8_kv(d):
 def test_attention_by_torch(form, window, fp8):
     chunks, args = arguments(4, 2, 64, [(1, PAGE + 3, 0), (0, 7, PAGE)], window, DTYPES[0], CONFIG, fp8)
     if form == "blocks":
-        args = args._replace(q=torch.cat((args.q, args.q.new_zeros(PAGE, 4, 64))))  # the rest of the last page
+        args = args._replace(q=torch.cat((args.q, args.q.new_zeros(PAGE, 4, 64))))  # Fill the last page.
         block_attention(*args)
     else:
         torch_attention(form, chunks).launch(*args)
@@ -219,7 +220,7 @@ def test_attention_by_torch(form, window, fp8):
 # Attention of many rows on Hopper.
 hopper_only = pytest.mark.skipif(
     not CUDA or torch.cuda.get_device_capability() != (9, 0),
-    reason="Gluon has no interpreter, and this kernel is for GPUs of compute capability 9.0",
+    reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter",
 )
 LAYOUTS = {
     "one": [(0, 700, 0)],

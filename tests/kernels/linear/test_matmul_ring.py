@@ -8,7 +8,9 @@ from linear_product import HOPPER, Product, packed
 
 from tridecode.kernels.linear.matmul_ring import RING, RingConfig
 
-on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter")
+on_hopper = pytest.mark.skipif(
+    not HOPPER, reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter"
+)
 CONFIGS = {
     "whole_rows": RingConfig(4, 5, 1),
     "rows_shared": RingConfig(4, 5, 2, programs=7),

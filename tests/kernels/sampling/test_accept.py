@@ -36,7 +36,9 @@ def verify(sampled, drafts, queries=4, trust=1, counts=True, logprobs=True, **fi
     after, _ = check("accept", before, with_logprobs=logprobs, **{} if counts else {"counts": None})
     entries = [m.entry_of(int(after.out[0, (STEP + i) % m.RING]), GENERATION, STEP + i) for i in range(queries)]
     tokens = [entry.token for entry in entries if entry]
-    assert tokens == [entry.token for entry in entries[: len(tokens)]], "entries come in order"
+    assert tokens == [entry.token for entry in entries[: len(tokens)]], (
+        "the tokens of the output ring are in a wrong order"
+    )
     assert [entry.following for entry in entries if entry] == list(reversed(range(len(tokens))))
     row = after.meta[0].tolist()
     assert row[m.STEP] == STEP + len(tokens)

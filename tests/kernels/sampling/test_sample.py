@@ -77,7 +77,7 @@ def test_sample_matches_reference_on_degenerate_logits(name, logits):
     assert kept(after) == kept(ref)
 
 
-LISTS = {  # parameters, whether the list of the nearest tokens decides, possible lengths of the list
+LISTS = {  # name: (parameters, whether the list of the nearest tokens decides, possible lengths of the list)
     "top_k": (P(top_k=20), True, range(20, 100)),
     "top_k_top_p": (P(top_k=50, top_p=0.8), True, range(50, 150)),
     "top_k_with_most_tokens_too_far": (P(temperature=0.01, top_k=50), True, range(1, 50)),
@@ -108,7 +108,9 @@ def test_padding_of_the_last_block_is_not_near(top_k, vocab):
     logits[0, 5] = 0.0
     after, ref = check("sample", make_state(logits, P(top_k=top_k)))
     assert kept(after) == kept(ref)
-    assert after.sampler.state[0, LISTED] == vocab, "fewer largest logits than top-k bound nothing"
+    assert after.sampler.state[0, LISTED] == vocab, (
+        "the list excludes tokens although it is known for fewer than top-k logits that they are largest"
+    )
 
 
 @pytest.mark.parametrize("top_k", [0, 50])
@@ -336,7 +338,7 @@ def test_weights_are_exponentials_and_match_reference():
     d = torch.arange(FARTHEST + 1)
     w = weight_ref(d)
     exact = torch.exp(-d.double() / 2**17) * 2.0**WEIGHT_BITS
-    assert float(((w - exact).abs() - 1).div(exact).max()) < 4e-7  # but for the last unit
+    assert float(((w - exact).abs() - 1).div(exact).max()) < 4e-7  # The last unit in 32 bits may differ.
     assert w[0] == 2**WEIGHT_BITS and bool((w[1:] <= w[:-1]).all()) and bool((w[1:] < w[0]).all())
     some = d[torch.randperm(d.numel(), generator=torch.Generator().manual_seed(0))[: 1 << 16]].int()
     out = torch.full((1 << 16,), -1, dtype=torch.int64, device=DEVICE)
