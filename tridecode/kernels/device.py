@@ -73,7 +73,7 @@ def device_of(device: "torch.device") -> Device:
     """Return the properties of `device`, read from its driver. Without a driver, return those of a CPU."""
     if gpu := simulated_gpu(device):
         return gpu
-    import torch  # imported here, because `tridecode --help` lists GPUS and must not load torch
+    import torch  # `tridecode --help` lists GPUS and must not load torch, so this import is local.
 
     if device.type != "cuda" or not torch.cuda.is_available():
         return Device()

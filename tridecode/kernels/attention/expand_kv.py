@@ -10,7 +10,7 @@ from ..op import Op
 from .arguments import KVLayer
 from .fp8_kv import load_cells, row_bytes, words_to_numbers
 
-PROGRAMS = 8  # programs for each multiprocessor
+PROGRAMS = 8  # Number of programs for each multiprocessor.
 WARPS = 4
 
 

@@ -77,7 +77,7 @@ def attend_tiles(
     BLOCK_T: tl.constexpr = SIZES.BLOCK_T
     ELEMENT: tl.constexpr = cache.k_ptr.dtype.element_ty
     TYPE: tl.constexpr = tl.float32 if SIZES.INTERPRETED else ELEMENT
-    HOLD: tl.constexpr = TYPE != tl.float32  # the instruction takes two elements of 16 bits
+    HOLD: tl.constexpr = TYPE != tl.float32  # The instruction takes two elements of 16 bits.
     offs_d, offs_t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
     mask_d = offs_d < D
     scores = ()
@@ -112,9 +112,11 @@ def attend_tiles(
             if LOWS:
                 seen_t = seen_t & ((t + offs_t)[:, None] >= lows[None, :])
             tiles = page_rows(next_pages, t + BLOCK_T, cache.stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-            next_pages = pages_at(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)  # one iteration before their use
+            # Load page numbers one iteration before their use.
+            next_pages = pages_at(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)
             mask = (t + BLOCK_T + offs_t < end)[:, None] & mask_d[None, :]
-            k_next = tl.load(cache.k_ptr + tiles, mask=mask, other=0.0)  # in flight during the products at t
+            # The load is in flight while the tile at t is multiplied.
+            k_next = tl.load(cache.k_ptr + tiles, mask=mask, other=0.0)
             s = tl.where(seen_t, tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
             m_new = tl.maximum(m, tl.max(s, 0))
             alpha = tl.exp2(m - m_new)

@@ -55,7 +55,7 @@ def _write_kv_kernel(
         gdc_launch_dependents()
     meta_ptr += row * META_WIDTH
     status = tl.load(meta_ptr + STATUS)
-    position = tl.where(status == RUN, tl.load(meta_ptr + POSITION), 0)  # the position of an idle row may be invalid
+    position = tl.where(status == RUN, tl.load(meta_ptr + POSITION), 0)  # The position of an idle row may be invalid.
     page = tl.load(table_ptr + tl.load(meta_ptr + SLOT) * stride_table + position // PAGE).to(tl.int64)
     offs_g, offs_d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
     mask_d = offs_d < D

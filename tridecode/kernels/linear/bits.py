@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 _RAISED = 64
-# v & 15 and v & 240 of both halves, also shifted by 8, times 2 ** 127 and 2 ** 123, minus $9: columns 0 and 1, ...
+# Takes v & 15 and v & 240 of both halves, also shifted by 8, times 2 ** 127 and 2 ** 123. Subtracts $9. The first
+# output is columns 0 and 1.
 _INT4 = tl.constexpr(
     """{
     .reg .b32 w, a, z, up, less;
@@ -29,7 +30,7 @@ _INT4 = tl.constexpr(
     and.b32 a, w, 0x00f000f0; fma.rn.bf16x2 a, a, less, z; mov.b32 {$6, $7}, a;
     }"""
 )
-# Two's complement: the low seven bits of 128.0, minus 128.0, or 256.0 if the sign bit is set in place.
+# Two's complement: the low seven bits become the mantissa of 128.0. Subtracts 128.0, or 256.0 if the sign bit is set.
 _INT8 = tl.constexpr(
     """{
     .reg .b32 w1, a, b, one;
@@ -40,7 +41,7 @@ _INT8 = tl.constexpr(
     fma.rn.bf16x2 a, a, one, b; mov.b32 {$2, $3}, a;
     }"""
 )
-# As _INT8, minus $5.
+# Like _INT8, but subtracts $5 in addition.
 _INT8_ZERO = tl.constexpr(
     """{
     .reg .b32 w1, a, b, z, one;
@@ -52,7 +53,7 @@ _INT8_ZERO = tl.constexpr(
     fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 a, a, one, z; mov.b32 {$2, $3}, a;
     }"""
 )
-# One pair is in place. The bits of the other are shifted by four, some to the left and some to the right.
+# One pair is already in place. The bits of the other pair are shifted by four, some to the left and some to the right.
 _E4M3 = tl.constexpr(
     """{
     .reg .b32 a, t, u;
@@ -61,7 +62,7 @@ _E4M3 = tl.constexpr(
     mov.b32 {$2, $3}, a;
     }"""
 )
-# The columns of _INT4 without scaling: times 2 ** -133 and 2 ** -129.
+# The columns of _INT4 without its multiplication. The numbers are therefore scaled by 2 ** -133 and 2 ** -129.
 _INT4_RAISED = tl.constexpr(
     """{
     .reg .b32 w, a; shr.u32 w, $8, 8;
@@ -128,7 +129,8 @@ def zero_operand(ZEROS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr
         return tl.full([WARPS, BLOCK_N, 32], (-1.0 if ZEROS else -8.0) * 2.0**-69, tl.float32)
     else:
         one: tl.constexpr = 1 if ZEROS else 8
-        bits = tl.where(tl.arange(0, 32)[None, None, :] < 16, -32768 + one, -32768 + one * 16)  # the order of `operand`
+        # The columns have the order of `operand`.
+        bits = tl.where(tl.arange(0, 32)[None, None, :] < 16, -32768 + one, -32768 + one * 16)
         return _bf16(tl.broadcast_to(bits, (WARPS, BLOCK_N, 32)).to(tl.int16))
 
 
@@ -200,7 +202,7 @@ def _nibble(words, zero, PLACE: tl.constexpr, RAISED: tl.constexpr):
 def _eight(words, zero, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr, RAISED: tl.constexpr):
     """Unpack the columns of words [lines, 4] of four bits."""
     if not ZEROS:
-        zero = tl.full([1, 1], 0x3E003E00, tl.int32)  # 8 / 64
+        zero = tl.full([1, 1], 0x3E003E00, tl.int32)  # Two bf16 numbers of 8 / 64: the zero point is 8.
     zero = tl.broadcast_to(zero, words.shape)
     if INTERPRETED:
         a, b = _nibble(words, zero, 0, RAISED), _nibble(words, zero, 16, RAISED)

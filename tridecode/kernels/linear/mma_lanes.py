@@ -9,7 +9,7 @@ here are [threads, 4]: four registers of each lane.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-WORDS = gl.constexpr(32)  # adjacent words in shared memory: 128 bytes, two tiles
+WORDS = gl.constexpr(32)  # Number of words that are adjacent in shared memory: 128 bytes, or two tiles.
 
 
 @gluon.constexpr_function
@@ -120,7 +120,8 @@ def raised_asm(form):
     )
 
 
-# acc += sums * scale for a row and for the row eight rows later. Operands: acc, two chains of sums, two scales.
+# Computes acc += sums * scale for a row and for the row eight rows later. Operands: acc, two chains of sums, two
+# scales.
 SCALED = gl.constexpr(
     "{ .reg .f32 s; "
     + " ".join(
@@ -188,7 +189,8 @@ def load_words(shared, WARPS: gl.constexpr):
     """Load 16 bytes of two rows for each lane, int32 [threads, 4] each, from [8 * WARPS, 32] in shared memory."""
     L: gl.constexpr = lanes_layout(WARPS)
     words = shared.load(words_layout(WARPS))
-    words = gl.reshape(words, [WARPS // 2, 2, 2, 4, 2, 4, 4])  # warp pair, half of the rows, row, row, tile, lane, word
+    # Dimensions: warp pair, half of the rows, row, row, tile, lane, word.
+    words = gl.reshape(words, [WARPS // 2, 2, 2, 4, 2, 4, 4])
     words = gl.reshape(gl.permute(words, (0, 4, 3, 2, 5, 6, 1)), [WARPS * 32, 4, 2])
     low, high = gl.split(words)
     return gl.convert_layout(low, L, assert_trivial=True), gl.convert_layout(high, L, assert_trivial=True)
@@ -223,7 +225,8 @@ def sums_of(acc, GATED: gl.constexpr, WARPS: gl.constexpr):
 
     The dimensions are warps, rows and activations.
     """
-    sums = gl.reshape(acc, [WARPS, 4, 2, 4, 2, 2])  # warp, row, row, activation, half of the rows, activation
+    # Dimensions: warp, row, row, activation, half of the rows, activation.
+    sums = gl.reshape(acc, [WARPS, 4, 2, 4, 2, 2])
     if GATED:
         return gl.split(gl.reshape(gl.permute(sums, (0, 2, 1, 3, 5, 4)), [WARPS, 8, 8, 2]))
     else:

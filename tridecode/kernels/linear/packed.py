@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-WORDS = 16  # words of a tile
-_SLICE = 2**23  # codes that are packed together
+WORDS = 16  # Number of words of a tile.
+_SLICE = 2**23  # Number of codes that are packed together.
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class Packed:
         if self.number_type == "int8":
             codes = codes ^ 128
         padded = torch.nn.functional.pad(codes, (0, -self.k % self.tile))
-        # tile, chunk of 32 columns, lane, word of the lane's eight columns, place in a half word, element of the pair
+        # Dimensions: tile, chunk of 32 columns, lane, word of the lane's eight columns, place in a half word, element
+        # of the pair.
         planes = 16 // self.bits
         shape = (n, -1, self.tile // 32, 4, 4 // planes, planes, 2)
         parts = padded.view(shape).permute(0, 1, 3, 2, 4, 5, 6).to(torch.int32)

@@ -64,10 +64,10 @@ class AddResidual(NamedTuple):
     sumsq: torch.Tensor
 
 
-MAX_ROWS = 64  # rows of a pass whose kernels read the weight once for all rows
-SHORT = (torch.bfloat16, torch.float16)  # dtypes that tensor cores multiply
+MAX_ROWS = 64  # Maximum number of rows of a pass whose kernels read each weight once for all rows.
+SHORT = (torch.bfloat16, torch.float16)  # 16-bit dtypes that tensor cores multiply.
 Epilogue = Plain | Normed | Gated | AddResidual
-OUTPUTS = ("out", "epilogue.normed", "epilogue.sumsq")  # arguments of a kernel; see Op
+OUTPUTS = ("out", "epilogue.normed", "epilogue.sumsq")  # Arguments that a kernel writes; see Op.
 NAMES = {Plain: "plain", Normed: "normed", Gated: "gated", AddResidual: "residual"}
 
 

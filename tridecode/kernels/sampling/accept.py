@@ -100,7 +100,8 @@ def _accept_kernel(
     offs = tl.arange(0, MAX_STOP_IDS)
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
     tokens_ptr += slot.to(tl.int64) * stride_tokens + following
-    expected = tl.load(tokens_ptr, mask=known | (lanes < drafts), other=-1)  # known tokens and drafts
+    # The tokens that the pass should sample: known tokens and drafts.
+    expected = tl.load(tokens_ptr, mask=known | (lanes < drafts), other=-1)
     if PDL:
         gdc_wait()
     if runs:
@@ -137,7 +138,7 @@ def _accept_kernel(
         tl.store(meta_ptr + DRAFT_LIMIT, grown)
         counters = (last - lanes) << FOLLOWING_SHIFT | verified << DRAFTED_SHIFT | proposed << REQUESTED_SHIFT
         entry = (generation << GENERATION_SHIFT) | (((step + lanes) & STEP_MASK).to(tl.int64) << STEP_SHIFT)
-        entry |= (counters | token).to(tl.int64)  # the token of a bad step is NO_TOKEN
+        entry |= (counters | token).to(tl.int64)  # The token of a row with invalid logits is NO_TOKEN.
         if FENCE:
             tl.debug_barrier()
             entry = tl.inline_asm_elementwise(

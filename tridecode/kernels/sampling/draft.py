@@ -24,7 +24,7 @@ from ..common import (
 from ..op import Op
 from .finish import arrive
 
-BLOCK = 1024  # positions that a program compares in one iteration
+BLOCK = 1024  # Number of positions that a program compares in one iteration.
 NO_MATCH = tl.constexpr(-1)
 
 
@@ -37,7 +37,8 @@ def _place_key(tokens_ptr, i, end, last, LONGEST: tl.constexpr, SHORTEST: tl.con
     """
     agree = i < end
     length = tl.zeros_like(i)
-    for back in tl.static_range(LONGEST):  # no load depends on the result of another, so all are in flight at once
+    # No load depends on the result of another load, so all are in flight at once.
+    for back in tl.static_range(LONGEST):
         suffix = tl.load(tokens_ptr + tl.maximum(last - back, 0))
         agree = agree & (tl.load(tokens_ptr + i - back, mask=(i < end) & (i >= back), other=-1) == suffix)
         length += agree.to(tl.int32)

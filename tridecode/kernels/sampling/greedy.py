@@ -18,7 +18,7 @@ from .finish import (
     step_state,
 )
 
-BLOCK = 2048  # tokens of the vocabulary that a program compares
+BLOCK = 2048  # Number of tokens of the vocabulary that a program compares.
 WARPS = 8
 
 

@@ -136,7 +136,8 @@ def logprobs_ref(logits, meta, out_logprobs, out_top_ids, sampler):
         count = min(state[m.N_LOGPROBS], x.numel())
         if count and bool(torch.isfinite(lse)):
             least = x.topk(count).values[-1]
-            ids = (x >= least).nonzero().flatten()  # ascending, so that the stable sort puts lower ids first
+            # The ids are ascending, so that the stable sort puts lower ids first.
+            ids = (x >= least).nonzero().flatten()
             ids = ids[x[ids].sort(descending=True, stable=True).indices[:count]]
             slot, entry = state[m.SLOT], state[m.STEP] % m.RING
             out_logprobs[slot, entry, 1 : 1 + count] = x[ids] - lse

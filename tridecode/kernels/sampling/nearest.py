@@ -8,16 +8,17 @@ import triton.language as tl
 
 from .mass import BINS, FARTHEST, share, weight
 
-NEAREST = 512  # capacity of the list
-RANK_SHIFT = 53  # a token's rank is stored above the mass of the nearer tokens, which takes 51 bits
-EIGHTH_BITS = 14  # low bits of a distance, inside an eighth of a nat: mass.GRID is eight times 2**14
-TOPS = 8  # parts of a block of the vocabulary; each part stores its largest logit
+NEAREST = 512  # Maximum length of the list.
+RANK_SHIFT = 53  # The rank of a token is stored above the mass of the nearer tokens, which takes 51 bits.
+EIGHTH_BITS = 14  # Number of low bits of a distance within an eighth of a nat: mass.GRID is eight times 2**14.
+TOPS = 8  # Number of parts of a block of the vocabulary. Each part stores its largest logit.
 
 _NEAREST = tl.constexpr(NEAREST)
 _FARTHEST, _BINS = tl.constexpr(FARTHEST), tl.constexpr(BINS)
 _EIGHTHS, _EIGHTH_BITS = tl.constexpr((FARTHEST + 1) >> EIGHTH_BITS), tl.constexpr(EIGHTH_BITS)
-_RANK_SHIFT, _RANK = tl.constexpr(RANK_SHIFT), tl.constexpr(1 << RANK_SHIFT)  # the unit of a rank, above any mass
-_RANKED = tl.constexpr(8)  # tokens that a program ranks in one iteration
+# The unit of a rank is greater than any mass.
+_RANK_SHIFT, _RANK = tl.constexpr(RANK_SHIFT), tl.constexpr(1 << RANK_SHIFT)
+_RANKED = tl.constexpr(8)  # Number of tokens that a program ranks in one iteration.
 
 
 @triton.jit
@@ -72,5 +73,5 @@ def ranked_threshold(d, w, ranks, count, total, use_k, top_k, use_p, top_p):
     total = tl.where(use_k, tl.sum(tl.where(within, w, 0), axis=0), total)
     goal = tl.where(use_p, share(top_p, total), _RANK)
     threshold = tl.max(tl.where(within & ((ranks & (_RANK - 1)) < goal), d, 0), axis=0)
-    # With fewer than k tokens in the list, the others are in the last bin.
+    # With fewer than k tokens in the list, the other tokens are in the last bin.
     return tl.where(use_p | (count >= top_k), threshold, _FARTHEST)
