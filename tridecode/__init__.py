@@ -2,7 +2,7 @@
 
 from .version import __version__
 
-TYPE_CHECKING = False  # as type checkers know it; `typing` takes a third of the time that `--help` needs
+TYPE_CHECKING = False  # Type checkers know this name. An import of `typing` would take a third of the time of `--help`.
 if TYPE_CHECKING:
     from .engine import Engine
     from .sampling import SamplingParams

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from .errors import ParameterError, PromptError, conflict
 
-LARGEST = 2**31 - 2  # positions and counts are 32-bit integers
-ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat messages
+LARGEST = 2**31 - 2  # Positions and counts are 32-bit integers.
+ROLES = ("system", "developer", "user", "assistant", "tool")  # Roles of chat messages.
 WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def shown(value: object) -> str:
     """Return the repr of a value on one line for a message, cut to about 60 characters."""
     try:
         return " ".join(_repr.repr(value).split())
-    except ValueError:  # an integer with more digits than Python converts to a string
+    except ValueError:  # Python refuses to convert an integer with thousands of digits to a string.
         return f"an {type(value).__name__} of thousands of digits"
 
 
@@ -353,7 +353,7 @@ _declared: dict[type, dict[str, Option]] = {}
 
 def options_of(cls: type) -> dict[str, Option]:
     """Return the options that the fields of a dataclass declare, by name."""
-    if cls not in _declared:  # cached, because a server checks the parameters of each request
+    if cls not in _declared:  # The result is cached, because a server checks the parameters of each request.
         declared = {each.name: each.metadata.get("option") for each in fields(cls)}
         _declared[cls] = {name: replace(option, name=name) for name, option in declared.items() if option}
     return _declared[cls]

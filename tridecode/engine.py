@@ -43,7 +43,7 @@ from .text.tokenizer import Tokenizer
 from .tuning.configs import PassConfigs
 
 FLAG, TEXT, CALLERS = Flag(), Text(), Integer(1)
-FIRST_TURN_TOKENS = 64  # tokens of the largest prompt pass that an engine of one slot captures before it is ready
+FIRST_TURN_TOKENS = 64  # Maximum tokens of the prompt passes that an engine of one slot captures before it is ready.
 
 
 @dataclass(repr=False)
@@ -58,7 +58,7 @@ class Engine:
     tokenizer: Tokenizer | None
     plan: EnginePlan
     name: str
-    threads: int | None = None  # number of CPU threads; None keeps the number that the user has set
+    threads: int | None = None  # Number of CPU threads. None keeps the number that the user has set.
     grammars: InitVar[Grammars | None] = None
 
     @classmethod
@@ -145,12 +145,12 @@ class Engine:
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
         self.prompts.capture_all(None if self.slots > 1 or options.batch_invariant else FIRST_TURN_TOKENS)
         lookahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        runners = (lambda: self.steps), (lambda: self.prompts)  # benchmarks replace them
+        runners = (lambda: self.steps), (lambda: self.prompts)  # Benchmarks replace these functions.
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, self.plan.prefix_sharing)
         scheduler = Scheduler(self.model, self.tokenizer, *runners, lookahead, policy)
         self._grammars = grammars or Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         if self.model.verify:
-            self._grammars.wait()  # it holds the GIL, which would count as a cost
+            self._grammars.wait()  # Compilation of grammars holds the GIL, which would change the measured costs.
             self.steps.costs = measure_costs(self.steps, scheduler.slots)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
@@ -170,7 +170,7 @@ class Engine:
             return
         try:
             self._driver.close()
-            with suppress(RuntimeError):  # fails if the GPU is lost, which then writes nothing either
+            with suppress(RuntimeError):  # If the GPU is lost, this fails, but then the GPU does not write either.
                 self.synchronize()
         finally:
             self.model = self.steps = self.prompts = None  # type: ignore[assignment]  # only after `close`
@@ -249,7 +249,7 @@ class Engine:
         to FIRST_TURN_TOKENS tokens, and a caller with idle time may capture the rest. Returns False if all sizes are
         captured.
         """
-        if self.scheduler.busy:  # do not delay the threads that run passes
+        if self.scheduler.busy:  # A capture would delay the threads that run passes.
             return True
         return self._driver.exclusively(lambda scheduler: scheduler.busy or self.prompts.capture_next())
 
@@ -354,7 +354,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         limit = min(len(tokens) + (params.max_tokens or self.capacity), self.capacity + 1)
-        own = tokens[:]  # a copy, because several requests may use the same encoded prompt
+        own = tokens[:]  # The request needs a copy, because several requests may use the same encoded prompt.
         return Request(own, params, stop_ids, limit, started, not chat, reuse_prefix, salt, grammar)
 
     def generate(

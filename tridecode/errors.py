@@ -79,7 +79,7 @@ class EngineClosed(GenerationError):
         super().__init__("this engine is closed; load another one")
 
 
-NO_CHAT = "pass plain text instead of a chat"  # the command line replaces this by --raw
+NO_CHAT = "pass plain text instead of a chat"  # The command line replaces this text by --raw.
 
 
 def not_finite(step: int, position: int, dtype) -> str:

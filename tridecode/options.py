@@ -27,15 +27,15 @@ from .errors import ParameterError, conflict
 from .layout import MAX_NGRAM, NGRAM
 
 MAX_SLOTS = 64
-BATCH_SLOTS = 16  # slots of `serve` and of `generate --jsonl`
-PAGE = 64  # K/V positions in a page
+BATCH_SLOTS = 16  # Default number of slots of `serve` and of `generate --jsonl`.
+PAGE = 64  # Number of K/V positions of a page.
 CHUNK = 2048
-FIXED_CHUNK = 256  # CHUNK of the batch-invariant mode, in which a prompt pass reads one prompt
+FIXED_CHUNK = 256  # Chunk size of batch-invariant mode, in which a prompt pass reads one prompt.
 PROMPT_MS = 15.0
 DTYPES = ("bfloat16", "float16", "float32")
 GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 QUANTIZE = ("fp8", "int8", "int4")
-ENGINE = ("chat", "generate", "serve", "info", "precompile")  # the commands that load or describe an engine
+ENGINE = ("chat", "generate", "serve", "info", "precompile")  # Commands that load or describe an engine.
 
 NO_PROMPT_GRAPHS = ("none", "full_decode_only"), ': no prompt pass is captured with graph="{}"; leave one of them out'
 SIZES = Several(Integer(1), "ascending integers from {0.each.low:,} to {0.each.high:,}, like 1, 2, 4", ascending=True)

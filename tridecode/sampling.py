@@ -199,7 +199,7 @@ def _schema(value: Any) -> str:
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         schema = json.loads(text, parse_constant=_reject_constant)
-        # Rejects 1e999, which is infinite, and escaped lone surrogates.
+        # This rejects 1e999, which is infinite, and escaped lone surrogates.
         json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ParameterError(f"json_schema must be plain JSON: {brief(error)}", "json_schema", "type") from None

@@ -20,7 +20,7 @@ from .declarations import Buffer, Linear, Pages, Recurrent, Weight
 if TYPE_CHECKING:
     from .attention import Attention
 
-Run = Callable[..., None]  # run(role, op, *arguments, **how): executes one line of a list (step/run.py)
+Run = Callable[..., None]  # run(role, op, *arguments, **options) executes one launch of a list; see step/run.py.
 
 
 class Residual(NamedTuple):
@@ -252,8 +252,10 @@ class Block:
     residual_scale: float = 1.0
     norm_offset: float = 0.0
 
-    # Whether the prompt pass may leave the last layer after `prompt_start`: then `resume` ends the layer in decode
-    # form, for the rows that want a token. A block whose state a second run would change runs whole.
+    # Whether a prompt pass may stop in the last layer after `prompt_start`. Then `resume` completes the layer in the
+    # form
+    # of a decode pass, for the rows whose next token is sampled. A block whose state would change in a second run must
+    # set this to False.
     cuts_prompt: ClassVar[bool] = False
 
     def inner(self) -> tuple["Block", ...]:

@@ -8,10 +8,10 @@ import torch
 
 from ..tensors import aligned, host_memory
 
-LAYER_BUFFERS = 2  # buffers on the device, one layer each: one is filled while the other is read
-ALIGNED = 256  # alignment in bytes of a matrix within its layer
+LAYER_BUFFERS = 2  # Number of device buffers of one layer each. One is filled while the other is read.
+ALIGNED = 256  # Alignment in bytes of a matrix within its layer.
 LINEAR = re.compile(r"layers\.(\d+)\.(\w+\.weight)")
-Shapes = dict[str, tuple[int, ...]]  # name of a tensor, for example "layers.3.qkv.weight" -> its shape
+Shapes = dict[str, tuple[int, ...]]  # Name of a tensor, such as "layers.3.qkv.weight" -> its shape.
 
 
 @dataclass(frozen=True)

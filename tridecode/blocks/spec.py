@@ -11,7 +11,7 @@ from .declarations import Linear, Pages, Part, Recurrent, Weight, norm_weight
 if TYPE_CHECKING:
     from ..checkpoint.quantization.scheme import Quantization
 
-NORM_NAMES = ("mixer_norm", "ffn_norm")  # the norms before the two blocks of a layer
+NORM_NAMES = ("mixer_norm", "ffn_norm")  # The norms before the two blocks of a layer.
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,13 @@ from .quantization.scheme import Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
 
 log = logging.getLogger("tridecode")
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by the names of safetensors
+# Keys are the dtype names of safetensors.
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
-_HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
-_MAX_DIMENSIONS = 8  # most dimensions of a tensor; the product of very many sizes would take minutes
-_COPY_BYTES = 64 * 2**20  # maximum bytes that are copied to the device at once
+_HEADER_LIMIT = 100_000_000  # Maximum bytes of a header, as in safetensors.
+_MAX_DIMENSIONS = 8  # Maximum dimensions of a tensor. The product of very many sizes would take minutes.
+_COPY_BYTES = 64 * 2**20  # Maximum bytes that are copied to the device at once.
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 
 
@@ -116,14 +117,15 @@ def load_weights(
         return DTYPES[tensors[scale].dtype]
 
     plan = targets(spec, packs, scale_dtype)
-    # A conversion of the dtype makes a second copy of a piece, which must be small compared to the weights.
+    # A dtype conversion makes a second copy of a tensor slice, which must be small compared to the weights.
     limit = min(_COPY_BYTES, max(total // 64, 2**16))
     with ExitStack() as opened:
         places, host = _allocate(plan, device, dtype, spec.num_layers, on_host)
         loader = Loader(tensors, plan, places, limit, opened)
         done = 0
         first = {name: tensors[next(iter(stored(name, of)))] for name, of in slices.items()}
-        for name in sorted(slices, key=lambda name: (first[name].file, first[name].begin)):  # in the order of the files
+        # Read the tensors in the order of the files.
+        for name in sorted(slices, key=lambda name: (first[name].file, first[name].begin)):
             for count in loader.place(name, slices[name]):
                 done += count
                 if progress is not None:
@@ -178,12 +180,12 @@ def random_weights(
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, target in plan.items():
         if name == "lm_head.weight" and spec.tie_word_embeddings:
-            continue  # it is copied from the embedding below
+            continue  # The code below copies this weight from the embedding.
         tensor = place = places[name]["weight"]
         if target.load_scheme is not None or place.device.type != device.type:
             tensor = torch.empty(target.shape, dtype=dtype, device=device)
         if tensor.ndim == 2:
-            # 2 * num_layers linears add their products to the residual stream.
+            # 2 * num_layers linears add to the residual stream, so their weights are smaller.
             branch = 2 * spec.num_layers if target.residual else 1
             tensor.normal_(0.0, (tensor.shape[1] * branch) ** -0.5, generator=generator)
         elif name.endswith("bias"):
@@ -241,7 +243,7 @@ def _assemble(
     spec: ModelSpec, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
 ) -> Weights:
     """Build the model's weights from the loaded tensors."""
-    if spec.tie_word_embeddings and "lm_head.weight" in plan:  # a quantized copy of the embedding
+    if spec.tie_word_embeddings and "lm_head.weight" in plan:  # The LM head is a quantized copy of the embedding.
         quantize_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
 
     if host:

@@ -19,8 +19,8 @@ READ = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
-BLOCK = 128  # rows that may share a scale; quantized weights are read in multiples of these
-_NUMBERS = 2**24  # elements of a weight that are dequantized or quantized at once
+BLOCK = 128  # Number of rows that may share a scale. Quantized weights are read in multiples of this number.
+_NUMBERS = 2**24  # Maximum elements of a weight that are quantized or dequantized at once.
 
 
 class Loader:
@@ -147,7 +147,7 @@ class Loader:
             part = self._buffer[: place.numel() * dtype.itemsize].view(dtype).view(place.shape)
         self._fill(name, first, part)
         if not straight:
-            # The device converts the dtype, so that the bytes cross the bus as they are in the file.
+            # The device converts the dtype, so the bytes are copied as they are in the file.
             place.copy_(part if dtype == place.dtype and plain else scaled(part.to(place.device), scale, offset))
         return part.nbytes
 

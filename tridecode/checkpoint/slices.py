@@ -122,7 +122,7 @@ def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dty
         if each.parts:
             names = members[f"{target}.weight"]
             targets[f"{target}.weight"] = _weight_target(spec, each, names, known, packs, scale_dtype, residual)
-        elif _load_scheme(spec, prefix + target):  # a quantized copy of the embedding
+        elif _load_scheme(spec, prefix + target):  # The LM head is a quantized copy of the embedding.
             targets[f"{target}.weight"] = _loaded_target(spec, prefix + target, (each.n, each.k), [0], packs, residual)
         if each.bias:
             targets[f"{target}.bias"] = Target((each.n,))

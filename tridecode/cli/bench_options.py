@@ -109,7 +109,7 @@ def add_benches(bench: Parser) -> None:
     host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help=words)
     speculate = add("speculate", "passes that verify drafts, and the tokens per pass on fixed texts", runs=7)
     add_shape(speculate, model=True)
-    add_quantize(speculate, kv_dtype=False)  # drafts need 16-bit K/V
+    add_quantize(speculate, kv_dtype=False)  # Drafts need 16-bit K/V.
     words = "numbers of requests at a time, a table row each (1,2,4,8,16)"
     speculate.add_argument("--requests", type=row_counts, default=[1, 2, 4, 8, 16], metavar="N,N", help=words)
     first = "tokens before the first pass (1024)"

@@ -24,12 +24,13 @@ class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line instead of the whole usage."""
 
     def __init__(self, **kwargs):
-        # No abbreviations: a script's --to must not change its meaning when an option is added.
+        # Abbreviations are disabled. Otherwise a new option could change the meaning of --to in a script.
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self._command = ""
         self._configuration: Configuration | None = None
         self._takes_question = False
-        self._parts: list[tuple[str, tuple[str, ...], bool]] = []  # a flag, options, and whether they need it
+        # Each entry is (flag, options, whether the options need the flag).
+        self._parts: list[tuple[str, tuple[str, ...], bool]] = []
 
     def configure(self, command: str, configuration: Configuration) -> None:
         """Add the declared options of `command`. `configuration` supplies options that the command line does not set.
@@ -58,7 +59,8 @@ class Parser(argparse.ArgumentParser):
         namespace = namespace or argparse.Namespace()
         keys = self._configuration.keys[self._command] if self._configuration else {}
         for name in (*keys, *(name for _, names, _ in self._parts for name in names)):
-            setattr(namespace, name, None)  # argparse's own defaults could not be told apart from set options
+            # With argparse's own defaults, the program could not distinguish unset options from set ones.
+            setattr(namespace, name, None)
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
@@ -135,7 +137,8 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message, file=None):
         """Write a message. argparse would hide that stdout cannot be written."""
         file = file or sys.stderr
-        with suppress(OSError) if file is sys.stderr else nullcontext():  # the exit code still reports the error
+        # If the write fails, the exit code still reports the error.
+        with suppress(OSError) if file is sys.stderr else nullcontext():
             file.write(message)
             file.flush()
 

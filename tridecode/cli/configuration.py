@@ -21,9 +21,9 @@ from .options import SAMPLING
 from .terminal import did_you_mean
 
 PREFIX = "TRIDECODE_"
-OTHER_VARIABLES = ("TRIDECODE_API_KEY",)  # variables that are not options
-LARGEST = 1_000_000  # bytes of the file
-TABLES = ("chat", "generate", "serve")  # a table's keys are for that command only
+OTHER_VARIABLES = ("TRIDECODE_API_KEY",)  # Environment variables that are not options.
+LARGEST = 1_000_000  # Maximum bytes of the file.
+TABLES = ("chat", "generate", "serve")  # The keys of such a table are for that command only.
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Configuration:
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
         self._environment = environment
-        self.keys: dict[str, dict[str, Option]] = {}  # by command
+        self.keys: dict[str, dict[str, Option]] = {}  # Command -> {key: option}.
         self.path = config_path()
 
     def add(self, command: str, options: Mapping[str, Option]) -> None:
@@ -105,9 +105,10 @@ class Configuration:
     def _parsed(self) -> dict:
         try:
             text = b""
-            if self.path.exists():  # a pipe there is a mistake, and reading it could block forever
+            if self.path.exists():  # If the path is a pipe, this is a mistake, and reading it could block forever.
                 text = read_bytes(str(self.path), LARGEST, "a regular file with settings", pipes=False)
-            return tomllib.loads(text.decode("utf-8-sig"))  # editors of Windows put a mark before the text
+            # Editors of Windows write a byte order mark before the text.
+            return tomllib.loads(text.decode("utf-8-sig"))
         except TridecodeError as error:
             raise ParameterError(str(error)) from None
         except UnicodeDecodeError:
@@ -170,10 +171,10 @@ def toml(option: Option, value) -> str:
     if isinstance(option.constraint, Pair):
         value = ":".join(map(str, value))
     if isinstance(value, tuple | list):
-        if value and isinstance(value[0], tuple):  # logit_bias
+        if value and isinstance(value[0], tuple):  # The option is logit_bias.
             return "{" + ", ".join(f"{key} = {bias}" for key, bias in value) + "}"
         value = list(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # TOML requires the escape
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # TOML requires this escape.
 
 
 def lines(configuration: Configuration) -> list[str]:

@@ -7,7 +7,7 @@ from ..errors import NO_CHAT, TridecodeError
 from ..options import OPTIONS
 from .terminal import one_line
 
-LOADING = ("model", *OPTIONS)  # arguments of Engine.load, each an option
+LOADING = ("model", *OPTIONS)  # Arguments of Engine.load that are options of the command line.
 
 
 def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
@@ -17,11 +17,11 @@ def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
     """
     if isinstance(error, TridecodeError):
         return one_line(with_options(str(error), (*LOADING, *arguments)))
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, on a GPU
+    if type(error).__name__ == "OutOfMemoryError":  # Torch raises this error on a GPU.
         return "out of memory; choose a smaller --max-seq-len or model"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
         return "out of memory on this machine; shorten the input or end other programs"
-    if isinstance(error, OSError) and error.strerror:  # for example a full disk or an unreadable file
+    if isinstance(error, OSError) and error.strerror:  # For example, the disk is full or a file is not readable.
         return one_line(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
     text = one_line(error)
     return f"{type(error).__name__}{': ' if text else ''}{text} (--verbose shows the traceback)"

@@ -8,7 +8,7 @@ from ..engine import Engine
 from .terminal import Output
 
 NUMBERS, WORDS = ("rows", "padded", "padding", "count"), ("mode", "kind")
-OPTIONAL = ("padding", "padded", "mode")  # columns that a narrow terminal omits, in this order
+OPTIONAL = ("padding", "padded", "mode")  # Columns that a narrow terminal omits, in this order.
 
 
 def show_graph_stats(engine: Engine, output: Output) -> None:

@@ -41,7 +41,7 @@ def info(args, output: Output) -> int:
     stored = load_config(path)
     plan = resolve(options, stored, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
-    # The weights of a Hugging Face id are downloaded when they are needed; a directory must have them.
+    # If the model is a Hugging Face id, its weights are downloaded when they are needed. A directory must contain them.
     directory = path == BUNDLED or path == Path(args.model).expanduser()
     problem = weights_problem(path, stored) if directory else None
     report: dict[str, Any] = {
@@ -345,7 +345,8 @@ def config_facts(rows: Sequence[KernelRow], gpu: Device, batch_invariant: bool =
         "choices": {source: counts[source] for source in ("user table", "table", "rule")},
         "tables": [table.gpu for table in package_tables(gpu)],
         "user_table": str(table_path(gpu.name)) if counts["user table"] else None,
-        "tune": set(counts) == {"rule"} and not batch_invariant,  # that mode reads no table of the user
+        # Batch-invariant mode does not read the user's tables.
+        "tune": set(counts) == {"rule"} and not batch_invariant,
     }
 
 

@@ -15,12 +15,12 @@ from .values import reader
 ANY = Text()
 NAME = Text("a name", r".*\S.*")
 ORIGIN = Text("* or an origin like https://chat.example, without a path", r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
-# The check against the vocabulary follows when the model is known.
+# When the model is known, the ids are checked against its vocabulary.
 IDS = Several(Integer(-(10**40), 10**40), "token ids separated by commas, like 1,2,3", min_items=0)
 SECONDS = Number(0, 1e6)
-# Commands whose options the configuration file and environment variables can set.
+# Commands whose options can be set by the configuration file and by environment variables.
 CONFIGURED = ("chat", "generate", "serve", "info", "precompile")
-GROUPS = {  # group -> its description in the help
+GROUPS = {  # Group of options -> its description in the help.
     "sampling": "Defaults are the model's own, from its generation_config.json.",
     "form of the answer": "At most one of these; see docs/structured.md.",
     "remote": "With --url another server runs the model, and --model is its name there (default: the first one).",
@@ -38,7 +38,7 @@ class Url(Constraint):
         try:
             parts = urlsplit(value)
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
-        except ValueError:  # the port is out of range
+        except ValueError:  # The port is out of range.
             usable = False
         if not usable:
             raise Rejected("choice")

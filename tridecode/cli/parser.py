@@ -82,8 +82,8 @@ captured pass. Faster configs are written to a table in the user's cache directo
 at load. Prints the changes and, as the last line, one JSON object. Needs a GPU.
 """
 
-# Ids of cached models, without starting Python: only names that bash does not expand; no single quotes, because fish
-# puts the command into single quotes.
+# This command lists the ids of cached models without starting Python. It lists only names that bash does not expand.
+# It contains no single quotes, because fish puts the command into single quotes.
 CACHED = (
     'ls -d "${HF_HUB_CACHE:-${HF_HOME:-$HOME/.cache/huggingface}/hub}"/models--*--* 2>/dev/null'
     r' | sed -n "s|.*/models--\([A-Za-z0-9._-]*\)--\([A-Za-z0-9._-]*\)\$|\1/\2|p"'
@@ -140,10 +140,11 @@ class PrintCompletion(argparse.Action):
 
     def __call__(self, parser, namespace, shell, option_string=None):
         """Print the completion script of a shell, with sessions, models and files as arguments, and exit."""
-        import shtab  # here, because nothing else needs it
+        import shtab  # Nothing else needs this import.
 
         sessions = shtab.cmd("tridecode sessions --names 2>/dev/null")
-        known = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR_OR_ID": MODELS, "SESSION": sessions}  # by metavar
+        # Keys are metavars of options.
+        known = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR_OR_ID": MODELS, "SESSION": sessions}
 
         def complete_paths(parser):
             for action in parser._actions:

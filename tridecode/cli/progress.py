@@ -17,10 +17,10 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-if TYPE_CHECKING:  # it imports Loading
+if TYPE_CHECKING:  # The imported module imports Loading.
     from .terminal import Output
 
-WIDE = 60  # columns; a narrower terminal shows the bar without its title
+WIDE = 60  # In a terminal with fewer columns, the bar has no title.
 
 
 class Rate(ProgressColumn):
@@ -50,7 +50,7 @@ def progress(word: str, output: "Output", rate: Callable[[], float], shows: bool
         disable=output.quiet or not (shows and output.errors.is_terminal),
         redirect_stdout=False,
         redirect_stderr=False,
-        refresh_per_second=4,  # each refresh takes CPU time from the requests
+        refresh_per_second=4,  # Each refresh takes CPU time from the requests.
     )
 
 

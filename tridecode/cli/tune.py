@@ -31,12 +31,14 @@ from .bench.passes import enqueue, rewind
 from .chat import session
 from .terminal import Output
 
-CONTEXTS = (128, 4096)  # the time of a pass is the mean over these contexts
-CONTEXTS_OF_SEVERAL = (128, 1024)  # the same for passes of several rows
-RUN_SECONDS, RUNS = 0.05, 5  # length and number of the runs; a timing is their median
-AT_ONCE = 2 * workers()  # candidates that are compiled together before they are timed
-TOLERANCE = 0.05  # relative RMS between the logits of two configs; only the order of sums differs
-PACKED_TOLERANCE = 0.2  # for quantized weights: with random weights, the order of sums alone has caused more than 0.05
+CONTEXTS = (128, 4096)  # The time of a pass is the mean over these contexts.
+CONTEXTS_OF_SEVERAL = (128, 1024)  # The same for passes of several rows.
+RUN_SECONDS, RUNS = 0.05, 5  # Seconds of a run, and number of runs. A timing is the median of the runs.
+AT_ONCE = 2 * workers()  # Number of candidates that are compiled together before they are timed.
+# Maximum relative RMS difference between the logits of two configs, which differ only by the order of sums.
+TOLERANCE = 0.05
+# The limit for quantized weights. With random weights, the order of sums alone has caused more than 0.05.
+PACKED_TOLERANCE = 0.2
 
 
 def run(args, output: Output) -> int:
@@ -124,7 +126,7 @@ class StepTimer:
 
     def __init__(self, engine: Engine, contexts: tuple[int, ...] = CONTEXTS):
         self.engine, self._rows = engine, engine.model.rows
-        room = engine.capacity - 66  # positions that a timing may need
+        room = engine.capacity - 66  # Number of positions that a timing may need.
         self.contexts = [context for context in contexts if context <= room] or [max(room, 1)]
         self._logits: torch.Tensor | None = None
         packed = any(case.packed for case in engine.model.cases.values())
@@ -141,7 +143,8 @@ class StepTimer:
                 return None
             return mean(self._time(context) for context in self.contexts)
         except (TritonError, RuntimeError):
-            torch.cuda.synchronize(engine.device)  # raises if the GPU itself has failed: nothing can follow that
+            # This call raises an error if the GPU itself has failed. Then the search cannot continue.
+            torch.cuda.synchronize(engine.device)
             return None
 
     def _model(self, configs: PassConfigs) -> DecodeModel:
@@ -150,7 +153,7 @@ class StepTimer:
     def compile(self, several: list[PassConfigs]) -> None:
         """Compile the kernels of steps with these configs, many at a time. Errors occur again when a step is timed."""
         model, greedy = self.engine.model, BatchDescriptor("greedy", self._rows)
-        model.workspace.meta[:, STATUS] = LIMIT_REACHED  # no row may run
+        model.workspace.meta[:, STATUS] = LIMIT_REACHED  # No row may run.
         with suppress(TritonError, RuntimeError):
             compile_lists(
                 [decode_list(self._model(configs), greedy) for configs in several], launcher(model), model.device
@@ -169,7 +172,7 @@ class StepTimer:
         if self._logits is None:
             self._logits = logits
         error = (logits - self._logits).square().mean().sqrt() / self._logits.square().mean().sqrt()
-        return bool(error <= self._tolerance)  # False for NaN
+        return bool(error <= self._tolerance)  # The result is False for NaN.
 
     def _time(self, context: int) -> float:
         seconds = median(time_decode(self.engine, context, self._steps, RUNS, rows=self._rows))

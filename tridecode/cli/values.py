@@ -9,7 +9,7 @@ from ..arguments import Choice, Constraint, Integer, Number, Several
 from ..errors import ParameterError
 from ..options import GRAPHS, MAX_SLOTS
 
-MAX_ROWS = MAX_SLOTS  # rows of a pass
+MAX_ROWS = MAX_SLOTS  # Maximum number of rows of a pass.
 
 
 def reader(constraint: Constraint) -> Callable[[str], Any]:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from rich.cells import cell_len
 from rich.console import Console
 
-# Scripts that are written without spaces: a line may end after each of these.
+# Scripts that are written without spaces. A line may end after each of these characters.
 WIDE = "\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef\U0001f000-\U0003ffff"
 PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
-MARKER = re.compile(r"[-*+•]|\d{1,3}[.)]")  # begins an item of a list, whose further lines are indented as its text
+# The beginning of a list item. Its further lines are indented like its text.
+MARKER = re.compile(r"[-*+•]|\d{1,3}[.)]")
 FENCES = ("```", "~~~")
 TAB = 8
 
@@ -23,7 +24,7 @@ class Wrapped:
 
     def __init__(self, console: Console, write: Callable[[str], None]):
         self._console, self._write = console, write
-        self._word, self._fence = "", ""  # the incomplete word; the mark that opened a block of code
+        self._word, self._fence = "", ""  # The incomplete word, and the mark that opened a code block.
         self._begin_line()
 
     def _begin_line(self) -> None:

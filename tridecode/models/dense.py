@@ -13,9 +13,9 @@ from ..layout import LATE_TOKEN
 from .reader import ConfigReader
 
 DTYPES = ("bfloat16", "float16", "float32")
-MISTRAL_WINDOW = 4096  # default if a Mistral checkpoint lacks the key; null means no window
+MISTRAL_WINDOW = 4096  # Default if a Mistral checkpoint lacks the key. null means no window.
 NO_SCALING = RopeConfig()
-MAX_GROUP = 16  # query heads of a K/V head: the rows of a tensor core tile in attention
+MAX_GROUP = 16  # Maximum query heads of a K/V head, because a tensor core tile of attention has 16 rows.
 
 
 def dense_spec(
@@ -191,7 +191,8 @@ def read_rope(read: ConfigReader, max_position: int, partial: float = 1.0) -> Ro
             )
     share = rope.number("partial_rotary_factor", 0.01, 1, default=read.get("partial_rotary_factor", partial))
     owner = rope if "rope_theta" in rope.values else read
-    theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0  # null is an error
+    # The value null is an error.
+    theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0
     if kind == "default":
         return RopeConfig(theta=theta, partial=share)
     low, high = rope.number("low_freq_factor", 1e-4, 1e4), rope.number("high_freq_factor", 1e-4, 1e4)

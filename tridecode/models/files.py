@@ -18,7 +18,7 @@ def present(path: Path) -> bool:
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises CheckpointError, also for a directory, a device or a pipe."""
     try:
-        # A pipe without a writer would block the open itself.
+        # Without O_NONBLOCK, opening a pipe that has no writer would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return os.fdopen(descriptor, "rb")

@@ -8,7 +8,7 @@ from ..arguments import shown
 from ..errors import CheckpointError, as_json
 from .files import read_file, unique
 
-_JSON_LIMIT = 64 * 2**20  # bytes; no config or index is larger
+_JSON_LIMIT = 64 * 2**20  # Maximum bytes of a config or an index. No real file is larger.
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 MOUNTED, PROCESS_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-CACHE = ("inactive_file", "active_file")  # page cache of files, which the kernel frees before it refuses memory
+CACHE = ("inactive_file", "active_file")  # Page cache of files. The kernel frees it before it refuses memory.
 
 
 def free_memory(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
@@ -29,7 +29,7 @@ def cpus(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
     for group in _groups("cpu", mounted, own):
         quota = _numbers(group / "cpu.max")
         quota = quota or [*_numbers(group / "cpu.cfs_quota_us"), *_numbers(group / "cpu.cfs_period_us")]
-        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:  # v1 writes -1 if there is no quota
+        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:  # cgroup v1 writes -1 if there is no quota.
             quotas.append(quota[0] / quota[1])
     return min(quotas)
 

@@ -19,7 +19,7 @@ def find_device(options: EngineOptions) -> torch.device:
         raise DeviceError(f'device {options.device} was requested, but {usable}; use device="cpu"')
     if kind == "auto":
         gpu = count > 0 and options.backend != "torch"
-        # A GPU that is too old is left alone, unless options request the backend that needs one.
+        # A GPU that is too old is not used, unless options request a backend that needs a GPU.
         gpu = gpu and (options.backend == "triton" or torch.cuda.get_device_capability(0) >= (8, 0))
         kind = "cuda" if gpu else "cpu"
     device = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")

@@ -144,9 +144,9 @@ def _offloaded(
             raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are requested, the host has {free / GIB:,.1f}")
     if host == 0:
         raise DeviceError(f"kv_offload: a page takes {each / GIB:,.4f} GiB of the host's memory, which has less")
-    if device.type == "cpu":  # the CPU is the device, so both share one memory
+    if device.type == "cpu":  # The CPU is the device, so both share one memory.
         plan = replace(plan, free=plan.free - host * each)
-    ring_limit = host - 1 if buffers else 0  # one host page stays free, so that pages can change places
+    ring_limit = host - 1 if buffers else 0  # One host page stays free, so that pages can be exchanged.
     limits = options.max_seq_len, kv_tokens, ring_limit, max(buffers, 1)
     capacity, pages, ring = plan.offloaded(spec, page, least, *limits, where)
     offload = Offload(host, ring, max(buffers, 1))

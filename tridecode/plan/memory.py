@@ -24,11 +24,11 @@ GIB = 2**30
 HEADROOM = {
     "cuda": 0.03,
     "cpu": 0.25,
-}  # share of the free memory for cuBLAS and kernels, or other programs
-# Bytes for cuBLAS workspaces and captured graphs, or for temporary tensors of the references.
+}  # Share of the free memory that stays unused for cuBLAS, kernels and other programs.
+# Bytes for cuBLAS workspaces and captured graphs on a GPU, and for temporary tensors of the references on a CPU.
 SCRATCH = {"cuda": 2**27, "cpu": 2**25}
-TOKEN = 4  # bytes of a token id; each slot stores one for each position
-CPU_CONTEXT = 8192  # default limit of positions, because other programs share the host's memory
+TOKEN = 4  # Bytes of a token id. Each slot stores one id per position.
+CPU_CONTEXT = 8192  # Default limit of positions, because other programs share the host's memory.
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,9 @@ class MemoryPlan:
         The numbers are negative if they do not fit.
         """
         limit = max(self.slots * -(-capacity // page), least)
-        left = self.usable - self.needed(capacity, 0) - 4 * limit * layers  # without the tables of all layers
-        cells = left * layers // (self.kv_per_token * page)  # a cell is a page of one layer
+        # The memory that is left, without the tables of all layers.
+        left = self.usable - self.needed(capacity, 0) - 4 * limit * layers
+        cells = left * layers // (self.kv_per_token * page)  # A cell is a page of one layer.
         if kv_tokens is not None:
             pages = -(-kv_tokens // page)
             return pages, min(host, max(limit - pages, 0), (cells - pages * layers) // buffers)
@@ -234,7 +235,7 @@ def plan_memory(
     weights = weight_bytes(spec, dtype, device.type == "cuda", on_host)
     largest = max(slots, rows)
     rows, scratch = min(chunk, slots * spec.max_position) + largest, SCRATCH[device.type]
-    if device.type == "cpu":  # temporary tensors of the references, for each row
+    if device.type == "cpu":  # Temporary tensors of the references, for each row.
         layers = ((linear for linear in layer.linears() if linear.epilogue == "residual") for layer in spec.layers)
         inner = max(sum(linear.k for linear in linears) for linears in layers)
         scratch += 16 * rows * (inner + spec.pages.width)
@@ -288,7 +289,7 @@ def free_memory(device: torch.device) -> int:
         return gpu.memory
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # release the memory that an earlier engine left in the allocator's cache
+        torch.cuda.empty_cache()  # Free the memory that an earlier engine left in the allocator's cache.
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":", 1) for line in f)

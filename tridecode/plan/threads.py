@@ -9,11 +9,11 @@ import torch
 
 from . import cgroup
 
-TINY = 64 << 20  # bytes of weights; with fewer, one thread is as fast as several
-PAUSE = 0.1  # minimum seconds of a measurement, because CPU time has ticks of 10 ms
+TINY = 64 << 20  # Bytes of weights below which one thread is as fast as several.
+PAUSE = 0.1  # Minimum seconds of a measurement, because CPU time has ticks of 10 ms.
 DEFAULT = torch.get_num_threads()
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_last_set: int | None = None  # the number that `use` set last
+_last_set: int | None = None  # The number that `use` set last.
 
 
 def _own_number() -> Callable[[int], int] | None:
@@ -22,7 +22,7 @@ def _own_number() -> Callable[[int], int] | None:
         library = ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOLOAD | os.RTLD_NOW)
         function: Callable[[int], int] = library.MKL_Set_Num_Threads_Local
         return function
-    except (OSError, AttributeError):  # a build without MKL
+    except (OSError, AttributeError):  # This build of torch has no MKL.
         return None
 
 
@@ -44,7 +44,7 @@ class FreeCores:
         time.sleep(max(began + PAUSE - time.monotonic(), 0))
         elapsed = time.monotonic() - began
         left = ((_idle_seconds() or idle) - idle + time.process_time() - own) / elapsed
-        return max(min(int(left + 0.25), allowed), 1)  # tolerate a quarter of a core as noise
+        return max(min(int(left + 0.25), allowed), 1)  # A quarter of a core is tolerated as noise.
 
 
 def choose(weights: int, cores: FreeCores) -> int:
@@ -70,7 +70,7 @@ def chosen_by_user() -> bool:
     """Return whether the environment or torch.set_num_threads sets the number of threads."""
     if any(os.environ.get(name) for name in VARIABLES):
         return True
-    number = torch.get_num_threads()  # also applies a number that another thread has set
+    number = torch.get_num_threads()  # This call also applies a number that another thread has set.
     if number == _last_set:
         return False
     if _set_local is None:

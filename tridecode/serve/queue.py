@@ -26,15 +26,15 @@ class Queue:
         self.slots = (OffloadedSlots if model.kv.offload else Slots)(model, policy.prefix_sharing)
         self._tokenizer, self._masks = tokenizer, Masks(model)
         self._sharing, self._fixed = policy.prefix_sharing, model.fixed_chunk
-        self.requests: dict[weakref.ref[Request], None] = {}  # requests that have not ended, in the order of arrival
+        self.requests: dict[weakref.ref[Request], None] = {}  # Requests that have not ended, in the order of arrival.
         self.reset()
 
     def reset(self) -> None:
         """Let all requests wait, as if none of them ever had a slot."""
-        self.waiting = deque(self.requests)  # the next request first; some may have ended
-        self.admitted: list[Slot] = []  # slots of all active requests, the oldest first
-        self.reading: list[Slot] = []  # slots whose prompts are being read; these requests are the youngest
-        self.rows: list[Slot] = []  # the other slots, indexed by row
+        self.waiting = deque(self.requests)  # Waiting requests in order. Some may have ended.
+        self.admitted: list[Slot] = []  # Slots of all active requests, the oldest first.
+        self.reading: list[Slot] = []  # Slots whose prompts are being read. Their requests are the youngest.
+        self.rows: list[Slot] = []  # The other slots. The index is the row.
         # The last request that could not be admitted, and the state at that time.
         self._blocked: tuple[weakref.ref[Request], int, list[Slot]] | None = None
 
@@ -77,7 +77,7 @@ class Queue:
             ref,
             slots.pages.changes,
             self.reading,
-        ):  # do not match a long prompt again
+        ):  # A long prompt should not be matched again.
             return False
         position = 0 if request.scores else (request.prompt_tokens if self._fixed else len(tokens)) - 1
         reusable = tokens[: position if request.reuse_prefix else 0]

@@ -46,9 +46,9 @@ class Pass:
 class Load:
     """The load of a scheduler."""
 
-    requests: int  # active and waiting requests
-    waiting: int  # requests without a slot
-    rows: int  # rows of the next pass
+    requests: int  # Number of active and waiting requests.
+    waiting: int  # Number of requests without a slot.
+    rows: int  # Number of rows of the next pass.
     pages: int
     free_pages: int
     preemptions: int
@@ -84,8 +84,8 @@ class Scheduler:
         self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.max_prompt_tokens())
         self._fixed = model.fixed_chunk
         self._in_flight: deque[Pass] = deque()
-        self._incomplete = False  # an operation has begun and has not finished
-        self.answered = False  # whether a request has ended by itself; captures in idle time wait for that
+        self._incomplete = False  # Whether an operation has begun and has not finished.
+        self.answered = False  # Whether a request has ended by itself. Captures in idle time wait for this.
         self.preemptions = 0
 
     @property
@@ -232,7 +232,7 @@ class Scheduler:
         while chosen:
             try:
                 chunks = self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
-            except Exception as error:  # usually out of memory; only one request fails
+            except Exception as error:  # The error is usually out of memory. Only one request fails.
                 if len(chosen) == 1:
                     slot = chosen[0][0]
                     slot.request.failure = error
@@ -280,7 +280,7 @@ class Scheduler:
         """Give a row more pages before it needs them. If no page is free, preempt the youngest requests."""
         slots, waits = self.slots, slot.position + slot.in_flight >= slot.allocated
         if waits and slot.in_flight:
-            return  # a pass in flight may end the request, and then no preemption is necessary
+            return  # A pass in flight may end the request. Then no preemption is necessary.
         while not slots.make_room(1):
             if not waits:
                 return
@@ -316,7 +316,7 @@ class Scheduler:
             slot.in_flight -= 1
             slot.rows_in_flight -= passed.rows
             following, place = 0 if slot.position < allocated else -1, 0
-            sampled = not slot.known  # drafts of known tokens are always right, so they do not count
+            sampled = not slot.known  # Drafts of known tokens are always right, so they do not count.
             while following >= 0 and slot.busy:
                 entry = self._ring.entry(slot.number, slot.generation, slot.seen)
                 if sampled:
@@ -338,14 +338,14 @@ class Scheduler:
             return
         slot.position += 1
         if token == NO_TOKEN:
-            reused = slot.shared > 0  # the reused K/V may be the cause, so the request computes all K/V itself
+            reused = slot.shared > 0  # The reused K/V may be the cause, so the request computes all K/V itself.
             self.slots.invalidate(slot)
             if reused and request.reuse_prefix:
                 request.reuse_prefix = False
                 self.queue.requeue(slot)
                 return
         else:
-            slot.filled = slot.position  # the pass has ended, so its K/V are present
+            slot.filled = slot.position  # The pass has ended, so its K/V are present.
         if slot.known and token != NO_TOKEN:
             slot.known -= 1
             return

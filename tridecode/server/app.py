@@ -299,7 +299,7 @@ class Server:
 
 def serializer_options(payload: ChatRequest | CompletionRequest) -> dict:
     """Return the options of Serializer that a request sets."""
-    # logprobs=0 requests the log-probabilities of the sampled tokens only.
+    # logprobs=0 requests only the log-probabilities of the sampled tokens.
     with_logprobs = payload.logprobs is not None and payload.logprobs is not False
     return {
         "n": payload.n,
@@ -327,5 +327,5 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 async def handle_internal_error(request: Request, error: Exception) -> Response:
     """Return the response for an unexpected error, without its detail."""
     body = ApiError(500, "internal error; the server's log has the details").body(request.url.path)
-    # Starlette sends this response outside of Access, which adds the headers to all others.
+    # Starlette sends this response outside of Access, which adds the headers to all other responses.
     return JSONResponse(body, 500, request.scope["tridecode.record"].headers)

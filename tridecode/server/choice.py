@@ -51,13 +51,13 @@ class Choice:
         self._parser = tools.parser(tokenizer) if tools else None
         self._special = tools.special_tokens(tokenizer) if tools else {}
         self._first_text, self._characters = first_text, len(first_text)
-        # Offsets need the text of each token; the text of the chunks may be delayed by stop strings.
+        # Offsets need the text of each token. Stop strings may delay the text of the chunks.
         self._text = tokenizer.detokenizer(before)
         self._first_logprobs: list[tuple[int, TokenLogprobs | None, int]] = []
-        self.sent = False  # whether a part of it was sent
+        self.sent = False  # Whether a part of the answer was sent.
         self.finish_reason: str | None = None
-        self.stop_string: str | None = None  # the stop string that ended it
-        self.usage = Usage(0, 0, 0)  # set at the end of the answer
+        self.stop_string: str | None = None  # The stop string that ended the answer.
+        self.usage = Usage(0, 0, 0)  # The usage is set at the end of the answer.
 
     @property
     def reasoning_tokens(self) -> int:

@@ -9,7 +9,7 @@ from ..kernels.attention.fp8_kv import head_rows, load_cells, scales
 from ..tensors import short_repr
 from .offload import Offload, Offloaded, make_offloaded
 
-PAGE = 64  # positions
+PAGE = 64  # Number of positions of a page.
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class KVCache:
         if not self.fp8:
             self.pool.normal_(generator=generator)
             return
-        self.pool.random_(0, 256, generator=generator).bitwise_and_(0xBF)  # below 2, and no NaN
+        self.pool.random_(0, 256, generator=generator).bitwise_and_(0xBF)  # The values are below 2, and none is NaN.
         for cache in (*self.k, *self.v):
             scales(cache).fill_(1)
 

@@ -12,8 +12,8 @@ import torch
 from ..blocks.spec import ModelSpec
 from ..tensors import aligned, host_memory
 
-WRITTEN = 3  # device pages that a slot's decode passes may write at a time; prompt chunks need more
-BUFFERS = 2  # buffers of the ring: one is filled while the other is read
+WRITTEN = 3  # Device pages that the decode passes of a slot may write at a time. Prompt chunks need more.
+BUFFERS = 2  # Number of buffers. One is filled while the other is read.
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class Offloaded:
     plan: Offload
     source: tuple[torch.Tensor, ...] = field(init=False)
     target: tuple[torch.Tensor, ...] = field(init=False)
-    _layer: torch.Tensor = field(init=False, repr=False, compare=False)  # [layers, 1] int32
-    _shift: torch.Tensor = field(init=False, repr=False, compare=False)  # [layers, 1] int32, added to ring places
+    _layer: torch.Tensor = field(init=False, repr=False, compare=False)  # [layers, 1] int32.
+    # [layers, 1] int32, which is added to the places in the ring.
+    _shift: torch.Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layers, ring = self.host.shape[1], self.plan.ring

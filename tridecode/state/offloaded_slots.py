@@ -33,15 +33,15 @@ class OffloadedSlots(Slots):
         super().__init__(model, sharing)
         assert model.kv.offload is not None
         self._kv, self._offload = model.kv, model.kv.offload
-        self._location: dict[int, int] = {}  # written page -> device page, or ~(host page)
-        self._ring_place: dict[int, int] = {}  # page of a slot that is on the host -> place in the ring
-        self._stale: set[int] = set(range(len(self)))  # slots whose tables must be written before the next pass
+        self._location: dict[int, int] = {}  # Written page -> device page, or ~(host page).
+        self._ring_place: dict[int, int] = {}  # Page of a slot that is on the host -> place in the ring.
+        self._stale: set[int] = set(range(len(self)))  # Slots whose tables must be written before the next pass.
         self._fetched_stale = False
-        self._precopied: dict[int, int] = {}  # page on the device -> host page of a (pending) copy
+        self._precopied: dict[int, int] = {}  # Page on the device -> host page of its copy, which may be pending.
         self._copy_stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         staged = max(len(self), STAGED_WRITES)
         self._tables = StagingBuffer(model.kv.page_table, self._offload.fetched[None], count=staged)
-        self._refreshed_at: int | None = None  # PagePool.changes at the last refresh
+        self._refreshed_at: int | None = None  # PagePool.changes at the last refresh.
         self._refresh()
 
     # ---- bookkeeping on the host
@@ -60,7 +60,7 @@ class OffloadedSlots(Slots):
         return pages <= self._unreserved() and super().make_room(pages)
 
     def _take(self, pages: int) -> list[int]:
-        self._refresh()  # drop the locations of free pages before their numbers are reused
+        self._refresh()  # Drop the locations of free pages before their numbers are reused.
         return super()._take(pages)
 
     def extra_pages(self, needed: int) -> int:
@@ -168,7 +168,8 @@ class OffloadedSlots(Slots):
     def ensure(self, slot: Slot, first: int, end: int) -> None:
         """Move the pages of the slot's positions [first, end) to the device for writing. Raises OutOfPages."""
         pages = slot.pages[first // self.page : self.pages_for(end)]
-        if not self._precopied.keys().isdisjoint(pages):  # the slot writes the last page of an earlier, copied request
+        # The slot writes the last page of an earlier request, which has a copy on the host.
+        if not self._precopied.keys().isdisjoint(pages):
             self._discard_precopied()
             self._refresh()
         if missing := [page for page in pages if not self._on_device(page)]:
@@ -177,11 +178,13 @@ class OffloadedSlots(Slots):
 
     def _to_device(self, pages: list[int]) -> None:
         """Give each page a place on the device, and copy its content if it has been written. Raises OutOfPages."""
-        for page in self._ring_place.keys() & pages:  # first, because evicted pages may need their places in the ring
+        # These pages come first, because evicted pages may need their places in the ring.
+        for page in self._ring_place.keys() & pages:
             self._free_ring.append(self._ring_place.pop(page))
             self._fetched_stale = True
         candidates = self._eviction_candidates()
-        for number, page in enumerate(pages):  # one by one: each page from the host frees a host page for an eviction
+        # One page at a time, because each page from the host frees a host page for an eviction.
+        for number, page in enumerate(pages):
             self._free_device_page(candidates, pages[number:])
             place, before = self._free_device.pop(), self._location.get(page)
             if before is not None:
@@ -200,7 +203,8 @@ class OffloadedSlots(Slots):
             return
         self._refresh()
         self._evict_precopied()
-        while not (self._free_device or self._free_host):  # both are full, so remove pages from the prefix tree
+        # Both memories are full, so remove pages from the prefix tree.
+        while not (self._free_device or self._free_host):
             if not self.cache.evict(max(sum(page not in self._location for page in needed), 1)):
                 raise OutOfPages("no page of the host is free")
             self._refresh()
@@ -218,7 +222,7 @@ class OffloadedSlots(Slots):
         for page in self.cache.pages():
             if page not in in_slots and self._on_device(page) and page not in self._precopied:
                 yield page
-        # A slot that `admit` has not marked busy yet has reused pages only. All but the last of them are full.
+        # A slot that `admit` has not marked busy yet contains only reused pages. All but the last of them are full.
         full = [slot.full if slot.busy else len(slot.pages) - 1 for slot in self]
         for place in range(max(full)):
             for filled, slot in zip(full, self):

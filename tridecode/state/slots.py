@@ -60,7 +60,8 @@ class SlotModel(Protocol):
         ...
 
 
-STAGED_WRITES = 4  # copies of one kind that may be pending on the GPU before the host waits for the oldest
+# Number of copies of one kind that may be pending on the GPU before the host waits for the oldest one.
+STAGED_WRITES = 4
 
 
 class StagingBuffer:
@@ -88,10 +89,10 @@ class StagingBuffer:
         number = self._used % len(self._rows)
         self._used += 1
         if copied := self._copied[number]:
-            copied.synchronize()  # usually the copy has ended long ago
+            copied.synchronize()  # Usually the copy has ended long ago.
         try:
             yield self._rows[number]
-        finally:  # also after an interrupt, because the first copy may have started
+        finally:  # This also runs after an interrupt, because the first copy may have started.
             if copied:
                 copied.record(torch.cuda.current_stream(self._device))
 
@@ -109,12 +110,12 @@ class Slots:
 
     def __init__(self, model: SlotModel, sharing: bool = True):
         self.model, self.page, self._sharing = model, model.kv.page, sharing
-        self._records = len(model.prompt.records) > 0  # the model has recurrent state
+        self._records = len(model.prompt.records) > 0  # Whether the model has recurrent state.
         self.pages = PagePool(model.kv.pages)
         self.cache = PrefixCache(self.pages, self.page)
         self._slots = [Slot(number) for number in range(len(model.workspace.tokens))]
         ws = model.workspace
-        several = max(len(self), STAGED_WRITES)  # one pass may start a request in every slot
+        several = max(len(self), STAGED_WRITES)  # One pass may start a request in every slot.
         self._texts = StagingBuffer(ws.tokens, model.kv.page_table, count=several)
         self._states = StagingBuffer(ws.meta, ws.samp, count=several)
         tables = (model.prompt.chunks[None], model.prompt.records[None])
@@ -159,14 +160,15 @@ class Slots:
             match = match.whole_pages
         shared, tail = [node.page for node in match.nodes], match.tail
         slot = next(slot for slot in self if not slot.busy)
-        slot.pages = shared if tail is None else [*shared, tail.page]  # the slot's reference prevents their eviction
+        # The slot's reference prevents the eviction of these pages.
+        slot.pages = shared if tail is None else [*shared, tail.page]
         self.pages.share(slot.pages)
         self._use(slot, match.end)
         needed = self.pages_for(positions) - len(shared)
         lacking = needed - self.available()
         if tail is not None and (extends_leaf or lacking > 0):
             if self.cache.release_to_user(tail, with_descendants=lacking == 1):
-                needed, tail = needed - 1, None  # the slot is the only user now, so it writes the page without a copy
+                needed, tail = needed - 1, None  # The slot is now the only user, so it writes the page without a copy.
         if needed > self.available():
             self._release_pages(slot)
             return None
@@ -244,7 +246,7 @@ class Slots:
     def _release_pages(self, slot: Slot) -> None:
         self._use(slot, None)
         pages, slot.pages, slot.filled, slot.shared = slot.pages, [], 0, 0
-        self.pages.release(reversed(pages))  # reversed, so that `take` returns them in their order
+        self.pages.release(reversed(pages))  # The order is reversed, so that `take` returns the pages in their order.
 
     @torch.inference_mode()
     def recover(self) -> None:
@@ -366,7 +368,7 @@ class Slots:
         self._extend_table(slot, have)
         meta[row, layout.ALLOCATED].fill_(self.allocated(slot))
         status = meta[row, layout.STATUS]
-        status.masked_fill_(status == layout.WAIT, layout.RUN)  # a row that has ended in the meantime stays ended
+        status.masked_fill_(status == layout.WAIT, layout.RUN)  # A row that has ended in the meantime stays ended.
 
     def _extend_table(self, slot: Slot, have: int) -> None:
         """Write the slot's entries of the page table from entry `have` on."""
@@ -389,7 +391,8 @@ class Slots:
 def common_prefix(one: "array[int]", other: "array[int]") -> int:
     """Return the number of leading tokens that are equal in both arrays."""
     end, first, step = min(len(one), len(other)), 0, 256
-    while first < end and one[first : first + step] == other[first : first + step]:  # slices compare much faster
+    # Slices are compared much faster than single tokens.
+    while first < end and one[first : first + step] == other[first : first + step]:
         first += step
     return next((i for i in range(first, end) if one[i] != other[i]), end)
 

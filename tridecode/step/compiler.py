@@ -37,7 +37,8 @@ class OfflineDriver:
 
 def build_launcher(compiled) -> None:
     """Let Triton 3.6 build the C code that launches a kernel, which newer versions do not need, into its cache."""
-    with suppress(Exception):  # without the driver's library the process that launches the kernel builds it
+    # If the driver's library is absent, the process that launches the kernel builds the launcher.
+    with suppress(Exception):
         CudaLauncher(compiled.src, compiled.metadata)
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         module, name, specialization = json.loads(line)
         try:
             build_launcher(getattr(import_module(module), name).preload(specialization))
-        except Exception as error:  # the parent compiles the kernel again and reports the error
+        except Exception as error:  # The parent process compiles the kernel again and reports the error.
             print(json.dumps({"error": brief(error)}), flush=True)
         else:
             print(json.dumps({"error": None}), flush=True)

@@ -21,13 +21,14 @@ from triton.runtime.driver import driver
 from ..errors import counted
 from .run import Lines, Recorder, Run
 
-Kernel = tuple[JITFunction, str]  # a function, and the argument of its `preload`
-Progress = Callable[[int, int], None]  # called with the number of compiled kernels and the number of all kernels
+Kernel = tuple[JITFunction, str]  # A function, and the argument of its `preload`.
+Progress = Callable[[int, int], None]  # Called with the number of compiled kernels and the number of all kernels.
 
-MAX_WORKERS = 16  # maximum number of processes or threads
-MAX_IN_PROCESS = 4  # up to this number of kernels compile in this process: a child process needs some seconds to start
+MAX_WORKERS = 16  # Maximum number of processes or threads.
+# Maximum number of kernels that are compiled in this process. The start of a child process takes some seconds.
+MAX_IN_PROCESS = 4
 log = logging.getLogger("tridecode")
-_hooking = threading.Lock()  # hooks are global to the process, so their user restores the previous ones
+_hooking = threading.Lock()  # Hooks are global to the process, so their user restores the previous hooks.
 _loading = threading.Lock()
 _looking = threading.local()
 
@@ -74,9 +75,9 @@ def missing(launches: Callable[[], None]) -> list[Kernel]:
     noted, me = {}, threading.get_ident()
 
     def note(*, key, fn, compile, **_) -> bool:
-        if threading.get_ident() == me:  # launches of other threads, of other engines, are not affected
+        if threading.get_ident() == me:  # Launches by other threads belong to other engines and are not affected.
             noted[fn.jit_function, key] = compile["specialization_data"]
-        return threading.get_ident() == me  # True: neither compile nor launch
+        return threading.get_ident() == me  # If True, Triton neither compiles nor launches the kernel.
 
     with _hooking, knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
@@ -123,7 +124,7 @@ def load_stored(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]
                 raise _Absent
             return group
 
-        def get_file(self, filename: str) -> str | None:  # Triton 3.6 looks up launchers by it
+        def get_file(self, filename: str) -> str | None:  # Triton 3.6 uses this method to look up launchers.
             path = super().get_file(filename)
             if path is None and getattr(_looking, "active", False):
                 raise _Absent
@@ -182,14 +183,14 @@ def _in_threads(work: Callable[[Kernel], Any], kernels: Sequence[Kernel], device
     """Call work(kernel) for each kernel in a pool of threads."""
 
     def on_device(kernel: Kernel) -> None:
-        with _on(device):  # every thread has its own current device
+        with _on(device):  # Every thread has its own current device.
             work(kernel)
 
     pool = ThreadPoolExecutor(workers())
     try:
         list(pool.map(on_device, kernels))
     finally:
-        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, wait only for kernels in progress
+        pool.shutdown(cancel_futures=True)  # After an error or Ctrl-C, wait only for kernels in progress.
 
 
 def _on(device: torch.device):
@@ -223,13 +224,13 @@ def _compile_in_children(kernels: Sequence[Kernel], target: Any, progress: Progr
             children.append(_start_child(target))
         progress(0, len(kernels))
         list(pool.map(work, children))
-    except OSError as error:  # no process could be started, or one has died
+    except OSError as error:  # A process could not be started, or has ended unexpectedly.
         log.warning("child processes cannot compile kernels: %s", error)
     finally:
         for child in children:
             child.kill()
             child.wait()
-        pool.shutdown()  # threads whose child has ended end too
+        pool.shutdown()  # Threads whose child process has ended end too.
 
 
 def _start_child(target: Any) -> subprocess.Popen:

@@ -12,21 +12,22 @@ from typing import NamedTuple
 from ..errors import counted
 from ..state.acceptance import Acceptance
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the captured decode passes
-# Prompt tokens of the captured prompt passes: SGLang's schedule without the sizes that cost as much as the next one.
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # Numbers of rows of the captured decode passes.
+# Numbers of tokens of the captured prompt passes: SGLang's list without the sizes that take as long as the next one.
 PROMPT_SIZES = (
     *range(16, 65, 16), *range(96, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *range(1280, 4097, 256)
 )  # fmt: skip
-MAX_PROMPT_GRAPH_TOKENS = 2048  # tokens of the largest captured prompt pass
-QUERIES = (1, 2, 4, 8)  # rows of a request in a captured decode pass: the next token's row, and drafts to verify
-# Requests -> the cost of a pass with 1, 2, 4 and 8 rows of each request, relative to one row. Measured with Qwen3-4B on
-# an H200 at a context of 1,024 (docs/speculation.md). An engine that captures passes measures its own costs (costs.py).
+MAX_PROMPT_GRAPH_TOKENS = 2048  # Maximum tokens of a captured prompt pass.
+QUERIES = (1, 2, 4, 8)  # Rows of a request in a captured decode pass: one for the next token, and one for each draft.
+# Number of requests -> cost of a pass with 1, 2, 4 and 8 rows of each request, relative to one row. Measured with
+# Qwen3-4B on an H200 at a context of 1,024 (docs/speculation.md). An engine that captures passes measures its own costs
+# (costs.py).
 COSTS = {
     1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
     16: (1.0, 1.11),
 }  # fmt: skip
-MIN_GAIN = 1.05  # minimum ratio of expected tokens per cost, with drafts to without, at which a pass verifies drafts
-# Mode -> the mode of prompt passes, and the mode of decode passes.
+MIN_GAIN = 1.05  # A pass verifies drafts if they increase the expected tokens per cost by at least this factor.
+# Graph mode -> (mode of prompt passes, mode of decode passes).
 MODES = {
     "none": ("none", "none"),
     "piecewise": ("piecewise", "piecewise"),
@@ -41,22 +42,23 @@ class Support(IntEnum):
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
-    UNIFORM_BATCH = 2  # every request has the same number of tokens
+    UNIFORM_BATCH = 2  # Every request has the same number of tokens.
     ALWAYS = 3
 
 
-ATTENTION = {"triton": Support.UNIFORM_BATCH, "torch": Support.NEVER}  # backends of decode passes
-PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": Support.NEVER}  # prompt passes
+ATTENTION = {"triton": Support.UNIFORM_BATCH, "torch": Support.NEVER}  # Attention backends of decode passes.
+# Attention backends of prompt passes.
+PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": Support.NEVER}
 
 
 @dataclass(frozen=True)
 class BatchDescriptor:
     """The key of a decode pass, or of the end of a prompt pass."""
 
-    kind: str  # most general kind of sampling that a request needs
-    rows: int  # requests
-    tokens: int = 1  # rows of each request, more than one if the pass verifies drafts
-    masked: bool = False  # whether requests may have masks
+    kind: str  # The most general kind of sampling that a request needs.
+    rows: int  # Number of requests.
+    tokens: int = 1  # Number of rows of each request. It is more than one if the pass verifies drafts.
+    masked: bool = False  # Whether requests may have masks.
 
     def __str__(self) -> str:
         each = f" of {self.tokens} tokens" * (self.tokens > 1)
@@ -66,8 +68,8 @@ class BatchDescriptor:
 class PromptDescriptor(NamedTuple):
     """The key of a prompt pass."""
 
-    tokens: int  # prompt tokens
-    decoding: int  # rows that decode in the same pass
+    tokens: int  # Number of prompt tokens.
+    decoding: int  # Number of rows that decode in the same pass.
 
     def __str__(self) -> str:
         return f"a pass of {counted(self.tokens, 'prompt token')} and {counted(self.decoding, 'decoding row')}"
@@ -83,9 +85,9 @@ class GraphStat:
     """
 
     kind: str
-    rows: int  # requests, or prompt tokens
-    padded: int  # rows of the pass that ran
-    mode: str  # none, piecewise or full
+    rows: int  # Number of requests, or of prompt tokens.
+    padded: int  # Number of rows of the pass that ran.
+    mode: str  # One of none, piecewise and full.
     count: int
 
     @property

@@ -47,7 +47,7 @@ from .workspace import (
     named_tensors,
 )
 
-IN_TORCH = Choice(TORCH, None)  # the linears of prompt passes
+IN_TORCH = Choice(TORCH, None)  # The choice for the linears of prompt passes.
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ class DecodeModel:
 
     def choice(self, linear: LoadedLinear, epilogue: str) -> Choice:
         """Return the kernel and the launch config of a linear."""
-        key = id(linear), epilogue  # hashed faster than a case, in every line of a launched pass
+        # This key is hashed faster than a case. Each launch of a pass without a graph needs it.
+        key = id(linear), epilogue
         if (choice := self._choices.get(key)) is None:
             choice = self._choices[key] = self.configs.linears[linear_case(linear, epilogue)]
         return choice
@@ -449,9 +450,9 @@ def make_model(
     workspace = make_workspace(spec, capacity, device, dtype, slots, max(rows, verifying))
     meta, samp = make_states(verifying, device)
     kv = make_kv_cache(spec, capacity, device, dtype, slots, page, pages, offload)
-    if kv.rings:  # attention then waits for more than the previous kernel
+    if kv.rings:  # Attention then waits for more than the previous kernel.
         prompt_config = replace(prompt_config, dependent=False)
-    expanded = len(kv.pool) if expands_kv(spec, device, batch_invariant, torch_prompt_attention) else 0  # pages
+    expanded = len(kv.pool) if expands_kv(spec, device, batch_invariant, torch_prompt_attention) else 0  # Unit: pages.
     return DecodeModel(
         spec=spec,
         weights=weights,

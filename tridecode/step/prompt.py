@@ -34,7 +34,7 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
     """
     cut = m.spec.layers[-1].mixer.cuts_prompt
     own, last = m.prompt.first(rows), m.layers[-1] if cut else None
-    fetched = m.spec.page_layers - cut  # `finish` fetches the pages of a layer that is cut
+    fetched = m.spec.page_layers - cut  # If the last layer is cut, `finish` fetches its pages.
     state = PromptState(m, own, m.for_rows(decoding) if decoding else None, fetched)
     hosted.fetch_first(run, m, None, fetched)
     run("embed", EMBED_ROWS, own.chunks, m.meta, m.workspace.tokens, m.weights.embed, own.hidden, decoding)

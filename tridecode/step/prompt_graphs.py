@@ -17,7 +17,8 @@ from .graphs import DecodePasses, PassRunner, first_batches, idle
 from .model import DecodeModel
 from .run import Lines, Run, forked, launch, run_reference
 
-ATTENTION_RATE = 300e12  # FLOPs per second of attention, to estimate its share of a pass that was timed without it
+# FLOPs per second of attention. The estimate is added to a pass that was timed without attention.
+ATTENTION_RATE = 300e12
 log = logging.getLogger("tridecode")
 
 
@@ -80,7 +81,7 @@ class PromptPasses(PassRunner[PromptDescriptor]):
             model, partial(finish_list, model), steps.run, steps.mode, steps.place, steps.attention, steps.between
         )
         self.chunks = [] if chunks is None else chunks
-        self.seconds: dict[PromptDescriptor, float] = {}  # duration of each captured read without attention
+        self.seconds: dict[PromptDescriptor, float] = {}  # Seconds of each captured prompt pass without attention.
         self._missed: set[PromptDescriptor] | None = set() if len(model.workspace.tokens) == 1 else None
         sizes = self.dispatcher.prompts if self.mode != "none" else ()
         self._sizes = [PromptDescriptor(size, rows) for size in reversed(sizes) for rows in decoding_rows(model)]
@@ -115,16 +116,16 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         timed = sorted((tokens, spent) for (tokens, decoding), spent in self.seconds.items() if decoding)
         if not timed:
             return limit
-        pair = self.model.prompt_pair_flops / ATTENTION_RATE  # seconds
+        pair = self.model.prompt_pair_flops / ATTENTION_RATE  # Unit: seconds.
         fitting = [tokens for tokens, spent in timed if spent + tokens * (start + tokens / 2) * pair <= seconds]
         return min(max(fitting, default=timed[0][0]), limit)
 
     def capture(self, key: PromptDescriptor) -> None:
         """Capture and time a pass whose kernels are compiled. The model must be idle."""
-        self.chunks.clear()  # like the table of chunks
+        self.chunks.clear()  # The table of chunks is also cleared.
         place = self.place
         assert place is not None
-        place.run(partial(self.launch, key))  # cuBLAS loads its kernels and allocates its workspace
+        place.run(partial(self.launch, key))  # The first run lets cuBLAS load its kernels and allocate its workspace.
         super().capture(key)
         replay = self.graphs[key]
         assert replay is not None

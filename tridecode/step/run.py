@@ -13,7 +13,7 @@ from ..blocks.block import Run
 from ..kernels.op import Op
 from .model import DecodeModel
 
-Lines = Callable[[Run], None]  # a list of launches; calls its argument for every line, in order
+Lines = Callable[[Run], None]  # A list of launches. It calls its argument for each launch in order.
 
 
 def launch(role: str, op: Op, *args, **options) -> None:
@@ -47,7 +47,7 @@ class Forked:
 
     def __init__(self, run: Run, plain: Run, side: torch.cuda.Stream, captured: torch.cuda.Stream):
         self._run, self._plain, self._sides = run, plain, (side, captured)
-        self._filled: dict[int, torch.cuda.Event] = {}  # address of a buffer -> event after its fetch
+        self._filled: dict[int, torch.cuda.Event] = {}  # Address of a buffer -> event after its fetch.
         self._joined = False
 
     def __call__(self, role: str, op: Op, *args, **options) -> None:
@@ -86,7 +86,7 @@ def replaced(run: Run, attention: Op | None) -> Run:
 
     def run_other(role: str, op: Op, *args, **options) -> None:
         if role == "attention":
-            attention.launch(*args)  # torch's operations take no launch config
+            attention.launch(*args)  # Operations of torch take no launch config.
         else:
             run(role, op, *args, **options)
 
@@ -170,7 +170,7 @@ def recorded(lines: Lines) -> Lines:
         if not launches:
             recorder = Recorder()
             lines(recorder)
-            launches[:] = recorder.launches  # only now, so that an interrupted list is made again
+            launches[:] = recorder.launches  # This comes last, so that an interrupted list is made again.
         for each in launches:
             run(each.role, each.op, *each.args, **each.options)
 

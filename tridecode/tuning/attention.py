@@ -25,7 +25,8 @@ def attention_config(
         config = attention_rows_config(case, MAX_ROWS, device)
     elif rows <= 16 and device.capability == HOPPER and narrow:
         # Without long rows, the splits just fill the multiprocessors. A long row has more splits, so that it takes
-        # about as long as in a pass of its own.
+        # about as long
+        # as in a separate pass.
         short = _share(2 * device.multiprocessors, rows * case.kv_heads, 32)
         iterations = 4 if rows <= 4 else 16
         config = AttentionConfig(64, 32, 4, ahead=2, short_splits=short, short_iterations=iterations)
@@ -65,9 +66,10 @@ def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> Att
         return AttentionRowsConfig(16, _share(3 * one, heads), num_warps=4, least=16, programs=3 * one)
     if case.group > 8:
         return AttentionRowsConfig(32, _share(3 * one, heads), num_warps=8, least=8, programs=one)
-    if rows <= 4 and case.dtype == torch.bfloat16:  # more programs share a long row, since there are few rows
+    if rows <= 4 and case.dtype == torch.bfloat16:  # There are few rows, so more programs share a long row.
         return AttentionRowsConfig(64, _share(2 * one, heads), num_warps=4, least=4, programs=2 * one, stages=2)
-    in_flight = 2 * 2 * 2 * 64 * next_power_of_2(case.head_dim) * case.dtype.itemsize  # tiles of 64, of two programs
+    # Bytes of the tiles of 64 positions that two programs have in flight.
+    in_flight = 2 * 2 * 2 * 64 * next_power_of_2(case.head_dim) * case.dtype.itemsize
     block_t = 64 if rows > 16 and in_flight <= device.shared_memory_each else 32
     return AttentionRowsConfig(block_t, _share(2 * one, heads), num_warps=4, least=16, programs=2 * one, stages=5)
 
@@ -105,11 +107,11 @@ def queries_config(case: AttentionCase, requests: int, queries: int, device: Dev
         queries,
         block_t,
         splits,
-        ahead=2 if device.capability >= HOPPER else 1,  # more spills
+        ahead=2 if device.capability >= HOPPER else 1,  # With two iterations, other GPUs spill more.
         short_splits=min(_share(device.multiprocessors, requests * case.kv_heads), splits),
         short_iterations=2048 // block_t,
         together=hopper and requests * case.kv_heads <= device.multiprocessors,
-        registers=168 if requests == 1 and hopper else 0,  # leaves registers for a program of the next linear
+        registers=168 if requests == 1 and hopper else 0,  # This leaves registers for a program of the next linear.
     )
 
 
@@ -119,7 +121,8 @@ def prompt_attention_config(device: Device, batch_invariant: bool, fp8: bool = F
     In batch-invariant mode it does not depend on the rows of a pass. One kernel computes everything, without splits.
     """
     programs = max(2 * device.multiprocessors, 1)
-    config = PromptAttentionConfig(programs=programs, stages=4 if fp8 else 3)  # more spills in some Triton versions
+    # With 4 stages, some versions of Triton spill more.
+    config = PromptAttentionConfig(programs=programs, stages=4 if fp8 else 3)
     if batch_invariant:
         return replace(config, splits=1)
     return replace(

@@ -9,7 +9,7 @@ from ..errors import DeviceError
 from ..kernels.linear.registry import LINEAR_KERNELS
 from .configs import Choice, PassConfigs
 
-MARGIN = 0.001  # a candidate must be faster by this fraction, which is the noise of the timings
+MARGIN = 0.001  # A candidate must be faster by this fraction, which is the noise of the timings.
 
 
 @dataclass

@@ -69,7 +69,7 @@ class IntegerScheme(Scheme):
         return QuantizedWeight(codes, scale, self.rows or n, group, self.bits, zero, order)
 
 
-FORMATS = {"float-quantized": FloatScheme, "pack-quantized": IntegerScheme}  # values of the key `format`
+FORMATS = {"float-quantized": FloatScheme, "pack-quantized": IntegerScheme}  # Values of the key `format`.
 
 
 def parse(read) -> Quantization:

@@ -9,7 +9,8 @@ from .compressed_tensors import FloatScheme, IntegerScheme
 from .scheme import Quantization, Scheme
 
 GROUP = 128
-CLIPS = tuple(1 - step / 20 for step in range(1, 9))  # candidates for a smaller scale, as fractions of the peak
+# Fractions of the largest magnitude that are tried as the range of the codes.
+CLIPS = tuple(1 - step / 20 for step in range(1, 9))
 HIGHEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0}
 SCHEMES = {
     "fp8": FloatScheme(8, floating=True),

@@ -47,7 +47,7 @@ class Scheme(ABC):
     zeros: bool = False
     ordered: bool = False
 
-    unused: ClassVar[tuple[str, ...]] = ()  # suffixes of tensors that a module may have and that are not read
+    unused: ClassVar[tuple[str, ...]] = ()  # Suffixes of tensors that a module may have and that the loader ignores.
 
     @abstractmethod
     def tensors(self, n: int, k: int) -> dict[str, Stored]:

@@ -17,13 +17,13 @@ from .. import custom_code
 from .quantize import fitted, quantize
 from .scheme import Quantization, Scheme
 
-# Patterns, in lower case, of the files to copy: tokenizer, chat template, sampling defaults, license and model card.
+# Patterns, in lower case, of files to copy: tokenizer, chat template, sampling defaults, license and model card.
 COPIED = (
     "generation_config.json", "tokenizer*.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template.*", "licen[cs]e*", "notice*", "copying*",
     "use_policy*", "readme*", "model_card*",
 )  # fmt: skip
-SHARD = 4 * 2**30  # bytes after which a file ends; its last tensor may exceed them
+SHARD = 4 * 2**30  # A file ends when it has this number of bytes. Its last tensor may exceed the limit.
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def write(
             name = f"model-{shards:05}.safetensors"
             try:
                 save_file(shard, out / name, metadata={"format": "pt"})
-            except SafetensorError as error:  # for example a full disk
+            except SafetensorError as error:  # For example, the disk is full.
                 raise CheckpointError(f"{out / name}: cannot be written ({brief(error)})") from None
             places.update(dict.fromkeys(shard, name))
             shard, size = {}, 0
@@ -129,7 +129,7 @@ def write(
     flush()
     index = {"metadata": {}, "weight_map": places}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for name in set(places.values()):  # safetensors makes its files readable for their owner only
+    for name in set(places.values()):  # safetensors makes files that only their owner can read.
         shutil.copymode(out / "model.safetensors.index.json", out / name)
     for other in source.iterdir():
         if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):

@@ -72,7 +72,8 @@ def ladder(engine: Engine, args, output) -> list[Row]:
             walls.append(median_p5_p95(time_decode(engine, args.context, args.steps, args.runs, params), 1e6))
         check_running(engine, name)
         output.note(f"{name}: {walls[-1][0]:,.1f} µs a step")
-    events = record(engine, rungs, args.context, params)  # last: code after a profiler session runs slower
+    # This step is the last one, because code runs slower after a profiler session.
+    events = record(engine, rungs, args.context, params)
     rows: list[Row] = []
     for (name, _), (wall, p5, p95) in zip(rungs, walls):
         figures = device_figures(kernels_within(events, name), PROFILED_STEPS)

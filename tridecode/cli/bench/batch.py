@@ -29,7 +29,7 @@ class BatchRow(Row):
     bench = "batch"
     header = "batch"
     rows: int = column("rows")
-    context: int | str = column("context")  # context length of each request, or a mix like 32000x1+64x31
+    context: int | str = column("context")  # Context length of each request, or a mix such as 32000x1+64x31.
     steps: int
     runs: int
     sampling: str

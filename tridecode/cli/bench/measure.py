@@ -42,7 +42,7 @@ ALL_FILTERS = SamplingParams(
 )
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 SAMPLING = {"greedy": GREEDY, "temperature": SamplingParams(temperature=0.8, seed=1), "all": ALL_FILTERS}
-WARM_UP = 2  # runs that are not counted
+WARM_UP = 2  # Number of runs before the measurement.
 R = TypeVar("R", bound=Row)
 
 
@@ -80,7 +80,7 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
 
     more: further options of the engine. Drafts are off unless `args` or `more` turn them on.
     """
-    # --graph of a bench lists several modes.
+    # A bench lists several modes in --graph, so this option is not an option of one engine.
     chosen = {name: value for name, value in engine_options(args).items() if name != "graph"}
     options = {"speculate": "off"} | chosen | more | {"slots": slots, "kv_tokens": kv_tokens}
     if args.model is None:

@@ -108,7 +108,7 @@ def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: in
     under_way = [submit(number, context, 3 * steps) for number in range(requests)]
     arrivals: list[list[float]] = [
         [] for _ in range(requests + 1)
-    ]  # times of each request's tokens; the prompt is last
+    ]  # The times of each request's tokens. The last list belongs to the prompt.
     submitted, busy = math.inf, True
     while busy:
         busy = engine.step()
@@ -122,7 +122,7 @@ def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: in
     expected = [3 * steps] * requests + [steps]
     lost = sum(number - len(result_of(request).token_ids) for number, request in zip(expected, under_way))
     *decoding, new = arrivals
-    # From `together` on all requests decode; at `first` the prompt has been read.
+    # From `together` on, all requests decode. At `first`, the prompt has been read.
     together, first = max(seen[0] for seen in decoding), new[0]
     gaps: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for seen in decoding:

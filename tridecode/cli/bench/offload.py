@@ -37,9 +37,9 @@ from .passes import rewind
 from .prefill import prompt_ids
 from .rows import Row, column
 
-Variant = tuple[str, DecodePasses, Callable[[], None]]  # name, passes, function that prepares a run
+Variant = tuple[str, DecodePasses, Callable[[], None]]  # (name, passes, function that prepares a run)
 RATE_RUNS = 9
-SWAP_ROOM = 200  # spare positions after a conversation
+SWAP_ROOM = 200  # Number of spare positions after a conversation.
 
 
 @dataclass(kw_only=True)
@@ -147,7 +147,7 @@ def kv_on_host(
     slots, memory = offloaded(engine)
     rows: list[Row] = []
     for share in args.host:
-        host = round(share * (args.context // PAGE))  # only full pages can be on the host
+        host = round(share * (args.context // PAGE))  # Only full pages can be on the host.
         rewind(engine, args.context, GREEDY)
         slots.send(0, host)
         nbytes = host * PAGE * kv_bytes_per_token(engine.config, engine.model.weights.dtype)
@@ -295,7 +295,7 @@ def swap(args) -> Row:
     times: dict[bool, list[float]] = {True: [], False: []}
     for run in range(args.runs + WARM_UP):
         for back in (False, True):
-            engine.generate(second, params)  # moves the first conversation to the host
+            engine.generate(second, params)  # This request moves the first conversation to the host.
             result = engine.generate(first, params, reuse_prefix=back)
             if result.error or (result.usage.reused_tokens > 0) != back:
                 raise GenerationError(result.error or "the cache did not return the expected conversation")
@@ -316,7 +316,7 @@ def read_and_continue(args, tokens: int) -> Row:
     engine = offload_engine(args, capacity, device, Offload(pages, pages - device, args.ring))
     ids, results = prompt_ids(engine.config, tokens), []
     params = engine.default_params(temperature=0, max_tokens=args.steps, ignore_eos=True)
-    for _ in range(2):  # the first run captures graphs and loads kernels
+    for _ in range(2):  # The first run captures graphs and loads kernels.
         result = engine.generate(ids, params, reuse_prefix=False)
         if result.error:
             raise GenerationError(result.error)

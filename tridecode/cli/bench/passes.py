@@ -40,7 +40,8 @@ def rewind(
 
 def _rewind(scheduler: Scheduler, positions: list[int], params: SamplingParams, known: int) -> None:
     scheduler.cancel_all()
-    scheduler._incomplete = True  # the next request finds all rows idle and all pages free
+    # With this flag, the next request finds all rows idle and all pages free.
+    scheduler._incomplete = True
     rewind_slots(scheduler.slots, positions, params, known)
 
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from ..terminal import visible
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")
-MACHINE = ("gpu", "dtype", "tridecode", "torch", "triton", "transformers")  # fields of run_facts
+# Fields of run_facts that describe the machine and the program.
+MACHINE = ("gpu", "dtype", "tridecode", "torch", "triton", "transformers")
 
 
 def column(
@@ -49,8 +50,8 @@ def column(
 class Row:
     """The figures of one measurement, with its command, model and machine."""
 
-    bench: ClassVar[str]  # the kind of row in JSON
-    header: ClassVar[str]  # header of the first column, which names the model
+    bench: ClassVar[str]  # The kind of row, which JSON contains.
+    header: ClassVar[str]  # Header of the first column, which shows the model.
 
     command: str = ""
     preset: str | None = None
@@ -164,7 +165,7 @@ def markdown_table(headers: list[str], cells: list[list[str]]) -> str:
 def show(rows: Sequence[Row], output) -> None:
     """Print tables, then one JSON object as the last line of stdout: the only row, or the list of all as `rows`."""
     if not output.tty:
-        output.console.width = 160  # a pipe has no width
+        output.console.width = 160  # A pipe has no width.
     block = rows[0].block(output.console.width) if len(rows) == 1 else None
     output.text(block or "")
     for headers, cells in [] if block else tables(rows):

@@ -38,7 +38,7 @@ from .passes import enqueue, rewind
 from .rows import Row, column
 from .speculate_texts import LICENSE, Text, simulate, texts
 
-LAUNCHES = 20  # launches of the draft kernel in one graph
+LAUNCHES = 20  # Number of launches of the draft kernel in one graph.
 
 
 @dataclass(kw_only=True)
@@ -97,7 +97,7 @@ def speculate(args, output) -> list[Row]:
 
     With --texts-only, return the rows of the texts only.
     """
-    loaded = texts()  # raises an error outside a checkout, before anything is measured
+    loaded = texts()  # Outside a checkout this call raises an error. It must precede the measurements.
     if not args.texts_only:
         need_gpu()
     simulated = simulate_texts(loaded, args, EngineOptions(**engine_options(args)).ngram)
@@ -169,7 +169,7 @@ def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[
 
     for _ in range(args.runs + WARM_UP):
         rewind(engine, args.context, GREEDY, requests, known)
-        run_pass()  # the first pass captures a graph
+        run_pass()  # The first pass captures a graph.
         times.append(gpu_seconds(run_passes) / args.steps)
     check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
     return median_p5_p95(times[WARM_UP:], 1e6)[0]

@@ -20,8 +20,8 @@ from ...step.dispatch import best_queries, typical_costs
 
 ROOT = Path(__file__).parents[3]
 TEXTS, NAMES = "benchmarks/texts", ("code", "page", "records", "prose", "chat")
-LICENSE = "Apache-2.0"  # license of the repository, and therefore of the texts
-LAG = 2  # passes that are enqueued before the host knows the result of a pass, as on a GPU
+LICENSE = "Apache-2.0"  # License of the repository, and therefore of the texts.
+LAG = 2  # Number of passes that are enqueued before the host knows the result of a pass, as on a GPU.
 
 
 class Text(NamedTuple):

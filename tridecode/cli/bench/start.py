@@ -16,7 +16,7 @@ from ...plan.memory import free_memory
 from .measure import median_p5_p95, need_gpu, run_facts
 from .rows import Row, column
 
-ROOT = Path(__file__).parents[3]  # the folder that contains the package, installed or not
+ROOT = Path(__file__).parents[3]  # The folder that contains the package, in a checkout or in site-packages.
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ def start(args, output) -> list[Row]:
     """Return one row: seconds of the first start, and of --runs later starts."""
     need_gpu()
     device = torch.device("cuda", torch.cuda.current_device())
-    free_memory(device)  # the child process needs the memory that an earlier engine of this process used
+    free_memory(device)  # The child process needs the memory that an earlier engine of this process used.
     with tempfile.TemporaryDirectory(prefix="tridecode-") as cache:
         output.note("first start, with an empty kernel cache:")
         first, first_parts = time_start(args.preset, cache)
@@ -77,7 +77,8 @@ def time_to_first_line(command: list[str], environment: dict) -> tuple[float, di
             seconds = time.perf_counter() - started
             process.wait()
         finally:
-            process.kill()  # needed after an interrupt; no effect on a process that has ended
+            # After an interrupt the process may still run. For a process that has ended this call has no effect.
+            process.kill()
     if process.returncode or not line.strip():
         raise GenerationError(f"a started process ended with exit code {process.returncode} before its first token")
     return seconds, json.loads(line)

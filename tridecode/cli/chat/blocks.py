@@ -12,8 +12,9 @@ from rich.text import Text
 
 from .markup import PARSER
 
-MAX_NESTING = 15  # levels of nested blocks; deeper ones are shown as plain text because no columns would be left
-MIN_CELL = 8  # columns of a table cell; words are not readable in narrower cells
+# Maximum depth of nested blocks. Deeper blocks are plain text, because no columns would be left for them.
+MAX_NESTING = 15
+MIN_CELL = 8  # Minimum columns of a table cell. Words are not readable in narrower cells.
 
 
 class Code(CodeBlock):
@@ -26,7 +27,8 @@ class Code(CodeBlock):
         """Return the element of a fence. The words after its language become the title."""
         code = super().create(markdown, token)
         assert isinstance(code, Code)
-        code.title = token.info.strip() if len(token.info.split()) > 1 else ""  # one word is the language
+        # A single word after the mark is the language, not a title.
+        code.title = token.info.strip() if len(token.info.split()) > 1 else ""
         return code
 
     def __rich_console__(self, console, options):
@@ -124,7 +126,8 @@ class Block(Markdown):
     }
 
     def __init__(self, source: str):
-        # Does not call rich's __init__, which builds a parser each time and takes a quarter of a frame.
+        # This method does not call rich's __init__, which builds a parser each time and takes a quarter of the time of
+        # a frame.
         self.markup, self.parsed = source, []
         self.style, self.justify, self.code_theme, self.hyperlinks = "none", None, "ansi_dark", False
         self.inline_code_lexer, self.inline_code_theme = None, self.code_theme
@@ -136,7 +139,7 @@ class Block(Markdown):
             if deepest > MAX_NESTING or 4 * deepest > options.max_width - 8:
                 raise ValueError("nested too deeply")
             rendered = list(super().__rich_console__(console, options))
-        except Exception:  # a parser or renderer failed: an answer must not fail because of its formatting
+        except Exception:  # A parser or a renderer failed. An answer must not fail because of its formatting.
             rendered = [Text(self.markup.rstrip("\n"))]
         yield from rendered
 

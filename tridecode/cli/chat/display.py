@@ -53,7 +53,7 @@ class Display:
         """
         self._output, self._sink, self._splitter, self._hide, self._unit = output, sink, splitter, hide, unit
         self._dim = Wrapped(output.console, output.dim)
-        self._open = self._ended = False  # the think block
+        self._open = self._ended = False  # Whether the think block has begun, and whether it has ended.
         self.pause, self.resume = sink.pause, sink.resume
 
     def push(self, parts: Iterable[tuple[str, str]]) -> None:

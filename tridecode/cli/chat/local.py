@@ -115,7 +115,7 @@ def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
     """Return whether the template itself begins the think block, so that answers start inside it."""
     try:
         ids = tokenizer.encode_chat([{"role": "user", "content": "?"}], **variables or {})
-    except PromptError:  # there is no template, or it requires other messages
+    except PromptError:  # The template is missing, or requires other messages.
         return False
     return is_inside_thinking(tokenizer.decode(ids[-4:], skip_special=False))
 

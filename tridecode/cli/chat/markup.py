@@ -21,8 +21,8 @@ from mdit_py_plugins.texmath.index import RuleDictType, make_block_func, make_in
 
 from ..terminal import visible
 
-ENDS = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}  # opening delimiter of TeX -> closing delimiter
-TEX = re.compile(r"^[ \t>*+\d.)-]*(?:(\$\$|\\\[)|\\begin\{([^{}\n]*)\})", re.MULTILINE)  # a line that begins TeX
+ENDS = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}  # Opening delimiter of TeX -> closing delimiter.
+TEX = re.compile(r"^[ \t>*+\d.)-]*(?:(\$\$|\\\[)|\\begin\{([^{}\n]*)\})", re.MULTILINE)  # A line that begins TeX.
 BlockRule = Callable[[StateBlock, int, int, bool], bool]
 
 
@@ -89,7 +89,7 @@ def make_parser() -> MarkdownIt:
         inline.before("escape", mark, make_inline_func(bracketed(mark)))
     rules = {
         "dollars": math_block_dollar(allow_labels=False),
-        "brackets": make_block_func(bracketed("\\[", r"[ \t]*$")),  # texmath's rule drops the text after the end
+        "brackets": make_block_func(bracketed("\\[", r"[ \t]*$")),  # texmath's own rule removes the text after the end.
         "environment": amsmath_block,
     }
     block.at("table", whole_table, {"alt": ["paragraph", "reference"]})
@@ -168,7 +168,7 @@ def _may_continue(kind: str, last_line: str) -> bool:
     if kind == "blockquote_open":
         return bool(last_line.strip())
     if kind == "heading_open":
-        return "|" in last_line  # it is the head of a table if a delimiter row follows
+        return "|" in last_line  # The line is the head of a table if a delimiter row follows.
     return kind in ("bullet_list_open", "ordered_list_open", "code_block")
 
 

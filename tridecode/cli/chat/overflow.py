@@ -45,7 +45,7 @@ def fit(
 
     dropped, turns = conversation.dropped, len(conversation.turns)
     room = min(max_tokens or capacity, capacity // 8) if choice == "drop-oldest" else 0
-    # Start with the newest turns: the template does not have to render text far longer than the context.
+    # Start with the newest turns, so that the template does not render text far longer than the context.
     size = 16 * capacity
     while True:
         first = max(_newest(conversation.turns, size), dropped)
@@ -76,7 +76,7 @@ def fit(
 def _newest(turns: tuple, size: int) -> int:
     """Return the index of the first of the newest turns that have at most `size` characters together."""
     for number in range(len(turns) - 1, -1, -1):
-        size -= 16 + sum(map(len, turns[number]))  # 16 characters for the markup of the template
+        size -= 16 + sum(map(len, turns[number]))  # Reserve 16 characters for the markup of the template.
         if size < 0:
             return number + 1
     return 0

@@ -15,7 +15,7 @@ from ..files import replacing
 from .conversation import Conversation
 
 FORMAT, VERSION = "tridecode session", 1
-LARGEST = 64 << 20  # bytes of a session file
+LARGEST = 64 << 20  # Maximum bytes of a session file.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 
 
@@ -66,7 +66,7 @@ def files() -> list[Path]:
     entries_by_time, directory = [], sessions_dir()
     with failing(directory), suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
-            with suppress(OSError):  # a broken link
+            with suppress(OSError):  # The link may be broken.
                 if entry.name.endswith(".json") and entry.is_file():
                     entries_by_time.append((entry.stat().st_mtime_ns, directory / entry.name))
     return [path for _, path in sorted(entries_by_time)]
@@ -86,7 +86,7 @@ def dumps(conversation: Conversation, model: str) -> str:
     content = {"format": FORMAT, "version": VERSION, "model": model, "raw": conversation.raw}
     if conversation.title is not None:
         content["title"] = conversation.title
-    # ASCII only, so that lone surrogates in typed text can be written and read again.
+    # The text is ASCII, so that lone surrogates in typed text can be written and read again.
     return json.dumps(content | {"system": conversation.system, "turns": turns}, indent=1) + "\n"
 
 
@@ -133,7 +133,7 @@ def read(path: Path) -> Conversation:
         return loads(path.read_bytes())
     except OSError as error:
         raise SessionError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # also raised for a name with a NUL
+    except ValueError as error:  # Python also raises ValueError for a name that contains NUL.
         raise SessionError(f"{path}: not a session that can be continued ({error}); it is left as it is") from None
 
 
@@ -148,8 +148,8 @@ class Store:
 
     def __init__(self, path: Path, model: str):
         self.path, self.model = path, model
-        self.saved: Conversation | None = None  # the contents of the file
-        self._seen = None  # inode, time and size after our last access
+        self.saved: Conversation | None = None  # The contents of the file.
+        self._seen = None  # Inode, time and size of the file after the last access by this object.
 
     @property
     def name(self) -> str:

@@ -16,9 +16,9 @@ from . import session
 from .conversation import Conversation
 from .session import SessionError
 
-NAMED = 28  # columns for names; a longer name shifts the rest of its line
-TITLE = 16  # minimum columns for a title; in a narrower window the title is on a separate line
-YEAR = 300 * 24 * 3600  # seconds after which the year is shown instead of the time
+NAMED = 28  # Columns for names. A longer name shifts the rest of its line.
+TITLE = 16  # Minimum columns for a title. In a narrower window, the title is on a separate line.
+YEAR = 300 * 24 * 3600  # Age in seconds from which the year is shown instead of the time.
 MARKDOWN = (".md", ".markdown")
 UNITS = ("B", "kB", "MB")
 
@@ -68,7 +68,7 @@ def saved() -> list[Saved]:
     for path in reversed(session.files()):
         try:
             state = path.stat()
-        except OSError:  # deleted in the meantime
+        except OSError:  # Another program has deleted the file.
             continue
         try:
             conversation = session.read(path)

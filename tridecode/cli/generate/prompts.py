@@ -94,6 +94,7 @@ def report(result: Result, engine: Engine) -> dict:
 
 def logprob_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
     """Return the JSON entry of a token: its id, its text as within a longer text, and its log-probability."""
-    detokenizer = tokenizer.detokenizer((token,), skip_special=False)  # after another token, so that its space stays
+    # The token follows another token, so that its leading space stays.
+    detokenizer = tokenizer.detokenizer((token,), skip_special=False)
     detokenizer.flush()
     return {"token_id": token, "text": detokenizer.push(token) + detokenizer.flush(), "logprob": logprob}

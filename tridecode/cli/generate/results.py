@@ -14,8 +14,8 @@ from ..terminal import Output
 
 RENAME_FIX = "give --output another name, or move this file away"
 Answered = Callable[[int, str], bool]
-LONGEST = 64 << 20  # bytes of a line
-# The beginning of every line, and of a line that was cut off within it.
+LONGEST = 64 << 20  # Maximum bytes of a line.
+# The beginning of every line, also of an incomplete line.
 _HEAD = re.compile(rb'\{"index": (\d{1,18}), "input": "([0-9a-f]{16})"')
 _CUT_HEAD = re.compile(rb'\{"index": \d{1,18}, "input": "[0-9a-f]{0,16}')
 _EMPTY_HEAD = b'{"index": 0, "input": "'
@@ -52,7 +52,7 @@ def open_results(
                 for line, index in entries(file, answered, path):
                     if index is not None:
                         write(line.decode())
-            file = files.enter_context(locked(path))  # text_sink has replaced the file
+            file = files.enter_context(locked(path))  # text_sink has replaced the file.
         yield {index for index in indices if index is not None}, writer(file, path, flush=True)
 
 
@@ -67,7 +67,7 @@ def locked(path: str) -> Iterator[TextIO]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             busy = True
-        except OSError:  # a file system without locks
+        except OSError:  # The file system has no locks.
             pass
         # The previous holder of the lock may have replaced the file.
         if busy or not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno()))):
@@ -79,7 +79,7 @@ def locked(path: str) -> Iterator[TextIO]:
 
 def close(file: TextIO) -> None:
     """Close the file without reporting an error."""
-    with suppress(OSError):  # every line was flushed already
+    with suppress(OSError):  # The program has already flushed every line.
         file.close()
 
 

@@ -7,9 +7,9 @@ from xml.sax.saxutils import escape
 from .records import Span
 
 WIDTH, LEFT, RIGHT = 1000, 20, 20
-LANES, LANE = 3, 18  # rows for overlapping launches; height of a row in pixels
+LANES, LANE = 3, 18  # Number of rows for overlapping launches, and height of a row in pixels.
 COLORS = ("#d9822b", "#c75c7f", "#8a8f98", "#9a6fc9", "#b59a3c", "#7f9a3b", "#3aa08f", "#4c8bd6")
-OTHER_COLOR = "#6f8299"  # color of further roles
+OTHER_COLOR = "#6f8299"  # Color of further roles.
 STYLE = """\
 <style>
 text { font: 12px sans-serif; fill: #1f2328 } .title { font-weight: bold }
@@ -36,7 +36,7 @@ def timeline(title: str, step: Sequence[Span]) -> str:
     A launch is pale while earlier launches still run, and has its full color after they have ended.
     """
     repeated = {op for op, count in Counter(span.op for span in step).items() if count > 1}
-    first = next((span.op for span in step if span.op in repeated), None)  # the first launch of a layer
+    first = next((span.op for span in step if span.op in repeated), None)  # The first launch of a layer.
     borders = [i for i, span in enumerate(step) if span.op == first or span.op == "lm_head"]
     layers = len(borders) - 1
     whole, layer = step, step[borders[layers // 2] : borders[layers // 2 + 1]]

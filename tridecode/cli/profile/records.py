@@ -8,7 +8,7 @@ from statistics import mean, median
 
 from ...errors import TridecodeError
 
-ACTIVITIES = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Chrome trace that keep the GPU busy
+ACTIVITIES = ("kernel", "gpu_memcpy", "gpu_memset")  # Categories of a Chrome trace in which the GPU is busy.
 GAPS = (("<1", 1.0), ("1-5", 5.0), ("5-10", 10.0), ("10-50", 50.0), (">50", float("inf")))
 
 

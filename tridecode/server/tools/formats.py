@@ -47,10 +47,10 @@ class Format:
     special: tuple[str, ...] = ()
 
 
-OBJECT = {"type": "object"}  # the type of all arguments, also if their schema has no type
+OBJECT = {"type": "object"}  # The type of all arguments, also if their schema has no type.
 TAGS = ("<tool_call>", "</tool_call>")
 TAGGED = Format("tagged", TaggedCallParser, TAGS[:1], prefix="<tool_call>\n", suffix="\n</tool_call>", special=TAGS)
-FORMATS = (  # the first one whose words are in the template applies
+FORMATS = (  # The first format whose words are in the template applies.
     Format("xml", XmlCallParser, ("<function=",), special=TAGS),
     Format("mistral", MistralCallParser, ("[TOOL_CALLS]",), prefix="[TOOL_CALLS] [", suffix="]", separator=", ",
            special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),

@@ -22,7 +22,8 @@ from .json_text import (
 )
 
 TEXT, NAME, ARGUMENTS = "text", "name", "arguments"
-PYTHONS = {"True": "true", "False": "false", "None": "null"}  # Python literals that templates write -> JSON
+# Python literal that a template may write -> JSON literal.
+PYTHONS = {"True": "true", "False": "false", "None": "null"}
 Event = tuple[str, str]
 
 
@@ -58,9 +59,9 @@ class CallParser:
         self.calls: list[Call] = []
         self._events: list[Event] = []
         self._schemas, self._pending, self._raw = schemas, "", ""
-        self._leading_space = ""  # white space in front of the mark that begins `_raw`
+        self._leading_space = ""  # White space before the mark that begins `_raw`.
         self._state = self._text
-        self._text_since_call = True  # whether text followed the last call
+        self._text_since_call = True  # Whether text followed the last call.
 
     def feed(self, text: str) -> list[Event]:
         """Parse the next part of the answer and return its events."""
@@ -256,7 +257,7 @@ class BareCallParser(JsonCallParser):
     """Parses {"name": ..., "parameters": {...}}, one or several separated by `;`, the format of Llama."""
 
     open_marks, key = ("<|python_tag|>",), "parameters"
-    _had_text = False  # after text, a brace does not begin a call
+    _had_text = False  # After text, a brace does not begin a call.
 
     def _text(self) -> bool:
         pending = self._pending.lstrip(" \t\r\n;" if self.calls else None)

@@ -92,7 +92,7 @@ def _with_object(call: dict) -> dict:
     try:
         arguments = json.loads(call["function"]["arguments"] or "{}")
     except (ValueError, RecursionError):
-        return call  # the text that the model wrote
+        return call  # Return the text that the model wrote.
     if not isinstance(arguments, dict):
         return call
     return call | {"function": call["function"] | {"arguments": arguments}}
