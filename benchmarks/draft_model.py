@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     for row in rows:
         shares = ", ".join(f"{share:.0%}: {factor}" for share, factor in row["speed_up"].items())
         print(f"{row['drafts']} drafts: {row['cycle_us']:,} µs a cycle, {row['passes']} passes of the large model")
-        print(f"  breaks even if {row['break_even']} of them are accepted; speed-up with {shares}")
+        print(f"  breaks even if a share of {row['break_even']} of the drafts is accepted; speed-up by share: {shares}")
     facts = {"bench": "draft-model", "large": args.large, "small": args.small, "context": args.context}
     print(json.dumps(facts | run_facts(large.device) | {"rows": rows}))
 

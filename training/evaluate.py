@@ -160,10 +160,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory of another checkpoint")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--count", type=int, default=100, help="exchanges and questions of each kind")
+    parser.add_argument("--count", type=int, default=100, help="number of exchanges and questions of each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=["exchanges", "limits", "free", "edges"])
-    parser.add_argument("--json", type=Path, help="file for all results")
+    parser.add_argument("--json", type=Path, help="file that receives all results")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the model is too small for more threads, which wait for each other if cores are busy
     engine = Engine.load(options.model, device=options.device)

@@ -190,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["tokenizer", "corpus", "chats"])
     parser.add_argument("--corpus", type=Path, help="folder with chat.jsonl.xz and text.jsonl.xz")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the token files")
+    parser.add_argument("--out", type=Path, required=True, help="folder that receives the token files")
     parser.add_argument("--count", type=int, default=1_000_000, help="number of chats to generate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)

@@ -90,7 +90,7 @@ def test_template_names_may_be_anything(copy):
 # ---- JSON
 
 BROKEN_FILES = {
-    "duplicate key": ('{"a": {"hidden_size": 1, "b": 2, "hidden_size": 3}}', "'hidden_size' is given twice"),
+    "duplicate key": ('{"a": {"hidden_size": 1, "b": 2, "hidden_size": 3}}', "'hidden_size' occurs twice"),
     "truncated": ('{"hidden_size": 1', "not valid JSON"),
     "a list": ("[1]", "expected a JSON object, got list"),
     "no text": (b"\xff\xfe\x00", "not valid JSON"),
@@ -120,7 +120,7 @@ def test_duplicate_among_many_keys(tmp_path):
     """The duplicate is found in one pass: counting each name would take minutes."""
     (tmp_path / "config.json").write_text(json.dumps(MANY)[:-1] + ', "key_99999": 1}')
     began = time.monotonic()
-    assert "'key_99999' is given twice" in refusal(read_json, tmp_path / "config.json")
+    assert "'key_99999' occurs twice" in refusal(read_json, tmp_path / "config.json")
     assert time.monotonic() - began < 30
 
 
@@ -206,7 +206,7 @@ def test_long_values(place, value, copy):
 
 def test_duplicate_long_key(tmp_path):
     (tmp_path / "config.json").write_text(f'{{"{LONG}": 1, "{LONG}": 1}}')
-    assert "is given twice" in refusal(read_json, tmp_path / "config.json")
+    assert "occurs twice" in refusal(read_json, tmp_path / "config.json")
 
 
 # ---- weights that change while they are read

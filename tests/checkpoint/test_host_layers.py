@@ -264,7 +264,7 @@ def test_impossible_weights_offload_is_one_line(machine, gib, words):
 
 def test_too_small_host_is_one_line(machine):
     machine["cpu"] = 4 * GIB
-    with pytest.raises(DeviceError, match=r"31 layers take 5\.8 GiB of the host's memory, 4\.0 are free"):
+    with pytest.raises(DeviceError, match=r"31 layers take 5\.8 GiB of the host's memory, but only 4\.0 are free"):
         planned(PRESETS["qwen3-4b"], weights_offload=6)
 
 

@@ -199,7 +199,7 @@ def test_nul_bytes_at_the_end_are_reported_with_a_fix(batch, cut):
 
 
 def test_a_second_process_on_one_output_is_refused(batch, engine, monkeypatch):
-    busy, second, submit = f"{batch.results}: another process writes it", [], engine.submit
+    busy, second, submit = f"{batch.results}: another process writes to it", [], engine.submit
     batch.answers()
     # The batch must repeat this request, because it failed.
     batch.results.write_text('{"index": 1, "input": "0123456789abcdef", "error": "line 2: x"}\n')

@@ -142,7 +142,7 @@ def test_prompts_from_a_file(bench, tmp_path):
 @pytest.mark.parametrize(
     ("line", "endpoint", "message"),
     [
-        ("", "chat", "no prompts in it"),
+        ("", "chat", "contains no prompts"),
         ("[1]", "chat", "line 2: expected an object"),
         ("{}", "chat", "line 2: expected one of prompt, messages, prompt_ids, got none"),
         ('{"prompt": "a", "prompt_ids": [1]}', "chat", "got prompt and prompt_ids"),
@@ -238,7 +238,7 @@ def test_bench_without_a_complete_answer_fails(bench, tmp_path, monkeypatch):
     assert (code, out) == (1, "") and not (tmp_path / "row.json").exists()
     assert err.splitlines() == [
         "tridecode: error: 3 requests failed: 500: out of luck",
-        "tridecode: error: bench serve: 3 requests, all failed",
+        "tridecode: error: bench serve: all of 3 requests failed",
     ]
     monkeypatch.setitem(sys.modules, "httpx", None)
     monkeypatch.delitem(sys.modules, "tridecode.cli.bench.client")

@@ -97,7 +97,10 @@ WRONG = {
     "list of lists": ("graph_sizes = [[1], [2]]", "graph_sizes: expected a text or a number, got [[1], [2]]"),
     "range": ("slots = 65", "slots: expected an integer from 1 to 64, got '65'"),
     "table for a list": ("stop = {a = 1}", 'stop: expected a text or a number, got {"a": 1}'),
-    "key in both forms": ("max_tokens = 1\nmax-tokens = 2", "max_tokens and max-tokens are one setting; leave one of"),
+    "key in both forms": (
+        "max_tokens = 1\nmax-tokens = 2",
+        "max_tokens and max-tokens set the same option; remove one of",
+    ),
     "not TOML": ("model = ", "not TOML ("),
     "not UTF-8": ("model = \udcff", "not UTF-8"),
 }

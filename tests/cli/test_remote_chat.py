@@ -85,10 +85,10 @@ def test_commands(run_chat, served):
     code, out, err = run_chat(lines, "--temperature", 0, "--seed", 4, "--quiet")
     assert (code, out) == (0, f"{ANSWER}\n")
     assert err.splitlines() == [
-        "/set top_k needs a value; it is the server's default",
-        "/set seed needs a value; it is 4",
+        "/set top_k needs a value; the current value is the server's default",
+        "/set seed needs a value; the current value is 4",
         "top_k is 7",
-        "/set top_k needs a value; it is 7",
+        "/set top_k needs a value; the current value is 7",
         'a server cannot continue an answer; send a message such as "continue"',
         "overflow is drop-oldest",
     ]
@@ -119,7 +119,8 @@ def test_api_key(piped, tmp_path, monkeypatch):
         monkeypatch.delenv("TRIDECODE_API_KEY", raising=False)
         code, _, err = ask()
         assert code == 1 and errors(err) == [
-            "the server answers 401: a valid API key is needed: Authorization: Bearer KEY; give TRIDECODE_API_KEY or "
+            "the server answers 401: the API key is missing or wrong; send the header Authorization: Bearer KEY; "
+            "give TRIDECODE_API_KEY or "
             "--api-key-file"
         ]
         (tmp_path / "key").write_text("right\n")

@@ -188,7 +188,7 @@ def test_page_requests_key_and_stores_it_for_the_tab(chromium, engine):
     with Running(engine, api_key="right") as running:
         chromium.open(running.url)
         chromium.until("!$('keyed').hidden && document.activeElement.id === 'key'")
-        assert "a valid API key is needed" in chromium.run("$('error').textContent")
+        assert "the API key is missing or wrong" in chromium.run("$('error').textContent")
         chromium.type("right")
         chromium.press("Enter")
         chromium.until("model && $('failed').hidden")

@@ -336,7 +336,7 @@ def test_a_pass_with_masks_that_cannot_be_captured_is_launched(mode, monkeypatch
     engine.steps = DecodePasses(engine.model, engine.steps.run, Dispatcher(mode, SIZES, PROMPTS), between=captures.run)
     engine.prompts = PromptPasses(engine.model, engine.steps, captures.run)
     assert len(failures) == 2 * len(KINDS) * len(SIZES), "a wrong number of captures was attempted"
-    assert "a pass of 3 rows with masks stays uncaptured: out of " in caplog.text
+    assert "a pass of 3 rows with masks cannot be captured, so it is launched: out of " in caplog.text
     for _ in range(2):
         assert_same(passes(engine, "greedy", masked=True), passes(plain, "greedy", masked=True))
         assert_same(finish(engine, "greedy", masked=True), finish(plain, "greedy", masked=True))
@@ -352,7 +352,10 @@ def test_prompt_size_that_cannot_be_captured_is_launched(monkeypatch, caplog):
         found = [each.generate(ids(n), GREEDY, reuse_prefix=False).token_ids for each in (engine, plain)]
         assert found[0] == found[1]
     assert len(failures) == 1 and not engine.prompts.seconds
-    assert "a pass of 32 prompt tokens and 0 decoding rows stays uncaptured: out of memory" in caplog.text
+    assert (
+        "a pass of 32 prompt tokens and 0 decoding rows cannot be captured, so it is launched: out of memory"
+        in caplog.text
+    )
     assert engine.prompts.capture_next() is False, "a size is still left to capture"
     assert {stat.mode for stat in engine.graph_stats() if stat.kind == "prompt"} == {"none"}
 

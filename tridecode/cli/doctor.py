@@ -1,4 +1,4 @@
-"""Problems of this machine that keep the program from running on a GPU, each with its fix."""
+"""Problems that prevent the program from using the GPU of this machine, each with its fix."""
 
 import os
 import shutil

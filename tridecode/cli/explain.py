@@ -13,7 +13,7 @@ LOADING = ("model", *OPTIONS)  # Arguments of Engine.load that are options of th
 def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
     """Return one line about any error. For an error of the program it mentions --verbose.
 
-    arguments: arguments that were passed as options, in addition to LOADING; the line names their options.
+    arguments: Python arguments that were set by options, in addition to LOADING. The line names these options instead.
     """
     if isinstance(error, TridecodeError):
         return one_line(with_options(str(error), (*LOADING, *arguments)))
@@ -28,10 +28,10 @@ def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
 
 
 def with_options(text: str, arguments: Iterable[str]) -> str:
-    """Replace the arguments of Python that an error of the library names by their options.
+    """Replace names of Python arguments in an error of the library by their command-line options.
 
-    Some arguments are ordinary words too. They are replaced at the beginning and as name="value"; arguments with an
-    underscore are replaced everywhere.
+    Some arguments are also ordinary words. These are replaced only at the beginning and in name="value". Arguments with
+    an underscore are replaced everywhere.
     """
     names = "|".join(arguments)
     text = re.sub(rf'\b({names})="(\w+)"', lambda match: f"{option(match[1])} {match[2]}", text)

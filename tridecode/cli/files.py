@@ -10,13 +10,13 @@ from typing import TextIO
 
 @contextmanager
 def replacing(path: Path, private: bool = False, errors: str = "strict") -> Iterator[TextIO]:
-    """Yield a text file that replaces `path`, or the target of a link, once it is complete and on the disk.
+    """Yield a text file. When it is complete and on the disk, it replaces `path`, or the target of the link `path`.
 
     Until then, and if an error occurs, an older file stays unchanged.
 
     Args:
         private: only the owner may read it; otherwise it has the mode of the file that it replaces.
-        errors: as for open.
+        errors: the argument of the same name of `open`.
     """
     target = Path(os.path.realpath(path))
     if target.exists():

@@ -1,4 +1,4 @@
-"""Input of the commands: files, stdin and JSON, which is bounded, checked and valid Unicode."""
+"""Input of the commands: files, stdin and JSON. Its size is limited, and it is checked and valid Unicode."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def read_stdin(output: Output, limit: int | None = None, hint: str = "") -> str:
 
 
 def with_stdin(text: str, output: Output) -> str:
-    """Return a prompt in which stdin replaces a -, or with stdin appended if it is a pipe or a file."""
+    """Return a prompt in which stdin replaces a -. If stdin is a pipe or a file and there is no -, it is appended."""
     if STDIN.search(text):
         data = read_stdin(output).removesuffix("\n")
         if not data:
@@ -83,7 +83,10 @@ def stdin_lines() -> Iterator[str]:
 
 
 def is_file(mode: int) -> bool:
-    """Return whether an st_mode describes a regular file or a pipe. Both end, and the user chose them on purpose."""
+    """Return whether an st_mode describes a regular file or a pipe.
+
+    Input from both ends, unlike input from a terminal.
+    """
     return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
 
 
@@ -104,10 +107,10 @@ def readable_within(seconds: float) -> bool:
 
 
 def read_all(read: Callable, name: str, limit: int | None):
-    """Read until the end, in chunks, and return str or bytes.
+    """Read until the end in several reads, and return str or bytes.
 
     Args:
-        read: reads up to a number of units, like a file's `read`
+        read: reads at most the given number of characters or bytes, like `read` of a file
         name: the source, for errors
         limit: largest number of characters or bytes; None for LARGEST
 
@@ -125,7 +128,10 @@ def read_all(read: Callable, name: str, limit: int | None):
 
 
 def parse_json(text: str, place: str, output: Output):
-    """Return the value of a JSON text, with lone surrogates replaced as in `clean`. It can be written as JSON again."""
+    """Return the value of a JSON text.
+
+    Lone surrogates are replaced as in `clean`, so that the value can be written as JSON again.
+    """
     try:
         value = loads(text)
         again = json.dumps(value, ensure_ascii=False)
@@ -147,7 +153,7 @@ def loads(text: str | bytes):
 
 def _integer(digits: str) -> int:
     if len(digits) > DIGITS:
-        raise ValueError(f"a number of {len(digits):,} digits, at most {DIGITS} are read")
+        raise ValueError(f"a number of {len(digits):,} digits is not supported; use at most {DIGITS}")
     return int(digits)
 
 
@@ -158,7 +164,7 @@ def _real(digits: str) -> float:
 
 
 def _constant(word: str) -> float:
-    raise ValueError(f"{word} is not a number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def clean(text: str, name: str, output: Output) -> str:

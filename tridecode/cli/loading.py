@@ -46,7 +46,7 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
 
 
 def show_defaults(engine: Engine, overrides: Collection[str], output: Output) -> None:
-    """Show a line with the checkpoint's sampling defaults that no option replaced."""
+    """Show a line with the sampling defaults of the checkpoint that are in effect because no option replaces them."""
     defaults = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in overrides]
     if defaults:
         output.note(f"{', '.join(defaults)} from generation_config.json")
@@ -62,8 +62,9 @@ class Loader:
     def switch(self, model, name: str, overrides: Collection[str], raw: bool) -> None:
         """Replace the engine of `model` by an engine of the model `name`.
 
-        If the two do not fit in memory together, the old engine is closed first. If the new one then fails to load, the
-        old one is loaded again; if that fails too, `model` has no engine. Other errors leave the old engine in place.
+        If both engines do not fit in memory together, the old one is closed first. If the new engine then fails to
+        load, the old one is loaded again. If this also fails, `model` has no engine. After other errors, the old engine
+        stays in use.
 
         Args:
             model: a chat.local.LocalModel
@@ -107,7 +108,7 @@ class Loader:
         return engine
 
     def _fits_with_current(self, old: Engine, plan: EnginePlan) -> bool:
-        """Return whether the new model has the same context with the old one in memory as without it.
+        """Return whether the new model gets the same context while the old model is in memory as without the old model.
 
         Raises DeviceError if the new model does not fit without the old one either.
         """

@@ -90,7 +90,7 @@ def guarded(argv: list[str] | None) -> int:
 
 
 def discard_unwritten_output() -> None:
-    """Discard text that the streams could not write: Python flushes them again at exit, which must not fail."""
+    """Discard text that the streams could not write. Python flushes them again at exit, and this must not fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

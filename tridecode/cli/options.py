@@ -1,4 +1,4 @@
-"""Options of the commands that do not belong to the engine, and argparse parsers from all declared options.
+"""Options of the commands that are not options of the engine, and conversion of all declared options to argparse.
 
 This module must not import torch, so that `--help` is fast.
 """
@@ -46,7 +46,7 @@ class Url(Constraint):
 
 
 def _once(name: str, default, constraint: Constraint, help: str, *commands: str, **more) -> Option:
-    """Declare an option that belongs to one call and cannot be set in the configuration file."""
+    """Declare an option that is only for one call, so that the configuration file cannot set it."""
     return Option(constraint, help, default, name=name, commands=commands, unsaved=commands, **more)
 
 
@@ -173,7 +173,7 @@ def add_option(parser, option: Option, **more) -> None:
 
 
 def sampling_overrides(args) -> dict:
-    """Return the sampling options that are set; the others keep the model's defaults."""
+    """Return the sampling options that are set. For all others, the defaults of the model apply."""
     values = {name: value for name in SAMPLING if (value := getattr(args, name, None)) is not None}
     return values | ({"logit_bias": dict(values["logit_bias"])} if "logit_bias" in values else {})
 

@@ -36,7 +36,7 @@ class Rate(ProgressColumn):
 
 
 def progress(word: str, output: "Output", rate: Callable[[], float], shows: bool = True) -> Progress:
-    """Return a progress bar on stderr. It is hidden unless stderr is a terminal and `shows` is true."""
+    """Return a progress bar on stderr. It is visible only if stderr is a terminal and `shows` is true."""
     words = [TextColumn(word)] if output.errors.width >= WIDE else []
     return Progress(
         *words,
@@ -55,7 +55,7 @@ def progress(word: str, output: "Output", rate: Callable[[], float], shows: bool
 
 
 class Amount(DownloadColumn):
-    """Column of a progress bar with bytes and speed, or with a count in the task's unit."""
+    """Column of a progress bar that shows bytes and speed, or a count in the unit of the task."""
 
     def render(self, task: Task) -> Text:
         """Return the done and total amounts in the task's unit, or in bytes with the transfer rate."""

@@ -12,7 +12,7 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGQUIT is Ctrl-\ dur
 
 
 class Ended(SystemExit):
-    """A signal that ends the program, as an exception, so that the terminal and temporary files are cleaned up."""
+    """An exception for a signal that ends the program, so that the terminal and temporary files are cleaned up."""
 
     def __init__(self, signum: int):
         super().__init__(128 + signum)
@@ -61,8 +61,8 @@ def ending():
 def ending_task():
     """Make a signal for `ending` cancel the current task, as asyncio does for Ctrl-C.
 
-    An exception that is raised in a callback of the loop could be swallowed there. `ending` raises Ended after the
-    loop.
+    If the signal raised an exception in a callback of the loop, the loop could ignore it. `ending` raises Ended after
+    the loop has ended.
     """
     import asyncio  # Most commands do not need this import.
 
@@ -99,7 +99,8 @@ def in_background() -> bool:
 def ended_by_interrupt(before_stop: Callable[[], None] | None = None):
     """Make Ctrl-C end the process by the signal, after `before_stop`.
 
-    This is for imports: torch swallows a KeyboardInterrupt while it is imported, and would be incomplete afterwards.
+    This is for imports. If a KeyboardInterrupt occurs while torch is imported, torch ignores it and is incomplete
+    afterwards.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -121,7 +122,7 @@ def ended_by_interrupt(before_stop: Callable[[], None] | None = None):
 
 @contextmanager
 def one_interrupt(enabled: bool):
-    """Make the first Ctrl-C raise KeyboardInterrupt, and ignore later ones: they must not end the chat."""
+    """Make the first Ctrl-C raise KeyboardInterrupt, and ignore later ones, which must not end the chat."""
     if not enabled:
         yield
         return

@@ -55,7 +55,7 @@ class PipeConsole(Console):
 def switch_streams_to_utf8() -> str | None:
     """Switch the standard streams to UTF-8 if the encoding of one is incompatible with ASCII, such as UTF-16.
 
-    Terminals cannot show such an encoding, the newlines of a pipe do not match it, and partial writes lack its byte
+    Terminals cannot show such an encoding, newlines in a pipe have other bytes, and later writes would lack the byte
     order mark.
 
     Returns:
@@ -94,7 +94,10 @@ class Output:
         self.keys = Keys()
 
     def text(self, text: str) -> None:
-        """Write text of an answer immediately and unchanged; in a terminal, control characters are replaced."""
+        """Write text of an answer immediately.
+
+        In a terminal, control characters are replaced. Otherwise the text is unchanged.
+        """
         if not text:
             return
         if self.tty:
@@ -112,14 +115,14 @@ class Output:
         self.console.out(visible(text), end="", style="dim", highlight=False)
 
     def note(self, message: str, aligned: bool = False) -> None:
-        """Write a dim line to stderr, wrapped between words in a terminal. aligned: keep its spaces."""
+        """Write a dim line to stderr. In a terminal, it is wrapped between words. If `aligned`, spaces are kept."""
         if self.quiet:
             return
         text = visible(message) if aligned else one_line(message)
         self.errors.print(text, style="dim", soft_wrap=not self.wraps)
 
     def print_line(self, message: str, style: str | None = None) -> None:
-        """Write the output of a command to stderr: not dimmed, shown with --quiet too, with its spaces."""
+        """Write output of a command to stderr. It is not dimmed, keeps its spaces, and is also shown with --quiet."""
         self.errors.print(visible(message), style=style, soft_wrap=not self.wraps)
 
     def entry(self, name: str, words: str, column: int = 24) -> None:
@@ -198,7 +201,7 @@ class Keys:
         self._before: list | None = None  # The original attributes of the terminal while they are changed.
 
     def disable_echo(self) -> None:
-        """Switch the echo off. Call it again after each prompt."""
+        """Disable the terminal's echo. Call this again after each prompt."""
         if not self._enabled or in_background():  # If a program in the background changes the terminal, it is stopped.
             return
         import termios
@@ -230,9 +233,10 @@ class Keys:
 
 @contextmanager
 def echo_disabled(enabled: bool, pause: Callable[[], None], resume: Callable[[], None], paste: bool = False):
-    """Hold the terminal's keys within the context, and yield the Keys.
+    """Disable the echo within a `with` block, and yield the Keys.
 
-    Ctrl-Z calls `pause` and releases the keys. When the program continues, they are held again and `resume` is called.
+    Ctrl-Z calls `pause` and restores the terminal. When the program continues, the echo is disabled again and `resume`
+    is called.
     """
     keys = Keys(enabled, paste)
     with suspendable(both(pause, keys.release), both(keys.disable_echo, resume)):
@@ -269,14 +273,15 @@ SHORTER = ("reused", "seed", "context", "first", "pass")
 
 
 def speed_line(usage, timings, capacity: int | None = None, seed: int | None = None, width: int | None = None) -> str:
-    """Return the statistics line of an answer.
+    """Return the statistics line of an answer as text.
 
     Its parts: tokens, speed, tokens per pass if drafts were accepted, time to first token, reused tokens of the prompt,
     used tokens of the context, and the seed. Parts that a server does not report are omitted.
 
     Args:
         capacity: Tokens of the context, None to omit this part.
-        width: Maximum columns. A longer line is abbreviated, then the parts in SHORTER are omitted. None: no limit.
+        width: Maximum columns. A longer line is abbreviated, then the parts in SHORTER are omitted. None means no
+        limit.
     """
     parts = _speed(usage, timings, capacity, seed)
     if width is not None and len(" · ".join(parts.values())) > width:

@@ -1,4 +1,4 @@
-"""`tridecode tune`: search launch configs for one model on this GPU, judged by the time of the whole captured step."""
+"""`tridecode tune`: search launch configs for one model on this GPU. The time of a whole captured pass decides."""
 
 import json
 import time
@@ -42,7 +42,7 @@ PACKED_TOLERANCE = 0.2
 
 
 def run(args, output: Output) -> int:
-    """Run `tune`: print a line for each config that changed, and one JSON line."""
+    """Run `tune`: search, print a line for each launch config that changed, and print one JSON line."""
     if not torch.cuda.is_available():
         raise DeviceError("tune needs an NVIDIA GPU; no usable GPU was found")
     config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
@@ -83,7 +83,7 @@ def run(args, output: Output) -> int:
 
 
 def part_names(cases: dict, configs: PassConfigs) -> dict[Part, str]:
-    """Return the name of each part, the largest first: the roles that have that case, or attention."""
+    """Return the name of each part that is searched, the largest first: the roles of a linear, or attention."""
     sizes = {part: f" {part.heads}/{part.kv_heads}x{part.head_dim}" for part in configs.attention}
     roles: dict[Part, str] = {part: "attention" + (size if len(sizes) > 1 else "") for part, size in sizes.items()}
     for role, case in cases.items():
@@ -92,7 +92,7 @@ def part_names(cases: dict, configs: PassConfigs) -> dict[Part, str]:
 
 
 def confirmed(measure: Callable[[PassConfigs], float | None], configs: PassConfigs) -> float:
-    """Return the shorter of two timings in seconds. Raises DeviceError if a pass fails that ran before."""
+    """Return the shorter of two timings in seconds. Raises DeviceError if a pass fails although it ran before."""
     first, second = measure(configs), measure(configs)
     if first is None or second is None:
         raise DeviceError("the pass gave different logits when it was timed again; no table was written")
@@ -119,7 +119,7 @@ def words(fields: dict[str, int]) -> str:
 
 
 class StepTimer:
-    """Timer of a greedy pass with given configs: seconds, the mean over `contexts`.
+    """Timer of a greedy pass with given launch configs. The result is the mean over `contexts` in seconds.
 
     The result is None if the configs do not compile, do not launch, or change the logits of the first call.
     """
@@ -151,7 +151,10 @@ class StepTimer:
         return replace(self.engine.model, configs_by_rows={self._rows: configs})
 
     def compile(self, several: list[PassConfigs]) -> None:
-        """Compile the kernels of steps with these configs, many at a time. Errors occur again when a step is timed."""
+        """Compile the kernels of passes with these configs in parallel.
+
+        Errors are ignored here, because they occur again when a pass is timed.
+        """
         model, greedy = self.engine.model, BatchDescriptor("greedy", self._rows)
         model.workspace.meta[:, STATUS] = LIMIT_REACHED  # No row may run.
         with suppress(TritonError, RuntimeError):
@@ -182,7 +185,7 @@ class StepTimer:
 
 @contextmanager
 def progress(output: Output, names: dict[Part, str]):
-    """Show a bar on stderr if it is a terminal; yields the function that `search` reports to."""
+    """Show a progress bar on stderr if it is a terminal. Yield the function to which `search` reports."""
     columns = (
         TextColumn("tuning {task.fields[name]}"),
         BarColumn(),

@@ -17,7 +17,7 @@ class Waiting:
     """A context manager that shows a progress line on stderr until `end`, if stderr is a terminal."""
 
     def __init__(self, output: Output, reading: Reading, redraws: bool = True, shows: bool = True):
-        """Create the line; it appears within the context.
+        """Create the line, which appears within a `with` block.
 
         Args:
             reading: Returns the progress as Scheduler.reading does. Another thread calls it.

@@ -18,7 +18,7 @@ TAB = 8
 class Wrapped:
     """A function that takes text as it arrives and writes it with newlines at the edge of the window.
 
-    Written text is never changed: a word is held until it is complete, so the last character of a text must be a
+    Written text is never changed. A word is written only when it is complete, so the last character of a text must be a
     newline. Lines of code between fences, and words longer than the window, are not broken.
     """
 
@@ -41,7 +41,7 @@ class Wrapped:
             self._write(out)
 
     def _placed(self, part: str) -> str:
-        """Return the text to write for a part now."""
+        """Return the text that can be written for a part now."""
         if part == "\n":
             self._begin_line()
             return part

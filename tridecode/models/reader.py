@@ -15,7 +15,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in file `path`. Raises CheckpointError for a duplicate key or anything but an object."""
 
     def duplicate(key: str) -> CheckpointError:
-        return CheckpointError(f"{path}: the key {shown(key)} is given twice; keep one of the two")
+        return CheckpointError(f"{path}: the key {shown(key)} occurs twice; remove one of the two")
 
     try:
         value = json.loads(read_file(path, _JSON_LIMIT), object_pairs_hook=unique(duplicate))

@@ -24,7 +24,7 @@ def find_device(options: EngineOptions) -> torch.device:
         kind = "cuda" if gpu else "cpu"
     device = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
     if options.backend == "triton" and kind != "cuda":
-        raise DeviceError('backend triton needs an NVIDIA GPU and none is used here; use backend="torch"')
+        raise DeviceError('backend triton needs an NVIDIA GPU, but no GPU is used; use backend="torch"')
     if kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise DeviceError(f'{device} has a compute capability below 8.0, which is not supported; use device="cpu"')
     return device

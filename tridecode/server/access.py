@@ -74,7 +74,11 @@ class Access:
         try:
             app = self._app
             if self._key is not None and scope["path"] not in PUBLIC and not self._allowed(scope):
-                error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+                error = ApiError(
+                    401,
+                    "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                )
                 app = JSONResponse(error.body(scope["path"]), 401, error.headers)
             await app(scope, receive, watched)
         except asyncio.CancelledError:  # The server stops while it waits for a body or for a client that reads slowly.

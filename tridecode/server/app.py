@@ -215,7 +215,9 @@ class Server:
             async with asyncio.timeout(self.settings.timeout):
                 return parse_body(await read_body(request), body_type)
         except TimeoutError:
-            raise ApiError(408, "the body took longer than this server allows", code="timeout") from None
+            raise ApiError(
+                408, "the body did not arrive within the time limit of this server; send it again", code="timeout"
+            ) from None
         except ClientDisconnect:
             raise ApiError(499, "the client disconnected", code="disconnected") from None
 

@@ -115,7 +115,13 @@ class Loop:
             now = time.monotonic()
             for call in list(self._calls):
                 if call.deadline is not None and now > call.deadline:
-                    call.end(ApiError(504, "the request took longer than this server allows", code="timeout"))
+                    call.end(
+                        ApiError(
+                            504,
+                            "the request exceeded the time limit of this server; shorten the prompt or the answer",
+                            code="timeout",
+                        )
+                    )
                 elif now - call.last_awake > self._keep_alive:
                     call.wake(force=True)
 

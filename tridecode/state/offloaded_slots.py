@@ -158,7 +158,9 @@ class OffloadedSlots(Slots):
         places = [*self._location.values(), *(~place for place in self._precopied.values())]
         assert len(set(places)) == len(places), "two pages have the same place"
         assert all(page in self._location for page in self.cache.pages()), "a page in the prefix tree has no location"
-        assert {page for page in in_slots if self._on_host(page)} == self._ring_place.keys(), "the ring has other pages"
+        assert {page for page in in_slots if self._on_host(page)} == self._ring_place.keys(), (
+            "the ring does not hold exactly the pages of active requests that are on the host"
+        )
         assert len(set(self._ring_place.values())) == len(self._ring_place), "two pages have the same place in the ring"
         assert len(in_slots) <= self._kv.runnable, "active requests have more pages than the device and the ring store"
 

@@ -83,7 +83,7 @@ class PassRunner(Generic[Key]):
                 self.capture(key)
         except Exception as error:  # Some errors of Triton are not RuntimeErrors.
             self.graphs[key] = None
-            log.warning("%s stays uncaptured: %s", key, brief(error))
+            log.warning("%s cannot be captured, so it is launched: %s", key, brief(error))
         else:
             milliseconds, used = 1e3 * (time.perf_counter() - started), free - self.place.free_memory()
             log.debug("captured %s (%s) in %.0f ms, %.1f MiB", key, self.mode, milliseconds, used / 2**20)

@@ -46,7 +46,7 @@ def choose(
                 return Choice(kernel, kernel.config())
             if config := RULES[kernel.name](case, rows, device, batch_invariant):
                 return Choice(kernel, config)
-    raise ValueError(f"no kernel multiplies {rows} rows by {case}")
+    raise ValueError(f"no kernel supports {rows} rows with {case}")
 
 
 def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> RingConfig | None:

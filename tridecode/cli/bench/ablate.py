@@ -1,4 +1,4 @@
-"""bench decode --ablate: the gain of each optimization of the decode pass, with equal kernels and launch configs."""
+"""bench decode --ablate: the gain of each optimization of the decode pass. Kernels and launch configs stay the same."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ PROFILED_STEPS = 16
 
 @dataclass(kw_only=True)
 class AblateRow(Row):
-    """Row of a variant of the decode pass."""
+    """The figures of one variant of the decode pass."""
 
     bench = "ablate"
     header = "decode --ablate"
@@ -87,7 +87,8 @@ def ladder(engine: Engine, args, output) -> list[Row]:
 def record(engine: Engine, rungs: list, context: int, params: SamplingParams):
     """Return the profiler's events of PROFILED_STEPS passes of each variant, within a range named after the variant.
 
-    One session records all variants: graphs captured before a session may be missing from the records of a second one.
+    One profiler session records all variants. A second session may lack the records of graphs that were captured before
+    it.
     """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         for name, variant in [("warm-up", rungs[-1][1]), *rungs]:
@@ -101,7 +102,7 @@ def record(engine: Engine, rungs: list, context: int, params: SamplingParams):
 
 
 def kernels_within(events, name: str) -> list[tuple[float, float]]:
-    """Return start and end in µs of the GPU's activities within the host's range `name`."""
+    """Return (start, end) in µs of the GPU activities that ran within the profiler range `name` of the host."""
     ranges = [e.time_range for e in events if e.name == name and e.device_type == DeviceType.CPU]
     return [
         (event.time_range.start, event.time_range.end)
@@ -113,9 +114,9 @@ def kernels_within(events, name: str) -> list[tuple[float, float]]:
 
 
 def device_figures(intervals: list[tuple[float, float]], steps: int) -> dict:
-    """Return µs per pass: the span from the first kernel's start to the last end, and the part with a kernel running.
+    """Return µs per pass: from the start of the first kernel to the end of the last, and the part in which kernels ran.
 
-    The result is empty without kernels.
+    Without kernels, the result is empty.
     """
     if not intervals:
         return {}

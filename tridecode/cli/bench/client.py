@@ -17,7 +17,7 @@ TEXTS = ("content", "text", "reasoning_content", "reasoning")  # Fields of a cho
 
 
 class Failed(Exception):
-    """A request without a complete answer. Requests that fail for the same reason have equal messages."""
+    """The request got no complete answer. Requests that fail for the same reason have equal messages."""
 
 
 @dataclass(eq=False)

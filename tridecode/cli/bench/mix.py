@@ -35,7 +35,7 @@ class Mix:
 
 @dataclass(kw_only=True)
 class MixRow(Row):
-    """Row of decoding requests and a prompt in one graph mode."""
+    """The figures of decoding requests and one prompt in one graph mode."""
 
     bench = "serve-mix"
     header = "serve --mix"
@@ -63,7 +63,10 @@ class MixRow(Row):
 
 
 def mix(args, output) -> list[Row]:
-    """Return a row for each mode of --graph. One engine, with a slot per request and one for the prompt, runs all."""
+    """Return a row for each mode of --graph.
+
+    One engine runs all of them. It has a slot per request, and one for the prompt.
+    """
     if args.requests >= MAX_ROWS:
         raise ParameterError(
             f"--requests: must be at most {MAX_ROWS - 1}, because the prompt needs a slot too, got {args.requests}"

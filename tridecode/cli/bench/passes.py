@@ -17,7 +17,7 @@ def rewind(
 ) -> None:
     """Set the positions of the first `rows` rows, for passes with `enqueue`. The content of the cache is unchanged.
 
-    Each row has a slot of its own and a share of the free pages. All requests of the engine are cancelled.
+    Each row gets a separate slot and a share of the free pages. All requests of the engine are cancelled.
 
     Args:
         position: the position of all rows, or a list with the position of each row

@@ -46,7 +46,7 @@ TIMES = {
 
 @dataclass(kw_only=True)
 class ServeRow(Row):
-    """Row of a load on a server, with the names of vLLM's serving benchmark."""
+    """The figures of a load on a server. Fields have the names of vLLM's serving benchmark."""
 
     bench = "serve"
     header = "serve"
@@ -174,7 +174,7 @@ class Load:
         return [task.result() for task in tasks]
 
     def rate(self) -> float:
-        """Return tokens per second so far, for the progress bar, whose thread calls this.
+        """Return tokens per second so far. The thread of the progress bar calls this.
 
         An answer that is still running counts one token per event, because its usage is not known yet.
         """
@@ -226,12 +226,15 @@ def serve(args, output) -> list[Row]:
     assert load is not None
     print_failures(load.answers, output)
     if all(answer.error for answer in load.answers):
-        raise GenerationError(f"bench serve: {counted(len(load.answers), 'request')}, all failed")
+        raise GenerationError(f"bench serve: all of {counted(len(load.answers), 'request')} failed")
     return [row_of(args, model, seed, load)]
 
 
 def loop_factory():
-    """Return uvloop's event loop factory if uvloop is installed: it uses less CPU time. None selects asyncio's."""
+    """Return uvloop's event loop factory if uvloop is installed, else None.
+
+    uvloop uses less CPU time than asyncio's loop.
+    """
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -263,7 +266,10 @@ def make_load(args, model: str, lines: list[dict] | None, seed: int, path: str) 
 
 
 def arrivals(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> np.ndarray:
-    """Return [count] times of requests in seconds, ascending from 0, with gamma distributed gaps of mean 1 / rate."""
+    """Return the start times [count] of requests in seconds, ascending from 0.
+
+    The gaps are gamma distributed with mean 1 / rate.
+    """
     if rate == math.inf:
         return np.zeros(count)
     gaps = rng.gamma(burstiness, 1 / (rate * burstiness), count - 1)
@@ -290,7 +296,7 @@ def jsonl_prompts(args, output) -> list[dict]:
             place = f"{args.jsonl}: line {number:,}"
             lines.append(prompt_of(parse_json(line, place, output), args.endpoint, place))
     if not lines:
-        raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
+        raise PromptError(f'{args.jsonl}: contains no prompts; expected lines like {{"prompt": "..."}}')
     if args.num_prompts and args.num_prompts > len(lines):
         raise PromptError(f"{args.jsonl}: {counted(len(lines), 'prompt')}, fewer than --num-prompts {args.num_prompts}")
     return lines
@@ -336,7 +342,7 @@ def prompt_of(line, endpoint: str, place: str) -> dict:
 
 
 def print_failures(answers: list, output) -> None:
-    """Print each reason with the number of requests that failed for it, the most frequent first."""
+    """Print each failure reason with its number of requests, the most frequent first."""
     reasons = Counter(answer.error for answer in answers if answer.error is not None).most_common()
     for reason, number in reasons[:REASONS]:
         output.error(f"{counted(number, 'request')} failed: {reason}")
@@ -346,7 +352,7 @@ def print_failures(answers: list, output) -> None:
 
 
 def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
-    """Return the row of the complete answers. Percentiles are interpolated linearly, as by numpy's default."""
+    """Return the row for the complete answers. Percentiles are interpolated linearly, as numpy does by default."""
     whole = [answer for answer in load.answers if answer.error is None]
     read, generated = (sum(getattr(answer, name) for answer in whole) for name in ("input_tokens", "output_tokens"))
     times = {
@@ -379,7 +385,7 @@ def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
 def latency_stats(seconds: list[float], percentiles: list[float]) -> dict:
     """Return mean, median, standard deviation and percentiles in ms; None for each if `seconds` is empty.
 
-    It is empty for the times between tokens if all answers have one token.
+    `seconds` is empty for the times between tokens if all answers have one token.
     """
     names = ["mean", "median", "std", *(f"p{p}" for p in percentiles)]
     if not seconds:

@@ -43,7 +43,7 @@ LAUNCHES = 20  # Number of launches of the draft kernel in one graph.
 
 @dataclass(kw_only=True)
 class PassesRow(Row):
-    """Row of passes that verify drafts."""
+    """The figures of passes that verify drafts."""
 
     bench = "speculate"
     header = "speculate"
@@ -65,7 +65,7 @@ class PassesRow(Row):
 
 @dataclass(kw_only=True)
 class DraftRow(Row):
-    """Row of the draft kernel."""
+    """The figures of the draft kernel."""
 
     bench = "speculate-draft"
     header = "looking for a draft"
@@ -76,7 +76,7 @@ class DraftRow(Row):
 
 @dataclass(kw_only=True)
 class TextRow(Row):
-    """Row of the playback of a text."""
+    """The figures of the playback of a text."""
 
     bench = "speculate-text"
     header = "speculate, texts"
@@ -132,7 +132,7 @@ def text_row(text: Text, tokens: int, counts: Counter, one_request: dict | None,
         text: the text
         tokens: its number of tokens
         counts: number of passes by rows per pass
-        one_request: µs of passes of one request, for the speed-up; None leaves it out
+        one_request: µs of passes of one request, from which the speed-up follows; None omits the speed-up
         facts: further fields of the row
     """
     figures: dict[str, Any] = {"tokens": tokens, "tokens_per_pass": tokens / counts.total()}
@@ -160,7 +160,7 @@ def passes(engine: Engine, args) -> list[dict]:
 
 
 def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[], None]) -> float:
-    """Return µs per pass. The tokens after the position are known: all rows run and all drafts are accepted."""
+    """Return µs per pass. The tokens after the position are known, so all rows run and all drafts are accepted."""
     times, known = [], rows * (args.steps + 2) if rows > 1 else 0
 
     def run_passes() -> None:
@@ -198,7 +198,9 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
 
 
 def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:
-    """Capture the launches of `lines` in one graph and return a function that replays it. No row may be running.
+    """Capture the launches of the list `lines` in one graph and return a function that replays it.
+
+    No row may be running.
 
     Without a GPU, the returned function calls the references of the ops instead.
     """

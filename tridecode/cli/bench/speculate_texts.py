@@ -1,4 +1,4 @@
-"""Fixed texts for bench speculate, and their playback through the drafter and the verification.
+"""Fixed texts for `bench speculate`, and their playback through the drafter.
 
 Playback treats the tokens of a text as if a model had sampled them, so that acceptance rates are measured without a
 checkpoint. The texts are excerpts of earlier versions of this repository, stored in files, so that figures of
@@ -63,7 +63,7 @@ def texts() -> list[Text]:
 
 
 def simulate(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> Counter:
-    """Return the number of passes that one request needs to sample given tokens, by rows per pass.
+    """Return how many passes one request needs to sample the tokens `sampled`, by number of rows per pass.
 
     Args:
         before: token ids of the prompt

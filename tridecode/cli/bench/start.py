@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]  # The folder that contains the package, in a c
 
 @dataclass(kw_only=True)
 class StartRow(Row):
-    """Row of process starts."""
+    """The figures of process starts."""
 
     bench = "start"
     header = "start"
@@ -53,7 +53,7 @@ def start(args, output) -> list[Row]:
 
 
 def time_start(preset: str, cache: str) -> tuple[float, dict]:
-    """Return the seconds from the start of a process to its first token, and its report.
+    """Return the seconds from the start of a process to its first token, and the JSON report of the process.
 
     Args:
         preset: name of the model shape
@@ -80,12 +80,14 @@ def time_to_first_line(command: list[str], environment: dict) -> tuple[float, di
             # After an interrupt the process may still run. For a process that has ended this call has no effect.
             process.kill()
     if process.returncode or not line.strip():
-        raise GenerationError(f"a started process ended with exit code {process.returncode} before its first token")
+        raise GenerationError(
+            f"a process that the bench started ended with exit code {process.returncode} before its first token"
+        )
     return seconds, json.loads(line)
 
 
 def start_figures(first: float, first_parts: dict, later: list[tuple[float, dict]]) -> dict:
-    """Return the figures of a row. The parts (import, build, prompt) are taken from the median later start."""
+    """Return the figures of a row. The times of import, build and prompt come from the median later start."""
     median, p5, p95 = median_p5_p95([seconds for seconds, _ in later])
     _, parts = sorted(later, key=lambda run: run[0])[(len(later) - 1) // 2]
     return {

@@ -15,7 +15,7 @@ from .rows import Row, column
 
 @dataclass(kw_only=True)
 class StreamRow(Row):
-    """Row of streams of one request."""
+    """The figures of streams of one request."""
 
     bench = "stream"
     header = "stream"

@@ -43,7 +43,8 @@ class Code(CodeBlock):
 class Rows(TableElement):
     """A table that keeps the alignment of its columns and folds long words instead of cutting them.
 
-    If the table has too many columns for the window, each cell is shown on its own line after its column's name.
+    If the table has too many columns for the window, each cell is shown on a separate line after the name of its
+    column.
     """
 
     def __rich_console__(self, console, options):
@@ -83,7 +84,7 @@ class Line(HorizontalRule):
 
 
 class Item(ListItem):
-    """A list item that keeps the number from the source."""
+    """A list item that keeps the number that the source contains."""
 
     marker = ""
 
@@ -96,7 +97,7 @@ class Item(ListItem):
 
 
 class Items(ListElement):
-    """A list whose items keep their look when more items are added."""
+    """A list whose existing items do not change when more items are added."""
 
     def __rich_console__(self, console, options):
         for item in self.items:
@@ -147,8 +148,8 @@ class Block(Markdown):
 def render_rows(console, source: str, finished: bool = True) -> list[tuple[Segment, ...]]:
     """Return the terminal rows of a block, without surrounding blank rows and trailing spaces.
 
-    A finished block that renders to no rows, such as an empty code block, is shown as written. The last column stays
-    free: after a character in the last column, the position of the cursor depends on the terminal.
+    A finished block without rows, such as an empty code block, is shown as its source. The last column stays empty,
+    because the cursor position after a character in the last column depends on the terminal.
     """
     if not source.strip():
         return []

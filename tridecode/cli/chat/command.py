@@ -97,7 +97,7 @@ def open_model(args, output: Output) -> tuple[LocalModel, SamplingParams]:
 
 
 def connect(args, output: Output) -> tuple[Model, SamplingParams]:
-    """Return the server's model that the options select, and the sampling parameters.
+    """Return the model of the server that the options select, and the sampling parameters.
 
     Engine options from the configuration file or the environment apply to other chats and are ignored here.
 
@@ -126,7 +126,7 @@ def connect(args, output: Output) -> tuple[Model, SamplingParams]:
 
 
 def open_session(args, output: Output, interactive: bool) -> tuple[Conversation, session.Store | None]:
-    """Open the conversation that --session or --resume selects, and its file. Runs before the model is loaded.
+    """Open the conversation that --session or --resume selects, and its file. This runs before the model is loaded.
 
     In a terminal a new conversation gets a file too. The store is None if the conversation is not saved.
     """

@@ -18,7 +18,7 @@ class Offer:
     Attributes:
         options: Names of the sampling options that can be set.
         choices: Values of each other setting.
-        models: Names of the models that /model accepts, None for the models of this machine.
+        models: Names of the models that /model accepts. None means the models of this machine.
     """
 
     options: Iterable[str] = NAMES

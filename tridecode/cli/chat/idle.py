@@ -1,4 +1,4 @@
-"""Background capture of prompt passes and draft-verify passes, one size at a time, while a chat waits for input."""
+"""Background capture of CUDA graphs while a chat waits for input: prompt passes and passes that verify drafts."""
 
 import threading
 import weakref

@@ -63,7 +63,7 @@ class PlainReader:
     redraws = True  # All readers have this attribute. This reader never redraws.
 
     def __init__(self, keys: Keys | None = None):
-        """keys: The terminal's keys, which are released during a read."""
+        """Create the reader. `keys` are the terminal's keys, which are released during a read."""
         self._keys = keys or Keys()
         self._readline: ModuleType | None = None
         with suppress(ImportError):

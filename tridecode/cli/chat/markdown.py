@@ -1,4 +1,4 @@
-"""Streaming of Markdown to a terminal. Finished blocks stay; only rows of the unfinished block are redrawn."""
+"""Streaming of Markdown to a terminal. Finished blocks do not change; only rows of the unfinished block are redrawn."""
 
 import re
 import time
@@ -25,7 +25,7 @@ Row = tuple[Segment, ...]
 
 
 class Painter:
-    """Draws frames of a growing Markdown text, without a thread or a clock.
+    """A renderer of a growing Markdown text. The caller decides when a frame is drawn.
 
     After a frame the cursor is at the end of the last row. Text is appended to rows if possible. Otherwise the rows are
     redrawn from the first difference. The cursor cannot reach rows above the screen. It cannot cross rows that are
@@ -209,7 +209,7 @@ class MarkdownStream:
             self._thread.start()
 
     def finish(self) -> None:
-        """Draw the remaining text. Raises the first error of writing to the terminal."""
+        """Draw the remaining text. Raises the first error that occurred when text was written to the terminal."""
         if self._closed:
             return
         self._closed = True
@@ -258,7 +258,7 @@ class MarkdownStream:
             pause = max(FRAME, (time.thread_time() - started) / SHARE)
 
     def _try(self, draw, always: bool = False) -> None:
-        """Call `draw` unless the terminal has failed already; store the first error for `finish`."""
+        """Call `draw` unless the terminal has failed before. The first error is stored, and `finish` raises it."""
         if self._error is not None and not always:
             return
         try:

@@ -21,7 +21,7 @@ class Thinking(NamedTuple):
 
 
 class Model:
-    """A model in this process (local.LocalModel) or of a server (remote.RemoteModel)."""
+    """The interface of a model in this process (local.LocalModel) or on a server (remote.RemoteModel)."""
 
     name: str
     device: object
@@ -54,15 +54,18 @@ class Model:
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[OutputChunk]:
-        """Yield the chunks of an answer, or of its rest after `prefix`. overrides: names of the set options."""
+        """Yield the chunks of an answer, or of the rest of an answer that begins with `prefix`.
+
+        overrides: names of the set options.
+        """
         raise NotImplementedError
 
     def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
-        """Return the tokens of a prompt. Raises TooLong, without counting, if it far exceeds the context."""
+        """Return the number of tokens of a prompt. Raises TooLong, without counting, if it far exceeds the context."""
         raise NotImplementedError
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return the progress of the prompt as Scheduler.reading does. Another thread calls it."""
+        """Return the progress of the prompt in the form of Scheduler.reading. Another thread calls this."""
         return None
 
     def facts(self, last: OutputChunk | None) -> list[str]:

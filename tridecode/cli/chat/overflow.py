@@ -1,4 +1,4 @@
-"""Handling of a turn that does not fit in the context, as --overflow selects."""
+"""Handling of a turn that does not fit in the context, according to --overflow."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def fit(
         choice: The value of --overflow. drop-oldest drops the oldest turns but keeps the system turn. It reserves an
             eighth of the context for the answer, or max_tokens if that is less.
         largest: Tokens of the largest context that the model supports.
-        continues: `count` includes an answer that is being continued.
+        continues: Whether `count` includes the beginning of an answer that is continued.
 
     Raises:
         Overflow: The turn does not fit.
@@ -101,7 +101,7 @@ def _message_too_long(
 
 
 def _counted(count: Callable, prompt) -> tuple[int, bool]:
-    """Return the tokens of a prompt, and whether the number is only a lower bound."""
+    """Return the number of tokens of a prompt, and whether it is only a lower bound."""
     try:
         return count(prompt), False
     except TooLong as error:

@@ -123,7 +123,10 @@ class RemoteModel(Model):
         self._http.close()
 
     def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
-        """Return the tokens of a prompt. Raises ServerError, or TooLong if the server refuses to count so many."""
+        """Return the number of tokens of a prompt.
+
+        Raises ServerError, or TooLong if the prompt is too long for the server.
+        """
         with failing(self.device):
             response = self._post("/tokenize", self._body(prompt_field(prompt), {}, thinking.variables))
             try:
@@ -137,9 +140,10 @@ class RemoteModel(Model):
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[OutputChunk]:
-        """Yield an OutputChunk without token ids for each event with text, then a last one; see Engine.stream.
+        """Yield an OutputChunk without token ids for each event with text, then a last chunk; see Engine.stream.
 
-        Thinking that the server sends in a separate field is put between tags, as models write it. Closing the iterator
+        If the server sends thinking in a separate field, it is put between think tags, as models write it. Closing the
+        iterator
         closes the stream, which cancels the request.
 
         Args:
@@ -231,7 +235,7 @@ class Answer:
         return f"\n{CLOSE}\n\n" if was else ""
 
     def end(self) -> OutputChunk:
-        """Return the last chunk, with the times from the request to the first text and from there to the last text.
+        """Return the last chunk. It contains the seconds until the first text, and from the first to the last text.
 
         Raises:
             ServerError: The answer is incomplete.
@@ -309,7 +313,7 @@ def check(response: httpx.Response) -> None:
 
 
 class Refused(TooLong):
-    """The server refused a prompt that is too long; the message is the server's."""
+    """The server refused a prompt that is too long. The message comes from the server."""
 
     def __init__(self, message: str, tokens: int):
         PromptError.__init__(self, message)

@@ -25,7 +25,7 @@ def save(chat, rest: str) -> None:
 
 
 def load(chat, rest: str) -> None:
-    """Run /load. A session is continued in place; the conversation of a file continues in a new session."""
+    """Run /load. A session continues in its file. The conversation of another file continues in a new session."""
     store = None
     if rest in sessions.names():
         store = session.Store(sessions.existing(rest), chat.model.name)

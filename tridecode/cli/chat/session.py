@@ -25,7 +25,7 @@ class SessionError(TridecodeError):
 
 @contextmanager
 def failing(path: Path, fix: str = ""):
-    """Turn file system errors, and errors of names with a NUL, into SessionError within the context."""
+    """Convert file system errors, and ValueErrors of names that contain NUL, to SessionError within a `with` block."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,10 @@ def failing(path: Path, fix: str = ""):
 
 
 def state_dir() -> Path:
-    """Return the directory of the history and the sessions, which only its owner can read. Raises SessionError."""
+    """Return the directory that contains the history and the sessions.
+
+    Only its owner can read it. Raises SessionError.
+    """
     path = Path(platformdirs.user_state_dir("tridecode", appauthor=False))
     with failing(path, "; set XDG_STATE_HOME to a writable directory"):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,7 +55,7 @@ def named(name: str) -> Path:
     if not _NAME.fullmatch(name):
         if existing := next((path for path in files() if path.stem == name), None):
             return existing
-        raise SessionError(f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 80")
+        raise SessionError(f"session name {name!r} is invalid; use at most 80 letters, digits, '.', '_' and '-'")
     return sessions_dir() / f"{name}.json"
 
 
@@ -102,7 +105,7 @@ def loads(text: str | bytes) -> Conversation:
 
 
 def is_session(content) -> bool:
-    """Return whether a JSON value has the format name of a session."""
+    """Return whether a JSON value contains the format name of session files."""
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
@@ -110,7 +113,7 @@ def parse(content: dict) -> Conversation:
     """Return the conversation in the JSON object of a session. Raises ValueError."""
     version = content.get("version")
     if version != VERSION or isinstance(version, bool):
-        raise ValueError(f"its version is {json.dumps(version)[:20]}, this program reads {VERSION}")
+        raise ValueError(f"its version is {json.dumps(version)[:20]}, but this program reads version {VERSION}")
     raw, turns, texts = content.get("raw"), content.get("turns"), (content.get("system"), content.get("title"))
     if not isinstance(raw, bool) or not isinstance(turns, list) or not all(isinstance(t, str | None) for t in texts):
         raise ValueError("raw, system, title or turns is missing or of the wrong type")

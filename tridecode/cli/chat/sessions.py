@@ -28,8 +28,8 @@ class Saved:
     """A session file.
 
     Attributes:
-        time: When it was saved last, in seconds since the epoch.
-        size: Bytes of the file.
+        time: Time of the last save, in seconds since the epoch.
+        size: Size of the file in bytes.
         conversation: Its contents, None if the file is damaged.
     """
 
@@ -144,8 +144,8 @@ def delete(chosen: Sequence[str]) -> None:
 def markdown(conversation: Conversation) -> str:
     """Return a saved conversation as Markdown.
 
-    The model is not loaded, so its template is unknown. Answers are taken to begin inside a think block only if all of
-    them close a block that they do not open.
+    The model is not loaded, so its template is unknown. The function assumes that answers begin inside a think block if
+    all of them close a block that they do not open.
     """
     answers = [answer for _, answer in conversation.turns]
     return conversation.markdown(bool(answers) and all(CLOSE in answer and OPEN not in answer for answer in answers))

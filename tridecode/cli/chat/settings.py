@@ -17,7 +17,7 @@ _LIST = re.compile(r"""\[\s*["']""")  # A text that begins like a list of string
 
 
 def as_typed(name: str, value) -> str:
-    """Return the value of an option in the form that /set accepts."""
+    """Return the value of an option as text that /set accepts."""
     if name == "json_schema" and value is not None:
         value = json.loads(value)  # The file contains the value as JSON text.
     return json.dumps(value, ensure_ascii=False) if value is not None else "none"

@@ -76,7 +76,10 @@ def command_hint(message: str) -> str:
 
 
 def literal(message: str) -> str:
-    """Return the input that sends `message` literally: a leading space prevents a command or a block."""
+    """Return the input that sends `message` unchanged.
+
+    A leading space keeps it from being read as a command or a block.
+    """
     return f" {message}" if message.startswith(("/", '"""')) or command_hint(message) else message
 
 

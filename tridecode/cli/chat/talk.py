@@ -121,7 +121,7 @@ class Chat:
         return Offer(self.settings(), CHOICES | fixed, self.model.models)
 
     def setting(self, name: str) -> str:
-        """Return the value of a sampling option in the form that /set accepts."""
+        """Return the value of a sampling option as text that /set accepts."""
         if self.model.defaults is not None and name not in self.overrides:
             return self.model.defaults
         return as_typed(name, getattr(self.params, name))
@@ -130,7 +130,7 @@ class Chat:
         """Set a sampling option to a typed value and return its full name. Raises ParameterError."""
         name = known(name)
         if not text:
-            raise ParameterError(f"/set {name} needs a value; it is {self.setting(name)}")
+            raise ParameterError(f"/set {name} needs a value; the current value is {self.setting(name)}")
         params = changed(self.params, self.model.default_params(), name, text)
         if text == "default":
             self.overrides.pop(name, None)
@@ -144,7 +144,7 @@ class Chat:
         """Set one of CHOICES. `default` restores the value at the start of the chat. Raises ParameterError."""
         if value not in (*CHOICES[name], "default"):
             if not value:
-                raise ParameterError(f"/set {name} needs a value; it is {getattr(self, name)}")
+                raise ParameterError(f"/set {name} needs a value; the current value is {getattr(self, name)}")
             raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])} or default, got {value[:80]!r}")
         if name == "overflow" and value in ("drop-oldest", "stop") and not self.model.counts:
             raise ParameterError(f"overflow {value} {COUNTING}")
@@ -218,7 +218,7 @@ class Chat:
         return self.ask(message, replaces=True, prefix=answer)
 
     def can_continue(self, error: Exception) -> bool:
-        """Return whether the chat can continue after `error`; if it cannot, print the reason."""
+        """Return whether the chat can continue after `error`. If not, print the reason."""
         if not self.model.loaded:
             problem, code = "there is no model any more", 1
         elif self.model.lost(error):

@@ -128,7 +128,10 @@ def params_of(chat):
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """Return the parameters with a random short seed if none is set, so that the answer can be reproduced."""
+    """Return the parameters with a seed.
+
+    If no seed is set, it is a short random number, so that the user can reproduce the answer.
+    """
     if params.seed is not None or params.temperature == 0:
         return params
     return replace(params, seed=secrets.randbelow(SEEDS))

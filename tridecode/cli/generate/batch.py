@@ -1,4 +1,4 @@
-"""`tridecode generate --jsonl`: a file of prompts, one JSON line an answer, resumed where it stopped."""
+"""`tridecode generate --jsonl`: answers for a file of prompts, one JSON line each. A stopped batch can be resumed."""
 
 import hashlib
 import json
@@ -169,7 +169,7 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
     """
     lines = Lines(read_file(args.jsonl, output, LARGEST))
     if not len(lines):
-        raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
+        raise PromptError(f'{args.jsonl}: contains no prompts; expected lines like {{"prompt": "..."}}')
     with open_results(args.output, lines.answered, output) as (done, write):
         left = len(lines) - len(done)
         if not left:
@@ -187,7 +187,9 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
 
 
 class Answers:
-    """Answers lines, and writes the answers in the order of the lines, or with --unordered as they end.
+    """A batch that answers lines.
+
+    It writes the answers in the order of the lines, or with --unordered in the order of their ends.
 
     It submits as many lines as there are slots and places in the queue. If a signal ends it early, finished answers are
     written, and the others are cancelled.
@@ -204,7 +206,7 @@ class Answers:
         self._started = time.perf_counter()
 
     def run(self, requests: Iterator[Request], load: Callable) -> None:
-        """load(args, output) is called at the first line that needs the engine."""
+        """Answer the requests. load(args, output) is called at the first line that needs the engine."""
         for first in requests:
             if first.error is None:
                 break
@@ -265,7 +267,7 @@ class Answers:
             self.failed += 1
 
     def _first_ended(self) -> Request:
-        """Wait until one of the oldest requests, which occupy the slots, has ended, and return it."""
+        """Wait until one of the oldest requests has ended, and return it. The oldest requests occupy the slots."""
         oldest = list(islice(self._running, self.engine.slots))
         if not any(each.ended for each in oldest):
             with suppress(*FAILURES):  # The next result() raises the error as an error of its line.

@@ -68,7 +68,7 @@ def generate(args, output: Output) -> int:
 
 
 def check_options(args) -> None:
-    """Exit as for a wrong option if options contradict each other."""
+    """Exit with the error of a wrong option if options contradict each other."""
     if args.output in STDOUT:  # These values of the option have the same effect as its absence.
         args.output = None
     if args.question is not None:
@@ -107,7 +107,7 @@ def seeded(params, n: int) -> Iterator:
 
 
 def submitted(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Iterator[tuple[int | None, Request]]:
-    """Yield seed and request of each answer in order. As many requests run as the engine has slots."""
+    """Yield (seed, request) for each answer in order. The number of running requests is the number of slots."""
     running: deque[tuple[int | None, Request]] = deque()
     for params in several:
         running.append((params.seed, engine.submit(prompt, params, **options)))

@@ -1,4 +1,7 @@
-"""The file of results of a batch: it is locked, resumed where it stopped, and no other file is overwritten."""
+"""The result file of a batch.
+
+It is locked while a batch runs, and a batch can be resumed. No other file is overwritten.
+"""
 
 import fcntl
 import json
@@ -58,7 +61,7 @@ def open_results(
 
 @contextmanager
 def locked(path: str) -> Iterator[TextIO]:
-    """Yield the file, open for reading and appending. Raises PromptError if another process has it open so."""
+    """Yield the file, open for reading and appending. Raises PromptError if another process has locked it."""
     with naming(path):
         file = open(path, "a+", encoding="utf-8", newline="\n")
     try:
@@ -71,7 +74,7 @@ def locked(path: str) -> Iterator[TextIO]:
             pass
         # The previous holder of the lock may have replaced the file.
         if busy or not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno()))):
-            raise PromptError(f"{path}: another process writes it; wait for its end, or give --output another name")
+            raise PromptError(f"{path}: another process writes to it; wait until it ends, or choose another --output")
         yield file
     finally:
         close(file)

@@ -31,7 +31,7 @@ SHOWN = 12  # Number of roles that a table shows.
 
 
 def run(args, output: Output) -> int:
-    """Run `profile`: print a table for the step, one for the prefill chunk, and one JSON line."""
+    """Run `profile`: print a table for a decode pass, a table for a prompt chunk, and one JSON line."""
     if not torch.cuda.is_available():
         raise DeviceError("profile needs an NVIDIA GPU; no usable GPU was found")
     if args.prompt_tokens > CHUNK:
@@ -141,7 +141,7 @@ def pictures(report: dict, name: str, step: Sequence[Span]) -> dict[str, str]:
 
 
 def at(report: dict) -> str:
-    """Return the rows and the context of the step, like "8 rows at context 64"."""
+    """Return the rows and the context of the pass as text, such as "8 rows at context 64"."""
     rows = f"{report['rows']} rows at " if report["rows"] > 1 else ""
     return f"{rows}context {report['context']:,}"
 
@@ -218,12 +218,15 @@ def roles_and_kernels(launches: Iterable[Launch]) -> tuple[list[str], list[str]]
 
 
 def bytes_by_role(launches: Iterable[Launch]) -> dict[str, float]:
-    """Return the mean bytes per launch by role, at the current positions. Layers with different windows differ."""
+    """Return the mean bytes per launch of each role, at the current positions.
+
+    Layers with different windows have different bytes.
+    """
     return _mean_bytes((launch.role, launch) for launch in launches)
 
 
 def bytes_by_kernel(launches: Iterable[Launch]) -> dict[str, float]:
-    """Return mean bytes per launch by kernel, for launches of a single Triton kernel."""
+    """Return the mean bytes per launch of each kernel, for launches that consist of a single Triton kernel."""
     return _mean_bytes((launch.kernels()[0], launch) for launch in launches if len(launch.op.kernels) == 1)
 
 

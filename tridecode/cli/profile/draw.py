@@ -20,7 +20,7 @@ text { fill: #f0f6fc } .dim { fill: #9198a1 } .axis { stroke: #3d444d } .page { 
 
 
 def page(height: float, parts: Sequence[str]) -> str:
-    """Return an SVG of `height` units with these elements."""
+    """Return an SVG document of this height with these elements."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}">'
     return "\n".join([head, STYLE, '<rect class="page" width="100%" height="100%"/>', *parts, "</svg>"]) + "\n"
 
@@ -31,7 +31,7 @@ def text(x: float, y: float, words: str, more: str = "") -> str:
 
 
 def timeline(title: str, step: Sequence[Span]) -> str:
-    """Draw the whole step above, and the layer in its middle below.
+    """Draw the whole pass in the upper half, and the layer in its middle in the lower half.
 
     A launch is pale while earlier launches still run, and has its full color after they have ended.
     """
@@ -50,7 +50,7 @@ def timeline(title: str, step: Sequence[Span]) -> str:
 
 
 def colors_of(ops: Iterable[str]) -> dict[str, str]:
-    """Return role -> color, the same for equal sets of roles."""
+    """Return a color for each role. Equal sets of roles have equal colors."""
     roles = sorted(set(ops))
     return dict(zip(roles, COLORS)) | dict.fromkeys(roles[len(COLORS) :], OTHER_COLOR)
 
