@@ -128,9 +128,9 @@ class Engine:
         """Build an engine from weights that are on their device already.
 
         Args:
-            configs: launch configs by rows. The default is chosen for the GPU.
+            configs: launch configs by number of rows. By default, the engine chooses them for the GPU.
             compiling: see `load`.
-            grammars: the grammars of this tokenizer and model, if they are being prepared already.
+            grammars: the grammars of this tokenizer and model, if their preparation has already begun.
         """
         with allocating(plan.capacity, plan.device):
             model = model_of(plan, weights, configs)
@@ -157,7 +157,8 @@ class Engine:
     def warm_up(self) -> None:
         """Wait for the child processes that render prompts, and build the vocabulary of grammars.
 
-        Then no request waits for them. `load` does this for several callers, a server for any engine.
+        Then no request waits for these steps. `load` calls this for several callers. A server calls it for every
+        engine.
         """
         self._grammars.start()
         if self.tokenizer is not None:
@@ -259,7 +260,7 @@ class Engine:
         return self.steps.dispatcher.stats()
 
     def default_params(self, **overrides: Any) -> SamplingParams:
-        """Return the SamplingParams of the model's generation_config.json, with `overrides`."""
+        """Return the SamplingParams of the model's generation_config.json, with `overrides` applied."""
         return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
 
     def _params(self, params: object) -> SamplingParams:
@@ -295,7 +296,7 @@ class Engine:
             cache_salt: the request shares K/V only with requests that have the same salt.
 
         Raises:
-            PromptError, ParameterError, QueueFull, EngineClosed.
+                PromptError, ParameterError, QueueFull, EngineClosed.
         """
         return self._driver.submit(self._request(prompt, params, reuse_prefix, template_variables, cache_salt))
 
@@ -407,7 +408,7 @@ class Engine:
     def score(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits of all tokens, fp32 [tokens, vocab] on the model's device. Row i predicts token i + 1.
 
-        The tokens run in decode passes of a slot, like those of any request.
+        Decode passes compute the tokens in a slot, like the tokens of any request.
 
         Raises:
             PromptError: ids are outside the vocabulary, or exceed the context.
@@ -429,8 +430,8 @@ class Engine:
     def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
         """Submit a request that only scores its prompt.
 
-        Its chunks contain the logprob of each prompt token after the first, the logprobs of the `logprobs` most likely
-        tokens at each place, and at last those of the token that would follow.
+        Its chunks contain the logprob of each prompt token after the first, and the `logprobs` most likely tokens at
+        each position. The last chunk has those for the token that would follow the prompt.
         """
         return self._driver.submit(scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs))
 
@@ -446,7 +447,10 @@ def named(value: Any) -> Any:
 
 
 def model_of(plan: EnginePlan, weights: Weights, configs: Mapping[int, PassConfigs] | None = None) -> DecodeModel:
-    """Allocate the state of a planned model. configs: launch configs by rows; the default is chosen for the GPU."""
+    """Allocate the state of a planned model.
+
+    configs: launch configs by number of rows. By default, they are chosen for the GPU.
+    """
     return make_model(
         plan.spec, weights, plan.capacity, plan.slots, plan.page or plan.capacity, configs, plan.pages, plan.rows,
         plan.chunk, batch_invariant=plan.options.batch_invariant, offload=plan.offload,

@@ -2,10 +2,10 @@
 
 meta is int32 [rows, META_WIDTH], the state of the request of each row. Only the host writes the fields below
 DEVICE_FIELDS. While a request runs, only the device writes the other fields; the host sets all fields once when a
-request begins. A kernel gets a row's status and position with one load.
+request begins. A kernel loads the status and the position of a row with one load.
 samp is fp32 [rows, SAMP_WIDTH], the sampling parameters that are not integers.
-Large state is not moved while a request runs: tokens, counts, bias, pages and the output ring belong to the slot of the
-field SLOT.
+Large state does not move while a request runs. Tokens, counts, bias, pages and the output ring belong to the slot that
+the field SLOT names.
 An entry of the output ring is an int64: generation << GENERATION_SHIFT | step << STEP_SHIFT | the counters of a pass
 that verifies drafts | token.
 chunks is int32 [MAX_CHUNKS, CHUNK_WIDTH], the table of the prompts that a prompt pass reads. Rows

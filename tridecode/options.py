@@ -132,7 +132,7 @@ class EngineOptions:
 
     @property
     def why_no_drafts(self) -> str:
-        """The reason for which these options exclude drafts, as the rest of a sentence; empty if they allow drafts."""
+        """The reason why these options exclude drafts, as the end of a sentence. Empty if they allow drafts."""
         conflicts = {
             'kv_dtype="fp8"': self.kv_dtype == "fp8",
             "kv_offload": self.kv_offload is not None,
@@ -147,14 +147,14 @@ class EngineOptions:
         return self.speculate == "ngram" or self.speculate_ngram is not None
 
     def no_drafts(self, why: str) -> ParameterError:
-        """Return the error of an engine that cannot verify the requested drafts. `why` follows the option's name."""
+        """Return the error for requested drafts that the engine cannot verify. `why` follows the name of the option."""
         if self.speculate == "ngram":
             return conflict("speculate", f'="ngram" {why}; use speculate="off"')
         return conflict("speculate_ngram", f" {why}; leave it out")
 
     @property
     def ngram(self) -> tuple[int, int]:
-        """The largest and the smallest number of tokens that must agree for a draft."""
+        """The largest and the smallest number of tokens that must match for a draft."""
         return self.speculate_ngram or NGRAM
 
     @property

@@ -190,7 +190,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether sampling is the argmax of the raw logits, which the greedy pass computes in one launch."""
+        """Whether the sampled token is the argmax of the raw logits, which a greedy pass computes in one launch."""
         return self.temperature == 0 and not self.penalties and not self.logit_bias
 
 

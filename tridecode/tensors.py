@@ -24,8 +24,8 @@ def host_memory(count: int, stride: int, device: torch.device, option: str) -> t
     """Allocate zeros [count, stride] uint8 in host memory that kernels of `device` can read.
 
     The memory is released when the tensor is no longer used. For a CPU it is plain memory.
-    It is one range of addresses, registered in parts of whole rows, because a copy must not cross two parts and the
-    driver limits the size of a part. torch would round the size of a pinned tensor up to a power of two.
+    It is one range of addresses. It is registered in parts of whole rows, because the driver limits the size of a part
+    and a copy must not cross two parts. torch would round the size of a pinned tensor up to a power of two.
 
     Args:
         stride: bytes of a row, a multiple of ALIGNED.

@@ -33,7 +33,7 @@ BAD = [
     ('{"prompt": "a", "id": true}', "id must be a string or an integer, got true"),
     ('{"prompt": "a", "id": 1.5}', "id must be a string or an integer, got 1.5"),
     ('{"prompt": "a", "id": 1e400}', "1e400 is out of range"),
-    ('{"prompt": "a", "id": -1e999}', "out of range"), ('{"prompt": "a", "id": NaN}', "NaN is not a number"),
+    ('{"prompt": "a", "id": -1e999}', "out of range"), ('{"prompt": "a", "id": NaN}', "NaN is not a JSON number"),
     (json.dumps({"prompt": "a", "seed": 7})[:-1] + "7" * 5000 + "}", "a number of 5,001 digits"),
     ('{"messages": [{"role": "usr", "content": "a"}]}', "role must be one of system, developer, user, assistant, tool"),
     ('{"prompt": "a", "seed": null, "temperature": null}', "temperature"),

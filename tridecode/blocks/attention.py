@@ -109,7 +109,7 @@ class Attention(Block):
         return (Pages(self.kv_heads, self.head_dim),)
 
     def pair_flops(self) -> int:
-        """Return the floating point operations of q @ k and p @ v for one pair of positions."""
+        """Return the floating-point operations of q @ k and p @ v for one query position and one key position."""
         return 4 * self.q_size
 
     def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
@@ -150,13 +150,13 @@ class Attention(Block):
         )  # fmt: skip
 
     def resume(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
-        """List the copy of the rows that want a token, then attention and o_proj in decode form."""
+        """List the copy of the rows that sample a token, then attention and o_proj in the form of a decode pass."""
         own, read = state.buffers(self), state.prompt.buffers(self)
         run("take_rows", TAKE_ROWS, state.meta, state.prompt.hidden, read["qkv"], residual.hidden, own["qkv"])
         return self._attend(run, state, layer, residual)
 
     def _attend(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
-        """List the write of K and V if it is separate, attention and o_proj."""
+        """List attention and o_proj, preceded by the write of K and V if attention does not write them."""
         own, plan, kv, rope = state.buffers(self), state.attention(self), state.kv_layer(layer), state.rope(self, layer)
         state.wait_for_pages(run, layer)
         if plan.writes_first:  # The rows attend to K and V that other rows of this pass write.

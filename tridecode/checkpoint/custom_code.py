@@ -23,7 +23,7 @@ def code_files(source: Path, values: dict) -> list[Path]:
 
 
 def _names(named) -> list[str]:
-    """Return the class names in a value of KEY, without those in other repositories."""
+    """Return the class names in a value of KEY that do not belong to another repository."""
     if isinstance(named, str):
         return [] if "--" in named else [named]  # The class is in another repository.
     parts = named.values() if isinstance(named, dict) else named if isinstance(named, list) else ()
@@ -31,7 +31,7 @@ def _names(named) -> list[str]:
 
 
 def refer_to_repository(values: dict, repo: str) -> dict:
-    """Return the configuration for use in another place: its Python classes refer to the repository."""
+    """Return the configuration for a copy elsewhere, in which the Python classes refer to the repository."""
 
     def moved(named):
         if isinstance(named, str):

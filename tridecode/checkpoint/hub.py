@@ -31,8 +31,8 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
     A local directory is returned as it is. None and the name "bundled" mean the model in the package. Any other value
     is a Hugging Face id ("owner/name"), which is downloaded.
 
-    Only files that are read are downloaded, the small ones first. Therefore an unsupported model costs no download of
-    weights. If `weights` is false, no weights are downloaded. huggingface_hub implements cache, token, offline mode and
+    Only needed files are downloaded, the small ones first. Therefore no weights of an unsupported model are downloaded.
+    If `weights` is false, no weights are downloaded. huggingface_hub implements cache, token, offline mode and
     progress bars. Raises CheckpointError.
     """
     if model is None:
@@ -95,7 +95,7 @@ def cached_models() -> list[str]:
 def shard_map(index: Path) -> dict[str, str]:
     """Return the weight_map of an index file: tensor name -> shard file name.
 
-    Raises CheckpointError for a shard outside the directory of the index: a name with a directory or with "..".
+    Raises CheckpointError for a shard outside the directory of the index, whose name contains a directory or "..".
     """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -132,7 +132,10 @@ def _require(repo: str, path: Path, name: str) -> None:
 
 
 def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
-    """Call huggingface_hub's snapshot_download. Each failure raises a CheckpointError of one line with advice."""
+    """Call huggingface_hub's snapshot_download.
+
+    Each failure raises a CheckpointError with a one-line message and advice.
+    """
     import huggingface_hub  # A local directory does not need this import.
     from huggingface_hub import constants, errors
 
@@ -177,7 +180,7 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
 
 @contextmanager
 def _bounded_requests(huggingface_hub, seconds: float):
-    """Set a timeout on requests without one, such as huggingface_hub's queries about a repository."""
+    """Set a timeout for requests without a timeout, such as huggingface_hub's queries about a repository."""
 
     def bound(request):
         timeout = request.extensions.get("timeout", {})

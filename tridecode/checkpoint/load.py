@@ -1,8 +1,9 @@
 """Loads checkpoints, one or many safetensors files, into fused weights on the device.
 
 The headers of the files are checked before memory is allocated. Then each tensor is copied to the device in small
-pieces, so that neither the host nor the device stores a second copy of the weights. Files are read, not mapped: if a
-file becomes shorter during the load, or if the disk fails, the result is an error and not a signal.
+pieces, so that neither the host nor the device stores a second copy of the weights. Files are read instead of mapped.
+If a file becomes shorter during the load, or if the disk fails, the loader therefore raises an error instead of
+receiving a signal.
 """
 
 import json
@@ -96,10 +97,12 @@ def load_weights(
         dtype: dtype of the tensors, except packed tensors.
         progress: called as progress(done, total), with bytes of the files.
         on_host: how many of the last layers have their linears in host memory. Packed tensors cannot be there.
-        packs: quantized weights become packed tensors; otherwise they are dequantized. By default on a GPU.
+        packs: whether quantized weights become packed tensors. Otherwise they are dequantized. By default true on a
+            GPU.
 
     Raises:
-        CheckpointError: before memory is allocated, for a tensor that is wrong, missing, unexpected or misshapen.
+        CheckpointError: a tensor is wrong, missing, unexpected or misshapen. This is checked before memory is
+            allocated.
         DeviceError: the device has too little memory.
     """
     path, device = Path(path), torch.device(device)
@@ -169,7 +172,7 @@ def random_weights(
     spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, seed: int = 0, on_host: int = 0,
     packs: bool | None = None,
 ) -> Weights:  # fmt: skip
-    """Return random weights, generated on the device, with which activations have a magnitude of about 1.
+    """Return random weights, generated on the device. With them, activations have a magnitude of about 1.
 
     They are for benchmarks and tests. A seed gives the same weights only on devices of the same kind. `load_weights`
     describes on_host and packs.
@@ -211,7 +214,7 @@ def empty_weights(
 def _allocate(
     plan: dict[str, Target], device: torch.device, dtype: torch.dtype, layers: int, on_host: int
 ) -> tuple[dict[str, dict[str, torch.Tensor]], HostLayers | None]:
-    """Allocate target -> part -> tensor. The linears of the last `on_host` layers are in host memory."""
+    """Allocate the tensors: target -> part -> tensor. The linears of the last `on_host` layers are in host memory."""
     try:
         shapes = {name: target.shape for name, target in plan.items()}
         assert not on_host or all(target.packed is None for target in plan.values()), "packed tensors on the host"
@@ -338,7 +341,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _is_ignorable(name: str, spec: ModelSpec) -> bool:
-    """Return whether a tensor may be ignored: rotary tables, or the copy of a tied embedding, in old checkpoints.
+    """Return whether a tensor may be ignored, such as rotary tables and copies of a tied embedding in old checkpoints.
 
     Parts of a model that the engine does not use are ignored too.
     """
@@ -405,5 +408,8 @@ def _check(
 
 
 def _shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Drop dimensions of 1 after the first one: scales of rows are written as [n] or [n, 1], one scale as [] or [1]."""
+    """Drop dimensions of size 1, except the first dimension.
+
+    Checkpoints store scales of rows as [n] or [n, 1], and one scale as [] or [1].
+    """
     return (*shape[:1], *(size for size in shape[1:] if size != 1)) or (1,)

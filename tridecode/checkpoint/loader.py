@@ -64,7 +64,10 @@ class Loader:
     def _place_quantized(
         self, name: str, tensor_slice: TensorSlice, scheme: Scheme, target: Target, parts: dict[str, torch.Tensor]
     ) -> Iterator[int]:
-        """Load a slice that is quantized in the checkpoint, in blocks of rows if the method stores rows together."""
+        """Load a slice that is quantized in the checkpoint.
+
+        If the method stores several rows together, load blocks of rows.
+        """
         n, k = tensor_slice.shape
         needed, module = stored(name, tensor_slice), name.removesuffix("weight")
         rowwise = next(iter(needed.values())).per
@@ -124,7 +127,7 @@ class Loader:
         return rows
 
     def _fill(self, name: str, first: int, part: torch.Tensor) -> None:
-        """Fill `part`, contiguous on the CPU, with the rows from `first` on."""
+        """Fill `part`, a contiguous tensor on the CPU, with the rows that begin at row `first`."""
         info = self._tensors[name]
         opened = self._file(info.file)
         try:
@@ -158,7 +161,7 @@ def scaled(rows: torch.Tensor, scale: float, offset: float = 0.0) -> torch.Tenso
 
 
 def quantize_into(parts: dict[str, torch.Tensor], target: Target, start: int, rows: torch.Tensor) -> None:
-    """Quantize rows of a weight and write them from row `start` on, packed or dequantized."""
+    """Quantize rows of a weight and write them to the target at row `start`, packed or dequantized."""
     assert target.load_scheme is not None
     step = max(_NUMBERS // rows.shape[1], 1)
     for first in range(0, len(rows), step):

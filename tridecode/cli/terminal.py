@@ -281,7 +281,7 @@ def speed_line(usage, timings, capacity: int | None = None, seed: int | None = N
     Args:
         capacity: Tokens of the context, None to omit this part.
         width: Maximum columns. A longer line is abbreviated, then the parts in SHORTER are omitted. None means no
-        limit.
+            limit.
     """
     parts = _speed(usage, timings, capacity, seed)
     if width is not None and len(" · ".join(parts.values())) > width:

@@ -35,10 +35,11 @@ def dense_spec(
     windows: tuple[int, ...] | None = None,
     **more: Any,
 ) -> ModelSpec:
-    """Return the specification of a decoder whose layers all are attention and a gated MLP.
+    """Return the specification of a decoder in which every layer consists of attention and a gated MLP.
 
     Args:
-        windows: number of positions that attention sees, by layer; 0 for all. None: all in every layer.
+        windows: for each layer, the number of positions to which a token attends, or 0 for all. None means all
+            positions in every layer.
         more: other fields of ModelSpec.
     """
     layer_windows = windows or (0,) * num_layers
@@ -134,7 +135,10 @@ def read_sizes(read: ConfigReader) -> dict[str, int]:
 
 
 def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max_position: int) -> tuple[int, ...]:
-    """Return the window of each layer, 0 for full attention. A window of the whole context is full attention too."""
+    """Return the window of each layer, 0 for full attention.
+
+    A window that covers the whole context also counts as full attention.
+    """
     window, first = None, num_layers
     if windows == "all" and read.values.get("sliding_window", MISTRAL_WINDOW) is not None:
         window, first = read.integer("sliding_window", 1, 2**31 - 1, default=MISTRAL_WINDOW), 0
@@ -163,7 +167,7 @@ def read_rope(read: ConfigReader, max_position: int, partial: float = 1.0) -> Ro
     """Return the settings in rope_parameters, or in rope_scaling and rope_theta.
 
     Args:
-        partial: default of partial_rotary_factor. A family whose default is 1 has no other value.
+        partial: default of partial_rotary_factor. If it is 1, other values are refused.
     """
     keys = [key for key in ("rope_parameters", "rope_scaling") if read.get(key) is not None]
     if len(keys) == 2 and read.values[keys[0]] != read.values[keys[1]]:

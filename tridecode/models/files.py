@@ -1,4 +1,4 @@
-"""Reads files of a checkpoint: regular files of a limited size, because a checkpoint is not trusted."""
+"""Reading of checkpoint files. Only regular files of a limited size are read, because a checkpoint is not trusted."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 
 
 def present(path: Path) -> bool:
-    """Return whether an entry of this name exists, of any kind. A wrong kind is refused later, not ignored."""
+    """Return whether a directory entry with this name exists. If it is not a regular file, it is refused later."""
     return os.path.lexists(path)
 
 

@@ -58,7 +58,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        """Return a number from `low` to `high`. Values far beyond published ones become 0, inf or NaN in fp32."""
+        """Return a number from `low` to `high`. The limits exclude values that become 0, inf or NaN in fp32."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
             raise self.fail(key, f"a number from {low:g} to {high:g}")

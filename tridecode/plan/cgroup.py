@@ -9,7 +9,7 @@ CACHE = ("inactive_file", "active_file")  # Page cache of files. The kernel free
 
 
 def free_memory(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
-    """Return the bytes that the tightest memory limit leaves; infinite without a limit."""
+    """Return the free bytes under the strictest memory limit, or infinity without a limit."""
     left = [float("inf")]
     for group in _groups("memory", mounted, own):
         for limit, used, prefix in (
@@ -24,7 +24,7 @@ def free_memory(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
 
 
 def cpus(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
-    """Return the number of CPUs that the tightest quota allows; infinite without a quota."""
+    """Return the number of CPUs that the strictest quota allows, or infinity without a quota."""
     quotas = [float("inf")]
     for group in _groups("cpu", mounted, own):
         quota = _numbers(group / "cpu.max")
@@ -35,7 +35,10 @@ def cpus(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
 
 
 def _groups(controller: str, mounted: Path, own: Path) -> Iterator[Path]:
-    """Yield the directories of this process's control group and its ancestors; some may not be visible here."""
+    """Yield the directories of this process's control group and of its ancestors.
+
+    In a container some may be invisible.
+    """
     for _, controllers, path in re.findall(r"(?m)^(\d+):(.*?):(.*)$", _text(own)):
         if not controllers:
             base = mounted

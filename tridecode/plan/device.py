@@ -33,8 +33,8 @@ def find_device(options: EngineOptions) -> torch.device:
 def quantized(options: EngineOptions, spec: ModelSpec) -> ModelSpec:
     """Return the spec with the quantization that options request for weights and K/V.
 
-    Weights are quantized while they are loaded, the LM head in fp8 by default; K/V are quantized while they are
-    written. Raises ParameterError.
+    Weights are quantized while they are loaded. The LM head is quantized to fp8 by default. K/V are quantized while
+    they are written. Raises ParameterError.
     """
     if options.kv_dtype == "fp8":
         spec = replace(spec, fp8_kv=True)

@@ -146,7 +146,7 @@ def _offloaded(
             )
     if host == 0:
         raise DeviceError(
-            f"kv_offload: a page takes {each / GIB:,.4f} GiB of host memory, but less is free; free memory"
+            f"kv_offload: a page takes {each / GIB:,.4f} GiB of host memory, more than requested or free; request more"
         )
     if device.type == "cpu":  # The CPU is the device, so both share one memory.
         plan = replace(plan, free=plan.free - host * each)

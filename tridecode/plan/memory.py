@@ -38,7 +38,7 @@ class MemoryPlan:
     Args:
         free: bytes that can be allocated now.
         weights: bytes of the weights on the device.
-        per_token: bytes of each position of a context, K/V included.
+        per_token: bytes of each position of a context, including K/V.
         fixed: bytes of the workspace of one slot, of the buffers of prompt passes, and of graphs and libraries.
         model_limit: positions of a context that the model supports.
         headroom: share of `free` that stays unused.
@@ -46,8 +46,8 @@ class MemoryPlan:
         kv_per_token: bytes of K/V of one position.
         per_slot: bytes of each slot after the first.
         slots: requests that run at a time.
-        buffers: the part of `fixed` for prompt passes.
-        scratch: the part of `fixed` that CUDA graphs and libraries allocate.
+        buffers: bytes within `fixed` for prompt passes.
+        scratch: bytes within `fixed` that CUDA graphs and libraries allocate.
     """
 
     free: int
@@ -191,7 +191,10 @@ class MemoryPlan:
 
 @contextmanager
 def allocating(capacity: int, device: torch.device) -> Iterator[None]:
-    """Convert a lack of memory to a DeviceError, while the state of a context of `capacity` positions is allocated."""
+    """Convert out-of-memory errors to DeviceError within a `with` block.
+
+    It allocates the state for `capacity` positions.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -271,7 +274,7 @@ def slot_bytes(spec: ModelSpec, dtype: torch.dtype, slots: int) -> int:
 
 
 def workspace_bytes(spec: ModelSpec, dtype: torch.dtype, slots: int, rows: int | None = None) -> int:
-    """Return the bytes of the workspace on the device, without tokens. It does not include rings in host memory."""
+    """Return the bytes of the workspace on the device, without tokens and without the rings in host memory."""
     tensors = named_tensors(make_workspace(spec, 0, "meta", dtype, slots, rows)).values()
     return sum(tensor.nbytes for tensor in tensors if tensor.is_meta)
 

@@ -1,4 +1,4 @@
-"""Number of CPU threads for a model's operations, unless the user sets it."""
+"""Choice of the number of CPU threads, unless the user sets it."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ _last_set: int | None = None  # The number that `use` set last.
 
 
 def _own_number() -> Callable[[int], int] | None:
-    """Return MKL's function that returns this thread's value of torch.set_num_threads, or 0 if it was not called."""
+    """Return the MKL function that returns the number that this thread set by torch.set_num_threads, else 0."""
     try:
         library = ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOLOAD | os.RTLD_NOW)
         function: Callable[[int], int] = library.MKL_Set_Num_Threads_Local
@@ -30,7 +30,7 @@ _set_local = _own_number()
 
 
 class FreeCores:
-    """Measures, from its construction on, the CPU time that other programs leave."""
+    """A measurement of the CPU time that other programs leave. It begins when the object is created."""
 
     def __init__(self) -> None:
         self._began = _idle_seconds(), time.process_time(), time.monotonic()
@@ -50,8 +50,8 @@ class FreeCores:
 def choose(weights: int, cores: FreeCores) -> int:
     """Return the number of threads for a model of `weights` bytes.
 
-    Threads wait for each other after each operation, so one busy core delays all of them. Operations of a tiny model
-    are so short that more threads do not help.
+    Threads wait for each other after each operation. Therefore one busy core delays all of them. Operations of a tiny
+    model are so short that several threads do not help.
     """
     return 1 if weights < TINY else cores.count()
 

@@ -62,8 +62,8 @@ class Driver:
     def _catch_up(self, scheduler: Scheduler) -> None:
         """Process submissions and cancellations queued by other threads.
 
-        The next dropped request is read before the additions and cancelled after them, because its submission may be
-        among them.
+        The next dropped request is read before submissions are processed, and cancelled after that, because
+        its own submission may still be in the queue.
         """
         while True:
             dropped = self._dropped[0] if self._dropped else None
@@ -76,7 +76,7 @@ class Driver:
             self._dropped.popleft()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Step for all requests until `ready` returns True."""
+        """Run steps for all requests until `ready` returns True."""
         while not ready():
             try:
                 self.exclusively(self._step, ready)
@@ -92,7 +92,7 @@ class Driver:
             scheduler.step()
 
     def step(self) -> bool:
-        """Step once for all requests; return whether any request is left. Raises EngineClosed."""
+        """Run one step for all requests. Return whether any request is left. Raises EngineClosed."""
         self.exclusively(self._step, lambda: self.scheduler is None or not self.scheduler.busy)
         if self._waiting_threads:
             time.sleep(YIELD_SECONDS)
@@ -186,6 +186,6 @@ class Driver:
 
 
 def failed(error: Exception) -> Result:
-    """Return the result of a request that could not begin or that an error ended."""
+    """Return the result of a request that could not begin, or that ended with an error."""
     line = str(error) if isinstance(error, TridecodeError) else f"{type(error).__name__}: {brief(error)}"
     return Result("", (), "error", Usage(0, 0, 0), Timings(0.0, 0.0, 0.0), seed=0, error=line)

@@ -25,8 +25,8 @@ MASK_WAIT = 2e-3  # Seconds to wait for a late mask before a pass runs without i
 class Masks:
     """The masks of all slots of a model.
 
-    A pass identifies the mask of a row by its stamp. If the mask is missing, the pass leaves the row unchanged, so a
-    slow grammar delays only its own request.
+    A pass identifies the mask of a row by its stamp. If the mask is not ready, the pass leaves the row unchanged. A
+    slow grammar therefore delays only its own request.
     """
 
     def __init__(self, model: DecodeModel):
@@ -65,7 +65,7 @@ def as_generation_error(work: Callable[[*Ts], R]) -> Callable[[*Ts], R]:
 
 
 class GrammarMasks:
-    """The masks of one request: prepared while its prompt is read, then computed after each token."""
+    """The masks of one request. They are prepared while its prompt is read, and computed after each token."""
 
     _matcher: Matcher  # _prepare sets this attribute.
     _slot: int  # `begin` sets this attribute.

@@ -16,9 +16,9 @@ from .request import Request
 
 
 class Queue:
-    """The state of each request: it waits, its prompt is being read, or it has a row.
+    """The queue, which knows the state of each request: it waits, its prompt is being read, or it has a row.
 
-    The set of requests is authoritative, and `recover` rebuilds the other attributes from it. References to requests
+    `recover` rebuilds all other attributes from the set of requests. References to requests
     are weak; see `hold_references`.
     """
 
@@ -102,7 +102,7 @@ class Queue:
         return True
 
     def _prefix_is_pending(self, ids: "array[int]", salt: str) -> bool:
-        """Return whether a running prompt will soon add pages to the cache that match more of `ids` than it does now.
+        """Return whether a prompt that is being read will soon add pages to the cache that match more of `ids`.
 
         If so, the request waits for these pages.
         """
@@ -166,7 +166,7 @@ class Queue:
         slot.request = None
 
     def recover(self) -> None:
-        """Let all unfinished requests wait again, after an interrupt at any line."""
+        """Let all unfinished requests wait again. This works after an interrupt at any line."""
         left = [request for ref in self.requests if (request := ref()) is not None and not request.ended]
         self.requests = {request.ref: None for request in left}
         for slot in self.admitted:
@@ -178,7 +178,7 @@ class Queue:
             request.resume(self._tokenizer)
 
     def assert_consistent(self) -> None:
-        """Check that each request is in one place, rows and slots match, and no page is lost."""
+        """Check that each request has one state, that rows and slots match, and that no page is lost."""
         admitted = self.admitted
         known = [ref for ref in self.waiting if ref in self.requests] + [slot.ref for slot in admitted]
         assert len(known) == len(set(known)) and set(known) == set(self.requests), "a request is lost or listed twice"

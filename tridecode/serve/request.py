@@ -37,8 +37,8 @@ class Request:
     For callers: iteration, `result`, `cancel`, `drop`, and the attributes `chunks`, `finish_reason`, `failure` and
     `completion_tokens`. The threads of an engine use the other attributes under the lock of its driver.
 
-    `chunks` is authoritative: it only grows, and the last token is added together with the output chunk that ends the
-    request. After an interrupt or an error, `resume` rebuilds the other attributes from it.
+    `chunks` only grows. The last token is added together with the output chunk that ends the request. After an
+    interrupt or an error, `resume` rebuilds the other attributes from `chunks`.
     """
 
     # int32: the prompt, then the sampled tokens. The slot of the request refers to the same array.
@@ -77,7 +77,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """None while it waits or runs; then "stop", "length", "error" or "cancelled"."""
+        """None while the request waits or runs, then "stop", "length", "error" or "cancelled"."""
         if self.failure is not None:
             return "error"
         return self.chunks[-1].finish_reason if self.chunks else None
@@ -95,7 +95,7 @@ class Request:
 
     @cached_property
     def kind(self) -> str:
-        """Kind of decode pass that it needs."""
+        """Kind of decode pass that the request needs."""
         return step_kind(self.params)
 
     # ---- methods for the caller
@@ -191,7 +191,7 @@ class Request:
             self.chunks.append(chunk)
 
     def _text(self, token: int) -> str:
-        """Return the text that a token completes, up to a stop string."""
+        """Return the text that a token completes. The text ends before a stop string."""
         return "" if self._detokenizer is None else self._stops.push(self._detokenizer.push(token))
 
     def end(self, reason: str, error: str | None = None, chunks: Sequence[OutputChunk] = ()) -> None:

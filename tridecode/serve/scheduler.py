@@ -1,4 +1,4 @@
-"""Scheduler: selects the rows of each pass. It runs only when add, step or cancel is called."""
+"""Scheduler: selects the rows of each pass. It has no thread. Its work is done in calls of add, step and cancel."""
 
 import weakref
 from collections import deque
@@ -57,9 +57,9 @@ class Load:
 class Scheduler:
     """Scheduler over the slots of a model: requests run in the order of arrival.
 
-    The queue knows the place of each request. The requests and the slots' pages are authoritative; all other state can
-    be rebuilt from them. After an interrupt or an error the scheduler discards the other state: each unfinished request
-    continues after its last output chunk, as a preempted request does.
+    All state can be rebuilt from the requests and from the pages of the slots. After an interrupt or an error, the
+    scheduler discards all other state. Each unfinished request then continues after its last output chunk, like a
+    preempted request.
 
     Args:
         steps: returns the current object that runs decode passes
@@ -94,7 +94,7 @@ class Scheduler:
         return bool(self.queue.requests)
 
     def load(self) -> Load:
-        """Return the current load. Any thread may call this; the numbers may belong to different passes."""
+        """Return the current load. Any thread may call this. The numbers may come from different passes."""
         requests, pages = len(self.queue.requests), self._model.kv.runnable
         waiting = max(requests - len(self.queue.admitted), 0)
         return Load(requests, waiting, len(self.queue.rows), pages, self.slots.available(), self.preemptions)
@@ -198,7 +198,7 @@ class Scheduler:
         return chosen
 
     def _read(self, chosen: list[tuple[Slot, int]], rows: int) -> list[Chunk]:
-        """Enqueue a pass that reads the chosen prompts and has the first `rows` rows; return its chunks."""
+        """Enqueue a pass that reads the chosen prompts and decodes the first `rows` rows. Return its chunks."""
         prompts, chunks = self._prompts(), []
         first = decoding = prompts.decoding(rows)
         for slot, count in chosen:
@@ -254,7 +254,7 @@ class Scheduler:
         return True
 
     def _sample(self, slots: list[Slot], ends_prompts: bool) -> int:
-        """Enqueue the sampling of these slots: a decode pass, or the end of the prompt pass with their rows.
+        """Enqueue the launches that sample a token for these slots: a decode pass, or the end of a prompt pass.
 
         The kind of the pass is the most general one that any of the slots needs. Returns the number of rows of each
         slot.
@@ -372,7 +372,7 @@ class Scheduler:
                 request.end("error", str(error))
 
     def _preempt(self, slot: Slot) -> None:
-        """Let an active request wait before all waiting requests, which are younger. Its K/V may be evicted."""
+        """Move an active request to the front of the queue. Its K/V may be evicted."""
         self.preemptions += 1
         self.queue.requeue(slot)
 

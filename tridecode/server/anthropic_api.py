@@ -71,7 +71,7 @@ class MessagesRequest(Generation, kw_only=True):
 
     @property
     def structure(self) -> ResponseFormat | None:
-        """The response format of the request, if it has one."""
+        """The response format of the request, or None."""
         value = self.output_config.format if self.output_config else None
         if value is None:
             return super().structure

@@ -201,7 +201,7 @@ class Server:
         )
 
     async def _read_generation(self, request: Request, body_type: type[G]) -> tuple[G, float | None]:
-        """Return the checked body and its deadline. A server that cannot accept requests does not read the body."""
+        """Return the checked body and its deadline. If the server cannot accept requests, the body is not read."""
         self.loop.check()
         started, timeout = request.scope["tridecode.record"].started, self.settings.timeout
         payload = await self._read(request, body_type)

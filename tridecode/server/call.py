@@ -1,4 +1,4 @@
-"""Call: an HTTP request, its requests in the engine, and its response."""
+"""Call: one HTTP request for a generation, with its requests in the engine and its response."""
 
 import asyncio
 import logging
@@ -135,7 +135,7 @@ class Call:
 
     @property
     def open(self) -> int:
-        """Number of its requests that occupy a slot or a place in the queue.
+        """Number of requests of the call that occupy a slot or a place in the queue.
 
         After `end` it is 0, although a pass may still run.
         """
@@ -146,7 +146,7 @@ class Call:
         return sum(request.finish_reason is None for request in self._requests)
 
     def wake(self, force: bool = False) -> None:
-        """Wake its task if new chunks or an error have arrived; with `force` in any case."""
+        """Wake the task of the call if new chunks or an error have arrived. With `force`, wake it in any case."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
@@ -156,7 +156,10 @@ class Call:
             waiter.set_result(True)
 
     def end(self, error: ApiError) -> None:
-        """Cancel its requests and let its task raise `error`. The slots and pages are free within two passes."""
+        """Cancel the requests of the call, and let its task raise `error`.
+
+        The slots and pages are free within two passes.
+        """
         if self.ended is None:
             self.ended = error
             self._cancel()

@@ -30,7 +30,10 @@ class Delta:
 
 
 class Choice:
-    """One answer: its text apart from thinking and calls, its log-probabilities, and the reason for its end."""
+    """One answer.
+
+    Its text, thinking and calls are separate. It also has log-probabilities and the reason for its end.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] | None, first_text: str = "", tools: Tools | None = None,
@@ -106,7 +109,7 @@ class Choice:
         return delta
 
     def restore_malformed_calls(self, delta: Delta) -> Delta:
-        """Return the delta of a whole answer with its malformed calls as the text that the model wrote."""
+        """Return the delta of a whole answer in which malformed calls are replaced by the text that the model wrote."""
         events: list[Event] = []
         calls, number = (self._parser.calls if self._parser else []), -1
         for kind, text in delta.events:

@@ -67,7 +67,7 @@ def parse_response_format(
 
 
 def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasoning_effort") -> dict:
-    """Return template variables that disable thinking for a low `effort`, if the template supports that.
+    """Return template variables. They disable thinking if `effort` is low and the template supports this.
 
     Args:
         name: the name of the parameter in the request, for errors.

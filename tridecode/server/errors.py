@@ -44,7 +44,7 @@ class ApiError(Exception):
 
 
 def outcome(status: int) -> str:
-    """Return the outcome, for metrics and the log, of a request that ended with an error; status 0 if none was sent."""
+    """Return the outcome of a failed request, for metrics and the log. `status` is 0 if no status was sent."""
     named = {0: "cancelled", 499: "cancelled", 503: "unavailable", 504: "timeout"}
     return named.get(status, "refused" if status < 500 else "failed")
 

@@ -89,7 +89,7 @@ class Loop:
     def _capture(self) -> bool:
         """Capture one deferred graph while the engine is idle; return False if all are captured or a request arrived.
 
-        A request that arrives during a capture waits for that capture only. No capture runs before the first answer.
+        If a request arrives during a capture, it waits for this capture only. No capture runs before the first answer.
         """
         return not self._work.is_set() and self.engine.scheduler.answered and self.engine.capture_next()
 
@@ -129,7 +129,7 @@ class Loop:
         """Check that `count` more requests can be accepted.
 
         Raises:
-            ApiError: (400) if they never can, or (503) if they cannot now.
+            ApiError: (400) if the server can never accept them, or (503) if it cannot accept them at present.
         """
         if self.failure is not None:
             raise ApiError(503, "the engine has failed; this server is about to stop", code="engine_failed")

@@ -1,4 +1,4 @@
-"""Request bodies: parsing and validation. Unknown parameters are refused by name, so that none is ignored."""
+"""Request bodies: parsing and validation. An unknown parameter is an error that names the parameter."""
 
 import difflib
 import json
@@ -162,7 +162,7 @@ class Generation(RequestBody, kw_only=True):
             self.check_ended_by(structure.parameter)
 
     def _check_min_tokens(self) -> None:
-        """Refuse min_tokens unless no token ends the answer: the sampler cannot exclude stop tokens temporarily."""
+        """Refuse min_tokens unless no token can end the answer. The sampler cannot exclude stop tokens temporarily."""
         if self.min_tokens < 0 or 0 < (self.max_tokens or 0) < self.min_tokens:
             raise bad_request(f"min_tokens must be from 0 to max_tokens, got {shown(self.min_tokens)}", "min_tokens")
         if self.min_tokens and (not self.ignore_eos or self.stop or self.stop_token_ids):
@@ -310,7 +310,7 @@ def parse_body(body: bytes, body_type: type[F]) -> F:
 
 
 def _decode(body: bytes):
-    """Decode JSON. Half of a surrogate pair, such as of an emoji that was cut, becomes U+FFFD, as in the tokenizer."""
+    """Decode JSON. Half of a surrogate pair, such as a part of an emoji, becomes U+FFFD, as in the tokenizer."""
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError as error:  # msgspec rejects half of a surrogate pair.

@@ -20,7 +20,7 @@ class Tls:
     def check(self) -> None:
         """Check that both files can be used.
 
-        The callback for the pass phrase keeps OpenSSL from asking for one on the terminal.
+        The callback for the passphrase prevents OpenSSL from requesting one on the terminal.
 
         Raises:
             TridecodeError: a file cannot be read, or the key does not belong to the certificate.

@@ -25,7 +25,7 @@ class Acceptance:
     following: list[float] = field(default_factory=lambda: [NEXT] * len(FIRST))
 
     def expected(self, rows: int) -> float:
-        """Return the expected number of tokens of a pass that has `rows` rows for the request."""
+        """Return the expected number of output tokens of a pass in which the request has `rows` rows."""
         level, drafts = _level(self.requested_drafts), min(self.requested_drafts, rows - 1)
         return 1 + self.first[level] * sum(self.following[level] ** i for i in range(drafts))
 

@@ -97,7 +97,7 @@ class KVCache:
         return pages.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[..., :end, :]
 
     def fill(self, generator: torch.Generator | None = None) -> None:
-        """Fill the pool with random numbers of about unit size, for benchmarks."""
+        """Fill the pool with random numbers of a magnitude of about 1, for benchmarks."""
         if not self.fp8:
             self.pool.normal_(generator=generator)
             return

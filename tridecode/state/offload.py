@@ -1,7 +1,7 @@
-"""Offload: K/V pages in host memory, and the ring of device buffers into which passes copy one layer of them at a time.
+"""Offload: K/V pages in host memory. Passes copy one layer of them at a time to a ring of device buffers.
 
-The ring and the device's pages are one tensor of cells. A cell is one page of one layer. A table for each layer maps
-pages to cells, on the device or in the ring. Therefore attention reads both in the same way.
+The ring and the device's pages are one tensor of cells. A cell is one page of one layer. Each layer has a table that
+maps pages to cells. A cell belongs to a device page or to the ring, and attention reads both in the same way.
 """
 
 import math
@@ -22,9 +22,9 @@ class Offload:
 
     Args:
         host: pages in host memory.
-        ring: pages of one layer that each of `buffers` buffers stores. It is the number of host pages that the active
-            requests may have together, and less than `host`. 0: there is no ring, so all pages of active requests are
-            on the device, and host memory has pages of waiting requests only.
+        ring: number of pages of one layer that each buffer stores. It limits the host pages that the active requests
+        may have together, and is less than `host`. With 0 there is no ring: all pages of active requests are on the
+            device, and host memory stores only pages of waiting requests.
         buffers: buffers of the ring.
     """
 

@@ -19,12 +19,13 @@ class OffloadedSlots(Slots):
 
     Page numbers are independent of the location of a page; `_location` maps a number to its location. A page gets a
     place on the device just before the first pass that writes it. If the device is full, unused pages move to the host
-    first, then the oldest full pages of active requests. The latter get a place in the ring, into which every pass
-    copies each layer of them. Pages on the host that a new request reuses are copied to the device, if it has room.
+    first, then the oldest full pages of active requests. Each of the latter gets a place in the ring, to which every
+    pass copies the page layer by layer. Pages on the host that a new request reuses are copied to the device, if it has
+    room.
 
-    Copies and tables are written in stream order, between passes. Therefore no pass in flight sees a page move, and the
-    host waits for none. While a prompt is read, the pages that the next chunk will displace are copied on a separate
-    stream, during the pass that still reads them.
+    Copies and table updates run in stream order, between passes. Therefore no page moves during a pass, and the host
+    does not wait. While a prompt is read, the pages that the next chunk will displace are copied in advance on a
+    separate stream, during the pass that still reads them.
 
     The active requests together never have more pages than the device and the ring can store.
     """
@@ -64,7 +65,7 @@ class OffloadedSlots(Slots):
         return super()._take(pages)
 
     def extra_pages(self, needed: int) -> int:
-        """Return 0: pages are taken only when they are written, because the device has few."""
+        """Return 0, because the device has few pages and a page is taken only when it is written."""
         return 0
 
     def _unreserved(self) -> int:

@@ -61,8 +61,8 @@ class Slot:
     def runs(self) -> bool:
         """Whether the slot may take part in the next pass.
 
-        A pass in flight advances the slot by at least one position, unless its mask is late. For a slot with a mask,
-        passes in flight therefore do not count. Otherwise the next pass could omit a row that still runs.
+        A pass in flight advances the slot by at least one position, unless its mask is late. Passes in flight of a slot
+        with a mask therefore do not count, because the next pass could otherwise omit a row that still runs.
         """
         advance = 0 if self.mask else self.in_flight
         return self.position + advance < min(self.end, self.allocated)

@@ -100,8 +100,8 @@ class StagingBuffer:
 class Slots:
     """The slots of a model, their pages, and the prefix tree over the pages of earlier requests.
 
-    The authoritative state is the list of pages of each slot and the prefix tree. `filled` of a slot never exceeds the
-    positions that its pages contain. Therefore `recover` can rebuild all other counts after an interrupt at any line.
+    `recover` can rebuild all counts from the list of pages of each slot and the prefix tree, after an interrupt at any
+    line. `filled` of a slot never exceeds the positions that its pages store.
 
     Args:
         model: the model whose workspace and K/V cache the slots write.
@@ -152,7 +152,7 @@ class Slots:
         """Assign an idle slot to a request whose tokens start with `ids`; return None if too few pages are available.
 
         The slot shares the pages that hold the longest cached prefix of `ids`; its `filled` is the length of that
-        prefix. Afterwards the pages that it still needs for `positions` positions are free.
+        prefix. After this call, enough pages are free for the rest of the `positions` positions.
         """
         match = self.cache.match(ids, salt)
         extends_leaf = match.extends_leaf
@@ -312,7 +312,7 @@ class Slots:
         """Start the slot's request as `row` of the passes, at `position`; return its generation.
 
         Args:
-            params: sampling parameters with a seed
+            params: sampling parameters, whose seed is set
             position: position of the first decode pass
             n_known: number of known tokens
             limit: number of tokens at which the request ends

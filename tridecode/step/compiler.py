@@ -1,4 +1,4 @@
-"""A child process that compiles kernels into Triton's cache. Arguments: backend, architecture, threads of a warp.
+"""A child process that compiles kernels into Triton's cache. Arguments: backend, architecture, threads per warp.
 
 It never creates a CUDA context, which would take half a gigabyte of the GPU. It reads requests from stdin and answers
 each with one line of stdout, in JSON; compiling.py writes and reads them.
@@ -36,7 +36,7 @@ class OfflineDriver:
 
 
 def build_launcher(compiled) -> None:
-    """Let Triton 3.6 build the C code that launches a kernel, which newer versions do not need, into its cache."""
+    """Build the C code with which Triton 3.6 launches a kernel, in Triton's cache. Newer versions do not need it."""
     # If the driver's library is absent, the process that launches the kernel builds the launcher.
     with suppress(Exception):
         CudaLauncher(compiled.src, compiled.metadata)

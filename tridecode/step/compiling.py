@@ -53,7 +53,7 @@ def compile_lists(lists: Iterable[Lines], run: Run, device: torch.device) -> int
 
 
 def kernels_of(lists: Iterable[Lines], run: Run, device: torch.device) -> list[Kernel]:
-    """Return the kernels that the lines of `lists` need and that are not loaded. `run`: see compile_lists."""
+    """Return the kernels that the lines of `lists` need and that are not loaded. For `run`, see compile_lists."""
     recorder = Recorder()
     for lines in lists:
         lines(recorder)
@@ -112,7 +112,7 @@ class _Absent(Exception):
 
 
 def load_stored(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]:
-    """Load the kernels that Triton's cache contains onto the device, and return the others."""
+    """Load all kernels that Triton's cache contains onto the device, and return the remaining kernels."""
     absent: list[Kernel] = []
 
     class StoredOnly(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
@@ -159,9 +159,9 @@ def _load(kernel: Kernel, device: torch.device) -> None:
 def serialize_launchers() -> None:
     """Make all threads load launchers one after the other.
 
-    In Triton 3.6 a launcher is a C extension module, and all have one name. If Python loads such a file a second time,
-    it writes the functions of the file into the module of that name that was loaded last. Another thread that has just
-    loaded this module would then take a launcher of another kernel.
+    In Triton 3.6 a launcher is a C extension module, and all launchers have the same module name. If Python loads such
+    a file a second time, it writes the functions of the file into the module of that name that was loaded last. If
+    another thread has just loaded that module, it would get the launcher of another kernel.
     """
     launcher = driver.active.launcher_cls
     if not isinstance(launcher, _Serialized):
@@ -249,7 +249,10 @@ def _start_child(target: Any) -> subprocess.Popen:
 
 
 def _answer(child: subprocess.Popen) -> str | None:
-    """Return the error of the child's current kernel, or None. Lines that are not an answer come from the compiler."""
+    """Return the error of the kernel that the child process compiles, or None.
+
+    Lines that are not answers come from the compiler and are skipped.
+    """
     assert child.stdout
     for line in child.stdout:
         try:

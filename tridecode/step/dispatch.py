@@ -38,7 +38,7 @@ MODES = {
 
 
 class Support(IntEnum):
-    """Passes for which a graph can contain an attention backend. A level includes the lower ones."""
+    """The passes in which a graph can contain an attention backend. A level includes all lower levels."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -114,7 +114,7 @@ def max_queries(requests: int) -> int:
 
 
 def best_queries(costs: Mapping[int, float], drafts: Sequence[Acceptance], allowed: Container[int] = QUERIES) -> int:
-    """Return the rows of each request for which a pass is expected to yield most tokens for its cost.
+    """Return the number of rows per request with the most expected tokens per cost of a pass.
 
     Args:
         costs: rows of each request -> the cost of the pass, in any unit.
@@ -129,7 +129,7 @@ def best_queries(costs: Mapping[int, float], drafts: Sequence[Acceptance], allow
 
 
 def lowered(mode: str, support: Support) -> str:
-    """Return the mode nearest to `mode` whose decode passes can contain an attention backend with this support."""
+    """Return `mode`, or the next lower mode that the attention backend of decode passes supports."""
     if support >= Support.UNIFORM_SINGLE_TOKEN_DECODE or MODES[mode][1] != "full":
         return mode
     return "none" if MODES[mode][0] == "none" else "piecewise"
@@ -187,6 +187,6 @@ class Dispatcher:
 
 
 def _next_size(mode: str, sizes: Sequence[int], least: int) -> tuple[str, int]:
-    """Return `mode` and the next size. If no captured size is large enough, return none and `least`."""
+    """Return `mode` and the next captured size. If no captured size is large enough, return "none" and `least`."""
     padded = next((size for size in sizes if size >= least), None) if mode != "none" else None
     return ("none", least) if padded is None else (mode, padded)

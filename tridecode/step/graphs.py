@@ -137,7 +137,7 @@ def launcher(model: DecodeModel) -> Run:
 
 
 def decode_list(model: DecodeModel, batch: BatchDescriptor) -> Lines:
-    """Return the list of a decode pass. A pass with masks verifies no drafts, since masks arrive one at a time."""
+    """Return the list of a decode pass. A pass with masks cannot verify drafts, because masks arrive one at a time."""
     verifies = model.verify and not batch.masked
     view = model.for_queries(batch.rows, batch.tokens) if verifies else model.for_rows(batch.rows)
     return lambda run: decode.decode_pass(run, view, batch.kind, batch.masked)
@@ -193,7 +193,9 @@ class DecodePasses(PassRunner[BatchDescriptor]):
                     self.try_capture(batch) if batch.masked or batch.tokens > 1 else self.capture(batch)
 
     def tokens(self, kind: str, rows: int, drafts: Sequence[Acceptance]) -> int:
-        """Return the rows that each of `rows` requests should have in the next pass. Only captured passes are chosen.
+        """Return the number of rows that each of `rows` requests should have in the next pass.
+
+        Only captured passes are chosen.
 
         drafts: the acceptance of each request's drafts.
         """
@@ -204,7 +206,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         return best_queries(self.costs.get(batch.rows) or typical_costs(batch.rows), drafts, allowed)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
-        """Enqueue a pass of the first `rows` requests, by default all, with `tokens` rows each, on the current stream.
+        """Enqueue a pass of the first `rows` requests (default: all) on the current stream, with `tokens` rows each.
 
         The pass may be padded with requests beyond these, which must not run.
         """

@@ -235,7 +235,7 @@ class DecodeModel:
     def _row_by_row(self, block: Attention) -> bool:
         """Return whether attention computes each row of a request separately, after a launch that writes K and V.
 
-        It does in batch-invariant mode, so that a row does not depend on other rows, and if a tile would not fit.
+        It does so in batch-invariant mode, in which a row must not depend on other rows, and if a tile would not fit.
         """
         fits = self.queries * block.group <= 32 and block.head_dim in (64, 128)
         return self.fixed_chunk > 0 or not fits or self.weights.dtype == torch.float32
@@ -375,7 +375,7 @@ def rows_config(config, case: AttentionCase, rows: int, gpu: Device) -> Attentio
 
 
 def rope_keys(spec: ModelSpec) -> list[tuple[RopeConfig, int]]:
-    """Return the distinct rotary embeddings, with the size of the heads that they rotate."""
+    """Return the distinct rotary embeddings, each with the head dimension that it rotates."""
     attention = [block for block in spec.blocks() if isinstance(block, Attention)]
     return list(dict.fromkeys((block.rope, block.head_dim) for block in attention))
 
@@ -412,7 +412,7 @@ def choose_configs(
 
 
 def expands_kv(spec: ModelSpec, device: torch.device, batch_invariant: bool, torch_prompt_attention: bool) -> bool:
-    """Return whether prompt passes expand a layer's K and V of 8 bits to bf16, which the kernel for Hopper reads.
+    """Return whether prompt passes expand 8-bit K and V of a layer to bf16, as the kernel for Hopper requires.
 
     Args:
         torch_prompt_attention: whether torch computes the attention of prompts.

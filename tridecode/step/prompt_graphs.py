@@ -49,7 +49,10 @@ def finish_list(model: DecodeModel, batch: BatchDescriptor) -> Lines:
 
 
 def first_reads(model: DecodeModel) -> list[Lines]:
-    """Return the reads to compile at load. Attention has up to three kernels, for few, more and many tokens."""
+    """Return the read passes whose kernels are compiled at load.
+
+    Attention has up to three kernels, for different numbers of tokens.
+    """
     limit = model.prompt.rows - model.rows
     sizes = [*takewhile(lambda size: size < limit, (4 << i for i in count())), limit]
     return [read_list(model, PromptDescriptor(tokens, rows)) for tokens in sizes for rows in decoding_rows(model)]
@@ -147,7 +150,7 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         log.info("captured %d prompt passes in %.1f s, %.0f MiB", len(self.seconds) - before, spent, used / 2**20)
 
     def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
-        """Enqueue a pass of `tokens` prompt tokens and `decoding` rows. The table on the device has its chunks."""
+        """Enqueue a pass of `tokens` prompt tokens and `decoding` rows. The table on the device contains its chunks."""
         mode, padded = self.dispatcher.plan_prompt(tokens)
         batch = PromptDescriptor(padded, decoding)
         if self._missed is not None and mode != "none" and batch not in self.graphs:

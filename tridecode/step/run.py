@@ -22,7 +22,7 @@ def launch(role: str, op: Op, *args, **options) -> None:
 
 
 def launch_dependent(role: str, op: Op, *args, **options) -> None:
-    """Launch with programmatic dependent launch (sm_90 and later): a kernel starts while its predecessor drains."""
+    """Launch with programmatic dependent launch (sm_90 and later): a kernel starts before its predecessor has ended."""
     op.launch(*args, pdl=True, **options)
 
 
@@ -70,7 +70,7 @@ class Forked:
 def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
     """Return the runner of one pass. It runs on two streams if the model has pages or weights in host memory.
 
-    A Forked holds the events of its pass, so every pass needs its own runner. attention: see `replaced`.
+    A Forked holds the events of its pass, so every pass needs a separate runner. For `attention`, see `replaced`.
     """
     plain = replaced(launch if run is launch_dependent else run, attention)
     run = replaced(run, attention)
@@ -80,7 +80,7 @@ def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
 
 
 def replaced(run: Run, attention: Op | None) -> Run:
-    """Return a runner like `run` that launches another operation in place of a list's attention, unless it is None."""
+    """Return a runner like `run` that launches `attention` in place of the attention of a list, unless it is None."""
     if attention is None:
         return run
 
@@ -100,7 +100,7 @@ def fetch_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.S
 
 
 class Allocating:
-    """Runs lines like an engine without a workspace: it allocates every output of every op.
+    """A line runner that behaves like an engine without a workspace: it allocates every output of every op.
 
     A tensor lives until the next one with the same role and name, like a variable of such an engine. The values remain
     in the workspace, since kernels add to the residual stream in place. Only the allocations are added.
@@ -152,7 +152,7 @@ def _kind(value):
 
 
 class Recorder:
-    """Runs nothing and records the lines in order, in `launches`."""
+    """A line runner that only records the lines, in `launches`."""
 
     def __init__(self):
         self.launches: list[Launch] = []
@@ -163,7 +163,7 @@ class Recorder:
 
 
 def recorded(lines: Lines) -> Lines:
-    """Return the same list, made once at its first use, because its arguments never change and making it takes time."""
+    """Return an equal list that is recorded at its first use. Its arguments never change, and recording takes time."""
     launches: list[Launch] = []
 
     def run_all(run: Run) -> None:

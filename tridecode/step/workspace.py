@@ -1,4 +1,4 @@
-"""Every buffer of the passes, by name, allocated once at an address that never changes."""
+"""The buffers of the passes. Each is allocated once, at an address that never changes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -78,8 +78,8 @@ def make_workspace(
 ) -> Workspace:
     """Allocate the workspace for `slots` of `capacity` K/V positions, and passes of `rows` rows, by default slots.
 
-    bf16 checkpoints keep bf16 activations between kernels; fp16 and fp32 ones keep fp32 (fp16 can overflow before the
-    division by the root mean square).
+    Activations between kernels are bf16 for bf16 checkpoints, and fp32 for fp16 and fp32 checkpoints, because fp16 can
+    overflow before the division by the root mean square.
     """
     device = torch.device(device)
     rows, vocab = rows or slots, spec.vocab_size

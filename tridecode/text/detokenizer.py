@@ -21,7 +21,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character in the alphabet of byte-level BPE.
 
-    A printable byte is represented by the character with the same code, the others by characters from U+0100 on.
+    A printable byte is represented by the character with the same code. Other bytes are represented by characters that
+    begin at U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -96,7 +97,7 @@ class TokenBytes:
         return True
 
     def __call__(self, token: int, first: bool = False) -> bytes:
-        """Return the bytes of a token; those of U+FFFD for an id that is not in the tokenizer.
+        """Return the bytes of a token. For an id that is not in the tokenizer, return the bytes of U+FFFD.
 
         Args:
             token: token id.

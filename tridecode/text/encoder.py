@@ -47,7 +47,7 @@ class Encoder:
         source: path of the tokenizer's file, for error messages.
 
     Attributes:
-        harmless: whether the tokenizer's time and memory are bounded, so that only very long texts are encoded in a
+        harmless: whether the tokenizer's time and memory are bounded. If so, only very long texts are encoded in a
             child process.
     """
 
@@ -92,7 +92,7 @@ class Encoder:
 def check_in_child(data: str) -> str | None:
     """Load a tokenizer in a child process; return the error, or None if it can be loaded.
 
-    Use it for a tokenizer whose loading may panic: a panic in this process would write a page to stderr.
+    This is for a tokenizer that may panic when it is loaded. In this process, a panic would write a page to stderr.
 
     Args:
         data: content of a tokenizer.json.

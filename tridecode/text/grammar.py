@@ -36,7 +36,7 @@ class Grammars:
     """A compiler of grammars for one model, with a cache.
 
     Args:
-        tokenizer: None if the engine has no tokenizer. Each grammar is then refused.
+        tokenizer: the tokenizer of the engine, or None. Then every grammar is refused.
         vocab_size: number of token ids of the model.
         stop_ids: ids of the tokens that end a text.
     """
@@ -234,7 +234,10 @@ def check_lark(lark: str) -> str:
 
 
 def _exact_value(place: str, value, depth: int = MAX_DEPTH):
-    """Return a part of a schema as `exact_schema` does. `place` is the name of its key, for messages."""
+    """Return a part of a schema in the form that `exact_schema` returns.
+
+    `place` is the name of its key, for messages.
+    """
     _check_depth(depth)
     if isinstance(value, list):
         return [_exact_value(place, item, depth - 1) for item in value]

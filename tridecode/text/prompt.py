@@ -80,7 +80,7 @@ def prompt_ids(
 
 
 def listed(prompt) -> list | None:
-    """Return token ids or messages as a list; None for text and for values that are not prompts."""
+    """Return token ids or messages as a list. For text, and for values that are not prompts, return None."""
     if isinstance(prompt, (str, bytes, bytearray, memoryview, Set, Mapping)):
         return None
     try:

@@ -80,7 +80,7 @@ class Sandbox:
         """Return a child's answer to `message`.
 
         Args:
-            seconds: time limit. If this process ends meanwhile, the child ends after about this much CPU time.
+            seconds: time limit. If this process ends earlier, the child process ends after about this much CPU time.
 
         Raises:
             SandboxError: the child raised an error, ended, or did not answer in time.

@@ -166,8 +166,8 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> list[int]:
         """Return the token ids of a chat, formatted by the chat template, up to the beginning of the answer.
 
-        Control tokens in messages are encoded as ordinary characters. In messages of the assistant this applies only
-        to special tokens, because its <think> was one token, and templates search for </think>.
+        Control tokens in messages are encoded as ordinary characters. In messages of the assistant, this applies only
+        to special tokens. Its <think> was sampled as one token, and templates search for </think>.
 
         Args:
             messages: dicts with the strings "role" and "content". Other keys are plain JSON values for the template.

@@ -36,7 +36,7 @@ def attention_config(
 
 
 def _share(programs: int, parts: int, limit: int = MAX_SPLITS) -> int:
-    """Return the number of programs of each part, between 1 and limit."""
+    """Return the number of programs per part, if `programs` programs share `parts` parts. It is from 1 to `limit`."""
     return min(max(programs // parts, 1), limit)
 
 
@@ -56,10 +56,10 @@ def _one_row(case: AttentionCase, device: Device) -> AttentionConfig:
 def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> AttentionRowsConfig:
     """Choose the config of the kernel in which a fixed number of programs shares the work.
 
-    Mostly there are two programs a multiprocessor, each with two tiles in flight. A long row is split into as many
-    items as there are programs. Tiles are smaller if shared memory has no room for these. Few rows have smaller tiles,
-    too: a kernel with more than 48 KiB of shared memory leaves little L1 cache to the kernels that run at the same
-    time, and the linears of few rows load all their tiles through that cache.
+    Usually there are two programs per multiprocessor, each with two tiles in flight. A long row is split into as many
+    items as there are programs. Tiles are smaller if shared memory is too small, or if there are few rows. For few
+    rows, linears load all their tiles through the L1 cache, and a kernel with more than 48 KiB of shared memory leaves
+    little L1 cache to the kernels that run at the same time.
     """
     heads, one = case.kv_heads, max(device.multiprocessors, 1)
     if case.head_dim > 128 or case.dtype == torch.float32:
@@ -97,8 +97,8 @@ def fp8_config(config: AttentionConfig | AttentionRowsConfig, device: Device) ->
 def queries_config(case: AttentionCase, requests: int, queries: int, device: Device) -> QueriesConfig:
     """Choose the config of attention for `queries` rows of each of `requests` requests.
 
-    The requests share the multiprocessors if none is long: all programs run at once, and each adds a part of the sums.
-    A long request has as many splits as in a pass of its own.
+    If no request is long, the requests share the multiprocessors: all programs run at once, and each combines a part of
+    the results. A long request has as many splits as in a separate pass.
     """
     hopper = device.capability == HOPPER
     splits = _share(device.multiprocessors, case.kv_heads)
@@ -137,6 +137,7 @@ def prompt_attention_config(device: Device, batch_invariant: bool, fp8: bool = F
 def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: Device) -> bool:
     """Return whether Triton's attention of prompts is faster than torch's.
 
-    For other GPUs, head sizes and dtypes, its tiles need too many registers or too much shared memory.
+    On other GPUs, and for other head dimensions and dtypes, its tiles need too many registers or too much shared
+    memory.
     """
     return device.capability // 10 == 9 and head_dim <= 128 and dtype != torch.float32

@@ -1,4 +1,4 @@
-"""Candidates: the launch configs that a search tries. Registers and shared memory of the GPU have room for them."""
+"""Candidates: the launch configs that a search tries. They fit in the registers and the shared memory of the GPU."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -133,7 +133,8 @@ def matvec_candidates(case: Case, shared: bool, device: Device) -> list[list[dic
     """Return tiles, numbers of programs, and limits on registers.
 
     Args:
-        shared: whether programs share the rows. They then also have the next rows in registers, so no limit suits them.
+        shared: whether programs share the rows. Each then also holds the next rows in registers, so it needs a config
+            without a register limit.
     """
     assert isinstance(case.weight_type, torch.dtype)
     row = case.weight_type.itemsize * case.k * (2 if case.epilogue == "gated" else 1)

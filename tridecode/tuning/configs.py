@@ -1,4 +1,4 @@
-"""The results of tuning: a kernel and launch config for each linear of a model, and a config for each attention."""
+"""The result of tuning: a kernel and a launch config for each linear of a model, and a launch config for attention."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class PassConfigs:
-    """The choices for the passes of one model up to a number of rows."""
+    """The choices for passes of one model that have up to a certain number of rows."""
 
     linears: Mapping[Case, Choice]
     attention: Mapping[AttentionCase, AttentionConfig | AttentionRowsConfig]

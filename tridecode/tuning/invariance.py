@@ -1,4 +1,4 @@
-"""The constraint of batch-invariant mode: one order of the sums of a row for any number of rows of a pass."""
+"""The constraint of batch-invariant mode: the sums of a row are added in the same order for any number of rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ def order_of_sums(case: Case, choice: Choice) -> tuple:
 def invariant_choices(
     case: Case, rows_of_passes: Sequence[int], device: Device, tables: Sequence[Table]
 ) -> dict[int, Choice]:
-    """Choose for passes of up to each number of rows, all with one order of sums.
+    """Choose a kernel and a config for each maximum number of rows, so that all choices have the same order of sums.
 
     The rules choose the kernel. The table's entry for the largest number of rows with this kernel decides the order.
     Other entries are used if they have the same order.

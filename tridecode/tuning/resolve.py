@@ -1,4 +1,4 @@
-"""Resolve the choices of a model once, when it is built: from tables and rules, by the rows of a pass."""
+"""Choice of the kernels and launch configs of a model from tables and rules, by number of rows, when it is built."""
 
 import logging
 from collections.abc import Iterable, Sequence

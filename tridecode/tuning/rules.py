@@ -117,9 +117,9 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 
 def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> HopperConfig:
-    """Share the columns among as many programs as run at a time.
+    """Return a config in which all programs that can run at a time share the columns.
 
-    If the tiles of the activations are larger than those of the weights, fewer are in flight.
+    If the tiles of the activations are larger than the tiles of the weights, fewer tiles are in flight.
     """
     gated, head = case.epilogue == "gated", is_head(case)
     columns = COLUMNS_OF[packed.number_type]
@@ -166,7 +166,7 @@ def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
 
 
 def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig | None:
-    """Choose for up to 16 rows of dense weights, whose products stay in registers, and for packed tensors."""
+    """Choose for up to 16 rows of dense weights, whose sums stay in registers, and for packed tensors."""
     if case.packed:
         return packed_matmul_rule(case, case.packed, rows, device, batch_invariant)
     if (
@@ -181,7 +181,7 @@ def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 
 def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig:
-    """Choose few warps, since each repeats the work before and after its sums, but enough for all multiprocessors."""
+    """Choose few warps, because each repeats some work, but enough warps to occupy all multiprocessors."""
     if batch_invariant:  # Warps determine the order of sums. Tiles of 16 rows add all sums of squares in one order.
         ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
         return MatmulConfig(16, 8, ahead, ahead, registers=128 if rows <= 16 else 0, block_m=16)

@@ -176,7 +176,7 @@ def listed(tables: Iterable[Table], case: Case, rows: int, device: Device) -> Ch
 def package_tables(device: Device) -> list[Table]:
     """Return the tables for GPUs of this compute capability and number of multiprocessors.
 
-    The table of the device's name comes first, then the others, the largest first.
+    The table with the name of the device comes first. The others follow, the largest first.
     """
 
     def order(table: dict) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""AWQ, version gemm: 4 bits, words [in_features, out_features / 8] of eight columns in a special order."""
+"""AWQ, version gemm: 4 bits. Words [in_features, out_features / 8] contain eight columns each, in a special order."""
 
 import re
 from dataclasses import dataclass

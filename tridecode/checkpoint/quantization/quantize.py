@@ -1,4 +1,7 @@
-"""Quantize weights: codes are rounded to nearest, and each scale is the candidate with the smallest squared error."""
+"""Quantization of weights.
+
+Codes are rounded to nearest. Each scale is the candidate with the smallest squared error.
+"""
 
 from dataclasses import replace
 
@@ -31,7 +34,7 @@ def rules(scheme: str, head: str) -> Quantization:
 
 
 def fitted(scheme: Scheme, k: int) -> Scheme:
-    """Return the scheme for rows of k columns: with the largest groups that divide k, or one group."""
+    """Return the scheme for rows of k columns, with the largest group size that divides k, or one group."""
     if not scheme.group or k % scheme.group == 0:
         return scheme
     return replace(scheme, group=next((group for group in (64, 32) if k % group == 0), 0))

@@ -1,4 +1,4 @@
-"""Write an unquantized checkpoint's weights as compressed-tensors, a module at a time."""
+"""Writing of the weights of an unquantized checkpoint as compressed-tensors, one module at a time."""
 
 import json
 import shutil
@@ -27,7 +27,10 @@ SHARD = 4 * 2**30  # A file ends when it has this number of bytes. Its last tens
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes [n, k] into int32 words [n, k * bits / 32]. A word has neighboring columns from its lowest bits on."""
+    """Pack codes [n, k] into int32 words [n, k * bits / 32].
+
+    A word has neighboring columns, the first in its lowest bits.
+    """
     parts = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits))).view(len(codes), -1, 32 // bits)
     words = torch.zeros(parts.shape[:2], dtype=torch.int32)
     for place in range(32 // bits):

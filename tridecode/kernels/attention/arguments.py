@@ -1,8 +1,8 @@
 """Arguments that the attention ops share, as named tuples of tensors and sizes.
 
 A launcher passes each tuple to its kernel as the pointers, strides and sizes that `kernel_arguments` lists. The kernel
-groups them again, as Cache, Rotary, Partials and Sizes: Triton does not keep the names of a tuple that is a launch
-argument.
+groups them again as Cache, Rotary, Partials and Sizes, because Triton does not keep the field names of a tuple that is
+a launch argument.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,10 @@ MAX_SPLITS = 64  # Maximum number of programs that share the K/V of one row.
 
 
 class KVLayer(NamedTuple):
-    """K and V of one layer: uint8 codes for fp8 K/V, whose scales follow each head's codes (see fp8_kv.py)."""
+    """K and V of one layer.
+
+    For fp8 K/V they are uint8 codes, and the scales follow the codes of each head (fp8_kv.py).
+    """
 
     table: torch.Tensor  # int32 [slots, max_pages], the pages of each slot
     k: torch.Tensor  # Shape [pages, kv_heads, page, head_dim]. A view of the pool.
@@ -54,7 +57,7 @@ class Rope(NamedTuple):
         return 2 * self.cos.shape[1]
 
     def kernel_arguments(self) -> tuple:
-        """Return the fields of rope.Rotary. cos is a placeholder for a norm that is None."""
+        """Return the fields of rope.Rotary. If a norm is None, `cos` replaces it as a placeholder."""
         norms = (self.cos if norm is None else norm for norm in (self.q_norm, self.k_norm))
         return self.cos, self.sin, *norms, self.eps
 

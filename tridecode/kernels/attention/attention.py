@@ -158,7 +158,7 @@ def _attention_kernel(
     LEAST iterations.
     If TOGETHER, the first SHORT_SPLITS programs of all requests run at the same time. The splits of a request may then
     wait for each other, provided that no request has more splits.
-    Moves 2 * KV_HEADS * D * itemsize bytes a position.
+    Moves 2 * KV_HEADS * D * itemsize bytes per position.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.
@@ -219,7 +219,7 @@ def _attention_kernel(
 
 
 def attention(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):
-    """Compute attention of one new token a row.
+    """Compute attention of one new token per row.
 
     Args:
         meta: [rows, META_WIDTH] int32.

@@ -11,7 +11,7 @@ from .attention import OUTPUTS, _attention_kernel, attention_bytes, attention_re
 class QueriesConfig:
     """Launch config of attention of several rows of each request.
 
-    Other fields as in AttentionConfig, for a request instead of a row.
+    The other fields are described in AttentionConfig. They apply to a request instead of a row.
     """
 
     queries: int  # Number of rows of each request.

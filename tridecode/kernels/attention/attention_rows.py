@@ -19,7 +19,7 @@ from .splits import EMPTY, LOG2E, Partials, Split, blocks_seen, store_split
 
 @dataclass(frozen=True)
 class AttentionRowsConfig:
-    """Launch config of attention of several rows. Other fields as in AttentionConfig."""
+    """Launch config of attention of several rows. The other fields are described in AttentionConfig."""
 
     block_t: int = 64
     splits: int = 32

@@ -1,7 +1,8 @@
-"""fp8 K/V: an e4m3 code for each number, and a scale, a power of two in bf16, for each position and head.
+"""fp8 K/V. Each number has an e4m3 code. Each position of a head has a scale, which is a power of two in bf16.
 
-A head's part of a page is its codes [page, head_dim], then its scales [page]; see state/kv.py. A bf16 holds a number
-times its scale exactly, so that the result does not depend on where the scale is applied. The scale of a position with
+The part of a page that belongs to a head contains codes [page, head_dim], then scales [page]; see state/kv.py. The
+product of a number and its scale is exact in bf16, so the result does not depend on when the scale is applied. The
+scale of a position with
 a number that is not finite is NaN.
 """
 
@@ -130,7 +131,7 @@ def to_e4m3(x):
 
 @triton.jit
 def store_cells_fp8(new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr, v_scale_ptr, mask_k, mask_d, write):
-    """Store a token's K (in every row) and V, fp32, if `write`. Return both as the cache holds them."""
+    """If `write`, store K (equal in every row) and V of a token, fp32. Return both as the cache stores them."""
     k_scale, k_inverse = e4m3_scale(new_k, 1)
     v_scale, v_inverse = e4m3_scale(new_v, 0)
     k_codes, new_k = to_e4m3(new_k * k_inverse[:, None])

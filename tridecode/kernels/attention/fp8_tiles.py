@@ -1,9 +1,9 @@
 """Attention of the queries of one row to fp8 K/V, in which each warp attends to its own positions.
 
 Codes are loaded directly into the registers of the layout that the tensor cores take, as words of four, 16 bytes a
-lane. They are converted only when they are multiplied. The order of the columns of a product is free as long as both
-operands agree. The order of its results is restored once, after the last iteration. Therefore no data moves between
-lanes and no iteration has a barrier: warps synchronize after all positions.
+lane. They are converted only when they are multiplied. The columns of a product may have any order that both operands
+share. The order of the results is restored once, after the last iteration. Therefore no data moves between lanes, and
+warps synchronize only once, after all positions.
 """
 
 import triton
@@ -202,9 +202,7 @@ def fp8_attend(q, tile, cache, table_ptr, first, start, end, SIZES: tl.constexpr
         tile: Result of `fp8_tile` at `first`, a multiple of BLOCK_T.
 
     Returns:
-        For each column: the maximum score [COLUMNS], the sum of the weights [COLUMNS], and the weighted sum of the
-            values
-        [BLOCK_D, COLUMNS].
+        For each column: maximum score [COLUMNS], sum of weights [COLUMNS], weighted values [BLOCK_D, COLUMNS].
     """
     WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D

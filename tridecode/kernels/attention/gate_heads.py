@@ -1,4 +1,7 @@
-"""gate_heads: multiplies the attention of prompts by the sigmoids of gates. In decode passes attention itself does."""
+"""gate_heads: multiplies the attention output of prompts by the sigmoids of gates.
+
+Decode attention does this itself.
+"""
 
 import triton
 import triton.language as tl
@@ -16,7 +19,7 @@ def _gate_heads_kernel(
 ):  # fmt: skip
     """Multiply BLOCK_H heads of a row by their gates. Rows outside all chunks are not written.
 
-    Grid: (rows, cdiv(HEADS, BLOCK_H)). Moves 3 * itemsize * D bytes a head.
+    Grid: (rows, cdiv(HEADS, BLOCK_H)). Moves 3 * itemsize * D bytes per head.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.

@@ -53,7 +53,7 @@ class PromptAttentionConfig:
 
 
 class Pool(NamedTuple):
-    """K and V of one head in the pool: the rows of the first page's K and V, the rows of a page, and the scales."""
+    """K and V of one head in the pool: the row at which each begins, the number of rows per page, and the scales."""
 
     k_row: tl.tensor
     v_row: tl.tensor
@@ -68,12 +68,12 @@ def _attend_pages(
     sums, q, pool_desc, pool, table_ptr, page, first, end, positions, MASKED: tl.constexpr, STAGES: tl.constexpr,
     FP8: tl.constexpr, INTERPRETED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the positions [first, end), which begin with `page`, and update the sums.
+    """Attend to the positions [first, end), whose first page is `page`, and update the sums.
 
     The sums are the weighted sums of values, the sums of weights, and the maxima.
 
     Args:
-        MASKED: Whether part_rows rows do not see all of the positions.
+        MASKED: Whether some rows do not attend to all of the positions.
     """
     acc, l, m = sums
     PAGE: tl.constexpr = BLOCKS.PAGE

@@ -49,10 +49,11 @@ def _arrive(bar):
 
 @gluon.jit
 def _arrive_after(l, bar):
-    """Arrive at a named barrier after the rows' sums l, two in each thread, are computed.
+    """Arrive at a named barrier after the sums l of the rows, two per thread, are computed.
 
-    ptxas would move the wait for the products with V before the exponentials, which should overlap with them. It does
-    not move it past a barrier, and it cannot prove that the number of this one does not depend on l. No sum is -0.
+    Otherwise ptxas moves the wait for the products with V before the exponentials, which should overlap with these
+    products. ptxas does not move the wait past a barrier, and it cannot prove that the number of this barrier is
+    independent of l. No sum is -0.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 x; or.b32 x, $2, $3; setp.eq.u32 p, x, 0x80000000; selp.b32 x, 0, $4, p; "
@@ -63,7 +64,7 @@ def _arrive_after(l, bar):
 
 @gluon.jit
 def _uniform(x):
-    """Return x, which is equal in all threads, in a form that lets ptxas prove it.
+    """Return x, which is equal in all threads, in a form that lets ptxas prove that it is equal.
 
     Otherwise, with Triton 3.9, ptxas does not keep values derived from x in uniform registers, and spills.
     """

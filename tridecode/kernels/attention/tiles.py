@@ -11,9 +11,9 @@ from .splits import EMPTY
 def _in_registers(x, position, HOLD: tl.constexpr):
     """Return x, unchanged, and keep it in registers until here if HOLD.
 
-    Without an instruction that is opaque to the compiler, in a branch that it cannot prove to be taken (Triton 3.6
-    needs both), a tile is stored to shared memory where it was loaded. All tiles together need more than the 48 KiB
-    above which the whole pass is slower.
+    Otherwise the compiler stores each loaded tile to shared memory. All tiles together need more than 48 KiB, and then
+    the whole pass is slower. An instruction that the compiler does not understand, in a branch that it cannot prove to
+    be taken, prevents this. Triton 3.6 needs both.
     """
     if HOLD:
         if position >= 0:
@@ -57,7 +57,8 @@ def attend_tiles(
 ):  # fmt: skip
     """Attend to the positions [first, end) of one head, which begin with the tiles of `prefetch_tiles`.
 
-    Positions are the rows of the first product, D of the second, and the few queries are the columns of both. The
+    In the first product, the rows are positions. In the second product, the rows are the D dimensions. The few queries
+    are the columns of both products. The
     prefetched tiles share one maximum. The weights are summed separately for each row of a tile until the end. Masked
     scores underflow to 0. If a window hides a whole tile, a later score scales its sums to 0.
 
@@ -66,9 +67,7 @@ def attend_tiles(
         lows: [columns], the first position that each column sees. Used only if LOWS.
 
     Returns:
-        For each column: the maximum score [columns], the sum of the weights [columns], and the weighted sum of the
-            values
-        [D padded, columns].
+        For each column: maximum score [columns], sum of weights [columns], weighted values [D padded, columns].
     """
     k, v, seen, pages = prefetched
     PAGE: tl.constexpr = SIZES.PAGE

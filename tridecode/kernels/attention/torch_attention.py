@@ -23,7 +23,7 @@ BACKENDS = {
 
 
 def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:
-    """Return an op that computes prompt attention with one of torch's BACKENDS, which need the lengths on the host.
+    """Return an op that computes prompt attention with one of torch's BACKENDS. They need the lengths on the host.
 
     A graph cannot capture it.
 

@@ -1,4 +1,7 @@
-"""write_kv: writes K and V of the rows of a pass to the cache, before attention in which rows attend to each other."""
+"""write_kv: writes K and V of the rows of a pass to the cache.
+
+It precedes attention in which rows attend to each other.
+"""
 
 import triton
 import triton.language as tl
@@ -41,7 +44,7 @@ def _write_kv_kernel(
 ):  # fmt: skip
     """Write K and V of each row's token to the cache. K is rotated, after normalizing it if QK_NORM.
 
-    A program writes one K/V head of a row. Grid: (KV_HEADS, rows). Moves (8 + 2 * itemsize) * D bytes a row and head.
+    A program writes one K/V head of a row. Grid: (KV_HEADS, rows). Moves (8 + 2 * itemsize) * D bytes per row and head.
     Every row of a tile contains the key, as in attention, so that both kernels compute the same bits.
 
     Args:

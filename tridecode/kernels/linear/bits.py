@@ -1,15 +1,15 @@
-"""Unpack weights in registers, from words of 32 bits to pairs of bf16 for the tensor cores.
+"""Unpacking of weights in registers, from words of 32 bits to pairs of bf16 for the tensor cores.
 
-One instruction unpacks two numbers, which are at the same place of both halves of a word (packed.py).
+One instruction unpacks two numbers, which are at the same bits of both halves of a word (packed.py).
 
-Four bits: a bf16 whose high byte is 0 is its low byte times 2 ** -133, because the highest bit of that byte, the lowest
-of the exponent, then counts like a bit of the mantissa. So one `and` makes a number from either half of a byte. One
-`fma` scales it and subtracts the zero point, exactly. If the activations serve many rows of the weight, the number is
-left small and keeps its zero point. The activations are scaled up instead (`raised`), and their products with the zero
-points are computed once (`zero_operand`).
+Four bits: a bf16 whose high byte is 0 equals its low byte times 2 ** -133. (The highest bit of that byte is the lowest
+bit of the exponent, which then counts like a bit of the mantissa.) So one `and` makes a number from either half of a
+byte. One `fma` scales it and subtracts the zero point exactly. If many rows of the weight use the same activations, the
+number stays small and keeps its zero point. Instead, the activations are scaled up (`raised`), and their products with
+the zero points are computed once (`zero_operand`).
 
-e4m3: moved to their place in bf16, exponent and mantissa represent a number that is 2 ** 120 too small. It is left so.
-The activations are multiplied by 2 ** 64, and the sum by the remaining factor.
+e4m3: if exponent and mantissa are moved to their bits in bf16, they represent a number that is too small by the factor
+2 ** 120. The activations are multiplied by 2 ** 64, and the sum by the remaining factor.
 
 The interpreter has no assembly. It computes the same numbers by arithmetic.
 """
@@ -91,7 +91,7 @@ def pair(zero):
 
 @triton.constexpr_function
 def factor(form: str, raised: bool = False) -> float:
-    """Return the factor for unpacked weights, or for their products with `raised` activations."""
+    """Return the factor that unpacked weights, or their products with `raised` activations, must be multiplied by."""
     if raised:
         return 2.0 ** ({"int4": 133, "e4m3": 120}.get(form, _RAISED) - _RAISED)
     return 2.0 ** {"int4": 6, "e4m3": 120}.get(form, 0)

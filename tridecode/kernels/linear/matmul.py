@@ -1,4 +1,4 @@
-"""matmul: the few rows of a pass times a weight, by tensor cores. The weight is read once for all rows.
+"""matmul: the product of a few rows of activations and a weight on tensor cores. The weight is read once for all rows.
 
 The warps of a program share the columns. Each multiplies its part of BLOCK_N whole rows of the weight, which it loads
 from memory directly into the registers from which mma reads them (register_tiles.py). Packed tensors become bf16 there
@@ -83,9 +83,9 @@ def _matmul_kernel(
     """Compute `project` for up to BLOCK_M rows.
 
     Grid: (PROGRAMS,). Each program takes every PROGRAMS-th of BLOCKS blocks of BLOCK_N rows of the weight, and stores
-    one partial sum of squares a row. The first AHEAD tiles of the weight are in flight before the wait. The activations
-    stay in registers if all their tiles are in flight at once. The order of a sum does not depend on the row or its
-    neighbors: a row is a column of the tensor cores' product, and the columns are independent.
+    one partial sum of squares per row. The first AHEAD tiles of the weight are in flight before the wait. The
+    activations stay in registers if all their tiles are in flight at once. The order in which a sum is added does not
+    depend on the row or on other rows. A row is a column of the tensor cores' product, and the columns are independent.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.

@@ -151,7 +151,7 @@ def _copy_first_rows(C: gl.constexpr, w):
 
 @gluon.jit
 def _copy_next(C: gl.constexpr, w, c):
-    """Copy the tiles that are the next in the stages of tile c, if there are any."""
+    """Copy the next tiles into the stages of tile c, if there are any."""
     if c + C.STAGES < w.total:
         _copy_weights(C, w, c + C.STAGES)
     if c + C.X_STAGES < w.total:
@@ -168,7 +168,7 @@ def _await(C: gl.constexpr, w, c):
 
 @gluon.constexpr_function
 def _rows_at_once(block_m, block_n, split, warps):
-    """Return the number of rows whose sums a program adds at a time, in at most 96 registers of each thread."""
+    """Return the number of rows whose sums per program adds at a time, in at most 96 registers of each thread."""
     rows = block_m
     while split > 1 and rows > 8 and (split + 2) * rows * block_n > 96 * 32 * warps:
         rows //= 2
@@ -242,7 +242,7 @@ def _all_groups(C: gl.constexpr, w, tile, c, LOAD: gl.constexpr, L: gl.constexpr
 
 @gluon.jit
 def _offsets(C: gl.constexpr, zeros, first, L: gl.constexpr):
-    """Return the offsets of each operand of a part that begins with operand `first` of its tile, as a tuple.
+    """Return a tuple with the offsets for each operand of a part. The part begins with operand `first` of its tile.
 
     Args:
         zeros: Results of `_offset_of` for all groups. Read only if ZEROS.
@@ -432,7 +432,7 @@ def _matmul_hopper_kernel(
 
     Grid: (SPLIT * tiles,), a program for a part of the columns of a tile. If PERSISTENT, any number of programs, each
     of which computes every num_programs-th tile and has the next one in flight. Each tile stores one partial sum of
-    squares a row. If "gated", half of a tile's rows are gate and half up.
+    squares per row. If "gated", half of a tile's rows are gate and half up.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.

@@ -53,8 +53,8 @@ def _matmul_tiles_kernel(
 ):  # fmt: skip
     """Compute `project` for `rows` rows. A program computes BLOCK_N outputs of all rows.
 
-    Grid: (cdiv(N, BLOCK_N),). Each program stores one partial sum of squares a row. STAGES tiles of x and of the weight
-    are in flight.
+    Grid: (cdiv(N, BLOCK_N),). Each program stores one partial sum of squares per row. STAGES tiles of x and of the
+    weight are in flight.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.

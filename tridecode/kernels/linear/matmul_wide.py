@@ -116,8 +116,8 @@ def _matmul_wide_kernel(
     """Compute `project` for up to BLOCK_M rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
 
     Grid: (cdiv(N, outputs of a program), SPLIT). SPLIT programs share the columns. The last of them to arrive adds the
-    sums of all, in the order of the columns. Each tile of rows stores one partial sum of squares a row. AHEAD tiles of
-    the weight are in flight, before the wait too, and X_AHEAD tiles of the activations. If "gated", half of a tile's
+    sums of all, in the order of the columns. Each tile of rows stores one partial sum of squares per row. AHEAD tiles
+    of the weight are in flight, before the wait too, and X_AHEAD tiles of the activations. If "gated", half of a tile's
     rows are gate and half up.
 
     Args:

@@ -1,4 +1,4 @@
-"""mma on registers: assembly with which a warp multiplies a tile of a packed tensor, and the layouts of its lanes.
+"""mma on registers: assembly with which a warp multiplies a tile of a packed tensor, and the data of each lane.
 
 A tile is 16 rows of the weight by 64 bytes. The instruction (mma, 16 x 8 x 16) takes the rows of the weight as its rows
 and activations as its columns. A lane has 16 bytes of each of two rows of the weight and, of one row of the
@@ -28,8 +28,8 @@ def lanes_layout(warps):
 def words_layout(warps):
     """Return the layout of the words of two rows for each lane, [8 * warps, 32].
 
-    Each pair of warps has the halves of 16 rows. Eight lanes whose loads are served at once have rows four apart, whose
-    bytes the swizzle puts into different banks.
+    The two warps of a pair have the halves of 16 rows. Eight lanes load at the same time. Their rows are four apart, so
+    that the swizzle puts their bytes into different banks.
     """
     pairs = [[16 << i, 0] for i in range((warps // 2).bit_length() - 1)]
     lanes = [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]]
@@ -72,8 +72,8 @@ def _unpacked(form, words, to):
 def tile_asm(form):
     """Return assembly that adds a tile's product to two chains of sums.
 
-    $0-$3 and $4-$7 are the results, the last eight operands the previous sums. The operands between are four words of a
-    row, four words of the row eight rows later, and four registers of activations for each part.
+    $0-$3 and $4-$7 are the results. The last eight operands are the previous sums. The operands between them are four
+    words of a row, four words of the row eight rows later, and four registers of activations for each part.
     """
     parts = 4 if form == "int4" else 2
     words_of_part, first = 4 // parts, 16 + 4 * parts

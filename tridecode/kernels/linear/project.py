@@ -1,4 +1,4 @@
-"""project: a product with a weight matrix, followed by an epilogue. Every linear kernel implements it.
+"""project: a matrix product with a weight, followed by an epilogue. Every linear kernel implements it.
 
 A kernel is launched as `op.launch(meta, x, linear, out, epilogue, scratch, config=..., pdl=...)`.
 

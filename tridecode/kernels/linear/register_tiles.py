@@ -109,7 +109,7 @@ def _load(
 ):
     """Load the warps' parts, `width` elements together, from element `begin` of rows of LENGTH.
 
-    The values of a line that does not exist are arbitrary: no other line's sum depends on them.
+    The values of a line that does not exist are arbitrary, because no other line's sum depends on them.
     """
     if begin + width > LENGTH:
         return tl.load(ptrs + begin, mask=mask & (offs + begin < LENGTH), other=0.0, eviction_policy=POLICY)

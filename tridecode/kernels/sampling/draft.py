@@ -64,7 +64,7 @@ def _draft_kernel(
     Grid: (rows, SPLITS). The programs of a row share the search, and the last to arrive writes the drafts. Launched
     without PDL in every pass, because embed reads the drafts before its wait.
 
-    Known tokens (below N_KNOWN) serve as drafts where they are, without a copy. Otherwise a row gets at most
+    Known tokens (below N_KNOWN) are used as drafts without a copy. Otherwise a row gets at most
     max(DRAFT_LIMIT, 1) drafts. In both cases there are at most MAX_DRAFTS drafts, the position of each draft is below
     ALLOCATED, and that of each sampled token is below LIMIT. A row with a mask gets no drafts. If the match is so close
     that its continuation reaches the position, the kernel repeats the continuation.

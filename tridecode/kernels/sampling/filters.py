@@ -1,4 +1,4 @@
-"""The launches of sample before the draw: they process the logits and find the distance at which the filters cut."""
+"""The first launches of sample. They process the logits, and find the largest distance that the filters keep."""
 
 import math
 
@@ -73,7 +73,7 @@ def _process_kernel(
     """Add the bias, apply the penalties, store each block's largest logits, and clear histograms and state.
 
     A program computes one block of a row. Grid: (vocab blocks, rows).
-    Moves 8 * vocab bytes a row, and 4 * vocab more for each of bias and counts if the request uses them.
+    Moves 8 * vocab bytes per row, and 4 * vocab more for each of bias and counts if the request uses them.
     counts and bias do not change during the step, so their loads precede the wait. If the raw logits of a block contain
     a NaN or an infinity, its key is NAN_KEY, which the later launches check.
 
@@ -220,7 +220,7 @@ def _bins_kernel(
 ):
     """Run one level of the search for the distances at which top-k and top-p cut, by rank or by histogram.
 
-    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row, and up to 12 * BINS a
+    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes per row, and up to 12 * BINS a
     program.
 
     Level 0 lists the nearest tokens and bins distances by their upper 11 bits. The bins count tokens if top-k is
@@ -230,8 +230,9 @@ def _bins_kernel(
     Level 2 runs only with both filters. It computes the mass that top-k keeps, finds top-p's bin and counts inside that
     bin. All tokens at a distance have the same weight, so counts are sufficient inside a bin.
 
-    Atomics dominate the cost, so tokens that cannot matter are excluded: k of the blocks' largest logits bound the k-th
-    distance, and the tokens beyond top-p's reach have at most 1 - p of the largest token's mass together.
+    Atomics dominate the cost, so tokens that cannot affect the result are excluded. For top-k, the k-th largest of the
+    blocks' largest logits bounds the k-th distance. For top-p, tokens are excluded whose mass together is at most 1 - p
+    of the mass of the largest token.
     Every program scans the histogram of the previous level itself, so no level waits for a last arriver.
 
     Args:

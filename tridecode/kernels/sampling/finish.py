@@ -1,4 +1,4 @@
-"""Functions that the sampling kernels share: logits packed with their ids, the last arriver, and the end of a step."""
+"""Functions that the sampling kernels share: keys of logits and ids, detection of the last program, end of a step."""
 
 import torch
 import triton

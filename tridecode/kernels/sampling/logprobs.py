@@ -48,7 +48,7 @@ def _logprobs_kernel(
     """Compute the log-sum-exp and the largest logits of a row.
 
     A program reads one block of a row, and stores the block's largest logits and its part of the sum. The last program
-    of a row to arrive merges them. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row.
+    of a row to arrive merges them. Grid: (vocab blocks, rows). Moves 4 * vocab bytes per row.
     A logit packed with its id sorts as one int64, lower ids first among equals. If the logits contain a NaN or a
     positive infinity, nothing is written to the rings.
 

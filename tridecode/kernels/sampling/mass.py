@@ -5,8 +5,8 @@ The maximum itself has distance 0, exactly. Tokens at equal distances are tied. 
 units of 2**-42, and zero from 29 nats on.
 
 Every operation is exact or rounded once (no fused multiply-add, no library exp). A GPU, the interpreter and torch
-therefore compute the same integers, and integer sums do not depend on their order. The filters keep the same tokens,
-and the draw picks the same one, on every device.
+therefore compute the same integers, and integer sums do not depend on their order. Therefore the filters keep the same
+tokens, and the same token is sampled, on every device.
 """
 
 import torch

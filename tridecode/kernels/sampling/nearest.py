@@ -1,6 +1,9 @@
-"""The list of the tokens nearest to the largest logit. If it contains all that top-k or top-p can keep, ranks decide.
+"""The list of the tokens nearest to the largest logit.
 
-The list is not sorted: a token's rank is the number of nearer tokens in the list, counted by comparing every pair.
+If it contains all tokens that top-k or top-p can keep, their ranks in it determine the threshold.
+
+The list is not sorted. The rank of a token is the number of nearer tokens in the list. All pairs are compared to count
+them.
 """
 
 import triton
@@ -25,8 +28,8 @@ _RANKED = tl.constexpr(8)  # Number of tokens that a program ranks in one iterat
 def distance_bound(distances, count):
     """Return a distance within which at least `count` of the distances are.
 
-    It is the end of the eighth of a nat that contains the count-th distance, or the end of the last bin but one if
-    fewer than `count` are nearer: a cut in the last bin keeps all tokens.
+    It is the end of the eighth of a nat that contains the count-th distance. If fewer than `count` distances are
+    nearer, it is the end of the second-to-last bin, because a threshold in the last bin keeps all tokens.
     """
     before = tl.cumsum(tl.histogram(distances >> _EIGHTH_BITS, _EIGHTHS), axis=0) < count
     eighth = tl.sum(before.to(tl.int32), axis=0)

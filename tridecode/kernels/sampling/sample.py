@@ -158,7 +158,7 @@ def _sample_kernel(
 ):
     """Weigh the tokens of each block that the filters keep, draw one token of the row, and end the step.
 
-    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row, and in each program
+    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes per row, and in each program
     12 * NEAREST bytes, and 4 * BINS more if the list of nearest tokens does not decide.
 
     Each block draws a candidate among its tokens in the order of their ids, and the last program to arrive draws a

@@ -85,7 +85,7 @@ def _as_list(value) -> list:
 
 
 def _resolve(path, root: dict):
-    """Return the part of `root` that a reference like # or #/$defs/name names, None for other references."""
+    """Return the part of `root` to which a reference such as # or #/$defs/name points, or None for other references."""
     first, *names = path.split("/") if isinstance(path, str) else [""]
     part = root if first == "#" else None
     for name in names:

@@ -43,7 +43,7 @@ class Call:
 
 
 class CallParser:
-    """Base of the parsers: emits text up to the mark that opens a call, and drops white space around calls.
+    """Base class of the parsers. It emits text up to the mark that opens a call, and drops white space around calls.
 
     `_pending` is text that may become part of a call, or white space in front of one. Each state is a method that
     consumes a part of `_pending` and returns whether it made progress.
@@ -140,7 +140,7 @@ class CallParser:
         return False
 
     def _skip_close(self) -> bool:
-        """Consume the closing mark if it follows; return False if the rest of it may still arrive."""
+        """Consume the closing mark if it follows. Return False if only a part of it has arrived."""
         pending = self._pending.lstrip()
         if len(pending) < len(self.close_mark) and self.close_mark.startswith(pending):
             return False
@@ -185,7 +185,10 @@ class JsonCallParser(CallParser):
         return self._whole_object()
 
     def _whole_object(self) -> bool:
-        """Parse a call whose object does not begin with the name, once its end has arrived. Return whether it has."""
+        """Parse a call whose object does not begin with the name, when the end of the object has arrived.
+
+        Return whether it has.
+        """
         start = len(self._pending) - len(self._pending.lstrip())
         if start == len(self._pending):
             return False
@@ -375,7 +378,7 @@ class XmlCallParser(CallParser):
         return False
 
     def _typed(self, key: str, value: str) -> str:
-        """Return a parameter's text as JSON: as another type if its schema allows that, otherwise as a string."""
+        """Return the text of a parameter as JSON. Its type is the type that its schema allows, or else a string."""
         schema, types = self._schemas.get(self.calls[-1].name, {}), set()
         if isinstance(properties := schema.get("properties"), dict):
             types = schema_types(properties.get(key), schema)

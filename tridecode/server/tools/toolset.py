@@ -22,7 +22,7 @@ class Tools:
 
     Args:
         functions: the functions that the model may call.
-        choice: auto, none, required, or one, which requires a call of the function `one`.
+        choice: "auto", "none", "required", or "one", which requires a call of the only function.
         parallel: whether an enforced answer may have several calls.
     """
 
@@ -82,7 +82,7 @@ class Tools:
 
 
 def with_objects(message: dict) -> dict:
-    """Return a message whose calls have objects as arguments, since each template formats them itself."""
+    """Return a message in which the arguments of calls are objects, because templates format the arguments."""
     if "tool_calls" not in message:
         return message
     return message | {"tool_calls": [_with_object(call) for call in message["tool_calls"]]}
