@@ -1,4 +1,4 @@
-"""Overhead of `generate --jsonl`: its wall time over the sum of its passes, each counted with its median time.
+"""Overhead of `generate --jsonl`: its wall time divided by the sum of the median times of its passes.
 
     python -m benchmarks.batch_speed                       # the bundled model
     python -m benchmarks.batch_speed --preset qwen3-4b     # a checkpoint of that shape, with random weights
@@ -39,7 +39,7 @@ STEPS, RUNS, WARM_UP = 32, 7, 2  # passes in a run, timed runs and untimed runs 
 
 
 def options(args, file: str, output: str):
-    """Return the parsed options of `generate` for the run that is counted."""
+    """Return the parsed options of `generate` for the measured run."""
     words = ["generate", "--jsonl", file, "--output", output, "--slots", str(args.slots), "--ignore-eos"]
     words += ["--temperature", "0", "--no-reuse-prefix", "--max-seq-len", str(args.prompt_tokens + args.tokens)]
     words += ["--speculate", "off"]  # each pass samples one token per request
@@ -163,7 +163,7 @@ def measure(args, folder: Path) -> dict:
 
 
 def come_and_go(args) -> None:
-    """Run 1 to 20 and back to 0 requests at a time, of 8 to 64 tokens; every tenth has a temperature above 0."""
+    """Run 1 to 20 concurrent requests, then fewer until 0, of 8 to 64 tokens. Every tenth has a temperature above 0."""
     engine, draw = Engine.load(args.model, slots=20, max_seq_len=256, speculate="off"), random.Random(0)
     under_way, submitted = [], 0
     for number in [*range(1, 21), *range(19, -1, -1)]:
@@ -182,7 +182,7 @@ def come_and_go(args) -> None:
 
 @contextmanager
 def checkpoint(preset: str | None):
-    """A directory to work in, and that of the model; None is the bundled one."""
+    """Yield a working directory and the directory of the model, which is None for the bundled model."""
     with tempfile.TemporaryDirectory() as folder:
         if preset:
             write_checkpoint(f"{folder}/{preset}", preset)

@@ -1,10 +1,11 @@
-"""The cost of quantization: a model against itself in fp32, over held-out chats of the bundled model or a text file.
+"""The error of quantization: a quantized model compared with itself in fp32, on held-out chats or a text file.
 
     python -m benchmarks.quality                                   the bundled model, on the CPU
     python -m benchmarks.quality --model DIR --text FILE           another one
 
 Prints rows for docs/quantization.md: the KL divergence of the next token's distribution from that in fp32 (nats, mean
-over positions), how often the likeliest token is the same, and perplexity. On the CPU all other tensors are fp32, so
+over positions), the share of positions with the same most likely token, and perplexity. On the CPU all other tensors
+are fp32, so
 the differences come from quantization alone. The chats are generated with a seed that the training did not use.
 """
 

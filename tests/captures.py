@@ -1,4 +1,4 @@
-"""Captured passes without a GPU: a graph is the list of the lines that run while it is captured."""
+"""Captured passes without a GPU. A fake graph is a list of the launches that run while it is captured."""
 
 from contextlib import nullcontext
 from threading import RLock

@@ -3,8 +3,9 @@
     path = write_tiny(tmp_path, "qwen3")                         # a directory that Engine.load takes
     path = write_tiny(tmp_path, "llama", dtype=torch.bfloat16, shards=3, num_hidden_layers=1)
 
-Head dims and group sizes are real models'; widths are small and no power of two. Norm weights and biases are random
-too, so that a forgotten one shows. The model's vocabulary is larger than the tokenizer's, as Qwen's is.
+Head dimensions and group sizes come from real models. Widths are small and not powers of two. Norm weights and
+biases are random, so that a test fails if one is not loaded. The vocabulary of the model is larger than that of the
+tokenizer, as in Qwen.
 """
 
 import json
@@ -169,7 +170,7 @@ def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides)
 
 @torch.no_grad()
 def randomise(model, seed: int) -> None:
-    """Random parameters whose activations stay near 1 and whose logits have a clear maximum."""
+    """Set random parameters with which activations stay near 1 and logits have a clear maximum."""
     generator = torch.Generator(model.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, device=model.device)

@@ -69,7 +69,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def path(tmp_path_factory) -> Path:
-    """A directory with nothing but the tiny tokenizer; tests only read it."""
+    """A directory that contains only the tiny tokenizer. Tests only read it."""
     from checkpoints import write_tokenizer
 
     path = tmp_path_factory.mktemp("tokenizer")

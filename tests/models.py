@@ -40,7 +40,7 @@ def interpreter_configs(spec: ModelSpec, weights) -> dict[int, PassConfigs]:
 
 
 def configs_of(spec: ModelSpec, weights, by_role: dict, attention) -> PassConfigs:
-    """Return these launch configs, of linears by their role, for a model."""
+    """Return launch configs for a model. `by_role` contains those of linears by role."""
     kernels = {kernel.config: kernel for kernel in LINEAR_KERNELS}
     cases = linear_cases(spec, weights)
     linears = {case: Choice(kernels[type(by_role[role])], by_role[role]) for role, case in cases.items()}
@@ -141,7 +141,7 @@ def planned(spec: ModelSpec, on="cuda", **options) -> EnginePlan:
 
 @contextmanager
 def no_allocations():
-    """Check that nothing is allocated on the GPU meanwhile."""
+    """Check that nothing is allocated on the GPU within a `with` block."""
     names = "allocation.all.allocated", "segment.all.allocated", "allocated_bytes.all.allocated"
     before = torch.cuda.memory_stats()
     yield
@@ -156,7 +156,7 @@ def use_h100(monkeypatch) -> None:
 
 
 def slowed(late: str):
-    """Return a runner that launches; before each launch of the role `late` its stream sleeps for a millisecond."""
+    """Return a runner that launches. Before each launch of the role `late`, the stream sleeps for a millisecond."""
 
     def run(role, op, *args, **options):
         if role == late:

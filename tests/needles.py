@@ -62,7 +62,10 @@ class Needles:
         return slice(first, first + self.codes)
 
     def prompt(self, tokens: int, fact: int | None, question: int, key: int, value: int, seed: int = 0) -> list[int]:
-        """Return a prompt of `tokens` tokens, with the fact (None: no fact) and the question at these positions."""
+        """Return a prompt of `tokens` tokens, with the fact and the question at these positions.
+
+        If `fact` is None, there is no fact.
+        """
         draw, half = random.Random(seed), self.codes // 2
         ids = [self.fact(draw.randrange(half, self.codes), draw.randrange(self.codes)) for _ in range(tokens)]
         # The text contains another fact, whose key and value differ.

@@ -2,7 +2,7 @@
 
     truth = write_quantized(path, "gptq", group=64, ordered=True)  # module -> the weight in fp32
 
-The code that reads checkpoints shares nothing with this file.
+This file shares no code with the code that reads checkpoints.
 """
 
 import json
@@ -39,7 +39,7 @@ def change_config(path, **changes) -> None:
 
 
 def integers(weight, rng, bits, group, zeros):
-    """Return codes [n, k], scales and zero points [n, k / group], and the weight that they stand for.
+    """Return codes [n, k], scales and zero points [n, k / group], and the weight that they represent.
 
     zeros: whether the zero points are random; otherwise each is half the range of the codes.
     """

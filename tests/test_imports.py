@@ -1,4 +1,4 @@
-"""Who may import whom: from commands down to engine, serve, step, kernels and layout; never up, nor in a circle."""
+"""Rules for imports between the folders of the package. A folder imports only from lower folders, without circles."""
 
 import ast
 import importlib

@@ -54,7 +54,7 @@ def evaluate_exchanges(engine: Engine, count: int, seed: int) -> dict:
 
 
 def limits(rng: random.Random, count: int) -> dict[str, list[tuple[str, int]]]:
-    """Return questions of increasing difficulty by kind, each with its number or the number of requested list items."""
+    """Return questions of increasing difficulty by kind, each with its answer or the number of requested list items."""
     pairs = [(a, b) for a in range(11, 100) for b in range(10, a)]
     borrowing = [(a, b) for a, b in pairs if a % 10 < b % 10]
     plain = [(a, b) for a, b in pairs if a % 10 >= b % 10]

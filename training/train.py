@@ -192,7 +192,7 @@ class Documents:
         return block[:, :-1], block[:, 1:]
 
     def padded(self, spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and targets with one document a row, as in use; marked tokens are the targets."""
+        """Return tokens and targets with one document per row. Only marked tokens are targets."""
         width = min(length, -(-int(np.diff(spans).max()) // 32) * 32)
         index = spans[:, :1] + np.arange(width + 1)
         block = self.tokens[np.minimum(index, len(self.tokens) - 1)].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Declarations of blocks: complete, without duplicates, and exactly what the passes use."""
+"""Declarations of blocks: they are complete, have no duplicates, and match what the passes use."""
 
 import math
 from collections import Counter
@@ -135,7 +135,7 @@ def test_loaded_tensors_have_the_declared_shapes(spec, quantize):
 
 
 class Used(dict):
-    """The buffers of a block, and the names of those that were read."""
+    """The buffers of a block. It records the names of the buffers that were read."""
 
     def __init__(self, buffers):
         super().__init__(buffers)
@@ -148,7 +148,7 @@ class Used(dict):
 
 @EVERY_SPEC
 def test_passes_use_all_declared_buffers_linears_and_weights(spec):
-    """Passes cannot use others: what is not declared has no tensor."""
+    """Passes cannot use other tensors, because a tensor exists only if it is declared."""
     weights = empty_weights(spec, "meta", torch.bfloat16)
     model = make_model(spec, weights, 256, page=64)
     decode = {block: Used(own) for block, own in model.workspace.blocks.items()}
@@ -222,7 +222,7 @@ def spec_of(*layers: Layer) -> ModelSpec:
 
 
 def test_layers_without_pages_are_not_counted():
-    """The pages of a layer are known by its number among the layers that have pages."""
+    """The pages of a layer are found by its index among the layers that have pages."""
     attention, mlp = Attention(**FIELDS), MLP(hidden=96, intermediate=160)
     spec = spec_of(Layer(mlp), Layer(attention, mlp), Layer(mlp, mlp), Layer(attention))
     assert (spec.page_layers, spec.num_layers, spec.pages) == (2, 4, Pages(2, 64))

@@ -37,7 +37,10 @@ GRANITE = dict(
 
 
 def parse_granite(read) -> ModelSpec:
-    """Return a Llama with multipliers. A stream divided by the embedding's multiplier needs none on the embedding."""
+    """Return a Llama with multipliers.
+
+    The residual stream is divided by the multiplier of the embedding, so the embedding itself needs no factor.
+    """
     spec = parse_dense(read, "granite")
     multiplier = read.number("embedding_multiplier", 1e-3, 1e3, default=1.0)
     common = dict(
@@ -71,7 +74,7 @@ def test_granite_is_no_worse_than_transformers_bf16(granite):
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel(Block):
-    """Attention and an MLP that read one norm; the residual stream gets the sum of both."""
+    """A block of attention and an MLP that read the same norm. The sum of both is added to the residual stream."""
 
     attention: Attention
     mlp: MLP

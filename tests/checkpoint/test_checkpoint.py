@@ -1,4 +1,4 @@
-"""Checkpoints: every tensor is loaded to its place for each family, and invalid files are refused before loading."""
+"""Checkpoints: every tensor of each family is loaded correctly, and invalid files are refused before loading."""
 
 import json
 import math
@@ -97,7 +97,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("stored", DTYPES)
 def test_dtype(stored, tmp_path):
-    """It is read from the files if config.json lacks it."""
+    """The dtype is read from the files if config.json does not contain it."""
     path = write_tiny(tmp_path, "qwen3-tied", dtype=stored)
     config = load_config(path)
     values = json.loads((path / "config.json").read_text())

@@ -324,7 +324,7 @@ def test_graph_is_captured_once():
 
 
 class Driver:
-    """A driver that registers memory, and refuses after `limit` pieces."""
+    """A fake CUDA driver that registers memory. After `limit` calls it returns an error."""
 
     def __init__(self, limit):
         self.limit, self.pieces = limit, {}

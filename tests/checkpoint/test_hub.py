@@ -147,7 +147,7 @@ def resolve(
 ) -> str:
     """Return the output of resolve_model in a new process: a line "path ..." or "error ..." for each model.
 
-    The prefix small: omits the weights.
+    A model name with the prefix "small:" is resolved without weights.
     """
     # Prefixes of the variables that the test removes; some of them set proxies.
     ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")

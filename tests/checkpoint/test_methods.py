@@ -37,7 +37,7 @@ ROWS |= {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)
 
 
 def compare(weights, truth: dict[str, torch.Tensor], tolerance=0.0) -> int:
-    """Compare each quantized linear with the weight that its file stands for. Return how many are packed tensors."""
+    """Compare each quantized linear with the weight that its file represents. Return the number of packed tensors."""
     packed = 0
     for i, layer in enumerate(weights.layers):
         for name, parts in ROWS.items():

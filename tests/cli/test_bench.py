@@ -188,7 +188,7 @@ def test_conflicting_sizes_are_one_line(bench, argv, named):
 
 
 def test_prefill_in_several_lengths_and_modes(bench):
-    """Each run computes only the new tokens, in each mode, and each row names its mode."""
+    """Each run computes only the new tokens, in each graph mode. Each row contains its mode."""
     argv = ("--prompt-tokens", "7,20", "--cached", "30", "--graph", "full,full_decode_only", "--runs", "2")
     code, out, _ = bench("prefill", *argv, "--format", "json")
     rows, (engine,) = json.loads(out), bench.made

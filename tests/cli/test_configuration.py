@@ -30,7 +30,7 @@ def parsed(*argv):
 
 
 def refused(run, *argv) -> str:
-    """Return the error line of a command with invalid settings."""
+    """Run a command with invalid settings and return its error line."""
     code, out, err = run(*argv)
     assert code == 2 and out == "" and err.startswith("tridecode: error: ") and err.count("\n") == 1
     return err.removeprefix("tridecode: error: ").strip()

@@ -115,7 +115,7 @@ def test_gpu_out_of_memory_is_not_lost(session, monkeypatch):
 
 
 def test_closed_pipe_ends_chat_and_keeps_turns(tiny, state):
-    """`chat | head`: the turns before the one that could not be written are saved."""
+    """In `chat | head`, the turns before the unwritten one are saved."""
     argv = ["cli.py", "chat", "--model", tiny, "--device", "cpu", "--max-tokens", "3", "--session", "work"]
     chat = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True, bufsize=1)
     chat.stdin.write("one\n")

@@ -1,4 +1,4 @@
-"""`info` reports where the launch configs of a model come from, on GPUs that are not here."""
+"""`info` reports the sources of launch configs, for GPUs that this machine does not have."""
 
 import json
 

@@ -101,7 +101,7 @@ def test_block_markup(text, expected):
 
 
 def test_tex_ends_at_blank_line():
-    """If it could, a single delimiter would block the display of all later text."""
+    """If TeX could contain a blank line, a single delimiter would block the display of all later text."""
     for text in ("$$\n- a\n\n- b\n$$", "\\[\n- a\n\n- b\n\\]", "$$\n- a\n"):
         assert " • a" in shown(text)
 

@@ -119,7 +119,7 @@ def test_logits_are_compared_over_the_same_cache():
 
 
 def with_qkv(model, **fields):
-    """The configs of a model, with other fields in that of qkv."""
+    """Return the launch configs of a model in which qkv has other fields."""
     part = model.cases["qkv"]
     return with_config(model.configs, part, replace(config_of(model.configs, part), **fields))
 

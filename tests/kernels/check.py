@@ -65,14 +65,14 @@ def check_op(
         op: the op.
         args: the arguments of a launch, by position or by name. They are not changed. Tensors may share storage and may
             lie in tuples, dicts and objects.
-        options: keyword arguments of the launch alone, for example its config.
-        tolerance: the largest relative RMS error of floats, for all outputs or by output; 0, the default, means equal.
+        options: keyword arguments that only the launch takes, such as its config.
+        tolerance: the maximum relative RMS error of floats, for all outputs or by output. The default 0 means equal.
             The error is relative to the elements that the reference changes.
-        outputs: the tensors that a launch writes, without reading what they contain; by default `op.outputs`, from
-            which those that are absent (None) are left out.
-        accumulates: further outputs, or some of `outputs`, that a launch also reads or writes in part. They are not
-            poisoned, and where the reference changes nothing the launch must not either.
-        scratch: tensors in which a launch may leave anything; some of `outputs`, or others.
+        outputs: the tensors that a launch writes without reading their contents. The default is `op.outputs` without
+            absent (None) tensors.
+        accumulates: further outputs, or some of `outputs`, that a launch also reads, or writes only in part. They are
+            not poisoned. The launch must not change elements that the reference does not change.
+        scratch: tensors in which a launch may leave any values. They may be `outputs` or other tensors.
         views: the part of an output that is compared, for example the sum of partial sums.
         idle: whether to check that idle rows are not written, if there is an argument `meta`.
         moved: the value that `op.bytes` must return, if it is known.
@@ -204,7 +204,7 @@ class _Copy:
         return _placed(self.tensors[name], self.start[self.address[name]])
 
     def changes(self, expected: dict[int, torch.Tensor], besides: Sequence[str] = ()) -> list[str]:
-        """The places at which bytes differ from the expected ones, outside of some tensors."""
+        """Return the places at which bytes differ from the expected bytes, except in the tensors `besides`."""
         places = []
         for address, buffer in self.buffers.items():
             differs = buffer != expected[address]

@@ -18,7 +18,7 @@ BF16_ROUNDING = 1e-3 if CUDA else 5e-3
 
 @dataclass(frozen=True)
 class Case:
-    """A named case: sizes of a real model, and small sizes that are as odd.
+    """A named case: sizes of a real model, and small sizes with the same irregularities.
 
     The interpreter takes 2 ms a program and iteration, so it uses the small sizes.
     """
@@ -38,7 +38,7 @@ def covering(together: int, **axes):
     On a GPU most combinations are compiled, which takes seconds.
 
     Args:
-        together: every so many values of different arguments occur in one of the combinations; 2 is all-pairs testing.
+        together: each combination of values of this number of arguments occurs. With 2, this is all-pairs testing.
         axes: the values of each argument, in a list or by name.
     """
     values = [axis if isinstance(axis, dict) else {_name_of(value): value for value in axis} for axis in axes.values()]

@@ -157,7 +157,7 @@ def test_any_schedule_gives_the_tokens_of_single_requests(small, run_alone, acti
 
 
 def test_request_that_waits_for_pages_is_matched_once(monkeypatch):
-    """The request is matched again only when pages may have become free."""
+    """The prefix cache is searched again for the request only when pages may have become free."""
     small, looked = engine_of(slots=2, page=16, pages=7), []
     first, second = (small.submit(prompt_of(base, 60), params_of("greedy", 30)) for base in (0, 1))
     slots, admit = small.scheduler.slots, small.scheduler.slots.admit
@@ -201,7 +201,10 @@ def spied(monkeypatch, owner, name, log):
 
 @pytest.mark.parametrize("kind", PARAMS)
 def test_preempted_request_resumes_with_the_same_tokens(small, run_alone, kind):
-    """Two requests need ten pages of seven: the younger one waits and continues after its last token."""
+    """Two requests need ten pages, and there are seven.
+
+    The younger one waits, and then continues after its last token.
+    """
     before = small.scheduler.preemptions
     cases = [(prompt_of(base, 17), kind, 60) for base in (0, 1)]
     requests = [small.submit(prompt, params_of(*rest)) for prompt, *rest in cases]
@@ -447,7 +450,7 @@ def test_chunks_of_two_prompts_share_a_pass(reader, run_alone):
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt before instruction number `at` of serve/ and state/, except in the driver."""
+    """A tracer that raises KeyboardInterrupt before instruction `at` of serve/ and state/, except in the driver."""
 
     def __init__(self, at: int):
         self.at, self.count = at, 0

@@ -59,7 +59,7 @@ def answered(chat, number=1):
 
 
 def shown(chat, text):
-    """Return the HTML of the nodes that the page makes of Markdown."""
+    """Return the HTML of the nodes that the page creates for a Markdown text."""
     code = f"(() => {{ const node = document.createElement('div'); show(node, {json.dumps(text)}); return node"
     return chat.run(f"{code}.innerHTML }})()")
 

@@ -77,7 +77,10 @@ def test_chat_stream_sends_role_with_first_token(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompt_ids_stay_packed(client, served, monkeypatch, stream):
-    """Lists of ids would cost memory and time for long prompts; checks for thinking and formats read only their end."""
+    """Lists of ids would cost memory and time for long prompts.
+
+    Checks for thinking and response formats read only the end of a prompt.
+    """
     monkeypatch.setattr(served.engine.tokenizer, "supports_thinking", True)
     monkeypatch.setattr(Encoded, "ids", property(lambda self: pytest.fail("a list of all ids was built")))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}

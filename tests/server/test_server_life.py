@@ -162,7 +162,7 @@ def test_request_larger_than_queue_is_400(engine):
 
 
 def test_ended_request_frees_its_place():
-    """The place is free before the running pass ends."""
+    """The place in the queue is free before the running pass ends."""
     loop = Loop(SimpleNamespace(slots=1), 0, 1.0)
     call = Call(loop, None, None, 0.0, None)
     call.attach([SimpleNamespace(finish_reason=None, drop=lambda: None)])
@@ -173,7 +173,7 @@ def test_ended_request_frees_its_place():
 
 
 def test_errors_of_the_engine_name_parameters_of_the_request():
-    """The engine counts finished requests for two more passes than the server does, so that its queue may be full."""
+    """The engine counts finished requests for two passes longer than the server does. So its queue may be full."""
     full = "the queue is full: 2 requests running and 2 waiting; try again later, or raise max_queue"
     problem = api_error(QueueFull(full), None)
     assert (problem.status, problem.code, problem.headers) == (503, "queue_full", {"Retry-After": "1"})
@@ -282,7 +282,10 @@ def test_closing_idle_engine_is_not_a_failure():
 
 
 def test_deferred_captures_run_while_idle(monkeypatch):
-    """Captures run one at a time after the first answer; a request or the end waits for the running one only."""
+    """Captures run one at a time after the first answer.
+
+    A request, or the end of the server, waits only for the running capture.
+    """
     with Engine.load(device="cpu", slots=2) as engine:
         busy = []
 

@@ -290,7 +290,7 @@ def test_any_schedule_returns_the_tokens_of_single_requests(seed, ring, run_alon
 
 @covering(1, cut=[9 * PAGE + 2, 8 * PAGE + 7, 3 * PAGE + 7], pages=[4, 6, 8])
 def test_edited_prompt_reuses_its_unchanged_prefix(pages, cut, run_alone):
-    """The reused pages fill the device, and leave it for a copy of the page in which the prompts diverge."""
+    """The reused pages fill the device. A copy of the page in which the prompts diverge displaces one of them."""
     engine = engine_of(pages, ring=12)
     engine.generate(LONG, GREEDY)
     edited = [*LONG[:cut], 299, 298, 297]

@@ -78,7 +78,7 @@ def test_side_requests_do_not_evict_a_conversation_from_a_small_pool(run_alone):
 
 
 def test_preempted_request_reuses_its_remaining_pages(run_alone, monkeypatch):
-    """Two requests need more pages than the pool has: the younger one recomputes evicted pages only."""
+    """Two requests need more pages than the pool has. The younger one recomputes only the evicted pages."""
     engine, log = engine_of(2, pages=17), []
     slots, admit = engine.scheduler.slots, engine.scheduler.slots.admit
 
@@ -134,7 +134,7 @@ def test_waiting_request_computes_a_prefix_whose_reader_was_cancelled(run_alone)
 
 
 def test_cancelled_prompt_leaves_each_page_once(run_alone):
-    """The prompt reuses a part of a page, and its own whole page starts with that part."""
+    """The prompt reuses a part of a page. A whole page of the prompt starts with that part."""
     engine = engine_of(chunk_tokens=20)
     engine.generate(SYSTEM, GREEDY)
     second = engine.submit([*SYSTEM, *SYSTEM, 1, 2], GREEDY)

@@ -228,7 +228,7 @@ def model_named(name: str) -> tuple[ModelSpec, torch.dtype]:
 
 
 def meta_model(name: str, gpu: Device, capacity: int = 4096) -> DecodeModel:
-    """Return a model whose tensors have shapes only. It needs no memory and no GPU."""
+    """Return a model on the meta device. Its tensors need no memory and no GPU."""
     (spec, dtype), device = model_named(name), torch.device("meta")
     weights = empty_weights(spec, device, dtype, packs=True)
     prompt_config = prompt_attention_config(gpu, batch_invariant=False, fp8=spec.fp8_kv)
@@ -270,7 +270,7 @@ def recorded(run: Callable[[], None]) -> dict[tuple, Launch]:
 
 
 def run_common(name: str, gpu: Device) -> None:
-    """Run the passes of a first answer: decode passes of 1 and 8 rows, passes that verify drafts, and prompt passes."""
+    """Run the passes that a first answer needs: decode passes of 1 and 8 rows, verifying passes, prompt passes."""
     model = meta_model(name, gpu)
     for rows in (1, 8):
         for kind in decode.KINDS:
@@ -290,7 +290,7 @@ def prompt_run(model: DecodeModel) -> Callable[..., None]:
 
 
 def run_prompts(model: DecodeModel, decoding: int) -> None:
-    """Run prompt passes row_by_row and with decoding rows."""
+    """Run prompt passes with and without decoding rows."""
     run = prompt_run(model)
     for rows in (68, 512, 2048):  # With 512 rows there is no separate launch that adds splits.
         read(run, model, rows)
@@ -343,7 +343,7 @@ def run_all(name: str, gpu: Device) -> None:
 
 
 def wide(model: DecodeModel) -> PassConfigs:
-    """Return configs that only some tables contain: of four warps where these multiply together, else of one."""
+    """Return configs that only some tables contain, with four warps that multiply together, or else with one warp."""
     together = model.gpu.capability in (90, 100)
     one = WideConfig(64, 64, 2) if together else WideConfig(16, 32, 2, num_warps=1)
     two = replace(one, split=2)

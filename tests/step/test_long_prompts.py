@@ -73,7 +73,10 @@ def test_prompt_passes_are_as_accurate_as_transformers_bf16(family, tmp_path):
 @needs_gpu
 @pytest.mark.parametrize("name", REAL_WIDTHS)
 def test_prompt_passes_are_as_accurate_as_transformers_bf16_at_real_widths(name, tmp_path):
-    """Read 4,001 tokens. A sliding window covers a quarter. No end is one token after a whole chunk."""
+    """The prompt has 4,001 tokens.
+
+    A sliding window covers a quarter of it. No prompt ends one token after a whole chunk.
+    """
     family, widths = REAL_WIDTHS[name]
     widths |= {"max_position_embeddings": 8192} | ({"sliding_window": 1024} if "sliding_window" in widths else {})
     # With tied random embeddings and two layers, a model almost always repeats the last token. The divergence would be

@@ -1,4 +1,4 @@
-"""Runners of passes, with graphs of references on a CPU: modes, early, late and failed captures, parts, drafts."""
+"""Runners of passes, with graphs of references on a CPU: modes, times and failures of captures, drafts."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Speculative decoding: texts equal those without drafts, and repetitive texts yield several tokens a pass.
+"""Speculative decoding: texts equal the texts without drafts, and repetitive texts have several tokens per pass.
 
 The tests run in fp32, in which the rows of a pass do not change a text, and on a GPU also in bf16 in batch-invariant
 mode. A model with sharp logits repeats itself, also when it samples.
@@ -395,7 +395,7 @@ def test_quantized_weights_verify_drafts():
 
 
 def right(*drafts: int) -> list[Acceptance]:
-    """Return requests that could use these numbers of drafts, and whose drafts were always right."""
+    """Return the state of requests that could use these numbers of drafts and whose drafts were always right."""
     sure = [1.0, 1.0, 1.0]
     return [Acceptance(each, [*sure], [*sure]) for each in drafts]
 

@@ -1,4 +1,4 @@
-"""Tables of choices: those of the package, the user's table, and their use by engines."""
+"""Tables of launch configs: the tables of the package, the user's table, and their use by engines."""
 
 import json
 import logging

@@ -43,7 +43,10 @@ def test_attention_matches_reference(case, position):
 
 @covering(2, position=[0, 1, 31, 32, 33, 64, 65, 97, 255], ahead=[1, 2])
 def test_tiles_before_the_wait(position, ahead):
-    """A tile has 32 positions, and a page has two: nothing, one tile and two at their edges, then splits."""
+    """A tile has 32 positions, and a page has two tiles.
+
+    The positions need no tile, one tile, two tiles, or several splits.
+    """
     args = layer((position,), group=4, qk_norm=True)
     check_forms(args, replace(CONFIG, ahead=ahead))
     used = (~args.scratch.partial[0].isnan()).any(-1).sum(-1)  # partial results of each head

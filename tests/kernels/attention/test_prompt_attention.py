@@ -146,7 +146,10 @@ def test_other_launch_configs(config):
     sizes=[(8, 2, 64), (6, 2, 64), (3, 1, 96), (32, 2, 128) if CUDA else (16, 1, 32)],
 )  # fmt: skip
 def test_heads_that_share_a_block(config, window, sizes):
-    """Groups of 4, 3 and 16 heads: 4, 1 and 16 share a block. Chunks of odd sizes, some after cached positions."""
+    """In groups of 4, 3 and 16 heads, 4, 1 and 16 heads share a block.
+
+    Chunks have odd sizes, and some follow cached positions.
+    """
     check(*sizes, [(0, 7, LONG * PAGE + 3), (2, 1, 0), (1, PAGE + 3, 2 * PAGE)], window, DTYPES[0], config)
 
 
@@ -298,7 +301,10 @@ def test_hopper_computes_the_same_bits_when_captured(d, launched):
 @hopper_only
 @pytest.mark.parametrize("factor", [1e4, 1e30, float("inf")])
 def test_hopper_ends_with_infinite_scores(factor):
-    """The warps wait for each other, so every warp must arrive for any numbers. The next launch is not affected."""
+    """The warps wait for each other, so every warp must arrive at the barrier even with infinite scores.
+
+    The next launch must give correct results.
+    """
     config = replace(CONFIG, hopper=1)
     _, args = arguments(8, 2, 128, [(0, 300, 500)], 0, torch.bfloat16, config)
     args.q.mul_(factor)
@@ -319,7 +325,7 @@ FITS = dict(rows=1100, heads=32, d=128, page=64, dtype=torch.bfloat16, window=0)
     ],
 )  # fmt: skip
 def test_launches_that_fit_hopper(other, fits):
-    """With 132 multiprocessors: 264 blocks of 128 rows and a head, or more."""
+    """With 132 multiprocessors, at least 264 items are needed. An item is 128 rows of a head."""
     of = FITS | other
     q = torch.empty(of["rows"], of["heads"], of["d"], dtype=of["dtype"], device="meta")
     k = torch.empty(20, 4, of["page"], of["d"], dtype=of.get("held", of["dtype"]), device="meta")

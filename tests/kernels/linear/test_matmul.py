@@ -1,4 +1,4 @@
-"""Products of a few rows by tensor cores: kernels, epilogues and sizes, and the independence of rows."""
+"""Linears of a few rows on tensor cores: kernels, epilogues and sizes, and the independence of rows."""
 
 from dataclasses import replace
 
@@ -165,7 +165,7 @@ def invariant_config(rows: int, split: int) -> WideConfig:
     "n, k, split", [(2560, 4096, 6), (2560, 9728, 4), (6144, 2560, 2), (1024, 3072, 6), (1001, 4872, 8)]
 )
 def test_a_row_has_the_same_bits_among_any_number_of_rows(n, k, split):
-    """In the configs of batch-invariant mode, the height of a tile is the number of rows."""
+    """In the configs of batch-invariant mode, the height of a tile depends on the number of rows."""
     most = outputs(n, k, 64, invariant_config(64, split))
     for rows in (1, 8, 16, 33):
         for name, few in outputs(n, k, rows, invariant_config(rows, split)).items():

@@ -71,7 +71,7 @@ def engine_product(role, rows, **options) -> Product:
 @pytest.mark.parametrize("rows, odd_rows", [(32, 17), (64, 63)])
 @ROLES
 def test_configs_of_engines_match_the_reference(role, rows, odd_rows):
-    """Rows that stopped do not disturb the next launch."""
+    """Rows that have stopped do not affect the next launch."""
     engine_product(role, rows).check_stopped(CONFIGS[role, rows])
     engine_product(role, odd_rows).check(CONFIGS[role, rows])
 
@@ -98,7 +98,7 @@ def test_captured_dependent_launches_compute_the_same_bits(rows):
 @hopper_only
 @pytest.mark.parametrize("preset, role", INVARIANT)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(preset, role):
-    """In the configs of batch-invariant mode, the width of an instruction is the number of rows."""
+    """In the configs of batch-invariant mode, the width of an instruction depends on the number of rows."""
     few, most = INVARIANT[preset, role]
     for_rows = partial(product, role, *SIZES[preset][role], stopped=())
     check_alike(for_rows(64), for_rows, {16: few, 32: few, 64: most})

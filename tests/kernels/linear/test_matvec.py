@@ -20,7 +20,7 @@ MAX_OUTPUTS = {"gated": 16384, "residual": 8192}  # Maximum number of outputs of
 
 
 def product(epilogue, n, k, dtype=torch.bfloat16, rows=2, stopped=(), **options) -> Product:
-    """Activations of fp16 weights are fp32."""
+    """Return a Product. For fp16 weights, activations are fp32."""
     act = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     linear = dense(2 * n if epilogue == "gated" else n, k, dtype)
     return Product(epilogue, linear, rows, act, stopped=stopped, **options)

@@ -157,7 +157,7 @@ PARAMS = {
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_each_row_samples_as_if_the_drafts_before_it_were_counted(params):
-    """The rows of one pass take the tokens of passes of one row each, in which those drafts were counted."""
+    """The rows of one pass sample the same tokens as passes of one row each in which earlier drafts are counted."""
     queries, drafts = 4, [200, 7, 200]
     logits = random(1, VOCAB).repeat(queries, 1)
     logits[:, [7, 200]] = logits.max() + 0.5

@@ -62,7 +62,7 @@ ONE_HOT = torch.nn.functional.one_hot(torch.tensor([41]), 64) * 50.0
 
 @covering(2, case=CASES, params=FILTERS)
 def test_sample_matches_reference(case, params):
-    """Integers decide everything: token and kept tokens are equal."""
+    """Sampling uses integers, so the sampled token and the kept tokens must be equal."""
     after, ref = check("sample", make_state(random(1, case.sizes["vocab"], scale=3), params, seed=-3))
     if params.temperature > 0:
         assert kept(after) == kept(ref)
@@ -103,7 +103,7 @@ def test_list_of_nearest_tokens_decides_if_it_suffices(params, decides, lengths)
 
 @pytest.mark.parametrize("top_k, vocab", [(12, 2049), (20, 4097)])
 def test_padding_of_the_last_block_is_not_near(top_k, vocab):
-    """The largest logit is 0, as padding would be if it were not far below all logits."""
+    """The largest logit is 0. If padding were also 0 instead of far below all logits, it would count as near."""
     logits = random(1, vocab, scale=2) - 20
     logits[0, 5] = 0.0
     after, ref = check("sample", make_state(logits, P(top_k=top_k)))
@@ -115,7 +115,7 @@ def test_padding_of_the_last_block_is_not_near(top_k, vocab):
 
 @pytest.mark.parametrize("top_k", [0, 50])
 def test_mass_equal_to_top_p_suffices(top_k):
-    """The largest logit's weight alone is ceil(top_p * total): the four others weigh 2**16 units of its 2**42."""
+    """The weight of the largest logit is 2**42, which equals ceil(top_p * total). The four other weights are 2**16."""
     d = torch.arange(2361000, 2363000)
     far = int(d[weight_ref(d) == 2**16][0])
     logits = torch.full((1, 300), -60.0)
@@ -243,7 +243,10 @@ def test_top_p_applies_after_top_k():
 
 
 def draws(params, logits, seeds, positions):
-    """Sampled tokens, by the kernels on a GPU, elsewhere by the reference, which is equal and faster."""
+    """Return sampled tokens.
+
+    On a GPU the kernels sample them, elsewhere the reference, which gives equal tokens and is faster.
+    """
     state, tokens = make_state(logits, params), []
     counts = state.counts.clone()
     for seed in seeds:
