@@ -35,14 +35,14 @@ from tridecode.cli.terminal import Output
 from tridecode.layout import LIMIT_REACHED, STATUS, Chunk
 from tridecode.step.prompt import write_chunks
 
-STEPS, RUNS, WARM_UP = 32, 7, 2  # passes in a run, timed runs and untimed runs for each size
+STEPS, RUNS, WARM_UP = 32, 7, 2  # Number of passes of a run, and of timed and untimed runs for each size.
 
 
 def options(args, file: str, output: str):
     """Return the parsed options of `generate` for the measured run."""
     words = ["generate", "--jsonl", file, "--output", output, "--slots", str(args.slots), "--ignore-eos"]
     words += ["--temperature", "0", "--no-reuse-prefix", "--max-seq-len", str(args.prompt_tokens + args.tokens)]
-    words += ["--speculate", "off"]  # each pass samples one token per request
+    words += ["--speculate", "off"]  # Each pass samples one token per request.
     return make_parser().parse_args([*words, *(["--model", args.model] if args.model else [])])
 
 
@@ -116,7 +116,7 @@ def time_prompt(engine: Engine, tokens: int, longest: int, position: int, mixed:
 
     times = []
     for _ in range(WARM_UP + RUNS):
-        rewind(engine, [position] * slots, GREEDY, slots)  # so that all slots have pages
+        rewind(engine, [position] * slots, GREEDY, slots)  # This gives pages to all slots.
         engine.model.workspace.meta[rows:, STATUS] = LIMIT_REACHED
         write_chunks(engine.model, chunks)
         times.append(seconds(engine, work))
@@ -167,7 +167,7 @@ def come_and_go(args) -> None:
     engine, draw = Engine.load(args.model, slots=20, max_seq_len=256, speculate="off"), random.Random(0)
     under_way, submitted = [], 0
     for number in [*range(1, 21), *range(19, -1, -1)]:
-        for _ in range(5):  # wait five times for a request to end, and replace it
+        for _ in range(5):  # Five times, wait for a request to end and replace it.
             while len(under_way) < number:
                 ids = [draw.randrange(engine.config.vocab_size) for _ in range(draw.randint(4, 100))]
                 lengths = dict(max_tokens=draw.randint(8, 64), ignore_eos=True)

@@ -134,7 +134,7 @@ class Copies:
             layer, count = source.storage_offset() // self._cell, self._count * self._cell
             each = max(
                 self._words // count, 1
-            )  # layers in the first slice of host memory, because a copy must not cross slices
+            )  # Number of layers in the first registered part of host memory. A copy must not cross two parts.
             ring.view(-1)[:count].copy_(self._flat[layer % each * count :][:count], non_blocking=True)
             return
         for place, page in enumerate(self._pages):

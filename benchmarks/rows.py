@@ -45,7 +45,7 @@ def read_rows(path: str) -> list[Row]:
     try:
         found = loads(read_bytes(path, None, "a JSON file that a bench wrote"))
         rows = [TYPES[row["bench"]].read({key: row[key] for key in row if key != "bench"}) for row in found]
-        tables(rows)  # raises if a figure is not a number
+        tables(rows)  # This call raises an error if a figure is not a number.
     except PromptError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["exchanges", "limits", "free", "edges"])
     parser.add_argument("--json", type=Path, help="file that receives all results")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the model is too small for more threads, which wait for each other if cores are busy
+    torch.set_num_threads(1)  # The model is too small for more threads, which would wait for each other on busy cores.
     engine = Engine.load(options.model, device=options.device)
     started, report = time.monotonic(), {}
     if options.only in (None, "exchanges"):

@@ -26,7 +26,8 @@ LEARN = 0x8000
 MAX_TOKENS = 2048
 GENERATED_BY_CORPUS = "gen-core"
 HELD_OUT_SEED, TOKENIZER_SEED = 10**9, 10**9 + 1
-# Words with their leading space, single digits, runs of other characters, and white space, as in Qwen's tokenizers.
+# The parts of a text: words with their leading space, single digits, runs of other characters, and white space. Qwen's
+# tokenizers use the same parts.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

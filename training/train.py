@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 LEARN = 0x8000
 IGNORE = -100
-# Fine-tuning pads documents of similar length together. These are the largest lengths of the groups.
+# Fine-tuning pads documents of similar length to the same length. These are the maximum lengths.
 WIDTHS = (64, 128, 192, 256, 384, 512, 1024)
 
-# Shares of the tokens, by source. Pretraining uses all sources, fine-tuning only those that suit an assistant.
+# Share of the tokens by source. Pretraining uses all sources. Fine-tuning uses only sources that suit an assistant.
 PRETRAIN = {
     "generated": 0.45,
     "selfdialogue": 0.16,
