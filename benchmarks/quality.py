@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 from tridecode import Engine  # noqa: E402
 
 SEED = 20_261_122
-CASES = {  # name -> options of Engine.load
+CASES = {  # Name of a case -> options of Engine.load.
     "fp32": {},
     "fp8": {"quantize": "fp8", "quantize_head": "keep"},
     "fp8, head fp8": {"quantize": "fp8"},

@@ -21,7 +21,7 @@ from benchmarks.peers import peer_model  # noqa: E402
 from tridecode.checkpoint.hub import BUNDLED  # noqa: E402
 from tridecode.models.presets import PRESETS  # noqa: E402
 
-# The name of a block in docs/info.md, the preset, the folder's name, and the options.
+# Name of a block in docs/info.md, preset, name of the folder, options.
 CASES = {
     "cpu": [("fits", "qwen3-0.6b", "Qwen3-0.6B", []), ("does not fit", "qwen3-4b", "Qwen3-4B", [])],
     "gpu": [

@@ -27,8 +27,7 @@ def spec_of(*layers: Layer, **more) -> ModelSpec:
 
 
 def check_block(*layers: Layer, references: dict[type, Reference], tokens: int = 90, seed: int = 0) -> None:
-    """Check layers against the references of their blocks, in decode passes, in a prompt pass, and in a sequence of
-    both.
+    """Check layers against the references of their blocks: in decode passes, in a prompt pass, and in a mix of both.
 
     Args:
         layers: the layers; a single one is repeated.
