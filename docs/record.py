@@ -35,9 +35,9 @@ CTRL_C = "\x03"
 ABOUT = """\
 # The first minutes
 
-The first session of a new user on a machine without a GPU ({cores} CPU cores, Python {python}), recorded on {day} by
-[record.py](record.py), which types the commands and measures the time. The block below the table is the complete,
-unedited output of the terminal; `[m:ss]` is the time since the shell started. The packages were installed from a mirror
+This is the first session of a new user on a machine without a GPU ({cores} CPU cores, Python {python}), recorded on
+{day}. [record.py](record.py) typed the commands and measured the time. The block below the table is the complete,
+unedited output of the terminal. `[m:ss]` is the time since the shell started. The packages were installed from a mirror
 on the same machine. Over a network, the installation takes as long as the download
 ([requirements](../README.md#requirements)).
 
