@@ -89,7 +89,7 @@ class EngineOptions:
     weights_offload: float | None = _option("memory", None, Number(1e-3, 1e6), "GiB of host memory for the weights "
         "of the last layers, which every pass copies to the device", metavar="GIB", default_text="none")
     graph: str = _option("graphs", "full", Choice(GRAPHS),
-        "how passes are captured as CUDA graphs; see docs/graphs.md",
+        "how passes are captured as CUDA graphs (docs/graphs.md)",
         aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")})
     graph_sizes: Sequence[int] | None = _option("graphs", None, SLOTS, "numbers of rows of the captured decode "
         "passes; other passes are padded to the next size", metavar="N,N",

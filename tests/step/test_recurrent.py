@@ -112,9 +112,11 @@ def test_drafts_are_accepted_and_do_not_change_the_text():
     assert accepted > 30, "too few drafts were accepted"
 
 
-def test_batch_invariant_text_is_equal_alone_and_among_others(weights):
+def test_batch_invariant_logprobs_are_equal_alone_and_among_others():
+    weights = weights_of(SPEC, torch.bfloat16 if CUDA else torch.float32, seed=3)
+    params = replace(GREEDY, logprobs=5)
     alone = build_engine(SPEC, weights, 256, batch_invariant=True, page=64)
-    texts = [list(alone.generate(ids, GREEDY).token_ids) for ids in PROMPTS]
+    expected = [alone.generate(ids, params).logprobs for ids in PROMPTS]
     engine = build_engine(SPEC, weights, 256, batch_invariant=True, page=64, slots=3)
-    requests = [engine.submit(ids, GREEDY) for ids in PROMPTS]
-    assert [list(request.result().token_ids) for request in requests] == texts
+    requests = [engine.submit(ids, params) for ids in PROMPTS]
+    assert [request.result().logprobs for request in requests] == expected

@@ -494,19 +494,24 @@ def test_costs_are_measured_with_all_rows_running(monkeypatch):
     monkeypatch.setattr(captures.Place, "seconds", spy)
     slots = engine.scheduler.slots
     costs = measure_costs(engine.steps, slots)
-    assert costs == {size: dict.fromkeys((1, 2, 4, 8), 0.001) for size in SIZES}
+    kinds = "greedy", "sample"
+    assert costs == {(kind, size): dict.fromkeys((1, 2, 4, 8), 0.001) for kind in kinds for size in SIZES}
     runs = 1 + PASSES
-    assert progress == [[runs * rows * (row < size) for row in range(3)] for size in SIZES for rows in (1, 2, 4, 8)]
+    expected = [[runs * rows * (row < size) for row in range(3)] for size in SIZES for rows in (1, 2, 4, 8)]
+    assert progress == expected * len(kinds)
     assert meta[:, layout.STATUS].ne(layout.RUN).all() and slots.pages.free == engine.model.kv.pages
     slots.assert_consistent()
-    engine.steps.costs = {1: {1: 1.0, 2: 1.1, 4: 9.0, 8: 9.0}}
-    assert engine.steps.tokens("greedy", 1, [Acceptance(7)]) == 2
+    engine.steps.costs = {
+        ("greedy", 1): {1: 1.0, 2: 1.1, 4: 9.0, 8: 9.0},
+        ("sample", 1): {1: 1.0, 2: 9.0, 4: 9.0, 8: 9.0},
+    }
+    assert [engine.steps.tokens(kind, 1, [Acceptance(7)]) for kind in ("greedy", "sample", "logprobs")] == [2, 1, 1]
 
 
 def test_only_captured_passes_with_room_are_measured():
     engine = engine_of(speculate="ngram")
     assert measure_costs(engine.steps, engine.scheduler.slots) == {}
     engine = engine_of("full", speculate="ngram", page=16, pages=8)
-    assert [*measure_costs(engine.steps, engine.scheduler.slots)] == [1], (
-        "a size was measured for which the pages do not suffice"
+    assert [*measure_costs(engine.steps, engine.scheduler.slots)] == [("greedy", 1), ("sample", 1)], (
+        "the measured sizes are not those for which the pages suffice"
     )

@@ -180,7 +180,7 @@ class _Serialized:
 
 
 def _in_threads(work: Callable[[Kernel], Any], kernels: Sequence[Kernel], device: torch.device) -> None:
-    """Call work(kernel) for each kernel in a pool of threads."""
+    """Call work(kernel) for each kernel in a pool of threads. The first error is raised after all calls."""
 
     def on_device(kernel: Kernel) -> None:
         with _on(device):  # Every thread has its own current device.
@@ -188,9 +188,11 @@ def _in_threads(work: Callable[[Kernel], Any], kernels: Sequence[Kernel], device
 
     pool = ThreadPoolExecutor(workers())
     try:
-        list(pool.map(on_device, kernels))
+        errors = [future.exception() for future in [pool.submit(on_device, kernel) for kernel in kernels]]
     finally:
-        pool.shutdown(cancel_futures=True)  # After an error or Ctrl-C, wait only for kernels in progress.
+        pool.shutdown(cancel_futures=True)  # After Ctrl-C, wait only for kernels in progress.
+    for error in filter(None, errors):
+        raise error
 
 
 def _on(device: torch.device):

@@ -1,37 +1,39 @@
 """Costs of passes that verify drafts, measured once when an engine is built."""
 
+from itertools import product
+
 from ..layout import MAX_QUERIES
 from ..sampling import SamplingParams
 from ..state.rewind import rewind_slots
 from ..state.slots import Slots
-from .dispatch import QUERIES, BatchDescriptor
+from .dispatch import QUERIES, BatchDescriptor, Costs
 from .graphs import DecodePasses
 
 POSITION = 1024  # Position of the measured rows. It is lower if there are too few pages.
 PASSES = 3  # Number of passes over which each time is averaged.
-GREEDY = SamplingParams(temperature=0.0, seed=0)
+PARAMS = {"greedy": SamplingParams(temperature=0.0, seed=0), "sample": SamplingParams(top_p=0.95, seed=0)}
 
 
-def measure_costs(steps: DecodePasses, slots: Slots) -> dict[int, dict[int, float]]:
-    """Return the seconds of captured greedy passes: requests -> rows of each request -> seconds.
+def measure_costs(steps: DecodePasses, slots: Slots) -> Costs:
+    """Return the seconds of captured greedy and sampling passes.
 
     Sizes whose passes of several rows are not captured are left out. No request may be active; all slots are idle
     afterwards.
     """
     kv = steps.model.kv
-    seconds: dict[int, dict[int, float]] = {}
+    seconds: Costs = {}
     # Known tokens after the position serve as drafts that are always right, so all rows keep running.
     known = MAX_QUERIES * (PASSES + 1)
-    for requests in steps.dispatcher.sizes:
+    for (kind, params), requests in product(PARAMS.items(), steps.dispatcher.sizes):
         room = min(kv.capacity, kv.positions // kv.page // requests * kv.page)
         position = min(POSITION, room - known - 1)
-        replays = {rows: steps.graphs.get(BatchDescriptor("greedy", requests, rows)) for rows in QUERIES}
+        replays = {rows: steps.graphs.get(BatchDescriptor(kind, requests, rows)) for rows in QUERIES}
         if position < 0 or requests > len(slots) or not any(replays[rows] for rows in QUERIES[1:]):
             continue
-        seconds[requests] = {}
+        seconds[kind, requests] = {}
         for rows, replay in replays.items():
             if replay is not None and steps.place is not None:
-                rewind_slots(slots, [position] * requests, GREEDY, known)
-                seconds[requests][rows] = steps.place.seconds(replay, PASSES)
+                rewind_slots(slots, [position] * requests, params, known)
+                seconds[kind, requests][rows] = steps.place.seconds(replay, PASSES)
     slots.recover()
     return seconds

@@ -26,6 +26,7 @@ COSTS = {
     1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
     16: (1.0, 1.11),
 }  # fmt: skip
+Costs = dict[tuple[str, int], dict[int, float]]  # (kind, requests) -> rows of each request -> seconds
 MIN_GAIN = 1.05  # A pass verifies drafts if they increase the expected tokens per cost by at least this factor.
 # Graph mode -> (mode of prompt passes, mode of decode passes).
 MODES = {

@@ -18,7 +18,7 @@ from ..layout import LIMIT_REACHED, STATUS
 from ..state.acceptance import Acceptance
 from . import decode
 from .compiling import compile_lists
-from .dispatch import QUERIES, BatchDescriptor, Dispatcher, best_queries, max_queries, typical_costs
+from .dispatch import QUERIES, BatchDescriptor, Costs, Dispatcher, best_queries, max_queries, typical_costs
 from .model import DecodeModel
 from .run import Lines, Run, forked, launch, launch_dependent, recorded, run_reference
 
@@ -179,8 +179,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         place = None if mode == "none" else Place(model.device)
         super().__init__(model, partial(decode_list, model), run or launcher(model), mode, place, attention, between)
         self.compiled = compiled
-        # Number of requests -> {rows of each request: seconds of the pass}. Empty if the costs were not measured.
-        self.costs: dict[int, dict[int, float]] = {}
+        self.costs: Costs = {}  # The costs of greedy and sampling passes. Empty if they were not measured.
         self.check_addresses = False  # For debugging: check before each pass that no buffer has moved.
         self._addresses = model.addresses()
         if place:
@@ -203,7 +202,8 @@ class DecodePasses(PassRunner[BatchDescriptor]):
             return 1
         mode, batch = self.dispatcher.plan(kind, rows)
         allowed = [tokens for tokens in QUERIES if mode == "none" or self.graphs.get(replace(batch, tokens=tokens))]
-        return best_queries(self.costs.get(batch.rows) or typical_costs(batch.rows), drafts, allowed)
+        costs = self.costs.get(("greedy" if kind == "greedy" else "sample", batch.rows))
+        return best_queries(costs or typical_costs(batch.rows), drafts, allowed)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
         """Enqueue a pass of the first `rows` requests (default: all) on the current stream, with `tokens` rows each.

@@ -125,7 +125,7 @@ def transformers_form(name: str, weights: DeltaWeights, heads: DeltaHeads, rows,
     conv = weights.conv.float().squeeze(1)
     mixed = modeling.causal_conv1d_fn(mixed.T[None], conv, activation="silu")[0].T
     q, k, v = mixed.split((heads.key_size, heads.key_size, heads.value_size), 1)
-    q, k = (part.view(1, -1, heads.key, heads.key_dim) for part in (q, k))
+    q, k = (part.view(1, -1, heads.key, heads.key_dim).repeat_interleave(heads.group, 2) for part in (q, k))
     b, a = x.float() @ weights.b.float().T, x.float() @ weights.a.float().T
     g = -weights.a_log.exp() * torch.nn.functional.softplus(a + weights.dt_bias)
     out, state = getattr(modeling, name)(
@@ -199,11 +199,11 @@ def prompt_args(
         weights = weights_of(heads, hidden, dtype)
         qkvz = random(rows, heads.channels + heads.value_size, dtype=dtype, seed=10)
         x = random(rows, hidden, dtype=dtype, seed=8)
+        b, a = ((x.float() @ each.float().T).to(dtype) for each in (weights.b, weights.a))
     else:
         heads, weights, dtype = full.heads, full.weights, full.qkvz.dtype
         [part] = chunks
-        qkvz, x = full.qkvz[part.start : part.end], full.x[part.start : part.end]
-    b, a = ((x.float() @ each.float().T).to(dtype) for each in (weights.b, weights.a))
+        qkvz, x, b, a = (each[part.start : part.end] for each in (full.qkvz, full.x, full.b, full.a))
     return PromptArgs(
         tables, qkvz, x, b, a, poisoned(rows, heads.channels, dtype=dtype), poisoned(rows, 2, heads.value),
         poisoned(rows, heads.value_size, dtype=dtype), poisoned(rows, heads.value * heads.key_dim, dtype=dtype),

@@ -88,7 +88,10 @@ def test_prompt_agrees_with_transformers(function, launched):
 
 @pytest.mark.parametrize("launched", [True, False], ids=["launch", "reference"])
 def test_prompt_cut_at_any_position_gives_the_same_state(launched):
-    """The first part goes from record 0 to 1, the second from 1 to 2. Cuts at multiples of 64 give the same bits."""
+    """The first part goes from record 0 to 1, the second from 1 to 2.
+
+    After cuts at multiples of 64 the kernels compute the same bits.
+    """
     tokens, config = 131, CONFIG if launched else None
     full = prompt_args((Chunk(0, 0, tokens, 0),), **TINY)
     expected = read_prompt(full, config)
@@ -101,7 +104,7 @@ def test_prompt_cut_at_any_position_gives_the_same_state(launched):
         assert_close(args.records.state[2], full.records.state[1], 1e-5, f"state, cut at {cut}")
         for at in range(tokens - full.weights.width, tokens):
             assert torch.equal(args.records.window[2, at % 16], full.qkvz[at, : full.heads.channels])
-        if cut % 64 == 0:
+        if launched and cut % 64 == 0:
             assert torch.equal(args.records.state[2], full.records.state[1])
             assert torch.equal(torch.cat([first, second]), expected)
 
