@@ -108,7 +108,7 @@ def test_no_module_imports_itself_over_others():
 
 @pytest.mark.parametrize("module", ["step.decode", "step.prompt", "blocks.attention", "blocks.block", "blocks.mlp"])
 def test_the_lists_name_operations_only(module):
-    """A list launches nothing by itself: it imports ops, types of their arguments, and sizes of their outputs."""
+    """Modules that list launches import only ops, types of their arguments, and sizes of their outputs."""
     taken = [name for source, names in imports(module).items() if source in KERNELS for name in names]
     assert taken and all(name[0].isupper() or name.endswith("_partials") for name in taken)
 

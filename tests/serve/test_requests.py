@@ -570,7 +570,7 @@ def test_rows_of_a_benchmark_do_not_change_later_requests(engine, run_alone):
 
 @pytest.mark.parametrize("ends, message", [(True, "ended without a token"), (False, "the GPU hangs")])
 def test_pass_without_a_token_raises_an_error(engine, monkeypatch, ends, message):
-    """The device is idle without a token, or its pass never ends."""
+    """Either the pass ends without a token, or it never ends."""
     monkeypatch.setattr(output, "HANG_TIMEOUT", 0.05)
     monkeypatch.setattr(output.Ring, "_idle", lambda ring: ends)
     monkeypatch.setattr(engine.steps, "replay", lambda *args: None)

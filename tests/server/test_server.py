@@ -507,7 +507,7 @@ def test_key_protects_all_paths_but_health(served):
         for wrong in ("Bearer s3cret", "Bearer", "s3cret-ü", "Basic s3cret-ü"):
             assert locked.get("/v1/models", headers={"Authorization": wrong.encode()}).status_code == 401
         assert locked.get("/v1/models", headers={"Authorization": "Bearer s3cret-ü".encode()}).status_code == 200
-        with pytest.raises(openai.AuthenticationError, match="API key is needed"):
+        with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
             locked.client().chat.completions.create(**GREEDY)
 
 

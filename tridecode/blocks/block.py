@@ -140,7 +140,7 @@ class PassState(Protocol):
         ...
 
     def records(self, layer: LoadedLayer) -> RecordLayer:
-        """Return the records of a layer."""
+        """Return the records of a layer, which store its states."""
         ...
 
     def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:

@@ -55,7 +55,7 @@ def serve(args, output: Output) -> int:
         announce(output, engine, settings, bound.getsockname(), "https" if tls else "http")
 
     code = run(engine, settings, bound, tls, ready)
-    gc.unfreeze()  # Otherwise extension modules report leaks.
+    gc.unfreeze()  # Otherwise extension modules report leaked objects at exit.
     if code == 0:  # The memory of a lost GPU cannot be freed.
         engine.close()
     return code

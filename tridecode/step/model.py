@@ -173,7 +173,7 @@ class DecodeModel:
         return self._plans[block]
 
     def records(self, layer: LoadedLayer) -> RecordLayer:
-        """Return the records of a layer."""
+        """Return the records of a layer, which store its states."""
         assert self.recurrent is not None and layer.recurrent is not None
         return self.recurrent.layers[layer.recurrent]
 
@@ -320,7 +320,7 @@ class PromptState:
         return delta_prompt_configs(self.model.gpu)
 
     def records(self, layer: LoadedLayer) -> RecordLayer:
-        """Return the records of a layer."""
+        """Return the records of a layer, which store its states."""
         return self.model.records(layer)
 
     @property

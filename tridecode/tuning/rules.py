@@ -202,7 +202,7 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
         warps *= 2
     ahead = 10 if warps < 8 else 4 if number_type == "int4" else 8  # The scales of groups are in flight too.
     ahead, x_ahead = min(ahead, 6) if number_type == "int8" else ahead, 8
-    if warps == 8 and device.capability > HOPPER:  # Newer GPUs spill more.
+    if warps == 8 and device.capability > HOPPER:  # The compiler spills more on newer GPUs.
         ahead, x_ahead = (3, 4) if number_type == "int4" else (ahead, 6)
     # Two programs of eight warps fit on a multiprocessor, so that weights with few rows are multiplied in one wave.
     return MatmulConfig(16, warps, ahead, x_ahead, registers=128 if warps == 8 else 0)

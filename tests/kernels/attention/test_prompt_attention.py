@@ -200,7 +200,7 @@ def test_many_slots_share_a_pass():
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_expanded_fp8_kv(d):
-    """The combination that passes on Hopper use."""
+    """K and V in 8 bits are expanded before attention reads them, as in prompt passes on Hopper."""
     config = replace(CONFIG, hopper=3 if CUDA and torch.cuda.get_device_capability() == (9, 0) else 0)
     chunks, args = arguments(8, 2, d, CHUNKS, 0, DTYPES[0], config, fp8=True)
     keys, values = poisoned(len(args.kv.k), 2, 2, PAGE, d, dtype=args.q.dtype).unbind(1)

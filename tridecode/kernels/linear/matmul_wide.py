@@ -115,10 +115,10 @@ def _matmul_wide_kernel(
 ):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
 
-    Grid: (cdiv(N, outputs of a program), SPLIT). SPLIT programs share the columns. The last of them to arrive adds the
+    Grid: (cdiv(N, outputs of a program), SPLIT). SPLIT programs share the columns. The last of them to finish adds the
     sums of all, in the order of the columns. Each tile of rows stores one partial sum of squares per row. AHEAD tiles
-    of the weight are in flight, before the wait too, and X_AHEAD tiles of the activations. If "gated", half of a tile's
-    rows are gate and half up.
+    of the weight are in flight, also before the wait. X_AHEAD tiles of the activations are in flight. If "gated", half
+    of a tile's rows belong to the gate and half to up.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.

@@ -98,7 +98,7 @@ def _accept_kernel(
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
     tokens_ptr += slot.to(tl.int64) * stride_tokens + following
     if PDL and QUERIES == 1:
-        gdc_wait()  # The draft kernel was launched after embed.
+        gdc_wait()  # The draft kernel of this pass, which is launched after embed, may still run.
     drafts = tl.load(meta_ptr + DRAFTS)
     # The tokens that the pass should sample: known tokens and drafts. A single lane does not wait for the number of
     # drafts.
