@@ -8,6 +8,7 @@ import torch
 from checkpoints import write_tiny
 from quantized import WIDTHS, write_quantized
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from util import relative_rms
 
 from tridecode.checkpoint.custom_code import code_files
@@ -50,7 +51,10 @@ def test_groups_divide_the_columns():
     assert [fitted(SCHEMES["int4"], k).group for k in (256, 192, 96, 80)] == [128, 64, 32, 0]
 
 
-@pytest.mark.parametrize("scheme, family", [("fp8", "qwen3"), ("int8", "qwen2"), ("int4", "qwen3-tied")])
+@pytest.mark.parametrize(
+    "scheme, family",
+    [("fp8", "qwen3"), ("int8", "qwen2"), ("int4", "qwen3-tied"), ("fp8", "qwen3.5"), ("int4", "qwen3.5")],
+)
 def test_loading_and_packing_agree(scheme, family, tmp_path):
     config = device.quantized(EngineOptions(quantize=scheme), load_config(write_tiny(tmp_path, family)))
     packed = load_weights(tmp_path, config, "cpu", torch.float32, packs=True)
@@ -58,7 +62,7 @@ def test_loading_and_packing_agree(scheme, family, tmp_path):
     number_type = {"fp8": "e4m3"}.get(scheme, scheme)
     assert packed.number_types() == list(dict.fromkeys([number_type, "e4m3"])) and wide.number_types() == ["dense"]
     for ours, theirs in zip(packed.layers, wide.layers):
-        for role in ("qkv", "o_proj", "gate_up", "down"):
+        for role in ours.linears:
             assert torch.equal(ours.linears[role].matrix(), theirs.linears[role].weight)
     assert torch.equal(packed.lm_head.matrix(), wide.lm_head.weight)
     assert not packed.tied
@@ -103,6 +107,23 @@ def test_written_checkpoint_matches_quantization_at_load(scheme, error, tmp_path
     assert set(expected) == set(found)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert main(["quantize", str(source), str(out), "--quiet"]) == 1
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+def test_written_hybrid_checkpoint_keeps_gates_and_convolutions(scheme, tmp_path):
+    source, out = write_tiny(tmp_path / "source", "qwen3.5"), tmp_path / "out"
+    assert main(["quantize", str(source), str(out), "--to", scheme, "--quiet"]) == 0
+    before = load_file(source / "model.safetensors")
+    after = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    same = {name for name in before if name in after and after[name].dtype == before[name].dtype}
+    kept = {name for name in same if torch.equal(after[name], before[name])}
+    linears = {name for name in before if name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight"))}
+    assert len(linears) == 2 * 4 + 2 * 3 + 4 * 3 and kept == before.keys() - linears
+    assert {name for name in kept if "linear_attn.in_proj" in name}, "the projections a and b were quantized"
+    ids = [3, 40, 5, 106, 7]
+    made = Engine.load(source, device="cpu", quantize=scheme, quantize_head="keep").score(ids)
+    assert torch.equal(Engine.load(out, device="cpu").score(ids), made)
+    assert 0 < relative_rms(made, Engine.load(source, device="cpu").score(ids)) < 0.7
 
 
 def test_invalid_checkpoint_is_refused_before_writing(tmp_path, capsys):

@@ -32,6 +32,11 @@ REAL_WIDTHS = {
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         vocab_size=32768, sliding_window=40,
     )),
+    "qwen3.5-4b": ("qwen3.5", dict(
+        hidden_size=2560, intermediate_size=9216, num_attention_heads=16, num_key_value_heads=4, head_dim=256,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], vocab_size=32768,
+    )),
 }  # fmt: skip
 
 

@@ -92,10 +92,11 @@ LARGE = {  # Kernels that may exceed SHARED, because the kernels that run at the
 # up to four numbers that are used at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to
 # eight 16-bit numbers in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in
 # _delta_chunks_kernel. Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with
-# 62 to 100 registers.
+# 62 to 100 registers. Prompt attention with heads of 256 and fp8 K/V stores up to 12 numbers, and delta_decode up to
+# 14 in a pass with drafts.
 STACK = {
-    "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
-    "_delta_chunks_kernel": 56, "_matmul_tiles_kernel": 8,
+    "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 48,
+    "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56, "_matmul_tiles_kernel": 8,
 }  # fmt: skip
 # Spilled bytes of a matmul whose register limit lets two programs share a multiprocessor: up to 24 on Hopper for
 # rows of 8,192 columns or more, and 8 on compute capability 12.0.
@@ -232,7 +233,7 @@ def meta_model(name: str, gpu: Device, capacity: int = 4096) -> DecodeModel:
     """Return a model on the meta device. Its tensors need no memory and no GPU."""
     (spec, dtype), device = model_named(name), torch.device("meta")
     weights = empty_weights(spec, device, dtype, packs=True)
-    prompt_config = prompt_attention_config(gpu, batch_invariant=False, fp8=spec.fp8_kv)
+    prompt_config = prompt_attention_config(gpu, False, spec.fp8_kv, spec.pages.head_dim)
     workspace = make_workspace(spec, capacity, device, dtype, slots=64)
     kv = make_kv_cache(spec, capacity, device, dtype, page=PAGE)
     expanded = len(kv.pool) if kv.fp8 and prompt_config.hopper else 0

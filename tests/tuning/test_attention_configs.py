@@ -107,12 +107,16 @@ def test_batch_invariant_prompt_passes_split_nothing():
     assert prompt_attention_config(H200, False) == PromptAttentionConfig(
         programs=264, heads=16, separate_combine=True, dependent=True, hopper=132
     )
+    assert prompt_attention_config(H200, True, head_dim=256) == PromptAttentionConfig(
+        num_warps=8, stages=2, programs=132, splits=1
+    )
+    assert prompt_attention_config(H200, False, head_dim=256).hopper == 0
     assert prompt_attention_config(device(80, 108), False).programs == 216
     assert prompt_attention_config(device(0), False).programs > 0
 
 
 def test_prompt_tiles_fit_hopper_only():
     assert prompt_tiles_fit(128, BF16, H200)
-    assert not prompt_tiles_fit(256, BF16, H200)
+    assert prompt_tiles_fit(256, BF16, H200) and not prompt_tiles_fit(512, BF16, H200)
     assert not prompt_tiles_fit(128, torch.float32, H200)
     assert not prompt_tiles_fit(128, BF16, device(80)) and not prompt_tiles_fit(64, BF16, device(120))

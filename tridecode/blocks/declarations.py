@@ -57,6 +57,7 @@ class Weight:
         scale: factor that the loader multiplies in.
         offset: number that the loader adds. Zero-centered norms store their weight minus 1.
         dtype: "weights" (the dtype of the model's weights) or "float32".
+        transposed: the first axis is contiguous in memory.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Weight:
     scale: float = 1.0
     offset: float = 0.0
     dtype: str = "weights"
+    transposed: bool = False
 
 
 def norm_weight(name: str, tensor: str, size: int, offset: float, scale: float = 1.0) -> Weight:

@@ -55,7 +55,12 @@ class GatedDelta(Block):
         """Return the convolution, the projections of the gates and their constants, and the norm of the output."""
         heads = self.value_heads
         return (
-            Weight("conv", "linear_attn.conv1d.weight", (self.sizes.channels, 1, self.width)),
+            Weight(
+                "conv",
+                "linear_attn.conv1d.weight",
+                (self.sizes.channels, 1, self.width),
+                transposed=True,
+            ),  # fmt: skip
             Weight("b", "linear_attn.in_proj_b.weight", (heads, self.hidden)),
             Weight("a", "linear_attn.in_proj_a.weight", (heads, self.hidden)),
             Weight("a_log", "linear_attn.A_log", (heads,), dtype="float32"),

@@ -221,7 +221,7 @@ def _allocate(
         host = make_host_layers(shapes, device, dtype, layers - on_host) if on_host else None
         places = {
             name: {
-                part: torch.empty(shape, dtype=part_dtype, device=device)
+                part: _empty(shape, part_dtype, device, target.transposed)
                 for part, (shape, part_dtype) in target.tensors(dtype).items()
             }
             for name, target in plan.items()
@@ -240,6 +240,13 @@ def _allocate(
         f"{device}: the weights need {needed / 2**30:.2f} GiB in {str(dtype).removeprefix('torch.')}, {room}; "
         "choose a smaller model or free memory"
     )
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, transposed: bool) -> torch.Tensor:
+    """Return an uninitialized tensor. If transposed, its first axis is contiguous in memory."""
+    if transposed:
+        return torch.empty(*shape[1:], shape[0], dtype=dtype, device=device).movedim(-1, 0)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _assemble(

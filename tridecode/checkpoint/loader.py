@@ -142,7 +142,7 @@ class Loader:
         """Fill `place` with the rows of an unquantized tensor from row `first` on. Return the bytes read."""
         dtype = READ[self._tensors[name].dtype]
         plain = scale == 1 and offset == 0
-        straight = place.dtype == dtype and place.device.type == "cpu" and plain
+        straight = place.dtype == dtype and place.device.type == "cpu" and plain and place.is_contiguous()
         part = place
         if not straight:
             if len(self._buffer) < place.numel() * dtype.itemsize:

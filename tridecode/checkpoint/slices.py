@@ -44,6 +44,7 @@ class Target:
         load_scheme: the scheme in which the loader quantizes the weight, or None.
         residual: a linear adds its product to the residual stream.
         dtype: dtype of a dense tensor, None for that of the model's weights.
+        transposed: the first axis of a dense tensor is contiguous in memory.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +52,7 @@ class Target:
     load_scheme: Scheme | None = None
     residual: bool = False
     dtype: torch.dtype | None = None
+    transposed: bool = False
 
     def tensors(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each part by name. A dense tensor has the single part "weight"."""
@@ -119,7 +121,8 @@ def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dty
     targets = {}
     for target, prefix, each in declared(spec):
         if isinstance(each, Weight):
-            targets[target] = Target(each.shape, dtype=torch.float32 if each.dtype == "float32" else None)
+            dtype = torch.float32 if each.dtype == "float32" else None
+            targets[target] = Target(each.shape, dtype=dtype, transposed=each.transposed)
             continue
         residual = each.epilogue == "residual"
         if each.parts:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..blocks.spec import ModelSpec
 
-Fields = dict[str, Any]  # Arguments of dense_spec or RopeConfig.
+Fields = dict[str, Any]  # Arguments of dense_spec or RopeConfig, or keys of config.json.
 
 _ROPE = dict(theta=1e6)
 _LLAMA3 = dict(family="llama", vocab_size=128256, rms_norm_eps=1e-5, max_position=131072)
@@ -49,6 +49,30 @@ _PRESETS = {
 }
 
 
+_QWEN3_5 = dict(
+    vocab_size=248320, head_dim=256, max_position_embeddings=262144,
+    rope_parameters=dict(rope_theta=1e7, rope_type="default", partial_rotary_factor=0.25),
+)  # fmt: skip
+
+
+def _hybrid(hidden: int, inter: int, layers: int, heads: int, kv_heads: int, value_heads: int, tied: bool) -> Fields:
+    """Return the config.json of a Qwen3.5 model."""
+    text = _QWEN3_5 | dict(
+        hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, linear_num_value_heads=value_heads,
+    )  # fmt: skip
+    return dict(text_config=text, tie_word_embeddings=tied)
+
+
+_HYBRIDS = {
+    "qwen3.5-0.8b": _hybrid(1024, 3584, 24, 8, 2, 16, tied=True),
+    "qwen3.5-2b": _hybrid(2048, 6144, 24, 8, 2, 16, tied=True),
+    "qwen3.5-4b": _hybrid(2560, 9216, 32, 16, 4, 32, tied=True),
+    "qwen3.5-9b": _hybrid(4096, 12288, 32, 16, 4, 32, tied=False),
+    "qwen3.5-27b": _hybrid(5120, 17408, 64, 24, 4, 48, tied=False),
+}
+
+
 class Presets(Mapping[str, "ModelSpec"]):
     """Mapping from name to ModelSpec. Listing the names does not import torch, so `--help` is fast."""
 
@@ -56,10 +80,10 @@ class Presets(Mapping[str, "ModelSpec"]):
         return _spec(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_PRESETS)
+        return iter((*_PRESETS, *_HYBRIDS))
 
     def __len__(self) -> int:
-        return len(_PRESETS)
+        return len(_PRESETS) + len(_HYBRIDS)
 
 
 @cache
@@ -67,7 +91,11 @@ def _spec(name: str) -> "ModelSpec":
     """Build a preset."""
     from ..blocks.rope import RopeConfig
     from .dense import dense_spec
+    from .qwen3_5 import parse
+    from .reader import ConfigReader
 
+    if name in _HYBRIDS:
+        return parse(ConfigReader(_HYBRIDS[name], name))
     fields = _PRESETS[name]
     return dense_spec(**fields | {"rope": RopeConfig(**fields["rope"])})
 

@@ -23,7 +23,7 @@ from ..step.dispatch import (
 from ..tuning.attention import prompt_tiles_fit
 
 MIN_WEIGHT_BYTES = 2**27  # Unit: bytes. A pass that reads fewer is so short that drafting slows it by more than 2%.
-TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 128"  # See prompt_tiles_fit.
+TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 256"  # See prompt_tiles_fit.
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ def workspace_bytes(spec: ModelSpec, dtype: torch.dtype, slots: int, rows: int |
 
 def prompt_bytes(spec: ModelSpec, dtype: torch.dtype, rows: int, device: torch.device) -> int:
     """Return the bytes of the buffers of prompt passes of up to `rows` rows."""
-    config = prompt_attention_config(device_of(device), batch_invariant=False, fp8=spec.fp8_kv)
+    config = prompt_attention_config(device_of(device), False, spec.fp8_kv, spec.pages.head_dim)
     buffers = make_prompt_buffers(spec, rows, "meta", dtype, config)
     return sum(tensor.nbytes for tensor in named_tensors(buffers).values())
 

@@ -419,7 +419,7 @@ def expands_kv(spec: ModelSpec, device: torch.device, batch_invariant: bool, tor
     """
     if not spec.fp8_kv or torch_prompt_attention:
         return False
-    return prompt_attention_config(device_of(device), batch_invariant, spec.fp8_kv).hopper > 0
+    return prompt_attention_config(device_of(device), batch_invariant, True, spec.pages.head_dim).hopper > 0
 
 
 def make_model(
@@ -442,7 +442,7 @@ def make_model(
     """
     device, dtype = weights.device, weights.dtype
     gpu = device_of(device)
-    prompt_config = prompt_attention_config(gpu, batch_invariant, spec.fp8_kv)
+    prompt_config = prompt_attention_config(gpu, batch_invariant, spec.fp8_kv, spec.pages.head_dim)
     if not batch_invariant:
         prompt_rows = min(prompt_rows, slots * capacity)
     rows = rows or slots

@@ -115,14 +115,20 @@ def queries_config(case: AttentionCase, requests: int, queries: int, device: Dev
     )
 
 
-def prompt_attention_config(device: Device, batch_invariant: bool, fp8: bool = False) -> PromptAttentionConfig:
+def prompt_attention_config(
+    device: Device, batch_invariant: bool, fp8: bool = False, head_dim: int = 128
+) -> PromptAttentionConfig:
     """Choose the config of attention in prompt passes.
 
     In batch-invariant mode it does not depend on the rows of a pass. One kernel computes everything, without splits.
+    With heads of more than 128, a multiprocessor has room for one program, whose sums need the registers of 8 warps.
     """
-    programs = max(2 * device.multiprocessors, 1)
+    wide = head_dim > 128
+    programs = max((1 if wide else 2) * device.multiprocessors, 1)
     # With 4 stages, some versions of Triton spill more.
     config = PromptAttentionConfig(programs=programs, stages=4 if fp8 else 3)
+    if wide:
+        config = replace(config, num_warps=8, stages=3 if fp8 else 2)
     if batch_invariant:
         return replace(config, splits=1)
     return replace(
@@ -130,7 +136,7 @@ def prompt_attention_config(device: Device, batch_invariant: bool, fp8: bool = F
         heads=16,
         separate_combine=True,
         dependent=device.capability >= HOPPER,
-        hopper=device.multiprocessors if device.capability == HOPPER else 0,
+        hopper=device.multiprocessors if device.capability == HOPPER and not wide else 0,
     )
 
 
@@ -140,4 +146,4 @@ def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: Device) -> bool:
     On other GPUs, and for other head dimensions and dtypes, its tiles need too many registers or too much shared
     memory.
     """
-    return device.capability // 10 == 9 and head_dim <= 128 and dtype != torch.float32
+    return device.capability // 10 == 9 and head_dim <= 256 and dtype != torch.float32

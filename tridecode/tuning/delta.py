@@ -10,7 +10,7 @@ PROGRAMS = 4  # Number of programs without a GPU, because the interpreter runs o
 
 def delta_config(queries: int) -> DeltaConfig:
     """Return the launch config of a decode pass with `queries` rows of each request."""
-    return DeltaConfig(queries)
+    return DeltaConfig(queries, batch=queries if queries <= 4 else 1)  # more rows at once spill
 
 
 def delta_prompt_configs(gpu: Device) -> tuple[DeltaChunksConfig, DeltaChunksConfig]:

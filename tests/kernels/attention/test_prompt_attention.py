@@ -22,7 +22,9 @@ from tridecode.kernels.attention.prompt_attention import (
     scratch_sizes,
 )
 from tridecode.kernels.attention.torch_attention import block_attention, torch_attention
+from tridecode.kernels.device import GPUS
 from tridecode.layout import Chunk
+from tridecode.tuning.attention import prompt_attention_config
 
 PAGE = 64 if CUDA else 16
 CONFIG = PromptAttentionConfig(programs=264)
@@ -134,6 +136,15 @@ def test_any_layout_of_rows(dtype, lengths, window):
 @covering(1, case=CASES, window=[0, 5])
 def test_fp8_kv(case, window):
     check(**case.sizes, chunks=CHUNKS, window=window, dtype=DTYPES[0], fp8=True)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_heads_of_256(fp8):
+    """The config that passes use. On a GPU a program needs most of the shared memory of a multiprocessor."""
+    config = prompt_attention_config(GPUS["h100"], False, fp8, 256)
+    if not CUDA:
+        config = replace(config, block_m=16, programs=24, least=1)
+    check(4, 1, 256, [(0, 7, PAGE + 3), (1, 2 * PAGE + 1, 0)], 0, DTYPES[0], config, fp8=fp8)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -55,7 +55,7 @@ def sizes_of(sigmoid=False, *, key, value, key_dim, value_dim, hidden) -> DeltaH
 def weights_of(heads: DeltaHeads, hidden: int, dtype=torch.float32) -> DeltaWeights:
     """Return random weights. Some heads forget slowly and some fast."""
     return DeltaWeights(
-        random(heads.channels, 1, WIDTH, dtype=dtype, scale=0.5, seed=1),
+        random(1, WIDTH, heads.channels, dtype=dtype, scale=0.5, seed=1).movedim(-1, 0),
         random(heads.value, hidden, dtype=dtype, scale=hidden**-0.5, seed=2),
         random(heads.value, hidden, dtype=dtype, scale=hidden**-0.5, seed=3),
         random(heads.value, seed=4),

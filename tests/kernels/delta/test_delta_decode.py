@@ -37,8 +37,8 @@ def test_idle_rows_among_running_rows():
     check_op(DELTA_DECODE, args, ONE, TOLERANCE, accumulates=STATES)
 
 
-@pytest.mark.parametrize("queries", [2, 8])
-def test_rows_of_drafts_match_reference(queries):
+@pytest.mark.parametrize("queries, batch", [(2, 4), (4, 1), (8, 2), (8, 8)])
+def test_rows_of_drafts_match_reference(queries, batch):
     """The requests have replayed 0, some and 7 drafts, and have 1, some and all of their rows."""
     args = decode_args(
         (40, 1, 0, 23), (38, 1, 9, 16), queries=queries, counts=(queries, 1, queries, 2), drafts=True, **TINY
@@ -46,7 +46,7 @@ def test_rows_of_drafts_match_reference(queries):
     for part in args.drafts:
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
     args.drafts.g.abs_().neg_()
-    config = dict(config=DeltaConfig(queries))
+    config = dict(config=DeltaConfig(queries, batch=batch))
     tolerance = TOLERANCE | dict.fromkeys(("drafts.k", "drafts.u", "drafts.g"), 1e-5)
     check_op(DELTA_DECODE, args, config, tolerance, accumulates=(*STATES, "drafts"))
 

@@ -46,7 +46,7 @@ class DeltaHeads(NamedTuple):
 class DeltaWeights(NamedTuple):
     """The weights of a layer besides its projections of q, k, v, z and of the output."""
 
-    conv: torch.Tensor  # [channels, 1, width]
+    conv: torch.Tensor  # [channels, 1, width], in memory [width, channels]
     b: torch.Tensor  # [value heads, hidden], projection of the rates at which the state learns
     a: torch.Tensor  # [value heads, hidden], projection of the decays
     a_log: torch.Tensor  # fp32 [value heads]

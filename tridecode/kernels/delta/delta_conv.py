@@ -53,7 +53,7 @@ def _heads(
             old_ptrs = window_ptr + source * (POSITIONS * C) + entry
             old = tl.load(old_ptrs, mask=mask & (ats >= 0) & (ats < start), other=0.0)
             x = tl.where(ats >= start, new, old)
-            acc += x.to(tl.float32) * tl.load(conv_ptr + offs_c * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
+            acc += x.to(tl.float32) * tl.load(conv_ptr + tap * C + offs_c, mask=mask, other=0.0).to(tl.float32)
             # The row stores its own input. The first row also stores those before the chunk.
             owns = at == position
             owns |= position == start
@@ -91,7 +91,7 @@ def _delta_conv_kernel(
         b_ptr, a_ptr: [rows, VALUE_HEADS].
         mixed_ptr: [rows, C] (output): q and k of length 1, and v.
         rates_ptr: [rows, 2, VALUE_HEADS] fp32 (output): g and beta.
-        conv_ptr: [C, 1, WIDTH].
+        conv_ptr: [WIDTH, C], the transposed weight.
         a_log_ptr, dt_bias_ptr: [VALUE_HEADS] fp32.
         window_ptr: [records, RING, C] (in and out).
     """

@@ -26,7 +26,7 @@ from ..linear.epilogue import load_partials, norm_scale
 from ..linear.project import Normed
 from ..op import Op
 from .arguments import RING, DeltaHeads, DeltaWeights, DraftRows, RecordLayer
-from .gates import L2_EPS, gated_norm, l2_norm, log_decay, output_gate, rates, silu, split_heads
+from .gates import L2_EPS, gated_norm, l2_norm, log_decay, norm_and_gate, rates, silu, split_heads
 
 BLOCK_X = 1024  # columns of the hidden state that are multiplied at once
 POSITIONS = tl.constexpr(RING)
@@ -37,109 +37,120 @@ class DeltaConfig:
     """Launch config of delta_decode."""
 
     queries: int = 1  # rows of each request
-    num_warps: int = 8
+    num_warps: int = 4
+    batch: int = 4  # rows of a request that are loaded together, a divisor of queries
     registers: int = 0  # maximum number of registers of a thread; 0: no limit
+
+
+@triton.jit
+def _add(a0, b0, c0, d0, e0, a1, b1, c1, d1, e1):
+    """Add five pairs, so that one reduction computes five sums."""
+    return a0 + a1, b0 + b1, c0 + c1, d0 + d1, e0 + e1
+
+
+@triton.jit
+def _load_tile(ptr, first, end, BLOCK: tl.constexpr):
+    """Load BLOCK elements from `first` on. Those from `end` on are 0."""
+    offs = first + tl.arange(0, BLOCK)
+    return tl.load(ptr + offs, mask=offs < end, other=0.0)
 
 
 @triton.jit
 def _load_tiles(ptr, N: tl.constexpr, BLOCK: tl.constexpr):
     """Load N elements as a tuple of tiles [BLOCK]."""
-    offs = tl.arange(0, BLOCK)
     tiles = ()
     for first in tl.static_range(0, N, BLOCK):
-        tiles += (tl.load(ptr + first + offs, mask=first + offs < N, other=0.0),)  # type: ignore[assignment]
+        tiles += (_load_tile(ptr, first, N, BLOCK),)  # type: ignore[assignment]
     return tiles
 
 
 @triton.jit
-def _dot(x, y, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the sum of the products of two tuples of tiles."""
-    acc = tl.zeros([BLOCK], tl.float32)
-    for first in tl.static_range(0, N, BLOCK):
-        acc += x[first // BLOCK].to(tl.float32) * y[first // BLOCK].to(tl.float32)
-    return tl.sum(acc, 0)
+def _products(x, y, PARTS: tl.constexpr):
+    """Return PARTS partial sums of the products of two tiles. A thread adds the products that it has."""
+    products = x.to(tl.float32) * y.to(tl.float32)
+    return tl.sum(tl.reshape(products, [PARTS, x.shape[0] // PARTS]), 1)
 
 
 @triton.jit
-def _row_rates(
-    x_ptr, sumsq_ptr, row, stride_xm, stride_sumsq, n_sumsq, eps, w_b, w_a, a_log, dt_bias, HIDDEN: tl.constexpr,
-    BLOCK_X: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, NORMED: tl.constexpr,
-):  # fmt: skip
-    """Return the factor of the state, exp(g), and the learning rate beta of a row, and g."""
-    x = _load_tiles(x_ptr + row * stride_xm, HIDDEN, BLOCK_X)
-    b, a = _dot(w_b, x, HIDDEN, BLOCK_X), _dot(w_a, x, HIDDEN, BLOCK_X)
-    if NORMED:
-        scale = norm_scale(
-            tl.sum(load_partials(sumsq_ptr, row, True, stride_sumsq, n_sumsq, SUMSQ_BLOCK), 0), HIDDEN, eps
-        )
-        b, a = b * scale, a * scale
-    g = log_decay(a, a_log, dt_bias)
-    return tl.exp(g), tl.sigmoid(b), g
-
-
-@triton.jit
-def _past(window_ptr, conv_ptr, position, offs_c, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the part of the convolution at `position` that the positions before it contribute, for channels offs_c."""
-    acc = offs_c * 0.0
+def _load_past(window_ptr, position, offs_c, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the inputs of channels offs_c at the WIDTH - 1 positions before `position` as a tuple."""
+    inputs = ()
     for tap in tl.static_range(WIDTH - 1):
         at = position - (WIDTH - 1) + tap
         exists = at + offs_c * 0 >= 0
-        x = tl.load(window_ptr + (at & (POSITIONS - 1)) * C + offs_c, mask=exists, other=0.0)
-        acc += x.to(tl.float32) * tl.load(conv_ptr + offs_c * WIDTH + tap).to(tl.float32)
-    return acc
+        inputs += (tl.load(window_ptr + (at & (POSITIONS - 1)) * C + offs_c, mask=exists, other=0.0),)  # type: ignore[assignment]
+    return inputs
 
 
 @triton.jit
-def _past_of_draft(
-    window_ptr, qkvz_ptr, conv_ptr, position, draft, stride_qkvz, offs_c, C: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Return `_past` of the row `draft` of a request: rows before it are in qkvz, earlier positions in the window."""
-    acc = offs_c * 0.0
+def _load_rows(ptr, offs_c, first, count, stride, type_ptr, BATCH: tl.constexpr):
+    """Return columns offs_c of BATCH rows from `first` on as a tuple, in the type of type_ptr's elements."""
+    rows = ()
+    for number in tl.static_range(BATCH):
+        row = first + number
+        x = tl.load(ptr + row * stride + offs_c, mask=row + offs_c * 0 < count, other=0.0)
+        rows += (x.to(type_ptr.dtype.element_ty),)  # type: ignore[assignment]
+    return rows
+
+
+@triton.jit
+def _load_taps(conv_ptr, offs_c, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the weights of the convolution of channels offs_c as a tuple."""
+    taps = ()
+    for tap in tl.static_range(WIDTH):
+        taps += (tl.load(conv_ptr + tap * C + offs_c),)  # type: ignore[assignment]
+    return taps
+
+
+@triton.jit
+def _convolve(inputs, taps, WIDTH: tl.constexpr, BATCH: tl.constexpr):
+    """Return the activated convolution of each row as a tuple."""
+    rows = ()
+    for number in tl.static_range(BATCH):
+        acc = inputs[number].to(tl.float32) * taps[0].to(tl.float32)
+        for tap in tl.static_range(1, WIDTH):
+            acc += inputs[number + tap].to(tl.float32) * taps[tap].to(tl.float32)
+        rows += (silu(acc),)  # type: ignore[assignment]
+    return rows
+
+
+@triton.jit
+def _store_rows(window_ptr, rows, position, offs_c, first, count, C: tl.constexpr, BATCH: tl.constexpr):
+    """Store inputs of the convolution in the window: those of rows before `count`."""
+    for number in tl.static_range(BATCH):
+        at = (position + first + number) & (POSITIONS - 1)
+        tl.store(window_ptr + at * C + offs_c, rows[number], mask=first + number + offs_c * 0 < count)
+
+
+@triton.jit
+def _last(inputs, WIDTH: tl.constexpr, BATCH: tl.constexpr):
+    """Return the last WIDTH - 1 of WIDTH - 1 + BATCH inputs."""
+    last = ()
     for tap in tl.static_range(WIDTH - 1):
-        row = draft - (WIDTH - 1) + tap
-        at = position + row
-        in_pass, exists = row + offs_c * 0 >= 0, at + offs_c * 0 >= 0
-        window_ptrs = window_ptr + (at & (POSITIONS - 1)) * C + offs_c
-        old = tl.load(window_ptrs, mask=exists & (row + offs_c * 0 < 0), other=0.0)
-        new = tl.load(qkvz_ptr + row * stride_qkvz + offs_c, mask=in_pass, other=0.0)
-        x = tl.where(in_pass, new.to(window_ptr.dtype.element_ty).to(tl.float32), old.to(tl.float32))
-        acc += x * tl.load(conv_ptr + offs_c * WIDTH + tap).to(tl.float32)
-    return acc
+        last += (inputs[BATCH + tap],)  # type: ignore[assignment]
+    return last
 
 
 @triton.jit
-def _present(row_ptr, window_ptr, conv_ptr, past, position, offs_c, end, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the activated convolution of a row. Store its inputs of the channels below `end` in the window."""
-    x = tl.load(row_ptr + offs_c).to(window_ptr.dtype.element_ty)
-    tl.store(window_ptr + (position & (POSITIONS - 1)) * C + offs_c, x, mask=offs_c < end)
-    return silu(past + x.to(tl.float32) * tl.load(conv_ptr + offs_c * WIDTH + WIDTH - 1).to(tl.float32))
-
-
-@triton.jit
-def _unit_rows(x, K: tl.constexpr):
-    """Return the rows q and k of x [2, K], each divided by its length. q is also scaled by 1 / sqrt(K).
-
-    x is one tile, because several warps would otherwise compute the same: a vector that is multiplied by the columns of
-    the matrix is computed by every warp.
-    """
-    is_q = tl.arange(0, 2) == 0
-    x *= (tl.rsqrt(tl.sum(x * x, 1) + L2_EPS) * tl.where(is_q, K**-0.5, 1.0))[:, None]
-    return tl.sum(tl.where(is_q[:, None], x, 0.0), 0), tl.sum(tl.where(is_q[:, None], 0.0, x), 0)
+def _pick(rows, number, BATCH: tl.constexpr):
+    """Return rows[number]. Registers cannot be indexed."""
+    x = rows[0]
+    for other in tl.static_range(1, BATCH):
+        x = tl.where(number == other, rows[other], x)
+    return x
 
 
 @triton.jit
 def _advance(state, decay, k, u):
-    """Return the state after an update."""
-    return state * decay + k[:, None] * u[None, :]
+    """Return the state after an update. With fma in the source, every copy of the code rounds in the same way."""
+    k, u = tl.broadcast(k[:, None, :, None], u[None, :, None, :])
+    return tl.fma(k, u, state * decay)
 
 
 @triton.jit
-def _store_output(
-    out_ptrs, o, z, norm, norm_eps, V: tl.constexpr, SIGMOID: tl.constexpr
-):  # fmt: skip
-    """Store the gated norm of the output o of a head."""
-    o = o * tl.rsqrt(tl.sum(o * o, 0) / V + norm_eps) * norm
-    tl.store(out_ptrs, (o * output_gate(z, SIGMOID)).to(out_ptrs.dtype.element_ty))
+def _read(state, k):
+    """Return the product of the transposed state with k: [V_HIGH, V_LOW]."""
+    return tl.sum(tl.sum(state * k[:, None, :, None], 2), 0)
 
 
 @triton.jit(do_not_specialize=["n_sumsq"])
@@ -152,12 +163,15 @@ def _delta_decode_kernel(
     VALUE_HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    K_LOW: tl.constexpr,
+    V_LOW: tl.constexpr,
     WIDTH: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK_X: tl.constexpr,
     SUMSQ_BLOCK: tl.constexpr,
     NORMED: tl.constexpr,
     QUERIES: tl.constexpr,
+    BATCH: tl.constexpr,
     DRAFTS: tl.constexpr,
     SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
@@ -177,7 +191,7 @@ def _delta_decode_kernel(
         x_ptr: [rows, HIDDEN], what the linear that computed qkvz has read.
         sumsq_ptr: [rows, ...] fp32, `n_sumsq` partial sums of squares, if NORMED: x is not divided by its rms yet.
         out_ptr: [rows, VALUE_HEADS * V] (output).
-        conv_ptr: [C, 1, WIDTH].
+        conv_ptr: [WIDTH, C], the transposed weight.
         b_ptr, a_ptr: [VALUE_HEADS, HIDDEN].
         a_log_ptr, dt_bias_ptr: [VALUE_HEADS] fp32. norm_ptr: [V] fp32.
         state_ptr: [records, VALUE_HEADS, K, V] fp32 (in and out).
@@ -189,86 +203,140 @@ def _delta_decode_kernel(
     """
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     C: tl.constexpr = 2 * KEY_HEADS * K + VALUE_HEADS * V
+    K_HIGH: tl.constexpr = K // K_LOW
+    V_HIGH: tl.constexpr = V // V_LOW
+    KEEP: tl.constexpr = QUERIES == BATCH
     head, request = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
     meta_ptr += request * (QUERIES * META_WIDTH)
     status = tl.load(meta_ptr + STATUS)
-    position = tl.where(status == RUN, tl.load(meta_ptr + POSITION), 0)  # the position of an idle row may be invalid
+    position = tl.load(meta_ptr + POSITION)
     record, slot = tl.load(meta_ptr + RECORD).to(tl.int64), tl.load(meta_ptr + SLOT).to(tl.int64)
+    runs = status == RUN
+    position = tl.where(runs, position, 0)  # the position of an idle row may be invalid
     count = 1  # rows that run, if the first does
-    for query in tl.static_range(1, QUERIES):
-        count += (tl.load(meta_ptr + query * META_WIDTH + STATUS) == RUN).to(tl.int32)
-    key_head = head // GROUP
-    end_shared = tl.where(head % GROUP == 0, C, 0)  # one V head writes the q and k that several share
-    offs_k, offs_v = tl.arange(0, K), tl.arange(0, V)
-    offs_qk = (tl.arange(0, 2) * KEY_HEADS + key_head)[:, None] * K + offs_k[None, :]  # channels of q and of k
-    offs_value = 2 * KEY_HEADS * K + head * V + offs_v
+    for other in tl.static_range(1, QUERIES):
+        count += (tl.load(meta_ptr + other * META_WIDTH + STATUS) == RUN).to(tl.int32)
+
+    # In this order of axes, the threads of a warp share V_LOW columns and K_LOW groups of rows, and warps the columns.
+    offs_k = tl.arange(0, K_LOW)[:, None] * K_HIGH + tl.arange(0, K_HIGH)[None, :]
+    offs_v = tl.arange(0, V_HIGH)[:, None] * V_LOW + tl.arange(0, V_LOW)[None, :]
+    state_offs = offs_k[:, None, :, None] * V + offs_v[None, :, None, :]
+    state_ptrs = state_ptr + (record * VALUE_HEADS + head) * (K * V) + state_offs
+    state = tl.load(state_ptrs, mask=state_offs * 0 < position, other=0.0)  # it is empty at position 0
     covered_ptr += record * VALUE_HEADS + head
-    state_ptrs = state_ptr + (record * VALUE_HEADS + head) * (K * V) + offs_k[:, None] * V + offs_v[None, :]
-    window_ptr += record * (POSITIONS * C)
     covered = tl.load(covered_ptr)
-    state = tl.load(state_ptrs).to(tl.float32)
-    w_b, w_a = _load_tiles(b_ptr + head * HIDDEN, HIDDEN, BLOCK_X), _load_tiles(a_ptr + head * HIDDEN, HIDDEN, BLOCK_X)
+    key_head = head // GROUP
+    channels_q, channels_k = key_head * K + offs_k, (KEY_HEADS + key_head) * K + offs_k
+    channels_v = 2 * KEY_HEADS * K + head * V + offs_v
+    window_ptr += record * (POSITIONS * C)
+    past_q = _load_past(window_ptr, position, channels_q, C, WIDTH)
+    past_k = _load_past(window_ptr, position, channels_k, C, WIDTH)
+    past_v = _load_past(window_ptr, position, channels_v, C, WIDTH)
+    if KEEP:
+        taps_q, taps_k = _load_taps(conv_ptr, channels_q, C, WIDTH), _load_taps(conv_ptr, channels_k, C, WIDTH)
+        taps_v = _load_taps(conv_ptr, channels_v, C, WIDTH)
+        w_b = _load_tiles(b_ptr + head * HIDDEN, HIDDEN, BLOCK_X)
+        w_a = _load_tiles(a_ptr + head * HIDDEN, HIDDEN, BLOCK_X)
     a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
     norm = tl.load(norm_ptr + offs_v)
-    past_qk = _past(window_ptr, conv_ptr, position, offs_qk, C, WIDTH)
-    past_v = _past(window_ptr, conv_ptr, position, offs_value, C, WIDTH)
-    repeated = (position > 0) & (covered > position)
-    state = tl.where(position > 0, state, 0.0)
-    if DRAFTS:
-        draft_k_ptr += slot * (POSITIONS * KEY_HEADS * K) + key_head * K
-        draft_u_ptr += slot * (POSITIONS * VALUE_HEADS * V) + head * V
-        draft_g_ptr += slot * (POSITIONS * VALUE_HEADS) + head
-        for number in range(tl.where(position > 0, position - covered, 0)):
-            entry = (covered + number) & (POSITIONS - 1)
-            k = tl.load(draft_k_ptr + entry * (KEY_HEADS * K) + offs_k)
-            u = tl.load(draft_u_ptr + entry * (VALUE_HEADS * V) + offs_v)
-            state = _advance(state, tl.exp(tl.load(draft_g_ptr + entry * VALUE_HEADS)), k, u)
     if PDL:
         gdc_wait()
-    if status != RUN:
+    if not runs:
         return
 
     row = (request * QUERIES).to(tl.int64)
     qkvz_ptr += row * stride_qkvz
-    out_ptrs = out_ptr + row * stride_om + head * V + offs_v
-    z = tl.load(qkvz_ptr + C + head * V + offs_v).to(tl.float32)
-    qk = _present(qkvz_ptr, window_ptr, conv_ptr, past_qk, position, offs_qk, end_shared, C, WIDTH)
-    q, k = _unit_rows(qk, K)
-    v = _present(qkvz_ptr, window_ptr, conv_ptr, past_v, position, offs_value, C, C, WIDTH)
-    decay, beta, _ = _row_rates(
-        x_ptr, sumsq_ptr, row, stride_xm, stride_sumsq, n_sumsq, eps, w_b, w_a, a_log, dt_bias, HIDDEN, BLOCK_X,
-        SUMSQ_BLOCK, NORMED,
-    )  # fmt: skip
-    if not repeated:
-        state = _advance(state, decay, k, beta * (v - tl.sum(state * k[:, None], 0) * decay))
-        state = state.to(state_ptr.dtype.element_ty).to(tl.float32)  # as a repetition reads it
-        tl.store(state_ptrs, state.to(state_ptr.dtype.element_ty))
-        tl.store(covered_ptr, position + 1)
-    _store_output(out_ptrs, tl.sum(state * q[:, None], 0), z, norm, norm_eps, V, SIGMOID)
-    if QUERIES > 1:
-        for draft in range(1, count):
-            own_ptr, at = qkvz_ptr + draft * stride_qkvz, position + draft
-            z = tl.load(own_ptr + C + head * V + offs_v).to(tl.float32)
-            past_qk = _past_of_draft(window_ptr, qkvz_ptr, conv_ptr, position, draft, stride_qkvz, offs_qk, C, WIDTH)
-            past_v = _past_of_draft(window_ptr, qkvz_ptr, conv_ptr, position, draft, stride_qkvz, offs_value, C, WIDTH)
-            q, k = _unit_rows(_present(own_ptr, window_ptr, conv_ptr, past_qk, at, offs_qk, end_shared, C, WIDTH), K)
-            v = _present(own_ptr, window_ptr, conv_ptr, past_v, at, offs_value, C, C, WIDTH)
-            w_b = _load_tiles(b_ptr + head * HIDDEN, HIDDEN, BLOCK_X)  # again, to save registers
-            w_a = _load_tiles(a_ptr + head * HIDDEN, HIDDEN, BLOCK_X)
-            decay, beta, g = _row_rates(
-                x_ptr, sumsq_ptr, row + draft, stride_xm, stride_sumsq, n_sumsq, eps, w_b, w_a, a_log, dt_bias, HIDDEN,
-                BLOCK_X, SUMSQ_BLOCK, NORMED,
-            )  # fmt: skip
-            u = beta * (v - tl.sum(state * k[:, None], 0) * decay)
-            state = _advance(state, decay, k, u)
-            entry = at & (POSITIONS - 1)
-            tl.store(draft_k_ptr + entry * (KEY_HEADS * K) + offs_k, k, mask=offs_k < end_shared)
-            tl.store(draft_u_ptr + entry * (VALUE_HEADS * V) + offs_v, u)
-            tl.store(draft_g_ptr + entry * VALUE_HEADS, g)
-            o = tl.sum(state * q[:, None], 0)
-            _store_output(out_ptrs + draft * stride_om, o, z, norm, norm_eps, V, SIGMOID)
+    if DRAFTS:
+        draft_k_ptr += slot * (POSITIONS * KEY_HEADS * K) + key_head * K
+        draft_u_ptr += slot * (POSITIONS * VALUE_HEADS * V) + head * V
+        draft_g_ptr += slot * (POSITIONS * VALUE_HEADS) + head
+    shared = tl.where(head % GROUP == 0, count, 0)  # one V head writes the q and k that several share
+    zeros = tl.zeros([K], tl.float32)
+    for first in range(0, QUERIES, BATCH):
+        if not KEEP:  # they would need too many registers
+            taps_q, taps_k = _load_taps(conv_ptr, channels_q, C, WIDTH), _load_taps(conv_ptr, channels_k, C, WIDTH)
+            taps_v = _load_taps(conv_ptr, channels_v, C, WIDTH)
+        # All loads of the rows, before the first result is used.
+        new_q = _load_rows(qkvz_ptr, channels_q, first, count, stride_qkvz, window_ptr, BATCH)
+        new_k = _load_rows(qkvz_ptr, channels_k, first, count, stride_qkvz, window_ptr, BATCH)
+        new_v = _load_rows(qkvz_ptr, channels_v, first, count, stride_qkvz, window_ptr, BATCH)
+        z = _load_rows(qkvz_ptr, C + head * V + offs_v, first, count, stride_qkvz, qkvz_ptr, BATCH)
+        b, a, sumsq = (), (), ()
+        for other in tl.static_range(BATCH):
+            b, a = b + (zeros,), a + (zeros,)  # type: ignore[assignment]
+            if NORMED:
+                partials = load_partials(sumsq_ptr, row + first + other, True, stride_sumsq, n_sumsq, SUMSQ_BLOCK)
+                sumsq += (tl.sum(tl.reshape(partials, [K, SUMSQ_BLOCK // K]), 1),)  # type: ignore[assignment]
+        for column in tl.static_range(0, HIDDEN, BLOCK_X):
+            if KEEP:
+                tile_b, tile_a = w_b[column // BLOCK_X], w_a[column // BLOCK_X]
+            else:
+                tile_b = _load_tile(b_ptr + head * HIDDEN, column, HIDDEN, BLOCK_X)
+                tile_a = _load_tile(a_ptr + head * HIDDEN, column, HIDDEN, BLOCK_X)
+            sums_b, sums_a = (), ()
+            for other in tl.static_range(BATCH):
+                end = tl.where(first + other < count, HIDDEN, 0)
+                x = _load_tile(x_ptr + (row + first + other) * stride_xm, column, end, BLOCK_X)
+                sums_b += (b[other] + _products(tile_b, x, K),)  # type: ignore[assignment]
+                sums_a += (a[other] + _products(tile_a, x, K),)  # type: ignore[assignment]
+            b, a = sums_b, sums_a
+        q, k = _convolve(past_q + new_q, taps_q, WIDTH, BATCH), _convolve(past_k + new_k, taps_k, WIDTH, BATCH)
+        v = _convolve(past_v + new_v, taps_v, WIDTH, BATCH)
+        _store_rows(window_ptr, new_q, position, channels_q, first, shared, C, BATCH)
+        _store_rows(window_ptr, new_k, position, channels_k, first, shared, C, BATCH)
+        _store_rows(window_ptr, new_v, position, channels_v, first, count, C, BATCH)
+        past_q, past_k = _last(past_q + new_q, WIDTH, BATCH), _last(past_k + new_k, WIDTH, BATCH)
+        past_v = _last(past_v + new_v, WIDTH, BATCH)
+
+        if DRAFTS:
+            if (position > covered) & (position > 0) & (first == 0):
+                for number in range(position - covered):
+                    entry = (covered + number) & (POSITIONS - 1)
+                    old_k = tl.load(draft_k_ptr + entry * (KEY_HEADS * K) + offs_k)
+                    old_u = tl.load(draft_u_ptr + entry * (VALUE_HEADS * V) + offs_v)
+                    old_decay = tl.exp(tl.load(draft_g_ptr + entry * VALUE_HEADS))
+                    state = _advance(state, old_decay, old_k, old_u)
+        for number in range(1 if QUERIES == 1 else tl.minimum(count - first, BATCH)):
+            query = first + number
+            own_q, own_k, own_v = _pick(q, number, BATCH), _pick(k, number, BATCH), _pick(v, number, BATCH)
+            own_b, own_a = _pick(b, number, BATCH), _pick(a, number, BATCH)
+            own_sumsq = own_b
+            if NORMED:
+                own_sumsq = _pick(sumsq, number, BATCH)
+            sum_b, sum_a, squares, squares_q, squares_k = tl.reduce(
+                (own_b, own_a, own_sumsq, tl.reshape(own_q * own_q, [K]), tl.reshape(own_k * own_k, [K])), 0, _add
+            )
+            if NORMED:
+                scale = norm_scale(squares, HIDDEN, eps)
+                sum_b, sum_a = sum_b * scale, sum_a * scale
+            g, beta = log_decay(sum_a, a_log, dt_bias), tl.sigmoid(sum_b)
+            own_k *= tl.rsqrt(squares_k + L2_EPS)
+            own_q *= tl.rsqrt(squares_q + L2_EPS) * K**-0.5
+            repeated = (query == 0) & (covered > position) & (position > 0)
+            decay = tl.where(repeated, 1.0, tl.exp(g))
+            u = tl.where(repeated, 0.0, beta * (own_v - _read(state, own_k) * decay))
+            state = _advance(state, decay, own_k, u)
+            if query == 0:
+                tl.store(state_ptrs, state, mask=(state_offs >= 0) & (not repeated))
+                tl.store(covered_ptr, position + 1, mask=not repeated)
+            if QUERIES > 1:
+                if query > 0:
+                    entry = (position + query) & (POSITIONS - 1)
+                    tl.store(draft_k_ptr + entry * (KEY_HEADS * K) + offs_k, own_k, mask=offs_k * 0 < shared)
+                    tl.store(draft_u_ptr + entry * (VALUE_HEADS * V) + offs_v, u)
+                    tl.store(draft_g_ptr + entry * VALUE_HEADS, g)
+            o = _read(state, own_q)
+            own_z = _pick(z, number, BATCH).to(tl.float32)
+            o = norm_and_gate(o, tl.sum(tl.reshape(o * o, [V]), 0), own_z, norm, norm_eps, V, SIGMOID)
+            tl.store(out_ptr + (row + query) * stride_om + head * V + offs_v, o.to(out_ptr.dtype.element_ty))
+
+
+def _warp_tile(heads: DeltaHeads, num_warps: int) -> tuple[int, int]:
+    """Return K_LOW and V_LOW. The warps share the columns, and each thread of a warp has four columns."""
+    v_low = min(max(heads.value_dim // num_warps, 4), 128)
+    return min(max(32 * 4 // v_low, 1), heads.key_dim), v_low
 
 
 def delta_decode(
@@ -286,8 +354,8 @@ def delta_decode(
         records: the records of the layer (in and out).
         drafts: the updates by drafts (in and out). None: passes have no drafts.
     """
-    queries = config.queries
-    assert queries == 1 or drafts is not None
+    queries, batch = config.queries, min(config.batch, config.queries)
+    assert queries % batch == 0 and (queries == 1 or drafts is not None)
     hidden, requests = x.shape[1], len(out) // queries
     sumsq, n_sumsq, eps = norm or (x, 1, 0.0)
     _delta_decode_kernel[(heads.value, requests)](
@@ -310,12 +378,14 @@ def delta_decode(
         heads.value,
         heads.key_dim,
         heads.value_dim,
+        *_warp_tile(heads, config.num_warps),
         weights.width,
         hidden,
-        min(next_power_of_2(hidden), BLOCK_X),
-        next_power_of_2(n_sumsq),
+        max(min(next_power_of_2(hidden), BLOCK_X), heads.key_dim),
+        max(next_power_of_2(n_sumsq), heads.key_dim),
         norm is not None,
         queries,
+        batch,
         drafts is not None,
         heads.sigmoid,
         pdl,

@@ -26,9 +26,12 @@ def _store_state(
     state_ptr, covered_ptr, record, head, first_v, state, position, VALUE_HEADS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Store columns first_v and following of the state of a head after `position` positions in a record."""
+    """Store columns first_v and following of the state of a head after `position` positions in a record.
+
+    state: [BLOCK_V, K], the transposed columns.
+    """
     unit = record * VALUE_HEADS + head
-    offs = tl.arange(0, K)[:, None] * V + first_v + tl.arange(0, BLOCK_V)[None, :]
+    offs = tl.arange(0, K)[None, :] * V + first_v + tl.arange(0, BLOCK_V)[:, None]
     tl.store(state_ptr + unit * (K * V) + offs, state.to(state_ptr.dtype.element_ty))
     if first_v == 0:
         tl.store(covered_ptr + unit, position)
@@ -55,6 +58,9 @@ def _delta_scan_kernel(
         o = diag(exp(G)) Q S / sqrt(K) + P u
         S = exp(G[last]) S + K^T diag(exp(G[last] - G)) u
 
+    The kernel computes the transposes of u, o and S. Then each product has BLOCK_V rows, so that Triton does not use
+    wgmma, with which Triton 3.6 computes wrong numbers or reads out of bounds here.
+
     Args:
         chunks_ptr, records_ptr, snapshots_ptr: see PromptTables.
         mixed_ptr: [rows, C].
@@ -74,7 +80,7 @@ def _delta_scan_kernel(
         slot, first, start, end = chunk_fields(chunks_ptr, chunk)
         source = tl.load(records_ptr + chunk * RECORDS_WIDTH + RECORD_SOURCE).to(tl.int64)
         target = tl.load(records_ptr + chunk * RECORDS_WIDTH + RECORD_TARGET).to(tl.int64)
-        offs = tl.arange(0, K)[:, None] * V + first_v + tl.arange(0, BLOCK_V)[None, :]
+        offs = tl.arange(0, K)[None, :] * V + first_v + tl.arange(0, BLOCK_V)[:, None]
         old_ptrs = state_ptr + (source * VALUE_HEADS + head) * (K * V) + offs
         state = tl.load(old_ptrs, mask=start + offs * 0 > 0, other=0.0).to(tl.float32)  # it is empty at position 0
         for number in tl.range(tl.cdiv(end, BLOCK) - start // BLOCK, num_stages=1):
@@ -85,15 +91,15 @@ def _delta_scan_kernel(
             w = load_tile(w_ptr, rows, inside, head * K, VALUE_HEADS * K, K)
             q = load_tile(mixed_ptr, rows, inside, head // GROUP * K, C, K)
             k = load_tile(mixed_ptr, rows, inside, (KEY_HEADS + head // GROUP) * K, C, K)
-            u = load_tile(u_ptr, rows, inside, head * V + first_v, VALUE_HEADS * V, BLOCK_V).to(tl.float32)
+            u = load_tile(u_ptr, rows, inside, head * V + first_v, VALUE_HEADS * V, BLOCK_V)
             p = load_tile(p_ptr, rows, inside, head * BLOCK, VALUE_HEADS * BLOCK, BLOCK)
             operand = state.to(w.dtype)
-            u -= dot(w, operand, PRECISE, INTERPRETED)
-            o = dot(q, operand, PRECISE, INTERPRETED) * (tl.exp(total) * K**-0.5)[:, None]
-            o += dot(p, u.to(p.dtype), PRECISE, INTERPRETED)
-            store_tile(u_ptr, rows, inside, head * V + first_v, o, VALUE_HEADS * V, BLOCK_V)
-            u = (u * tl.exp(last - total)[:, None]).to(k.dtype)
-            state = state * tl.exp(last) + dot(tl.trans(k), u, PRECISE, INTERPRETED)
+            u = tl.trans(u).to(tl.float32) - dot(operand, tl.trans(w), PRECISE, INTERPRETED)
+            o = dot(operand, tl.trans(q), PRECISE, INTERPRETED) * (tl.exp(total) * K**-0.5)[None, :]
+            o += dot(u.to(p.dtype), tl.trans(p), PRECISE, INTERPRETED)
+            store_tile(u_ptr, rows, inside, head * V + first_v, tl.trans(o), VALUE_HEADS * V, BLOCK_V)
+            u = (u * tl.exp(last - total)[None, :]).to(k.dtype)
+            state = state * tl.exp(last) + dot(u, k, PRECISE, INTERPRETED)
             position = (block + 1) * BLOCK
             if position <= end:
                 record = snapshot_record(snapshots_ptr, slot, position).to(tl.int64)

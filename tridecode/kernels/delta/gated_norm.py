@@ -7,8 +7,8 @@ from ..chunks import chunk_of, listed
 from ..common import options
 from ..op import Op
 from .arguments import DeltaHeads
-from .gates import gated_norm as norm_and_gate
-from .gates import output_gate
+from .gates import gated_norm as gated_norm_of
+from .gates import norm_and_gate
 
 BLOCK_H = 16  # heads of a row that are computed at once
 
@@ -40,8 +40,8 @@ def _gated_norm_kernel(
     mask = (heads < HEADS) & (offs_v >= 0)
     o = tl.load(o_ptr + row * (HEADS * V) + offs, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + row * stride_z + offs, mask=mask, other=0.0).to(tl.float32)
-    o = o * tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None] * tl.load(norm_ptr + offs_v)
-    tl.store(out_ptr + row * (HEADS * V) + offs, (o * output_gate(z, SIGMOID)).to(out_ptr.dtype.element_ty), mask=mask)
+    o = norm_and_gate(o, tl.sum(o * o, 1)[:, None], z, tl.load(norm_ptr + offs_v), eps, V, SIGMOID)
+    tl.store(out_ptr + row * (HEADS * V) + offs, o.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated_norm(chunks, o, qkvz, out, norm, heads: DeltaHeads):
@@ -65,7 +65,7 @@ def gated_norm_ref(chunks, o, qkvz, out, norm, heads: DeltaHeads):
     for chunk in listed(chunks):
         z = qkvz[chunk.rows, heads.channels :]
         x, z = (part.float().unflatten(1, (heads.value, -1)) for part in (o[chunk.rows], z))
-        out[chunk.rows] = norm_and_gate(x, z, norm, heads).flatten(1).to(out.dtype)
+        out[chunk.rows] = gated_norm_of(x, z, norm, heads).flatten(1).to(out.dtype)
 
 
 def gated_norm_bytes(chunks, o, qkvz, out, norm, heads) -> int:

@@ -32,12 +32,15 @@ def silu(x):
 
 
 @triton.jit
-def output_gate(z, SIGMOID: tl.constexpr):
-    """Return the factor of the normalized output."""
+def norm_and_gate(o, squares, z, norm, eps, V: tl.constexpr, SIGMOID: tl.constexpr):
+    """Return the RMS norm of the outputs o of heads, times the weight `norm` and the gate of z.
+
+    squares: the sum of the squares of each head's V outputs.
+    """
     gate = tl.sigmoid(z)
     if not SIGMOID:
         gate = z * gate
-    return gate
+    return o * tl.rsqrt(squares / V + eps) * norm * gate
 
 
 def rates(b: torch.Tensor, a: torch.Tensor, weights: DeltaWeights) -> tuple[torch.Tensor, torch.Tensor]:
