@@ -11,7 +11,7 @@ from .graphs import DecodePasses
 
 POSITION = 1024  # Position of the measured rows. It is lower if there are too few pages.
 PASSES = 3  # Number of passes over which each time is averaged.
-PARAMS = {"greedy": SamplingParams(temperature=0.0, seed=0), "sample": SamplingParams(top_p=0.95, seed=0)}
+PARAMS = {"greedy": SamplingParams(temperature=0.0, seed=0), "sample": SamplingParams(seed=0)}
 
 
 def measure_costs(steps: DecodePasses, slots: Slots) -> Costs:

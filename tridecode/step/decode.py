@@ -31,12 +31,9 @@ KINDS = ("greedy", "sample", "logprobs")
 def decode_pass(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> None:
     """List one decode pass. For a model made by for_queries, the pass also proposes and verifies drafts."""
     fetch_first(run, m, m.meta, m.spec.page_layers)
-    if m.requests is not None and m.queries > 1:
+    if m.requests is not None:
         draft(run, m, m.requests)
-        run("expand_drafts", EXPAND_DRAFTS, m.requests.meta, m.requests.samp, m.workspace.meta, m.workspace.samp)
     residual = embed(run, m)
-    if m.requests is not None and m.queries == 1:
-        draft(run, m, m.requests)
     for layer, declared in zip(m.layers, m.spec.layers):
         weights_fetched(run, m, layer.index)
         for block, next_norm in zip(declared.blocks, m.next_norms(layer.index)):
@@ -46,8 +43,12 @@ def decode_pass(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> No
 
 
 def draft(run: Run, m: DecodeModel, own: Workspace) -> None:
-    """List the launch that proposes drafts. own: the workspace with a row for each request."""
-    run("draft", DRAFT, own.meta, own.tokens, own.draft_keys, own.draft_counter, m.queries, m.ngram)
+    """List the launches that propose drafts and give each a row. own: the workspace with a row for each request."""
+    ws = m.workspace
+    max_drafts = max(m.queries - 1, 1)
+    run("draft", DRAFT, own.meta, own.tokens, own.draft_keys, own.draft_counter, max_drafts, m.ngram)
+    if m.queries > 1:
+        run("expand_drafts", EXPAND_DRAFTS, own.meta, own.samp, ws.meta, ws.samp)
 
 
 def embed(run: Run, m: DecodeModel) -> Residual:

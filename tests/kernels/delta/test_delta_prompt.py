@@ -42,7 +42,7 @@ DTYPES = pytest.mark.parametrize(
 
 def configs_of(dtype) -> tuple[DeltaChunksConfig, DeltaChunksConfig]:
     """Return launch configs of delta_chunks and delta_scan: those of an engine for bf16, which a GPU runs."""
-    return delta_prompt_configs(device_of(DEVICE)) if dtype == torch.bfloat16 else (CONFIG, CONFIG)
+    return delta_prompt_configs(device_of(torch.device(DEVICE))) if dtype == torch.bfloat16 else (CONFIG, CONFIG)
 
 
 @SIZES

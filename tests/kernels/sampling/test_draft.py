@@ -15,7 +15,7 @@ TEXT = [1, 2, 3, 1, 2]  # The position of the last token is 4.
 
 
 def draft(
-    *texts, trust=7, queries=8, splits=4, limit=None, allocated=None, status=layout.RUN, known=0, flags=0, ngram=None
+    *texts, trust=7, max_drafts=7, splits=4, limit=None, allocated=None, status=layout.RUN, known=0, flags=0, ngram=None
 ):
     """Check a launch with a row for each text; return the number of drafts and the tokens after the text, by row.
 
@@ -34,7 +34,7 @@ def draft(
         tokens[rows - 1 - row, : len(text)] = torch.tensor(text)
     keys = torch.zeros(rows, splits, dtype=torch.int64, device=DEVICE)
     counter = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-    args = meta, tokens.to(DEVICE), keys, counter, queries, ngram or layout.NGRAM
+    args = meta, tokens.to(DEVICE), keys, counter, max_drafts, ngram or layout.NGRAM
     launched, _ = check_op(DRAFT, args, outputs=(), accumulates=("meta", "tokens"), scratch=("keys",))
     after = [launched["tokens"][rows - 1 - row, len(text) :].tolist() for row, text in enumerate(texts)]
     return launched["meta"][:, layout.DRAFTS].tolist(), after
@@ -78,14 +78,14 @@ def test_drafts_end_at_the_last_page_and_at_the_limit():
 
 
 def test_number_of_drafts_is_the_trust_but_at_least_one():
-    assert draft(TEXT, trust=9, queries=4)[0] == [3] and draft(TEXT, trust=2)[0] == [2]
+    assert draft(TEXT, trust=9, max_drafts=3)[0] == [3] and draft(TEXT, trust=2)[0] == [2]
     assert draft(TEXT, trust=0)[0] == [1]
 
 
 def test_known_tokens_are_drafts():
     counts, (after,) = draft(TEXT, known=8)
     assert counts == [3] and set(after) == {UNTOUCHED}
-    assert draft(TEXT, known=8, queries=3)[0] == [2] and draft(TEXT, known=5)[0] == [7]
+    assert draft(TEXT, known=8, max_drafts=2)[0] == [2] and draft(TEXT, known=5)[0] == [7]
     assert draft([5], known=4)[0] == [3], "known tokens of a text without repetition did not become drafts"
 
 
@@ -114,11 +114,6 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(TEXTS, min_size=1, max_size=3),
-    st.sampled_from([1, 4]),
-    st.sampled_from([(4, 2), (3, 1), (5, 5)]),
-    st.sampled_from([1, 8]),
-)
-def test_draft_matches_reference(texts, splits, ngram, queries):
-    draft(*texts, splits=splits, ngram=ngram, queries=queries)
+@given(st.lists(TEXTS, min_size=1, max_size=3), st.sampled_from([1, 4]), st.sampled_from([(4, 2), (3, 1), (5, 5)]))
+def test_draft_matches_reference(texts, splits, ngram):
+    draft(*texts, splits=splits, ngram=ngram)

@@ -184,7 +184,7 @@ def check_running(engine: Engine, name: str, rows: int = 1) -> None:
 
 
 def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
-    """Return the bytes that a decode pass must read: the weights and the K/V of the requests.
+    """Return the bytes that a decode pass must move: the weights, the K/V of the requests, and their state in and out.
 
     The embedding counts only if it is also the LM head, because a pass reads one row of it per token.
 
@@ -197,7 +197,10 @@ def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
     embed = 0 if weights.tied else weights.embed.numel() * weights.dtype.itemsize
     contexts = [context] if isinstance(context, int) else context
     positions = sum(contexts) + len(contexts) * (steps - 1) / 2
-    return int(weights.nbytes() - embed + positions * kv_bytes_per_token(engine.config, weights.dtype))
+    recurrent = engine.model.recurrent
+    state = sum(layer.state[0].nbytes for layer in recurrent.layers) if recurrent else 0
+    kv = positions * kv_bytes_per_token(engine.config, weights.dtype)
+    return int(weights.nbytes() - embed + kv + 2 * len(contexts) * state)
 
 
 def read_bandwidth(device: torch.device) -> float:

@@ -185,7 +185,7 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
     ws.meta[0, layout.POSITION], ws.meta[0, layout.N_KNOWN] = history, 1
     ws.meta[0, [layout.LIMIT, layout.ALLOCATED]] = history + layout.MAX_QUERIES
     ws.tokens[0, : history + 1] = 7
-    args = ws.meta, ws.tokens, ws.draft_keys, ws.draft_counter, layout.MAX_QUERIES, model.ngram
+    args = ws.meta, ws.tokens, ws.draft_keys, ws.draft_counter, layout.MAX_DRAFTS, model.ngram
 
     def lines(run: Run) -> None:
         for _ in range(LAUNCHES):

@@ -86,7 +86,7 @@ def simulate(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> C
             drafts.learn(decided, entry.drafted, entry.following, entry.requested_drafts)
         queries = best_queries(typical_costs(1), [drafts])
         position, step = int(meta[0, layout.POSITION]), int(meta[0, layout.STEP])
-        DRAFT.ref(meta, tokens, keys, counter, queries, ngram)
+        DRAFT.ref(meta, tokens, keys, counter, max(queries - 1, 1), ngram)
         following = text[position + 1 : position + 1 + queries]
         rows = torch.tensor(following + [0] * (queries - len(following)), dtype=torch.int32)
         ACCEPT.ref(rows, meta, tokens, None, out, None)

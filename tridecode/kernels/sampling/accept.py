@@ -89,7 +89,10 @@ def _accept_kernel(
     lanes = tl.arange(0, QUERIES)
     runs = tl.load(meta_ptr + STATUS) == RUN
     slot, position, step = tl.load(meta_ptr + SLOT), tl.load(meta_ptr + POSITION), tl.load(meta_ptr + STEP)
-    trust, generation = tl.load(meta_ptr + DRAFT_LIMIT), tl.load(meta_ptr + GENERATION).to(tl.int64)
+    drafts, trust = tl.load(meta_ptr + DRAFTS), tl.load(meta_ptr + DRAFT_LIMIT)
+    generation = tl.load(meta_ptr + GENERATION).to(tl.int64)
+    verified = tl.minimum(drafts, QUERIES - 1)
+    ran = lanes <= verified
     following = position + 1 + lanes
     known = following < tl.load(meta_ptr + N_KNOWN)
     ends = following + 1 >= tl.load(meta_ptr + LIMIT)
@@ -97,15 +100,9 @@ def _accept_kernel(
     offs = tl.arange(0, MAX_STOP_IDS)
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
     tokens_ptr += slot.to(tl.int64) * stride_tokens + following
-    if PDL and QUERIES == 1:
-        gdc_wait()  # The draft kernel of this pass, which is launched after embed, may still run.
-    drafts = tl.load(meta_ptr + DRAFTS)
-    # The tokens that the pass should sample: known tokens and drafts. A single lane does not wait for the number of
-    # drafts.
-    expected = tl.load(tokens_ptr, mask=known | (lanes < drafts) | (QUERIES == 1), other=-1)
-    verified = tl.minimum(drafts, QUERIES - 1)
-    ran = lanes <= verified
-    if PDL and QUERIES > 1:
+    # The tokens that the pass should sample: known tokens and drafts.
+    expected = tl.load(tokens_ptr, mask=known | (lanes < drafts), other=-1)
+    if PDL:
         gdc_wait()
     if runs:
         token = tl.load(sampled_ptr + row * QUERIES + lanes, mask=ran, other=0)

@@ -17,8 +17,6 @@ from ..common import (
     RUN,
     SLOT,
     STATUS,
-    gdc_launch_dependents,
-    gdc_wait,
     next_power_of_2,
     options,
     running,
@@ -60,12 +58,11 @@ def _draft_kernel(
     BLOCK: tl.constexpr,
     LONGEST: tl.constexpr,
     SHORTEST: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Write drafts to tokens after each row's position, and their number to meta's DRAFTS.
 
-    Grid: (rows, SPLITS). The programs of a row share the search, and the last to arrive writes the drafts. The search
-    reads only what earlier passes wrote, so it does not wait for embed.
+    Grid: (rows, SPLITS). The programs of a row share the search, and the last to arrive writes the drafts. Launched
+    without PDL in every pass, because embed reads the drafts before its wait.
 
     Known tokens (below N_KNOWN) are used as drafts without a copy. Otherwise a row gets at most
     max(DRAFT_LIMIT, 1) drafts. In both cases there are at most MAX_DRAFTS drafts, the position of each draft is below
@@ -78,11 +75,9 @@ def _draft_kernel(
         keys_ptr: [rows, SPLITS] int64 (scratch).
         counter_ptr: [rows] int32, zero between launches (scratch).
     """
-    if PDL:
-        gdc_launch_dependents()
     row, split = tl.program_id(0), tl.program_id(1)
     meta_ptr += row * META_WIDTH
-    runs = tl.load(meta_ptr + STATUS) == RUN
+    status = tl.load(meta_ptr + STATUS)
     slot = tl.load(meta_ptr + SLOT).to(tl.int64)
     last = tl.load(meta_ptr + POSITION)
     tokens_ptr += slot * stride_tokens
@@ -92,7 +87,9 @@ def _draft_kernel(
         tl.where(known_left > 0, known_left, tl.maximum(tl.load(meta_ptr + DRAFT_LIMIT), 1)),
         tl.minimum(MAX_DRAFTS, room),
     )
-    count = tl.where(runs & ((tl.load(meta_ptr + FLAGS) & FLAG_MASK) == 0), tl.maximum(count, 0), 0)
+    count = tl.where((tl.load(meta_ptr + FLAGS) & FLAG_MASK) != 0, 0, tl.maximum(count, 0))
+    if status != RUN:
+        return
     share = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK) * BLOCK
     best = tl.full([], NO_MATCH, tl.int64)
     if (count > 0) & (known_left <= 0):
@@ -100,10 +97,6 @@ def _draft_kernel(
         for first in range(split * share, end, BLOCK):
             i = first + tl.arange(0, BLOCK)
             best = tl.maximum(best, _place_key(tokens_ptr, i, end, last, LONGEST, SHORTEST))
-    if PDL:
-        gdc_wait()
-    if runs == 0:
-        return
     tl.store(keys_ptr + row * SPLITS + split, best)
     if arrive(counter_ptr + row, SPLITS):
         best = tl.max(tl.load(keys_ptr + row * SPLITS + tl.arange(0, SPLITS), cache_modifier=".cg"), 0)
@@ -116,33 +109,27 @@ def _draft_kernel(
         tl.store(meta_ptr + DRAFTS, count)
 
 
-def draft(meta, tokens, keys, counter, queries, ngram, *, pdl=False):
-    """Write drafts after each row's position, and their number to meta.
-
-    A pass with one row for each request launches the kernel with PDL after embed. In other passes EXPAND_DRAFTS and
-    embed read the drafts, so it is launched before them, without PDL.
+def draft(meta, tokens, keys, counter, max_drafts, ngram, *, pdl=False):
+    """Write at most `max_drafts` drafts after each row's position, and their number to meta.
 
     Args:
         meta: [rows, META_WIDTH] int32 (DRAFTS is an output).
         tokens: [slots, capacity + 1] int32 (in and out).
         keys: [rows, splits] int64 (scratch).
         counter: [rows] int32, zero (scratch).
-        queries: Rows of each request in the pass. There are at most queries - 1 drafts, or one if queries is 1, which
-            ACCEPT compares with the sampled token.
+        max_drafts: Maximum number of drafts of a row.
         ngram: The maximum and the minimum number of tokens that must match.
     """
     rows, splits = keys.shape
     longest, shortest = ngram
-    dependent, max_drafts = pdl and queries == 1, max(queries - 1, 1)
     _draft_kernel[(rows, splits)](
         meta, tokens, keys, counter, tokens.stride(0), splits, max_drafts, next_power_of_2(max_drafts), BLOCK, longest,
-        shortest, dependent, **options(4, dependent),
+        shortest, **options(4),
     )  # fmt: skip
 
 
-def draft_ref(meta, tokens, keys, counter, queries, ngram):
+def draft_ref(meta, tokens, keys, counter, max_drafts, ngram):
     """Compute `draft` in torch."""
-    max_drafts = max(queries - 1, 1)
     for row in running(meta, len(keys)):
         state = meta[row].tolist()
         slot, last = state[SLOT.value], state[POSITION.value]
