@@ -219,7 +219,7 @@ def terminal(state):
             env=ENVIRONMENT | {"XDG_STATE_HOME": str(state.parent)} | environment,
             encoding="utf-8",
             codec_errors="replace",  # A read may end within a multi-byte character.
-            timeout=30,
+            timeout=120,  # Only a chat that hangs reaches this limit.
             dimensions=(50, 200),
         )
         children.append(child)

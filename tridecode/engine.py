@@ -455,5 +455,5 @@ def model_of(plan: EnginePlan, weights: Weights, configs: Mapping[int, PassConfi
         plan.spec, weights, plan.capacity, plan.slots, plan.page or plan.capacity, configs, plan.pages, plan.rows,
         plan.chunk, batch_invariant=plan.options.batch_invariant, offload=plan.offload,
         speculate=plan.ngram is not None, ngram=plan.ngram or NGRAM,
-        torch_prompt_attention=plan.graphs.torch_prompt_attention,
+        torch_prompt_attention=plan.graphs.torch_prompt_attention, snapshots=plan.snapshots,
     )  # fmt: skip

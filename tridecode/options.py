@@ -88,6 +88,10 @@ class EngineOptions:
         default_text="2", needs=("kv_offload", ": no K/V are on the host; use it with kv_offload"))
     weights_offload: float | None = _option("memory", None, Number(1e-3, 1e6), "GiB of host memory for the weights "
         "of the last layers, which every pass copies to the device", metavar="GIB", default_text="none")
+    snapshot_memory: float | None = _option("memory", None, Number(0, 1e6), "GiB on the device for snapshots of "
+        "recurrent state, from which later requests with the same prefix resume; see docs/sharing.md", metavar="GIB",
+        default_text="an eighth of the free memory, at most 32 snapshots for each slot",
+        excludes={"prefix_sharing": ((False,), ": no prefixes are shared; leave it out")})
     graph: str = _option("graphs", "full", Choice(GRAPHS),
         "how passes are captured as CUDA graphs (docs/graphs.md)",
         aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")})

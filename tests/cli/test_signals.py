@@ -139,7 +139,7 @@ def spawn(state):
             env=ENVIRONMENT | {"XDG_STATE_HOME": str(state.parent), "PS1": "shell: ", "COLUMNS": ""},
             encoding="utf-8",
             codec_errors="replace",
-            timeout=60,
+            timeout=120,
             dimensions=(50, 200),
         )
         children.append(child)

@@ -172,7 +172,7 @@ def test_ctrl_c_ends_promptly_and_keeps_finished_answers(endless, tmp_path):
         try:
             until(lambda: results.exists() and results.read_text().count("\n") >= 2)
             process.send_signal(signal.SIGINT)
-            err = process.communicate(timeout=30)[1]
+            err = process.communicate(timeout=120)[1]
         finally:
             process.kill()
     assert process.returncode == 130
@@ -186,7 +186,7 @@ def test_ctrl_c_clears_the_progress_bar(endless, tmp_path):
     file.write_text("".join(json.dumps(entry) + "\n" for entry in prompts(*[2, 10**4] * 4)))
     command = ["cli.py", "generate", "--jsonl", file, "--output", results, "--device", "cpu", "--model", endless]
     command = [*map(str, command), "--temperature", "0", "--slots", "2"]
-    child = pexpect.spawn(sys.executable, command, cwd=str(ROOT), env=ENVIRONMENT | {"COLUMNS": "40"}, timeout=30)
+    child = pexpect.spawn(sys.executable, command, cwd=str(ROOT), env=ENVIRONMENT | {"COLUMNS": "40"}, timeout=120)
     screen = child.logfile_read = io.BytesIO()
     child.expect(rb"1/8 [\d,]+ tok/s")
     child.sendintr()

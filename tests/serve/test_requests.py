@@ -12,6 +12,7 @@ from models import CUDA, tiny_engine
 from tridecode import Engine, Request, SamplingParams, results
 from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull, TooLong
+from tridecode.layout import MAX_STOP_IDS
 from tridecode.serve import output
 
 PROMPTS = [[5, 17, 300, 42, 8, 8, 99], [1, 2], [200, 100, 50, 25], [7] * 30, [9, 9, 8]]
@@ -579,6 +580,34 @@ def test_pass_without_a_token_raises_an_error(engine, monkeypatch, ends, message
         request.result()
     monkeypatch.undo()
     assert engine.generate(PROMPTS[0], GREEDY).finish_reason == "length", "the engine stopped working"
+
+
+def test_the_last_of_the_most_stop_ids_ends_the_request(engine, run_alone):
+    end = run_alone(PROMPTS[0])[0]
+    params = SamplingParams(temperature=0.0, stop_token_ids=[*range(end + 1, end + MAX_STOP_IDS), end])
+    result = engine.generate(PROMPTS[0], params, reuse_prefix=False)
+    assert (result.token_ids, result.finish_reason) == ((end,), "stop")
+
+
+def test_late_token_is_awaited(engine, run_alone, monkeypatch):
+    """The device is still busy when the thread that waits for a token polls it for the first time."""
+    replay, polled, ended = engine.steps.replay, threading.Event(), threading.Event()
+
+    def idle(ring):
+        polled.set()
+        return ended.is_set()
+
+    def late(*args):
+        polled.wait()
+        replay(*args)
+        engine.synchronize()
+        ended.set()
+
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    expected = run_alone(PROMPTS[0], params)
+    monkeypatch.setattr(output.Ring, "_idle", idle)
+    monkeypatch.setattr(engine.steps, "replay", lambda *args: threading.Thread(target=late, args=args).start())
+    assert engine.generate(PROMPTS[0], params, reuse_prefix=False).token_ids == expected
 
 
 def test_deprecated_names_warn(engine):

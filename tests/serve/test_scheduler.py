@@ -313,6 +313,26 @@ def test_prompt_without_memory_fails_alone(small, run_alone, monkeypatch):
     small.scheduler.assert_consistent()
 
 
+def test_failed_request_yields_its_earlier_tokens(run_alone, monkeypatch):
+    """A preempted request has tokens; then the pass that reads its prompt again fails."""
+    engine = engine_of(slots=2, page=16, pages=7)
+    read, got = engine.prompts.read, []
+
+    def full(chunks, tokens, decoding):
+        if engine.scheduler.preemptions:
+            raise RuntimeError("CUDA out of memory")
+        read(chunks, tokens, decoding)
+
+    monkeypatch.setattr(engine.prompts, "read", full)
+    requests = [engine.submit(prompt_of(base, 30), params_of("greedy", 60), reuse_prefix=False) for base in range(2)]
+    finish(engine.scheduler)
+    assert [request.finish_reason for request in requests] == ["length", "error"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        for chunk in requests[1]:
+            got.append(chunk.token_id)
+    assert got and tuple(got) == run_alone(prompt_of(1, 30), "greedy", 60).token_ids[: len(got)]
+
+
 def test_each_conversation_reuses_its_own_pages(small):
     """Two conversations begin with the same tokens; each of them reuses its own pages."""
     greedy = params_of("greedy", 5)

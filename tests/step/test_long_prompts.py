@@ -50,8 +50,6 @@ def check_contract(path, tokens, chunk_tokens):
     ):
         sizes = dict(max_seq_len=tokens + 2, chunk_tokens=chunk, prompt_graph_max_tokens=tokens, speculate="off")
         with Engine.load(path, device=str(DEVICE), **sizes) as engine:
-            if reuse_prefix and not engine.plan.prefix_sharing:
-                continue
             while engine.capture_next():
                 pass
             kl, rms = errors(prompt_logits(engine, ids, ends, reuse_prefix), exact)

@@ -4,44 +4,31 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_check import REFERENCES, VOCAB, reference_logits, spec_of, weights_of
-from models import CUDA, build_engine, interpreter_configs
+from block_check import REFERENCES, reference_logits
+from hybrid import GREEDY, REPEATING, SPEC, hybrid_engine, hybrid_weights, prompt_of
+from models import CUDA, interpreter_configs
 from util import relative_rms
 
-from tridecode import SamplingParams
-from tridecode.blocks.attention import Attention
-from tridecode.blocks.gated_delta import GatedDelta
-from tridecode.blocks.mlp import MLP
-from tridecode.blocks.rope import RopeConfig
-from tridecode.blocks.spec import Layer
 from tridecode.cli.bench.passes import enqueue, rewind
 
-MLP_BLOCK = MLP(hidden=96, intermediate=160)
-ATTENTION = Attention(
-    hidden=96, heads=2, kv_heads=1, head_dim=64, qk_norm=True, gate=True, rope=RopeConfig(1e4, partial=0.25)
-)
-DELTA = GatedDelta(hidden=96, key_heads=2, value_heads=4, key_dim=16, value_dim=32)
-SPEC = spec_of(Layer(DELTA, MLP_BLOCK), Layer(ATTENTION, MLP_BLOCK), Layer(DELTA, MLP_BLOCK), Layer(ATTENTION))
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-PROMPTS = [[(7 * i + seed) % VOCAB for i in range(count)] for seed, count in ((0, 5), (1, 70), (2, 130), (3, 64))]
-REPEATING = 12.0
+PROMPTS = [prompt_of(seed, count) for seed, count in ((0, 5), (1, 70), (2, 130), (3, 64))]
 
 
 @pytest.fixture(scope="module")
 def weights():
-    return weights_of(SPEC, torch.float32, seed=3)
+    return hybrid_weights()
 
 
 @pytest.fixture(scope="module")
 def texts_alone(weights):
     """The text after each prompt, by an engine that runs nothing else."""
-    engine = build_engine(SPEC, weights, 256)
+    engine = hybrid_engine(weights)
     return [list(engine.generate(ids, GREEDY).token_ids) for ids in PROMPTS]
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU, all tests of this file run the kernels")
 def test_kernels_agree_with_references_in_the_interpreter(weights):
-    engine = build_engine(SPEC, weights, 128, "triton", "none", interpreter_configs(SPEC, weights))
+    engine = hybrid_engine(weights, 128, "triton", "none", interpreter_configs(SPEC, weights))
     ids = PROMPTS[1][:7]
     exact = reference_logits(SPEC, weights, ids, REFERENCES)
     assert relative_rms(engine.score(ids), exact) < 1e-5, "decode passes"
@@ -53,19 +40,13 @@ def test_kernels_agree_with_references_in_the_interpreter(weights):
 
 def test_rewound_rows_update_the_state(weights):
     """A benchmark runs passes from the same position again. They do not count as passes that are repeated."""
-    engine, params = build_engine(SPEC, weights, 256), replace(GREEDY, seed=0)
+    engine, params = hybrid_engine(weights), replace(GREEDY, seed=0)
     for _ in range(2):
         rewind(engine, 40, params)
         before = [layer.state[0].clone() for layer in engine.model.recurrent.layers]
         enqueue(engine, params)
         for layer, state in zip(engine.model.recurrent.layers, before):
-            assert (layer.covered[0] == 41).all() and not torch.equal(layer.state[0], state)
-
-
-def test_requests_share_no_prefix(weights):
-    engine = build_engine(SPEC, weights, 256)
-    assert engine.plan.options.prefix_sharing and not engine.plan.prefix_sharing
-    assert [engine.generate(PROMPTS[2], GREEDY).usage.reused_tokens for _ in range(2)] == [0, 0]
+            assert (layer.covered[0] == 41).all() and not layer.state[0].equal(state)
 
 
 def test_text_agrees_with_the_reference(weights, texts_alone):
@@ -76,47 +57,45 @@ def test_text_agrees_with_the_reference(weights, texts_alone):
 
 @pytest.mark.parametrize("chunk_tokens", [7, 64, 90])
 def test_text_does_not_depend_on_the_cuts_of_a_prompt(weights, texts_alone, chunk_tokens):
-    engine = build_engine(SPEC, weights, 256, chunk_tokens=chunk_tokens)
+    engine = hybrid_engine(weights, 256, chunk_tokens=chunk_tokens)
     assert [list(engine.generate(ids, GREEDY).token_ids) for ids in PROMPTS] == texts_alone
 
 
 @pytest.mark.parametrize("speculate", ["off", "ngram"])
 def test_text_does_not_depend_on_other_requests(weights, texts_alone, speculate):
-    engine = build_engine(SPEC, weights, 256, slots=3, chunk_tokens=50, speculate=speculate)
+    engine = hybrid_engine(weights, 256, slots=3, chunk_tokens=50, speculate=speculate)
     for _ in range(2):  # again in slots that other requests have used
         requests = [engine.submit(ids, GREEDY) for ids in PROMPTS]
         assert [list(request.result().token_ids) for request in requests] == texts_alone
-        assert all(request.result().usage.reused_tokens == 0 for request in requests)
     engine.scheduler.assert_consistent()
 
 
 def test_preempted_request_continues_its_text(weights, texts_alone):
-    engine = build_engine(SPEC, weights, 256, slots=3, page=16, pages=16, chunk_tokens=50)
+    engine = hybrid_engine(weights, 256, slots=3, page=16, pages=16, chunk_tokens=50)
     requests = [engine.submit(ids, GREEDY) for ids in PROMPTS]
     assert [list(request.result().token_ids) for request in requests] == texts_alone
     assert engine.scheduler.preemptions > 0
 
 
 def test_drafts_are_accepted_and_do_not_change_the_text():
-    """With a large embedding the next token depends mostly on the last one, so the text repeats itself."""
-    weights, params = weights_of(SPEC, torch.float32, seed=3), replace(GREEDY, max_tokens=110)
-    weights.embed.mul_(REPEATING)
-    plain = build_engine(SPEC, weights, 256)
-    engine, accepted = build_engine(SPEC, weights, 256, speculate="ngram"), 0
+    weights, params = hybrid_weights(REPEATING), replace(GREEDY, max_tokens=110)
+    plain = hybrid_engine(weights)
+    engine, accepted = hybrid_engine(weights, 256, speculate="ngram"), 0
     for ids in PROMPTS:
         result, expected = engine.generate(ids, params), plain.generate(ids, params)
         assert list(result.token_ids) == list(expected.token_ids)
         accepted += result.usage.accepted
-        again = engine.generate(ids, replace(params, max_tokens=3))  # the slot's updates by drafts are old
+        again = engine.generate(ids, replace(params, max_tokens=3), reuse_prefix=False)
+
         assert list(again.token_ids) == list(expected.token_ids[:3])
     assert accepted > 30, "too few drafts were accepted"
 
 
 def test_batch_invariant_logprobs_are_equal_alone_and_among_others():
-    weights = weights_of(SPEC, torch.bfloat16 if CUDA else torch.float32, seed=3)
+    weights = hybrid_weights(dtype=torch.bfloat16 if CUDA else torch.float32)
     params = replace(GREEDY, logprobs=5)
-    alone = build_engine(SPEC, weights, 256, batch_invariant=True, page=64)
+    alone = hybrid_engine(weights, 256, batch_invariant=True, page=64)
     expected = [alone.generate(ids, params).logprobs for ids in PROMPTS]
-    engine = build_engine(SPEC, weights, 256, batch_invariant=True, page=64, slots=3)
+    engine = hybrid_engine(weights, 256, batch_invariant=True, page=64, slots=3)
     requests = [engine.submit(ids, params) for ids in PROMPTS]
     assert [request.result().logprobs for request in requests] == expected

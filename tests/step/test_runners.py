@@ -506,6 +506,9 @@ def test_costs_are_measured_with_all_rows_running(monkeypatch):
         ("sample", 1): {1: 1.0, 2: 9.0, 4: 9.0, 8: 9.0},
     }
     assert [engine.steps.tokens(kind, 1, [Acceptance(7)]) for kind in ("greedy", "sample", "logprobs")] == [2, 1, 1]
+    engine.steps.graphs.update({key: None for key in engine.steps.graphs if key.tokens > 1 and key.rows == 3})
+    measured = [*measure_costs(engine.steps, slots)]
+    assert measured == [(kind, 1) for kind in kinds], "no captured pass of three requests verifies drafts"
 
 
 def test_only_captured_passes_with_room_are_measured():

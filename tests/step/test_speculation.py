@@ -11,19 +11,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CUDA, DEVICE, begin, no_allocations, tiny_config, tiny_engine, use_h100
+from models import CUDA, DEVICE, begin, interpreter_configs, no_allocations, tiny_config, tiny_engine, use_h100
 from servers import Running
 
 from tridecode import Engine, SamplingParams, layout
 from tridecode.checkpoint.load import random_weights
 from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import ParameterError
+from tridecode.kernels.attention.attention_queries import ATTENTION_QUERIES
 from tridecode.layout import GENERATION, NGRAM
 from tridecode.options import EngineOptions
 from tridecode.plan.graphs import MIN_WEIGHT_BYTES, plan_drafts, plan_graphs
 from tridecode.state.acceptance import FIRST, NEXT, Acceptance
 from tridecode.step.dispatch import best_queries, max_queries, typical_costs
-from tridecode.step.model import verify_rows
+from tridecode.step.model import make_model, verify_rows
 
 POISON, CAPACITY, SHARP = 301, 128, 12.0
 PARAMS = {
@@ -447,6 +448,28 @@ def test_estimates_follow_recent_results():
     drafts.learn(3, 0, 0, 1)  # The pass had one row. The device requests fewer drafts, because its draft was wrong.
     assert drafts.first[1] == pytest.approx(0.9 * FIRST[1]) and drafts.following[1:] == [NEXT, NEXT]
     assert drafts.requested_drafts == 1 and drafts.expected(8) == 1 + drafts.first[0] and drafts.expected(1) == 1
+
+
+ROWS_OF_A_TILE = {
+    # name: (dtype, batch-invariant mode, group, head_dim, whether one tile has all eight rows of a request)
+    "fits": (torch.bfloat16, False, 4, 64, True),
+    "large heads fit": (torch.bfloat16, False, 1, 128, True),
+    "too many heads": (torch.bfloat16, False, 5, 64, False),
+    "head size without a tile": (torch.bfloat16, False, 1, 80, False),
+    "fp32": (torch.float32, False, 1, 64, False),
+    "batch-invariant": (torch.bfloat16, True, 1, 64, False),
+}
+
+
+@pytest.mark.parametrize("case", ROWS_OF_A_TILE)
+def test_attention_has_all_rows_of_a_request_in_one_tile(case):
+    dtype, invariant, group, head_dim, together = ROWS_OF_A_TILE[case]
+    spec = tiny_config(num_layers=1, num_heads=group, num_kv_heads=1, head_dim=head_dim)
+    weights = random_weights(spec, torch.device("cpu"), dtype, seed=0)
+    options = {"prompt_rows": 8, "batch_invariant": invariant, "speculate": True}
+    model = make_model(spec, weights, 64, configs=interpreter_configs(spec, weights), **options)
+    plan = model.for_queries(1, 8).attention(spec.layers[0].mixer)
+    assert (plan.op is ATTENTION_QUERIES) == together and plan.writes_first != together
 
 
 @pytest.mark.parametrize("kind, params", [("greedy", PARAMS["greedy"]), ("sample", PARAMS["penalties"])])

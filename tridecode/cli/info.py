@@ -119,7 +119,9 @@ def memory_facts(plan: EnginePlan) -> dict:
         "host_layers": plan.host_layers,
         "weights_on_host": plan.host_layers * host_layer_bytes(spec, plan.dtype),
         "kv_per_token": per_token,
-        "workspace": memory.fixed + (plan.slots - 1) * memory.per_slot,
+        "workspace": memory.fixed - memory.snapshots + (plan.slots - 1) * memory.per_slot,
+        "snapshots": plan.snapshots,
+        "snapshot_bytes": plan.snapshot_bytes,
         "pools": plan.pools,
         "free": memory.free,
         "largest_context": max(memory.max_context, plan.capacity),
@@ -214,6 +216,7 @@ def as_text(report: dict, plan: EnginePlan) -> str:
         ("speculation", describe_speculation(plan)),
         ("weights", describe_weights(memory)),
         ("K/V", f"{counted(memory['kv_per_token'], 'byte')} per token{describe_kv(memory)}"),
+        *([("snapshots", describe_snapshots(memory))] if memory["snapshot_bytes"] else []),
         ("workspace", size(memory["workspace"])),
         ("free memory", f"{size(memory['free'])} on {run['device']}"),
         *([("plan", pool_sizes(memory, run["device"] == "cpu"))] if not memory["problem"] else []),
@@ -299,6 +302,14 @@ def pool_sizes(memory: dict, on_cpu: bool) -> str:
     others = "temporary tensors" if on_cpu else "CUDA graphs and libraries"
     names, pools = {"kv": "K/V", "prompts": "buffers of prompts", "graphs": others}, memory["pools"]
     return f"{size(sum(pools.values()))}: " + ", ".join(f"{names.get(n, n)} {size(b)}" for n, b in pools.items())
+
+
+def describe_snapshots(memory: dict) -> str:
+    """Return the number and size of snapshots of recurrent state in words."""
+    count, each = memory["snapshots"], memory["snapshot_bytes"]
+    if not count:
+        return f"none, so prompts are not shared; one would take {size(each)}"
+    return f"{size(count * each)}: {counted(count, 'snapshot')} of {size(each)}"
 
 
 def describe_graphs(run: dict) -> str:

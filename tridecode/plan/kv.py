@@ -13,10 +13,13 @@ from ..errors import DeviceError, ParameterError, conflict, counted
 from ..options import EngineOptions
 from ..state.kv import PAGE
 from ..state.offload import BUFFERS, Offload, min_pages, page_bytes
+from ..state.records import snapshot_bytes
 from . import memory
 from .graphs import GraphPlan
 from .memory import GIB, MemoryPlan, plan_memory
 
+SNAPSHOT_SHARE = 8  # by default, snapshots get 1 / SNAPSHOT_SHARE of the memory that the rest of the engine leaves
+MAX_SLOT_SNAPSHOTS = 32  # default limit of snapshots for each slot
 log = logging.getLogger("tridecode")
 
 
@@ -32,6 +35,7 @@ class KVPlan:
         pages: pages on the device, or None for as many as the slots can use.
         offload: pages in host memory.
         notes: messages for the user.
+        snapshots: number of snapshots of recurrent state.
     """
 
     memory: MemoryPlan
@@ -41,6 +45,7 @@ class KVPlan:
     pages: int | None
     offload: Offload | None
     notes: tuple[str, ...] = ()
+    snapshots: int = 0
 
 
 def page_size(backend: str, options: EngineOptions) -> int | None:
@@ -77,14 +82,47 @@ def plan_kv(
         Integer(1, spec.max_position, "the model's limit of ").check("max_seq_len", options.max_seq_len)
     if options.kv_offload is not None:
         plan = plan_memory(spec, dtype, device, *how, batch_invariant=invariant, rows=rows)
-        return _offloaded(options, spec, dtype, device, page or PAGE, plan, host_layers)
+        plan, snapshots = plan_snapshots(options, spec, dtype, plan, device)
+        kv = _offloaded(options, spec, dtype, device, page or PAGE, plan, host_layers)
+        return replace(kv, snapshots=snapshots)
     plan = plan_memory(spec, dtype, device, *how, drafts, invariant, rows)
+    plan, snapshots = plan_snapshots(options, spec, dtype, plan, device)
     capacity, notes = plan_capacity(options, plan, device)
     slots = options.slots
     pool = plan.kv_tokens(capacity, options.kv_tokens, str(device), page or capacity)
     pages, needed = -(-pool // (page or capacity)), slots * -(-capacity // (page or capacity))
     limited = options.kv_tokens != slots * capacity and pages < needed
-    return KVPlan(plan, capacity, pool, page, pages if limited else None, None, notes)
+    return KVPlan(plan, capacity, pool, page, pages if limited else None, None, notes, snapshots)
+
+
+def plan_snapshots(
+    options: EngineOptions, spec: ModelSpec, dtype: torch.dtype, plan: MemoryPlan, device: torch.device
+) -> tuple[MemoryPlan, int]:
+    """Return the plan with snapshots of recurrent state, and their number.
+
+    Raises:
+        ParameterError: the model has no recurrent state, or the requested memory is smaller than a snapshot.
+        DeviceError: the requested memory does not fit.
+    """
+    each, requested = snapshot_bytes(spec, dtype), options.snapshot_memory
+    if not each:
+        if requested is not None:
+            raise conflict("snapshot_memory", ": the model has no recurrent state and needs no snapshots; leave it out")
+        return plan, 0
+    left = max(plan.usable - plan.needed(options.max_seq_len or 1, options.kv_tokens), 0)
+    if not options.prefix_sharing:
+        count = 0
+    elif requested is None:
+        count = min(left // SNAPSHOT_SHARE // each, MAX_SLOT_SNAPSHOTS * options.slots)
+    else:
+        count = int(requested * GIB) // each
+        if requested and not count:
+            least = f"must be 0 or at least {each / GIB:.3f} GiB, the size of a snapshot, got {requested:g}"
+            raise ParameterError(f"snapshot_memory {least}", "snapshot_memory", "range")
+        if 0 < left < count * each:  # otherwise the context itself does not fit, which `plan_capacity` reports
+            asks = f"snapshot_memory requests {requested:,.2f} GiB; at most {left / GIB:,.2f} GiB fit"
+            raise DeviceError(f"not enough memory on {device}: {asks}")
+    return plan.with_snapshots(count * each), count
 
 
 def plan_capacity(options: EngineOptions, plan: MemoryPlan, device: torch.device) -> tuple[int, tuple[str, ...]]:

@@ -48,6 +48,7 @@ class MemoryPlan:
         slots: requests that run at a time.
         buffers: bytes within `fixed` for prompt passes.
         scratch: bytes within `fixed` that CUDA graphs and libraries allocate.
+        snapshots: bytes within `fixed` for snapshots of recurrent state.
     """
 
     free: int
@@ -62,6 +63,7 @@ class MemoryPlan:
     slots: int = 1
     buffers: int = 0
     scratch: int = 0
+    snapshots: int = 0
 
     def pools(self, capacity: int, kv_tokens: int) -> dict[str, int]:
         """Return the bytes of each pool.
@@ -72,6 +74,8 @@ class MemoryPlan:
         """
         pools = {"weights": self.weights, "kv": kv_tokens * self.kv_per_token}
         others = {"prompts": self.buffers, "graphs": self.scratch}
+        if self.snapshots:
+            pools["snapshots"] = self.snapshots
         rest = self.needed(capacity, kv_tokens) - sum(pools.values()) - sum(others.values())
         return pools | {"workspace": rest} | others
 
@@ -173,6 +177,10 @@ class MemoryPlan:
         pages = min(cells // layers, limit)
         ring = min(host, -(-(limit - pages) * layers // max(layers - buffers, 1)))
         return min((cells - buffers * ring) // layers, limit), ring
+
+    def with_snapshots(self, size: int) -> "MemoryPlan":
+        """Return the plan with the bytes of snapshots added."""
+        return replace(self, fixed=self.fixed + size, snapshots=size)
 
     def with_offload(self, spec: ModelSpec, offload: Offload, page: int) -> "MemoryPlan":
         """Return the plan with the bytes of the ring added."""

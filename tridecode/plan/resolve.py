@@ -10,6 +10,7 @@ from ..errors import DeviceError, ParameterError, counted
 from ..kernels.device import device_of
 from ..options import QUANTIZE, EngineOptions
 from ..state.offload import Offload, min_pages
+from ..state.records import snapshot_bytes
 from .device import quantized, resolve_dtype
 from .graphs import GraphPlan, plan_drafts, plan_graphs, prompt_pass_sizes
 from .kv import KVPlan, page_size, plan_host_layers, plan_kv
@@ -33,7 +34,7 @@ class EnginePlan:
         host_layers: number of last layers with weights in host memory.
         chunk: maximum number of prompt tokens in one pass.
         capacity: as in KVPlan, or 0 if there is a problem.
-        kv_tokens, page, pages, offload: as in KVPlan.
+        kv_tokens, page, pages, offload, snapshots: as in KVPlan.
         notes: messages for the user.
         problem: reason why the plan does not fit the device, with advice; None if it fits.
     """
@@ -54,6 +55,7 @@ class EnginePlan:
     page: int | None
     pages: int | None = None
     offload: Offload | None = None
+    snapshots: int = 0
     notes: tuple[str, ...] = ()
     problem: str | None = None
 
@@ -76,11 +78,13 @@ class EnginePlan:
 
     @property
     def prefix_sharing(self) -> bool:
-        """Whether requests share the pages of equal prefixes.
+        """Whether requests share equal prefixes. For models with recurrent state this needs memory for snapshots."""
+        return self.options.prefix_sharing and (self.snapshots > 0 or not self.spec.recurrent)
 
-        Without the recurrent state of a prefix, its pages are useless.
-        """
-        return self.options.prefix_sharing and not self.spec.recurrent
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot of recurrent state."""
+        return snapshot_bytes(self.spec, self.dtype)
 
     @property
     def rows(self) -> int:
@@ -96,8 +100,8 @@ class EnginePlan:
     def pools(self) -> dict[str, int]:
         """Bytes of the device by pool.
 
-        The pools are weights, kv, workspace, prompts (buffers of prompt passes), and graphs (with allocations of
-        libraries).
+        The pools are weights, kv, snapshots (if the model has recurrent state), workspace, prompts (buffers of prompt
+        passes), and graphs (with allocations of libraries).
         """
         return self.memory.pools(self.capacity, self.kv_tokens)
 
@@ -158,6 +162,7 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
         page=kv.page,
         pages=kv.pages,
         offload=kv.offload,
+        snapshots=kv.snapshots,
         notes=tuple(notes),
         problem=problem,
     )

@@ -4,7 +4,7 @@ import weakref
 from array import array
 from collections import Counter, deque
 
-from ..layout import OWN_ROW
+from ..layout import OWN_ROW, SCAN
 from ..state.offloaded_slots import OffloadedSlots
 from ..state.slot import Slot
 from ..state.slots import Slots, common_prefix
@@ -89,6 +89,7 @@ class Queue:
         self.waiting.popleft()
         slot.tokens, slot.ref, slot.request = tokens, ref, request
         slot.read, slot.position, slot.end = slot.filled, position, request.limit - 1
+        slots.plan_snapshots(slot, position, chat=not request.continues)
         slot.known = len(request.chunks) if request.scores else len(tokens) - 1 - position
         if request.reused is None:
             request.reused = slot.read
@@ -104,13 +105,17 @@ class Queue:
     def _prefix_is_pending(self, ids: "array[int]", salt: str) -> bool:
         """Return whether a prompt that is being read will soon add pages to the cache that match more of `ids`.
 
-        If so, the request waits for these pages.
+        If so, the request waits for these pages. If the model has recurrent state, the running prompt also takes a
+        snapshot where the two diverge, unless it has read on.
         """
         if not self._sharing:
             return False
         page, others = self.slots.page, [other for other in self.reading if other.salt == salt]
-        common = (min(common_prefix(other.tokens, ids), other.position) for other in others)
-        pending = max(common, default=0) // page * page
+        common = [(min(common_prefix(other.tokens, ids), other.position), other) for other in others]
+        if self.slots.snapshots is None:
+            pending = max((end for end, _ in common), default=0) // page * page
+        else:
+            pending = max((_pending_snapshot(other, end) for end, other in common), default=0)
         return pending > 0 and self.slots.cache.match(ids, salt).tokens(page) < pending
 
     def begin(self, slot: Slot, source: int = OWN_ROW) -> None:
@@ -187,3 +192,11 @@ class Queue:
         assert set(admitted) == {slot for slot in self.slots if slot.busy}
         assert all(slot.position <= slot.allocated == self.slots.allocated(slot) for slot in self.rows)
         self.slots.assert_consistent()
+
+
+def _pending_snapshot(slot: Slot, end: int) -> int:
+    """Return the last position up to `end` of a snapshot that the slot will add to the prefix tree, or 0."""
+    if (last := end // SCAN * SCAN) > slot.read:
+        slot.planned.add(last)
+        return last
+    return max((snapshot.position for snapshot in slot.snapshots if snapshot.position <= end), default=0)

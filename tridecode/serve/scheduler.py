@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import GenerationError, QueueFull, counted, not_finite
-from ..layout import LATE_TOKEN, NO_TOKEN, Chunk, Entry
+from ..layout import LATE_TOKEN, NO_TOKEN, SCAN, Chunk, Entry
 from ..results import TokenLogprobs
 from ..state.slot import Slot
 from ..step.decode import KINDS
@@ -52,6 +52,8 @@ class Load:
     pages: int
     free_pages: int
     preemptions: int
+    snapshots: int
+    snapshot_hits: int  # requests that have resumed from a snapshot
 
 
 class Scheduler:
@@ -97,7 +99,11 @@ class Scheduler:
         """Return the current load. Any thread may call this. The numbers may come from different passes."""
         requests, pages = len(self.queue.requests), self._model.kv.runnable
         waiting = max(requests - len(self.queue.admitted), 0)
-        return Load(requests, waiting, len(self.queue.rows), pages, self.slots.available(), self.preemptions)
+        kept = self.slots.snapshots
+        snapshots = (kept.count, kept.hits) if kept else (0, 0)
+        return Load(
+            requests, waiting, len(self.queue.rows), pages, self.slots.available(), self.preemptions, *snapshots
+        )
 
     def reading(self) -> tuple[int, int, int] | None:
         """Return the progress of the oldest prompt that is being read, or None. Any thread may call this.
@@ -179,7 +185,8 @@ class Scheduler:
 
         The order is the order of arrival, and includes requests that wait for a slot. A request with one token left to
         read joins the decode batch. In batch-invariant mode a pass reads one prompt, up to the next multiple of the
-        fixed chunk, and never its last token.
+        fixed chunk, and never its last token. Prompts of models with recurrent state are cut at multiples of SCAN,
+        where snapshots can be taken.
         """
         limit, chosen, reading = self._chunk, [], deque(self.queue.reading)
         if not self._fixed and any(slot.runs for slot in self.queue.rows) and (reading or self.queue.waiting):
@@ -193,8 +200,14 @@ class Scheduler:
             if self._fixed:
                 chosen.append((slot, min(slot.left - 1, limit - slot.read % limit)))
                 break
-            chosen.append((slot, min(slot.left, limit)))
-            limit -= chosen[-1][1]
+            count = min(slot.left, limit)
+            if self.slots.snapshots is not None and count < slot.left:
+                whole = (slot.read + count) // SCAN * SCAN - slot.read
+                count = whole if whole > 0 or chosen else count  # at least one prompt advances
+            if count <= 0:
+                break
+            chosen.append((slot, count))
+            limit -= count
         return chosen
 
     def _read(self, chosen: list[tuple[Slot, int]], rows: int) -> list[Chunk]:
@@ -323,6 +336,7 @@ class Scheduler:
                     slot.request.drafted += entry.drafted if place == 0 else 0
                     slot.request.accepted += place > 0
                 if place == 0:
+                    slot.covered = slot.position + 1
                     decided = drafts if sampled else 0
                     slot.drafts.learn(decided, entry.drafted, entry.following, entry.requested_drafts)
                 self._process_entry(slot, entry)
@@ -349,6 +363,7 @@ class Scheduler:
         if slot.known and token != NO_TOKEN:
             slot.known -= 1
             return
+        slot.stopped = token in request.stop_ids or slot.position == slot.end
         self._push(slot, token, logprobs)
         if request.ended:
             self.answered = True

@@ -115,12 +115,15 @@ class Metrics:
             ),
             "kv_pages": ("K/V pages", load.pages),
             "kv_pages_free": ("unused K/V pages", load.free_pages),
+            "snapshots": ("snapshots of recurrent state", load.snapshots),
+            "snapshot_bytes": ("bytes of these snapshots", load.snapshots * self._engine.plan.snapshot_bytes),
         }
         counters = {
             "num_preemptions": ("requests that were preempted and restarted", load.preemptions),
             "prompt_tokens": ("tokens of the prompts of requests that ended", self._prompt),
             "prefix_cache_queries": ("prompt tokens that were looked up in the prefix cache", self._prompt),
             "prefix_cache_hits": ("prompt tokens whose K/V were in the prefix cache", self._reused),
+            "snapshot_hits": ("requests that resumed from a snapshot", load.snapshot_hits),
             "generation_tokens": ("sampled tokens", self._sampled),
             "spec_decode_num_draft_tokens": ("draft tokens of requests that ended", self._drafted),
             "spec_decode_num_accepted_tokens": ("accepted draft tokens of requests that ended", self._accepted),

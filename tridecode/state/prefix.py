@@ -1,12 +1,13 @@
-"""PrefixCache: a tree of K/V pages, indexed by the tokens that they contain."""
+"""PrefixCache: a tree of K/V pages and of snapshots of recurrent state, indexed by the tokens before them."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from ..layout import packed
 from .pages import PagePool
+from .snapshots import Snapshot, SnapshotPool
 
 TOKEN = 4  # bytes of a token id
 REUSE_BONUS = 64  # a reused page is evicted as if its last use were this many requests more recent
@@ -27,6 +28,8 @@ class Node:
         entry: number of its latest entry in the heap of evictable nodes.
         removed: whether the node has left the tree.
         children: nodes of the following pages, by their tokens.
+        snapshots: snapshots at positions of the page, by the number of tokens before the position. The end of the page
+            is one of them, its beginning is not.
     """
 
     page: int
@@ -38,6 +41,7 @@ class Node:
     entry: int = 0
     removed: bool = False
     children: dict[bytes, "Node"] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -53,11 +57,15 @@ class Match:
         nodes: nodes whose whole pages match.
         tail: a node whose page matches in part, or None.
         common: number of leading tokens of `tail` that match.
+        snapshot: a snapshot at the end of the match, if the cache has snapshots. None: the match is empty.
+        pages: the longest prefix that has pages, if the cache has snapshots.
     """
 
     nodes: tuple[Node, ...]
     tail: Node | None
     common: int
+    snapshot: Snapshot | None = None
+    pages: "Match | None" = None
 
     @property
     def end(self) -> Node | None:
@@ -73,7 +81,7 @@ class Match:
     @property
     def whole_pages(self) -> "Match":
         """The match without the partly matching page."""
-        return Match(self.nodes, None, 0)
+        return replace(self, tail=None, common=0)
 
     def tokens(self, page: int) -> int:
         """Return the number of matching tokens, for pages of `page` positions."""
@@ -96,17 +104,46 @@ class PrefixCache:
     Args:
         pool: the reference counts of the pages.
         page: positions in a page.
+        snapshots: the records of snapshots, for models with recurrent state. Then a match ends at a snapshot.
     """
 
-    def __init__(self, pool: PagePool, page: int):
-        self._pool, self._page = pool, page
+    def __init__(self, pool: PagePool, page: int, snapshots: SnapshotPool | None = None):
+        self._pool, self._page, self._snapshots = pool, page, snapshots
         self._roots: dict[str, Node] = {}  # by salt
         self._clock = self._entries = 0  # the clock counts requests
         self._nodes = self._idle = 0  # number of nodes in the tree, and of nodes without users
         self._evictable: list[tuple[int, int, Node]] = []  # a heap (priority, entry, leaf); some entries are outdated
 
     def match(self, ids: Sequence[int], salt: str = "") -> Match:
-        """Return the longest cached prefix of `ids` among requests of the same salt."""
+        """Return the longest cached prefix of `ids` among requests of the same salt, up to a snapshot if needed."""
+        match = self._match_pages(ids, salt)
+        return match if self._snapshots is None else self._up_to_snapshot(match, ids, salt)
+
+    def _up_to_snapshot(self, match: Match, ids: Sequence[int], salt: str) -> Match:
+        """Return the longest part of a match of pages that ends at a snapshot.
+
+        The page that contains the end of the match may have siblings that match less, but have a snapshot.
+        """
+        first = len(match.nodes) * self._page
+        rest = packed(ids).tobytes()[first * TOKEN : (first + self._page) * TOKEN]
+        parent = match.nodes[-1] if match.nodes else self._roots.get(salt)
+        ends = [
+            (at, child)
+            for child in (parent.children.values() if parent else ())
+            if child.snapshots and (limit := first + _common(child.tokens, rest))
+            for at in child.snapshots
+            if at <= limit
+        ]
+        if not ends:
+            ends = next(([(at, node) for at in node.snapshots] for node in reversed(match.nodes) if node.snapshots), [])
+        if not ends:
+            return Match((), None, 0, None, match)
+        at, node = max(ends, key=lambda end: end[0])
+        whole, common = divmod(at, self._page)
+        return Match(match.nodes[:whole], node if common else None, common, node.snapshots[at], match)
+
+    def _match_pages(self, ids: Sequence[int], salt: str) -> Match:
+        """Return the longest prefix of `ids` that has pages."""
         tokens, page = packed(ids).tobytes(), self._page * TOKEN
         node, nodes, first = self._roots.get(salt), [], 0
         while node and (child := node.children.get(tokens[first : first + page])):
@@ -130,6 +167,10 @@ class PrefixCache:
         for node in (*match.nodes, *filter(None, [match.tail])):
             node.priority = self._clock + REUSE_BONUS
             self._track_evictable(node)
+        if self._snapshots and match.snapshot:
+            self._snapshots.hits += 1
+            if match.snapshot.node is not None:
+                self._snapshots.use(match.snapshot)
 
     def use(self, node: Node | None, before: Node | None = None) -> None:
         """Move one user from node `before` to `node`, either of which may be None.
@@ -155,6 +196,7 @@ class PrefixCache:
         salt: str = "",
         extends_leaf: bool = False,
         known_node: Node | None = None,
+        snapshots: Sequence[Snapshot] = (),
     ) -> Node:
         """Add the K/V of `ids`, which are in `pages`, to the tree; return the last node.
 
@@ -164,6 +206,7 @@ class PrefixCache:
             extends_leaf: Match.extends_leaf of the match that the request began with.
             known_node: a node that the first pages of `ids` belong to. These pages are not searched again, unless the
                 node was removed.
+            snapshots: snapshots at positions up to the end of `ids`, which the tree owns from now on.
         """
         if salt not in self._roots:  # drop the empty roots of other salts
             self._roots = {other: root for other, root in self._roots.items() if root.children}
@@ -179,9 +222,11 @@ class PrefixCache:
                     break
                 child = node.children.get(tokens)
             if child is None:
-                self._remove_shorter_pages(node, tokens)
+                older = self._remove_shorter_pages(node, tokens)
                 child = Node(page, tokens, node, node.depth + 1)
                 node.children[tokens] = child
+                for snapshot in older:
+                    self._attach(child, snapshot)
                 self._nodes += 1
                 self._idle += 1
                 self._pool.share([page])
@@ -193,12 +238,53 @@ class PrefixCache:
             child.priority = max(child.priority, priority)
             self._track_evictable(child)
             node = child
+        for snapshot in snapshots:
+            owner = node
+            while owner.parent and snapshot.position <= (owner.depth - 1) * self._page:
+                owner = owner.parent
+            self._attach(owner, snapshot)
         return node
 
-    def _remove_shorter_pages(self, parent: Node, tokens: bytes) -> None:
-        """Remove children whose tokens are a prefix of `tokens`, because the new page replaces them."""
+    def _attach(self, node: Node, snapshot: Snapshot) -> None:
+        """Give a snapshot to the node of its page, or free its record if the node has one at this position."""
+        assert self._snapshots is not None
+        other = node.snapshots.setdefault(snapshot.position, snapshot)
+        other.node = node
+        self._snapshots.use(other)
+        if other.record != snapshot.record:
+            self._snapshots.free(snapshot.record)
+
+    def take_snapshots(self, node: Node, end: int = 0) -> list[Snapshot]:
+        """Remove the snapshots from a node. Free their records, but return those at positions up to `end`."""
+        taken, node.snapshots = list(node.snapshots.values()), {}
+        for snapshot in taken:
+            assert self._snapshots is not None
+            self._snapshots.drop(snapshot)
+            snapshot.node = None
+            if snapshot.position > end:
+                self._snapshots.free(snapshot.record)
+        return [snapshot for snapshot in taken if snapshot.position <= end]
+
+    def drop_snapshot(self) -> bool:
+        """Free the record of the least recently used snapshot of the tree; return False if there is none."""
+        if self._snapshots is None or (oldest := self._snapshots.oldest) is None:
+            return False
+        assert oldest.node is not None
+        del oldest.node.snapshots[oldest.position]
+        self._snapshots.drop(oldest)
+        self._snapshots.free(oldest.record)
+        return True
+
+    def _remove_shorter_pages(self, parent: Node, tokens: bytes) -> list[Snapshot]:
+        """Remove children whose tokens are a prefix of `tokens`, because a new page replaces them.
+
+        Returns their snapshots.
+        """
+        snapshots = []
         for child in [child for child in parent.children.values() if tokens.startswith(child.tokens)]:
+            snapshots += self.take_snapshots(child, child.depth * self._page)
             self._remove(child)
+        return snapshots
 
     def evict(self, pages: int) -> int:
         """Release up to `pages` unused pages, leaves of the lowest priority first; return their number."""
@@ -230,21 +316,24 @@ class PrefixCache:
         _, number, node = entry
         return node.entry == number and not (node.children or node.users or node.removed)
 
-    def release_to_user(self, node: Node, with_descendants: bool = False) -> bool:
-        """Remove the node from the tree, so that its only user owns the page; return whether that was possible.
+    def release_to_user(self, node: Node, with_descendants: bool = False, end: int = 0) -> list[Snapshot] | None:
+        """Remove the node from the tree, so that its only user owns the page; return None if that is impossible.
 
         It is possible if the user and the tree hold the only references to the page, and if the node is a leaf. With
         `with_descendants` it may have descendants, which are removed too.
+
+        Returns the snapshots of the node at positions up to `end`, which the user owns now.
         """
         if node.users != 1 or self._pool.holders(node.page) != 2 or node.children and not with_descendants:
-            return False
+            return None
+        snapshots = self.take_snapshots(node, end)
         for member in list(self._subtree(node)):
             self._remove(member)
-        return True
+        return snapshots
 
     def forget(self, ids: Sequence[int], salt: str = "") -> None:
-        """Remove the nodes that `match` finds for `ids`, and all their descendants."""
-        match = self.match(ids, salt)
+        """Remove the nodes whose pages have the first tokens of `ids`, and all their descendants."""
+        match = self._match_pages(ids, salt)
         if first := match.nodes[0] if match.nodes else match.tail:
             for node in list(self._subtree(first)):
                 self._remove(node)
@@ -254,6 +343,8 @@ class PrefixCache:
         nodes = list(self._all_nodes())
         for node in nodes:
             node.users, node.removed = 0, False
+            for snapshot in node.snapshots.values():
+                snapshot.node = node
         self._nodes = self._idle = len(nodes)
         self._evictable = []
         for node in nodes:
@@ -272,6 +363,7 @@ class PrefixCache:
         node.removed = True
         self._nodes -= 1
         self._idle -= not node.users
+        self.take_snapshots(node)
         self._pool.release([node.page])
         if parent.parent:
             self._track_evictable(parent)
@@ -291,6 +383,10 @@ class PrefixCache:
     def pages(self) -> list[int]:
         """Return all pages in the tree."""
         return [node.page for node in self._all_nodes()]
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return all snapshots in the tree."""
+        return [snapshot for node in self._all_nodes() for snapshot in node.snapshots.values()]
 
     def assert_consistent(self, used: Iterable[Node | None] = ()) -> None:
         """Check the structure and the counts of the tree.
@@ -314,6 +410,9 @@ class PrefixCache:
             assert node.count == self._page or not node.children, "a page that is not full has children"
             assert node.users == users[id(node)], f"page {node.page} has {users[id(node)]} users, counted {node.users}"
             assert node.users or node.children or id(node) in waiting, f"page {node.page} would never be evicted"
+            for at, snapshot in node.snapshots.items():
+                assert snapshot.position == at and snapshot.node is node
+                assert 0 < at - (node.depth - 1) * self._page <= node.count, "a snapshot is in the wrong node"
         assert self._nodes == len(nodes) and self._idle == sum(not node.users for node in nodes)
 
 

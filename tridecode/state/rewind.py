@@ -5,7 +5,6 @@ They start at any position, with any content of the cache.
 
 from ..sampling import SamplingParams
 from .offloaded_slots import OffloadedSlots
-from .records import records_of
 from .slots import Slots
 
 
@@ -23,6 +22,7 @@ def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, kno
     capacity, page = slots.model.kv.capacity, slots.page
     slots.recover()
     slots.cache.clear()
+    slots.reset_records()
     slots.pages.recount(slot.pages for slot in slots)
     for row, position in enumerate(positions):
         spare = slots.pages.free - sum(slots.pages_for(later + 1) for later in positions[row:])
@@ -31,7 +31,7 @@ def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, kno
         slots.write_tokens(slots[row], [0] * n_known, min(allocated, capacity))
         slots.begin(slots[row], row, params, position=position, n_known=n_known, limit=capacity + 1, stop_ids=())
         for layer in slots.model.recurrent.layers if slots.model.recurrent else ():
-            layer.covered[records_of(row, slots[row].scans)[0]] = position
+            layer.covered[slots[row].records[0]] = position
     if isinstance(slots, OffloadedSlots):
         for row in range(len(positions)):
             for first in range(0, slots.allocated(slots[row]), page):

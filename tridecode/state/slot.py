@@ -7,6 +7,7 @@ from typing import Any
 from ..layout import packed
 from .acceptance import Acceptance
 from .prefix import Node
+from .snapshots import Snapshot
 
 GROW_MARGIN = 16  # A row gets more pages when its pages have fewer unused positions than this number.
 
@@ -34,13 +35,21 @@ class Slot:
     salt: str = ""
     full: int = 0  # Number of leading pages that are no longer written. OffloadedSlots may move them.
 
+    # The recurrent state, if the model has any.
+    records: list[int] = field(default_factory=list)  # The current record, and the one that a prompt pass writes.
+    covered: int = 0  # Positions that the current record contains, while no pass that updates it is in flight.
+    stopped: bool = False  # Whether the device has ended the request. A pass in flight then does not update the record.
+    reach: int = 0  # Number of leading prompt tokens that had pages at admission.
+    planned: set[int] = field(default_factory=set)  # Positions at which later prompt passes take snapshots.
+    taking: list[Snapshot] = field(default_factory=list)  # Snapshots of the pass that is being enqueued.
+    snapshots: list[Snapshot] = field(default_factory=list)  # Snapshots that the prefix tree does not have yet.
+
     # The request. The scheduler sets `request` only during a step; see serve/request.py.
     ref: Any = None  # A weak reference to the request.
     request: Any = None
     mask: Any = None  # The GrammarMasks of the request, if it has a grammar.
 
     # The passes.
-    scans: int = 0  # Number of enqueued prompt passes of the request; see records.records_of.
     read: int = 0  # Number of prompt positions whose K/V are present, or which an enqueued pass will write.
     position: int = 0  # Position of the oldest pass whose output entry the host has not read.
     end: int = 0  # Position at which the request ends.

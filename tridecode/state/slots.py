@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from .. import layout
-from ..layout import Chunk, packed
+from ..layout import MAX_SNAPSHOTS, Chunk, packed
 from ..sampling import SamplingParams
 from .kv import KVCache
 from .pages import PagePool
 from .prefix import Node, PrefixCache
-from .records import RecordPool, records_of
+from .records import RecordPool
 from .slot import Slot
+from .snapshots import Snapshot, SnapshotPool, last_messages, snapshot_positions
 
 if TYPE_CHECKING:
     from ..step.workspace import PromptBuffers, Workspace
@@ -98,28 +99,30 @@ class StagingBuffer:
 
 
 class Slots:
-    """The slots of a model, their pages, and the prefix tree over the pages of earlier requests.
+    """The slots of a model, their pages and records, and the prefix tree over those of earlier requests.
 
     `recover` can rebuild all counts from the list of pages of each slot and the prefix tree, after an interrupt at any
     line. `filled` of a slot never exceeds the positions that its pages store.
 
     Args:
         model: the model whose workspace and K/V cache the slots write.
-        sharing: whether later requests may reuse the pages of earlier ones.
+        sharing: whether later requests may reuse the pages and snapshots of earlier ones.
     """
 
     def __init__(self, model: SlotModel, sharing: bool = True):
         self.model, self.page, self._sharing = model, model.kv.page, sharing
-        self._records = len(model.prompt.records) > 0  # Whether the model has recurrent state.
-        self.pages = PagePool(model.kv.pages)
-        self.cache = PrefixCache(self.pages, self.page)
         self._slots = [Slot(number) for number in range(len(model.workspace.tokens))]
+        self.pages = PagePool(model.kv.pages)
+        self.snapshots = SnapshotPool(len(self), model.recurrent.snapshots) if model.recurrent else None
+        self.cache = PrefixCache(self.pages, self.page, self.snapshots)
+        self.reset_records()
         ws = model.workspace
         several = max(len(self), STAGED_WRITES)  # One pass may start a request in every slot.
         self._texts = StagingBuffer(ws.tokens, model.kv.page_table, count=several)
         self._states = StagingBuffer(ws.meta, ws.samp, count=several)
-        tables = (model.prompt.chunks[None], model.prompt.records[None])
-        self._biases, self._chunks = StagingBuffer(ws.bias), StagingBuffer(*tables)
+        self._prompt_tables = model.prompt.chunks, model.prompt.records, model.prompt.snapshots
+        self._biases = StagingBuffer(ws.bias)
+        self._chunks = StagingBuffer(*(table[None] for table in self._prompt_tables))
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -152,10 +155,12 @@ class Slots:
         """Assign an idle slot to a request whose tokens start with `ids`; return None if too few pages are available.
 
         The slot shares the pages that hold the longest cached prefix of `ids`; its `filled` is the length of that
-        prefix. After this call, enough pages are free for the rest of the `positions` positions.
+        prefix. After this call, enough pages are free for the rest of the `positions` positions. If the model has
+        recurrent state, the slot begins with a copy of the snapshot at the end of that prefix.
         """
         match = self.cache.match(ids, salt)
-        extends_leaf = match.extends_leaf
+        pages = match.pages or match
+        extends_leaf = pages.extends_leaf
         if self.model.fixed_chunk:
             match = match.whole_pages
         shared, tail = [node.page for node in match.nodes], match.tail
@@ -167,8 +172,10 @@ class Slots:
         needed = self.pages_for(positions) - len(shared)
         lacking = needed - self.available()
         if tail is not None and (extends_leaf or lacking > 0):
-            if self.cache.release_to_user(tail, with_descendants=lacking == 1):
+            released = self.cache.release_to_user(tail, with_descendants=lacking == 1, end=match.tokens(self.page))
+            if released is not None:
                 needed, tail = needed - 1, None  # The slot is now the only user, so it writes the page without a copy.
+                slot.snapshots = released
         if needed > self.available():
             self._release_pages(slot)
             return None
@@ -182,6 +189,9 @@ class Slots:
         self._use(slot, match.nodes[-1] if match.nodes else None)
         slot.tokens, slot.filled, slot.shared = ids, match.tokens(self.page), len(shared) * self.page
         slot.busy, slot.salt, slot.extends_leaf = True, salt, extends_leaf
+        if match.snapshot and self.model.recurrent:
+            self.model.recurrent.copy(match.snapshot.record, slot.records[0])
+        slot.covered, slot.reach = slot.filled, pages.tokens(self.page)
         return slot
 
     @torch.inference_mode()
@@ -193,15 +203,19 @@ class Slots:
 
         The last of these passes was enqueued without an error, so the slot continues with the record that it writes.
         """
-        slot.scans += 1
+        slot.records.reverse()
+        slot.covered = read
+        slot.snapshots, slot.taking = slot.snapshots + slot.taking, []
         slot.filled = read // self.page * self.page
         self._insert(slot)
 
     def _insert(self, slot: Slot) -> None:
-        """Add the slot's filled pages to the prefix tree, if requests share prefixes."""
+        """Add the slot's filled pages and their snapshots to the prefix tree, if requests share prefixes."""
         if self._sharing:
             ids, pages = slot.tokens[: slot.filled], slot.pages[: self.pages_for(slot.filled)]
-            self._use(slot, self.cache.insert(ids, pages, slot.salt, slot.extends_leaf, slot.node))
+            complete = [snapshot for snapshot in slot.snapshots if snapshot.position <= slot.filled]
+            self._use(slot, self.cache.insert(ids, pages, slot.salt, slot.extends_leaf, slot.node, complete))
+            slot.snapshots = [snapshot for snapshot in slot.snapshots if snapshot not in complete]
 
     def _use(self, slot: Slot, node: Node | None) -> None:
         """Register the slot as a user of this node and its ancestors in the prefix tree, and of no other node."""
@@ -227,24 +241,66 @@ class Slots:
         return max(self.pages.free - max(needed, 0), 0) // len(self)
 
     def release(self, slot: Slot) -> None:
-        """Make the slot idle: add its filled pages to the prefix tree and free its other pages.
+        """Make the slot idle: add its filled pages and its record to the prefix tree and free its other pages.
 
-        In batch-invariant mode the tree gets only K/V that were published before, because K/V of decode passes and of
+        In batch-invariant mode the tree gets only state that was published before, because K/V of decode passes and of
         prompt passes differ in their bits.
         """
         if not self.model.fixed_chunk:
+            self._give_record(slot)
             self._insert(slot)
         self._release_pages(slot)
         slot.busy = False
-        self._slots[slot.number] = Slot(slot.number, slot.generation)
+        self._slots[slot.number] = Slot(slot.number, slot.generation, records=slot.records)
+
+    def _give_record(self, slot: Slot) -> None:
+        """Make the slot's record a snapshot and give the slot another one, unless a pass in flight writes the record.
+
+        The snapshot is after the first row of the last pass. Updates by accepted drafts are not replayed: the next turn
+        of a chat computes these few tokens again, together with its own tokens.
+        """
+        settled = slot.stopped or not slot.in_flight
+        if self._sharing and settled and 0 < slot.covered <= slot.filled:
+            if (record := self._take_record()) is not None:
+                slot.snapshots.append(Snapshot(slot.covered, slot.records[0]))
+                slot.records[0] = record
+
+    def _take_record(self) -> int | None:
+        """Take a record for a snapshot. If none is free, drop the least recently used snapshot of the prefix tree."""
+        if self.snapshots is None:
+            return None
+        record = self.snapshots.take()
+        return self.snapshots.take() if record is None and self.cache.drop_snapshot() else record
+
+    def plan_snapshots(self, slot: Slot, end: int, chat: bool) -> None:
+        """Choose the positions at which the passes that read the slot's tokens up to `end` take snapshots."""
+        if self.snapshots is not None and self._sharing:
+            messages = last_messages(slot.tokens[:end]) if chat else []
+            slot.planned = snapshot_positions(slot.filled, end, slot.reach, messages, self.snapshots.size)
+
+    def _drop_snapshots(self, snapshots: list[Snapshot]) -> None:
+        """Free the records of snapshots of a slot, and remove them from its list."""
+        for snapshot in snapshots:
+            assert self.snapshots is not None
+            self.snapshots.free(snapshot.record)
+        snapshots.clear()
+
+    def reset_records(self) -> None:
+        """Give each slot two records that no snapshot of the prefix tree has, and free all others."""
+        if self.snapshots is not None:
+            for slot, records in zip(self, self.snapshots.recover(self.cache.snapshots())):
+                slot.records = records
 
     def invalidate(self, slot: Slot) -> None:
-        """Remove the K/V that the slot reused or computed from the prefix tree."""
+        """Remove the K/V and snapshots that the slot reused or computed from the prefix tree."""
         slot.filled = 0
+        self._drop_snapshots(slot.snapshots)
         self.cache.forget(slot.tokens, salt=slot.salt)
 
     def _release_pages(self, slot: Slot) -> None:
         self._use(slot, None)
+        for snapshots in (slot.snapshots, slot.taking):
+            self._drop_snapshots(snapshots)
         pages, slot.pages, slot.filled, slot.shared = slot.pages, [], 0, 0
         self.pages.release(reversed(pages))  # The order is reversed, so that `take` returns the pages in their order.
 
@@ -253,13 +309,14 @@ class Slots:
         """Make all slots idle, also on the device, and recount the pages. Works after an interrupt at any line."""
         self.model.workspace.meta[:, layout.STATUS].fill_(layout.LIMIT_REACHED)
         for slot in self:
-            slot.node = None
+            slot.node, slot.covered = None, 0
         self.cache.recover()
         self.pages.recount([*(slot.pages for slot in self), self.cache.pages()])
         for slot in [*self]:
             if slot.filled > self.allocated(slot):
                 slot.filled = 0
             self.release(slot)
+        self.reset_records()
 
     def assert_consistent(self) -> None:
         """Check that reference counts match the slots and the prefix tree.
@@ -268,12 +325,16 @@ class Slots:
         """
         self.cache.assert_consistent(slot.node for slot in self)
         self.pages.assert_consistent([*(slot.pages for slot in self), self.cache.pages()])
+        if self.snapshots is not None:
+            held = [snapshot.record for slot in self for snapshot in (*slot.snapshots, *slot.taking)]
+            held += [record for slot in self for record in slot.records]
+            self.snapshots.assert_consistent(self.cache.snapshots(), held)
         own = [page for slot in self for page in slot.pages[slot.shared // self.page :]]
         assert len(set(own)) == len(own), "a page is written by two slots"
         for number, slot in enumerate(self):
             end = min(self.allocated(slot), len(slot.tokens))
             assert slot.number == number and slot.filled <= end, f"slot {number} claims more than its pages store"
-            assert slot.busy or not slot.pages, f"slot {number} is idle but has pages"
+            assert slot.busy or not (slot.pages or slot.snapshots), f"slot {number} is idle but has pages"
 
     # ---- writes to the device, in stream order
 
@@ -333,7 +394,7 @@ class Slots:
         with self._states.next() as (meta, samp):
             fill_meta(meta.numpy(), params, number, slot.generation, position, n_known, limit, stop_ids, allocated)
             meta[layout.SOURCE] = source
-            meta[layout.RECORD] = records_of(number, slot.scans)[0]
+            meta[layout.RECORD] = slot.records[0] if slot.records else 0
             fill_samp(samp.numpy(), params)
             ws.samp[row].copy_(samp, non_blocking=True)
             if params.penalties:
@@ -348,14 +409,28 @@ class Slots:
 
     @torch.inference_mode()
     def write_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Write the chunks of the next prompt pass, and their records."""
-        with self._chunks.next() as (table, records):
-            table.zero_()
-            table.numpy()[: len(chunks)] = chunks
-            self.model.prompt.chunks.copy_(table, non_blocking=True)
-            if self._records:
-                records.numpy()[: len(chunks)] = [records_of(c.slot, self._slots[c.slot].scans) for c in chunks]
-                self.model.prompt.records.copy_(records, non_blocking=True)
+        """Write the chunks of the next prompt pass, their records, and the snapshots that the pass takes."""
+        rows: list[Sequence[Sequence[int]]] = [chunks]
+        if self.snapshots is not None:
+            rows += [[self._slots[chunk.slot].records for chunk in chunks], self._take_snapshots(chunks)]
+        with self._chunks.next() as staged:
+            for table, own, filled in zip(self._prompt_tables, staged, rows):
+                own.zero_()
+                if filled:
+                    own.numpy()[: len(filled)] = filled
+                table.copy_(own, non_blocking=True)
+
+    def _take_snapshots(self, chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
+        """Take records for the snapshots of the next prompt pass; return the rows of its table."""
+        rows: list[tuple[int, int, int]] = []
+        for chunk in chunks:
+            slot = self._slots[chunk.slot]
+            self._drop_snapshots(slot.taking)  # not empty if an earlier pass could not be enqueued
+            for at in sorted(at for at in slot.planned if chunk.start < at <= chunk.end):
+                if len(rows) < MAX_SNAPSHOTS and (record := self._take_record()) is not None:
+                    slot.taking.append(Snapshot(at, record))
+                    rows.append((slot.number, at, record))
+        return rows
 
     @torch.inference_mode()
     def grow(self, slot: Slot, row: int, pages: int) -> None:

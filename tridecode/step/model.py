@@ -426,7 +426,7 @@ def make_model(
     spec: ModelSpec, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     configs: Mapping[int, PassConfigs] | None = None, pages: int | None = None, rows: int | None = None,
     prompt_rows: int = 2048, batch_invariant: bool = False, offload: Offload | None = None, speculate: bool = False,
-    ngram: tuple[int, int] = NGRAM, torch_prompt_attention: bool = False,
+    ngram: tuple[int, int] = NGRAM, torch_prompt_attention: bool = False, snapshots: int = 0,
 ) -> DecodeModel:  # fmt: skip
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
@@ -439,6 +439,7 @@ def make_model(
         speculate: whether passes can verify drafts.
         ngram: see DecodeModel.
         torch_prompt_attention: whether torch computes the attention of prompts. Then no K and V are expanded.
+        snapshots: number of snapshots of recurrent state.
     """
     device, dtype = weights.device, weights.dtype
     gpu = device_of(device)
@@ -466,7 +467,7 @@ def make_model(
         fixed_chunk=prompt_rows if batch_invariant else 0,
         verify=replace(first_rows(workspace, verifying), meta=meta, samp=samp) if speculate else None,
         ngram=ngram,
-        recurrent=make_records(spec, device, dtype, slots, speculate),
+        recurrent=make_records(spec, device, dtype, slots, speculate, snapshots),
     )
 
 

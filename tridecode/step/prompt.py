@@ -92,7 +92,9 @@ def write_chunks(model: DecodeModel, chunks: Sequence[Chunk], number: int = 0) -
             writes the other.
     """
     prompt = model.prompt
-    for table, rows in ((prompt.chunks, chunks), (prompt.records, [records_of(c.slot, number) for c in chunks])):
+    records = [records_of(chunk.slot, number) for chunk in chunks]
+    prompt.snapshots.zero_()
+    for table, rows in ((prompt.chunks, chunks), (prompt.records, records)):
         if len(table):
             filled = torch.zeros(table.shape, dtype=table.dtype)
             filled[: len(rows)] = torch.tensor(rows, dtype=table.dtype)
