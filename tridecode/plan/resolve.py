@@ -24,10 +24,10 @@ class EnginePlan:
     Args:
         options: the requested options.
         spec: the model, with the quantization that is applied while it is loaded.
-        device, backend: where and by which kernels passes run.
+        device, backend: the device, and the kernels that run passes: "triton" or "torch".
         dtype: dtype of activations.
         graphs: which passes are captured, and their attention kernels.
-        ngram: maximum and minimum number of tokens that must agree for a draft, or None for no drafts.
+        ngram: maximum and minimum number of tokens that must match for a draft, or None for no drafts.
         why_no_drafts: reason why there are no drafts; completes a sentence that begins with "it", such as
             "pays on a GPU only".
         memory: bytes of the device.
