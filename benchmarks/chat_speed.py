@@ -60,12 +60,12 @@ def generate(args) -> float:
 
 
 def figures(match: re.Match) -> tuple[int, float]:
-    """Return the tokens and the tokens per second of a line that SPEED matches."""
+    """Return the number of tokens and the tokens per second in a statistics line that the pattern SPEED matches."""
     return int(match[1].replace(",", "")), float(match[2].replace(",", ""))
 
 
 def checked(measured: tuple[int, float], args) -> float:
-    """Return the tokens per second. Exits if the answer has another length than --tokens."""
+    """Return the tokens per second of a measured answer. Exit with an error if its length is not --tokens."""
     tokens, rate = measured
     if tokens != args.tokens:
         sys.exit(f"the answer has {tokens} tokens; expected {args.tokens}")

@@ -325,14 +325,48 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("kinds", nargs="*", metavar="KIND", help=f"{', '.join(KINDS)} (all)")
-    add("--heads", type=numbers, metavar="N,N", help="V heads of a layer: 16, 32 or 48 (decode 32,48; prompt 32)")
-    add("--requests", type=numbers, default=[1, 8, 64], metavar="N,N", help="requests of a decode pass (1,8,64)")
-    add("--queries", type=numbers, default=[1, 4], metavar="N,N", help="rows of a request (1,4)")
-    add("--accepted", type=int, default=0, metavar="N", help="drafts that each pass accepts, fewer than queries (0)")
-    add("--tokens", type=numbers, metavar="N,N", help="tokens of a prompt (64,512,2048; attention 512,2048)")
-    add("--config", type=changes_of, action="append", default=[{}], metavar="NAME=N,...", help="another launch config")
-    add("--output", default=f"{os.environ.get('OUT', '.')}/delta.json", metavar="FILE", help="JSON ($OUT/delta.json)")
+    add("kinds", nargs="*", metavar="KIND", help=f"kinds of ops to time: {', '.join(KINDS)} (default: all)")
+    add(
+        "--heads",
+        type=numbers,
+        metavar="N,N",
+        help="numbers of V heads of a layer: 16, 32 or 48 (default: 32,48 for decode, 32 for prompt)",
+    )
+    add(
+        "--requests",
+        type=numbers,
+        default=[1, 8, 64],
+        metavar="N,N",
+        help="numbers of requests in a decode pass (default: 1,8,64)",
+    )
+    add("--queries", type=numbers, default=[1, 4], metavar="N,N", help="numbers of rows per request (default: 1,4)")
+    add(
+        "--accepted",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of drafts that each pass accepts, less than --queries (default: 0)",
+    )
+    add(
+        "--tokens",
+        type=numbers,
+        metavar="N,N",
+        help="prompt lengths in tokens (default: 512,2048 for attention, 64,512,2048 otherwise)",
+    )
+    add(
+        "--config",
+        type=changes_of,
+        action="append",
+        default=[{}],
+        metavar="NAME=N,...",
+        help="fields that replace those of the default launch config; may be repeated",
+    )
+    add(
+        "--output",
+        default=f"{os.environ.get('OUT', '.')}/delta.json",
+        metavar="FILE",
+        help="JSON file to write (default: $OUT/delta.json)",
+    )
     args = parser.parse_args()
     if unknown := set(args.kinds) - set(KINDS):
         parser.error(f"unknown kind {', '.join(unknown)}; expected {', '.join(KINDS)}")

@@ -130,7 +130,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--large", choices=list(PRESETS), default="qwen3-4b")
     parser.add_argument("--small", choices=list(PRESETS), default="qwen3-0.6b")
-    parser.add_argument("--context", type=int, default=CONTEXT, help=f"tokens before the first pass ({CONTEXT})")
+    parser.add_argument(
+        "--context", type=int, default=CONTEXT, help=f"tokens before the first pass (default: {CONTEXT})"
+    )
     args = parser.parse_args(argv)
     positions = room(args.context, STEPS)
     large = preset_engine(args.large, positions, graph="none", speculate="ngram")

@@ -29,7 +29,7 @@ from tridecode.plan.memory import free_memory
 def parse(argv: list[str] | None):
     """Return the options of a command line."""
     parser = options("peers", __doc__)
-    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs (5)")
+    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="number of timed runs (default: 5)")
     add_shape(parser)
     add_steps(parser, "prompt tokens", sampling=False)
     parser.set_defaults(what="peers")

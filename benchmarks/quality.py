@@ -49,10 +49,12 @@ def texts(engine: Engine, args) -> list[list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", metavar="DIR", help="(bundled)")
+    parser.add_argument("--model", metavar="DIR", help="directory of a checkpoint (default: the bundled model)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="held-out text, which --model requires")
-    parser.add_argument("--tokens", type=int, default=4000, help="number of tokens to score (4000)")
-    parser.add_argument("--length", type=int, default=512, help="tokens of each part of the text (512)")
+    parser.add_argument("--tokens", type=int, default=4000, help="number of tokens to score (default: 4000)")
+    parser.add_argument(
+        "--length", type=int, default=512, help="number of tokens in each part of the text (default: 512)"
+    )
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     if args.model and not args.text:

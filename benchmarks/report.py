@@ -11,7 +11,7 @@ from benchmarks.rows import options, read_rows, run
 
 def main(argv: list[str] | None = None) -> int:
     parser = options("report", __doc__)
-    parser.add_argument("file", metavar="FILE", help="a JSON list of rows")
+    parser.add_argument("file", metavar="FILE", help="JSON file with the results of a bench")
     args = parser.parse_args(argv)
     return run(args, lambda output: read_rows(args.file))
 

@@ -51,7 +51,7 @@ def read_rows(path: str) -> list[Row]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         rows = []
     if not rows:
-        raise ParameterError(f"{path}: expected a JSON list of rows that a bench wrote with --format json")
+        raise ParameterError(f"{path}: expected a JSON list of results, as a bench writes with --format json")
     return rows
 
 
@@ -72,18 +72,22 @@ def compare(rows: Sequence[Row], earlier: Sequence[Row], path: str, output) -> N
     """Write a line to stderr for each row that is also in the earlier file, then the largest deviation."""
     found = deviations(rows, earlier)
     if not found:
-        raise ParameterError(f"{path}: contains none of these rows; expected a row with the same command")
+        raise ParameterError(
+            f"{path}: contains no earlier result to compare with; expected a result of the same command"
+        )
     for command, figure, percent in found:
         output.note(f"{percent:+6.2f}%  {figure}  {command}")
     _, figure, percent = max(found, key=lambda row: abs(row[2]))
-    output.note(f"largest deviation of {counted(len(found), 'row')} from {path}: {percent:+.2f}% ({figure})")
+    output.note(f"largest deviation of {counted(len(found), 'result')} from {path}: {percent:+.2f}% ({figure})")
 
 
 def options(script: str, about: str, **more) -> Parser:
     """Return the parser of a script with the options that all scripts have."""
     parser = Parser(prog=f"python -m benchmarks.{script}", description=about, **more)
     add_output(parser)
-    parser.add_argument("--compare", metavar="FILE", help="report the differences from the rows of that JSON file")
+    parser.add_argument(
+        "--compare", metavar="FILE", help="JSON file with earlier results; report the differences from them"
+    )
     return parser
 
 

@@ -112,7 +112,9 @@ def run_suite(lines: list[str], output) -> tuple[list[Row], list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = options("suite", __doc__)
-    parser.add_argument("suite", nargs="?", choices=list(SUITES), default="targets", help="name of the suite (targets)")
+    parser.add_argument(
+        "suite", nargs="?", choices=list(SUITES), default="targets", help="name of the suite (default: targets)"
+    )
     args = parser.parse_args(argv)
     failed: list[str] = []
 

@@ -35,7 +35,7 @@ def bench(capsys, monkeypatch):
     return bench_on_tiny_engines(capsys, monkeypatch, "decode", "batch", "prefill", "stream", "mix")
 
 
-# figures
+# ---- figures
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -91,7 +91,7 @@ def test_ended_rows_are_not_timed():
     measure.check_running(engine, "both", 2)
     engine.model.workspace.meta[1, STATUS] = 3
     measure.check_running(engine, "the first", 1)
-    with pytest.raises(GenerationError, match="both: the steps ended early"):
+    with pytest.raises(GenerationError, match="both: a row ended during the passes"):
         measure.check_running(engine, "both", 2)
 
 
@@ -104,7 +104,7 @@ def test_pool_has_pages_for_every_pass(contexts, steps):
         rewind(engine, contexts, measure.GREEDY, len(contexts))
         engine.synchronize()
         tables.append(engine.model.kv.page_table.clone())
-    assert tables[0].equal(tables[1]), "two runs use different pages, so `tune` cannot compare their logits"
+    assert tables[0].equal(tables[1]), "two runs used different pages"
     meta = engine.model.workspace.meta
     meta[: len(contexts), POSITION] += steps  # Positions after the last pass.
     enqueue(engine, measure.GREEDY, len(contexts))
@@ -126,7 +126,7 @@ def test_options_of_the_engine(monkeypatch):
     assert (found[0]["prompt_ms"], found[0]["quantize"]) == (7, "int4") and "graph" not in found[0]
 
 
-# decode, batch, prefill, stream
+# ---- bench decode, bench batch, bench prefill and bench stream
 
 
 def test_decode(bench):
@@ -236,7 +236,7 @@ def test_stream(bench):
 WRONG = {
     "bench batch": [
         ("--context 64x", "argument --context: expected"),
-        ("--context 64x65", "at most 64 rows, got '64x65'"),
+        ("--context 64x65", "at most 64 requests, got '64x65'"),
         ("--context 64x99999999999999999999", "argument --context: expected"),
         ("--context 5x2x2", "got '2x2'"),
         ("--rows 1,65", "argument --rows: every entry must be"),
@@ -300,7 +300,7 @@ def test_a_real_preset_on_the_gpu(capsys, argv):
     assert 0 < row.get("pct_bandwidth", 1) < 100 and 0 < row.get("pct_matmul", 1) < 100
 
 
-# decode --ablate
+# ---- bench decode --ablate
 
 
 def test_allocating_workspace_gives_equal_tokens(monkeypatch):
@@ -357,7 +357,7 @@ def test_ablation_on_a_gpu():
     assert rows[-1].wall_us < rows[0].wall_us
 
 
-# start
+# ---- bench start
 
 
 def test_seconds_to_the_first_line(tmp_path, monkeypatch, capfd):
@@ -386,7 +386,7 @@ def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys
     assert "imported torch" in err and "captured" in err
 
 
-# serve --mix
+# ---- bench serve --mix
 
 
 def test_mix_rows(bench):

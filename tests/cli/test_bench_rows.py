@@ -111,9 +111,9 @@ def test_a_comparison_ends_with_the_largest_deviation(run):
     earlier = [ROW | {"us_per_token": 2300.0}, ROW | {"command": "y", "us_per_token": 2400.0}]
     code, _, err = run([ROW, ROW | {"command": "y"}, ROW | {"command": "new"}], earlier=earlier)
     assert code == 0 and err.count("\n") == 3
-    assert "largest deviation of 2 rows" in err and "-3.88%" in err.split("\n")[-2]
+    assert "largest deviation of 2 results" in err and "-3.88%" in err.split("\n")[-2]
     code, _, err = run([ROW], earlier=[ROW | {"command": "y"}])
-    assert code == 1 and "none of these rows" in err
+    assert code == 1 and "no earlier result" in err
 
 
 # suites and peers
@@ -141,7 +141,7 @@ def test_suite_writes_rows_that_succeeded(suite_of, tmp_path):
     assert code == 1 and row["bench"] == "decode" and json.loads(out.split("\n")[-2]) == row
     assert "prefill" in err and "900" in err and "[2/2]" in err and f"us_per_token {row['us_per_token']}" in err
     code, out, err = suite_of(fails)
-    assert code == 1 and out == "" and "every row failed" in err
+    assert code == 1 and out == "" and "every measurement failed" in err
     assert (tmp_path / "rows.json").read_text() == before
 
 

@@ -50,8 +50,8 @@ def test_timed_passes_verify_the_named_number_of_rows(bench):
     counts = {stat.kind: stat.count for stat in engine.graph_stats() if stat.kind.startswith("greedy")}
     assert code == 0 and set(counts) == {"greedy", "greedy x2", "greedy x4", "greedy x8"}
     assert len(set(counts.values())) == 1 and engine.plan.ngram == (3, 3)
-    assert "| speculate | requests | context | µs a pass without | 1 row of each | 1: ratio |" in out
-    assert "| looking for a draft | tokens before | µs |" in out and "speed-up" not in out, (
+    assert "| speculate | requests | context | µs per pass without drafts | 1 row of each | 1: ratio |" in out
+    assert "| search for a draft | tokens of text | µs |" in out and "speed-up" not in out, (
         "the output contains a speed-up without a measured baseline"
     )
 

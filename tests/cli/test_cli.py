@@ -424,7 +424,7 @@ def test_speed_line_fits_the_terminal(width):
 
 
 def test_numbers_have_thousands_separators():
-    assert " a pass" in speed_line(Usage(5, 0, 60, 40, 30), Timings(0.1, 1.0, 59.0))
+    assert " tok/pass" in speed_line(Usage(5, 0, 60, 40, 30), Timings(0.1, 1.0, 59.0))
     line = speed_line(Usage(123456, 1000, 2345), Timings(0.1, 0.1, 12345.6), 131072)
     assert line.startswith("2,345 tokens · 12,346 tok/s · first token 0.10 s · 1,000 of 123,456 reused · context 125,")
     assert counted(1, "turn") == "1 turn" and counted(300_000, "turn") == "300,000 turns"

@@ -41,7 +41,9 @@ def test_option_overrides_environment_and_environment_overrides_file(config):
     args = parsed("chat", "--stats", "full")
     assert (args.model, args.slots, args.temperature, args.stats) == ("file", 3, 0.5, "full")
     assert args.origins == {"model": "config.toml", "slots": "TRIDECODE_SLOTS", "temperature": "config.toml"}
-    assert (args.device, args.overflow, args.plain) == ("auto", None, False), "the values differ from the defaults"
+    assert (args.device, args.overflow, args.plain) == ("auto", None, False), (
+        "a setting without a source differs from its default"
+    )
 
 
 def test_every_kind_of_value(config):

@@ -1,4 +1,4 @@
-"""Tests of generate: its options, its reports and its output."""
+"""Tests of `tridecode generate`: its options, its reports and its output."""
 
 import os
 import stat

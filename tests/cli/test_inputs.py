@@ -1,4 +1,4 @@
-"""Tests of prompts from stdin, files of messages and saved sessions: refused input and limits of size."""
+"""Tests of the inputs of `generate`: prompts, stdin, message files and saved sessions, and which inputs it refuses."""
 
 import io
 import json

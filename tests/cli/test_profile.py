@@ -1,4 +1,4 @@
-"""Tests of profile: figures and pictures from activity records and, on a GPU, the command itself."""
+"""Tests of `tridecode profile`: the figures and pictures from activity records and, on a GPU, the command itself."""
 
 import gzip
 import json
@@ -81,7 +81,7 @@ def test_pass_starts_at_the_previous_end_and_first_passes_are_dropped():
     steps = chained(found, ["op"], drop=2)
     assert [(span.before, span.cost, span.gap) for (span,) in steps] == [(14, 10, 6), (24, 11, 7)]
     steps = [[Span("op", 0, end, 0)] for end in (9, 3, 5, 4)]
-    assert records.typical(steps)[0].end == 4, "this is not the pass of the median time"
+    assert records.typical(steps)[0].end == 4, "the chosen pass does not have the median time"
 
 
 def test_medians_over_steps_shares_and_gaps():

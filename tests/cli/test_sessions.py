@@ -75,8 +75,8 @@ def test_session_file_with_any_name(run, piped):
     assert sessions.names() == ["my ü talk"]
     code, _, err = piped("hello\n/load my ü talk\n", "--session", "my ü talk", "--max-tokens", 2)
     assert code == 0 and "my ü talk" in err and len(store.read(odd).turns) == 3
-    assert "continuing 3 turns" in err and "the one before" not in err, (
-        "a session that was already open was announced as another one"
+    assert "continuing 3 turns" in err and "the previous one" not in err, (
+        "loading the open session announced a previous one"
     )
     assert run("sessions", "rename", "plain", "my b")[0] == 1 and run("sessions", "rename", "my ü talk", "my b")[0] == 1
     assert run("sessions", "rename", "my ü talk", "tame")[0] == 0 and sessions.names() == ["tame"]

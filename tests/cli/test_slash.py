@@ -48,7 +48,7 @@ def test_bare_word_suggests_command(session, word, command):
     assert f"did you mean {command}?" in chat.read()[1]
     assert chat.handle(f" {word}") and chat.engine.prompts == [as_messages(word.strip())]
     chat.handle("/edit")
-    assert chat.draft == f" {word.strip()}", "the edited message would be read as a command"
+    assert chat.draft == f" {word.strip()}", "the edited message has no space before its slash"
     chat.interactive = False
     assert chat.handle(word) and len(chat.engine.prompts) == 2, "the word was not sent as a message"
 
@@ -365,7 +365,7 @@ def test_stats_with_gpu(session, gpu, monkeypatch):
         chat.handle(line)
     # The script sets 8 tokens per second, and a pass reads 100 GB.
     assert chat.read()[1].count("20% of the read bandwidth (4,000 GB/s, 100.00 GB a token)") == 2
-    assert gpu == [2**32], "measured once"
+    assert gpu == [2**32], "the GPU was not measured exactly once"
     monkeypatch.setattr(stats, "free_memory", lambda device: 2**20)
     stats.read_bandwidth.cache_clear()
     chat.handle("/stats")

@@ -120,7 +120,7 @@ def test_interrupt_stops_answer(terminal, endless, state, options):
     screen = child.screen.getvalue()
     controls = {chr(code) for code in range(32)} - set("\r\n\t\x1b\x07\x08")
     assert not set(screen) & controls, "a control character of the model reached the terminal"
-    assert screen.count("\x1b[?25l") <= screen.count("\x1b[?25h"), "cursor hidden"
+    assert screen.count("\x1b[?25l") <= screen.count("\x1b[?25h"), "the cursor stayed hidden"
     assert len(only_session(state).turns[0][1]) > 20
 
 
@@ -155,7 +155,7 @@ def test_interrupt_stops_long_prompt(terminal, endless, state):
         child.send("hello\r")
         child.expect_exact("\x1b[?2004l")
         child.expect(r"reading the prompt: [\d,]+ of [\d,]+ tokens, ")
-        assert interrupt(child) == 0, "the answer had begun"
+        assert interrupt(child) == 0, "the answer began before Ctrl-C"
         child.expect_exact("the turn is not kept")
         child.expect_exact(READY)
     assert store.load().turns == (("word " * 12_000, "fine"),)

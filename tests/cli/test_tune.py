@@ -1,4 +1,4 @@
-"""Tests of tune: the command, the table that it writes, and the timing of passes on a GPU."""
+"""Tests of `tridecode tune`: the command, the table that it writes, and the timing of passes on a GPU."""
 
 import json
 from dataclasses import replace

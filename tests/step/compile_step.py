@@ -434,12 +434,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Compile the launches of models for GPUs, and check the limits of each GPU."
     )
-    parser.add_argument("models", help="names of models, separated by commas, or dense")
+    parser.add_argument(
+        "models",
+        help="names of models, separated by commas; 'dense' stands for every preset up to 8B in bf16, fp8 and int4",
+    )
     parser.add_argument("gpus", help=f"GPUs, separated by commas: {', '.join(GPUS)}")
     parser.add_argument(
         "--common", action="store_true", help="compile only decode passes of 1 and 8 rows, and prompt passes"
     )
-    parser.add_argument("--rules", action="store_true", help="choose launch configs by rules, without tables")
+    parser.add_argument(
+        "--rules",
+        action="store_true",
+        help="choose launch configs only by the rules of tuning/rules.py, and ignore the tables of tuned configs",
+    )
     args = parser.parse_args()
     if args.rules:
         resolve.package_tables = lambda device: []

@@ -50,7 +50,7 @@ def add_benches(bench: Parser) -> None:
         parser = benches.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
         if runs is not None:
             parser.add_argument(
-                "--runs", type=positive, default=runs, metavar="N", help=f"number of timed runs ({runs})"
+                "--runs", type=positive, default=runs, metavar="N", help=f"number of timed runs (default: {runs})"
             )
         add_output(parser)
         add_verbose(parser)
@@ -72,16 +72,19 @@ def add_benches(bench: Parser) -> None:
         "--rows",
         type=row_counts,
         metavar="N,N",
-        help="numbers of requests; each gets a row of the table (1,2,4,...,64)",
+        help="numbers of requests; the table has a line for each (default: 1,2,4,...,64)",
     )
     batch.add_argument(
         "--context",
         type=contexts,
         default=["64"],
         metavar="N,N",
-        help="tokens before the first pass, one row each; 32000x1+64x31: one request at 32,000 and 31 at 64 (64)",
+        help="tokens before the first pass; the table has a line for each value. 32000x1+64x31 means one request with "
+        "32,000 tokens and 31 requests with 64 tokens each (default: 64)",
     )
-    batch.add_argument("--steps", type=positive, default=128, metavar="N", help="number of passes of a run (128)")
+    batch.add_argument(
+        "--steps", type=positive, default=128, metavar="N", help="number of passes of a run (default: 128)"
+    )
     add_sampling(batch)
     prefill = add("prefill", "time from a prompt to its first token", runs=9)
     add_shape(prefill, model=True)
@@ -91,9 +94,9 @@ def add_benches(bench: Parser) -> None:
         type=positives,
         default=[2048],
         metavar="N,N",
-        help="prompt lengths; each gets a row of the table (2048)",
+        help="prompt lengths; the table has a line for each (default: 2048)",
     )
-    cached = "cached tokens before the prompt, as in a second turn (0)"
+    cached = "cached tokens before the prompt, as in a second turn (default: 0)"
     prefill.add_argument("--cached", type=whole, default=0, metavar="N", help=cached)
     add_graphs(prefill)
     add_capacity(prefill)
@@ -105,24 +108,28 @@ def add_benches(bench: Parser) -> None:
     add_serve(add("serve", "a server with OpenAI's API under load"))
     host = add("offload", "decode passes with K/V or weights in host memory")
     add_kv_on_host(host)
-    tokens = "instead: lengths of prompts that are read and continued, a table row each"
+    tokens = "instead: read prompts of these lengths and continue them; the table has a line for each length"
     instead = host.add_mutually_exclusive_group()
     instead.add_argument("--prompt-tokens", type=positives, metavar="N,N", help=tokens)
-    words = "instead: a conversation of --context tokens whose K/V is copied back from the host, or computed again"
+    words = (
+        "instead: resume a conversation of --context tokens, by copying its K/V from the host or by computing it again"
+    )
     instead.add_argument("--swap", action="store_true", help=words)
-    words = "instead: GiB of the last layers' weights in host memory, with all K/V on the device"
+    words = "instead: keep GIB of the weights (those of the last layers) in host memory, and all K/V on the device"
     instead.add_argument("--weights", type=amount, metavar="GIB", help=words)
-    words = "GiB of K/V on the device, for --prompt-tokens (4)"
+    words = "GiB of K/V on the device, for --prompt-tokens (default: 4)"
     host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help=words)
     speculate = add("speculate", "passes that verify drafts, and the tokens per pass on fixed texts", runs=7)
     add_shape(speculate, model=True)
     add_quantize(speculate, kv_dtype=False)  # Drafts need 16-bit K/V.
-    words = "numbers of concurrent requests; each gets a row of the table (1,2,4,8,16)"
+    words = "numbers of concurrent requests; the table has a line for each (default: 1,2,4,8,16)"
     speculate.add_argument("--requests", type=row_counts, default=[1, 2, 4, 8, 16], metavar="N,N", help=words)
-    first = "tokens before the first pass (1024)"
+    first = "tokens before the first pass (default: 1024)"
     speculate.add_argument("--context", type=positive, default=1024, metavar="N", help=first)
-    speculate.add_argument("--steps", type=positive, default=32, metavar="N", help="number of passes of a run (32)")
-    words = "tokens that the draft kernel searches (32000)"
+    speculate.add_argument(
+        "--steps", type=positive, default=32, metavar="N", help="number of passes of a run (default: 32)"
+    )
+    words = "tokens that the draft kernel searches (default: 32000)"
     speculate.add_argument("--history", type=positive, default=32000, metavar="N", help=words)
     add_option(speculate, OPTIONS["speculate_ngram"])
     words = "tokenizer of the texts (default: the checkpoint's, or the bundled one with a preset)"
@@ -139,24 +146,30 @@ def add_output(parser) -> None:
         "--format",
         choices=["table", "md", "csv", "json", "jsonl"],
         default="table",
-        help="format of stdout, or of the file that --output names (table)",
+        help="format of stdout, or of the file that --output names (default: table)",
     )
-    parser.add_argument("--output", metavar="FILE", help="write the rows to a file in the format of its suffix (.json)")
+    parser.add_argument(
+        "--output", metavar="FILE", help="write the results to a file; its suffix selects the format (default: JSON)"
+    )
 
 
 def add_kv_on_host(host) -> None:
     """Add the options of decode passes with K/V in host memory."""
-    host.add_argument("--runs", type=positive, default=5, metavar="N", help="number of timed runs (5)")
+    host.add_argument("--runs", type=positive, default=5, metavar="N", help="number of timed runs (default: 5)")
     add_shape(host)
-    first = "tokens before the first pass (32000)"
+    first = "tokens before the first pass (default: 32000)"
     host.add_argument("--context", type=positive, default=32000, metavar="N", help=first)
     host.add_argument(
-        "--steps", type=positive, default=16, metavar="N", help="number of passes of a run, and after a prompt (16)"
+        "--steps",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="number of passes in a run, and after each prompt (default: 16)",
     )
-    shares = "shares of the K/V in host memory; each gets rows of the table (1,0.5,0)"
+    shares = "shares of the K/V in host memory; the table has lines for each (default: 1,0.5,0)"
     host.add_argument("--host", type=shares_of_one, default=[1.0, 0.5, 0.0], metavar="S,S", help=shares)
     host.add_argument(
-        "--ring", type=positive, default=2, metavar="N", help="number of staging buffers on the device (2)"
+        "--ring", type=positive, default=2, metavar="N", help="number of staging buffers on the device (default: 2)"
     )
 
 
@@ -166,7 +179,7 @@ def add_serve(serve: Parser) -> None:
         "--url",
         type=reader(Url()),
         default="http://127.0.0.1:8000",
-        help="address of the server (http://127.0.0.1:8000)",
+        help="address of the server (default: http://127.0.0.1:8000)",
     )
     model = serve.add_mutually_exclusive_group()
     words = "model name on the server (default: the first that it lists); with --mix a checkpoint"
@@ -175,45 +188,56 @@ def add_serve(serve: Parser) -> None:
         "--endpoint",
         choices=["completions", "chat"],
         default="completions",
-        help="API endpoint that receives the requests (completions)",
+        help="API endpoint that receives the requests (default: completions)",
     )
     serve.add_argument(
         "--api-key-file", metavar="FILE", help="file that contains the API key (default: TRIDECODE_API_KEY)"
     )
     serve.add_argument(
-        "--timeout", type=amount, default=600.0, metavar="S", help="time limit of a request in seconds (600)"
+        "--timeout", type=amount, default=600.0, metavar="S", help="time limit of a request in seconds (default: 600)"
     )
     group = serve.add_argument_group("load")
-    group.add_argument("--num-prompts", type=positive, metavar="N", help="number of requests (100, or all of --jsonl)")
-    rate = "requests per second, at random times; inf sends all at once (inf)"
+    group.add_argument(
+        "--num-prompts", type=positive, metavar="N", help="number of requests (default: 100, or all of --jsonl)"
+    )
+    rate = "requests per second, at random times; inf sends all at once (default: inf)"
     group.add_argument("--request-rate", type=request_rate, default=math.inf, metavar="R", help=rate)
-    burst = "1 is a Poisson process; lower values send bursts, higher values send more evenly (1)"
+    burst = "1 is a Poisson process; lower values send bursts, higher values send more evenly (default: 1)"
     group.add_argument("--burstiness", type=amount, default=1.0, metavar="B", help=burst)
     group.add_argument(
-        "--max-concurrency", type=positive, metavar="N", help="maximum number of concurrent requests (no limit)"
+        "--max-concurrency",
+        type=positive,
+        metavar="N",
+        help="maximum number of concurrent requests (default: no limit)",
     )
     group.add_argument(
         "--warm-up",
         type=whole,
         default=1,
         metavar="N",
-        help="number of requests before the measurement, not counted (1)",
+        help="number of requests before the measurement, not counted (default: 1)",
     )
     group.add_argument(
         "--seed", type=whole, metavar="N", help="seed of the random prompts and arrival times (default: random)"
     )
     group = serve.add_argument_group("prompts", "Random token ids, or random words for --endpoint chat.")
     group.add_argument(
-        "--input-tokens", type=positive, default=128, metavar="N", help="length of a prompt in tokens or words (128)"
+        "--input-tokens",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="length of a prompt in tokens or words (default: 128)",
     )
     group.add_argument(
-        "--output-tokens", type=positive, default=128, metavar="N", help="maximum tokens of an answer (128)"
+        "--output-tokens", type=positive, default=128, metavar="N", help="maximum tokens of an answer (default: 128)"
     )
     lines = (
         'prompts from a file, one per line: {"prompt": ...}, {"messages": ...} or {"prompt_ids": ...}, and max_tokens'
     )
     group.add_argument("--jsonl", metavar="FILE", help=f"{lines}; - is stdin")
-    group.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="sampling temperature (0)")
+    group.add_argument(
+        "--temperature", type=temperature, default=0.0, metavar="T", help="sampling temperature (default: 0)"
+    )
     eos = group.add_mutually_exclusive_group()
     eos.add_argument(
         "--ignore-eos", action="store_true", help="let answers reach their maximum length, also with --jsonl"
@@ -221,27 +245,29 @@ def add_serve(serve: Parser) -> None:
     eos.add_argument(
         "--no-ignore-eos", action="store_true", help="let answers end earlier, for servers without ignore_eos"
     )
-    percent = "percentiles of each time, in addition to mean, median and std (99)"
+    percent = "percentiles of each time, in addition to mean, median and std (default: 99)"
     serve.add_argument("--percentiles", type=percentiles, default=[99], metavar="P,P", help=percent)
     words = "Without a server: an engine in this process on a GPU, with the weights of --model or random weights."
     mix = serve.add_argument_group("a prompt among requests", words)
     words = "time decoding requests while a prompt is read, and the first token of the prompt"
     mix.add_argument("--mix", action="store_true", help=words)
-    mix.add_argument("--runs", type=positive, default=9, metavar="N", help="number of timed runs (9)")
+    mix.add_argument("--runs", type=positive, default=9, metavar="N", help="number of timed runs (default: 9)")
     add_preset(model, "with --mix ")
     add_quantize(mix)
-    mix.add_argument("--requests", type=row_count, default=8, metavar="N", help="number of decoding requests (8)")
     mix.add_argument(
-        "--context", type=positive, default=64, metavar="N", help="prompt tokens of each decoding request (64)"
+        "--requests", type=row_count, default=8, metavar="N", help="number of decoding requests (default: 8)"
     )
-    tokens = "tokens of the prompt that arrives later (2000)"
+    mix.add_argument(
+        "--context", type=positive, default=64, metavar="N", help="prompt tokens of each decoding request (default: 64)"
+    )
+    tokens = "tokens of the prompt that arrives later (default: 2000)"
     mix.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help=tokens)
     mix.add_argument(
         "--steps",
         type=positive,
         default=128,
         metavar="N",
-        help="tokens that each request decodes before the prompt arrives (128)",
+        help="tokens that each request decodes before the prompt arrives (default: 128)",
     )
     add_option(mix, OPTIONS["prompt_ms"])
     add_graphs(mix)
@@ -273,8 +299,10 @@ def add_quantize(parser, kv_dtype: bool = True) -> None:
 
 def add_steps(parser, context: str, sampling: bool = True) -> None:
     """Add the options of a run of decode passes. `context` is the help of --context."""
-    parser.add_argument("--context", type=positive, default=64, metavar="N", help=f"{context} (64)")
-    parser.add_argument("--steps", type=positive, default=128, metavar="N", help="number of passes of a run (128)")
+    parser.add_argument("--context", type=positive, default=64, metavar="N", help=f"{context} (default: 64)")
+    parser.add_argument(
+        "--steps", type=positive, default=128, metavar="N", help="number of passes of a run (default: 128)"
+    )
     add_capacity(parser)
     if sampling:
         add_sampling(parser)
@@ -284,13 +312,16 @@ def add_sampling(parser) -> None:
     """Add --sampling, the kind of sampling that is measured."""
     choices = ["greedy", "temperature", "all"]
     parser.add_argument(
-        "--sampling", choices=choices, default="greedy", help="kind of sampling; 'all' enables every filter (greedy)"
+        "--sampling",
+        choices=choices,
+        default="greedy",
+        help="kind of sampling; 'all' enables every filter (default: greedy)",
     )
 
 
 def add_graphs(parser) -> None:
     """Add --graph, a list of graph modes."""
-    modes = "graph modes, as --graph of generate, a table row each (full)"
+    modes = "graph modes, as --graph of generate; the table has a line for each (default: full)"
     parser.add_argument("--graph", type=graph_modes, default=["full"], metavar="MODE,MODE", help=modes)
 
 

@@ -70,7 +70,7 @@ def info(args, output: Output) -> int:
 
 
 def weights_problem(path: Path, spec: ModelSpec) -> str | None:
-    """Return the error that the headers of the weight files in a directory reveal, or None."""
+    """Read the headers of the weight files in the directory `path`. Return the error if they are wrong, otherwise None."""
     try:
         read_tensor_infos(path, spec)
     except CheckpointError as error:
@@ -136,11 +136,12 @@ def memory_facts(plan: EnginePlan) -> dict:
 
 
 def prompt_facts(plan: EnginePlan) -> dict:
-    """Return how prompts are read.
+    """Return how the engine reads prompts, for the report.
 
-    A chunk has at most `chunk_tokens` tokens. If `mode` is a graph mode, the graph of the next larger size of `sizes`
-    runs it. With several slots, each size has a second graph for chunks with decoding rows. `sharing` is true if K/V of
-    equal prefixes are computed once. `buffers` is the size of the workspace in bytes.
+    A pass reads at most `chunk_tokens` tokens of prompts. If `mode` is not none, the pass replays a captured graph: the
+    graph with the smallest size in `sizes` that is large enough. With several slots, each size has a second graph, for
+    passes in which other requests decode. `sharing` is whether equal prefixes of prompts share their K/V. `buffers` is
+    the size of the workspace in bytes.
     """
     graphs = plan.graphs
     mode, _ = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention).plan_prompt(1)
@@ -317,7 +318,7 @@ def describe_graphs(run: dict) -> str:
     suffix = ", batch invariant" if run["batch_invariant"] else ""
     if run["graph"] == "none":
         return f"no graph{suffix}"
-    graphs = "CUDA graphs between attention launches" if run["graph"] == "piecewise" else "one CUDA graph a pass"
+    graphs = "CUDA graphs between attention launches" if run["graph"] == "piecewise" else "one CUDA graph per pass"
     return f"{graphs} {'with' if run['pdl'] else 'without'} programmatic dependent launch{suffix}"
 
 

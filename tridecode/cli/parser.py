@@ -185,8 +185,10 @@ def make_parser() -> argparse.ArgumentParser:
     source = "directory or Hugging Face id of an unquantized checkpoint, or bundled"
     quantize.add_argument("model", metavar="MODEL", help=source)
     quantize.add_argument("out", metavar="OUT", help="a new or an empty directory")
-    quantize.add_argument("--to", default="int4", choices=["fp8", "int8", "int4"], help="format of the weights (int4)")
-    head_help = "format of the LM head (keep)"
+    quantize.add_argument(
+        "--to", default="int4", choices=["fp8", "int8", "int4"], help="format of the weights (default: int4)"
+    )
+    head_help = "format of the LM head (default: keep)"
     quantize.add_argument("--head", default="keep", choices=["keep", "fp8", "int8", "int4"], help=head_help)
     quantize.add_argument("--quiet", action="store_true", help="do not show a progress bar")
     add_verbose(quantize)
@@ -204,26 +206,28 @@ def make_parser() -> argparse.ArgumentParser:
     profile = add("profile", help="show the time of each kernel", description=PROFILE)
     add_shape(profile, model=True)
     add_quantize(profile)
-    profile.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the first pass (64)")
+    profile.add_argument(
+        "--context", type=positive, default=64, metavar="N", help="tokens before the first pass (default: 64)"
+    )
     profile.add_argument(
         "--prompt-tokens",
         type=positive,
         default=2048,
         metavar="N",
-        help="tokens of the prompt chunk, at most 2048 (2048)",
+        help="tokens of the prompt chunk, at most 2048 (default: 2048)",
     )
     profile.add_argument(
-        "--rows", type=row_count, default=1, metavar="N", help="number of requests in the pass, 1 to 64 (1)"
+        "--rows", type=row_count, default=1, metavar="N", help="number of requests in the pass, 1 to 64 (default: 1)"
     )
     profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures to DIR")
     add_verbose(profile)
     tune = add("tune", help="search launch configs for this GPU", description=TUNE)
     add_shape(tune, model=True)
     add_quantize(tune, kv_dtype=False)
-    rows_help = "requests in the tuned pass, 1 to 64 (1)"
+    rows_help = "requests in the tuned pass, 1 to 64 (default: 1)"
     tune.add_argument("--rows", type=row_count, default=1, metavar="N", help=rows_help)
     tune.add_argument(
-        "--minutes", type=minutes, default=5.0, metavar="M", help="time limit of the search in minutes (5)"
+        "--minutes", type=minutes, default=5.0, metavar="M", help="time limit of the search in minutes (default: 5)"
     )
     add_verbose(tune)
     return parser

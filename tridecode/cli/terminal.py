@@ -143,9 +143,9 @@ class Output:
 
     @contextmanager
     def loading(self):
-        """Show the progress of loading in a terminal: a bar for weights or kernels, and the log messages of the engine.
+        """Show the progress of loading in a terminal: a bar for weights or kernels, and the engine's log messages.
 
-        Yields an object whose methods `weights` and `kernels` Engine.load calls to report progress.
+        Yields an object with the methods `weights` and `kernels`. `Engine.load` calls them to report its progress.
         """
         from .progress import Loading
 
@@ -299,7 +299,7 @@ def _speed(usage, timings, capacity, seed, short: bool = False) -> dict[str, str
     if rate := timings.tokens_per_second:
         parts["rate"] = f"{rate:,.{0 if rate >= 100 else 1}f} tok/s"
     if usage and usage.accepted:
-        parts["pass"] = f"{usage.tokens_per_pass:.1f} a pass"
+        parts["pass"] = f"{usage.tokens_per_pass:.1f} tok/pass"
     parts["first"] = f"first {'' if short else 'token '}{timings.ttft:.2f} s"
     if usage and usage.reused_tokens is not None:
         both = number(usage.reused_tokens), number(usage.prompt_tokens)

@@ -59,13 +59,13 @@ def contexts(text: str) -> list[str]:
 
 
 def mix(context: str) -> list[int]:
-    """Return the context of each row of a mix such as 32000x1+64x31. A single number is one row."""
+    """Return the context of each request of a mix such as 32000x1+64x31. A single number means one request."""
     rows: list[int] = []
     for part in context.split("+"):
         tokens, times, count = part.partition("x")
         rows += [positive(tokens)] * min(positive(count) if times else 1, MAX_ROWS + 1)
     if len(rows) > MAX_ROWS:
-        raise argparse.ArgumentTypeError(f"expected at most {MAX_ROWS} rows, got {context!r}")
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_ROWS} requests, got {context!r}")
     return rows
 
 

@@ -81,7 +81,7 @@ def cases_of(args) -> list[tuple[int | str, list[int]]]:
         ParameterError: --rows is set although each --context is a mix
     """
     if args.rows is not None and all(not context.isdecimal() for context in args.context):
-        raise ParameterError(f"--rows: a mix like {args.context[0]} sets the number of rows; leave out --rows")
+        raise ParameterError(f"--rows: a mix like {args.context[0]} sets the number of requests; omit --rows")
     cases: list[tuple[int | str, list[int]]] = []
     for context in args.context:
         if context.isdecimal():

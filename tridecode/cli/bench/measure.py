@@ -177,10 +177,12 @@ def time_decode(
 
 
 def check_running(engine: Engine, name: str, rows: int = 1) -> None:
-    """Raise GenerationError if a row has ended, because its passes then return early and their times mean nothing."""
+    """Raise GenerationError if a row is no longer active. Passes then return early, so their times are wrong."""
     for status in engine.model.workspace.meta[:rows, STATUS].tolist():
         if status != RUN:
-            raise GenerationError(f"{name}: the steps ended early (status {status}); no time was measured")
+            raise GenerationError(
+                f"{name}: a row ended during the passes (status {status}), so their times are wrong; use fewer --steps"
+            )
 
 
 def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:

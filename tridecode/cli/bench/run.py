@@ -57,7 +57,7 @@ def publish(args, output: Output, measured: Callable[[], Sequence[Row]]) -> Sequ
     with text_sink(args.output, output) if args.output is not None else nullcontext() as write:
         rows = measured()
         if not rows:
-            raise GenerationError("every row failed")
+            raise GenerationError("no result: every measurement failed; see the errors above")
         if write:
             write(render(rows, form))
     if args.output is None and form != "table":

@@ -52,7 +52,7 @@ class PassesRow(Row):
     steps: int
     runs: int
     requests: int
-    off_us: float = column("µs a pass without", kept=2, compared=True)
+    off_us: float = column("µs per pass without drafts", kept=2, compared=True)
     us_1: float = column("1 row of each", kept=2, compared=True)
     ratio_1: float = column("1: ratio", 3, kept=3)
     us_2: float | None = column("2 rows of each", kept=2, compared=True, default=None)
@@ -68,9 +68,9 @@ class DraftRow(Row):
     """The figures of the draft kernel."""
 
     bench = "speculate-draft"
-    header = "looking for a draft"
+    header = "search for a draft"
     variant: str = ""
-    history: int = column("tokens before")
+    history: int = column("tokens of text")
     draft_us: float = column("µs", 2, kept=2, compared=True)
 
 
@@ -84,7 +84,7 @@ class TextRow(Row):
     source: str = column("from")
     license: str = column("license")
     tokens: int = column("tokens")
-    tokens_per_pass: float = column("tokens a pass", 2, kept=2, compared=True)
+    tokens_per_pass: float = column("tokens per pass", 2, kept=2, compared=True)
     passes_1: int = column("passes of 1")
     passes_2: int = column("passes of 2")
     passes_4: int = column("passes of 4")
