@@ -36,7 +36,7 @@ def _add_norm_kernel(
 
 
 def add_norm(hidden, delta, norm, out, eps):
-    """Add delta to hidden, unless it is None, and write rms_norm(hidden) * norm to out in out's dtype.
+    """Add `delta`, if it is not None, to `hidden`. Then write `rms_norm(hidden) * norm` to `out` in its dtype.
 
     Args:
         hidden: [rows, N] fp32, updated in place.

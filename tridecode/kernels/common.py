@@ -49,7 +49,7 @@ FREQUENCY_PENALTY = tl.constexpr(layout.FREQUENCY_PENALTY)
 
 
 def cdiv(a: int, b: int) -> int:
-    """Return a / b, rounded up, in a launcher. A call of triton.cdiv takes 5 µs."""
+    """Return `a / b`, rounded up. Launchers call this, because a call of triton.cdiv takes 5 µs."""
     return -(-a // b)
 
 

@@ -109,11 +109,11 @@ class Sizes(NamedTuple):
     GROUP: tl.constexpr  # Number of query heads that share a K/V head.
     COLUMNS: tl.constexpr  # Number of queries that are multiplied together, padded.
     D: tl.constexpr  # Head dimension.
-    BLOCK_D: tl.constexpr  # D, padded
-    BLOCK_G: tl.constexpr  # GROUP, padded
+    BLOCK_D: tl.constexpr  # D, padded to a power of two.
+    BLOCK_G: tl.constexpr  # GROUP, padded to a power of two.
     BLOCK_T: tl.constexpr  # Number of positions of a tile.
     WARP_T: tl.constexpr  # Number of positions of a tile that each warp attends to, for fp8 K/V.
-    TILES: tl.constexpr  # Number of tiles that are loaded before the wait.
+    TILES: tl.constexpr  # Number of tiles that are loaded before `gdc_wait`.
     MAX_SPLITS: tl.constexpr  # Maximum number of splits for which `partial` has room.
     COMBINE: tl.constexpr  # Number of splits that are combined together.
     WINDOW: tl.constexpr  # Number of positions that a query attends to. 0 means all.

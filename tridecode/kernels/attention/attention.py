@@ -42,10 +42,11 @@ class AttentionConfig:
     splits: int = 32  # Maximum number of programs for a K/V head of a row.
     num_warps: int = 4
     registers: int = 0  # Maximum number of registers of a thread. 0 means no limit.
-    # Number of iterations that are loaded before the wait (1 for fp8 K/V). A row with no more iterations has one split.
+    # Number of iterations whose K/V are loaded before `gdc_wait` (1 for fp8 K/V). A row that needs no more iterations
+    # has one split.
     ahead: int = 1
     converts: bool = False  # Whether the GPU has an instruction that converts fp8 K/V.
-    # Number of splits of a row whose splits then have at most short_iterations iterations. 0 means `splits`.
+    # Maximum number of splits of a row, if a split then has at most short_iterations iterations. 0 means `splits`.
     short_splits: int = 0
     short_iterations: int = 32
 
@@ -54,7 +55,7 @@ class Limits(NamedTuple):
     """Compile-time rules for the number of splits of a request."""
 
     SPLITS: tl.constexpr  # Maximum number of splits.
-    SHORT_SPLITS: tl.constexpr  # Number of splits if a split then has at most SHORT_ITERATIONS iterations.
+    SHORT_SPLITS: tl.constexpr  # Maximum number of splits, if a split then has at most SHORT_ITERATIONS iterations.
     SHORT_ITERATIONS: tl.constexpr
     LEAST: tl.constexpr  # Minimum number of iterations of a split, if there are several queries.
 
@@ -82,7 +83,7 @@ def _longest(
 
 @triton.jit
 def _request(meta_ptr, table_ptr, request, stride_table, QUERIES: tl.constexpr):
-    """Return the number of a request's rows that run, the position of the first, and its page table."""
+    """Return the number of active rows of a request, the position of its first row, and its page table."""
     meta_ptr += request * (QUERIES * META_WIDTH)
     count = (tl.load(meta_ptr + STATUS) == RUN).to(tl.int32)
     position = tl.load(meta_ptr + POSITION)
@@ -147,23 +148,32 @@ def _attention_kernel(
 ):  # fmt: skip
     """Compute attention of the new tokens of each request to its cached positions and to themselves.
 
-    The new tokens are the running rows, which come first, of QUERIES rows at consecutive positions. Their K and V are
-    written to the cache. A program computes one split of a K/V head of a request.
+    A request has QUERIES rows at consecutive positions. Its new tokens are its active rows, which come first. The
+    kernel writes K and V of the new tokens to the cache. A program computes one split of a K/V head of a request.
 
     Grid: (KV_HEADS, REQUESTS * SHORT_SPLITS + SPLITS - SHORT_SPLITS). The number of splits of a request depends only on
     its own length, so that its result does not depend on other requests. Each of the first SHORT_SPLITS splits of every
     request has its own program. The remaining splits, usually none, are distributed among the remaining programs.
-    Programs without work exit immediately, so that those of the next kernel can start. The first TILES tiles of a split
-    are in flight before the wait, because only earlier passes wrote them. With several queries, a split has at least
-    LEAST iterations.
-    If TOGETHER, the first SHORT_SPLITS programs of all requests run at the same time. The splits of a request may then
-    wait for each other, provided that no request has more splits.
+    Programs without work exit immediately, so that programs of the next kernel can start. The first TILES tiles of a
+    split are loaded before `gdc_wait`. This is safe because earlier passes wrote them.
     Moves 2 * KV_HEADS * D * itemsize bytes per position.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.
         qkv_ptr: [rows, HEADS * Q_COLUMNS + 2 KV_HEADS * D].
         out_ptr: [rows, HEADS * D] (output).
+        REQUESTS: Number of requests.
+        QUERIES: Number of rows per request.
+        BLOCK_M: REQUESTS, padded to a power of two.
+        SPLITS: Maximum number of splits of a request.
+        SHORT_SPLITS: Maximum number of splits of a request whose splits then have at most SHORT_ITERATIONS iterations.
+        SHORT_ITERATIONS: See SHORT_SPLITS.
+        LEAST: Minimum number of iterations of a split if QUERIES > 1.
+        COMBINE_ALL: Number of splits whose partial results a program loads together when it combines all queries.
+        TOGETHER: Whether the first SHORT_SPLITS programs of all requests run at the same time. If so, the splits of a
+            request wait for each other, and each combines a part of the results. It has no effect if a request has more
+            splits.
+        PDL: Whether the launch uses programmatic dependent launch.
         Others: see arguments.py, which also describes the sizes up to Q_COLUMNS.
     """
     SIZES: tl.constexpr = Sizes(
@@ -271,10 +281,10 @@ def sizes_of(
         AssertionError: if the scratch has no room for the splits, or a tile is neither whole pages nor a part of one.
     """
     assert config.splits <= scratch.partial.shape[2], (
-        "config.splits exceeds the splits for which scratch.partial has room"
+        f"config.splits is {config.splits}, but scratch.partial has room for {scratch.partial.shape[2]} splits"
     )
     assert config.block_t % kv.page == 0 or kv.page % config.block_t == 0, (
-        "config.block_t must be a multiple or a divisor of the page size"
+        f"config.block_t is {config.block_t}, which is neither a multiple nor a divisor of the page size {kv.page}"
     )
     return Sizes(
         PAGE=kv.page,

@@ -22,13 +22,14 @@ class QueriesConfig:
     short_splits: int = 0
     short_iterations: int = 32
     least: int = 2  # Minimum number of iterations of a split.
-    # Whether all programs run at once and combine together, if no request has more than short_splits splits.
+    # Whether all programs run at the same time and each combines a part of the results. It has no effect if a request
+    # has more than short_splits splits.
     together: bool = False
     registers: int = 0
 
 
 def attention_queries(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):
-    """Compute attention of config.queries rows of each request, at consecutive positions. Running rows come first."""
+    """Compute attention of `config.queries` rows of each request, at consecutive positions. Active rows come first."""
     arguments = config.queries, config.least, config.together
     launch_attention(meta, qkv, out, kv, rope, scratch, heads, config, pdl, *arguments)
 

@@ -26,10 +26,10 @@ class AttentionRowsConfig:
     num_warps: int = 4
     registers: int = 0
     least: int = 4  # Minimum number of iterations of a split.
-    # Number of programs that share the items. An item is a split of a K/V head of a row.
+    # Number of programs that share the work items. A work item is one split of one K/V head of a row.
     programs: int = field(kw_only=True)
     stages: int = 1  # Pipeline stages: 1 + 2 for each tile in flight. With 1, the next tile is loaded into registers.
-    # Whether the first tile is loaded before the wait, which is safe because no launch of this pass writes it.
+    # Whether the first tile is loaded before `gdc_wait`. This is safe if no launch of this pass writes the tile.
     early: bool = True
     converts: bool = False
 
@@ -38,7 +38,7 @@ class Work(NamedTuple):
     """The rows of a pass as every program reads them from meta, [BLOCK_M] each."""
 
     ends: tl.tensor  # Running sum of `active`.
-    active: tl.tensor  # Number of splits of each row. 0 for a row that does not run.
+    active: tl.tensor  # Number of splits of each row. 0 for a row that is not active.
     positions: tl.tensor
     slots: tl.tensor
 
@@ -51,7 +51,7 @@ def _pick(values, index):
 
 @triton.jit
 def _item(item, work, table_ptr, stride_table, LEAST: tl.constexpr, SPLITS: tl.constexpr, SIZES: tl.constexpr):
-    """Return the Split of an item. Items are ordered by row, then by split, then by K/V head."""
+    """Return the Split of a work item. Work items are ordered by row, then by split, then by K/V head."""
     unit, head = item // SIZES.KV_HEADS, item % SIZES.KV_HEADS
     row = tl.sum((work.ends <= unit).to(tl.int32), 0)
     splits = _pick(work.active, row)
@@ -127,10 +127,10 @@ def _attention_rows_kernel(
     """Compute attention of each row's token to the cached positions of its slot and to itself.
 
     K and V of the token are written to the cache. Grid: (PROGRAMS,). Every program reads the lengths of all rows from
-    meta before the wait, and computes its share of the items, each a split of a K/V head of a row. The split of a head
-    that finishes last combines all of them. The number of splits of a row depends only on its own length, so that its
-    result does not depend on other rows. Without EARLY, the first tile is loaded after the wait, because the previous
-    launch may have written to the cache.
+    meta before `gdc_wait`, and computes its share of the work items. A work item is one split of one K/V head of a
+    row. The split of a head that finishes last combines all splits of the head. The number of splits of a row depends
+    only on its own length, so that its result does not depend on other rows. Without EARLY, the first tile is loaded
+    after `gdc_wait`, because the previous launch may have written to the cache.
 
     Args: see _attention_kernel.
     """

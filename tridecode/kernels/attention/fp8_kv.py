@@ -108,7 +108,10 @@ def two_words_to_bf16(first, second, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def e4m3_scale(x, axis: tl.constexpr):
-    """Return scale and 1 / scale of the rows of x, fp32. The scale is the smallest power of two that e4m3 needs."""
+    """Return `scale` and `1 / scale` of each row of `x`, fp32.
+
+    The scale is the smallest power of two by which the row must be divided to fit the range of e4m3.
+    """
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
     exponent = tl.maximum(((top + 0x1FFFFF) >> 23) - 8, 1)  # 448 is 1.75 * 2 ** 8.
     bits = tl.where(top > 0x7F7FFFFF, 0x7FC00000, exponent << 23)
@@ -117,7 +120,7 @@ def e4m3_scale(x, axis: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x):
-    """Round x, fp32 of at most 448, to nearest, ties to even. Return codes and their values."""
+    """Round `x`, fp32 of at most 448, to e4m3: to nearest, ties to even. Return the codes and the rounded values."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = (size + 0x7FFFF + ((size >> 20) & 1)) & 0x7FF00000
@@ -131,7 +134,13 @@ def to_e4m3(x):
 
 @triton.jit
 def store_cells_fp8(new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr, v_scale_ptr, mask_k, mask_d, write):
-    """If `write`, store K (equal in every row) and V of a token, fp32. Return both as the cache stores them."""
+    """Quantize K and V of a token to fp8, and store them in the cache if `write`. Return the dequantized values.
+
+    Args:
+        new_k: [rows, head_dim] fp32. All rows are equal.
+        new_v: [head_dim] fp32.
+        write: whether this program stores the codes and the scales.
+    """
     k_scale, k_inverse = e4m3_scale(new_k, 1)
     v_scale, v_inverse = e4m3_scale(new_v, 0)
     k_codes, new_k = to_e4m3(new_k * k_inverse[:, None])

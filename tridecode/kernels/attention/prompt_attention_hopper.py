@@ -26,7 +26,7 @@ PAGE = gl.constexpr(64)
 # Columns that are adjacent in shared memory, 128 bytes. The next columns follow after all rows of these columns.
 COLUMNS = gl.constexpr(64)
 HALF = gl.constexpr(64)  # Number of rows of a warpgroup.
-BLOCK_M = gl.constexpr(128)  # Number of rows of an item.
+BLOCK_M = gl.constexpr(128)  # Number of rows of a work item.
 BLOCK_N = gl.constexpr(128)  # Number of positions of a tile.
 STAGES = gl.constexpr(3)  # Number of tiles of K, and also of V, that are in flight or in use.
 THREADS = gl.constexpr(2 * 128 + 32)
@@ -73,7 +73,7 @@ def _uniform(x):
 
 @gluon.jit
 def _item_count(items):
-    """Return the number of items of this program."""
+    """Return the number of work items of this program."""
     place = gl.program_id(0)
     rounds = items // gl.num_programs(0)
     if rounds % 2 == 1:
@@ -83,13 +83,15 @@ def _item_count(items):
 
 @gluon.jit
 def _item(i, chunk, before, chunks_ptr, total, HEADS: gl.constexpr):
-    """Return this program's i-th item: head, block within its chunk, chunk, and number of blocks of the earlier chunks.
+    """Return the `i`-th work item of this program.
 
-    chunk and before are the values of the previous item.
+    `chunk` and `before` are the values that the call for the previous work item returned.
+
+    Returns the head, the block within its chunk, the chunk, and the number of blocks of the earlier chunks.
     """
     place = gl.program_id(0)
-    # Odd rounds run in reverse order, so that the program with the longest item of a round has the shortest of the
-    # next.
+    # Odd rounds run in reverse order. The program with the longest work item of a round then has the shortest work item
+    # of the next round.
     if i % 2 == 1:
         place = gl.num_programs(0) - 1 - place
     item = i * gl.num_programs(0) + place
@@ -116,7 +118,7 @@ def _copy_items(
     chunks_ptr, table_ptr, q_desc, pool_desc, stride_table, k_row, v_row, rows_of_page, total, shared,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Copy q of each item, and K and V tile by tile, from the last position to the first (producer warp)."""
+    """Copy q of each work item, then its K and V tile by tile, from the last position to the first (producer warp)."""
     q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
     D: gl.constexpr = q_smem.shape[2]
     c = 0  # Number of tiles that were copied.
@@ -215,7 +217,7 @@ def _clear(v_tile, first_t, end):
 
 @gluon.jit
 def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr, WARPGROUP: gl.constexpr):
-    """Consumer warpgroup: attend with its half of the rows of each item."""
+    """Consumer warpgroup: compute attention for its half of the rows of each work item."""
     q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
     TYPE: gl.constexpr = k_smem.dtype
     D: gl.constexpr = q_smem.shape[2]
@@ -278,10 +280,10 @@ def _prompt_attention_hopper_kernel(
 ):  # fmt: skip
     """Compute attention of each row to the positions of its slot up to its own.
 
-    Grid: (programs,), one for each multiprocessor. The programs share the items, each BLOCK_M rows of a chunk in one
-    head. One warp copies q, K and V of one item after another to shared memory, up to STAGES tiles before they are
-    used. Two warpgroups attend with half of the rows each, and both read every tile. The result of an item depends on
-    nothing else. Rows outside all chunks are not written.
+    Grid: (programs,), one for each multiprocessor. The programs share the work items. A work item is BLOCK_M rows of
+    a chunk in one head. One warp copies q, K and V of one work item after another to shared memory, up to STAGES tiles
+    before they are used. Two warpgroups compute attention for half of the rows each, and both read every tile. The
+    result of a work item does not depend on other work items. Rows outside all chunks are not written.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.
@@ -327,9 +329,9 @@ def _prompt_attention_hopper_kernel(
 
 
 def fits(q, k_cache, window: int, multiprocessors: int) -> bool:
-    """Return whether the kernel supports the launch, and the launch has at least two items for each multiprocessor.
+    """Return whether the kernel supports the launch, and the launch has at least two work items per multiprocessor.
 
-    With fewer items, many multiprocessors would be idle.
+    With fewer work items, many multiprocessors would be idle.
     """
     rows, heads, D = q.shape
     items = cdiv(rows, BLOCK_M.value) * heads

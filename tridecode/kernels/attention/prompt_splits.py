@@ -9,7 +9,9 @@ from ..chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WI
 from ..common import gdc_wait
 from .splits import EMPTY, Partials
 
-CHUNK = tl.constexpr(1 << 24)  # Each chunk adds this number to a sum of blocks. The number of blocks is always smaller.
+# One int32 sum counts chunks and blocks: each chunk adds CHUNK, each block adds 1. There are fewer than CHUNK blocks,
+# so sum // CHUNK is the number of chunks, and sum % CHUNK is the number of blocks.
+CHUNK = tl.constexpr(1 << 24)
 
 
 class Blocks(NamedTuple):
@@ -93,12 +95,12 @@ def store_rows(out_ptr, x, tile, block, head, BLOCKS: tl.constexpr):
 
 @triton.jit
 def sum_splits(partials, item, used, out_ptr, first, block, head, AT_ONCE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Combine AT_ONCE entries of a block from `first` on, and store their outputs.
+    """Combine the splits of AT_ONCE entries of a block, beginning with entry `first`, and store the outputs.
 
     The partial results of all splits are loaded together, so that their latencies overlap.
 
     Args:
-        item: Number of the item of the block's first split.
+        item: Number of the work item of the block's first split.
         used: Number of splits of the block.
     """
     tile = first + tl.arange(0, AT_ONCE)

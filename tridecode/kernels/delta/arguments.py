@@ -60,17 +60,18 @@ class DeltaWeights(NamedTuple):
 
 
 class RecordLayer(NamedTuple):
-    """The records of one layer."""
+    """The records of one layer. The first dimension of each tensor is the number of the record."""
 
-    state: torch.Tensor  # fp32 [records, value heads, key_dim, value_dim]
-    window: torch.Tensor  # [records, RING, channels]: inputs of the convolution, position p at p % RING
-    covered: torch.Tensor  # int32 [records, value heads]: number of positions that a head's matrix contains
+    state: torch.Tensor  # fp32 [number of records, value heads, key_dim, value_dim]
+    # [number of records, RING, channels]: the inputs of the convolution. The input of position p is at index p % RING.
+    window: torch.Tensor
+    covered: torch.Tensor  # int32 [number of records, value heads]: number of positions that a head's state contains
 
 
 class DraftRows(NamedTuple):
-    """The updates by the drafts of a pass, from which the next pass replays those that were accepted.
+    """The state updates of the drafts of a pass. The next pass replays the updates of the accepted drafts.
 
-    Position p is at p % RING. An update is state = exp(g) * state + k u^T.
+    The update of position p is at index p % RING. It computes state = exp(`g`) * state + `k` `u`^T.
     """
 
     k: torch.Tensor  # fp32 [slots, RING, key heads, key_dim]

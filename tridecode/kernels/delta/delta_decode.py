@@ -179,14 +179,13 @@ def _delta_decode_kernel(
     """Compute the new tokens of one V head of a request.
 
     Grid: (VALUE_HEADS, requests). A program has the whole matrix [K, V] of its head in registers. Its loads are in
-    flight before the wait, because only earlier passes wrote it. It first replays the updates by accepted drafts: those
-    between the positions that the state covers and the position of the request. If the state covers the request's
+    flight before `gdc_wait`, because only earlier passes wrote it. It first replays the updates by accepted drafts:
+    those between the positions that the state covers and the position of the request. If the state covers the request's
     position already, because the pass is a repetition, it is only read, with the same bits as the first time. The
-    updates by drafts are stored, but the state that they lead to is not.
-    Moves 8 * K * V bytes a head.
+    updates by drafts are stored, but the state that they lead to is not. Moves 8 * K * V bytes a head.
 
     Args:
-        meta_ptr: [requests * QUERIES, META_WIDTH] int32. The running rows of a request come first.
+        meta_ptr: [requests * QUERIES, META_WIDTH] int32. The active rows of a request come first.
         qkvz_ptr: [rows, C + VALUE_HEADS * V], C = (2 KEY_HEADS * K + VALUE_HEADS * V).
         x_ptr: [rows, HIDDEN], what the linear that computed qkvz has read.
         sumsq_ptr: [rows, ...] fp32, `n_sumsq` partial sums of squares, if NORMED: x is not divided by its rms yet.

@@ -1,4 +1,4 @@
-"""delta_gates: the projections b and a of the rows of a prompt pass, by torch's matrix product."""
+"""delta_gates: the projections `b` (of beta) and `a` (of the decay) of a prompt pass, by torch's matrix product."""
 
 import torch
 
@@ -7,7 +7,7 @@ from .arguments import DeltaWeights
 
 
 def delta_gates(x, weights: DeltaWeights, b, a):
-    """Write x @ weights.b.T to b and x @ weights.a.T to a.
+    """Write `x @ weights.b.T` to `b` and `x @ weights.a.T` to `a`.
 
     Args:
         x: [rows, hidden].

@@ -166,7 +166,7 @@ def delta_scan_ref(tables: PromptTables, mixed, rates, u, w, p, records: RecordL
 
 
 def delta_scan_bytes(tables, mixed, rates, u, w, p, records, heads) -> int:
-    """Return the bytes of the rows, and of the states in and out."""
+    """Return the bytes that the kernel moves: the data of the rows, and one state in and out for each chunk."""
     chunks = len(read_tables(tables))
     return mixed.nbytes + 2 * u.nbytes + w.nbytes + p.nbytes + 2 * chunks * records.state[0].nbytes
 

@@ -21,7 +21,7 @@ def softplus(x):
 
 @triton.jit
 def log_decay(a, a_log, dt_bias):
-    """Return g: the state decays by exp(g) at a position, g = -exp(A_log) softplus(a + dt_bias)."""
+    """Return the log decay g = -exp(`a_log`) * softplus(`a` + `dt_bias`). A position multiplies the state by exp(g)."""
     return -tl.exp(a_log) * softplus(a + dt_bias)
 
 
@@ -33,9 +33,9 @@ def silu(x):
 
 @triton.jit
 def norm_and_gate(o, squares, z, norm, eps, V: tl.constexpr, SIGMOID: tl.constexpr):
-    """Return the RMS norm of the outputs o of heads, times the weight `norm` and the gate of z.
+    """Return the RMS norm of the heads' outputs `o`, multiplied by the weight `norm` and by the gate of `z`.
 
-    squares: the sum of the squares of each head's V outputs.
+    squares: for each head, the sum of the squares of its V outputs.
     """
     gate = tl.sigmoid(z)
     if not SIGMOID:
@@ -44,7 +44,7 @@ def norm_and_gate(o, squares, z, norm, eps, V: tl.constexpr, SIGMOID: tl.constex
 
 
 def rates(b: torch.Tensor, a: torch.Tensor, weights: DeltaWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return beta and g, fp32, from the projections b and a [..., value heads]."""
+    """Return beta and the log decay g, both fp32, of projections `b` and `a`, both [..., value heads]."""
     g = -weights.a_log.float().exp() * torch.nn.functional.softplus(a.float() + weights.dt_bias.float())
     return b.float().sigmoid(), g
 
@@ -55,7 +55,7 @@ def l2_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def gated_norm(o: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, heads: DeltaHeads) -> torch.Tensor:
-    """Return the RMS norm of o [..., value heads, value_dim], times the weight `norm` and the gate of z."""
+    """Return the RMS norm of `o`, [..., value heads, value_dim], times the weight `norm` and the gate of `z`."""
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + heads.eps) * norm.float()
     return o * (z.sigmoid() if heads.sigmoid else torch.nn.functional.silu(z))
 

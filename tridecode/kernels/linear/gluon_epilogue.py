@@ -16,15 +16,15 @@ Outputs = namedtuple(
 
 @gluon.jit
 def load_status(o, offs_m):
-    """Load the status of rows offs_m. Rows that do not exist have status -1."""
+    """Load the status of the rows `offs_m`. For rows beyond the pass, the status is -1."""
     return gl.load(o.meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < o.rows, other=-1)
 
 
 @gluon.jit
 def any_row_runs(o, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Return whether any of ROWS rows runs.
+    """Return whether one of the first ROWS rows has status RUN.
 
-    A kernel may call it before its wait: only the last kernels of a pass change the status.
+    A kernel may call this before `gdc_wait`, because only the last kernels of a pass change the status of rows.
     """
     status = load_status(o, gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [WARPS], [0])))
     return gl.max((status == RUN).to(gl.int32), 0)

@@ -83,7 +83,7 @@ def _matmul_kernel(
     """Compute `project` for up to BLOCK_M rows.
 
     Grid: (PROGRAMS,). Each program takes every PROGRAMS-th of BLOCKS blocks of BLOCK_N rows of the weight, and stores
-    one partial sum of squares per row. The first AHEAD tiles of the weight are in flight before the wait. The
+    one partial sum of squares per row. The first AHEAD tiles of the weight are in flight before `gdc_wait`. The
     activations stay in registers if all their tiles are in flight at once. The order in which a sum is added does not
     depend on the row or on other rows. A row is a column of the tensor cores' product, and the columns are independent.
 
@@ -256,7 +256,8 @@ def matmul(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
     blocks, programs = config.grid(linear.out_features)
     _matmul_kernel[(programs,)](
         meta, x, **linear.arguments(out),
-        # With tiles of 16 rows or more, the kernel adds 64 partial sums in an order that does not depend on the rows.
+        # 64 is the minimum of SUMSQ_BLOCK. With tiles of 16 rows or more, the kernel always adds at least 64 partial
+        # sums of squares, so that the order of the additions does not depend on the number of rows.
         **epilogue_arguments(linear, out, epilogue, 64 if config.block_m > 8 else 1), stride_xm=x.stride(0), rows=rows,
         BLOCK_M=max(next_power_of_2(rows), config.block_m), N=N, BLOCK_N=config.block_n, WARPS=config.num_warps,
         AHEAD=min(config.ahead, tiles), X_AHEAD=min(config.x_ahead, tiles * parts), BLOCKS=blocks, PROGRAMS=programs,

@@ -11,7 +11,7 @@ synchronize and then start the copy, or they arrive at a second barrier, at whic
 copies. With LAG 1, the stage of a tile is free only after the next product has begun, so that one is always in flight.
 
 Dependent launch: no kernel that may still run writes weights (a kernel after a copy from the host is launched without
-PDL). So the first STAGES tiles of the weight are in flight before the wait. Data that other kernels of the pass write
+PDL). So the first STAGES tiles of the weight are in flight before `gdc_wait`. Data that other kernels of the pass write
 is read after it.
 
 Programs that share the columns (SPLIT) store their sums and increment a counter. The last one adds all sums, including
@@ -55,7 +55,7 @@ class HopperConfig:
     Attributes:
         block_n: Rows of the weight in a tile. Gated counts gate and up rows together.
         block_k: Columns of a tile: 128 bytes of a row, or a multiple of that.
-        stages: Tiles of the weight in flight, before the wait too.
+        stages: Tiles of the weight in flight, before `gdc_wait` too.
         x_stages: Tiles of the activations in flight.
         split: Programs that share the columns. 1 for Gated.
         programs: Number of programs that share the rows; 0: one for each tile.

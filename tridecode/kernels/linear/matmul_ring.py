@@ -8,7 +8,7 @@ place.
 The instruction multiplies eight rows of activations. Each of them is the one row of the pass. Only the first result is
 stored.
 
-Dependent launch: no kernel that may still run writes weights, so the whole ring is filled before the wait.
+Dependent launch: no kernel that may still run writes weights, so the whole ring is filled before `gdc_wait`.
 """
 
 from collections import namedtuple
@@ -55,7 +55,7 @@ class RingConfig(RowBlocks):
     Attributes:
         tiles: Tiles of 64 bytes of a row in a stage, for each warp. A stage takes tiles * num_warps KiB of shared
             memory.
-        stages: Stages in flight, before the wait too.
+        stages: Stages in flight, before `gdc_wait` too.
         x_shared: Whether the activations are in shared memory instead of registers.
         programs: Number of programs that share the rows; 0: one for each 16 rows.
         producer: 1 for a producer warp, as in HopperConfig. Useful for programs that take several blocks, or one block

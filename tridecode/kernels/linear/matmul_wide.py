@@ -33,7 +33,7 @@ class WideConfig:
 
     Attributes:
         block_n: Rows of the weight, 16 for each warp or a multiple. Gated counts gate and up rows together.
-        ahead: Tiles of the weight in flight, before the wait too.
+        ahead: Tiles of the weight in flight, before `gdc_wait` too.
         x_ahead: Tiles of the activations in flight.
         split: Programs that share the columns.
         registers: Maximum number of registers of a thread; 0: no limit.
@@ -117,8 +117,8 @@ def _matmul_wide_kernel(
 
     Grid: (cdiv(N, outputs of a program), SPLIT). SPLIT programs share the columns. The last of them to finish adds the
     sums of all, in the order of the columns. Each tile of rows stores one partial sum of squares per row. AHEAD tiles
-    of the weight are in flight, also before the wait. X_AHEAD tiles of the activations are in flight. If "gated", half
-    of a tile's rows belong to the gate and half to up.
+    of the weight are in flight, also before `gdc_wait`. X_AHEAD tiles of the activations are in flight. If "gated",
+    half of a tile's rows belong to the gate and half to up.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.

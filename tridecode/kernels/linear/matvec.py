@@ -1,6 +1,6 @@
 """matvec: a weight times each row of activations. The weight is read once for each row.
 
-Whole rows of the weight are tiles in registers, so that all their bytes are in flight before the wait.
+Whole rows of the weight are tiles in registers, so that all their bytes are in flight before `gdc_wait`.
 """
 
 from dataclasses import dataclass
@@ -84,8 +84,8 @@ def _matvec_kernel(
     """Compute `project` for each row separately.
 
     Grid: (PROGRAMS, rows). Each program takes every PROGRAMS-th of BLOCKS blocks of BLOCK_N rows of the weight, and
-    stores one partial sum of squares. Its first rows are in flight before the wait. BLOCK_K is one 16-byte load of each
-    thread, so that the tiles of x [1, BLOCK_K] have the layout of the weight's tiles. Any other layout would be
+    stores one partial sum of squares. Its first rows are in flight before `gdc_wait`. BLOCK_K is one 16-byte load of
+    each thread, so that the tiles of x [1, BLOCK_K] have the layout of the weight's tiles. Any other layout would be
     converted through shared memory.
 
     Args:

@@ -168,7 +168,7 @@ def both_rows(sums, L: gl.constexpr):
 
 @gluon.jit
 def multiply(words, x, a, b, FORM: gl.constexpr):
-    """Add a tile's product to two chains of sums a and b, fp32 [threads, 4]. words: two rows, int32 [threads, 4]."""
+    """Add a tile's product to the sums `a` and `b`, fp32 [threads, 4]. words: two rows, int32 [threads, 4]."""
     return gl.inline_asm_elementwise(
         tile_asm(FORM), tile_operands(FORM), words + x + (a, b), dtype=(gl.float32, gl.float32), is_pure=True, pack=4
     )
@@ -176,7 +176,7 @@ def multiply(words, x, a, b, FORM: gl.constexpr):
 
 @gluon.jit
 def scaled(acc, a, b, low, high):
-    """Return acc + (a + b) * scale. low and high, [threads], are the scales of the two rows."""
+    """Return `acc + (a + b) * scale`. `low` and `high`, [threads], are the scales of the two rows."""
     low = gl.broadcast(low[:, None], acc)[0]
     high = gl.broadcast(high[:, None], acc)[0]
     return gl.inline_asm_elementwise(

@@ -83,13 +83,16 @@ def places(WARPS: tl.constexpr, ROWS: tl.constexpr):
 def operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
     """Return a tile [WARPS * ROWS, 32] as an operand [WARPS, ROWS, 32] of the tensor cores.
 
-    A lane has loaded eight adjacent columns of a row. The instruction takes two columns of a lane from each half of 16.
-    With FOUR, it takes two of each four columns from each half of 32, which is the layout that the compiler gives to
-    joined operands. The order of the columns is free if both operands agree, so the columns are renamed and no data
-    moves. Adjacent columns in memory remain adjacent in the registers.
+    A lane has loaded eight adjacent columns of a row. An instruction multiplies 16 columns. It takes from each lane two
+    of its first eight columns and two of its last eight. With FOUR, a lane has four of the first 16 columns of the tile
+    and four of the last 16, and each instruction takes two of each four. The compiler gives this layout to joined
+    operands. The order of the columns is free if both operands have the same order. Therefore the columns are renamed
+    and no data moves. Adjacent columns in memory remain adjacent in the registers.
     """
     tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, STEP_COLUMNS), (1, 0, 2, 3))
-    tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # Dimensions: lane, instruction, half, element.
+    tile = tile.reshape(
+        WARPS, ROWS, 4, 2, 2, 2
+    )  # [warp, row, lane, instruction, half of the columns, column]. A half has 8 columns, or 16 with FOUR.
     if FOUR:
         return tl.permute(tile, (0, 1, 4, 2, 3, 5)).reshape(WARPS, ROWS, STEP_COLUMNS)
     else:

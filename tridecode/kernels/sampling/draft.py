@@ -30,10 +30,11 @@ NO_MATCH = tl.constexpr(-1)
 
 @triton.jit
 def _place_key(tokens_ptr, i, end, last, LONGEST: tl.constexpr, SHORTEST: tl.constexpr):
-    """Return the key of the best position i < end: the length of its match << 32 | i, or NO_MATCH.
+    """Return the key of the position `i` < `end` with the best match, or NO_MATCH.
 
-    The match length is the number of tokens up to i that equal the tokens up to `last`, at most LONGEST. Matches
-    shorter than SHORTEST do not count. The longest match wins, and of equally long ones the latest.
+    The key is the length of the match, shifted left by 32 bits, plus `i`. The length is the number of tokens up to
+    position `i` that equal the tokens up to position `last`, at most LONGEST. Matches shorter than SHORTEST do not
+    count. The longest match wins. Among equally long matches, the latest one wins.
     """
     agree = i < end
     length = tl.zeros_like(i)
@@ -62,12 +63,12 @@ def _draft_kernel(
     """Write drafts to tokens after each row's position, and their number to meta's DRAFTS.
 
     Grid: (rows, SPLITS). The programs of a row share the search, and the last to arrive writes the drafts. Launched
-    without PDL in every pass, because embed reads the drafts before its wait.
+    without PDL in every pass, because `embed` reads the drafts before `gdc_wait`.
 
     Known tokens (below N_KNOWN) are used as drafts without a copy. Otherwise a row gets at most
     max(DRAFT_LIMIT, 1) drafts. In both cases there are at most MAX_DRAFTS drafts, the position of each draft is below
-    ALLOCATED, and that of each sampled token is below LIMIT. A row with a mask gets no drafts. If the match is so close
-    that its continuation reaches the position, the kernel repeats the continuation.
+    ALLOCATED, and that of each sampled token is below LIMIT. A row with a mask gets no drafts. If the text after the
+    match is shorter than the drafts, the kernel repeats that text.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32 (DRAFTS is an output).

@@ -74,8 +74,8 @@ def _process_kernel(
 
     A program computes one block of a row. Grid: (vocab blocks, rows).
     Moves 8 * vocab bytes per row, and 4 * vocab more for each of bias and counts if the request uses them.
-    counts and bias do not change during the step, so their loads precede the wait. If the raw logits of a block contain
-    a NaN or an infinity, its key is NAN_KEY, which the later launches check.
+    counts and bias do not change during the step, so their loads precede `gdc_wait`. If the raw logits of a block
+    contain a NaN or an infinity, its key is NAN_KEY, which the later launches check.
 
     Args:
         logits_ptr: [rows, vocab] fp32.

@@ -96,7 +96,7 @@ def arrive(counter_ptr, programs):
 def step_state(row, meta_ptr, tokens_ptr, stride_tokens):
     """Load the state of a row that finish_step needs.
 
-    It does not change during the step, so a kernel may load it before its wait.
+    It does not change during the step, so a kernel may load it before `gdc_wait`.
     """
     meta_ptr += row * META_WIDTH
     slot = tl.load(meta_ptr + SLOT)

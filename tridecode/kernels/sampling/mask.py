@@ -56,8 +56,9 @@ def _fetch_mask_kernel(
     """Copy a row's mask from host memory, if the host has completed it. A program copies the mask of one row.
 
     Grid: (rows,). Moves vocab / 8 bytes over the bus for each row with a mask, in as few transactions as possible.
-    The host computes the mask while this pass runs, and stamps it after it is complete. The kernel therefore runs as
-    late as possible. Each thread reads the stamp itself, and all must see the expected value.
+    The host computes the mask of a row while this pass runs, and stamps the mask when it is complete. The kernel
+    therefore runs as late as possible. Each thread reads the stamp of the mask itself. If a thread sees another value
+    than GENERATION and POSITION of the row, the mask is late and is not copied.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32 (LATE is an output).
@@ -75,7 +76,7 @@ def _fetch_mask_kernel(
     if needs_mask:
         threads = tl.arange(0, THREADS)
         stamp = tl.load(stamp_ptr + slot + threads * 0, volatile=True)
-        if FENCE:  # Orders the load of the mask after the load of the stamp.
+        if FENCE:  # The fence orders this load of the mask's stamp before the load of the mask.
             stamp = tl.inline_asm_elementwise(
                 "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [stamp], dtype=tl.int64, is_pure=False, pack=1
             )
@@ -106,8 +107,8 @@ def _mask_kernel(logits_ptr, meta_ptr, here_ptr, vocab, words, stride_logits, BL
         gdc_launch_dependents()
         gdc_wait()
     if needs_mask:
-        # .cg bypasses the L1 cache. This program may have cached the line before the wait, when it read other fields of
-        # meta.
+        # .cg bypasses the L1 cache, which may contain an old value of LATE. The program cached that line when it read
+        # other fields of meta before `gdc_wait`.
         late = tl.load(meta_ptr + LATE, cache_modifier=".cg")
         offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         offs_n = tl.where(late != 0, vocab, offs_n)

@@ -29,21 +29,24 @@ _C6, _C5, _C4, _C3, _C2, _C1, _C0 = (tl.constexpr(c) for c in COEFFICIENTS)
 
 @triton.jit
 def grid_scale(temperature):
-    """Return the units of distance in a unit of logit, at a temperature above 0."""
+    """Return the number of distance units in a unit of logit, for a temperature above 0."""
     return tl.minimum(tl.div_rn(_GRID, tl.where(temperature > 0, temperature, 1.0)), MAX_FP32)
 
 
 @triton.jit
 def distance(y, largest, scale):
-    """Return the int32 distances of logits y from the largest one."""
+    """Return the distance of each logit `y` from the largest logit, rounded up to an int32 number of units.
+
+    scale: number of distance units in a unit of logit, see `grid_scale`.
+    """
     return tl.minimum(tl.ceil((largest - y) * scale), _FARTHEST).to(tl.int32)
 
 
 @triton.jit
 def weight(d):
-    """Return the int64 weight of a distance. It decreases monotonically.
+    """Return the int64 weight exp(-d / GRID) * 2**WEIGHT_BITS of a distance `d`. It decreases monotonically with `d`.
 
-    A polynomial computes the fraction of d * log2(e), a shift the whole part.
+    With x = d * log2(e) / GRID, a polynomial computes 2**-x for the fraction of x, and a right shift applies the rest.
     """
     t = d.to(tl.int64) * _LOG2E  # Unit: 2**-47.
     f = ((t >> 23).to(tl.int32) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08

@@ -41,7 +41,7 @@ def _fetch_kernel(
     Grid: (programs,). Reads CELL * 8 bytes per page over PCIe. Launched without PDL, on a stream of its own.
 
     Args:
-        meta_ptr: [rows, META_WIDTH] int32. If no row runs, nothing is copied. With BLOCK_M = 0 it is not read.
+        meta_ptr: [rows, META_WIDTH] int32. If no row is active, nothing is copied. With BLOCK_M = 0 it is not read.
         places_ptr: [1 + ring places] int32: the number of places, then a page number for each.
         host_ptr: [pages, CELL] int64 in mapped host memory.
         ring_ptr: [ring places, CELL] int64 (output).
@@ -71,7 +71,7 @@ def _tile(host_ptr, places_ptr, item, items, stride_host, CELL: tl.constexpr, TI
 
 
 def fetch(meta, places, host, ring, *, config):
-    """Copy the pages of host that places lists into ring, unless no row of meta runs.
+    """Copy the pages of `host` that `places` lists to `ring`, if `meta` has an active row.
 
     Args:
         meta: [rows, META_WIDTH] int32. None to copy in any case.
