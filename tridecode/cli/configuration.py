@@ -145,10 +145,12 @@ def converted(option: Option, value, place: str):
 
 
 def one(option: Option, value, place: str):
-    """Return one value of an option from the file or the environment, converted but not checked.
+    """Convert one value of an option from the settings file or the environment. The value is checked later.
 
     Args:
-        place: the key or the variable, for errors.
+        option: the option.
+        value: the value in the file, or the text of the environment variable.
+        place: name of the key or the variable, for error messages.
 
     Raises:
         ParameterError: the value has a type that the option does not accept.

@@ -112,7 +112,7 @@ class Loader:
 
         Raises DeviceError if the new model does not fit without the old one either.
         """
-        # The host memory that the old model uses may be missing.
+        # The new model does not fit now. It may fit when the old model has released its host memory.
         if plan.problem and (old.plan.offload or old.plan.host_layers):
             return False
         now, freed = plan.memory, old.plan.memory.needed(old.capacity, old.kv_tokens)

@@ -156,7 +156,7 @@ class StepTimer:
         Errors are ignored here, because they occur again when a pass is timed.
         """
         model, greedy = self.engine.model, BatchDescriptor("greedy", self._rows)
-        model.workspace.meta[:, STATUS] = LIMIT_REACHED  # No row may run.
+        model.workspace.meta[:, STATUS] = LIMIT_REACHED  # Without active rows, launches write nothing.
         with suppress(TritonError, RuntimeError):
             compile_lists(
                 [decode_list(self._model(configs), greedy) for configs in several], launcher(model), model.device

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from .terminal import Output, counted
 
 DELAY, PAUSE = 0.3, 0.2  # Seconds before the line appears, and seconds between updates.
-LINE_START = "\x1b[G"  # This replaces a carriage return, which rich removes.
+LINE_START = "\x1b[G"  # Moves the cursor to the first column. A carriage return does not work, because rich removes it.
 WIDE = 60  # In a terminal with fewer columns, only the numbers are shown.
 
 Reading = Callable[[], tuple[int, int, int] | None]

@@ -1,4 +1,4 @@
-"""Middleware that logs requests and checks the API key, and a reader of bodies with a size limit."""
+"""Middleware that logs requests and checks the API key. `read_body` reads request bodies up to a size limit."""
 
 import asyncio
 import hmac

@@ -310,10 +310,10 @@ def parse_body(body: bytes, body_type: type[F]) -> F:
 
 
 def _decode(body: bytes):
-    """Decode JSON. Half of a surrogate pair, such as a part of an emoji, becomes U+FFFD, as in the tokenizer."""
+    """Decode JSON. A lone surrogate, such as half of an emoji, becomes U+FFFD, as in the tokenizer."""
     try:
         return msgspec.json.decode(body)
-    except msgspec.DecodeError as error:  # msgspec rejects half of a surrogate pair.
+    except msgspec.DecodeError as error:  # msgspec rejects a lone surrogate. json accepts it.
         try:
             text = json.dumps(json.loads(body.decode()), ensure_ascii=False)
         except ValueError:

@@ -113,7 +113,7 @@ class ChatSerializer(OpenAISerializer):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self._calls: dict[int, int] = {}  # Number of a choice -> index of its latest call.
+        self._calls: dict[int, int] = {}  # Number of a choice -> index of its latest tool call.
 
     def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
         """Return a whole choice."""

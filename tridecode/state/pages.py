@@ -70,4 +70,6 @@ class PagePool:
         assert len(free) == len(self._free), "a page is in the free list twice"
         for page, holders in enumerate(self._holders):
             assert counts[page] == holders, f"page {page} has {counts[page]} references, but its count is {holders}"
-            assert (page in free) == (holders == 0), f"page {page} has count {holders} and a wrong free list entry"
+            assert (page in free) == (holders == 0), (
+                f"page {page} has {holders} references, but is {'' if page in free else 'not '}in the free list"
+            )

@@ -115,12 +115,15 @@ class PrefixCache:
         self._evictable: list[tuple[int, int, Node]] = []  # a heap (priority, entry, leaf); some entries are outdated
 
     def match(self, ids: Sequence[int], salt: str = "") -> Match:
-        """Return the longest cached prefix of `ids` among requests of the same salt, up to a snapshot if needed."""
+        """Return the longest cached prefix of `ids` among requests with the same salt.
+
+        For models with recurrent state, the prefix ends at a snapshot.
+        """
         match = self._match_pages(ids, salt)
         return match if self._snapshots is None else self._up_to_snapshot(match, ids, salt)
 
     def _up_to_snapshot(self, match: Match, ids: Sequence[int], salt: str) -> Match:
-        """Return the longest part of a match of pages that ends at a snapshot.
+        """Return the longest prefix of `match`, a match of pages, that ends at a snapshot.
 
         The page that contains the end of the match may have siblings that match less, but have a snapshot.
         """
@@ -266,7 +269,7 @@ class PrefixCache:
         return [snapshot for snapshot in taken if snapshot.position <= end]
 
     def drop_snapshot(self) -> bool:
-        """Free the record of the least recently used snapshot of the tree; return False if there is none."""
+        """Free the record of the least recently used snapshot in the tree. Return False if the tree has no snapshot."""
         if self._snapshots is None or (oldest := self._snapshots.oldest) is None:
             return False
         assert oldest.node is not None
@@ -312,7 +315,7 @@ class PrefixCache:
 
     @staticmethod
     def _is_current(entry: tuple[int, int, Node]) -> bool:
-        """Return whether the node of a heap entry is still an unused leaf and has no later entry."""
+        """Return whether a heap entry is valid: it is the last entry of its node, and the node is an unused leaf."""
         _, number, node = entry
         return node.entry == number and not (node.children or node.users or node.removed)
 

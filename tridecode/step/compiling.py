@@ -41,8 +41,8 @@ def workers() -> int:
 def compile_lists(lists: Iterable[Lines], run: Run, device: torch.device) -> int:
     """Compile the kernels that the lines of `lists` need. Return the number of kernels that were not loaded.
 
-    `run` launches the lines whose kernels are loaded already. Therefore no row may have the status RUN: such launches
-    write nothing.
+    `run` launches the lines whose kernels are loaded already. Before the call, no row may have the status RUN, so that
+    these launches write nothing.
 
     Raises:
         Exception: any error of Triton's compiler.
@@ -146,9 +146,10 @@ def load_stored(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]
 
 
 def _load(kernel: Kernel, device: torch.device) -> None:
-    """Compile a kernel unless Triton's cache contains it, and load it onto a GPU, so that a capture may launch it.
+    """Compile a kernel unless Triton's cache contains it, and load it onto a GPU.
 
-    Triton would load it, and in 3.6 compile a launcher in C, at its first launch.
+    Otherwise Triton would load the kernel at its first launch, and Triton 3.6 would also compile a launcher in C. A
+    graph capture must do neither.
     """
     function, specialization = kernel
     compiled = function.preload(specialization)

@@ -60,7 +60,7 @@ class PassRunner(Generic[Key]):
 
     @torch.inference_mode()
     def launch(self, key: Key) -> None:
-        """Launch the list of a pass."""
+        """Run a pass without a graph: launch the operations of its list one by one."""
         on_gpu = self.model.device.type == "cuda"
         # Triton launches kernels on the current device.
         with torch.cuda.device(self.model.device) if on_gpu else nullcontext():

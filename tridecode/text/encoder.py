@@ -63,7 +63,7 @@ class Encoder:
             add_special_tokens: add the ids that the post-processor adds, such as bos.
 
         Raises:
-            PromptError: the tokenizer fails on the text, or exceeds a limit.
+            PromptError: the tokenizer cannot encode the text, or needs more time or memory than allowed.
         """
         if not self.harmless or len(text) > MAX_LOCAL_CHARACTERS:
             return self._in_child(text, add_special_tokens)

@@ -84,7 +84,7 @@ def listed(prompt) -> list | None:
     if isinstance(prompt, (str, bytes, bytearray, memoryview, Set, Mapping)):
         return None
     try:
-        # Arrays and tensors convert all items to Python numbers and bools at once.
+        # A method `tolist`, as of arrays and tensors, converts all items to Python numbers and bools in one call.
         return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
     except TypeError:  # The value is not iterable, such as a tensor without dimensions.
         return None

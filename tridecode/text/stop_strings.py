@@ -18,12 +18,12 @@ class StopStrings:
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """Add text; return the text that can be shown now. It is "" after a stop string."""
+        """Add `text` and return the text that can be shown now. After a stop string, the result is always empty."""
         if self.hit or not self._stops:
             return "" if self.hit else text
         self._pending += text
-        # The stop string that is complete first ends the text. So the result does not depend on how the text is
-        # divided.
+        # If several stop strings occur, the one whose last character comes first ends the text. Then the result does
+        # not depend on how the text is divided into calls.
         hits = [(at + len(s), at, s) for s in self._stops if (at := self._pending.find(s)) >= 0]
         if hits:
             _, at, self.hit = min(hits)

@@ -71,8 +71,8 @@ HOPPER_WAYS = {
     32: ((1, 112), (1, 80), (0, 168), (0, 128)),
     64: ((1, 128), (1, 112), (0, 168)),
 }
-# ring: (warps, tiles, stages), for one program for each 16 rows of the weight, and for programs that share the rows.
-# With 0 tiles, a stage is a whole row.
+# ring: (warps of a program, tiles of a stage, stages of the ring). With 0 tiles, a stage is a whole row of the weight.
+# RING_EACH is for one program for each 16 rows of the weight. RING_SHARED is for fewer programs, which share the rows.
 RING_EACH = ((4, 0, 1), (8, 0, 1), (2, 0, 1), (8, 1, 4), (8, 2, 3), (8, 2, 4), (8, 2, 5), (8, 4, 2))
 RING_SHARED = ((4, 0, 1), (4, 0, 2), (4, 4, 5), (4, 4, 4), (8, 4, 3))
 RING_X, RING_TILES = 128, 20  # Maximum registers of a thread for the activations, and maximum unrolled tiles.

@@ -94,7 +94,7 @@ def _pattern(read, key: str, name: str) -> str:
     try:
         re.compile(pattern)
     except re.error:
-        raise read.fail(key, f"names or regular expressions, but {shown(name)} is invalid; it is") from None
+        raise read.fail(key, f"names or valid regular expressions (invalid: {shown(name)})") from None
     return pattern
 
 

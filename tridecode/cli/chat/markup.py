@@ -164,7 +164,12 @@ def _trimmed(lines: list[str]) -> str:
 
 
 def _may_continue(kind: str, last_line: str) -> bool:
-    """Return whether a line other than "x" could continue a block of this kind."""
+    """Return whether some next line could continue a block of type `kind` that a line "x" ends.
+
+    Args:
+        kind: type of the markdown-it token that opens the block.
+        last_line: last complete line of the block.
+    """
     if kind == "blockquote_open":
         return bool(last_line.strip())
     if kind == "heading_open":

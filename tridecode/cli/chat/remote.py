@@ -48,7 +48,7 @@ class RemoteModel(Model):
     unit, defaults = "chunk", "the server's default"  # A server may put several tokens into one chunk.
     continues = seeds = False
     device: str
-    options: dict[str, str]  # Our name of an option -> the server's name.
+    options: dict[str, str]  # Name of an option in tridecode -> its name in requests to the server.
 
     def __init__(self, url: str, key: str | None, name: str | None = None, overrides: Collection[str] = ()):
         """Connect to a server.
@@ -56,7 +56,7 @@ class RemoteModel(Model):
         Args:
             url: Address of the server.
             key: API key.
-            name: The server's name of the model, None for its first model.
+            name: Name of the model on the server. None selects the first model that the server lists.
             overrides: Names of sampling options that the server must support.
 
         Raises:

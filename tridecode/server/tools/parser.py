@@ -281,9 +281,10 @@ class BareCallParser(JsonCallParser):
 
 
 class MistralCallParser(JsonCallParser):
-    """Parses Mistral's calls.
+    """A parser of Mistral's tool calls.
 
-    They are [TOOL_CALLS] with a list of objects, or [TOOL_CALLS], a name, optionally [ARGS], and the arguments.
+    A call has one of two forms. In the first form, [TOOL_CALLS] precedes a JSON list of objects. In the second form,
+    [TOOL_CALLS] precedes the name of the tool, an optional [ARGS], and a JSON object of arguments.
     """
 
     open_marks = ("[TOOL_CALLS]",)
