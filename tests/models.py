@@ -114,12 +114,13 @@ def tiny_engine(
 def build_engine(
     spec, weights, capacity, backend=None, graph="full", configs=None, *, pages=None, page=None, offload=None, **options
 ) -> Engine:
-    """Build an engine from weights.
+    """Build an engine without loading a checkpoint.
 
     Args:
-        backend: by default the one that this machine has.
-        pages, page, offload: values that replace those of the plan.
-        options: fields of EngineOptions. Drafts are off unless requested.
+        backend: None selects triton on a GPU and torch on a CPU.
+        configs: launch configs.
+        pages, page, offload: values that replace those that `plan.resolve` computes.
+        options: fields of EngineOptions. The default of `speculate` is off here.
     """
     backend = backend or ("triton" if CUDA else "torch")
     dtype = str(weights.dtype).removeprefix("torch.")

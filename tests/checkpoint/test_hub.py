@@ -173,9 +173,7 @@ def test_download_then_offline_then_no_network(hub, files, tmp_path):
     found = resolve("owner/tiny-model", home, hub.url)
     path = home / "hub" / "models--owner--tiny-model" / "snapshots" / COMMIT
     assert found == f"path {path}"
-    assert sorted(hub.fetched) == sorted(needed(files)), (
-        "a needed file was not fetched, or a file was fetched twice or without need"
-    )
+    assert sorted(hub.fetched) == sorted(needed(files)), "the fetched files are not exactly the needed ones"
     assert {str(file.relative_to(path)) for file in path.rglob("*")} == needed(files)
     assert all((path / name).read_bytes() == files[name] for name in needed(files))
 

@@ -183,7 +183,7 @@ class _Copy:
         self.start = {address: buffer.clone() for address, buffer in self.buffers.items()}
 
     def run(self, function: Callable) -> None:
-        """Call a launch or a reference. Wait for both sides: a dependent launch may read before its wait."""
+        """Call a launch or a reference. Wait for both sides: a dependent launch may read before `gdc_wait`."""
         _synchronize()
         function(*self.arguments.values())
         _synchronize()

@@ -163,9 +163,11 @@ def run_ref(kind: str, state: State) -> State:
 
 
 def check(kind: str, state: State, with_logprobs: bool = False, masked: bool = False, **others) -> tuple[State, State]:
-    """Check one op with check_op, after `mask` if `masked`; return the states after the launch and the reference.
+    """Check the op `kind` with check_op. Return the states after the launch and after the reference.
 
-    others: see `arguments`. If `state.sampled` is set, greedy and sample write it and nothing else.
+    If `masked`, the op `mask` is checked and applied first.
+
+    others: see `arguments`. If `state.sampled` is set, the ops `greedy` and `sample` write it and nothing else.
     """
     if masked:
         state, _ = check("mask", state)

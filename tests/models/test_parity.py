@@ -15,7 +15,8 @@ from tridecode.step.prompt import prefill
 transformers = pytest.importorskip("transformers")
 TOKENS = 96
 
-# Two layers each with real widths. Rope and norm settings come from the tiny models, because they change no shape.
+# Models with the widths of real models, but with two layers. The settings of rope and norms come from
+# the tiny models, because they change no shape.
 REAL_WIDTHS = {
     "qwen3-4b": ("qwen3-tied", dict(
         hidden_size=2560, intermediate_size=9728, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -68,7 +69,7 @@ def errors(logits, exact, median=False):
 
 
 def check_contract(path, rows=(1,), median=False):
-    """Score `rows` texts at once, for each entry of `rows`, and check the first, the middle and the last one.
+    """For each number in `rows`, score as many texts in one pass, and check the first, the middle and the last text.
 
     median: see `errors`. A gated delta net normalizes the output of each head. If this output is almost 0, one rounding
         changes the whole distribution. With the small heads of tiny models, a few such tokens dominate the mean.
@@ -83,15 +84,15 @@ def check_contract(path, rows=(1,), median=False):
         for i, logits in scores(path, texts[:n]).items():
             kl, rms = errors(logits, exact[i], median)
             bf16_kl, bf16_rms = bounds[i]
-            assert kl <= bf16_kl, f"row {i} of {n}: KL {kl:.2e} exceeds {bf16_kl:.2e} of transformers in bf16"
+            assert kl <= bf16_kl, f"text {i} of {n}: KL divergence {kl:.2e}, but transformers in bf16 has {bf16_kl:.2e}"
             assert rms <= bf16_rms, (
-                f"row {i} of {n}: relative RMS {rms:.2e} exceeds {bf16_rms:.2e} of transformers in bf16"
+                f"text {i} of {n}: relative RMS error {rms:.2e}, but transformers in bf16 has {bf16_rms:.2e}"
             )
-            assert CUDA or rms <= 1e-5, f"row {i} of {n}: the fp32 reference differs from transformers in fp32"
+            assert CUDA or rms <= 1e-5, f"text {i} of {n}: relative RMS error {rms:.2e} in fp32, tolerance 1e-5"
 
 
 def scores(path, texts):
-    """Score all texts at once; returns the logits of the first, the middle and the last one by index."""
+    """Score all texts in one pass. Return the logits of the first, the middle and the last text by index."""
     n = len(texts)
     if n == 1:
         with Engine.load(path, device=str(DEVICE)) as engine:

@@ -67,7 +67,7 @@ def params_of(kind: str, max_tokens: int, stop: int | None = None) -> SamplingPa
 
 @cache
 def prompt_of(base: int, length: int, poisoned: bool = False) -> tuple[int, ...]:
-    """Return a prefix of one of a few conversations; many of them share their first tokens."""
+    """Return the first `length` tokens of conversation `base`, with POISON before the last token if `poisoned`."""
     ids = [(base * 97 + i * (13 + base)) % 300 for i in range(length)]
     return tuple(ids[:-1] + [POISON] + ids[-1:] if poisoned else ids)
 

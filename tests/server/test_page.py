@@ -71,7 +71,7 @@ def test_page_is_one_document_without_external_resources():
     html, headers = page()
     text = html.decode()
     assert not re.search(r"<(img|iframe|object|embed|base)\b|\bsrc=|@import|\burl\(|\bon\w+=", text)
-    assert re.findall(r'href="([^"]*)"', text) == ["data:,"], "the document refers to a file other than its empty icon"
+    assert re.findall(r'href="([^"]*)"', text) == ["data:,"], "the document refers to another file"
     assert text.count("<script>") == text.count("</script>") == 2 and text.count("<style>") == 1
     assert all(reference in (STATIC / "page.html").read_text() for reference in PARTS)
     policy = headers["Content-Security-Policy"]

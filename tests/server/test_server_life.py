@@ -89,7 +89,7 @@ class RawClient:
 
 
 def test_stuck_reader_neither_blocks_others_nor_loses_tokens(engine, monkeypatch):
-    """The client's socket and the server's buffer hold few events; the engine and other clients do not wait."""
+    """The answer has more events than the socket and the server buffer. The client reads them only at the end."""
     payload = LONG | {"stream": True, "logprobs": 20, "max_tokens": 400, "temperature": 0}
     with Running(engine) as running:
         stuck = RawClient(running, payload)

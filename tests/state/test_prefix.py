@@ -19,7 +19,7 @@ class Cache:
         self.cache = PrefixCache(self.pool, PAGE)
 
     def compute(self, ids, salt=""):
-        """Run a request with these tokens, add its pages to the cache, and return its match."""
+        """Simulate a request with the tokens `ids`, and add its pages to the cache. Return its match before that."""
         match = self.find(ids, salt)
         shared = [node.page for node in match.nodes]
         self.pool.share(shared)

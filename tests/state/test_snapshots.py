@@ -76,7 +76,9 @@ def test_request_with_a_common_prefix_computes_only_the_rest(weights, run_alone,
     engine = hybrid_engine(weights, **build)
     assert generated(engine, run_alone, COMMON)[0] == 0
     before = computed(engine)
-    assert generated(engine, run_alone, [*COMMON[:140], 5, 6, 7])[0] == 128, "the last multiple of 64"
+    assert generated(engine, run_alone, [*COMMON[:140], 5, 6, 7])[0] == 128, (
+        "the request did not resume at the last multiple of 64"
+    )
     load = engine.scheduler.load()
     assert computed(engine) - before == 15 and load.snapshot_hits == 1
     assert load.snapshots == len(snapshots(engine)) > 0
@@ -124,7 +126,9 @@ def test_edited_conversation_resumes_before_the_edit(weights, run_alone):
         ends.append(len(text))
         text = [*generated(engine, run_alone, text)[1], 20 + turn, 21]
     edited = [*text[: ends[2]], 99, 98]
-    assert generated(engine, run_alone, edited)[0] == ends[2] - 3, "the end of the answer before the edit"
+    assert generated(engine, run_alone, edited)[0] == ends[2] - 3, (
+        "the request did not resume at the end of the answer before the edit"
+    )
 
 
 def test_least_recently_used_snapshots_are_dropped(weights, run_alone):
@@ -214,7 +218,7 @@ def test_interrupt_loses_no_record(weights, run_alone, monkeypatch):
     assert len(calls) >= 6
 
 
-@pytest.mark.skipif(CUDA, reason="on a GPU, all tests of this file run the kernels")
+@pytest.mark.skipif(CUDA, reason="on a GPU, the other tests of this file run the kernels")
 def test_kernels_resume_from_a_snapshot_in_the_interpreter(weights):
     engine = hybrid_engine(weights, 128, "triton", "none", interpreter_configs(SPEC, weights), page=64)
     for ids, reused in ((COMMON[:66], 0), ([*COMMON[:65], 4, 5], 64)):
@@ -228,7 +232,7 @@ def test_positions_of_snapshots():
     assert snapshot_positions(0, 1000, 700, [500, 990], 32) == {448, 640, 960}
     assert snapshot_positions(448, 1000, 700, [500, 990], 32) == {640, 960}
     assert snapshot_positions(0, 10_000, 0, [], 32) == {*range(INTERVAL, 10_000, INTERVAL), 9984}
-    assert len(snapshot_positions(0, 100_000, 0, [], 32)) <= 9, "a long prompt leaves most records to others"
+    assert len(snapshot_positions(0, 100_000, 0, [], 32)) <= 9, "a long prompt takes more than its share of the records"
     assert snapshot_positions(0, 63, 0, [], 32) == set()
 
 

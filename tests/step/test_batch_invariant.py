@@ -170,7 +170,7 @@ def test_quantized_weights_and_kv(quantized):
     expected = [bits(single.generate(ids, params_of(*rest), reuse_prefix=False)) for ids, *rest in submitted]
     assert run(several, submitted, [1] * len(submitted)) == expected
     assert run(several, submitted[::-1], [0] * len(submitted)) == expected[::-1], (
-        "results differ if cached prefixes are reused"
+        "the results changed when cached prefixes were reused"
     )
 
 
@@ -197,15 +197,17 @@ def test_only_whole_pages_of_prompt_passes_are_reused(many, single):
     text = prompt_of(4, PAGE + 5)
     answer = many.generate(text, params_of("greedy", PAGE + 8)).token_ids
     result = many.generate(text + answer + (7,), params_of("greedy"))
-    assert result.usage.reused_tokens == PAGE, "not exactly the whole page of the prompt was reused"
+    assert result.usage.reused_tokens == PAGE, (
+        f"{result.usage.reused_tokens} tokens were reused, but the prompt pass wrote one whole page of {PAGE}"
+    )
     assert bits(result) == single(text + answer + (7,))
     assert many.generate(prompt_of(4, PAGE), params_of("greedy")).usage.reused_tokens == 0, (
-        "a page was reused although its last token must be computed"
+        "a page was reused that contains the last token of the prompt"
     )
 
 
 def test_position_always_has_the_same_row(monkeypatch):
-    """A prompt pass has one prompt, ends at a multiple of the chunk, and has no decoding rows."""
+    """The row is `position % CHUNK`, because a pass reads one prompt and ends at a multiple of CHUNK."""
     engine, log = engine_of(4), []
     read = engine.prompts.read
     monkeypatch.setattr(engine.prompts, "read", lambda *args: log.append(args) or read(*args))

@@ -26,16 +26,18 @@ def texts_alone(weights):
     return [list(engine.generate(ids, GREEDY).token_ids) for ids in PROMPTS]
 
 
-@pytest.mark.skipif(CUDA, reason="on a GPU, all tests of this file run the kernels")
+@pytest.mark.skipif(CUDA, reason="on a GPU, the other tests of this file run the kernels")
 def test_kernels_agree_with_references_in_the_interpreter(weights):
     engine = hybrid_engine(weights, 128, "triton", "none", interpreter_configs(SPEC, weights))
     ids = PROMPTS[1][:7]
     exact = reference_logits(SPEC, weights, ids, REFERENCES)
-    assert relative_rms(engine.score(ids), exact) < 1e-5, "decode passes"
+    assert relative_rms(engine.score(ids), exact) < 1e-5, "decode passes computed other logits"
     ids = PROMPTS[1]
     answer = engine.generate(ids, replace(GREEDY, max_tokens=3))
     exact = reference_logits(SPEC, weights, [*ids, *answer.token_ids[:-1]], REFERENCES)
-    assert relative_rms(engine.model.workspace.logits[0], exact[-1]) < 1e-5, "decode passes after a prompt pass"
+    assert relative_rms(engine.model.workspace.logits[0], exact[-1]) < 1e-5, (
+        "decode passes after a prompt pass computed other logits"
+    )
 
 
 def test_rewound_rows_update_the_state(weights):

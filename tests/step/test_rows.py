@@ -121,7 +121,9 @@ def test_row_samples_the_same_token_if_other_rows_are_idle(kind):
         begin_all(single, PARAMS, idle=set(range(rows)) - {row})
         run(DecodePasses(single, launcher(single)), kind, steps)
         assert torch.equal(single.workspace.tokens[row], together.workspace.tokens[row])
-        assert torch.equal(single.workspace.logits[row], together.workspace.logits[row]), "not bit-equal"
+        assert torch.equal(single.workspace.logits[row], together.workspace.logits[row]), (
+            "the logits of a row changed with other rows in the pass"
+        )
     greedy = model_of(rows)
     begin_all(greedy, PARAMS, idle=set(range(1, rows)))
     run(DecodePasses(greedy, launcher(greedy)), "greedy", steps)

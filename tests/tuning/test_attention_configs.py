@@ -37,7 +37,7 @@ def test_configs_are_valid_for_every_model(name):
                     allowed = VALUES[type(config)]
                     fields = {name: value for name, value in entry_of(config).items() if name != "kernel"}
                     assert all(value in allowed[name] for name, value in fields.items()), (
-                        "a table must not contain this config"
+                        "the config has a field value that tables do not allow"
                     )
 
 
@@ -71,9 +71,7 @@ def test_attention_to_fp8_keeps_the_next_positions_in_registers(capability):
         config = attention_config(FOUR._replace(fp8=True), rows, gpu)
         assert config == fp8_config(attention_config(FOUR, rows, gpu), gpu)
         assert config.block_t == config.num_warps * (32 if capability >= 90 else 16)
-        assert config.converts == (capability >= 89), (
-            "the config does not use the conversion instruction of the GPU, or uses a missing one"
-        )
+        assert config.converts == (capability >= 89), "config.converts does not agree with the instructions of the GPU"
         assert config.stages == 1 if rows > 1 else config.ahead == 1
 
 

@@ -243,8 +243,12 @@ def test_batch_invariant_choices_use_entries_of_one_order():
     assert chosen_with() == rule
     most, fewer = HopperConfig(64, 128, 4, 2, split=4, num_warps=8), HopperConfig(64, 64, 8, 4, split=4)
     assert chosen_with(_64=most, _32=fewer) == {64: most, 32: fewer, 16: fewer}
-    assert chosen_with(_64=most, _32=replace(fewer, split=2)) == {64: most, 32: most, 16: most}, "another order"
-    assert chosen_with(_64=TilesConfig(), _16=WideConfig()) == rule, "other kernels"
+    assert chosen_with(_64=most, _32=replace(fewer, split=2)) == {64: most, 32: most, 16: most}, (
+        "an entry with another order of sums was chosen"
+    )
+    assert chosen_with(_64=TilesConfig(), _16=WideConfig()) == rule, (
+        "entries of kernels with another order of sums were chosen"
+    )
     assert chosen_with(_32=replace(fewer, split=2))[64] == replace(rule[64], split=2)
 
 

@@ -66,7 +66,7 @@ def _numbers_kernel(codes_ptr, out_ptr, FORM: tl.constexpr, CONVERTS: tl.constex
     words = tl.load(codes_ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, 64))
     if FORM == "codes":
         numbers = from_e4m3(tl.load(codes_ptr + tl.arange(0, 256)), INTERPRETED)
-    elif FORM == "two words":  # This instruction converts each word twice.
+    elif FORM == "two words":  # Both operands are the same words, so both results are the same numbers.
         numbers, _ = tl.split(two_words_to_bf16(words, words, INTERPRETED))
         numbers = numbers.reshape(256)
     elif FORM == "fp16":

@@ -29,7 +29,7 @@ def verifying(sampled, drafts, queries, **fields):
 
 
 def verify(sampled, drafts, queries=4, trust=1, counts=True, logprobs=True, **fields):
-    """Check accept for one request; return the reported tokens, the request's meta and its first entry of the ring."""
+    """Check the op `accept` for one request. Return its reported tokens, its meta and its first ring entry."""
     before = verifying(
         sampled, drafts, queries, **dict(DRAFT_LIMIT=trust, LIMIT=CAPACITY + 1, ALLOCATED=CAPACITY) | fields
     )

@@ -1,4 +1,4 @@
-"""Greedy sampling, and the end of a pass, which greedy and sample have in common."""
+"""Tests of the op `greedy`, and of the end of a pass, which is the same in the ops `greedy` and `sample`."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CASES = cases(
     Case("tiny", gpu=dict(rows=1, vocab=7), small=dict(rows=1, vocab=7)),
 )
 KINDS = pytest.mark.parametrize("kind", ["greedy", "sample"])
-# With top_k=1, sample selects the same token as greedy, but runs all its launches.
+# With top_k=1, the op `sample` selects the same token as `greedy`, but runs all its launches.
 PARAMS = SamplingParams(temperature=0.7, top_k=1, top_p=0.5, min_p=0.1)
 OVERFLOW = pytest.mark.filterwarnings("ignore:overflow")  # In the interpreter, numpy warns of overflow.
 
@@ -61,7 +61,7 @@ def test_non_finite_logits_end_the_generation_before_a_known_token(kind):
         assert after.entry() == (STEP, m.NO_TOKEN)
 
 
-BEST = 1234  # the most likely token of the status tests
+BEST = 1234  # The most likely token in the tests that use STATUSES.
 STATUSES = {
     "continues": (dict(), (), m.RUN),
     "stops": (dict(), (5, BEST), m.STOP),

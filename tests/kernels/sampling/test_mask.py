@@ -22,7 +22,10 @@ PARAMS = {
 
 
 def masked_state(rows, vocab, allowed, params, stamp=STAMP, first=0):
-    """A state in which the masks of the rows from `first` on allow the tokens `allowed`."""
+    """Return a state whose rows, beginning with row `first`, have masks that allow only the tokens `allowed`.
+
+    stamp: the stamp of the masks. With another stamp than STAMP they are late.
+    """
     state = make_state(random(rows, vocab, scale=4), *[params] * rows)
     bits = torch.zeros(32 * m.mask_words(vocab), dtype=torch.int64)
     bits[list(allowed)] = 1
