@@ -70,7 +70,7 @@ def packed(scheme: str, n: int, k: int) -> LoadedLinear:
 
 
 def idle(rows: int, *which: int) -> torch.Tensor:
-    """Return meta whose rows run, except the rows `which`."""
+    """Return meta in which all rows are active, except the rows `which`."""
     meta = meta_rows(*([0] * rows))
     meta[list(which), layout.STATUS] = layout.STOP
     return meta
@@ -87,7 +87,7 @@ class Product:
     Args:
         dtype: dtype of x.
         short: dtype of outputs that the next linear reads. The default is `dtype`.
-        stopped: rows that do not run.
+        stopped: rows that are not active.
         strided: whether SPARE columns separate the rows of every buffer.
         partials: number of partial sums of squares that the norm reads.
     """
@@ -176,7 +176,7 @@ class Product:
         assert not CUDA or same(launched, self.launch(config)), "two launches gave different outputs"
 
     def check_stopped(self, config):
-        """Check that nothing is written if no row runs, and that the next launch is right."""
+        """Check that a launch without active rows writes nothing, and that the next launch is right."""
         meta = self.meta.clone()
         self.meta[:, layout.STATUS] = layout.STOP
         for _ in range(3):  # If a launch does not reset barriers or counters, the next launch fails.

@@ -14,7 +14,7 @@ from tridecode.text.tokenizer import Tokenizer
 
 @pytest.fixture
 def prevent_starts(monkeypatch):
-    """A function after whose call no child process can start and no vocabulary can be read."""
+    """A function that prevents the start of child processes and the reading of vocabularies."""
 
     def stop():
         monkeypatch.setattr(sys, "executable", "/no/python")

@@ -219,7 +219,7 @@ def _allocate(
     """Allocate the tensors: target -> part -> tensor. The linears of the last `on_host` layers are in host memory."""
     try:
         shapes = {name: target.shape for name, target in plan.items()}
-        assert not on_host or all(target.packed is None for target in plan.values()), "packed tensors on the host"
+        assert not on_host or all(target.packed is None for target in plan.values()), "a tensor on the host is packed"
         host = make_host_layers(shapes, device, dtype, layers - on_host) if on_host else None
         places = {
             name: {

@@ -70,7 +70,7 @@ def info(args, output: Output) -> int:
 
 
 def weights_problem(path: Path, spec: ModelSpec) -> str | None:
-    """Read the headers of the weight files in the directory `path`. Return the error if they are wrong, otherwise None."""
+    """Read the headers of the weight files in the directory `path`. Return an error message, or None."""
     try:
         read_tensor_infos(path, spec)
     except CheckpointError as error:

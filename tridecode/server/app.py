@@ -92,7 +92,7 @@ class Server:
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the engine."""
-        assert self.engine.tokenizer is not None, "a server needs a tokenizer"
+        assert self.engine.tokenizer is not None, "the engine has no tokenizer"
         return self.engine.tokenizer
 
     async def start(self) -> None:

@@ -22,7 +22,7 @@ def measure_costs(steps: DecodePasses, slots: Slots) -> Costs:
     """
     kv = steps.model.kv
     seconds: Costs = {}
-    # Known tokens after the position serve as drafts that are always right, so all rows keep running.
+    # Known tokens after the position serve as drafts that are always right, so all rows remain active.
     known = MAX_QUERIES * (PASSES + 1)
     for (kind, params), requests in product(PARAMS.items(), steps.dispatcher.sizes):
         room = min(kv.capacity, kv.positions // kv.page // requests * kv.page)

@@ -22,7 +22,7 @@ def fetch_first(run: Run, m: "DecodeModel", meta: "torch.Tensor | None", end: in
     """Fill the rings before the first layer.
 
     Args:
-        meta: the kernel copies only if one of these rows runs. With None it always copies.
+        meta: the kernel copies only if a row of `meta` is active. With None it always copies.
         end: number of layers whose pages the pass reads.
     """
     for i in range(min(m.kv.buffers, end)):

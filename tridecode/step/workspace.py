@@ -148,7 +148,7 @@ def first_of(blocks: BlockBuffers, rows: int) -> BlockBuffers:
 
 
 def make_states(rows: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate meta and samp. No row runs until a request starts."""
+    """Allocate meta and samp. No row is active until a request starts."""
     meta = torch.zeros(rows, META_WIDTH, dtype=torch.int32, device=device)
     meta[:, STATUS] = LIMIT_REACHED
     return meta, torch.zeros(rows, SAMP_WIDTH, device=device)

@@ -208,7 +208,7 @@ _LARK_SCHEMA_DECODER = json.JSONDecoder(
 def exact_schema(schema):
     """Return a JSON schema whose numbers llguidance represents exactly. It uses doubles and 64-bit integers.
 
-    A bound that is not representable is replaced by the next tighter bound that is.
+    If a bound is not representable, the next tighter representable bound replaces it.
 
     Raises:
         ParameterError: a number is not representable, and no tighter bound is.

@@ -21,7 +21,7 @@ CASES = [
 def several(positions, counts, queries, group=4, dtype=torch.bfloat16, **sizes):
     """Return the arguments for `queries` rows of a request at each position.
 
-    The first `counts` rows of a request run. The inputs of the others are NaN.
+    The first `counts` rows of a request are active. The inputs of the other rows are NaN.
     """
     args = layer(positions, group=group, dtype=dtype, qk_norm=True, **sizes)
     rows, heads = len(positions) * queries, args.heads
@@ -42,7 +42,7 @@ def several(positions, counts, queries, group=4, dtype=torch.bfloat16, **sizes):
 
 
 def check_queries(args, queries, dtype=torch.bfloat16, **config):
-    """Check attention_queries; rows that do not run must not be written."""
+    """Check attention_queries. It must not write rows that are not active."""
     args.out[args.meta[:, layout.STATUS] != layout.RUN] = 0  # The test does not compare idle rows.
     config = dict(block_t=32, splits=4, num_warps=4, least=1) | config
     check(attention_queries, args, QueriesConfig(queries, **config), TOLERANCE[dtype])

@@ -86,7 +86,7 @@ def decode_args(
 ) -> Args:  # fmt: skip
     """Return the arguments for requests at these positions, whose records cover `covered` positions.
 
-    The records of the requests are in reverse order. The first counts[i] of a request's rows run.
+    The records of the requests are in reverse order. The first `counts[i]` rows of request i are active.
     """
     heads, hidden, requests = sizes_of(sigmoid, **sizes), sizes["hidden"], len(positions)
     rows = requests * queries

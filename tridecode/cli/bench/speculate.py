@@ -160,7 +160,7 @@ def passes(engine: Engine, args) -> list[dict]:
 
 
 def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[], None]) -> float:
-    """Return µs per pass. The tokens after the position are known, so all rows run and all drafts are accepted."""
+    """Return µs per pass. The tokens after the position are known, so all rows are active and all drafts are accepted."""
     times, known = [], rows * (args.steps + 2) if rows > 1 else 0
 
     def run_passes() -> None:
@@ -200,7 +200,7 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
 def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:
     """Capture the launches of the list `lines` in one graph and return a function that replays it.
 
-    No row may be running.
+    No row may be active.
 
     Without a GPU, the returned function calls the references of the ops instead.
     """

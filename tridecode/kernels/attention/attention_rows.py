@@ -223,7 +223,7 @@ def _attention_rows_kernel(
 def attention_rows(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):
     """Compute `attention` of several rows with a fixed number of programs."""
     assert not kv.fp8 or config.stages == 1, (
-        "stages must be 1 for fp8 K/V, because the next tile is loaded into registers"
+        f"config.stages is {config.stages}; expected 1 for fp8 K/V, whose next tile is loaded into registers"
     )
     rows = len(out)
     _attention_rows_kernel[(config.programs,)](

@@ -57,7 +57,7 @@ def gate_heads_ref(chunks, qkv, out, heads: Heads):
     """Compute `gate_heads` in torch."""
     for chunk in listed(chunks):
         _, gate, _, _ = heads.split(qkv[chunk.rows].float())
-        assert gate is not None, "gate is None, but gate_heads needs query heads with gates"
+        assert gate is not None, "the query heads have no gates, which gate_heads needs"
         out[chunk.rows] = (out[chunk.rows] * gate.sigmoid().flatten(1)).to(out.dtype)
 
 

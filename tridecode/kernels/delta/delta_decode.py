@@ -213,8 +213,8 @@ def _delta_decode_kernel(
     position = tl.load(meta_ptr + POSITION)
     record, slot = tl.load(meta_ptr + RECORD).to(tl.int64), tl.load(meta_ptr + SLOT).to(tl.int64)
     runs = status == RUN
-    position = tl.where(runs, position, 0)  # the position of an idle row may be invalid
-    count = 1  # rows that run, if the first does
+    position = tl.where(runs, position, 0)  # The position of a row that is not active may be invalid.
+    count = 1  # Number of active rows of the request, if its first row is active.
     for other in tl.static_range(1, QUERIES):
         count += (tl.load(meta_ptr + other * META_WIDTH + STATUS) == RUN).to(tl.int32)
 
@@ -417,7 +417,7 @@ def delta_decode_ref(
             u = beta[:, None] * (v - torch.einsum("hkv,hk->hv", state, k) * decay)
             state = states[record] = state * decay[:, None] + k[:, :, None] * u[:, None]
             if drafted:
-                assert drafts is not None, "rows of drafts need a place for their updates"
+                assert drafts is not None, "drafts is None, but requests have several rows"
                 drafts.k[slot, position % RING], drafts.u[slot, position % RING] = k[:: heads.group], u
                 drafts.g[slot, position % RING] = g
             else:

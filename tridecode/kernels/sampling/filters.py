@@ -1,4 +1,4 @@
-"""The first launches of sample. They process the logits, and find the largest distance that the filters keep."""
+"""The first launches of the op `sample`. They process the logits, and find the largest distance that the filters keep."""
 
 import math
 

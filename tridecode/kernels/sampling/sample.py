@@ -72,14 +72,14 @@ _MAX_WEIGHT = tl.constexpr(float(2**WEIGHT_BITS))
 
 @dataclass(frozen=True, repr=False)
 class SamplerBuffers:
-    """Scratch of mask, greedy, sample and logprobs.
+    """Scratch of the ops `mask`, `greedy`, `sample` and `logprobs`.
 
     `counter` must be zero before a launch, and is zero after it. The other buffers may contain anything.
     """
 
     mask: torch.Tensor  # int32 [rows, vocab / 32]: mask of the row; see layout.mask_words.
     keys: torch.Tensor  # int64 [rows, blocks]: maximum of each block of logits, packed with its token id
-    counter: torch.Tensor  # int32 [rows, 2]: number of arrived programs of greedy or sample, and of logprobs.
+    counter: torch.Tensor  # int32 [rows, 2]: number of arrived programs of `greedy` or `sample`, and of `logprobs`.
     tops: torch.Tensor  # fp32 [rows, blocks * TOPS]: maximum of each of the TOPS parts of a block of processed logits.
     processed: torch.Tensor  # fp32 [rows, vocab]: logits after bias and penalties, before the temperature
     bins: torch.Tensor  # int32 [rows, LEVELS, BINS]: number of tokens in each bin of distance from the maximum
