@@ -3,11 +3,11 @@
     python -m benchmarks.draft_model --large qwen3-4b --small qwen3-0.6b
 
 Both models have random weights and run on one GPU. The large model's pass has a row for its own token and a row for
-each of the K draft tokens; all rows are active. The acceptance rate is assumed, not measured. `break_even` is the acceptance
-probability of each draft at which a cycle samples as many tokens per second as the large model's own passes; it is null
-if even the acceptance of all drafts is not enough. `speed_up` is the speed-up at some probabilities. The cycle omits
-two parts of a real implementation, so that the figures are optimistic: the copy of the draft tokens to the large model,
-and the small model's pass over the last token. The last line is one JSON object.
+each of the K draft tokens; all rows are active. The acceptance rate is assumed, not measured. `break_even` is the
+acceptance probability of each draft at which a cycle samples as many tokens per second as the large model's own passes;
+it is null if even the acceptance of all drafts is not enough. `speed_up` is the speed-up at some probabilities. The
+cycle omits two parts of a real implementation, so that the figures are optimistic: the copy of the draft tokens to the
+large model, and the small model's pass over the last token. The last line is one JSON object.
 """
 
 import argparse

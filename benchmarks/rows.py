@@ -69,7 +69,7 @@ def deviations(rows: Sequence[Row], earlier: Sequence[Row]) -> list[tuple[str, s
 
 
 def compare(rows: Sequence[Row], earlier: Sequence[Row], path: str, output) -> None:
-    """Write a line to stderr for each row that is also in the earlier file, then the largest deviation."""
+    """Write a line to stderr for each result that `earlier` also contains, then the largest deviation."""
     found = deviations(rows, earlier)
     if not found:
         raise ParameterError(

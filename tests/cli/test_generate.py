@@ -127,7 +127,7 @@ def test_output_is_written_whole_or_not_at_all(generate, engine, monkeypatch, tm
 
 
 def test_output_is_written_to_an_open_descriptor(generate, tmp_path):
-    """The paths of >(command) and /dev/stdout are the open file itself; earlier content is kept."""
+    """The path that the shell passes for >(command), and /dev/stdout, name an open file. Its content is kept."""
     options = ("--prompt", "Hello", *LIMITS)
     shown = generate(*options)[1]
     assert generate(*options, "--output", "/dev/stdout")[1] == shown

@@ -142,9 +142,9 @@ def arguments(kind: str, state: State, with_logprobs: bool = False, **others) ->
 
 
 def run(kind: str, state: State, masked: bool = False) -> State:
-    """Launch one op in place, after `mask` if `masked`.
+    """Launch the op `kind` in place. If `masked`, launch the op `mask` before it.
 
-    Waits for the launch: in the engine, the kernels before sampling order one pass after another.
+    The function waits for the launch. In the engine, the kernels before sampling keep passes in order.
     """
     if masked:
         run("mask", state)

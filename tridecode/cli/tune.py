@@ -32,7 +32,7 @@ from .chat import session
 from .terminal import Output
 
 CONTEXTS = (128, 4096)  # The time of a pass is the mean over these contexts.
-CONTEXTS_OF_SEVERAL = (128, 1024)  # The same for passes of several rows.
+CONTEXTS_OF_SEVERAL = (128, 1024)  # For a pass of several rows, the time is the mean over these contexts.
 RUN_SECONDS, RUNS = 0.05, 5  # Seconds of a run, and number of runs. A timing is the median of the runs.
 AT_ONCE = 2 * workers()  # Number of candidates that are compiled together before they are timed.
 # Maximum relative RMS difference between the logits of two configs, which differ only by the order of sums.

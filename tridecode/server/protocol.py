@@ -127,7 +127,7 @@ class Generation(RequestBody, kw_only=True):
         setattr(self, general, getattr(self, general) if value is None else value)
 
     def check_single_format(self, value: dict[str, Any] | None, name: str) -> None:
-        """Check that `value`, the response format in an API's own parameter `name`, is the only one."""
+        """Check that there is at most one response format. `value` is the format in the API's own parameter `name`."""
         if value is not None and (self.response_format is not None or self.structured_outputs is not None):
             raise bad_request(
                 f"{name}, response_format and structured_outputs have the same meaning; set one of them", name

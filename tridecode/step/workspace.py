@@ -159,14 +159,13 @@ class PromptBuffers:
     """The activations of a prompt pass, at fixed addresses."""
 
     chunks: torch.Tensor  # int32 [MAX_CHUNKS, CHUNK_WIDTH]: slot and positions of the rows of each chunk.
-    records: (
-        torch.Tensor
-    )  # int32 [MAX_CHUNKS, RECORDS_WIDTH]: the records of each chunk. [0, RECORDS_WIDTH] without records.
-    snapshots: torch.Tensor  # int32 [MAX_SNAPSHOTS, SNAPSHOT_WIDTH]. [0, SNAPSHOT_WIDTH] without records.
+    # int32 [MAX_CHUNKS, RECORDS_WIDTH]: the records of each chunk. [0, RECORDS_WIDTH] for models without records.
+    records: torch.Tensor
+    # int32 [MAX_SNAPSHOTS, SNAPSHOT_WIDTH]: the snapshots to take. [0, SNAPSHOT_WIDTH] for models without records.
+    snapshots: torch.Tensor
     hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
-    delta: (
-        torch.Tensor
-    )  # Dtype of the weights [rows, hidden]: output of a block, which the next norm adds to the residual stream.
+    # Dtype of the weights [rows, hidden]: output of a block, which the next norm adds to the residual stream.
+    delta: torch.Tensor
     x: torch.Tensor  # Dtype of the weights [rows, hidden]: the normalized rows.
     blocks: BlockBuffers  # The buffers that each block declares.
     dequantized: torch.Tensor  # [DEQUANTIZED] or [0]: rows of a quantized weight.

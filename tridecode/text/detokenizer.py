@@ -83,7 +83,7 @@ class TokenBytes:
             case {"type": "ByteFallback"}:
                 self._byte_fallback = True
             case {"type": "Fuse"}:
-                pass  # The step joins tokens, which Detokenizer always does.
+                pass  # A decoder of type Fuse joins tokens. Detokenizer always joins them.
             case {"type": "Replace", "pattern": {"String": old}, "content": new} if 0 < len(old) >= len(new):
                 self._replace.append((old, new))
             case {"type": "Metaspace", "replacement": old}:

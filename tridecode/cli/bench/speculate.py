@@ -160,7 +160,7 @@ def passes(engine: Engine, args) -> list[dict]:
 
 
 def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[], None]) -> float:
-    """Return µs per pass. The tokens after the position are known, so all rows are active and all drafts are accepted."""
+    """Return µs per pass. The tokens after the position are known, so rows stay active and drafts are accepted."""
     times, known = [], rows * (args.steps + 2) if rows > 1 else 0
 
     def run_passes() -> None:

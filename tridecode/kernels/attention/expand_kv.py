@@ -27,9 +27,9 @@ def _expand_kv_kernel(
 ):  # fmt: skip
     """Write K and V of the pages that the chunks attend to, times their scales.
 
-    Grid: (programs,). The programs share the items, each one page of one head. Moves three bytes per number.
-    Entries after a chunk's last position are copied too. If several chunks share a page, each of them writes it, with
-    the same numbers.
+    Grid: (programs,). The programs share the work items. A work item is one page of one head. Moves three bytes per
+    number. Entries after a chunk's last position are copied too. If several chunks share a page, each of them writes
+    it, with the same numbers.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.

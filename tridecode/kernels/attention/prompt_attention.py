@@ -132,11 +132,11 @@ def _prompt_attention_kernel(
 ):  # fmt: skip
     """Compute attention of each row to the positions of its slot up to its own.
 
-    Grid: (programs,). The programs share the items, each a split of a block. A block is BLOCK_M / TOGETHER rows of a
-    chunk in TOGETHER heads of one K/V head. Items with the most work come first. If there are few blocks, each is split
-    over its positions. The split that finishes last combines them, or with SEPARATE_COMBINE the kernel of
-    prompt_splits.py. No argument depends on lengths or pages, so one captured launch serves all prompts. Rows outside
-    all chunks are not written.
+    Grid: (programs,). The programs share the work items. A work item is a split of a block. A block is BLOCK_M /
+    TOGETHER rows of a chunk in TOGETHER heads of one K/V head. The longest work items come first. If there are few
+    blocks, each is split over its positions. The split that finishes last combines them, or with SEPARATE_COMBINE the
+    kernel of prompt_splits.py. No argument depends on lengths or pages, so one captured launch serves all prompts. Rows
+    outside all chunks are not written.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.
@@ -269,7 +269,8 @@ def prompt_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads
         config.separate_combine and 2 * items <= config.programs
     )  # With more items, only passes with much padding have splits.
     pdl = config.dependent and not interpreted()
-    # With one program for each item, the GPU assigns the items. This is faster than a fixed assignment.
+    # With one program for each work item, the GPU assigns work items to multiprocessors. This is faster than a fixed
+    # assignment.
     _prompt_attention_kernel[(max(config.programs, min(items, 8 * config.programs)),)](
         chunks,
         q,

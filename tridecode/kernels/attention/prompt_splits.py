@@ -26,7 +26,7 @@ class Blocks(NamedTuple):
     BLOCK_D: tl.constexpr  # D, padded
     PAGE: tl.constexpr  # Number of positions of a page.
     WINDOW: tl.constexpr  # Number of positions that a query attends to. 0 means all.
-    MAX_ITEMS: tl.constexpr  # Number of items for which the scratch has room. An item is a split of a block.
+    MAX_ITEMS: tl.constexpr  # Number of work items for which the scratch has room. A work item is a split of a block.
     MAX_SPLITS: tl.constexpr  # Maximum number of splits of a block.
     BLOCK_S: tl.constexpr  # MAX_SPLITS, padded
     LEAST: tl.constexpr  # Minimum number of pages of a split.
@@ -57,7 +57,7 @@ def splits_of(total, BLOCKS: tl.constexpr):
 @triton.jit
 def block_of(chunks_ptr, block, BLOCKS: tl.constexpr):
     """Return the Block with this number, counted over all chunks."""
-    # Load the table for each item, because prompt_attention has few registers to spare.
+    # Load the table of chunks for each work item, because prompt_attention has few registers to spare.
     blocks = blocks_of(chunks_ptr, BLOCKS.ROWS)
     before = tl.cumsum(blocks, 0) <= block
     sums = tl.sum(tl.where(before, blocks + CHUNK, 0), 0)  # Number of earlier chunks, and number of their blocks.

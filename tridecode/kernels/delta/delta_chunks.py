@@ -30,7 +30,7 @@ class DeltaChunksConfig:
     """Launch config of delta_chunks and of delta_scan.
 
     Attributes:
-        programs: Number of programs that share the items.
+        programs: Number of programs that share the work items.
         block_v: Columns of the state that a program of delta_scan has. delta_chunks does not read it.
     """
 
@@ -112,7 +112,7 @@ def _delta_chunks_kernel(
 ):  # fmt: skip
     """Compute u (for S = 0), w and p of each block and V head.
 
-    Grid: (PROGRAMS,). The programs share the items, each a V head of a block.
+    Grid: (PROGRAMS,). The programs share the work items. A work item is one V head of a block.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.

@@ -51,8 +51,8 @@ def _delta_scan_kernel(
 ):  # fmt: skip
     """Compute the outputs of a V head of each chunk, block by block, and its states after the chunk and at snapshots.
 
-    Grid: (PROGRAMS,). The programs share the items, each BLOCK_V columns of a V head of a chunk, whose state stays in
-    registers. For each block, with u and w as in delta_chunks:
+    Grid: (PROGRAMS,). The programs share the work items. A work item is BLOCK_V columns of a V head of a chunk. Its
+    state stays in registers. For each block, with u and w as in delta_chunks:
 
         u -= w S
         o = diag(exp(G)) Q S / sqrt(K) + P u

@@ -1,4 +1,4 @@
-"""The first launches of the op `sample`. They process the logits, and find the largest distance that the filters keep."""
+"""The first launches of the op `sample`: process the logits, and find the largest distance that the filters keep."""
 
 import math
 
@@ -109,7 +109,7 @@ def _process_kernel(
     if QUERIES > 1:
         first = tl.load(meta_ptr + POSITION) - row % QUERIES
         for back in tl.static_range(1, QUERIES):
-            # The known tokens are already counted.
+            # `counts` already contains the known tokens.
             new = (back <= row % QUERIES) & (first + back >= tl.load(meta_ptr + N_KNOWN))
             place = tl.where(new, first + back, 0)
             proposed = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + place)
@@ -171,7 +171,7 @@ def load_groups(ptr, needed):
 
 @triton.jit
 def crossing(sums, goal):
-    """Return the group of bins in which the running sum of `sums` reaches goal, and the sum of the groups before it."""
+    """Return the group of bins in which the running sum of `sums` reaches `goal`, and the sum of earlier groups."""
     before = tl.cumsum(sums, axis=0) < goal
     group = tl.minimum(tl.sum(before.to(tl.int32), axis=0), _GROUPS - 1)
     return group, tl.sum(tl.where(tl.arange(0, _GROUPS) < group, sums, 0), axis=0)

@@ -63,7 +63,7 @@ def _fetch_kernel(
 
 @triton.jit
 def _tile(host_ptr, places_ptr, item, items, stride_host, CELL: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-    """Load the data of an item. Return the data, their offsets in the ring, and their mask, each [TILE]."""
+    """Load the data of a work item. Return the data, their offsets in the ring, and their mask, each [TILE]."""
     place, offs = item // TILES, item % TILES * TILE + tl.arange(0, TILE)
     page = tl.load(places_ptr + 1 + place, mask=item < items, other=-1).to(tl.int64)
     mask = offs < tl.where(page < 0, 0, CELL)
