@@ -184,7 +184,7 @@ def make_parser() -> argparse.ArgumentParser:
     quantize = add("quantize", help="write a quantized checkpoint", description=QUANTIZE)
     source = "directory or Hugging Face id of an unquantized checkpoint, or bundled"
     quantize.add_argument("model", metavar="MODEL", help=source)
-    quantize.add_argument("out", metavar="OUT", help="a new or an empty directory")
+    quantize.add_argument("out", metavar="OUT", help="directory to write; it must be new or empty")
     quantize.add_argument(
         "--to", default="int4", choices=["fp8", "int8", "int4"], help="format of the weights (default: int4)"
     )
