@@ -30,11 +30,11 @@ from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
 from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.hub import resolve_model
-from tridecode.checkpoint.load import random_weights
+from tridecode.checkpoint.load import load_config, random_weights
 from tridecode.cli.bench.measure import preset_engine, run_facts
 from tridecode.cli.bench.run import with_commands
 from tridecode.cli.inputs import loads
-from tridecode.errors import GenerationError, ParameterError
+from tridecode.errors import GenerationError, ParameterError, counted
 from tridecode.layout import packed
 from tridecode.models.presets import PRESETS
 from tridecode.options import EngineOptions
@@ -148,20 +148,34 @@ def dry_engine(kind: str, vocab_size: int, capacity: int, **chosen) -> Engine:
     return engine
 
 
-def make_engine(args, tokenizer: Tokenizer, capacity: int) -> Engine:
-    """Return the engine that the arguments select, for prompts of up to `capacity` - 1 tokens."""
+def spec_of(args, vocab_size: int, longest: int) -> ModelSpec:
+    """Return the model that the arguments select; a dry one has positions for the longest prompt."""
+    if args.dry:
+        return dry_spec(args.dry, vocab_size, longest + 1)
+    return PRESETS[args.preset] if args.preset else load_config(resolve_model(args.model, weights=False))
+
+
+def make_engine(args, spec: ModelSpec, capacity: int) -> Engine:
+    """Return the engine that the arguments select."""
     chosen = {"slots": args.slots, "kv_tokens": args.kv_tokens}
     if args.snapshots is not None:
-        if args.model:
-            raise ParameterError("--snapshots: expected --preset or --dry; leave it out")
-        spec = dry_spec(args.dry, tokenizer.vocab_size, capacity) if args.dry else PRESETS[args.preset]
-        each = snapshot_bytes(spec, torch.float32 if args.dry else torch.bfloat16)
-        chosen["snapshot_memory"] = (args.snapshots + 0.5) * each / GIB
+        dtype = torch.bfloat16 if torch.cuda.is_available() and not args.dry else torch.float32
+        chosen["snapshot_memory"] = (args.snapshots + 0.5) * snapshot_bytes(spec, dtype) / GIB
     if args.dry:
-        return dry_engine(args.dry, tokenizer.vocab_size, capacity, **chosen)
+        return dry_engine(args.dry, spec.vocab_size, capacity, **chosen)
     if args.preset:
         return preset_engine(args.preset, capacity, **chosen)
     return Engine.load(args.model, max_seq_len=capacity, speculate="off", **chosen)
+
+
+def fitting(tasks: Sequence[Task], capacity: int, output) -> list[Task]:
+    """Return the tasks without the turns whose prompts do not fit into a context."""
+    fit = [Task(task.name, [each for each in task.prompts if len(each.tokens) < capacity]) for task in tasks]
+    if omitted := sum(len(task.prompts) for task in tasks) - sum(len(task.prompts) for task in fit):
+        output.note(f"{counted(omitted, 'turn')} of {capacity:,} tokens or more omitted: the model's limit")
+    if not (left := [task for task in fit if task.prompts]):
+        raise ParameterError(f"no prompt fits into the {capacity:,} positions of the model")
+    return left
 
 
 def measure(args, output) -> list[AgentsRow]:
@@ -170,10 +184,13 @@ def measure(args, output) -> list[AgentsRow]:
     tokenizer = Tokenizer.load(resolve_model(source, weights=False))
     output.note(f"tokens are those of {source or 'the bundled model'}")
     tasks = read_tasks(Path(args.traces), tokenizer)
-    capacity = 1 + max(len(prompt.tokens) for task in tasks for prompt in task.prompts)
-    with make_engine(args, tokenizer, capacity) as engine:
+    longest = max(len(prompt.tokens) for task in tasks for prompt in task.prompts)
+    spec = spec_of(args, tokenizer.vocab_size, longest)
+    capacity = min(longest + 1, spec.max_position)
+    tasks = fitting(tasks, capacity, output)
+    with make_engine(args, spec, capacity) as engine:
         for size in (64, 512, 2048, 2048):  # the first passes of their sizes take longer
-            ids = [token % engine.config.vocab_size for token in range(min(size, capacity - 1))]
+            ids = [token % spec.vocab_size for token in range(min(size, capacity - 1))]
             engine.submit(ids, ONE_TOKEN, reuse_prefix=False, cache_salt="warm-up").result()
         results = replay(engine, tasks, not args.no_reuse, args.together)
         facts = run_facts(engine.device) if engine.device.type == "cuda" else {"tridecode": __version__}
