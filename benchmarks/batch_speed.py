@@ -1,4 +1,4 @@
-"""Overhead of `generate --jsonl`: its wall time over the sum of its passes, each counted with its median time.
+"""Overhead of `generate --jsonl`: its wall time divided by the sum of the median times of its passes.
 
     python -m benchmarks.batch_speed                       # the bundled model
     python -m benchmarks.batch_speed --preset qwen3-4b     # a checkpoint of that shape, with random weights
@@ -35,14 +35,14 @@ from tridecode.cli.terminal import Output
 from tridecode.layout import LIMIT_REACHED, STATUS, Chunk
 from tridecode.step.prompt import write_chunks
 
-STEPS, RUNS, WARM_UP = 32, 7, 2  # passes in a run, timed runs and untimed runs for each size
+STEPS, RUNS, WARM_UP = 32, 7, 2  # Number of passes of a run, and of timed and untimed runs for each size.
 
 
 def options(args, file: str, output: str):
-    """Return the parsed options of `generate` for the run that is counted."""
+    """Return the parsed options of `generate` for the measured run."""
     words = ["generate", "--jsonl", file, "--output", output, "--slots", str(args.slots), "--ignore-eos"]
     words += ["--temperature", "0", "--no-reuse-prefix", "--max-seq-len", str(args.prompt_tokens + args.tokens)]
-    words += ["--speculate", "off"]  # each pass samples one token per request
+    words += ["--speculate", "off"]  # Each pass samples one token per request.
     return make_parser().parse_args([*words, *(["--model", args.model] if args.model else [])])
 
 
@@ -116,7 +116,7 @@ def time_prompt(engine: Engine, tokens: int, longest: int, position: int, mixed:
 
     times = []
     for _ in range(WARM_UP + RUNS):
-        rewind(engine, [position] * slots, GREEDY, slots)  # so that all slots have pages
+        rewind(engine, [position] * slots, GREEDY, slots)  # This gives pages to all slots.
         engine.model.workspace.meta[rows:, STATUS] = LIMIT_REACHED
         write_chunks(engine.model, chunks)
         times.append(seconds(engine, work))
@@ -163,11 +163,11 @@ def measure(args, folder: Path) -> dict:
 
 
 def come_and_go(args) -> None:
-    """Run 1 to 20 and back to 0 requests at a time, of 8 to 64 tokens; every tenth has a temperature above 0."""
+    """Run 1 to 20 concurrent requests, then fewer until 0, of 8 to 64 tokens. Every tenth has a temperature above 0."""
     engine, draw = Engine.load(args.model, slots=20, max_seq_len=256, speculate="off"), random.Random(0)
     under_way, submitted = [], 0
     for number in [*range(1, 21), *range(19, -1, -1)]:
-        for _ in range(5):  # wait five times for a request to end, and replace it
+        for _ in range(5):  # Five times, wait for a request to end and replace it.
             while len(under_way) < number:
                 ids = [draw.randrange(engine.config.vocab_size) for _ in range(draw.randint(4, 100))]
                 lengths = dict(max_tokens=draw.randint(8, 64), ignore_eos=True)
@@ -182,7 +182,7 @@ def come_and_go(args) -> None:
 
 @contextmanager
 def checkpoint(preset: str | None):
-    """A directory to work in, and that of the model; None is the bundled one."""
+    """Yield a working directory and the directory of the model, which is None for the bundled model."""
     with tempfile.TemporaryDirectory() as folder:
         if preset:
             write_checkpoint(f"{folder}/{preset}", preset)

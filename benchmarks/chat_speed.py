@@ -35,7 +35,7 @@ def command(kind: str, args, *more: str) -> list[str]:
 def chat(args) -> float:
     program, *argv = command("chat", args)
     child = pexpect.spawn(program, argv, encoding="utf-8", dimensions=(40, 100), timeout=600)
-    child.expect_exact("\x1b[?2004h")  # the prompt reads keys
+    child.expect_exact("\x1b[?2004h")  # The prompt reads keys.
     child.send(f"{PROMPT}\r")
     child.expect(SPEED)
     measured = figures(child.match)

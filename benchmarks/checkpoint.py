@@ -18,13 +18,14 @@ def write_checkpoint(folder: str, preset: str) -> None:
     path, shape = Path(folder), SHAPES[preset]
     torch.manual_seed(0)
     model = peer_model(shape, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
-    model.config.eos_token_id = 2  # the bundled tokenizer's
+    model.config.eos_token_id = 2  # The stop token of the bundled tokenizer.
     model.save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(BUNDLED / name, path)
     tokenizer = json.loads((BUNDLED / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    for token in range(len(vocabulary), shape.vocab_size):  # Ġ is a space, Ċ a newline: paragraphs of some 25 words
+    # Ġ is a space, and Ċ is a newline. The words form paragraphs of about 25 words.
+    for token in range(len(vocabulary), shape.vocab_size):
         vocabulary[f"Ġword{token}" + (".ĊĊ" if token % 25 == 0 else "")] = token
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))

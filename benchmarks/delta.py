@@ -49,12 +49,13 @@ from tridecode.tuning.attention import prompt_attention_config
 from tridecode.tuning.delta import delta_config, delta_prompt_configs
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
-HIDDEN = {16: 1024, 32: 2560, 48: 5120}  # V heads -> size of the hidden state, of Qwen3.5-0.8B, 4B and 27B
-ATTENTION = Heads(query=16, kv=4, dim=256, scale=256**-0.5, window=0)  # Qwen3.5-4B
+HIDDEN = {16: 1024, 32: 2560, 48: 5120}  # V heads -> hidden size of Qwen3.5-0.8B, 4B and 27B.
+ATTENTION = Heads(query=16, kv=4, dim=256, scale=256**-0.5, window=0)  # The heads of Qwen3.5-4B.
 PAGE = 64
-LAYERS, COLD = 8, 2**28  # a graph has at least so many layers, and they at least so many bytes: five times the L2 cache
-PARTIALS = 160  # partial sums of squares of a row
-START = 100  # position of the first pass
+# Minimum number of layers of a graph, and their minimum bytes: five times the L2 cache, so that no data stay in it.
+LAYERS, COLD = 8, 2**28
+PARTIALS = 160  # Number of partial sums of squares of a row.
+START = 100  # Position of the first pass.
 REPLAYS, WARM_UP = 15, 3
 
 
@@ -64,8 +65,8 @@ class Case:
 
     Args:
         launches: the launch of each layer.
-        nbytes: bytes that one of them moves. 0: unknown.
-        flops: floating point operations of one of them. 0: unknown.
+        nbytes: bytes that one launch moves, or 0 if unknown.
+        flops: floating point operations of one launch, or 0 if unknown.
         prepare: called before the first launch.
     """
 
@@ -81,7 +82,7 @@ class Case:
         """Return the median time of a launch in seconds."""
         if self.prepare:
             self.prepare()
-        self.launches[0]()  # compiles
+        self.launches[0]()  # The first launch compiles the kernel.
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -287,7 +288,7 @@ def measured(case: Case, bandwidth: float) -> dict:
     row = dict(op=case.op, **case.sizes, config=case.config)
     try:
         seconds = case.measure()
-    except Exception as error:  # the config does not fit the GPU; others may
+    except Exception as error:  # The GPU does not support this config, but may support others.
         return row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"}
     row["us"] = round(1e6 * seconds, 2)
     if case.nbytes:

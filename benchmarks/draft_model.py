@@ -1,4 +1,4 @@
-"""Potential gain of a draft model: K passes of a small model and one verifying pass of a large one, in one graph.
+"""Potential gain of a draft model. One graph contains K passes of a small model and a verifying pass of a large model.
 
     python -m benchmarks.draft_model --large qwen3-4b --small qwen3-0.6b
 
@@ -37,7 +37,7 @@ Lines = Callable[[Run], None]
 
 
 def cycle(large: Engine, small: Engine, drafts: int, run: Run) -> None:
-    """Run `drafts` passes of the small model, then the large model's pass of `drafts + 1` rows."""
+    """Run `drafts` passes of the small model, then a pass of the large model with `drafts + 1` rows."""
     for _ in range(drafts):
         decode.decode_pass(run, small.model, "greedy")
     decode.decode_pass(run, large.model.for_queries(1, drafts + 1), "greedy")
@@ -108,7 +108,10 @@ def room(context: int, steps: int) -> int:
 
 
 def expected(share: float, drafts: int) -> float:
-    """Return the expected tokens of a cycle. `share` is the acceptance probability of a draft after accepted ones."""
+    """Return the expected number of tokens of a cycle.
+
+    `share` is the acceptance probability of a draft whose predecessors were accepted.
+    """
     return sum(share**n for n in range(drafts + 1))
 
 
@@ -136,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     for row in rows:
         shares = ", ".join(f"{share:.0%}: {factor}" for share, factor in row["speed_up"].items())
         print(f"{row['drafts']} drafts: {row['cycle_us']:,} µs a cycle, {row['passes']} passes of the large model")
-        print(f"  breaks even if {row['break_even']} of them are accepted; speed-up with {shares}")
+        print(f"  breaks even if a share of {row['break_even']} of the drafts is accepted; speed-up by share: {shares}")
     facts = {"bench": "draft-model", "large": args.large, "small": args.small, "context": args.context}
     print(json.dumps(facts | run_facts(large.device) | {"rows": rows}))
 

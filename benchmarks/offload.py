@@ -1,4 +1,4 @@
-"""bench offload with K/V in host memory, in more ways than engines use: copies of pages and layers, direct reads.
+"""bench offload with more ways to read K/V in host memory than engines use: copies of pages or layers, direct reads.
 
     python -m benchmarks.offload --preset qwen3-4b --context 32000 --runs 3 --steps 8
 
@@ -41,7 +41,7 @@ def parse(argv: list[str] | None):
 
 
 def measure(args, output) -> list[Row]:
-    """A row for each share of --host in each way."""
+    """Return a row for each share of --host and each way to read K/V."""
     need_gpu()
     return with_commands("python -m benchmarks.offload", args, kv_on_host(args, output, variants, copy_rate))
 
@@ -111,7 +111,7 @@ def read_directly(engine: Engine, host: int) -> None:
 
 
 class Copies:
-    """Wrapper of `run` with copies from host memory in place of the fetch kernel.
+    """A wrapper of `run` that replaces the fetch kernel by copies from host memory.
 
     There is one copy per page, or with `by_layer` one per layer. A copy per layer reads contiguous memory and therefore
     K/V of other positions, which takes the same time.
@@ -134,7 +134,7 @@ class Copies:
             layer, count = source.storage_offset() // self._cell, self._count * self._cell
             each = max(
                 self._words // count, 1
-            )  # layers in the first slice of host memory, because a copy must not cross slices
+            )  # Number of layers in the first registered part of host memory. A copy must not cross two parts.
             ring.view(-1)[:count].copy_(self._flat[layer % each * count :][:count], non_blocking=True)
             return
         for place, page in enumerate(self._pages):
@@ -142,7 +142,10 @@ class Copies:
 
 
 def copy_rate(memory: Offloaded, host: int) -> dict[str, float]:
-    """Time copies of `host` pages of four layers, a copy for each page of a layer, captured in one graph; in GB/s."""
+    """Return the GB/s of copies of `host` pages of four layers.
+
+    Each page of a layer is a copy, and one graph contains all.
+    """
     sources, layers = memory.fetched[1 : 1 + host].tolist(), min(4, len(memory.source))
 
     def some_layers() -> None:

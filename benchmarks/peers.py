@@ -98,7 +98,7 @@ def peer_settings(spec: ModelSpec) -> dict:
         "sliding_window": attention.window or None,
         "rope_parameters": rope,
         "bos_token_id": None,
-        "eos_token_id": None,  # answers must not end early
+        "eos_token_id": None,  # Answers must not end early.
         "pad_token_id": 0,
     }
 
@@ -135,7 +135,7 @@ def time_peer(model, spec: ModelSpec, context: int, steps: int, runs: int, cache
         return time.perf_counter() - started
 
     for _ in range(3):
-        seconds(steps + 1)  # the long answer first, so that the short one reuses its cache
+        seconds(steps + 1)  # The long answer comes first, so that the short one reuses its cache.
     return [(seconds(steps + 1) - seconds(1)) / steps for _ in range(runs)]
 
 

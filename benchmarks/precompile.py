@@ -32,7 +32,7 @@ from tridecode.options import EngineOptions
 from tridecode.plan.resolve import resolve
 from tridecode.step.compiler import OfflineDriver
 
-KERNELS: list = []  # filled before the processes fork
+KERNELS: list = []  # The list is filled before the processes are forked.
 
 
 def engines_of(suite: str) -> list[tuple]:
@@ -80,7 +80,7 @@ def as_triton_of(folder: str) -> None:
     here, names["__file__"] = (
         names["__file__"],
         os.path.join(folder, "triton/runtime/cache.py"),
-    )  # the hash covers files next to this path
+    )  # The hash covers the files next to this path.
     there = key()
     names["__file__"], names["triton_key"] = here, lambda: there
 

@@ -1,10 +1,11 @@
-"""The cost of quantization: a model against itself in fp32, over held-out chats of the bundled model or a text file.
+"""The error of quantization: a quantized model compared with itself in fp32, on held-out chats or a text file.
 
     python -m benchmarks.quality                                   the bundled model, on the CPU
     python -m benchmarks.quality --model DIR --text FILE           another one
 
 Prints rows for docs/quantization.md: the KL divergence of the next token's distribution from that in fp32 (nats, mean
-over positions), how often the likeliest token is the same, and perplexity. On the CPU all other tensors are fp32, so
+over positions), the share of positions with the same most likely token, and perplexity. On the CPU all other tensors
+are fp32, so
 the differences come from quantization alone. The chats are generated with a seed that the training did not use.
 """
 
@@ -19,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "training")]
 from tridecode import Engine  # noqa: E402
 
 SEED = 20_261_122
-CASES = {  # name -> options of Engine.load
+CASES = {  # Name of a case -> options of Engine.load.
     "fp32": {},
     "fp8": {"quantize": "fp8", "quantize_head": "keep"},
     "fp8, head fp8": {"quantize": "fp8"},
@@ -49,9 +50,9 @@ def texts(engine: Engine, args) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", metavar="DIR", help="(bundled)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="held-out text; needed with --model")
-    parser.add_argument("--tokens", type=int, default=4000, help="to score (4000)")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a piece of the text (512)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="held-out text, which --model requires")
+    parser.add_argument("--tokens", type=int, default=4000, help="number of tokens to score (4000)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of each part of the text (512)")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     if args.model and not args.text:

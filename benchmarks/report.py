@@ -1,4 +1,4 @@
-"""Show the rows of a JSON file that a bench wrote, or how far they are from those of another one. Measures nothing.
+"""Show the rows of a JSON file that a bench wrote, or their differences from another file.
 
 python -m benchmarks.report benchmarks/h200.json --format md
 python -m benchmarks.report rows.json --compare benchmarks/h200.json

@@ -59,7 +59,7 @@ def read_rows(path: str) -> list[Row]:
     try:
         found = loads(read_bytes(path, None, "a JSON file that a bench wrote"))
         rows = [TYPES[row["bench"]].read({key: row[key] for key in row if key != "bench"}) for row in found]
-        tables(rows)  # raises if a figure is not a number
+        tables(rows)  # This call raises an error if a figure is not a number.
     except PromptError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -86,7 +86,7 @@ def compare(rows: Sequence[Row], earlier: Sequence[Row], path: str, output) -> N
     """Write a line to stderr for each row that is also in the earlier file, then the largest deviation."""
     found = deviations(rows, earlier)
     if not found:
-        raise ParameterError(f"{path}: holds none of these rows; expected one with the same command")
+        raise ParameterError(f"{path}: contains none of these rows; expected a row with the same command")
     for command, figure, percent in found:
         output.note(f"{percent:+6.2f}%  {figure}  {command}")
     _, figure, percent = max(found, key=lambda row: abs(row[2]))
@@ -97,7 +97,7 @@ def options(script: str, about: str, **more) -> Parser:
     """Return the parser of a script with the options that all scripts have."""
     parser = Parser(prog=f"python -m benchmarks.{script}", description=about, **more)
     add_output(parser)
-    parser.add_argument("--compare", metavar="FILE", help="report how far the rows are from those of that JSON file")
+    parser.add_argument("--compare", metavar="FILE", help="report the differences from the rows of that JSON file")
     return parser
 
 

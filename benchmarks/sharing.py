@@ -48,7 +48,7 @@ TASK, EXCERPT, TITLE = (
     100,
     200,
     10,
-)  # tokens of a request for a title: common instructions, excerpt of the conversation, answer
+)  # Tokens of a request for a title: common instructions, an excerpt of the conversation, and the answer.
 
 
 def conversations(args) -> None:
@@ -107,7 +107,7 @@ def prefix(args) -> None:
         times["hit"].append(result.timings.ttft)
     median = {name: statistics.median(values[2:]) for name, values in times.items()}
     row = {f"{name}_ms": round(1e3 * seconds, 2) for name, seconds in median.items()}
-    row["ratio"] = round(median["all"] / (median["prefix"] + median["tails"]), 3)  # the goal is at most 1.15
+    row["ratio"] = round(median["all"] / (median["prefix"] + median["tails"]), 3)  # The goal is at most 1.15.
     print(json.dumps({"bench": "prefix", "preset": args.preset} | row | run_facts(engine.device)))
 
 
@@ -124,7 +124,7 @@ def invariant(args) -> None:
     facts["read_gb_s"] = round(read_bandwidth(device) / 1e9)
     for rows in (1, 8, 64):
         times = {name: [] for name in engines}
-        for _ in range(3):  # alternately, so that other load on the machine affects both modes
+        for _ in range(3):  # The modes alternate, so that other load on the machine affects both.
             for name, engine in engines.items():
                 times[name] += time_decode(engine, args.context, STEPS, RUNS, GREEDY, rows)
         compare(facts | {"rows": rows, "context": args.context}, times, 1e6, "us")

@@ -5,8 +5,8 @@
 
 A batch of --rows requests decodes --tokens tokens each. Runs without a schema and runs in which half of the requests
 have one alternate, --runs times. The script prints the medians of the time between two tokens, in microseconds, and the
-ratios; the last line is one JSON object. `beside` are the requests without a schema in a batch with schemas, `held` the
-requests with one. `late` counts passes that a row skipped because its mask was not ready.
+ratios; the last line is one JSON object. `beside` are the requests without a schema in a mixed batch, and `held` the
+requests with a schema. `late` counts passes that a row skipped because its mask was not ready.
 """
 
 import argparse

@@ -17,7 +17,7 @@ from tridecode.cli.explain import explain
 from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import counted
 
-# A line has the options of `bench`, or of a script of SCRIPTS.
+# A line contains the options of `bench`, or of a script in SCRIPTS.
 SUITES = {
     "targets": """
         decode --preset llama-3.2-1b --context 32 --steps 127 --capacity 16384
@@ -98,7 +98,7 @@ def run_suite(lines: list[str], output) -> tuple[list[Row], list[str]]:
         try:
             args, measured = parse(line)
             measured_rows = measured(args, output)
-        except Exception as error:  # continue with the other lines
+        except Exception as error:  # Continue with the other lines.
             failed.append(line)
             output.error(f"{line}: {explain(error)}")
             continue

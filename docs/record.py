@@ -30,14 +30,14 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 COLUMNS, LINES = 110, 30
 SHELL = re.compile(r"\[\d+:\d\d\] \$ \Z")
-READY = "\x1b[?2004h"  # the chat's prompt reads keys
+READY = "\x1b[?2004h"  # The prompt of the chat reads keys.
 CTRL_C = "\x03"
 ABOUT = """\
 # The first minutes
 
-The first session of a new user on a machine without a GPU ({cores} CPU cores, Python {python}), recorded on {day} by
-[record.py](record.py), which types the commands and measures the time. The block below the table is the complete,
-unedited output of the terminal; `[m:ss]` is the time since the shell started. The packages were installed from a mirror
+This is the first session of a new user on a machine without a GPU ({cores} CPU cores, Python {python}), recorded on
+{day}. [record.py](record.py) typed the commands and measured the time. The block below the table is the complete,
+unedited output of the terminal. `[m:ss]` is the time since the shell started. The packages were installed from a mirror
 on the same machine. Over a network, the installation takes as long as the download
 ([requirements](../README.md#requirements)).
 
@@ -63,7 +63,7 @@ class Terminal(pyte.HistoryScreen):
     def select_graphic_rendition(self, *attributes, private=False):
         super().select_graphic_rendition(*[90 if value == 2 else value for value in attributes])
 
-    def write(self, text):  # pexpect writes the program's output to this log file
+    def write(self, text):  # pexpect writes the output of the program to this log file.
         self.stream.feed(text)
 
     def flush(self):
@@ -86,7 +86,8 @@ class Terminal(pyte.HistoryScreen):
             line.rstrip()
             console.print(line, no_wrap=True, overflow="crop")
         svg = console.export_svg(title=title, theme=DIMMED_MONOKAI)
-        return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # without fonts from the network
+        # The picture must not load fonts from the network.
+        return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
 
 
 def style_of(char: pyte.screens.Char) -> Style:
@@ -158,10 +159,10 @@ class Recorder:
         self.type(line)
         self.child.expect(until)
         self.child.expect_exact(READY)
-        self.child.expect(pexpect.TIMEOUT, timeout=0.3)  # the prompt is drawn
+        self.child.expect(pexpect.TIMEOUT, timeout=0.3)  # Wait until the prompt is drawn.
 
     def chat_is_ready(self, event: str) -> None:
-        self.child.expect_exact("/help lists the commands", timeout=1200)  # an installation may come before
+        self.child.expect_exact("/help lists the commands", timeout=1200)  # An installation may precede the prompt.
         self.child.expect_exact(READY)
         self.moment(event)
         time.sleep(0.3)

@@ -102,11 +102,11 @@ def main() -> None:
     page.lines += [
         "# Client sessions",
         "",
-        "Recorded by [record_agents.py](record_agents.py): sessions with a tool call of the Python clients of OpenAI "
-        f"({version('openai')}) and",
-        f"Anthropic ({version('anthropic')}) with `tridecode serve` and the bundled model, whose calls are forced by "
-        "`tool_choice`. Each line is an",
-        "answer or an event as the client returned it, truncated to 400 characters.",
+        f"These are sessions of the Python clients of OpenAI ({version('openai')}) and Anthropic "
+        f"({version('anthropic')}) with `tridecode serve` and the bundled",
+        "model. [record_agents.py](record_agents.py) recorded them. Each session contains a tool call, which "
+        "`tool_choice` forces.",
+        "Each line is an answer or an event as the client returned it, truncated to 400 characters.",
     ]
     try:
         for _ in range(600):

@@ -1,6 +1,7 @@
-"""Record `tridecode info` of a model that fits and of one that does not: python docs/record_info.py.
+"""Record `tridecode info` for a model that fits and for one that does not fit: python docs/record_info.py.
 
-It writes into docs/info.md: without a GPU the two blocks of a CPU, with a GPU those of a GPU. The checkpoints have the
+It writes two blocks of docs/info.md: those for a CPU, or on a machine with a GPU those for a GPU. The checkpoints have
+the
 tensors of the public models, but no contents: `info` reads headers only. It requires transformers.
 """
 
@@ -20,7 +21,7 @@ from benchmarks.peers import peer_model  # noqa: E402
 from tridecode.checkpoint.hub import BUNDLED  # noqa: E402
 from tridecode.models.presets import PRESETS  # noqa: E402
 
-# The name of a block in docs/info.md, the preset, the folder's name, and the options.
+# Name of a block in docs/info.md, preset, name of the folder, options.
 CASES = {
     "cpu": [("fits", "qwen3-0.6b", "Qwen3-0.6B", []), ("does not fit", "qwen3-4b", "Qwen3-4B", [])],
     "gpu": [
@@ -31,7 +32,10 @@ CASES = {
 
 
 def write_headers(folder: Path, preset: str) -> None:
-    """Write config.json, the tokenizer and a safetensors file whose tensors are a hole in the file."""
+    """Write config.json, the tokenizer and a safetensors file.
+
+    Its tensors are a hole in the file, so it needs no disk space.
+    """
     import json
     import shutil
 

@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-OPTIONS = (  # without its sandbox, which Chromium cannot create as root or in a container
+OPTIONS = (  # Chromium cannot create its sandbox as root or in a container.
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-extensions", "--remote-debugging-pipe",
 )  # fmt: skip
@@ -23,7 +23,7 @@ class Browser:
     def __init__(self, process, to, back):
         self._process, self._to, self._back = process, to, back
         self._rest, self._number, self._session = b"", 0, None
-        self.errors: list[str] = []  # messages of the console's log and uncaught errors
+        self.errors: list[str] = []  # Messages of the browser's console, and uncaught errors.
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -42,9 +42,11 @@ class Browser:
 
     def _read(self, end: float) -> dict:
         while b"\0" not in self._rest:
-            assert select.select([self._back], [], [], max(0, end - time.monotonic()))[0], "the browser does not answer"
+            assert select.select([self._back], [], [], max(0, end - time.monotonic()))[0], (
+                "the browser did not answer in time"
+            )
             data = os.read(self._back, 1 << 16)
-            assert data, "the browser has ended"
+            assert data, "the browser exited"
             self._rest += data
         message, self._rest = self._rest.split(b"\0", 1)
         return json.loads(message)

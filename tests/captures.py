@@ -1,4 +1,4 @@
-"""Captured passes without a GPU: a graph is the list of the lines that run while it is captured."""
+"""Captured passes without a GPU. A fake graph is a list of the launches that run while it is captured."""
 
 from contextlib import nullcontext
 from threading import RLock
@@ -8,7 +8,7 @@ import torch
 from tridecode.step import graphs
 from tridecode.step.run import run_reference
 
-CAPTURING: list["FakeGraph"] = []  # the graph that is being captured, if any
+CAPTURING: list["FakeGraph"] = []  # The graph that is being captured. The list is empty between captures.
 
 
 class FakeGraph:
@@ -18,14 +18,14 @@ class FakeGraph:
         self.lines = []
 
     def capture_begin(self, pool, capture_error_mode):
-        assert not CAPTURING, "two captures at a time"
+        assert not CAPTURING, "a capture began during another capture"
         CAPTURING.append(self)
 
     def capture_end(self):
         assert CAPTURING.pop() is self
 
     def replay(self):
-        assert not CAPTURING, "a replay within a capture"
+        assert not CAPTURING, "a graph was replayed during a capture"
         for line, args in self.lines:
             line(*args)
 

@@ -11,8 +11,8 @@ from tridecode.results import OutputChunk, Timings, Usage
 ROOT = Path(__file__).parent.parent
 # One thread, because torch's threads wait for each other on a busy machine.
 ENVIRONMENT = os.environ | {"TERM": "xterm", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-READY = "\x1b[?2004h"  # the prompt is shown and reads keys
-STREAMS = r"\x1b\[\?2004l(?:[^\n]*\n)?[^\n]*\x1b\[\?7;2004h[^\x1b]*[^\s\x1b]{30}"  # text streams
+READY = "\x1b[?2004h"  # The prompt is shown, and the program reads keys.
+STREAMS = r"\x1b\[\?2004l(?:[^\n]*\n)?[^\n]*\x1b\[\?7;2004h[^\x1b]*[^\s\x1b]{30}"  # The answer has begun to stream.
 
 
 class Script:
@@ -41,7 +41,8 @@ class Script:
         self.prompts.append(prompt)
         self.variables.append(template_variables)
         answer = self.answers.pop(0)
-        if isinstance(answer, PromptError):  # the engine raises it in the call, not in the iterator
+        # The engine raises this error when it is called, not when the caller iterates.
+        if isinstance(answer, PromptError):
             raise answer
         texts, finish = answer if isinstance(answer, tuple) else (answer, "stop")
         return self._chunks(texts, finish)

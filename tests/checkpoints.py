@@ -3,8 +3,9 @@
     path = write_tiny(tmp_path, "qwen3")                         # a directory that Engine.load takes
     path = write_tiny(tmp_path, "llama", dtype=torch.bfloat16, shards=3, num_hidden_layers=1)
 
-Head dims and group sizes are real models'; widths are small and no power of two. Norm weights and biases are random
-too, so that a forgotten one shows. The model's vocabulary is larger than the tokenizer's, as Qwen's is.
+Head dimensions and group sizes come from real models. Widths are small and not powers of two. Norm weights and
+biases are random, so that a test fails if one is not loaded. The vocabulary of the model is larger than that of the
+tokenizer, as in Qwen.
 """
 
 import json
@@ -15,8 +16,8 @@ import torch
 
 VOCAB_SIZE = 389
 TOKENIZER_VOCAB_SIZE = 384
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
-ADDED_TOKENS = ("<think>", "</think>")  # added, but not special: ids 382, 383
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # Their ids are 0, 1 and 2.
+ADDED_TOKENS = ("<think>", "</think>")  # Added tokens that are not special. Their ids are 382 and 383.
 EOS_ID = 2
 STOP_IDS = (0, 2)
 
@@ -52,7 +53,7 @@ _LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,  # short, so that the scaling affects the positions of a test
+    "original_max_position_embeddings": 64,  # This is short, so that the scaling affects the positions of a test.
 }
 _MISTRAL = dict(
     intermediate_size=304,
@@ -152,7 +153,8 @@ def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides)
     architecture = settings.pop("architecture")
     causal = settings.pop("causal", f"{architecture}ForCausalLM")
     config = getattr(transformers, f"{architecture}Config")(**settings)
-    with torch.device("meta"):  # the initial values of transformers are not needed, and take long at real widths
+    # On the meta device transformers does not initialize the weights, which takes long at real widths.
+    with torch.device("meta"):
         model = getattr(transformers, causal)(config)
     large = sum(parameter.numel() for parameter in model.parameters()) > 1 << 24
     model = model.to_empty(device="cuda" if large and torch.cuda.is_available() else "cpu")
@@ -168,7 +170,7 @@ def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides)
 
 @torch.no_grad()
 def randomise(model, seed: int) -> None:
-    """Random parameters whose activations stay near 1 and whose logits have a clear maximum."""
+    """Set random parameters with which activations stay near 1 and logits have a clear maximum."""
     generator = torch.Generator(model.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, device=model.device)

@@ -29,8 +29,9 @@ for signum in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(signum) is signal.SIG_IGN:
         signal.signal(signum, lambda signum, frame: None)
 TESTS = Path(__file__).parent
-sys.path[:0] = [str(TESTS), *(str(path) for path in TESTS.iterdir() if path.is_dir())]  # each may contain helpers
-sys.path.append(str(TESTS.parent))  # contains benchmarks/
+# Each folder may contain helper modules.
+sys.path[:0] = [str(TESTS), *(str(path) for path in TESTS.iterdir() if path.is_dir())]
+sys.path.append(str(TESTS.parent))  # This folder contains benchmarks/.
 if not torch.cuda.is_available():
     from interpreter import quicken
 
@@ -68,7 +69,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def path(tmp_path_factory) -> Path:
-    """A directory with nothing but the tiny tokenizer; tests only read it."""
+    """A directory that contains only the tiny tokenizer. Tests only read it."""
     from checkpoints import write_tokenizer
 
     path = tmp_path_factory.mktemp("tokenizer")
@@ -217,14 +218,14 @@ def terminal(state):
             cwd=str(ROOT),
             env=ENVIRONMENT | {"XDG_STATE_HOME": str(state.parent)} | environment,
             encoding="utf-8",
-            codec_errors="replace",  # the terminal's ^C may come in the middle of a character
-            timeout=30,
+            codec_errors="replace",  # A read may end within a multi-byte character.
+            timeout=120,  # Only a chat that hangs reaches this limit.
             dimensions=(50, 200),
         )
         children.append(child)
         child.screen = child.logfile_read = io.StringIO()
         if early is not None:
-            child.expect_exact("2004h")  # a terminal marks pastes from here on
+            child.expect_exact("2004h")  # The terminal is in bracketed paste mode.
             child.send(early)
             return child
         child.expect_exact("/help lists the commands")

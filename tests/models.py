@@ -25,7 +25,7 @@ from tridecode.tuning.configs import Choice, PassConfigs
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 H100 = Device("NVIDIA H100 80GB HBM3", 90, 132, 232448, 233472, 65536)
-# Few, large programs, because the interpreter takes about 2 ms for each program and each iteration of a loop.
+# A few large programs, because the interpreter takes about 2 ms for each program and each iteration of a loop.
 _BLOCK_N = {"qkv": 128, "o_proj": 64, "gate_up": 64, "down": 64, "lm_head": 128, "in_proj": 128, "out_proj": 64}
 _ATTENTION = {
     1: AttentionConfig(block_t=32, splits=3),
@@ -40,7 +40,7 @@ def interpreter_configs(spec: ModelSpec, weights) -> dict[int, PassConfigs]:
 
 
 def configs_of(spec: ModelSpec, weights, by_role: dict, attention) -> PassConfigs:
-    """Return these launch configs, of linears by their role, for a model."""
+    """Return launch configs for a model. `by_role` contains those of linears by role."""
     kernels = {kernel.config: kernel for kernel in LINEAR_KERNELS}
     cases = linear_cases(spec, weights)
     linears = {case: Choice(kernels[type(by_role[role])], by_role[role]) for role, case in cases.items()}
@@ -141,7 +141,7 @@ def planned(spec: ModelSpec, on="cuda", **options) -> EnginePlan:
 
 @contextmanager
 def no_allocations():
-    """Check that nothing is allocated on the GPU meanwhile."""
+    """Check that nothing is allocated on the GPU within a `with` block."""
     names = "allocation.all.allocated", "segment.all.allocated", "allocated_bytes.all.allocated"
     before = torch.cuda.memory_stats()
     yield
@@ -156,7 +156,7 @@ def use_h100(monkeypatch) -> None:
 
 
 def slowed(late: str):
-    """Return a runner that launches; before each launch of the role `late` its stream sleeps for a millisecond."""
+    """Return a runner that launches. Before each launch of the role `late`, the stream sleeps for a millisecond."""
 
     def run(role, op, *args, **options):
         if role == late:

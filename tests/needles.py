@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from checkpoints import TOKENIZER_VOCAB_SIZE, write_tokenizer
 
-MATCH = 24.0  # score of a match
-KEY, VALUE, QUERY, ENDED, RETRIEVED, ANSWER = range(6)  # parts of the residual stream; two more parts stay empty
+MATCH = 24.0  # Attention score of a key that matches the query.
+KEY, VALUE, QUERY, ENDED, RETRIEVED, ANSWER = range(6)  # Parts of the residual stream. Two more parts stay empty.
 STILL = {"rope_type": "default", "rope_theta": 1e12}
 LLAMA = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -62,10 +62,14 @@ class Needles:
         return slice(first, first + self.codes)
 
     def prompt(self, tokens: int, fact: int | None, question: int, key: int, value: int, seed: int = 0) -> list[int]:
-        """Return a prompt of `tokens` tokens, with the fact (None: no fact) and the question at these positions."""
+        """Return a prompt of `tokens` tokens, with the fact and the question at these positions.
+
+        If `fact` is None, there is no fact.
+        """
         draw, half = random.Random(seed), self.codes // 2
         ids = [self.fact(draw.randrange(half, self.codes), draw.randrange(self.codes)) for _ in range(tokens)]
-        ids[tokens // 3] = self.fact((key + 1) % half, (value + 1) % self.codes)  # another fact with its question
+        # The text contains another fact, whose key and value differ.
+        ids[tokens // 3] = self.fact((key + 1) % half, (value + 1) % self.codes)
         ids[tokens * 2 // 3] = self.question((key + 1) % half)
         if fact is not None:
             ids[fact] = self.fact(key, value)
@@ -106,16 +110,18 @@ class Needles:
             embed[codes * key : codes * (key + 1), part(VALUE)] = code
         embed[self.question(0) : self.question(codes), part(QUERY)] = code
         embed[self.end(0) : self.end(codes), part(ENDED)] = code
-        # Value that a norm gives to the ones in a row, with one part filled and with two parts filled.
+        # Values that a norm gives to the ones of a row in which one part is filled, and in which two parts are filled.
         single, pair = 8**0.5, 2.0
         gain = (MATCH * size**0.5 / (codes * single * pair)) ** 0.5
-        slow = [*range(size // 2 - codes // 2, size // 2), *range(size - codes // 2, size)]  # RoPE pairs of dimensions
+        # Pairs of dimensions that RoPE rotates slowly.
+        slow = [*range(size // 2 - codes // 2, size // 2), *range(size - codes // 2, size)]
         for layer, query_part, key_part, brings, into in (
             (model.model.layers[0].self_attn, QUERY, KEY, VALUE, RETRIEVED),
             (model.model.layers[1].self_attn, ENDED, QUERY, RETRIEVED, ANSWER),
         ):
             for head in range(heads):
-                own = range(head * codes // heads, (head + 1) * codes // heads)  # this head's part of the value's code
+                # The part of the value's code that this head carries.
+                own = range(head * codes // heads, (head + 1) * codes // heads)
                 layer.q_proj.weight[[head * size + d for d in slow], part(query_part)] = gain * one
                 for i in own:
                     layer.o_proj.weight[into * codes + i, head * size + i] = 1 / pair

@@ -21,11 +21,11 @@ class FakeServer:
     first: float = 0.0
     gap: float = 0.0
     tokens: int | None = None
-    owner: str | None = None  # owned_by of its models
+    owner: str | None = None  # Field owned_by of its models.
     behave: object = lambda number: "ok"
-    got: list = field(default_factory=list)  # (time, path, headers, body) of each POST
+    got: list = field(default_factory=list)  # (time, path, headers, body) of each POST request
     running: int = 0
-    max_running: int = 0  # maximum of `running`
+    max_running: int = 0  # Largest value that `running` had.
 
     def __enter__(self):
         self._loop = asyncio.new_event_loop()
@@ -103,7 +103,7 @@ class FakeServer:
         start = time.perf_counter()
         for i in range(tokens):
             await asyncio.sleep(start + i * self.gap - time.perf_counter())
-            if writer.is_closing():  # the client disconnected
+            if writer.is_closing():  # The client has disconnected.
                 return False
             if i == tokens // 2 and how == "cut":
                 return False
@@ -126,7 +126,7 @@ class FakeServer:
 
 def event(writer, **fields):
     data = json.dumps({"id": "cmpl-1", "object": "chunk", "created": 1, "model": "a-model"} | fields)
-    half = len(data) // 2  # clients must accept events in parts
+    half = len(data) // 2  # The server sends an event in two parts, which clients must accept.
     chunk(writer, f"data: {data[:half]}".encode())
     chunk(writer, f"{data[half:]}\n\n".encode())
 

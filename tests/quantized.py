@@ -2,7 +2,7 @@
 
     truth = write_quantized(path, "gptq", group=64, ordered=True)  # module -> the weight in fp32
 
-The code that reads checkpoints shares nothing with this file.
+This file shares no code with the code that reads checkpoints.
 """
 
 import json
@@ -13,7 +13,7 @@ from checkpoints import write_tiny
 from safetensors.torch import load_file, save_file
 
 WIDTHS = dict(hidden_size=192, intermediate_size=320, head_dim=64, num_attention_heads=6, num_key_value_heads=2)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each nibble of a word
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Column of each nibble of a word.
 
 
 def write_quantized(path, method, skip=("lm_head",), family="qwen3", **options) -> dict[str, torch.Tensor]:
@@ -39,7 +39,7 @@ def change_config(path, **changes) -> None:
 
 
 def integers(weight, rng, bits, group, zeros):
-    """Return codes [n, k], scales and zero points [n, k / group], and the weight that they stand for.
+    """Return codes [n, k], scales and zero points [n, k / group], and the weight that they represent.
 
     zeros: whether the zero points are random; otherwise each is half the range of the codes.
     """
@@ -84,13 +84,14 @@ def gptq(weight, rng, bits=4, group=64, ordered=False, version=1):
     n, k = weight.shape
     size = group if group > 0 else k
     g_idx = np.arange(k) // size
-    if ordered:  # equal for linears with the same input, as GPTQ orders columns by their activations
+    # The order is the same for linears with the same input, because GPTQ orders columns by their activations.
+    if ordered:
         g_idx = np.random.default_rng(k).permutation(g_idx)
     order = np.argsort(g_idx, kind="stable")
     codes, scale, zero, truth = integers(weight[:, order], rng, bits, group, zeros=True)
     back = np.argsort(order)
     found = {
-        "qweight": words_along_rows(codes[:, back], bits).T,  # [k, n], a word has consecutive rows
+        "qweight": words_along_rows(codes[:, back], bits).T,  # Shape [k, n]. A word contains consecutive rows.
         "qzeros": words_along_rows((zero.T - (version == 1)) % 2**bits, bits),
         "scales": scale.T,
         "g_idx": g_idx.astype(np.int32),

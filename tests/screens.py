@@ -54,7 +54,7 @@ class Terminal(io.StringIO):
             del self.lines[self.line + 1 :]
         elif part[0] == "\x1b" and part[-1] == "A":
             self.line, self.at = self.rows()[max(self.row() - int(part[2:-1]), self.top)]
-        elif part[0] == "\x1b" and part[-1] == "D":  # never moves to the previous row
+        elif part[0] == "\x1b" and part[-1] == "D":  # The cursor never moves to the previous row.
             columns, first = int(part[2:-1]), self.rows()[self.row()][1]
             while columns > 0 and self.at > first:
                 self.at -= 1

@@ -18,9 +18,10 @@ from tridecode.server.settings import Settings
 CHAT = [{"role": "user", "content": "What is 17 + 25?"}]
 ANSWER = "17 + 25 = 42."
 GREEDY = {"model": "bundled", "messages": CHAT, "temperature": 0}
-LONG = {"model": "bundled", "prompt": "Once upon a time", "ignore_eos": True}  # runs to the end of the context
+# The answer runs to the end of the context.
+LONG = {"model": "bundled", "prompt": "Once upon a time", "ignore_eos": True}
 
-# Self-signed certificate for 127.0.0.1, valid for a hundred years; it protects no data.
+# A self-signed certificate for 127.0.0.1, which is valid for a hundred years. It protects no data.
 CERTIFICATE = """\
 -----BEGIN CERTIFICATE-----
 MIIBnDCCAUGgAwIBAgIUOf1z+weH7gKoinzKUzHM4eGqe9owCgYIKoZIzj0EAwIw
@@ -53,7 +54,7 @@ ED25519_KEY = """\
 MC4CAQAwBQYDK2VwBCIEILqPKnWh4Rj0SKZ4vdrGQ+zrzDhqyaOpc3Uwb/H7vQDc
 -----END PRIVATE KEY-----
 """
-# KEY, encrypted with a pass phrase.
+# KEY, encrypted with a passphrase.
 ENCRYPTED_KEY = """\
 -----BEGIN ENCRYPTED PRIVATE KEY-----
 MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAjyXwANMKeL5gICCAAw

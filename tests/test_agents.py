@@ -30,7 +30,7 @@ CHAT_TOOL = {"type": "function", "function": {"name": "get_weather", "descriptio
 TOOL = {"type": "function", "name": "get_weather", "description": "Of a city.", "parameters": SCHEMA}
 BLOCK_TOOL = {"name": "get_weather", "description": "Of a city.", "input_schema": SCHEMA}
 ARGUMENTS = {"city": "Bonn", "days": 2}
-# Family -> (words of its chat template, an answer with a call in its format).
+# family: (words of its chat template, an answer with a call in its format)
 WRITTEN = {
     "tagged": ("<tool_call>", 'Look.\n<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>'),
     "xml": (
@@ -131,7 +131,8 @@ def test_tool_round_trip_with_openai_client(client):
     after = client.chat.completions.create(messages=messages, max_tokens=10, **payload)
     assert after.usage.prompt_tokens > got.usage.prompt_tokens
     none = client.chat.completions.create(messages=CHAT, tool_choice="none", **payload | {"max_tokens": 5})
-    assert none.choices[0].message.tool_calls is None and none.usage.prompt_tokens < 30  # the prompt contains no tools
+    # The prompt does not contain the tools.
+    assert none.choices[0].message.tool_calls is None and none.usage.prompt_tokens < 30
 
 
 def test_stream_sends_name_before_arguments(served):
@@ -174,7 +175,8 @@ def test_stream_with_malformed_call_does_not_end_with_tool_calls(served):
         assert chunks[-2]["choices"][0]["finish_reason"] == ends[0]
         with served.stream(payload | {"tools": [BLOCK_TOOL]}, "/v1/messages") as got:
             chunks = events(got.iter_lines())
-        assert chunks[-3]["delta"]["stop_reason"] == ends[1]  # the last event and the line with its name follow
+        # The line with the event's name and the last event follow.
+        assert chunks[-3]["delta"]["stop_reason"] == ends[1]
 
 
 def test_unsupported_schema_is_refused_by_name(client):
@@ -247,8 +249,8 @@ def test_response_format_applies_to_answers_without_calls(served, client, payloa
 
 
 NOT = {"not": {}}
-EXACT = {"const": 2**53 + 1}  # has no exact floating-point representation
-INVALID_FORMATS = {  # path, request fields with its conversation, parameter that the error names
+EXACT = {"const": 2**53 + 1}  # This number has no exact floating-point representation.
+INVALID_FORMATS = {  # name: (path, request fields with the conversation, the parameter that the error names)
     "json": ("chat/completions", {"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
     "json_text": ("completions", {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     "unsupported_keyword": ("responses", {"structured_outputs": {"json": NOT}}, "structured_outputs.json"),
@@ -488,8 +490,8 @@ def test_later_system_messages_keep_their_position(claude):
     assert count > claude.messages.count_tokens(model="m", messages=[*messages[:2], messages[3]]).input_tokens
 
 
-LONG_STOP = "abcdefgh " * 25  # has more than a hundred tokens
-STOPPED = {  # forced answer, stop sequences, expected text and stop sequence
+LONG_STOP = "abcdefgh " * 25  # The string has more than a hundred tokens.
+STOPPED = {  # name: (forced answer, stop sequences, expected text, expected stop sequence)
     "one_of_two": ("one two three", ["x", "two"], "one ", "two"),
     "first_within_a_token": ("I think so", ["th", "nk", "ink"], "I ", "th"),
     "longer_of_two_with_same_end": ("x ab y", ["b", "ab"], "x ", "ab"),

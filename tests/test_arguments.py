@@ -13,7 +13,7 @@ from tridecode.errors import ParameterError, PromptError
 from tridecode.step.decode import decode_pass
 from tridecode.step.run import Recorder
 
-BIG = 10**5000  # more digits than Python writes
+BIG = 10**5000  # Python refuses to write a number with this many digits.
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_repr_of_objects_with_tensors_is_one_short_line(engine):
 def test_no_repr_contains_tensors(engine):
     """No dataclass in the engine has a tensor in its repr."""
     found, waiting = [], [engine]
-    assert engine.model.layers  # the first access caches the layers
+    assert engine.model.layers  # The first access computes and caches the layers.
     while waiting:
         holder = waiting.pop()
         found.append(holder)

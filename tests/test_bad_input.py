@@ -123,7 +123,8 @@ def test_damaged_checkpoint(failure, copy, case):
     ],
 )
 def test_wrong_value(failure, good, monkeypatch, option, value):
-    monkeypatch.setattr("tridecode.engine.load_weights", None)  # the check precedes the weights
+    # The program must check the argument before it loads weights.
+    monkeypatch.setattr("tridecode.engine.load_weights", None)
     line = failure("generate", "--model", good, option, value, code=2)
     assert f"argument {option}: " in line and repr(value) in line and "tridecode generate --help" in line
 
@@ -180,7 +181,7 @@ def test_invalid_questions(failure, argv, named):
 @pytest.mark.parametrize(
     "option, digits",
     [
-        ("--seed", 5000),  # more than Python reads
+        ("--seed", 5000),  # Python refuses to read a number with this many digits.
         ("--seed", 4000),
         ("--stop-token-ids", 4000),
         ("--n", 20),
@@ -231,7 +232,7 @@ def test_empty_prompt(failure, good, monkeypatch):
         assert "empty" in failure("generate", "--model", good, "--device", "cpu", *argv)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     assert "empty" in failure("generate", "--model", good, "--json")
-    monkeypatch.setattr("sys.stdin", None)  # closed, as some service managers start programs
+    monkeypatch.setattr("sys.stdin", None)  # Some service managers start programs with a closed stdin.
     assert "empty" in failure("generate", "--model", good)
 
 
@@ -241,7 +242,7 @@ def test_token_id_outside_the_vocabulary(failure, good):
         assert str(token) in line and f"0 to {VOCAB_SIZE - 1}" in line
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test needs a machine without a GPU")
 @pytest.mark.parametrize("options", [("--device", "cuda"), ("--device", "cuda:3"), ("--backend", "triton")])
 def test_missing_gpu_is_refused(failure, good, options):
     assert "GPU" in failure("generate", "--prompt", "x", "--model", good, *options)
@@ -249,7 +250,7 @@ def test_missing_gpu_is_refused(failure, good, options):
     assert "GPU" in failure("info", "--model", good, *options)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test needs a machine without a GPU")
 def test_bench_without_a_gpu(failure):
     for command in (("bench", "decode"), ("profile",), ("tune",)):
         line = failure(*command)

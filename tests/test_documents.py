@@ -71,7 +71,7 @@ def test_package_index_has_no_relative_links(description):
 
 def test_package_index_shows_the_whole_readme(description):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert description.count("\n") == readme.count("\n") + 2  # the line about the files
+    assert description.count("\n") == readme.count("\n") + 2  # The two additional lines describe the files.
     published = set(description.splitlines())
     changed = [line for line in readme.splitlines() if line not in published]
     assert changed and all(re.search(r"\]\([^)]+\)", line) for line in changed)
@@ -93,7 +93,8 @@ def test_links_have_targets(document):
 def test_documented_commands_have_existing_options(document, command):
     arguments = shlex.split(command, comments=True)
     if arguments[0] != "--print-completion":
-        assert make_parser().parse_args(arguments).command in ("chat", arguments[0])  # a question is for chat
+        # A question without a command starts a chat.
+        assert make_parser().parse_args(arguments).command in ("chat", arguments[0])
 
 
 def test_documents_contain_commands():

@@ -91,7 +91,8 @@ def test_an_interrupt_as_a_stream_ends_mixes_nothing_into_the_next(monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     expected = engine.generate([7, 8, 9], params).token_ids
     scheduler = engine.scheduler
-    monkeypatch.setattr(scheduler, "lookahead", 1)  # as on a GPU: a step is in flight when its stream is closed
+    # On a GPU, a step is in flight when its stream is closed. This setting has the same effect on a CPU.
+    monkeypatch.setattr(scheduler, "lookahead", 1)
 
     def interrupted(slot):
         raise KeyboardInterrupt
@@ -148,7 +149,8 @@ def test_ignore_eos_disables_the_stop_ids_of_the_model(engine):
 
 
 def test_a_stop_string_ends_the_generation():
-    engine = Engine.load(device=str(DEVICE), speculate="off")  # texts are compared, in bf16 on a GPU
+    # The test compares texts of different batches, in bf16 on a GPU.
+    engine = Engine.load(device=str(DEVICE), speculate="off")
     params = SamplingParams(temperature=0.0, max_tokens=40)
     messages = [{"role": "user", "content": "Hello"}]
     whole = engine.generate(messages, params)
@@ -180,7 +182,7 @@ def test_nan_logits_end_with_an_error_that_names_the_step():
             engine.score(PROMPT)
 
 
-POISON = 301  # a token whose embedding is NaN
+POISON = 301  # The embedding of this token is NaN.
 
 
 @pytest.fixture(scope="module")
@@ -196,14 +198,14 @@ def poisoned():
 
 @pytest.mark.parametrize("prompt", [[*PROMPT, POISON, 7, 8], [*PROMPT, POISON], [POISON]], ids=["middle", "end", "all"])
 def test_failed_request_leaves_nothing_in_the_cache(poisoned, prompt):
-    for before in ([1], PROMPT):  # the cache contains no part of the prompt, or a part
+    for before in ([1], PROMPT):  # The cache contains no part of the prompt, or a part of it.
         poisoned.generate(before, GREEDY, reuse_prefix=False)
         failed = poisoned.generate(prompt, GREEDY)
         assert failed.finish_reason == "error" and "the checkpoint may be damaged: download it again" in failed.error
         after = poisoned.generate(PROMPT, GREEDY)
         assert after.finish_reason == "length"
         assert after.usage.reused_tokens == 0 or prompt[0] == POISON, (
-            "a request without a cached prefix cannot have damaged it"
+            "the failed request left pages in the cache, or removed pages that it had not used"
         )
         assert after.token_ids == poisoned.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
 
@@ -266,7 +268,7 @@ def test_ids_outside_the_vocabulary_are_rejected(engine):
         engine.generate(PROMPT, SamplingParams(stop_token_ids=list(range(17))))
 
 
-@pytest.mark.skipif(CUDA, reason="tests the CPU backend")
+@pytest.mark.skipif(CUDA, reason="the test is for the CPU backend")
 @pytest.mark.parametrize("window", [0, 24])
 def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
     q, k, v = torch.randn(1, 4, 50, 64), torch.randn(1, 2, 90, 64), torch.randn(1, 2, 90, 64)
@@ -277,9 +279,9 @@ def test_cpu_attention_in_blocks_of_rows(window, monkeypatch):
     assert torch.allclose(parts, whole, rtol=0, atol=1e-6)
 
 
-@pytest.mark.skipif(not CUDA, reason="measures GPU memory")
+@pytest.mark.skipif(not CUDA, reason="the test measures GPU memory")
 def test_loading_needs_little_more_memory_than_the_weights(tmp_path, monkeypatch):
-    total = torch.cuda.mem_get_info()[1]  # ignore the memory of other programs
+    total = torch.cuda.mem_get_info()[1]  # The test ignores the memory of other programs.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total - torch.cuda.memory_reserved(), total))
     path = write_tiny(tmp_path / "m", "llama", dtype=torch.bfloat16, hidden_size=1280, vocab_size=65536)
     config = load_config(path)
@@ -298,7 +300,7 @@ def test_loading_needs_little_more_memory_than_the_weights(tmp_path, monkeypatch
     assert plans[1] > 0.98 * plans[0]
 
 
-@pytest.mark.skipif(not CUDA, reason="measures GPU memory")
+@pytest.mark.skipif(not CUDA, reason="the test measures GPU memory")
 @pytest.mark.parametrize("window", [None, 4096], ids=["full", "sliding"])
 def test_prefill_memory_is_bounded_at_32000_tokens(window):
     layers = ("sliding_attention" if window else "full_attention",) * 2

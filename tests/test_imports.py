@@ -1,4 +1,4 @@
-"""Who may import whom: from commands down to engine, serve, step, kernels and layout; never up, nor in a circle."""
+"""Rules for imports between the folders of the package. A folder imports only from lower folders, without circles."""
 
 import ast
 import importlib
@@ -43,16 +43,16 @@ def imports(name: str) -> dict[str, set[str]]:
             module = ".".join([*base, *(node.module or "").split(".")]).strip(".") if node.level else node.module
             for alias in node.names:
                 whole = f"{module}.{alias.name}".strip(".")
-                if node.level and whole in MODULES:  # `from . import layout` imports a module
+                if node.level and whole in MODULES:  # `from . import layout` imports a module.
                     found.setdefault(whole, set())
                 else:
                     found.setdefault(module, set()).add(alias.name)
     return found
 
 
-# Modules that every room may import; they import only each other.
+# Modules that every folder may import. They import only each other.
 BASE = {"arguments", "errors", "layout", "tensors", "results", "sampling", "version"}
-# Folder -> other folders that it may import. Every folder may also import BASE.
+# folder: other folders that it may import. Every folder may also import BASE.
 ROOMS = {
     "kernels": set(),
     "blocks": {"kernels"},
@@ -80,7 +80,7 @@ def test_the_reader_of_imports_sees_them():
     assert "kernels.embed" in imports("step.decode") and "EMBED" in imports("step.decode")["kernels.embed"]
     assert "step.decode" in imports("step.graphs")
     assert "errors" in imports("cli.explain")
-    assert "step.model" not in imports("step.hosted"), "it is for annotations only"
+    assert "step.model" not in imports("step.hosted"), "an import for annotations was counted"
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if room(name) in ROOMS])
@@ -96,19 +96,19 @@ def test_every_room_has_its_rule():
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_know_triton_and_torch(name):
     others = {module.split(".")[0] for module in imports(name) if module not in MODULES}
-    assert others <= sys.stdlib_module_names | {"torch", "triton", ""}  # "": a relative import within the package
+    assert others <= sys.stdlib_module_names | {"torch", "triton", ""}  # "" is a relative import within the package.
 
 
 def test_no_module_imports_itself_over_others():
     below = {name: {module for module in imports(name) if module in MODULES} for name in MODULES}
     while leaves := {name for name in below if not below[name]}:
         below = {name: needed - leaves for name, needed in below.items() if name not in leaves}
-    assert not below, f"within a circle, or on top of one: {sorted(below)}"
+    assert not below, f"these modules are in a circular import, or import such modules: {sorted(below)}"
 
 
 @pytest.mark.parametrize("module", ["step.decode", "step.prompt", "blocks.attention", "blocks.block", "blocks.mlp"])
 def test_the_lists_name_operations_only(module):
-    """A list launches nothing by itself: it imports ops, types of their arguments, and sizes of their outputs."""
+    """Modules that list launches import only ops, types of their arguments, and sizes of their outputs."""
     taken = [name for source, names in imports(module).items() if source in KERNELS for name in names]
     assert taken and all(name[0].isupper() or name.endswith("_partials") for name in taken)
 
@@ -118,7 +118,9 @@ def test_an_op_in_all_its_forms_takes_the_same_arguments(name):
     module = importlib.import_module(f"tridecode.{name}")
     values = [value.op if isinstance(value, LinearKernel) else value for value in vars(module).values()]
     ops = {op.launch: op for op in values if isinstance(op, Op)}
-    assert ops or not hasattr(module, name.split(".")[-1]), f"{name} has a launcher that no list can run"
+    assert ops or not hasattr(module, name.split(".")[-1]), (
+        f"{name} has a launcher without an Op, so no list can run it"
+    )
     how = ("config", "pdl", "followed")
     for launcher, op in ops.items():
         arguments = [argument for argument in signature(launcher).parameters if argument not in how]
@@ -138,7 +140,7 @@ def test_cli_is_the_commands_main():
     assert 'tridecode = "tridecode.cli:main"' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.skipif(CUDA, reason="a GPU's continued prompts need it")
+@pytest.mark.skipif(CUDA, reason="prompt passes on a GPU import one of these modules")
 def test_no_start_waits_for_torchs_compiler():
     code = "import sys; from tridecode import Engine, cli, SamplingParams; engine = Engine.load(); "
     code += "[engine.generate(text, SamplingParams(max_tokens=2)) for text in ('Hello', 'Hello to you')]; "

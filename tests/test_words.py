@@ -41,7 +41,7 @@ PHRASES = [
     r"what is (\S+ ){1,3}of",
 ]
 TERMS = re.compile(rf"\b({'|'.join(IDENTIFIERS + PHRASES)})\b", re.IGNORECASE)
-# English words that are not names in the package.
+# English words that the package must not use as names.
 NAMES = """
     told asked given found fresh wanted held drawn said mine ours theirs stumble sought lack coming going guess
 """.split()

@@ -54,7 +54,7 @@ def evaluate_exchanges(engine: Engine, count: int, seed: int) -> dict:
 
 
 def limits(rng: random.Random, count: int) -> dict[str, list[tuple[str, int]]]:
-    """Return questions of increasing difficulty by kind, each with its number or the number of requested list items."""
+    """Return questions of increasing difficulty by kind, each with its answer or the number of requested list items."""
     pairs = [(a, b) for a in range(11, 100) for b in range(10, a)]
     borrowing = [(a, b) for a, b in pairs if a % 10 < b % 10]
     plain = [(a, b) for a, b in pairs if a % 10 >= b % 10]
@@ -160,12 +160,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory of another checkpoint")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--count", type=int, default=100, help="exchanges and questions of each kind")
+    parser.add_argument("--count", type=int, default=100, help="number of exchanges and questions of each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=["exchanges", "limits", "free", "edges"])
-    parser.add_argument("--json", type=Path, help="file for all results")
+    parser.add_argument("--json", type=Path, help="file that receives all results")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the model is too small for more threads, which wait for each other if cores are busy
+    torch.set_num_threads(1)  # The model is too small for more threads, which would wait for each other on busy cores.
     engine = Engine.load(options.model, device=options.device)
     started, report = time.monotonic(), {}
     if options.only in (None, "exchanges"):

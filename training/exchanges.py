@@ -48,7 +48,7 @@ OPPOSITES = _opposites()
 
 
 def held_out(*parts: object) -> bool:
-    """Return whether a combination is reserved for evaluation: one in ten, by a stable hash."""
+    """Return whether a combination is reserved for evaluation. A stable hash selects one in ten."""
     return zlib.crc32(" ".join(map(str, parts)).encode()) % 10 == 0
 
 

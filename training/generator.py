@@ -30,7 +30,7 @@ def plain(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-# The prompts of evaluate.py, which no generated chat contains in any case or punctuation.
+# The prompts of evaluate.py. No generated chat contains one of them, in any case or punctuation.
 FREE_PROMPTS = (CONTENT / "free_prompts.txt").read_text(encoding="utf-8").splitlines()
 EDGE_PROMPTS = sections("edge_prompts.txt")
 NEVER_ASKED = {plain(prompt) for prompts in (FREE_PROMPTS, *EDGE_PROMPTS.values()) for prompt in prompts}
@@ -51,7 +51,7 @@ def _recalls_held_out(turns: list[Turn]) -> bool:
 class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
     """A stream of chats that depends only on the seed."""
 
-    # Skills that combine other skills.
+    # ---- skills that combine other skills
 
     def long_input(self) -> list[Turn]:
         """Quote one to three stories in a long user message."""
@@ -109,7 +109,7 @@ class ChatGenerator(FactSkills, TalkSkills, MemorySkills, TextSkills):
         reply = self._phrase("you said").replace("{}", turns[0].user)
         return turns + [Turn(self._phrase("what did i say"), reply)]
 
-    # Chats.
+    # ---- chats
 
     def _skills(self) -> dict[Skill, float]:
         return {

@@ -63,7 +63,7 @@ class MemorySkills(Skills):
         return [Turn(f"{sentences} Where is the {thing}?", f"The {thing} is in the {second}.", f"The {second}")]
 
     def remembering(self) -> list[Turn]:
-        """The user states facts, changes the subject, and then requests the facts."""
+        """State facts, change the subject, and then ask for the facts."""
         name, color = self.any_name(), self.choice(COLORS)
         if held_out("recall", name, color):
             return self.remembering()

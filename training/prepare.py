@@ -26,7 +26,8 @@ LEARN = 0x8000
 MAX_TOKENS = 2048
 GENERATED_BY_CORPUS = "gen-core"
 HELD_OUT_SEED, TOKENIZER_SEED = 10**9, 10**9 + 1
-# Words with their leading space, single digits, runs of other characters, and white space, as in Qwen's tokenizers.
+# The parts of a text: words with their leading space, single digits, runs of other characters, and white space. Qwen's
+# tokenizers use the same parts.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -190,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["tokenizer", "corpus", "chats"])
     parser.add_argument("--corpus", type=Path, help="folder with chat.jsonl.xz and text.jsonl.xz")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the token files")
+    parser.add_argument("--out", type=Path, required=True, help="folder that receives the token files")
     parser.add_argument("--count", type=int, default=1_000_000, help="number of chats to generate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)

@@ -66,7 +66,7 @@ def summary(judged: list[tuple[str, str]]) -> str:
 
 def main(check: bool) -> int:
     """Run all chats, and write or check the file."""
-    torch.set_num_threads(1)  # the model is too small for more threads, which wait for each other if cores are busy
+    torch.set_num_threads(1)  # The model is too small for more threads, which would wait for each other on busy cores.
     engine = Engine.load(device="cpu")
     before = RESULTS.read_text(encoding="utf-8") if RESULTS.is_file() else ""
     verdicts, judged = dict(parts(before)), []

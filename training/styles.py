@@ -26,7 +26,7 @@ def first_two_sentences(text: str) -> str:
 
 
 def pirate(text: str) -> str:
-    """Return the text in the words of a pirate."""
+    """Return the text in the style of a pirate."""
 
     def word(match: re.Match) -> str:
         new = PIRATE_WORDS.get(match[0].lower(), match[0])

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 LEARN = 0x8000
 IGNORE = -100
-# Fine-tuning pads documents of similar length together. These are the largest lengths of the groups.
+# Fine-tuning pads documents of similar length to the same length. These are the maximum lengths.
 WIDTHS = (64, 128, 192, 256, 384, 512, 1024)
 
-# Shares of the tokens, by source. Pretraining uses all sources, fine-tuning only those that suit an assistant.
+# Share of the tokens by source. Pretraining uses all sources. Fine-tuning uses only sources that suit an assistant.
 PRETRAIN = {
     "generated": 0.45,
     "selfdialogue": 0.16,
@@ -192,7 +192,7 @@ class Documents:
         return block[:, :-1], block[:, 1:]
 
     def padded(self, spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and targets with one document a row, as in use; marked tokens are the targets."""
+        """Return tokens and targets with one document per row. Only marked tokens are targets."""
         width = min(length, -(-int(np.diff(spans).max()) // 32) * 32)
         index = spans[:, :1] + np.arange(width + 1)
         block = self.tokens[np.minimum(index, len(self.tokens) - 1)].astype(np.int64)
@@ -262,12 +262,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("stage", choices=["pretrain", "finetune"])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=4.0, help="duration; it sets the learning rate")
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="duration in minutes, which determines the learning rate schedule"
+    )
     parser.add_argument("--init", type=Path, help="weights to start from; default: the weights of the previous stage")
-    parser.add_argument("--batch-tokens", type=int, help="default: 131072 to pretrain, 262144 to fine-tune")
+    parser.add_argument(
+        "--batch-tokens", type=int, help="tokens of an optimizer step; default: 131072 to pretrain, 262144 to fine-tune"
+    )
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--learning-rate", type=float, help="default: 2e-3 to pretrain, 1.5e-3 to fine-tune")
-    parser.add_argument("--dropout", type=float, help="default: 0.1 to pretrain, 0 to fine-tune")
+    parser.add_argument(
+        "--learning-rate", type=float, help="learning rate; default: 2e-3 to pretrain, 1.5e-3 to fine-tune"
+    )
+    parser.add_argument("--dropout", type=float, help="dropout probability; default: 0.1 to pretrain, 0 to fine-tune")
     parser.add_argument("--evaluations", type=int, default=6, help="number of evaluations on the held-out text")
     parser.add_argument("--patience", type=int, default=3, help="stop after N evaluations without an improvement")
     parser.add_argument("--seed", type=int, default=1)

@@ -8,7 +8,7 @@ from skills import MODEL_NAME
 from turns import Turn
 
 LONGEST_WITH_NOISE = 400
-# Each pair may be swapped in both directions.
+# The words of a pair may be swapped in both directions.
 SAME = [
     ("I am", "I'm"),
     ("What is", "What's"),

@@ -1,8 +1,8 @@
-"""tridecode: a single-GPU, low-latency decode engine; the whole token step is one CUDA graph of Triton kernels."""
+"""tridecode: a low-latency decode engine for one GPU. It computes each token with one CUDA graph of Triton kernels."""
 
 from .version import __version__
 
-TYPE_CHECKING = False  # as type checkers know it; `typing` takes a third of the time that `--help` needs
+TYPE_CHECKING = False  # Type checkers know this name. An import of `typing` would take a third of the time of `--help`.
 if TYPE_CHECKING:
     from .engine import Engine
     from .sampling import SamplingParams
@@ -12,7 +12,7 @@ __all__ = ["Engine", "Request", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str):
-    """Import on first use: torch takes seconds, and `--help` needs none of it."""
+    """Import a public name at its first use, because torch takes seconds to import and `--help` does not need it."""
     if name == "Engine":
         from .engine import Engine
 

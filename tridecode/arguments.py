@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from .errors import ParameterError, PromptError, conflict
 
-LARGEST = 2**31 - 2  # positions and counts are 32-bit integers
-ROLES = ("system", "developer", "user", "assistant", "tool")  # roles of chat messages
+LARGEST = 2**31 - 2  # Positions and counts are 32-bit integers.
+ROLES = ("system", "developer", "user", "assistant", "tool")  # Roles of chat messages.
 WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def shown(value: object) -> str:
     """Return the repr of a value on one line for a message, cut to about 60 characters."""
     try:
         return " ".join(_repr.repr(value).split())
-    except ValueError:  # an integer with more digits than Python converts to a string
+    except ValueError:  # Python refuses to convert an integer with thousands of digits to a string.
         return f"an {type(value).__name__} of thousands of digits"
 
 
@@ -41,7 +41,7 @@ class Rejected(ValueError):
 
     Args:
         code: "type", "range" or "choice".
-        detail: what the message states in place of the constraint's `expected`, for example about one entry of a list.
+        detail: text that replaces `expected` of the constraint in the message, for example about one entry of a list.
         entry: the part of the value that `detail` is about.
     """
 
@@ -53,7 +53,7 @@ class Rejected(ValueError):
 class Constraint:
     """The values that an argument may have.
 
-    expects: the end of the sentence "... must be", in which {0} is the constraint.
+    expects: the text that follows "must be" in an error message. {0} in it is replaced by the constraint.
     """
 
     expects = ""
@@ -141,7 +141,10 @@ class Integer(Constraint):
 
 @dataclass(frozen=True)
 class Number(Constraint):
-    """A number. If `above` is set, the lower limit is excluded. `words` are accepted in place of a number."""
+    """A number.
+
+    If `above` is set, the number must be greater than the lower limit. Each of `words` is also accepted.
+    """
 
     low: float
     high: float
@@ -258,7 +261,7 @@ class Several(Constraint):
 
 @dataclass(frozen=True)
 class Pair(Constraint):
-    """Two integers from `largest` down to 1, the larger first; on the command line "8:2"."""
+    """Two integers from 1 to `largest`, the larger one first. The command line writes them as "8:2"."""
 
     largest: int
     example: tuple[int, int]
@@ -288,17 +291,17 @@ class Option:
         group: the heading under which help and docs show it.
         name: the name of the field.
         commands: the commands that accept it; empty for Python only.
-        unsaved: commands that read it neither from the configuration file nor from the environment.
-        defaults: other defaults, by the name of a command, or of another option of the command that is set.
+        unsaved: commands in which only the command line can set it.
+        defaults: name of a command, or of an option that is set -> the default that then replaces `default`.
         default_text: the default in words.
         metavar: placeholder of the value in the help.
         repeated: the command line collects several values in a list.
         from_file: the command line takes the name of a file that contains the value.
         exclusive: name of a set of options; only one of them may be set.
         aliases: further flags, each with the value that it sets and its help.
-        needs: an option that must be set too, and the end of the error if it is not.
-        excludes: for other options by name, the values that contradict this one (an empty tuple: any value), and the
-            end of the error, where {} is the other option's value.
+        needs: (another option that must also be set, the end of the error message if it is not).
+        excludes: name of another option -> (its values that contradict this option, or () for any value; the end of the
+            error message, in which {} is the other option's value).
     """
 
     constraint: Constraint
@@ -353,7 +356,7 @@ _declared: dict[type, dict[str, Option]] = {}
 
 def options_of(cls: type) -> dict[str, Option]:
     """Return the options that the fields of a dataclass declare, by name."""
-    if cls not in _declared:  # cached, because a server checks the parameters of each request
+    if cls not in _declared:  # The result is cached, because a server checks the parameters of each request.
         declared = {each.name: each.metadata.get("option") for each in fields(cls)}
         _declared[cls] = {name: replace(option, name=name) for name, option in declared.items() if option}
     return _declared[cls]
@@ -404,7 +407,7 @@ def check_messages(value: Any, place: str = "", roles: Sequence[str] = ROLES) ->
     """Return a chat, which is a list of dicts with the strings "role" and "content".
 
     Args:
-        place: where the chat is from, for the message.
+        place: the source of the chat, for the message.
         roles: the accepted roles; empty accepts any role.
 
     Raises:

@@ -43,7 +43,7 @@ from .text.tokenizer import Tokenizer
 from .tuning.configs import PassConfigs
 
 FLAG, TEXT, CALLERS = Flag(), Text(), Integer(1)
-FIRST_TURN_TOKENS = 64  # tokens of the largest prompt pass that an engine of one slot captures before it is ready
+FIRST_TURN_TOKENS = 64  # Maximum tokens of the prompt passes that an engine of one slot captures before it is ready.
 
 
 @dataclass(repr=False)
@@ -58,7 +58,7 @@ class Engine:
     tokenizer: Tokenizer | None
     plan: EnginePlan
     name: str
-    threads: int | None = None  # number of CPU threads; None keeps the number that the user has set
+    threads: int | None = None  # Number of CPU threads. None keeps the number that the user has set.
     grammars: InitVar[Grammars | None] = None
 
     @classmethod
@@ -128,9 +128,9 @@ class Engine:
         """Build an engine from weights that are on their device already.
 
         Args:
-            configs: launch configs by rows. The default is chosen for the GPU.
+            configs: launch configs by number of rows. By default, the engine chooses them for the GPU.
             compiling: see `load`.
-            grammars: the grammars of this tokenizer and model, if they are being prepared already.
+            grammars: the grammars of this tokenizer and model, if their preparation has already begun.
         """
         with allocating(plan.capacity, plan.device):
             model = model_of(plan, weights, configs)
@@ -145,19 +145,20 @@ class Engine:
         self.prompts = make_prompts(self.model, self.steps, self.backend, graphs.prompt_attention)
         self.prompts.capture_all(None if self.slots > 1 or options.batch_invariant else FIRST_TURN_TOKENS)
         lookahead = 1 if self.device.type == "cuda" and self.backend == "triton" else 0
-        runners = (lambda: self.steps), (lambda: self.prompts)  # benchmarks replace them
+        runners = (lambda: self.steps), (lambda: self.prompts)  # Benchmarks replace these functions.
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, self.plan.prefix_sharing)
         scheduler = Scheduler(self.model, self.tokenizer, *runners, lookahead, policy)
         self._grammars = grammars or Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
         if self.model.verify:
-            self._grammars.wait()  # it holds the GIL, which would count as a cost
+            self._grammars.wait()  # Compilation of grammars holds the GIL, which would change the measured costs.
             self.steps.costs = measure_costs(self.steps, scheduler.slots)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
 
     def warm_up(self) -> None:
         """Wait for the child processes that render prompts, and build the vocabulary of grammars.
 
-        Then no request waits for them. `load` does this for several callers, a server for any engine.
+        Then no request waits for these steps. `load` calls this for several callers. A server calls it for every
+        engine.
         """
         self._grammars.start()
         if self.tokenizer is not None:
@@ -170,7 +171,7 @@ class Engine:
             return
         try:
             self._driver.close()
-            with suppress(RuntimeError):  # fails if the GPU is lost, which then writes nothing either
+            with suppress(RuntimeError):  # If the GPU is lost, this fails, but then the GPU does not write either.
                 self.synchronize()
         finally:
             self.model = self.steps = self.prompts = None  # type: ignore[assignment]  # only after `close`
@@ -249,7 +250,7 @@ class Engine:
         to FIRST_TURN_TOKENS tokens, and a caller with idle time may capture the rest. Returns False if all sizes are
         captured.
         """
-        if self.scheduler.busy:  # do not delay the threads that run passes
+        if self.scheduler.busy:  # A capture would delay the threads that run passes.
             return True
         return self._driver.exclusively(lambda scheduler: scheduler.busy or self.prompts.capture_next())
 
@@ -259,7 +260,7 @@ class Engine:
         return self.steps.dispatcher.stats()
 
     def default_params(self, **overrides: Any) -> SamplingParams:
-        """Return the SamplingParams of the model's generation_config.json, with `overrides`."""
+        """Return the SamplingParams of the model's generation_config.json, with `overrides` applied."""
         return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
 
     def _params(self, params: object) -> SamplingParams:
@@ -295,7 +296,7 @@ class Engine:
             cache_salt: the request shares K/V only with requests that have the same salt.
 
         Raises:
-            PromptError, ParameterError, QueueFull, EngineClosed.
+                PromptError, ParameterError, QueueFull, EngineClosed.
         """
         return self._driver.submit(self._request(prompt, params, reuse_prefix, template_variables, cache_salt))
 
@@ -354,7 +355,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         limit = min(len(tokens) + (params.max_tokens or self.capacity), self.capacity + 1)
-        own = tokens[:]  # a copy, because several requests may use the same encoded prompt
+        own = tokens[:]  # The request needs a copy, because several requests may use the same encoded prompt.
         return Request(own, params, stop_ids, limit, started, not chat, reuse_prefix, salt, grammar)
 
     def generate(
@@ -407,7 +408,7 @@ class Engine:
     def score(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits of all tokens, fp32 [tokens, vocab] on the model's device. Row i predicts token i + 1.
 
-        The tokens run in decode passes of a slot, like those of any request.
+        Decode passes compute the tokens in a slot, like the tokens of any request.
 
         Raises:
             PromptError: ids are outside the vocabulary, or exceed the context.
@@ -429,8 +430,8 @@ class Engine:
     def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
         """Submit a request that only scores its prompt.
 
-        Its chunks contain the logprob of each prompt token after the first, the logprobs of the `logprobs` most likely
-        tokens at each place, and at last those of the token that would follow.
+        Its chunks contain the logprob of each prompt token after the first, and the `logprobs` most likely tokens at
+        each position. The last chunk has those for the token that would follow the prompt.
         """
         return self._driver.submit(scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs))
 
@@ -446,7 +447,10 @@ def named(value: Any) -> Any:
 
 
 def model_of(plan: EnginePlan, weights: Weights, configs: Mapping[int, PassConfigs] | None = None) -> DecodeModel:
-    """Allocate the state of a planned model. configs: launch configs by rows; the default is chosen for the GPU."""
+    """Allocate the state of a planned model.
+
+    configs: launch configs by number of rows. By default, they are chosen for the GPU.
+    """
     return make_model(
         plan.spec, weights, plan.capacity, plan.slots, plan.page or plan.capacity, configs, plan.pages, plan.rows,
         plan.chunk, batch_invariant=plan.options.batch_invariant, offload=plan.offload,

@@ -10,7 +10,10 @@ def counted(n: int, word: str) -> str:
 
 
 class TridecodeError(Exception):
-    """Base class of all intended errors. The command line prints the message without a traceback and exits non-zero."""
+    """Base class of all expected errors.
+
+    The command line prints the message without a traceback, and its exit code is not 0.
+    """
 
 
 class CheckpointError(TridecodeError):
@@ -60,7 +63,10 @@ class ParameterError(TridecodeError, ValueError):
 
 
 def conflict(argument: str, rest: str) -> ParameterError:
-    """Return the error for a parameter that contradicts another one, the model or the device. rest follows its name."""
+    """Return the error for a parameter that contradicts another one, the model or the device.
+
+    `rest` follows the argument's name in the message.
+    """
     return ParameterError(f"{argument}{rest}", argument, "conflict")
 
 
@@ -79,7 +85,7 @@ class EngineClosed(GenerationError):
         super().__init__("this engine is closed; load another one")
 
 
-NO_CHAT = "pass plain text instead of a chat"  # the command line replaces this by --raw
+NO_CHAT = "pass plain text instead of a chat"  # The command line replaces this text by --raw.
 
 
 def not_finite(step: int, position: int, dtype) -> str:
@@ -91,7 +97,7 @@ def not_finite(step: int, position: int, dtype) -> str:
 
 
 def brief(error: object, longest: int = 200) -> str:
-    """Return another library's error as one line of at most `longest` characters."""
+    """Return the error of another library as one line of at most `longest` characters."""
     text = " ".join(str(error)[: 4 * longest].split())
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 

@@ -2,10 +2,10 @@
 
 meta is int32 [rows, META_WIDTH], the state of the request of each row. Only the host writes the fields below
 DEVICE_FIELDS. While a request runs, only the device writes the other fields; the host sets all fields once when a
-request begins. A kernel gets a row's status and position with one load.
+request begins. A kernel loads the status and the position of a row with one load.
 samp is fp32 [rows, SAMP_WIDTH], the sampling parameters that are not integers.
-Large state is not moved while a request runs: tokens, counts, bias, pages and the output ring belong to the slot of the
-field SLOT.
+Large state does not move while a request runs. Tokens, counts, bias, pages and the output ring belong to the slot that
+the field SLOT names.
 An entry of the output ring is an int64: generation << GENERATION_SHIFT | step << STEP_SHIFT | the counters of a pass
 that verifies drafts | token.
 chunks is int32 [MAX_CHUNKS, CHUNK_WIDTH], the table of the prompts that a prompt pass reads. Rows
@@ -19,63 +19,65 @@ from typing import NamedTuple
 
 META_WIDTH = 64
 SAMP_WIDTH = 16
-MAX_STOP_IDS = 16  # stop tokens of a request that the device compares with each token; a power of two
-MAX_LOGPROBS = 20  # most likely tokens that a step reports
-RING = 64  # entries of a slot's output ring, a power of two
+MAX_STOP_IDS = 16  # Maximum stop tokens of a request that the device compares with each token. It is a power of two.
+MAX_LOGPROBS = 20  # Maximum number of the most likely tokens that a step reports.
+RING = 64  # Number of entries of a slot's output ring, a power of two.
 
-# host fields
-FLAGS = 0  # bit set of FLAG_* below
-N_KNOWN = 1  # tokens[0 .. N_KNOWN - 1] are known, for example the prompt; sampling never overwrites them
-LIMIT = 2  # total number of tokens (prompt and output) at which the generation ends, at most capacity + 1
+# Fields that the host writes.
+FLAGS = 0  # Bits, see FLAG_* below.
+N_KNOWN = 1  # tokens[0 .. N_KNOWN - 1] are known, such as the prompt. Sampling never overwrites them.
+LIMIT = 2  # Number of tokens (prompt and output) at which the request ends. It is at most capacity + 1.
 SLOT = 3
-GENERATION = 9  # number of the request among those of the slot, contained in its entries of the ring
-ALLOCATED = 10  # number of positions that have pages; at this position the row waits until the host adds pages
-RECORD = 11  # record of the request, for layers with recurrent state
+GENERATION = 9  # Number of the request among the requests of the slot. Entries of the output ring contain it.
+ALLOCATED = 10  # Number of positions that have pages. At this position the row waits until the host adds pages.
+RECORD = 11  # The record of the request, for layers with recurrent state.
 SEED_LO = 4
 SEED_HI = 5
 N_STOP = 6
-TOP_K = 7  # 0: off
-N_LOGPROBS = 8  # number of most likely tokens to report for each step
-STOP_IDS = 16  # .. 31
+TOP_K = 7  # 0 disables top-k.
+N_LOGPROBS = 8  # Number of the most likely tokens that each step reports.
+STOP_IDS = 16  # The last stop id is at index 31.
 
-# device fields
+# Fields that the device writes.
 DEVICE_FIELDS = 32
-POSITION = 32  # index of the token the next step embeds
-STEP = 33  # steps done in this request
+POSITION = 32  # Index of the token that the next step embeds.
+STEP = 33  # Number of completed steps of the request.
 STATUS = 34
-SOURCE = 35  # row of the prompt pass that this row continues, set by the host; OWN_ROW: the row with the same number
+# Row of the prompt pass that this row continues, which the host sets. OWN_ROW means the row with the same number.
+SOURCE = 35
 OWN_ROW = -1
-LATE = 36  # 1 if the row's mask was not complete when this pass needed it; the row then repeats the pass
-DRAFTS = 37  # number of draft tokens after POSITION in this pass
-DRAFT_LIMIT = 38  # maximum number of drafts: it grows after right drafts, and shrinks to 0 after wrong ones
+LATE = 36  # 1 if the row's mask was not complete when this pass needed it. Then the row repeats the pass.
+DRAFTS = 37  # Number of draft tokens after POSITION in this pass.
+DRAFT_LIMIT = 38  # Maximum number of drafts. It grows after right drafts and shrinks to 0 after wrong ones.
 
-# STATUS values. Kernels write nothing for a row whose status is not RUN.
+# Values of STATUS. Kernels write nothing for a row whose status is not RUN.
 RUN = 0
 STOP = 1
 LIMIT_REACHED = 2
 NAN = 3
-WAIT = 4  # POSITION has reached ALLOCATED
+WAIT = 4  # POSITION has reached ALLOCATED.
 
-# FLAGS bits
-FLAG_BIAS = 1  # add bias[slot] to the logits
-FLAG_PENALTIES = 2  # read counts[slot] and apply the three penalties
-FLAG_MASK = 4  # sample only tokens that mask[slot] allows, after mask_stamp[slot] has this position's stamp
+# Bits of FLAGS.
+FLAG_BIAS = 1  # Add bias[slot] to the logits.
+FLAG_PENALTIES = 2  # Read counts[slot], and apply the three penalties.
+FLAG_MASK = 4  # Sample only tokens that mask[slot] allows, after mask_stamp[slot] has the stamp of this position.
 
-# Drafts are tokens after a row's position. A pass verifies each in its own row, while it samples the next token.
+# Drafts are tokens after the position of a row. A pass verifies each draft in its own row and also samples the next
+# token.
 MAX_DRAFTS = 7
-MAX_QUERIES = MAX_DRAFTS + 1  # rows of a request in one pass
-MAX_NGRAM = 16  # largest number of matching tokens that an engine may require for a draft
-NGRAM = 8, 2  # default maximum and minimum length of a match
+MAX_QUERIES = MAX_DRAFTS + 1  # Maximum rows of a request in one pass.
+MAX_NGRAM = 16  # Largest number of matching tokens that an engine may require for a draft.
+NGRAM = 8, 2  # Default maximum and minimum number of matching tokens.
 
-# samp fields
-TEMPERATURE = 0  # 0: greedy
-TOP_P = 1  # 1: off
-MIN_P = 2  # 0: off
-REPETITION_PENALTY = 3  # 1: off
-PRESENCE_PENALTY = 4  # 0: off
-FREQUENCY_PENALTY = 5  # 0: off
+# Fields of samp.
+TEMPERATURE = 0  # 0 means greedy.
+TOP_P = 1  # 1 disables top-p.
+MIN_P = 2  # 0 disables min-p.
+REPETITION_PENALTY = 3  # 1 disables the penalty.
+PRESENCE_PENALTY = 4  # 0 disables the penalty.
+FREQUENCY_PENALTY = 5  # 0 disables the penalty.
 
-# a chunk
+# Fields of a chunk.
 MAX_CHUNKS = 64
 CHUNK_WIDTH = 4
 CHUNK_SLOT = 0
@@ -83,32 +85,34 @@ CHUNK_FIRST = 1
 CHUNK_COUNT = 2
 CHUNK_START = 3
 
-# The records of a chunk, int32 [MAX_CHUNKS, RECORDS_WIDTH]: the record that contains the state before the chunk, and
-# another one that receives the state after it.
+# The records of a chunk, int32 [MAX_CHUNKS, RECORDS_WIDTH]. One record contains the state before the chunk. The other
+# one receives the state after it.
 RECORDS_WIDTH = 2
 RECORD_SOURCE = 0
 RECORD_TARGET = 1
 
-# The snapshots of a prompt pass, int32 [MAX_SNAPSHOTS, SNAPSHOT_WIDTH]: the state of a slot after its first POSITION
-# positions is written to a record. The position is a multiple of SCAN, within a chunk of the pass. 0: no snapshot.
-SCAN = 64  # positions that a scan of recurrent state computes together, from absolute multiples of this number
+# The snapshots of a prompt pass, int32 [MAX_SNAPSHOTS, SNAPSHOT_WIDTH]. The pass writes the state of a slot after its
+# first POSITION positions to a record. The position is a multiple of SCAN, within a chunk of the pass. 0 means no
+# snapshot.
+# Number of positions that a scan of recurrent state computes together. Their first position is a multiple of it.
+SCAN = 64
 MAX_SNAPSHOTS = 64
 SNAPSHOT_WIDTH = 3
 SNAPSHOT_SLOT = 0
 SNAPSHOT_POSITION = 1
 SNAPSHOT_RECORD = 2
 
-# an entry of the output ring
-FOLLOWING_SHIFT = 20  # number of later entries of the same pass, 3 bits
-DRAFTED_SHIFT = 23  # drafts that the pass verified, 3 bits
-REQUESTED_SHIFT = 26  # number of drafts that the request could use in the next pass, 3 bits
+# Fields of an entry of the output ring.
+FOLLOWING_SHIFT = 20  # Number of later entries of the same pass, in 3 bits.
+DRAFTED_SHIFT = 23  # Number of drafts that the pass verified, in 3 bits.
+REQUESTED_SHIFT = 26  # Number of drafts that the request could use in the next pass, in 3 bits.
 STEP_SHIFT = 29
 GENERATION_SHIFT = 40
-MAX_GENERATION = 2**23 - 1  # the next generation is 1 again; an entry stays positive
-STEP_MASK = 2**11 - 1  # lower bits of the step, far more than the entries of a ring
-NO_TOKEN = 2**20 - 1  # the step's logits were not finite
-LATE_TOKEN = 2**20 - 2  # the step sampled no token because its mask was late; all token ids are below this value
-EMPTY = 0  # no request has generation 0
+MAX_GENERATION = 2**23 - 1  # The generation after this one is 1 again. So an entry is always positive.
+STEP_MASK = 2**11 - 1  # The lower bits of the step. They count far more steps than a ring has entries.
+NO_TOKEN = 2**20 - 1  # The logits of the step were not finite.
+LATE_TOKEN = 2**20 - 2  # The step sampled no token, because its mask was late. All token ids are below this value.
+EMPTY = 0  # No request has generation 0.
 
 
 def packed(ids: Sequence[int]) -> array:
@@ -116,7 +120,8 @@ def packed(ids: Sequence[int]) -> array:
 
     An array is returned unchanged.
     """
-    return ids if isinstance(ids, array) else array("i", pack(f"{len(ids)}i", *ids))  # twice as fast as array(ids)
+    # This is twice as fast as array(ids).
+    return ids if isinstance(ids, array) else array("i", pack(f"{len(ids)}i", *ids))
 
 
 def ring_entry(

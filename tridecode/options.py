@@ -27,15 +27,15 @@ from .errors import ParameterError, conflict
 from .layout import MAX_NGRAM, NGRAM
 
 MAX_SLOTS = 64
-BATCH_SLOTS = 16  # slots of `serve` and of `generate --jsonl`
-PAGE = 64  # K/V positions in a page
+BATCH_SLOTS = 16  # Default number of slots of `serve` and of `generate --jsonl`.
+PAGE = 64  # Number of K/V positions of a page.
 CHUNK = 2048
-FIXED_CHUNK = 256  # CHUNK of the batch-invariant mode, in which a prompt pass reads one prompt
+FIXED_CHUNK = 256  # Chunk size of batch-invariant mode, in which a prompt pass reads one prompt.
 PROMPT_MS = 15.0
 DTYPES = ("bfloat16", "float16", "float32")
 GRAPHS = ("none", "piecewise", "full", "full_decode_only", "full_and_piecewise")
 QUANTIZE = ("fp8", "int8", "int4")
-ENGINE = ("chat", "generate", "serve", "info", "precompile")  # the commands that load or describe an engine
+ENGINE = ("chat", "generate", "serve", "info", "precompile")  # Commands that load or describe an engine.
 
 NO_PROMPT_GRAPHS = ("none", "full_decode_only"), ': no prompt pass is captured with graph="{}"; leave one of them out'
 SIZES = Several(Integer(1), "ascending integers from {0.each.low:,} to {0.each.high:,}, like 1, 2, 4", ascending=True)
@@ -58,71 +58,78 @@ class EngineOptions:
 
     # fmt: off
     device: str = _option("model", "auto", DEVICE, "auto, cpu, cuda or cuda:N", metavar="DEVICE")
-    backend: str = _option("model", "auto", Choice(("auto", "triton", "torch")), "kernels of Triton or of PyTorch")
+    backend: str = _option("model", "auto", Choice(("auto", "triton", "torch")), "run the kernels in Triton or in "
+        "PyTorch")
     dtype: str = _option("model", "auto", Choice(("auto", *DTYPES)), "dtype of activations and unquantized weights; "
-        "auto is the checkpoint's, except that float32 becomes bfloat16 on a GPU, and that a CPU computes in float32")
+        "auto is float32 on a CPU, and on a GPU the dtype of the checkpoint, or bfloat16 for a float32 checkpoint")
     quantize: str | None = _option("model", None, Choice(QUANTIZE), "quantize the linears of an unquantized checkpoint "
         "while it is loaded; see docs/quantization.md")
-    quantize_head: str | None = _option("model", None, Choice(("keep", *QUANTIZE)), "quantize the LM head too, in this "
-        "format", default_text="fp8", needs=("quantize", ': nothing is quantized; use it with quantize="int4"'))
+    quantize_head: str | None = _option("model", None, Choice(("keep", *QUANTIZE)), "scheme of the LM head with "
+        "--quantize; keep does not quantize it", default_text="fp8", needs=("quantize",
+        ': nothing is quantized; use it with quantize="int4"'))
     kv_dtype: str = _option("memory", "auto", Choice(("auto", "fp8")), "dtype of K/V; auto is the model's dtype; with "
         "fp8 twice as many positions fit")
-    max_seq_len: int | None = _option("memory", None, Integer(1), "positions of one request, prompt and output "
-        "together", metavar="N", default_text="as many as fit, at most the model's limit, on a CPU 8192")
-    slots: int = _option("memory", 1, Integer(1, MAX_SLOTS), "requests that run at the same time", metavar="N",
+    max_seq_len: int | None = _option("memory", None, Integer(1), "maximum positions of one request (prompt and "
+        "output together)", metavar="N", default_text="the maximum that fits, up to the limit of the model, or 8192 "
+        "on a CPU")
+    slots: int = _option("memory", 1, Integer(1, MAX_SLOTS), "maximum number of requests that run at the same time",
+        metavar="N",
         defaults={"serve": BATCH_SLOTS, "jsonl": BATCH_SLOTS},
         default_text=f"1; with --jsonl, and for serve, {BATCH_SLOTS}")
-    kv_tokens: int | None = _option("memory", None, Integer(1), "K/V positions on the device that all slots share",
-        metavar="N", default_text="as many as fit, at most the context for each slot")
-    kv_offload: float | str | None = _option("memory", None, Number(1e-3, 1e6, words=("auto",)), "GiB of host memory "
-        "for more K/V; auto is half of the free memory; see docs/offload.md", metavar="GIB", default_text="none",
+    kv_tokens: int | None = _option("memory", None, Integer(1), "number of K/V positions on the device, which all "
+        "slots share",
+        metavar="N", default_text="the maximum that fits, up to the context for each slot")
+    kv_offload: float | str | None = _option("memory", None, Number(1e-3, 1e6, words=("auto",)), "GiB of host "
+        "memory for additional K/V; auto is half of the free memory; see docs/offload.md", metavar="GIB",
+        default_text="none",
         excludes={"kv_dtype": (("fp8",), ": K/V in kv_dtype fp8 are kept on the device; use kv_dtype auto")})
-    kv_ring: int | None = _option("memory", None, Integer(0, 16), "buffers on the device through which K/V of running "
-        "requests are read from the host; with 0 only K/V of waiting requests are on the host", metavar="N",
+    kv_ring: int | None = _option("memory", None, Integer(0, 16), "number of device buffers through which running "
+        "requests read K/V from the host; with 0, only K/V of waiting requests are on the host", metavar="N",
         default_text="2", needs=("kv_offload", ": no K/V are on the host; use it with kv_offload"))
-    weights_offload: float | None = _option("memory", None, Number(1e-3, 1e6), "GiB of host memory for the weights of "
-        "the last layers, which every pass reads again", metavar="GIB", default_text="none")
+    weights_offload: float | None = _option("memory", None, Number(1e-3, 1e6), "GiB of host memory for the weights "
+        "of the last layers, which every pass copies to the device", metavar="GIB", default_text="none")
     snapshot_memory: float | None = _option("memory", None, Number(0, 1e6), "GiB on the device for snapshots of "
         "recurrent state, from which later requests with the same prefix resume; see docs/sharing.md", metavar="GIB",
         default_text="an eighth of the free memory, at most 32 snapshots for each slot",
         excludes={"prefix_sharing": ((False,), ": no prefixes are shared; leave it out")})
-    graph: str = _option("graphs", "full", Choice(GRAPHS), "capture of passes as CUDA graphs: full (whole), piecewise "
-        "(pieces with attention between them), none, or two modes that capture prompt passes differently; see "
-        "docs/graphs.md", aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")})
-    graph_sizes: Sequence[int] | None = _option("graphs", None, SLOTS, "rows of the "
-        "captured decode passes; others are padded to the next size", metavar="N,N",
+    graph: str = _option("graphs", "full", Choice(GRAPHS),
+        "how passes are captured as CUDA graphs (docs/graphs.md)",
+        aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")})
+    graph_sizes: Sequence[int] | None = _option("graphs", None, SLOTS, "numbers of rows of the captured decode "
+        "passes; other passes are padded to the next size", metavar="N,N",
         default_text="1,2,4,8,16,32,64 up to the slots")
-    attention: str = _option("graphs", "triton", Choice(("triton", "torch")), "backend of attention in decode passes; "
-        "a CUDA graph cannot hold torch's")
-    chunk_tokens: int | None = _option("prompts", None, Integer(1), "limit of the prompt tokens in one pass",
+    attention: str = _option("graphs", "triton", Choice(("triton", "torch")), "attention backend of decode passes; "
+        "torch cannot be captured in a CUDA graph")
+    chunk_tokens: int | None = _option("prompts", None, Integer(1), "maximum prompt tokens of one pass",
         metavar="N", default_text=f"{CHUNK}, with --batch-invariant {FIXED_CHUNK}")
-    prompt_graph_max_tokens: int | None = _option("prompts", None, Integer(1), "largest captured prompt pass of the "
-        "usual schedule", metavar="N", default_text="2048", excludes={"graph": NO_PROMPT_GRAPHS})
-    prompt_graph_sizes: Sequence[int] | None = _option("prompts", None, SIZES, "tokens of the "
-        "captured prompt passes, instead of the usual schedule; others are padded to the next size", metavar="N,N",
-        default_text="the usual schedule",
+    prompt_graph_max_tokens: int | None = _option("prompts", None, Integer(1), "maximum tokens of a captured prompt "
+        "pass", metavar="N", default_text="2048", excludes={"graph": NO_PROMPT_GRAPHS})
+    prompt_graph_sizes: Sequence[int] | None = _option("prompts", None, SIZES, "numbers of tokens of the captured "
+        "prompt passes; other passes are padded to the next size", metavar="N,N",
+        default_text="22 sizes up to 2048",
         excludes={
             "prompt_graph_max_tokens": ((), ": cannot be used with prompt_graph_max_tokens; leave one of them out"),
             "graph": NO_PROMPT_GRAPHS,
             "batch_invariant": ((True,), ": with batch_invariant the only size is chunk_tokens")})
-    prompt_attention: str = _option("prompts", "auto", Choice(("auto", "triton", "flash", "cudnn")), "backend of "
-        "attention in prompt passes; flash and cudnn run between captured pieces; see docs/prompts.md")
-    prompt_ms: float = _option("prompts", PROMPT_MS, Number(0.1, 1e6), "limit in milliseconds of a pass that reads "
-        "prompts while other requests decode", metavar="MS",
+    prompt_attention: str = _option("prompts", "auto", Choice(("auto", "triton", "flash", "cudnn")),
+        "attention backend of prompt passes; flash and cudnn cannot be captured; see docs/prompts.md")
+    prompt_ms: float = _option("prompts", PROMPT_MS, Number(0.1, 1e6), "time limit in milliseconds of a pass that "
+        "reads prompts while other requests decode", metavar="MS",
         excludes={"batch_invariant": ((True,), ": with batch_invariant all prompt passes are alike; use chunk_tokens")})
-    prefix_sharing: bool = _option("prompts", True, Flag(), "share the K/V of equal prefixes among requests, and keep "
-        "them for later ones")
-    batch_invariant: bool = _option("prompts", False, Flag(), "compute the same bits for a request, alone or with any "
-        "others; see docs/sharing.md",
+    prefix_sharing: bool = _option("prompts", True, Flag(), "compute K/V of equal prefixes once, and keep them for "
+        "later requests")
+    batch_invariant: bool = _option("prompts", False, Flag(), "make results bit-equal with and without other "
+        "requests; see docs/sharing.md",
         excludes={"prompt_attention": (("flash", "cudnn"), " needs prompt_attention triton, got {}")})
-    max_queue: int | None = _option("requests", None, Integer(0), "requests that may wait for a slot; the engine "
-        "refuses more", metavar="N", commands=("serve", "generate"), unsaved=("generate",), defaults={"serve": 256},
+    max_queue: int | None = _option("requests", None, Integer(0), "maximum number of requests that wait for a slot; "
+        "the engine refuses further requests", metavar="N", commands=("serve", "generate"), unsaved=("generate",),
+        defaults={"serve": 256},
         default_text="256 (`generate --jsonl`: 3 for each slot)")
-    speculate: str = _option("speculation", "auto", Choice(("auto", "ngram", "off")), "draft tokens and verify several "
-        "in one pass; ngram drafts from the text itself, which is faster if text repeats; auto is ngram on a GPU if "
-        "drafts are supported and save time; see docs/speculation.md")
-    speculate_ngram: tuple[int, int] | None = _option("speculation", None, Pair(MAX_NGRAM, NGRAM), "longest and "
-        "shortest run of tokens for which ngram drafts look earlier in the text", metavar="N:M", default_text="8:2",
+    speculate: str = _option("speculation", "auto", Choice(("auto", "ngram", "off")), "draft tokens that a pass "
+        "verifies: ngram takes them from the text itself, auto is ngram on a GPU if drafts save time; see "
+        "docs/speculation.md")
+    speculate_ngram: tuple[int, int] | None = _option("speculation", None, Pair(MAX_NGRAM, NGRAM), "maximum and "
+        "minimum number of tokens that must match for a draft", metavar="N:M", default_text="8:2",
         excludes={"speculate": (("off",), ': nothing is drafted with speculate="off"; leave one of them out')})
     # fmt: on
 
@@ -136,7 +143,7 @@ class EngineOptions:
 
     @property
     def why_no_drafts(self) -> str:
-        """The reason for which these options exclude drafts, as the rest of a sentence; empty if they allow drafts."""
+        """The reason why these options exclude drafts, as the end of a sentence. Empty if they allow drafts."""
         conflicts = {
             'kv_dtype="fp8"': self.kv_dtype == "fp8",
             "kv_offload": self.kv_offload is not None,
@@ -151,19 +158,19 @@ class EngineOptions:
         return self.speculate == "ngram" or self.speculate_ngram is not None
 
     def no_drafts(self, why: str) -> ParameterError:
-        """Return the error of an engine that cannot verify the requested drafts. `why` follows the option's name."""
+        """Return the error for requested drafts that the engine cannot verify. `why` follows the name of the option."""
         if self.speculate == "ngram":
             return conflict("speculate", f'="ngram" {why}; use speculate="off"')
         return conflict("speculate_ngram", f" {why}; leave it out")
 
     @property
     def ngram(self) -> tuple[int, int]:
-        """The largest and the smallest number of tokens that must agree for a draft."""
+        """The largest and the smallest number of tokens that must match for a draft."""
         return self.speculate_ngram or NGRAM
 
     @property
     def chunk(self) -> int:
-        """The limit of the prompt tokens in one pass."""
+        """The maximum prompt tokens of one pass."""
         return self.chunk_tokens or (FIXED_CHUNK if self.batch_invariant else CHUNK)
 
 

@@ -58,7 +58,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """One output chunk of a stream: a token, and the text that became certain with it, which may be empty.
+    """One output chunk of a stream: a token, and the text that this token completes. The text may be empty.
 
     The last chunk has no token (token_id is None). It has any remaining text, the finish_reason ("stop", "length",
     "error" or "cancelled"), usage and timings. With "error" it has a one-line `error`. If one of SamplingParams.stop

@@ -117,29 +117,32 @@ class SamplingParams:
     # fmt: off
     temperature: float = _option(1.0, Number(0, 100), "0 is greedy", metavar="T")
     top_k: int = _option(0, Integer(0, 2**31 - 1), "sample from the K most likely tokens; 0 is off", metavar="K")
-    top_p: float = _option(1.0, Number(0, 1, above=True), "sample from the most likely tokens that have probability P "
-        "together; 1 is off", metavar="P")
-    min_p: float = _option(0.0, Number(0, 1), "sample from the tokens at least P times as likely as the most likely "
-        "one; 0 is off", metavar="P")
-    repetition_penalty: float = _option(1.0, Number(0.001, 100), "on tokens of prompt and answer, as transformers has "
-        "it; 1 is off", metavar="R")
-    presence_penalty: float = _option(0.0, Number(-2, 2), "on tokens of the answer, as OpenAI's API has it; 0 is off",
+    top_p: float = _option(1.0, Number(0, 1, above=True), "sample from the most likely tokens whose probabilities "
+        "add up to P; 1 is off", metavar="P")
+    min_p: float = _option(0.0, Number(0, 1), "sample from tokens whose probability is at least P times that of the "
+        "most likely token; 0 is off", metavar="P")
+    repetition_penalty: float = _option(1.0, Number(0.001, 100), "penalty for tokens of prompt and answer, as in "
+        "transformers; 1 is off", metavar="R")
+    presence_penalty: float = _option(0.0, Number(-2, 2), "penalty for tokens that the answer contains, as in "
+        "OpenAI's API; 0 is off",
         metavar="P")
-    frequency_penalty: float = _option(0.0, Number(-2, 2), "on tokens of the answer, times their number; 0 is off",
+    frequency_penalty: float = _option(0.0, Number(-2, 2), "penalty for each occurrence of a token in the answer; 0 "
+        "is off",
         metavar="P")
     logit_bias: Mapping[int, float] = field(
         default_factory=dict,
         metadata={
             "option": Option(
-                Bias(), "added to a token's logit; repeatable", {}, "sampling", commands=COMMANDS, metavar="ID=VALUE",
+                Bias(), "number that is added to the logit of a token; repeatable", {}, "sampling", commands=COMMANDS,
+                metavar="ID=VALUE",
                 repeated=True, default_text="none",
             )
         },
     )  # fmt: skip
-    seed: int | None = _option(None, Integer(-(2**63), 2**64 - 1), "the same seed, prompt and history give the same "
-        "tokens", metavar="N", default_text="another one each time")
-    max_tokens: int | None = _option(None, Integer(1, 2**31 - 1), "longest answer", metavar="N", default_text="up to "
-        "the context's end")
+    seed: int | None = _option(None, Integer(-(2**63), 2**64 - 1), "random seed; equal seeds and prompts give equal "
+        "tokens", metavar="N", default_text="random")
+    max_tokens: int | None = _option(None, Integer(1, 2**31 - 1), "maximum tokens of the answer", metavar="N",
+        default_text="the rest of the context")
     stop: Sequence[str] = _option((), Several(NON_EMPTY, "a text or a list of texts", 0), "a string that ends the "
         "answer and is not shown; repeatable", metavar="STRING", repeated=True, default_text="none")
     stop_token_ids: Sequence[int] = _option((), Several(TOKEN, min_items=0), "token ids that end the answer, "
@@ -148,12 +151,15 @@ class SamplingParams:
     logprobs: int | None = _option(None, Integer(0, MAX_LOGPROBS), "report the logprob of each token and of the N most "
         "likely ones; on the command line with --json", metavar="N", commands=("generate",), unsaved=("generate",),
         default_text="none")
-    json_schema: Mapping[str, Any] | str | None = _format(Schema(), "JSON that this schema allows", metavar="FILE",
+    json_schema: Mapping[str, Any] | str | None = _format(Schema(), "the answer is JSON that this schema allows",
+        metavar="FILE",
         from_file=True)
-    regex: str | None = _format(NON_EMPTY, "a text that the regular expression matches as a whole", metavar="PATTERN")
-    choice: Sequence[str] | None = _format(Several(NON_EMPTY, "a list of at least one string"), "one of these texts; "
-        "repeatable", metavar="TEXT", repeated=True)
-    grammar: str | None = _format(NON_EMPTY, "a text of this grammar in Lark's form", metavar="FILE", from_file=True)
+    regex: str | None = _format(NON_EMPTY, "the answer is a text that this regular expression matches completely",
+        metavar="PATTERN")
+    choice: Sequence[str] | None = _format(Several(NON_EMPTY, "a list of at least one string"), "the answer is one "
+        "of these texts; repeatable", metavar="TEXT", repeated=True)
+    grammar: str | None = _format(NON_EMPTY, "the answer is a text that this Lark grammar allows", metavar="FILE",
+        from_file=True)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -190,7 +196,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether sampling is the argmax of the raw logits, which the greedy pass computes in one launch."""
+        """Whether the sampled token is the argmax of the raw logits, which a greedy pass computes in one launch."""
         return self.temperature == 0 and not self.penalties and not self.logit_bias
 
 
@@ -199,7 +205,7 @@ def _schema(value: Any) -> str:
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         schema = json.loads(text, parse_constant=_reject_constant)
-        # Rejects 1e999, which is infinite, and escaped lone surrogates.
+        # This rejects 1e999, which is infinite, and escaped lone surrogates.
         json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ParameterError(f"json_schema must be plain JSON: {brief(error)}", "json_schema", "type") from None

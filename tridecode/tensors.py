@@ -10,8 +10,8 @@ import torch
 
 from .errors import DeviceError
 
-REGISTERED_BYTES = 2**30  # bytes that are registered together
-ALIGNED = 4096  # bytes of a page of host memory
+REGISTERED_BYTES = 2**30  # Bytes that are registered together.
+ALIGNED = 4096  # Bytes of a page of host memory.
 log = logging.getLogger("tridecode")
 
 
@@ -24,8 +24,8 @@ def host_memory(count: int, stride: int, device: torch.device, option: str) -> t
     """Allocate zeros [count, stride] uint8 in host memory that kernels of `device` can read.
 
     The memory is released when the tensor is no longer used. For a CPU it is plain memory.
-    It is one range of addresses, registered in parts of whole rows, because a copy must not cross two parts and the
-    driver limits the size of a part. torch would round the size of a pinned tensor up to a power of two.
+    It is one range of addresses. It is registered in parts of whole rows, because the driver limits the size of a part
+    and a copy must not cross two parts. torch would round the size of a pinned tensor up to a power of two.
 
     Args:
         stride: bytes of a row, a multiple of ALIGNED.
@@ -41,18 +41,18 @@ def host_memory(count: int, stride: int, device: torch.device, option: str) -> t
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise DeviceError(f"{option}: the host has no {size / 2**30:,.1f} GiB: {error.strerror}") from None
-    with suppress(AttributeError, OSError):  # not every system supports large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)  # large pages take a fraction of the time to register
+    with suppress(AttributeError, OSError):  # Some systems do not support large pages.
+        memory.madvise(mmap.MADV_HUGEPAGE)  # Large pages take a fraction of the time to register.
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     address, part = whole.data_ptr(), max(REGISTERED_BYTES // stride, 1) * stride
     registered: list[int] = []
     weakref.finalize(memory, _unregister, runtime, registered)
     for first in range(0, size, part):
-        code = runtime.cudaHostRegister(address + first, min(part, size - first), 3)  # portable | mapped
+        code = runtime.cudaHostRegister(address + first, min(part, size - first), 3)  # 3 means portable and mapped.
         if int(code):
             if torch.cuda.is_available():
                 with suppress(RuntimeError):
-                    torch.zeros(1, device=device)  # CUDA reports the error once more at the next launch; discard it
+                    torch.zeros(1, device=device)  # CUDA reports the error once more at the next launch. Discard it.
             raise DeviceError(
                 f"{option}: the driver refuses to pin more than {first / 2**30:,.1f} of {size / 2**30:,.1f} GiB "
                 f"(CUDA error {int(code)}); request less, or raise the limit of locked memory"

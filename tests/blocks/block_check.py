@@ -1,4 +1,4 @@
-"""check_block: a kind of block against its reference in PyTorch, in every form of pass."""
+"""check_block: compares a kind of block with its reference in PyTorch, in each kind of pass."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def spec_of(*layers: Layer, **more) -> ModelSpec:
 def check_block(
     *layers: Layer, references: dict[type, Reference], tokens: int = 90, seed: int = 0, bf16_tolerance: float = 2e-2
 ) -> None:
-    """Check layers against the references of their blocks: decode passes, a prompt pass, and one after the other.
+    """Check layers against the references of their blocks: in decode passes, in a prompt pass, and in a mix of both.
 
     Args:
         layers: the layers; a single one is repeated.

@@ -39,4 +39,4 @@ def test_gated_delta_agrees_with_its_reference(sigmoid, last):
     sizes = dict(key_heads=2, value_heads=4, key_dim=32, value_dim=16)
     delta = Layer(GatedDelta(hidden=96, sigmoid=sigmoid, **sizes), MLP(hidden=96, intermediate=160))
     layers = (delta, delta, attention) if last == "attention" else (attention, delta, delta)
-    check_block(*layers, references=REFERENCES, bf16_tolerance=6e-2)  # gated norms of small heads amplify
+    check_block(*layers, references=REFERENCES, bf16_tolerance=6e-2)  # Gated norms of small heads amplify errors.

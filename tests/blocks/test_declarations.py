@@ -1,4 +1,4 @@
-"""Declarations of blocks: complete, without duplicates, and exactly what the passes use."""
+"""Declarations of blocks: they are complete, have no duplicates, and match what the passes use."""
 
 import math
 from collections import Counter
@@ -90,22 +90,25 @@ def test_tensor_slices_cover_every_tensor_once(spec):
     assert rows.keys() == found.keys()
     for target, parts in rows.items():
         ends = [0, *(end for _, end in sorted(parts))]
-        assert [start for start, _ in sorted(parts)] == ends[:-1], f"{target}: a gap or an overlap"
+        assert [start for start, _ in sorted(parts)] == ends[:-1], (
+            f"{target}: the parts do not cover its rows exactly once"
+        )
         assert ends[-1] == found[target].shape[0]
     linears = [each for _, _, each in declared(spec) if isinstance(each, Linear)]
     weights = [each for _, _, each in declared(spec) if isinstance(each, Weight)]
     parts = sum(len(linear.parts) * (1 + linear.bias) for linear in linears)
-    assert len(slices) == parts + len(weights), "two declarations name one tensor"
+    assert len(slices) == parts + len(weights), "two declarations name the same tensor"
     assert parameter_count(spec) == sum(math.prod(target.shape) for target in found.values())
 
 
 @EVERY_SPEC
 def test_linear_modules_are_the_matrices_without_the_embedding(spec):
     matrices = {name for name, of in tensor_slices(spec).items() if len(of.shape) == 2}
-    gates = {name for name in matrices if name.endswith(("in_proj_a.weight", "in_proj_b.weight"))}  # small: no linears
+    # These linears are small, so they stay in bf16.
+    gates = {name for name in matrices if name.endswith(("in_proj_a.weight", "in_proj_b.weight"))}
     assert {f"{module}.weight" for module in linear_modules(spec)} == matrices - gates - {spec.embed.tensor}
     assert ("lm_head" in linear_modules(spec)) != spec.tie_word_embeddings
-    fewer = len(spec.recurrent)  # in_proj_qkv, in_proj_z and out_proj instead of q, k, v and o
+    fewer = len(spec.recurrent)  # A recurrent layer has in_proj_qkv, in_proj_z and out_proj instead of q, k, v and o.
     assert len(linear_modules(spec)) == 7 * spec.num_layers - fewer + (not spec.tie_word_embeddings)
     assert len(gates) == 2 * fewer
 
@@ -132,7 +135,7 @@ def test_loaded_tensors_have_the_declared_shapes(spec, quantize):
 
 
 class Used(dict):
-    """The buffers of a block, and the names of those that were read."""
+    """The buffers of a block. It records the names of the buffers that were read."""
 
     def __init__(self, buffers):
         super().__init__(buffers)
@@ -145,7 +148,7 @@ class Used(dict):
 
 @EVERY_SPEC
 def test_passes_use_all_declared_buffers_linears_and_weights(spec):
-    """Passes cannot use others: what is not declared has no tensor."""
+    """Passes cannot use other tensors, because a tensor exists only if it is declared."""
     weights = empty_weights(spec, "meta", torch.bfloat16)
     model = make_model(spec, weights, 256, page=64)
     decode = {block: Used(own) for block, own in model.workspace.blocks.items()}
@@ -219,7 +222,7 @@ def spec_of(*layers: Layer) -> ModelSpec:
 
 
 def test_layers_without_pages_are_not_counted():
-    """The pages of a layer are known by its number among the layers that have pages."""
+    """The pages of a layer are found by its index among the layers that have pages."""
     attention, mlp = Attention(**FIELDS), MLP(hidden=96, intermediate=160)
     spec = spec_of(Layer(mlp), Layer(attention, mlp), Layer(mlp, mlp), Layer(attention))
     assert (spec.page_layers, spec.num_layers, spec.pages) == (2, 4, Pages(2, 64))

@@ -37,7 +37,10 @@ GRANITE = dict(
 
 
 def parse_granite(read) -> ModelSpec:
-    """Return a Llama with multipliers. A stream divided by the embedding's multiplier needs none on the embedding."""
+    """Return a Llama with multipliers.
+
+    The residual stream is divided by the multiplier of the embedding, so the embedding itself needs no factor.
+    """
     spec = parse_dense(read, "granite")
     multiplier = read.number("embedding_multiplier", 1e-3, 1e3, default=1.0)
     common = dict(
@@ -71,7 +74,7 @@ def test_granite_is_no_worse_than_transformers_bf16(granite):
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel(Block):
-    """Attention and an MLP that read one norm; the residual stream gets the sum of both."""
+    """A block of attention and an MLP that read the same norm. The sum of both is added to the residual stream."""
 
     attention: Attention
     mlp: MLP
@@ -90,7 +93,8 @@ class Parallel(Block):
 
     def decode(self, run, state, layer, residual):
         act, gated = state.buffers(self.mlp)["act"], Gated(residual.sumsq, residual.partials, self.eps)
-        project(run, state, layer, "gate_up", residual.normed, act, gated)  # before o_proj, which overwrites normed
+        # This precedes o_proj, which overwrites normed.
+        project(run, state, layer, "gate_up", residual.normed, act, gated)
         residual = self.attention.decode(run, state, layer, residual)
         return add_residual(run, state, layer, "down", act, residual)
 
@@ -99,7 +103,7 @@ class Parallel(Block):
         project(run, state, layer, "gate_up", residual.normed, own["gate_up"], Plain())
         run("silu_mul", SILU_MUL, own["gate_up"], own["act"])
         pending = self.attention.prompt(run, state, layer, residual).pending
-        norm = layer.weights["mixer_norm"]  # its output is not read
+        norm = layer.weights["mixer_norm"]  # The test does not read the output of this norm.
         run("add", ADD_NORM, residual.hidden, pending, norm, residual.normed, self.eps)
         project(run, state, layer, "down", own["act"], state.delta, Plain())
         return residual._replace(pending=state.delta)

@@ -146,4 +146,4 @@ def test_model_card_matches_the_verdicts(monkeypatch):
     for text in (card, (TRAINING / "README.md").read_text(encoding="utf-8")):
         assert total in " ".join(text.split())
     readme = (TRAINING.parent / "README.md").read_text(encoding="utf-8")
-    assert f"answered {total.strip('*').split()[0]} rightly" in " ".join(readme.split())
+    assert f"answered {total.strip('*').split()[0]} correctly" in " ".join(readme.split())

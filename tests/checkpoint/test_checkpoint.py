@@ -1,4 +1,4 @@
-"""Checkpoints: every tensor is loaded to its place for each family, and invalid files are refused before loading."""
+"""Checkpoints: every tensor of each family is loaded correctly, and invalid files are refused before loading."""
 
 import json
 import math
@@ -89,7 +89,7 @@ def test_every_tensor_is_loaded_to_its_place(family, shards, written):
             torch.testing.assert_close(layer.linears["qkv"].bias, bias, rtol=0, atol=0)
         else:
             assert layer.linears["qkv"].bias is None
-    assert not source, "tensors that were not compared"
+    assert not source, "some tensors were not compared"
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -97,7 +97,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("stored", DTYPES)
 def test_dtype(stored, tmp_path):
-    """It is read from the files if config.json lacks it."""
+    """The dtype is read from the files if config.json does not contain it."""
     path = write_tiny(tmp_path, "qwen3-tied", dtype=stored)
     config = load_config(path)
     values = json.loads((path / "config.json").read_text())
@@ -153,7 +153,7 @@ def test_harmless_extra_tensors_are_ignored(copy_of):
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
     save_file(tensors, path / "model.safetensors")
     weights = load_weights(path, load_config(path), "cpu", torch.float32)
-    assert torch.equal(weights.lm_head.weight, embed), "the tied embedding replaces the stored head"
+    assert torch.equal(weights.lm_head.weight, embed), "the LM head is not the tied embedding"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -210,7 +210,7 @@ def cut(path: Path, keep) -> None:
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
-SHARD = "model-00001-of-"  # the first shard, which holds the embedding
+SHARD = "model-00001-of-"  # The first shard holds the embedding.
 
 
 def entry(name, change):
@@ -225,7 +225,7 @@ def entry(name, change):
 
 
 BROKEN = {
-    # name: (change, words of the message)
+    # name: (change, words that the message contains)
     "missing tensor": (lambda p: edit(p, lambda t: t.pop(DOWN)), [DOWN, "missing"]),
     "many missing": (lambda p: edit(p, lambda t: [t.pop(n) for n in list(t)[:4]]), ["missing (and 3 more)"]),
     "missing head": (lambda p: edit(p, lambda t: t.pop("lm_head.weight")), ["lm_head.weight", "tie_word_embeddings"]),

@@ -18,7 +18,7 @@ from tridecode.errors import CheckpointError
 from tridecode.models.reader import read_json
 from tridecode.text.tokenizer import Tokenizer
 
-SHORT = 600  # maximum characters of a message with a path of this test
+SHORT = 600  # Maximum length in characters of a message that contains a path of this test.
 
 
 def load(path: Path) -> None:
@@ -69,7 +69,7 @@ def test_irregular_file_is_refused(name, kind, copy):
 @pytest.mark.parametrize("name", sorted(FILES - {"model.safetensors"}))
 def test_huge_file_is_refused_unread(name, copy):
     with open(copy / name, "ab") as file:
-        file.truncate(5 << 30)  # sparse
+        file.truncate(5 << 30)  # The file is sparse, so it needs no disk space.
     message = refusal(load, copy)
     assert message.startswith(f"{copy / name}: larger than ") and "5,368,709,120 bytes" in message
 
@@ -90,7 +90,7 @@ def test_template_names_may_be_anything(copy):
 # ---- JSON
 
 BROKEN_FILES = {
-    "duplicate key": ('{"a": {"hidden_size": 1, "b": 2, "hidden_size": 3}}', "'hidden_size' is given twice"),
+    "duplicate key": ('{"a": {"hidden_size": 1, "b": 2, "hidden_size": 3}}', "'hidden_size' occurs twice"),
     "truncated": ('{"hidden_size": 1', "not valid JSON"),
     "a list": ("[1]", "expected a JSON object, got list"),
     "no text": (b"\xff\xfe\x00", "not valid JSON"),
@@ -120,7 +120,7 @@ def test_duplicate_among_many_keys(tmp_path):
     """The duplicate is found in one pass: counting each name would take minutes."""
     (tmp_path / "config.json").write_text(json.dumps(MANY)[:-1] + ', "key_99999": 1}')
     began = time.monotonic()
-    assert "'key_99999' is given twice" in refusal(read_json, tmp_path / "config.json")
+    assert "'key_99999' occurs twice" in refusal(read_json, tmp_path / "config.json")
     assert time.monotonic() - began < 30
 
 
@@ -199,14 +199,14 @@ def test_long_values(place, value, copy):
     values = json.loads((copy / name).read_text())
     (copy / name).write_text(json.dumps(values | {key: value}))
     try:
-        load_config(copy)  # this file ignores a key that belongs to another file
+        load_config(copy)  # load_config ignores this key, because it belongs to another file.
     except CheckpointError as error:
         assert len(str(error)) < SHORT and str(copy / name) in str(error)
 
 
 def test_duplicate_long_key(tmp_path):
     (tmp_path / "config.json").write_text(f'{{"{LONG}": 1, "{LONG}": 1}}')
-    assert "is given twice" in refusal(read_json, tmp_path / "config.json")
+    assert "occurs twice" in refusal(read_json, tmp_path / "config.json")
 
 
 # ---- weights that change while they are read

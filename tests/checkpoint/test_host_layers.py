@@ -123,7 +123,7 @@ def test_fetch_order_of_weights(on_host, kind):
             layer = next(i for i, source in enumerate(host.source) if source.data_ptr() == line.args[2].data_ptr())
             address = line.args[3].data_ptr()
             before = buffers[address]
-            assert before is None or (before, "down") in reads, "a buffer is filled before its last reader"
+            assert before is None or (before, "down") in reads, "a buffer was refilled before its last reader ran"
             buffers[address] = layer
             waited.discard(address)
         elif line.role == "fetched":
@@ -233,7 +233,9 @@ def test_model_larger_than_the_device_is_planned(machine):
     config, dtype = PRESETS["qwen3-4b"], torch.bfloat16
     with pytest.raises(DeviceError, match="not enough memory"):
         planned(config, max_seq_len=1000)
-    assert planned(config, max_seq_len=1000, weights_offload=19).host_layers == 36, "at most all layers"
+    assert planned(config, max_seq_len=1000, weights_offload=19).host_layers == 36, (
+        "the plan puts more layers on the host than the model has"
+    )
     plan = planned(config, max_seq_len=1000, weights_offload=6)
     layers = plan.host_layers
     assert layers == int(6 * GIB / host_layer_bytes(config, dtype)) and 28 < layers < 36
@@ -242,7 +244,7 @@ def test_model_larger_than_the_device_is_planned(machine):
     assert kv.offload.ring > 0 and kv.memory.needed(40_000, kv.kv_tokens) <= kv.memory.usable
     assert kv.offload.host <= (20 * GIB - layers * host_layer_bytes(config, dtype)) / 2 / (64 * 147_456) + 1
     on_cpu = plan_memory(config, dtype, torch.device("cpu"), on_host=layers)
-    assert on_cpu.weights > weight_bytes(config, dtype), "the buffers are in the same memory"
+    assert on_cpu.weights > weight_bytes(config, dtype)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_impossible_weights_offload_is_one_line(machine, gib, words):
 
 def test_too_small_host_is_one_line(machine):
     machine["cpu"] = 4 * GIB
-    with pytest.raises(DeviceError, match=r"31 layers take 5\.8 GiB of the host's memory, 4\.0 are free"):
+    with pytest.raises(DeviceError, match=r"31 layers take 5\.8 GiB of the host's memory, but only 4\.0 are free"):
         planned(PRESETS["qwen3-4b"], weights_offload=6)
 
 
@@ -291,7 +293,7 @@ def logits_of(engine, run) -> torch.Tensor:
     steps = DecodePasses(engine.model, run, Dispatcher("full", (1,)), batches=[BatchDescriptor("greedy", 1)])
     rewind(engine, 7, replace(GREEDY, seed=1))
     for buffer in engine.model.weights.host.target:
-        buffer.fill_(-1)  # NaN, in any format
+        buffer.fill_(-1)  # These bytes are NaN in every number format.
     steps.replay("greedy", 1)
     engine.synchronize()
     return engine.model.workspace.logits[0].clone()
@@ -303,7 +305,7 @@ def test_streams_wait_for_each_other(late):
     engine = engine_of(4)
     expected = logits_of(engine, launch)
     assert expected.isfinite().all() and torch.equal(logits_of(engine, slowed(late)), expected)
-    assert torch.equal(logits_of(engine, launcher(engine.model)), expected), "with dependent launches"
+    assert torch.equal(logits_of(engine, launcher(engine.model)), expected), "the logits differ with dependent launches"
 
 
 @needs_gpu
@@ -313,7 +315,8 @@ def test_graph_is_captured_once():
     captures = engine.steps.captures
     tokens_and_logprobs(engine, GREEDY)
     tokens_and_logprobs(engine, SAMPLED)
-    assert engine.steps.captures == captures == 2 * len(decode.KINDS)  # with and without masks
+    # Each kind of sampling is captured with and without masks.
+    assert engine.steps.captures == captures == 2 * len(decode.KINDS)
     assert {stat.mode for stat in engine.graph_stats() if stat.kind in decode.KINDS} == {"full"}
 
 
@@ -321,7 +324,7 @@ def test_graph_is_captured_once():
 
 
 class Driver:
-    """A driver that registers memory, and refuses after `limit` pieces."""
+    """A fake CUDA driver that registers memory. After `limit` calls it returns an error."""
 
     def __init__(self, limit):
         self.limit, self.pieces = limit, {}
@@ -352,7 +355,7 @@ def test_host_memory_is_registered_in_pieces_and_unregistered(driver):
     part = memory[3, :8]
     del memory
     gc.collect()
-    assert len(driver.pieces) == 4, "a part of it is still referenced"
+    assert len(driver.pieces) == 4, "memory was unpinned although a tensor still refers to it"
     del part
     gc.collect()
     assert driver.pieces == {}
@@ -365,4 +368,4 @@ def test_driver_that_refuses_to_pin_is_one_line(driver):
     assert str(raised.value).startswith("kv_offload: the driver refuses to pin more than 0.0 of 0.0 GiB (CUDA error 2)")
     del raised
     gc.collect()
-    assert driver.pieces == {}, "the pinned pieces are unregistered"
+    assert driver.pieces == {}, "some host memory stayed pinned"

@@ -53,8 +53,10 @@ class Hub(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
-        self.status: dict[str, tuple[int, str]] = {}  # status of the answer to each request for a file
-        self.answers: dict[str, bytes] = {}  # one answer to all requests, as in a network with a login page
+        # repo: (status, error code) of the answer to each request for a file.
+        self.status: dict[str, tuple[int, str]] = {}
+        # repo: the answer to all requests, as a network with a login page gives it.
+        self.answers: dict[str, bytes] = {}
         self.fetched: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -145,9 +147,10 @@ def resolve(
 ) -> str:
     """Return the output of resolve_model in a new process: a line "path ..." or "error ..." for each model.
 
-    The prefix small: omits the weights.
+    A model name with the prefix "small:" is resolved without weights.
     """
-    ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")  # also proxies
+    # Prefixes of the variables that the test removes; some of them set proxies.
+    ours = ("HF_", "HUGGING", "http_", "https_", "all_", "HTTP_", "HTTPS_", "ALL_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env = inherited | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *inherited.get("PYTHONPATH", "").split(os.pathsep)])
@@ -170,14 +173,16 @@ def test_download_then_offline_then_no_network(hub, files, tmp_path):
     found = resolve("owner/tiny-model", home, hub.url)
     path = home / "hub" / "models--owner--tiny-model" / "snapshots" / COMMIT
     assert found == f"path {path}"
-    assert sorted(hub.fetched) == sorted(needed(files)), "exactly the needed files, each of them once"
+    assert sorted(hub.fetched) == sorted(needed(files)), (
+        "a needed file was not fetched, or a file was fetched twice or without need"
+    )
     assert {str(file.relative_to(path)) for file in path.rglob("*")} == needed(files)
     assert all((path / name).read_bytes() == files[name] for name in needed(files))
 
     hub.fetched.clear()
     assert resolve("owner/tiny-model", home, hub.url) == found
     assert resolve("owner/tiny-model", home, hub.url, offline=True) == found
-    assert hub.fetched == [], "all files come from the cache"
+    assert hub.fetched == [], "a cached file was fetched again"
     assert resolve("owner/tiny-model", home, "http://127.0.0.1:9") == found
 
 
@@ -219,7 +224,7 @@ def test_weights_are_downloaded_only_for_a_plan_that_fits(hub, files, tmp_path):
 
 
 REFUSED = {
-    # name: (changes to the files, None for a missing file; words of the message)
+    # name: (changes to the files, None for a missing file; words that the message contains)
     "unsupported architecture": (
         {"config.json": b'{"architectures": ["GemmaForCausalLM"]}'},
         ["config.json: architectures must be", "GemmaForCausalLM"],
@@ -247,7 +252,7 @@ def test_refused_before_the_weights(hub, files, tmp_path):
 
 
 FAILURES = {
-    # id: (status and code of the files, words)
+    # id: (status and error code of the answers, words that the message contains)
     "owner/nothing": (None, ["neither a directory", "check the spelling", "hf auth login"]),
     "owner/gated": ((403, "GatedRepo"), ["accept its terms at", "/owner/gated", "HF_TOKEN"]),
     "owner/forbidden": ((403, ""), ["status 403", "hf auth login"]),
@@ -283,7 +288,7 @@ def test_invalid_hub_answers_are_refused(hub, tmp_path):
 
 
 def test_silent_hub_times_out(files, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted and get no answer
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # The server accepts connections and never answers.
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         began = time.monotonic()
         outcome = resolve("owner/name", tmp_path / "home", url, HF_HUB_ETAG_TIMEOUT="1")

@@ -37,7 +37,7 @@ ROWS |= {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)
 
 
 def compare(weights, truth: dict[str, torch.Tensor], tolerance=0.0) -> int:
-    """Compare each quantized linear with the weight that its file stands for. Return how many are packed tensors."""
+    """Compare each quantized linear with the weight that its file represents. Return the number of packed tensors."""
     packed = 0
     for i, layer in enumerate(weights.layers):
         for name, parts in ROWS.items():
@@ -122,7 +122,8 @@ def test_files_of_compressed_tensors(strategy, tmp_path):
 
 
 def refused(path, words, monkeypatch):
-    monkeypatch.setattr("tridecode.checkpoint.load._allocate", None)  # the error is raised before memory is allocated
+    # The loader must raise the error before it allocates memory.
+    monkeypatch.setattr("tridecode.checkpoint.load._allocate", None)
     with pytest.raises(CheckpointError) as caught:
         load_weights(path, load_config(path), "cpu", torch.float32)
     message = str(caught.value)
@@ -218,5 +219,6 @@ def test_a_linear_names_its_number_type(tmp_path):
     linear = weights.layers[0].linears["down"]
     assert "number_type=int4" in repr(linear) and linear.in_features == 320 and linear.out_features == 192
     assert weights.number_types() == ["int4", "dense"]
-    assert linear.nbytes == 192 * (3 * 64 + 2 * 5)  # three tiles of 128 columns, a scale for each 64
+    # Each of the 192 rows has three tiles of 128 columns of four bits, and five scales of two bytes.
+    assert linear.nbytes == 192 * (3 * 64 + 2 * 5)
     assert LoadedLinear(torch.zeros(3, 5)).number_type == "dense"

@@ -119,7 +119,7 @@ def test_written_hybrid_checkpoint_keeps_gates_and_convolutions(scheme, tmp_path
     kept = {name for name in same if torch.equal(after[name], before[name])}
     linears = {name for name in before if name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight"))}
     assert len(linears) == 2 * 4 + 2 * 3 + 4 * 3 and kept == before.keys() - linears
-    assert {name for name in kept if "linear_attn.in_proj" in name}, "a and b are among them"
+    assert {name for name in kept if "linear_attn.in_proj" in name}, "the projections a and b were quantized"
     ids = [3, 40, 5, 106, 7]
     made = Engine.load(source, device="cpu", quantize=scheme, quantize_head="keep").score(ids)
     assert torch.equal(Engine.load(out, device="cpu").score(ids), made)

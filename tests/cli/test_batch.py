@@ -33,7 +33,7 @@ BAD = [
     ('{"prompt": "a", "id": true}', "id must be a string or an integer, got true"),
     ('{"prompt": "a", "id": 1.5}', "id must be a string or an integer, got 1.5"),
     ('{"prompt": "a", "id": 1e400}', "1e400 is out of range"),
-    ('{"prompt": "a", "id": -1e999}', "out of range"), ('{"prompt": "a", "id": NaN}', "NaN is not a number"),
+    ('{"prompt": "a", "id": -1e999}', "out of range"), ('{"prompt": "a", "id": NaN}', "NaN is not a JSON number"),
     (json.dumps({"prompt": "a", "seed": 7})[:-1] + "7" * 5000 + "}", "a number of 5,001 digits"),
     ('{"messages": [{"role": "usr", "content": "a"}]}', "role must be one of system, developer, user, assistant, tool"),
     ('{"prompt": "a", "seed": null, "temperature": null}', "temperature"),
@@ -73,7 +73,9 @@ def test_invalid_lines_do_not_affect_others(generate, tmp_path):
     assert err.splitlines()[-1].startswith(f"1 answered, {len(BAD)} failed")
     file.write_text('{"prompt": "a", "logit_bias": {"388000": 1}}\n{"prompt": "a"}')
     found = lines(generate("--jsonl", file, *LIMITS, "--logit-bias", "388000=1")[1])
-    assert [entry["error"].split(": ")[1] for entry in found] == ["logit_bias", "--logit-bias"], "as it was set"
+    assert [entry["error"].split(": ")[1] for entry in found] == ["logit_bias", "--logit-bias"], (
+        "the error names the wrong setting"
+    )
     code, out, err = generate("--jsonl", "-", stdin=b"\n \n")
     assert (code, out, err.count("\n")) == (1, "", 1) and "no prompts" in err
 
@@ -95,7 +97,7 @@ def test_a_batch_resumes(generate, engine, monkeypatch, tmp_path):
     assert (code, out) == (130, "") and "1 answered, 1 failed, 3 left" in err
     assert [entry["index"] for entry in lines(results.read_text())] == [0, 1]
     with results.open("a") as cut:
-        cut.write('{"index": 2, "input": "4')  # as a killed program leaves it
+        cut.write('{"index": 2, "input": "4')  # A killed program leaves such an incomplete line.
     code, _, err = generate("--jsonl", file, *LIMITS, "--output", results)
     assert code == 1 and len(calls) == 5 and "3 answered, 1 failed, 1 already answered" in err
     found = {entry["index"]: entry for entry in lines(results.read_text())}
@@ -197,9 +199,10 @@ def test_nul_bytes_at_the_end_are_reported_with_a_fix(batch, cut):
 
 
 def test_a_second_process_on_one_output_is_refused(batch, engine, monkeypatch):
-    busy, second, submit = f"{batch.results}: another process writes it", [], engine.submit
+    busy, second, submit = f"{batch.results}: another process writes to it", [], engine.submit
     batch.answers()
-    batch.results.write_text('{"index": 1, "input": "0123456789abcdef", "error": "line 2: x"}\n')  # to be taken out
+    # The batch must repeat this request, because it failed.
+    batch.results.write_text('{"index": 1, "input": "0123456789abcdef", "error": "line 2: x"}\n')
 
     def meanwhile(*args, **kwargs):
         with pytest.raises(PromptError, match="another process") as refused, locked(str(batch.results)):
@@ -232,7 +235,9 @@ def test_file_replaced_during_open_is_not_appended_to(batch, monkeypatch, tmp_pa
     assert (code, err.count("\n")) == (1, 1) and "another process" in err
     monkeypatch.setattr(fcntl, "flock", unsupported)
     batch.answers()
-    assert batch()[0] == 0 and len(lines(batch.results.read_text())) == 2, "a file system without locks is supported"
+    assert batch()[0] == 0 and len(lines(batch.results.read_text())) == 2, (
+        "the batch failed on a file system without locks"
+    )
 
 
 def test_huge_unrelated_file_is_not_read_whole(batch, monkeypatch):

@@ -46,7 +46,8 @@ def test_step_bytes(tied):
     weights = 2 * (2 * layer + 96 + 331 * 96)
     kv = 2 * 2 * 128 * 2  # K and V of two layers, bf16
     assert step_bytes(engine, 10, 1) == weights + 10 * kv
-    assert step_bytes(engine, [10, 300], 5) == weights + (12 + 302) * kv  # the weights once; positions 10 to 14 and on
+    # A pass reads the weights once. Its five rows are at positions 10 to 14, or 300 to 304.
+    assert step_bytes(engine, [10, 300], 5) == weights + (12 + 302) * kv
 
 
 def test_prefill_flops():
@@ -54,7 +55,8 @@ def test_prefill_flops():
     qkv, rest, head = 96 * 512, 96 * 256 + 3 * 96 * 160, 96 * 331
     one = 2 * (2 * (qkv + rest) + head) + 2 * 4 * 256
     assert prefill.prefill_flops(config, 1) == one
-    # two more tokens: the first layer in full and the second's q, k and v; they attend to 1 and 2 positions
+    # Two more tokens. Both run through the first layer, and through q, k and v of the second. They attend to 1 and 2
+    # positions.
     attention = 4 * 256 * (1 + 2) + 2 * 4 * 256 * (3 - 1)
     assert prefill.prefill_flops(config, 3) == one + 2 * 2 * (2 * qkv + rest) + attention
     windows = (tiny_config(**FAMILIES["mistral"] | {"sliding_window": window}) for window in (None, 24))
@@ -67,7 +69,7 @@ def test_prefill_flops():
 def test_flops_of_cached_tokens_are_subtracted(window):
     config = tiny_config(**FAMILIES["mistral"] | {"sliding_window": window})
     whole, first = (prefill.prefill_flops(config, tokens) for tokens in (40, 33))
-    # Only the last token runs through the rest of the last layer and the head; the cached part has a last token too.
+    # Only the last token runs through the rest of the last layer and the head. The cached part also has a last token.
     last = 2 * (96 * 256 + 3 * 96 * 160 + 96 * 331) + 4 * 256 * min(33, window or 33)
     assert prefill.prefill_flops(config, 7, 33) == whole - (first - last)
 
@@ -102,9 +104,9 @@ def test_pool_has_pages_for_every_pass(contexts, steps):
         rewind(engine, contexts, measure.GREEDY, len(contexts))
         engine.synchronize()
         tables.append(engine.model.kv.page_table.clone())
-    assert tables[0].equal(tables[1]), "all runs must have the same pages, because `tune` compares their logits"
+    assert tables[0].equal(tables[1]), "two runs use different pages, so `tune` cannot compare their logits"
     meta = engine.model.workspace.meta
-    meta[: len(contexts), POSITION] += steps  # the positions after the last pass
+    meta[: len(contexts), POSITION] += steps  # Positions after the last pass.
     enqueue(engine, measure.GREEDY, len(contexts))
     engine.synchronize()
     assert meta[: len(contexts), STATUS].tolist() == [RUN] * len(contexts)
@@ -140,7 +142,9 @@ def test_decode(bench):
     assert "all sampling filters" in out and "a clock" in out
     (engine,) = bench.made
     engine.synchronize()
-    assert engine.model.workspace.meta[0, [STATUS, POSITION]].tolist() == [RUN, 23], "each run begins at the context"
+    assert engine.model.workspace.meta[0, [STATUS, POSITION]].tolist() == [RUN, 23], (
+        "a run did not start at its context"
+    )
 
 
 def test_batch_has_a_row_for_each_number_of_requests_at_each_context(bench):
@@ -155,7 +159,8 @@ def test_batch_has_a_row_for_each_number_of_requests_at_each_context(bench):
         parsed = make_parser().parse_args(row["command"].split()[2:])
         assert parsed.rows == [row["rows"]] and parsed.context == [str(row["context"])]
     kv = 2 * 2 * 128 * DTYPE.itemsize  # K and V of two layers
-    assert rows[1]["bytes_per_step"] - rows[0]["bytes_per_step"] == 2 * 21 * kv  # the weights once; positions 20 to 22
+    # Each row reads the weights once. The contexts are positions 20 to 22.
+    assert rows[1]["bytes_per_step"] - rows[0]["bytes_per_step"] == 2 * 21 * kv
 
 
 def test_a_mix_of_contexts_names_its_rows(bench):
@@ -165,7 +170,7 @@ def test_a_mix_of_contexts_names_its_rows(bench):
     assert "--context 90+5x2" in row["command"] and "--rows" not in row["command"]
     engine = bench.made[0]
     engine.synchronize()
-    # each row began at its own context and is two steps further
+    # Each row began at its own context, and has advanced by two steps.
     assert engine.model.workspace.meta[:3, POSITION].tolist() == [92, 7, 7]
     assert engine.model.workspace.meta[:3, STATUS].tolist() == [RUN] * 3
 
@@ -183,7 +188,7 @@ def test_conflicting_sizes_are_one_line(bench, argv, named):
 
 
 def test_prefill_in_several_lengths_and_modes(bench):
-    """Each run computes only the new tokens, in each mode, and each row names its mode."""
+    """Each run computes only the new tokens, in each graph mode. Each row contains its mode."""
     argv = ("--prompt-tokens", "7,20", "--cached", "30", "--graph", "full,full_decode_only", "--runs", "2")
     code, out, _ = bench("prefill", *argv, "--format", "json")
     rows, (engine,) = json.loads(out), bench.made
@@ -265,10 +270,11 @@ WRONG = {
         ("--endpoint responses", "--endpoint"),
     ],
     "bench speculate": [
-        ("--texts-only --preset qwen3-4b", "--preset cannot be used with --texts-only"),  # even at its default
+        # The option is refused even with its default value.
+        ("--texts-only --preset qwen3-4b", "--preset cannot be used with --texts-only"),
         ("--texts-only --quantize int4", "--quantize cannot be used with --texts-only"),
         ("--speculate-ngram 2:8", "down to 1, the larger first, like 8 and 2, got '2:8'"),
-        ("--kv-dtype fp8", "unrecognized arguments: --kv-dtype fp8"),  # drafts are not verified with such K/V
+        ("--kv-dtype fp8", "unrecognized arguments: --kv-dtype fp8"),  # Drafts cannot be verified with fp8 K/V.
     ],
     "tune": [(f"--minutes={value}", "expected a number above 0 to 1,440") for value in ("0", "nan", "inf", "1441")],
 }
@@ -322,7 +328,7 @@ def test_kernel_figures_by_range():
         return SimpleNamespace(name=name, time_range=place, device_type=device, is_user_annotation=annotation)
 
     host = [event(*span, DeviceType.CPU, True) for span in (("graph", 10, 50), ("eager", 60, 90), ("empty", 95, 99))]
-    annotation = event("graph", 12, 40, annotation=True)  # the profiler's copy of the range on the GPU's time line
+    annotation = event("graph", 12, 40, annotation=True)  # The profiler copies the range to the time line of the GPU.
     spans = [("fill", 2, 4), ("c", 35, 40), ("a", 12, 20), ("b", 18, 30), ("inside", 19, 25), ("d", 61, 62)]
     events = [*host, annotation, *(event(*span) for span in spans), event("aten::empty", 13, 14, DeviceType.CPU)]
     figures = {"span_us": 14.0, "compute_us": 11.5, "gap_us": 2.5, "gap_pct": 250 / 14}
@@ -331,7 +337,7 @@ def test_kernel_figures_by_range():
     assert ablate.device_figures(ablate.kernels_within(events, "empty"), 2) == {}
 
 
-@pytest.mark.skipif(CUDA, reason="a GPU records kernels")
+@pytest.mark.skipif(CUDA, reason="the profiler records kernels on a GPU")
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_profiler_without_kernels_keeps_wall_times(bench):
     code, out, err = bench("decode", "--ablate", "--context", "4", "--steps", "2", "--runs", "1")
@@ -361,7 +367,7 @@ def test_seconds_to_the_first_line(tmp_path, monkeypatch, capfd):
     with pytest.raises(GenerationError, match="before its first token"):
         start.time_to_first_line([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
     if not CUDA:
-        monkeypatch.chdir(tmp_path)  # the program is found from any directory
+        monkeypatch.chdir(tmp_path)  # The program must work from any directory.
         with pytest.raises(GenerationError, match="exit code 1"):
             start.time_start("qwen3-0.6b", str(tmp_path))
         err = capfd.readouterr().err
@@ -369,7 +375,7 @@ def test_seconds_to_the_first_line(tmp_path, monkeypatch, capfd):
 
 
 def test_the_started_program_reports_its_token_and_its_times(monkeypatch, capsys):
-    monkeypatch.setattr(triton.knobs.compilation, "listener", None)  # put back afterwards, as the level is
+    monkeypatch.setattr(triton.knobs.compilation, "listener", None)  # monkeypatch restores the listener after the test.
     monkeypatch.setattr(logging.getLogger("tridecode"), "level", logging.NOTSET)
     monkeypatch.setattr(first_token, "preset_engine", lambda preset, capacity: tiny_engine(capacity=64))
     first_token.main("qwen3-0.6b", time.time() - 5)

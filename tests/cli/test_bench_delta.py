@@ -21,7 +21,7 @@ def small(monkeypatch):
     monkeypatch.setattr(delta, "COLD", 1)
     if not CUDA:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (0, 0))
-        # the interpreter multiplies fp32 only
+        # The interpreter multiplies only fp32 numbers.
         monkeypatch.setattr(delta, "BF16", torch.float32)
 
 

@@ -152,7 +152,7 @@ def test_suites_have_existing_options(name):
 
 
 def test_transformers_has_the_same_parameters_and_is_timed_with_both_caches():
-    pytest.importorskip("transformers", reason="the peer is transformers")
+    pytest.importorskip("transformers", reason="transformers is not installed")
     for family in FAMILIES:
         config = tiny_config(**FAMILIES[family])
         model = peers.peer_model(config, "cpu", torch.float32)
@@ -189,7 +189,7 @@ def test_tables_show_the_recorded_rows():
     for name in tables.DOCUMENTS:
         text = (ROOT / name).read_text()
         assert text == tables.filled(text), f"{name}: run python -m benchmarks.tables"
-    assert tables.filled(readme.replace("| 4,6", "| 9,9")) == readme  # a wrong figure is corrected
+    assert tables.filled(readme.replace("| 4,6", "| 9,9")) == readme  # tables.filled corrects a wrong figure.
 
 
 def test_documented_scripts_exist():

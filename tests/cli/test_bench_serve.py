@@ -52,9 +52,10 @@ def test_times_match_the_delays_of_the_server(bench, endpoint):
     for figure, known in (("median_ttft", 100), ("median_tpot", 20), ("mean_itl", 20), ("median_e2el", 300)):
         assert 0.9 * known < row[f"{figure}_ms"] < known + 10_000, figure
     assert row["mean_e2el_ms"] == pytest.approx(row["mean_ttft_ms"] + 10 * row["mean_tpot_ms"], 1e-3)
-    assert 2 * 0.3 <= row["duration"] <= 6 * row["mean_e2el_ms"] / 1e3  # two rounds of three requests
+    # Three requests run at a time, so there are two rounds.
+    assert 2 * 0.3 <= row["duration"] <= 6 * row["mean_e2el_ms"] / 1e3
     assert (row["completed"], row["failed"], row["total_output_tokens"]) == (6, 0, 66)
-    assert row["total_input_tokens"] == (54 if endpoint == "completions" else 42)  # as the server reports
+    assert row["total_input_tokens"] == (54 if endpoint == "completions" else 42)  # The server reports this number.
     assert row["request_throughput"] == pytest.approx(6 / row["duration"], 1e-3)
     assert row["output_throughput"] == pytest.approx(66 / row["duration"], 1e-3)
 
@@ -114,7 +115,7 @@ def test_random_prompts(bench):
         bench(server, *load, "--endpoint", "chat", "--no-ignore-eos", "--temperature", 0.5, "--model", "another")
     assert {path for _, path, _, _ in server.got[:15]} == {"/v1/completions"}
     prompts = [body.pop("prompt") for body in first]
-    assert len({str(prompt) for prompt in prompts}) == 5  # the prompts of the warm-up are not used again
+    assert len({str(prompt) for prompt in prompts}) == 5  # A measured prompt must differ from those of the warm-up.
     assert all(len(prompt) == 12 and all(1000 <= token < 4000 for token in prompt) for prompt in prompts)
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     assert first[0] == {"model": "a-model", "max_tokens": 2, "temperature": 0.0, "ignore_eos": True} | usage
@@ -141,7 +142,7 @@ def test_prompts_from_a_file(bench, tmp_path):
 @pytest.mark.parametrize(
     ("line", "endpoint", "message"),
     [
-        ("", "chat", "no prompts in it"),
+        ("", "chat", "contains no prompts"),
         ("[1]", "chat", "line 2: expected an object"),
         ("{}", "chat", "line 2: expected one of prompt, messages, prompt_ids, got none"),
         ('{"prompt": "a", "prompt_ids": [1]}', "chat", "got prompt and prompt_ids"),
@@ -189,7 +190,8 @@ def test_requests_are_sent_at_their_times(bench):
     times = serve.arrivals(20_000, 4.0, 1.0, rng)
     gaps = np.diff(times)
     assert times[0] == 0 and len(times) == 20_000
-    assert gaps.mean() == pytest.approx(0.25, 0.03) and gaps.std() == pytest.approx(0.25, 0.03)  # exponential
+    # The gaps have an exponential distribution.
+    assert gaps.mean() == pytest.approx(0.25, 0.03) and gaps.std() == pytest.approx(0.25, 0.03)
     even = np.diff(serve.arrivals(20_000, 4.0, 100.0, rng))
     assert even.mean() == pytest.approx(0.25, 0.03) and even.std() == pytest.approx(0.025, 0.05)
     assert serve.arrivals(3, options().request_rate, 1.0, rng).tolist() == [0, 0, 0]
@@ -236,7 +238,7 @@ def test_bench_without_a_complete_answer_fails(bench, tmp_path, monkeypatch):
     assert (code, out) == (1, "") and not (tmp_path / "row.json").exists()
     assert err.splitlines() == [
         "tridecode: error: 3 requests failed: 500: out of luck",
-        "tridecode: error: bench serve: 3 requests, all failed",
+        "tridecode: error: bench serve: all of 3 requests failed",
     ]
     monkeypatch.setitem(sys.modules, "httpx", None)
     monkeypatch.delitem(sys.modules, "tridecode.cli.bench.client")
@@ -248,7 +250,7 @@ def test_bench_without_a_complete_answer_fails(bench, tmp_path, monkeypatch):
 @pytest.mark.parametrize("model", [(), ("--model", "m"), ("--model", "m", "--warm-up", "0", "--num-prompts", "7")])
 def test_a_server_that_is_not_running(bench, model):
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # and does not listen
+        unused.bind(("127.0.0.1", 0))  # The port does not listen.
         code, _, out, err = bench(f"http://127.0.0.1:{unused.getsockname()[1]}", *model)
     assert (code, out) == (1, "") and "cannot connect" in err
     assert "7 requests failed" in err if len(model) > 2 else err.count("\n") == 1
@@ -282,7 +284,7 @@ def test_times_count_events_with_text():
     answer.event(b'{"choices": [{"text": "", "finish_reason": "stop"}]}', 2.0)
     answer.event(b'{"usage": {"prompt_tokens": 4, "completion_tokens": 1}}', 2.5)
     answer.finish()
-    assert (answer.ttft, answer.latency, answer.tpot) == (1.5, 1.5, None), "an answer without text"
+    assert (answer.ttft, answer.latency, answer.tpot) == (1.5, 1.5, None), "an answer without text has wrong times"
 
 
 # interrupts

@@ -51,7 +51,9 @@ def test_timed_passes_verify_the_named_number_of_rows(bench):
     assert code == 0 and set(counts) == {"greedy", "greedy x2", "greedy x4", "greedy x8"}
     assert len(set(counts.values())) == 1 and engine.plan.ngram == (3, 3)
     assert "| speculate | requests | context | µs a pass without | 1 row of each | 1: ratio |" in out
-    assert "| looking for a draft | tokens before | µs |" in out and "speed-up" not in out, "no pass of one request"
+    assert "| looking for a draft | tokens before | µs |" in out and "speed-up" not in out, (
+        "the output contains a speed-up without a measured baseline"
+    )
 
 
 def test_texts_only_needs_no_gpu_and_no_engine(bench):
@@ -82,6 +84,6 @@ def test_playback_of_a_text():
     """The host reads the result of a pass two passes later, so that the number of rows follows with that delay."""
     assert simulate([1, 2, 3], [40, 50, 60, 70], layout.NGRAM) == Counter({1: 4})
     passes = simulate([7] * 20, [7] * 40, layout.NGRAM)
-    assert passes == Counter({1: 2, 2: 1, 4: 1, 8: 4}), "1 + 1 + 2 + 4 + 4 * 8 tokens"
+    assert passes == Counter({1: 2, 2: 1, 4: 1, 8: 4})
     assert simulate([7] * 20, [7] * 12, (16, 16)) == simulate([7] * 20, [7] * 12, layout.NGRAM)
-    assert simulate([7] * 10, [7] * 4, (16, 16)) == Counter({1: 4}), "sixteen never agree"
+    assert simulate([7] * 10, [7] * 4, (16, 16)) == Counter({1: 4})

@@ -28,7 +28,7 @@ def test_line_is_turn(piped, tiny):
     notes = err.splitlines()
     assert notes[0] == "running on the CPU" and err.count("running on the CPU") == 1
     speeds = [line for line in notes if line.startswith("6 tokens · ")]
-    assert len(speeds) == 2, "an empty line is not a turn"
+    assert len(speeds) == 2, "an empty line was sent as a turn"
     assert " 0 of 14 reused" in speeds[0]
     engine = Engine.load(tiny, device="cpu")
     params = engine.default_params(temperature=0, max_tokens=6)
@@ -43,7 +43,7 @@ def test_quiet_hides_notes_only(piped, tiny):
     few = ("--model", tiny, "--max-tokens", 2, "--temperature", 0, "--quiet")
     assert piped("hello\n", *few)[::2] == (0, "the answer was cut: max_tokens (2) was reached\n")
     assert "2 tokens" in piped("hello\n", *few, "--stats", "short")[2]
-    assert piped("x " * 3000, *few, "--max-seq-len", 60)[2].startswith("tridecode: error: "), "errors are shown"
+    assert piped("x " * 3000, *few, "--max-seq-len", 60)[2].startswith("tridecode: error: "), "the error was not shown"
 
 
 def test_end_of_input_and_exit(piped, tiny):
@@ -63,7 +63,7 @@ def test_endless_line_is_refused(piped, monkeypatch):
 
 def test_byte_order_mark_is_removed(piped):
     code, out, err = piped("\ufeff/set seed 7\n\ufeff/exit\n", "--max-tokens", 2)
-    assert code == 0 and "seed is 7\n" in err and out.count("\n") == 1, "only the first one is removed"
+    assert code == 0 and "seed is 7\n" in err and out.count("\n") == 1, "not exactly one byte order mark was removed"
 
 
 def test_missing_template_is_refused_at_start(piped, tmp_path):
@@ -106,7 +106,7 @@ def test_statistics_line(session):
     chat.handle("three")
     shown = chat.read()[1]
     assert shown.startswith("the answer was cut: the context of 100 tokens is full\n91 tokens")
-    assert shown.endswith("context 100 / 100\n"), "the last token is never stored"
+    assert shown.endswith("context 100 / 100\n"), "the line shows a wrong number of context tokens"
 
 
 def test_interrupted_answer_is_kept(session):
@@ -206,7 +206,9 @@ def test_resume_and_named_sessions(piped, tiny, state):
     few = ("--model", tiny, "--max-tokens", 3, "--temperature", 0)
     code, _, err = piped("", *few, "--resume")
     assert code == 1 and "no session to continue" in err and err.count("\n") == 1
-    assert piped("hello\n", *few)[0] == 0 and not (state / "sessions").exists(), "only --session and --resume save"
+    assert piped("hello\n", *few)[0] == 0 and not (state / "sessions").exists(), (
+        "a session was saved without --session or --resume"
+    )
     assert piped("hello\n", *few, "--session", "work", "--system", "Be brief.")[0] == 0
     code, _, err = piped("/system\nagain\n", *few, "--resume")
     assert code == 0 and "session work: continuing 1 turn, the last was 'hello'" in err and "Be brief." in err

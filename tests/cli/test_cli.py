@@ -107,7 +107,7 @@ COMPLETIONS = {
 def test_bash_completes(run, tmp_path):
     bash = shutil.which("bash")
     if bash is None:
-        pytest.skip("there is no bash here")
+        pytest.skip("bash is not installed")
     for shell in ("zsh", "fish", "tcsh", "bash"):
         code, script, err = run("--print-completion", shell)
         assert (code, err) == (0, "") and "tridecode" in script and "generate" in script
@@ -116,7 +116,7 @@ def test_bash_completes(run, tmp_path):
     for name in ("Qwen--Qwen3-4B", "Qwen--$(touch x)"):
         (tmp_path / "hub" / f"models--{name}").mkdir(parents=True)
     program = (
-        "tridecode() { echo rivers; }\n"  # sessions --names
+        "tridecode() { echo rivers; }\n"  # The completion calls `tridecode sessions --names`.
         f"export HF_HUB_CACHE='{tmp_path}/hub'\n"
         f"source '{tmp_path}/script'; complete -p tridecode >/dev/null || exit 1\n"
     )
@@ -179,7 +179,7 @@ def test_generate_json_is_one_complete_line(run, tiny):
     assert set(report["timings"]) == {"ttft", "decode", "tokens_per_second"} and report["timings"]["ttft"] > 0
     assert isinstance(report["seed"], int) and "error" not in report
     code, out, err = run("generate", *options)
-    assert code == 0 and out == report["text"] + "\n", "the streamed text is the same"
+    assert code == 0 and out == report["text"] + "\n", "the streamed text differs from the reported text"
     assert err.startswith("12 tokens · ") and err.count("\n") == 1
     ids = ",".join(map(str, engine.encode(prompt)))
     text = engine.tokenizer.decode(engine.encode(prompt), False)
@@ -232,8 +232,9 @@ def test_info_counts_without_loading(run, tiny, monkeypatch):
     report = json.loads(out)
     assert code == 0 and err == "" and out.count("\n") == 1
     assert report["model"]["parameters"] == parameters and report["model"]["family"] == "qwen3"
-    assert report["memory"]["weights"] == 4 * parameters  # fp32 on the CPU
-    assert report["memory"]["kv_per_token"] == 2 * 2 * 2 * 128 * 4  # K and V, layers, heads, head_dim, fp32
+    assert report["memory"]["weights"] == 4 * parameters  # The CPU uses fp32, which has 4 bytes.
+    # Factors: K and V, layers, heads, head_dim, bytes of fp32.
+    assert report["memory"]["kv_per_token"] == 2 * 2 * 2 * 128 * 4
     assert (report["memory"]["context"], report["memory"]["largest_context"]) == (100, 512)
     assert report["run"] == {
         "device": "cpu", "backend": "torch", "dtype": "float32", "graph": "none", "pdl": False,
@@ -301,7 +302,9 @@ def test_info_reports_speculation(run, tiny):
     text = ("info", "--model", tiny, "--device", "cpu")
     several = "\nspeculation  ngram, by the last {} tokens: several tokens a pass where the text repeats\n"
     assert several.format("8 to 2") in run(*text, "--speculate", "ngram")[1]
-    assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], "the option turns drafts on"
+    assert several.format("4 to 3") in run(*text, "--speculate-ngram", "4:3")[1], (
+        "--speculate-ngram did not enable drafts"
+    )
     assert "\nspeculation  off\n" in run(*text, "--speculate", "off")[1]
     assert "\nspeculation  off: it pays on a GPU only, where decode passes are captured and" in run(*text)[1]
 
@@ -330,7 +333,8 @@ def test_info_reports_prompt_passes_captured_on_a_gpu(options, expected, monkeyp
 
 @pytest.mark.parametrize("command", [("info",), ("generate", "--prompt", "x")])
 def test_too_many_slots_or_positions_fail_with_one_line(run, tiny, monkeypatch, command):
-    monkeypatch.setattr("tridecode.engine.load_weights", None)  # the check precedes the weights
+    # The program must check the options before it loads weights.
+    monkeypatch.setattr("tridecode.engine.load_weights", None)
     argv = (*command, "--model", tiny, "--device", "cpu", "--slots", 4)
     code, out, err = run(*argv, "--kv-tokens", 10**6)
     assert (code, out, err.count("\n")) == (1, "", 1) and "--kv-tokens: 4 slots of 512 positions can have at" in err
@@ -347,7 +351,8 @@ def test_too_many_slots_or_positions_fail_with_one_line(run, tiny, monkeypatch, 
 
 
 @pytest.mark.skipif(
-    not (ROOT / "tridecode" / "bundled" / "config.json").is_file(), reason="this checkout holds no bundled model"
+    not (ROOT / "tridecode" / "bundled" / "config.json").is_file(),
+    reason="this checkout does not contain the bundled model",
 )
 def test_the_bundled_model_loads_by_the_name_that_info_prints(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -365,7 +370,7 @@ def test_readme_python_examples_print_the_documented_output(capsys):
     scope = {}
     for code, output in ((example, shown), (several, answers)):
         exec(code, scope)
-        assert CUDA or capsys.readouterr().out == output  # bf16 may draw other words
+        assert CUDA or capsys.readouterr().out == output  # In bf16 another run may sample other words.
     assert scope["chunk"].finish_reason and scope["result"].text
     assert scope["logits"].shape == (len(scope["ids"]), 4096)
 

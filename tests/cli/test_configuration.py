@@ -30,7 +30,7 @@ def parsed(*argv):
 
 
 def refused(run, *argv) -> str:
-    """Return the error line of a command with invalid settings."""
+    """Run a command with invalid settings and return its error line."""
     code, out, err = run(*argv)
     assert code == 2 and out == "" and err.startswith("tridecode: error: ") and err.count("\n") == 1
     return err.removeprefix("tridecode: error: ").strip()
@@ -41,7 +41,7 @@ def test_option_overrides_environment_and_environment_overrides_file(config):
     args = parsed("chat", "--stats", "full")
     assert (args.model, args.slots, args.temperature, args.stats) == ("file", 3, 0.5, "full")
     assert args.origins == {"model": "config.toml", "slots": "TRIDECODE_SLOTS", "temperature": "config.toml"}
-    assert (args.device, args.overflow, args.plain) == ("auto", None, False), "as without a file"
+    assert (args.device, args.overflow, args.plain) == ("auto", None, False), "the values differ from the defaults"
 
 
 def test_every_kind_of_value(config):
@@ -56,7 +56,7 @@ def test_every_kind_of_value(config):
     given = {"seed": 7, "stop": ["\n\n", "###"], "logit_bias": {42: -1.5, 7: 2.0}, "stop_token_ids": (5, 6)}
     assert sampling_overrides(args) == given | {"ignore_eos": True}
     args = parsed("chat", "--stop", "x", "--logit-bias", "1=1")
-    assert args.stop == ["x"] and args.logit_bias == [(1, 1.0)], "an option takes the place of a list"
+    assert args.stop == ["x"] and args.logit_bias == [(1, 1.0)], "the option was appended to the list of the file"
 
 
 def test_response_format_can_be_a_setting(config):
@@ -72,10 +72,12 @@ def test_table_applies_to_its_command(config):
     assert (parsed("serve").slots, parsed("serve").port, parsed("serve").max_queue) == (16, 9000, 9)
     assert (parsed("chat").slots, parsed("chat").temperature) == (2, None)
     assert (parsed("generate").slots, parsed("generate").temperature) == (2, 0.0)
-    assert parsed("generate").max_queue is None, "max_queue of a batch belongs to one call"
+    assert parsed("generate").max_queue is None, "a batch used max_queue of the file"
     assert (parsed("info").slots, parsed("doctor").slots) == (2, 2)
     config("", PORT="9001", SLOTS="8")
-    assert (parsed("serve").port, parsed("serve").slots) == (9001, 8), "the environment overrides tables too"
+    assert (parsed("serve").port, parsed("serve").slots) == (9001, 8), (
+        "the environment did not override a table of the file"
+    )
 
 
 WRONG = {
@@ -95,7 +97,10 @@ WRONG = {
     "list of lists": ("graph_sizes = [[1], [2]]", "graph_sizes: expected a text or a number, got [[1], [2]]"),
     "range": ("slots = 65", "slots: expected an integer from 1 to 64, got '65'"),
     "table for a list": ("stop = {a = 1}", 'stop: expected a text or a number, got {"a": 1}'),
-    "key in both forms": ("max_tokens = 1\nmax-tokens = 2", "max_tokens and max-tokens are one setting; leave one of"),
+    "key in both forms": (
+        "max_tokens = 1\nmax-tokens = 2",
+        "max_tokens and max-tokens set the same option; remove one of",
+    ),
     "not TOML": ("model = ", "not TOML ("),
     "not UTF-8": ("model = \udcff", "not UTF-8"),
 }
@@ -118,7 +123,7 @@ def test_invalid_environment_fails_with_one_line(config, run, monkeypatch):
         assert refused(run, "chat") == refused(run, "config") == line
         monkeypatch.delenv(f"TRIDECODE_{name}")
     config("", SLOTS="", API_KEY="secret")
-    assert parsed("chat").slots == 1, "an empty variable is ignored"
+    assert parsed("chat").slots == 1, "an empty variable changed the setting"
     assert parsed("chat").api_key_file is None
 
 
@@ -169,7 +174,7 @@ def test_config_shows_values_and_their_sources(config, run):
     assert 'model = "Qwen/Qwen3-4B" # config.toml' in shown and 'stats = "short" # TRIDECODE_STATS' in shown
     assert "# temperature =" in shown and '# device = "auto"' in shown and '# think = "on"' in shown
     assert shown.index("slots = 16 # config.toml") > shown.index("[serve]") and "# slots = 1" in shown
-    assert tomllib.loads(out) == tomllib.loads(text) | {"stats": "short"}, "the output is a valid file"
+    assert tomllib.loads(out) == tomllib.loads(text) | {"stats": "short"}, "the output is not a valid settings file"
     config_path().unlink()
     assert "config.toml, which does not exist yet" in run("config")[1]
 

@@ -115,7 +115,7 @@ def test_gpu_out_of_memory_is_not_lost(session, monkeypatch):
 
 
 def test_closed_pipe_ends_chat_and_keeps_turns(tiny, state):
-    """`chat | head`: the turns before the one that could not be written are saved."""
+    """In `chat | head`, the turns before the unwritten one are saved."""
     argv = ["cli.py", "chat", "--model", tiny, "--device", "cpu", "--max-tokens", "3", "--session", "work"]
     chat = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True, bufsize=1)
     chat.stdin.write("one\n")
@@ -144,7 +144,9 @@ sys.exit(commands.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="breaks a GPU's context, so it needs an NVIDIA GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="the test makes a CUDA context fail, so it needs an NVIDIA GPU"
+)
 def test_device_side_assert(tiny, state):
     argv = ["chat", "--model", tiny, "--device", "cuda", "--max-tokens", "3", "--session", "work"]
     program = [sys.executable, "-c", CHAT_ON_A_BROKEN_GPU, *map(str, argv)]

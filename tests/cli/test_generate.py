@@ -26,7 +26,7 @@ def test_every_sampling_option_is_an_option():
     ]  # fmt: skip
     given = sampling_overrides(make_parser().parse_args(["generate", *argv]))
     assert list(given) == list(SAMPLING) == list(SamplingParams.__dataclass_fields__)
-    for name in ("json_schema", "regex", "choice"):  # only one response format may be set; grammar remains
+    for name in ("json_schema", "regex", "choice"):  # A request can have only one response format. The grammar remains.
         del given[name]
     params = SamplingParams(**given)
     assert params.grammar == "g"
@@ -176,7 +176,7 @@ def test_unwritable_output_fails_before_loading(generate, monkeypatch, tmp_path,
         assert (code, out, err.count("\n")) == (1, "", 1) and "--output" in err and named in err
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full exists only on Linux")
 def test_a_full_disk_is_one_line(generate, tmp_path):
     file = tmp_path / "b.jsonl"
     file.write_text('{"prompt": "x"}\n')

@@ -1,4 +1,4 @@
-"""`info` reports where the launch configs of a model come from, on GPUs that are not here."""
+"""`info` reports the sources of launch configs, for GPUs that this machine does not have."""
 
 import json
 
@@ -17,7 +17,7 @@ from tridecode.tuning.configs import Choice, PassConfigs
 
 RULES = "rules (no table for this GPU)"
 SUGGESTION = "; `tridecode tune` searches better ones"
-HOPPER = ["NVIDIA H100", "NVIDIA H200"]  # tables that an H100 uses
+HOPPER = ["NVIDIA H100", "NVIDIA H200"]  # GPUs whose tables an H100 uses.
 
 
 @pytest.fixture(autouse=True)

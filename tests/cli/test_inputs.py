@@ -18,7 +18,7 @@ SESSION = {
 }  # fmt: skip
 
 
-HYPHENS = {  # the prompt with IN from stdin, by the prompt
+HYPHENS = {  # prompt: the same prompt after IN was read from stdin
     "-": "IN",
     "Shorten: -": "Shorten: IN",
     "Text:\n-\nShorten it.": "Text:\nIN\nShorten it.",
@@ -48,7 +48,8 @@ def test_invalid_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
     assert code == 0 and seen[-1][0] == [user("a \ufffd b")] and err.startswith("stdin: bytes that are not valid UTF-8")
     code, _, err = generate("--prompt", "x", "--system", "\ud800", *LIMITS)
     assert code == 0 and seen[-1][0][0]["content"] == "\ufffd" and err.count("\n") == 2
-    code, _, err = generate("--prompt", "x\udcff", *LIMITS)  # as an argument that is not UTF-8 arrives
+    # Python represents an invalid UTF-8 byte of an argument as such a surrogate.
+    code, _, err = generate("--prompt", "x\udcff", *LIMITS)
     assert code == 0 and seen[-1][0] == [user("x\ufffd")] and err.startswith("--prompt: ")
     file = tmp_path / "m.json"
     file.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "\\ud800 \\ud83d\\ude00 \xfe"}]')
@@ -190,7 +191,7 @@ class Endless(io.TextIOBase):
     bytes_read = 0
 
     def read(self, size=-1):
-        assert size > 0, "reading an endless stream at once never returns"
+        assert size > 0, "the program read an endless stream without a limit"
         self.bytes_read += size
         return "0" * size
 

@@ -54,7 +54,7 @@ def test_only_two_interrupts_on_empty_line_leave(terminal, state):
     assert [user for user, _ in sessions.read(file).turns] == ["two\ndrafts"]
     kept = (state / "history").read_text()
     assert "drafts" in kept and "one draft" not in kept and "three" not in kept, (
-        "the history must not contain input that was not sent"
+        "the history contains unsent input, or lacks sent input"
     )
 
 
@@ -63,7 +63,8 @@ def test_search_results_and_tall_messages(terminal):
     for keys, shown in (("/set top_k 7\r", "k is 7"), ("/set top_p 1\r", "p is 1"), ("\x12top_k\r\r", "k is 7")):
         press(child, keys, shown)
         child.expect_exact(READY)
-    child.send("/set seed 4\x1b\n\x7f5\r")  # a newline as it arrives if typed during an answer, then Backspace
+    # If a newline is typed during an answer, it arrives as ESC and LF. The test types a newline, then Backspace.
+    child.send("/set seed 4\x1b\n\x7f5\r")
     child.expect_exact("seed is 45")
     child.expect_exact(READY)
     text = "\n".join(f"<{n:03}> {'x' * 60}" for n in range(230))
@@ -163,7 +164,8 @@ def test_message_opens_in_external_editor(terminal, state, tmp_path):
         child.expect_exact("the message is unchanged")
     press(child, " here", "here")
     script.write_text('printf \'%s\' "$(cat "$1") by hand" > "$1"')
-    press(child, "\x18\x05", "by hand")  # the saved text is sent without Enter
+    # Ctrl-X Ctrl-E opens the editor. The program sends the saved text without Enter.
+    press(child, "\x18\x05", "by hand")
     child.expect_exact("context ")
     child.expect_exact(READY)
     leave(child)

@@ -62,7 +62,9 @@ def test_wrapping_keeps_all_text(text, width, size):
     assert re.sub(r"\s", "", shown) == re.sub(r"\s", "", text)
     if "```" not in text and "\t" not in text:
         for line in shown.split("\n"):
-            assert cell_len(line) < max(width, 2) or len(line.split()) <= 1, "only a single word may exceed the width"
+            assert cell_len(line) < max(width, 2) or len(line.split()) <= 1, (
+                "a line with several words exceeds the width"
+            )
 
 
 def test_word_is_written_when_complete():
@@ -99,7 +101,9 @@ def test_turns_are_visually_separated(terminal):
     enter(child, "Thanks, bye!\r", "tok/s")
     leave(child)
     shown = child.screen.getvalue()
-    assert "\x1b[36m> Hello\x1b[0m" in shown and "\x1b[36m> Thanks, bye!\x1b[0m" in shown, "messages are colored"
+    assert "\x1b[36m> Hello\x1b[0m" in shown and "\x1b[36m> Thanks, bye!\x1b[0m" in shown, (
+        "the messages of the user are not colored"
+    )
     screen = pyte_lines(shown)
     starts = [i for i, line in enumerate(screen) if line.startswith("> ")]
     assert len(starts) >= 3 and all(screen[i - 1] == "" for i in starts[1:]) and screen[starts[0] - 1] != ""
@@ -127,7 +131,7 @@ def test_plain_never_rewrites_text(terminal, endless):
     before = len(child.screen.getvalue())
     enter(child, "Hello there\r", "tok/s")
     shown = child.screen.getvalue()[before:]
-    assert "\x1b[36m> Hello there" not in shown, "the typed message is not printed again"
+    assert "\x1b[36m> Hello there" not in shown, "the typed message was printed a second time"
     answer = shown.partition("2004h")[2].partition("\x1b[2m")[0]
     assert answer.strip() and "\x1b" not in answer and "\r" not in answer.replace("\r\n", "")
     child.send("\x1b[200~" + "word " * 2500 + "\x1b[201~\r")

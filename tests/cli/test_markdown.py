@@ -123,12 +123,12 @@ def test_split_finishes_blocks():
     assert blocks[8].endswith('\n    return "~~~"\n```') and blocks[10].endswith("\n    code")
 
 
-UNFINISHED = {  # the rest that is kept, by text
+UNFINISHED = {  # text: its unfinished rest, which the renderer keeps
     "a\n": "a\n",
     "a\n\n": "",
     "a\n\nb": "b",
     "# a\n": "",
-    "# a|b\n": "# a|b\n",  # the head of a table if |-|-| follows
+    "# a|b\n": "# a|b\n",  # This line is the head of a table if |-|-| follows.
     "```\na\n\nb\n": "```\na\n\nb\n",
     "```\na\n```\n": "",
     "~~~ x\n```\n": "~~~ x\n```\n",
@@ -169,7 +169,7 @@ def test_incremental_split_matches_full_parse(text, cuts):
 
 @settings(deadline=None, max_examples=60)
 @given(TEXTS, CUTS)
-@example("aaaa\r\n# aaaaaaaaa😀a", [55])  # a centered row with a character of two columns
+@example("aaaa\r\n# aaaaaaaaa😀a", [55])  # The row is centered and contains a character that is two columns wide.
 @example(ANSWER, [])
 @example(ANSWER, [*range(0, 1000, 7)])
 def test_streamed_screen_matches_full_render(text, cuts):
@@ -178,7 +178,7 @@ def test_streamed_screen_matches_full_render(text, cuts):
     console = console_to(terminal=True, height=1000)
     written = streamed(split_at(text, cuts), console)
     assert screen(written) == at_once
-    assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor is visible again"
+    assert written.count("\x1b[?25l") == written.count("\x1b[?25h"), "the cursor stayed hidden"
 
 
 @settings(deadline=None, max_examples=60)
@@ -258,7 +258,7 @@ def test_only_unfinished_block_is_rerendered(rendered):
     written = streamed([text[i : i + 25] for i in range(0, len(text), 25)], console_to(terminal=True))
     assert max(map(len, rendered)) <= max(map(len, blocks)) + 50
     assert len(rendered) <= len(blocks) + -(-len(text) // 25) + 1
-    assert len(written) < 1.5 * len(streamed([text], console_to())), "finished blocks are written once"
+    assert len(written) < 1.5 * len(streamed([text], console_to())), "finished blocks were written again"
 
 
 def test_long_code_block_is_highlighted_in_parts(rendered):
@@ -312,7 +312,8 @@ def test_list_marker_is_not_shown_as_heading():
 @pytest.mark.parametrize("wait", [0, 0.1])
 def test_closed_terminal(monkeypatch, error, wait):
     """`finish` raises and `abort` does not; neither hangs or exits, whether the thread or the caller gets the error."""
-    monkeypatch.setattr("os.dup2", lambda *args: None)  # rich would redirect stdout of this process to the null device
+    # Otherwise rich would redirect stdout of this process to the null device.
+    monkeypatch.setattr("os.dup2", lambda *args: None)
 
     def write(text):
         raise error

@@ -101,12 +101,12 @@ def test_block_markup(text, expected):
 
 
 def test_tex_ends_at_blank_line():
-    """If it could, a single delimiter would block the display of all later text."""
+    """If TeX could contain a blank line, a single delimiter would block the display of all later text."""
     for text in ("$$\n- a\n\n- b\n$$", "\\[\n- a\n\n- b\n\\]", "$$\n- a\n"):
         assert " • a" in shown(text)
 
 
-MARKS = "*~`#>-|:+=\\"  # characters of markup, which may be replaced by • ▌ ─
+MARKS = "*~`#>-|:+=\\"  # Markup characters. The renderer may replace them by • ▌ ─.
 FRAGMENTS = [
     *"*_~`#>-+|:=$[](){}<>!/.,;'\"%^@ax1 \n\n ", "**", "***", "__", "~~", "``", "- ", "* ", "+ ", "1. ", "7) ", "> ",
     "# ", "## ", "\n\n", "\n- ", "\n> ", "\n    ", "```\n", "\n```\n", "~~~\n", "---\n", "| a | b |\n|---|---|\n",
@@ -124,9 +124,9 @@ def letters(text):
 @given(TEXTS)
 def test_all_text_is_shown(text):
     """All characters except markup are shown in order: letters, digits, brackets, underscores."""
-    text = visible(text).replace("](", "] (")  # the title of a link is not shown
-    text = re.sub(r"(?m)_(?=[ _]*$)", "_a", text)  # a rule of underscores is a line
-    if "`" in text or "~" in text:  # the language after a fence is not shown
+    text = visible(text).replace("](", "] (")  # The renderer does not show the title of a link.
+    text = re.sub(r"(?m)_(?=[ _]*$)", "_a", text)  # A row of underscores would be a horizontal rule.
+    if "`" in text or "~" in text:  # The renderer does not show the language after a fence.
         text = re.sub(r"(?m)(```(?=[^\n`])|~~~(?=[^\n~]))", r"\1 . . ", text)
     assert letters(shown(text, width=10_000)) == letters(text)
 

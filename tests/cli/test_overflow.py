@@ -17,7 +17,7 @@ def test_too_long_turn_is_refused(session):
     assert chat.handle("one") and chat.handle("y" * 60)
     shown = chat.read()[1]
     assert "this turn needs 123 tokens, the context holds 100" in shown and "/set overflow drop-oldest" in shown
-    assert chat.handle("two"), "the chat continues"
+    assert chat.handle("two"), "the chat ended"
     assert chat.engine.prompts[1] == as_messages("one", "x" * 60, "two")
     assert chat.handle("/set overflow oldest") and "must be one of error, drop-oldest, stop" in chat.read()[1]
     assert chat.handle("/set overflow drop-oldest") and chat.read()[1] == "overflow is drop-oldest\n"
@@ -42,7 +42,7 @@ def test_overflow_can_drop_the_oldest_turns(session):
     assert chat.engine.prompts[-1] == [{"role": "system", "content": "Sys"}, *as_messages("six", "c" * 20, "z" * 40)]
     note = "112 tokens do not fit in the context of 100: turns 1 to 2 are no longer sent to the model"
     assert note in chat.read()[1]
-    assert len(chat.conversation.turns) == 4, "turns that the prompt omits must stay in the conversation"
+    assert len(chat.conversation.turns) == 4, "the conversation lost turns that the prompt omits"
     chat.handle("y" * 30)
     assert chat.engine.prompts[-1][1:] == as_messages("z" * 40, "d", "y" * 30)
     assert "97 tokens do not fit in the context of 100 with room for the answer (12): turn 3 is" in chat.read()[1]
@@ -59,7 +59,7 @@ def test_tokens_are_counted_only_near_capacity(session):
     chat.engine.tokenizer = SimpleNamespace(encode_chat=lambda messages, context: counted.append(len(messages)) or [0])
     for line in ("one", "two", "x" * 3000, "/system Sys", "four"):
         chat.handle(line)
-    assert counted == [1, 5, 8], "counted: the first turn, a long one, and one after a change of the system turn"
+    assert counted == [1, 5, 8], "the chat counted tokens at the wrong turns"
 
 
 def characters(prompt) -> int:

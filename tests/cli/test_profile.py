@@ -71,7 +71,7 @@ def test_gpu_records_are_read_in_start_order():
 def test_costs_of_overlapping_kernels_add_up_to_wall_time():
     step = [Record("a", 12, 20), Record("b", 14, 26), Record("c", 15, 24), Record("d", 29, 33)]
     spans = attribute(step, "abcd", before=10.0)
-    assert [span.cost for span in spans] == [10, 6, 0, 7]  # c ended within b
+    assert [span.cost for span in spans] == [10, 6, 0, 7]  # Span c ends within b, so it costs nothing.
     assert [span.gap for span in spans] == [2, 0, 0, 3]
     assert records.wall(spans) == 33 - 10
 
@@ -81,7 +81,7 @@ def test_pass_starts_at_the_previous_end_and_first_passes_are_dropped():
     steps = chained(found, ["op"], drop=2)
     assert [(span.before, span.cost, span.gap) for (span,) in steps] == [(14, 10, 6), (24, 11, 7)]
     steps = [[Span("op", 0, end, 0)] for end in (9, 3, 5, 4)]
-    assert records.typical(steps)[0].end == 4, "the pass of the median time"
+    assert records.typical(steps)[0].end == 4, "this is not the pass of the median time"
 
 
 def test_medians_over_steps_shares_and_gaps():
@@ -93,7 +93,8 @@ def test_medians_over_steps_shares_and_gaps():
     assert (found["compute_us"], found["gap_us"], found["gap_pct"]) == (9, 1, 10)
     x, y = found["kernels"]
     assert (x["op"], x["us_per_step"], x["mean_us"], x["recorded_us"]) == ("x", 6, 6, 6)
-    assert (y["op"], y["us_per_step"], y["recorded_us"]) == ("y", 4, 3)  # its gap is part of its cost
+    # The cost of a kernel includes the gap before it.
+    assert (y["op"], y["us_per_step"], y["recorded_us"]) == ("y", 4, 3)
     assert [role["share_pct"] for role in (x, y)] == [60, 40]
     assert found["gaps"] == {"<1": 4, "1-5": 1, "5-10": 0, "10-50": 0, ">50": 1}
     for gap, name in ((0, "<1"), (0.99, "<1"), (1, "1-5"), (5, "5-10"), (10, "10-50"), (50, ">50")):
@@ -142,7 +143,7 @@ def test_roles_and_kernels_match_the_launch_list():
     decode.decode_pass(recorder, model, "sample")
     roles, kernels = command.roles_and_kernels(recorder.launches[-1:])
     assert roles == ["sample"] * 5 and kernels[0] == "_process_kernel" and kernels[-1] == "_sample_kernel"
-    assert len(kernels) == 5, "each kernel of a launch has its role"
+    assert len(kernels) == 5, "a kernel has no role"
 
 
 def test_bytes_match_the_matrices(monkeypatch):
@@ -167,7 +168,8 @@ def test_bytes_of_attention_end_at_the_window():
     engine = tiny_engine("torch", dtype=torch.bfloat16, **config)
     rewind(engine, 100, GREEDY)
     moved = command.bytes_by_role(command.step_launches(engine.model))["attention"]
-    assert moved == 2 * 2 * 64 * 2 * (24 + 100) / 2  # K and V, heads, head_dim, bytes
+    # Factors: K and V, heads, head_dim, bytes, and the mean of two contexts.
+    assert moved == 2 * 2 * 64 * 2 * (24 + 100) / 2
 
 
 def test_bytes_of_prompt_kernels():
@@ -181,7 +183,7 @@ def test_bytes_of_prompt_kernels():
     assert moved == {
         "_embed_rows_kernel": rows * hidden * (2 + 4),
         "_prompt_attention_kernel": 2 * q + 2 * kv,
-        "_add_norm_kernel": (first + 2 * later) / 3,  # the last layer ends with K/V
+        "_add_norm_kernel": (first + 2 * later) / 3,  # The last layer ends after it has written K and V.
         "_rope_write_kernel": 2 * (q + 2 * kv) + 2 * rows * 32 * 4,
         "_silu_mul_kernel": 2 * rows * 3 * mlp.intermediate,
     }
@@ -271,7 +273,7 @@ def test_a_trace_does_not_name_the_machine(monkeypatch):
     assert "traceEvents" in trace and not {"host_name", "traceName"} & set(trace)
 
 
-@pytest.mark.skipif(not CUDA, reason="records activity of an NVIDIA GPU")
+@pytest.mark.skipif(not CUDA, reason="the test records activity of an NVIDIA GPU")
 def test_records_of_a_real_pass_are_complete():
     command.record_on_gpu(lambda: torch.zeros(1, device="cuda"))
     engine = tiny_engine()

@@ -77,9 +77,7 @@ def test_commands(run_chat, served):
     assert f"model bundled at {served.url}, a server of tridecode\n1 turn\nlast answer: 12 tokens" in err
     assert "temperature          0.0\ntop_k                the server's default\n" in err
     listed = re.findall(r"^(\w+) +the server's default$", err, re.MULTILINE)
-    assert sorted([*listed, "temperature"]) == sorted(EXTENDED), (
-        "options that the server does not support are not listed"
-    )
+    assert sorted([*listed, "temperature"]) == sorted(EXTENDED), "/set lists options that the server does not support"
     assert "regex: a server of tridecode does not support this option and might" in err
     assert errors(err) == [f"the server at {served.url} has no model 'other'; its models are bundled"]
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
@@ -87,10 +85,10 @@ def test_commands(run_chat, served):
     code, out, err = run_chat(lines, "--temperature", 0, "--seed", 4, "--quiet")
     assert (code, out) == (0, f"{ANSWER}\n")
     assert err.splitlines() == [
-        "/set top_k needs a value; it is the server's default",
-        "/set seed needs a value; it is 4",
+        "/set top_k needs a value; the current value is the server's default",
+        "/set seed needs a value; the current value is 4",
         "top_k is 7",
-        "/set top_k needs a value; it is 7",
+        "/set top_k needs a value; the current value is 7",
         'a server cannot continue an answer; send a message such as "continue"',
         "overflow is drop-oldest",
     ]
@@ -121,7 +119,8 @@ def test_api_key(piped, tmp_path, monkeypatch):
         monkeypatch.delenv("TRIDECODE_API_KEY", raising=False)
         code, _, err = ask()
         assert code == 1 and errors(err) == [
-            "the server answers 401: a valid API key is needed: Authorization: Bearer KEY; give TRIDECODE_API_KEY or "
+            "the server answers 401: the API key is missing or wrong; send the header Authorization: Bearer KEY; "
+            "give TRIDECODE_API_KEY or "
             "--api-key-file"
         ]
         (tmp_path / "key").write_text("right\n")
@@ -153,8 +152,8 @@ def test_tab_completes_models_and_options_of_the_server(terminal):
     with FakeServer(tokens=1) as server:
         child = terminal("--url", server.url, TRIDECODE_API_KEY="")
         enter(child, "/model an\t\r", f"another on {server.url}: ")
-        enter(child, "/set top_\t0.5\r", "top_p is 0.5")  # top_k is not offered
-        child.send("/set overflow d\t\r")  # drop-oldest is not offered
+        enter(child, "/set top_\t0.5\r", "top_p is 0.5")  # Completion selects top_p, because it does not list top_k.
+        child.send("/set overflow d\t\r")  # Completion does not list drop-oldest.
         child.expect_exact("overflow is error")
         child.expect_exact(READY)
         leave(child)
@@ -215,7 +214,7 @@ UNSUPPORTED = {
     "--graph none": "--graph sets up an engine in this process",
     "--graph-stats": "--graph-stats sets up an engine in this process",
     "--no-prefix-sharing": "--no-prefix-sharing sets up an engine in this process",
-    "--prompt-ms=15": "--prompt-ms sets up an engine in this process",  # the default value
+    "--prompt-ms=15": "--prompt-ms sets up an engine in this process",  # The value is the default value.
     "--overflow drop-oldest": "--overflow drop-oldest needs a server that counts tokens",
     "--top-k 3": "--top-k: a server of no known kind does not support this option and might ignore it",
     "--top-p 3": "--top-p: expected a number above 0 to 1, got '3'",

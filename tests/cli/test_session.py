@@ -28,11 +28,13 @@ def test_round_trip(raw, system, turns):
 
 def test_file_permissions(state):
     store = session.Store(session.named("work"), "m")
-    assert store.save(Conversation()) == "" and not state.joinpath("sessions").exists(), "saved without turns"
+    assert store.save(Conversation()) == "" and not state.joinpath("sessions").exists(), (
+        "a conversation without turns was saved"
+    )
     assert store.save(TALK) == ""
     assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(state.stat().st_mode) == stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700
-    assert os.listdir(store.path.parent) == ["work.json"], "no temporary file is left"
+    assert os.listdir(store.path.parent) == ["work.json"], "a temporary file remained"
     again = session.Store(session.named("work"), "m")
     assert again.load() == TALK
     again.save(TALK.without_last())
@@ -48,7 +50,7 @@ def test_last_path(state):
         os.utime(store.path, (at, at))
     (session.sessions_dir() / "gone.json").symlink_to(state / "absent.json")
     (session.sessions_dir() / "directory.json").mkdir()
-    assert session.last_path().stem == "a", "a broken link and a directory are ignored"
+    assert session.last_path().stem == "a", "a broken link or a directory was selected"
 
 
 def test_invalid_names():
@@ -81,7 +83,7 @@ def opened(path, content: bytes):
     except session.SessionError as error:
         found = None
         assert str(path) in str(error) and "\n" not in str(error)
-        # A chat that continues nevertheless saves to a new file.
+        # A chat that ignores the damaged file saves to a new file.
         assert "continues in" in store.save(TALK) and store.path != path and session.read(store.path) == TALK
     assert path.read_bytes() == content
     return found
@@ -112,7 +114,7 @@ def test_damaged_files_are_read_or_refused(tmp_path, changes):
     for at, byte in changes:
         content[at] = byte
     found = opened(tmp_path / "damaged.json", bytes(content))
-    if found is not None:  # the damage is inside a string
+    if found is not None:  # The damaged byte is inside a string.
         assert len(found.turns) == 2 and session.loads(session.dumps(found, "m")) == found
 
 

@@ -51,7 +51,7 @@ def test_list_fits_window():
         lines = sessions.lines(sessions.saved(), width)
         assert max(map(cell_len, lines)) <= width
         assert any(line.startswith("20261122-043416-3fa1"[: width - 1]) for line in lines)
-        assert len(lines) == (6 if width < 80 else 4 if width < 200 else 2), "only the long name needs three lines"
+        assert len(lines) == (6 if width < 80 else 4 if width < 200 else 2), "the table has a wrong number of lines"
 
 
 def test_rename(run):
@@ -75,7 +75,9 @@ def test_session_file_with_any_name(run, piped):
     assert sessions.names() == ["my ü talk"]
     code, _, err = piped("hello\n/load my ü talk\n", "--session", "my ü talk", "--max-tokens", 2)
     assert code == 0 and "my ü talk" in err and len(store.read(odd).turns) == 3
-    assert "continuing 3 turns" in err and "the one before" not in err, "the loaded session was open already"
+    assert "continuing 3 turns" in err and "the one before" not in err, (
+        "a session that was already open was announced as another one"
+    )
     assert run("sessions", "rename", "plain", "my b")[0] == 1 and run("sessions", "rename", "my ü talk", "my b")[0] == 1
     assert run("sessions", "rename", "my ü talk", "tame")[0] == 0 and sessions.names() == ["tame"]
     odd.write_text("{}")
@@ -109,7 +111,7 @@ def test_export_as_markdown(run, tmp_path):
     assert code == 1 and "exists already" in err
     assert "must end in .md" in run("sessions", "export", "rivers", tmp_path / "rivers.txt")[2]
     keep("opened", Conversation(turns=(("Name one.", "hm\n</think>\n\nNile"),)))
-    assert run("sessions", "export", "opened")[1] == whole, "the template opened the think block"
+    assert run("sessions", "export", "opened")[1] == whole, "the export differs if the template opens the think block"
 
 
 def test_title_is_saved(session):
@@ -165,10 +167,14 @@ def test_load_session_by_name(session, tmp_path, monkeypatch):
     chat.handle("more")
     assert chat.engine.prompts[-1] == as_messages(*sum(RIVERS.turns, ()), "more")
     assert len(store.read(store.named("rivers")).turns) == 3 and len(store.read(store.named("work")).turns) == 1
-    assert chat.handle("/load ./rivers") and "not a session" in chat.read()[1], "a path is not the name of a session"
+    assert chat.handle("/load ./rivers") and "not a session" in chat.read()[1], (
+        "a path was accepted as the name of a session"
+    )
     piped = session(["one"])
     piped.handle("/load rivers"), piped.handle("more again")
-    assert piped.read()[0] == "one\n" and len(store.read(store.named("rivers")).turns) == 3, "a pipe saves nothing"
+    assert piped.read()[0] == "one\n" and len(store.read(store.named("rivers")).turns) == 3, (
+        "the chat in a pipe changed the saved session"
+    )
 
 
 def test_history(session):
@@ -213,7 +219,7 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
     (place / "rooms").mkdir(parents=True)
     (place / "Qwerty").mkdir()
     cached(tmp_path, monkeypatch, "Qwen--Qwen3-4B", "model.safetensors")
-    cached(tmp_path, monkeypatch, "Qwen--Qwen3-8B")  # without weights
+    cached(tmp_path, monkeypatch, "Qwen--Qwen3-8B")  # This directory contains no weights.
     for name in ("river talk.json", ".hidden", "rooms/blue.md"):
         (place / name).touch()
     monkeypatch.chdir(place)
@@ -241,7 +247,9 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("//sy", (0, [])),
     ):
         assert completed(typed) == found, typed
-    assert completed("/set to", Offer(["top_p", "seed"])) == (2, ["top_p "]), "only options of the server"
+    assert completed("/set to", Offer(["top_p", "seed"])) == (2, ["top_p "]), (
+        "completion lists options that the server does not support"
+    )
     other = Offer(choices=CHOICES | {"overflow": ("error",)}, models=["a-model", "another"])
     assert completed("/model ", other) == (0, ["a-model", "another"])
     assert completed("/set overflow ", other) == (0, ["error", "default"])

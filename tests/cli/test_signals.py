@@ -19,9 +19,9 @@ from tridecode.cli.signals import Ended, ending, ending_task
 pexpect = pytest.importorskip("pexpect")
 
 SHOWN, HIDDEN = "\x1b[?25h", "\x1b[?25l"
-STREAMING = r"\x1b\[\?7;2004h[^\n]*\n[\s\S]*[a-z]{3}[^\x1b]*[a-z]{3}"  # text after the line of the message
+STREAMING = r"\x1b\[\?7;2004h[^\n]*\n[\s\S]*[a-z]{3}[^\x1b]*[a-z]{3}"  # The line of the message, followed by text.
 
-# Runs cli.py; its import of the module argv[1] is interrupted, as by a Ctrl-C at this moment.
+# This program runs cli.py. It sends itself SIGINT while it imports the module argv[1].
 INTERRUPTED_IMPORT = """
 import os, runpy, signal, sys
 
@@ -43,7 +43,7 @@ runpy.run_path("cli.py", run_name="__main__")
         ("tridecode.version", 130),
         ("argparse", 130),
         ("tridecode.models.presets", 130),
-        ("torch", -signal.SIGINT),  # a shell reports this signal as exit code 130
+        ("torch", -signal.SIGINT),  # A shell reports the end by this signal as exit code 130.
     ],
 )
 def test_ctrl_c_during_start(module, code):
@@ -64,8 +64,8 @@ def test_sigterm_in_mid_answer(terminal, state):
     child.kill(signal.SIGTERM)
     child.expect(pexpect.EOF)
     shown = child.screen.getvalue()
-    assert shown.rfind(SHOWN) >= shown.rfind(HIDDEN), "the cursor is hidden"
-    assert child.getecho(), "the shell after it shows what is typed"
+    assert shown.rfind(SHOWN) >= shown.rfind(HIDDEN), "the cursor stayed hidden"
+    assert child.getecho(), "the terminal's echo stayed off"
     child.close()
     assert child.signalstatus == signal.SIGTERM
     (name,) = os.listdir(state / "sessions")
@@ -100,7 +100,7 @@ def test_error_during_cleanup_does_not_hide_the_signal():
 def test_signal_ends_task_though_loop_swallows_callback_errors():
     went_on = []
 
-    def callback():  # such as the arrival of data, in uvloop
+    def callback():  # An asynchronous callback, such as one of uvloop for received data.
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -139,7 +139,7 @@ def spawn(state):
             env=ENVIRONMENT | {"XDG_STATE_HOME": str(state.parent), "PS1": "shell: ", "COLUMNS": ""},
             encoding="utf-8",
             codec_errors="replace",
-            timeout=60,
+            timeout=120,
             dimensions=(50, 200),
         )
         children.append(child)
@@ -170,7 +170,7 @@ def test_a_chat_whose_parent_ignores_signals(spawn):
 
 def test_ctrl_c_while_a_chat_starts_whose_parent_ignores_signals(spawn):
     child = spawn("/bin/sh", "-c", IGNORING)
-    child.expect_exact("2004h")  # the imports begin
+    child.expect_exact("2004h")  # The program shows this before it imports its modules.
     child.sendintr()
     child.expect(pexpect.EOF)
     child.close()
@@ -182,7 +182,7 @@ def shell(spawn):
     """A shell with job control, and a chat that it runs."""
     bash = shutil.which("bash")
     if bash is None:
-        pytest.skip("there is no bash here")
+        pytest.skip("bash is not installed")
     child = spawn(bash, "--norc", "--noprofile", "-i")
     child.expect_exact("shell: ")
     child.send(f"{sys.executable} cli.py chat --device cpu --ignore-eos --seed 3\r")
@@ -210,7 +210,7 @@ def test_ctrl_z_at_the_prompt(shell):
     shell.expect_exact("a draft")
     shell.send("\x15/exit\r")
     shell.expect_exact("shell: ")
-    # A background program that changes the terminal would be stopped; generate does not change it.
+    # The shell stops a background program that changes the terminal. generate does not change the terminal.
     shell.send(f"{sys.executable} cli.py generate --device cpu --prompt Hi --max-tokens 4 & wait; echo went''on\r")
     shell.expect("Stopped|wenton")
     assert shell.after == "wenton"
@@ -234,13 +234,13 @@ def test_ctrl_z_in_mid_answer(shell):
         shell.send("\x1a")
         shell.expect_exact("Stopped")
         before = shell.before
-        assert before.rfind(SHOWN) > before.rfind(HIDDEN), "the shell has a cursor"
+        assert before.rfind(SHOWN) > before.rfind(HIDDEN), "the cursor of the shell stayed hidden"
         shell.expect_exact("shell: ")
         shell.send("fg\r")
         shell.expect(r"[a-z]{3}[^\x1b]*[a-z]{3}[\s\S]*\x1b\[\?25l[\s\S]*[a-z]{3}")
     shell.sendintr()
     shell.expect(r"stopped after \d+ tokens? and [\d.]+ s; kept in the conversation")
-    assert "^C" not in re.sub(r"[\s\S]*fg", "", shell.before), "after it typed keys are not shown"
+    assert "^C" not in re.sub(r"[\s\S]*fg", "", shell.before), "typed keys were echoed after fg"
     shell.expect_exact(READY)
     shell.send("/exit\r")
     shell.expect_exact("shell: ")

@@ -25,9 +25,9 @@ def test_commands(session):
     assert chat.handle("/help") and "/clear" in chat.read()[1]
     assert chat.handle("/claer") and "did you mean /clear?" in chat.read()[1]
     assert chat.handle("/HELP") and "/clear" in chat.read()[1]
-    assert not chat.handle("/bye") and not chat.handle("/quit"), "aliases of /exit"
+    assert not chat.handle("/bye") and not chat.handle("/quit"), "/bye or /quit did not end the chat"
     assert chat.handle("/?") and "/clear" in chat.read()[1] and chat.handle("/h") and "/clear" in chat.read()[1]
-    assert not chat.engine.prompts and chat.exit_code == 1, "in a pipe an unknown command sets the exit code"
+    assert not chat.engine.prompts and chat.exit_code == 1, "an unknown command in a pipe did not set the exit code"
     assert chat.handle(" /exit") and chat.engine.prompts[0] == as_messages("/exit")
     assert not chat.handle("/exit")
 
@@ -48,9 +48,9 @@ def test_bare_word_suggests_command(session, word, command):
     assert f"did you mean {command}?" in chat.read()[1]
     assert chat.handle(f" {word}") and chat.engine.prompts == [as_messages(word.strip())]
     chat.handle("/edit")
-    assert chat.draft == f" {word.strip()}", "the edited message is not a command"
+    assert chat.draft == f" {word.strip()}", "the edited message would be read as a command"
     chat.interactive = False
-    assert chat.handle(word) and len(chat.engine.prompts) == 2, "in a pipe the word is a message"
+    assert chat.handle(word) and len(chat.engine.prompts) == 2, "the word was not sent as a message"
 
 
 def test_seeds_of_answers_and_retries(session):
@@ -79,7 +79,7 @@ def test_retry_undo_and_edit(session):
     assert chat.engine.prompts[2] == as_messages("a", "one", "b")
     assert chat.handle("/edit c") and chat.engine.prompts[3] == as_messages("a", "one", "c")
     assert chat.handle("/retry")
-    assert chat.conversation.turns == (("a", "one"), ("c", "four")), "a failed answer does not replace the old one"
+    assert chat.conversation.turns == (("a", "one"), ("c", "four")), "a failed answer replaced the previous answer"
     assert chat.handle("/undo") and chat.conversation.turns == (("a", "one"),)
     assert "removed 'c'; 1 turn left" in chat.read()[1]
     assert chat.handle("/edit") and "needs TEXT" in chat.read()[1]
@@ -151,8 +151,8 @@ def test_set(session, typed, name, value):
         ("temperature warm", "temperature must be a number from 0 to 100, got 'warm'"),
         ("temperature NaN", "temperature must be"),
         ("temperature true", "temperature must be"),
-        ("temperature", "needs a value; it is 1.0"),
-        ("overflow", "needs a value; it is error"),
+        ("temperature", "needs a value; the current value is 1.0"),
+        ("overflow", "needs a value; the current value is error"),
         ("logprobs 3", "there is no option logprobs"),
         ("temprature 1", "did you mean temperature?"),
         ("xyz 1", "/set shows all"),
@@ -250,7 +250,7 @@ def test_save_load_and_export(session, tmp_path):
 
 def test_every_command_is_in_the_help(session):
     chat = session()
-    chat.thinking = Thinking(possible=True)  # /think is shown only if the model supports it
+    chat.thinking = Thinking(possible=True)  # /help lists /think only if the model supports it.
     chat.handle("/help")
     lines = chat.read()[1].splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  /")] == [*COMMANDS, "//"]
@@ -358,10 +358,12 @@ def test_stats_with_gpu(session, gpu, monkeypatch):
     chat.engine.device = chat.model.device = torch.device("cuda", 0)
     chat.handle("/stats")
     shown = chat.read()[1]
-    assert "GPU memory: 50.0 GiB by this chat, 60.0 of 100.0 GiB in use" in shown and not gpu, "no answer yet"
+    assert "GPU memory: 50.0 GiB by this chat, 60.0 of 100.0 GiB in use" in shown and not gpu, (
+        "the output is wrong before the first answer"
+    )
     for line in ("x", "/stats", "y", "/stats"):
         chat.handle(line)
-    # the scripted 8 tokens per second, 100 GB each
+    # The script sets 8 tokens per second, and a pass reads 100 GB.
     assert chat.read()[1].count("20% of the read bandwidth (4,000 GB/s, 100.00 GB a token)") == 2
     assert gpu == [2**32], "measured once"
     monkeypatch.setattr(stats, "free_memory", lambda device: 2**20)

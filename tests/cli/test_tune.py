@@ -97,7 +97,9 @@ def test_table_requires_a_confirmed_gain(fake, capsys, monkeypatch):
     timed(lambda configs: 1e-4 if configs == fake.configs else next(lucky))
     monkeypatch.setattr(tune, "search", lambda start, *rest: Search(other, 1e-5))
     assert commands.main(["tune"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["table"] is None, "the gain was not confirmed"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["table"] is None, (
+        "a table was written without a confirmed gain"
+    )
     timed(lambda configs: None)
     assert commands.main(["tune"]) == 1
     assert capsys.readouterr().err.startswith("tridecode: error: the pass gave different logits")
@@ -108,7 +110,7 @@ def test_logits_are_compared_over_the_same_cache():
     engine = tiny_engine()
     timer = tune.StepTimer(engine)
     assert timer.same_logits()
-    rewind(engine, timer.contexts[-1] - 40, tune.GREEDY)  # as after a timing
+    rewind(engine, timer.contexts[-1] - 40, tune.GREEDY)  # Rewind and run 39 passes, as a timing does.
     for _ in range(39):
         enqueue(engine, tune.GREEDY)
     assert timer.same_logits()
@@ -117,23 +119,24 @@ def test_logits_are_compared_over_the_same_cache():
 
 
 def with_qkv(model, **fields):
-    """The configs of a model, with other fields in that of qkv."""
+    """Return the launch configs of a model in which qkv has other fields."""
     part = model.cases["qkv"]
     return with_config(model.configs, part, replace(config_of(model.configs, part), **fields))
 
 
-@pytest.mark.skipif(not CUDA, reason="captures and times steps on an NVIDIA GPU")
+@pytest.mark.skipif(not CUDA, reason="the test captures and times passes on an NVIDIA GPU")
 def test_real_pass_is_timed_if_it_compiles():
     engine = tiny_engine()
     timer, start = tune.StepTimer(engine), engine.model.configs
     assert 0 < timer(start) < 0.1
-    assert timer(with_qkv(engine.model, block_n=3)) is None  # not a power of two
+    # The number is not a power of two, so the kernel does not compile.
+    assert timer(with_qkv(engine.model, block_n=3)) is None
     (attention,) = start.attention
     assert 0 < timer(with_config(start, attention, replace(start.attention[attention], splits=1))) < 0.1
     assert 0 < timer(start) < 0.1
 
 
-@pytest.mark.skipif(not CUDA, reason="compiles and launches on an NVIDIA GPU")
+@pytest.mark.skipif(not CUDA, reason="the test launches kernels on an NVIDIA GPU")
 def test_configs_are_compiled_ahead_if_others_fail():
     timer = tune.StepTimer(tiny_engine())
     model = timer.engine.model
@@ -147,7 +150,7 @@ def test_configs_are_compiled_ahead_if_others_fail():
     assert not missing(lambda: lines(run))
 
 
-@pytest.mark.skipif(not CUDA, reason="captures and times steps on an NVIDIA GPU")
+@pytest.mark.skipif(not CUDA, reason="the test captures and times passes on an NVIDIA GPU")
 def test_a_real_step_of_quantized_weights_is_tuned(cache, capsys):
     args = ["tune", "--preset", "qwen3-0.6b", "--quantize", "int4", "--minutes", "0.2"]
     assert commands.main(args) == 0

@@ -28,11 +28,11 @@ def test_line_is_updated_and_erased(output):
     first, second, third, *_, last = output.written().split(LINE_START)[1:]
     assert re.fullmatch(r"reading the prompt: 100 of 4,100 tokens, \d+ s\x1b\[K", first)
     assert second.startswith("reading the prompt: 2,148 of 4,100 tokens, ") and second.endswith(" tok/s\x1b[K")
-    assert third.startswith("reading the prompt: 4,100 of 4,100 tokens, "), "the last pass is running"
+    assert third.startswith("reading the prompt: 4,100 of 4,100 tokens, "), "the line does not show the last pass"
     assert last == "\x1b[K"
 
 
-SHOWN = {  # progress, options of the line, width of the window, and the text as a regular expression
+SHOWN = {  # name: (progress, options of the line, width of the window, a regular expression for the line)
     "narrow": ((0, 28_000, 30_000), {}, 40, r"\x1b\[G28,000 of 30,000 tokens, [^\x1b]{,13}\x1b\[K.*"),
     "no redraws": ((0, 10, 4100), {"redraws": False}, 80, "reading a prompt of 4,100 tokens\n"),
     "unknown": (None, {}, 80, r"\x1b\[Gwaiting for the first token, 0 s.*"),

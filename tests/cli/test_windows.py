@@ -73,8 +73,8 @@ def test_interrupted_word_is_continued():
     ]  # fmt: skip
 
 
-# A program for a real terminal that shows an answer with every kind of block. At some places it requests another size
-# of the window and continues after the terminal has reported the new size.
+# This program shows an answer with every kind of block in a real terminal. At some places it requests another size
+# of the window, and continues when the terminal has reported the new size.
 PLAYER = """
 import os, time
 from pathlib import Path

@@ -11,7 +11,8 @@ import torch
 from tridecode import layout
 from tridecode.kernels.op import Op
 
-GUARD = 1 << 14  # bytes before and after a copied storage; a multiple of every alignment that a kernel may assume
+# Bytes before and after a copied storage. The number is a multiple of each alignment that a kernel may assume.
+GUARD = 1 << 14
 IDLE = layout.WAIT, layout.STOP, layout.LIMIT_REACHED, layout.NAN
 
 
@@ -64,14 +65,14 @@ def check_op(
         op: the op.
         args: the arguments of a launch, by position or by name. They are not changed. Tensors may share storage and may
             lie in tuples, dicts and objects.
-        options: keyword arguments of the launch alone, for example its config.
-        tolerance: the largest relative RMS error of floats, for all outputs or by output; 0, the default, means equal.
+        options: keyword arguments that only the launch takes, such as its config.
+        tolerance: the maximum relative RMS error of floats, for all outputs or by output. The default 0 means equal.
             The error is relative to the elements that the reference changes.
-        outputs: the tensors that a launch writes, without reading what they contain; by default `op.outputs`, from
-            which those that are absent (None) are left out.
-        accumulates: further outputs, or some of `outputs`, that a launch also reads or writes in part. They are not
-            poisoned, and where the reference changes nothing the launch must not either.
-        scratch: tensors in which a launch may leave anything; some of `outputs`, or others.
+        outputs: the tensors that a launch writes without reading their contents. The default is `op.outputs` without
+            absent (None) tensors.
+        accumulates: further outputs, or some of `outputs`, that a launch also reads, or writes only in part. They are
+            not poisoned. The launch must not change elements that the reference does not change.
+        scratch: tensors in which a launch may leave any values. They may be `outputs` or other tensors.
         views: the part of an output that is compared, for example the sum of partial sums.
         idle: whether to check that idle rows are not written, if there is an argument `meta`.
         moved: the value that `op.bytes` must return, if it is known.
@@ -85,7 +86,7 @@ def check_op(
     roles = _roles(arguments, op.outputs if outputs is None else outputs, accumulates, scratch, outputs is not None)
     tolerances = tolerance if isinstance(tolerance, dict) else dict.fromkeys(roles.compared, tolerance)
     unknown = (tolerances.keys() | views.keys()) - set(roles.compared)
-    assert not unknown, f"{sorted(unknown)} are not outputs; outputs are {roles.compared}"
+    assert not unknown, f"{sorted(unknown)} are not outputs; expected names from {roles.compared}"
 
     size = op.bytes(*arguments.values())
     assert isinstance(size, int) and (size > 0 if moved is None else size == moved), f"bytes: {size!r}"
@@ -136,13 +137,13 @@ def _roles(arguments, outputs, accumulates, scratch, strict: bool) -> _Roles:
     def resolve(names, strict=True) -> list[str]:
         matches = {name: [leaf for leaf in leaves if leaf == name or leaf.startswith(f"{name}.")] for name in names}
         absent = [name for name in names if not matches[name] and (strict or name.split(".")[0] not in arguments)]
-        assert not absent, f"{absent} are not tensors; the arguments hold {list(leaves)}"
+        assert not absent, f"{absent} are not tensors of the arguments; expected names from {list(leaves)}"
         return [leaf for named in matches.values() for leaf in named if leaves[leaf] is not None]
 
     accumulates = resolve(accumulates)
     scratch = [name for name in resolve(scratch) if name not in accumulates]
     pure = [name for name in resolve(outputs, strict) if name not in accumulates + scratch]
-    assert pure + accumulates, "no argument is an output"
+    assert pure + accumulates, "the op declares no output"
     return _Roles(pure + accumulates, pure + scratch, scratch)
 
 
@@ -166,7 +167,7 @@ class _Copy:
     def __init__(self, arguments, roles: _Roles, on_host: bool = False):
         originals = dict(_tensors(arguments))
         copied = {_address(originals[name]) for name in originals if on_host or name in [*roles.written, "meta"]}
-        self.buffers: dict[int, torch.Tensor] = {}  # bytes of each copied storage and its guard bands
+        self.buffers: dict[int, torch.Tensor] = {}  # The bytes of each copied storage, with guard bands.
         memo = {}
         for tensor in originals.values():
             address = _address(tensor)
@@ -203,7 +204,7 @@ class _Copy:
         return _placed(self.tensors[name], self.start[self.address[name]])
 
     def changes(self, expected: dict[int, torch.Tensor], besides: Sequence[str] = ()) -> list[str]:
-        """The places at which bytes differ from the expected ones, outside of some tensors."""
+        """Return the places at which bytes differ from the expected bytes, except in the tensors `besides`."""
         places = []
         for address, buffer in self.buffers.items():
             differs = buffer != expected[address]
@@ -227,13 +228,13 @@ def _check_on_gpu(op: Op, options, copied: _Copy, expected, scratch) -> None:
         launch = partial(op.launch, **keywords)
         prefix = "with pdl=True " if keywords is not options else ""
         copied.reset()
-        copied.run(launch)  # compiles
+        copied.run(launch)  # The first launch compiles the kernel.
         _fail_if(copied.changes(expected, besides=scratch), f"{prefix}a launch differs from the first one in")
 
         copied.reset()
         allocated = _allocations()
         copied.run(launch)
-        assert _allocations() == allocated, f"{prefix}a launch allocates memory"
+        assert _allocations() == allocated, f"{prefix}the launch allocated memory"
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -17,10 +17,12 @@ EPILOGUES = ("normed", "normed_bias", "gated", "residual")
 PLAIN = ("plain", "plain_bias")
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
 PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
-TOLERANCE = 2e-5 if CUDA else 1e-5  # bf16 products are exact in fp32; the order of sums differs, and wgmma truncates
-ROUNDED = BF16_ROUNDING + 2e-3  # for outputs in bf16
-SPARE = 64  # columns between the rows of strided buffers
-SCHEMES = {  # name -> bits, columns and rows of a scale (0: all), zero points, an order of columns
+# Products of bf16 are exact in fp32. The order of sums differs, and wgmma truncates.
+TOLERANCE = 2e-5 if CUDA else 1e-5
+ROUNDED = BF16_ROUNDING + 2e-3  # Tolerance of outputs in bf16.
+SPARE = 64  # Number of unused columns between the rows of strided buffers.
+# name: (bits, columns of a scale (0: all), rows of a scale, whether it has zero points, whether columns are reordered)
+SCHEMES = {
     "int4": (4, 64, 1, False, False),
     "int4_groups_of_128": (4, 128, 1, False, False),
     "int4_groups_of_32": (4, 32, 1, True, False),
@@ -51,7 +53,7 @@ def packed(scheme: str, n: int, k: int) -> LoadedLinear:
     size = (2**-0.5 if number_type == "e4m3" else 2.0 ** (2 - bits)) * k**-0.5
     scale = (torch.rand(blocks, -(-k // group), generator=generator) + 0.5) * size
     codes, zero = torch.randint(0, 2**bits, (n, k), generator=generator).to(torch.uint8), None
-    if number_type == "e4m3":  # all codes except NaN, with subnormal ones; small magnitudes are more frequent
+    if number_type == "e4m3":  # All codes except NaN. Subnormal numbers occur, and small magnitudes are more frequent.
         codes = (codes & 0xBF).view(torch.float8_e4m3fn)
     elif zeros:
         half = 2 ** (bits - 1)
@@ -99,7 +101,7 @@ class Product:
         of_weight = linear.weight.dtype if linear.packed is None else torch.bfloat16
         self.linear = replace(linear, bias=random(self.n, dtype=of_weight)) if bias else linear
         self.meta = idle(rows, *(row for row in stopped if row < rows > 1))
-        self.x = self.buffer(k, dtype, max(rows, 64))[:rows]  # tiles read further rows of the buffer
+        self.x = self.buffer(k, dtype, max(rows, 64))[:rows]  # Tiles read rows of the buffer beyond `rows`.
         self.x.copy_(random(rows, k, dtype=dtype, seed=1))
         self.partials = random(rows, partials, seed=2).abs() * k / 3
         self.hidden, self.norm = random(rows, self.n, seed=3), norm_weight(self.n, of_weight)
@@ -160,22 +162,24 @@ class Product:
             count = self.partial_sums(config)
             assert_close(normed[runs].float(), expected[1][runs], rounded, "normed")
             assert_close(sumsq[runs, :count].sum(1), expected[2][runs, 0], tolerance, "sumsq")
-            assert sumsq[runs, count:].isnan().all(), "the kernel wrote beyond the last partial sum"
-            assert torch.equal(out[stopped], self.hidden[stopped]), "the kernel wrote an inactive row"
+            assert sumsq[runs, count:].isnan().all(), "the kernel wrote after the last partial sum"
+            assert torch.equal(out[stopped], self.hidden[stopped]), "the kernel wrote a row that is not active"
         else:
             assert out[stopped].isnan().all(), "the kernel wrote an inactive row"
-            assert normed.isnan().all() and sumsq.isnan().all(), "an output of another epilogue was written"
+            assert normed.isnan().all() and sumsq.isnan().all(), "the kernel wrote an output of another epilogue"
         assert normed[stopped].isnan().all() and sumsq[stopped].isnan().all(), "the kernel wrote an inactive row"
-        assert not self.scratch.counter.any(), "the next launch would miscount"
+        assert not self.scratch.counter.any(), "a counter is not zero after the launch"
         for output in self.outputs if self.between else ():
-            assert output.as_strided((self.rows, SPARE), output.stride(), self.n).isnan().all(), "between the rows"
-        assert not CUDA or same(launched, self.launch(config)), "two launches differ"
+            assert output.as_strided((self.rows, SPARE), output.stride(), self.n).isnan().all(), (
+                "the kernel wrote between the rows of the output"
+            )
+        assert not CUDA or same(launched, self.launch(config)), "two launches gave different outputs"
 
     def check_stopped(self, config):
         """Check that nothing is written if no row runs, and that the next launch is right."""
         meta = self.meta.clone()
         self.meta[:, layout.STATUS] = layout.STOP
-        for _ in range(3):  # a launch that left barriers or counters behind would disturb the next one
+        for _ in range(3):  # If a launch does not reset barriers or counters, the next launch fails.
             out, normed, sumsq = self.launch(config)
             assert torch.equal(out, self.hidden) if self.epilogue == "residual" else out.isnan().all()
             assert normed.isnan().all() and sumsq.isnan().all() and not self.scratch.counter.any()

@@ -19,12 +19,12 @@ from tridecode.state.slots import fill_meta, fill_samp
 
 PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 CAPACITY = 40
-UNTOUCHED = -7  # initial value of tokens, logprobs and ids
-POSITION, STEP, GENERATION = 9, 3, 5  # initial values, equal in all rows
-RINGS = ("out", "logprobs", "ids", "mask", "stamp")  # in host memory
+UNTOUCHED = -7  # Initial value of tokens, logprobs and ids, which shows whether a kernel wrote them.
+POSITION, STEP, GENERATION = 9, 3, 5  # Initial values of all rows.
+RINGS = ("out", "logprobs", "ids", "mask", "stamp")  # Tensors in pinned host memory.
 
 OPS = {"mask": MASK, "greedy": GREEDY, "sample": SAMPLE, "logprobs": LOGPROBS, "accept": ACCEPT}
-# parameter -> field of State, if the names differ
+# parameter: field of State, if the names differ
 FIELDS = {"logprobs_ring": "logprobs", "out_logprobs": "logprobs", "out_top_ids": "ids", "sampled": "sampled"}
 ENDS_A_PASS = ("meta", "tokens", "counts", "out", "logprobs_ring")
 ACCUMULATES = {
@@ -39,7 +39,8 @@ SCRATCH = {
     "sample": ("keys", "tops", "bins", "bin_mass", "state", "near", "ranks", "mass", "candidates"),
     "logprobs": ("top_keys", "block_lse"),
 }
-OF_FINITE_ROWS = {"sample": "sampler.processed", "logprobs": "sampler.lse"}  # compared if the row's logits are finite
+# Outputs that are compared only if the logits of a row are finite.
+OF_FINITE_ROWS = {"sample": "sampler.processed", "logprobs": "sampler.lse"}
 
 
 @dataclass
@@ -58,7 +59,7 @@ class State:
     mask: torch.Tensor
     stamp: torch.Tensor
     sampler: SamplerBuffers
-    sampled: torch.Tensor | None = None  # tokens by row, if `accept` ends the pass
+    sampled: torch.Tensor | None = None  # Sampled token of each row, if `accept` ends the pass.
 
     def copy(self, device=None) -> "State":
         """Return a copy on `device`. By default each tensor stays on its device."""

@@ -57,7 +57,7 @@ def op_of(launch, **changes) -> Op:
 
 
 def arguments(normed: bool = True, status: int = layout.RUN) -> dict:
-    pool = poisoned(2, ROWS, 2 * N)  # normed and the scratch lie between other memory
+    pool = poisoned(2, ROWS, 2 * N)  # normed and the scratch are views into a larger storage.
     return dict(
         meta=meta_rows(*range(ROWS), status=status),
         x=random(ROWS, N),
@@ -87,7 +87,8 @@ def test_check_op_accepts_a_correct_op_and_keeps_the_arguments():
     assert torch.equal(launched["hidden"], args["hidden"] + args["x"])
     assert torch.equal(launched["norm"].normed, reference["norm"].normed) and launched["norm"].normed.stride(0) == 2 * N
     check(op_of(add), tuple(args.values()), moved=3 * ROWS * N * 4)
-    check(op_of(add), arguments(normed=False), tolerance={"hidden": 1e-6, "buffers.sums": 1e-5})  # an absent output
+    # The argument normed is absent.
+    check(op_of(add), arguments(normed=False), tolerance={"hidden": 1e-6, "buffers.sums": 1e-5})
     args["meta"][1, layout.STATUS] = layout.WAIT
     launched, _ = check(op_of(add), args)
     assert launched["norm"].normed[1].isnan().all() and torch.equal(launched["hidden"][1], args["hidden"][1])
@@ -99,7 +100,7 @@ def test_copies_of_tensors_share_storage_where_the_originals_do():
         second.add_(first)
 
     pool = random(2, N)
-    args = random(N), pool[0], pool[:].view(-1)[N:]  # two views of one storage
+    args = random(N), pool[0], pool[:].view(-1)[N:]  # Both arguments are views of one storage.
     op = Op(shift, shift, lambda x, *rest: x.nbytes, outputs=("first",))
     launched, _ = check_op(op, args, accumulates=("second",))
     assert launched["first"].untyped_storage().data_ptr() == launched["second"].untyped_storage().data_ptr()
@@ -120,7 +121,7 @@ def write_at(name, size, at):
     return write
 
 
-WRONG = {  # additional writes of a launch, and the message
+WRONG = {  # name: (an additional write of the launch, the expected message)
     "wrong value": (write_element(1, 4, 9.0), "norm.normed: relative RMS error"),
     "value left poisoned": (write_element(2, -1, float("nan")), "norm.normed: 1 of 30 elements are NaN"),
     "row that does not run": (write_element(0, slice(None), 1.0), "norm.normed: 10 of 30 elements are not NaN"),
@@ -214,7 +215,7 @@ def test_check_op_rejects_unknown_names():
             check(op_of(add), **wrong)
 
 
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.skipif(not CUDA, reason="the test needs a GPU")
 def test_check_op_rejects_an_allocation_and_a_launch_that_does_not_repeat():
     def allocate(x, out):
         out.copy_(torch.empty_like(x).copy_(x))

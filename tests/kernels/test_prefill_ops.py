@@ -87,11 +87,12 @@ def test_prompt_pass_matches_references(family):
     caches = []
     for run in (launch, run_reference):
         model.kv.pool.fill_(float("nan"))
-        for start, end in ((0, 4), (4, 66), (66, 70)):  # later parts see the first in the cache, on two pages
+        # Later parts attend to earlier ones through the cache. The positions span two pages.
+        for start, end in ((0, 4), (4, 66), (66, 70)):
             with torch.inference_mode():
                 write_chunks(model, [Chunk(0, 0, end - start, start)])
                 read(run, model, end - start)
         caches.append(model.kv.gather(0, 128))
-    for made, expected in zip(*caches):  # a layer's
+    for made, expected in zip(*caches):  # The pairs are the caches of one layer.
         assert_close(made[..., :70, :], expected[..., :70, :], 1e-4 if DEVICE == "cuda" else 1e-5)
         assert made[..., 70:, :].isnan().all()

@@ -12,13 +12,13 @@ from tridecode.kernels.attention.fp8_kv import head_rows, store_cells
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-# Tolerance of an output in bf16 whose reference is rounded too. The interpreter truncates instead of rounding.
+# Tolerance of a bf16 output if the reference is also rounded to bf16. The interpreter truncates instead of rounding.
 BF16_ROUNDING = 1e-3 if CUDA else 5e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A named case: sizes of a real model, and small sizes that are as odd.
+    """A named case: sizes of a real model, and small sizes with the same irregularities.
 
     The interpreter takes 2 ms a program and iteration, so it uses the small sizes.
     """
@@ -38,7 +38,7 @@ def covering(together: int, **axes):
     On a GPU most combinations are compiled, which takes seconds.
 
     Args:
-        together: every so many values of different arguments occur in one of the combinations; 2 is all-pairs testing.
+        together: each combination of values of this number of arguments occurs. With 2, this is all-pairs testing.
         axes: the values of each argument, in a list or by name.
     """
     values = [axis if isinstance(axis, dict) else {_name_of(value): value for value in axis} for axis in axes.values()]

@@ -75,7 +75,7 @@ def test_old_name_of_rope_type():
     assert parse_config(LLAMA | {"rope_scaling": scaling}) == parse_config(LLAMA)
 
 
-# qk_norm, bias, heads that share a K/V head, head size
+# Columns: qk_norm, bias, query heads that share a K/V head, head size.
 FORMS = {
     "qwen3": (True, False, 4, 128), "llama": (False, False, 4, 64), "mistral": (False, False, 4, 128),
     "qwen2": (False, True, 7, 64),
@@ -90,7 +90,9 @@ def test_attention_of_a_family(family):
 
 def test_absent_values_have_defaults():
     for values in (without(LLAMA, "head_dim"), LLAMA | {"head_dim": None}):
-        assert parse_config(values | {"hidden_size": 3072}).layers[0].mixer.head_dim == 96, "hidden size over heads"
+        assert parse_config(values | {"hidden_size": 3072}).layers[0].mixer.head_dim == 96, (
+            "head_dim is not hidden_size divided by the number of heads"
+        )
     assert parse_config(without(LLAMA, "num_key_value_heads")).layers[0].mixer.group == 1
     assert parse_config(without(MISTRAL, "rope_theta")).layers[0].mixer.rope == RopeConfig(theta=10000.0)
 
@@ -157,7 +159,7 @@ def test_generation_defaults(case):
 
 
 REFUSED = {
-    # name: (file, changes, words of the message)
+    # name: (file, changes, words that the message contains)
     "unknown architecture": (LLAMA, {"architectures": ["GemmaForCausalLM"]}, ["architectures", "Gemma", *FAMILIES]),
     "no architecture": (LLAMA, {"architectures": None}, ["architectures", "got null"]),
     "architecture of another type": (LLAMA, {"architectures": [["LlamaForCausalLM"]]}, ["architectures"]),

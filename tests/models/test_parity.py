@@ -15,7 +15,7 @@ from tridecode.step.prompt import prefill
 transformers = pytest.importorskip("transformers")
 TOKENS = 96
 
-# Real widths with two layers each. Rope and norm settings of the tiny models stay; they change no shape.
+# Two layers each with real widths. Rope and norm settings come from the tiny models, because they change no shape.
 REAL_WIDTHS = {
     "qwen3-4b": ("qwen3-tied", dict(
         hidden_size=2560, intermediate_size=9728, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -83,9 +83,11 @@ def check_contract(path, rows=(1,), median=False):
         for i, logits in scores(path, texts[:n]).items():
             kl, rms = errors(logits, exact[i], median)
             bf16_kl, bf16_rms = bounds[i]
-            assert kl <= bf16_kl, f"row {i} of {n}: KL {kl:.2e}, of transformers' bf16 {bf16_kl:.2e}"
-            assert rms <= bf16_rms, f"row {i} of {n}: relative RMS {rms:.2e}, of transformers' bf16 {bf16_rms:.2e}"
-            assert CUDA or rms <= 1e-5, f"row {i} of {n}: the fp32 reference must agree with fp32 transformers"
+            assert kl <= bf16_kl, f"row {i} of {n}: KL {kl:.2e} exceeds {bf16_kl:.2e} of transformers in bf16"
+            assert rms <= bf16_rms, (
+                f"row {i} of {n}: relative RMS {rms:.2e} exceeds {bf16_rms:.2e} of transformers in bf16"
+            )
+            assert CUDA or rms <= 1e-5, f"row {i} of {n}: the fp32 reference differs from transformers in fp32"
 
 
 def scores(path, texts):
@@ -99,9 +101,10 @@ def scores(path, texts):
     with Engine.load(path, device=str(DEVICE), slots=n, max_seq_len=2 * TOKENS) as engine:
         shape = TOKENS, engine.config.vocab_size
         requests = [scoring(packed(ids), 0.0, logits=torch.empty(shape, device=DEVICE)) for ids in texts]
-        for request in [engine._driver.submit(request) for request in requests]:  # submit all before the first pass
+        # The test submits all requests before the first pass.
+        for request in [engine._driver.submit(request) for request in requests]:
             assert request.result().error is None
-        assert max(stat.rows for stat in engine.graph_stats()) == n, "the texts were not scored in one pass"
+        assert max(stat.rows for stat in engine.graph_stats()) == n, "the texts were scored in several passes"
     return {i: requests[i].logits for i in (0, n // 2, n - 1)}
 
 
@@ -141,7 +144,7 @@ def test_prefill_and_decode_passes_write_the_same_kv(tiny):
         engine.score(ids)
         stepped = engine.model.kv.gather(0, 90).double()
         engine.model.kv.pool.fill_(float("nan"))
-        prefill(engine.model, 0, len(ids), chunk=32)  # score has written the tokens to the slot
+        prefill(engine.model, 0, len(ids), chunk=32)  # `score` has written the tokens to the slot.
         prefilled = engine.model.kv.gather(0, 90).double()
         for layer, (a, b) in enumerate(zip(prefilled.flatten(0, 1), stepped.flatten(0, 1))):  # K, V of each layer
             assert_close(a, b, 2e-2 if CUDA else 1e-5, f"{family}, {layer}")

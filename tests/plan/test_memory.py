@@ -57,7 +57,7 @@ def test_slots_share_the_positions_that_fit():
     for capacity, pool in ((100, 400), (1000, 4000), (2000, 3759)):
         assert plan.capacity(capacity, "x") == capacity and plan.kv_tokens(capacity, None, "x") == pool
         assert plan.needed(capacity, pool) <= plan.free
-    assert plan.needed(2000, 3759 + 1) > plan.free, "one more position fits"
+    assert plan.needed(2000, 3759 + 1) > plan.free, "the plan leaves room for another position"
     assert plan.kv_tokens(1000, 1500, "x") == 1500
     with pytest.raises(DeviceError, match=r"kv_tokens: 5,000 positions need .* at most 4,\d\d\d fit$"):
         plan.kv_tokens(1000, 5000, "x")
@@ -101,7 +101,7 @@ def test_plan_matches_the_allocation(monkeypatch, preset, sizes, dtype):
     slots, capacity, chunk = sizes
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
     use_h100(monkeypatch)
-    config = replace(PRESETS[preset], max_position=capacity)  # so that the plan is for this context
+    config = replace(PRESETS[preset], max_position=capacity)  # With this limit, the plan reserves exactly this context.
     weights = checkpoint.empty_weights(config, "meta", dtype)
     model = make_model(config, weights, capacity, slots, prompt_rows=chunk)
     tensors = named_tensors(model.workspace) | {f"prompt.{name}": t for name, t in named_tensors(model.prompt).items()}
@@ -109,7 +109,7 @@ def test_plan_matches_the_allocation(monkeypatch, preset, sizes, dtype):
     tensors |= {f"rope.{i}": table for i, table in enumerate(sum(model.ropes.values(), ()))}
     allocated = sum(t.nbytes for t in tensors.values() if t.is_meta)
     plan = plan_memory(config, dtype, torch.device("cuda"), slots, chunk, torch_prompt_attention=False)
-    pages = -(-capacity // 64) * 64  # in whole pages
+    pages = -(-capacity // 64) * 64  # Round up to whole pages.
     planned = plan.needed(capacity, slots * pages) - plan.weights - memory.SCRATCH["cuda"]
     assert allocated == pytest.approx(planned, abs=100 * slots)
     with_torchs = plan_memory(config, dtype, torch.device("cuda"), slots, chunk)
@@ -142,7 +142,9 @@ def test_plan_counts_rows_that_verify_drafts(monkeypatch, slots):
 
     off, ngram = (plan_memory(config, torch.float32, cpu, slots, speculate=each) for each in (False, True))
     more = allocated(True) - allocated(False)
-    assert ngram.fixed - off.fixed == pytest.approx(more, rel=0.15, abs=11_000), "equal except for rows that fill tiles"
+    assert ngram.fixed - off.fixed == pytest.approx(more, rel=0.15, abs=11_000), (
+        "ngram changed more than the memory of its rows"
+    )
     assert (more > 11_000) == (slots < 64)
 
 

@@ -81,7 +81,7 @@ def test_old_model_is_released_first_if_both_do_not_fit(piped, models, crowded, 
 
     def counting(*args):
         gc.collect()
-        assert not [engine for engine in engines if engine() is not None], "one model at a time"
+        assert not [engine for engine in engines if engine() is not None], "more than one model is in memory"
         engine = load(*args)
         engines.append(weakref.ref(engine))
         return engine

@@ -12,7 +12,7 @@ from chats import ROOT
 from tridecode.plan import cgroup, threads
 
 SCENARIOS = {
-    # actions of a program -> the numbers of threads that it reads
+    # name: (statements of a program, numbers of threads that it prints)
     "untouched": ("load(); show(torch.get_num_threads())", "1"),
     "set before, as many as PyTorch's own": (
         "torch.set_num_threads(N); load(); show(torch.get_num_threads() == N)",

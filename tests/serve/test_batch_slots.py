@@ -76,7 +76,7 @@ def test_unordered_answers_are_written_when_they_end(run):
     _, ordered, _ = run(prompts(*LENGTHS))
     code, entries, _ = run(prompts(*LENGTHS), "--unordered", "--no-reuse-prefix")
     assert code == 0 and sorted(indices(entries)) == list(range(8))
-    assert indices(entries)[:2] == [1, 3] and indices(entries)[-1] == 0  # the shortest end first
+    assert indices(entries)[:2] == [1, 3] and indices(entries)[-1] == 0  # The shortest answers end first.
     assert {entry["index"]: entry["text"] for entry in entries} == {entry["index"]: entry["text"] for entry in ordered}
 
 
@@ -138,7 +138,7 @@ def test_unordered_batch_resumes_by_line(run, several, monkeypatch):
     monkeypatch.setattr(several, "submit", interrupted)
     code, first, err = run(requests, "--unordered", "--max-queue", "1", to_file=True)
     assert code == 130 and 0 < len(first) < 8 and f"{len(first)} answered, 0 failed, {8 - len(first)} left" in err
-    assert 0 not in indices(first)  # the longest answer was not complete
+    assert 0 not in indices(first)  # The interrupt stopped the longest answer.
     code, entries, err = run(requests, "--unordered", to_file=True)
     assert code == 0 and f"{len(first)} already answered" in err and len(calls) == 8 + 8 - len(first)
     assert sorted(indices(entries)) == list(range(8)) and entries[: len(first)] == first
@@ -152,7 +152,7 @@ def test_interrupt_writes_all_finished_answers(run, monkeypatch):
 
     def interrupted(handle):
         if handle.finish_reason is None:
-            for _ in zip(range(29), handle):  # the first line has 40 tokens
+            for _ in zip(range(29), handle):  # The test interrupts the first line before its 40 tokens are complete.
                 pass
             raise KeyboardInterrupt
         return result(handle)
@@ -172,7 +172,7 @@ def test_ctrl_c_ends_promptly_and_keeps_finished_answers(endless, tmp_path):
         try:
             until(lambda: results.exists() and results.read_text().count("\n") >= 2)
             process.send_signal(signal.SIGINT)
-            err = process.communicate(timeout=30)[1]
+            err = process.communicate(timeout=120)[1]
         finally:
             process.kill()
     assert process.returncode == 130
@@ -186,7 +186,7 @@ def test_ctrl_c_clears_the_progress_bar(endless, tmp_path):
     file.write_text("".join(json.dumps(entry) + "\n" for entry in prompts(*[2, 10**4] * 4)))
     command = ["cli.py", "generate", "--jsonl", file, "--output", results, "--device", "cpu", "--model", endless]
     command = [*map(str, command), "--temperature", "0", "--slots", "2"]
-    child = pexpect.spawn(sys.executable, command, cwd=str(ROOT), env=ENVIRONMENT | {"COLUMNS": "40"}, timeout=30)
+    child = pexpect.spawn(sys.executable, command, cwd=str(ROOT), env=ENVIRONMENT | {"COLUMNS": "40"}, timeout=120)
     screen = child.logfile_read = io.BytesIO()
     child.expect(rb"1/8 [\d,]+ tok/s")
     child.sendintr()
@@ -194,7 +194,8 @@ def test_ctrl_c_clears_the_progress_bar(endless, tmp_path):
     child.close()
     assert child.exitstatus == 130 and indices(lines(results.read_text()))[0] == 0
     assert b"^C" not in screen.getvalue() and b"left" in screen.getvalue()
-    assert screen.getvalue().rindex(b"\x1b[2K") > screen.getvalue().rindex(b"tok/s")  # the line of the bar is cleared
+    # The program clears the line of the progress bar.
+    assert screen.getvalue().rindex(b"\x1b[2K") > screen.getvalue().rindex(b"tok/s")
 
 
 def until(true, seconds=60):
@@ -285,7 +286,7 @@ def test_progress_bar_fits_in_one_line(width):
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue().replace("\r", "\n"))
     assert {"11/1,000", "12,346", "tok/s"} <= set(shown.split())
     assert all(len(line) <= width for line in shown.splitlines())
-    assert screen.getvalue().count("\n") == 1  # the bar rewrites one line
+    assert screen.getvalue().count("\n") == 1  # The progress bar rewrites one line.
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -300,7 +301,7 @@ def test_graph_stats_are_a_table(monkeypatch, terminal, width):
     figures = dict(rows="19", padded="20", padding="1", count="7", mode="full", kind="logprobs+mask").items()
     tables = [[each for each in figures if each[0] not in OPTIONAL[:spared]] for spared in range(4)]
     shown_columns = next(columns for columns in tables if [name for name, _ in columns] in rows)
-    assert [value for _, value in shown_columns] in rows, "a word is broken"
+    assert [value for _, value in shown_columns] in rows, "the output breaks a line within a column"
     assert len(shown_columns) == {30: 4 - terminal, 40: 5 - terminal, 200: 6}[width]
     if width == 200:
         assert ["1", "1", "0", "12,345", "full", "greedy"] in rows

@@ -62,7 +62,7 @@ def test_torch_attention_runs_between_pieces(attention):
     engine = engine_of(prompt_attention=attention)
     while engine.capture_next():
         pass
-    for n in (40, 70):  # the first prompt is a prefix of the second
+    for n in (40, 70):  # The first prompt is a prefix of the second.
         plain.generate(ids(n), GREEDY)
         engine.generate(ids(n), GREEDY)
         assert close(engine.model.kv.gather(0, n), plain.model.kv.gather(0, n))
@@ -70,7 +70,7 @@ def test_torch_attention_runs_between_pieces(attention):
 
 
 @pytest.mark.skipif(
-    not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for compute capability 9.0 only"
+    not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="the kernel needs a GPU of compute capability 9.0"
 )
 def test_long_prompts_on_hopper(monkeypatch):
     """Captured and launched passes give equal bits, close to those of torch's attention."""
@@ -90,7 +90,9 @@ def test_long_prompts_on_hopper(monkeypatch):
             pass
         before = len(launches)
         engine.generate(ids(1200), GREEDY)
-        assert (len(launches) > before) == (graph == "full_decode_only"), "a captured pass launches nothing"
+        assert (len(launches) > before) == (graph == "full_decode_only"), (
+            "a captured pass launched kernels one by one, or a pass without a graph did not"
+        )
         found[graph, attention] = engine.model.kv.gather(0, 1200)
     captured, launched, flash = found.values()
     assert launches and torch.equal(captured, launched) and close(captured, flash)
@@ -115,12 +117,12 @@ def test_padding_does_not_change_results():
 @needs_gpu
 def test_no_capture_or_allocation_after_load():
     engine = engine_of(slots=4)
-    assert not engine.capture_next(), "an engine with several slots captures all sizes at load"
+    assert not engine.capture_next(), "some sizes were not captured at load"
     engine.generate_many([ids(n, n) for n in (3, 70, 200, 5)], GREEDY)
     before, sizes = torch.cuda.memory_stats()["allocation.all.allocated"], len(engine.prompts.seconds)
     for n in (3, 70, 200, 5):
         engine.submit(ids(n, n + 1), GREEDY).result()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before <= 4 * 4, "a pass allocates"
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before <= 4 * 4, "a pass allocated memory"
     assert len(engine.prompts.seconds) == sizes
     assert {stat.mode for stat in engine.graph_stats()} == {"full"}
 
@@ -140,10 +142,11 @@ def test_more_decoding_rows_than_the_largest_graph():
     """Prompts in the same pass have separate rows: no request samples from the row of another."""
     engine, exact = (engine_of(slots=6, graph=mode, graph_sizes=[2, 4]) for mode in ("full", "none"))
     prompts = [ids(20 + i, i) for i in range(14)]
-    params = [replace(GREEDY, max_tokens=3 + i % 5) for i in range(14)]  # so that not all end in the same pass
+    # With these limits the requests end in different passes.
+    params = [replace(GREEDY, max_tokens=3 + i % 5) for i in range(14)]
     found = [[r.token_ids for r in e.generate_many(prompts, params, reuse_prefix=False)] for e in (engine, exact)]
     assert any(stat.kind == "mixed" and stat.mode == "full" for stat in engine.graph_stats())
-    assert sum(a == b for a, b in zip(*found)) >= 12, "more than rounding differs"
+    assert sum(a == b for a, b in zip(*found)) >= 12, "the tokens differ by more than rounding explains"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,11 +155,13 @@ def test_several_prompts_share_a_pass(family):
     lengths = (5, 64, 1, 30)
     results = engine.generate_many([ids(n, n) for n in lengths], GREEDY)
     reads = [stat for stat in engine.graph_stats() if stat.kind in ("prompt", "mixed")]
-    assert [(stat.rows, stat.count) for stat in reads] == [(5 + 64 + 30, 1)], "the prompt of one token is decoded"
+    assert [(stat.rows, stat.count) for stat in reads] == [(5 + 64 + 30, 1)], (
+        "the prompts did not share one pass, or the prompt of one token was not decoded"
+    )
     for n, result in zip(lengths, results):
         expected = single.generate(ids(n, n), GREEDY, reuse_prefix=False)
         assert result.usage == expected.usage
-        if not CUDA:  # in bf16 rounding may change a token
+        if not CUDA:  # In bf16, rounding may change a token.
             assert result.token_ids == expected.token_ids
 
 
@@ -172,7 +177,8 @@ def test_mixed_pass_matches_separate_passes(family):
     text = [*ids(20), *first.result().token_ids]
     single.score(text)
     expected = single.model.kv.gather(0, 40)
-    assert close(engine.model.kv.gather(0, 40), expected)  # after the end of the request its page table is unchanged
+    # The page table of a slot does not change when its request ends.
+    assert close(engine.model.kv.gather(0, 40), expected)
     single.generate(ids(100, 7), GREEDY, reuse_prefix=False)
     assert close(engine.model.kv.gather(1, 100), single.model.kv.gather(0, 100))
 
@@ -205,7 +211,9 @@ def test_prompt_sizes():
 def test_dispatch_of_prompt_passes(mode, attention, expected):
     dispatcher = Dispatcher(mode, (1,), (16, 64), attention)
     assert dispatcher.plan_prompt(17) == ((expected, 64) if expected != "none" else ("none", 17))
-    assert dispatcher.plan_prompt(65) == ("none", 65), "a pass above the largest size is launched"
+    assert dispatcher.plan_prompt(65) == ("none", 65), (
+        "a pass above the largest captured size was not dispatched to launches"
+    )
 
 
 def test_tokens_within_a_time_limit():
@@ -213,7 +221,7 @@ def test_tokens_within_a_time_limit():
     seconds = {(16, 0): 1e-9, (16, 8): 0.003, (512, 8): 0.006, (1024, 8): 0.011, (2048, 8): 0.02}
     within = PromptPasses.tokens_within.__get__(SimpleNamespace(seconds=seconds, model=model))
     assert [within(limit, 0, 4096) for limit in (0.001, 0.004, 0.015, 1.0)] == [16, 16, 1024, 2048]
-    assert within(0.015, 30_000, 4096) < 1024, "attention to earlier positions takes time"
+    assert within(0.015, 30_000, 4096) < 1024, "the estimate ignores the time of attention to earlier positions"
     assert within(0.015, 0, 700) == 700
 
 
@@ -235,7 +243,8 @@ def test_tokens_within_a_time_limit():
     ],
 )
 def test_invalid_graph_options_are_refused(options, message):
-    cuda = torch.device("cuda")  # no GPU properties are known here, so Triton's prompt attention is not supported
+    # The properties of the GPU are unknown here, so Triton's prompt attention is not supported.
+    cuda = torch.device("cuda")
     with pytest.raises(ParameterError, match=message.replace("[", "\\[")) as refused:
         plan_graphs(EngineOptions(slots=4, **options), "triton", tiny_config(), torch.float32, cuda)
     assert refused.value.argument in options and refused.value.code in ("type", "range", "choice", "conflict")

@@ -12,6 +12,7 @@ from models import CUDA, tiny_engine
 from tridecode import Engine, Request, SamplingParams, results
 from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull, TooLong
+from tridecode.layout import MAX_STOP_IDS
 from tridecode.serve import output
 
 PROMPTS = [[5, 17, 300, 42, 8, 8, 99], [1, 2], [200, 100, 50, 25], [7] * 30, [9, 9, 8]]
@@ -41,7 +42,7 @@ def engine():
 def consistent(engine):
     yield
     gc.collect()
-    if engine.scheduler.queue.requests:  # a request that was dropped during a step is cancelled by the next step
+    if engine.scheduler.queue.requests:  # If a request is dropped during a step, the next step cancels it.
         engine.generate([1], GREEDY)
     assert not engine.scheduler.queue.requests
     engine.scheduler.assert_consistent()
@@ -66,13 +67,13 @@ def test_request_can_be_iterated_and_awaited(engine, run_alone):
     assert tokens(pieces) == run_alone(PROMPTS[0]) == request.result().token_ids == tokens(request)
     assert pieces[-1].finish_reason == request.finish_reason == "length"
     assert request.result().usage.completion_tokens == 12 and request.result().timings.ttft > 0
-    assert not request.cancel() and request.finish_reason == "length", "it has ended"
+    assert not request.cancel() and request.finish_reason == "length", "a request that had ended was cancelled"
 
 
 def test_waiting_for_one_request_advances_all(engine, run_alone):
     first, second = (engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2])
     assert second.result().token_ids == run_alone(PROMPTS[1])
-    assert len(first.chunks) >= 11, "it ran at the same time as the second request"
+    assert len(first.chunks) >= 11, "the first request did not run at the same time as the second one"
     assert first.result().token_ids == run_alone(PROMPTS[0])
 
 
@@ -197,7 +198,7 @@ def test_error_in_progress_cancels_the_requests(engine):
     with pytest.raises(KeyError) as raised:
         engine.generate_many([PROMPTS[1]] * 6, GREEDY, progress=broken)
     assert raised.value and not engine.scheduler.queue.requests, (
-        "the traceback refers to the requests, so they still run"
+        "requests still run although the exception ended their caller"
     )
 
 
@@ -301,7 +302,7 @@ def test_close_ends_a_pending_score_with_an_error(engine):
 
         with build(1) as own:
             thread = threading.Thread(target=score, args=(own,))
-            with stepping(own):  # the score is submitted and waits
+            with stepping(own):  # The score request waits until the lock is free.
                 thread.start()
                 while not own._driver._submitted:
                     time.sleep(0.001)
@@ -389,7 +390,8 @@ def test_full_queue_refuses_only_new_requests(run_alone):
     requests.append(engine.submit(PROMPTS[3], GREEDY))
     assert [request.result().token_ids for request in requests] == [run_alone(PROMPTS[i]) for i in (0, 1, 3)]
     requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
-    many = engine.generate_many(PROMPTS, GREEDY)  # submits requests until the queue is full, then the others
+    # The call submits requests until the queue is full, and the others later.
+    many = engine.generate_many(PROMPTS, GREEDY)
     assert [result.token_ids for result in many] == [run_alone(prompt) for prompt in PROMPTS]
 
 
@@ -467,7 +469,7 @@ def test_request_submitted_during_close_is_cancelled():
 
 @pytest.mark.skipif(not CUDA, reason="measures GPU memory")
 def test_close_frees_gpu_memory():
-    with build(2) as engine:  # torch keeps its cuBLAS workspaces
+    with build(2) as engine:  # Torch keeps the workspaces of cuBLAS, so the test creates them first.
         engine.generate(PROMPTS[0], GREEDY)
     del engine
     gc.collect()
@@ -569,7 +571,7 @@ def test_rows_of_a_benchmark_do_not_change_later_requests(engine, run_alone):
 
 @pytest.mark.parametrize("ends, message", [(True, "ended without a token"), (False, "the GPU hangs")])
 def test_pass_without_a_token_raises_an_error(engine, monkeypatch, ends, message):
-    """The device is idle without a token, or its pass never ends."""
+    """Either the pass ends without a token, or it never ends."""
     monkeypatch.setattr(output, "HANG_TIMEOUT", 0.05)
     monkeypatch.setattr(output.Ring, "_idle", lambda ring: ends)
     monkeypatch.setattr(engine.steps, "replay", lambda *args: None)
@@ -577,7 +579,35 @@ def test_pass_without_a_token_raises_an_error(engine, monkeypatch, ends, message
     with pytest.raises(GenerationError, match=message):
         request.result()
     monkeypatch.undo()
-    assert engine.generate(PROMPTS[0], GREEDY).finish_reason == "length", "the engine still works"
+    assert engine.generate(PROMPTS[0], GREEDY).finish_reason == "length", "the engine stopped working"
+
+
+def test_the_last_of_the_most_stop_ids_ends_the_request(engine, run_alone):
+    end = run_alone(PROMPTS[0])[0]
+    params = SamplingParams(temperature=0.0, stop_token_ids=[*range(end + 1, end + MAX_STOP_IDS), end])
+    result = engine.generate(PROMPTS[0], params, reuse_prefix=False)
+    assert (result.token_ids, result.finish_reason) == ((end,), "stop")
+
+
+def test_late_token_is_awaited(engine, run_alone, monkeypatch):
+    """The device is still busy when the thread that waits for a token polls it for the first time."""
+    replay, polled, ended = engine.steps.replay, threading.Event(), threading.Event()
+
+    def idle(ring):
+        polled.set()
+        return ended.is_set()
+
+    def late(*args):
+        polled.wait()
+        replay(*args)
+        engine.synchronize()
+        ended.set()
+
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    expected = run_alone(PROMPTS[0], params)
+    monkeypatch.setattr(output.Ring, "_idle", idle)
+    monkeypatch.setattr(engine.steps, "replay", lambda *args: threading.Thread(target=late, args=args).start())
+    assert engine.generate(PROMPTS[0], params, reuse_prefix=False).token_ids == expected
 
 
 def test_deprecated_names_warn(engine):

@@ -20,7 +20,7 @@ from tridecode import SamplingParams
 from tridecode.checkpoint.load import random_weights
 from tridecode.errors import QueueFull
 
-POISON = 301  # a token whose embedding is NaN
+POISON = 301  # The embedding of this token is NaN.
 CAPACITY = 96
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -37,12 +37,14 @@ def engine_of(slots=1, ahead=1, capacity=CAPACITY, **build):
     engine = tiny_engine(
         dtype=torch.float32, capacity=capacity, tie_word_embeddings=False, num_layers=1, build=build | {"slots": slots}
     )
-    weights = engine.model.weights.tensors()  # the same on any machine, because sampled tokens depend on them
+    # The CPU makes the weights, because sampled tokens depend on them and must be equal on all machines.
+    weights = engine.model.weights.tensors()
     for name, tensor in random_weights(engine.config, torch.device("cpu"), torch.float32, seed=0).tensors().items():
         weights[name].copy_(tensor)
     engine.model.weights.embed[POISON] = float("nan")
     engine.scheduler.lookahead = ahead
-    engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
+    # A second thread would cost more time than it saves, because the operations of a tiny model are short.
+    engine.threads = 1
     return engine
 
 
@@ -155,14 +157,14 @@ def test_any_schedule_gives_the_tokens_of_single_requests(small, run_alone, acti
 
 
 def test_request_that_waits_for_pages_is_matched_once(monkeypatch):
-    """The request is matched again only when pages may have become free."""
+    """The prefix cache is searched again for the request only when pages may have become free."""
     small, looked = engine_of(slots=2, page=16, pages=7), []
     first, second = (small.submit(prompt_of(base, 60), params_of("greedy", 30)) for base in (0, 1))
     slots, admit = small.scheduler.slots, small.scheduler.slots.admit
     monkeypatch.setattr(slots, "admit", lambda *args: looked.append(first.finish_reason) or admit(*args))
     finish(small.scheduler)
     assert len(second.result().token_ids) == 30 and small.scheduler.preemptions == 0
-    assert looked.count(None) <= 3, "once for the first request, twice for the second one"
+    assert looked.count(None) <= 3, "requests that waited for pages were matched too often"
     assert len(looked) == looked.count(None) + 1
 
 
@@ -199,12 +201,17 @@ def spied(monkeypatch, owner, name, log):
 
 @pytest.mark.parametrize("kind", PARAMS)
 def test_preempted_request_resumes_with_the_same_tokens(small, run_alone, kind):
-    """Two requests need ten pages of seven: the younger one waits and continues after its last token."""
+    """Two requests need ten pages, and there are seven.
+
+    The younger one waits, and then continues after its last token.
+    """
     before = small.scheduler.preemptions
     cases = [(prompt_of(base, 17), kind, 60) for base in (0, 1)]
     requests = [small.submit(prompt, params_of(*rest)) for prompt, *rest in cases]
     same(requests[0].result(), run_alone(*cases[0]))
-    assert small.scheduler.preemptions == before + 1 and len(requests[1].chunks) < 50, "the younger one waited"
+    assert small.scheduler.preemptions == before + 1 and len(requests[1].chunks) < 50, (
+        "the younger request was not preempted exactly once"
+    )
     finish(small.scheduler)
     same(requests[1].result(), run_alone(*cases[1]))
     assert requests[1].result().usage.reused_tokens <= 16
@@ -250,12 +257,14 @@ def test_rows_decode_while_a_prompt_is_read(small, monkeypatch, ahead):
     read = [(*chunk[2:], args[2] > 0) for name, args in log if name == "read" for chunk in args[0]]
     assert read == [(5, 0, False), (24, 0, True), (24, 24, True), (12, 48, True)]
     passes = "".join({"read": "c", "finish": "f", "replay": "p", "entry": ""}[name] for name in names)
-    assert passes.startswith("cf") and passes[2:].strip("p") == "cfcfcf", "a row missed a pass that reads a chunk"
+    assert passes.startswith("cf") and passes[2:].strip("p") == "cfcfcf", (
+        "the decoding row was not part of a pass that reads a chunk"
+    )
     enqueued, seen, slot = 0, 0, next(args[0] for name, args in log if name == "entry")
     for name, args in log:
         enqueued += name in ("replay", "finish")
         seen = args[2] + 1 if name == "entry" and args[0] == slot else seen
-        assert enqueued - seen <= ahead + 1, "too many passes are in flight"
+        assert enqueued - seen <= ahead + 1, "more passes were in flight than lookahead allows"
 
 
 def test_rows_stay_contiguous_when_requests_end(small, run_alone, monkeypatch):
@@ -302,6 +311,26 @@ def test_prompt_without_memory_fails_alone(small, run_alone, monkeypatch):
     (failed,) = small.generate_many([prompt_of(1, 17)], params_of("greedy", 20), reuse_prefix=False)
     assert (failed.finish_reason, failed.error) == ("error", "RuntimeError: CUDA out of memory")
     small.scheduler.assert_consistent()
+
+
+def test_failed_request_yields_its_earlier_tokens(run_alone, monkeypatch):
+    """A preempted request has tokens; then the pass that reads its prompt again fails."""
+    engine = engine_of(slots=2, page=16, pages=7)
+    read, got = engine.prompts.read, []
+
+    def full(chunks, tokens, decoding):
+        if engine.scheduler.preemptions:
+            raise RuntimeError("CUDA out of memory")
+        read(chunks, tokens, decoding)
+
+    monkeypatch.setattr(engine.prompts, "read", full)
+    requests = [engine.submit(prompt_of(base, 30), params_of("greedy", 60), reuse_prefix=False) for base in range(2)]
+    finish(engine.scheduler)
+    assert [request.finish_reason for request in requests] == ["length", "error"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        for chunk in requests[1]:
+            got.append(chunk.token_id)
+    assert got and tuple(got) == run_alone(prompt_of(1, 30), "greedy", 60).token_ids[: len(got)]
 
 
 def test_each_conversation_reuses_its_own_pages(small):
@@ -386,7 +415,7 @@ def check_reads(log, chunk, lengths) -> None:
             reached[each.slot] = each.end
             first = each.rows.stop
     ends, expected = sorted(prompts + list(reached.values())), sorted(length for length in lengths if length > 1)
-    assert len(ends) == len(expected), "a prompt was not read, or read twice"
+    assert len(ends) == len(expected), "a prompt was not read, or was read twice"
     assert sum(expected) - len(expected) <= sum(ends) <= sum(expected)
 
 
@@ -441,7 +470,7 @@ def test_chunks_of_two_prompts_share_a_pass(reader, run_alone):
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt before instruction number `at` of serve/ and state/, except in the driver."""
+    """A tracer that raises KeyboardInterrupt before instruction `at` of serve/ and state/, except in the driver."""
 
     def __init__(self, at: int):
         self.at, self.count = at, 0
@@ -490,7 +519,8 @@ def test_interrupt_anywhere_affects_no_other_request(small, run_alone, driven):
         for request, expected in zip(requests, INTERRUPTED):
             same(request.result(), run_alone(*expected))
         if own and interrupts.count == at:
-            ended = run_alone(prompt_of(1, 3), "greedy", 30).finish_reason  # if it ended before the interrupt
+            # The request may have ended before the interrupt.
+            ended = run_alone(prompt_of(1, 3), "greedy", 30).finish_reason
             assert own.finish_reason in ("cancelled", ended)
         return interrupts.count
 

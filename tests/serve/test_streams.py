@@ -38,7 +38,7 @@ def run_into(monkeypatch, tiny, capsys):
             code = commands.main(argv)
         except SystemExit as exit:
             code = exit.code
-        stream.flush()  # as Python does at exit: the buffer must be empty
+        stream.flush()  # Python flushes the stream at exit, so the buffer must be empty.
         return code, capsys.readouterr().err
 
     return run_into
@@ -77,7 +77,7 @@ def test_wrong_options_exit_with_2_if_stderr_is_full(run_into):
 def test_closed_pipe_is_not_an_error(tiny):
     argv = [sys.executable, "cli.py", "generate", "--model", tiny, "--prompt", "Hello", "--device", "cpu"]
     read, write = os.pipe()
-    os.close(read)  # closed before the first character
+    os.close(read)  # The reader closes the pipe before the first character.
     done = subprocess.run(argv, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")

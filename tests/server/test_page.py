@@ -42,7 +42,7 @@ def chat(chromium, served):
     chromium.until("model")
     chromium.errors.clear()
     yield chromium
-    assert chromium.errors == [], "errors in scripts, or requests that the policy refused"
+    assert chromium.errors == [], "the browser reported script errors or blocked requests"
 
 
 def ask(chat, text):
@@ -59,7 +59,7 @@ def answered(chat, number=1):
 
 
 def shown(chat, text):
-    """Return the HTML of the nodes that the page makes of Markdown."""
+    """Return the HTML of the nodes that the page creates for a Markdown text."""
     code = f"(() => {{ const node = document.createElement('div'); show(node, {json.dumps(text)}); return node"
     return chat.run(f"{code}.innerHTML }})()")
 
@@ -71,7 +71,7 @@ def test_page_is_one_document_without_external_resources():
     html, headers = page()
     text = html.decode()
     assert not re.search(r"<(img|iframe|object|embed|base)\b|\bsrc=|@import|\burl\(|\bon\w+=", text)
-    assert re.findall(r'href="([^"]*)"', text) == ["data:,"], "the empty icon"
+    assert re.findall(r'href="([^"]*)"', text) == ["data:,"], "the document refers to a file other than its empty icon"
     assert text.count("<script>") == text.count("</script>") == 2 and text.count("<style>") == 1
     assert all(reference in (STATIC / "page.html").read_text() for reference in PARTS)
     policy = headers["Content-Security-Policy"]
@@ -188,7 +188,7 @@ def test_page_requests_key_and_stores_it_for_the_tab(chromium, engine):
     with Running(engine, api_key="right") as running:
         chromium.open(running.url)
         chromium.until("!$('keyed').hidden && document.activeElement.id === 'key'")
-        assert "a valid API key is needed" in chromium.run("$('error').textContent")
+        assert "the API key is missing or wrong" in chromium.run("$('error').textContent")
         chromium.type("right")
         chromium.press("Enter")
         chromium.until("model && $('failed').hidden")
@@ -233,7 +233,7 @@ def test_thinking_is_collapsed_above_the_answer(chat):
     assert chat.run("document.querySelector('.thought').textContent") == "Hm, 42\u00e9?"
     assert not chat.run("document.querySelector('#log details').open || document.querySelector('#log details').hidden")
     assert chat.run("document.querySelector('.stats').textContent").startswith("5 tokens · ")
-    assert chat.run("requestOf('x').messages[1].content") == "It is **42**.", "thinking is not sent back"
+    assert chat.run("requestOf('x').messages[1].content") == "It is **42**.", "the page sent the model's thinking back"
 
 
 @in_chromium

@@ -77,7 +77,10 @@ def test_chat_stream_sends_role_with_first_token(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompt_ids_stay_packed(client, served, monkeypatch, stream):
-    """Lists of ids would cost memory and time for long prompts; checks for thinking and formats read only their end."""
+    """Lists of ids would cost memory and time for long prompts.
+
+    Checks for thinking and response formats read only the end of a prompt.
+    """
     monkeypatch.setattr(served.engine.tokenizer, "supports_thinking", True)
     monkeypatch.setattr(Encoded, "ids", property(lambda self: pytest.fail("a list of all ids was built")))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes"]}}}
@@ -130,7 +133,8 @@ def test_completion_logprobs_have_offsets(client):
 def test_stop_strings_do_not_change_offsets(client):
     payload = {"model": "bundled", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6, "logprobs": 1}
     free, delayed = (client.completions.create(**payload, stop=stop).choices[0] for stop in (None, "there was"))
-    assert free.text == delayed.text and " the" in delayed.logprobs.tokens  # a possible start of the stop string
+    # " the" may be the start of the stop string, so the server delays it.
+    assert free.text == delayed.text and " the" in delayed.logprobs.tokens
     assert delayed.logprobs.text_offset == free.logprobs.text_offset
 
 
@@ -287,7 +291,7 @@ def test_tokenize_and_detokenize_round_trip(served):
 def test_health_version_and_metrics(served):
     assert served.get("/health").json() == {"status": "ok"}
     assert served.get("/version").json() == {"version": __version__}
-    served.post("/v1/chat/completions", GREEDY)  # counters by label appear with their first sample
+    served.post("/v1/chat/completions", GREEDY)  # A counter with labels appears with its first sample.
     before = {name: served.metric(name) for name in ("generation_tokens_total", "requests_total", "passes_total")}
     first = served.metric("time_to_first_token_seconds_count")
     served.post("/v1/chat/completions", GREEDY)
@@ -321,7 +325,9 @@ def test_dashboard_and_docs_list_all_metrics(served):
         shown.update(names)
     assert board["templating"]["list"][1]["definition"] == "label_values(tridecode:slots, model_name)"
     counted = {re.sub("_(bucket|sum|count)$", "", name) for name in labels if not name.endswith("_created")}
-    assert {re.sub("_(bucket|sum|count)$", "", name) for name in shown} == counted, "the dashboard shows each metric"
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in shown} == counted, (
+        "the dashboard and the server have different metrics"
+    )
     table = (DOCS / "serving.md").read_text("utf-8").split("## Metrics")[1].split("## Benchmarks")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     assert {f"tridecode:{name}" for row in rows for name in re.findall(r"`(\w+)`", row)} == counted
@@ -453,7 +459,7 @@ def test_too_long_body_is_refused_early(served, monkeypatch):
     assert settings.MAX_BODY_BYTES == 32 << 20
     assert served.post("/v1/chat/completions", b" " * ((1 << 20) + 1)).status_code == 413
 
-    def parts():  # a generator sends no Content-Length
+    def parts():  # With a generator as its body, the client sends no Content-Length.
         for _ in range(40):
             yield b" " * (1 << 15)
 
@@ -485,7 +491,7 @@ def test_unexpected_error_has_each_apis_form_and_is_counted(served, monkeypatch,
     assert got.json()["error"]["type"] == "server_error" and got.json().keys() == {"error"}
     assert other.json()["type"] == "error" and other.json()["error"]["type"] == "api_error"
     lines = [record.getMessage() for record in caplog.records if record.name == "tridecode.server"]
-    for answer in (got, other):  # the log may also contain lines of earlier requests
+    for answer in (got, other):  # The log may also contain lines of earlier requests.
         (line,) = (line for line in lines if line.startswith(answer.headers["x-request-id"]))
         assert " 500 " in line and line.endswith(" failed")
 
@@ -501,7 +507,7 @@ def test_key_protects_all_paths_but_health(served):
         for wrong in ("Bearer s3cret", "Bearer", "s3cret-ü", "Basic s3cret-ü"):
             assert locked.get("/v1/models", headers={"Authorization": wrong.encode()}).status_code == 401
         assert locked.get("/v1/models", headers={"Authorization": "Bearer s3cret-ü".encode()}).status_code == 200
-        with pytest.raises(openai.AuthenticationError, match="API key is needed"):
+        with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
             locked.client().chat.completions.create(**GREEDY)
 
 
@@ -525,7 +531,8 @@ def test_any_model_option(served):
 def test_log_contains_prompts_only_with_log_prompts(served, caplog):
     with caplog.at_level(logging.INFO, "tridecode.server"):
         served.post("/v1/chat/completions", GREEDY)
-        until(lambda: "POST /v1/chat/completions 200" in caplog.text)  # the response may arrive before the log line
+        # The response may arrive before the log line is written.
+        until(lambda: "POST /v1/chat/completions 200" in caplog.text)
         assert "What" not in caplog.text
         with Running(served.engine, log_prompts=True) as verbose:
             verbose.post("/v1/chat/completions", GREEDY)
@@ -557,7 +564,7 @@ def test_disconnect_cancels_stream(served, monkeypatch):
     slow_passes(served.engine, monkeypatch)
     scheduler, cancelled = served.engine.scheduler, served.metric("requests_total", 'outcome="cancelled"')
     with served.stream(LONG) as got:
-        lines = got.iter_lines()  # its deletion would close the connection
+        lines = got.iter_lines()  # If this object is deleted, the connection closes.
         next(lines)
         until(lambda: scheduler.load().rows == 1)
     until(lambda: scheduler.load().requests == 0)

@@ -29,7 +29,7 @@ from tridecode.text.grammar import Grammars
 F, G = (NAME, "f"), (NAME, "g")
 ONE = (ARGUMENTS, '{"a": 1}')
 TYPES = {"f": {"properties": {"a": {"type": "integer"}, "on": {"type": "boolean"}, "s": {"type": "string"}}}}
-# Parser, text, expected events, and for each call whether it is valid.
+# (parser, text, expected events, whether each call is valid)
 CASES = {
     "two_in_tags": (
         TaggedCallParser,
@@ -192,7 +192,7 @@ def test_random_text_is_preserved_for_any_cuts(parser, words, random):
     events, valid = read(parser, [text])
     cuts = sorted(random.randrange(len(text) + 1) for _ in range(3))
     assert read(parser, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == (events, valid)
-    if not any(valid):  # without a valid call, the text is unchanged
+    if not any(valid):  # Without a valid call, the parser returns the text unchanged.
         assert answer_text(parser, text) == text
 
 
@@ -215,7 +215,8 @@ ARGUMENT_TYPES = {
 
 @pytest.mark.parametrize("schema, values", ARGUMENT_TYPES.values(), ids=ARGUMENT_TYPES)
 def test_xml_arguments_have_schema_types(schema, values):
-    wide = [*({"$ref": "#/$defs/Wide"} for _ in range(100)), {"$ref": "#/$defs/Size"}]  # many circular references
+    # The schema contains many circular references.
+    wide = [*({"$ref": "#/$defs/Wide"} for _ in range(100)), {"$ref": "#/$defs/Size"}]
     defs = {"Size": {"type": "integer"}, "Circle": {"$ref": "#/$defs/Circle"}, "Wide": {"anyOf": wide}}
     for text, value in values.items():
         parser = XmlCallParser({"f": {"type": "object", "properties": {"x": schema}, "$defs": defs}})

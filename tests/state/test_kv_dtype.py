@@ -51,7 +51,7 @@ def test_requests_that_share_pages_return_the_same_tokens():
     first = several.generate(prompts[0], GREEDY)
     results = [several.generate(prompt, GREEDY) for prompt in prompts]
     assert all(result.usage.reused_tokens >= common for result in results) and not first.usage.reused_tokens
-    if not CUDA:  # GPU kernels for other numbers of rows add in another order
+    if not CUDA:  # GPU kernels add in another order for another number of rows.
         assert [result.token_ids for result in results] == expected
     several.scheduler.assert_consistent()
 
@@ -71,7 +71,7 @@ def test_fp8_nearly_doubles_the_positions(preset):
     whole, fp8 = (kv_bytes_per_token(config, torch.bfloat16) for config in configs)
     assert 1.9 < whole / fp8 < 2
     pool = make_kv_cache(configs[1], 640, "meta", torch.bfloat16, page=PAGE).pool
-    assert pool.nbytes == 640 * fp8, "the plan matches the allocation"
+    assert pool.nbytes == 640 * fp8, "the plan counts other bytes than the pool has"
     plans = [plan_memory(config, torch.bfloat16, torch.device("cpu")) for config in configs]
     assert plans[1].kv_per_token == fp8 and plans[1].per_token < plans[0].per_token
 

@@ -51,7 +51,8 @@ def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context
     fields = dict(capacity=context * PAGE, max_position=16 * PAGE, num_layers=layers, tie_word_embeddings=False)
     dtype = build.pop("dtype", torch.float32)
     engine = tiny_engine(dtype=dtype, build=build, on_host=on_host, **fields)
-    engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
+    # A second thread would cost more time than it saves, because the operations of a tiny model are short.
+    engine.threads = 1
     return engine
 
 
@@ -77,7 +78,7 @@ def test_tokens_do_not_depend_on_the_location_of_pages(pages, buffers, run_alone
             most = max(most, on_host(engine))
             engine.scheduler.assert_consistent()
         assert request.result().token_ids == run_alone(LONG, params)
-        assert most >= min(10, max(10 - pages, 0)), "pages that do not fit on the device were on the host"
+        assert most >= min(10, max(10 - pages, 0)), "fewer pages were on the host than the device lacked"
         assert on_host(engine) == 0
 
 
@@ -121,7 +122,7 @@ def test_prefix_on_the_host_is_shared_in_the_ring(run_alone):
         held = [slot.pages for slot in engine.scheduler.slots]
         ring = engine.scheduler.slots._ring_place
         most = max(most, max((sum(page in pages for pages in held) for page in ring), default=0))
-    assert most > 1, "several requests shared a page in the ring"
+    assert most > 1, "no page in the ring was shared"
     for request, prompt in zip(requests[1:], prompts):
         assert request.result().token_ids == run_alone(prompt, SHORT)
         assert request.result().usage.reused_tokens == len(common)
@@ -142,7 +143,7 @@ def test_load_counts_pages_of_device_and_ring():
     load = engine.scheduler.load()
     assert (load.pages, load.free_pages) == (14, 14)
     engine.generate(LONG[: 5 * PAGE], GREEDY)
-    assert engine.scheduler.load().free_pages == 14, "unused pages can be evicted"
+    assert engine.scheduler.load().free_pages == 14, "unused pages do not count as free"
     request = engine.submit(LONG[: 7 * PAGE], SHORT)
     engine.step()
     assert engine.scheduler.load().free_pages <= 7
@@ -164,7 +165,7 @@ def test_conversation_on_the_host_is_copied_back(ring, run_alone):
             engine.scheduler.assert_consistent()
             assert on_host(engine) == 0
     slots = engine.scheduler.slots
-    assert any(slots._on_host(page) for page in slots.cache.pages()), "one conversation is on the host"
+    assert any(slots._on_host(page) for page in slots.cache.pages()), "no page of a conversation is on the host"
 
 
 def test_page_written_after_its_precopy_is_copied_again(run_alone):
@@ -289,7 +290,7 @@ def test_any_schedule_returns_the_tokens_of_single_requests(seed, ring, run_alon
 
 @covering(1, cut=[9 * PAGE + 2, 8 * PAGE + 7, 3 * PAGE + 7], pages=[4, 6, 8])
 def test_edited_prompt_reuses_its_unchanged_prefix(pages, cut, run_alone):
-    """The reused pages fill the device, and leave it for a copy of the page in which the prompts diverge."""
+    """The reused pages fill the device. A copy of the page in which the prompts diverge displaces one of them."""
     engine = engine_of(pages, ring=12)
     engine.generate(LONG, GREEDY)
     edited = [*LONG[:cut], 299, 298, 297]
@@ -355,7 +356,7 @@ def test_fetch_order_in_the_list_of_launches(buffers, kind):
         decode.decode_pass(recorder, model, "greedy")
     else:
         read(recorder, model, 5, decoding=1)
-    layers = 5 if kind == "decode" else 4  # the attention of the last layer is launched at the end of the pass
+    layers = 5 if kind == "decode" else 4  # A prompt pass launches the attention of the last layer at its end.
     lines = [line for line in recorder.launches if line.role in ("fetch", "attention", "decoding")]
     filled, fetched, attended = {}, 0, []
     for line in lines:
@@ -363,7 +364,7 @@ def test_fetch_order_in_the_list_of_launches(buffers, kind):
             source, buffer = line.args[2], line.args[3].data_ptr()
             assert source.data_ptr() == model.kv.offload.source[fetched].data_ptr()
             if buffer in filled:
-                assert filled[buffer] in attended, "a buffer is filled before its last reader"
+                assert filled[buffer] in attended, "a buffer was refilled before its last reader ran"
             filled[buffer] = fetched
             fetched += 1
         else:
@@ -415,7 +416,7 @@ def test_plan_fits_and_matches_the_allocation(machine, slots, kv_tokens, ring):
     options = dict(slots=slots, kv_tokens=kv_tokens, kv_offload=20, kv_ring=ring, chunk_tokens=512)
     kv = planned(config, max_seq_len=30_000, **options)
     assert kv.capacity == 30_000 and (kv.pages + kv.offload.ring) * 64 >= 30_000
-    assert kv.offload.ring < kv.offload.host, "one page of the host stays free, for pages that change places"
+    assert kv.offload.ring < kv.offload.host, "no host page is free for an exchange of pages"
     assert kv_tokens is None or kv.kv_tokens == -(-kv_tokens // 64) * 64
     cache = make_kv_cache(config, kv.capacity, device, torch.bfloat16, slots, 64, kv.pages, kv.offload)
     plan, plain = (
@@ -426,7 +427,7 @@ def test_plan_fits_and_matches_the_allocation(machine, slots, kv_tokens, ring):
     assert needed + cache.offload.tables.nbytes <= plan.usable
     beside = plan.needed(kv.capacity, 0) - plan.fixed + plain.fixed
     assert cache.offload.cells.nbytes == pytest.approx(needed - beside, rel=1e-4)
-    assert kv_tokens or needed > 0.98 * plan.usable or kv.kv_tokens == slots * 30_016, "the plan wastes memory"
+    assert kv_tokens or needed > 0.98 * plan.usable or kv.kv_tokens == slots * 30_016, "the plan left memory unused"
 
 
 def test_no_ring_if_all_pages_fit_on_the_device(machine):
@@ -439,8 +440,8 @@ def test_no_ring_if_all_pages_fit_on_the_device(machine):
     [
         (dict(kv_offload="much"), 'kv_offload must be a number from 0.001 to 1,000,000 or "auto", got'),
         (dict(kv_offload=True), "kv_offload must be a number"),
-        (dict(kv_offload=120), "kv_offload: 120.0 GiB are requested, the host has 100.0"),
-        (dict(kv_offload=0.005), "kv_offload: a page takes 0.0068 GiB of the host's memory"),
+        (dict(kv_offload=120), "kv_offload: 120.0 GiB are requested, but the host has 100.0"),
+        (dict(kv_offload=0.005), "kv_offload: a page takes 0.0068 GiB of host memory, more"),
         (dict(kv_ring=3), "kv_ring: no K/V are on the host; use it with kv_offload"),
         (dict(kv_offload=4, kv_ring=-1), "kv_ring must be an integer from 0 to 16"),
         (dict(kv_offload=4, kv_tokens=64), "kv_tokens must be an integer from 256"),
@@ -573,7 +574,7 @@ def logits_of(engine, run) -> torch.Tensor:
     for tensor in (engine.model.kv.offload.host, engine.model.kv.pool):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     for buffer in engine.model.kv.offload.target:
-        buffer.fill_(-1)  # NaN, in any format
+        buffer.fill_(-1)  # These bytes are NaN in every number format.
     steps.replay("greedy", 1)
     engine.synchronize()
     return engine.model.workspace.logits[0].clone()
@@ -586,7 +587,7 @@ def test_streams_wait_for_each_other(late):
     engine = gpu_engine(4, ring=16, context=10)
     expected = logits_of(engine, launch)
     assert expected.isfinite().all() and torch.equal(logits_of(engine, slowed(late)), expected)
-    assert torch.equal(logits_of(engine, launcher(engine.model)), expected), "with dependent launches"
+    assert torch.equal(logits_of(engine, launcher(engine.model)), expected), "the logits differ with dependent launches"
 
 
 @needs_gpu

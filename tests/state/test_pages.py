@@ -31,7 +31,7 @@ def test_take_raises_out_of_pages_and_takes_no_page():
     pool.take(2)
     with pytest.raises(OutOfPages, match="2 pages requested, 1 of 3 are free"):
         pool.take(2)
-    assert pool.free == 1, "no page was taken"
+    assert pool.free == 1, "the failed call took a page"
 
 
 @pytest.mark.parametrize("use", ["share", "release"])

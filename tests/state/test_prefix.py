@@ -19,7 +19,7 @@ class Cache:
         self.cache = PrefixCache(self.pool, PAGE)
 
     def compute(self, ids, salt=""):
-        """Run a request with these tokens, and leave its pages to the cache; return its match."""
+        """Run a request with these tokens, add its pages to the cache, and return its match."""
         match = self.find(ids, salt)
         shared = [node.page for node in match.nodes]
         self.pool.share(shared)
@@ -63,7 +63,7 @@ def test_longer_page_replaces_its_own_prefix():
     cache.compute(range(7))
     assert matched_tokens(cache.cache.match(list(range(7)))) == 7 and len(cache.cache.pages()) == 2
     cache.compute([*range(6), 50])
-    assert len(cache.cache.pages()) == 3, "two different continuations"
+    assert len(cache.cache.pages()) == 3, "the tree does not hold both continuations"
     cache.check()
 
 
@@ -122,7 +122,7 @@ def test_forget_removes_the_match_and_its_descendants():
     assert matched_tokens(cache.cache.match(list(range(12)))) == 0 and cache.pool.free == 15
     cache.check()
     cache.cache.forget([30, 31, 5, 6])
-    assert matched_tokens(cache.cache.match([30, 31])) == 0, "the page that matched in part"
+    assert matched_tokens(cache.cache.match([30, 31])) == 0, "forget kept the page that matches in part"
 
 
 def test_recover_after_an_interrupt_restores_counts(monkeypatch):
@@ -145,10 +145,12 @@ def test_reused_pages_outlive_newer_pages():
     cache.compute(range(12))
     for i in range(20):
         cache.compute([100 + i] * 8)
-        assert matched_tokens(cache.cache.match(list(range(12)))) >= 8, "its two reused pages"
+        assert matched_tokens(cache.cache.match(list(range(12)))) >= 8, "the cache evicted pages that had been reused"
     for i in range(REUSE_BONUS):
         cache.compute([200 + i] * 8)
-    assert matched_tokens(cache.cache.match(list(range(12)))) == 0, "the conversation has not been used again"
+    assert matched_tokens(cache.cache.match(list(range(12)))) == 0, (
+        "the cache kept a conversation that was not used for a long time"
+    )
     cache.check()
 
 
@@ -163,7 +165,7 @@ def test_eviction_cost_does_not_grow_with_the_number_of_pages():
     assert len(seen) < 8000
     for _ in range(10_000):
         cache.find([999] * 32)
-    assert len(cache.cache._evictable) < 10_000, "outdated entries are removed"
+    assert len(cache.cache._evictable) < 10_000, "the heap kept outdated entries"
     cache.check()
 
 
@@ -184,10 +186,10 @@ def test_insert_after_a_known_node_skips_its_pages():
     ids, pages = list(range(22)), cache.pool.take(6)
     known = cache.cache.insert(ids[:16], pages[:4])
     cache.cache.insert([77] * 16 + ids[16:], pages, known_node=known)
-    assert matched_tokens(cache.cache.match(ids)) == 22, "the tokens before the known node are not compared"
+    assert matched_tokens(cache.cache.match(ids)) == 22, "insert compared the tokens before the known node"
     cache.cache.forget(ids)
     cache.cache.insert(ids, pages, known_node=known)
-    assert matched_tokens(cache.cache.match(ids)) == 22, "removed nodes are inserted again"
+    assert matched_tokens(cache.cache.match(ids)) == 22, "insert did not insert removed nodes again"
     cache.check([pages])
 
 
@@ -205,7 +207,7 @@ def test_any_order_of_requests_keeps_the_cache_consistent(requests):
         best = max((common(ids, other) for other, tenant in known if tenant == salt), default=0)
         assert matched_tokens(match) <= best
         again = cache.cache.match(ids, salt)
-        assert matched_tokens(again) == len(ids), "the prompt that was just computed matches completely"
+        assert matched_tokens(again) == len(ids), "the prompt that was just computed does not match completely"
         known.append((ids, salt))
     cache.cache.clear()
     assert cache.pool.free == 8

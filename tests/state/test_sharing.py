@@ -14,7 +14,8 @@ SYSTEM = [(11 * i) % 300 for i in range(70)]
 def engine_of(slots=4, **build):
     build |= {"slots": slots, "page": 16}
     engine = tiny_engine(dtype=torch.float32, capacity=256, tie_word_embeddings=False, build=build)
-    engine.threads = 1  # a tiny model's operations are shorter than a wait for another thread
+    # A second thread would cost more time than it saves, because the operations of a tiny model are short.
+    engine.threads = 1
     return engine
 
 
@@ -39,7 +40,7 @@ def test_common_prefix_of_concurrent_requests_is_computed_once(engine, run_alone
     results = engine.generate_many(prompts, GREEDY)
     assert [result.token_ids for result in results] == [run_alone(prompt) for prompt in prompts]
     reused = [result.usage.reused_tokens for result in results]
-    assert reused == [0, 64, 64, 64, 70, 70], "whole pages while the first request runs, later the last page too"
+    assert reused == [0, 64, 64, 64, 70, 70], "the requests reused a wrong number of tokens"
     assert computed(engine) == 73 + 3 * 9 + 2 * 3
 
 
@@ -68,7 +69,8 @@ def test_side_requests_do_not_evict_a_conversation_from_a_small_pool(run_alone):
         assert result.token_ids == run_alone(text)
         assert result.usage.reused_tokens == (before - 1 if turn else 0)
         text += result.token_ids
-        for _ in range(8 if turn else 0):  # from the second turn on its pages count as reused
+        # In the first turn the pages of the conversation have not been reused, so side requests may evict them.
+        for _ in range(8 if turn else 0):
             side += 1
             prompt = [side, *SYSTEM[:63]]
             assert engine.generate(prompt, GREEDY).token_ids == run_alone(prompt)
@@ -76,7 +78,7 @@ def test_side_requests_do_not_evict_a_conversation_from_a_small_pool(run_alone):
 
 
 def test_preempted_request_reuses_its_remaining_pages(run_alone, monkeypatch):
-    """Two requests need more pages than the pool has: the younger one recomputes evicted pages only."""
+    """Two requests need more pages than the pool has. The younger one recomputes only the evicted pages."""
     engine, log = engine_of(2, pages=17), []
     slots, admit = engine.scheduler.slots, engine.scheduler.slots.admit
 
@@ -132,7 +134,7 @@ def test_waiting_request_computes_a_prefix_whose_reader_was_cancelled(run_alone)
 
 
 def test_cancelled_prompt_leaves_each_page_once(run_alone):
-    """The prompt reuses a part of a page, and its own whole page starts with that part."""
+    """The prompt reuses a part of a page. A whole page of the prompt starts with that part."""
     engine = engine_of(chunk_tokens=20)
     engine.generate(SYSTEM, GREEDY)
     second = engine.submit([*SYSTEM, *SYSTEM, 1, 2], GREEDY)

@@ -70,7 +70,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpus import GPUS
 
 MODULES = [import_module(module.name) for module in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
-ROWS = (1, 8, 16, 64)  # rows of the decode passes
+ROWS = (1, 8, 16, 64)  # Numbers of rows of the decode passes.
 DENSE = [f"{preset}{suffix}" for preset in PRESETS if preset != "qwen3-14b" for suffix in ("", "_fp8", "_int4")]
 RINGS = [f"{preset}_{scheme}" for preset in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
          for scheme in ("fp8", "int8", "int4")]  # fmt: skip
@@ -80,25 +80,31 @@ TYPES = {
 }  # fmt: skip
 
 # Limits.
-SHARED = 48 * 1024  # bytes; with more, Triton sets the largest carve-out, and the other kernels of a pass lose their L1
-LARGE = {  # kernels that may exceed SHARED, because the kernels that run at the same time do too
+# Unit: bytes. With more, Triton sets the largest shared memory carve-out, and other kernels of a pass lose their L1
+# cache.
+SHARED = 48 * 1024
+LARGE = {  # Kernels that may exceed SHARED, because the kernels that run at the same time exceed it too.
     "_matmul_tiles_kernel", "_attention_rows_kernel", "_matmul_hopper_kernel", "_matmul_ring_kernel",
     "_prompt_attention_kernel", "_prompt_splits_kernel", "_prompt_attention_hopper_kernel", "_expand_kv_kernel",
     "_delta_scan_kernel",
 }  # fmt: skip
-# Bytes of a thread's stack. No loop over tiles uses them. Triton 3.9 stores part of an item's first tile and up to four
-# numbers that are used again at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to eight numbers
-# of 16 bits in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in _delta_chunks_kernel.
-# Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with 62 to 100 registers.
-# Prompt attention with heads of 256 and fp8 K/V stores up to 12 numbers, delta_decode up to 14 in a pass with drafts.
+# Stack bytes of a thread. Loops over tiles must not use the stack. Triton 3.9 stores part of an item's first tile, and
+# up to four numbers that are used at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to
+# eight 16-bit numbers in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in
+# _delta_chunks_kernel. Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with
+# 62 to 100 registers. In a pass with drafts delta_decode stores up to 14 numbers.
 STACK = {
-    "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 48,
+    "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
     "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56, "_matmul_tiles_kernel": 8,
 }  # fmt: skip
-# Spilled bytes of a matmul whose bound on registers lets two programs share a multiprocessor: up to 24 on Hopper in
-# rows of 8,192 columns or more, 8 on 12.0.
+# Spilled bytes of a matmul whose register limit lets two programs share a multiprocessor: up to 24 on Hopper for
+# rows of 8,192 columns or more, and 8 on compute capability 12.0.
 BOUNDED_STACK = 24
-THREADS, TENSOR_MEMORY = 1024, 512  # limits of threads per program, and of tensor memory columns per multiprocessor
+# Stack bytes of prompt attention with heads of more than 128: Triton 3.9 stores 70 numbers, and Triton 3.6 up to 12,
+# with fp8 K/V only.
+WIDE_STACK = 280
+# Maximum threads of a program, and maximum tensor memory columns of a multiprocessor.
+THREADS, TENSOR_MEMORY = 1024, 512
 
 
 class Resources(NamedTuple):
@@ -119,12 +125,15 @@ class Resources(NamedTuple):
     tensor_memory: int
     threads: int
 
-    def excess(self, kernel: str, gpu: Device) -> list[str]:
+    def excess(self, kernel: str, gpu: Device, head_dim: int = 0) -> list[str]:
         """Return the limits of the GPU that the kernel exceeds."""
+        wide = kernel == "_prompt_attention_kernel" and head_dim > 128
+        stack = WIDE_STACK if wide else STACK.get(kernel, 0)
         bounded = kernel == "_matmul_kernel" and 2 * self.registers * self.threads == gpu.registers
         needed = {
-            "registers": (-(-self.registers // 8) * 8 * self.threads, gpu.registers),  # allocated in units of 8
-            "stack": (self.stack, BOUNDED_STACK if bounded else STACK.get(kernel, 0)),
+            # A GPU allocates registers in units of 8.
+            "registers": (-(-self.registers // 8) * 8 * self.threads, gpu.registers),
+            "stack": (self.stack, BOUNDED_STACK if bounded else stack),
             "local memory": (self.local, 0),
             "shared memory": (self.shared, gpu.shared_memory if kernel in LARGE else SHARED),
             "tensor memory": (self.tensor_memory, TENSOR_MEMORY),
@@ -225,7 +234,7 @@ def model_named(name: str) -> tuple[ModelSpec, torch.dtype]:
 
 
 def meta_model(name: str, gpu: Device, capacity: int = 4096) -> DecodeModel:
-    """Return a model whose tensors have shapes only. It needs no memory and no GPU."""
+    """Return a model on the meta device. Its tensors need no memory and no GPU."""
     (spec, dtype), device = model_named(name), torch.device("meta")
     weights = empty_weights(spec, device, dtype, packs=True)
     prompt_config = prompt_attention_config(gpu, False, spec.fp8_kv, spec.pages.head_dim)
@@ -267,13 +276,13 @@ def recorded(run: Callable[[], None]) -> dict[tuple, Launch]:
 
 
 def run_common(name: str, gpu: Device) -> None:
-    """Run the passes of a first answer: decode passes of 1 and 8 rows, passes that verify drafts, and prompt passes."""
+    """Run the passes that a first answer needs: decode passes of 1 and 8 rows, verifying passes, prompt passes."""
     model = meta_model(name, gpu)
     for rows in (1, 8):
         for kind in decode.KINDS:
             decode.decode_pass(launcher(model), model.for_rows(rows), kind)
         decode.decode_pass(launcher(model), model.for_rows(rows), "sample", masked=True)
-    if not model.spec.fp8_kv:  # no drafts are verified with fp8 K/V
+    if not model.spec.fp8_kv:  # Drafts cannot be verified with fp8 K/V.
         for queries in (1, 8):
             decode.decode_pass(launcher(model), model.for_queries(1, queries), "greedy")
     run_prompts(model, decoding=8)
@@ -287,9 +296,9 @@ def prompt_run(model: DecodeModel) -> Callable[..., None]:
 
 
 def run_prompts(model: DecodeModel, decoding: int) -> None:
-    """Run prompt passes row_by_row and with decoding rows."""
+    """Run prompt passes with and without decoding rows."""
     run = prompt_run(model)
-    for rows in (68, 512, 2048):  # with 512, there is no separate launch that adds splits
+    for rows in (68, 512, 2048):  # With 512 rows there is no separate launch that adds splits.
         read(run, model, rows)
     read(run, model, 132, decoding=decoding)
     key_values = model.prompt.x.new_empty(2, *model.kv.k[0][0].shape)
@@ -302,34 +311,35 @@ def run_all(name: str, gpu: Device) -> None:
     """Run all kinds of passes."""
     model, hopper = meta_model(name, gpu), gpu.capability == HOPPER
     quantized = model.spec.quantization is not None
-    for rows in (*ROWS, 32) if hopper else ROWS:  # on Hopper, other kernels compute the linears of 32 rows
+    for rows in (*ROWS, 32) if hopper else ROWS:  # On Hopper, other kernels compute the linears for 32 rows.
         for kind in decode.KINDS:
             decode.decode_pass(launcher(model), model.for_rows(rows), kind)
             decode.decode_pass(launcher(model), model.for_rows(rows), kind, masked=True)
-    if not model.spec.fp8_kv:  # no drafts are verified with fp8 K/V
+    if not model.spec.fp8_kv:  # Drafts cannot be verified with fp8 K/V.
         for requests, queries in ((1, 1), (1, 8), (2, 2), (4, 4)):
             for kind in decode.KINDS:
                 decode.decode_pass(launcher(model), model.for_queries(requests, queries), kind)
-        row_by_row = replace(model.for_queries(4, 4), fixed_chunk=256)  # as in the batch-invariant mode
+        row_by_row = replace(model.for_queries(4, 4), fixed_chunk=256)  # The batch-invariant mode uses this config.
         decode.decode_pass(launcher(model), row_by_row, "greedy")
     if quantized and hopper:
-        for ring in RINGS:  # every number type of the ring
+        for ring in RINGS:  # RINGS contains each number type that the ring kernel reads.
             one = meta_model(ring, gpu).for_rows(1)
             decode.decode_pass(partial(launch_rings, launcher(one)), one, "greedy")
     if not quantized:
         few = replace(model.for_rows(16), configs_by_rows={16: wide(model.for_rows(16))})
         decode.decode_pass(launcher(model), few, "greedy")
-    if hopper:  # batch-invariant mode
+    if hopper:  # These launches occur in batch-invariant mode.
         alike = choose_configs(model.spec, model.weights, gpu, batch_invariant=True)
         alike = replace(model, configs_by_rows=alike)
         for rows in ROWS:
             decode.decode_pass(launcher(model), alike.for_rows(rows), "greedy")
     run_prompts(model, decoding=64)
     finish(launcher(model), model.for_rows(1), "greedy")
-    ws, prompt = model.for_rows(1).workspace, model.prompt  # after a last layer that is not cut
+    # These launches follow a last layer that runs for all tokens.
+    ws, prompt = model.for_rows(1).workspace, model.prompt
     take_residual(ws.meta, prompt.hidden, prompt.delta, model.weights.final_norm, ws.hidden, ws.normed, ws.sumsq)
     if quantized or model.spec.fp8_kv:
-        return  # packed tensors and fp8 K/V cannot be in host memory
+        return  # Packed tensors and fp8 K/V cannot be in host memory.
     dtype = model.weights.dtype
     kv = make_kv_cache(model.spec, 4096, model.device, dtype, page=PAGE, offload=Offload(host=8, ring=8))
     weights = empty_weights(model.spec, model.device, dtype, on_host=min(3, model.spec.num_layers))
@@ -339,7 +349,7 @@ def run_all(name: str, gpu: Device) -> None:
 
 
 def wide(model: DecodeModel) -> PassConfigs:
-    """Return configs that only some tables contain: of four warps where these multiply together, else of one."""
+    """Return configs that only some tables contain, with four warps that multiply together, or else with one warp."""
     together = model.gpu.capability in (90, 100)
     one = WideConfig(64, 64, 2) if together else WideConfig(16, 32, 2, num_warps=1)
     two = replace(one, split=2)
@@ -396,7 +406,7 @@ def compile_all(launches: Iterable[tuple[Launch, int]]) -> Iterator[tuple[int, R
     Each compilation has a process of its own, since an error in LLVM ends the process.
     """
     context, running = multiprocessing.get_context("fork"), {}
-    triton_key()  # a hash of Triton's files, which the processes inherit
+    triton_key()  # triton_key hashes Triton's files. The child processes inherit the cached result.
     waiting = iter(enumerate(launches))
     while True:
         while len(running) < (os.cpu_count() or 1) and (entry := next(waiting, None)):
@@ -421,16 +431,20 @@ def compile_all(launches: Iterable[tuple[Launch, int]]) -> Iterator[tuple[int, R
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compile the launches of models for GPUs, and check their limits.")
-    parser.add_argument("models", help="names separated by commas, or dense")
-    parser.add_argument("gpus", help=f"names separated by commas, of {', '.join(GPUS)}")
-    parser.add_argument("--common", action="store_true", help="only passes of 1 and 8 rows, and prompts")
-    parser.add_argument("--rules", action="store_true", help="use no tables")
+    parser = argparse.ArgumentParser(
+        description="Compile the launches of models for GPUs, and check the limits of each GPU."
+    )
+    parser.add_argument("models", help="names of models, separated by commas, or dense")
+    parser.add_argument("gpus", help=f"GPUs, separated by commas: {', '.join(GPUS)}")
+    parser.add_argument(
+        "--common", action="store_true", help="compile only decode passes of 1 and 8 rows, and prompt passes"
+    )
+    parser.add_argument("--rules", action="store_true", help="choose launch configs by rules, without tables")
     args = parser.parse_args()
     if args.rules:
         resolve.package_tables = lambda device: []
     models, gpus = args.models.replace("dense", ",".join(DENSE)).split(","), args.gpus.split(",")
-    distinct: dict = {}  # launches, each with its first model and its GPUs
+    distinct: dict = {}  # launch: [its first model, its GPUs]
     for gpu in gpus:
         for model in models:
             launches = recorded(partial(run_common if args.common else run_all, model, GPUS[gpu]))
@@ -445,7 +459,10 @@ def main() -> int:
             if isinstance(result, str):
                 excess, numbers = [" ".join(result.split())[:500]], ["failed"]
             else:
-                excess, numbers = result.excess(kernel, GPUS[gpu]), list(map(str, result[:4]))
+                excess, numbers = (
+                    result.excess(kernel, GPUS[gpu], launch.constants.get("D", 0)),
+                    list(map(str, result[:4])),
+                )
             print(model, kernel, gpu, *numbers, flush=True)
             faults += [f"{model} {kernel} {gpu}: {fault} {launch.constants}" for fault in excess]
     print(*faults, sep="\n", end="\n" if faults else "", file=sys.stderr)

@@ -23,11 +23,13 @@ from tridecode.step.model import choose_configs
 def orders(capability: int, launch: Launch) -> str:
     kernel, asm = launch.kernel, launch.compile(capability).asm
     products = Counter(re.sub(r"n\d+k", "nk", name) for name in re.findall(r"w?gmma[\w.]+|mma\.sync[\w.]+", asm["ptx"]))
-    if kernel.__name__ == "_matmul_kernel":  # one instruction multiplies eight rows, so count one for each BLOCK_M
+    # One instruction multiplies eight rows. Divide by the number of instructions of BLOCK_M rows.
+    if kernel.__name__ == "_matmul_kernel":
         products = {name: count * 8 // launch.constants["BLOCK_M"] for name, count in products.items()}
     layouts = dict(re.findall(r"(?m)^(#\w+) = (.*)$", asm["ttgir"]))
     reduced = re.findall(r"\}\) : \(tensor<[\dx]*f32, ([^>]*)>+\) ->", asm["ttgir"])
-    if kernel.is_gluon():  # loops over tiles and parts of rows repeat them; the launch config decides the order
+    # Loops over tiles and rows repeat these instructions. The launch config determines the order of sums.
+    if kernel.is_gluon():
         products, reduced = dict.fromkeys(products, 1), dict.fromkeys(reduced)
     return f"{dict(products)} {[re.sub(r'#[a-z]+[0-9]*$', lambda m: layouts[m[0]], name) for name in reduced]}"
 

@@ -37,7 +37,7 @@ PARAMS = {
     "penalties": SamplingParams(
         temperature=0.9, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, seed=5, logprobs=5
     ),
-    "plain": SamplingParams(temperature=1.0, seed=3),  # without logprobs, so such a pass is of another kind
+    "plain": SamplingParams(temperature=1.0, seed=3),  # Without logprobs, the request runs in another kind of pass.
 }
 
 
@@ -110,7 +110,9 @@ def test_single(many, single):
         count = draw.randint(1, SLOTS)
         many.scheduler.slots.cache.clear()
         results = run(many, [(prompt, "greedy", 8)] * count, [0] * count)
-        assert set(results) == {single(prompt)}, f"trial {trial}: {count} rows"
+        assert set(results) == {single(prompt)}, (
+            f"trial {trial}: results differ from a single request in a pass of {count} rows"
+        )
 
 
 def test_mixed(many, single):
@@ -167,7 +169,9 @@ def test_quantized_weights_and_kv(quantized):
     submitted = [(prompt_of(base, length), "sampled", 6) for base, length in enumerate(lengths)]
     expected = [bits(single.generate(ids, params_of(*rest), reuse_prefix=False)) for ids, *rest in submitted]
     assert run(several, submitted, [1] * len(submitted)) == expected
-    assert run(several, submitted[::-1], [0] * len(submitted)) == expected[::-1], "cached prefixes are reused"
+    assert run(several, submitted[::-1], [0] * len(submitted)) == expected[::-1], (
+        "results differ if cached prefixes are reused"
+    )
 
 
 def test_preempted_request_continues_with_the_same_bits(single):
@@ -193,9 +197,11 @@ def test_only_whole_pages_of_prompt_passes_are_reused(many, single):
     text = prompt_of(4, PAGE + 5)
     answer = many.generate(text, params_of("greedy", PAGE + 8)).token_ids
     result = many.generate(text + answer + (7,), params_of("greedy"))
-    assert result.usage.reused_tokens == PAGE, "the page of the prompt, none of the answer"
+    assert result.usage.reused_tokens == PAGE, "not exactly the whole page of the prompt was reused"
     assert bits(result) == single(text + answer + (7,))
-    assert many.generate(prompt_of(4, PAGE), params_of("greedy")).usage.reused_tokens == 0, "its last token is computed"
+    assert many.generate(prompt_of(4, PAGE), params_of("greedy")).usage.reused_tokens == 0, (
+        "a page was reused although its last token must be computed"
+    )
 
 
 def test_position_always_has_the_same_row(monkeypatch):
@@ -255,6 +261,6 @@ def test_choices_add_the_columns_in_one_order_for_all_rows(dtype, hidden, inter)
     for name, case in cases.items():
         assert len({order_of_sums(case, configs.linears[case]) for configs in results}) == 1, name
     assert len({config for configs in results for config in configs.attention.values()}) == 1
-    room = max(case.n for case in cases.values() if not is_head(case))  # see make_workspace
+    room = max(case.n for case in cases.values() if not is_head(case))  # See make_workspace.
     for case in cases.values():
         assert case.n <= room or all(getattr(configs.linears[case].config, "split", 1) == 1 for configs in results)

@@ -17,14 +17,14 @@ from tridecode import kernels
 from tridecode.step import compiling
 
 FOLDER = Path(kernels.__path__[0])
-# For 9.0 only.
+# Kernels that are compiled only for compute capability 9.0.
 PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "prompt_attention_hopper", "expand_kv")}
 HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", *PROMPTS}
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
-QUANTIZED = "qwen3-0.6b_int4"  # its LM head is e4m3
+QUANTIZED = "qwen3-0.6b_int4"  # The LM head of this model is e4m3.
 HYBRID = "qwen3.5-0.8b"
-# Models, GPUs, and the passes that are compiled: for some GPUs all passes of models in which every kernel occurs, for
-# each other GPU the most common passes of a small model. `compile_step.py` compiles others.
+# (model, GPU, passes). For some GPUs all passes are compiled, of models that together use every kernel. For each
+# other GPU only the most common passes of a small model are compiled. `compile_step.py` compiles other combinations.
 CASES = [
     (("qwen3-4b", HYBRID, QUANTIZED, "qwen3-4b_kv8"), ("h100",), "all"),
     (("head_dim_80", HYBRID, QUANTIZED), ("rtx-5090",), "all"),
@@ -59,7 +59,8 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(models, gpus, passes
     """The script checks that kernels do not spill and use little shared memory."""
     options = ["--common", "--rules"] if passes == "common" else []
     lines = run_script("compile_step.py", ",".join(models), ",".join(gpus), *options).splitlines()
-    expected = {"_matmul_kernel", "_attention_kernel", "_dequantize_kernel", "_draft_kernel"}  # among others
+    # Common passes contain these kernels and others.
+    expected = {"_matmul_kernel", "_attention_kernel", "_dequantize_kernel", "_draft_kernel"}
     if passes == "all":
         expected = KERNELS - (set() if QUANTIZED in models else {"_dequantize_kernel"})
     for gpu in gpus:
@@ -81,7 +82,7 @@ def test_missing_kernels_are_reported_and_neither_compiled_nor_launched():
 
 
 def test_kernels_of_engines_are_listed_without_a_gpu():
-    """The kernels have the keys of Triton, also of another installation."""
+    """The keys of the kernels can be computed for another installation of Triton."""
     folder = str(Path(triton.__file__).parents[1])
     rows = ["qwen3-0.6b,322,1", "qwen3-0.6b,322,1", "qwen3-0.6b,320,8,2560,int4"]
     lines_by_rows = run_script("../../benchmarks/precompile.py", *rows, "--count", "--triton", folder)
@@ -134,5 +135,5 @@ def test_passes_of_any_number_of_rows_add_in_one_order(model, gpu, products):
         rows, rest = line.split(maxsplit=1)
         lines_by_rows.setdefault(rows, []).append(rest)
     assert list(lines_by_rows) == ["1", "64"] and len(lines_by_rows["1"]) > 5
-    assert products in "".join(lines_by_rows["1"]), "the expected kernels were compiled"
+    assert products in "".join(lines_by_rows["1"]), "an expected kernel was not compiled"
     assert lines_by_rows["1"] == lines_by_rows["64"]

@@ -12,7 +12,7 @@ from tridecode import Engine, SamplingParams
 needs_gpu = pytest.mark.skipif(not CUDA, reason="real widths run on a GPU only")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-ENDS = 24  # positions at which logits are compared
+ENDS = 24  # Number of positions at which logits are compared.
 
 
 def prompt_logits(engine, ids, ends, reuse_prefix):
@@ -55,12 +55,12 @@ def check_contract(path, tokens, chunk_tokens):
             kl, rms = errors(prompt_logits(engine, ids, ends, reuse_prefix), exact)
             stats = engine.graph_stats()
         reads = [stat for stat in stats if stat.kind == "prompt"]
-        assert {stat.kind for stat in stats} == {"prompt"}, "a token came out of another pass"
+        assert {stat.kind for stat in stats} == {"prompt"}, "a pass of another kind ran"
         assert {stat.mode for stat in reads} == {"full" if CUDA else "none"}
         assert max(stat.rows for stat in reads) == chunk
         print(f"\n{path.name}, {way}: KL {kl:.2e} (transformers bf16 {bf16_kl:.2e}), RMS {rms:.2e} ({bf16_rms:.2e})")
         assert kl <= bf16_kl and rms <= bf16_rms, way
-        assert CUDA or rms <= 1e-5, f"{way}: the fp32 reference must agree with fp32 transformers"
+        assert CUDA or rms <= 1e-5, f"{way}: the fp32 reference differs from transformers in fp32"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,7 +71,10 @@ def test_prompt_passes_are_as_accurate_as_transformers_bf16(family, tmp_path):
 @needs_gpu
 @pytest.mark.parametrize("name", REAL_WIDTHS)
 def test_prompt_passes_are_as_accurate_as_transformers_bf16_at_real_widths(name, tmp_path):
-    """Read 4,001 tokens. A sliding window covers a quarter. No end is one token after a whole chunk."""
+    """The prompt has 4,001 tokens.
+
+    A sliding window covers a quarter of it. No prompt ends one token after a whole chunk.
+    """
     family, widths = REAL_WIDTHS[name]
     widths |= {"max_position_embeddings": 8192} | ({"sliding_window": 1024} if "sliding_window" in widths else {})
     # With tied random embeddings and two layers, a model almost always repeats the last token. The divergence would be
@@ -84,7 +87,7 @@ def test_prompt_passes_are_as_accurate_as_transformers_bf16_at_real_widths(name,
 
 TOKENS = 32_000 if CUDA else 400
 NEEDLES = Needles(64 if CUDA else 32)
-PLACES = [  # positions of the fact and of the question
+PLACES = [  # (position of the fact, position of the question)
     (0, TOKENS - 2), (1, TOKENS // 2), (TOKENS // 2 - 1, TOKENS // 2), (TOKENS - 3, TOKENS - 2), (63, 64),
     *([(2047, 2048), (2048, 31_743), (29_951, 29_952)] if CUDA else [(47, 48), (49, 383)]),
 ]  # fmt: skip
@@ -119,7 +122,7 @@ def assert_answer(answer, value):
     result, logits = answer
     assert result.token_ids == (NEEDLES.answers.start + value,)
     expected = torch.zeros_like(logits)
-    expected[value] = 1  # each head contributes an equal part, a 16th or a quarter
+    expected[value] = 1  # The heads contribute equal parts: a 16th each on a GPU, else a quarter.
     assert (logits - expected).abs().max() < 0.03
 
 

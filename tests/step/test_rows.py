@@ -30,7 +30,7 @@ _WIDE = WideConfig(64, 32, 2) if CUDA else WideConfig(32, 32, 2, num_warps=2)
 _SPLIT = replace(_WIDE, split=2)
 WIDE = dict.fromkeys(ROLES, _SPLIT) | {"lm_head": _WIDE}
 INVARIANT = dict.fromkeys(ROLES, replace(_SPLIT, block_m=16)) | {"lm_head": replace(_WIDE, block_m=16)}
-PARAMS = (  # one for each kind of request
+PARAMS = (  # One request for each kind of sampling and of penalties.
     SamplingParams(temperature=0, seed=1),
     SamplingParams(temperature=0.9, top_k=50, top_p=0.9, seed=7),
     SamplingParams(temperature=1.1, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={3: 2.0}, seed=3),
@@ -86,14 +86,15 @@ def state(model):
 def test_every_row_matches_the_reference(family, rows):
     model, reference = (model_of(rows, **FAMILIES[family]) for _ in range(2))
     idle = {rows // 2} if rows > 2 else set()
-    for m in (model, reference):  # all embedded tokens are known, because sampled ones may differ if two are as likely
+    # All tokens that the passes embed are known. Sampled tokens could differ if two are equally likely.
+    for m in (model, reference):
         begin_all(m, idle=idle, known=3)
     run(DecodePasses(model, launcher(model)), "greedy", 3)
     run(DecodePasses(reference, run_reference), "greedy", 3)
     for row in set(range(rows)) - idle:
         assert_close(model.workspace.logits[row], reference.workspace.logits[row], TOLERANCE, f"row {row} of {rows}")
     for row in idle:
-        assert model.workspace.logits[row].eq(0).all(), "the pass wrote an inactive row"
+        assert model.workspace.logits[row].eq(0).all(), "the pass wrote a row that is not active"
 
 
 @pytest.mark.parametrize(
@@ -108,14 +109,14 @@ def test_other_linear_kernels_match_the_reference(shapes, rows):
     assert_close(model.workspace.logits, reference.workspace.logits, TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["sample", "logprobs"] if CUDA else ["logprobs"])  # a logprobs pass samples too
+@pytest.mark.parametrize("kind", ["sample", "logprobs"] if CUDA else ["logprobs"])  # A logprobs pass also samples.
 def test_row_samples_the_same_token_if_other_rows_are_idle(kind):
     """The passes have the same number of rows. One row is greedy among rows that sample."""
     rows, steps = 5, 4 if CUDA else 2
     together = model_of(rows)
     begin_all(together, PARAMS)
     run(DecodePasses(together, launcher(together)), kind, steps)
-    for row in range(rows if CUDA else 2):  # the others sample no token so soon
+    for row in range(rows if CUDA else 2):  # The other rows do not sample a token within these steps.
         single = model_of(rows)
         begin_all(single, PARAMS, idle=set(range(rows)) - {row})
         run(DecodePasses(single, launcher(single)), kind, steps)
@@ -135,7 +136,7 @@ def test_nan_ends_only_its_own_row():
     model.kv.pool[page, 0, :, :, :8] = float("nan")
     steps = DecodePasses(model, launcher(model))
     run(steps, "greedy", 2)
-    model.kv.pool[page, 1, :, :, 0] = float("inf")  # left by an earlier pass
+    model.kv.pool[page, 1, :, :, 0] = float("inf")  # An earlier pass may leave such a value in an unused position.
     run(steps, "greedy", 1)
     run(DecodePasses(well, launcher(well)), "greedy", 3)
     assert model.workspace.meta[2, STATUS] == 3
@@ -160,7 +161,7 @@ def test_graphs_are_bit_equal_to_eager_launches(mode, kind):
             run(steps, kind, 4)
             states.append(state(model))
         for name, a in states[0].items():
-            assert torch.equal(a, states[1][name]), f"{rows} rows: {name}"
+            assert torch.equal(a, states[1][name]), f"{rows} rows: {name} differs"
 
 
 @needs_gpu

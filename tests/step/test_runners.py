@@ -1,4 +1,4 @@
-"""Runners of passes, with graphs of references on a CPU: modes, early, late and failed captures, parts, drafts."""
+"""Runners of passes, with graphs of references on a CPU: modes, times and failures of captures, drafts."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(CUDA, reason="a GPU captures real graphs")
 
 LAYERS, SIZES, PROMPTS = 2, (1, 3), (8, 32)
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, seed=1)
-PARAMS = (  # one of each kind of sampling; a stronger kind outlives weaker ones
+PARAMS = (  # One request for each kind of sampling. The kinds that need less work run longer.
     replace(GREEDY, max_tokens=6),
     replace(GREEDY, temperature=0.9, top_p=0.9, max_tokens=5),
     replace(GREEDY, temperature=0.8, logprobs=2),
@@ -85,7 +85,8 @@ def start(engine, kind, rows, known=0):
 def state(engine):
     ws = engine.model.workspace
     named = {name: getattr(ws, name).clone() for name in ("meta", "tokens", "counts", "logits", "out")}
-    named["meta"][:, layout.GENERATION] = named["out"][:] = 0  # these count the requests of a slot
+    # These values depend on the number of earlier requests of a slot.
+    named["meta"][:, layout.GENERATION] = named["out"][:] = 0
     return named | {"pool": engine.model.kv.pool.clone()}
 
 
@@ -100,7 +101,7 @@ def assert_same(actual, expected, rows=3):
 def cpu_graphs(monkeypatch):
     captures.install(monkeypatch)
     yield
-    assert not captures.CAPTURING, "a capture did not end"
+    assert not captures.CAPTURING, "a capture is still open"
 
 
 # ---- modes
@@ -117,7 +118,9 @@ def test_every_mode_generates_the_texts_of_launched_passes(mode):
     assert (reads, decoded) == tuple({each} for each in MODES[mode])
     assert {stat.mode for stat in plain.graph_stats()} == {"none"}
     parts = LAYERS + 1 if MODES[mode][1] == "piecewise" else 1
-    assert engine.steps.captures == at_load == 2 * len(KINDS) * len(SIZES) * parts, "with and without masks"
+    assert engine.steps.captures == at_load == 2 * len(KINDS) * len(SIZES) * parts, (
+        "a wrong number of graphs was captured"
+    )
     assert set(engine.steps.place.modes) == {*MODES[mode]} - {"none"}
 
 
@@ -137,7 +140,7 @@ def test_passes_are_padded_to_captured_sizes_and_larger_ones_are_launched():
     assert found == [
         ("greedy", 1, 1, "full"), ("greedy", 2, 2, "full"), ("greedy", 3, 3, "none"), ("greedy+mask", 3, 3, "none"),
     ]  # fmt: skip
-    assert len(engine.steps.graphs) == 2 * 2 * len(KINDS), "a pass without a graph must not be captured later"
+    assert len(engine.steps.graphs) == 2 * 2 * len(KINDS), "a pass was captured after the load"
     padded, exact = engine_of("full"), engine_of()
     for each in (padded, exact):
         rewind(each, 20, GREEDY, rows=3)
@@ -223,7 +226,9 @@ def test_prompt_attention_reads_the_chunks_of_each_pass(mode):
     steps = DecodePasses(engine.model, captures.run, Dispatcher(mode, SIZES, (32,)))
     prompts = PromptPasses(engine.model, steps, captures.run, lines, chunks)
     prompts.capture_all()
-    assert seen == ([[]] * 2 * (1 + 2) if mode == "piecewise" else []), "a launch and two timed replays of two sizes"
+    assert seen == ([[]] * 2 * (1 + 2) if mode == "piecewise" else []), (
+        "attention got chunks during a capture, or ran a wrong number of times"
+    )
     for counts in ([7, 5], [20], [40]):
         seen.clear()
         prompts.read([layout.Chunk(0, 0, count, 0) for count in counts], sum(counts), prompts.decoding(2))
@@ -258,7 +263,9 @@ def test_a_prompt_size_is_captured_while_rows_run():
     engine.scheduler.slots.write_chunks([chunk])
     before = engine.model.prompt.chunks.clone(), state(engine)
     engine.prompts.capture_next()
-    assert torch.equal(engine.model.prompt.chunks, before[0]) and before[0].any(), "the table of chunks is restored"
+    assert torch.equal(engine.model.prompt.chunks, before[0]) and before[0].any(), (
+        "the capture changed the table of chunks"
+    )
     assert_same(state(engine), before[1])
     for each in (engine, plain):
         each.steps.replay("greedy")
@@ -288,7 +295,7 @@ def test_decode_passes_with_loaded_kernels_are_captured_without_a_launch():
     steps = DecodePasses(engine_of().model, run, Dispatcher("full", SIZES, PROMPTS), compiled=True)
     assert steps.captures and not launched
     steps.launch(next(iter(steps.graphs)))
-    assert launched, "a pass that is not captured is launched"
+    assert launched, "a pass without a graph was not launched"
 
 
 def test_idle_rows_and_chunks_are_restored_after_an_error():
@@ -328,13 +335,13 @@ def test_a_pass_with_masks_that_cannot_be_captured_is_launched(mode, monkeypatch
     failures = failing(monkeypatch, engine.steps, "mask", error)
     engine.steps = DecodePasses(engine.model, engine.steps.run, Dispatcher(mode, SIZES, PROMPTS), between=captures.run)
     engine.prompts = PromptPasses(engine.model, engine.steps, captures.run)
-    assert len(failures) == 2 * len(KINDS) * len(SIZES), "decode passes, and ends of prompt passes"
-    assert "a pass of 3 rows with masks stays uncaptured: out of " in caplog.text
+    assert len(failures) == 2 * len(KINDS) * len(SIZES), "a wrong number of captures was attempted"
+    assert "a pass of 3 rows with masks cannot be captured, so it is launched: out of " in caplog.text
     for _ in range(2):
         assert_same(passes(engine, "greedy", masked=True), passes(plain, "greedy", masked=True))
         assert_same(finish(engine, "greedy", masked=True), finish(plain, "greedy", masked=True))
         assert_same(passes(engine, "greedy"), passes(plain, "greedy"))
-    assert len(failures) == 2 * len(KINDS) * len(SIZES), "each is tried once"
+    assert len(failures) == 2 * len(KINDS) * len(SIZES), "a failed capture was attempted again"
     assert {(stat.kind, stat.mode) for stat in engine.graph_stats()} == {("greedy", mode), ("greedy+mask", "none")}
 
 
@@ -345,8 +352,11 @@ def test_prompt_size_that_cannot_be_captured_is_launched(monkeypatch, caplog):
         found = [each.generate(ids(n), GREEDY, reuse_prefix=False).token_ids for each in (engine, plain)]
         assert found[0] == found[1]
     assert len(failures) == 1 and not engine.prompts.seconds
-    assert "a pass of 32 prompt tokens and 0 decoding rows stays uncaptured: out of memory" in caplog.text
-    assert engine.prompts.capture_next() is False, "the other size is the last one"
+    assert (
+        "a pass of 32 prompt tokens and 0 decoding rows cannot be captured, so it is launched: out of memory"
+        in caplog.text
+    )
+    assert engine.prompts.capture_next() is False, "a size is still left to capture"
     assert {stat.mode for stat in engine.graph_stats() if stat.kind == "prompt"} == {"none"}
 
 
@@ -373,7 +383,7 @@ def test_passes_that_verify_drafts_are_captured_at_load(monkeypatch):
     assert compiled == [steps.captures] == [2 * len(KINDS) * len(SIZES) + len(verifying)]
     assert steps.tokens("greedy", 1, [Acceptance(7)]) == 8 and steps.tokens("greedy", 1, [Acceptance()]) == 1
     del steps.graphs[BatchDescriptor("greedy", 1, 8)]
-    assert steps.tokens("greedy", 1, [Acceptance(7)]) == 4, "a pass without a graph is not chosen"
+    assert steps.tokens("greedy", 1, [Acceptance(7)]) == 4, "a pass without a graph was chosen"
 
 
 def test_a_pass_without_a_graph_is_launched_and_not_captured():
@@ -394,7 +404,9 @@ def test_verifying_passes_are_bit_equal_to_launched_ones(mode, kind):
         captured, launched = (passes(each, kind, 2, 3, masked, tokens, known=16) for each in (engine, plain))
         assert_same(captured, launched)
         assert captured["meta"][0, layout.POSITION] == 20 + 2 * tokens
-    assert plain.steps.tokens("greedy", 3, 3 * [Acceptance(3)]) == 4, "launched passes need no graph"
+    assert plain.steps.tokens("greedy", 3, 3 * [Acceptance(3)]) == 4, (
+        "a number of rows was excluded because it has no graph"
+    )
 
 
 # ---- lines
@@ -404,7 +416,7 @@ def test_other_attention_runs_between_the_parts_of_a_graph():
     calls = []
 
     def counted(*args):
-        assert not captures.CAPTURING, "a graph contains the attention"
+        assert not captures.CAPTURING, "the attention was captured in a graph"
         calls.append(args)
         attention_ref(*args)
 
@@ -415,7 +427,7 @@ def test_other_attention_runs_between_the_parts_of_a_graph():
         assert_same(passes(engine, "greedy", 1, rows), passes(plain, "greedy", 1, rows), rows)
         assert len(calls) == LAYERS
         assert_same(finish(engine, "greedy", rows), finish(plain, "greedy", rows), rows)
-        assert len(calls) == LAYERS + 1, "the end of a prompt pass has the attention of decode passes"
+        assert len(calls) == LAYERS + 1, "the end of a prompt pass did not run the attention of decode passes"
 
 
 @pytest.mark.parametrize("mode, parts", [("full", 1), ("piecewise", 3)])
@@ -430,13 +442,13 @@ def test_parts_of_a_graph_end_at_attention_and_at_fetches(mode, parts):
 
     lines = lambda run: [run(role, op, role) for role in roles]  # noqa: E731
     replay, count = captures.Place("cuda").capture(mode, captures.run, between, lines)
-    assert count == parts and log == made == [], "a capture runs nothing"
+    assert count == parts and log == made == [], "the capture ran an op"
     for passes_run in (1, 2):
         log.clear()
         replay()
         eager = ("fetch", "fetched", "attention") if mode == "piecewise" else ()
         assert log == [f"{role} between" if role in eager else role for role in roles]
-        assert len(made) == (passes_run if mode == "piecewise" else 0), "a runner for each pass"
+        assert len(made) == (passes_run if mode == "piecewise" else 0), "a pass did not get its own runner"
 
 
 class Pair(NamedTuple):
@@ -494,6 +506,9 @@ def test_costs_are_measured_with_all_rows_running(monkeypatch):
         ("sample", 1): {1: 1.0, 2: 9.0, 4: 9.0, 8: 9.0},
     }
     assert [engine.steps.tokens(kind, 1, [Acceptance(7)]) for kind in ("greedy", "sample", "logprobs")] == [2, 1, 1]
+    engine.steps.graphs.update({key: None for key in engine.steps.graphs if key.tokens > 1 and key.rows == 3})
+    measured = [*measure_costs(engine.steps, slots)]
+    assert measured == [(kind, 1) for kind in kinds], "no captured pass of three requests verifies drafts"
 
 
 def test_only_captured_passes_with_room_are_measured():
@@ -501,5 +516,5 @@ def test_only_captured_passes_with_room_are_measured():
     assert measure_costs(engine.steps, engine.scheduler.slots) == {}
     engine = engine_of("full", speculate="ngram", page=16, pages=8)
     assert [*measure_costs(engine.steps, engine.scheduler.slots)] == [("greedy", 1), ("sample", 1)], (
-        "each of three requests has two pages"
+        "the measured sizes are not those for which the pages suffice"
     )

@@ -1,4 +1,4 @@
-"""Speculative decoding: texts equal those without drafts, and repetitive texts yield several tokens a pass.
+"""Speculative decoding: texts equal the texts without drafts, and repetitive texts have several tokens per pass.
 
 The tests run in fp32, in which the rows of a pass do not change a text, and on a GPU also in bf16 in batch-invariant
 mode. A model with sharp logits repeats itself, also when it samples.
@@ -11,19 +11,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CUDA, DEVICE, begin, no_allocations, tiny_config, tiny_engine, use_h100
+from models import CUDA, DEVICE, begin, interpreter_configs, no_allocations, tiny_config, tiny_engine, use_h100
 from servers import Running
 
 from tridecode import Engine, SamplingParams, layout
 from tridecode.checkpoint.load import random_weights
 from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import ParameterError
+from tridecode.kernels.attention.attention_queries import ATTENTION_QUERIES
 from tridecode.layout import GENERATION, NGRAM
 from tridecode.options import EngineOptions
 from tridecode.plan.graphs import MIN_WEIGHT_BYTES, plan_drafts, plan_graphs
 from tridecode.state.acceptance import FIRST, NEXT, Acceptance
 from tridecode.step.dispatch import best_queries, max_queries, typical_costs
-from tridecode.step.model import verify_rows
+from tridecode.step.model import make_model, verify_rows
 
 POISON, CAPACITY, SHARP = 301, 128, 12.0
 PARAMS = {
@@ -47,7 +48,8 @@ def engine_of(slots=1, in_flight=1, speculate="ngram", capacity=CAPACITY, dtype=
     """Return an engine whose text repeats itself."""
     build |= {"slots": slots, "speculate": speculate}
     engine = tiny_engine(dtype=dtype, capacity=capacity, tie_word_embeddings=False, num_layers=1, build=build)
-    weights = engine.model.weights.tensors()  # random weights are made on the CPU, so that they are the same everywhere
+    # The CPU makes the random weights, so that they are equal on all machines.
+    weights = engine.model.weights.tensors()
     for name, tensor in random_weights(engine.config, torch.device("cpu"), dtype, seed=0).tensors().items():
         weights[name].copy_(tensor)
     engine.model.weights.final_norm.mul_(SHARP)
@@ -103,7 +105,7 @@ def test_text_equals_text_without_drafts(engine, plain_result, kind):
         sampled = len(result.token_ids)
         assert usage.tokens_per_pass == pytest.approx(sampled / (sampled - usage.accepted))
         accepted += usage.accepted
-    assert accepted > 15, "too few drafts were accepted"
+    assert accepted > 15, "fewer drafts were accepted than expected"
 
 
 def test_text_does_not_depend_on_other_requests(plain_result):
@@ -157,7 +159,7 @@ ACTION = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=30 if CUDA else 60, deadline=None)  # a shared GPU may be slow
+@settings(max_examples=30 if CUDA else 60, deadline=None)  # A GPU may be slow because other programs use it.
 @given(actions=st.lists(ACTION, min_size=4, max_size=20), lookahead=st.integers(0, 1))
 def test_any_schedule_gives_the_same_tokens(small, plain_result, actions, lookahead):
     """The engine has few small pages, so that requests wait for pages and are preempted in the middle of drafts."""
@@ -209,7 +211,9 @@ def test_batch_invariant_mode_computes_the_same_bits():
             results[-1] += [request.result() for request in requests]
     off, ngram = results
     assert [r.token_ids for r in ngram] == [r.token_ids for r in off]
-    assert [r.logprobs for r in ngram] == [r.logprobs for r in off], "bit for bit"
+    assert [r.logprobs for r in ngram] == [r.logprobs for r in off], (
+        "the log-probabilities with and without drafts differ"
+    )
     assert sum(r.usage.accepted for r in ngram) > 40 and not any(r.usage.drafted for r in off)
 
 
@@ -218,25 +222,26 @@ def test_verifying_passes_are_captured_at_load():
     engine = tiny_engine("triton", "full", capacity=256, build={"speculate": "ngram", "slots": 2})
     params, steps = replace(PARAMS["greedy"], max_tokens=60), engine.steps
     captured = steps.captures
-    assert captured == 3 * (2 + 2) + 3 * (3 + 3), "with and without masks, and of 2, 4 and 8 rows each"
+    assert captured == 3 * (2 + 2) + 3 * (3 + 3), "a wrong number of graphs was captured"
     for _ in range(3):
         requests = [engine.submit(prompt, each) for each in (params, PARAMS["sampled"]) for prompt in PROMPTS[:3]]
         assert all(len(request.result().token_ids) > 1 for request in requests)
     assert steps.captures == captured and any(" x8" in stat.kind for stat in engine.graph_stats())
     eager = tiny_engine("triton", "none", capacity=256, build={"speculate": "ngram", "slots": 2})
     steps.check_addresses = True
-    for kind in ("greedy", "logprobs"):  # the same passes, launched and replayed
+    for kind in ("greedy", "logprobs"):  # The test replays the passes in one engine and launches them in the other.
         for each in (engine, eager):
             rewind(each, 40, replace(PARAMS[kind], seed=3), rows=2, known=30)
             for tokens in (8, 4, 2, 8, 1):
                 each.steps.replay(kind, 2, tokens=tokens)
             each.synchronize()
         replayed, launched = (each.model.workspace.meta.clone() for each in (engine, eager))
-        replayed[:, GENERATION] = launched[:, GENERATION] = 0  # the engines ran different numbers of requests
+        # The engines ran different numbers of requests, so their generations differ.
+        replayed[:, GENERATION] = launched[:, GENERATION] = 0
         assert torch.equal(replayed, launched), kind
 
 
-@pytest.mark.skipif(not CUDA, reason="allocations of a GPU")
+@pytest.mark.skipif(not CUDA, reason="the test measures GPU memory")
 def test_verifying_passes_allocate_nothing():
     engine = tiny_engine("triton", "full", capacity=512, build={"speculate": "ngram"})
     rewind(engine, 40, replace(PARAMS["greedy"], seed=1))
@@ -265,7 +270,7 @@ def test_stop_strings_cut_the_same_text(bundled, stop):
     prompt = [{"role": "user", "content": "Say it again, say it again, say it again, say it"}]
     off, ngram = (engine.generate(prompt, params) for engine in bundled)
     same(ngram, off)
-    assert ngram.usage.accepted <= ngram.usage.drafted, "a stop string may cut the tokens of a pass"
+    assert ngram.usage.accepted <= ngram.usage.drafted, "more tokens count as accepted than were drafted"
 
 
 def test_server_counts_drafts(bundled):
@@ -296,7 +301,7 @@ def test_request_with_a_grammar_runs_with_a_repetitive_one(bundled):
         same(ngram, off)
 
 
-# Whether a GPU is used, options, conflicting options, the choice of auto, and the error of ngram.
+# (whether a GPU is used, options, conflicting options, the choice of auto, the error of ngram)
 RESOLVED = [
     (True, {}, (), "ngram", None),
     (True, dict(slots=64), (), "ngram", None),
@@ -371,7 +376,9 @@ def test_drafts_need_a_match_of_the_minimum_length(plain_result, ngram):
     engine = engine_of(speculate_ngram=ngram)
     result = engine.generate(PROMPTS[1], params)
     same(result, plain_result(PROMPTS[1], params))
-    assert (result.usage.drafted > 0) == (ngram == (1, 1)), "the text has no match of sixteen tokens"
+    assert (result.usage.drafted > 0) == (ngram == (1, 1)), (
+        "the number of drafts does not fit the minimum length of a match"
+    )
 
 
 # ---- Passes
@@ -382,14 +389,14 @@ def test_quantized_weights_verify_drafts():
     options = dict(device=str(DEVICE), max_seq_len=256, quantize="int8", batch_invariant=CUDA)
     with Engine.load(speculate="off", **options) as plain, Engine.load(speculate="ngram", **options) as engine:
         params = replace(PARAMS["greedy"], max_tokens=60, ignore_eos=True)
-        engine.scheduler.answered = True  # otherwise verifying passes are captured only after the first answer
+        engine.scheduler.answered = True  # Otherwise the engine captures verifying passes only after its first answer.
         result = engine.generate(PROMPTS[0] * 3, params)
         assert result.token_ids == plain.generate(PROMPTS[0] * 3, params).token_ids
         assert result.usage.drafted > 0
 
 
 def right(*drafts: int) -> list[Acceptance]:
-    """Return requests that could use these numbers of drafts, and whose drafts were always right."""
+    """Return the state of requests that could use these numbers of drafts and whose drafts were always right."""
     sure = [1.0, 1.0, 1.0]
     return [Acceptance(each, [*sure], [*sure]) for each in drafts]
 
@@ -425,7 +432,7 @@ def test_drafts_are_verified_again_after_they_become_right(count):
     for _ in range(40):
         drafts.learn(count, 1, 0, count)
     assert best(1, [drafts]) == 1
-    for _ in range(40):  # passes of one row, whose draft was right
+    for _ in range(40):  # These passes had one row, and the device's own draft was right.
         drafts.learn(count, 0, 0, 7)
         drafts.requested_drafts = count
     assert best(1, [drafts]) > 1
@@ -434,13 +441,35 @@ def test_drafts_are_verified_again_after_they_become_right(count):
 def test_estimates_follow_recent_results():
     drafts = Acceptance()
     drafts.learn(0, 0, 0, 1)
-    assert drafts == Acceptance(1), "a pass without drafts changes no estimate"
-    drafts.learn(1, 3, 2, 3)  # right, right, wrong
+    assert drafts == Acceptance(1), "a pass without drafts changed an estimate"
+    drafts.learn(1, 3, 2, 3)  # The drafts were right, right and wrong.
     assert drafts.first == pytest.approx([0.9 * FIRST[0] + 0.1, *FIRST[1:]])
     assert drafts.following == pytest.approx([0.9 * (0.9 * NEXT + 0.1), NEXT, NEXT])
-    drafts.learn(3, 0, 0, 1)  # one row, and the device requests fewer drafts, because its draft was wrong
+    drafts.learn(3, 0, 0, 1)  # The pass had one row. The device requests fewer drafts, because its draft was wrong.
     assert drafts.first[1] == pytest.approx(0.9 * FIRST[1]) and drafts.following[1:] == [NEXT, NEXT]
     assert drafts.requested_drafts == 1 and drafts.expected(8) == 1 + drafts.first[0] and drafts.expected(1) == 1
+
+
+ROWS_OF_A_TILE = {
+    # name: (dtype, batch-invariant mode, group, head_dim, whether one tile has all eight rows of a request)
+    "fits": (torch.bfloat16, False, 4, 64, True),
+    "large heads fit": (torch.bfloat16, False, 1, 128, True),
+    "too many heads": (torch.bfloat16, False, 5, 64, False),
+    "head size without a tile": (torch.bfloat16, False, 1, 80, False),
+    "fp32": (torch.float32, False, 1, 64, False),
+    "batch-invariant": (torch.bfloat16, True, 1, 64, False),
+}
+
+
+@pytest.mark.parametrize("case", ROWS_OF_A_TILE)
+def test_attention_has_all_rows_of_a_request_in_one_tile(case):
+    dtype, invariant, group, head_dim, together = ROWS_OF_A_TILE[case]
+    spec = tiny_config(num_layers=1, num_heads=group, num_kv_heads=1, head_dim=head_dim)
+    weights = random_weights(spec, torch.device("cpu"), dtype, seed=0)
+    options = {"prompt_rows": 8, "batch_invariant": invariant, "speculate": True}
+    model = make_model(spec, weights, 64, configs=interpreter_configs(spec, weights), **options)
+    plan = model.for_queries(1, 8).attention(spec.layers[0].mixer)
+    assert (plan.op is ATTENTION_QUERIES) == together and plan.writes_first != together
 
 
 @pytest.mark.parametrize("kind, params", [("greedy", PARAMS["greedy"]), ("sample", PARAMS["penalties"])])

@@ -48,7 +48,7 @@ def test_every_buffer_matches_the_reference_step_by_step(family):
         begin(engine, ids, 0, GREEDY, limit=len(ids) + 1)
     for step in range(len(ids)):
         checked = step in (0, 1, 24, 69)
-        if checked:  # both engines start the step from the same state
+        if checked:  # Both engines begin this step with the same state.
             set_cache(triton.model, oracle.model.kv.gather(0, step))
             triton.model.workspace.meta.copy_(oracle.model.workspace.meta)
             triton.steps.replay("greedy")
@@ -111,7 +111,7 @@ def test_host_waits_only_for_tokens_and_captures_nothing_after_load():
                 assert len(engine.generate(ids, replace(params, max_tokens=5)).token_ids) == 5
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert engine.steps.captures == captures == 2 * len(decode.KINDS), "with and without masks"
+    assert engine.steps.captures == captures == 2 * len(decode.KINDS), "a wrong number of graphs was captured"
 
 
 @needs_gpu
@@ -131,7 +131,7 @@ def test_failed_capture_does_not_affect_later_captures():
             engine.steps.capture(batch)
         assert run_steps(engine, GREEDY, 4) == expected
         fails = False
-        engine.steps.capture(batch)  # the stream captures again
+        engine.steps.capture(batch)  # A second capture on the same stream must work.
         assert engine.steps.graphs[batch]
 
 
@@ -188,7 +188,7 @@ def test_no_position_exceeds_the_capacity(backend):
     assert row[layout.STATUS] == layout.LIMIT_REACHED
     assert (row[layout.POSITION], row[layout.STEP]) == (capacity, capacity)
     (page,) = engine.model.kv.pool
-    assert page[:, :, :, capacity:].eq(0).all(), "K/V were written past the capacity"
+    assert page[:, :, :, capacity:].eq(0).all(), "a pass wrote K/V beyond the capacity"
     assert page[:, :, :, capacity - 1].ne(0).any()
 
 
@@ -271,7 +271,7 @@ def test_prompt_and_decode_passes_share_the_pages_of_a_slot(family, slot):
     model, slots = two_slots(plain.model.weights, **config)
     model.workspace.meta[1 - slot, layout.STATUS] = layout.STOP
     start(slots, slot, GREEDY, IDS, position=len(IDS) - 1)
-    for first, end in ((0, 17), (17, len(IDS) - 1)):  # the second part sees the first in the cache
+    for first, end in ((0, 17), (17, len(IDS) - 1)):  # The second part attends to the first part in the cache.
         prefill(model, first, end, slot)
     run_steps_of(model, "greedy", 4, "triton" if CUDA else "torch")
     assert model.workspace.tokens[slot, len(IDS) : len(IDS) + 4].tolist() == list(expected)

@@ -78,7 +78,9 @@ def test_any_segmentation_of_any_text(tokenizer, by_bytes, text, choices):
         shown += detokenizer.push(ids[-1])
         data = data[length:]
         done = text.encode()[: len(text.encode()) - len(data)]
-        assert shown == done.decode(errors="ignore"), "complete characters are shown at once, incomplete ones are not"
+        assert shown == done.decode(errors="ignore"), (
+            "a complete character was held back, or an incomplete one was shown"
+        )
     assert detokenizer.flush() == "" and shown == text == tokenizer.decode(ids)
 
 
@@ -119,4 +121,6 @@ def test_sentencepiece_stream(text, metaspace):
     ids = made.encode(text).ids
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == made.decode(ids)
     after = "".join(stream(tokenizer, ids, prompt_ids=made.encode("hello").ids))
-    assert after == made.decode(made.encode("hello").ids + ids).removeprefix("hello"), "a space within a text is kept"
+    assert after == made.decode(made.encode("hello").ids + ids).removeprefix("hello"), (
+        "a space within the text was removed"
+    )

@@ -66,7 +66,7 @@ def test_result_equals_value_of_expression():
 
 
 ERRORS = {
-    # name: (code, kind, words of the message, whether the child continues)
+    # name: (code, kind of error, words that the message contains, whether the child process continues)
     "an error": ("1 // 0", "ZeroDivisionError", "modulo by zero", True),
     "an error without a message": ("next(iter(()))", "StopIteration", "StopIteration", True),
     "a long error": ("exec('raise ValueError(chr(10).join(99999 * [chr(120)]))')", "ValueError", "^x x.{296}…$", True),
@@ -98,7 +98,7 @@ def test_error_is_reported_and_next_call_succeeds(case):
     assert (made.pids == [pid]) == continues
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="the system does not limit the processes of root")
+@pytest.mark.skipif(os.getuid() == 0, reason="the operating system does not limit the number of processes of root")
 def test_child_cannot_start_processes():
     with pytest.raises(SandboxError, match="Resource temporarily unavailable"):
         sandbox().call("__import__('os').fork()", 30)
@@ -130,7 +130,7 @@ def test_children_are_ready_after_wait():
     assert len(set(pids)) == 3
     made.start(3)
     made.wait()
-    assert made.pids == pids, "no further child was started"
+    assert made.pids == pids, "another child process was started"
     made.close()
     assert made.pids == [] and all(map(ended, pids))
     assert made.call("1", 30) == 1
@@ -185,7 +185,7 @@ def test_interrupt_ends_child():
         made.call(ENDLESS, 60)
     thread.join()
     assert ended(pid) and made.call("1", 30) == 1
-    # A terminal sends Ctrl-C to a process group, so the child has its own.
+    # A terminal sends Ctrl-C to a process group. Therefore the child process has its own group.
     assert os.getpgid(made.pids[0]) == made.pids[0] != os.getpgrp()
 
 
@@ -195,7 +195,7 @@ def test_children_end_when_sandbox_is_deleted():
     made.wait()
     pids = made.pids
     del made
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "no zombie is left"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a child process still exists"
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -242,7 +242,7 @@ def test_fork_starts_its_own_child():
 def test_start_failure_is_reported_by_call(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/python")
     made = sandbox()
-    made.start()  # does not raise
+    made.start()  # This call must not raise an error.
     made.wait()
     with pytest.raises(SandboxError, match="no process can be started for it .No such file"):
         made.call("1", 30)

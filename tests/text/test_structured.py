@@ -51,7 +51,7 @@ def params_with(name: str, **more) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def bundled():
-    # On a GPU, only batch-invariant mode guarantees the same text alone and together with other requests.
+    # On a GPU, a request gets the same text alone and in a batch only in batch-invariant mode.
     with Engine.load(slots=4, device="auto", batch_invariant=CUDA, speculate="off") as engine:
         yield engine
 
@@ -70,7 +70,8 @@ def test_end_of_format_ends_answer_with_ignore_eos(bundled):
 
 
 def test_json_has_fixed_white_space(bundled):
-    result = bundled.generate(CHAT, params_with("json_schema", logit_bias={223: 50.0}, seed=1))  # a space
+    # Token 223 is a space. The bias makes it likely.
+    result = bundled.generate(CHAT, params_with("json_schema", logit_bias={223: 50.0}, seed=1))
     value = json.loads(result.text)
     assert result.text == json.dumps(value, ensure_ascii=False)
 
@@ -218,7 +219,7 @@ def test_failed_matcher_ends_only_its_request(bundled, monkeypatch, error, metho
 
 RECURSES = '{"default": {"const": -9223372036854775808}, "$ref": "#/default"}'
 REFUSED = {
-    # name: (format, code of the error)
+    # name: (response format, code of the error)
     "unknown_type": (dict(json_schema={"type": "nonsense"}), "type"),
     "unsupported_keyword": (dict(json_schema={"not": {}}), "type"),
     "overlapping_alternatives": (dict(json_schema={"oneOf": [{"type": "string"}, {"const": "a"}]}), "type"),
@@ -363,7 +364,7 @@ def test_slow_grammar_is_compiled_once_and_does_not_delay_others(grammars, slow)
 def test_start_builds_vocabulary(grammars, monkeypatch):
     grammars.start()
     grammars.wait()
-    monkeypatch.setattr(Tokenizer, "token_bytes", None)  # the vocabulary is not read again
+    monkeypatch.setattr(Tokenizer, "token_bytes", None)  # The vocabulary must not be read again.
     assert grammars.of(SamplingParams(regex="a"))
 
 

@@ -27,7 +27,7 @@ def render(source: str, messages=USER, limits: Limits | None = None, **variables
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}%s{% endfor %}{% endfor %}"
 HOSTILE = {
-    # name: (template, words of the error message)
+    # name: (template, words that the error message contains)
     "a long range": ("{% for i in range(10**9) %}{% endfor %}", "failed on these messages: Range too big"),
     "loops": (LOOPS.replace("%s", ""), "was stopped after 0.5 s"),
     "loops that write": (LOOPS.replace("%s", "a line of text"), "wrote more than 100,000 characters"),
@@ -45,7 +45,7 @@ def test_hostile_template_is_one_line(case):
     source, words = HOSTILE[case]
     seconds = 0.5 if "was stopped" in words else 20
     template = ChatTemplate(source, {}, "x.jinja", Limits(seconds, 256 << 20, 100_000))
-    for _ in range(2):  # the second time possibly in a new process
+    for _ in range(2):  # The second call may run in a new process.
         with pytest.raises(PromptError, match=words) as caught:
             template.render(USER, {})
         assert "the chat template in x.jinja" in str(caught.value) and len(str(caught.value)) < 500
@@ -191,7 +191,7 @@ def test_messages_and_variables_produce_no_control_tokens(shows_all, messages, t
     assistants = sum(message["role"] == "assistant" for message in messages)
     written = [token for token in ids if token in (0, 1, 2)]
     assert written == [1, 2] * len(messages)
-    assert assistants or not {382, 383}.intersection(ids), "only messages of the assistant contain think blocks"
+    assert assistants or not {382, 383}.intersection(ids), "a message of another role contains a think block"
 
 
 ANYTHING = st.recursive(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tridecode.text.stop_strings import StopStrings
 
-LETTERS = st.text("ab-é", max_size=30)  # few letters, so that partial and overlapping stop strings are frequent
+LETTERS = st.text("ab-é", max_size=30)  # With few letters, partial and overlapping stop strings are frequent.
 STOPS = st.lists(st.text("ab-é", min_size=1, max_size=4), max_size=3)
 
 
@@ -27,6 +27,6 @@ def test_stream_ends_at_first_complete_stop_string(text, stops, cuts):
         for piece in pieces:
             shown, pushed = shown + filter.push(piece), pushed + piece
             assert expected.startswith(shown), "a part of a stop string was shown"
-            assert filter.hit or len(pushed) - len(shown) < longest, "more text is held back than needed"
+            assert filter.hit or len(pushed) - len(shown) < longest, "the filter held back more text than needed"
         assert filter.hit == (min(ends)[2] if ends else None)
         assert shown + filter.flush() == expected

@@ -25,7 +25,9 @@ def split(pieces, starts_inside=False):
     splitter = ThinkSplitter(starts_inside)
     pairs = [pair for piece in pieces for pair in splitter.feed(piece)] + splitter.finish()
     assert all(text for _, text in pairs)
-    assert [kind for kind, _ in pairs] == sorted((kind for kind, _ in pairs), reverse=True), "thinking comes first"
+    assert [kind for kind, _ in pairs] == sorted((kind for kind, _ in pairs), reverse=True), (
+        "an answer part precedes a thinking part"
+    )
     sides = ("".join(text for kind, text in pairs if kind == side) for side in (THINKING, ANSWER))
     return *sides, splitter
 
@@ -49,7 +51,9 @@ def expected(text, starts_inside):
 @given(TEXTS, st.lists(st.integers(0, 100), max_size=8), st.booleans())
 def test_split_of_thinking_and_answer(text, cuts, starts_inside):
     assert split(pieces_of(text, cuts), starts_inside)[:2] == expected(text, starts_inside)
-    assert split(text, starts_inside)[:2] == expected(text, starts_inside), "one character at a time"
+    assert split(text, starts_inside)[:2] == expected(text, starts_inside), (
+        "the result differs if the text arrives one character at a time"
+    )
     assert strip_thinking(text, starts_inside) == expected(text, starts_inside)[1]
 
 
@@ -72,7 +76,7 @@ def test_tokens_and_seconds_of_block():
     splitter = ThinkSplitter(clock=lambda: next(now))
     for piece in ("<think>", "a", "", "b"):
         splitter.feed(piece)
-    assert splitter.seconds == 10, "the clock runs while the block is open"
+    assert splitter.seconds == 10, "the time of an open block was not counted"
     splitter.feed("</think>\n\nyes")
     assert (splitter.tokens, splitter.seconds) == (5, 20)
     splitter.feed(" and no")
@@ -82,7 +86,7 @@ def test_tokens_and_seconds_of_block():
     splitter = ThinkSplitter(starts_inside=True, clock=lambda: next(now))
     splitter.feed("a")
     splitter.finish()
-    assert splitter.seconds == splitter.seconds == 10, "the clock of an open block stops at the end of the text"
+    assert splitter.seconds == splitter.seconds == 10, "the clock continued after the end of the text"
 
 
 @pytest.mark.parametrize("text, tokens", [("yes", 0), ("", 0), ("<thi", 0), ("<think>ab", 9), (" <think></think>", 16)])
@@ -104,8 +108,8 @@ def test_interrupted_think_block_is_closed(text, starts_inside, ended):
     assert strip_thinking(ended, starts_inside) == strip_thinking(text, starts_inside)
 
 
-# Like the templates of models that think: it omits the thinking of earlier turns. With enable_thinking=False it writes
-# an empty block.
+# A template of a thinking model. It omits the thinking of earlier turns. With enable_thinking=False it writes an
+# empty block.
 THINKING_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
@@ -176,7 +180,9 @@ def test_think_command_without_template_variable(piped, checkpoint, tmp_path):
     write_tokenizer(path, chat_template=CHATML)
     code, _, err = piped("/help\n/think\n", "--model", path, "--think", "off")
     assert code == 0 and err.endswith("this model's chat template knows no thinking\n")
-    assert "switched off" not in err and "/think" not in err, "/help omits /think for this template"
+    assert "switched off" not in err and "/think" not in err, (
+        "/help lists /think although the template does not support it"
+    )
     (path / "tokenizer.json").unlink()
     (path / "tokenizer_config.json").unlink()
     write_tokenizer(path, chat_template=CHATML + "{# </think> #}")

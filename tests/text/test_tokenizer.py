@@ -36,8 +36,8 @@ def test_bos_is_added_to_text(tmp_path):
     write_tokenizer(tmp_path, add_bos=True)
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.encode("Hello")[0] == tokenizer.bos_id == 0
-    assert tokenizer.encode("a<|im_end|>")[0] == 0, "also if the text contains a control token"
-    assert tokenizer.encode_chat(user("Hello"))[0] == IM_START, "in a chat the template writes the first token"
+    assert tokenizer.encode("a<|im_end|>")[0] == 0, "the BOS token is missing before a text with a control token"
+    assert tokenizer.encode_chat(user("Hello"))[0] == IM_START, "the tokenizer added a BOS token to a chat"
 
 
 FORGED = {
@@ -95,7 +95,7 @@ def test_normalization_creates_no_control_token(tmp_path):
     made.model = models.BPE(alphabet, [])
     made.add_special_tokens([AddedToken("<s>", normalized=True, special=True)])
     tokenizer = Tokenizer(made, {}, "{% for m in messages %}<s>{{ m.content }}{% endfor %}")
-    wide = "a＜s＞b"  # NFKC makes it a<s>b
+    wide = "a＜s＞b"  # NFKC normalization changes this text to a<s>b.
     assert 256 in made.encode(wide).ids
     assert 256 not in tokenizer.encode(wide) and tokenizer.decode(tokenizer.encode(wide)) == "a<s>b"
     assert tokenizer.encode_chat(user(wide)).count(256) == 1
@@ -110,7 +110,9 @@ def test_added_words_are_text(path, plain):
 
 def test_lone_surrogates_are_replaced(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
-    assert tokenizer.decode(tokenizer.encode("\ud83d\ude00")) == "😀", "a pair is one character"
+    assert tokenizer.decode(tokenizer.encode("\ud83d\ude00")) == "😀", (
+        "a surrogate pair was not decoded as one character"
+    )
     ids = tokenizer.encode_chat(user("a\udfffb"))
     assert "a\ufffdb" in tokenizer.decode(ids)
 
@@ -241,7 +243,7 @@ def test_malformed_messages_are_refused(messages, variables, part, tokenizer):
 
 
 REFUSING = {
-    # name: (template, words of the message)
+    # name: (template, words that the message contains)
     "its own refusal": ("{{ raise_exception('Only user\\nroles!') }}", "refused these messages: Only user roles!"),
     "syntax": ("a\n{% for %}", "broken, line 2"),
     "unknown filter": ("{{ messages | nothing }}", "nothing"),

@@ -9,7 +9,7 @@ from tridecode.tuning.configs import AttentionCase
 
 BF16 = torch.bfloat16
 H200 = Device("NVIDIA H200", 90, 132, 232448, 233472, 65536)
-# hidden size, intermediate size, heads, K/V heads, head size, vocabulary
+# Columns: hidden size, intermediate size, heads, K/V heads, head size, vocabulary.
 MODELS = {
     "qwen2.5-0.5b": (896, 4864, 14, 2, 64, 151936),
     "qwen3-0.6b": (1024, 3072, 16, 8, 128, 151936),

@@ -36,11 +36,13 @@ def test_configs_are_valid_for_every_model(name):
                 if gpu.capability:
                     allowed = VALUES[type(config)]
                     fields = {name: value for name, value in entry_of(config).items() if name != "kernel"}
-                    assert all(value in allowed[name] for name, value in fields.items()), "a table may contain it"
+                    assert all(value in allowed[name] for name, value in fields.items()), (
+                        "a table must not contain this config"
+                    )
 
 
 def test_two_programs_of_many_rows_fit_the_shared_memory_of_a_multiprocessor():
-    """Each with two tiles of K and V, of 64 or of 32 positions."""
+    """Each program has two tiles of K and V, of 64 or of 32 positions."""
     for name, gpu in GPUS.items():
         for case in (FOUR, FOUR._replace(head_dim=96), attention_of("llama-3.2-1b"), attention_of("qwen2.5-0.5b")):
             config, width = attention_rows_config(case, 64, gpu), 64 if case.head_dim == 64 else 128
@@ -69,13 +71,18 @@ def test_attention_to_fp8_keeps_the_next_positions_in_registers(capability):
         config = attention_config(FOUR._replace(fp8=True), rows, gpu)
         assert config == fp8_config(attention_config(FOUR, rows, gpu), gpu)
         assert config.block_t == config.num_warps * (32 if capability >= 90 else 16)
-        assert config.converts == (capability >= 89), "the GPU has an instruction for it"
+        assert config.converts == (capability >= 89), (
+            "the config does not use the conversion instruction of the GPU, or uses a missing one"
+        )
         assert config.stages == 1 if rows > 1 else config.ahead == 1
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 114, 78, 7])
 def test_programs_that_wait_for_each_other_all_run_at_once(multiprocessors):
-    """One runs on each multiprocessor at most: others would wait for programs that do not begin before they end."""
+    """Each multiprocessor runs at most one program.
+
+    Otherwise programs would wait for others that cannot begin before they end.
+    """
     alone, gpu = set(), device(90, multiprocessors)
     for model in MODELS:
         case = attention_of(model)

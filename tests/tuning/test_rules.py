@@ -69,7 +69,7 @@ def test_choices_are_supported_and_fit_the_gpu(model, name):
         assert choice.kernel.supports(part, rows, gpu), (role, rows)
         check_fits(part, rows, choice.config, gpu)
         table = Table({linear_key(part, rows): entry_of(choice.config)}, {})
-        assert table.linear(part, rows, gpu) == replace(choice, source="table"), "a table may contain every choice"
+        assert table.linear(part, rows, gpu) == replace(choice, source="table"), "a table cannot represent the choice"
 
 
 def test_dense_weights_have_kernels_by_the_number_of_rows():
@@ -119,7 +119,7 @@ def test_each_linear_is_chosen_for_its_own_format():
     """The layers of a model may have different schemes."""
     mixed = [case(6144, 2560, weight_type, "normed") for weight_type in WEIGHT_TYPES]
     configs_by_rows = resolve_configs(mixed, [], BF16, H200)
-    assert sorted(configs_by_rows) == [1, 8, 16, 32, 64], "the rows of packed weights"
+    assert sorted(configs_by_rows) == [1, 8, 16, 32, 64], "the configs are for wrong numbers of rows"
     names = [configs_by_rows[1].linears[part].kernel.name for part in mixed]
     assert names == ["matvec", "ring", "matmul", "ring"]
     assert {choose(part, 1, H200, MEASURED).source for part in mixed} == {"table", "rule"}
@@ -183,7 +183,9 @@ def test_batch_invariant_choices_add_in_one_order(model, weight_type, capability
         for choice, rows in zip(chosen, configs_by_rows):
             assert choice.kernel.supports(part, rows, gpu)
             check_fits(part, rows, choice.config, gpu)
-            assert getattr(choice.config, "block_m", 16) >= 16, "tiles of eight rows use another instruction"
+            assert getattr(choice.config, "block_m", 16) >= 16, (
+                "a tile of eight rows was chosen, which uses another instruction"
+            )
         large = "float" not in weight_type or min(part.n, part.k) >= 2560
         expected = "hopper" if capability == 90 and large else "matmul" if part.packed else "wide"
         if part.packed and not kernel_named("hopper").supports(part, 64, gpu):
@@ -208,13 +210,15 @@ def test_orders_differ_if_the_sums_differ():
     split = HopperConfig(64, 128, 4, 4, split=4)
     assert order(hopper, split) == order(hopper, HopperConfig(64, 64, 8, 2, split=4, num_warps=8, producer=1))
     assert order(hopper, split) != order(hopper, replace(split, split=3))
-    assert order(hopper, split) != order(hopper, replace(split, block_n=128)), "other sums of squares"
+    assert order(hopper, split) != order(hopper, replace(split, block_n=128)), (
+        "configs with different sums of squares have the same order"
+    )
     four = cases_of("qwen3-4b", "int4")["qkv"]
     assert order(hopper, HopperConfig(64, 256), four) != order(hopper, HopperConfig(64, 512), four), "scales"
     gated = cases_of("qwen3-4b")["gate_up"]
     one = replace(split, split=1)
     assert order(hopper, one, gated) == order(hopper, replace(one, block_n=128), gated), (
-        "gated writes no sums of squares"
+        "configs without sums of squares have different orders"
     )
     assert order(wide, WideConfig(block_m=16)) == order(wide, WideConfig(block_m=32, ahead=2, registers=128))
     assert order(wide, WideConfig(block_m=16)) != order(wide, WideConfig())

@@ -93,13 +93,13 @@ def test_candidates_are_compiled_in_groups_before_they_are_timed():
     compiled, timed = [], []
 
     def measure(configs):
-        assert not timed or configs in compiled[-1], "not among the candidates that were compiled last"
+        assert not timed or configs in compiled[-1], "a config was timed that the last group did not compile"
         timed.append(configs)
         return distance(configs)
 
     run(measure=measure, prepare=compiled.append, at_once=5)
     assert [configs for several in compiled for configs in several] == timed[1:]
-    assert [len(several) for several in compiled[:4]] == [5, 3, 5, 3], "eight of each part are new"
+    assert [len(several) for several in compiled[:4]] == [5, 3, 5, 3], "the groups have wrong sizes"
 
 
 def test_config_selects_its_kernel():
@@ -144,7 +144,9 @@ def test_candidates_are_valid_and_fit_the_gpu(kind, rows, gpu):
                 weights = config.block_n * (2 if part.epilogue == "gated" else 1)
                 assert 2 * config.stages * config.block_k * (max(config.block_m, rows) + weights) < gpu.shared_memory
             if isinstance(config, WideConfig | HopperConfig):
-                assert not is_head(part) or config.split == 1, "there is no room for its sums"
+                assert not is_head(part) or config.split == 1, (
+                    "an LM head was split, but the scratch has no room for its sums"
+                )
             if isinstance(config, RingConfig):
                 assert 1024 * config.num_warps * config.tiles * config.stages < gpu.shared_memory
 
@@ -175,10 +177,12 @@ def test_the_tiles_of_one_row_are_limited_by_registers():
     tiles, programs, bounds = matvec_candidates(part, False, H200)
     sizes = {(tile["block_n"], tile["num_warps"]) for tile in tiles}
     assert {(1, 2), (2, 4), (4, 8), (8, 16)} <= sizes
-    assert not {(1, 1), (8, 8), (1, 16)} & sizes, "too many bytes a thread, or too few"
+    assert not {(1, 1), (8, 8), (1, 16)} & sizes, "a tile has too many or too few bytes per thread"
     assert {"block_n": 2, "num_warps": 4, "registers": 80 + 40} in tiles
     shared = matvec_candidates(part, True, H200)[0]
-    assert all(tile["registers"] == 0 for tile in shared), "registers also contain the next rows"
+    assert all(tile["registers"] == 0 for tile in shared), (
+        "a register limit was set for rows that share registers with the next rows"
+    )
     assert {"programs": 132, "registers": 0} in programs and {"registers": 0} in bounds
 
 

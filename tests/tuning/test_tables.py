@@ -1,4 +1,4 @@
-"""Tables of choices: those of the package, the user's table, and their use by engines."""
+"""Tables of launch configs: the tables of the package, the user's table, and their use by engines."""
 
 import json
 import logging
@@ -124,8 +124,8 @@ def test_tables_are_ordered_by_name_then_by_size(monkeypatch):
         return [next(iter(table.linears)) for table in package_tables(gpu)]
 
     assert named("NVIDIA H100 80GB HBM3", 90) == ["H100", "H100 NVL"]
-    assert named("NVIDIA H100 NVL", 90) == ["H100 NVL", "H100"], "the longer name first"
-    assert named("NVIDIA GH200 480GB", 90) == ["H100 NVL", "H100"], "the larger table first"
+    assert named("NVIDIA H100 NVL", 90) == ["H100 NVL", "H100"], "the table with the longer matching name is not first"
+    assert named("NVIDIA GH200 480GB", 90) == ["H100 NVL", "H100"], "the larger table is not first"
     assert named("NVIDIA GeForce RTX 4090", 89) == ["L4"]
     assert named("NVIDIA B200", 100) == named("cpu", 0) == named("NVIDIA H100 PCIe", 90, 114) == []
 
@@ -133,7 +133,7 @@ def test_tables_are_ordered_by_name_then_by_size(monkeypatch):
 def test_tables_of_other_capabilities_are_not_used():
     assert shipped(gpu=device(90))[1].linears[QKV].source == "table"
     assert shipped(gpu=device(89))[1].linears[QKV].source == "rule"
-    for name, gpu in GPUS.items():  # tables for other numbers of multiprocessors are not used either
+    for name, gpu in GPUS.items():  # A table is not used for another number of multiprocessors.
         expected = ["NVIDIA H100", "NVIDIA H200"] if name == "h100" else []
         assert [table.gpu for table in package_tables(gpu)] == expected, name
 
@@ -201,7 +201,7 @@ def test_table_keeps_the_entries_of_other_models(cache):
 
 def test_user_table_has_priority_over_the_package_and_the_rules(cache):
     before = shipped()
-    assert resolved() == before, "no table, no change"
+    assert resolved() == before, "the configs changed although the user has no table"
     user_config = {
         QKV: MatvecConfig(4, 8), case(1, 1, "bfloat16", "residual"): MatvecConfig(4, 1),
         ATTENTION: AttentionConfig(32, splits=64, num_warps=2),
@@ -213,7 +213,7 @@ def test_user_table_has_priority_over_the_package_and_the_rules(cache):
     changed = PassConfigs({**before[1].linears, QKV: configs[1].linears[QKV]}, {ATTENTION: user_config[ATTENTION]})
     assert configs == before | {1: changed}
     assert resolved(gpu=GPU._replace(name="Another GPU")) == before
-    assert shipped() == before, "the user's table is read on request only"
+    assert shipped() == before, "the user's table was read without a request"
     assert resolved(batch_invariant=True) == shipped(batch_invariant=True)
     half = {role: part._replace(weight_type=torch.float16) for role, part in PARTS.items()}
     other = dict(attention=attention_of("qwen3-4b", torch.float16), dtype=torch.float16)
@@ -253,7 +253,7 @@ def test_attention_to_fp8_has_room_for_the_splits_of_any_table(cache, block_t, c
 def test_attention_to_fp8_may_have_a_separate_entry(cache, rows):
     fp8 = ATTENTION._replace(fp8=True)
     config = shipped(attention=fp8)[rows].attention[fp8]
-    assert config.converts, "the GPU has an instruction"
+    assert config.converts, "the config does not use the conversion instruction of the GPU"
     write(rows, {fp8: config})
     assert resolved(attention=fp8)[rows].attention[fp8] == config
     user_config = replace(config, splits=16)
@@ -302,7 +302,7 @@ def test_a_table_that_cannot_be_used_is_ignored_with_one_warning(cache, caplog, 
     assert message.startswith(str(table_path(GPU.name))) and "\n" not in message
     assert re.search(reason, message), message
     write(1, {QKV: MatvecConfig(2, 1)})
-    if reason != "recursion" and "must" not in reason:  # a new search replaces a table that cannot be read
+    if reason != "recursion" and "must" not in reason:  # A new search replaces a table that cannot be read.
         assert resolved()[1].linears[QKV].config == MatvecConfig(2, 1)
 
 

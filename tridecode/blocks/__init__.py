@@ -1,1 +1,1 @@
-"""The declarations of a model and the blocks of its layers: one file a kind of block."""
+"""The description of a model, and the blocks of its layers. Each kind of block has a file."""

@@ -41,7 +41,7 @@ class Attention(Block):
     scale: float | None = None
     gate: bool = False
 
-    cuts_prompt = True  # running the last layer's attention again for a few rows writes the same K and V
+    cuts_prompt = True  # If the last layer's attention runs again for a few rows, it writes the same K and V.
 
     @property
     def q_size(self) -> int:
@@ -92,15 +92,15 @@ class Attention(Block):
             Buffer("qkv", (self.qkv_size,), "float32"),
             Buffer("attended", (self.q_size,), tile=True),
             Buffer("partial", (self.heads, MAX_SPLITS, self.head_dim), "float32"),
-            Buffer("lse", (self.heads, MAX_SPLITS, 2), "float32"),  # maximum and sum of each split
-            Buffer("counter", (self.kv_heads,), "int32"),  # zero between launches
+            Buffer("lse", (self.heads, MAX_SPLITS, 2), "float32"),  # Maximum and sum of each split.
+            Buffer("counter", (self.kv_heads,), "int32"),  # The counters are zero between launches.
         )
 
     def prompt_buffers(self) -> tuple[Buffer, ...]:
         """Return the activations of a prompt pass: qkv, the rotated q, and the output."""
         return (
             Buffer("qkv", (self.qkv_size,), "weights"),
-            Buffer("q", (self.heads, self.head_dim), "weights"),  # rotated
+            Buffer("q", (self.heads, self.head_dim), "weights"),  # Queries after the rotary embedding.
             Buffer("attended", (self.q_size,), "weights"),
         )
 
@@ -109,7 +109,7 @@ class Attention(Block):
         return (Pages(self.kv_heads, self.head_dim),)
 
     def pair_flops(self) -> int:
-        """Return the floating point operations of q @ k and p @ v for one pair of positions."""
+        """Return the floating-point operations of q @ k and p @ v for one query position and one key position."""
         return 4 * self.q_size
 
     def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
@@ -150,16 +150,16 @@ class Attention(Block):
         )  # fmt: skip
 
     def resume(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
-        """List the copy of the rows that want a token, then attention and o_proj in decode form."""
+        """List the copy of the rows that sample a token, then attention and o_proj in the form of a decode pass."""
         own, read = state.buffers(self), state.prompt.buffers(self)
         run("take_rows", TAKE_ROWS, state.meta, state.prompt.hidden, read["qkv"], residual.hidden, own["qkv"])
         return self._attend(run, state, layer, residual)
 
     def _attend(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
-        """List the write of K and V if it is separate, attention and o_proj."""
+        """List attention and o_proj, preceded by the write of K and V if attention does not write them."""
         own, plan, kv, rope = state.buffers(self), state.attention(self), state.kv_layer(layer), state.rope(self, layer)
         state.wait_for_pages(run, layer)
-        if plan.writes_first:  # rows attend to K and V that other rows of this pass write
+        if plan.writes_first:  # The rows attend to K and V that other rows of this pass write.
             run("write_kv", WRITE_KV, state.meta, own["qkv"], kv, rope, self._heads(), config=plan.config)
         run(
             "attention", plan.op, state.meta, own["qkv"], own["attended"], kv, rope, self._scratch(state),

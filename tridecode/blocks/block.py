@@ -1,4 +1,4 @@
-"""Block: one part of a layer (a mixer or a feed-forward), and the contract between blocks."""
+"""Block: one part of a layer (a mixer or a feed-forward), and the interface between blocks and passes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .declarations import Buffer, Linear, Pages, Recurrent, Weight
 if TYPE_CHECKING:
     from .attention import Attention
 
-Run = Callable[..., None]  # run(role, op, *arguments, **how): executes one line of a list (step/run.py)
+Run = Callable[..., None]  # run(role, op, *arguments, **options) executes one launch of a list; see step/run.py.
 
 
 class Residual(NamedTuple):
@@ -28,7 +28,8 @@ class Residual(NamedTuple):
 
     Args:
         hidden: fp32 [rows, hidden], the stream itself.
-        normed: [rows, hidden], hidden * the weight of the block's norm. A reader still divides by the root mean square.
+        normed: [rows, hidden], hidden * the weight of the block's norm. The division by the root mean square follows in
+            the linear.
         sumsq: fp32 [rows, hidden]. Its first `partials` columns are partial sums of hidden ** 2.
         partials: number of partial sums.
         next_norm: weight of the norm after the block. The loop over blocks sets it.
@@ -62,8 +63,8 @@ class LoadedLayer:
     Args:
         index: number of the layer.
         linears, weights: the tensors by their declared names.
-        pages: number of the layer among the layers that have pages, None for a layer without pages.
-        recurrent: number of the layer among the layers with recurrent state, None for a layer without.
+        pages: index of the layer among the layers that have pages, or None for a layer without pages.
+        recurrent: index of the layer among the layers with recurrent state, or None for a layer without it.
     """
 
     index: int
@@ -78,7 +79,7 @@ class LoadedLayer:
 
     @property
     def page_index(self) -> int:
-        """The value of `pages`, of a layer that has pages."""
+        """The value of `pages`, for a layer that has pages."""
         assert self.pages is not None
         return self.pages
 
@@ -139,15 +140,15 @@ class PassState(Protocol):
         ...
 
     def records(self, layer: LoadedLayer) -> RecordLayer:
-        """Return the records of a layer."""
+        """Return the records of a layer, which store its states."""
         ...
 
     def wait_for_pages(self, run: Run, layer: LoadedLayer) -> None:
-        """List the wait for the layer's pages in host memory, if there is a ring."""
+        """If there is a ring, list the wait for the pages of this layer that are copied from host memory."""
         ...
 
     def fetch_next_pages(self, run: Run, layer: LoadedLayer) -> None:
-        """List the fetch into the ring buffer that this layer has read, if there is a ring."""
+        """If there is a ring, list a fetch into the ring buffer that this layer has finished reading."""
         ...
 
 
@@ -174,7 +175,7 @@ class DecodeState(PassState, Protocol):
 
     @property
     def prompt(self) -> PromptRows:
-        """The prompt pass whose last layer `Block.resume` ends."""
+        """The prompt pass whose last layer `Block.resume` completes."""
         ...
 
     def attention(self, block: "Attention") -> AttentionPlan:
@@ -182,7 +183,7 @@ class DecodeState(PassState, Protocol):
         ...
 
     def draft_rows(self, layer: LoadedLayer) -> DraftRows | None:
-        """Return the updates of a layer's recurrent state by drafts. None if the engine has no drafts."""
+        """Return the buffers for updates of a layer's recurrent state by drafts. None if the engine has no drafts."""
         ...
 
     @property
@@ -252,8 +253,10 @@ class Block:
     residual_scale: float = 1.0
     norm_offset: float = 0.0
 
-    # Whether the prompt pass may leave the last layer after `prompt_start`: then `resume` ends the layer in decode
-    # form, for the rows that want a token. A block whose state a second run would change runs whole.
+    # Whether a prompt pass may stop in the last layer after `prompt_start`. Then `resume` completes the layer in the
+    # form
+    # of a decode pass, for the rows whose next token is sampled. A block whose state would change in a second run must
+    # set this to False.
     cuts_prompt: ClassVar[bool] = False
 
     def inner(self) -> tuple["Block", ...]:
@@ -277,7 +280,7 @@ class Block:
         return ()
 
     def states(self) -> tuple[Pages | Recurrent, ...]:
-        """Return the state of a request that outlasts a pass."""
+        """Return the declarations of the state that a request keeps between passes."""
         return ()
 
     def pair_flops(self) -> int:
@@ -293,11 +296,14 @@ class Block:
         raise NotImplementedError
 
     def prompt_start(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> None:
-        """List the launches of a prompt pass up to this layer's K and V, if `cuts_prompt`."""
+        """List the launches of a prompt pass up to the K and V of this layer.
+
+        Only blocks with `cuts_prompt` have this.
+        """
         raise NotImplementedError
 
     def resume(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
-        """Continue after `prompt_start` in decode form, for the rows that want a token."""
+        """List the rest of the block after `prompt_start`, as in a decode pass, for the rows that sample a token."""
         raise NotImplementedError
 
 

@@ -1,6 +1,6 @@
 """Declarations: the weights, buffers and state of a block.
 
-Loading, the memory plan, the workspace, tuning, byte counts, quantization and offload all loop over them.
+Loading, the memory plan, the workspace, tuning, byte counts, quantization and offload read these declarations.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class Linear:
     Args:
         name: role in the lists of launches, unique within a layer.
         n, k: rows and columns of the weight.
-        parts: modules that the rows come from, empty for a tied LM head.
-        epilogue: the computation that the decode pass fuses with the product: "normed", "gated" or "residual". See
-            kernels/linear/project.py.
+        parts: modules of the checkpoint that contain the rows. Empty for a tied LM head.
+        epilogue: the computation that the decode pass fuses with the matrix product: "normed", "gated" or "residual"
+            (see kernels/linear/project.py).
         bias: every part has a bias. Only the epilogue normed allows one.
         scale: factor that the loader multiplies into weight and bias.
     """
@@ -48,7 +48,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that is not a linear's, such as the weight of a norm or an embedding.
+    """A tensor that does not belong to a linear, such as the weight of a norm or an embedding.
 
     Args:
         name: unique within a layer.
@@ -83,7 +83,8 @@ class Buffer:
         shape: shape of one row.
         dtype: "weights" (the dtype of the weights), "activation" (bf16 for bf16 weights, fp32 for all others),
             "float32" or "int32".
-        tile: a linear reads the buffer in tiles of many rows, so its rows are rounded up to a whole tile.
+        tile: whether a linear reads the buffer in tiles of many rows. If so, the number of rows is rounded up to whole
+            tiles.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """State of one layer that has a fixed size for each record: a matrix for each V head, and inputs of a convolution.
+    """State of one layer with a fixed size per record: a matrix for each V head, and recent inputs of a convolution.
 
     Args:
         key_heads, value_heads: numbers of heads.

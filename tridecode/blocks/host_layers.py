@@ -1,4 +1,4 @@
-"""Weights in host memory: the linears of a model's last layers, read through two buffers on the device."""
+"""Weights in host memory: the linears of the last layers. Passes read them through two buffers on the device."""
 
 import math
 import re
@@ -8,10 +8,10 @@ import torch
 
 from ..tensors import aligned, host_memory
 
-LAYER_BUFFERS = 2  # buffers on the device, one layer each: one is filled while the other is read
-ALIGNED = 256  # alignment in bytes of a matrix within its layer
+LAYER_BUFFERS = 2  # Number of device buffers of one layer each. One is filled while the other is read.
+ALIGNED = 256  # Alignment in bytes of a matrix within its layer.
 LINEAR = re.compile(r"layers\.(\d+)\.(\w+\.weight)")
-Shapes = dict[str, tuple[int, ...]]  # name of a tensor, for example "layers.3.qkv.weight" -> its shape
+Shapes = dict[str, tuple[int, ...]]  # Name of a tensor, such as "layers.3.qkv.weight" -> its shape.
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class HostLayers:
         first: the first of these layers.
         stored: name of each linear -> its weight in host memory.
         read: name of each linear -> the part of a buffer from which passes read it.
-        source: each layer in one piece in host memory, [1, words] int64.
-        target: the buffer of each layer, like source.
-        places: [2] int32, the argument of `fetch` that selects the whole piece.
+        source: for each layer, its linears in host memory as one tensor, [1, words] int64.
+        target: for each layer, its buffer on the device, with the shape of `source`.
+        places: [2] int32, the argument of `fetch` that selects the whole tensor.
     """
 
     first: int
@@ -46,7 +46,7 @@ def layer_sizes(shapes: Shapes, dtype: torch.dtype) -> list[int]:
 
 
 def make_host_layers(shapes: Shapes, device: torch.device, dtype: torch.dtype, first: int) -> HostLayers:
-    """Allocate the linears of the layers from `first` on, and the buffers. Raises DeviceError."""
+    """Allocate the linears of the layers from `first` to the last one, and the buffers. Raises DeviceError."""
     layers = _by_layer(shapes)[first:]
     sizes = [_size(linears, dtype) for linears in layers]
     ring = torch.empty(LAYER_BUFFERS, max(sizes), dtype=torch.uint8, device=device)
@@ -77,5 +77,5 @@ def _by_layer(shapes: Shapes) -> list[Shapes]:
 
 
 def _size(linears: Shapes, dtype: torch.dtype) -> int:
-    """Return the bytes of the linears of a layer in one piece."""
+    """Return the bytes of the linears of a layer, stored as one tensor."""
     return aligned(sum(aligned(math.prod(shape) * dtype.itemsize, ALIGNED) for shape in linears.values()))

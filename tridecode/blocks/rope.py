@@ -13,11 +13,11 @@ class RopeConfig:
     Args:
         theta: base of the frequencies.
         kind: "default" or "llama3". Only "llama3" reads the other fields.
-        factor: stretch of the longest wavelengths.
-        low_freq_factor: original_max_position / low_freq_factor is the wavelength above which `factor` applies in full.
-        high_freq_factor: original_max_position / high_freq_factor is the wavelength below which nothing is stretched.
+        factor: factor by which the longest wavelengths are multiplied.
+        low_freq_factor: wavelengths above original_max_position / low_freq_factor are multiplied by `factor`.
+        high_freq_factor: wavelengths below original_max_position / high_freq_factor do not change.
         original_max_position: context of the model before it was extended.
-        partial: share of the columns of a head that are rotated, from the first on.
+        partial: share of the columns of a head that are rotated. These are the first columns.
     """
 
     theta: float = 10000.0

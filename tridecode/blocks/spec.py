@@ -1,4 +1,4 @@
-"""ModelSpec: a model as data. Families produce it; the rest of the engine reads it."""
+"""ModelSpec: the description of a model. A family creates it from config.json, and the rest of the engine reads it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .declarations import Linear, Pages, Part, Recurrent, Weight, norm_weight
 if TYPE_CHECKING:
     from ..checkpoint.quantization.scheme import Quantization
 
-NORM_NAMES = ("mixer_norm", "ffn_norm")  # the norms before the two blocks of a layer
+NORM_NAMES = ("mixer_norm", "ffn_norm")  # The norms before the two blocks of a layer.
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ModelSpec:
         return len(self.layers)
 
     def blocks(self) -> tuple[Block, ...]:
-        """Return the distinct blocks in the order of the layers, each before the blocks inside it."""
+        """Return the distinct blocks in the order of the layers. A block precedes the blocks that it contains."""
         return tuple(dict.fromkeys(each for layer in self.layers for b in layer.blocks for each in (b, *b.inner())))
 
     def linears(self) -> Iterator[Linear]:

@@ -26,9 +26,9 @@ class Weights:
         embed: [vocab, hidden].
         layers: the weights of each layer.
         final_norm: [hidden].
-        lm_head: if the model ties it, it shares the storage of embed.
-        host: the layers whose linears are in host memory, or None. On the device these layers share a ring of buffers,
-            which every pass fills.
+        lm_head: the LM head. If it is tied, it shares the storage of `embed`.
+        host: the layers whose linears are in host memory, or None. Every pass copies these linears to a ring of buffers
+            on the device.
     """
 
     embed: torch.Tensor
@@ -64,7 +64,7 @@ class Weights:
         return list(dict.fromkeys(linear.number_type for linear in self.linears()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor by a dotted name, a tied LM head once."""
+        """Return every tensor by its dotted name. A tied LM head occurs once."""
         tensors = {"embed": self.embed, "final_norm": self.final_norm}
         if not self.tied:
             tensors |= {f"lm_head.{name}": tensor for name, tensor in self.lm_head.tensors().items()}

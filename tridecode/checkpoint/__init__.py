@@ -1,1 +1,1 @@
-"""Checkpoints: where they come from, their files, quantization, and loading onto the device."""
+"""Checkpoints: download, files, quantization, and loading onto the device."""

@@ -13,7 +13,7 @@ from ..sampling import SamplingParams
 if TYPE_CHECKING:
     from ..blocks.spec import ModelSpec
 
-# SamplingParams fields that generation_config.json may set
+# SamplingParams fields that generation_config.json may set.
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -37,7 +37,7 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
     Raises:
         CheckpointError: one line with the key and the expected value.
     """
-    from ..models.registry import parse_model  # imports torch, which `--help` does not need
+    from ..models.registry import parse_model  # The import loads torch, which `--help` does not need.
 
     read = ConfigReader(config_json, str(source))
     spec = parse_model(read)
@@ -71,6 +71,6 @@ def _generation_defaults(read: ConfigReader) -> tuple[tuple[str, float], ...]:
         SamplingParams(**defaults)
     except ParameterError as error:
         raise CheckpointError(f"{read.source}: {error}; correct it there") from None
-    if not read.flag("do_sample", default=True):  # if it is absent, the other values apply
+    if not read.flag("do_sample", default=True):  # If do_sample is absent, the other values apply.
         defaults["temperature"] = 0.0
     return tuple(defaults.items())

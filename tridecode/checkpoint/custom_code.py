@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-KEY = "auto_map"  # key in config.json and tokenizer_config.json; values: "module.Class" or "owner/name--module.Class"
+# A key in config.json and tokenizer_config.json. Its values are "module.Class" or "owner/name--module.Class".
+KEY = "auto_map"
 _RELATIVE_IMPORT = re.compile(r"(?m)^\s*(?:from\s+\.(\w+)\s+import\b|import\s+\.(\w+)\s*$)")
 
 
@@ -22,15 +23,15 @@ def code_files(source: Path, values: dict) -> list[Path]:
 
 
 def _names(named) -> list[str]:
-    """Return the class names in a value of KEY, without those in other repositories."""
+    """Return the class names in a value of KEY that do not belong to another repository."""
     if isinstance(named, str):
-        return [] if "--" in named else [named]  # the class is in another repository
+        return [] if "--" in named else [named]  # The class is in another repository.
     parts = named.values() if isinstance(named, dict) else named if isinstance(named, list) else ()
     return [name for each in parts for name in _names(each)]
 
 
 def refer_to_repository(values: dict, repo: str) -> dict:
-    """Return the configuration for use in another place: its Python classes refer to the repository."""
+    """Return the configuration for a copy elsewhere, in which the Python classes refer to the repository."""
 
     def moved(named):
         if isinstance(named, str):

@@ -9,7 +9,7 @@ from ..errors import CheckpointError, ParameterError, brief
 from ..models.reader import read_json
 from .config import read_config
 
-BUNDLED = Path(__file__).parents[1] / "bundled"  # the model in the package, whose name is "bundled"
+BUNDLED = Path(__file__).parents[1] / "bundled"  # Directory of the model in the package, which is called "bundled".
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = (
@@ -21,7 +21,7 @@ SMALL_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-_LONGEST_NAME = 255  # bytes of a file's name, on any usual file system
+_LONGEST_NAME = 255  # Maximum bytes of a file name on common file systems.
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -31,8 +31,8 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
     A local directory is returned as it is. None and the name "bundled" mean the model in the package. Any other value
     is a Hugging Face id ("owner/name"), which is downloaded.
 
-    Only files that are read are downloaded, the small ones first. Therefore an unsupported model costs no download of
-    weights. If `weights` is false, no weights are downloaded. huggingface_hub implements cache, token, offline mode and
+    Only needed files are downloaded, the small ones first. Therefore no weights of an unsupported model are downloaded.
+    If `weights` is false, no weights are downloaded. huggingface_hub implements cache, token, offline mode and
     progress bars. Raises CheckpointError.
     """
     if model is None:
@@ -47,7 +47,7 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
         raise CheckpointError(f"{model}: there is no such user; give a directory or a Hugging Face id") from None
     try:
         is_directory, exists = path.is_dir(), path.exists()
-    except OSError as error:  # such as a name that is too long
+    except OSError as error:  # For example, the name is too long.
         raise ParameterError(f"model {shown(str(model))}: {error.strerror}; give a directory or an id") from None
     if is_directory:
         return path
@@ -75,7 +75,7 @@ def fetch_weights(model: str | Path | None, path: Path) -> None:
     repo, index = str(model), path / INDEX
     shards = sorted(set(shard_map(index).values())) if index.is_file() else [SINGLE]
     if not all((path / name).is_file() for name in shards):
-        # The same commit as the small files: the repository may change between the two calls.
+        # Use the same commit as for the small files, because the repository may change between the two calls.
         _snapshot(repo, shards, path.name)
     for name in shards:
         _require(repo, path, name)
@@ -95,7 +95,7 @@ def cached_models() -> list[str]:
 def shard_map(index: Path) -> dict[str, str]:
     """Return the weight_map of an index file: tensor name -> shard file name.
 
-    Raises CheckpointError for a shard outside the directory of the index: a name with a directory or with "..".
+    Raises CheckpointError for a shard outside the directory of the index, whose name contains a directory or "..".
     """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -132,8 +132,11 @@ def _require(repo: str, path: Path, name: str) -> None:
 
 
 def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
-    """Call huggingface_hub's snapshot_download. Each failure raises a CheckpointError of one line with advice."""
-    import huggingface_hub  # imported here, because a local directory does not need it
+    """Call huggingface_hub's snapshot_download.
+
+    Each failure raises a CheckpointError with a one-line message and advice.
+    """
+    import huggingface_hub  # A local directory does not need this import.
     from huggingface_hub import constants, errors
 
     try:
@@ -165,10 +168,10 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
     except OSError as error:
         reason = f"the download failed ({_words(error)})"
         fix = f"check the connection and the free space of {constants.HF_HUB_CACHE}, and run again: it resumes"
-    except Exception as error:  # errors of the HTTP client, which differ between versions of huggingface_hub
+    except Exception as error:  # The HTTP client's errors differ between versions of huggingface_hub.
         if type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3", "hf_xet")):
             reason, fix = f"the download failed ({_words(error)})", "check the connection and run again: it resumes"
-        else:  # errors of huggingface_hub when it reads an answer of another kind
+        else:  # huggingface_hub raises these errors if it cannot read an answer.
             cause = f"{type(error).__name__}: {brief(error)}"
             reason = f"{constants.ENDPOINT} does not answer as a hub does ({cause})"
             fix = "check HF_ENDPOINT and whether this network wants you to log in first, or give a local directory"
@@ -177,13 +180,13 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
 
 @contextmanager
 def _bounded_requests(huggingface_hub, seconds: float):
-    """Set a timeout on requests without one, such as huggingface_hub's queries about a repository."""
+    """Set a timeout for requests without a timeout, such as huggingface_hub's queries about a repository."""
 
     def bound(request):
         timeout = request.extensions.get("timeout", {})
         request.extensions["timeout"] = {name: seconds if value is None else value for name, value in timeout.items()}
 
-    if not hasattr(huggingface_hub, "set_client_factory"):  # versions before 1.0 have no event hooks
+    if not hasattr(huggingface_hub, "set_client_factory"):  # Versions before 1.0 have no event hooks.
         yield
         return
     session = huggingface_hub.get_session()

@@ -1,8 +1,9 @@
 """Loads checkpoints, one or many safetensors files, into fused weights on the device.
 
 The headers of the files are checked before memory is allocated. Then each tensor is copied to the device in small
-pieces, so that neither the host nor the device stores a second copy of the weights. Files are read, not mapped: if a
-file becomes shorter during the load, or if the disk fails, the result is an error and not a signal.
+pieces, so that neither the host nor the device stores a second copy of the weights. Files are read instead of mapped.
+If a file becomes shorter during the load, or if the disk fails, the loader therefore raises an error instead of
+receiving a signal.
 """
 
 import json
@@ -31,12 +32,13 @@ from .quantization.scheme import Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
 
 log = logging.getLogger("tridecode")
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by the names of safetensors
+# Keys are the dtype names of safetensors.
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
-_HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
-_MAX_DIMENSIONS = 8  # most dimensions of a tensor; the product of very many sizes would take minutes
-_COPY_BYTES = 64 * 2**20  # maximum bytes that are copied to the device at once
+_HEADER_LIMIT = 100_000_000  # Maximum bytes of a header, as in safetensors.
+_MAX_DIMENSIONS = 8  # Maximum dimensions of a tensor. The product of very many sizes would take minutes.
+_COPY_BYTES = 64 * 2**20  # Maximum bytes that are copied to the device at once.
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 
 
@@ -95,10 +97,12 @@ def load_weights(
         dtype: dtype of the tensors, except packed tensors.
         progress: called as progress(done, total), with bytes of the files.
         on_host: how many of the last layers have their linears in host memory. Packed tensors cannot be there.
-        packs: quantized weights become packed tensors; otherwise they are dequantized. By default on a GPU.
+        packs: whether quantized weights become packed tensors. Otherwise they are dequantized. By default true on a
+            GPU.
 
     Raises:
-        CheckpointError: before memory is allocated, for a tensor that is wrong, missing, unexpected or misshapen.
+        CheckpointError: a tensor is wrong, missing, unexpected or misshapen. This is checked before memory is
+            allocated.
         DeviceError: the device has too little memory.
     """
     path, device = Path(path), torch.device(device)
@@ -116,14 +120,15 @@ def load_weights(
         return DTYPES[tensors[scale].dtype]
 
     plan = targets(spec, packs, scale_dtype)
-    # A conversion of the dtype makes a second copy of a piece, which must be small compared to the weights.
+    # A dtype conversion makes a second copy of a tensor slice, which must be small compared to the weights.
     limit = min(_COPY_BYTES, max(total // 64, 2**16))
     with ExitStack() as opened:
         places, host = _allocate(plan, device, dtype, spec.num_layers, on_host)
         loader = Loader(tensors, plan, places, limit, opened)
         done = 0
         first = {name: tensors[next(iter(stored(name, of)))] for name, of in slices.items()}
-        for name in sorted(slices, key=lambda name: (first[name].file, first[name].begin)):  # in the order of the files
+        # Read the tensors in the order of the files.
+        for name in sorted(slices, key=lambda name: (first[name].file, first[name].begin)):
             for count in loader.place(name, slices[name]):
                 done += count
                 if progress is not None:
@@ -167,7 +172,7 @@ def random_weights(
     spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, seed: int = 0, on_host: int = 0,
     packs: bool | None = None,
 ) -> Weights:  # fmt: skip
-    """Return random weights, generated on the device, with which activations have a magnitude of about 1.
+    """Return random weights, generated on the device. With them, activations have a magnitude of about 1.
 
     They are for benchmarks and tests. A seed gives the same weights only on devices of the same kind. `load_weights`
     describes on_host and packs.
@@ -178,12 +183,12 @@ def random_weights(
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, target in plan.items():
         if name == "lm_head.weight" and spec.tie_word_embeddings:
-            continue  # it is copied from the embedding below
+            continue  # The code below copies this weight from the embedding.
         tensor = place = places[name]["weight"]
         if target.load_scheme is not None or place.device.type != device.type:
             tensor = torch.empty(target.shape, dtype=dtype, device=device)
         if tensor.ndim == 2:
-            # 2 * num_layers linears add their products to the residual stream.
+            # 2 * num_layers linears add to the residual stream, so their weights are smaller.
             branch = 2 * spec.num_layers if target.residual else 1
             tensor.normal_(0.0, (tensor.shape[1] * branch) ** -0.5, generator=generator)
         elif name.endswith("bias"):
@@ -209,7 +214,7 @@ def empty_weights(
 def _allocate(
     plan: dict[str, Target], device: torch.device, dtype: torch.dtype, layers: int, on_host: int
 ) -> tuple[dict[str, dict[str, torch.Tensor]], HostLayers | None]:
-    """Allocate target -> part -> tensor. The linears of the last `on_host` layers are in host memory."""
+    """Allocate the tensors: target -> part -> tensor. The linears of the last `on_host` layers are in host memory."""
     try:
         shapes = {name: target.shape for name, target in plan.items()}
         assert not on_host or all(target.packed is None for target in plan.values()), "packed tensors on the host"
@@ -248,7 +253,7 @@ def _assemble(
     spec: ModelSpec, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
 ) -> Weights:
     """Build the model's weights from the loaded tensors."""
-    if spec.tie_word_embeddings and "lm_head.weight" in plan:  # a quantized copy of the embedding
+    if spec.tie_word_embeddings and "lm_head.weight" in plan:  # The LM head is a quantized copy of the embedding.
         quantize_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
 
     if host:
@@ -343,7 +348,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _is_ignorable(name: str, spec: ModelSpec) -> bool:
-    """Return whether a tensor may be ignored: rotary tables, or the copy of a tied embedding, in old checkpoints.
+    """Return whether a tensor may be ignored, such as rotary tables and copies of a tied embedding in old checkpoints.
 
     Parts of a model that the engine does not use are ignored too.
     """
@@ -410,5 +415,8 @@ def _check(
 
 
 def _shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Drop dimensions of 1 after the first one: scales of rows are written as [n] or [n, 1], one scale as [] or [1]."""
+    """Drop dimensions of size 1, except the first dimension.
+
+    Checkpoints store scales of rows as [n] or [n, 1], and one scale as [] or [1].
+    """
     return (*shape[:1], *(size for size in shape[1:] if size != 1)) or (1,)

@@ -19,8 +19,8 @@ READ = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
-BLOCK = 128  # rows that may share a scale; quantized weights are read in multiples of these
-_NUMBERS = 2**24  # elements of a weight that are dequantized or quantized at once
+BLOCK = 128  # Number of rows that may share a scale. Quantized weights are read in multiples of this number.
+_NUMBERS = 2**24  # Maximum elements of a weight that are quantized or dequantized at once.
 
 
 class Loader:
@@ -64,7 +64,10 @@ class Loader:
     def _place_quantized(
         self, name: str, tensor_slice: TensorSlice, scheme: Scheme, target: Target, parts: dict[str, torch.Tensor]
     ) -> Iterator[int]:
-        """Load a slice that is quantized in the checkpoint, in blocks of rows if the method stores rows together."""
+        """Load a slice that is quantized in the checkpoint.
+
+        If the method stores several rows together, load blocks of rows.
+        """
         n, k = tensor_slice.shape
         needed, module = stored(name, tensor_slice), name.removesuffix("weight")
         rowwise = next(iter(needed.values())).per
@@ -124,7 +127,7 @@ class Loader:
         return rows
 
     def _fill(self, name: str, first: int, part: torch.Tensor) -> None:
-        """Fill `part`, contiguous on the CPU, with the rows from `first` on."""
+        """Fill `part`, a contiguous tensor on the CPU, with the rows that begin at row `first`."""
         info = self._tensors[name]
         opened = self._file(info.file)
         try:
@@ -147,7 +150,7 @@ class Loader:
             part = self._buffer[: place.numel() * dtype.itemsize].view(dtype).view(place.shape)
         self._fill(name, first, part)
         if not straight:
-            # The device converts the dtype, so that the bytes cross the bus as they are in the file.
+            # The device converts the dtype, so the bytes are copied as they are in the file.
             place.copy_(part if dtype == place.dtype and plain else scaled(part.to(place.device), scale, offset))
         return part.nbytes
 
@@ -158,7 +161,7 @@ def scaled(rows: torch.Tensor, scale: float, offset: float = 0.0) -> torch.Tenso
 
 
 def quantize_into(parts: dict[str, torch.Tensor], target: Target, start: int, rows: torch.Tensor) -> None:
-    """Quantize rows of a weight and write them from row `start` on, packed or dequantized."""
+    """Quantize rows of a weight and write them to the target at row `start`, packed or dequantized."""
     assert target.load_scheme is not None
     step = max(_NUMBERS // rows.shape[1], 1)
     for first in range(0, len(rows), step):

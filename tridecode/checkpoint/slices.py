@@ -78,7 +78,10 @@ def linear_modules(spec: ModelSpec) -> set[str]:
 
 
 def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
-    """Return every tensor of an unquantized checkpoint by its name there; targets are named as in Weights."""
+    """Return every tensor slice of an unquantized checkpoint by its name in the checkpoint.
+
+    Targets are named as in Weights.
+    """
     slices = {}
     for target, prefix, each in declared(spec):
         if isinstance(each, Weight):
@@ -96,7 +99,7 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
 
 
 def stored(name: str, tensor_slice: TensorSlice) -> dict[str, Stored]:
-    """Return the tensors of the checkpoint that store a slice, by their names, the largest first."""
+    """Return the checkpoint tensors that store a slice, by name. The largest comes first."""
     if tensor_slice.scheme is None:
         return {name: Stored(tensor_slice.shape, FLOATS)}
     module = name.removesuffix("weight")
@@ -125,7 +128,7 @@ def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dty
         if each.parts:
             names = members[f"{target}.weight"]
             targets[f"{target}.weight"] = _weight_target(spec, each, names, known, packs, scale_dtype, residual)
-        elif _load_scheme(spec, prefix + target):  # a quantized copy of the embedding
+        elif _load_scheme(spec, prefix + target):  # The LM head is a quantized copy of the embedding.
             targets[f"{target}.weight"] = _loaded_target(spec, prefix + target, (each.n, each.k), [0], packs, residual)
         if each.bias:
             targets[f"{target}.bias"] = Target((each.n,))
@@ -177,7 +180,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, packs: bool = False, on_host: int = 0) -> int:
-    """Return the bytes of the weights on the device, those that are not packed in `dtype`.
+    """Return the bytes of the weights on the device. Weights that are not packed have the dtype `dtype`.
 
     Args:
         on_host: how many of the last layers have their linears in host memory.
@@ -186,7 +189,7 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, packs: bool = False, on_ho
 
 
 def host_layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of host memory for one layer: every layer has as many as the largest needs."""
+    """Return the bytes of host memory for one layer. Every layer gets the size of the largest one."""
     return max(_layer_sizes(targets(spec, packs=False), dtype))
 
 

@@ -2,7 +2,7 @@
 
 try:
     from .main import main
-except KeyboardInterrupt:  # Ctrl-C in the first moment, before anybody could handle it
+except KeyboardInterrupt:  # The user pressed Ctrl-C before the program could handle it.
     raise SystemExit(130) from None
 
 __all__ = ["main"]

@@ -49,7 +49,9 @@ def add_benches(bench: Parser) -> None:
     def add(name: str, help: str, runs: int | None = None) -> Parser:
         parser = benches.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
         if runs is not None:
-            parser.add_argument("--runs", type=positive, default=runs, metavar="N", help=f"timed runs ({runs})")
+            parser.add_argument(
+                "--runs", type=positive, default=runs, metavar="N", help=f"number of timed runs ({runs})"
+            )
         add_output(parser)
         add_verbose(parser)
         return parser
@@ -59,22 +61,27 @@ def add_benches(bench: Parser) -> None:
     add_quantize(decode)
     add_steps(decode, "tokens before the first pass")
     decode.add_argument(
-        "--ablate", action="store_true", help="time the pass without workspace, graph and dependent launch too"
+        "--ablate",
+        action="store_true",
+        help="also time the pass without workspace, without graph and without dependent launch",
     )
     batch = add("batch", "a decode pass of many requests at once", runs=9)
     add_shape(batch, model=True)
     add_quantize(batch)
     batch.add_argument(
-        "--rows", type=row_counts, metavar="N,N", help="numbers of requests, a table row each (1,2,4,...,64)"
+        "--rows",
+        type=row_counts,
+        metavar="N,N",
+        help="numbers of requests; each gets a row of the table (1,2,4,...,64)",
     )
     batch.add_argument(
         "--context",
         type=contexts,
         default=["64"],
         metavar="N,N",
-        help="tokens before the first pass, a table row each; 32000x1+64x31 is one request at 32,000 and 31 at 64 (64)",
+        help="tokens before the first pass, one row each; 32000x1+64x31: one request at 32,000 and 31 at 64 (64)",
     )
-    batch.add_argument("--steps", type=positive, default=128, metavar="N", help="passes in a run (128)")
+    batch.add_argument("--steps", type=positive, default=128, metavar="N", help="number of passes of a run (128)")
     add_sampling(batch)
     prefill = add("prefill", "time from a prompt to its first token", runs=9)
     add_shape(prefill, model=True)
@@ -84,7 +91,7 @@ def add_benches(bench: Parser) -> None:
         type=positives,
         default=[2048],
         metavar="N,N",
-        help="lengths of the prompt, a table row each (2048)",
+        help="prompt lengths; each gets a row of the table (2048)",
     )
     cached = "cached tokens before the prompt, as in a second turn (0)"
     prefill.add_argument("--cached", type=whole, default=0, metavar="N", help=cached)
@@ -109,18 +116,18 @@ def add_benches(bench: Parser) -> None:
     host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help=words)
     speculate = add("speculate", "passes that verify drafts, and the tokens per pass on fixed texts", runs=7)
     add_shape(speculate, model=True)
-    add_quantize(speculate, kv_dtype=False)  # drafts need 16-bit K/V
-    words = "numbers of requests at a time, a table row each (1,2,4,8,16)"
+    add_quantize(speculate, kv_dtype=False)  # Drafts need 16-bit K/V.
+    words = "numbers of concurrent requests; each gets a row of the table (1,2,4,8,16)"
     speculate.add_argument("--requests", type=row_counts, default=[1, 2, 4, 8, 16], metavar="N,N", help=words)
     first = "tokens before the first pass (1024)"
     speculate.add_argument("--context", type=positive, default=1024, metavar="N", help=first)
-    speculate.add_argument("--steps", type=positive, default=32, metavar="N", help="passes in a run (32)")
+    speculate.add_argument("--steps", type=positive, default=32, metavar="N", help="number of passes of a run (32)")
     words = "tokens that the draft kernel searches (32000)"
     speculate.add_argument("--history", type=positive, default=32000, metavar="N", help=words)
     add_option(speculate, OPTIONS["speculate_ngram"])
     words = "tokenizer of the texts (default: the checkpoint's, or the bundled one with a preset)"
     speculate.add_argument("--tokenizer", metavar="DIR", help=words)
-    words = "only play the texts back, on any machine; no pass is timed"
+    words = "only count tokens per pass on the texts, on any machine, without timing passes"
     speculate.add_argument("--texts-only", action="store_true", help=words)
     pass_options = ("preset", "runs", "requests", "context", "steps", "history", "quantize", "quantize_head")
     speculate.without("texts_only", *pass_options)
@@ -132,25 +139,29 @@ def add_output(parser) -> None:
         "--format",
         choices=["table", "md", "csv", "json", "jsonl"],
         default="table",
-        help="format of stdout, or of the file of --output (table)",
+        help="format of stdout, or of the file that --output names (table)",
     )
     parser.add_argument("--output", metavar="FILE", help="write the rows to a file in the format of its suffix (.json)")
 
 
 def add_kv_on_host(host) -> None:
     """Add the options of decode passes with K/V in host memory."""
-    host.add_argument("--runs", type=positive, default=5, metavar="N", help="timed runs (5)")
+    host.add_argument("--runs", type=positive, default=5, metavar="N", help="number of timed runs (5)")
     add_shape(host)
     first = "tokens before the first pass (32000)"
     host.add_argument("--context", type=positive, default=32000, metavar="N", help=first)
-    host.add_argument("--steps", type=positive, default=16, metavar="N", help="passes in a run, or after a prompt (16)")
-    shares = "shares of the K/V in host memory, table rows each (1,0.5,0)"
+    host.add_argument(
+        "--steps", type=positive, default=16, metavar="N", help="number of passes of a run, and after a prompt (16)"
+    )
+    shares = "shares of the K/V in host memory; each gets rows of the table (1,0.5,0)"
     host.add_argument("--host", type=shares_of_one, default=[1.0, 0.5, 0.0], metavar="S,S", help=shares)
-    host.add_argument("--ring", type=positive, default=2, metavar="N", help="staging buffers on the device (2)")
+    host.add_argument(
+        "--ring", type=positive, default=2, metavar="N", help="number of staging buffers on the device (2)"
+    )
 
 
 def add_serve(serve: Parser) -> None:
-    """Add the options of a load, with the names of vLLM's benchmark where it has them, and the options of --mix."""
+    """Add the options of a load, which use the names of vLLM's benchmark if possible, and the options of --mix."""
     serve.add_argument(
         "--url",
         type=reader(Url()),
@@ -161,49 +172,76 @@ def add_serve(serve: Parser) -> None:
     words = "model name on the server (default: the first that it lists); with --mix a checkpoint"
     model.add_argument("--model", metavar="NAME", help=words)
     serve.add_argument(
-        "--endpoint", choices=["completions", "chat"], default="completions", help="API endpoint (completions)"
+        "--endpoint",
+        choices=["completions", "chat"],
+        default="completions",
+        help="API endpoint that receives the requests (completions)",
     )
-    serve.add_argument("--api-key-file", metavar="FILE", help="file with the API key (default: TRIDECODE_API_KEY)")
-    serve.add_argument("--timeout", type=amount, default=600.0, metavar="S", help="seconds for a whole request (600)")
+    serve.add_argument(
+        "--api-key-file", metavar="FILE", help="file that contains the API key (default: TRIDECODE_API_KEY)"
+    )
+    serve.add_argument(
+        "--timeout", type=amount, default=600.0, metavar="S", help="time limit of a request in seconds (600)"
+    )
     group = serve.add_argument_group("load")
     group.add_argument("--num-prompts", type=positive, metavar="N", help="number of requests (100, or all of --jsonl)")
-    rate = "requests per second, sent at random times; inf sends all at once (inf)"
+    rate = "requests per second, at random times; inf sends all at once (inf)"
     group.add_argument("--request-rate", type=request_rate, default=math.inf, metavar="R", help=rate)
-    burst = "burstiness of the times: 1 is a Poisson process, less means bursts, more is more even (1)"
+    burst = "1 is a Poisson process; lower values send bursts, higher values send more evenly (1)"
     group.add_argument("--burstiness", type=amount, default=1.0, metavar="B", help=burst)
-    group.add_argument("--max-concurrency", type=positive, metavar="N", help="limit of running requests (no limit)")
-    group.add_argument("--warm-up", type=whole, default=1, metavar="N", help="uncounted requests before the load (1)")
-    group.add_argument("--seed", type=whole, metavar="N", help="seed of prompts and times (default: random)")
+    group.add_argument(
+        "--max-concurrency", type=positive, metavar="N", help="maximum number of concurrent requests (no limit)"
+    )
+    group.add_argument(
+        "--warm-up",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="number of requests before the measurement, not counted (1)",
+    )
+    group.add_argument(
+        "--seed", type=whole, metavar="N", help="seed of the random prompts and arrival times (default: random)"
+    )
     group = serve.add_argument_group("prompts", "Random token ids, or random words for --endpoint chat.")
     group.add_argument(
-        "--input-tokens", type=positive, default=128, metavar="N", help="tokens or words of a prompt (128)"
+        "--input-tokens", type=positive, default=128, metavar="N", help="length of a prompt in tokens or words (128)"
     )
-    group.add_argument("--output-tokens", type=positive, default=128, metavar="N", help="limit of an answer (128)")
+    group.add_argument(
+        "--output-tokens", type=positive, default=128, metavar="N", help="maximum tokens of an answer (128)"
+    )
     lines = (
         'prompts from a file, one per line: {"prompt": ...}, {"messages": ...} or {"prompt_ids": ...}, and max_tokens'
     )
     group.add_argument("--jsonl", metavar="FILE", help=f"{lines}; - is stdin")
     group.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="sampling temperature (0)")
     eos = group.add_mutually_exclusive_group()
-    eos.add_argument("--ignore-eos", action="store_true", help="end answers at their length only, also with --jsonl")
     eos.add_argument(
-        "--no-ignore-eos", action="store_true", help="let answers end early; for servers without ignore_eos"
+        "--ignore-eos", action="store_true", help="let answers reach their maximum length, also with --jsonl"
+    )
+    eos.add_argument(
+        "--no-ignore-eos", action="store_true", help="let answers end earlier, for servers without ignore_eos"
     )
     percent = "percentiles of each time, in addition to mean, median and std (99)"
     serve.add_argument("--percentiles", type=percentiles, default=[99], metavar="P,P", help=percent)
     words = "Without a server: an engine in this process on a GPU, with the weights of --model or random weights."
     mix = serve.add_argument_group("a prompt among requests", words)
-    words = "time decoding requests while a prompt is read, and the prompt"
+    words = "time decoding requests while a prompt is read, and the first token of the prompt"
     mix.add_argument("--mix", action="store_true", help=words)
-    mix.add_argument("--runs", type=positive, default=9, metavar="N", help="timed runs (9)")
+    mix.add_argument("--runs", type=positive, default=9, metavar="N", help="number of timed runs (9)")
     add_preset(model, "with --mix ")
     add_quantize(mix)
-    mix.add_argument("--requests", type=row_count, default=8, metavar="N", help="decoding requests (8)")
-    mix.add_argument("--context", type=positive, default=64, metavar="N", help="prompt tokens of these requests (64)")
-    tokens = "tokens of the prompt that is read among them (2000)"
+    mix.add_argument("--requests", type=row_count, default=8, metavar="N", help="number of decoding requests (8)")
+    mix.add_argument(
+        "--context", type=positive, default=64, metavar="N", help="prompt tokens of each decoding request (64)"
+    )
+    tokens = "tokens of the prompt that arrives later (2000)"
     mix.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help=tokens)
     mix.add_argument(
-        "--steps", type=positive, default=128, metavar="N", help="tokens of each request before this prompt (128)"
+        "--steps",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="tokens that each request decodes before the prompt arrives (128)",
     )
     add_option(mix, OPTIONS["prompt_ms"])
     add_graphs(mix)
@@ -236,7 +274,7 @@ def add_quantize(parser, kv_dtype: bool = True) -> None:
 def add_steps(parser, context: str, sampling: bool = True) -> None:
     """Add the options of a run of decode passes. `context` is the help of --context."""
     parser.add_argument("--context", type=positive, default=64, metavar="N", help=f"{context} (64)")
-    parser.add_argument("--steps", type=positive, default=128, metavar="N", help="passes in a run (128)")
+    parser.add_argument("--steps", type=positive, default=128, metavar="N", help="number of passes of a run (128)")
     add_capacity(parser)
     if sampling:
         add_sampling(parser)
@@ -246,7 +284,7 @@ def add_sampling(parser) -> None:
     """Add --sampling, the kind of sampling that is measured."""
     choices = ["greedy", "temperature", "all"]
     parser.add_argument(
-        "--sampling", choices=choices, default="greedy", help="kind of sampling; all turns on every filter (greedy)"
+        "--sampling", choices=choices, default="greedy", help="kind of sampling; 'all' enables every filter (greedy)"
     )
 
 
@@ -264,5 +302,8 @@ def add_capacity(parser) -> None:
 
 
 def add_verbose(parser) -> None:
-    """Add --verbose after the command. SUPPRESS keeps its default from overwriting a --verbose before the command."""
+    """Add --verbose after the command.
+
+    Its default is SUPPRESS, because a default would overwrite a --verbose before the command.
+    """
     parser.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)

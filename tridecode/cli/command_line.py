@@ -1,4 +1,7 @@
-"""Argument parser of the commands: errors are one line, and settings supply options missing on the command line."""
+"""Argument parser of the commands.
+
+Errors are one line. Settings supply options that the command line does not contain.
+"""
 
 import argparse
 import difflib
@@ -24,28 +27,29 @@ class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line instead of the whole usage."""
 
     def __init__(self, **kwargs):
-        # No abbreviations: a script's --to must not change its meaning when an option is added.
+        # Abbreviations are disabled. Otherwise a new option could change the meaning of --to in a script.
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self._command = ""
         self._configuration: Configuration | None = None
         self._takes_question = False
-        self._parts: list[tuple[str, tuple[str, ...], bool]] = []  # a flag, options, and whether they need it
+        # Each entry is (flag, options, whether the options need the flag).
+        self._parts: list[tuple[str, tuple[str, ...], bool]] = []
 
     def configure(self, command: str, configuration: Configuration) -> None:
         """Add the declared options of `command`. `configuration` supplies options that the command line does not set.
 
-        In the parsed arguments, `origins` names where such values come from, and `typed` has the options of the command
-        line as they were written.
+        In the parsed arguments, `origins` contains the sources of such values, and `typed` contains the options of the
+        command line as the user wrote them.
         """
         configuration.add(command, add_options(self, command))
         self._command, self._configuration = command, configuration
 
     def without(self, flag: str, *names: str) -> None:
-        """Refuse options of these names together with the option `flag`; if that is set they are None."""
+        """Refuse the named options if the option `flag` is set. They are then None."""
         self._parts.append((flag, names, False))
 
     def within(self, flag: str, *names: str) -> None:
-        """Refuse options of these names without the option `flag`; if it is not set they are None."""
+        """Refuse the named options if the option `flag` is not set. They are then None."""
         self._parts.append((flag, names, True))
 
     def add_question(self, help: str) -> None:
@@ -54,11 +58,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("question", nargs="*", default=[], metavar="QUESTION", help=help)
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse arguments and refuse unknown ones here, so that the error names the command's own help."""
+        """Parse arguments and refuse unknown ones, so that the error refers to the help of the command."""
         namespace = namespace or argparse.Namespace()
         keys = self._configuration.keys[self._command] if self._configuration else {}
         for name in (*keys, *(name for _, names, _ in self._parts for name in names)):
-            setattr(namespace, name, None)  # argparse's own defaults could not be told apart from set options
+            # With argparse's own defaults, the program could not distinguish unset options from set ones.
+            setattr(namespace, name, None)
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
@@ -77,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         return {self._option_string_actions[word].dest: word for word in words if word in self._option_string_actions}
 
     def _hint(self, unknown: list[str]) -> str:
-        """Return the likely meaning of arguments that the command does not have."""
+        """Return a suggestion for arguments that the command does not have."""
         typed = next((word for word in unknown if word.startswith("-")), "")
         near = self.near(typed.split("=")[0].lstrip("-"))
         if len(unknown) == 1 and is_model(unknown[0]) and "--model" in self._option_string_actions:
@@ -94,7 +99,7 @@ class Parser(argparse.ArgumentParser):
     def _part(self, namespace, flag: str, names: tuple[str, ...], needed: bool) -> None:
         """Set the defaults of `names` if `flag` allows these options, otherwise refuse them.
 
-        They are allowed with `flag` if `needed`, and without it if not `needed`.
+        If `needed`, they are allowed only with `flag`. Otherwise they are allowed only without it.
         """
         chosen = next((name for name in names if getattr(namespace, name) is not None), None)
         if bool(getattr(namespace, flag)) == needed:
@@ -127,15 +132,16 @@ class Parser(argparse.ArgumentParser):
                 setattr(namespace, name, default)
 
     def near(self, typed: str) -> list[str]:
-        """Return the options that begin like `typed`, or else the nearest one. Leading hyphens are ignored."""
+        """Return the options that begin with `typed`, or else the most similar option. Leading hyphens are ignored."""
         known = {name.lstrip("-"): name for action in self._actions for name in action.option_strings}
         matches = [known[word] for word in known if len(typed) > 2 and word.startswith(typed)]
         return matches[:3] or [known[word] for word in difflib.get_close_matches(typed, known, n=1, cutoff=0.66)]
 
     def _print_message(self, message, file=None):
-        """Write a message. argparse would hide that stdout cannot be written."""
+        """Write a message. If stdout is not writable, raise the error, which argparse would hide."""
         file = file or sys.stderr
-        with suppress(OSError) if file is sys.stderr else nullcontext():  # the exit code still reports the error
+        # If the write fails, the exit code still reports the error.
+        with suppress(OSError) if file is sys.stderr else nullcontext():
             file.write(message)
             file.flush()
 

@@ -21,9 +21,9 @@ from .options import SAMPLING
 from .terminal import did_you_mean
 
 PREFIX = "TRIDECODE_"
-OTHER_VARIABLES = ("TRIDECODE_API_KEY",)  # variables that are not options
-LARGEST = 1_000_000  # bytes of the file
-TABLES = ("chat", "generate", "serve")  # a table's keys are for that command only
+OTHER_VARIABLES = ("TRIDECODE_API_KEY",)  # Environment variables that are not options.
+LARGEST = 1_000_000  # Maximum bytes of the file.
+TABLES = ("chat", "generate", "serve")  # The keys of such a table are for that command only.
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,30 @@ def config_path() -> Path:
 class Configuration:
     """The keys of several commands, and their values in file and environment.
 
-    Both are read when a value is needed. Any wrong key or value then raises ParameterError, also one of another
-    command.
+    The file and the environment are read when a value is needed. Any wrong key or value then raises ParameterError,
+    even if it belongs to another command.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
         self._environment = environment
-        self.keys: dict[str, dict[str, Option]] = {}  # by command
+        self.keys: dict[str, dict[str, Option]] = {}  # Command -> {key: option}.
         self.path = config_path()
 
     def add(self, command: str, options: Mapping[str, Option]) -> None:
-        """Make the options of a command keys, except those that belong to one call."""
+        """Allow the options of a command as keys, except options that are only for one call."""
         self.keys[command] = {name: each for name, each in options.items() if command not in each.unsaved}
 
     def settings(self, table: str | None, keys: Iterable[str]) -> dict[str, Setting]:
-        """Return those of the keys that are set: in the environment, or else in a table or above all tables."""
+        """Return the settings of the keys: from the environment, else a table, else the top level of the file."""
         environment, above = self.values[PREFIX], self.values[None]
         every = above | self.values.get(table, {}) | environment
         return {name: every[name] for name in keys if name in every}
 
     @cached_property
     def values(self) -> dict[str | None, dict[str, Setting]]:
-        """The settings by table. The key None has settings before all tables, and PREFIX has environment variables.
+        """Settings by table.
+
+        The key None contains settings of the top level, and PREFIX contains environment variables.
 
         Raises ParameterError for an invalid key or value.
         """
@@ -98,20 +100,21 @@ class Configuration:
             raise ParameterError(f"{self.path}: {f'in [{table}] ' * bool(table)}there is no key {key}; {fix}")
         if name in settings[table]:
             raise ParameterError(
-                f"{self.path}: {name} and {name.replace('_', '-')} are one setting; leave one of them out"
+                f"{self.path}: {name} and {name.replace('_', '-')} set the same option; remove one of them"
             )
         settings[table][name] = Setting(converted(known[name], value, f"{self.path}: {key}"), self.path.name)
 
     def _parsed(self) -> dict:
         try:
             text = b""
-            if self.path.exists():  # a pipe there is a mistake, and reading it could block forever
+            if self.path.exists():  # If the path is a pipe, this is a mistake, and reading it could block forever.
                 text = read_bytes(str(self.path), LARGEST, "a regular file with settings", pipes=False)
-            return tomllib.loads(text.decode("utf-8-sig"))  # editors of Windows put a mark before the text
+            # Editors of Windows write a byte order mark before the text.
+            return tomllib.loads(text.decode("utf-8-sig"))
         except TridecodeError as error:
             raise ParameterError(str(error)) from None
         except UnicodeDecodeError:
-            raise ParameterError(f"{self.path}: not UTF-8; save it as that") from None
+            raise ParameterError(f"{self.path}: not UTF-8; save it as UTF-8") from None
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise ParameterError(f"{self.path}: not TOML ({error}); correct it") from None
 
@@ -125,7 +128,7 @@ class Configuration:
 def converted(option: Option, value, place: str):
     """Return a value from the file or the environment as the command line would parse it.
 
-    place: the beginning of an error. Raises ParameterError.
+    place: the text with which errors begin. Raises ParameterError.
     """
     if isinstance(option.constraint, Flag):
         value = option.constraint.read(value) if isinstance(value, str) else value
@@ -170,10 +173,10 @@ def toml(option: Option, value) -> str:
     if isinstance(option.constraint, Pair):
         value = ":".join(map(str, value))
     if isinstance(value, tuple | list):
-        if value and isinstance(value[0], tuple):  # logit_bias
+        if value and isinstance(value[0], tuple):  # The option is logit_bias.
             return "{" + ", ".join(f"{key} = {bias}" for key, bias in value) + "}"
         value = list(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # TOML requires the escape
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # TOML requires this escape.
 
 
 def lines(configuration: Configuration) -> list[str]:

@@ -1,4 +1,4 @@
-"""Problems of this machine that keep the program from running on a GPU, each with its fix."""
+"""Problems that prevent the program from using the GPU of this machine, each with its fix."""
 
 import os
 import shutil
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-# The oldest driver that runs programs of a CUDA version, by NVIDIA's compatibility tables.
+# CUDA version -> oldest driver that runs its programs, by NVIDIA's compatibility tables.
 OLDEST_DRIVER = {"12": 525, "13": 580}
-NEEDED = (8, 0)  # compute capability
-LOW_MEMORY = 0.1  # share of a GPU's memory
+NEEDED = (8, 0)  # Minimum compute capability.
+LOW_MEMORY = 0.1  # Share of a GPU's memory below which a warning is shown.
 
 
 def warnings(gpus: list[dict], driver: str | None, cuda: str | None) -> list[dict]:

@@ -7,31 +7,31 @@ from ..errors import NO_CHAT, TridecodeError
 from ..options import OPTIONS
 from .terminal import one_line
 
-LOADING = ("model", *OPTIONS)  # arguments of Engine.load, each an option
+LOADING = ("model", *OPTIONS)  # Arguments of Engine.load that are options of the command line.
 
 
 def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
     """Return one line about any error. For an error of the program it mentions --verbose.
 
-    arguments: arguments that were passed as options, in addition to LOADING; the line names their options.
+    arguments: Python arguments that were set by options, in addition to LOADING. The line names these options instead.
     """
     if isinstance(error, TridecodeError):
         return one_line(with_options(str(error), (*LOADING, *arguments)))
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, on a GPU
+    if type(error).__name__ == "OutOfMemoryError":  # Torch raises this error on a GPU.
         return "out of memory; choose a smaller --max-seq-len or model"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
         return "out of memory on this machine; shorten the input or end other programs"
-    if isinstance(error, OSError) and error.strerror:  # for example a full disk or an unreadable file
+    if isinstance(error, OSError) and error.strerror:  # For example, the disk is full or a file is not readable.
         return one_line(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
     text = one_line(error)
     return f"{type(error).__name__}{': ' if text else ''}{text} (--verbose shows the traceback)"
 
 
 def with_options(text: str, arguments: Iterable[str]) -> str:
-    """Replace the arguments of Python that an error of the library names by their options.
+    """Replace names of Python arguments in an error of the library by their command-line options.
 
-    Some arguments are ordinary words too. They are replaced at the beginning and as name="value"; arguments with an
-    underscore are replaced everywhere.
+    Some arguments are also ordinary words. These are replaced only at the beginning and in name="value". Arguments with
+    an underscore are replaced everywhere.
     """
     names = "|".join(arguments)
     text = re.sub(rf'\b({names})="(\w+)"', lambda match: f"{option(match[1])} {match[2]}", text)

@@ -10,17 +10,17 @@ from typing import TextIO
 
 @contextmanager
 def replacing(path: Path, private: bool = False, errors: str = "strict") -> Iterator[TextIO]:
-    """Yield a text file that replaces `path`, or the target of a link, once it is complete and on the disk.
+    """Yield a text file. When it is complete and on the disk, it replaces `path`, or the target of the link `path`.
 
     Until then, and if an error occurs, an older file stays unchanged.
 
     Args:
         private: only the owner may read it; otherwise it has the mode of the file that it replaces.
-        errors: as for open.
+        errors: the argument of the same name of `open`.
     """
     target = Path(os.path.realpath(path))
     if target.exists():
-        open(target, "a").close()  # raises if it cannot be written
+        open(target, "a").close()  # This call raises an error if the file is not writable.
     place = target.with_name(f".tridecode-{secrets.token_hex(6)}.tmp")
     mode = 0o600 if private else 0o666
     file = open(
@@ -35,7 +35,7 @@ def replacing(path: Path, private: bool = False, errors: str = "strict") -> Iter
             place.chmod(target.stat().st_mode & 0o7777)
         place.replace(target)
     except BaseException:
-        with suppress(OSError):  # a full disk is reported already
+        with suppress(OSError):  # The program has already reported the full disk.
             file.close()
         place.unlink(missing_ok=True)
         raise

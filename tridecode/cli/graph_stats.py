@@ -8,14 +8,14 @@ from ..engine import Engine
 from .terminal import Output
 
 NUMBERS, WORDS = ("rows", "padded", "padding", "count"), ("mode", "kind")
-OPTIONAL = ("padding", "padded", "mode")  # columns that a narrow terminal omits, in this order
+OPTIONAL = ("padding", "padded", "mode")  # Columns that a narrow terminal omits, in this order.
 
 
 def show_graph_stats(engine: Engine, output: Output) -> None:
     """Print a table on stderr with a line for each kind and size of pass.
 
     Its columns are the rows that were needed, the rows of the pass, their difference, the number of passes, mode and
-    kind. A narrow terminal gets fewer columns, so that no word is broken.
+    kind. In a narrow terminal, some columns are omitted so that no word is broken.
     """
     console, stats = output.errors, engine.graph_stats()
     look = box.SIMPLE_HEAD if console.is_terminal else None

@@ -1,4 +1,4 @@
-"""`tridecode info`: what would run, without loading the weights."""
+"""`tridecode info`: the plan of an engine, without loading the weights."""
 
 import json
 import platform
@@ -41,7 +41,7 @@ def info(args, output: Output) -> int:
     stored = load_config(path)
     plan = resolve(options, stored, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
-    # The weights of a Hugging Face id are downloaded when they are needed; a directory must have them.
+    # If the model is a Hugging Face id, its weights are downloaded when they are needed. A directory must contain them.
     directory = path == BUNDLED or path == Path(args.model).expanduser()
     problem = weights_problem(path, stored) if directory else None
     report: dict[str, Any] = {
@@ -70,7 +70,7 @@ def info(args, output: Output) -> int:
 
 
 def weights_problem(path: Path, spec: ModelSpec) -> str | None:
-    """Return the error of the weights in a directory, if the headers of the files show one."""
+    """Return the error that the headers of the weight files in a directory reveal, or None."""
     try:
         read_tensor_infos(path, spec)
     except CheckpointError as error:
@@ -108,9 +108,9 @@ def formats(spec: ModelSpec) -> list[str]:
 def memory_facts(plan: EnginePlan) -> dict:
     """Return the memory plan, with sizes in bytes and contexts in tokens.
 
-    `context` is the context of each of the `slots` requests, and `kv_tokens` are the positions that they share; 0, with
-    `problem`, if the plan does not fit. `pools` has the bytes of each pool, `offload` the pages of the host and of the
-    ring's buffers, `weights_on_host` the bytes of the last `host_layers` layers.
+    `context` is the context of each of the `slots` requests. `kv_tokens` is the number of positions that they share.
+    Both are 0, with `problem`, if the plan does not fit. `pools` contains the bytes of each pool, `offload` the pages
+    on the host and in the ring's buffers, and `weights_on_host` the bytes of the last `host_layers` layers.
     """
     memory, spec, offload = plan.memory, plan.spec, plan.offload
     per_token = kv_bytes_per_token(spec, plan.dtype)
@@ -139,8 +139,8 @@ def prompt_facts(plan: EnginePlan) -> dict:
     """Return how prompts are read.
 
     A chunk has at most `chunk_tokens` tokens. If `mode` is a graph mode, the graph of the next larger size of `sizes`
-    runs it. With several slots, the same number of further graphs runs chunks with decoding rows. `sharing` is true if
-    K/V of equal prefixes are computed once. `buffers` is a number of bytes of the workspace.
+    runs it. With several slots, each size has a second graph for chunks with decoding rows. `sharing` is true if K/V of
+    equal prefixes are computed once. `buffers` is the size of the workspace in bytes.
     """
     graphs = plan.graphs
     mode, _ = Dispatcher(graphs.graph, graphs.sizes, graphs.prompt_sizes, graphs.prompt_attention).plan_prompt(1)
@@ -160,8 +160,8 @@ def prompt_facts(plan: EnginePlan) -> dict:
 def run_facts(plan: EnginePlan) -> dict:
     """Return how the engine would run.
 
-    `speculate` is ngram or off, `speculate_off` the reason if the engine decided that, `pdl` programmatic dependent
-    launch.
+    `speculate` is ngram or off. If the engine disabled drafts, `speculate_off` is the reason. `pdl` is whether
+    programmatic dependent launch is used.
     """
     return {
         "device": str(plan.device),
@@ -199,7 +199,7 @@ def triton_version() -> str | None:
 
 
 def as_text(report: dict, plan: EnginePlan) -> str:
-    """Return the report as aligned lines."""
+    """Return the report as text with aligned lines."""
     model, memory, run, configs = report["model"], report["memory"], report["run"], report["launch_configs"]
     context = memory["problem"] or f"{counted(memory['context'], 'token')}"
     heads = f"{counted(model['heads'], 'head')}, {model['kv_heads']} for K/V, of {model['head_dim']}"
@@ -356,12 +356,13 @@ def config_facts(rows: Sequence[KernelRow], gpu: Device, batch_invariant: bool =
         "choices": {source: counts[source] for source in ("user table", "table", "rule")},
         "tables": [table.gpu for table in package_tables(gpu)],
         "user_table": str(table_path(gpu.name)) if counts["user table"] else None,
-        "tune": set(counts) == {"rule"} and not batch_invariant,  # that mode reads no table of the user
+        # Batch-invariant mode does not read the user's tables.
+        "tune": set(counts) == {"rule"} and not batch_invariant,
     }
 
 
 def describe_configs(facts: dict) -> str:
-    """Return where the launch configs come from: tables, rules, or both with their counts."""
+    """Return the sources of the launch configs as text: tables, rules, or both with their counts."""
     tables, choices = " and ".join(facts["tables"]), {name: n for name, n in facts["choices"].items() if n}
     names = {"user table": f"your table {facts['user_table']}", "table": f"table of {tables}", "rule": "rules"}
     if set(choices) == {"rule"}:

@@ -1,4 +1,4 @@
-"""Input of the commands: files, stdin and JSON, which is bounded, checked and valid Unicode."""
+"""Input of the commands: files, stdin and JSON. Its size is limited, and it is checked and valid Unicode."""
 
 import json
 import math
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from ..errors import PromptError
 from .terminal import Output
 
-LARGEST = 64_000_000  # characters of stdin or bytes of a file; no context holds a prompt as long
-READ_SIZE = 1 << 20  # units that are read at a time; Ctrl-C takes effect between two reads
-DIGITS = 100  # limit of the digits of a number in JSON
-STDIN_NOTE_DELAY = 1.0  # seconds until a note reports the wait for stdin
-STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # in a prompt; a hyphen elsewhere in a line is text
+LARGEST = 64_000_000  # Maximum characters of stdin, or bytes of a file. No context holds such a long prompt.
+READ_SIZE = 1 << 20  # Characters or bytes that are read at a time. Ctrl-C takes effect between two reads.
+DIGITS = 100  # Maximum digits of a number in JSON.
+STDIN_NOTE_DELAY = 1.0  # Seconds of waiting after which a note reports that the program reads stdin.
+STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # A hyphen in a prompt that stdin replaces. Any other hyphen is text.
 
 
 def read_file(path: str, output: Output, limit: int | None = None) -> str:
@@ -48,12 +48,12 @@ def read_stdin(output: Output, limit: int | None = None, hint: str = "") -> str:
     elif not readable_within(STDIN_NOTE_DELAY):
         output.note(f"waiting for stdin, which is open and sends no data{hint}")
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # so that `clean` sees bytes that cannot be decoded
+        sys.stdin.reconfigure(errors="surrogateescape")  # `clean` must receive the bytes that cannot be decoded.
     return clean(read_all(sys.stdin.read, "stdin", limit).removeprefix("\ufeff"), "stdin", output)
 
 
 def with_stdin(text: str, output: Output) -> str:
-    """Return a prompt in which stdin replaces a -, or with stdin appended if it is a pipe or a file."""
+    """Return a prompt in which stdin replaces a -. If stdin is a pipe or a file and there is no -, it is appended."""
     if STDIN.search(text):
         data = read_stdin(output).removesuffix("\n")
         if not data:
@@ -68,7 +68,7 @@ def with_stdin(text: str, output: Output) -> str:
 
 def stdin_lines() -> Iterator[str]:
     """Yield the lines of stdin as they arrive. Raises PromptError if one is too long."""
-    pieces, size, mark = [], 0, "\ufeff"  # the first line may begin with it
+    pieces, size, mark = [], 0, "\ufeff"  # The first line may begin with a byte order mark.
     while piece := sys.stdin.readline(READ_SIZE):
         pieces.append(piece.removeprefix(mark))
         mark = ""
@@ -83,7 +83,10 @@ def stdin_lines() -> Iterator[str]:
 
 
 def is_file(mode: int) -> bool:
-    """Return whether an st_mode describes a regular file or a pipe. Both end, and the user chose them on purpose."""
+    """Return whether an st_mode describes a regular file or a pipe.
+
+    Input from both ends, unlike input from a terminal.
+    """
     return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
 
 
@@ -91,7 +94,7 @@ def stdin_is_file() -> bool:
     """Return whether stdin is a file, not a pipe, a terminal or closed."""
     try:
         return is_file(os.fstat(sys.stdin.fileno()).st_mode)
-    except (OSError, ValueError):  # closed, or no stream of the system
+    except (OSError, ValueError):  # stdin is closed, or is not a stream of the operating system.
         return False
 
 
@@ -104,10 +107,10 @@ def readable_within(seconds: float) -> bool:
 
 
 def read_all(read: Callable, name: str, limit: int | None):
-    """Read until the end, in chunks, and return str or bytes.
+    """Read until the end in several reads, and return str or bytes.
 
     Args:
-        read: reads up to a number of units, like a file's `read`
+        read: reads at most the given number of characters or bytes, like `read` of a file
         name: the source, for errors
         limit: largest number of characters or bytes; None for LARGEST
 
@@ -125,7 +128,10 @@ def read_all(read: Callable, name: str, limit: int | None):
 
 
 def parse_json(text: str, place: str, output: Output):
-    """Return the value of a JSON text, with lone surrogates replaced as in `clean`. It can be written as JSON again."""
+    """Return the value of a JSON text.
+
+    Lone surrogates are replaced as in `clean`, so that the value can be written as JSON again.
+    """
     try:
         value = loads(text)
         again = json.dumps(value, ensure_ascii=False)
@@ -134,7 +140,7 @@ def parse_json(text: str, place: str, output: Output):
         raise PromptError(f"{place}: not JSON ({error.msg}, {line}column {error.colno:,}); correct it") from None
     except RecursionError:
         raise PromptError(f"{place}: not JSON that can be read (nested too deep); correct it") from None
-    except ValueError as error:  # from the functions below
+    except ValueError as error:  # The functions below raise ValueError.
         raise PromptError(f"{place}: not JSON that can be read ({error}); correct it") from None
     cleaned = clean(again, place, output)
     return value if cleaned == again else json.loads(cleaned)
@@ -147,7 +153,7 @@ def loads(text: str | bytes):
 
 def _integer(digits: str) -> int:
     if len(digits) > DIGITS:
-        raise ValueError(f"a number of {len(digits):,} digits, at most {DIGITS} are read")
+        raise ValueError(f"a number of {len(digits):,} digits is not supported; use at most {DIGITS}")
     return int(digits)
 
 
@@ -158,7 +164,7 @@ def _real(digits: str) -> float:
 
 
 def _constant(word: str) -> float:
-    raise ValueError(f"{word} is not a number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def clean(text: str, name: str, output: Output) -> str:

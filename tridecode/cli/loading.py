@@ -21,7 +21,7 @@ from .terminal import Output
 def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
     """Load the model with a progress bar, show the engine's notes, and return engine and sampling parameters."""
     overrides = sampling_overrides(args)
-    SamplingParams(**overrides)  # a wrong value fails here, before the weights are read
+    SamplingParams(**overrides)  # A wrong value raises an error here, before the weights are read.
     engine = load_model(args, args.model, args.max_seq_len, output)
     if args.command == "chat" or args.verbose:
         show_defaults(engine, overrides, output)
@@ -32,7 +32,7 @@ def load_model(args, model: str | Path | None, max_seq_len: int | None, output: 
     """Load `model` (None: bundled) with the engine's options of the command line."""
     with output.loading() as progress:
         options = engine_options(args) | {"max_seq_len": max_seq_len}
-        callers = None if args.command == "serve" else 1  # all other commands submit from one thread
+        callers = None if args.command == "serve" else 1  # All other commands submit requests from one thread.
         engine = Engine.load(model, progress=progress.weights, compiling=progress.kernels, callers=callers, **options)
     for note in engine.notes:
         output.note(with_options(note, LOADING))
@@ -46,7 +46,7 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
 
 
 def show_defaults(engine: Engine, overrides: Collection[str], output: Output) -> None:
-    """Show a line with the checkpoint's sampling defaults that no option replaced."""
+    """Show a line with the sampling defaults of the checkpoint that are in effect because no option replaces them."""
     defaults = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in overrides]
     if defaults:
         output.note(f"{', '.join(defaults)} from generation_config.json")
@@ -57,13 +57,14 @@ class Loader:
 
     def __init__(self, args, output: Output):
         self._args, self._output = args, output
-        self.model: str | None = args.model  # the one in use
+        self.model: str | None = args.model  # The model that is in use.
 
     def switch(self, model, name: str, overrides: Collection[str], raw: bool) -> None:
         """Replace the engine of `model` by an engine of the model `name`.
 
-        If the two do not fit in memory together, the old engine is closed first. If the new one then fails to load, the
-        old one is loaded again; if that fails too, `model` has no engine. Other errors leave the old engine in place.
+        If both engines do not fit in memory together, the old one is closed first. If the new engine then fails to
+        load, the old one is loaded again. If this also fails, `model` has no engine. After other errors, the old engine
+        stays in use.
 
         Args:
             model: a chat.local.LocalModel
@@ -73,7 +74,7 @@ class Loader:
         """
         path = resolve_model(name)
         plan = self._plan(path)
-        if not raw:  # raises PromptError before the old engine is freed
+        if not raw:  # If the model has no template, this call raises PromptError before the old engine is freed.
             Tokenizer.load(path).encode_chat([{"role": "user", "content": "Hello"}])
         if self._fits_with_current(model.engine, plan):
             model.use(self._load(name, path))
@@ -84,7 +85,8 @@ class Loader:
             try:
                 model.use(self._load(name, path))
             except BaseException as error:
-                failure = error.with_traceback(None)  # the traceback references what was loaded so far
+                # The traceback refers to objects that were loaded before the failure, and would keep them in memory.
+                failure = error.with_traceback(None)
             if failure is not None:
                 model.use(self._load(self.model, resolve_model(self.model)))
                 raise failure
@@ -100,17 +102,18 @@ class Loader:
         return self._args.max_seq_len and min(self._args.max_seq_len, spec.max_position)
 
     def _load(self, model: str | None, path: Path) -> Engine:
-        # The path is resolved already; the name is for display.
+        # The path is already resolved. The name is for display.
         engine = load_model(self._args, path, self._limit(load_config(path)), self._output)
         engine.name = model or BUNDLED.name
         return engine
 
     def _fits_with_current(self, old: Engine, plan: EnginePlan) -> bool:
-        """Return whether the new model has the same context with the old one in memory as without it.
+        """Return whether the new model gets the same context while the old model is in memory as without the old model.
 
         Raises DeviceError if the new model does not fit without the old one either.
         """
-        if plan.problem and (old.plan.offload or old.plan.host_layers):  # the old model's host memory may be missing
+        # The host memory that the old model uses may be missing.
+        if plan.problem and (old.plan.offload or old.plan.host_layers):
             return False
         now, freed = plan.memory, old.plan.memory.needed(old.capacity, old.kv_tokens)
         alone = replace(now, free=now.free + freed)

@@ -15,7 +15,7 @@ from .signals import Ended, ended_by_interrupt, ending
 from .terminal import Output, echo_disabled, repair_streams, switch_streams_to_utf8
 
 NEED_GPU = ("bench", "profile", "tune")
-FUNCTIONS = {  # command -> module in this package and function in it
+FUNCTIONS = {  # Command -> (module of this package, function).
     "chat": ("chat.command", "chat"),
     "generate": ("generate.command", "generate"),
     "serve": ("serve", "serve"),
@@ -30,7 +30,7 @@ FUNCTIONS = {  # command -> module in this package and function in it
     "tune": ("tune", "run"),
 }
 INTERRUPTED = 130
-BROKEN_PIPE = 141  # the exit code that a shell reports for a program that SIGPIPE ended
+BROKEN_PIPE = 141  # The exit code that a shell reports for a program that SIGPIPE ended.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def flushed(argv: list[str] | None) -> int:
         return guarded(argv)
     except BrokenPipeError:
         return BROKEN_PIPE
-    except OSError:  # stderr cannot be written either
+    except OSError:  # stderr cannot be written either.
         return 1
     finally:
         discard_unwritten_output()
@@ -73,7 +73,7 @@ def guarded(argv: list[str] | None) -> int:
             return 0
         set_up_logging(args.verbose)
         code = run(args, output)
-        sys.stdout.flush()  # a failure can still be reported here
+        sys.stdout.flush()  # The program can still report a failure here.
         return code
     except BrokenPipeError:
         raise
@@ -90,7 +90,7 @@ def guarded(argv: list[str] | None) -> int:
 
 
 def discard_unwritten_output() -> None:
-    """Discard text that the streams could not write: Python flushes them again at exit, which must not fail."""
+    """Discard text that the streams could not write. Python flushes them again at exit, and this must not fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -103,9 +103,10 @@ def run(args, output: Output) -> int:
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.reader import shows_editor
 
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, from nohup or a background job
+        # The program inherited this setting from nohup or from a shell that started it in the background.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Text that is typed or pasted while the imports run and the model loads belongs to the first prompt.
+        # Text that the user types or pastes during the imports and the load of the model belongs to the first prompt.
         with echo_disabled(True, lambda: None, lambda: None, paste=shows_editor()) as output.keys:
             with ended_by_interrupt(output.keys.release):
                 command = imported(args.command)
@@ -125,7 +126,7 @@ def imported(command: str) -> Callable:
 def set_up_logging(verbose: bool) -> None:
     """Send the package's log to stderr if `verbose`, otherwise nowhere."""
     logger = logging.getLogger("tridecode")
-    handler: logging.Handler = logging.NullHandler()  # the commands show the engine's notes themselves
+    handler: logging.Handler = logging.NullHandler()  # The commands show the engine's notes themselves.
     if verbose:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(levelname)s: %(message)s"))

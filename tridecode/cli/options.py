@@ -1,4 +1,4 @@
-"""Options of the commands that do not belong to the engine, and argparse parsers from all declared options.
+"""Options of the commands that are not options of the engine, and conversion of all declared options to argparse.
 
 This module must not import torch, so that `--help` is fast.
 """
@@ -15,12 +15,12 @@ from .values import reader
 ANY = Text()
 NAME = Text("a name", r".*\S.*")
 ORIGIN = Text("* or an origin like https://chat.example, without a path", r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
-# The check against the vocabulary follows when the model is known.
+# When the model is known, the ids are checked against its vocabulary.
 IDS = Several(Integer(-(10**40), 10**40), "token ids separated by commas, like 1,2,3", min_items=0)
 SECONDS = Number(0, 1e6)
-# Commands whose options the configuration file and environment variables can set.
+# Commands whose options can be set by the configuration file and by environment variables.
 CONFIGURED = ("chat", "generate", "serve", "info", "precompile")
-GROUPS = {  # group -> its description in the help
+GROUPS = {  # Group of options -> its description in the help.
     "sampling": "Defaults are the model's own, from its generation_config.json.",
     "form of the answer": "At most one of these; see docs/structured.md.",
     "remote": "With --url another server runs the model, and --model is its name there (default: the first one).",
@@ -38,7 +38,7 @@ class Url(Constraint):
         try:
             parts = urlsplit(value)
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
-        except ValueError:  # the port is out of range
+        except ValueError:  # The port is out of range.
             usable = False
         if not usable:
             raise Rejected("choice")
@@ -46,7 +46,7 @@ class Url(Constraint):
 
 
 def _once(name: str, default, constraint: Constraint, help: str, *commands: str, **more) -> Option:
-    """Declare an option that belongs to one call and cannot be set in the configuration file."""
+    """Declare an option that is only for one call, so that the configuration file cannot set it."""
     return Option(constraint, help, default, name=name, commands=commands, unsaved=commands, **more)
 
 
@@ -57,24 +57,24 @@ def _option(name: str, default, constraint: Constraint, help: str, *commands: st
 OTHERS = (
     _option("model", None, ANY, "directory or Hugging Face id", *CONFIGURED, group="model", metavar="DIR_OR_ID",
             default_text="bundled"),
-    _option("url", None, Url(), "address of a server with OpenAI's API that runs the model instead of this process",
+    _option("url", None, Url(), "use the model of a server with OpenAI's API at this address",
             "chat", group="remote", metavar="URL"),
-    _option("api_key_file", None, ANY, "file with the API key on one line", "chat", "serve", group="remote",
+    _option("api_key_file", None, ANY, "file that contains the API key on one line", "chat", "serve", group="remote",
             metavar="FILE", default_text="TRIDECODE_API_KEY, if set"),
-    _once("resume", False, Flag(), "continue the conversation saved last", "chat", group="conversation",
+    _once("resume", False, Flag(), "continue the conversation that was saved last", "chat", group="conversation",
           exclusive="saved"),
-    _once("session", None, ANY, "continue the conversation of this name, or start it", "chat", group="conversation",
+    _once("session", None, ANY, "continue the conversation with this name, or start it", "chat", group="conversation",
           exclusive="saved", metavar="SESSION"),
     _once("system", None, ANY, "the system message", "chat", "generate", group="conversation", metavar="TEXT",
           default_text="none"),
-    _option("plain", False, Flag(), "print answers as plain text; in a terminal they are Markdown", "chat",
+    _option("plain", False, Flag(), "print answers as plain text, not as Markdown", "chat",
             group="conversation"),
-    _option("think", "on", Choice(("on", "off", "hide")), "thinking models: think, shown dimmed in a terminal; do not "
-            "think; or show only its length", "chat", group="conversation"),
-    _option("stats", None, Choice(("full", "short", "off")), "the line after an answer: all that fits, length and "
-            "speed, or none", "chat", group="conversation", default_text="full"),
-    _option("overflow", None, Choice(("error", "drop-oldest", "stop")), "a turn that does not fit in the context: "
-            "refuse it, leave out the oldest turns, or end", "chat", group="conversation",
+    _option("think", "on", Choice(("on", "off", "hide")), "for models that think: on shows the thinking, off "
+        "disables it, hide shows only its length", "chat", group="conversation"),
+    _option("stats", None, Choice(("full", "short", "off")), "statistics line after an answer: full shows all that "
+        "fits, short shows length and speed", "chat", group="conversation", default_text="full"),
+    _option("overflow", None, Choice(("error", "drop-oldest", "stop")), "if a turn does not fit in the context: "
+        "refuse it, omit the oldest turns, or end the chat", "chat", group="conversation",
             default_text="drop-oldest, in a pipe error"),
     _once("prompt", None, ANY, "the prompt; the chat template is applied unless --raw is set", "generate",
           group="prompt",
@@ -88,13 +88,15 @@ OTHERS = (
           "contains are skipped; - is stdin", "generate", group="prompt", exclusive="prompt", metavar="FILE"),
     _once("allow_special", False, Flag(), "with --raw: the text may contain control tokens", "generate",
           group="prompt"),
-    _once("no_reuse_prefix", False, Flag(), "compute every prompt from its first token on", "generate", group="prompt"),
+    _once("no_reuse_prefix", False, Flag(), "compute every prompt completely, without cached prefixes", "generate",
+        group="prompt"),
     _once("raw", False, Flag(), "use no chat template: the model continues the text", "chat", "generate",
           group="sampling"),
-    _once("unordered", False, Flag(), "with --jsonl: print each answer as it ends, not in the order of the lines",
+    _once("unordered", False, Flag(), "with --jsonl: print each answer when it ends, not in the order of the lines",
           "generate", group="output"),
-    _once("n", 1, Integer(1), "answers, with the seeds SEED, SEED+1, ...", "generate", group="output", metavar="N"),
-    _once("output", None, ANY, "a file for the answers, which is written only once it is complete", "generate",
+    _once("n", 1, Integer(1), "number of answers, with the seeds SEED, SEED+1, ...", "generate", group="output",
+        metavar="N"),
+    _once("output", None, ANY, "file for the answers; it replaces an older file when it is complete", "generate",
           group="output", metavar="FILE", default_text="stdout"),
     _once("json", False, Flag(), "print one JSON object: token_ids, text, finish_reason, usage, timings (seconds), "
           "seed, logprobs if requested, and error if any", "generate", group="output"),
@@ -108,23 +110,23 @@ OTHERS = (
             metavar="N"),
     _option("served_model_name", None, NAME, "name of the model for clients", "serve", group="server", metavar="NAME",
             default_text="its id, or its directory's name"),
-    _option("any_model", False, Flag(), "answer requests for any model, or for none", "serve", group="server"),
-    _option("timeout", 600.0, SECONDS, "seconds that a request may take; 0 removes the limit", "serve",
+    _option("any_model", False, Flag(), "accept requests that name any model or no model", "serve", group="server"),
+    _option("timeout", 600.0, SECONDS, "time limit of a request in seconds; 0 removes the limit", "serve",
             group="server", metavar="S"),
-    _option("grace", 10.0, SECONDS, "seconds for running requests to end when the server stops", "serve",
+    _option("grace", 10.0, SECONDS, "seconds that running requests may take to end when the server stops", "serve",
             group="server", metavar="S"),
-    _option("ssl_certfile", None, ANY, "certificate in PEM format, to serve https", "serve", group="server",
+    _option("ssl_certfile", None, ANY, "certificate in PEM format; the server then uses https", "serve", group="server",
             metavar="FILE"),
-    _option("ssl_keyfile", None, ANY, "key of the certificate without a pass phrase, if it is in another file", "serve",
+    _option("ssl_keyfile", None, ANY, "key of the certificate, without a passphrase, if it is in another file", "serve",
             group="server",
             metavar="FILE"),
-    _option("cors", None, ORIGIN, "origin of a web page that may send requests, like https://chat.example, or *; "
-            "repeatable", "serve", group="server", metavar="ORIGIN", repeated=True, default_text="none"),
-    _option("log_prompts", False, Flag(), "log prompts too; answers are never logged", "serve", group="server"),
-    _once("graph_stats", False, Flag(), "at the end print a table of the passes by rows, mode and count to stderr",
+    _option("cors", None, ORIGIN, "origin of web pages that may send requests, such as https://chat.example, or *; "
+        "repeatable", "serve", group="server", metavar="ORIGIN", repeated=True, default_text="none"),
+    _option("log_prompts", False, Flag(), "also log prompts; answers are never logged", "serve", group="server"),
+    _once("graph_stats", False, Flag(), "at the end, print a table of the passes by rows and mode to stderr",
           "chat", "generate", group="output"),
-    _option("quiet", False, Flag(), "print only errors to stderr; in a chat also no notes before the first prompt and "
-            "no figures after an answer", "chat", "generate", group="output"),
+    _option("quiet", False, Flag(), "print only errors to stderr; in a chat, print no notes before the first prompt "
+        "and no statistics lines", "chat", "generate", group="output"),
 )  # fmt: skip
 SAMPLING = options_of(SamplingParams)
 
@@ -173,7 +175,7 @@ def add_option(parser, option: Option, **more) -> None:
 
 
 def sampling_overrides(args) -> dict:
-    """Return the sampling options that are set; the others keep the model's defaults."""
+    """Return the sampling options that are set. For all others, the defaults of the model apply."""
     values = {name: value for name in SAMPLING if (value := getattr(args, name, None)) is not None}
     return values | ({"logit_bias": dict(values["logit_bias"])} if "logit_bias" in values else {})
 

@@ -17,7 +17,7 @@ _DESCRIPTOR = re.compile(r"/dev/(stdout|stderr|fd/(\d{1,9}))|/proc/self/fd/(\d{1
 
 @contextmanager
 def text_sink(path: str | None, output: Output) -> Iterator[Callable[[str], None]]:
-    """Yield the function that writes to stdout, or to a file that replaces `path` once it is complete.
+    """Yield a function that writes to stdout, or to a file. When the file is complete, it replaces `path`.
 
     Until then, and if an error occurs, an older file stays unchanged. Devices and pipes are written directly.
     """
@@ -64,7 +64,7 @@ def open_special(path: str) -> TextIO | None:
 
 @contextmanager
 def naming(path: str):
-    """Make errors of the file system name `path` and not a temporary file."""
+    """Change file system errors so that they name `path` and not a temporary file."""
     try:
         yield
     except OSError as error:

@@ -82,8 +82,8 @@ captured pass. Faster configs are written to a table in the user's cache directo
 at load. Prints the changes and, as the last line, one JSON object. Needs a GPU.
 """
 
-# Ids of cached models, without starting Python: only names that bash does not expand; no single quotes, because fish
-# puts the command into single quotes.
+# This command lists the ids of cached models without starting Python. It lists only names that bash does not expand.
+# It contains no single quotes, because fish puts the command into single quotes.
 CACHED = (
     'ls -d "${HF_HUB_CACHE:-${HF_HOME:-$HOME/.cache/huggingface}/hub}"/models--*--* 2>/dev/null'
     r' | sed -n "s|.*/models--\([A-Za-z0-9._-]*\)--\([A-Za-z0-9._-]*\)\$|\1/\2|p"'
@@ -140,10 +140,11 @@ class PrintCompletion(argparse.Action):
 
     def __call__(self, parser, namespace, shell, option_string=None):
         """Print the completion script of a shell, with sessions, models and files as arguments, and exit."""
-        import shtab  # here, because nothing else needs it
+        import shtab  # Nothing else needs this import.
 
         sessions = shtab.cmd("tridecode sessions --names 2>/dev/null")
-        known = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR_OR_ID": MODELS, "SESSION": sessions}  # by metavar
+        # Keys are metavars of options.
+        known = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "DIR_OR_ID": MODELS, "SESSION": sessions}
 
         def complete_paths(parser):
             for action in parser._actions:
@@ -172,7 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = commands.add_parser
 
     add("chat", help="talk with a model", description=CHAT, epilog=CHAT_CODES)
-    add("generate", help="answer one prompt, or a file of them", description=GENERATE, epilog=GENERATE_CODES)
+    add("generate", help="answer one prompt, or a file of prompts", description=GENERATE, epilog=GENERATE_CODES)
     about = "serve a model over HTTP with OpenAI's and Anthropic's APIs"
     add("serve", help=about, description=SERVE, epilog=SERVE_CODES)
     about = "list, rename, delete and export saved conversations"
@@ -187,7 +188,7 @@ def make_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--to", default="int4", choices=["fp8", "int8", "int4"], help="format of the weights (int4)")
     head_help = "format of the LM head (keep)"
     quantize.add_argument("--head", default="keep", choices=["keep", "fp8", "int8", "int4"], help=head_help)
-    quantize.add_argument("--quiet", action="store_true", help="no progress bar")
+    quantize.add_argument("--quiet", action="store_true", help="do not show a progress bar")
     add_verbose(quantize)
     configuration = Configuration()
     config = add("config", help="show the settings and their sources", description=CONFIG)
@@ -211,7 +212,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens of the prompt chunk, at most 2048 (2048)",
     )
-    profile.add_argument("--rows", type=row_count, default=1, metavar="N", help="requests in the pass, 1 to 64 (1)")
+    profile.add_argument(
+        "--rows", type=row_count, default=1, metavar="N", help="number of requests in the pass, 1 to 64 (1)"
+    )
     profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures to DIR")
     add_verbose(profile)
     tune = add("tune", help="search launch configs for this GPU", description=TUNE)

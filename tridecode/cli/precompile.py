@@ -1,4 +1,4 @@
-"""`tridecode precompile`: compile an engine's kernels before it starts, here or on a machine without its GPU."""
+"""`tridecode precompile`: compile the kernels of an engine in advance, also on a machine without its GPU."""
 
 import time
 

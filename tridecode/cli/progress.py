@@ -17,10 +17,10 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-if TYPE_CHECKING:  # it imports Loading
+if TYPE_CHECKING:  # The imported module imports Loading.
     from .terminal import Output
 
-WIDE = 60  # columns; a narrower terminal shows the bar without its title
+WIDE = 60  # In a terminal with fewer columns, the bar has no title.
 
 
 class Rate(ProgressColumn):
@@ -36,7 +36,7 @@ class Rate(ProgressColumn):
 
 
 def progress(word: str, output: "Output", rate: Callable[[], float], shows: bool = True) -> Progress:
-    """Return a progress bar on stderr. It is hidden unless stderr is a terminal and `shows` is true."""
+    """Return a progress bar on stderr. It is visible only if stderr is a terminal and `shows` is true."""
     words = [TextColumn(word)] if output.errors.width >= WIDE else []
     return Progress(
         *words,
@@ -50,12 +50,12 @@ def progress(word: str, output: "Output", rate: Callable[[], float], shows: bool
         disable=output.quiet or not (shows and output.errors.is_terminal),
         redirect_stdout=False,
         redirect_stderr=False,
-        refresh_per_second=4,  # each refresh takes CPU time from the requests
+        refresh_per_second=4,  # Each refresh takes CPU time from the requests.
     )
 
 
 class Amount(DownloadColumn):
-    """Column of a progress bar with bytes and speed, or with a count in the task's unit."""
+    """Column of a progress bar that shows bytes and speed, or a count in the unit of the task."""
 
     def render(self, task: Task) -> Text:
         """Return the done and total amounts in the task's unit, or in bytes with the transfer rate."""

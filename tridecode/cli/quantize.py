@@ -20,7 +20,7 @@ def quantize(args, output: Output) -> int:
         raise ParameterError(f"{out}: must be a new or an empty directory")
     plain = load_config(source)
     options = EngineOptions(quantize=args.to, quantize_head=args.head)
-    config = quantized(options, plain)  # refused before anything is written
+    config = quantized(options, plain)  # A wrong option raises an error before anything is written.
     if config.tie_word_embeddings and args.head != "keep":
         raise ParameterError(f"--head {args.head}: the LM head is the embedding, which stays as it is; use --head keep")
     files: dict[Path, list[str]] = {}

@@ -13,7 +13,7 @@ from .api_key import VARIABLE, api_key
 from .loading import load_model
 from .terminal import Output, counted
 
-SWITCH_INTERVAL = 1e-4  # interval in seconds at which Python switches threads
+SWITCH_INTERVAL = 1e-4  # Interval in seconds at which Python switches threads.
 
 
 def serve(args, output: Output) -> int:
@@ -49,14 +49,14 @@ def serve(args, output: Output) -> int:
     log_requests()
     sys.setswitchinterval(SWITCH_INTERVAL)
     gc.collect()
-    gc.freeze()  # loaded objects stay, so later collections, which stop all threads, can skip them
+    gc.freeze()  # Garbage collections stop all threads. They can skip the loaded objects, which stay until the end.
 
     def ready() -> None:
         announce(output, engine, settings, bound.getsockname(), "https" if tls else "http")
 
     code = run(engine, settings, bound, tls, ready)
-    gc.unfreeze()  # otherwise extension modules report leaks
-    if code == 0:  # memory of a lost GPU cannot be freed
+    gc.unfreeze()  # Otherwise extension modules report leaked objects at exit.
+    if code == 0:  # The memory of a lost GPU cannot be freed.
         engine.close()
     return code
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 SHOW_CURSOR = "\x1b[?25h"
-_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # the last one is Ctrl-\ in mid-answer
+_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGQUIT is Ctrl-\ during an answer.
 
 
 class Ended(SystemExit):
-    """A signal that ends the program, as an exception, so that the terminal and temporary files are cleaned up."""
+    """An exception for a signal that ends the program, so that the terminal and temporary files are cleaned up."""
 
     def __init__(self, signum: int):
         super().__init__(128 + signum)
@@ -31,9 +31,9 @@ def ending():
     """Make the first signal of _ENDS raise Ended. A signal that is ignored or has a handler is not changed."""
 
     def end(signum, frame):
-        for each in changed:  # a closed terminal sends several; a second one must not interrupt the cleanup
+        for each in changed:  # A closed terminal sends several signals. A second one must not interrupt the cleanup.
             signal.signal(each, signal.SIG_IGN)
-        if in_background():  # suspended: changing the terminal would stop this program again
+        if in_background():  # The program is suspended. If it changed the terminal, the shell would stop it again.
             with open(os.devnull) as nothing:
                 os.dup2(nothing.fileno(), sys.stdin.fileno())
         received.append(Ended(signum))
@@ -42,7 +42,7 @@ def ending():
     changed: list[signal.Signals] = []
     received: list[Ended] = []
     try:
-        with suppress(ValueError):  # not the main thread
+        with suppress(ValueError):  # This is not the main thread.
             for each in _ENDS:
                 if signal.getsignal(each) is signal.SIG_DFL:
                     signal.signal(each, end)
@@ -50,7 +50,7 @@ def ending():
         try:
             yield
         finally:
-            if received:  # an error of the cleanup, for example of a closed terminal, does not replace it
+            if received:  # An error of the cleanup, such as a closed terminal, must not replace the signal.
                 raise received[0] from None
     finally:
         for each in changed:
@@ -61,10 +61,10 @@ def ending():
 def ending_task():
     """Make a signal for `ending` cancel the current task, as asyncio does for Ctrl-C.
 
-    An exception that is raised in a callback of the loop could be swallowed there. `ending` raises Ended after the
-    loop.
+    If the signal raised an exception in a callback of the loop, the loop could ignore it. `ending` raises Ended after
+    the loop has ended.
     """
-    import asyncio  # not for the start of every command
+    import asyncio  # Most commands do not need this import.
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
@@ -74,9 +74,9 @@ def ending_task():
             before[signum](signum, frame)
         except Ended:
             task.cancel()
-            loop.call_soon_threadsafe(lambda: None)  # wakes a waiting loop
+            loop.call_soon_threadsafe(lambda: None)  # This call wakes a loop that waits.
 
-    main = threading.current_thread() is threading.main_thread()  # elsewhere signals cannot be set
+    main = threading.current_thread() is threading.main_thread()  # Only the main thread can set signal handlers.
     before = {each: handler for each in _ENDS if main and callable(handler := signal.getsignal(each))}
     for each in before:
         signal.signal(each, end)
@@ -90,7 +90,7 @@ def ending_task():
 
 def in_background() -> bool:
     """Return whether another program, for example the shell, controls the terminal of stdin."""
-    with suppress(OSError, ValueError):  # no terminal
+    with suppress(OSError, ValueError):  # There is no terminal.
         return os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp()
     return False
 
@@ -99,7 +99,8 @@ def in_background() -> bool:
 def ended_by_interrupt(before_stop: Callable[[], None] | None = None):
     """Make Ctrl-C end the process by the signal, after `before_stop`.
 
-    This is for imports: torch swallows a KeyboardInterrupt while it is imported, and would be incomplete afterwards.
+    This is for imports. If a KeyboardInterrupt occurs while torch is imported, torch ignores it and is incomplete
+    afterwards.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -121,7 +122,7 @@ def ended_by_interrupt(before_stop: Callable[[], None] | None = None):
 
 @contextmanager
 def one_interrupt(enabled: bool):
-    """Make the first Ctrl-C raise KeyboardInterrupt, and ignore later ones: they must not end the chat."""
+    """Make the first Ctrl-C raise KeyboardInterrupt, and ignore later ones, which must not end the chat."""
     if not enabled:
         yield
         return
@@ -145,12 +146,12 @@ def suspendable(before_stop: Callable[[], None], after_continue: Callable[[], No
     continues. If contexts are nested, the inner `before_stop` is called first and the inner `after_continue` last.
     """
     outer = signal.getsignal(signal.SIGTSTP)
-    if outer in (signal.SIG_IGN, None):  # ignored: no shell would continue the program
+    if outer in (signal.SIG_IGN, None):  # The signal is ignored, so no shell would continue the program.
         yield
         return
 
     def suspend(signum, frame):
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a second Ctrl-Z must not interrupt this handler
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # A second Ctrl-Z must not interrupt this handler.
         try:
             before_stop()
             if callable(outer):

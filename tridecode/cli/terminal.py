@@ -13,13 +13,13 @@ from rich.console import Console
 from ..errors import counted
 from .signals import in_background, suspendable
 
-USER = "cyan"  # color of the messages of the user
+USER = "cyan"  # Color of the user's messages.
 
 # Control characters such as ESC, carriage return, backspace and C1. A terminal interprets them, so text from a model
-# (or a file name) must not contain them.
+# or a file name must not contain them.
 _CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: 0x2421} | {code: 0xFFFD for code in range(0x80, 0xA0)}
-# Embeddings, overrides and isolates of the writing direction, which can disguise text.
+# Embeddings, overrides and isolates of the writing direction. They can disguise text.
 _CONTROLS |= {code: 0xFFFD for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
@@ -38,7 +38,7 @@ def repair_streams() -> None:
     """Make the standard streams usable: closed ones become empty, and encoding errors become '?' or U+FFFD."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
-        if stream is None:  # the parent process closed it
+        if stream is None:  # The parent process closed the stream.
             setattr(sys, name, open(os.devnull, mode))
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -55,7 +55,7 @@ class PipeConsole(Console):
 def switch_streams_to_utf8() -> str | None:
     """Switch the standard streams to UTF-8 if the encoding of one is incompatible with ASCII, such as UTF-16.
 
-    Terminals cannot show such an encoding, the newlines of a pipe do not match it, and partial writes lack its byte
+    Terminals cannot show such an encoding, newlines in a pipe have other bytes, and later writes would lack the byte
     order mark.
 
     Returns:
@@ -87,14 +87,17 @@ class Output:
 
     def __init__(self):
         self.console, self.errors = make_console(), make_console(stderr=True)
-        # isatty directly, because environment variables can override rich's result
+        # isatty is called directly, because environment variables can change rich's result.
         self.tty, self.wraps = sys.stdout.isatty(), sys.stderr.isatty()
-        self.quiet = False  # whether notes and the progress bar are hidden
-        self.redraws = True  # whether written rows may change, as a progress bar does
+        self.quiet = False  # Whether notes and the progress bar are hidden.
+        self.redraws = True  # Whether written rows may change, as in a progress bar.
         self.keys = Keys()
 
     def text(self, text: str) -> None:
-        """Write text of an answer immediately and unchanged; in a terminal, control characters are replaced."""
+        """Write text of an answer immediately.
+
+        In a terminal, control characters are replaced. Otherwise the text is unchanged.
+        """
         if not text:
             return
         if self.tty:
@@ -112,14 +115,14 @@ class Output:
         self.console.out(visible(text), end="", style="dim", highlight=False)
 
     def note(self, message: str, aligned: bool = False) -> None:
-        """Write a dim line to stderr, wrapped between words in a terminal. aligned: keep its spaces."""
+        """Write a dim line to stderr. In a terminal, it is wrapped between words. If `aligned`, spaces are kept."""
         if self.quiet:
             return
         text = visible(message) if aligned else one_line(message)
         self.errors.print(text, style="dim", soft_wrap=not self.wraps)
 
     def print_line(self, message: str, style: str | None = None) -> None:
-        """Write the output of a command to stderr: not dimmed, shown with --quiet too, with its spaces."""
+        """Write output of a command to stderr. It is not dimmed, keeps its spaces, and is also shown with --quiet."""
         self.errors.print(visible(message), style=style, soft_wrap=not self.wraps)
 
     def entry(self, name: str, words: str, column: int = 24) -> None:
@@ -195,22 +198,24 @@ class Keys:
             paste: Request that the terminal marks pastes, so that several pasted lines arrive as one text.
         """
         self._enabled, self._paste = enabled, paste
-        self._before: list | None = None  # the original attributes of the terminal while they are changed
+        self._before: list | None = None  # The original attributes of the terminal while they are changed.
 
     def disable_echo(self) -> None:
-        """Switch the echo off. Call it again after each prompt."""
-        if not self._enabled or in_background():  # changing the terminal in the background would stop this program
+        """Disable the terminal's echo. Call this again after each prompt."""
+        if not self._enabled or in_background():  # If a program in the background changes the terminal, it is stopped.
             return
         import termios
 
-        with suppress(termios.error, OSError, ValueError):  # stdin is not a terminal, or it was closed
+        with suppress(termios.error, OSError, ValueError):  # stdin is not a terminal, or is closed.
             attributes = termios.tcgetattr(sys.stdin.fileno())
             self._before = self._before or [*attributes]
-            # In canonical mode the kernel drops the bytes of a line after 4,096, the end of a long paste.
+            # In canonical mode the kernel drops all bytes of a line after the first 4,096, which would cut a long
+            # paste.
             attributes[3] &= ~(termios.ECHO | termios.ICANON)
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
             if self._paste:
-                # Mode 7 is on by default. It makes this sequence differ from that of the prompt, which tests wait for.
+                # Mode 7 is enabled by default. It makes this sequence differ from that of the prompt, for which tests
+                # wait.
                 os.write(sys.stdout.fileno(), b"\x1b[?7;2004h")
 
     def release(self) -> None:
@@ -228,9 +233,10 @@ class Keys:
 
 @contextmanager
 def echo_disabled(enabled: bool, pause: Callable[[], None], resume: Callable[[], None], paste: bool = False):
-    """Hold the terminal's keys within the context, and yield the Keys.
+    """Disable the echo within a `with` block, and yield the Keys.
 
-    Ctrl-Z calls `pause` and releases the keys. When the program continues, they are held again and `resume` is called.
+    Ctrl-Z calls `pause` and restores the terminal. When the program continues, the echo is disabled again and `resume`
+    is called.
     """
     keys = Keys(enabled, paste)
     with suspendable(both(pause, keys.release), both(keys.disable_echo, resume)):
@@ -262,18 +268,20 @@ def joined(message: str, more: str) -> str:
     return f"{message} {more[0].upper()}{more[1:]}" if message.endswith((".", "?", "!")) else f"{message}; {more}"
 
 
-SHORTER = ("reused", "seed", "context", "first", "pass")  # parts to omit from a line that is too long, in this order
+# Parts that are omitted from a line that is too long, in this order.
+SHORTER = ("reused", "seed", "context", "first", "pass")
 
 
 def speed_line(usage, timings, capacity: int | None = None, seed: int | None = None, width: int | None = None) -> str:
-    """Return the statistics line of an answer.
+    """Return the statistics line of an answer as text.
 
     Its parts: tokens, speed, tokens per pass if drafts were accepted, time to first token, reused tokens of the prompt,
     used tokens of the context, and the seed. Parts that a server does not report are omitted.
 
     Args:
         capacity: Tokens of the context, None to omit this part.
-        width: Maximum columns. A longer line is abbreviated, then the parts in SHORTER are omitted. None: no limit.
+        width: Maximum columns. A longer line is abbreviated, then the parts in SHORTER are omitted. None means no
+            limit.
     """
     parts = _speed(usage, timings, capacity, seed)
     if width is not None and len(" · ".join(parts.values())) > width:
@@ -297,7 +305,7 @@ def _speed(usage, timings, capacity, seed, short: bool = False) -> dict[str, str
         both = number(usage.reused_tokens), number(usage.prompt_tokens)
         parts["reused"] = f"{(of if short else ' of ').join(both)} reused"
     if usage and capacity is not None:
-        used = min(usage.prompt_tokens + usage.completion_tokens, capacity)  # the last token is not stored
+        used = min(usage.prompt_tokens + usage.completion_tokens, capacity)  # The K/V of the last token are not stored.
         parts["context"] = f"context {number(used)}{of}{number(capacity)}"
     if seed is not None:
         parts["seed"] = f"seed {seed}"

@@ -1,4 +1,4 @@
-"""`tridecode tune`: search launch configs for one model on this GPU, judged by the time of the whole captured step."""
+"""`tridecode tune`: search launch configs for one model on this GPU. The time of a whole captured pass decides."""
 
 import json
 import time
@@ -31,16 +31,18 @@ from .bench.passes import enqueue, rewind
 from .chat import session
 from .terminal import Output
 
-CONTEXTS = (128, 4096)  # the time of a pass is the mean over these contexts
-CONTEXTS_OF_SEVERAL = (128, 1024)  # the same for passes of several rows
-RUN_SECONDS, RUNS = 0.05, 5  # length and number of the runs; a timing is their median
-AT_ONCE = 2 * workers()  # candidates that are compiled together before they are timed
-TOLERANCE = 0.05  # relative RMS between the logits of two configs; only the order of sums differs
-PACKED_TOLERANCE = 0.2  # for quantized weights: with random weights, the order of sums alone has caused more than 0.05
+CONTEXTS = (128, 4096)  # The time of a pass is the mean over these contexts.
+CONTEXTS_OF_SEVERAL = (128, 1024)  # The same for passes of several rows.
+RUN_SECONDS, RUNS = 0.05, 5  # Seconds of a run, and number of runs. A timing is the median of the runs.
+AT_ONCE = 2 * workers()  # Number of candidates that are compiled together before they are timed.
+# Maximum relative RMS difference between the logits of two configs, which differ only by the order of sums.
+TOLERANCE = 0.05
+# The limit for quantized weights. With random weights, the order of sums alone has caused more than 0.05.
+PACKED_TOLERANCE = 0.2
 
 
 def run(args, output: Output) -> int:
-    """Run `tune`: print a line for each config that changed, and one JSON line."""
+    """Run `tune`: search, print a line for each launch config that changed, and print one JSON line."""
     if not torch.cuda.is_available():
         raise DeviceError("tune needs an NVIDIA GPU; no usable GPU was found")
     config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
@@ -81,7 +83,7 @@ def run(args, output: Output) -> int:
 
 
 def part_names(cases: dict, configs: PassConfigs) -> dict[Part, str]:
-    """Return the name of each part, the largest first: the roles that have that case, or attention."""
+    """Return the name of each part that is searched, the largest first: the roles of a linear, or attention."""
     sizes = {part: f" {part.heads}/{part.kv_heads}x{part.head_dim}" for part in configs.attention}
     roles: dict[Part, str] = {part: "attention" + (size if len(sizes) > 1 else "") for part, size in sizes.items()}
     for role, case in cases.items():
@@ -90,7 +92,7 @@ def part_names(cases: dict, configs: PassConfigs) -> dict[Part, str]:
 
 
 def confirmed(measure: Callable[[PassConfigs], float | None], configs: PassConfigs) -> float:
-    """Return the shorter of two timings in seconds. Raises DeviceError if a pass fails that ran before."""
+    """Return the shorter of two timings in seconds. Raises DeviceError if a pass fails although it ran before."""
     first, second = measure(configs), measure(configs)
     if first is None or second is None:
         raise DeviceError("the pass gave different logits when it was timed again; no table was written")
@@ -117,14 +119,14 @@ def words(fields: dict[str, int]) -> str:
 
 
 class StepTimer:
-    """Timer of a greedy pass with given configs: seconds, the mean over `contexts`.
+    """Timer of a greedy pass with given launch configs. The result is the mean over `contexts` in seconds.
 
     The result is None if the configs do not compile, do not launch, or change the logits of the first call.
     """
 
     def __init__(self, engine: Engine, contexts: tuple[int, ...] = CONTEXTS):
         self.engine, self._rows = engine, engine.model.rows
-        room = engine.capacity - 66  # positions that a timing may need
+        room = engine.capacity - 66  # Number of positions that a timing may need.
         self.contexts = [context for context in contexts if context <= room] or [max(room, 1)]
         self._logits: torch.Tensor | None = None
         packed = any(case.packed for case in engine.model.cases.values())
@@ -141,16 +143,20 @@ class StepTimer:
                 return None
             return mean(self._time(context) for context in self.contexts)
         except (TritonError, RuntimeError):
-            torch.cuda.synchronize(engine.device)  # raises if the GPU itself has failed: nothing can follow that
+            # This call raises an error if the GPU itself has failed. Then the search cannot continue.
+            torch.cuda.synchronize(engine.device)
             return None
 
     def _model(self, configs: PassConfigs) -> DecodeModel:
         return replace(self.engine.model, configs_by_rows={self._rows: configs})
 
     def compile(self, several: list[PassConfigs]) -> None:
-        """Compile the kernels of steps with these configs, many at a time. Errors occur again when a step is timed."""
+        """Compile the kernels of passes with these configs in parallel.
+
+        Errors are ignored here, because they occur again when a pass is timed.
+        """
         model, greedy = self.engine.model, BatchDescriptor("greedy", self._rows)
-        model.workspace.meta[:, STATUS] = LIMIT_REACHED  # no row may run
+        model.workspace.meta[:, STATUS] = LIMIT_REACHED  # No row may run.
         with suppress(TritonError, RuntimeError):
             compile_lists(
                 [decode_list(self._model(configs), greedy) for configs in several], launcher(model), model.device
@@ -169,7 +175,7 @@ class StepTimer:
         if self._logits is None:
             self._logits = logits
         error = (logits - self._logits).square().mean().sqrt() / self._logits.square().mean().sqrt()
-        return bool(error <= self._tolerance)  # False for NaN
+        return bool(error <= self._tolerance)  # The result is False for NaN.
 
     def _time(self, context: int) -> float:
         seconds = median(time_decode(self.engine, context, self._steps, RUNS, rows=self._rows))
@@ -179,7 +185,7 @@ class StepTimer:
 
 @contextmanager
 def progress(output: Output, names: dict[Part, str]):
-    """Show a bar on stderr if it is a terminal; yields the function that `search` reports to."""
+    """Show a progress bar on stderr if it is a terminal. Yield the function to which `search` reports."""
     columns = (
         TextColumn("tuning {task.fields[name]}"),
         BarColumn(),

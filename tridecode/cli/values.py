@@ -9,11 +9,11 @@ from ..arguments import Choice, Constraint, Integer, Number, Several
 from ..errors import ParameterError
 from ..options import GRAPHS, MAX_SLOTS
 
-MAX_ROWS = MAX_SLOTS  # rows of a pass
+MAX_ROWS = MAX_SLOTS  # Maximum number of rows of a pass.
 
 
 def reader(constraint: Constraint) -> Callable[[str], Any]:
-    """Return the function with which argparse reads a value."""
+    """Return a function with which argparse parses a value that must satisfy the constraint."""
 
     def read(text: str) -> Any:
         try:
@@ -59,7 +59,7 @@ def contexts(text: str) -> list[str]:
 
 
 def mix(context: str) -> list[int]:
-    """Return the context of each row of a mix like 32000x1+64x31. A single number is one row."""
+    """Return the context of each row of a mix such as 32000x1+64x31. A single number is one row."""
     rows: list[int] = []
     for part in context.split("+"):
         tokens, times, count = part.partition("x")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from .terminal import Output, counted
 
-DELAY, PAUSE = 0.3, 0.2  # seconds before the line appears, and between updates
-LINE_START = "\x1b[G"  # used instead of a carriage return, which rich removes
-WIDE = 60  # columns; in a narrower terminal only the numbers are shown
+DELAY, PAUSE = 0.3, 0.2  # Seconds before the line appears, and seconds between updates.
+LINE_START = "\x1b[G"  # This replaces a carriage return, which rich removes.
+WIDE = 60  # In a terminal with fewer columns, only the numbers are shown.
 
 Reading = Callable[[], tuple[int, int, int] | None]
 
@@ -17,7 +17,7 @@ class Waiting:
     """A context manager that shows a progress line on stderr until `end`, if stderr is a terminal."""
 
     def __init__(self, output: Output, reading: Reading, redraws: bool = True, shows: bool = True):
-        """Create the line; it appears within the context.
+        """Create the line, which appears within a `with` block.
 
         Args:
             reading: Returns the progress as Scheduler.reading does. Another thread calls it.
@@ -62,7 +62,7 @@ class Waiting:
         while not self._done.wait(pause):
             pause = PAUSE
             progress = self._reading()
-            if self._seen and not progress:  # the last pass of the prompt is running
+            if self._seen and not progress:  # The last pass of the prompt is running.
                 progress = self._seen[0], self._seen[2], self._seen[2]
             self._seen = progress
             with self._drawing:

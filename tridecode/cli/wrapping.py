@@ -6,10 +6,11 @@ from collections.abc import Callable
 from rich.cells import cell_len
 from rich.console import Console
 
-# Scripts that are written without spaces: a line may end after each of these.
+# Scripts that are written without spaces. A line may end after each of these characters.
 WIDE = "\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef\U0001f000-\U0003ffff"
 PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
-MARKER = re.compile(r"[-*+•]|\d{1,3}[.)]")  # begins an item of a list, whose further lines are indented as its text
+# The beginning of a list item. Its further lines are indented like its text.
+MARKER = re.compile(r"[-*+•]|\d{1,3}[.)]")
 FENCES = ("```", "~~~")
 TAB = 8
 
@@ -17,13 +18,13 @@ TAB = 8
 class Wrapped:
     """A function that takes text as it arrives and writes it with newlines at the edge of the window.
 
-    Written text is never changed: a word is held until it is complete, so the last character of a text must be a
+    Written text is never changed. A word is written only when it is complete, so the last character of a text must be a
     newline. Lines of code between fences, and words longer than the window, are not broken.
     """
 
     def __init__(self, console: Console, write: Callable[[str], None]):
         self._console, self._write = console, write
-        self._word, self._fence = "", ""  # the incomplete word; the mark that opened a block of code
+        self._word, self._fence = "", ""  # The incomplete word, and the mark that opened a code block.
         self._begin_line()
 
     def _begin_line(self) -> None:
@@ -40,7 +41,7 @@ class Wrapped:
             self._write(out)
 
     def _placed(self, part: str) -> str:
-        """Return the text to write for a part now."""
+        """Return the text that can be written for a part now."""
         if part == "\n":
             self._begin_line()
             return part

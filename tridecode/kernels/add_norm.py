@@ -45,7 +45,7 @@ def add_norm(hidden, delta, norm, out, eps):
         out: [rows, N] (output).
     """
     rows, N = hidden.shape
-    unused = hidden  # an absent delta still needs a pointer
+    unused = hidden  # The kernel needs a valid pointer even if there is no delta.
     _add_norm_kernel[(rows,)](
         hidden, unused if delta is None else delta, norm, out, eps, N, delta is not None, next_power_of_2(N),
         **options(8),

@@ -72,8 +72,9 @@ def options(num_warps: int, pdl: bool = False, registers: int = 0) -> dict:
         registers: Maximum number of registers of a thread. A low limit lets more programs fit into a multiprocessor. 0
             sets the largest limit that num_warps allows.
     """
-    # Without an explicit limit, ptxas may use only 64 or 128 registers, which leaves fewer loads in flight and, in some
-    # versions, causes spills.
+    # Without an explicit limit, ptxas may use only 64 or 128 registers. Then fewer loads are in flight, and some
+    # versions
+    # spill.
     registers = registers or min(65536 // (32 * num_warps), 255)
     launch = {"num_warps": num_warps, "num_stages": 1, "maxnreg": registers, "enable_fp_fusion": True}
     if pdl:

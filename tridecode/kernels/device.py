@@ -32,7 +32,7 @@ class Device(NamedTuple):
 
 
 def _gpu(name: str, capability: int, multiprocessors: int, shared_kib: int, memory_gib: int) -> Device:
-    """Return a GPU with 65,536 registers a multiprocessor."""
+    """Return a GPU with 65,536 registers per multiprocessor."""
     return Device(
         name, capability, multiprocessors, shared_kib * 2**10, (shared_kib + 1) * 2**10, 65536, memory_gib * 2**30
     )
@@ -56,7 +56,7 @@ _simulated: ContextVar[Device | None] = ContextVar("_simulated", default=None)
 
 @contextmanager
 def simulated(gpu: Device) -> Iterator[None]:
-    """Replace CUDA and meta devices with `gpu`, for plans and launch configs that are made on another machine."""
+    """Replace CUDA and meta devices by `gpu` within a `with` block, to plan for a GPU of another machine."""
     token = _simulated.set(gpu)
     try:
         yield
@@ -73,7 +73,7 @@ def device_of(device: "torch.device") -> Device:
     """Return the properties of `device`, read from its driver. Without a driver, return those of a CPU."""
     if gpu := simulated_gpu(device):
         return gpu
-    import torch  # imported here, because `tridecode --help` lists GPUS and must not load torch
+    import torch  # `tridecode --help` lists GPUS and must not load torch, so this import is local.
 
     if device.type != "cuda" or not torch.cuda.is_available():
         return Device()

@@ -29,7 +29,7 @@ def _embed_kernel(
     """Copy the embedding of tokens[position] and prepare the first layer's norm.
 
     A program computes BLOCK_K columns of a row. Grid: (cdiv(K, BLOCK_K), rows).
-    Moves K * (2 * itemsize + 4 + act itemsize) bytes a row.
+    Moves K * (2 * itemsize + 4 + act itemsize) bytes per row.
     Launched without PDL in every pass. It therefore acts as a fence: later kernels may read meta and old K/V before
     they wait for their predecessor.
 
@@ -61,7 +61,7 @@ def _embed_kernel(
 
 
 def embed(meta, tokens, embed, norm, hidden, normed, sumsq, *, pdl=False):
-    """Launch the kernel. sumsq receives `embed_partials(K)` partial sums a row."""
+    """Launch the kernel. sumsq receives `embed_partials(K)` partial sums per row."""
     rows, K = hidden.shape
     _embed_kernel[(embed_partials(K), rows)](
         meta,

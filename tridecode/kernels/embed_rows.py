@@ -22,8 +22,8 @@ def _embed_rows_kernel(
 ):
     """Copy the embedding of each row's token. A program computes one row.
 
-    A row without a token becomes zeros, so that the layers compute no large numbers from it.
-    Grid: (rows,). Moves K * (itemsize + 4) bytes a row.
+    A row without a token is set to zeros, so that the layers do not compute large numbers from it.
+    Grid: (rows,). Moves K * (itemsize + 4) bytes per row.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.

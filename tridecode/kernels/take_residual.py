@@ -1,4 +1,4 @@
-"""take_residual: copies the rows of a prompt pass that sample a token, after its last layer, for the LM head."""
+"""take_residual: after the last layer of a prompt pass, copies the rows that sample a token, for the LM head."""
 
 import torch
 import triton

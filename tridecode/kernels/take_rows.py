@@ -32,7 +32,7 @@ def _take_rows_kernel(
 ):
     """Copy the residual stream and the last layer's q, k and v of the row that each row continues.
 
-    A program copies one row. Grid: (rows,). Moves 8 * K + (4 + itemsize) * N bytes a row.
+    A program copies one row. Grid: (rows,). Moves 8 * K + (4 + itemsize) * N bytes per row.
     Launched without PDL in every pass. It therefore acts as a fence: later kernels may read meta and old K/V before
     they wait for their predecessor.
 

@@ -13,9 +13,9 @@ from ..layout import LATE_TOKEN
 from .reader import ConfigReader
 
 DTYPES = ("bfloat16", "float16", "float32")
-MISTRAL_WINDOW = 4096  # default if a Mistral checkpoint lacks the key; null means no window
+MISTRAL_WINDOW = 4096  # Default if a Mistral checkpoint lacks the key. null means no window.
 NO_SCALING = RopeConfig()
-MAX_GROUP = 16  # query heads of a K/V head: the rows of a tensor core tile in attention
+MAX_GROUP = 16  # Maximum query heads of a K/V head, because a tensor core tile of attention has 16 rows.
 
 
 def dense_spec(
@@ -35,10 +35,11 @@ def dense_spec(
     windows: tuple[int, ...] | None = None,
     **more: Any,
 ) -> ModelSpec:
-    """Return the specification of a decoder whose layers all are attention and a gated MLP.
+    """Return the specification of a decoder in which every layer consists of attention and a gated MLP.
 
     Args:
-        windows: number of positions that attention sees, by layer; 0 for all. None: all in every layer.
+        windows: for each layer, the number of positions to which a token attends, or 0 for all. None means all
+            positions in every layer.
         more: other fields of ModelSpec.
     """
     layer_windows = windows or (0,) * num_layers
@@ -134,7 +135,10 @@ def read_sizes(read: ConfigReader) -> dict[str, int]:
 
 
 def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max_position: int) -> tuple[int, ...]:
-    """Return the window of each layer, 0 for full attention. A window of the whole context is full attention too."""
+    """Return the window of each layer, 0 for full attention.
+
+    A window that covers the whole context also counts as full attention.
+    """
     window, first = None, num_layers
     if windows == "all" and read.values.get("sliding_window", MISTRAL_WINDOW) is not None:
         window, first = read.integer("sliding_window", 1, 2**31 - 1, default=MISTRAL_WINDOW), 0
@@ -163,7 +167,7 @@ def read_rope(read: ConfigReader, max_position: int, partial: float = 1.0) -> Ro
     """Return the settings in rope_parameters, or in rope_scaling and rope_theta.
 
     Args:
-        partial: default of partial_rotary_factor. A family whose default is 1 has no other value.
+        partial: default of partial_rotary_factor. If it is 1, other values are refused.
     """
     keys = [key for key in ("rope_parameters", "rope_scaling") if read.get(key) is not None]
     if len(keys) == 2 and read.values[keys[0]] != read.values[keys[1]]:
@@ -191,7 +195,8 @@ def read_rope(read: ConfigReader, max_position: int, partial: float = 1.0) -> Ro
             )
     share = rope.number("partial_rotary_factor", 0.01, 1, default=read.get("partial_rotary_factor", partial))
     owner = rope if "rope_theta" in rope.values else read
-    theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0  # null is an error
+    # The value null is an error.
+    theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0
     if kind == "default":
         return RopeConfig(theta=theta, partial=share)
     low, high = rope.number("low_freq_factor", 1e-4, 1e4), rope.number("high_freq_factor", 1e-4, 1e4)

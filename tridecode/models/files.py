@@ -1,4 +1,4 @@
-"""Reads files of a checkpoint: regular files of a limited size, because a checkpoint is not trusted."""
+"""Reading of checkpoint files. Only regular files of a limited size are read, because a checkpoint is not trusted."""
 
 import os
 import stat
@@ -11,14 +11,14 @@ from ..errors import CheckpointError
 
 
 def present(path: Path) -> bool:
-    """Return whether an entry of this name exists, of any kind. A wrong kind is refused later, not ignored."""
+    """Return whether a directory entry with this name exists. If it is not a regular file, it is refused later."""
     return os.path.lexists(path)
 
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises CheckpointError, also for a directory, a device or a pipe."""
     try:
-        # A pipe without a writer would block the open itself.
+        # Without O_NONBLOCK, opening a pipe that has no writer would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return os.fdopen(descriptor, "rb")

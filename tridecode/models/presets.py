@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..blocks.spec import ModelSpec
 
-Fields = dict[str, Any]  # arguments of dense_spec or of RopeConfig, or keys of config.json
+Fields = dict[str, Any]  # Arguments of dense_spec or RopeConfig, or keys of config.json.
 
 _ROPE = dict(theta=1e6)
 _LLAMA3 = dict(family="llama", vocab_size=128256, rms_norm_eps=1e-5, max_position=131072)

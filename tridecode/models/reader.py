@@ -8,14 +8,14 @@ from ..arguments import shown
 from ..errors import CheckpointError, as_json
 from .files import read_file, unique
 
-_JSON_LIMIT = 64 * 2**20  # bytes; no config or index is larger
+_JSON_LIMIT = 64 * 2**20  # Maximum bytes of a config or an index. No real file is larger.
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in file `path`. Raises CheckpointError for a duplicate key or anything but an object."""
 
     def duplicate(key: str) -> CheckpointError:
-        return CheckpointError(f"{path}: the key {shown(key)} is given twice; keep one of the two")
+        return CheckpointError(f"{path}: the key {shown(key)} occurs twice; remove one of the two")
 
     try:
         value = json.loads(read_file(path, _JSON_LIMIT), object_pairs_hook=unique(duplicate))
@@ -58,7 +58,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        """Return a number from `low` to `high`. Values far beyond published ones become 0, inf or NaN in fp32."""
+        """Return a number from `low` to `high`. The limits exclude values that become 0, inf or NaN in fp32."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
             raise self.fail(key, f"a number from {low:g} to {high:g}")

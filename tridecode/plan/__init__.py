@@ -1,1 +1,1 @@
-"""How a model will run: device, memory, threads."""
+"""The plan of an engine: device, memory, threads."""

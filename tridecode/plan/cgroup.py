@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 MOUNTED, PROCESS_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-CACHE = ("inactive_file", "active_file")  # page cache of files, which the kernel frees before it refuses memory
+CACHE = ("inactive_file", "active_file")  # Page cache of files. The kernel frees it before it refuses memory.
 
 
 def free_memory(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
-    """Return the bytes that the tightest memory limit leaves; infinite without a limit."""
+    """Return the free bytes under the strictest memory limit, or infinity without a limit."""
     left = [float("inf")]
     for group in _groups("memory", mounted, own):
         for limit, used, prefix in (
@@ -24,18 +24,21 @@ def free_memory(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
 
 
 def cpus(mounted: Path = MOUNTED, own: Path = PROCESS_CGROUP) -> float:
-    """Return the number of CPUs that the tightest quota allows; infinite without a quota."""
+    """Return the number of CPUs that the strictest quota allows, or infinity without a quota."""
     quotas = [float("inf")]
     for group in _groups("cpu", mounted, own):
         quota = _numbers(group / "cpu.max")
         quota = quota or [*_numbers(group / "cpu.cfs_quota_us"), *_numbers(group / "cpu.cfs_period_us")]
-        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:  # v1 writes -1 if there is no quota
+        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:  # cgroup v1 writes -1 if there is no quota.
             quotas.append(quota[0] / quota[1])
     return min(quotas)
 
 
 def _groups(controller: str, mounted: Path, own: Path) -> Iterator[Path]:
-    """Yield the directories of this process's control group and its ancestors; some may not be visible here."""
+    """Yield the directories of this process's control group and of its ancestors.
+
+    In a container some may be invisible.
+    """
     for _, controllers, path in re.findall(r"(?m)^(\d+):(.*?):(.*)$", _text(own)):
         if not controllers:
             base = mounted

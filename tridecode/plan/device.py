@@ -19,12 +19,12 @@ def find_device(options: EngineOptions) -> torch.device:
         raise DeviceError(f'device {options.device} was requested, but {usable}; use device="cpu"')
     if kind == "auto":
         gpu = count > 0 and options.backend != "torch"
-        # A GPU that is too old is left alone, unless options request the backend that needs one.
+        # A GPU that is too old is not used, unless options request a backend that needs a GPU.
         gpu = gpu and (options.backend == "triton" or torch.cuda.get_device_capability(0) >= (8, 0))
         kind = "cuda" if gpu else "cpu"
     device = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
     if options.backend == "triton" and kind != "cuda":
-        raise DeviceError('backend triton needs an NVIDIA GPU and none is used here; use backend="torch"')
+        raise DeviceError('backend triton needs an NVIDIA GPU, but no GPU is used; use backend="torch"')
     if kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise DeviceError(f'{device} has a compute capability below 8.0, which is not supported; use device="cpu"')
     return device
@@ -33,8 +33,8 @@ def find_device(options: EngineOptions) -> torch.device:
 def quantized(options: EngineOptions, spec: ModelSpec) -> ModelSpec:
     """Return the spec with the quantization that options request for weights and K/V.
 
-    Weights are quantized while they are loaded, the LM head in fp8 by default; K/V are quantized while they are
-    written. Raises ParameterError.
+    Weights are quantized while they are loaded. The LM head is quantized to fp8 by default. K/V are quantized while
+    they are written. Raises ParameterError.
     """
     if options.kv_dtype == "fp8":
         spec = replace(spec, fp8_kv=True)

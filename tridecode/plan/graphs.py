@@ -22,8 +22,8 @@ from ..step.dispatch import (
 )
 from ..tuning.attention import prompt_tiles_fit
 
-MIN_WEIGHT_BYTES = 2**27  # bytes; a pass that reads fewer is so short that drafting slows it by more than 2%
-TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 256"  # see prompt_tiles_fit
+MIN_WEIGHT_BYTES = 2**27  # Unit: bytes. A pass that reads fewer is so short that drafting slows it by more than 2%.
+TILES_NEED = "a GPU of compute capability 9.x, bfloat16 or float16, and heads of at most 256"  # See prompt_tiles_fit.
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class GraphPlan:
         attention: attention backend of decode passes.
         prompt_sizes: tokens of the captured prompt passes.
         prompt_attention: attention backend of prompt passes.
-        captured: whether the device captures passes at all.
+        captured: whether the device supports captured passes.
         note: a change to the requested options, shown to the user.
     """
 
@@ -91,8 +91,8 @@ def plan_drafts(options: EngineOptions, graphs: GraphPlan, weights: int) -> tupl
     Args:
         weights: bytes of the model's weights.
 
-    Returns: The maximum and minimum number of tokens that must agree for a draft, or None for no drafts. If the engine
-    decided against drafts, also the reason, as a phrase that follows "it".
+    Returns: The maximum and minimum number of tokens that must match for a draft, or None for no drafts. The second
+    result is the reason if the engine decided against drafts, as a phrase that follows "it".
 
     Raises:
         ParameterError: drafts are requested and impossible.

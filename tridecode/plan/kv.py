@@ -179,12 +179,16 @@ def _offloaded(
         assert isinstance(options.kv_offload, float | int)
         host = int(options.kv_offload * GIB) // each
         if host * each > free:
-            raise DeviceError(f"kv_offload: {host * each / GIB:,.1f} GiB are requested, the host has {free / GIB:,.1f}")
+            raise DeviceError(
+                f"kv_offload: {host * each / GIB:,.1f} GiB are requested, but the host has {free / GIB:,.1f}"
+            )
     if host == 0:
-        raise DeviceError(f"kv_offload: a page takes {each / GIB:,.4f} GiB of the host's memory, which has less")
-    if device.type == "cpu":  # the CPU is the device, so both share one memory
+        raise DeviceError(
+            f"kv_offload: a page takes {each / GIB:,.4f} GiB of host memory, more than requested or free; request more"
+        )
+    if device.type == "cpu":  # The CPU is the device, so both share one memory.
         plan = replace(plan, free=plan.free - host * each)
-    ring_limit = host - 1 if buffers else 0  # one host page stays free, so that pages can change places
+    ring_limit = host - 1 if buffers else 0  # One host page stays free, so that pages can be exchanged.
     limits = options.max_seq_len, kv_tokens, ring_limit, max(buffers, 1)
     capacity, pages, ring = plan.offloaded(spec, page, least, *limits, where)
     offload = Offload(host, ring, max(buffers, 1))
@@ -213,5 +217,5 @@ def plan_host_layers(options: EngineOptions, spec: ModelSpec, dtype: torch.dtype
         )
     if layers * each > (free := memory.free_memory(torch.device("cpu"))):
         takes = f"{layers:,} layers take {layers * each / GIB:,.1f} GiB of the host's memory"
-        raise DeviceError(f"weights_offload: {takes}, {free / GIB:,.1f} are free")
+        raise DeviceError(f"weights_offload: {takes}, but only {free / GIB:,.1f} are free; request less")
     return layers

@@ -24,11 +24,11 @@ GIB = 2**30
 HEADROOM = {
     "cuda": 0.03,
     "cpu": 0.25,
-}  # share of the free memory for cuBLAS and kernels, or other programs
-# Bytes for cuBLAS workspaces and captured graphs, or for temporary tensors of the references.
+}  # Share of the free memory that stays unused for cuBLAS, kernels and other programs.
+# Bytes for cuBLAS workspaces and captured graphs on a GPU, and for temporary tensors of the references on a CPU.
 SCRATCH = {"cuda": 2**27, "cpu": 2**25}
-TOKEN = 4  # bytes of a token id; each slot stores one for each position
-CPU_CONTEXT = 8192  # default limit of positions, because other programs share the host's memory
+TOKEN = 4  # Bytes of a token id. Each slot stores one id per position.
+CPU_CONTEXT = 8192  # Default limit of positions, because other programs share the host's memory.
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MemoryPlan:
     Args:
         free: bytes that can be allocated now.
         weights: bytes of the weights on the device.
-        per_token: bytes of each position of a context, K/V included.
+        per_token: bytes of each position of a context, including K/V.
         fixed: bytes of the workspace of one slot, of the buffers of prompt passes, and of graphs and libraries.
         model_limit: positions of a context that the model supports.
         headroom: share of `free` that stays unused.
@@ -46,9 +46,9 @@ class MemoryPlan:
         kv_per_token: bytes of K/V of one position.
         per_slot: bytes of each slot after the first.
         slots: requests that run at a time.
-        buffers: the part of `fixed` for prompt passes.
-        scratch: the part of `fixed` that CUDA graphs and libraries allocate.
-        snapshots: the part of `fixed` for snapshots of recurrent state.
+        buffers: bytes within `fixed` for prompt passes.
+        scratch: bytes within `fixed` that CUDA graphs and libraries allocate.
+        snapshots: bytes within `fixed` for snapshots of recurrent state.
     """
 
     free: int
@@ -168,8 +168,9 @@ class MemoryPlan:
         The numbers are negative if they do not fit.
         """
         limit = max(self.slots * -(-capacity // page), least)
-        left = self.usable - self.needed(capacity, 0) - 4 * limit * layers  # without the tables of all layers
-        cells = left * layers // (self.kv_per_token * page)  # a cell is a page of one layer
+        # The memory that is left, without the tables of all layers.
+        left = self.usable - self.needed(capacity, 0) - 4 * limit * layers
+        cells = left * layers // (self.kv_per_token * page)  # A cell is a page of one layer.
         if kv_tokens is not None:
             pages = -(-kv_tokens // page)
             return pages, min(host, max(limit - pages, 0), (cells - pages * layers) // buffers)
@@ -198,7 +199,10 @@ class MemoryPlan:
 
 @contextmanager
 def allocating(capacity: int, device: torch.device) -> Iterator[None]:
-    """Convert a lack of memory to a DeviceError, while the state of a context of `capacity` positions is allocated."""
+    """Convert out-of-memory errors to DeviceError within a `with` block.
+
+    It allocates the state for `capacity` positions.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -242,7 +246,7 @@ def plan_memory(
     weights = weight_bytes(spec, dtype, device.type == "cuda", on_host)
     largest = max(slots, rows)
     rows, scratch = min(chunk, slots * spec.max_position) + largest, SCRATCH[device.type]
-    if device.type == "cpu":  # temporary tensors of the references, for each row
+    if device.type == "cpu":  # Temporary tensors of the references, for each row.
         layers = ((linear for linear in layer.linears() if linear.epilogue == "residual") for layer in spec.layers)
         inner = max(sum(linear.k for linear in linears) for linears in layers)
         scratch += 16 * rows * (inner + spec.pages.width)
@@ -278,7 +282,7 @@ def slot_bytes(spec: ModelSpec, dtype: torch.dtype, slots: int) -> int:
 
 
 def workspace_bytes(spec: ModelSpec, dtype: torch.dtype, slots: int, rows: int | None = None) -> int:
-    """Return the bytes of the workspace on the device, without tokens. It does not include rings in host memory."""
+    """Return the bytes of the workspace on the device, without tokens and without the rings in host memory."""
     tensors = named_tensors(make_workspace(spec, 0, "meta", dtype, slots, rows)).values()
     return sum(tensor.nbytes for tensor in tensors if tensor.is_meta)
 
@@ -296,7 +300,7 @@ def free_memory(device: torch.device) -> int:
         return gpu.memory
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # release the memory that an earlier engine left in the allocator's cache
+        torch.cuda.empty_cache()  # Free the memory that an earlier engine left in the allocator's cache.
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as f:
         fields = dict(line.split(":", 1) for line in f)

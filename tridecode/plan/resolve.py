@@ -24,10 +24,10 @@ class EnginePlan:
     Args:
         options: the requested options.
         spec: the model, with the quantization that is applied while it is loaded.
-        device, backend: where and by which kernels passes run.
+        device, backend: the device, and the kernels that run passes: "triton" or "torch".
         dtype: dtype of activations.
         graphs: which passes are captured, and their attention kernels.
-        ngram: maximum and minimum number of tokens that must agree for a draft, or None for no drafts.
+        ngram: maximum and minimum number of tokens that must match for a draft, or None for no drafts.
         why_no_drafts: reason why there are no drafts; completes a sentence that begins with "it", such as
             "pays on a GPU only".
         memory: bytes of the device.
@@ -142,8 +142,6 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
         notes.append(f"the weights of the last {counted(host_layers, 'layer')} come from the host in every pass")
     if graphs.note:
         notes.append(graphs.note)
-    if spec.recurrent and device.type == "cuda":
-        notes.append("gated delta net layers were not tested on a GPU yet; use --device cpu to check an answer")
     chunk = chunk_of(options, kv.capacity or options.chunk, page)
     return EnginePlan(
         options=options,

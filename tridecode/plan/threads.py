@@ -1,4 +1,4 @@
-"""Number of CPU threads for a model's operations, unless the user sets it."""
+"""Choice of the number of CPU threads, unless the user sets it."""
 
 import ctypes
 import os
@@ -9,20 +9,20 @@ import torch
 
 from . import cgroup
 
-TINY = 64 << 20  # bytes of weights; with fewer, one thread is as fast as several
-PAUSE = 0.1  # minimum seconds of a measurement, because CPU time has ticks of 10 ms
+TINY = 64 << 20  # Bytes of weights below which one thread is as fast as several.
+PAUSE = 0.1  # Minimum seconds of a measurement, because CPU time has ticks of 10 ms.
 DEFAULT = torch.get_num_threads()
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_last_set: int | None = None  # the number that `use` set last
+_last_set: int | None = None  # The number that `use` set last.
 
 
 def _own_number() -> Callable[[int], int] | None:
-    """Return MKL's function that returns this thread's value of torch.set_num_threads, or 0 if it was not called."""
+    """Return the MKL function that returns the number that this thread set by torch.set_num_threads, else 0."""
     try:
         library = ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOLOAD | os.RTLD_NOW)
         function: Callable[[int], int] = library.MKL_Set_Num_Threads_Local
         return function
-    except (OSError, AttributeError):  # a build without MKL
+    except (OSError, AttributeError):  # This build of torch has no MKL.
         return None
 
 
@@ -30,7 +30,7 @@ _set_local = _own_number()
 
 
 class FreeCores:
-    """Measures, from its construction on, the CPU time that other programs leave."""
+    """A measurement of the CPU time that other programs leave. It begins when the object is created."""
 
     def __init__(self) -> None:
         self._began = _idle_seconds(), time.process_time(), time.monotonic()
@@ -44,14 +44,14 @@ class FreeCores:
         time.sleep(max(began + PAUSE - time.monotonic(), 0))
         elapsed = time.monotonic() - began
         left = ((_idle_seconds() or idle) - idle + time.process_time() - own) / elapsed
-        return max(min(int(left + 0.25), allowed), 1)  # tolerate a quarter of a core as noise
+        return max(min(int(left + 0.25), allowed), 1)  # A quarter of a core is tolerated as noise.
 
 
 def choose(weights: int, cores: FreeCores) -> int:
     """Return the number of threads for a model of `weights` bytes.
 
-    Threads wait for each other after each operation, so one busy core delays all of them. Operations of a tiny model
-    are so short that more threads do not help.
+    Threads wait for each other after each operation. Therefore one busy core delays all of them. Operations of a tiny
+    model are so short that several threads do not help.
     """
     return 1 if weights < TINY else cores.count()
 
@@ -70,7 +70,7 @@ def chosen_by_user() -> bool:
     """Return whether the environment or torch.set_num_threads sets the number of threads."""
     if any(os.environ.get(name) for name in VARIABLES):
         return True
-    number = torch.get_num_threads()  # also applies a number that another thread has set
+    number = torch.get_num_threads()  # This call also applies a number that another thread has set.
     if number == _last_set:
         return False
     if _set_local is None:

@@ -16,7 +16,7 @@ from .scheduler import Scheduler
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
-YIELD_SECONDS = 2e-5  # pause after a step, so that other threads can take the lock, which is not fair
+YIELD_SECONDS = 2e-5  # Seconds of pause after a step, in which other threads can take the lock. The lock is not fair.
 
 
 class Driver:
@@ -31,12 +31,14 @@ class Driver:
         self.scheduler: Scheduler | None = scheduler
         self._prepare = prepare
         self._slots = len(scheduler.slots)
-        self._lock = threading.Lock()  # held while device state changes, never while code of callers runs
-        self._waiting_threads: set[int] = set()  # threads that wait for the lock
-        # The thread that has the lock adds and cancels these requests, so that other threads do not wait for a pass.
+        # A thread holds the lock while it changes device state, and never while it runs code of callers.
+        self._lock = threading.Lock()
+        self._waiting_threads: set[int] = set()  # Ids of the threads that wait for the lock.
+        # The thread that holds the lock adds and cancels these requests, so that other threads do not wait for a pass.
         self._submitted: deque[weakref.ref[Request]] = deque()
         self._dropped: deque[Request] = deque()
-        self._submit_lock = threading.Lock()  # prevents two submissions from taking the last place in the queue
+        # This lock prevents two submissions from taking the last place in the queue.
+        self._submit_lock = threading.Lock()
 
     def opened(self) -> Scheduler:
         """Return the scheduler. Raises EngineClosed."""
@@ -60,8 +62,8 @@ class Driver:
     def _catch_up(self, scheduler: Scheduler) -> None:
         """Process submissions and cancellations queued by other threads.
 
-        The next dropped request is read before the additions and cancelled after them, because its submission may be
-        among them.
+        The next dropped request is read before submissions are processed, and cancelled after that, because
+        its own submission may still be in the queue.
         """
         while True:
             dropped = self._dropped[0] if self._dropped else None
@@ -74,12 +76,12 @@ class Driver:
             self._dropped.popleft()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Step for all requests until `ready` returns True."""
+        """Run steps for all requests until `ready` returns True."""
         while not ready():
             try:
                 self.exclusively(self._step, ready)
             except EngineClosed:
-                if not ready():  # closing the engine may have ended the request
+                if not ready():  # The request may have ended because the engine was closed.
                     raise
             if self._waiting_threads:
                 time.sleep(YIELD_SECONDS)
@@ -90,7 +92,7 @@ class Driver:
             scheduler.step()
 
     def step(self) -> bool:
-        """Step once for all requests; return whether any request is left. Raises EngineClosed."""
+        """Run one step for all requests. Return whether any request is left. Raises EngineClosed."""
         self.exclusively(self._step, lambda: self.scheduler is None or not self.scheduler.busy)
         if self._waiting_threads:
             time.sleep(YIELD_SECONDS)
@@ -102,8 +104,8 @@ class Driver:
         scheduler = self.opened()
         with self._submit_lock:
             scheduler.check_queue(len(self._submitted), len(self._dropped))
-            request.driver = self  # first, so that an interrupt from here on drops and thereby cancels the request
-            self._submitted.append(request.ref)  # if the engine closes now, `wait` raises EngineClosed
+            request.driver = self  # This comes first. An interrupt after it drops the request, and thereby cancels it.
+            self._submitted.append(request.ref)  # If the engine is closed now, `wait` raises EngineClosed.
         if self._lock.acquire(blocking=False):
             try:
                 if self.scheduler is not None:
@@ -121,7 +123,7 @@ class Driver:
         if not request.ended:
             self.drop_later(request)
             if not self._lock.locked() and not sys.is_finalizing():
-                with suppress(EngineClosed, RuntimeError):  # if the GPU is lost, the next step reports it
+                with suppress(EngineClosed, RuntimeError):  # If the GPU is lost, the next step reports it.
                     self.exclusively(lambda scheduler: None)
 
     def drop_later(self, request: Request) -> None:
@@ -152,7 +154,7 @@ class Driver:
                         raise
                     except QueueFull as error:
                         if running:
-                            break  # wait until one of them has ended
+                            break  # Wait until one of the requests has ended.
                         results[following] = failed(error)
                     except Exception as error:
                         results[following] = failed(error)
@@ -168,7 +170,7 @@ class Driver:
                     if progress:
                         progress(done, len(make))
         finally:
-            for request in running.values():  # after an error or an interrupt
+            for request in running.values():  # This loop has work only after an error or an interrupt.
                 self.drop(request)
         return [results[i] for i in range(len(make))]
 
@@ -180,10 +182,10 @@ class Driver:
                     self._catch_up(self.scheduler)
                     self.scheduler.cancel_all()
                 finally:
-                    self.scheduler = None  # releases its memory
+                    self.scheduler = None  # Release the memory of the scheduler.
 
 
 def failed(error: Exception) -> Result:
-    """Return the result of a request that could not begin or that an error ended."""
+    """Return the result of a request that could not begin, or that ended with an error."""
     line = str(error) if isinstance(error, TridecodeError) else f"{type(error).__name__}: {brief(error)}"
     return Result("", (), "error", Usage(0, 0, 0), Timings(0.0, 0.0, 0.0), seed=0, error=line)

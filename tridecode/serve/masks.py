@@ -19,19 +19,19 @@ from ..text.grammar import Grammar, Matcher
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 THREADS = min(8, os.cpu_count() or 1)
-MASK_WAIT = 2e-3  # seconds to wait for a late mask before a pass runs without it
+MASK_WAIT = 2e-3  # Seconds to wait for a late mask before a pass runs without it.
 
 
 class Masks:
     """The masks of all slots of a model.
 
-    A pass identifies the mask of a row by its stamp. If the mask is missing, the pass leaves the row unchanged, so a
-    slow grammar delays only its own request.
+    A pass identifies the mask of a row by its stamp. If the mask is not ready, the pass leaves the row unchanged. A
+    slow grammar therefore delays only its own request.
     """
 
     def __init__(self, model: DecodeModel):
         self._masks, self._stamps = model.workspace.mask.numpy(), model.workspace.mask_stamp.numpy()
-        self._pool = ThreadPoolExecutor(THREADS, "mask")  # starts threads on demand
+        self._pool = ThreadPoolExecutor(THREADS, "mask")  # The pool starts threads when they are needed.
 
     def follow(self, grammar: Grammar, sampled: list[int]) -> "GrammarMasks":
         """Start computing the masks of a request that has sampled these tokens."""
@@ -44,7 +44,8 @@ class Masks:
     def write(self, slot: int, mask: np.ndarray, stamp: int) -> None:
         """Write the mask of a slot, then its stamp."""
         self._masks[slot] = mask
-        self._stamps[slot] = stamp  # last, so that a pass which reads the stamp reads the complete mask
+        # The stamp is written last. A pass that reads the stamp therefore reads the complete mask.
+        self._stamps[slot] = stamp
 
 
 def as_generation_error(work: Callable[[*Ts], R]) -> Callable[[*Ts], R]:
@@ -56,7 +57,7 @@ def as_generation_error(work: Callable[[*Ts], R]) -> Callable[[*Ts], R]:
             return work(*args)
         except (GenerationError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the grammar library is not an Exception
+        except BaseException as error:  # A panic of the grammar library is not an Exception.
             why = f"{type(error).__name__}: {brief(error)}"
             raise GenerationError(f"the grammar cannot be enforced: {why}") from error
 
@@ -64,11 +65,11 @@ def as_generation_error(work: Callable[[*Ts], R]) -> Callable[[*Ts], R]:
 
 
 class GrammarMasks:
-    """The masks of one request: prepared while its prompt is read, then computed after each token."""
+    """The masks of one request. They are prepared while its prompt is read, and computed after each token."""
 
-    _matcher: Matcher  # set by _prepare
-    _slot: int  # set by `begin`
-    _generation: int  # set by `begin`
+    _matcher: Matcher  # _prepare sets this attribute.
+    _slot: int  # `begin` sets this attribute.
+    _generation: int  # `begin` sets this attribute.
 
     def __init__(self, masks: Masks, grammar: Grammar, sampled: list[int]):
         self._masks, self._lock, self._dropped = masks, threading.Lock(), False
@@ -84,7 +85,7 @@ class GrammarMasks:
         """Write the first mask for the pass at `position`, when the request gets its row."""
         self._slot, self._generation, prepared = slot, generation, self._prepared
         if prepared.done():
-            with suppress(GenerationError):  # `check` raises it
+            with suppress(GenerationError):  # `check` raises the error.
                 self._first(prepared, position)
         else:
             self._pending = self._masks.submit(self._first, prepared, position)

@@ -9,7 +9,7 @@ from ..errors import GenerationError
 from ..results import TokenLogprobs
 from ..step.model import DecodeModel
 
-HANG_TIMEOUT = 120.0  # seconds before a pass counts as hanging
+HANG_TIMEOUT = 120.0  # Seconds after which a pass is reported as hanging.
 
 
 class Ring:
@@ -17,7 +17,7 @@ class Ring:
 
     def __init__(self, model: DecodeModel):
         self._workspace, self._device = model.workspace, model.device
-        self._entries = model.workspace.out.numpy().data  # a memoryview, which returns int and is faster than numpy
+        self._entries = model.workspace.out.numpy().data  # A memoryview, which returns int and is faster than numpy.
 
     def entry(self, slot: int, generation: int, step: int) -> layout.Entry:
         """Wait for the entry of a pass and return it. The device writes entries directly to host memory.
@@ -38,7 +38,7 @@ class Ring:
         polls, since = 0, time.monotonic()
         while (entry := self._read(slot, generation, step)) is None:
             polls += 1
-            time.sleep(0)  # let other threads run, such as the one that draws the terminal
+            time.sleep(0)  # Other threads can run, such as the thread that draws the terminal.
             if polls % 1024:
                 continue
             idle, late = self._idle(), time.monotonic() - since > HANG_TIMEOUT

@@ -16,9 +16,9 @@ from .request import Request
 
 
 class Queue:
-    """The state of each request: it waits, its prompt is being read, or it has a row.
+    """The queue, which knows the state of each request: it waits, its prompt is being read, or it has a row.
 
-    The set of requests is authoritative, and `recover` rebuilds the other attributes from it. References to requests
+    `recover` rebuilds all other attributes from the set of requests. References to requests
     are weak; see `hold_references`.
     """
 
@@ -26,15 +26,15 @@ class Queue:
         self.slots = (OffloadedSlots if model.kv.offload else Slots)(model, policy.prefix_sharing)
         self._tokenizer, self._masks = tokenizer, Masks(model)
         self._sharing, self._fixed = policy.prefix_sharing, model.fixed_chunk
-        self.requests: dict[weakref.ref[Request], None] = {}  # requests that have not ended, in the order of arrival
+        self.requests: dict[weakref.ref[Request], None] = {}  # Requests that have not ended, in the order of arrival.
         self.reset()
 
     def reset(self) -> None:
         """Let all requests wait, as if none of them ever had a slot."""
-        self.waiting = deque(self.requests)  # the next request first; some may have ended
-        self.admitted: list[Slot] = []  # slots of all active requests, the oldest first
-        self.reading: list[Slot] = []  # slots whose prompts are being read; these requests are the youngest
-        self.rows: list[Slot] = []  # the other slots, indexed by row
+        self.waiting = deque(self.requests)  # Waiting requests in order. Some may have ended.
+        self.admitted: list[Slot] = []  # Slots of all active requests, the oldest first.
+        self.reading: list[Slot] = []  # Slots whose prompts are being read. Their requests are the youngest.
+        self.rows: list[Slot] = []  # The other slots. The index is the row.
         # The last request that could not be admitted, and the state at that time.
         self._blocked: tuple[weakref.ref[Request], int, list[Slot]] | None = None
 
@@ -77,7 +77,7 @@ class Queue:
             ref,
             slots.pages.changes,
             self.reading,
-        ):  # do not match a long prompt again
+        ):  # A long prompt should not be matched again.
             return False
         position = 0 if request.scores else (request.prompt_tokens if self._fixed else len(tokens)) - 1
         reusable = tokens[: position if request.reuse_prefix else 0]
@@ -103,7 +103,7 @@ class Queue:
         return True
 
     def _prefix_is_pending(self, ids: "array[int]", salt: str) -> bool:
-        """Return whether a running prompt will soon add pages to the cache that match more of `ids` than it does now.
+        """Return whether a prompt that is being read will soon add pages to the cache that match more of `ids`.
 
         If so, the request waits for these pages. If the model has recurrent state, the running prompt also takes a
         snapshot where the two diverge, unless it has read on.
@@ -171,7 +171,7 @@ class Queue:
         slot.request = None
 
     def recover(self) -> None:
-        """Let all unfinished requests wait again, after an interrupt at any line."""
+        """Let all unfinished requests wait again. This works after an interrupt at any line."""
         left = [request for ref in self.requests if (request := ref()) is not None and not request.ended]
         self.requests = {request.ref: None for request in left}
         for slot in self.admitted:
@@ -183,7 +183,7 @@ class Queue:
             request.resume(self._tokenizer)
 
     def assert_consistent(self) -> None:
-        """Check that each request is in one place, rows and slots match, and no page is lost."""
+        """Check that each request has one state, that rows and slots match, and that no page is lost."""
         admitted = self.admitted
         known = [ref for ref in self.waiting if ref in self.requests] + [slot.ref for slot in admitted]
         assert len(known) == len(set(known)) and set(known) == set(self.requests), "a request is lost or listed twice"

@@ -37,34 +37,36 @@ class Request:
     For callers: iteration, `result`, `cancel`, `drop`, and the attributes `chunks`, `finish_reason`, `failure` and
     `completion_tokens`. The threads of an engine use the other attributes under the lock of its driver.
 
-    `chunks` is authoritative: it only grows, and the last token is added together with the output chunk that ends the
-    request. After an interrupt or an error, `resume` rebuilds the other attributes from it.
+    `chunks` only grows. The last token is added together with the output chunk that ends the request. After an
+    interrupt or an error, `resume` rebuilds the other attributes from `chunks`.
     """
 
-    tokens: "array[int]"  # int32: the prompt, then the sampled tokens; its slot refers to the same array
-    params: SamplingParams  # with a seed
-    stop_ids: tuple[int, ...]  # the ids of the model and of params
-    limit: int  # tokens, prompt and output, at which it ends
-    started: float  # value of time.perf_counter() at submission
-    continues: bool = False  # the output continues the text of the prompt; in a chat it does not
+    # int32: the prompt, then the sampled tokens. The slot of the request refers to the same array.
+    tokens: "array[int]"
+    params: SamplingParams  # The sampling parameters, with a seed.
+    stop_ids: tuple[int, ...]  # The stop ids of the model and of params.
+    limit: int  # Number of tokens, prompt and output, at which the request ends.
+    started: float  # time.perf_counter() at submission.
+    continues: bool = False  # Whether the output continues the text of the prompt. In a chat it does not.
     reuse_prefix: bool = True
-    salt: str = ""  # it shares K/V only with requests of the same salt
-    grammar: Grammar | None = None  # the grammar that the output must follow
-    scores: bool = False  # a score: each pass predicts the next prompt token, and each chunk has that token
-    logits: torch.Tensor | None = None  # fp32 [prompt, vocab], which the passes of a request that scores fill
-    chunks: list[OutputChunk] = field(default_factory=list)  # the output so far; it grows while other threads step
-    failure: Exception | None = None  # error of the pass that read its prompt, such as out of memory
-    cancelled: bool = False  # it was cancelled, or the next step cancels it
-    first: float | None = None  # time of its first token
-    reused: int | None = None  # positions whose K/V were present when its prompt was first read
-    drafted: int = 0  # draft tokens that were verified
-    accepted: int = 0  # draft tokens that were right
-    driver: "Driver" = field(init=False)  # set when it is submitted
+    salt: str = ""  # The request shares K/V only with requests of the same salt.
+    grammar: Grammar | None = None  # The grammar that the output must follow.
+    # Whether the request is a score. Each pass then predicts the next prompt token, and each chunk contains that token.
+    scores: bool = False
+    logits: torch.Tensor | None = None  # fp32 [prompt, vocab], which the passes of a score fill.
+    chunks: list[OutputChunk] = field(default_factory=list)  # The output so far. It grows while other threads step.
+    failure: Exception | None = None  # Error of the pass that read the prompt, such as out of memory.
+    cancelled: bool = False  # Whether the request was cancelled, or the next step will cancel it.
+    first: float | None = None  # Time of the first token.
+    reused: int | None = None  # Number of positions whose K/V were present when the prompt was first read.
+    drafted: int = 0  # Number of draft tokens that were verified.
+    accepted: int = 0  # Number of draft tokens that were accepted.
+    driver: "Driver" = field(init=False)  # This is set when the request is submitted.
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
         self.ref = weakref.ref(self)
-        hash(self.ref)  # cache the hash now, because it cannot be computed after the request was collected
+        hash(self.ref)  # Compute and cache the hash now. After the request is collected, this is not possible.
 
     def __repr__(self) -> str:
         return f"Request(prompt_tokens={self.prompt_tokens}, finish_reason={self.finish_reason!r})"
@@ -75,7 +77,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """None while it waits or runs; then "stop", "length", "error" or "cancelled"."""
+        """None while the request waits or runs, then "stop", "length", "error" or "cancelled"."""
         if self.failure is not None:
             return "error"
         return self.chunks[-1].finish_reason if self.chunks else None
@@ -93,10 +95,10 @@ class Request:
 
     @cached_property
     def kind(self) -> str:
-        """Kind of decode pass that it needs."""
+        """Kind of decode pass that the request needs."""
         return step_kind(self.params)
 
-    # ---- For the caller
+    # ---- methods for the caller
 
     @property
     def pieces(self) -> list[OutputChunk]:
@@ -159,7 +161,7 @@ class Request:
         """Cancel the request without waiting for a pass: the next step ends it."""
         self.driver.drop_later(self)
 
-    # ---- For the scheduler
+    # ---- methods for the scheduler
 
     def resume(self, tokenizer: Tokenizer | None) -> None:
         """Restore `tokens` and the text to their state after the last of `chunks`."""
@@ -189,7 +191,7 @@ class Request:
             self.chunks.append(chunk)
 
     def _text(self, token: int) -> str:
-        """Return the text that a token completes, up to a stop string."""
+        """Return the text that a token completes. The text ends before a stop string."""
         return "" if self._detokenizer is None else self._stops.push(self._detokenizer.push(token))
 
     def end(self, reason: str, error: str | None = None, chunks: Sequence[OutputChunk] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Scheduler: selects the rows of each pass. It runs only when add, step or cancel is called."""
+"""Scheduler: selects the rows of each pass. It has no thread. Its work is done in calls of add, step and cancel."""
 
 import weakref
 from collections import deque
@@ -46,9 +46,9 @@ class Pass:
 class Load:
     """The load of a scheduler."""
 
-    requests: int  # active and waiting requests
-    waiting: int  # requests without a slot
-    rows: int  # rows of the next pass
+    requests: int  # Number of active and waiting requests.
+    waiting: int  # Number of requests without a slot.
+    rows: int  # Number of rows of the next pass.
     pages: int
     free_pages: int
     preemptions: int
@@ -59,9 +59,9 @@ class Load:
 class Scheduler:
     """Scheduler over the slots of a model: requests run in the order of arrival.
 
-    The queue knows the place of each request. The requests and the slots' pages are authoritative; all other state can
-    be rebuilt from them. After an interrupt or an error the scheduler discards the other state: each unfinished request
-    continues after its last output chunk, as a preempted request does.
+    All state can be rebuilt from the requests and from the pages of the slots. After an interrupt or an error, the
+    scheduler discards all other state. Each unfinished request then continues after its last output chunk, like a
+    preempted request.
 
     Args:
         steps: returns the current object that runs decode passes
@@ -86,8 +86,8 @@ class Scheduler:
         self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.max_prompt_tokens())
         self._fixed = model.fixed_chunk
         self._in_flight: deque[Pass] = deque()
-        self._incomplete = False  # an operation has begun and has not finished
-        self.answered = False  # whether a request has ended by itself; captures in idle time wait for that
+        self._incomplete = False  # Whether an operation has begun and has not finished.
+        self.answered = False  # Whether a request has ended by itself. Captures in idle time wait for this.
         self.preemptions = 0
 
     @property
@@ -96,7 +96,7 @@ class Scheduler:
         return bool(self.queue.requests)
 
     def load(self) -> Load:
-        """Return the current load. Any thread may call this; the numbers may belong to different passes."""
+        """Return the current load. Any thread may call this. The numbers may come from different passes."""
         requests, pages = len(self.queue.requests), self._model.kv.runnable
         waiting = max(requests - len(self.queue.admitted), 0)
         kept = self.slots.snapshots
@@ -211,7 +211,7 @@ class Scheduler:
         return chosen
 
     def _read(self, chosen: list[tuple[Slot, int]], rows: int) -> list[Chunk]:
-        """Enqueue a pass that reads the chosen prompts and has the first `rows` rows; return its chunks."""
+        """Enqueue a pass that reads the chosen prompts and decodes the first `rows` rows. Return its chunks."""
         prompts, chunks = self._prompts(), []
         first = decoding = prompts.decoding(rows)
         for slot, count in chosen:
@@ -245,7 +245,7 @@ class Scheduler:
         while chosen:
             try:
                 chunks = self._read(chosen, before[-1].row + 1 if before and not self._fixed else 0)
-            except Exception as error:  # usually out of memory; only one request fails
+            except Exception as error:  # The error is usually out of memory. Only one request fails.
                 if len(chosen) == 1:
                     slot = chosen[0][0]
                     slot.request.failure = error
@@ -267,7 +267,7 @@ class Scheduler:
         return True
 
     def _sample(self, slots: list[Slot], ends_prompts: bool) -> int:
-        """Enqueue the sampling of these slots: a decode pass, or the end of the prompt pass with their rows.
+        """Enqueue the launches that sample a token for these slots: a decode pass, or the end of a prompt pass.
 
         The kind of the pass is the most general one that any of the slots needs. Returns the number of rows of each
         slot.
@@ -293,7 +293,7 @@ class Scheduler:
         """Give a row more pages before it needs them. If no page is free, preempt the youngest requests."""
         slots, waits = self.slots, slot.position + slot.in_flight >= slot.allocated
         if waits and slot.in_flight:
-            return  # a pass in flight may end the request, and then no preemption is necessary
+            return  # A pass in flight may end the request. Then no preemption is necessary.
         while not slots.make_room(1):
             if not waits:
                 return
@@ -329,7 +329,7 @@ class Scheduler:
             slot.in_flight -= 1
             slot.rows_in_flight -= passed.rows
             following, place = 0 if slot.position < allocated else -1, 0
-            sampled = not slot.known  # drafts of known tokens are always right, so they do not count
+            sampled = not slot.known  # Drafts of known tokens are always right, so they do not count.
             while following >= 0 and slot.busy:
                 entry = self._ring.entry(slot.number, slot.generation, slot.seen)
                 if sampled:
@@ -352,14 +352,14 @@ class Scheduler:
             return
         slot.position += 1
         if token == NO_TOKEN:
-            reused = slot.shared > 0  # the reused K/V may be the cause, so the request computes all K/V itself
+            reused = slot.shared > 0  # The reused K/V may be the cause, so the request computes all K/V itself.
             self.slots.invalidate(slot)
             if reused and request.reuse_prefix:
                 request.reuse_prefix = False
                 self.queue.requeue(slot)
                 return
         else:
-            slot.filled = slot.position  # the pass has ended, so its K/V are present
+            slot.filled = slot.position  # The pass has ended, so its K/V are present.
         if slot.known and token != NO_TOKEN:
             slot.known -= 1
             return
@@ -387,7 +387,7 @@ class Scheduler:
                 request.end("error", str(error))
 
     def _preempt(self, slot: Slot) -> None:
-        """Let an active request wait before all waiting requests, which are younger. Its K/V may be evicted."""
+        """Move an active request to the front of the queue. Its K/V may be evicted."""
         self.preemptions += 1
         self.queue.requeue(slot)
 

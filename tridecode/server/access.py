@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse
 from .errors import ApiError, outcome, stopping
 from .settings import MAX_BODY_BYTES
 
-PUBLIC = ("/", "/health")  # paths that need no key: the page contains no secret, and monitors have no key
+PUBLIC = ("/", "/health")  # Paths that need no key: the page contains no secret, and monitors have no key.
 GENERATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-ID_HEADERS = ("x-request-id", "request-id")  # the headers that OpenAI's and Anthropic's clients read
+ID_HEADERS = ("x-request-id", "request-id")  # Headers that the clients of OpenAI and Anthropic read.
 log = logging.getLogger("tridecode.server")
 
 
@@ -74,16 +74,20 @@ class Access:
         try:
             app = self._app
             if self._key is not None and scope["path"] not in PUBLIC and not self._allowed(scope):
-                error = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+                error = ApiError(
+                    401,
+                    "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                )
                 app = JSONResponse(error.body(scope["path"]), 401, error.headers)
             await app(scope, receive, watched)
-        except asyncio.CancelledError:  # the server stops while it waits for a body or a reader
+        except asyncio.CancelledError:  # The server stops while it waits for a body or for a client that reads slowly.
             if status:
                 record.outcome = record.outcome or "cancelled"
             else:
                 error = stopping()
                 await JSONResponse(error.body(scope["path"]), 503, error.headers)(scope, receive, watched)
-        except Exception:  # Starlette sends the response with status 500
+        except Exception:  # Starlette sends the response with status 500.
             status = status or 500
             raise
         finally:
@@ -97,7 +101,7 @@ class Access:
     def _allowed(self, scope) -> bool:
         headers = dict(scope["headers"])
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if b"x-api-key" in headers:  # the header of Anthropic's clients
+        if b"x-api-key" in headers:  # Anthropic's clients send this header.
             kind, key = b"bearer", headers[b"x-api-key"]
         return hmac.compare_digest(key.strip(), self._key) and kind.lower() == b"bearer"
 

@@ -22,7 +22,7 @@ from .settings import MAX_MESSAGES
 from .tools.parser import NAME, TEXT
 from .tools.toolset import Tools, check_tools, parse_function
 
-# Claude Code sends another line in each request; it would keep prompts from sharing a prefix.
+# Claude Code sends a different line in each request. With this line, prompts could not share a prefix.
 BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
 log = logging.getLogger("tridecode.server")
 
@@ -58,7 +58,7 @@ class MessagesRequest(Generation, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
-    counts: ClassVar = False  # whether the request only counts tokens, which needs no max_tokens
+    counts: ClassVar = False  # Whether the request only counts tokens, which needs no max_tokens.
 
     def check(self) -> None:
         """Check the parameters of the Messages API. Raises ApiError."""
@@ -71,7 +71,7 @@ class MessagesRequest(Generation, kw_only=True):
 
     @property
     def structure(self) -> ResponseFormat | None:
-        """The response format of the request, if it has one."""
+        """The response format of the request, or None."""
         value = self.output_config.format if self.output_config else None
         if value is None:
             return super().structure
@@ -174,7 +174,7 @@ def _turns(message, place: str) -> list[dict]:
             case {"type": "thinking", "thinking": str(text)} if role == "assistant":
                 thoughts.append(text)
             case {"type": "redacted_thinking"} if role == "assistant":
-                pass  # encrypted by Anthropic
+                pass  # Anthropic has encrypted this block.
             case _:
                 texts.append(_text(block, where))
     turn = {"role": role, "content": "\n\n".join(text for text in texts if text)}
@@ -195,7 +195,7 @@ class MessagesSerializer(Serializer):
     def __init__(self, model: str, tokenizer: Tokenizer):
         super().__init__(model, tokenizer)
         self.id = f"msg_{secrets.token_hex(12)}"
-        self._open: str | None = None  # kind of the open block of a stream
+        self._open: str | None = None  # Kind of the open block of a stream.
         self._index = -1
 
     def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:

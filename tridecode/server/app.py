@@ -201,7 +201,7 @@ class Server:
         )
 
     async def _read_generation(self, request: Request, body_type: type[G]) -> tuple[G, float | None]:
-        """Return the checked body and its deadline. A server that cannot accept requests does not read the body."""
+        """Return the checked body and its deadline. If the server cannot accept requests, the body is not read."""
         self.loop.check()
         started, timeout = request.scope["tridecode.record"].started, self.settings.timeout
         payload = await self._read(request, body_type)
@@ -215,7 +215,9 @@ class Server:
             async with asyncio.timeout(self.settings.timeout):
                 return parse_body(await read_body(request), body_type)
         except TimeoutError:
-            raise ApiError(408, "the body took longer than this server allows", code="timeout") from None
+            raise ApiError(
+                408, "the body did not arrive within the time limit of this server; send it again", code="timeout"
+            ) from None
         except ClientDisconnect:
             raise ApiError(499, "the client disconnected", code="disconnected") from None
 
@@ -299,7 +301,7 @@ class Server:
 
 def serializer_options(payload: ChatRequest | CompletionRequest) -> dict:
     """Return the options of Serializer that a request sets."""
-    # logprobs=0 requests the log-probabilities of the sampled tokens only.
+    # logprobs=0 requests only the log-probabilities of the sampled tokens.
     with_logprobs = payload.logprobs is not None and payload.logprobs is not False
     return {
         "n": payload.n,
@@ -327,5 +329,5 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 async def handle_internal_error(request: Request, error: Exception) -> Response:
     """Return the response for an unexpected error, without its detail."""
     body = ApiError(500, "internal error; the server's log has the details").body(request.url.path)
-    # Starlette sends this response outside of Access, which adds the headers to all others.
+    # Starlette sends this response outside of Access, which adds the headers to all other responses.
     return JSONResponse(body, 500, request.scope["tridecode.record"].headers)

@@ -1,4 +1,4 @@
-"""Call: an HTTP request, its requests in the engine, and its response."""
+"""Call: one HTTP request for a generation, with its requests in the engine and its response."""
 
 import asyncio
 import logging
@@ -61,18 +61,18 @@ class Call:
 
     def __init__(self, loop: Loop, metrics: Metrics, plan: Plan, started: float, deadline: float | None):
         self._loop, self._metrics, self._plan = loop, metrics, plan
-        self.started, self.deadline = started, deadline  # by time.monotonic, as all times in this class
-        self.last_awake = time.monotonic()  # the time at which its task last ran
-        self.last: dict[int, float] = {}  # request number -> arrival of its latest chunks
-        self.expected = 0  # number of requests that it will submit
-        self.ended: ApiError | None = None  # the error, if the server ended it early
+        self.started, self.deadline = started, deadline  # Values of time.monotonic(), like all times in this class.
+        self.last_awake = time.monotonic()  # The time at which the task of the call last ran.
+        self.last: dict[int, float] = {}  # Number of the request -> arrival of its latest chunks.
+        self.expected = 0  # Number of requests that the call will submit.
+        self.ended: ApiError | None = None  # The error, if the server ended the call early.
         self._prompts: list[Encoded] = []
         self._choices: list[Choice] = []
         self._requests: list[Request] = []
-        self._read: list[int] = []  # number of chunks read, by request
+        self._read: list[int] = []  # Number of chunks read, by request.
         self._waiter: asyncio.Future | None = None
-        self._head_sent = False  # whether the head of the response was sent
-        self._opened = False  # whether the first event of the stream was sent
+        self._head_sent = False  # Whether the head of the response was sent.
+        self._opened = False  # Whether the first event of the stream was sent.
         loop.add(self)
 
     async def __call__(self, scope, receive, send) -> None:
@@ -135,7 +135,7 @@ class Call:
 
     @property
     def open(self) -> int:
-        """Number of its requests that occupy a slot or a place in the queue.
+        """Number of requests of the call that occupy a slot or a place in the queue.
 
         After `end` it is 0, although a pass may still run.
         """
@@ -146,7 +146,7 @@ class Call:
         return sum(request.finish_reason is None for request in self._requests)
 
     def wake(self, force: bool = False) -> None:
-        """Wake its task if new chunks or an error have arrived; with `force` in any case."""
+        """Wake the task of the call if new chunks or an error have arrived. With `force`, wake it in any case."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
@@ -156,7 +156,10 @@ class Call:
             waiter.set_result(True)
 
     def end(self, error: ApiError) -> None:
-        """Cancel its requests and let its task raise `error`. The slots and pages are free within two passes."""
+        """Cancel the requests of the call, and let its task raise `error`.
+
+        The slots and pages are free within two passes.
+        """
         if self.ended is None:
             self.ended = error
             self._cancel()
@@ -201,7 +204,7 @@ class Call:
             last = chunks[-1]
             if last.finish_reason == "error":
                 raise GenerationError(last.error)
-            if last.finish_reason == "cancelled":  # the engine was closed
+            if last.finish_reason == "cancelled":  # The engine was closed.
                 raise self.ended or stopping()
         self._metrics.observe_chunks(self, [(i, chunks) for i, chunks in new if i < len(self._choices)])
         return new

@@ -30,7 +30,10 @@ class Delta:
 
 
 class Choice:
-    """One answer: its text apart from thinking and calls, its log-probabilities, and the reason for its end."""
+    """One answer.
+
+    Its text, thinking and calls are separate. It also has log-probabilities and the reason for its end.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] | None, first_text: str = "", tools: Tools | None = None,
@@ -51,13 +54,13 @@ class Choice:
         self._parser = tools.parser(tokenizer) if tools else None
         self._special = tools.special_tokens(tokenizer) if tools else {}
         self._first_text, self._characters = first_text, len(first_text)
-        # Offsets need the text of each token; the text of the chunks may be delayed by stop strings.
+        # Offsets need the text of each token. Stop strings may delay the text of the chunks.
         self._text = tokenizer.detokenizer(before)
         self._first_logprobs: list[tuple[int, TokenLogprobs | None, int]] = []
-        self.sent = False  # whether a part of it was sent
+        self.sent = False  # Whether a part of the answer was sent.
         self.finish_reason: str | None = None
-        self.stop_string: str | None = None  # the stop string that ended it
-        self.usage = Usage(0, 0, 0)  # set at the end of the answer
+        self.stop_string: str | None = None  # The stop string that ended the answer.
+        self.usage = Usage(0, 0, 0)  # The usage is set at the end of the answer.
 
     @property
     def reasoning_tokens(self) -> int:
@@ -106,7 +109,7 @@ class Choice:
         return delta
 
     def restore_malformed_calls(self, delta: Delta) -> Delta:
-        """Return the delta of a whole answer with its malformed calls as the text that the model wrote."""
+        """Return the delta of a whole answer in which malformed calls are replaced by the text that the model wrote."""
         events: list[Event] = []
         calls, number = (self._parser.calls if self._parser else []), -1
         for kind, text in delta.events:

@@ -67,7 +67,7 @@ def parse_response_format(
 
 
 def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasoning_effort") -> dict:
-    """Return template variables that disable thinking for a low `effort`, if the template supports that.
+    """Return template variables. They disable thinking if `effort` is low and the template supports this.
 
     Args:
         name: the name of the parameter in the request, for errors.
@@ -129,7 +129,7 @@ def parameter_names(structure: ResponseFormat | None, tools: Tools) -> dict[str,
     """Map fields of SamplingParams to the request parameters that set them, for errors about `answer_constraint`."""
     if structure is None:
         return {"grammar": "tools"}
-    combined = tools.used and structure.field != "grammar"  # one grammar contains the format and the calls
+    combined = tools.used and structure.field != "grammar"  # One grammar contains the response format and the calls.
     names = dict.fromkeys(STRUCTURES, structure.parameter)
     return names | ({"grammar": f"{structure.parameter} or tools"} if combined else {})
 
@@ -142,5 +142,5 @@ def lark_expression(params: SamplingParams) -> str:
         return json_rule(json.loads(source))
     if name == "choice":
         return choices_grammar(json.loads(source)).removeprefix("start: ")
-    escapes = {"/": r"\/", "\n": r"\n"}  # characters that end a Lark expression, or its line
+    escapes = {"/": r"\/", "\n": r"\n"}  # Characters that would end a Lark expression or its line.
     return "/" + re.sub(r"\\.|/|\n", lambda match: escapes.get(match[0], match[0]), source) + "/"

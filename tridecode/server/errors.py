@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull, TooLong
 
-RETRY_AFTER = 1  # seconds, sent with a status 503
+RETRY_AFTER = 1  # Seconds that the server sends with status 503.
 ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
              503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
 
@@ -44,7 +44,7 @@ class ApiError(Exception):
 
 
 def outcome(status: int) -> str:
-    """Return the outcome, for metrics and the log, of a request that ended with an error; status 0 if none was sent."""
+    """Return the outcome of a failed request, for metrics and the log. `status` is 0 if no status was sent."""
     named = {0: "cancelled", 499: "cancelled", 503: "unavailable", 504: "timeout"}
     return named.get(status, "refused" if status < 500 else "failed")
 
@@ -81,7 +81,8 @@ def api_error(error: Exception, directory: Path | None, names: dict[str, str] | 
     if isinstance(error, EngineClosed):
         return stopping()
     if isinstance(error, QueueFull):
-        return ApiError(503, "the queue is full; try again later", code="queue_full")  # a client cannot set max_queue
+        # A client cannot set max_queue, so the message does not name it.
+        return ApiError(503, "the queue is full; try again later", code="queue_full")
     if isinstance(error, GenerationError):
         return ApiError(500, text, code="generation_failed")
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .call import Call
 
 R = TypeVar("R")
-PREPARING = 8  # threads that render and encode prompts
-GRAMMAR_THREADS = 16  # threads for requests with a grammar, which wait for its compilation
+PREPARING = 8  # Number of threads that render and encode prompts.
+GRAMMAR_THREADS = 16  # Number of threads for requests with a grammar. They wait for its compilation.
 log = logging.getLogger("tridecode.server")
 
 
@@ -39,7 +39,7 @@ class Loop:
         keep_alive: seconds of silence after which a stream sends a comment.
     """
 
-    _asyncio: asyncio.AbstractEventLoop  # set by `start`, as is _on_failure
+    _asyncio: asyncio.AbstractEventLoop  # `start` sets this attribute and _on_failure.
     _on_failure: Callable[[], None] | None
 
     def __init__(self, engine: Engine, max_queue: int, keep_alive: float):
@@ -50,8 +50,8 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._pool = ThreadPoolExecutor(PREPARING, "prompt")
         self._grammar_pool = ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
-        self.failure: BaseException | None = None  # the error that ended the engine
-        self.refusing: str | None = None  # the reason, if new calls are refused
+        self.failure: BaseException | None = None  # The error that ended the engine.
+        self.refusing: str | None = None  # The reason why new calls are refused, or None.
 
     async def start(self, on_failure: Callable[[], None]) -> None:
         """Start the thread. `on_failure` is called once in asyncio if the engine fails."""
@@ -79,7 +79,7 @@ class Loop:
                 self._notify()
                 if not self._capture():
                     self._work.wait()
-        except EngineClosed:  # closing the engine has canceled its requests
+        except EngineClosed:  # The engine was closed, which cancels its requests.
             self._notify()
         except BaseException as error:
             self.failure = error
@@ -89,7 +89,7 @@ class Loop:
     def _capture(self) -> bool:
         """Capture one deferred graph while the engine is idle; return False if all are captured or a request arrived.
 
-        A request that arrives during a capture waits for that capture only. No capture runs before the first answer.
+        If a request arrives during a capture, it waits for this capture only. No capture runs before the first answer.
         """
         return not self._work.is_set() and self.engine.scheduler.answered and self.engine.capture_next()
 
@@ -101,7 +101,8 @@ class Loop:
     # ---- asyncio
 
     def _on_progress(self) -> None:
-        self._notified = False  # reset first, so that chunks appended during this callback schedule another one
+        # This is reset first, so that chunks that arrive during this callback schedule another one.
+        self._notified = False
         for call in self._calls:
             call.wake()
         if self.failure is not None and self._on_failure is not None:
@@ -114,7 +115,13 @@ class Loop:
             now = time.monotonic()
             for call in list(self._calls):
                 if call.deadline is not None and now > call.deadline:
-                    call.end(ApiError(504, "the request took longer than this server allows", code="timeout"))
+                    call.end(
+                        ApiError(
+                            504,
+                            "the request exceeded the time limit of this server; shorten the prompt or the answer",
+                            code="timeout",
+                        )
+                    )
                 elif now - call.last_awake > self._keep_alive:
                     call.wake(force=True)
 
@@ -122,7 +129,7 @@ class Loop:
         """Check that `count` more requests can be accepted.
 
         Raises:
-            ApiError: (400) if they never can, or (503) if they cannot now.
+            ApiError: (400) if the server can never accept them, or (503) if it cannot accept them at present.
         """
         if self.failure is not None:
             raise ApiError(503, "the engine has failed; this server is about to stop", code="engine_failed")

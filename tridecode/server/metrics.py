@@ -15,7 +15,7 @@ from ..engine import Engine
 from ..results import Usage
 
 OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "unavailable", "failed")
-# Upper bounds of the histograms' buckets in seconds.
+# Upper bounds of the histogram buckets in seconds.
 FIRST_TOKEN_BOUNDS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
 )  # fmt: skip
@@ -80,7 +80,7 @@ class Metrics:
                 continue
             if last is None:
                 self._first_token.observe(now - call.started)
-                tokens -= 1  # the tokens that arrived with the first one
+                tokens -= 1  # The tokens that arrived with the first one do not count.
                 last = now
             if tokens:
                 self._inter_token.observe((now - last) / tokens, tokens)

@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 
 STATIC = Path(__file__).parent / "static"
-PARTS = {  # reference in page.html -> (tag of the inline element that replaces it, file)
+PARTS = {  # Reference in page.html -> (tag of the inline element that replaces it, file).
     '<link rel="stylesheet" href="page.css">': ("style", "page.css"),
     '<script src="markdown.js"></script>': ("script", "markdown.js"),
     '<script src="chat.js"></script>': ("script", "chat.js"),
@@ -26,11 +26,11 @@ def page() -> tuple[bytes, dict[str, str]]:
         "script-src": " ".join(sources["script"]),
         "style-src": " ".join(sources["style"]),
         "connect-src": "'self'",
-        "img-src": "data:",  # the empty icon
+        "img-src": "data:",  # The page has an empty icon.
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",  # scripts cannot assign text as markup
+        "require-trusted-types-for": "'script'",  # Scripts cannot insert text as HTML.
         "trusted-types": "'none'",
     }
     headers = {

@@ -1,4 +1,4 @@
-"""Request bodies: parsing and validation. Unknown parameters are refused by name, so that none is ignored."""
+"""Request bodies: parsing and validation. An unknown parameter is an error that names the parameter."""
 
 import difflib
 import json
@@ -13,12 +13,12 @@ from .constraints import ResponseFormat, parse_response_format
 from .errors import ApiError, bad_request
 from .settings import MAX_ANSWERS, MAX_DETOKENIZE_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOPS
 
-# Parameters that do not change the text, with any value; docs/serving.md lists them.
+# Parameters that never change the text. docs/serving.md lists them.
 WITHOUT_EFFECT = frozenset(
     "user metadata service_tier prompt_cache_key prompt_cache_retention safety_identifier request_id priority "
     "verbosity".split()
 )
-# Unsupported parameters -> values that are accepted, because they request nothing.
+# Unsupported parameter -> values that are accepted because they request nothing.
 NEUTRAL: dict[str, list] = {
     "best_of": [1],
     "function_call": ["none"],
@@ -42,7 +42,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # accepted; this server adds no obfuscation
+    include_obfuscation: bool = False  # The server accepts this option, but adds no obfuscation.
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
@@ -162,7 +162,7 @@ class Generation(RequestBody, kw_only=True):
             self.check_ended_by(structure.parameter)
 
     def _check_min_tokens(self) -> None:
-        """Refuse min_tokens unless no token ends the answer: the sampler cannot exclude stop tokens temporarily."""
+        """Refuse min_tokens unless no token can end the answer. The sampler cannot exclude stop tokens temporarily."""
         if self.min_tokens < 0 or 0 < (self.max_tokens or 0) < self.min_tokens:
             raise bad_request(f"min_tokens must be from 0 to max_tokens, got {shown(self.min_tokens)}", "min_tokens")
         if self.min_tokens and (not self.ignore_eos or self.stop or self.stop_token_ids):
@@ -278,7 +278,7 @@ class DetokenizeRequest(RequestBody, kw_only=True):
             raise bad_request(f"tokens: at most {MAX_DETOKENIZE_TOKENS:,}, got {len(self.tokens):,}", "tokens")
 
 
-# Fields of SamplingParams, without logprobs, whose form differs between the endpoints.
+# Fields of SamplingParams whose form differs between the endpoints, without logprobs.
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos",
@@ -310,10 +310,10 @@ def parse_body(body: bytes, body_type: type[F]) -> F:
 
 
 def _decode(body: bytes):
-    """Decode JSON. Half of a surrogate pair, such as of an emoji that was cut, becomes U+FFFD, as in the tokenizer."""
+    """Decode JSON. Half of a surrogate pair, such as a part of an emoji, becomes U+FFFD, as in the tokenizer."""
     try:
         return msgspec.json.decode(body)
-    except msgspec.DecodeError as error:  # msgspec rejects half of a surrogate pair
+    except msgspec.DecodeError as error:  # msgspec rejects half of a surrogate pair.
         try:
             text = json.dumps(json.loads(body.decode()), ensure_ascii=False)
         except ValueError:

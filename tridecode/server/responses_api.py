@@ -166,8 +166,8 @@ class ResponsesSerializer(Serializer):
         super().__init__(model, tokenizer)
         self.id, self._payload, self._created = f"resp_{secrets.token_hex(16)}", payload, int(time.time())
         self._sequence = 0
-        self._items: list[dict] = []  # items so far
-        self._open = False  # whether the last item of a stream has not ended
+        self._items: list[dict] = []  # The items so far.
+        self._open = False  # Whether the last item of a stream has not ended.
 
     def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
         """Return the whole response."""

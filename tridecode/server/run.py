@@ -17,8 +17,9 @@ from .settings import FAILURE_GRACE, Settings
 from .tls import Tls
 
 ENGINE_FAILED = 3
-SEND_BUFFER = 1 << 16  # bytes of a response in the kernel; if it is full, tokens wait and are sent together
-STALL_TIMEOUT = 600  # seconds that the send buffer may stay full if requests have no deadline
+# Bytes of a response that the kernel buffers. If the buffer is full, tokens wait and are sent together.
+SEND_BUFFER = 1 << 16
+STALL_TIMEOUT = 600  # Seconds that the send buffer may stay full if requests have no deadline.
 
 
 def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
@@ -98,7 +99,7 @@ class Uvicorn(uvicorn.Server):
         """Request a graceful stop; end the process at the second signal."""
         if self.should_exit:
             sys.stderr.flush()
-            os._exit(128 + sig)  # a running pass cannot be interrupted
+            os._exit(128 + sig)  # A running pass cannot be interrupted.
         self.should_exit = True
 
 

@@ -11,7 +11,7 @@ from .choice import Choice, Delta
 from .errors import ApiError
 from .tools.parser import ARGUMENTS, NAME, TEXT
 
-NEGATIVE_INFINITY = -9999.0  # stands for a log-probability of -inf, which JSON cannot represent
+NEGATIVE_INFINITY = -9999.0  # This number represents a log-probability of -inf, which JSON cannot express.
 
 
 class Serializer:
@@ -113,7 +113,7 @@ class ChatSerializer(OpenAISerializer):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self._calls: dict[int, int] = {}  # number of a choice -> index of its latest call
+        self._calls: dict[int, int] = {}  # Number of a choice -> index of its latest call.
 
     def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
         """Return a whole choice."""

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 MAX_BODY_BYTES = 32 << 20
 MAX_MESSAGES = 4096
-MAX_ANSWERS = 128  # prompts of one request times n
+MAX_ANSWERS = 128  # Maximum number of answers of one request: its prompts multiplied by n.
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_LOGIT_BIASES = 1024
 MAX_DETOKENIZE_TOKENS = 1 << 18
-TICK_SECONDS = 0.25  # interval of the checks for deadlines and silent streams
-FAILURE_GRACE = 5.0  # seconds between the failure of the engine and the end of the process
+TICK_SECONDS = 0.25  # Seconds between checks for deadlines and silent streams.
+FAILURE_GRACE = 5.0  # Seconds between the failure of the engine and the end of the process.
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import TridecodeError
 
-# OpenSSL's reasons for a key that does not belong to the certificate; the last one is a key of another algorithm.
+# OpenSSL's reasons for a key that does not belong to the certificate. The last one reports a key of another algorithm.
 WRONG_KEY = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
 
 
@@ -20,7 +20,7 @@ class Tls:
     def check(self) -> None:
         """Check that both files can be used.
 
-        The callback for the pass phrase keeps OpenSSL from asking for one on the terminal.
+        The callback for the passphrase prevents OpenSSL from requesting one on the terminal.
 
         Raises:
             TridecodeError: a file cannot be read, or the key does not belong to the certificate.
@@ -33,7 +33,7 @@ class Tls:
                 raise TridecodeError(f"the {kind} {path} cannot be read: {error.strerror}; name another file") from None
         if not _certificates(self.certificate):
             raise _unreadable("certificate", self.certificate, "CERTIFICATE")
-        pass_phrases: dict[str, str] = {}  # filled if OpenSSL needs one
+        pass_phrases: dict[str, str] = {}  # The dict is filled if OpenSSL needs a passphrase.
         wrong: ssl.SSLError | None = None
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

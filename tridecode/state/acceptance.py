@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from ..layout import MAX_DRAFTS
 
-# The device requests more drafts after each pass whose drafts were right. There are separate estimates for requests of
-# at most one draft, at most three drafts, and more.
-FIRST = (0.2, 0.5, 0.8)  # initial estimates of the share of passes whose first draft is right
-NEXT = 0.8  # initial estimate of the share of drafts that are right if the previous draft is right
-KEEP = 0.9  # weight of the old estimate when a pass is added
+# The device requests more drafts after each pass whose drafts were right. Requests of at most one draft, of at most
+# three drafts, and of more drafts have separate estimates.
+FIRST = (0.2, 0.5, 0.8)  # Initial estimates of the share of passes whose first draft is right.
+NEXT = 0.8  # Initial estimate of the share of drafts that are right if the previous draft is right.
+KEEP = 0.9  # Weight of the old estimate when the result of a pass is added.
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Acceptance:
     following: list[float] = field(default_factory=lambda: [NEXT] * len(FIRST))
 
     def expected(self, rows: int) -> float:
-        """Return the expected number of tokens of a pass that has `rows` rows for the request."""
+        """Return the expected number of output tokens of a pass in which the request has `rows` rows."""
         level, drafts = _level(self.requested_drafts), min(self.requested_drafts, rows - 1)
         return 1 + self.first[level] * sum(self.following[level] ** i for i in range(drafts))
 

@@ -9,7 +9,7 @@ from ..kernels.attention.fp8_kv import head_rows, load_cells, scales
 from ..tensors import short_repr
 from .offload import Offload, Offloaded, make_offloaded
 
-PAGE = 64  # positions
+PAGE = 64  # Number of positions of a page.
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class KVCache:
         return pages.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[..., :end, :]
 
     def fill(self, generator: torch.Generator | None = None) -> None:
-        """Fill the pool with random numbers of about unit size, for benchmarks."""
+        """Fill the pool with random numbers of a magnitude of about 1, for benchmarks."""
         if not self.fp8:
             self.pool.normal_(generator=generator)
             return
-        self.pool.random_(0, 256, generator=generator).bitwise_and_(0xBF)  # below 2, and no NaN
+        self.pool.random_(0, 256, generator=generator).bitwise_and_(0xBF)  # The values are below 2, and none is NaN.
         for cache in (*self.k, *self.v):
             scales(cache).fill_(1)
 

@@ -1,7 +1,7 @@
-"""Offload: K/V pages in host memory, and the ring of device buffers into which passes copy one layer of them at a time.
+"""Offload: K/V pages in host memory. Passes copy one layer of them at a time to a ring of device buffers.
 
-The ring and the device's pages are one tensor of cells. A cell is one page of one layer. A table for each layer maps
-pages to cells, on the device or in the ring. Therefore attention reads both in the same way.
+The ring and the device's pages are one tensor of cells. A cell is one page of one layer. Each layer has a table that
+maps pages to cells. A cell belongs to a device page or to the ring, and attention reads both in the same way.
 """
 
 import math
@@ -12,8 +12,8 @@ import torch
 from ..blocks.spec import ModelSpec
 from ..tensors import aligned, host_memory
 
-WRITTEN = 3  # device pages that a slot's decode passes may write at a time; prompt chunks need more
-BUFFERS = 2  # buffers of the ring: one is filled while the other is read
+WRITTEN = 3  # Device pages that the decode passes of a slot may write at a time. Prompt chunks need more.
+BUFFERS = 2  # Number of buffers. One is filled while the other is read.
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Offload:
 
     Args:
         host: pages in host memory.
-        ring: pages of one layer that each of `buffers` buffers stores. It is the number of host pages that the active
-            requests may have together, and less than `host`. 0: there is no ring, so all pages of active requests are
-            on the device, and host memory has pages of waiting requests only.
+        ring: number of pages of one layer that each buffer stores. It limits the host pages that the active requests
+        may have together, and is less than `host`. With 0 there is no ring: all pages of active requests are on the
+            device, and host memory stores only pages of waiting requests.
         buffers: buffers of the ring.
     """
 
@@ -58,8 +58,9 @@ class Offloaded:
     plan: Offload
     source: tuple[torch.Tensor, ...] = field(init=False)
     target: tuple[torch.Tensor, ...] = field(init=False)
-    _layer: torch.Tensor = field(init=False, repr=False, compare=False)  # [layers, 1] int32
-    _shift: torch.Tensor = field(init=False, repr=False, compare=False)  # [layers, 1] int32, added to ring places
+    _layer: torch.Tensor = field(init=False, repr=False, compare=False)  # [layers, 1] int32.
+    # [layers, 1] int32, which is added to the places in the ring.
+    _shift: torch.Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layers, ring = self.host.shape[1], self.plan.ring

@@ -19,12 +19,13 @@ class OffloadedSlots(Slots):
 
     Page numbers are independent of the location of a page; `_location` maps a number to its location. A page gets a
     place on the device just before the first pass that writes it. If the device is full, unused pages move to the host
-    first, then the oldest full pages of active requests. The latter get a place in the ring, into which every pass
-    copies each layer of them. Pages on the host that a new request reuses are copied to the device, if it has room.
+    first, then the oldest full pages of active requests. Each of the latter gets a place in the ring, to which every
+    pass copies the page layer by layer. Pages on the host that a new request reuses are copied to the device, if it has
+    room.
 
-    Copies and tables are written in stream order, between passes. Therefore no pass in flight sees a page move, and the
-    host waits for none. While a prompt is read, the pages that the next chunk will displace are copied on a separate
-    stream, during the pass that still reads them.
+    Copies and table updates run in stream order, between passes. Therefore no page moves during a pass, and the host
+    does not wait. While a prompt is read, the pages that the next chunk will displace are copied in advance on a
+    separate stream, during the pass that still reads them.
 
     The active requests together never have more pages than the device and the ring can store.
     """
@@ -33,15 +34,15 @@ class OffloadedSlots(Slots):
         super().__init__(model, sharing)
         assert model.kv.offload is not None
         self._kv, self._offload = model.kv, model.kv.offload
-        self._location: dict[int, int] = {}  # written page -> device page, or ~(host page)
-        self._ring_place: dict[int, int] = {}  # page of a slot that is on the host -> place in the ring
-        self._stale: set[int] = set(range(len(self)))  # slots whose tables must be written before the next pass
+        self._location: dict[int, int] = {}  # Written page -> device page, or ~(host page).
+        self._ring_place: dict[int, int] = {}  # Page of a slot that is on the host -> place in the ring.
+        self._stale: set[int] = set(range(len(self)))  # Slots whose tables must be written before the next pass.
         self._fetched_stale = False
-        self._precopied: dict[int, int] = {}  # page on the device -> host page of a (pending) copy
+        self._precopied: dict[int, int] = {}  # Page on the device -> host page of its copy, which may be pending.
         self._copy_stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         staged = max(len(self), STAGED_WRITES)
         self._tables = StagingBuffer(model.kv.page_table, self._offload.fetched[None], count=staged)
-        self._refreshed_at: int | None = None  # PagePool.changes at the last refresh
+        self._refreshed_at: int | None = None  # PagePool.changes at the last refresh.
         self._refresh()
 
     # ---- bookkeeping on the host
@@ -60,11 +61,11 @@ class OffloadedSlots(Slots):
         return pages <= self._unreserved() and super().make_room(pages)
 
     def _take(self, pages: int) -> list[int]:
-        self._refresh()  # drop the locations of free pages before their numbers are reused
+        self._refresh()  # Drop the locations of free pages before their numbers are reused.
         return super()._take(pages)
 
     def extra_pages(self, needed: int) -> int:
-        """Return 0: pages are taken only when they are written, because the device has few."""
+        """Return 0, because the device has few pages and a page is taken only when it is written."""
         return 0
 
     def _unreserved(self) -> int:
@@ -158,7 +159,9 @@ class OffloadedSlots(Slots):
         places = [*self._location.values(), *(~place for place in self._precopied.values())]
         assert len(set(places)) == len(places), "two pages have the same place"
         assert all(page in self._location for page in self.cache.pages()), "a page in the prefix tree has no location"
-        assert {page for page in in_slots if self._on_host(page)} == self._ring_place.keys(), "the ring has other pages"
+        assert {page for page in in_slots if self._on_host(page)} == self._ring_place.keys(), (
+            "the ring does not hold exactly the pages of active requests that are on the host"
+        )
         assert len(set(self._ring_place.values())) == len(self._ring_place), "two pages have the same place in the ring"
         assert len(in_slots) <= self._kv.runnable, "active requests have more pages than the device and the ring store"
 
@@ -168,7 +171,8 @@ class OffloadedSlots(Slots):
     def ensure(self, slot: Slot, first: int, end: int) -> None:
         """Move the pages of the slot's positions [first, end) to the device for writing. Raises OutOfPages."""
         pages = slot.pages[first // self.page : self.pages_for(end)]
-        if not self._precopied.keys().isdisjoint(pages):  # the slot writes the last page of an earlier, copied request
+        # The slot writes the last page of an earlier request, which has a copy on the host.
+        if not self._precopied.keys().isdisjoint(pages):
             self._discard_precopied()
             self._refresh()
         if missing := [page for page in pages if not self._on_device(page)]:
@@ -177,11 +181,13 @@ class OffloadedSlots(Slots):
 
     def _to_device(self, pages: list[int]) -> None:
         """Give each page a place on the device, and copy its content if it has been written. Raises OutOfPages."""
-        for page in self._ring_place.keys() & pages:  # first, because evicted pages may need their places in the ring
+        # These pages come first, because evicted pages may need their places in the ring.
+        for page in self._ring_place.keys() & pages:
             self._free_ring.append(self._ring_place.pop(page))
             self._fetched_stale = True
         candidates = self._eviction_candidates()
-        for number, page in enumerate(pages):  # one by one: each page from the host frees a host page for an eviction
+        # One page at a time, because each page from the host frees a host page for an eviction.
+        for number, page in enumerate(pages):
             self._free_device_page(candidates, pages[number:])
             place, before = self._free_device.pop(), self._location.get(page)
             if before is not None:
@@ -200,7 +206,8 @@ class OffloadedSlots(Slots):
             return
         self._refresh()
         self._evict_precopied()
-        while not (self._free_device or self._free_host):  # both are full, so remove pages from the prefix tree
+        # Both memories are full, so remove pages from the prefix tree.
+        while not (self._free_device or self._free_host):
             if not self.cache.evict(max(sum(page not in self._location for page in needed), 1)):
                 raise OutOfPages("no page of the host is free")
             self._refresh()
@@ -218,7 +225,7 @@ class OffloadedSlots(Slots):
         for page in self.cache.pages():
             if page not in in_slots and self._on_device(page) and page not in self._precopied:
                 yield page
-        # A slot that `admit` has not marked busy yet has reused pages only. All but the last of them are full.
+        # A slot that `admit` has not marked busy yet contains only reused pages. All but the last of them are full.
         full = [slot.full if slot.busy else len(slot.pages) - 1 for slot in self]
         for place in range(max(full)):
             for filled, slot in zip(full, self):

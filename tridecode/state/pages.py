@@ -18,7 +18,7 @@ class PagePool:
     """
 
     def __init__(self, pages: int):
-        self._free = list(range(pages - 1, -1, -1))  # the lowest is taken first
+        self._free = list(range(pages - 1, -1, -1))  # The page with the lowest number is taken first.
         self._holders = [0] * pages
         self.changes = 0
 

@@ -1,4 +1,7 @@
-"""Rows without requests, used to measure passes: they start at any position and read any content of their state."""
+"""Rows without requests, which are used to measure passes.
+
+They start at any position, with any content of the cache.
+"""
 
 from ..sampling import SamplingParams
 from .offloaded_slots import OffloadedSlots
@@ -11,7 +14,7 @@ def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, kno
     After each position there are `known` tokens that passes do not sample.
 
     No request may be active. Each slot gets an equal share of the pages, up to the capacity, and the same pages in each
-    call. With offload, every page gets a place as if it had been written, and the oldest pages are in host memory.
+    call. With offload, every page gets a location as if it had been written. The oldest pages are in host memory.
 
     Raises:
         OutOfPages: the positions need more pages than the pool has.

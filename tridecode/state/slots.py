@@ -61,7 +61,8 @@ class SlotModel(Protocol):
         ...
 
 
-STAGED_WRITES = 4  # copies of one kind that may be pending on the GPU before the host waits for the oldest
+# Number of copies of one kind that may be pending on the GPU before the host waits for the oldest one.
+STAGED_WRITES = 4
 
 
 class StagingBuffer:
@@ -89,10 +90,10 @@ class StagingBuffer:
         number = self._used % len(self._rows)
         self._used += 1
         if copied := self._copied[number]:
-            copied.synchronize()  # usually the copy has ended long ago
+            copied.synchronize()  # Usually the copy has ended long ago.
         try:
             yield self._rows[number]
-        finally:  # also after an interrupt, because the first copy may have started
+        finally:  # This also runs after an interrupt, because the first copy may have started.
             if copied:
                 copied.record(torch.cuda.current_stream(self._device))
 
@@ -100,8 +101,8 @@ class StagingBuffer:
 class Slots:
     """The slots of a model, their pages and records, and the prefix tree over those of earlier requests.
 
-    The authoritative state is the list of pages of each slot and the prefix tree. `filled` of a slot never exceeds the
-    positions that its pages contain. Therefore `recover` can rebuild all other counts after an interrupt at any line.
+    `recover` can rebuild all counts from the list of pages of each slot and the prefix tree, after an interrupt at any
+    line. `filled` of a slot never exceeds the positions that its pages store.
 
     Args:
         model: the model whose workspace and K/V cache the slots write.
@@ -116,7 +117,7 @@ class Slots:
         self.cache = PrefixCache(self.pages, self.page, self.snapshots)
         self.reset_records()
         ws = model.workspace
-        several = max(len(self), STAGED_WRITES)  # one pass may start a request in every slot
+        several = max(len(self), STAGED_WRITES)  # One pass may start a request in every slot.
         self._texts = StagingBuffer(ws.tokens, model.kv.page_table, count=several)
         self._states = StagingBuffer(ws.meta, ws.samp, count=several)
         self._prompt_tables = model.prompt.chunks, model.prompt.records, model.prompt.snapshots
@@ -154,8 +155,8 @@ class Slots:
         """Assign an idle slot to a request whose tokens start with `ids`; return None if too few pages are available.
 
         The slot shares the pages that hold the longest cached prefix of `ids`; its `filled` is the length of that
-        prefix. Afterwards the pages that it still needs for `positions` positions are free. If the model has recurrent
-        state, the slot begins with a copy of the snapshot at the end of that prefix.
+        prefix. After this call, enough pages are free for the rest of the `positions` positions. If the model has
+        recurrent state, the slot begins with a copy of the snapshot at the end of that prefix.
         """
         match = self.cache.match(ids, salt)
         pages = match.pages or match
@@ -164,7 +165,8 @@ class Slots:
             match = match.whole_pages
         shared, tail = [node.page for node in match.nodes], match.tail
         slot = next(slot for slot in self if not slot.busy)
-        slot.pages = shared if tail is None else [*shared, tail.page]  # the slot's reference prevents their eviction
+        # The slot's reference prevents the eviction of these pages.
+        slot.pages = shared if tail is None else [*shared, tail.page]
         self.pages.share(slot.pages)
         self._use(slot, match.end)
         needed = self.pages_for(positions) - len(shared)
@@ -172,7 +174,7 @@ class Slots:
         if tail is not None and (extends_leaf or lacking > 0):
             released = self.cache.release_to_user(tail, with_descendants=lacking == 1, end=match.tokens(self.page))
             if released is not None:
-                needed, tail = needed - 1, None  # the slot is the only user now, so it writes the page without a copy
+                needed, tail = needed - 1, None  # The slot is now the only user, so it writes the page without a copy.
                 slot.snapshots = released
         if needed > self.available():
             self._release_pages(slot)
@@ -300,7 +302,7 @@ class Slots:
         for snapshots in (slot.snapshots, slot.taking):
             self._drop_snapshots(snapshots)
         pages, slot.pages, slot.filled, slot.shared = slot.pages, [], 0, 0
-        self.pages.release(reversed(pages))  # reversed, so that `take` returns them in their order
+        self.pages.release(reversed(pages))  # The order is reversed, so that `take` returns the pages in their order.
 
     @torch.inference_mode()
     def recover(self) -> None:
@@ -324,9 +326,9 @@ class Slots:
         self.cache.assert_consistent(slot.node for slot in self)
         self.pages.assert_consistent([*(slot.pages for slot in self), self.cache.pages()])
         if self.snapshots is not None:
-            held = [snapshot.record for slot in self for snapshot in (*slot.snapshots, *slot.taking)]
-            held += [record for slot in self for record in slot.records]
-            self.snapshots.assert_consistent(self.cache.snapshots(), held)
+            records = [snapshot.record for slot in self for snapshot in (*slot.snapshots, *slot.taking)]
+            records += [record for slot in self for record in slot.records]
+            self.snapshots.assert_consistent(self.cache.snapshots(), records)
         own = [page for slot in self for page in slot.pages[slot.shared // self.page :]]
         assert len(set(own)) == len(own), "a page is written by two slots"
         for number, slot in enumerate(self):
@@ -371,7 +373,7 @@ class Slots:
         """Start the slot's request as `row` of the passes, at `position`; return its generation.
 
         Args:
-            params: sampling parameters with a seed
+            params: sampling parameters, whose seed is set
             position: position of the first decode pass
             n_known: number of known tokens
             limit: number of tokens at which the request ends
@@ -441,7 +443,7 @@ class Slots:
         self._extend_table(slot, have)
         meta[row, layout.ALLOCATED].fill_(self.allocated(slot))
         status = meta[row, layout.STATUS]
-        status.masked_fill_(status == layout.WAIT, layout.RUN)  # a row that has ended in the meantime stays ended
+        status.masked_fill_(status == layout.WAIT, layout.RUN)  # A row that has ended in the meantime stays ended.
 
     def _extend_table(self, slot: Slot, have: int) -> None:
         """Write the slot's entries of the page table from entry `have` on."""
@@ -464,7 +466,8 @@ class Slots:
 def common_prefix(one: "array[int]", other: "array[int]") -> int:
     """Return the number of leading tokens that are equal in both arrays."""
     end, first, step = min(len(one), len(other)), 0, 256
-    while first < end and one[first : first + step] == other[first : first + step]:  # slices compare much faster
+    # Slices are compared much faster than single tokens.
+    while first < end and one[first : first + step] == other[first : first + step]:
         first += step
     return next((i for i in range(first, end) if one[i] != other[i]), end)
 

@@ -1,4 +1,4 @@
-"""A child process that compiles kernels into Triton's cache. Arguments: backend, architecture, threads of a warp.
+"""A child process that compiles kernels into Triton's cache. Arguments: backend, architecture, threads per warp.
 
 It never creates a CUDA context, which would take half a gigabyte of the GPU. It reads requests from stdin and answers
 each with one line of stdout, in JSON; compiling.py writes and reads them.
@@ -36,8 +36,9 @@ class OfflineDriver:
 
 
 def build_launcher(compiled) -> None:
-    """Let Triton 3.6 build the C code that launches a kernel, which newer versions do not need, into its cache."""
-    with suppress(Exception):  # without the driver's library the process that launches the kernel builds it
+    """Build the C code with which Triton 3.6 launches a kernel, in Triton's cache. Newer versions do not need it."""
+    # If the driver's library is absent, the process that launches the kernel builds the launcher.
+    with suppress(Exception):
         CudaLauncher(compiled.src, compiled.metadata)
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         module, name, specialization = json.loads(line)
         try:
             build_launcher(getattr(import_module(module), name).preload(specialization))
-        except Exception as error:  # the parent compiles the kernel again and reports the error
+        except Exception as error:  # The parent process compiles the kernel again and reports the error.
             print(json.dumps({"error": brief(error)}), flush=True)
         else:
             print(json.dumps({"error": None}), flush=True)

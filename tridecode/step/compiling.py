@@ -21,13 +21,14 @@ from triton.runtime.driver import driver
 from ..errors import counted
 from .run import Lines, Recorder, Run
 
-Kernel = tuple[JITFunction, str]  # a function, and the argument of its `preload`
-Progress = Callable[[int, int], None]  # called with the number of compiled kernels and the number of all kernels
+Kernel = tuple[JITFunction, str]  # A function, and the argument of its `preload`.
+Progress = Callable[[int, int], None]  # Called with the number of compiled kernels and the number of all kernels.
 
-MAX_WORKERS = 16  # maximum number of processes or threads
-MAX_IN_PROCESS = 4  # up to this number of kernels compile in this process: a child process needs some seconds to start
+MAX_WORKERS = 16  # Maximum number of processes or threads.
+# Maximum number of kernels that are compiled in this process. The start of a child process takes some seconds.
+MAX_IN_PROCESS = 4
 log = logging.getLogger("tridecode")
-_hooking = threading.Lock()  # hooks are global to the process, so their user restores the previous ones
+_hooking = threading.Lock()  # Hooks are global to the process, so their user restores the previous hooks.
 _loading = threading.Lock()
 _looking = threading.local()
 
@@ -52,7 +53,7 @@ def compile_lists(lists: Iterable[Lines], run: Run, device: torch.device) -> int
 
 
 def kernels_of(lists: Iterable[Lines], run: Run, device: torch.device) -> list[Kernel]:
-    """Return the kernels that the lines of `lists` need and that are not loaded. `run`: see compile_lists."""
+    """Return the kernels that the lines of `lists` need and that are not loaded. For `run`, see compile_lists."""
     recorder = Recorder()
     for lines in lists:
         lines(recorder)
@@ -74,9 +75,9 @@ def missing(launches: Callable[[], None]) -> list[Kernel]:
     noted, me = {}, threading.get_ident()
 
     def note(*, key, fn, compile, **_) -> bool:
-        if threading.get_ident() == me:  # launches of other threads, of other engines, are not affected
+        if threading.get_ident() == me:  # Launches by other threads belong to other engines and are not affected.
             noted[fn.jit_function, key] = compile["specialization_data"]
-        return threading.get_ident() == me  # True: neither compile nor launch
+        return threading.get_ident() == me  # If True, Triton neither compiles nor launches the kernel.
 
     with _hooking, knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
@@ -111,7 +112,7 @@ class _Absent(Exception):
 
 
 def load_stored(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]:
-    """Load the kernels that Triton's cache contains onto the device, and return the others."""
+    """Load all kernels that Triton's cache contains onto the device, and return the remaining kernels."""
     absent: list[Kernel] = []
 
     class StoredOnly(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
@@ -123,7 +124,7 @@ def load_stored(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]
                 raise _Absent
             return group
 
-        def get_file(self, filename: str) -> str | None:  # Triton 3.6 looks up launchers by it
+        def get_file(self, filename: str) -> str | None:  # Triton 3.6 uses this method to look up launchers.
             path = super().get_file(filename)
             if path is None and getattr(_looking, "active", False):
                 raise _Absent
@@ -158,9 +159,9 @@ def _load(kernel: Kernel, device: torch.device) -> None:
 def serialize_launchers() -> None:
     """Make all threads load launchers one after the other.
 
-    In Triton 3.6 a launcher is a C extension module, and all have one name. If Python loads such a file a second time,
-    it writes the functions of the file into the module of that name that was loaded last. Another thread that has just
-    loaded this module would then take a launcher of another kernel.
+    In Triton 3.6 a launcher is a C extension module, and all launchers have the same module name. If Python loads such
+    a file a second time, it writes the functions of the file into the module of that name that was loaded last. If
+    another thread has just loaded that module, it would get the launcher of another kernel.
     """
     launcher = driver.active.launcher_cls
     if not isinstance(launcher, _Serialized):
@@ -182,14 +183,14 @@ def _in_threads(work: Callable[[Kernel], Any], kernels: Sequence[Kernel], device
     """Call work(kernel) for each kernel in a pool of threads. The first error is raised after all calls."""
 
     def on_device(kernel: Kernel) -> None:
-        with _on(device):  # every thread has its own current device
+        with _on(device):  # Every thread has its own current device.
             work(kernel)
 
     pool = ThreadPoolExecutor(workers())
     try:
         errors = [future.exception() for future in [pool.submit(on_device, kernel) for kernel in kernels]]
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, wait only for kernels in progress
+        pool.shutdown(cancel_futures=True)  # After Ctrl-C, wait only for kernels in progress.
     for error in filter(None, errors):
         raise error
 
@@ -225,13 +226,13 @@ def _compile_in_children(kernels: Sequence[Kernel], target: Any, progress: Progr
             children.append(_start_child(target))
         progress(0, len(kernels))
         list(pool.map(work, children))
-    except OSError as error:  # no process could be started, or one has died
+    except OSError as error:  # A process could not be started, or has ended unexpectedly.
         log.warning("child processes cannot compile kernels: %s", error)
     finally:
         for child in children:
             child.kill()
             child.wait()
-        pool.shutdown()  # threads whose child has ended end too
+        pool.shutdown()  # Threads whose child process has ended end too.
 
 
 def _start_child(target: Any) -> subprocess.Popen:
@@ -250,7 +251,10 @@ def _start_child(target: Any) -> subprocess.Popen:
 
 
 def _answer(child: subprocess.Popen) -> str | None:
-    """Return the error of the child's current kernel, or None. Lines that are not an answer come from the compiler."""
+    """Return the error of the kernel that the child process compiles, or None.
+
+    Lines that are not answers come from the compiler and are skipped.
+    """
     assert child.stdout
     for line in child.stdout:
         try:

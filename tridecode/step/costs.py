@@ -9,8 +9,8 @@ from ..state.slots import Slots
 from .dispatch import QUERIES, BatchDescriptor, Costs
 from .graphs import DecodePasses
 
-POSITION = 1024  # position of the measured rows, or less if there are too few pages
-PASSES = 3  # each time is the mean of this number of passes
+POSITION = 1024  # Position of the measured rows. It is lower if there are too few pages.
+PASSES = 3  # Number of passes over which each time is averaged.
 PARAMS = {"greedy": SamplingParams(temperature=0.0, seed=0), "sample": SamplingParams(seed=0)}
 
 

@@ -67,7 +67,7 @@ def sample(run: Run, m: DecodeModel, residual: Residual, kind: str, masked: bool
         config=choice.config,
     )  # fmt: skip
     ring = None
-    if kind == "logprobs":  # reported before masks and filters change the logits
+    if kind == "logprobs":  # The log-probabilities must be reported before masks and filters change the logits.
         ring = ws.out_logprobs
         run("logprobs", LOGPROBS, ws.logits, ws.meta, ring, ws.out_top_ids, ws.sampler)
     if masked:

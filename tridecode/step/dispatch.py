@@ -12,22 +12,23 @@ from typing import NamedTuple
 from ..errors import counted
 from ..state.acceptance import Acceptance
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the captured decode passes
-# Prompt tokens of the captured prompt passes: SGLang's schedule without the sizes that cost as much as the next one.
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # Numbers of rows of the captured decode passes.
+# Numbers of tokens of the captured prompt passes: SGLang's list without the sizes that take as long as the next one.
 PROMPT_SIZES = (
     *range(16, 65, 16), *range(96, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *range(1280, 4097, 256)
 )  # fmt: skip
-MAX_PROMPT_GRAPH_TOKENS = 2048  # tokens of the largest captured prompt pass
-QUERIES = (1, 2, 4, 8)  # rows of a request in a captured decode pass: the next token's row, and drafts to verify
-# Requests -> the cost of a pass with 1, 2, 4 and 8 rows of each request, relative to one row. Measured with Qwen3-4B on
-# an H200 at a context of 1,024 (docs/speculation.md). An engine that captures passes measures its own costs (costs.py).
+MAX_PROMPT_GRAPH_TOKENS = 2048  # Maximum tokens of a captured prompt pass.
+QUERIES = (1, 2, 4, 8)  # Rows of a request in a captured decode pass: one for the next token, and one for each draft.
+# Number of requests -> cost of a pass with 1, 2, 4 and 8 rows of each request, relative to one row. Measured with
+# Qwen3-4B on an H200 at a context of 1,024 (docs/speculation.md). An engine that captures passes measures its own costs
+# (costs.py).
 COSTS = {
     1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
     16: (1.0, 1.11),
 }  # fmt: skip
 Costs = dict[tuple[str, int], dict[int, float]]  # (kind, requests) -> rows of each request -> seconds
-MIN_GAIN = 1.05  # minimum ratio of expected tokens per cost, with drafts to without, at which a pass verifies drafts
-# Mode -> the mode of prompt passes, and the mode of decode passes.
+MIN_GAIN = 1.05  # A pass verifies drafts if they increase the expected tokens per cost by at least this factor.
+# Graph mode -> (mode of prompt passes, mode of decode passes).
 MODES = {
     "none": ("none", "none"),
     "piecewise": ("piecewise", "piecewise"),
@@ -38,26 +39,27 @@ MODES = {
 
 
 class Support(IntEnum):
-    """Passes for which a graph can contain an attention backend. A level includes the lower ones."""
+    """The passes in which a graph can contain an attention backend. A level includes all lower levels."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
-    UNIFORM_BATCH = 2  # every request has the same number of tokens
+    UNIFORM_BATCH = 2  # Every request has the same number of tokens.
     ALWAYS = 3
 
 
-ATTENTION = {"triton": Support.UNIFORM_BATCH, "torch": Support.NEVER}  # backends of decode passes
-PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": Support.NEVER}  # prompt passes
+ATTENTION = {"triton": Support.UNIFORM_BATCH, "torch": Support.NEVER}  # Attention backends of decode passes.
+# Attention backends of prompt passes.
+PROMPT_ATTENTION = {"triton": Support.ALWAYS, "flash": Support.NEVER, "cudnn": Support.NEVER}
 
 
 @dataclass(frozen=True)
 class BatchDescriptor:
     """The key of a decode pass, or of the end of a prompt pass."""
 
-    kind: str  # most general kind of sampling that a request needs
-    rows: int  # requests
-    tokens: int = 1  # rows of each request, more than one if the pass verifies drafts
-    masked: bool = False  # whether requests may have masks
+    kind: str  # The most general kind of sampling that a request needs.
+    rows: int  # Number of requests.
+    tokens: int = 1  # Number of rows of each request. It is more than one if the pass verifies drafts.
+    masked: bool = False  # Whether requests may have masks.
 
     def __str__(self) -> str:
         each = f" of {self.tokens} tokens" * (self.tokens > 1)
@@ -67,8 +69,8 @@ class BatchDescriptor:
 class PromptDescriptor(NamedTuple):
     """The key of a prompt pass."""
 
-    tokens: int  # prompt tokens
-    decoding: int  # rows that decode in the same pass
+    tokens: int  # Number of prompt tokens.
+    decoding: int  # Number of rows that decode in the same pass.
 
     def __str__(self) -> str:
         return f"a pass of {counted(self.tokens, 'prompt token')} and {counted(self.decoding, 'decoding row')}"
@@ -84,9 +86,9 @@ class GraphStat:
     """
 
     kind: str
-    rows: int  # requests, or prompt tokens
-    padded: int  # rows of the pass that ran
-    mode: str  # none, piecewise or full
+    rows: int  # Number of requests, or of prompt tokens.
+    padded: int  # Number of rows of the pass that ran.
+    mode: str  # One of none, piecewise and full.
     count: int
 
     @property
@@ -113,7 +115,7 @@ def max_queries(requests: int) -> int:
 
 
 def best_queries(costs: Mapping[int, float], drafts: Sequence[Acceptance], allowed: Container[int] = QUERIES) -> int:
-    """Return the rows of each request for which a pass is expected to yield most tokens for its cost.
+    """Return the number of rows per request with the most expected tokens per cost of a pass.
 
     Args:
         costs: rows of each request -> the cost of the pass, in any unit.
@@ -128,7 +130,7 @@ def best_queries(costs: Mapping[int, float], drafts: Sequence[Acceptance], allow
 
 
 def lowered(mode: str, support: Support) -> str:
-    """Return the mode nearest to `mode` whose decode passes can contain an attention backend with this support."""
+    """Return `mode`, or the next lower mode that the attention backend of decode passes supports."""
     if support >= Support.UNIFORM_SINGLE_TOKEN_DECODE or MODES[mode][1] != "full":
         return mode
     return "none" if MODES[mode][0] == "none" else "piecewise"
@@ -186,6 +188,6 @@ class Dispatcher:
 
 
 def _next_size(mode: str, sizes: Sequence[int], least: int) -> tuple[str, int]:
-    """Return `mode` and the next size. If no captured size is large enough, return none and `least`."""
+    """Return `mode` and the next captured size. If no captured size is large enough, return "none" and `least`."""
     padded = next((size for size in sizes if size >= least), None) if mode != "none" else None
     return ("none", least) if padded is None else (mode, padded)

@@ -25,8 +25,8 @@ from .run import Lines, Run, forked, launch, launch_dependent, recorded, run_ref
 log = logging.getLogger("tridecode")
 Key = TypeVar("Key", bound=Hashable)
 
-LISTS = 64  # lists that a runner caches, because making one narrows all buffers of the model to its rows
-# torch's attention reads lengths on the host, so no graph can contain it. It runs between the parts of a graph.
+LISTS = 64  # Number of lists that a runner caches. To make a list, all buffers of the model are narrowed to its rows.
+# Torch's attention reads lengths on the host, so no graph can contain it. It runs between the parts of a graph.
 TORCH_ATTENTION = Op(attention_ref, attention_ref, attention_bytes, outputs=("scratch.partial", "scratch.lse", "out"))
 
 
@@ -49,8 +49,9 @@ class PassRunner(Generic[Key]):
         self.model, self.run, self.mode = model, run, mode
         self.lines = lru_cache(LISTS)(lambda key: recorded(lines(key)))
         self.place, self.attention, self.between = place, attention, between
-        self.graphs: dict[Key, Callable[[], None] | None] = {}  # key -> replay, None if its capture has failed
-        self.captures = 0  # CUDA graphs; a piecewise pass has several
+        # Key of a pass -> its replay, or None if the capture failed.
+        self.graphs: dict[Key, Callable[[], None] | None] = {}
+        self.captures = 0  # Number of CUDA graphs. A piecewise pass has several.
 
     def enqueue(self, mode: str, key: Key) -> None:
         """Enqueue a pass on the current stream: replay its graph if there is one, else launch its list."""
@@ -61,7 +62,8 @@ class PassRunner(Generic[Key]):
     def launch(self, key: Key) -> None:
         """Launch the list of a pass."""
         on_gpu = self.model.device.type == "cuda"
-        with torch.cuda.device(self.model.device) if on_gpu else nullcontext():  # Triton launches on the current device
+        # Triton launches kernels on the current device.
+        with torch.cuda.device(self.model.device) if on_gpu else nullcontext():
             self.lines(key)(forked(self.model, self.run, self.attention))
 
     @torch.inference_mode()
@@ -79,9 +81,9 @@ class PassRunner(Generic[Key]):
         try:
             with idle(self.model):
                 self.capture(key)
-        except Exception as error:  # not every error of Triton is a RuntimeError
+        except Exception as error:  # Some errors of Triton are not RuntimeErrors.
             self.graphs[key] = None
-            log.warning("%s stays uncaptured: %s", key, brief(error))
+            log.warning("%s cannot be captured, so it is launched: %s", key, brief(error))
         else:
             milliseconds, used = 1e3 * (time.perf_counter() - started), free - self.place.free_memory()
             log.debug("captured %s (%s) in %.0f ms, %.1f MiB", key, self.mode, milliseconds, used / 2**20)
@@ -135,7 +137,7 @@ def launcher(model: DecodeModel) -> Run:
 
 
 def decode_list(model: DecodeModel, batch: BatchDescriptor) -> Lines:
-    """Return the list of a decode pass. A pass with masks verifies no drafts, since masks arrive one at a time."""
+    """Return the list of a decode pass. A pass with masks cannot verify drafts, because masks arrive one at a time."""
     verifies = model.verify and not batch.masked
     view = model.for_queries(batch.rows, batch.tokens) if verifies else model.for_rows(batch.rows)
     return lambda run: decode.decode_pass(run, view, batch.kind, batch.masked)
@@ -177,8 +179,8 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         place = None if mode == "none" else Place(model.device)
         super().__init__(model, partial(decode_list, model), run or launcher(model), mode, place, attention, between)
         self.compiled = compiled
-        self.costs: Costs = {}  # of greedy and sampling passes, if they were measured
-        self.check_addresses = False  # for debugging: assert before each pass that no buffer has moved
+        self.costs: Costs = {}  # The costs of greedy and sampling passes. Empty if they were not measured.
+        self.check_addresses = False  # For debugging: check before each pass that no buffer has moved.
         self._addresses = model.addresses()
         if place:
             batches = decode_batches(model, sizes) if batches is None else batches
@@ -186,11 +188,13 @@ class DecodePasses(PassRunner[BatchDescriptor]):
                 if not compiled:
                     compile_lists(map(self.lines, batches), forked(model, self.run), model.device)
                 log.info("capturing %d CUDA graphs of %s rows", len(batches), ", ".join(map(str, sizes)))
-                for batch in batches:  # the engine also works without graphs of passes with masks and drafts
+                for batch in batches:  # Passes with masks or drafts may remain without a graph.
                     self.try_capture(batch) if batch.masked or batch.tokens > 1 else self.capture(batch)
 
     def tokens(self, kind: str, rows: int, drafts: Sequence[Acceptance]) -> int:
-        """Return the rows that each of `rows` requests should have in the next pass. Only captured passes are chosen.
+        """Return the number of rows that each of `rows` requests should have in the next pass.
+
+        Only captured passes are chosen.
 
         drafts: the acceptance of each request's drafts.
         """
@@ -202,7 +206,7 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         return best_queries(costs or typical_costs(batch.rows), drafts, allowed)
 
     def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
-        """Enqueue a pass of the first `rows` requests, by default all, with `tokens` rows each, on the current stream.
+        """Enqueue a pass of the first `rows` requests (default: all) on the current stream, with `tokens` rows each.
 
         The pass may be padded with requests beyond these, which must not run.
         """
@@ -271,8 +275,8 @@ class Place:
                 lines(captured)
                 captured.end()
             except BaseException:
-                with suppress(RuntimeError):  # the capture may be invalid already
-                    captured.end()  # otherwise all later work of this stream would be captured
+                with suppress(RuntimeError):  # The capture may already be invalid.
+                    captured.end()  # Otherwise the stream would capture all later work.
                 raise
         return (captured.graphs[0].replay if mode == "full" else captured.replay), len(captured.graphs)
 
@@ -301,7 +305,7 @@ class ListCapture:
             graph, self._capturing = torch.cuda.CUDAGraph(), True
             self.graphs.append(graph)
             self._parts.append(lambda run: graph.replay())
-            # Not torch.cuda.graph, which collects garbage and synchronizes before each of hundreds of parts.
+            # torch.cuda.graph is not used. It collects garbage and synchronizes before each of hundreds of parts.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._run(role, op, *args, **options)
 

@@ -1,8 +1,8 @@
-"""Lines of a list that copy K/V pages, and the linears of the last layers, from host memory to the device.
+"""Launches that copy K/V pages, and the linears of the last layers, from host memory to the device.
 
-Pages and linears each have a ring of buffers on the device. A "fetch" fills a buffer. It starts when the lines before
-it have finished, and runs in parallel with the lines after it. A "fetched" line waits for it. A model without host
-memory has no such lines.
+Pages and linears each have a ring of buffers on the device. A "fetch" fills a buffer. It starts when the launches
+before it in the list have finished, and runs in parallel with the launches after it. The line "fetched" waits for it. A
+model without host memory has no such lines.
 """
 
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ def pages_fetched(run: Run, m: "DecodeModel", i: int) -> None:
 
 
 def next_pages(run: Run, m: "DecodeModel", meta: "torch.Tensor | None", i: int, end: int) -> None:
-    """After the attention of the i-th layer with pages, fetch a later layer (below `end`) into its buffer."""
+    """After the attention of the i-th layer with pages, fetch a later layer (below `end`) into the same buffer."""
     if i + m.kv.buffers < end:
         fetch_pages(run, m, meta, i + m.kv.buffers)
 
@@ -63,6 +63,6 @@ def weights_fetched(run: Run, m: "DecodeModel", i: int) -> None:
 
 
 def next_weights(run: Run, m: "DecodeModel", meta: "torch.Tensor | None", i: int) -> None:
-    """After the last linear of layer i, fetch a later layer into its buffer."""
+    """After the last linear of layer i, fetch a later layer into the same buffer."""
     if (host := m.weights.host) and host.first <= i < host.end - LAYER_BUFFERS:
         _fetch_weights(run, m, host, meta, i + LAYER_BUFFERS)

@@ -47,7 +47,7 @@ from .workspace import (
     named_tensors,
 )
 
-IN_TORCH = Choice(TORCH, None)  # the linears of prompt passes
+IN_TORCH = Choice(TORCH, None)  # The choice for the linears of prompt passes.
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ class DecodeModel:
 
     def choice(self, linear: LoadedLinear, epilogue: str) -> Choice:
         """Return the kernel and the launch config of a linear."""
-        key = id(linear), epilogue  # hashed faster than a case, in every line of a launched pass
+        # This key is hashed faster than a case. Each launch of a pass without a graph needs it.
+        key = id(linear), epilogue
         if (choice := self._choices.get(key)) is None:
             choice = self._choices[key] = self.configs.linears[linear_case(linear, epilogue)]
         return choice
@@ -172,7 +173,7 @@ class DecodeModel:
         return self._plans[block]
 
     def records(self, layer: LoadedLayer) -> RecordLayer:
-        """Return the records of a layer."""
+        """Return the records of a layer, which store its states."""
         assert self.recurrent is not None and layer.recurrent is not None
         return self.recurrent.layers[layer.recurrent]
 
@@ -234,7 +235,7 @@ class DecodeModel:
     def _row_by_row(self, block: Attention) -> bool:
         """Return whether attention computes each row of a request separately, after a launch that writes K and V.
 
-        It does in batch-invariant mode, so that a row does not depend on other rows, and if a tile would not fit.
+        It does so in batch-invariant mode, in which a row must not depend on other rows, and if a tile would not fit.
         """
         fits = self.queries * block.group <= 32 and block.head_dim in (64, 128)
         return self.fixed_chunk > 0 or not fits or self.weights.dtype == torch.float32
@@ -319,7 +320,7 @@ class PromptState:
         return delta_prompt_configs(self.model.gpu)
 
     def records(self, layer: LoadedLayer) -> RecordLayer:
-        """Return the records of a layer."""
+        """Return the records of a layer, which store its states."""
         return self.model.records(layer)
 
     @property
@@ -374,7 +375,7 @@ def rows_config(config, case: AttentionCase, rows: int, gpu: Device) -> Attentio
 
 
 def rope_keys(spec: ModelSpec) -> list[tuple[RopeConfig, int]]:
-    """Return the distinct rotary embeddings, with the size of the heads that they rotate."""
+    """Return the distinct rotary embeddings, each with the head dimension that it rotates."""
     attention = [block for block in spec.blocks() if isinstance(block, Attention)]
     return list(dict.fromkeys((block.rope, block.head_dim) for block in attention))
 
@@ -411,7 +412,7 @@ def choose_configs(
 
 
 def expands_kv(spec: ModelSpec, device: torch.device, batch_invariant: bool, torch_prompt_attention: bool) -> bool:
-    """Return whether prompt passes expand a layer's K and V of 8 bits to bf16, which the kernel for Hopper reads.
+    """Return whether prompt passes expand 8-bit K and V of a layer to bf16, as the kernel for Hopper requires.
 
     Args:
         torch_prompt_attention: whether torch computes the attention of prompts.
@@ -450,9 +451,9 @@ def make_model(
     workspace = make_workspace(spec, capacity, device, dtype, slots, max(rows, verifying))
     meta, samp = make_states(verifying, device)
     kv = make_kv_cache(spec, capacity, device, dtype, slots, page, pages, offload)
-    if kv.rings:  # attention then waits for more than the previous kernel
+    if kv.rings:  # Attention then waits for more than the previous kernel.
         prompt_config = replace(prompt_config, dependent=False)
-    expanded = len(kv.pool) if expands_kv(spec, device, batch_invariant, torch_prompt_attention) else 0  # pages
+    expanded = len(kv.pool) if expands_kv(spec, device, batch_invariant, torch_prompt_attention) else 0  # Unit: pages.
     return DecodeModel(
         spec=spec,
         weights=weights,

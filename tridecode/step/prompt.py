@@ -34,7 +34,7 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
     """
     cut = m.spec.layers[-1].mixer.cuts_prompt
     own, last = m.prompt.first(rows), m.layers[-1] if cut else None
-    fetched = m.spec.page_layers - cut  # `finish` fetches the pages of a layer that is cut
+    fetched = m.spec.page_layers - cut  # If the last layer is cut, `finish` fetches its pages.
     state = PromptState(m, own, m.for_rows(decoding) if decoding else None, fetched)
     hosted.fetch_first(run, m, None, fetched)
     run("embed", EMBED_ROWS, own.chunks, m.meta, m.workspace.tokens, m.weights.embed, own.hidden, decoding)
@@ -72,7 +72,7 @@ def finish(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> None:
 
 @torch.inference_mode()
 def prefill(model: DecodeModel, start: int, end: int, slot: int = 0, chunk: int = CHUNK) -> None:
-    """Write K/V of a slot's tokens at positions start to end - 1, launched one by one, for benchmarks and tests.
+    """Write K/V of a slot's tokens at positions start to end - 1, for benchmarks and tests. No graph is used.
 
     Earlier positions must be filled already, and no request may run.
     """
@@ -88,7 +88,8 @@ def write_chunks(model: DecodeModel, chunks: Sequence[Chunk], number: int = 0) -
     """Write the tables of the next pass, in stream order. The call may wait; see Slots.write_chunks.
 
     Args:
-        number: passes that have read earlier chunks of the same slots. Each goes from one record to the other.
+        number: number of passes that have read earlier chunks of the same slots. Each pass reads one of two records and
+            writes the other.
     """
     prompt = model.prompt
     records = [records_of(chunk.slot, number) for chunk in chunks]

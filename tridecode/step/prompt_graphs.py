@@ -17,7 +17,8 @@ from .graphs import DecodePasses, PassRunner, first_batches, idle
 from .model import DecodeModel
 from .run import Lines, Run, forked, launch, run_reference
 
-ATTENTION_RATE = 300e12  # FLOPs per second of attention, to estimate its share of a pass that was timed without it
+# FLOPs per second of attention. The estimate is added to a pass that was timed without attention.
+ATTENTION_RATE = 300e12
 log = logging.getLogger("tridecode")
 
 
@@ -48,7 +49,10 @@ def finish_list(model: DecodeModel, batch: BatchDescriptor) -> Lines:
 
 
 def first_reads(model: DecodeModel) -> list[Lines]:
-    """Return the reads to compile at load. Attention has up to three kernels, for few, more and many tokens."""
+    """Return the read passes whose kernels are compiled at load.
+
+    Attention has up to three kernels, for different numbers of tokens.
+    """
     limit = model.prompt.rows - model.rows
     sizes = [*takewhile(lambda size: size < limit, (4 << i for i in count())), limit]
     return [read_list(model, PromptDescriptor(tokens, rows)) for tokens in sizes for rows in decoding_rows(model)]
@@ -80,7 +84,7 @@ class PromptPasses(PassRunner[PromptDescriptor]):
             model, partial(finish_list, model), steps.run, steps.mode, steps.place, steps.attention, steps.between
         )
         self.chunks = [] if chunks is None else chunks
-        self.seconds: dict[PromptDescriptor, float] = {}  # duration of each captured read without attention
+        self.seconds: dict[PromptDescriptor, float] = {}  # Seconds of each captured prompt pass without attention.
         self._missed: set[PromptDescriptor] | None = set() if len(model.workspace.tokens) == 1 else None
         sizes = self.dispatcher.prompts if self.mode != "none" else ()
         self._sizes = [PromptDescriptor(size, rows) for size in reversed(sizes) for rows in decoding_rows(model)]
@@ -115,16 +119,16 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         timed = sorted((tokens, spent) for (tokens, decoding), spent in self.seconds.items() if decoding)
         if not timed:
             return limit
-        pair = self.model.prompt_pair_flops / ATTENTION_RATE  # seconds
+        pair = self.model.prompt_pair_flops / ATTENTION_RATE  # Unit: seconds.
         fitting = [tokens for tokens, spent in timed if spent + tokens * (start + tokens / 2) * pair <= seconds]
         return min(max(fitting, default=timed[0][0]), limit)
 
     def capture(self, key: PromptDescriptor) -> None:
         """Capture and time a pass whose kernels are compiled. The model must be idle."""
-        self.chunks.clear()  # like the table of chunks
+        self.chunks.clear()  # The table of chunks is also cleared.
         place = self.place
         assert place is not None
-        place.run(partial(self.launch, key))  # cuBLAS loads its kernels and allocates its workspace
+        place.run(partial(self.launch, key))  # The first run lets cuBLAS load its kernels and allocate its workspace.
         super().capture(key)
         replay = self.graphs[key]
         assert replay is not None
@@ -146,7 +150,7 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         log.info("captured %d prompt passes in %.1f s, %.0f MiB", len(self.seconds) - before, spent, used / 2**20)
 
     def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
-        """Enqueue a pass of `tokens` prompt tokens and `decoding` rows. The table on the device has its chunks."""
+        """Enqueue a pass of `tokens` prompt tokens and `decoding` rows. The table on the device contains its chunks."""
         mode, padded = self.dispatcher.plan_prompt(tokens)
         batch = PromptDescriptor(padded, decoding)
         if self._missed is not None and mode != "none" and batch not in self.graphs:

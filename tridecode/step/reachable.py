@@ -23,7 +23,7 @@ def reachable_kernels(model: DecodeModel, sizes: Sequence[int], prompt_attention
     """
     batches = decode_batches(model, sizes)
     steps = [decode_list(model, batch) for batch in batches]
-    if not model.fixed_chunk:  # with fixed chunks, decode passes sample the first tokens
+    if not model.fixed_chunk:  # With fixed chunks, decode passes sample the first tokens.
         steps += [finish_list(model, batch) for batch in batches if batch.tokens == 1]
     groups = (steps, forked(model, launcher(model))), (first_reads(model), prompt_run(model, prompt_attention))
     return list(dict.fromkeys(kernel for lists, run in groups for kernel in kernels_of(lists, run, model.device)))

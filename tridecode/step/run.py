@@ -13,7 +13,7 @@ from ..blocks.block import Run
 from ..kernels.op import Op
 from .model import DecodeModel
 
-Lines = Callable[[Run], None]  # a list of launches; calls its argument for every line, in order
+Lines = Callable[[Run], None]  # A list of launches. It calls its argument for each launch in order.
 
 
 def launch(role: str, op: Op, *args, **options) -> None:
@@ -22,7 +22,7 @@ def launch(role: str, op: Op, *args, **options) -> None:
 
 
 def launch_dependent(role: str, op: Op, *args, **options) -> None:
-    """Launch with programmatic dependent launch (sm_90 and later): a kernel starts while its predecessor drains."""
+    """Launch with programmatic dependent launch (sm_90 and later): a kernel starts before its predecessor has ended."""
     op.launch(*args, pdl=True, **options)
 
 
@@ -47,7 +47,7 @@ class Forked:
 
     def __init__(self, run: Run, plain: Run, side: torch.cuda.Stream, captured: torch.cuda.Stream):
         self._run, self._plain, self._sides = run, plain, (side, captured)
-        self._filled: dict[int, torch.cuda.Event] = {}  # address of a buffer -> event after its fetch
+        self._filled: dict[int, torch.cuda.Event] = {}  # Address of a buffer -> event after its fetch.
         self._joined = False
 
     def __call__(self, role: str, op: Op, *args, **options) -> None:
@@ -70,7 +70,7 @@ class Forked:
 def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
     """Return the runner of one pass. It runs on two streams if the model has pages or weights in host memory.
 
-    A Forked holds the events of its pass, so every pass needs its own runner. attention: see `replaced`.
+    A Forked holds the events of its pass, so every pass needs a separate runner. For `attention`, see `replaced`.
     """
     plain = replaced(launch if run is launch_dependent else run, attention)
     run = replaced(run, attention)
@@ -80,13 +80,13 @@ def forked(model: DecodeModel, run: Run, attention: Op | None = None) -> Run:
 
 
 def replaced(run: Run, attention: Op | None) -> Run:
-    """Return a runner like `run` that launches another operation in place of a list's attention, unless it is None."""
+    """Return a runner like `run` that launches `attention` in place of the attention of a list, unless it is None."""
     if attention is None:
         return run
 
     def run_other(role: str, op: Op, *args, **options) -> None:
         if role == "attention":
-            attention.launch(*args)  # torch's operations take no launch config
+            attention.launch(*args)  # Operations of torch take no launch config.
         else:
             run(role, op, *args, **options)
 
@@ -100,7 +100,7 @@ def fetch_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.S
 
 
 class Allocating:
-    """Runs lines like an engine without a workspace: it allocates every output of every op.
+    """A line runner that behaves like an engine without a workspace: it allocates every output of every op.
 
     A tensor lives until the next one with the same role and name, like a variable of such an engine. The values remain
     in the workspace, since kernels add to the residual stream in place. Only the allocations are added.
@@ -152,7 +152,7 @@ def _kind(value):
 
 
 class Recorder:
-    """Runs nothing and records the lines in order, in `launches`."""
+    """A line runner that only records the lines, in `launches`."""
 
     def __init__(self):
         self.launches: list[Launch] = []
@@ -163,14 +163,14 @@ class Recorder:
 
 
 def recorded(lines: Lines) -> Lines:
-    """Return the same list, made once at its first use, because its arguments never change and making it takes time."""
+    """Return an equal list that is recorded at its first use. Its arguments never change, and recording takes time."""
     launches: list[Launch] = []
 
     def run_all(run: Run) -> None:
         if not launches:
             recorder = Recorder()
             lines(recorder)
-            launches[:] = recorder.launches  # only now, so that an interrupted list is made again
+            launches[:] = recorder.launches  # This comes last, so that an interrupted list is made again.
         for each in launches:
             run(each.role, each.op, *each.args, **each.options)
 

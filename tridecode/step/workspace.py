@@ -1,4 +1,4 @@
-"""Every buffer of the passes, by name, allocated once at an address that never changes."""
+"""The buffers of the passes. Each is allocated once, at an address that never changes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -30,8 +30,8 @@ from ..layout import (
 from ..tensors import short_repr
 from ..tuning.configs import DRAFT_SPLITS, TILE_ROWS, is_head
 
-DEQUANTIZED = 2**25  # numbers of a quantized weight that are dequantized at a time in a prompt pass
-# Buffers with a row for each slot; the others have a row for each row of the pass.
+DEQUANTIZED = 2**25  # Elements of a quantized weight that a prompt pass dequantizes at a time.
+# Buffers with a row for each slot. The others have a row for each row of the pass.
 OF_SLOTS = ("tokens", "counts", "bias", "mask", "mask_stamp", "out", "out_logprobs", "out_top_ids")
 BlockBuffers = Mapping[Block, Mapping[str, torch.Tensor]]
 
@@ -48,22 +48,23 @@ class Workspace:
     meta: torch.Tensor  # int32 [rows, META_WIDTH]
     samp: torch.Tensor  # fp32 [rows, SAMP_WIDTH]
     tokens: torch.Tensor  # int32 [slots, capacity + 1]
-    counts: torch.Tensor  # int32 [slots, vocab]: 2 * occurrences in the output + (1 if in the prompt)
+    counts: torch.Tensor  # int32 [slots, vocab]: 2 * occurrences in the output, plus 1 if the token is in the prompt.
     bias: torch.Tensor  # fp32 [slots, vocab]
-    mask: torch.Tensor  # int32 [slots, vocab / 32]: see layout.mask_words
-    mask_stamp: torch.Tensor  # int64 [slots]: see layout.mask_stamp; written after the mask
-    out: torch.Tensor  # int64 [slots, RING]: see layout.ring_entry
-    out_logprobs: torch.Tensor  # fp32 [slots, RING, 1 + MAX_LOGPROBS]: the sampled token's, then those of the likeliest
+    mask: torch.Tensor  # int32 [slots, vocab / 32]; see layout.mask_words.
+    mask_stamp: torch.Tensor  # int64 [slots]; see layout.mask_stamp. It is written after the mask.
+    out: torch.Tensor  # int64 [slots, RING]; see layout.ring_entry.
+    out_logprobs: torch.Tensor  # fp32 [slots, RING, 1 + MAX_LOGPROBS]: the sampled token, then the most likely tokens.
     out_top_ids: torch.Tensor  # int32 [slots, RING, MAX_LOGPROBS]
     # activations
     hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
-    normed: torch.Tensor  # activation [rows, hidden]: hidden * norm weight, before the division by the rms
-    sumsq: torch.Tensor  # fp32 [rows, hidden]: partial sums of hidden ** 2, at most one for each row of a weight
-    blocks: BlockBuffers  # the buffers that each block declares
-    logits: torch.Tensor  # fp32 [rows, vocab]: raw
-    sampled: torch.Tensor  # int32 [rows]: sampled tokens of passes that verify drafts
-    draft_keys: torch.Tensor  # int64 [rows, DRAFT_SPLITS]: scratch
-    draft_counter: torch.Tensor  # int32 [rows], zero between launches
+    normed: torch.Tensor  # activation dtype [rows, hidden]: hidden * norm weight, before the division by the RMS.
+    # fp32 [rows, hidden]: partial sums of hidden ** 2. There is at most one for each row of a weight.
+    sumsq: torch.Tensor
+    blocks: BlockBuffers  # The buffers that each block declares.
+    logits: torch.Tensor  # fp32 [rows, vocab]: the logits before bias and penalties.
+    sampled: torch.Tensor  # int32 [rows]: tokens that passes with drafts sampled.
+    draft_keys: torch.Tensor  # int64 [rows, DRAFT_SPLITS]: scratch.
+    draft_counter: torch.Tensor  # int32 [rows]. The counters are zero between launches.
     split: SplitBuffers
     sampler: SamplerBuffers
 
@@ -77,8 +78,8 @@ def make_workspace(
 ) -> Workspace:
     """Allocate the workspace for `slots` of `capacity` K/V positions, and passes of `rows` rows, by default slots.
 
-    bf16 checkpoints keep bf16 activations between kernels; fp16 and fp32 ones keep fp32 (fp16 can overflow before the
-    division by the root mean square).
+    Activations between kernels are bf16 for bf16 checkpoints, and fp32 for fp16 and fp32 checkpoints, because fp16 can
+    overflow before the division by the root mean square.
     """
     device = torch.device(device)
     rows, vocab = rows or slots, spec.vocab_size
@@ -94,7 +95,7 @@ def make_workspace(
     def real(*shape, dtype=torch.float32):
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def tiled(*shape):  # the buffer has whole tiles; the view has only the rows
+    def tiled(*shape):  # The buffer has whole tiles, but the view has only the rows.
         return real(max(rows, TILE_ROWS), *shape, dtype=act_dtype)[:rows]
 
     def activations(buffer: Buffer) -> torch.Tensor:
@@ -157,22 +158,22 @@ def make_states(rows: int, device) -> tuple[torch.Tensor, torch.Tensor]:
 class PromptBuffers:
     """The activations of a prompt pass, at fixed addresses."""
 
-    chunks: torch.Tensor  # int32 [MAX_CHUNKS, CHUNK_WIDTH]: the slot and the positions of the rows
+    chunks: torch.Tensor  # int32 [MAX_CHUNKS, CHUNK_WIDTH]: slot and positions of the rows of each chunk.
     records: (
         torch.Tensor
-    )  # int32 [MAX_CHUNKS, RECORDS_WIDTH]: the records of chunks; [0, RECORDS_WIDTH] without records
-    snapshots: torch.Tensor  # int32 [MAX_SNAPSHOTS, SNAPSHOT_WIDTH]; [0, SNAPSHOT_WIDTH] without records
+    )  # int32 [MAX_CHUNKS, RECORDS_WIDTH]: the records of each chunk. [0, RECORDS_WIDTH] without records.
+    snapshots: torch.Tensor  # int32 [MAX_SNAPSHOTS, SNAPSHOT_WIDTH]. [0, SNAPSHOT_WIDTH] without records.
     hidden: torch.Tensor  # fp32 [rows, hidden]: the residual stream
     delta: (
         torch.Tensor
-    )  # weights' dtype [rows, hidden]: output of a block, which the next norm adds to the residual stream
-    x: torch.Tensor  # weights' dtype [rows, hidden]: the normalized rows
-    blocks: BlockBuffers  # the buffers that each block declares
-    dequantized: torch.Tensor  # [DEQUANTIZED] or [0]: rows of a quantized weight
-    partial: torch.Tensor  # fp32, scratch of attention
-    lse: torch.Tensor  # fp32
-    counter: torch.Tensor  # int32, zero between launches
-    kv: torch.Tensor  # [pages, 2, kv_heads, page, head_dim]: a layer's K and V, expanded from 8 bits
+    )  # Dtype of the weights [rows, hidden]: output of a block, which the next norm adds to the residual stream.
+    x: torch.Tensor  # Dtype of the weights [rows, hidden]: the normalized rows.
+    blocks: BlockBuffers  # The buffers that each block declares.
+    dequantized: torch.Tensor  # [DEQUANTIZED] or [0]: rows of a quantized weight.
+    partial: torch.Tensor  # fp32: scratch of attention.
+    lse: torch.Tensor  # fp32: scratch of attention.
+    counter: torch.Tensor  # int32: scratch of attention, which is zero between launches.
+    kv: torch.Tensor  # [pages, 2, kv_heads, page, head_dim]: K and V of a layer, expanded from 8 bits.
 
     def __repr__(self) -> str:
         return short_repr(self, self.x, rows=self.rows, nbytes=sum(t.nbytes for t in named_tensors(self).values()))

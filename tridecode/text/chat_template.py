@@ -6,7 +6,7 @@ from pathlib import Path
 from ..errors import NO_CHAT, PromptError
 from .sandbox import Program, Sandbox, SandboxError
 
-MAX_CHILDREN = 4  # maximum number of child processes of one template
+MAX_CHILDREN = 4  # Maximum child processes of one template.
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ChatTemplate:
         self.limits = limits or Limits()
         self._name = "the chat template" if file is None else f"the chat template in {file}"
         setup = [source, self.limits.characters]
-        longest = 8 * self.limits.characters + 1000  # a character takes at most 6 bytes in JSON
+        longest = 8 * self.limits.characters + 1000  # A character takes at most 6 bytes in JSON.
         self.sandbox = Sandbox(
             Program(
                 "tridecode.text.rendering:renderer", lambda: setup, self.limits.memory, self.limits.seconds, longest

@@ -21,14 +21,15 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character in the alphabet of byte-level BPE.
 
-    A printable byte is represented by the character with the same code, the others by characters from U+0100 on.
+    A printable byte is represented by the character with the same code. Other bytes are represented by characters that
+    begin at U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-# For str.translate. Characters outside the alphabet become U+FFFF, which cannot be encoded as Latin-1.
+# A table for str.translate. Characters outside the alphabet become U+FFFF, which cannot be encoded as Latin-1.
 _TO_LATIN_1 = dict.fromkeys(range(256), 0xFFFF) | {ord(char): byte for char, byte in _byte_alphabet().items()}
 
 
@@ -54,8 +55,8 @@ class TokenBytes:
         self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._byte_level = self._byte_fallback = False
         self._replace: list[tuple[str, str]] = []
-        self._drop_first = ""  # string that is removed from the beginning of a text's first token
-        self._drop_all = False  # whether it is removed from the whole token instead
+        self._drop_first = ""  # A string that is removed from the beginning of the first token of a text.
+        self._drop_all = False  # Whether the string is removed from the whole token instead.
         self._cache: dict[int, bytes] = {}
         decoder = tokenizer.decoder
         state: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
@@ -82,7 +83,7 @@ class TokenBytes:
             case {"type": "ByteFallback"}:
                 self._byte_fallback = True
             case {"type": "Fuse"}:
-                pass  # it joins tokens, which Detokenizer does in any case
+                pass  # The step joins tokens, which Detokenizer always does.
             case {"type": "Replace", "pattern": {"String": old}, "content": new} if 0 < len(old) >= len(new):
                 self._replace.append((old, new))
             case {"type": "Metaspace", "replacement": old}:
@@ -96,7 +97,7 @@ class TokenBytes:
         return True
 
     def __call__(self, token: int, first: bool = False) -> bytes:
-        """Return the bytes of a token; those of U+FFFD for an id that is not in the tokenizer.
+        """Return the bytes of a token. For an id that is not in the tokenizer, return the bytes of U+FFFD.
 
         Args:
             token: token id.
@@ -123,7 +124,7 @@ class TokenBytes:
         if token in self._added:
             return self._added[token].encode()
         text = self._tokenizer.id_to_token(token)
-        if text is None:  # padding of the embedding matrix; U+FFFD shows that the model generated such an id
+        if text is None:  # The id is padding of the embedding matrix. U+FFFD shows that the model generated such an id.
             return "\ufffd".encode()
         if self._byte_level:
             try:
@@ -155,7 +156,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = True
         if any(token not in self._hidden for token in prompt_ids):
-            for token in prompt_ids[-8:]:  # a UTF-8 character has at most 4 bytes, so at most 4 tokens
+            for token in prompt_ids[-8:]:  # A UTF-8 character has at most 4 bytes, so it has at most 4 tokens.
                 self.push(token)
             self._first = False
 

@@ -14,20 +14,21 @@ import tokenizers
 from ..errors import PromptError, brief
 from .sandbox import START_SECONDS, Program, Sandbox, SandboxError
 
-MEMORY = 2 << 30  # bytes of address space of a child process
-SECONDS, CHARACTERS_A_SECOND = 10, 50_000  # time limit of a child process: SECONDS + characters / CHARACTERS_A_SECOND
-# Longer texts are encoded in a child process: even the well-known expressions backtrack over a long run of spaces.
+MEMORY = 2 << 30  # Bytes of address space of a child process.
+# Time limit of a child process in seconds: SECONDS + characters / CHARACTERS_A_SECOND.
+SECONDS, CHARACTERS_A_SECOND = 10, 50_000
+# Longer texts are encoded in a child process, because even well-known expressions backtrack over a long run of spaces.
 MAX_LOCAL_CHARACTERS = 1 << 20
-MAX_STEPS = 4  # steps of a normalizer or a pre-tokenizer; each step may lengthen the text
+MAX_STEPS = 4  # Maximum steps of a normalizer or a pre-tokenizer. Each step may lengthen the text.
 
 _WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 KNOWN_PATTERNS = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
-    # Qwen and Llama
+    # Qwen and Llama.
     *(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{n}|" + _WORDS % "" for n in ("", "{1,3}")),
-    # Mistral since Nemo, o200k
+    # Mistral since Nemo, and o200k.
     *(
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}|\p{{N}}{n}|"
         + _WORDS % "/"
@@ -46,7 +47,7 @@ class Encoder:
         source: path of the tokenizer's file, for error messages.
 
     Attributes:
-        harmless: whether the tokenizer's time and memory are bounded, so that only very long texts are encoded in a
+        harmless: whether the tokenizer's time and memory are bounded. If so, only very long texts are encoded in a
             child process.
     """
 
@@ -70,7 +71,7 @@ class Encoder:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # tokenizers raises plain Exceptions; a panic in Rust is a BaseException
+        except BaseException as error:  # tokenizers raises plain Exceptions. A panic in Rust is a BaseException.
             raise self._refusal(error) from None
 
     def _in_child(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -91,7 +92,7 @@ class Encoder:
 def check_in_child(data: str) -> str | None:
     """Load a tokenizer in a child process; return the error, or None if it can be loaded.
 
-    Use it for a tokenizer whose loading may panic: a panic in this process would write a page to stderr.
+    This is for a tokenizer that may panic when it is loaded. In this process, a panic would write a page to stderr.
 
     Args:
         data: content of a tokenizer.json.

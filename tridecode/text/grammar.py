@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 T = TypeVar("T")
-CACHE_SIZE = 64  # compiled grammars in memory
-# JSON on one line, as most programs write it. If any white space were allowed, a model could write it without end.
+CACHE_SIZE = 64  # Maximum compiled grammars in memory.
+# JSON is on one line, as most programs write it. If any white space were allowed, a model could write it without end.
 JSON_LAYOUT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MAX_LEXER_STATES = 50_000  # each takes 1 to 2 kB
-MAX_DEPTH = 200  # nesting of lists and objects in a JSON schema
-STACK_BYTES = 1 << 30  # address space for the stack of a thread that compiles a grammar
+MAX_LEXER_STATES = 50_000  # Each state takes 1 to 2 kB.
+MAX_DEPTH = 200  # Maximum nesting of lists and objects in a JSON schema.
+STACK_BYTES = 1 << 30  # Address space for the stack of a thread that compiles a grammar.
 
 
 class Grammars:
     """A compiler of grammars for one model, with a cache.
 
     Args:
-        tokenizer: None if the engine has no tokenizer. Each grammar is then refused.
+        tokenizer: the tokenizer of the engine, or None. Then every grammar is refused.
         vocab_size: number of token ids of the model.
         stop_ids: ids of the tokens that end a text.
     """
@@ -44,9 +44,9 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
         self._lock = threading.Lock()
-        # By parameter and source, in the order of their last use.
+        # (parameter, source) -> grammar, in the order of last use.
         self._grammars: dict[tuple[str, str], Future[Grammar]] = {}
-        self._vocabulary: Future | None = None  # an llguidance.LLTokenizer
+        self._vocabulary: Future | None = None  # The result is an llguidance.LLTokenizer.
 
     def start(self) -> None:
         """Convert the vocabulary for llguidance in the background. This takes half a second for 150,000 tokens."""
@@ -86,7 +86,7 @@ class Grammars:
             raise
         except GenerationError as error:
             raise ParameterError(f"{name}: {error}", name, "type") from None
-        except BaseException as error:  # a panic of llguidance is not an Exception
+        except BaseException as error:  # A panic of llguidance is not an Exception.
             message = f"{name} cannot be compiled: {type(error).__name__}: {brief(error)}"
             raise ParameterError(message, name, "type") from error
 
@@ -137,13 +137,13 @@ def in_deep_thread(work: Callable[..., T], *args) -> Future[T]:
         try:
             threading.Thread(
                 target=run, name="grammar", daemon=True
-            ).start()  # daemon: the process does not wait for it at exit
+            ).start()  # The process does not wait for a daemon thread at exit.
         finally:
             threading.stack_size(usual)
     return done
 
 
-_starting = threading.Lock()  # threading.stack_size sets a global value
+_starting = threading.Lock()  # threading.stack_size sets a global value.
 
 
 class Grammar:
@@ -194,12 +194,12 @@ class Matcher:
 # ---- numbers
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_ANNOTATIONS = ("default", "examples")  # keywords that do not restrict an answer
-# The direction in which a bound becomes tighter.
+_ANNOTATIONS = ("default", "examples")  # Keywords that do not restrict an answer.
+# The direction in which a bound becomes stricter.
 _TIGHTER = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
-_MAX_NUMBER = 2**63 - 1024  # the largest integer that both a double and a signed 64-bit integer represent exactly
-# For schemas within Lark. `exact_schema` removes annotations, but a $ref may refer to one. Renaming them includes them
-# in the check.
+_MAX_NUMBER = 2**63 - 1024  # The largest integer that a double and a signed 64-bit integer both represent exactly.
+# For schemas within Lark. `exact_schema` removes annotations, but a $ref may refer to one. After this renaming, the
+# check includes them.
 _LARK_SCHEMA_DECODER = json.JSONDecoder(
     object_hook=lambda made: {f"${k}" if k in _ANNOTATIONS else k: v for k, v in made.items()}
 )
@@ -224,7 +224,7 @@ def check_lark(lark: str) -> str:
     for match in re.finditer(r"%json\s*", lark):
         try:
             schema = _LARK_SCHEMA_DECODER.raw_decode(lark, match.end())[0]
-        except (ValueError, RecursionError):  # llguidance reports the error
+        except (ValueError, RecursionError):  # llguidance reports the error.
             continue
         try:
             exact_schema(schema)
@@ -234,7 +234,10 @@ def check_lark(lark: str) -> str:
 
 
 def _exact_value(place: str, value, depth: int = MAX_DEPTH):
-    """Return a part of a schema as `exact_schema` does. `place` is the name of its key, for messages."""
+    """Return a part of a schema in the form that `exact_schema` returns.
+
+    `place` is the name of its key, for messages.
+    """
     _check_depth(depth)
     if isinstance(value, list):
         return [_exact_value(place, item, depth - 1) for item in value]
@@ -309,7 +312,7 @@ def shorten_error(message: str) -> str:
 def choices_grammar(choices: Sequence[str]) -> str:
     """Return a Lark grammar that allows exactly one of `choices`."""
     literals = (json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return "start: " + " | ".join(literals).replace("\x7f", "\\u007f")  # llguidance refuses an unescaped DEL
+    return "start: " + " | ".join(literals).replace("\x7f", "\\u007f")  # llguidance refuses an unescaped DEL.
 
 
 def vocabulary(tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):

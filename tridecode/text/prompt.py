@@ -51,7 +51,7 @@ def prompt_ids(
     """
     fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
     if isinstance(prompt, Encoded):
-        # Validated again, because another engine may have encoded it.
+        # Another engine may have encoded the prompt, so check it again.
         return _fitting(*prompt, vocab_size, capacity, fix)
     items = [] if isinstance(prompt, str) else listed(prompt)
     if items is None:
@@ -61,14 +61,14 @@ def prompt_ids(
     if tokenizer is None and (chat or isinstance(prompt, str)):
         raise PromptError("this engine has no tokenizer; pass token ids")
     _check_variables(variables, tokenizer if chat else None)
-    if not chat and len(items) > capacity:  # refuse a long list before each item is checked
+    if not chat and len(items) > capacity:  # Refuse a long list before each item is checked.
         raise TooLong(len(items), capacity, fix=fix)
     try:
         if isinstance(prompt, str) and tokenizer:
             ids = tokenizer.encode(prompt, context=capacity)
         elif chat and tokenizer:
             ids = tokenizer.encode_chat(items, capacity, **variables)
-        elif [*map(type, items)].count(int) == len(items):  # the common case, and fast for long prompts
+        elif [*map(type, items)].count(int) == len(items):  # This is the common case, and it is fast for long prompts.
             ids = items
         else:
             ids = [_token_id(token, vocab_size) for token in items]
@@ -80,13 +80,13 @@ def prompt_ids(
 
 
 def listed(prompt) -> list | None:
-    """Return token ids or messages as a list; None for text and for values that are not prompts."""
+    """Return token ids or messages as a list. For text, and for values that are not prompts, return None."""
     if isinstance(prompt, (str, bytes, bytearray, memoryview, Set, Mapping)):
         return None
     try:
-        # Arrays and tensors convert all items to Python's numbers and bools at once.
+        # Arrays and tensors convert all items to Python numbers and bools at once.
         return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-    except TypeError:  # not iterable, such as a tensor without dimensions
+    except TypeError:  # The value is not iterable, such as a tensor without dimensions.
         return None
 
 
@@ -99,16 +99,17 @@ def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
 
 def _fitting(ids: Sequence[int], chat: bool, vocab_size: int, capacity: int, fix: str) -> Encoded:
     """Return the checked prompt. Raises PromptError if an id is not in the vocabulary or the prompt is too long."""
-    tokens = _packed(ids, vocab_size)  # a tokenizer may have more tokens than the model
+    tokens = _packed(ids, vocab_size)  # A tokenizer may have more tokens than the model.
     if len(ids) > capacity:
         raise TooLong(len(ids), capacity, fix=fix)
     return Encoded(tokens, chat)
 
 
 def _packed(ids: Sequence[int], vocab_size: int) -> array:
-    with suppress(struct.error):  # an id has more than 32 bits
+    with suppress(struct.error):  # An id has more than 32 bits.
         tokens = packed(ids)
-        if np.frombuffer(tokens, np.uint32).max() < vocab_size:  # unsigned, so negative ids are large
+        # The comparison is unsigned, so negative ids are large.
+        if np.frombuffer(tokens, np.uint32).max() < vocab_size:
             return tokens
     raise _outside(min(ids) if min(ids) < 0 else max(ids), vocab_size)
 
@@ -116,7 +117,7 @@ def _packed(ids: Sequence[int], vocab_size: int) -> array:
 def _token_id(token, vocab_size: int) -> int:
     if not isinstance(token, bool):
         with suppress(TypeError):
-            return operator.index(token)  # accepts integers of numpy and torch
+            return operator.index(token)  # operator.index accepts integers of numpy and torch.
     raise _outside(token, vocab_size)
 
 

@@ -24,7 +24,10 @@ class OutputTooLong(Exception):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block {% generation %}, which marks the assistant's part for training. Only its body is rendered."""
+    """The Jinja block {% generation %}, which marks the text of the assistant for training.
+
+    Only its body is rendered.
+    """
 
     tags = {"generation"}
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from ..errors import brief
 
-START_SECONDS = 60.0  # time limit for the imports of a child; they are slow on a slow disk
-MAX_REASON_CHARACTERS = 300  # limit on the error message of a child
-STARTING = -1  # value of `_Child.user` while `Sandbox.start` starts the child
+START_SECONDS = 60.0  # Seconds for the imports of a child process, which are slow on a slow disk.
+MAX_REASON_CHARACTERS = 300  # Maximum characters of the error message of a child process.
+STARTING = -1  # Value of `_Child.user` while `Sandbox.start` starts the child process.
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from tridecode.text import sandbox; sandbox.main(*sys.argv[2:])"
 
 
@@ -44,10 +44,10 @@ class SandboxError(Exception):
 class Program(NamedTuple):
     """The function that a child runs, and the limits of the child."""
 
-    function: str  # "module:name" of a function of this package; its argument is the setup
-    setup: Callable[[], Any]  # called in the parent when a child starts
-    memory: int  # bytes of address space
-    seconds: float  # time limit of the setup
+    function: str  # "module:name" of a function of this package. Its argument is the setup.
+    setup: Callable[[], Any]  # Called in the parent process when a child process starts.
+    memory: int  # Bytes of address space.
+    seconds: float  # Time limit of the setup in seconds.
     max_answer_bytes: int
 
 
@@ -80,7 +80,7 @@ class Sandbox:
         """Return a child's answer to `message`.
 
         Args:
-            seconds: time limit. If this process ends meanwhile, the child ends after about this much CPU time.
+            seconds: time limit. If this process ends earlier, the child process ends after about this much CPU time.
 
         Raises:
             SandboxError: the child raised an error, ended, or did not answer in time.
@@ -110,7 +110,7 @@ class Sandbox:
 
     def _take(self) -> "_Child":
         """Reserve a child that no other thread uses, preferably one that is ready. Wait if all are in use."""
-        # If an interrupt prevented an earlier release, this thread already has a child and may take it again.
+        # If an interrupt prevented an earlier release, this thread already has a child process and may take it again.
         me = threading.get_ident()
         with self._released:
             while not (free := [child for child in self._children if child.user in (None, me)]):
@@ -122,7 +122,7 @@ class Sandbox:
     def _release(self, child: "_Child") -> None:
         with self._released:
             if child.user == STARTING:
-                self._released.notify_all()  # `wait` and `_take` may both be waiting
+                self._released.notify_all()  # `wait` and `_take` may both be waiting.
             child.user = None
             self._released.notify()
 
@@ -139,7 +139,7 @@ class _Child:
         self.user: int | None = None
         self.process: subprocess.Popen | None = None
         self._socket: socket.socket
-        self._owner = 0  # id of the process that started the child; a fork of it starts its own child
+        self._owner = 0  # Id of the process that started the child process. A fork of it starts its own child process.
         self._started = False
         self._end: Callable[[], object] = lambda: None
 
@@ -156,7 +156,7 @@ class _Child:
         try:
             self._socket, child_end = socket.socketpair()
             with child_end:
-                # The child has its own session, so that Ctrl-C in the terminal interrupts only the parent.
+                # The child process has its own session, so that Ctrl-C in the terminal interrupts only the parent.
                 self.process = subprocess.Popen(
                     command,
                     stdin=child_end.fileno(),
@@ -182,7 +182,7 @@ class _Child:
             self.start()
         try:
             answer = self._exchange(_line([message, seconds]), seconds, "its process was stopped")
-        except BaseException:  # otherwise the next call would receive the answer of this one
+        except BaseException:  # Otherwise the next call would receive the answer to this one.
             self.end()
             raise
         if "error" not in answer:
@@ -223,13 +223,13 @@ def _line(value: Any) -> bytes:
 
 
 def _end(process: subprocess.Popen, connection: socket.socket, owner: int) -> None:
-    if os.getpid() == owner:  # a fork also has the socket, but must not kill the child
+    if os.getpid() == owner:  # A fork also has the socket, but must not kill the child process.
         process.kill()
         process.wait()
     connection.close()
 
 
-# ---- the child
+# ---- the child process
 
 
 def main(function: str, memory: str) -> None:
@@ -244,7 +244,8 @@ def main(function: str, memory: str) -> None:
     _reply("started")
     for line in lines:
         message, seconds = json.loads(line)
-        # The parent kills the child earlier. This limit ends a child whose parent no longer exists.
+        # The parent normally kills the child process earlier. This limit ends a child process whose parent no longer
+        # exists.
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + 2 + ceil(seconds), permanent=False)
         if answer is None:
             answer = _make_or_fail(make, message)
@@ -252,7 +253,7 @@ def main(function: str, memory: str) -> None:
             continue
         try:
             _reply({"result": answer(message)})
-        except BaseException as error:  # a panic of a Rust library is not an Exception
+        except BaseException as error:  # A panic of a Rust library is not an Exception.
             unsafe = isinstance(error, MemoryError) or not isinstance(error, Exception)
             reason = brief(error, MAX_REASON_CHARACTERS) or type(error).__name__
             _reply({"error": type(error).__name__, "reason": reason, "unsafe": unsafe})

@@ -22,7 +22,8 @@ class StopStrings:
         if self.hit or not self._stops:
             return "" if self.hit else text
         self._pending += text
-        # The first stop string to be complete ends the text, so the result does not depend on the cuts between pushes.
+        # The stop string that is complete first ends the text. So the result does not depend on how the text is
+        # divided.
         hits = [(at + len(s), at, s) for s in self._stops if (at := self._pending.find(s)) >= 0]
         if hits:
             _, at, self.hit = min(hits)

@@ -3,7 +3,7 @@
 import time
 
 OPEN, CLOSE = "<think>", "</think>"
-THINKING_VARIABLE = "enable_thinking"  # the template variable that enables thinking
+THINKING_VARIABLE = "enable_thinking"  # The template variable that enables thinking.
 THINKING, ANSWER = "thinking", "answer"
 
 
@@ -26,9 +26,9 @@ class ThinkSplitter:
         self.tokens, self.closed = 0, False
         self._starts_inside, self._clock = starts_inside, clock
         self._started = self._ended = None
-        self._kind: str | None = None  # None until the text is long enough for the first tag
-        self._pending = ""  # possibly a part of a tag, or white space around one
-        self._emitted = False  # whether text of the current kind was returned
+        self._kind: str | None = None  # None until the text is long enough for the first tag.
+        self._pending = ""  # Text that may be a part of a tag, or white space around a tag.
+        self._emitted = False  # Whether text of the current kind was returned.
 
     @property
     def thinking(self) -> bool:
@@ -102,7 +102,7 @@ class ThinkSplitter:
     def _switch_to(self, kind: str) -> None:
         self._kind, self._emitted = kind, False
         if kind == ANSWER and not self.closed:
-            self.tokens = 0  # the tokens so far were counted in case the text was thinking
+            self.tokens = 0  # The tokens so far were counted in case the text was thinking.
 
     def _emit(self, text: str) -> list[tuple[str, str]]:
         self._emitted |= bool(text)

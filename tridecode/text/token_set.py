@@ -23,7 +23,8 @@ class TokenSet:
         self.longest = max(map(len, self._sorted), default=0)
         self.first_chars = frozenset(token[0] for token in self._sorted)
         # Tokens that have no other token as a prefix. A text that begins with any token begins with one of these. In
-        # sorted order it can only be the last one that is not greater than the text, so a binary search finds it.
+        # sorted
+        # order, it can only be the last one that is not greater than the text. So a binary search finds it.
         self._shortest: list[str] = []
         for token in self._sorted:
             if not self._shortest or not token.startswith(self._shortest[-1]):
@@ -44,7 +45,7 @@ class TokenSet:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return the span [start, stop) of each token in `text`. At each position the longest token is chosen."""
-        if self.first_chars.isdisjoint(text):  # fast path for most short texts
+        if self.first_chars.isdisjoint(text):  # This is a fast path for most short texts.
             return []
         encoding = self._finder.encode(text, add_special_tokens=False)
         return [span for span, token in zip(encoding.offsets, encoding.ids) if token]

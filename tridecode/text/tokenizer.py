@@ -26,10 +26,10 @@ from .token_set import TokenSet
 from .token_sizes import longest, min_token_count
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MAX_DEPTH = 100  # nesting of lists and objects in messages and template variables
-_FILE_LIMIT = 128 << 20  # bytes of tokenizer.json
-_TEMPLATE_LIMIT = 1 << 20  # bytes of a chat template
-_MAX_CONTROL_CHARACTERS = 1000  # limit on the length of a control token
+MAX_DEPTH = 100  # Maximum nesting of lists and objects in messages and template variables.
+_FILE_LIMIT = 128 << 20  # Maximum bytes of tokenizer.json.
+_TEMPLATE_LIMIT = 1 << 20  # Maximum bytes of a chat template.
+_MAX_CONTROL_CHARACTERS = 1000  # Maximum characters of a control token.
 _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
 
 
@@ -166,8 +166,8 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> list[int]:
         """Return the token ids of a chat, formatted by the chat template, up to the beginning of the answer.
 
-        Control tokens in messages are encoded as ordinary characters. In messages of the assistant this applies only
-        to special tokens, because its <think> was one token, and templates search for </think>.
+        Control tokens in messages are encoded as ordinary characters. In messages of the assistant, this applies only
+        to special tokens. Its <think> was sampled as one token, and templates search for </think>.
 
         Args:
             messages: dicts with the strings "role" and "content". Other keys are plain JSON values for the template.
@@ -194,13 +194,13 @@ class Tokenizer:
         if _restore(marked, marks) == text:
             ids = self._encode(text)
             if self._count_control(ids) == len(self._control.spans(marked)):
-                return ids  # all its control tokens are the template's
+                return ids  # The template wrote all control tokens of this prompt.
         renamed = self._control.replace(marked, self._names.__getitem__)
         return self._text_encoder(_restore(renamed, marks))
 
     def _check_size(self, text: str, context: int | None) -> None:
         """Raise TooLong if a text cannot fit in `context` tokens."""
-        # The bound takes time to compute, so only texts of more than 4 characters per position are checked.
+        # The bound takes time to compute. So only texts of more than 4 characters per position are checked.
         if context is None or len(text) <= 4 * context:
             return
         if (tokens := min_token_count(text, self.longest_token)) > context:
@@ -299,7 +299,7 @@ class Tokenizer:
         places = [
             i for i in map(re.Match.start, self._first_char_pattern.finditer(value)) if tokens.starts_at(value, i)
         ]
-        # The template's text after this string may complete a control token that begins at the end of it.
+        # The template's text after this string may complete a control token that begins at its end.
         end = len(value.rstrip())
         tail = range(max(end - tokens.longest, 0), end)
         places += [i for i in tail if value[i] in marks and tokens.begins(value[i:end])]
@@ -323,7 +323,7 @@ def _clean(text: str) -> str:
 
 def _plain(messages, variables: dict) -> tuple[list[dict], dict]:
     """Validate messages and variables, and rebuild them from JSON, so that a template gets only plain values."""
-    check_messages(messages, roles=())  # any role is allowed; the template may refuse it
+    check_messages(messages, roles=())  # Any role is allowed. The template may refuse it.
     try:
         text = json.dumps([[{k: v for k, v in m.items() if v is not None} for m in messages], variables])
         messages, variables = _clean_value(json.loads(text), MAX_DEPTH)
@@ -352,7 +352,7 @@ def _load(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # tokenizers raises plain Exceptions; a panic in Rust is a BaseException
+    except BaseException as error:  # tokenizers raises plain Exceptions. A panic in Rust is a BaseException.
         raise CheckpointError(f"{file}: not a tokenizer ({brief(error)}); download the file again") from None
 
 

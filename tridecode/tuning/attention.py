@@ -25,7 +25,8 @@ def attention_config(
         config = attention_rows_config(case, MAX_ROWS, device)
     elif rows <= 16 and device.capability == HOPPER and narrow:
         # Without long rows, the splits just fill the multiprocessors. A long row has more splits, so that it takes
-        # about as long as in a pass of its own.
+        # about as long
+        # as in a separate pass.
         short = _share(2 * device.multiprocessors, rows * case.kv_heads, 32)
         iterations = 4 if rows <= 4 else 16
         config = AttentionConfig(64, 32, 4, ahead=2, short_splits=short, short_iterations=iterations)
@@ -35,7 +36,7 @@ def attention_config(
 
 
 def _share(programs: int, parts: int, limit: int = MAX_SPLITS) -> int:
-    """Return the number of programs of each part, between 1 and limit."""
+    """Return the number of programs per part, if `programs` programs share `parts` parts. It is from 1 to `limit`."""
     return min(max(programs // parts, 1), limit)
 
 
@@ -55,19 +56,20 @@ def _one_row(case: AttentionCase, device: Device) -> AttentionConfig:
 def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> AttentionRowsConfig:
     """Choose the config of the kernel in which a fixed number of programs shares the work.
 
-    Mostly there are two programs a multiprocessor, each with two tiles in flight. A long row is split into as many
-    items as there are programs. Tiles are smaller if shared memory has no room for these. Few rows have smaller tiles,
-    too: a kernel with more than 48 KiB of shared memory leaves little L1 cache to the kernels that run at the same
-    time, and the linears of few rows load all their tiles through that cache.
+    Usually there are two programs per multiprocessor, each with two tiles in flight. A long row is split into as many
+    items as there are programs. Tiles are smaller if shared memory is too small, or if there are few rows. For few
+    rows, linears load all their tiles through the L1 cache, and a kernel with more than 48 KiB of shared memory leaves
+    little L1 cache to the kernels that run at the same time.
     """
     heads, one = case.kv_heads, max(device.multiprocessors, 1)
     if case.head_dim > 128 or case.dtype == torch.float32:
         return AttentionRowsConfig(16, _share(3 * one, heads), num_warps=4, least=16, programs=3 * one)
     if case.group > 8:
         return AttentionRowsConfig(32, _share(3 * one, heads), num_warps=8, least=8, programs=one)
-    if rows <= 4 and case.dtype == torch.bfloat16:  # more programs share a long row, since there are few rows
+    if rows <= 4 and case.dtype == torch.bfloat16:  # There are few rows, so more programs share a long row.
         return AttentionRowsConfig(64, _share(2 * one, heads), num_warps=4, least=4, programs=2 * one, stages=2)
-    in_flight = 2 * 2 * 2 * 64 * next_power_of_2(case.head_dim) * case.dtype.itemsize  # tiles of 64, of two programs
+    # Bytes of the tiles of 64 positions that two programs have in flight.
+    in_flight = 2 * 2 * 2 * 64 * next_power_of_2(case.head_dim) * case.dtype.itemsize
     block_t = 64 if rows > 16 and in_flight <= device.shared_memory_each else 32
     return AttentionRowsConfig(block_t, _share(2 * one, heads), num_warps=4, least=16, programs=2 * one, stages=5)
 
@@ -95,8 +97,8 @@ def fp8_config(config: AttentionConfig | AttentionRowsConfig, device: Device) ->
 def queries_config(case: AttentionCase, requests: int, queries: int, device: Device) -> QueriesConfig:
     """Choose the config of attention for `queries` rows of each of `requests` requests.
 
-    The requests share the multiprocessors if none is long: all programs run at once, and each adds a part of the sums.
-    A long request has as many splits as in a pass of its own.
+    If no request is long, the requests share the multiprocessors: all programs run at once, and each combines a part of
+    the results. A long request has as many splits as in a separate pass.
     """
     hopper = device.capability == HOPPER
     splits = _share(device.multiprocessors, case.kv_heads)
@@ -105,11 +107,11 @@ def queries_config(case: AttentionCase, requests: int, queries: int, device: Dev
         queries,
         block_t,
         splits,
-        ahead=2 if device.capability >= HOPPER else 1,  # more spills
+        ahead=2 if device.capability >= HOPPER else 1,  # With two iterations, other GPUs spill more.
         short_splits=min(_share(device.multiprocessors, requests * case.kv_heads), splits),
         short_iterations=2048 // block_t,
         together=hopper and requests * case.kv_heads <= device.multiprocessors,
-        registers=168 if requests == 1 and hopper else 0,  # leaves registers for a program of the next linear
+        registers=168 if requests == 1 and hopper else 0,  # This leaves registers for a program of the next linear.
     )
 
 
@@ -123,7 +125,8 @@ def prompt_attention_config(
     """
     wide = head_dim > 128
     programs = max((1 if wide else 2) * device.multiprocessors, 1)
-    config = PromptAttentionConfig(programs=programs, stages=4 if fp8 else 3)  # more spills in some Triton versions
+    # With 4 stages, some versions of Triton spill more.
+    config = PromptAttentionConfig(programs=programs, stages=4 if fp8 else 3)
     if wide:
         config = replace(config, num_warps=8, stages=3 if fp8 else 2)
     if batch_invariant:
@@ -140,6 +143,7 @@ def prompt_attention_config(
 def prompt_tiles_fit(head_dim: int, dtype: torch.dtype, device: Device) -> bool:
     """Return whether Triton's attention of prompts is faster than torch's.
 
-    For other GPUs, head sizes and dtypes, its tiles need too many registers or too much shared memory.
+    On other GPUs, and for other head dimensions and dtypes, its tiles need too many registers or too much shared
+    memory.
     """
     return device.capability // 10 == 9 and head_dim <= 256 and dtype != torch.float32

@@ -1,4 +1,4 @@
-"""Candidates: the launch configs that a search tries. Registers and shared memory of the GPU have room for them."""
+"""Candidates: the launch configs that a search tries. They fit in the registers and the shared memory of the GPU."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -25,23 +25,26 @@ from .tables import VALUES
 
 Part = Case | AttentionCase
 
-SHARES = (0, 1, 2, 3, 4, 6, 8)  # programs of a multiprocessor that share the rows of a weight; 0: one for each block
-# Registers of a matvec thread: the minimum (with more than one warp) and the maximum for weights, and the number for
-# everything else. A thread with few weights has few bytes in flight. One with many leaves room for few programs.
+# Programs of a multiprocessor that share the rows of a weight. 0 means one program for each block.
+SHARES = (0, 1, 2, 3, 4, 6, 8)
+# Registers of a matvec thread: the minimum for weights (with more than one warp), the maximum for weights, and the
+# number for everything else. A thread with few weights has few bytes in flight. A thread with many weights leaves room
+# for few programs.
 MIN_WEIGHTS, MAX_WEIGHTS, OTHER_REGISTERS = 16, 128, 40
-BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # maximum registers of a thread; 0: no limit
-# matmul: tiles in flight, of the weights and of the activations.
+BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # Maximum registers of a thread. 0 means no limit.
+# matmul: (tiles of the weights in flight, tiles of the activations in flight).
 IN_FLIGHT = ((4, 4), (8, 4), (8, 8), (12, 4), (12, 8), (16, 4), (5, 4), (6, 32), (10, 32))
-MAX_TILES = 40  # tiles of a wide program, which are unrolled: with more, compilation takes a minute
-# wide: columns of a tile, tiles in flight of the weights and of the activations.
+MAX_TILES = 40  # Maximum tiles of a wide program, which are unrolled. With more tiles, compilation takes a minute.
+# wide: (columns of a tile, tiles of the weights in flight, tiles of the activations in flight).
 WIDE = ((128, 2, 1), (128, 2, 2), (128, 3, 1), (128, 3, 2), (128, 4, 3), (64, 3, 1), (64, 4, 2), (64, 6, 3))
 STAGES = (2, 3, 4, 6, 8)
-# hopper: rows and columns of a tile, tiles in flight of the weights and of the activations.
+# hopper: (rows of a tile, columns of a tile, tiles of the weights in flight, tiles of the activations in flight).
 HOPPER = ((64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 5, 3))
-HOPPER_ONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # tiles for one program a multiprocessor
-# matmul of packed tensors: block_n, num_warps, ahead, x_ahead, registers, programs of a multiprocessor, fetch. The most
-# promising configs, which differ most, are first.
-ALL = 1000  # more tiles of activations than any weight has
+HOPPER_ONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # Tiles for one program per multiprocessor.
+# matmul of packed tensors: (block_n, num_warps, ahead, x_ahead, registers, programs per multiprocessor, fetch). The
+# most
+# promising configs are first, and differ most.
+ALL = 1000  # No weight has this number of tiles of activations.
 PACKED_SHARED = (
     (16, 4, 10, ALL, 0, 2, 0), (16, 4, 10, ALL, 0, 2, 2), (16, 4, 3, 4, 128, 4, 2), (16, 4, 4, 4, 128, 0, 1),
     (32, 4, 10, ALL, 0, 2, 0), (16, 4, 4, 4, 168, 3, 2), (16, 8, 3, ALL, 0, 1, 0), (16, 4, 10, 8, 0, 0, 1),
@@ -55,24 +58,24 @@ PACKED_EACH = (
     (16, 8, 2, 8, 128, 0, 1), (16, 16, 3, 4, 128, 0, 0), (64, 4, 2, 4, 0, 0, 1), (16, 2, 10, 8, 0, 0, 0),
     (16, 2, 5, 8, 128, 0, 1), (32, 8, 5, 4, 0, 0, 0), (16, 8, 8, 16, 0, 0, 1), (32, 16, 3, 4, 128, 0, 1),
 )  # fmt: skip
-PACKED_MANY = (  # for more than 16 rows, whose sums leave few registers for tiles
+PACKED_MANY = (  # For more than 16 rows, whose sums leave few registers for tiles.
     (16, 8, 1, 1, 0, 0, 0), (16, 4, 1, 1, 0, 0, 0), (16, 8, 2, 1, 0, 0, 0), (16, 4, 2, 1, 0, 0, 0),
     (16, 8, 2, 2, 0, 0, 0), (16, 4, 2, 2, 0, 0, 0), (16, 8, 3, 1, 0, 0, 1), (32, 8, 1, 1, 0, 0, 0),
 )  # fmt: skip
-MAX_PACKED = 24  # maximum number of candidates of matmul for one packed tensor
-# hopper of packed tensors. Tiles: rows, and tiles in flight of the weights and of the activations. Ways, by the rows of
-# the pass: producer warps, and registers.
+MAX_PACKED = 24  # Maximum candidates of matmul for one packed tensor.
+# hopper of packed tensors. Tiles: (rows, tiles of the weights in flight, tiles of the activations in flight). Ways, by
+# the number of rows of the pass: (producer warps, registers).
 HOPPER_PACKED = ((64, 4, 4), (64, 4, 2), (64, 3, 3), (64, 2, 2), (64, 6, 4), (128, 4, 4), (128, 4, 2))
 HOPPER_WAYS = {
     16: ((1, 80), (1, 64), (0, 168), (0, 128)),
     32: ((1, 112), (1, 80), (0, 168), (0, 128)),
     64: ((1, 128), (1, 112), (0, 168)),
 }
-# ring: warps, tiles and stages, for one program for each 16 rows of the weight, and for programs that share them. With
-# 0 tiles, a stage is a whole row.
+# ring: (warps, tiles, stages), for one program for each 16 rows of the weight, and for programs that share the rows.
+# With 0 tiles, a stage is a whole row.
 RING_EACH = ((4, 0, 1), (8, 0, 1), (2, 0, 1), (8, 1, 4), (8, 2, 3), (8, 2, 4), (8, 2, 5), (8, 4, 2))
 RING_SHARED = ((4, 0, 1), (4, 0, 2), (4, 4, 5), (4, 4, 4), (8, 4, 3))
-RING_X, RING_TILES = 128, 20  # maximum registers of a thread for the activations, and maximum number of unrolled tiles
+RING_X, RING_TILES = 128, 20  # Maximum registers of a thread for the activations, and maximum unrolled tiles.
 
 
 def parts_of(configs: PassConfigs) -> list[Part]:
@@ -130,7 +133,8 @@ def matvec_candidates(case: Case, shared: bool, device: Device) -> list[list[dic
     """Return tiles, numbers of programs, and limits on registers.
 
     Args:
-        shared: whether programs share the rows. They then also have the next rows in registers, so no limit suits them.
+        shared: whether programs share the rows. Each then also holds the next rows in registers, so it needs a config
+            without a register limit.
     """
     assert isinstance(case.weight_type, torch.dtype)
     row = case.weight_type.itemsize * case.k * (2 if case.epilogue == "gated" else 1)
@@ -265,7 +269,7 @@ def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfi
     k, tile, shared = case.k, case.packed.tile, 2 * device.multiprocessors
     rings = [(0, RING_EACH)] + ([(shared, RING_SHARED)] if case.n // 16 > shared else [])
     for programs, (warps, tiles, stages) in [(programs, way) for programs, ways in rings for way in ways]:
-        row = -(-k // (tile * warps))  # tiles of a row, for each warp
+        row = -(-k // (tile * warps))  # Tiles of a row for each warp.
         tiles = tiles or row
         if tiles > min(row, RING_TILES):
             continue

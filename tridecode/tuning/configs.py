@@ -1,4 +1,4 @@
-"""The results of tuning: a kernel and launch config for each linear of a model, and a config for each attention."""
+"""The result of tuning: a kernel and a launch config for each linear of a model, and a launch config for attention."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from ..kernels.attention.attention import AttentionConfig
 from ..kernels.attention.attention_rows import AttentionRowsConfig
 from ..kernels.linear.project import Case, LinearKernel
 
-TILE_ROWS = 64  # rows of a buffer that kernels read in tiles
-DRAFT_SPLITS = 32  # programs that search the tokens of one row for drafts
-HOPPER = 90  # the compute capability of most measurements
-MAX_ROWS = 64  # rows of the largest pass for which tables and rules choose a kernel other than torch's
-HEAD = 2**15  # minimum number of outputs of a normed linear that is an LM head
+TILE_ROWS = 64  # Number of rows of a buffer that kernels read in tiles.
+DRAFT_SPLITS = 32  # Number of programs that search the tokens of one row for drafts.
+HOPPER = 90  # The compute capability of most measurements.
+MAX_ROWS = 64  # Maximum rows of a pass for which tables and rules choose kernels. Passes with more rows use torch.
+HEAD = 2**15  # A normed linear with at least this number of outputs is an LM head.
 
 
 class AttentionCase(NamedTuple):
@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class PassConfigs:
-    """The choices for the passes of one model up to a number of rows."""
+    """The choices for passes of one model that have up to a certain number of rows."""
 
     linears: Mapping[Case, Choice]
     attention: Mapping[AttentionCase, AttentionConfig | AttentionRowsConfig]

@@ -5,7 +5,7 @@ from ..kernels.delta.delta_decode import DeltaConfig
 from ..kernels.device import Device
 from .configs import HOPPER
 
-PROGRAMS = 4  # programs without a GPU: the interpreter runs one after the other
+PROGRAMS = 4  # Number of programs without a GPU, because the interpreter runs one program after the other.
 
 
 def delta_config(queries: int) -> DeltaConfig:
@@ -16,5 +16,5 @@ def delta_config(queries: int) -> DeltaConfig:
 def delta_prompt_configs(gpu: Device) -> tuple[DeltaChunksConfig, DeltaChunksConfig]:
     """Return the launch configs of delta_chunks and delta_scan."""
     programs = gpu.multiprocessors or PROGRAMS
-    warps = 4 if gpu.capability == HOPPER else 8  # with 4 warps, other GPUs spill more
+    warps = 4 if gpu.capability == HOPPER else 8  # With 4 warps, other GPUs spill more.
     return DeltaChunksConfig(2 * programs, warps), DeltaChunksConfig(programs, num_warps=8)

@@ -1,4 +1,4 @@
-"""Resolve the choices of a model once, when it is built: from tables and rules, by the rows of a pass."""
+"""Choice of the kernels and launch configs of a model from tables and rules, by number of rows, when it is built."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -57,7 +57,7 @@ def resolve_configs(
         path = table_path(device.name)
         try:
             table = read_user_table(path, device)
-            for rows in _sizes(cases, dtype):  # the lookups check the entries
+            for rows in _sizes(cases, dtype):  # The lookups check the entries of the tables.
                 for case in cases:
                     table.linear(case, rows, device)
                 for layer in attention:

@@ -23,7 +23,7 @@ from ..kernels.linear.split_sums import MAX_SPLIT
 from .configs import HOPPER, MAX_ROWS, Choice, is_head
 from .tables import Table, listed
 
-LARGE = 2**16  # outputs that keep all multiprocessors busy for many tiles each
+LARGE = 2**16  # With this number of outputs, each multiprocessor has many tiles.
 
 
 def choose(
@@ -46,7 +46,7 @@ def choose(
                 return Choice(kernel, kernel.config())
             if config := RULES[kernel.name](case, rows, device, batch_invariant):
                 return Choice(kernel, config)
-    raise ValueError(f"no kernel multiplies {rows} rows by {case}")
+    raise ValueError(f"no kernel supports {rows} rows with {case}")
 
 
 def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> RingConfig | None:
@@ -55,7 +55,7 @@ def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> R
     measured = 2048 <= hidden <= 4096 and k <= 14336
     if packed is None or batch_invariant or not measured:
         return None
-    tiles = -(-k // (4 * packed.tile))  # tiles of a row, for each of four warps
+    tiles = -(-k // (4 * packed.tile))  # Tiles of a row for each of four warps.
     programs = 2 * device.multiprocessors
     if packed.number_type == "int4":
         if case.epilogue == "gated":
@@ -82,20 +82,21 @@ def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
     """
     if rows > MAX_ROWS or (rows > 1 and case.weight_type == torch.bfloat16):
         return None
-    if device.capability == HOPPER and case.k >= 8192:  # few programs share long rows
+    if device.capability == HOPPER and case.k >= 8192:  # Long rows are shared by few programs.
         return MatvecConfig(2 if case.k <= 20480 else 1, 16, programs=device.multiprocessors)
     columns = case.k * (2 if case.epilogue == "gated" else 1)
-    # The smallest number of warps that have two rows of the weight in 64 registers of each thread.
+    # The smallest number of warps whose threads hold two rows of the weight in 64 registers each.
     return MatvecConfig(2, next((warps for warps in (1, 2, 4, 8) if columns <= 2048 * warps), 16))
 
 
 def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> HopperConfig | None:
     """Return a config for 17 to 32 rows of a dense weight with n and k of at least 2,560, or for many packed rows."""
     if packed := case.packed:
-        if rows <= 8 or (rows <= 16 and case.hidden < 2560 and not batch_invariant):  # slower for small models
+        # The kernel is slower for small models.
+        if rows <= 8 or (rows <= 16 and case.hidden < 2560 and not batch_invariant):
             return None
         config = _packed_hopper(case, packed, rows, device)
-        if batch_invariant and rows <= 32:  # the number of programs that share columns determines the order of sums
+        if batch_invariant and rows <= 32:  # The number of programs that share columns determines the order of sums.
             config = replace(config, split=_packed_hopper(case, packed, MAX_ROWS, device).split)
         return config
     n, k = case.n, case.k
@@ -106,7 +107,7 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
     elif case.epilogue == "gated":
         config = HopperConfig(128, 64, 4, 4, lag=1)
     else:
-        split = -(-(device.multiprocessors * 8 // 11) * 64 // n)  # programs for three of four multiprocessors
+        split = -(-(device.multiprocessors * 8 // 11) * 64 // n)  # Three of four multiprocessors get a program.
         if k < 1024 * split:
             return None
         config = HopperConfig(64, 128, 4, 4, split=split)
@@ -116,13 +117,14 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 
 def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> HopperConfig:
-    """Share the columns among as many programs as run at a time.
+    """Return a config in which all programs that can run at a time share the columns.
 
-    If the tiles of the activations are larger than those of the weights, fewer are in flight.
+    If the tiles of the activations are larger than the tiles of the weights, fewer tiles are in flight.
     """
     gated, head = case.epilogue == "gated", is_head(case)
     columns = COLUMNS_OF[packed.number_type]
-    scales = columns // packed.group * (2 if packed.zeros else 1)  # scales and zero points of a row of a tile
+    # Number of scales and zero points of a row of a tile.
+    scales = columns // packed.group * (2 if packed.zeros else 1)
     if rows > 32:
         config = HopperConfig(64, columns, 4, 512 // columns, producer=1, registers=128)
     elif rows * columns > 4096:
@@ -133,11 +135,12 @@ def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> Hop
     if gated and fit < tiles and rows <= 32:
         config = _in_one_wave(config, case.n, rows, device)
     elif not gated and not head:
-        least = 640 if rows > 16 else columns  # columns of a program
+        least = 640 if rows > 16 else columns  # Minimum columns of a program.
         config = replace(config, split=max(min(fit // tiles, MAX_SPLIT, case.k // least), 1))
-    if rows > 32 and not head and tiles * config.split <= device.multiprocessors:  # one program a multiprocessor
+    # Each multiprocessor runs at most one program.
+    if rows > 32 and not head and tiles * config.split <= device.multiprocessors:
         return replace(config, stages=768 // columns, x_stages=768 // columns)
-    if rows <= 16 and columns == 256 and not gated and not head:  # no more stages than a program has tiles
+    if rows <= 16 and columns == 256 and not gated and not head:  # A program should not have more stages than tiles.
         stages = min(max(case.k // columns // config.split, 2), 4)
         return replace(config, stages=stages, x_stages=stages)
     return config
@@ -145,11 +148,11 @@ def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> Hop
 
 def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device) -> HopperConfig:
     """Return a config with which all programs run at a time, for at most 32 rows, or `config` if there is none."""
-    if config.block_k == 256:  # three programs a multiprocessor
+    if config.block_k == 256:  # A multiprocessor runs three programs.
         other = replace(config, stages=4, x_stages=2, producer=0, registers=168)
-    elif rows <= 16:  # four programs a multiprocessor
+    elif rows <= 16:  # A multiprocessor runs four programs.
         other = replace(config, registers=64)
-    else:  # half as many programs
+    else:  # The number of programs is halved.
         other = HopperConfig(128, config.block_k, 4, 4, num_warps=8, producer=1, registers=80)
     return other if programs_at_once(other, rows, device) * other.block_n >= n else config
 
@@ -157,18 +160,18 @@ def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device) -> Hop
 def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
     """Return how many programs with a packed tensor run on the device at a time."""
     tiles = config.stages * 128 * config.block_n + config.x_stages * 2 * config.block_k * max(rows, 16)
-    warps = config.num_warps + 4 * config.producer  # the producer warp takes the registers of four
+    warps = config.num_warps + 4 * config.producer  # The producer warp takes the registers of four warps.
     by_registers = device.registers // (32 * warps * config.registers)
     return device.multiprocessors * min(device.shared_memory_each // (tiles + 2048), by_registers)
 
 
 def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig | None:
-    """Choose for up to 16 rows of dense weights, whose products stay in registers, and for packed tensors."""
+    """Choose for up to 16 rows of dense weights, whose sums stay in registers, and for packed tensors."""
     if case.packed:
         return packed_matmul_rule(case, case.packed, rows, device, batch_invariant)
     if (
         rows > 16 and case.k % 8 and not batch_invariant
-    ):  # TMA, which the kernels for many rows use, cannot copy these rows
+    ):  # The kernels for many rows use TMA, which cannot copy these rows.
         return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
     if batch_invariant or rows > 16 or (rows > 8 and case.n >= LARGE and device.capability == HOPPER):
         return None
@@ -178,17 +181,17 @@ def matmul_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 
 def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, batch_invariant: bool) -> MatmulConfig:
-    """Choose few warps, since each repeats the work before and after its sums, but enough for all multiprocessors."""
-    if batch_invariant:  # warps determine the order of sums; tiles of 16 rows add all sums of squares in one order
+    """Choose few warps, because each repeats some work, but enough warps to occupy all multiprocessors."""
+    if batch_invariant:  # Warps determine the order of sums. Tiles of 16 rows add all sums of squares in one order.
         ahead = 4 if rows <= 16 else 2 if rows <= 32 else 1
         return MatmulConfig(16, 8, ahead, ahead, registers=128 if rows <= 16 else 0, block_m=16)
     number_type, k, blocks = packed.number_type, case.k, -(-case.n // 16)
     programs = 2 * device.multiprocessors
-    if rows > 16:  # the sums leave few registers for tiles in flight
+    if rows > 16:  # The sums leave few registers for tiles in flight.
         return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
-    if rows > 8:  # four programs a multiprocessor, if there are enough blocks
+    if rows > 8:  # If there are enough blocks, a multiprocessor runs four programs.
         return MatmulConfig(16, 4, 10, 8, fetch=1) if blocks < programs else MatmulConfig(16, 4, 4, 4, 128, fetch=1)
-    # Programs take several blocks, with the smallest number of warps that keeps the activations in 20 tiles each.
+    # Programs take several blocks. Use the smallest number of warps that keeps the activations in 20 tiles each.
     tile = packed.tile
     warps = next((warps for warps in (2, 4) if -(-k // (tile * warps)) * tile // 32 <= 20), 0)
     if warps and number_type != "int8" and blocks >= 2 * programs * 4 // warps:
@@ -197,11 +200,11 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
     warps = 2 if k <= 3072 else 4 if k <= 8192 else 8
     while warps < 8 and blocks * warps < 4 * programs and tiles > 2 * warps:
         warps *= 2
-    ahead = 10 if warps < 8 else 4 if number_type == "int4" else 8  # the scales of groups are in flight too
+    ahead = 10 if warps < 8 else 4 if number_type == "int4" else 8  # The scales of groups are in flight too.
     ahead, x_ahead = min(ahead, 6) if number_type == "int8" else ahead, 8
-    if warps == 8 and device.capability > HOPPER:  # more spills
+    if warps == 8 and device.capability > HOPPER:  # The compiler spills more on newer GPUs.
         ahead, x_ahead = (3, 4) if number_type == "int4" else (ahead, 6)
-    # Two programs of eight warps fit a multiprocessor: weights with few rows are multiplied in one wave.
+    # Two programs of eight warps fit on a multiprocessor, so that weights with few rows are multiplied in one wave.
     return MatmulConfig(16, warps, ahead, x_ahead, registers=128 if warps == 8 else 0)
 
 
@@ -212,13 +215,13 @@ def wide_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> W
     """
     if not batch_invariant:
         return None
-    # Two programs a multiprocessor, each with all its tiles in flight, but at most 40 tiles, which compile in seconds.
+    # Two programs run on a multiprocessor, each with all its tiles in flight. At most 40 tiles compile in seconds.
     programs = 2 * device.multiprocessors // -(-case.n // 64)
     max_split = 1 if case.epilogue == "gated" else min(programs, case.k // (4 * 128))
     split = 1 if is_head(case) else min(max(max_split, -(-case.k // (40 * 128)), 1), MAX_SPLIT)
     if split > 3 and rows <= 32:
         return WideConfig(64, 128, 4, 3, split=split, block_m=16)
-    ahead = 3 if rows <= 32 else 2  # more spills in some versions of Triton
+    ahead = 3 if rows <= 32 else 2  # Some versions of Triton spill more.
     return WideConfig(64, 128, ahead, 1, split=split, registers=168 if rows <= 16 else 0, block_m=16)
 
 

@@ -1,4 +1,4 @@
-"""A greedy coordinate search over the choices of a pass, judged by the time of the whole pass."""
+"""A greedy coordinate search over the choices of a pass. It compares the times of the whole pass."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from ..errors import DeviceError
 from ..kernels.linear.registry import LINEAR_KERNELS
 from .configs import Choice, PassConfigs
 
-MARGIN = 0.001  # a candidate must be faster by this fraction, which is the noise of the timings
+MARGIN = 0.001  # A candidate must be faster by this fraction, which is the noise of the timings.
 
 
 @dataclass
@@ -54,7 +54,9 @@ def search(
     at_once: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> Search:
-    """Choose the fastest candidate of one part after the other, until a round over all parts changes nothing.
+    """Choose the fastest candidate for one part after the other.
+
+    The search ends when a round over all parts changes nothing.
 
     Args:
         candidates: parts, each with configs or with fields to change in its current config.

@@ -32,9 +32,9 @@ from ..kernels.linear.split_sums import MAX_SPLIT
 from ..version import __version__
 from .configs import AttentionCase, Choice, PassConfigs, is_head
 
-FORMAT = 8  # incremented when a kernel interprets the fields of its config differently
+FORMAT = 8  # This number grows when a kernel interprets the fields of its config differently.
 COUNTS, REGISTERS = range(2**16), range(0, 256, 8)
-# Type of a config -> its fields that are searched -> the values that a table may contain.
+# Type of a config -> {searched field: values that a table may contain}.
 VALUES = {
     MatvecConfig: {
         "block_n": (1, 2, 4, 8), "num_warps": (1, 2, 4, 8, 16), "registers": REGISTERS, "programs": COUNTS,
@@ -100,7 +100,7 @@ class Table:
             _check_linear(config, case, key)
             return Choice(kernel_named(NAMES[type(config)]), config, self.source)
         if self.source == "table" and rows <= 2 and case.weight_type in (torch.float16, torch.float32):
-            # The config of matvec for bf16, without its limit on registers, because the activations are fp32.
+            # The activations are fp32, so use the bf16 config of matvec without its limit on registers.
             entry = self.linear(case._replace(weight_type=torch.bfloat16), 1, device)
             if entry and isinstance(entry.config, MatvecConfig):
                 return replace(entry, config=replace(entry.config, registers=0))
@@ -176,7 +176,7 @@ def listed(tables: Iterable[Table], case: Case, rows: int, device: Device) -> Ch
 def package_tables(device: Device) -> list[Table]:
     """Return the tables for GPUs of this compute capability and number of multiprocessors.
 
-    The table of the device's name comes first, then the others, the largest first.
+    The table with the name of the device comes first. The others follow, the largest first.
     """
 
     def order(table: dict) -> tuple[int, int]:

@@ -23,10 +23,10 @@ CASES = [
     Case("g12_d64", dict(kv_heads=4, group=12, head_dim=64), dict(kv_heads=1, group=12, head_dim=64)),
     Case("g8_d256", dict(kv_heads=4, group=8, head_dim=256), dict(kv_heads=1, group=8, head_dim=256)),
 ]
-# bf16: queries and probabilities are rounded to bf16 before the tensor cores, the output to bf16 after them
+# In bf16, queries and probabilities are rounded before the matrix products, and the output after them.
 TOLERANCE = {torch.bfloat16: 4e-3 + 2 * BF16_ROUNDING, torch.float16: 1e-3, torch.float32: 1e-5}
 ALL = (slice(None),)
-MAX_SPLITS = 64  # splits that the scratch has room for
+MAX_SPLITS = 64  # Maximum number of splits for which the scratch has room.
 SPLITS = 4
 
 
@@ -62,7 +62,7 @@ def layer(
     rows, heads = len(positions), kv_heads * group
     table = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(0)).view(rows, pages)
     pool = random(rows * pages, 2, 2, kv_heads, page, head_dim, dtype=dtype, seed=1)
-    k, v = pool[:, 1].unbind(1)  # one layer's part of each page, as in the cache
+    k, v = pool[:, 1].unbind(1)  # One layer's part of each page, as in the cache.
     for row, position in enumerate(positions):
         for t in range(position, pages * page):
             k[table[row, t // page], :, t % page] = float("nan")
@@ -124,13 +124,15 @@ def check(form, args: Args, config, tolerance: float) -> None:
     form(*args, config=config)
     attention_ref(*ref)
     assert_close(args.out, ref.out, tolerance, "out")
-    assert args.scratch.counter.eq(0).all(), "the counters must be zero between launches"
+    assert args.scratch.counter.eq(0).all(), "a counter is not zero after the launch"
     for name, ours, theirs, unchanged in zip("kv", args.kv[1:], ref.kv[1:], before[1:]):
         written, expected = load_cells(ours, ALL), load_cells(theirs, ALL)
-        assert torch.equal(written.isnan(), expected.isnan()), f"{name}: other positions were written"
+        assert torch.equal(written.isnan(), expected.isnan()), f"{name}: the kernel wrote wrong positions"
         rounding = 1e-3 if args.kv.fp8 else BF16_ROUNDING if ours.dtype == torch.bfloat16 else 2e-4
         assert_close(written.nan_to_num(0.0), expected.nan_to_num(0.0), rounding, name)
         if args.kv.fp8:
             bits = (scales(cache).view(torch.int16) for cache in (ours, unchanged))
             changed = (ours != unchanged).any(-1) | torch.ne(*bits)
-            assert changed.flatten(0, 1).any(0).sum() <= len(args.meta), "a position a row is written"
+            assert changed.flatten(0, 1).any(0).sum() <= len(args.meta), (
+                "the kernel wrote more than one position per row"
+            )

@@ -43,11 +43,14 @@ def test_attention_matches_reference(case, position):
 
 @covering(2, position=[0, 1, 31, 32, 33, 64, 65, 97, 255], ahead=[1, 2])
 def test_tiles_before_the_wait(position, ahead):
-    """A tile has 32 positions, and a page has two: nothing, one tile and two at their edges, then splits."""
+    """A tile has 32 positions, and a page has two tiles.
+
+    The positions need no tile, one tile, two tiles, or several splits.
+    """
     args = layer((position,), group=4, qk_norm=True)
     check_forms(args, replace(CONFIG, ahead=ahead))
     used = (~args.scratch.partial[0].isnan()).any(-1).sum(-1)  # partial results of each head
-    assert used.eq(0).all() if position <= 32 * ahead else used.ge(2).all(), "wrong number of splits"
+    assert used.eq(0).all() if position <= 32 * ahead else used.ge(2).all(), "the kernel used a wrong number of splits"
 
 
 @pytest.mark.parametrize("position", [16, 17, 32, 40, 64])
@@ -91,7 +94,7 @@ def test_attention_in_other_dtypes(dtype, position):
 @covering(2, window=[1, 16, 50, 96], position=[5, 49, 50, 128, 255], ahead=[1, 2])
 def test_sliding_window(window, position, ahead):
     args = layer((position,), group=4, window=window)
-    for t in range(max(position - window + 1, 0)):  # positions before the window are arbitrary
+    for t in range(max(position - window + 1, 0)):  # Positions before the window must not affect the output.
         page = args.kv.table[0, t // 64].long()
         args.kv.k[page, :, t % 64] = args.kv.v[page, :, t % 64] = float("nan")
     check_forms(args, AttentionConfig(block_t=16, splits=SPLITS, ahead=ahead))
@@ -133,7 +136,7 @@ def test_rows_have_their_own_positions_pages_and_status(form, config_of, ahead):
     before = args.kv.k[pages].clone()
     form(*args, config=config_of(replace(CONFIG, ahead=ahead)))
     assert args.out[1].isnan().all()
-    assert torch.equal(args.kv.k[pages].isnan(), before.isnan()), "an idle row wrote K"
+    assert torch.equal(args.kv.k[pages].isnan(), before.isnan()), "the kernel wrote K of an idle row"
     attention_ref(*ref)
     assert_close(args.out[[0, 2]], ref.out[[0, 2]], TOLERANCE[torch.float16])
 

@@ -43,7 +43,7 @@ def several(positions, counts, queries, group=4, dtype=torch.bfloat16, **sizes):
 
 def check_queries(args, queries, dtype=torch.bfloat16, **config):
     """Check attention_queries; rows that do not run must not be written."""
-    args.out[args.meta[:, layout.STATUS] != layout.RUN] = 0  # idle rows
+    args.out[args.meta[:, layout.STATUS] != layout.RUN] = 0  # The test does not compare idle rows.
     config = dict(block_t=32, splits=4, num_warps=4, least=1) | config
     check(attention_queries, args, QueriesConfig(queries, **config), TOLERANCE[dtype])
 

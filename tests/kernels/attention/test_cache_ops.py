@@ -53,8 +53,8 @@ def test_rope_write_matches_reference(case, dtype, qk_norm):
         at = chunk.slot, slice(None), slice(None), slice(chunk.start, chunk.end)
         assert_close(cached[at], ref_cached[at], ROUNDING[dtype], "K and V")
         written[chunk.slot, chunk.start : chunk.end] = True
-    assert q[0].isnan().all() and q[rows + 3 :].isnan().all(), "a row outside all chunks was written"
-    assert cached.permute(0, 3, 1, 2, 4)[~written].isnan().all(), "other positions were written"
+    assert q[0].isnan().all() and q[rows + 3 :].isnan().all(), "the kernel wrote a row outside all chunks"
+    assert cached.permute(0, 3, 1, 2, 4)[~written].isnan().all(), "the kernel wrote wrong positions"
 
 
 @covering(1, case=CASES, dtype=ROUNDING.keys(), positions=[1, 4, 11])
@@ -76,7 +76,7 @@ def test_write_kv_writes_the_position_of_every_running_row(norm):
     heads, page = Heads(6, 2, 48, 48**-0.5, 0), 16
     meta = meta_rows(14, 15, 16, 500, 30)
     meta[:, layout.SLOT] = torch.tensor([0, 0, 0, 1, 1], dtype=torch.int32)
-    meta[3, layout.STATUS] = layout.STOP  # its position is beyond all tables
+    meta[3, layout.STATUS] = layout.STOP  # The position of this row is beyond the page table.
     table = torch.tensor([[0, 2], [3, 1]], dtype=torch.int32, device=DEVICE)
     qkv = random(5, (heads.query + 2 * heads.kv) * heads.dim)
     ours = KVLayer(table, *(poisoned(4, heads.kv, page, heads.dim) for _ in range(2)))

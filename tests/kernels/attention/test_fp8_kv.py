@@ -29,7 +29,7 @@ from tridecode.kernels.common import interpreted
 from tridecode.layout import Chunk
 
 BF16 = TOLERANCE[torch.bfloat16]
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # numbers that are read from fp8 pages
+DTYPE = torch.bfloat16 if CUDA else torch.float32  # Dtype to which the kernel expands fp8 numbers.
 FORMS = {"one_row": attention, "rows": attention_rows}
 
 
@@ -54,8 +54,8 @@ def test_rounding_is_to_the_nearest_and_a_power_of_two_scales():
     assert_close(values, x, 0.04)
     assert torch.equal(torch.frexp(scale.float())[0], torch.full_like(scale.float(), 0.5))
     top = codes.view(torch.float8_e4m3fn).float().abs().amax(1)
-    assert (top > 208).all() and (top <= 448).all(), "the scale must use the whole range"
-    assert torch.equal(values, values.bfloat16().float()), "values must be exact in bf16"
+    assert (top > 208).all() and (top <= 448).all(), "the scaled values do not use the whole range of e4m3"
+    assert torch.equal(values, values.bfloat16().float()), "a value is not exact in bf16"
     for bad in (float("nan"), float("inf")):
         assert quantize(torch.tensor([[1.0, bad]]))[1].isnan().all()
     assert not quantize(torch.zeros(1, 4))[0].any()
@@ -66,7 +66,7 @@ def _numbers_kernel(codes_ptr, out_ptr, FORM: tl.constexpr, CONVERTS: tl.constex
     words = tl.load(codes_ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, 64))
     if FORM == "codes":
         numbers = from_e4m3(tl.load(codes_ptr + tl.arange(0, 256)), INTERPRETED)
-    elif FORM == "two words":  # each word twice
+    elif FORM == "two words":  # This instruction converts each word twice.
         numbers, _ = tl.split(two_words_to_bf16(words, words, INTERPRETED))
         numbers = numbers.reshape(256)
     elif FORM == "fp16":
@@ -83,7 +83,7 @@ def test_every_code_becomes_its_number(form):
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     out = torch.full((256,), torch.nan, device=DEVICE)
     _numbers_kernel[(1,)](codes, out, form.partition(" by")[0], "by" in form, interpreted())
-    finite = codes & 127 != 127  # the two others are never written
+    finite = codes & 127 != 127  # The other two codes are NaN, which the kernels never write.
     assert torch.equal(out[finite], codes.view(torch.float8_e4m3fn).float()[finite])
 
 
@@ -120,7 +120,7 @@ def test_the_configs_of_two_generations(form, capability, position):
 @covering(1, form=FORMS)
 def test_a_key_that_is_nan_stays_nan(form):
     args = in_fp8(layer((40,), pages=1, dtype=torch.bfloat16))
-    args.qkv[:, 2 * 64 : 3 * 64] = float("nan")  # the new key
+    args.qkv[:, 2 * 64 : 3 * 64] = float("nan")  # The new key is NaN.
     config = AttentionConfig(32, SPLITS)
     form(*args, config=config if form is attention else rows_config(config, 3))
     assert load_cells(args.kv.k, ALL)[args.kv.table[0, 0], 0, 40].isnan().all() and args.out.isnan().all()
@@ -140,7 +140,7 @@ def test_prompts_and_tokens_are_written_alike(qk_norm, D):
         results.append([load_cells(each, ALL) for each in kv[1:]])
     for ours, theirs in zip(*results):
         assert_close(ours, theirs, 1e-3)
-        assert torch.equal(ours.any(-1), theirs.any(-1)), "different positions are masked"
+        assert torch.equal(ours.any(-1), theirs.any(-1)), "the two results mask different positions"
 
 
 @pytest.mark.parametrize("D", [64, 80])

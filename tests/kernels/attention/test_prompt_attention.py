@@ -30,8 +30,9 @@ PAGE = 64 if CUDA else 16
 CONFIG = PromptAttentionConfig(programs=264)
 if not CUDA:
     CONFIG = PromptAttentionConfig(block_m=16, stages=2, programs=24, least=1)
-LONG = 40 if CUDA else 2  # pages of the longest slot
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}  # p is rounded before the second product
+LONG = 40 if CUDA else 2  # Number of pages of the longest slot.
+# The kernel rounds the probabilities before the product with V.
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float32]
 COUNTS, STARTS = (st.integers(1, 300), st.integers(0, 700)) if CUDA else (st.integers(1, 20), st.integers(0, 40))
 CONFIGS = [
@@ -78,7 +79,7 @@ def arguments(heads, kv, d, chunks, window, dtype, config, fp8=False) -> tuple[l
     pages = -(-max(chunk.end for chunk in rows) // PAGE)
     table = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(1)).view(slots, pages)
     pool = random(slots * pages, 2, 2, kv, PAGE, d, seed=3, dtype=dtype)
-    pool[:, 0] = float("nan")  # another layer
+    pool[:, 0] = float("nan")  # The kernel must not read the other layer.
     for slot in range(slots):
         end = max((chunk.end for chunk in rows if chunk.slot == slot), default=0)
         for index in range(end // PAGE, pages):
@@ -112,11 +113,11 @@ def check(heads, kv, d, chunks, window, dtype, config=CONFIG, fp8=False):
 
 def check_rows(chunks, args):
     ref = reference(args)
-    assert not args.scratch.counter.any(), "the counters must be zero between launches"
+    assert not args.scratch.counter.any(), "a counter is not zero after the launch"
     for chunk in chunks:
         assert_close(args.out[chunk.rows], ref[chunk.rows], TOLERANCE[args.q.dtype], str(chunk))
     beyond = [*range(chunks[0].first), *range(chunks[-1].rows.stop, len(args.out))]
-    assert args.out[beyond].isnan().all(), "a row outside all chunks was written"
+    assert args.out[beyond].isnan().all(), "the kernel wrote a row outside all chunks"
 
 
 @covering(2, case=CASES, dtype=DTYPES, window=[0, 5, 24 if not CUDA else 700])
@@ -156,7 +157,10 @@ def test_other_launch_configs(config):
     sizes=[(8, 2, 64), (6, 2, 64), (3, 1, 96), (32, 2, 128) if CUDA else (16, 1, 32)],
 )  # fmt: skip
 def test_heads_that_share_a_block(config, window, sizes):
-    """Groups of 4, 3 and 16 heads: 4, 1 and 16 share a block. Chunks of odd sizes, some after cached positions."""
+    """In groups of 4, 3 and 16 heads, 4, 1 and 16 heads share a block.
+
+    Chunks have odd sizes, and some follow cached positions.
+    """
     check(*sizes, [(0, 7, LONG * PAGE + 3), (2, 1, 0), (1, PAGE + 3, 2 * PAGE)], window, DTYPES[0], config)
 
 
@@ -207,7 +211,7 @@ def test_many_slots_share_a_pass():
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_expanded_fp8_kv(d):
-    """The combination that passes on Hopper use."""
+    """K and V in 8 bits are expanded before attention reads them, as in prompt passes on Hopper."""
     config = replace(CONFIG, hopper=3 if CUDA and torch.cuda.get_device_capability() == (9, 0) else 0)
     chunks, args = arguments(8, 2, d, CHUNKS, 0, DTYPES[0], config, fp8=True)
     keys, values = poisoned(len(args.kv.k), 2, 2, PAGE, d, dtype=args.q.dtype).unbind(1)
@@ -220,7 +224,7 @@ def test_expanded_fp8_kv(d):
 def test_attention_by_torch(form, window, fp8):
     chunks, args = arguments(4, 2, 64, [(1, PAGE + 3, 0), (0, 7, PAGE)], window, DTYPES[0], CONFIG, fp8)
     if form == "blocks":
-        args = args._replace(q=torch.cat((args.q, args.q.new_zeros(PAGE, 4, 64))))  # the rest of the last page
+        args = args._replace(q=torch.cat((args.q, args.q.new_zeros(PAGE, 4, 64))))  # Fill the last page.
         block_attention(*args)
     else:
         torch_attention(form, chunks).launch(*args)
@@ -230,7 +234,7 @@ def test_attention_by_torch(form, window, fp8):
 # Attention of many rows on Hopper.
 hopper_only = pytest.mark.skipif(
     not CUDA or torch.cuda.get_device_capability() != (9, 0),
-    reason="Gluon has no interpreter, and this kernel is for GPUs of compute capability 9.0",
+    reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter",
 )
 LAYOUTS = {
     "one": [(0, 700, 0)],
@@ -308,7 +312,10 @@ def test_hopper_computes_the_same_bits_when_captured(d, launched):
 @hopper_only
 @pytest.mark.parametrize("factor", [1e4, 1e30, float("inf")])
 def test_hopper_ends_with_infinite_scores(factor):
-    """The warps wait for each other, so every warp must arrive for any numbers. The next launch is not affected."""
+    """The warps wait for each other, so every warp must arrive at the barrier even with infinite scores.
+
+    The next launch must give correct results.
+    """
     config = replace(CONFIG, hopper=1)
     _, args = arguments(8, 2, 128, [(0, 300, 500)], 0, torch.bfloat16, config)
     args.q.mul_(factor)
@@ -329,7 +336,7 @@ FITS = dict(rows=1100, heads=32, d=128, page=64, dtype=torch.bfloat16, window=0)
     ],
 )  # fmt: skip
 def test_launches_that_fit_hopper(other, fits):
-    """With 132 multiprocessors: 264 blocks of 128 rows and a head, or more."""
+    """With 132 multiprocessors, at least 264 items are needed. An item is 128 rows of a head."""
     of = FITS | other
     q = torch.empty(of["rows"], of["heads"], of["d"], dtype=of["dtype"], device="meta")
     k = torch.empty(20, 4, of["page"], of["d"], dtype=of.get("held", of["dtype"]), device="meta")

@@ -14,9 +14,9 @@ from tridecode.kernels.linear.project import Case
 rules = pytest.importorskip("tridecode.tuning.rules")
 invariance = pytest.importorskip("tridecode.tuning.invariance")
 tables = pytest.importorskip("tridecode.tuning.tables")
-pytestmark = pytest.mark.skipif(not CUDA, reason="the choices are for a GPU")
+pytestmark = pytest.mark.skipif(not CUDA, reason="the tested launch configs are for a GPU")
 
-SIZES = {  # outputs and columns of each role; an LM head has more of the same
+SIZES = {  # Outputs and columns of the linear of each role. An LM head has more outputs.
     "qwen3-0.6b": ((4096, 1024), (1024, 2048), (3072, 1024), (1024, 3072), (151936, 1024)),
     "qwen3-4b": ((6144, 2560), (2560, 4096), (9728, 2560), (2560, 9728), (19456, 2560)),
     "llama-3.2-3b": ((5120, 3072), (3072, 3072), (8192, 3072), (3072, 8192), (28672, 3072)),

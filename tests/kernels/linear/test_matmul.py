@@ -1,4 +1,4 @@
-"""Products of a few rows by tensor cores: kernels, epilogues and sizes, and the independence of rows."""
+"""Linears of a few rows on tensor cores: kernels, epilogues and sizes, and the independence of rows."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.project import Normed
 from tridecode.tuning.rules import choose
 
-DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter multiplies in fp32 anyway
+DTYPE = torch.bfloat16 if CUDA else torch.float32  # The interpreter multiplies in fp32 for any dtype.
 SMALL = {
     "registers": MatmulConfig(16, 2, 2, 1),
     "rows_shared": MatmulConfig(16, 2, 1, 32, programs=2),
@@ -46,7 +46,7 @@ def config_for(form: str, n: int, k: int, rows: int, gated: bool = False):
         return SMALL[form]
     if isinstance(SMALL[form], HopperConfig):
         return replace(SMALL[form], split=1) if gated else SMALL[form]
-    if form == "rows_shared":  # the activations stay in registers if they fit, else they pass through them
+    if form == "rows_shared":  # Activations stay in registers if they fit. Otherwise the kernel loads them repeatedly.
         return MatmulConfig(16, 4, 4, 2 if rows > 8 or k > 2560 else 32, programs=60)
     if form == "registers":
         if rows > 16:
@@ -59,7 +59,7 @@ def config_for(form: str, n: int, k: int, rows: int, gated: bool = False):
         return TilesConfig(32, 64, 4, block_m=64) if gated or n >= 2**16 else TilesConfig(64, 128, 6, block_m=64)
     if form == "split":
         return WideConfig(128, 64, 2, 1, 8, split=4)
-    return WideConfig(64, 128, 3, 1, split=1 if k < 6144 else 4)  # its tiles are unrolled
+    return WideConfig(64, 128, 3, 1, split=1 if k < 6144 else 4)  # The kernel unrolls its loop over tiles.
 
 
 def product(epilogue, n, k, rows, **options) -> Product:
@@ -90,7 +90,7 @@ def test_products_without_a_norm_match_the_reference(epilogue, form):
     product(epilogue, 37, 104, 3).check(SMALL[form])
 
 
-@pytest.mark.skipif(not CUDA, reason="the interpreter's products are numpy's: their sums depend on a row's place")
+@pytest.mark.skipif(not CUDA, reason="the interpreter multiplies with numpy, whose sums depend on the row index")
 @FORM
 @pytest.mark.parametrize("rows", [16, 64])
 def test_a_row_has_the_same_bits_at_any_place_with_any_neighbors(rows, form):
@@ -158,16 +158,20 @@ def invariant_config(rows: int, split: int) -> WideConfig:
     return WideConfig(64, 128, ahead, 1, split=split, registers=168 if rows <= 16 else 0, block_m=16)
 
 
-@pytest.mark.skipif(not CUDA, reason="the order of a tensor core's sums; the interpreter's are numpy's")
+@pytest.mark.skipif(
+    not CUDA, reason="the test compares the order of sums on tensor cores, which the interpreter does not use"
+)
 @pytest.mark.parametrize(
     "n, k, split", [(2560, 4096, 6), (2560, 9728, 4), (6144, 2560, 2), (1024, 3072, 6), (1001, 4872, 8)]
 )
 def test_a_row_has_the_same_bits_among_any_number_of_rows(n, k, split):
-    """In the configs of batch-invariant mode, the height of a tile is the number of rows."""
+    """In the configs of batch-invariant mode, the height of a tile depends on the number of rows."""
     most = outputs(n, k, 64, invariant_config(64, split))
     for rows in (1, 8, 16, 33):
         for name, few in outputs(n, k, rows, invariant_config(rows, split)).items():
-            assert torch.equal(few, most[name][:rows]), f"{name} of {rows} rows"
+            assert torch.equal(few, most[name][:rows]), (
+                f"{name}: the sums of {rows} rows differ from those of more rows"
+            )
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)

@@ -11,10 +11,10 @@ from util import covering
 from tridecode.kernels.linear.matmul_hopper import HopperConfig
 
 hopper_only = pytest.mark.skipif(
-    not HOPPER, reason="Gluon has no interpreter, and this kernel is for GPUs of compute capability 9.0"
+    not HOPPER, reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter"
 )
 EPILOGUES = {"qkv": "normed", "o_proj": "residual", "gate_up": "gated", "down": "residual", "lm_head": "normed"}
-SIZES = {  # n and k
+SIZES = {  # role: (n, k)
     "qwen3-4b": dict(
         qkv=(6144, 2560), o_proj=(2560, 4096), gate_up=(9728, 2560), down=(2560, 9728), lm_head=(19456, 2560)
     ),
@@ -22,7 +22,7 @@ SIZES = {  # n and k
         qkv=(6144, 4096), o_proj=(4096, 4096), gate_up=(14336, 4096), down=(4096, 14336), lm_head=(19456, 4096)
     ),
 }
-CONFIGS = {  # the configs of Qwen3-4B
+CONFIGS = {  # Launch configs of Qwen3-4B.
     ("qkv", 32): HopperConfig(64, 128, 4, 4),
     ("o_proj", 32): HopperConfig(64, 64, 8, 4, split=4),
     ("gate_up", 32): HopperConfig(128, 64, 4, 4, lag=1),
@@ -34,7 +34,7 @@ CONFIGS = {  # the configs of Qwen3-4B
     ("down", 64): HopperConfig(64, 128, 4, 2, split=4, num_warps=8),
     ("lm_head", 64): HopperConfig(128, 64, 8, 6, num_warps=8, programs=132, producer=1, registers=88),
 }
-INVARIANT = {  # configs of up to 32 and of up to 64 rows that add the sums of a row in the same order
+INVARIANT = {  # Two configs, one for up to 32 rows and one for up to 64, that add the sums of a row in the same order.
     ("qwen3-4b", "qkv"): (HopperConfig(64, 128, 4, 4), CONFIGS["qkv", 64]),
     ("qwen3-4b", "o_proj"): (CONFIGS["o_proj", 32], CONFIGS["o_proj", 64]),
     ("qwen3-4b", "gate_up"): (CONFIGS["gate_up", 32], CONFIGS["gate_up", 64]),
@@ -71,7 +71,7 @@ def engine_product(role, rows, **options) -> Product:
 @pytest.mark.parametrize("rows, odd_rows", [(32, 17), (64, 63)])
 @ROLES
 def test_configs_of_engines_match_the_reference(role, rows, odd_rows):
-    """Rows that stopped do not disturb the next launch."""
+    """Rows that have stopped do not affect the next launch."""
     engine_product(role, rows).check_stopped(CONFIGS[role, rows])
     engine_product(role, odd_rows).check(CONFIGS[role, rows])
 
@@ -98,7 +98,7 @@ def test_captured_dependent_launches_compute_the_same_bits(rows):
 @hopper_only
 @pytest.mark.parametrize("preset, role", INVARIANT)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(preset, role):
-    """In the configs of batch-invariant mode, the width of an instruction is the number of rows."""
+    """In the configs of batch-invariant mode, the width of an instruction depends on the number of rows."""
     few, most = INVARIANT[preset, role]
     for_rows = partial(product, role, *SIZES[preset][role], stopped=())
     check_alike(for_rows(64), for_rows, {16: few, 32: few, 64: most})

@@ -25,8 +25,8 @@ CONFIGS = {
     "iterations_producer": HopperConfig(128, 256, 3, 2, num_warps=8, programs=2, producer=1, registers=120),
     "split": HopperConfig(64, 256, 4, 4, split=3, registers=168),
 }
-OF_ENGINES = {"int4": "int4_groups_of_128", "fp8": "e4m3"}  # schemes of --quantize
-SIZES = {"normed": (6144, 2560), "residual": (2560, 4096), "gated": (9728, 2560)}  # n and k of Qwen3-4B
+OF_ENGINES = {"int4": "int4_groups_of_128", "fp8": "e4m3"}  # --quantize: scheme of the packed weights.
+SIZES = {"normed": (6144, 2560), "residual": (2560, 4096), "gated": (9728, 2560)}  # role: (n, k) of Qwen3-4B.
 
 
 def product(epilogue, scheme, n, k, rows, **options) -> Product:

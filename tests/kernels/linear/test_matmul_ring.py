@@ -8,7 +8,9 @@ from linear_product import HOPPER, Product, packed
 
 from tridecode.kernels.linear.matmul_ring import RING, RingConfig
 
-on_hopper = pytest.mark.skipif(not HOPPER, reason="Gluon has no interpreter")
+on_hopper = pytest.mark.skipif(
+    not HOPPER, reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter"
+)
 CONFIGS = {
     "whole_rows": RingConfig(4, 5, 1),
     "rows_shared": RingConfig(4, 5, 2, programs=7),
@@ -63,9 +65,9 @@ def test_configs_with_one_order_of_sums_give_the_same_bits(scheme):
     ids=["producer", "no_producer", "rows_shared_producer"],
 )
 def test_a_stage_is_not_overwritten_before_all_warps_have_loaded_it(config):
-    """Compare 600 launches: on an H100, without the fence, 2% of those with a producer warp are wrong.
+    """Compare 600 launches. On an H100, 2% of the launches with a producer warp are wrong if the fence is removed.
 
-    Together the weights are larger than the L2 cache, so that all copies come from memory.
+    The weights together are larger than the L2 cache, so that all copies read device memory.
     """
     ones = [product("residual", "int4_groups_of_128", 4096, 14336)]
     linear = ones[0].linear

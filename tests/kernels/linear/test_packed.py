@@ -65,7 +65,7 @@ def test_dequantize_matches_the_reference(scheme):
     check_op(DEQUANTIZE, (packed(scheme, n, k), 3, n - 2, poisoned(n - 5, k)), tolerance=1e-6)
 
 
-@pytest.mark.skipif(not CUDA, reason="torch's products of bf16 on a CPU are not the GPU's")
+@pytest.mark.skipif(not CUDA, reason="torch multiplies bf16 differently on a CPU and on a GPU")
 @SCHEME
 def test_torch_multiplies_many_rows_by_parts_of_the_weight(scheme):
     linear, x = packed(scheme, 1001, 2560), random(128, 2560, dtype=torch.bfloat16, seed=1)

@@ -43,7 +43,9 @@ def test_dense_weights_are_supported_by_rows_and_dtype(epilogue):
     assert supporting(case, 65) == {"matvec"}
     assert supporting(case._replace(weight_type=FP16), 16) == {"matvec", "matmul", "wide", "tiles"}
     assert supporting(case._replace(weight_type=FP32), 16) == {"matvec"}
-    assert supporting(case._replace(k=2564), 16) == {"matvec", "matmul", "wide"}, "TMA copies 16 bytes at a time"
+    assert supporting(case._replace(k=2564), 16) == {"matvec", "matmul", "wide"}, (
+        "a kernel with TMA accepts rows that are not a multiple of 16 bytes"
+    )
 
 
 def test_plain_products_are_supported_by_few_kernels():
@@ -65,7 +67,9 @@ def test_the_ring_supports_one_row_of_two_schemes():
         case = DENSE._replace(weight_type=packed)
         assert supporting(case, 1) == {"ring", "hopper", "matmul"}
         assert supporting(case, 2) == {"hopper", "matmul"}
-        assert supporting(case._replace(n=6136), 1) == {"hopper", "matmul"}, "16 rows a program"
+        assert supporting(case._replace(n=6136), 1) == {"hopper", "matmul"}, (
+            "the ring kernel accepts an n that is not a multiple of 16"
+        )
 
 
 def name_of(value) -> str:
@@ -76,7 +80,7 @@ def name_of(value) -> str:
 @pytest.mark.parametrize("packed, kernels", [
     (replace(INT4, ordered=True), {"matmul"}),
     (replace(INT4, group=32), {"matmul"}),
-    (replace(INT4, k=2432), {"matmul"}),  # 256 columns are 128 bytes
+    (replace(INT4, k=2432), {"matmul"}),  # k is not a multiple of 256. 256 columns of int4 fill 128 bytes.
     (Packed("int8", 8, 2560, 32), {"matmul"}),
     (replace(INT4, zeros=True), {"hopper", "matmul"}),
     (replace(INT4, group=64), {"hopper", "matmul"}),

@@ -36,7 +36,9 @@ def verify(sampled, drafts, queries=4, trust=1, counts=True, logprobs=True, **fi
     after, _ = check("accept", before, with_logprobs=logprobs, **{} if counts else {"counts": None})
     entries = [m.entry_of(int(after.out[0, (STEP + i) % m.RING]), GENERATION, STEP + i) for i in range(queries)]
     tokens = [entry.token for entry in entries if entry]
-    assert tokens == [entry.token for entry in entries[: len(tokens)]], "entries come in order"
+    assert tokens == [entry.token for entry in entries[: len(tokens)]], (
+        "the tokens of the output ring are in a wrong order"
+    )
     assert [entry.following for entry in entries if entry] == list(reversed(range(len(tokens))))
     row = after.meta[0].tolist()
     assert row[m.STEP] == STEP + len(tokens)
@@ -155,7 +157,7 @@ PARAMS = {
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_each_row_samples_as_if_the_drafts_before_it_were_counted(params):
-    """The rows of one pass take the tokens of passes of one row each, in which those drafts were counted."""
+    """The rows of one pass sample the same tokens as passes of one row each in which earlier drafts are counted."""
     queries, drafts = 4, [200, 7, 200]
     logits = random(1, VOCAB).repeat(queries, 1)
     logits[:, [7, 200]] = logits.max() + 0.5

@@ -11,7 +11,7 @@ from tridecode import layout
 from tridecode.kernels.sampling.draft import BLOCK, DRAFT
 
 UNTOUCHED = 77
-TEXT = [1, 2, 3, 1, 2]  # the last position is 4
+TEXT = [1, 2, 3, 1, 2]  # The position of the last token is 4.
 
 
 def draft(
@@ -47,9 +47,9 @@ def test_draft_is_the_continuation_of_the_same_words():
 
 def test_longest_match_wins_and_then_the_latest():
     _, (after,) = draft([1, 2, 3, 4, 50, 9, 3, 4, 60, 9, 3, 4, 70, 1, 2, 3, 4], trust=1)
-    assert after[0] == 50, "four tokens match"
+    assert after[0] == 50, "the draft does not follow the match of four tokens"
     _, (after,) = draft([8, 3, 4, 60, 9, 3, 4, 70, 1, 3, 4], trust=1)
-    assert after[0] == 70, "two tokens match in both places"
+    assert after[0] == 70, "the draft does not follow the later of two equal matches"
 
 
 def test_ngram_limits_the_length_of_a_match():
@@ -72,8 +72,8 @@ def test_text_without_repetition_has_no_drafts(text):
 
 
 def test_drafts_end_at_the_last_page_and_at_the_limit():
-    assert draft(TEXT, allocated=7)[0] == [2], "positions 5 and 6 have pages"
-    assert draft(TEXT, limit=7)[0] == [1], "a draft at position 5, then a sampled token at 6"
+    assert draft(TEXT, allocated=7)[0] == [2], "a wrong number of drafts for pages up to position 6"
+    assert draft(TEXT, limit=7)[0] == [1], "a wrong number of drafts for a limit of 7 positions"
     assert draft(TEXT, limit=6)[0] == [0] and draft(TEXT, allocated=5)[0] == [0]
 
 
@@ -86,7 +86,7 @@ def test_known_tokens_are_drafts():
     counts, (after,) = draft(TEXT, known=8)
     assert counts == [3] and set(after) == {UNTOUCHED}
     assert draft(TEXT, known=8, max_drafts=2)[0] == [2] and draft(TEXT, known=5)[0] == [7]
-    assert draft([5], known=4)[0] == [3], "without any repetition"
+    assert draft([5], known=4)[0] == [3], "known tokens of a text without repetition did not become drafts"
 
 
 def test_masked_row_has_no_drafts():

@@ -15,9 +15,9 @@ CASES = cases(
     Case("tiny", gpu=dict(rows=1, vocab=7), small=dict(rows=1, vocab=7)),
 )
 KINDS = pytest.mark.parametrize("kind", ["greedy", "sample"])
-# With top_k 1 sample takes the token that greedy takes, through all of its launches.
+# With top_k=1, sample selects the same token as greedy, but runs all its launches.
 PARAMS = SamplingParams(temperature=0.7, top_k=1, top_p=0.5, min_p=0.1)
-OVERFLOW = pytest.mark.filterwarnings("ignore:overflow")  # by numpy, in the interpreter
+OVERFLOW = pytest.mark.filterwarnings("ignore:overflow")  # In the interpreter, numpy warns of overflow.
 
 
 @CASES
@@ -34,7 +34,7 @@ def test_lowest_id_wins_ties(kind, ids, top):
     logits = random(1, 3000) - 20
     logits[0, list(ids)] = top
     if top == 0:
-        logits[0, ids[0]] = -0.0  # equal to +0
+        logits[0, ids[0]] = -0.0  # -0.0 is equal to +0.0.
     for after in check(kind, make_state(logits, SamplingParams(temperature=0))):
         assert after.entry() == (STEP, ids[0])
 
@@ -104,7 +104,7 @@ KNOWN = {
 @pytest.mark.parametrize("change, status", KNOWN.values(), ids=KNOWN)
 def test_known_tokens_are_reported_and_kept(kind, change, status):
     before = make_state(random(1, 3000), PARAMS, stop_ids=(42,)).set(**change)
-    before.tokens[0, POSITION + 1] = 42  # a known stop id does not stop
+    before.tokens[0, POSITION + 1] = 42  # A stop id in the prompt does not end the request.
     for after in check(kind, before):
         assert after.progress() == dict(STATUS=status, POSITION=POSITION + 1, STEP=STEP + 1)
         assert after.entry() == (STEP, 42)
@@ -117,7 +117,8 @@ def test_row_uses_the_state_of_its_slot(kind):
     straight = make_state(random(2, 3000), *params)
     straight.sampler.lse.copy_(straight.logits.logsumexp(1))
     crossed = straight.copy()
-    for tensor in (crossed.logits, crossed.meta, crossed.samp, crossed.sampler.lse):  # by row; the others are by slot
+    # These tensors have one row per row of the pass. The others have one per slot.
+    for tensor in (crossed.logits, crossed.meta, crossed.samp, crossed.sampler.lse):
         tensor.copy_(tensor.flip(0))
     (found, _), (expected, _) = (check(kind, state, with_logprobs=kind == "sample") for state in (crossed, straight))
     found.meta.copy_(found.meta.flip(0))

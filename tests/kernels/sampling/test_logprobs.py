@@ -38,7 +38,7 @@ def test_lower_ids_come_first_among_ties():
         assert state.ids[0, 2, :7].tolist() == [3000, 7, 2000, 4099, 4150, *ones]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value")  # In the interpreter, numpy gives this warning.
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_non_finite_logits_have_no_logprobs(value):
     logits = random(1, 100)

@@ -78,7 +78,7 @@ def test_row_with_a_late_mask_repeats_its_pass(kind, stamp):
         assert again.entry(1, STEP + 1) == (STEP + 1, 7) and again.tokens[1, POSITION + 1] == 7
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:overflow")  # In the interpreter, numpy gives this warning.
 @KINDS
 def test_allowed_non_finite_logit_ends_the_generation(kind):
     before = masked_state(1, 3000, [7, 1500], PARAMS[kind])

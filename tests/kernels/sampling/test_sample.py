@@ -62,7 +62,7 @@ ONE_HOT = torch.nn.functional.one_hot(torch.tensor([41]), 64) * 50.0
 
 @covering(2, case=CASES, params=FILTERS)
 def test_sample_matches_reference(case, params):
-    """Integers decide everything: token and kept tokens are equal."""
+    """Sampling uses integers, so the sampled token and the kept tokens must be equal."""
     after, ref = check("sample", make_state(random(1, case.sizes["vocab"], scale=3), params, seed=-3))
     if params.temperature > 0:
         assert kept(after) == kept(ref)
@@ -77,7 +77,7 @@ def test_sample_matches_reference_on_degenerate_logits(name, logits):
     assert kept(after) == kept(ref)
 
 
-LISTS = {  # parameters, whether the list of the nearest tokens decides, possible lengths of the list
+LISTS = {  # name: (parameters, whether the list of the nearest tokens decides, possible lengths of the list)
     "top_k": (P(top_k=20), True, range(20, 100)),
     "top_k_top_p": (P(top_k=50, top_p=0.8), True, range(50, 150)),
     "top_k_with_most_tokens_too_far": (P(temperature=0.01, top_k=50), True, range(1, 50)),
@@ -103,17 +103,19 @@ def test_list_of_nearest_tokens_decides_if_it_suffices(params, decides, lengths)
 
 @pytest.mark.parametrize("top_k, vocab", [(12, 2049), (20, 4097)])
 def test_padding_of_the_last_block_is_not_near(top_k, vocab):
-    """The largest logit is 0, as padding would be if it were not far below all logits."""
+    """The largest logit is 0. If padding were also 0 instead of far below all logits, it would count as near."""
     logits = random(1, vocab, scale=2) - 20
     logits[0, 5] = 0.0
     after, ref = check("sample", make_state(logits, P(top_k=top_k)))
     assert kept(after) == kept(ref)
-    assert after.sampler.state[0, LISTED] == vocab, "fewer largest logits than top-k bound nothing"
+    assert after.sampler.state[0, LISTED] == vocab, (
+        "the list excludes tokens although it is known for fewer than top-k logits that they are largest"
+    )
 
 
 @pytest.mark.parametrize("top_k", [0, 50])
 def test_mass_equal_to_top_p_suffices(top_k):
-    """The largest logit's weight alone is ceil(top_p * total): the four others weigh 2**16 units of its 2**42."""
+    """The weight of the largest logit is 2**42, which equals ceil(top_p * total). The four other weights are 2**16."""
     d = torch.arange(2361000, 2363000)
     far = int(d[weight_ref(d) == 2**16][0])
     logits = torch.full((1, 300), -60.0)
@@ -241,7 +243,10 @@ def test_top_p_applies_after_top_k():
 
 
 def draws(params, logits, seeds, positions):
-    """Sampled tokens, by the kernels on a GPU, elsewhere by the reference, which is equal and faster."""
+    """Return sampled tokens.
+
+    On a GPU the kernels sample them, elsewhere the reference, which gives equal tokens and is faster.
+    """
     state, tokens = make_state(logits, params), []
     counts = state.counts.clone()
     for seed in seeds:
@@ -336,7 +341,7 @@ def test_weights_are_exponentials_and_match_reference():
     d = torch.arange(FARTHEST + 1)
     w = weight_ref(d)
     exact = torch.exp(-d.double() / 2**17) * 2.0**WEIGHT_BITS
-    assert float(((w - exact).abs() - 1).div(exact).max()) < 4e-7  # but for the last unit
+    assert float(((w - exact).abs() - 1).div(exact).max()) < 4e-7  # The last unit in 32 bits may differ.
     assert w[0] == 2**WEIGHT_BITS and bool((w[1:] <= w[:-1]).all()) and bool((w[1:] < w[0]).all())
     some = d[torch.randperm(d.numel(), generator=torch.Generator().manual_seed(0))[: 1 << 16]].int()
     out = torch.full((1 << 16,), -1, dtype=torch.int64, device=DEVICE)

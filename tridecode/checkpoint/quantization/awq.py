@@ -1,4 +1,4 @@
-"""AWQ, version gemm: 4 bits, words [in_features, out_features / 8] of eight columns in a special order."""
+"""AWQ, version gemm: 4 bits. Words [in_features, out_features / 8] contain eight columns each, in a special order."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from ...kernels.linear.packed import QuantizedWeight
 from .scheme import Quantization, Scheme, Stored, unpack_words
 
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of its columns
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # The place of each column in a word.
 
 
 @dataclass(frozen=True)

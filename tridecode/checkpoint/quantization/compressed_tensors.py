@@ -1,6 +1,7 @@
 """compressed-tensors: weights in its formats float-quantized (e4m3) and pack-quantized (4 or 8 bits).
 
-If a checkpoint declares quantized activations too, they stay in 16 bits: memory traffic of the weights bounds a pass.
+If a checkpoint also declares quantized activations, they stay in 16 bits, because the memory traffic of the weights
+limits the speed of a pass.
 """
 
 import re
@@ -58,7 +59,7 @@ class IntegerScheme(Scheme):
         return tensors
 
     def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
-        """Return the weight [n, k] that the tensors store. Raises ValueError for groups of uneven size."""
+        """Return the weight [n, k] that the tensors store. Raises ValueError if the groups have different sizes."""
         codes = unpack_words(tensors["weight_packed"], self.bits, 1)[:, :k]
         group, zero, order = self.group or k, None, None
         if self.zeros:
@@ -69,7 +70,7 @@ class IntegerScheme(Scheme):
         return QuantizedWeight(codes, scale, self.rows or n, group, self.bits, zero, order)
 
 
-FORMATS = {"float-quantized": FloatScheme, "pack-quantized": IntegerScheme}  # values of the key `format`
+FORMATS = {"float-quantized": FloatScheme, "pack-quantized": IntegerScheme}  # Values of the key `format`.
 
 
 def parse(read) -> Quantization:

@@ -1,4 +1,7 @@
-"""GPTQ, v1 and v2: 4 or 8 bits, words [in_features * bits / 32, out_features], and the group of each column (g_idx)."""
+"""GPTQ, v1 and v2: 4 or 8 bits.
+
+It stores words [in_features * bits / 32, out_features] and the group of each column.
+"""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The methods of quantization: quant_method in config.json -> the function that reads the rest of the object."""
+"""The methods of quantization: quant_method in config.json -> function that reads the rest of quantization_config."""
 
 from . import awq, compressed_tensors, fp8, gptq
 from .scheme import Quantization

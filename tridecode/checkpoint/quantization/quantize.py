@@ -1,4 +1,7 @@
-"""Quantize weights: codes are rounded to nearest, and each scale is the candidate with the smallest squared error."""
+"""Quantization of weights.
+
+Codes are rounded to nearest. Each scale is the candidate with the smallest squared error.
+"""
 
 from dataclasses import replace
 
@@ -9,7 +12,8 @@ from .compressed_tensors import FloatScheme, IntegerScheme
 from .scheme import Quantization, Scheme
 
 GROUP = 128
-CLIPS = tuple(1 - step / 20 for step in range(1, 9))  # candidates for a smaller scale, as fractions of the peak
+# Fractions of the largest magnitude that are tried as the range of the codes.
+CLIPS = tuple(1 - step / 20 for step in range(1, 9))
 HIGHEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0}
 SCHEMES = {
     "fp8": FloatScheme(8, floating=True),
@@ -30,7 +34,7 @@ def rules(scheme: str, head: str) -> Quantization:
 
 
 def fitted(scheme: Scheme, k: int) -> Scheme:
-    """Return the scheme for rows of k columns: with the largest groups that divide k, or one group."""
+    """Return the scheme for rows of k columns, with the largest group size that divides k, or one group."""
     if not scheme.group or k % scheme.group == 0:
         return scheme
     return replace(scheme, group=next((group for group in (64, 32) if k % group == 0), 0))

@@ -19,7 +19,7 @@ class Stored:
     Args:
         shape: its shape.
         dtypes: the dtypes that it may have, as safetensors names them.
-        per: rows of the weight that one row of the tensor belongs to. 0: the tensor has no such rows and is read whole.
+        per: number of rows of the weight to which one row of the tensor belongs. With 0, the tensor is read as a whole.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Scheme(ABC):
     zeros: bool = False
     ordered: bool = False
 
-    unused: ClassVar[tuple[str, ...]] = ()  # suffixes of tensors that a module may have and that are not read
+    unused: ClassVar[tuple[str, ...]] = ()  # Suffixes of tensors that a module may have and that the loader ignores.
 
     @abstractmethod
     def tensors(self, n: int, k: int) -> dict[str, Stored]:
@@ -110,7 +110,9 @@ _compiled = lru_cache(re.compile)
 
 
 def unpack_words(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Return the codes, uint8, of a checkpoint's int32 words. Each word has 32 / bits codes from its lowest bits on.
+    """Return the codes, uint8, of a checkpoint's int32 words.
+
+    Each word has 32 / bits codes, the first in its lowest bits.
 
     The codes of a word follow each other along `dim` (0 or 1).
     """

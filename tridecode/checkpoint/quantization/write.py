@@ -1,4 +1,4 @@
-"""Write an unquantized checkpoint's weights as compressed-tensors, a module at a time."""
+"""Writing of the weights of an unquantized checkpoint as compressed-tensors, one module at a time."""
 
 import json
 import shutil
@@ -17,17 +17,20 @@ from .. import custom_code
 from .quantize import fitted, quantize
 from .scheme import Quantization, Scheme
 
-# Patterns, in lower case, of the files to copy: tokenizer, chat template, sampling defaults, license and model card.
+# Patterns, in lower case, of files to copy: tokenizer, chat template, sampling defaults, license and model card.
 COPIED = (
     "generation_config.json", "tokenizer*.json", "tokenizer.model*", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template.*", "licen[cs]e*", "notice*", "copying*",
     "use_policy*", "readme*", "model_card*",
 )  # fmt: skip
-SHARD = 4 * 2**30  # bytes after which a file ends; its last tensor may exceed them
+SHARD = 4 * 2**30  # A file ends when it has this number of bytes. Its last tensor may exceed the limit.
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes [n, k] into int32 words [n, k * bits / 32]. A word has neighboring columns from its lowest bits on."""
+    """Pack codes [n, k] into int32 words [n, k * bits / 32].
+
+    A word has neighboring columns, the first in its lowest bits.
+    """
     parts = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits))).view(len(codes), -1, 32 // bits)
     words = torch.zeros(parts.shape[:2], dtype=torch.int32)
     for place in range(32 // bits):
@@ -102,7 +105,7 @@ def write(
             name = f"model-{shards:05}.safetensors"
             try:
                 save_file(shard, out / name, metadata={"format": "pt"})
-            except SafetensorError as error:  # for example a full disk
+            except SafetensorError as error:  # For example, the disk is full.
                 raise CheckpointError(f"{out / name}: cannot be written ({brief(error)})") from None
             places.update(dict.fromkeys(shard, name))
             shard, size = {}, 0
@@ -129,7 +132,7 @@ def write(
     flush()
     index = {"metadata": {}, "weight_map": places}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for name in set(places.values()):  # safetensors makes its files readable for their owner only
+    for name in set(places.values()):  # safetensors makes files that only their owner can read.
         shutil.copymode(out / "model.safetensors.index.json", out / name)
     for other in source.iterdir():
         if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):

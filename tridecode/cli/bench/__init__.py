@@ -1,4 +1,4 @@
-"""`tridecode bench`: the engine against limits measured in the same run, and servers as their clients see them."""
+"""`tridecode bench`: times of the engine next to measured hardware limits, and times of servers."""
 
 from .measure import ALL_FILTERS, GREEDY, preset_engine, step_bytes, time_decode
 from .run import run

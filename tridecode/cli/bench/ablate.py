@@ -1,4 +1,4 @@
-"""bench decode --ablate: the gain of each optimization of the decode pass, with equal kernels and launch configs."""
+"""bench decode --ablate: the gain of each optimization of the decode pass. Kernels and launch configs stay the same."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ PROFILED_STEPS = 16
 
 @dataclass(kw_only=True)
 class AblateRow(Row):
-    """Row of a variant of the decode pass."""
+    """The figures of one variant of the decode pass."""
 
     bench = "ablate"
     header = "decode --ablate"
@@ -72,7 +72,8 @@ def ladder(engine: Engine, args, output) -> list[Row]:
             walls.append(median_p5_p95(time_decode(engine, args.context, args.steps, args.runs, params), 1e6))
         check_running(engine, name)
         output.note(f"{name}: {walls[-1][0]:,.1f} µs a step")
-    events = record(engine, rungs, args.context, params)  # last: code after a profiler session runs slower
+    # This step is the last one, because code runs slower after a profiler session.
+    events = record(engine, rungs, args.context, params)
     rows: list[Row] = []
     for (name, _), (wall, p5, p95) in zip(rungs, walls):
         figures = device_figures(kernels_within(events, name), PROFILED_STEPS)
@@ -86,7 +87,8 @@ def ladder(engine: Engine, args, output) -> list[Row]:
 def record(engine: Engine, rungs: list, context: int, params: SamplingParams):
     """Return the profiler's events of PROFILED_STEPS passes of each variant, within a range named after the variant.
 
-    One session records all variants: graphs captured before a session may be missing from the records of a second one.
+    One profiler session records all variants. A second session may lack the records of graphs that were captured before
+    it.
     """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         for name, variant in [("warm-up", rungs[-1][1]), *rungs]:
@@ -100,7 +102,7 @@ def record(engine: Engine, rungs: list, context: int, params: SamplingParams):
 
 
 def kernels_within(events, name: str) -> list[tuple[float, float]]:
-    """Return start and end in µs of the GPU's activities within the host's range `name`."""
+    """Return (start, end) in µs of the GPU activities that ran within the profiler range `name` of the host."""
     ranges = [e.time_range for e in events if e.name == name and e.device_type == DeviceType.CPU]
     return [
         (event.time_range.start, event.time_range.end)
@@ -112,9 +114,9 @@ def kernels_within(events, name: str) -> list[tuple[float, float]]:
 
 
 def device_figures(intervals: list[tuple[float, float]], steps: int) -> dict:
-    """Return µs per pass: the span from the first kernel's start to the last end, and the part with a kernel running.
+    """Return µs per pass: from the start of the first kernel to the end of the last, and the part in which kernels ran.
 
-    The result is empty without kernels.
+    Without kernels, the result is empty.
     """
     if not intervals:
         return {}

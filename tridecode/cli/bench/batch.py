@@ -24,12 +24,12 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(kw_only=True)
 class BatchRow(Row):
-    """Row of a number of requests, or of a mix."""
+    """The figures of passes with one number of requests, or with one mix of contexts."""
 
     bench = "batch"
     header = "batch"
     rows: int = column("rows")
-    context: int | str = column("context")  # context length of each request, or a mix like 32000x1+64x31
+    context: int | str = column("context")  # Context length of each request, or a mix such as 32000x1+64x31.
     steps: int
     runs: int
     sampling: str
@@ -43,7 +43,7 @@ class BatchRow(Row):
     pct_bandwidth: float = column("% of bandwidth", 1, kept=1)
 
     def selectors(self):
-        """Return the options that measure only this row: the rows and the context."""
+        """Return the options that make the bench measure only this row: --rows and --context."""
         return {"rows": None if isinstance(self.context, str) else [self.rows], "context": [self.context]}
 
 
@@ -70,7 +70,7 @@ def batch(args, output) -> list[Row]:
 
 
 def reserved_positions(context: int, steps: int) -> int:
-    """Return the K/V positions to reserve for a request: whole pages and a spare one, so that no run allocates any."""
+    """Return the K/V positions to reserve for a request: whole pages and a spare one, so that runs allocate none."""
     return (-(-(context + steps + 2) // PAGE) + 1) * PAGE
 
 

@@ -13,11 +13,11 @@ import httpx
 from ...errors import GenerationError, as_json, brief
 
 ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-TEXTS = ("content", "text", "reasoning_content", "reasoning")  # fields of a choice that can contain its text
+TEXTS = ("content", "text", "reasoning_content", "reasoning")  # Fields of a choice that can contain its text.
 
 
 class Failed(Exception):
-    """A request without a complete answer. Requests that fail for the same reason have equal messages."""
+    """The request got no complete answer. Requests that fail for the same reason have equal messages."""
 
 
 @dataclass(eq=False)
@@ -25,13 +25,13 @@ class Answer:
     """One request and the times at which its parts arrived, in seconds of `time.perf_counter()`."""
 
     started: float
-    first: float = math.inf  # the first text, or the end of an answer without text
-    last: float = math.inf  # the last event before [DONE]
-    gaps: list[float] = field(default_factory=list)  # between an event with text and the next
+    first: float = math.inf  # Time of the first text, or of the end of an answer without text.
+    last: float = math.inf  # Time of the last event before [DONE].
+    gaps: list[float] = field(default_factory=list)  # Times between an event with text and the next one.
     input_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
-    _latest: float = 0.0  # event with text
+    _latest: float = 0.0  # Time of the latest event with text.
 
     @property
     def ttft(self) -> float:
@@ -111,13 +111,15 @@ class Client:
         # Compression would delay events and merge them.
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
         # Servers close connections that are idle for some seconds (uvicorn: 5). The client closes them earlier, so that
-        # no request uses a connection that the server has just closed.
+        # no
+        # request uses a connection that the server has just closed.
         limits = httpx.Limits(max_connections=1, keepalive_expiry=3.0)
         self._url, context = url, httpx.create_ssl_context()
         self._connect = partial(
             httpx.AsyncClient, base_url=url, headers=headers, limits=limits, timeout=None, verify=context
         )
-        # Each AsyncClient has one connection, because a pool checks all its connections for each request (4 ms for 64).
+        # Each AsyncClient has one connection. A pool would check all its connections for each request, which takes 4 ms
+        # for 64.
         self._all: list[httpx.AsyncClient] = []
         self._idle: list[httpx.AsyncClient] = []
 
@@ -137,7 +139,7 @@ class Client:
     @contextmanager
     def _connection(self):
         self.prepare(1)
-        http = self._idle.pop()  # the client used last: its connection is most likely still open
+        http = self._idle.pop()  # The connection of the client that was used last is most likely still open.
         try:
             yield http
         finally:

@@ -19,7 +19,7 @@ from .rows import Row, column
 
 @dataclass(kw_only=True)
 class DecodeRow(Row):
-    """Row of decode passes of one request."""
+    """The figures of decode passes of one request."""
 
     bench = "decode"
     header = "decode"

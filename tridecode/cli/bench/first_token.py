@@ -36,7 +36,7 @@ def main(preset: str, started: float) -> None:
 
     triton.knobs.compilation.listener = report
     logging.basicConfig(format="          %(message)s")
-    logging.getLogger("tridecode").setLevel(logging.INFO)  # the engine logs the phases of its own start
+    logging.getLogger("tridecode").setLevel(logging.INFO)  # The engine logs the phases of its start.
     log(f"imported torch {torch.__version__}; making the weights and the step", started)
     engine = preset_engine(preset, CAPACITY)
     built = time.time()

@@ -42,7 +42,7 @@ ALL_FILTERS = SamplingParams(
 )
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 SAMPLING = {"greedy": GREEDY, "temperature": SamplingParams(temperature=0.8, seed=1), "all": ALL_FILTERS}
-WARM_UP = 2  # runs that are not counted
+WARM_UP = 2  # Number of runs before the measurement.
 R = TypeVar("R", bound=Row)
 
 
@@ -58,7 +58,7 @@ def preset_engine(
     configs: Mapping[int, PassConfigs] | None = None,
     **options,
 ) -> Engine:
-    """Build an engine of a public shape with random weights, its cache filled with random K/V.
+    """Build an engine with the shape of a public model, random weights, and a cache of random K/V.
 
     Raises ParameterError for an unknown preset, DeviceError without a GPU or with too little memory.
     """
@@ -78,9 +78,9 @@ def preset_engine(
 def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
     """Load --model, or build --preset, in bf16, for `slots` requests of at most `capacity` K/V positions.
 
-    more: further options of the engine. Drafts are off unless `args` or `more` turn them on.
+    more: further options of the engine. Drafts are disabled unless `args` or `more` enable them.
     """
-    # --graph of a bench lists several modes.
+    # A bench lists several modes in --graph, so this option is not an option of one engine.
     chosen = {name: value for name, value in engine_options(args).items() if name != "graph"}
     options = {"speculate": "off"} | chosen | more | {"slots": slots, "kv_tokens": kv_tokens}
     if args.model is None:
@@ -126,7 +126,7 @@ def make_runners(engine: Engine, modes: Sequence[str]) -> dict[str, Runners]:
 
 @contextmanager
 def running(engine: Engine, runners: Runners):
-    """Replace the engine's runners within the context."""
+    """Replace the engine's runners within a `with` block."""
     own = engine.steps, engine.prompts
     engine.steps, engine.prompts = runners.steps, runners.prompts
     try:
@@ -153,7 +153,7 @@ def time_decode(
 
     Args:
         engine: the engine to time
-        context: tokens before the first pass, of all rows or of each row
+        context: tokens before the first pass: one number for all rows, or one for each row
         steps: passes in a run
         runs: number of timed runs
         params: sampling parameters
@@ -177,7 +177,7 @@ def time_decode(
 
 
 def check_running(engine: Engine, name: str, rows: int = 1) -> None:
-    """Raise GenerationError if a row has ended: passes of ended rows return early, so their times are meaningless."""
+    """Raise GenerationError if a row has ended, because its passes then return early and their times mean nothing."""
     for status in engine.model.workspace.meta[:rows, STATUS].tolist():
         if status != RUN:
             raise GenerationError(f"{name}: the steps ended early (status {status}); no time was measured")
@@ -204,7 +204,7 @@ def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second that a plain read kernel reaches, over at most 8.6 GB."""
+    """Return the bytes per second at which a kernel that only reads runs over at most 8.6 GB."""
     return measure_read_bandwidth(device, min(2**33, free_memory(device) // 2))
 
 
@@ -227,7 +227,7 @@ def gpu_seconds(work: Callable[[], object]) -> float:
 
 
 def median_p5_p95(values: list[float], scale: float = 1.0) -> tuple[float, float, float]:
-    """Return the median, 5th and 95th percentile of `values`, each times `scale`."""
+    """Return the median, 5th and 95th percentile of `values`, each multiplied by `scale`."""
     p5, median, p95 = (float(value) * scale for value in np.percentile(values, (5, 50, 95)))
     return median, p5, p95
 

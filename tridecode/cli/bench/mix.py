@@ -35,7 +35,7 @@ class Mix:
 
 @dataclass(kw_only=True)
 class MixRow(Row):
-    """Row of decoding requests and a prompt in one graph mode."""
+    """The figures of decoding requests and one prompt in one graph mode."""
 
     bench = "serve-mix"
     header = "serve --mix"
@@ -63,7 +63,10 @@ class MixRow(Row):
 
 
 def mix(args, output) -> list[Row]:
-    """Return a row for each mode of --graph. One engine, with a slot per request and one for the prompt, runs all."""
+    """Return a row for each mode of --graph.
+
+    One engine runs all of them. It has a slot per request, and one for the prompt.
+    """
     if args.requests >= MAX_ROWS:
         raise ParameterError(
             f"--requests: must be at most {MAX_ROWS - 1}, because the prompt needs a slot too, got {args.requests}"
@@ -108,7 +111,7 @@ def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: in
     under_way = [submit(number, context, 3 * steps) for number in range(requests)]
     arrivals: list[list[float]] = [
         [] for _ in range(requests + 1)
-    ]  # times of each request's tokens; the prompt is last
+    ]  # The times of each request's tokens. The last list belongs to the prompt.
     submitted, busy = math.inf, True
     while busy:
         busy = engine.step()
@@ -122,7 +125,7 @@ def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: in
     expected = [3 * steps] * requests + [steps]
     lost = sum(number - len(result_of(request).token_ids) for number, request in zip(expected, under_way))
     *decoding, new = arrivals
-    # From `together` on all requests decode; at `first` the prompt has been read.
+    # From `together` on, all requests decode. At `first`, the prompt has been read.
     together, first = max(seen[0] for seen in decoding), new[0]
     gaps: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for seen in decoding:

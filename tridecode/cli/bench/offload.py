@@ -1,4 +1,4 @@
-"""bench offload: decode passes with K/V or weights in host memory, compared with the fetch kernel's own bandwidth."""
+"""bench offload: decode passes with K/V or weights in host memory, compared with the bandwidth of the fetch kernel."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -37,14 +37,14 @@ from .passes import rewind
 from .prefill import prompt_ids
 from .rows import Row, column
 
-Variant = tuple[str, DecodePasses, Callable[[], None]]  # name, passes, function that prepares a run
+Variant = tuple[str, DecodePasses, Callable[[], None]]  # (name, passes, function that prepares a run)
 RATE_RUNS = 9
-SWAP_ROOM = 200  # spare positions after a conversation
+SWAP_ROOM = 200  # Number of spare positions after a conversation.
 
 
 @dataclass(kw_only=True)
 class OffloadRow(Row):
-    """Row of a way to read K/V in host memory."""
+    """The figures of one way to read K/V from host memory."""
 
     bench = "offload"
     header = "offload"
@@ -69,19 +69,19 @@ class OffloadRow(Row):
 
 @dataclass(kw_only=True)
 class WeightsRow(OffloadRow):
-    """Row of a way to read weights in host memory."""
+    """The figures of one way to read weights from host memory."""
 
     bench = "offload-weights"
     header = "offload --weights"
 
     def selectors(self):
-        """Return no options: the command always measures all variants."""
+        """Return no options, because the command always measures all variants."""
         return {}
 
 
 @dataclass(kw_only=True)
 class PromptRow(Row):
-    """Row of a prompt whose K/V exceeds the device memory."""
+    """The figures of a prompt whose K/V exceed the device memory."""
 
     bench = "offload-prompt"
     header = "offload --prompt-tokens"
@@ -100,7 +100,7 @@ class PromptRow(Row):
 
 @dataclass(kw_only=True)
 class SwapRow(Row):
-    """Row of a conversation that is copied back or computed again."""
+    """The figures of a conversation whose K/V are copied back or computed again."""
 
     bench = "offload-swap"
     header = "offload --swap"
@@ -115,8 +115,8 @@ class SwapRow(Row):
 def offload(args, output) -> list[Row]:
     """Return the rows of the variant that the options select.
 
-    By default, these are a row for each share of --host in each way. With --prompt-tokens there is a row for each
-    prompt, with --swap one row, and with --weights a row for each way.
+    By default, each share of --host has a row for each way to read the K/V. With --prompt-tokens each prompt has a row,
+    with --swap there is one row, and with --weights each way to read the weights has a row.
     """
     need_gpu()
     if args.prompt_tokens:
@@ -134,20 +134,20 @@ def kv_on_host(
     variants: Callable[[Engine, int], Iterator[Variant]],
     more_rates: Callable[[Offloaded, int], dict[str, float]],
 ) -> list[Row]:
-    """Time each share of --host in each way.
+    """Time each share of --host with each way to read the K/V.
 
     Args:
         args: parsed options
         output: receives notes
-        variants: returns, for a number of pages in host memory, the ways to read them
-        more_rates: returns, for that number, rates in GB/s in addition to the rate of the fetch kernel
+        variants: function of the number of pages in host memory; returns the ways to read them
+        more_rates: function of the same number; returns further rates in GB/s, in addition to that of the fetch kernel
     """
     pages = -(-(args.context + args.steps + 2) // PAGE)
     engine = offload_engine(args, args.context + args.steps + 2, pages, Offload(pages, pages, args.ring))
     slots, memory = offloaded(engine)
     rows: list[Row] = []
     for share in args.host:
-        host = round(share * (args.context // PAGE))  # only full pages can be on the host
+        host = round(share * (args.context // PAGE))  # Only full pages can be on the host.
         rewind(engine, args.context, GREEDY)
         slots.send(0, host)
         nbytes = host * PAGE * kv_bytes_per_token(engine.config, engine.model.weights.dtype)
@@ -169,7 +169,7 @@ def time_variants(
     part: str,
     **facts,
 ) -> Iterator[Row]:
-    """Yield a row for each way. `part` names the data in host memory, for notes."""
+    """Yield a row for each variant. `part` names the data in host memory in notes."""
     for name, steps, prepare in variants:
         with stepping(engine, steps):
             times = time_decode(engine, args.context, args.steps, args.runs, before=prepare)
@@ -220,18 +220,21 @@ def graph_variants(engine: Engine, prepare: Callable[[], None]) -> Iterator[Vari
 
 
 def piecewise_passes(model, run: Run, between: Run) -> DecodePasses:
-    """Capture a decode pass in parts that end at attention and at fetches; `between` runs the lines between them."""
+    """Capture a decode pass in parts that end at attention and at fetches.
+
+    `between` runs the launches between the parts.
+    """
     return captured(model, run, "piecewise", between)
 
 
 def captured(model, run: Run, mode: str = "full", between: Run = launch) -> DecodePasses:
-    """Capture a greedy decode pass of the model's rows in a graph mode. `between` runs lines between its graphs."""
+    """Capture a greedy decode pass in a graph mode. `between` runs the launches between its graphs."""
     batches = first_batches((model.rows,), ("greedy",))
     return DecodePasses(model, run, Dispatcher(mode, (model.rows,)), batches=batches, between=between)
 
 
 def fetch_rate(engine: Engine, memory: Offloaded | HostLayers, nbytes: int) -> float:
-    """Return GB/s of the fetches of one pass without its other kernels, captured in one graph."""
+    """Return the GB/s of a graph that contains only the fetches of one pass."""
     places = memory.fetched if isinstance(memory, Offloaded) else memory.places
 
     def all_layers() -> None:
@@ -252,7 +255,7 @@ def captured_seconds(enqueue: Callable[[], None]) -> float:
 
 
 def offload_figures(times: list[float], nbytes: int, rates: dict[str, float]) -> dict:
-    """Return the figures of a row. `over_needed` is the measured time over the time of the fetches without compute.
+    """Return the figures of a row. `over_needed` is the measured time divided by the time of the fetches alone.
 
     Args:
         times: seconds per token
@@ -295,7 +298,7 @@ def swap(args) -> Row:
     times: dict[bool, list[float]] = {True: [], False: []}
     for run in range(args.runs + WARM_UP):
         for back in (False, True):
-            engine.generate(second, params)  # moves the first conversation to the host
+            engine.generate(second, params)  # This request moves the first conversation to the host.
             result = engine.generate(first, params, reuse_prefix=back)
             if result.error or (result.usage.reused_tokens > 0) != back:
                 raise GenerationError(result.error or "the cache did not return the expected conversation")
@@ -308,7 +311,7 @@ def swap(args) -> Row:
 
 
 def read_and_continue(args, tokens: int) -> Row:
-    """Time a prompt of `tokens` tokens with --kv-gib of K/V on the device, and --steps tokens after it."""
+    """Time a prompt of `tokens` tokens with --kv-gib of K/V on the device, and the --steps tokens after the prompt."""
     config = PRESETS[args.preset]
     capacity = tokens + args.steps + 1
     pages = -(-capacity // PAGE)
@@ -316,7 +319,7 @@ def read_and_continue(args, tokens: int) -> Row:
     engine = offload_engine(args, capacity, device, Offload(pages, pages - device, args.ring))
     ids, results = prompt_ids(engine.config, tokens), []
     params = engine.default_params(temperature=0, max_tokens=args.steps, ignore_eos=True)
-    for _ in range(2):  # the first run captures graphs and loads kernels
+    for _ in range(2):  # The first run captures graphs and loads kernels.
         result = engine.generate(ids, params, reuse_prefix=False)
         if result.error:
             raise GenerationError(result.error)

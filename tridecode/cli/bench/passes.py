@@ -17,7 +17,7 @@ def rewind(
 ) -> None:
     """Set the positions of the first `rows` rows, for passes with `enqueue`. The content of the cache is unchanged.
 
-    Each row has a slot of its own and a share of the free pages. All requests of the engine are cancelled.
+    Each row gets a separate slot and a share of the free pages. All requests of the engine are cancelled.
 
     Args:
         position: the position of all rows, or a list with the position of each row
@@ -40,7 +40,8 @@ def rewind(
 
 def _rewind(scheduler: Scheduler, positions: list[int], params: SamplingParams, known: int) -> None:
     scheduler.cancel_all()
-    scheduler._incomplete = True  # the next request finds all rows idle and all pages free
+    # With this flag, the next request finds all rows idle and all pages free.
+    scheduler._incomplete = True
     rewind_slots(scheduler.slots, positions, params, known)
 
 

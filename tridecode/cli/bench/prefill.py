@@ -24,7 +24,7 @@ from .rows import Row, column
 
 @dataclass(kw_only=True)
 class PrefillRow(Row):
-    """Row of a prompt length in one graph mode."""
+    """The figures of one prompt length in one graph mode."""
 
     bench = "prefill"
     header = "prefill"
@@ -43,7 +43,7 @@ class PrefillRow(Row):
 
 
 def prefill(args, output) -> list[Row]:
-    """Return a row for each length of --prompt-tokens in each mode of --graph. One engine runs all."""
+    """Return a row for each length of --prompt-tokens in each mode of --graph. One engine runs all of them."""
     engine = bench_engine(args, args.capacity or args.cached + max(args.prompt_tokens) + 1)
     rate = matmul_rate(engine.device)
     rows: list[Row] = []
@@ -130,7 +130,7 @@ def prefill_flops(spec: ModelSpec, tokens: int, cached: int = 0) -> int:
 
 
 def seen(tokens: int, window: int) -> int:
-    """Return the sum of the positions that each of the first `tokens` tokens attends to: at most `window` positions."""
+    """Return the number of positions to which the first `tokens` tokens attend in total, with at most `window` each."""
     full = min(tokens, window)
     return full * (full + 1) // 2 + (tokens - full) * window
 

@@ -1,4 +1,4 @@
-"""Read bandwidth of device memory, measured with a plain read kernel: the reference of all bandwidth percentages."""
+"""Read bandwidth of device memory, measured with a kernel that only reads. All bandwidth percentages refer to it."""
 
 import statistics
 
@@ -11,7 +11,7 @@ from ...kernels.common import cdiv, options
 
 @triton.jit
 def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, TURNS: tl.constexpr):
-    """Sum BLOCK * TURNS elements in each program, of a grid of cdiv(n, BLOCK * TURNS) programs. It reads 2 n bytes.
+    """Sum BLOCK * TURNS elements in each program. The grid has cdiv(n, BLOCK * TURNS) programs, which read 2 n bytes.
 
     x_ptr: [n] bf16. out_ptr: [programs] fp32, the sum of each program (output).
     """
@@ -29,7 +29,7 @@ def read(x, out, block=2048, turns=8, num_warps=4):
 
     Args:
         x: [n] bf16
-        out: fp32, at least cdiv(n, block * turns) elements: the sum of each program's part of x (output)
+        out: fp32, at least cdiv(n, block * turns) elements: one sum for each program (output)
         block: elements that a program loads per iteration
         turns: iterations of each program
         num_warps: warps of each program
@@ -38,7 +38,7 @@ def read(x, out, block=2048, turns=8, num_warps=4):
 
 
 def measure_read_bandwidth(device, nbytes: int = 2**33, repeats: int = 9) -> float:
-    """Return bytes per second over `nbytes` of random bf16: the best median of four launch configs."""
+    """Return the bytes per second for `nbytes` of random bf16: the highest median of four launch configs."""
     x = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device).normal_()
     out = torch.empty(cdiv(x.numel(), 2048 * 4), device=device)
     best = 0.0

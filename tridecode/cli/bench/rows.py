@@ -1,4 +1,4 @@
-"""Rows of a bench, and their output as a table, Markdown, CSV, JSON or JSON lines.
+"""Result rows of a bench, and their output as a table, Markdown, CSV, JSON or JSON lines.
 
 The type of a row declares its figures: header, decimals and unit of each column, and the decimals that JSON keeps.
 """
@@ -15,7 +15,8 @@ from rich.table import Table
 from ..terminal import visible
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")
-MACHINE = ("gpu", "dtype", "tridecode", "torch", "triton", "transformers")  # fields of run_facts
+# Fields of run_facts that describe the machine and the program.
+MACHINE = ("gpu", "dtype", "tridecode", "torch", "triton", "transformers")
 
 
 def column(
@@ -29,7 +30,9 @@ def column(
     label: str = "",
     default: Any = MISSING,
 ) -> Any:
-    """Declare a field of a row. Tables omit a field without a header, and one that has its default or None in all rows.
+    """Declare a field of a row.
+
+    Tables omit fields without a header, and fields that are None or the default in all rows.
 
     Args:
         header: column header, with the unit
@@ -37,7 +40,7 @@ def column(
         scale: factor from the value to the unit of tables
         kept: decimals of the stored value, and therefore of JSON; None keeps all
         compared: whether a comparison of two runs includes this field
-        selects: whether the option of this name selects the row among the rows of its command
+        selects: whether the command-line option with this name selects the row
         label: label in the text block of a single row
         default: default value; JSON omits a field whose value and default are None
     """
@@ -49,8 +52,8 @@ def column(
 class Row:
     """The figures of one measurement, with its command, model and machine."""
 
-    bench: ClassVar[str]  # the kind of row in JSON
-    header: ClassVar[str]  # header of the first column, which names the model
+    bench: ClassVar[str]  # The kind of row, which JSON contains.
+    header: ClassVar[str]  # Header of the first column, which shows the model.
 
     command: str = ""
     preset: str | None = None
@@ -73,7 +76,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The model, its quantization and the sampling filters, for display."""
+        """The model, its quantization and its sampling filters as display text."""
         filters = {"all": "all sampling filters", "temperature": "temperature"}
         parts = (self.preset or self.model, self.quantize, "K/V in fp8" if self.kv_dtype == "fp8" else None)
         return ", ".join(filter(None, (*parts, filters.get(getattr(self, "sampling", "")))))
@@ -91,7 +94,7 @@ class Row:
         return cls(**values)
 
     def selectors(self) -> dict[str, list | None]:
-        """Return the options that select this row among the rows of its command."""
+        """Return the command-line options with which the command measures only this row."""
         return {each.name: [getattr(self, each.name)] for each in fields(self) if each.metadata.get("selects")}
 
     def compared(self) -> dict[str, float]:
@@ -100,7 +103,7 @@ class Row:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def block(self, width: int) -> str | None:
-        """Return the text that replaces the table of a single row on a terminal of `width` columns, or None."""
+        """Return text that replaces the table if there is only this row, for a terminal of `width` columns, or None."""
         return None
 
 
@@ -162,9 +165,9 @@ def markdown_table(headers: list[str], cells: list[list[str]]) -> str:
 
 
 def show(rows: Sequence[Row], output) -> None:
-    """Print tables, then one JSON object as the last line of stdout: the only row, or the list of all as `rows`."""
+    """Print tables, then one JSON object as the last line of stdout: the row, or {"rows": [...]} for several rows."""
     if not output.tty:
-        output.console.width = 160  # a pipe has no width
+        output.console.width = 160  # A pipe has no width.
     block = rows[0].block(output.console.width) if len(rows) == 1 else None
     output.text(block or "")
     for headers, cells in [] if block else tables(rows):

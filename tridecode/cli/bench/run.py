@@ -45,7 +45,7 @@ def measure(args, output: Output) -> list[Row]:
 
 
 def with_commands(program: str, args, rows: list[Row]) -> list[Row]:
-    """Set the command of each row to the command line that measures only this row, and return the rows."""
+    """Set the `command` of each row to a command line that measures only this row, and return the rows."""
     for row in rows:
         row.command = command_of(program, args, **row.selectors())
     return rows

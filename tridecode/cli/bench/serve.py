@@ -25,17 +25,17 @@ from .mix import mix
 from .rows import Row, column
 
 NUM_PROMPTS = 100
-TOKEN_IDS = 1000, 4000  # range of ordinary tokens in the vocabularies of public models, without control tokens
-WORDS = (  # each is one token in most vocabularies
+TOKEN_IDS = 1000, 4000  # Range of ordinary tokens in the vocabularies of public models. It contains no control tokens.
+WORDS = (  # Each word is one token in most vocabularies.
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
     "father power hour game line end member law car city"
 ).split()
 PROMPTS = ("prompt", "messages", "prompt_ids")
-LARGEST = 256_000_000  # limit of the file of --jsonl, in bytes
-PRECONNECTED = 256  # connections created before the first request without --max-concurrency
-REASONS = 10  # different reasons of failed requests that are printed
+LARGEST = 256_000_000  # Maximum size of the file of --jsonl in bytes.
+PRECONNECTED = 256  # Number of connections that are created before the first request if --max-concurrency is not set.
+REASONS = 10  # Maximum number of different failure reasons that are printed.
 TIMES = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -46,7 +46,7 @@ TIMES = {
 
 @dataclass(kw_only=True)
 class ServeRow(Row):
-    """Row of a load on a server, with the names of vLLM's serving benchmark."""
+    """The figures of a load on a server. Fields have the names of vLLM's serving benchmark."""
 
     bench = "serve"
     header = "serve"
@@ -69,7 +69,7 @@ class ServeRow(Row):
     mean_itl_ms: float | None = column("ITL ms", 2)
     p99_itl_ms: float | None = column("p99 ITL", 2, default=None)
     mean_e2el_ms: float | None = column("E2EL ms")
-    times: dict[str, float | None]  # field name in JSON -> ms
+    times: dict[str, float | None]  # JSON field name -> time in ms.
     seed: int
 
     @property
@@ -122,11 +122,12 @@ class Load:
     path: str
     bodies: list[bytes]
     warm_up: list[bytes]
-    times: np.ndarray  # [len(bodies)] earliest time of each request, in seconds from the start
+    times: np.ndarray  # [len(bodies)]: earliest start of each request, in seconds after the start of the run.
     max_concurrency: int | None
-    answers: list = field(default_factory=list)  # client.Answer of each request that ended, in the order of the ends
+    # The client.Answer of each request that has ended, in the order in which they ended.
+    answers: list = field(default_factory=list)
     running: set = field(default_factory=set)
-    started: float = math.inf  # time.perf_counter() at the first request
+    started: float = math.inf  # time.perf_counter() when the first request started.
     duration: float = 0.0
 
     async def run(self, client, ended) -> None:
@@ -149,7 +150,7 @@ class Load:
 
         client.prepare(min(len(self.bodies), self.max_concurrency or PRECONNECTED))
         gc.collect()
-        gc.freeze()  # a garbage collection during the requests does not scan the objects that exist already
+        gc.freeze()  # A garbage collection during the requests then skips the objects that already exist.
         self.started = time.perf_counter()
         try:
             await self._send(client, self.bodies, self.times, end)
@@ -173,7 +174,7 @@ class Load:
         return [task.result() for task in tasks]
 
     def rate(self) -> float:
-        """Return tokens per second so far, for the progress bar, whose thread calls this.
+        """Return tokens per second so far. The thread of the progress bar calls this.
 
         An answer that is still running counts one token per event, because its usage is not known yet.
         """
@@ -193,7 +194,7 @@ def serve(args, output) -> list[Row]:
         from . import client as http
     except ModuleNotFoundError as error:
         raise ParameterError(f'bench serve needs {error.name}; pip install "tridecode[serve]"') from None
-    # By default each run has a different seed, so that no server has the prompts in its cache.
+    # By default each run has a different seed. So no server has the prompts in its cache.
     seed = int.from_bytes(os.urandom(4)) if args.seed is None else args.seed
     key = api_key(args.api_key_file, output)
     lines = jsonl_prompts(args, output) if args.jsonl is not None else None
@@ -225,12 +226,15 @@ def serve(args, output) -> list[Row]:
     assert load is not None
     print_failures(load.answers, output)
     if all(answer.error for answer in load.answers):
-        raise GenerationError(f"bench serve: {counted(len(load.answers), 'request')}, all failed")
+        raise GenerationError(f"bench serve: all of {counted(len(load.answers), 'request')} failed")
     return [row_of(args, model, seed, load)]
 
 
 def loop_factory():
-    """Return uvloop's event loop factory if uvloop is installed: it uses less CPU time. None selects asyncio's."""
+    """Return uvloop's event loop factory if uvloop is installed, else None.
+
+    uvloop uses less CPU time than asyncio's loop.
+    """
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -251,7 +255,7 @@ def make_load(args, model: str, lines: list[dict] | None, seed: int, path: str) 
     """
     rng = np.random.default_rng(seed)
     count = args.num_prompts or (NUM_PROMPTS if lines is None else len(lines))
-    first = [random_prompt(args, rng) for _ in range(args.warm_up)]  # the server may cache them
+    first = [random_prompt(args, rng) for _ in range(args.warm_up)]  # The server may cache the prompts of the warm-up.
     prompts = [random_prompt(args, rng) for _ in range(count)] if lines is None else lines[:count]
     common = {"model": model, "temperature": args.temperature, "stream": True, "max_tokens": args.output_tokens}
     common["stream_options"] = {"include_usage": True}
@@ -262,7 +266,10 @@ def make_load(args, model: str, lines: list[dict] | None, seed: int, path: str) 
 
 
 def arrivals(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> np.ndarray:
-    """Return [count] times of requests in seconds, ascending from 0, with gamma distributed gaps of mean 1 / rate."""
+    """Return the start times [count] of requests in seconds, ascending from 0.
+
+    The gaps are gamma distributed with mean 1 / rate.
+    """
     if rate == math.inf:
         return np.zeros(count)
     gaps = rng.gamma(burstiness, 1 / (rate * burstiness), count - 1)
@@ -289,7 +296,7 @@ def jsonl_prompts(args, output) -> list[dict]:
             place = f"{args.jsonl}: line {number:,}"
             lines.append(prompt_of(parse_json(line, place, output), args.endpoint, place))
     if not lines:
-        raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
+        raise PromptError(f'{args.jsonl}: contains no prompts; expected lines like {{"prompt": "..."}}')
     if args.num_prompts and args.num_prompts > len(lines):
         raise PromptError(f"{args.jsonl}: {counted(len(lines), 'prompt')}, fewer than --num-prompts {args.num_prompts}")
     return lines
@@ -335,7 +342,7 @@ def prompt_of(line, endpoint: str, place: str) -> dict:
 
 
 def print_failures(answers: list, output) -> None:
-    """Print each reason with the number of requests that failed for it, the most frequent first."""
+    """Print each failure reason with its number of requests, the most frequent first."""
     reasons = Counter(answer.error for answer in answers if answer.error is not None).most_common()
     for reason, number in reasons[:REASONS]:
         output.error(f"{counted(number, 'request')} failed: {reason}")
@@ -345,7 +352,7 @@ def print_failures(answers: list, output) -> None:
 
 
 def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
-    """Return the row of the complete answers. Percentiles are interpolated linearly, as by numpy's default."""
+    """Return the row for the complete answers. Percentiles are interpolated linearly, as numpy does by default."""
     whole = [answer for answer in load.answers if answer.error is None]
     read, generated = (sum(getattr(answer, name) for answer in whole) for name in ("input_tokens", "output_tokens"))
     times = {
@@ -378,7 +385,7 @@ def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
 def latency_stats(seconds: list[float], percentiles: list[float]) -> dict:
     """Return mean, median, standard deviation and percentiles in ms; None for each if `seconds` is empty.
 
-    It is empty for the times between tokens if all answers have one token.
+    `seconds` is empty for the times between tokens if all answers have one token.
     """
     names = ["mean", "median", "std", *(f"p{p}" for p in percentiles)]
     if not seconds:

@@ -38,12 +38,12 @@ from .passes import enqueue, rewind
 from .rows import Row, column
 from .speculate_texts import LICENSE, Text, simulate, texts
 
-LAUNCHES = 20  # launches of the draft kernel in one graph
+LAUNCHES = 20  # Number of launches of the draft kernel in one graph.
 
 
 @dataclass(kw_only=True)
 class PassesRow(Row):
-    """Row of passes that verify drafts."""
+    """The figures of passes that verify drafts."""
 
     bench = "speculate"
     header = "speculate"
@@ -65,7 +65,7 @@ class PassesRow(Row):
 
 @dataclass(kw_only=True)
 class DraftRow(Row):
-    """Row of the draft kernel."""
+    """The figures of the draft kernel."""
 
     bench = "speculate-draft"
     header = "looking for a draft"
@@ -76,7 +76,7 @@ class DraftRow(Row):
 
 @dataclass(kw_only=True)
 class TextRow(Row):
-    """Row of the playback of a text."""
+    """The figures of the playback of a text."""
 
     bench = "speculate-text"
     header = "speculate, texts"
@@ -97,7 +97,7 @@ def speculate(args, output) -> list[Row]:
 
     With --texts-only, return the rows of the texts only.
     """
-    loaded = texts()  # raises an error outside a checkout, before anything is measured
+    loaded = texts()  # Outside a checkout this call raises an error. It must precede the measurements.
     if not args.texts_only:
         need_gpu()
     simulated = simulate_texts(loaded, args, EngineOptions(**engine_options(args)).ngram)
@@ -132,7 +132,7 @@ def text_row(text: Text, tokens: int, counts: Counter, one_request: dict | None,
         text: the text
         tokens: its number of tokens
         counts: number of passes by rows per pass
-        one_request: µs of passes of one request, for the speed-up; None leaves it out
+        one_request: µs of passes of one request, from which the speed-up follows; None omits the speed-up
         facts: further fields of the row
     """
     figures: dict[str, Any] = {"tokens": tokens, "tokens_per_pass": tokens / counts.total()}
@@ -160,7 +160,7 @@ def passes(engine: Engine, args) -> list[dict]:
 
 
 def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[], None]) -> float:
-    """Return µs per pass. The tokens after the position are known: all rows run and all drafts are accepted."""
+    """Return µs per pass. The tokens after the position are known, so all rows run and all drafts are accepted."""
     times, known = [], rows * (args.steps + 2) if rows > 1 else 0
 
     def run_passes() -> None:
@@ -169,7 +169,7 @@ def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[
 
     for _ in range(args.runs + WARM_UP):
         rewind(engine, args.context, GREEDY, requests, known)
-        run_pass()  # the first pass captures a graph
+        run_pass()  # The first pass captures a graph.
         times.append(gpu_seconds(run_passes) / args.steps)
     check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
     return median_p5_p95(times[WARM_UP:], 1e6)[0]
@@ -198,7 +198,9 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
 
 
 def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:
-    """Capture the launches of `lines` in one graph and return a function that replays it. No row may be running.
+    """Capture the launches of the list `lines` in one graph and return a function that replays it.
+
+    No row may be running.
 
     Without a GPU, the returned function calls the references of the ops instead.
     """

@@ -1,4 +1,4 @@
-"""Fixed texts for bench speculate, and their playback through the drafter and the verification.
+"""Fixed texts for `bench speculate`, and their playback through the drafter.
 
 Playback treats the tokens of a text as if a model had sampled them, so that acceptance rates are measured without a
 checkpoint. The texts are excerpts of earlier versions of this repository, stored in files, so that figures of
@@ -20,8 +20,8 @@ from ...step.dispatch import best_queries, typical_costs
 
 ROOT = Path(__file__).parents[3]
 TEXTS, NAMES = "benchmarks/texts", ("code", "page", "records", "prose", "chat")
-LICENSE = "Apache-2.0"  # license of the repository, and therefore of the texts
-LAG = 2  # passes that are enqueued before the host knows the result of a pass, as on a GPU
+LICENSE = "Apache-2.0"  # License of the repository, and therefore of the texts.
+LAG = 2  # Number of passes that are enqueued before the host knows the result of a pass, as on a GPU.
 
 
 class Text(NamedTuple):
@@ -63,7 +63,7 @@ def texts() -> list[Text]:
 
 
 def simulate(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> Counter:
-    """Return the number of passes that one request needs to sample given tokens, by rows per pass.
+    """Return how many passes one request needs to sample the tokens `sampled`, by number of rows per pass.
 
     Args:
         before: token ids of the prompt

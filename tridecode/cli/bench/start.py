@@ -16,12 +16,12 @@ from ...plan.memory import free_memory
 from .measure import median_p5_p95, need_gpu, run_facts
 from .rows import Row, column
 
-ROOT = Path(__file__).parents[3]  # the folder that contains the package, installed or not
+ROOT = Path(__file__).parents[3]  # The folder that contains the package, in a checkout or in site-packages.
 
 
 @dataclass(kw_only=True)
 class StartRow(Row):
-    """Row of process starts."""
+    """The figures of process starts."""
 
     bench = "start"
     header = "start"
@@ -40,7 +40,7 @@ def start(args, output) -> list[Row]:
     """Return one row: seconds of the first start, and of --runs later starts."""
     need_gpu()
     device = torch.device("cuda", torch.cuda.current_device())
-    free_memory(device)  # the child process needs the memory that an earlier engine of this process used
+    free_memory(device)  # The child process needs the memory that an earlier engine of this process used.
     with tempfile.TemporaryDirectory(prefix="tridecode-") as cache:
         output.note("first start, with an empty kernel cache:")
         first, first_parts = time_start(args.preset, cache)
@@ -53,7 +53,7 @@ def start(args, output) -> list[Row]:
 
 
 def time_start(preset: str, cache: str) -> tuple[float, dict]:
-    """Return the seconds from the start of a process to its first token, and its report.
+    """Return the seconds from the start of a process to its first token, and the JSON report of the process.
 
     Args:
         preset: name of the model shape
@@ -77,14 +77,17 @@ def time_to_first_line(command: list[str], environment: dict) -> tuple[float, di
             seconds = time.perf_counter() - started
             process.wait()
         finally:
-            process.kill()  # needed after an interrupt; no effect on a process that has ended
+            # After an interrupt the process may still run. For a process that has ended this call has no effect.
+            process.kill()
     if process.returncode or not line.strip():
-        raise GenerationError(f"a started process ended with exit code {process.returncode} before its first token")
+        raise GenerationError(
+            f"a process that the bench started ended with exit code {process.returncode} before its first token"
+        )
     return seconds, json.loads(line)
 
 
 def start_figures(first: float, first_parts: dict, later: list[tuple[float, dict]]) -> dict:
-    """Return the figures of a row. The parts (import, build, prompt) are taken from the median later start."""
+    """Return the figures of a row. The times of import, build and prompt come from the median later start."""
     median, p5, p95 = median_p5_p95([seconds for seconds, _ in later])
     _, parts = sorted(later, key=lambda run: run[0])[(len(later) - 1) // 2]
     return {

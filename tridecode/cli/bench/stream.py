@@ -15,7 +15,7 @@ from .rows import Row, column
 
 @dataclass(kw_only=True)
 class StreamRow(Row):
-    """Row of streams of one request."""
+    """The figures of streams of one request."""
 
     bench = "stream"
     header = "stream"
@@ -39,8 +39,8 @@ def stream(args, output) -> list[Row]:
     """Return one row: wall time per token, its ratio to the graph's time, and the times between tokens."""
     engine = bench_engine(args, capacity_of(args))
     params = SAMPLING[args.sampling]
-    steps = max(args.steps, 2)  # at least one interval
-    # The first chunk comes from the step at position context - 1, so the graph's steps are those after it.
+    steps = max(args.steps, 2)  # A measurement needs at least one interval.
+    # The step at position context - 1 produces the first chunk, so the timed steps of the graph follow it.
     graph = time_decode(engine, args.context, steps - 1, args.runs, params)
     runs = [time_stream(engine, args.context, steps, params) for _ in range(args.runs + WARM_UP)][WARM_UP:]
     return [make_row(StreamRow, engine, args, **stream_figures(runs, graph) | {"steps": steps})]

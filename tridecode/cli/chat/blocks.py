@@ -12,8 +12,9 @@ from rich.text import Text
 
 from .markup import PARSER
 
-MAX_NESTING = 15  # levels of nested blocks; deeper ones are shown as plain text because no columns would be left
-MIN_CELL = 8  # columns of a table cell; words are not readable in narrower cells
+# Maximum depth of nested blocks. Deeper blocks are plain text, because no columns would be left for them.
+MAX_NESTING = 15
+MIN_CELL = 8  # Minimum columns of a table cell. Words are not readable in narrower cells.
 
 
 class Code(CodeBlock):
@@ -26,7 +27,8 @@ class Code(CodeBlock):
         """Return the element of a fence. The words after its language become the title."""
         code = super().create(markdown, token)
         assert isinstance(code, Code)
-        code.title = token.info.strip() if len(token.info.split()) > 1 else ""  # one word is the language
+        # A single word after the mark is the language, not a title.
+        code.title = token.info.strip() if len(token.info.split()) > 1 else ""
         return code
 
     def __rich_console__(self, console, options):
@@ -41,7 +43,8 @@ class Code(CodeBlock):
 class Rows(TableElement):
     """A table that keeps the alignment of its columns and folds long words instead of cutting them.
 
-    If the table has too many columns for the window, each cell is shown on its own line after its column's name.
+    If the table has too many columns for the window, each cell is shown on a separate line after the name of its
+    column.
     """
 
     def __rich_console__(self, console, options):
@@ -81,7 +84,7 @@ class Line(HorizontalRule):
 
 
 class Item(ListItem):
-    """A list item that keeps the number from the source."""
+    """A list item that keeps the number that the source contains."""
 
     marker = ""
 
@@ -94,7 +97,7 @@ class Item(ListItem):
 
 
 class Items(ListElement):
-    """A list whose items keep their look when more items are added."""
+    """A list whose existing items do not change when more items are added."""
 
     def __rich_console__(self, console, options):
         for item in self.items:
@@ -124,7 +127,8 @@ class Block(Markdown):
     }
 
     def __init__(self, source: str):
-        # Does not call rich's __init__, which builds a parser each time and takes a quarter of a frame.
+        # This method does not call rich's __init__, which builds a parser each time and takes a quarter of the time of
+        # a frame.
         self.markup, self.parsed = source, []
         self.style, self.justify, self.code_theme, self.hyperlinks = "none", None, "ansi_dark", False
         self.inline_code_lexer, self.inline_code_theme = None, self.code_theme
@@ -136,7 +140,7 @@ class Block(Markdown):
             if deepest > MAX_NESTING or 4 * deepest > options.max_width - 8:
                 raise ValueError("nested too deeply")
             rendered = list(super().__rich_console__(console, options))
-        except Exception:  # a parser or renderer failed: an answer must not fail because of its formatting
+        except Exception:  # A parser or a renderer failed. An answer must not fail because of its formatting.
             rendered = [Text(self.markup.rstrip("\n"))]
         yield from rendered
 
@@ -144,8 +148,8 @@ class Block(Markdown):
 def render_rows(console, source: str, finished: bool = True) -> list[tuple[Segment, ...]]:
     """Return the terminal rows of a block, without surrounding blank rows and trailing spaces.
 
-    A finished block that renders to no rows, such as an empty code block, is shown as written. The last column stays
-    free: after a character in the last column, the position of the cursor depends on the terminal.
+    A finished block without rows, such as an empty code block, is shown as its source. The last column stays empty,
+    because the cursor position after a character in the last column depends on the terminal.
     """
     if not source.strip():
         return []

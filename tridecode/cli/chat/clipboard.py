@@ -5,7 +5,7 @@ import base64
 from ...errors import TridecodeError
 from ..terminal import Output, visible
 
-LARGEST = 74_994  # bytes of text; the encoded sequence stays below 100,000 bytes, which terminals accept
+LARGEST = 74_994  # Maximum bytes of text. The encoded sequence stays below the 100,000 bytes that terminals accept.
 
 
 def copy(text: str, output: Output) -> None:

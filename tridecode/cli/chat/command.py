@@ -23,7 +23,8 @@ from .model import Model
 from .reader import open_reader
 from .talk import COUNTING, DEVICE_LOST, INTERRUPT_GRACE, Chat
 
-SWITCH_INTERVAL = 0.0005  # seconds after which the drawing thread yields to the token loop; Python's 5 ms are too long
+# Interval in seconds at which Python switches threads. Python's 5 ms would delay the token loop while text is drawn.
+SWITCH_INTERVAL = 0.0005
 
 
 def chat(args, output: Output) -> int:
@@ -41,7 +42,7 @@ def chat(args, output: Output) -> int:
         conversation,
         interactive=interactive,
         store=store,
-        overflow=args.overflow or ("drop-oldest" if interactive else "error"),  # `connect` may have set it
+        overflow=args.overflow or ("drop-oldest" if interactive else "error"),  # `connect` may have set the option.
         stats=args.stats or ("off" if args.quiet else "full"),
         system=args.system,
         plain=args.plain,
@@ -61,7 +62,7 @@ def chat(args, output: Output) -> int:
             model.use_idle_time()
             place = f" at {model.device}" if args.url else ""
             output.note(f"{model.name}{place}: {talk.describe_capacity()}; /help lists the commands")
-            output.quiet = False  # show the output of commands even with --quiet
+            output.quiet = False  # The output of commands is shown even with --quiet.
             code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output), args.question)
         else:
             output.quiet = False
@@ -77,7 +78,7 @@ def chat(args, output: Output) -> int:
     code = talk.exit_code if code is None else code
     if code == DEVICE_LOST:
         output.keys.release()
-        # Skip destructors: freeing memory of a lost GPU fails again and may end the process by a signal.
+        # Skip destructors. After the loss of a GPU, freeing memory fails again and may end the process by a signal.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -88,7 +89,7 @@ def open_model(args, output: Output) -> tuple[LocalModel, SamplingParams]:
     """Load the model; return it and the sampling parameters."""
     engine, params = load_engine(args, output)
     if not (args.raw or tokenizer_of(engine).has_template):
-        # Raise the PromptError of a missing template before the user types anything.
+        # If a template is missing, this call raises PromptError before the user types anything.
         engine.encode([{"role": "user", "content": "Hello"}])
     if engine.device.type == "cpu":
         output.note("running on the CPU")
@@ -96,7 +97,7 @@ def open_model(args, output: Output) -> tuple[LocalModel, SamplingParams]:
 
 
 def connect(args, output: Output) -> tuple[Model, SamplingParams]:
-    """Return the server's model that the options select, and the sampling parameters.
+    """Return the model of the server that the options select, and the sampling parameters.
 
     Engine options from the configuration file or the environment apply to other chats and are ignored here.
 
@@ -114,7 +115,7 @@ def connect(args, output: Output) -> tuple[Model, SamplingParams]:
             raise
         raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
     overrides = sampling_overrides(args)
-    params = SamplingParams(**overrides)  # raises ParameterError for a wrong value
+    params = SamplingParams(**overrides)  # A wrong value raises ParameterError.
     name = None if "model" in args.origins else args.model
     model = RemoteModel(args.url, api_key(args.api_key_file, output), name, overrides)
     if not model.counts:
@@ -125,7 +126,7 @@ def connect(args, output: Output) -> tuple[Model, SamplingParams]:
 
 
 def open_session(args, output: Output, interactive: bool) -> tuple[Conversation, session.Store | None]:
-    """Open the conversation that --session or --resume selects, and its file. Runs before the model is loaded.
+    """Open the conversation that --session or --resume selects, and its file. This runs before the model is loaded.
 
     In a terminal a new conversation gets a file too. The store is None if the conversation is not saved.
     """
@@ -161,7 +162,7 @@ def converse(talk: Chat, reader, first: str | None = None) -> int:
         if not talk.handle(first):
             return talk.exit_code
     leaving = False
-    separate = first is not None  # whether to print a blank line before the prompt
+    separate = first is not None  # Whether to print a blank line before the prompt.
     while True:
         try:
             draft, talk.draft = talk.draft, None

@@ -8,7 +8,7 @@ from ...checkpoint.hub import BUNDLED, cached_models
 from . import sessions, slash
 from .settings import CHOICES, NAMES
 
-MAX_PATHS = 200  # paths of a directory that are offered
+MAX_PATHS = 200  # Maximum number of paths that completion lists for a directory.
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Offer:
     Attributes:
         options: Names of the sampling options that can be set.
         choices: Values of each other setting.
-        models: Names of the models that /model accepts, None for the models of this machine.
+        models: Names of the models that /model accepts. None means the models of this machine.
     """
 
     options: Iterable[str] = NAMES
@@ -89,7 +89,7 @@ def complete_set(typed: str, offer: Offer) -> Iterable[str]:
     return (*offer.choices.get(name, ("on", "off") if name == "ignore_eos" else ()), "default")
 
 
-# Command -> a function that completes its argument.
+# Command -> function that completes its argument.
 ARGUMENTS: dict[str, Callable[[str, Offer], Iterable[str]]] = {
     "/load": complete_load,
     "/save": complete_files,
@@ -98,4 +98,5 @@ ARGUMENTS: dict[str, Callable[[str, Offer], Iterable[str]]] = {
     "/set": complete_set,
     "/model": complete_model,
 }
-SINGLE_ARGUMENT = ("/load", "/save", "/export", "/model")  # the rest of the line is one argument, with its spaces
+# Commands whose only argument is the rest of the line, with its spaces.
+SINGLE_ARGUMENT = ("/load", "/save", "/export", "/model")

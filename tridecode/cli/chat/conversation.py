@@ -1,4 +1,4 @@
-"""The immutable value of a conversation; a failed turn does not change it."""
+"""An immutable conversation, which a failed turn does not change."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ class Conversation:
     Attributes:
         raw: No chat template is used: the model continues the text of all turns.
         dropped: Number of turns at the beginning that are no longer sent to the model but remain in the conversation.
-        title: The title in lists, None for the first words.
+        title: The title in lists. None shows the first words of the conversation.
     """
 
     raw: bool = False

@@ -9,7 +9,7 @@ from ..wrapping import Wrapped
 
 
 class PlainText:
-    """A sink that prints an answer unformatted, followed by a newline unless the answer failed without text."""
+    """A sink that prints an answer without formatting. A newline follows, unless the answer failed without text."""
 
     def __init__(self, output: Output):
         self._write = Wrapped(output.console, output.text) if output.tty else output.text
@@ -41,7 +41,7 @@ class PlainText:
 
 
 class Display:
-    """The display of one answer in a sink. A leading think block is dimmed, or replaced by its length if hidden."""
+    """The display of one answer. A leading think block is dimmed. If it is hidden, its length replaces it."""
 
     def __init__(self, output: Output, sink, splitter: ThinkSplitter, hide: bool, unit: str = "token"):
         """Create the display of an answer.
@@ -53,7 +53,7 @@ class Display:
         """
         self._output, self._sink, self._splitter, self._hide, self._unit = output, sink, splitter, hide, unit
         self._dim = Wrapped(output.console, output.dim)
-        self._open = self._ended = False  # the think block
+        self._open = self._ended = False  # Whether the think block has begun, and whether it has ended.
         self.pause, self.resume = sink.pause, sink.resume
 
     def push(self, parts: Iterable[tuple[str, str]]) -> None:
@@ -105,8 +105,8 @@ def as_plain(output: Output, plain: bool) -> bool:
 def open_sink(output: Output, plain: bool):
     """Return the sink that shows the text of one answer.
 
-    Its methods: push(text), then finish() or abort(), which may both be called twice; pause() leaves the terminal to
-    another program until resume().
+    The sink has the methods push(text), and then finish() or abort(), which may both be called twice. pause() leaves
+    the terminal to another program until resume().
     """
     if as_plain(output, plain):
         return PlainText(output)

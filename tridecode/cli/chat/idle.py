@@ -1,4 +1,4 @@
-"""Background capture of prompt passes and draft-verify passes, one size at a time, while a chat waits for input."""
+"""Background capture of CUDA graphs while a chat waits for input: prompt passes and passes that verify drafts."""
 
 import threading
 import weakref
@@ -7,7 +7,7 @@ from contextlib import suppress
 from ...engine import Engine
 from ...errors import EngineClosed
 
-PAUSE = 0.01  # seconds between two captures, in which an answer may start
+PAUSE = 0.01  # Seconds between two captures. An answer may start in this time.
 
 
 class IdleCapture(threading.Thread):
@@ -23,7 +23,7 @@ class IdleCapture(threading.Thread):
 
     def run(self) -> None:
         """Capture one pass after the other until all are captured or `end` is called."""
-        with suppress(EngineClosed, RuntimeError):  # the next turn reports a lost GPU
+        with suppress(EngineClosed, RuntimeError):  # The next turn reports the loss of a GPU.
             while (engine := self._engine()) is not None and engine.capture_next():
                 del engine
                 if self._ended.wait(PAUSE):

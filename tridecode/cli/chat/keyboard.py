@@ -23,15 +23,16 @@ from ..terminal import USER, one_line
 from .lines import CONTINUED, PROMPT, Interrupted, PlainReader, unfinished
 from .session import SessionError, state_dir
 
-EDITOR_ERRORS = (UnicodeDecodeError, FileNotFoundError)  # reading the file that $EDITOR wrote or removed
-TYPED = f"ansi{USER}"  # prompt_toolkit's name of the color
+# Errors that can occur when the program reads the file of $EDITOR.
+EDITOR_ERRORS = (UnicodeDecodeError, FileNotFoundError)
+TYPED = f"ansi{USER}"  # The name that prompt_toolkit uses for the color.
 log = logging.getLogger("tridecode")
 
 
 class History(FileHistory):
     """The messages typed in earlier chats, in a file that only its owner can read. Disk errors are ignored."""
 
-    writes = True  # False while a draft is added that was not sent: it stays in memory
+    writes = True  # False while an unsent draft is added, which stays in memory.
 
     def load_history_strings(self):
         """Return the stored lines, the newest first; none if the file cannot be read."""
@@ -70,7 +71,8 @@ class Screen(Vt100_Output):
 
     def erase_down(self) -> None:
         """Erase the screen from the cursor down."""
-        # Erase the first line separately: tmux saves the screen to its history if it is erased from the top corner,
+        # Erase the first line separately. If tmux erases the screen from the top corner, it saves the screen to its
+        # history,
         # and would then show the text twice.
         self.write_raw("\x1b7\x1b[K\x1b[B\x1b[J\x1b8")
 
@@ -87,7 +89,7 @@ class Keyboard:
         screen: prompt_toolkit's output, by default the terminal.
         """
         self.output, self._plain, self._touched = output, None, False
-        self.redraws = True  # if False, a message that fits in the window stays as typed
+        self.redraws = True  # If False, a message that fits in the window stays as the user typed it.
         try:
             file = str(state_dir() / "history")
         except SessionError as error:
@@ -96,14 +98,14 @@ class Keyboard:
         self.history = History(file)
         if screen is None:
             screen = Screen.from_pty(sys.stdout, term=os.environ.get("TERM"))
-            # While a model answers, no code reads the terminal's cursor position report; it would appear as input.
+            # While a model answers, no code reads the terminal's cursor position report. It would appear as input.
             screen.enable_cpr = False
         self.session: PromptSession[str] = PromptSession(
             history=self.history,
             multiline=True,
             key_bindings=_bindings(self),
             lexer=SimpleLexer(TYPED),
-            color_depth=ColorDepth.from_env(),  # NO_COLOR
+            color_depth=ColorDepth.from_env(),  # The function reads NO_COLOR.
             enable_open_in_editor=True,
             tempfile_suffix=".md",
             completer=FunctionCompleter(complete),
@@ -111,7 +113,7 @@ class Keyboard:
             complete_style=CompleteStyle.READLINE_LIKE,
             prompt_continuation=lambda width, line, wrapped: [(TYPED, " " * width if wrapped else CONTINUED)],
             enable_suspend=True,
-            # The editor shows at most one window of text, so the whole message is printed after it is sent.
+            # The editor shows at most one window of text, so the program prints the whole message after it is sent.
             erase_when_done=True,
             interrupt_exception=self._interrupted,  # type: ignore[arg-type]  # the session calls it
             input=keys,
@@ -145,8 +147,9 @@ class Keyboard:
 
     def _edit(self, draft: str) -> str:
         self.session.app.erase_when_done = True
-        # An exception while the event loop is created or closed would leave it in an undefined state, so before the
-        # prompt appears and after it disappears a Ctrl-C is only recorded.
+        # An exception while the event loop is created or closed would leave it in an undefined state. Therefore a
+        # Ctrl-C before
+        # the prompt appears, or after it disappears, is only recorded.
         interrupts: list[int] = []
 
         def begin():
@@ -190,7 +193,7 @@ class Keyboard:
 def _bindings(keyboard: Keyboard) -> KeyBindings:
     keys = KeyBindings()
 
-    @keys.add("enter", filter=has_focus(DEFAULT_BUFFER))  # not in the search field
+    @keys.add("enter", filter=has_focus(DEFAULT_BUFFER))  # The binding does not apply in the search field.
     def _(event):
         buffer = event.current_buffer
         if unfinished(buffer.text):
@@ -200,7 +203,7 @@ def _bindings(keyboard: Keyboard) -> KeyBindings:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
-    @keys.add("escape", "c-j")  # the form in which it arrives if it was typed during an answer
+    @keys.add("escape", "c-j")  # Alt-Enter arrives in this form if it was typed during an answer.
     def _(event):
         event.current_buffer.insert_text("\n")
 

@@ -30,7 +30,7 @@ def join_blocks(lines: Iterable[str]) -> Iterator[str]:
     block: list[str] = []
     for line in lines:
         line = line.rstrip("\r\n")
-        # Only the newest line can close an open block, so the earlier ones are not searched again.
+        # Only the newest line can close an open block, so earlier lines are not searched again.
         still_open = not line.rstrip().endswith(MARK) if block else unfinished(line)
         block.append(line)
         if not still_open:
@@ -60,14 +60,14 @@ def _insert(readline: ModuleType, draft: str) -> None:
 class PlainReader:
     """A reader that uses input(), with readline if it is available."""
 
-    redraws = True  # part of the interface of readers; this one never redraws
+    redraws = True  # All readers have this attribute. This reader never redraws.
 
     def __init__(self, keys: Keys | None = None):
-        """keys: The terminal's keys, which are released during a read."""
+        """Create the reader. `keys` are the terminal's keys, which are released during a read."""
         self._keys = keys or Keys()
         self._readline: ModuleType | None = None
         with suppress(ImportError):
-            import readline  # arrow keys and history in input()
+            import readline  # readline adds arrow keys and a history to input().
 
             self._readline = readline
 
@@ -79,7 +79,7 @@ class PlainReader:
         try:
             return next(join_blocks(self._lines(lines)))
         except (EOFError, KeyboardInterrupt) as end:
-            print()  # input() leaves the cursor on the line of the prompt
+            print()  # input() leaves the cursor on the line of the prompt.
             if isinstance(end, EOFError):
                 raise
             raise self._discard(lines) from None

@@ -68,7 +68,10 @@ class LocalModel(Model):
         return self.engine.stream(prompt, params, template_variables=thinking.variables)
 
     def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
-        """Return the tokens of a prompt with `prefix`. Raises TooLong, without counting, for a much too long text."""
+        """Return the number of tokens of a prompt with `prefix`.
+
+        Raises TooLong, without counting, if the text is far too long.
+        """
         tokenizer, context = tokenizer_of(self.engine), self.capacity
         if isinstance(prompt, str):
             return len(tokenizer.encode(prompt + prefix, context=context))
@@ -103,7 +106,7 @@ class LocalModel(Model):
             self._idle.end()
 
     def _ids(self, answer: str, thinking: Thinking) -> list[int]:
-        """Return the tokens of an answer; only its think block has control tokens."""
+        """Return the token ids of an answer. Only the tags of its think block become control tokens."""
         tokenizer, (reasoning, tag, rest) = tokenizer_of(self.engine), answer.partition(CLOSE)
         parts = [(reasoning + tag, True), (rest, False)] if tag and thinking.possible else [(answer, False)]
         around = tokenizer.bos_id, tokenizer.eos_id
@@ -115,13 +118,13 @@ def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
     """Return whether the template itself begins the think block, so that answers start inside it."""
     try:
         ids = tokenizer.encode_chat([{"role": "user", "content": "?"}], **variables or {})
-    except PromptError:  # there is no template, or it requires other messages
+    except PromptError:  # The template is missing, or requires other messages.
         return False
     return is_inside_thinking(tokenizer.decode(ids[-4:], skip_special=False))
 
 
 def responds(device: torch.device) -> bool:
-    """Return whether the device works: after a device-side assert or an illegal address every call fails."""
+    """Return whether the device works. After a device-side assert or an illegal address, every call fails."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

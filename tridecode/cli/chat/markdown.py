@@ -1,4 +1,4 @@
-"""Streaming of Markdown to a terminal. Finished blocks stay; only rows of the unfinished block are redrawn."""
+"""Streaming of Markdown to a terminal. Finished blocks do not change; only rows of the unfinished block are redrawn."""
 
 import re
 import time
@@ -13,18 +13,19 @@ from ..terminal import visible
 from .blocks import render_rows
 from .markup import split, unnamed_table_head
 
-FRAME = 1 / 30  # seconds between frames, at least
-SHARE = 1 / 32  # maximum share of a core for drawing; a long unfinished block is therefore redrawn less often
-LONG_CODE = 100  # lines of code; in a longer unfinished block only the last lines are highlighted again for each frame
-FENCE = re.compile(r"\s*(?:```+|~~~+)[ \t]*[^\s`~]*")  # the mark and the language, without the title
-# A line that may become a list item, or turns the line before it into a heading. It is shown once more text arrives.
+FRAME = 1 / 30  # Minimum seconds between frames.
+SHARE = 1 / 32  # Maximum share of a core for drawing. Therefore a long unfinished block is drawn less often.
+# In an unfinished code block with more lines, only the last lines are highlighted again for each frame.
+LONG_CODE = 100
+FENCE = re.compile(r"\s*(?:```+|~~~+)[ \t]*[^\s`~]*")  # The mark and the language, without the title.
+# This line may become a list item, or may make a heading of the line before it. It is shown when more text has arrived.
 AMBIGUOUS = re.compile(r"\n[ \t]*[-=]+[ \t]*\Z")
 
 Row = tuple[Segment, ...]
 
 
 class Painter:
-    """Draws frames of a growing Markdown text, without a thread or a clock.
+    """A renderer of a growing Markdown text. The caller decides when a frame is drawn.
 
     After a frame the cursor is at the end of the last row. Text is appended to rows if possible. Otherwise the rows are
     redrawn from the first difference. The cursor cannot reach rows above the screen. It cannot cross rows that are
@@ -35,11 +36,11 @@ class Painter:
     def __init__(self, console):
         self.console = console
         self._rest, self._fence = "", False
-        self._rows: list[Row] = []  # rows of the unfinished block on the screen
-        self._gap = False  # whether a blank row precedes the next block
-        self._started = False  # whether a row was drawn
-        self._left = False  # whether the drawn beginning of the current block is final
-        self._until: str | None = None  # after `leave`: a pattern; text before its match is appended at the cursor
+        self._rows: list[Row] = []  # Rows of the unfinished block on the screen.
+        self._gap = False  # Whether a blank row precedes the next block.
+        self._started = False  # Whether a row was drawn.
+        self._left = False  # Whether the part of the current block on the screen is final.
+        self._until: str | None = None  # A pattern that `leave` sets. Text before its match is appended at the cursor.
 
     def frame(self, text: str, final: bool = False) -> None:
         """Append `text`; draw the blocks that it finishes and the unfinished block."""
@@ -47,7 +48,7 @@ class Painter:
             text = self._continue(self._until, text)
             if self._until and not final:
                 return
-            self._rest = "" if self._until else self._rest  # the text ended before the pattern matched
+            self._rest = "" if self._until else self._rest  # The text ended before the pattern matched.
         blocks, rest, fence = split(self._rest + text, final)
         rows: list[Row] = []
         gap = self._gap
@@ -58,7 +59,7 @@ class Painter:
         if self.console.is_terminal:
             rows += self._spaced(AMBIGUOUS.sub("", rest) if not fence else rest, gap, finished=False)
             if self._rows and not rows:
-                rows.append(())  # the drawn text became markup, such as the first line of a fence
+                rows.append(())  # Text on the screen became markup, such as the first line of a fence.
         if not self._draw(rows):
             self.leave()
             self.frame(text, final)
@@ -109,7 +110,8 @@ class Painter:
     def _draw(self, rows: list[Row]) -> bool:
         """Replace the rows of the unfinished block by `rows`. Return False if the cursor cannot reach a change."""
         old, (width, height) = self._rows, self.console.size
-        top = len(old) - height  # the first row that the cursor can reach; styles of the rows above it cannot change
+        # The first row that the cursor can reach. The styles of the rows above it cannot change.
+        top = len(old) - height
         same = 0
         while same < min(len(old), len(rows)) and (
             old[same] == rows[same] or (same < top and _text(old[same]) == _text(rows[same]))
@@ -125,7 +127,7 @@ class Painter:
                 return False
             if up:
                 move, added = f"\r\x1b[{up}A", [*rows[same]]
-            else:  # relative to the cursor: correct even if a new width of the window is not known yet
+            else:  # A move relative to the cursor is correct even if the new width of the window is not known yet.
                 move = f"\x1b[{back}D" if back else ""
             if move:
                 out.append(Segment(f"{move}\x1b[J", None, [(ControlType.CURSOR_UP, up)]))
@@ -160,7 +162,7 @@ class Painter:
         lines = self._rest.split("\n")
         if not self._fence or len(lines) <= LONG_CODE:
             return
-        # Cut before an unindented line that follows an empty one, to avoid cutting a long string or comment.
+        # Cut before an unindented line that follows an empty one. This avoids a cut within a long string or comment.
         starts = (i for i in range(len(lines) - 1, 1, -1) if lines[i][:1].strip() and not lines[i - 1].strip())
         start = next(starts, len(lines) - LONG_CODE // 2 if len(lines) > 4 * LONG_CODE else 0)
         if not start:
@@ -192,7 +194,8 @@ class MarkdownStream:
     def __init__(self, console):
         self._painter = Painter(console)
         self._queue: deque[str] = deque()
-        self._pending = ""  # a final carriage return, which is a control character unless a newline follows
+        # A carriage return at the end of the text. It is a control character unless a newline follows.
+        self._pending = ""
         self._done, self._drawing = Event(), Lock()
         self._thread = None
         self._error = None
@@ -206,7 +209,7 @@ class MarkdownStream:
             self._thread.start()
 
     def finish(self) -> None:
-        """Draw the remaining text. Raises the first error of writing to the terminal."""
+        """Draw the remaining text. Raises the first error that occurred when text was written to the terminal."""
         if self._closed:
             return
         self._closed = True
@@ -225,12 +228,12 @@ class MarkdownStream:
         """Draw the text of a stopped or failed answer, as `finish` does, but never raise."""
         try:
             self.finish()
-        except Exception:  # for example a closed terminal: the caller must still save the answer
+        except Exception:  # For example, the terminal is closed. The caller must still save the answer.
             pass
 
     def pause(self) -> None:
         """Stop drawing until `resume`, which continues below, and show the cursor."""
-        if not self._closed:  # once closed, this call may be interrupting the last frame
+        if not self._closed:  # A second call of close may interrupt the last frame.
             self._drawing.acquire()
             self._paused = True
             self._painter.leave()
@@ -248,18 +251,19 @@ class MarkdownStream:
             if not self._queue:
                 pause = FRAME
                 continue
-            started = time.thread_time()  # CPU time: time spent waiting for the token loop is not counted
+            # CPU time does not include the time in which the thread waits for the token loop.
+            started = time.thread_time()
             with self._drawing:
                 self._try(lambda: self._painter.frame(self._take()))
             pause = max(FRAME, (time.thread_time() - started) / SHARE)
 
     def _try(self, draw, always: bool = False) -> None:
-        """Call `draw` unless the terminal has failed already; store the first error for `finish`."""
+        """Call `draw` unless the terminal has failed before. The first error is stored, and `finish` raises it."""
         if self._error is not None and not always:
             return
         try:
             draw()
-        except SystemExit:  # rich raises it for a broken pipe; only the caller may end the program
+        except SystemExit:  # rich raises SystemExit for a broken pipe, but only the caller may end the program.
             self._error = self._error or BrokenPipeError("the terminal is gone")
         except Exception as error:
             self._error = self._error or error

@@ -21,8 +21,8 @@ from mdit_py_plugins.texmath.index import RuleDictType, make_block_func, make_in
 
 from ..terminal import visible
 
-ENDS = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}  # opening delimiter of TeX -> closing delimiter
-TEX = re.compile(r"^[ \t>*+\d.)-]*(?:(\$\$|\\\[)|\\begin\{([^{}\n]*)\})", re.MULTILINE)  # a line that begins TeX
+ENDS = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}  # Opening delimiter of TeX -> closing delimiter.
+TEX = re.compile(r"^[ \t>*+\d.)-]*(?:(\$\$|\\\[)|\\begin\{([^{}\n]*)\})", re.MULTILINE)  # A line that begins TeX.
 BlockRule = Callable[[StateBlock, int, int, bool], bool]
 
 
@@ -32,7 +32,7 @@ def asterisks(state: StateInline, silent: bool) -> bool:
 
 
 def tex_block(rule: BlockRule) -> BlockRule:
-    """Return a plugin's rule, restricted to TeX without blank lines, that can also interrupt a paragraph."""
+    """Return a plugin's rule for TeX blocks, changed to refuse blank lines and to interrupt paragraphs."""
 
     def block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
         line, tokens = state.line, len(state.tokens)
@@ -67,7 +67,7 @@ def whole_table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
 
 
 def as_text(state: StateCore) -> None:
-    """Replace TeX by its source, line ends by breaks, and control characters that entities produce by pictures."""
+    """Replace TeX by its source, line ends by hard breaks, and control characters from entities by visible symbols."""
     for token in (child for parent in state.tokens for child in parent.children or ()):
         if token.type.startswith("math_inline"):
             token.type, token.content = "text", token.markup + token.content + ENDS[token.markup]
@@ -89,7 +89,7 @@ def make_parser() -> MarkdownIt:
         inline.before("escape", mark, make_inline_func(bracketed(mark)))
     rules = {
         "dollars": math_block_dollar(allow_labels=False),
-        "brackets": make_block_func(bracketed("\\[", r"[ \t]*$")),  # texmath's rule drops the text after the end
+        "brackets": make_block_func(bracketed("\\[", r"[ \t]*$")),  # texmath's own rule removes the text after the end.
         "environment": amsmath_block,
     }
     block.at("table", whole_table, {"alt": ["paragraph", "reference"]})
@@ -108,7 +108,7 @@ PARSER = make_parser()
 
 
 def unnamed_table_head(source: str) -> str:
-    """Return a table head with empty names and the columns of the table `source`; "" if it is not a table."""
+    """Return a table head with empty names and as many columns as the table `source`, or "" if it is not a table."""
     lines = source.lstrip("\n").split("\n")
     tokens = PARSER.parse("\n".join(lines[:2])) if len(lines) > 2 else []
     columns = sum(token.type == "th_open" for token in tokens)
@@ -168,12 +168,12 @@ def _may_continue(kind: str, last_line: str) -> bool:
     if kind == "blockquote_open":
         return bool(last_line.strip())
     if kind == "heading_open":
-        return "|" in last_line  # it is the head of a table if a delimiter row follows
+        return "|" in last_line  # The line is the head of a table if a delimiter row follows.
     return kind in ("bullet_list_open", "ordered_list_open", "code_block")
 
 
 def _settled(lines: list[str], tops: list[Token]) -> int:
-    """Return the number of lines before TeX whose end is missing: the blocks around it depend on that end."""
+    """Return the number of lines before TeX that is not closed yet, because the blocks around it depend on its end."""
     first = next((i + 1 for i in range(len(lines) - 2, -1, -1) if not lines[i].strip()), 0)
     text = "\n".join(lines[first:])
     for opening in TEX.finditer(text):

@@ -14,27 +14,27 @@ class Thinking(NamedTuple):
     """The way in which a model handles thinking in the mode on, off or hide."""
 
     possible: bool = False
-    opened: bool = False  # the template begins the think block, so that answers start inside it
-    variables: dict[str, bool] | None = None  # variables of the chat template
-    refusal: str = ""  # the reason why thinking cannot be switched off
-    advice: str = ""  # advice to add to errors that name the variable
+    opened: bool = False  # Whether the template begins the think block, so that answers start inside it.
+    variables: dict[str, bool] | None = None  # Variables of the chat template.
+    refusal: str = ""  # The reason why thinking cannot be disabled.
+    advice: str = ""  # Advice that is appended to errors that name the variable.
 
 
 class Model:
-    """A model in this process (local.LocalModel) or of a server (remote.RemoteModel)."""
+    """The interface of a model in this process (local.LocalModel) or on a server (remote.RemoteModel)."""
 
     name: str
     device: object
-    capacity: int | None = None  # tokens of the context, None if they are unknown
-    largest = 0  # the largest context that the model supports, 0 if it is unknown
-    unit = "token"  # name of the unit that a stream yields
-    options: Collection[str] = NAMES  # supported sampling options
-    defaults: str | None = None  # shown in place of the value of an option that is not set; None: the value is shown
-    models: Sequence[str] | None = None  # names that `switch` accepts, None: the models of this machine
-    counts = True  # `count` is supported
-    continues = True  # `stream` supports a prefix
-    seeds = True  # an answer without a seed gets a random one, which is shown
-    loaded = True  # False if `switch` failed and could not load the old model again
+    capacity: int | None = None  # Number of tokens of the context, or None if it is unknown.
+    largest = 0  # The largest context that the model supports, or 0 if it is unknown.
+    unit = "token"  # Name of the unit that a stream yields.
+    options: Collection[str] = NAMES  # Sampling options that the model supports.
+    defaults: str | None = None  # Text that replaces the value of an option that is not set. None shows the value.
+    models: Sequence[str] | None = None  # Names that `switch` accepts. None means the models of this machine.
+    counts = True  # Whether the model supports `count`.
+    continues = True  # Whether `stream` supports a prefix.
+    seeds = True  # Whether an answer without a seed gets a random seed, which is shown.
+    loaded = True  # False if `switch` failed and could not load the old model again.
 
     def default_params(self, **overrides) -> SamplingParams:
         """Return the default sampling parameters with `overrides` applied."""
@@ -54,15 +54,18 @@ class Model:
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[OutputChunk]:
-        """Yield the chunks of an answer, or of its rest after `prefix`. overrides: names of the set options."""
+        """Yield the chunks of an answer, or of the rest of an answer that begins with `prefix`.
+
+        overrides: names of the set options.
+        """
         raise NotImplementedError
 
     def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
-        """Return the tokens of a prompt. Raises TooLong, without counting, if it far exceeds the context."""
+        """Return the number of tokens of a prompt. Raises TooLong, without counting, if it far exceeds the context."""
         raise NotImplementedError
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return the progress of the prompt as Scheduler.reading does. Another thread calls it."""
+        """Return the progress of the prompt in the form of Scheduler.reading. Another thread calls this."""
         return None
 
     def facts(self, last: OutputChunk | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Handling of a turn that does not fit in the context, as --overflow selects."""
+"""Handling of a turn that does not fit in the context, according to --overflow."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def fit(
         choice: The value of --overflow. drop-oldest drops the oldest turns but keeps the system turn. It reserves an
             eighth of the context for the answer, or max_tokens if that is less.
         largest: Tokens of the largest context that the model supports.
-        continues: `count` includes an answer that is being continued.
+        continues: Whether `count` includes the beginning of an answer that is continued.
 
     Raises:
         Overflow: The turn does not fit.
@@ -45,7 +45,7 @@ def fit(
 
     dropped, turns = conversation.dropped, len(conversation.turns)
     room = min(max_tokens or capacity, capacity // 8) if choice == "drop-oldest" else 0
-    # Start with the newest turns: the template does not have to render text far longer than the context.
+    # Start with the newest turns, so that the template does not render text far longer than the context.
     size = 16 * capacity
     while True:
         first = max(_newest(conversation.turns, size), dropped)
@@ -76,7 +76,7 @@ def fit(
 def _newest(turns: tuple, size: int) -> int:
     """Return the index of the first of the newest turns that have at most `size` characters together."""
     for number in range(len(turns) - 1, -1, -1):
-        size -= 16 + sum(map(len, turns[number]))  # 16 characters for the markup of the template
+        size -= 16 + sum(map(len, turns[number]))  # Reserve 16 characters for the markup of the template.
         if size < 0:
             return number + 1
     return 0
@@ -101,7 +101,7 @@ def _message_too_long(
 
 
 def _counted(count: Callable, prompt) -> tuple[int, bool]:
-    """Return the tokens of a prompt, and whether the number is only a lower bound."""
+    """Return the number of tokens of a prompt, and whether it is only a lower bound."""
     try:
         return count(prompt), False
     except TooLong as error:

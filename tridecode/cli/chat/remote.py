@@ -16,22 +16,22 @@ from ..bench.client import message_of
 from ..terminal import did_you_mean, joined
 from .model import Model, Prompt, Thinking
 
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # seconds without a byte
-LONGEST = 1 << 24  # bytes of an event
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # Limit in seconds for the wait for the next byte.
+LONGEST = 1 << 24  # Maximum bytes of an event.
 OPENAI = {name: name for name in (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop",
 )}  # fmt: skip
 COMMON = OPENAI | {name: name for name in ("top_k", "min_p", "ignore_eos")}
 EXTENDED = COMMON | {name: name for name in ("repetition_penalty", "stop_token_ids")}
-# owned_by in /v1/models -> {our name of a sampling option that the server supports: its name}.
+# owned_by in /v1/models -> {our name of a sampling option: the server's name of it}.
 OPTIONS = {
     "tridecode": EXTENDED,
     "vllm": EXTENDED,
     "sglang": EXTENDED,
     "llamacpp": COMMON | {"repetition_penalty": "repeat_penalty"},
 }
-COUNTING = ("tridecode", "vllm")  # their /tokenize accepts messages
-TEXTS = ("content", "text")  # fields of a choice that may hold its text
+COUNTING = ("tridecode", "vllm")  # Servers whose /tokenize accepts messages.
+TEXTS = ("content", "text")  # Fields of a choice that may contain its text.
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 
 
@@ -45,10 +45,10 @@ class RemoteModel(Model):
     The server's defaults apply to options that are not set.
     """
 
-    unit, defaults = "chunk", "the server's default"  # a server may put several tokens into one chunk
+    unit, defaults = "chunk", "the server's default"  # A server may put several tokens into one chunk.
     continues = seeds = False
     device: str
-    options: dict[str, str]  # our name -> the server's name
+    options: dict[str, str]  # Our name of an option -> the server's name.
 
     def __init__(self, url: str, key: str | None, name: str | None = None, overrides: Collection[str] = ()):
         """Connect to a server.
@@ -63,9 +63,10 @@ class RemoteModel(Model):
             ServerError: The server cannot be used.
             ParameterError: The server lacks the model or an option.
         """
-        self.device = str(httpx.URL(url).copy_with(userinfo=b"")).rstrip("/")  # without user and password, for display
+        # The URL is for display, without user and password.
+        self.device = str(httpx.URL(url).copy_with(userinfo=b"")).rstrip("/")
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
-        # Servers close connections that are idle for a few seconds (uvicorn: 5); close them earlier here.
+        # Servers close connections that are idle for a few seconds (uvicorn: 5). The client closes them earlier.
         limits = httpx.Limits(keepalive_expiry=3.0)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits)
         self.switch(name, overrides)
@@ -108,7 +109,7 @@ class RemoteModel(Model):
         """
         if raw:
             return Thinking(refusal="with --raw there is no chat template")
-        if self.owner not in OPTIONS:  # these servers pass variables to the template
+        if self.owner not in OPTIONS:  # These servers pass variables to the template.
             return Thinking(True, refusal=f"a server of {self.owner} does not set variables of its chat template")
         variables = {THINKING_VARIABLE: False} if mode == "off" else None
         return Thinking(True, variables=variables, advice="/think on leaves thinking to the server")
@@ -122,13 +123,16 @@ class RemoteModel(Model):
         self._http.close()
 
     def count(self, prompt: Prompt, thinking: Thinking, prefix: str = "") -> int:
-        """Return the tokens of a prompt. Raises ServerError, or TooLong if the server refuses to count so many."""
+        """Return the number of tokens of a prompt.
+
+        Raises ServerError, or TooLong if the prompt is too long for the server.
+        """
         with failing(self.device):
             response = self._post("/tokenize", self._body(prompt_field(prompt), {}, thinking.variables))
             try:
                 check(response)
                 return int(response.json()["count"])
-            except TooLong:  # a subclass of ValueError
+            except TooLong:  # TooLong is a subclass of ValueError.
                 raise
             except (ValueError, LookupError, TypeError):
                 raise ServerError(f"{self.device}/tokenize did not return a number of tokens") from None
@@ -136,9 +140,10 @@ class RemoteModel(Model):
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[OutputChunk]:
-        """Yield an OutputChunk without token ids for each event with text, then a last one; see Engine.stream.
+        """Yield an OutputChunk without token ids for each event with text, then a last chunk; see Engine.stream.
 
-        Thinking that the server sends in a separate field is put between tags, as models write it. Closing the iterator
+        If the server sends thinking in a separate field, it is put between think tags, as models write it. Closing the
+        iterator
         closes the stream, which cancels the request.
 
         Args:
@@ -230,7 +235,7 @@ class Answer:
         return f"\n{CLOSE}\n\n" if was else ""
 
     def end(self) -> OutputChunk:
-        """Return the last chunk, with the times from the request to the first text and from there to the last text.
+        """Return the last chunk. It contains the seconds until the first text, and from the first to the last text.
 
         Raises:
             ServerError: The answer is incomplete.
@@ -262,7 +267,7 @@ def sent(messages: list[dict]) -> list[dict]:
 
 def encoded(body: dict) -> dict:
     """Return the httpx arguments for a JSON body."""
-    # ASCII only, because typed text may contain lone surrogates, which UTF-8 cannot encode.
+    # The body is ASCII, because typed text may contain lone surrogates, which UTF-8 cannot encode.
     return {"content": json.dumps(body).encode(), "headers": {"content-type": "application/json"}}
 
 
@@ -308,7 +313,7 @@ def check(response: httpx.Response) -> None:
 
 
 class Refused(TooLong):
-    """The server refused a prompt that is too long; the message is the server's."""
+    """The server refused a prompt that is too long. The message comes from the server."""
 
     def __init__(self, message: str, tokens: int):
         PromptError.__init__(self, message)

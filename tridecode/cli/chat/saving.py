@@ -8,8 +8,9 @@ from . import session, sessions
 from .display import open_sink
 from .lines import CONTINUED, PROMPT
 
-LISTED = 20  # maximum number of sessions that /sessions shows
-SHOWN = 2000  # maximum characters of the turns shown when a conversation is continued; the last turn is always shown
+LISTED = 20  # Maximum number of sessions that /sessions shows.
+# Maximum characters of the turns that are shown when a conversation continues. The last turn is always shown.
+SHOWN = 2000
 
 
 def save(chat, rest: str) -> None:
@@ -18,13 +19,13 @@ def save(chat, rest: str) -> None:
     if path.suffix.lower() in sessions.MARKDOWN:
         return export(chat, rest)
     if os.path.lexists(path):
-        session.read(path)  # raises if the file is not a session: such files are not overwritten
+        session.read(path)  # This call raises an error if the file is not a session. Such a file is not overwritten.
     session.write(path, session.dumps(chat.conversation, chat.model.name))
     chat.output.note(f"saved to {path}")
 
 
 def load(chat, rest: str) -> None:
-    """Run /load. A session is continued in place; the conversation of a file continues in a new session."""
+    """Run /load. A session continues in its file. The conversation of another file continues in a new session."""
     store = None
     if rest in sessions.names():
         store = session.Store(sessions.existing(rest), chat.model.name)
@@ -47,7 +48,8 @@ def load(chat, rest: str) -> None:
     if store and chat.store:
         chat.store = store
     show_last(chat)
-    reloaded = chat.store and chat.store.name == chat.kept  # the open session was loaded again
+    # Whether the command loaded the session that was already open.
+    reloaded = chat.store and chat.store.name == chat.kept
     chat.output.note(chat.describe() + ("" if reloaded else chat.previous_session_note()))
 
 

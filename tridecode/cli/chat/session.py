@@ -15,7 +15,7 @@ from ..files import replacing
 from .conversation import Conversation
 
 FORMAT, VERSION = "tridecode session", 1
-LARGEST = 64 << 20  # bytes of a session file
+LARGEST = 64 << 20  # Maximum bytes of a session file.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 
 
@@ -25,7 +25,7 @@ class SessionError(TridecodeError):
 
 @contextmanager
 def failing(path: Path, fix: str = ""):
-    """Turn file system errors, and errors of names with a NUL, into SessionError within the context."""
+    """Convert file system errors, and ValueErrors of names that contain NUL, to SessionError within a `with` block."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,10 @@ def failing(path: Path, fix: str = ""):
 
 
 def state_dir() -> Path:
-    """Return the directory of the history and the sessions, which only its owner can read. Raises SessionError."""
+    """Return the directory that contains the history and the sessions.
+
+    Only its owner can read it. Raises SessionError.
+    """
     path = Path(platformdirs.user_state_dir("tridecode", appauthor=False))
     with failing(path, "; set XDG_STATE_HOME to a writable directory"):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,7 +55,7 @@ def named(name: str) -> Path:
     if not _NAME.fullmatch(name):
         if existing := next((path for path in files() if path.stem == name), None):
             return existing
-        raise SessionError(f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 80")
+        raise SessionError(f"session name {name!r} is invalid; use at most 80 letters, digits, '.', '_' and '-'")
     return sessions_dir() / f"{name}.json"
 
 
@@ -66,7 +69,7 @@ def files() -> list[Path]:
     entries_by_time, directory = [], sessions_dir()
     with failing(directory), suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
-            with suppress(OSError):  # a broken link
+            with suppress(OSError):  # The link may be broken.
                 if entry.name.endswith(".json") and entry.is_file():
                     entries_by_time.append((entry.stat().st_mtime_ns, directory / entry.name))
     return [path for _, path in sorted(entries_by_time)]
@@ -86,7 +89,7 @@ def dumps(conversation: Conversation, model: str) -> str:
     content = {"format": FORMAT, "version": VERSION, "model": model, "raw": conversation.raw}
     if conversation.title is not None:
         content["title"] = conversation.title
-    # ASCII only, so that lone surrogates in typed text can be written and read again.
+    # The text is ASCII, so that lone surrogates in typed text can be written and read again.
     return json.dumps(content | {"system": conversation.system, "turns": turns}, indent=1) + "\n"
 
 
@@ -102,7 +105,7 @@ def loads(text: str | bytes) -> Conversation:
 
 
 def is_session(content) -> bool:
-    """Return whether a JSON value has the format name of a session."""
+    """Return whether a JSON value contains the format name of session files."""
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
@@ -110,7 +113,7 @@ def parse(content: dict) -> Conversation:
     """Return the conversation in the JSON object of a session. Raises ValueError."""
     version = content.get("version")
     if version != VERSION or isinstance(version, bool):
-        raise ValueError(f"its version is {json.dumps(version)[:20]}, this program reads {VERSION}")
+        raise ValueError(f"its version is {json.dumps(version)[:20]}, but this program reads version {VERSION}")
     raw, turns, texts = content.get("raw"), content.get("turns"), (content.get("system"), content.get("title"))
     if not isinstance(raw, bool) or not isinstance(turns, list) or not all(isinstance(t, str | None) for t in texts):
         raise ValueError("raw, system, title or turns is missing or of the wrong type")
@@ -133,7 +136,7 @@ def read(path: Path) -> Conversation:
         return loads(path.read_bytes())
     except OSError as error:
         raise SessionError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # also raised for a name with a NUL
+    except ValueError as error:  # Python also raises ValueError for a name that contains NUL.
         raise SessionError(f"{path}: not a session that can be continued ({error}); it is left as it is") from None
 
 
@@ -148,8 +151,8 @@ class Store:
 
     def __init__(self, path: Path, model: str):
         self.path, self.model = path, model
-        self.saved: Conversation | None = None  # the contents of the file
-        self._seen = None  # inode, time and size after our last access
+        self.saved: Conversation | None = None  # The contents of the file.
+        self._seen = None  # Inode, time and size of the file after the last access by this object.
 
     @property
     def name(self) -> str:

@@ -16,9 +16,9 @@ from . import session
 from .conversation import Conversation
 from .session import SessionError
 
-NAMED = 28  # columns for names; a longer name shifts the rest of its line
-TITLE = 16  # minimum columns for a title; in a narrower window the title is on a separate line
-YEAR = 300 * 24 * 3600  # seconds after which the year is shown instead of the time
+NAMED = 28  # Columns for names. A longer name shifts the rest of its line.
+TITLE = 16  # Minimum columns for a title. In a narrower window, the title is on a separate line.
+YEAR = 300 * 24 * 3600  # Age in seconds from which the year is shown instead of the time.
 MARKDOWN = (".md", ".markdown")
 UNITS = ("B", "kB", "MB")
 
@@ -28,8 +28,8 @@ class Saved:
     """A session file.
 
     Attributes:
-        time: When it was saved last, in seconds since the epoch.
-        size: Bytes of the file.
+        time: Time of the last save, in seconds since the epoch.
+        size: Size of the file in bytes.
         conversation: Its contents, None if the file is damaged.
     """
 
@@ -68,7 +68,7 @@ def saved() -> list[Saved]:
     for path in reversed(session.files()):
         try:
             state = path.stat()
-        except OSError:  # deleted in the meantime
+        except OSError:  # Another program has deleted the file.
             continue
         try:
             conversation = session.read(path)
@@ -144,8 +144,8 @@ def delete(chosen: Sequence[str]) -> None:
 def markdown(conversation: Conversation) -> str:
     """Return a saved conversation as Markdown.
 
-    The model is not loaded, so its template is unknown. Answers are taken to begin inside a think block only if all of
-    them close a block that they do not open.
+    The model is not loaded, so its template is unknown. The function assumes that answers begin inside a think block if
+    all of them close a block that they do not open.
     """
     answers = [answer for _, answer in conversation.turns]
     return conversation.markdown(bool(answers) and all(CLOSE in answer and OPEN not in answer for answer in answers))

@@ -10,15 +10,16 @@ from ..terminal import did_you_mean
 
 # Settings of the chat that are not sampling options.
 CHOICES: dict[str, tuple[str, ...]] = {"overflow": ("error", "drop-oldest", "stop"), "stats": ("full", "short", "off")}
-NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")  # not shown in a chat
+# A chat does not show log-probabilities.
+NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
 _WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
-_LIST = re.compile(r"""\[\s*["']""")  # the beginning of a list of strings
+_LIST = re.compile(r"""\[\s*["']""")  # A text that begins like a list of strings.
 
 
 def as_typed(name: str, value) -> str:
-    """Return the value of an option in the form that /set accepts."""
+    """Return the value of an option as text that /set accepts."""
     if name == "json_schema" and value is not None:
-        value = json.loads(value)  # stored as JSON text
+        value = json.loads(value)  # The file contains the value as JSON text.
     return json.dumps(value, ensure_ascii=False) if value is not None else "none"
 
 
@@ -42,7 +43,7 @@ def changed(params: SamplingParams, defaults: SamplingParams, option: str, text:
         return replace(params, **{option: getattr(defaults, option)})
     try:
         return replace(params, **{option: _value(option, text)})
-    except (TypeError, ValueError, AttributeError) as error:  # a value of a wrong type, such as a list
+    except (TypeError, ValueError, AttributeError) as error:  # A value has a wrong type, such as a list.
         if isinstance(error, ParameterError):
             raise
         raise ParameterError(f"{option} cannot be {text[:80]!r}") from None
@@ -58,7 +59,7 @@ def _value(name: str, text: str):
         value = text
     if name == "stop_token_ids" and not isinstance(value, list):
         raise ParameterError(f"stop_token_ids must be token ids like 1, 2, got {text[:80]!r}")
-    if name == "stop" and value is text and _LIST.match(text):  # an incomplete list; [END] is a string
+    if name == "stop" and value is text and _LIST.match(text):  # The text is an incomplete list. [END] is a string.
         raise ParameterError(f'stop must be a text, or a whole JSON list like ["a", "b"], got {text[:80]!r}')
     if name == "stop" and not isinstance(value, (str, list)):
         value = text

@@ -10,8 +10,8 @@ from .clipboard import copy
 from .markup import code_blocks
 from .settings import CHOICES, full_name
 
-COMMAND_WORDS = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # messages that are probably meant as commands
-# The names of commands in other chat programs.
+COMMAND_WORDS = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # Messages that are probably meant as commands.
+# Names that other chat programs use for commands.
 ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help"}
 KEYS = {
     "Ctrl-C": "stops an answer or clears the prompt; twice: leaves",
@@ -53,7 +53,7 @@ def run(chat, word: str, rest: str) -> bool:
     if command is None:
         fix = f"{did_you_mean(word, COMMANDS)} /help lists them, // begins a message with a /"
         chat.output.error(f"there is no command {word[:80]}; {fix.lstrip()}")
-        if not chat.interactive:  # the line may have been a message, which now has no answer
+        if not chat.interactive:  # In a pipe, the line may have been a message, which now has no answer.
             chat.exit_code = 1
         return True
     if command.arguments.startswith("FILE") and not rest:
@@ -76,7 +76,10 @@ def command_hint(message: str) -> str:
 
 
 def literal(message: str) -> str:
-    """Return the input that sends `message` literally: a leading space prevents a command or a block."""
+    """Return the input that sends `message` unchanged.
+
+    A leading space keeps it from being read as a command or a block.
+    """
     return f" {message}" if message.startswith(("/", '"""')) or command_hint(message) else message
 
 
@@ -215,7 +218,7 @@ def _exit(chat, rest) -> bool:
     return False
 
 
-# In the order in which /help lists them.
+# The order in which /help lists the commands.
 GROUPS = {
     "Conversation": [
         Command("/retry", "", "answer the last message again", _retry),

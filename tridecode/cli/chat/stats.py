@@ -9,7 +9,7 @@ from ..bench.measure import step_bytes
 from ..bench.read import measure_read_bandwidth
 from ..terminal import counted, speed_line
 
-MIN_BYTES = 2**28  # bytes to read for a measurement, more than any cache holds
+MIN_BYTES = 2**28  # Minimum bytes to read for a measurement. Every cache is smaller.
 
 
 def lines(chat) -> list[str]:
@@ -58,9 +58,9 @@ def read_bandwidth(device: torch.device) -> float | None:
     nbytes = min(2**32, free_memory(device) // 2)
     if nbytes < MIN_BYTES:
         return None
-    with torch.cuda.device(device):  # Triton launches on the current device
+    with torch.cuda.device(device):  # Triton launches kernels on the current device.
         bandwidth = measure_read_bandwidth(device, nbytes)
-        torch.cuda.empty_cache()  # free the buffer of the measurement
+        torch.cuda.empty_cache()  # Free the buffer of the measurement.
     return bandwidth
 
 

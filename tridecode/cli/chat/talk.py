@@ -22,8 +22,8 @@ from .settings import CHOICES, NAMES, as_typed, changed, known
 from .turn import Turn
 
 log = logging.getLogger("tridecode")
-DEVICE_LOST = 3  # exit code
-INTERRUPT_GRACE = 1.0  # seconds after a stopped answer during which another Ctrl-C does not count as leaving
+DEVICE_LOST = 3  # Exit code after the loss of a GPU.
+INTERRUPT_GRACE = 1.0  # Seconds after a stopped answer in which another Ctrl-C does not end the chat.
 COUNTING = "needs a server that counts tokens, as tridecode's and vLLM's do"
 
 
@@ -60,15 +60,16 @@ class Chat:
         self.overrides = dict(overrides or {})
         self.interactive, self.store, self.overflow, self.stats = interactive, store, overflow, stats
         self.initial_choices = {name: getattr(self, name) for name in CHOICES}
-        self.plain = plain or conversation.raw  # continued text is not Markdown
-        self.stopped_at = float("-inf")  # when an answer, or the load of a model, was stopped
-        self.tries = 0  # retries of the last message
-        self.draft: str | None = None  # text that /edit puts into the next prompt
-        self.kept: str | None = None  # the session of the previous conversation
+        self.plain = plain or conversation.raw  # Continued text is not Markdown.
+        self.stopped_at = float("-inf")  # Time at which an answer, or the load of a model, was stopped.
+        self.tries = 0  # Number of retries of the last message.
+        self.draft: str | None = None  # Text that /edit puts into the next prompt.
+        self.kept: str | None = None  # Name of the session of the previous conversation.
         self.exit_code = 0
-        self.last: OutputChunk | None = None  # the last chunk of the latest complete answer
-        self.seed: int | None = None  # its seed, None if it is greedy or unknown
-        self.used: int | None = None  # upper bound of the tokens of the conversation, None if unknown
+        self.last: OutputChunk | None = None  # Last chunk of the latest complete answer.
+        self.seed: int | None = None  # Seed of that answer, or None if it is greedy or unknown.
+        # Upper bound of the number of tokens of the conversation, or None if it is unknown.
+        self.used: int | None = None
         self.answers = self.tokens = 0
         self.seconds = 0.0
         self.think, self.thinking = "on", Thinking()
@@ -85,7 +86,7 @@ class Chat:
 
     def switch(self, name: str) -> None:
         """Load another model and keep the conversation. Ctrl-C keeps the present model."""
-        with one_interrupt(self.interactive):  # also while the present model is loaded again
+        with one_interrupt(self.interactive):  # The interrupt also applies while the present model is loaded again.
             try:
                 self.model.switch(name, self.overrides, self.conversation.raw)
             except KeyboardInterrupt:
@@ -120,7 +121,7 @@ class Chat:
         return Offer(self.settings(), CHOICES | fixed, self.model.models)
 
     def setting(self, name: str) -> str:
-        """Return the value of a sampling option in the form that /set accepts."""
+        """Return the value of a sampling option as text that /set accepts."""
         if self.model.defaults is not None and name not in self.overrides:
             return self.model.defaults
         return as_typed(name, getattr(self.params, name))
@@ -129,7 +130,7 @@ class Chat:
         """Set a sampling option to a typed value and return its full name. Raises ParameterError."""
         name = known(name)
         if not text:
-            raise ParameterError(f"/set {name} needs a value; it is {self.setting(name)}")
+            raise ParameterError(f"/set {name} needs a value; the current value is {self.setting(name)}")
         params = changed(self.params, self.model.default_params(), name, text)
         if text == "default":
             self.overrides.pop(name, None)
@@ -143,7 +144,7 @@ class Chat:
         """Set one of CHOICES. `default` restores the value at the start of the chat. Raises ParameterError."""
         if value not in (*CHOICES[name], "default"):
             if not value:
-                raise ParameterError(f"/set {name} needs a value; it is {getattr(self, name)}")
+                raise ParameterError(f"/set {name} needs a value; the current value is {getattr(self, name)}")
             raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])} or default, got {value[:80]!r}")
         if name == "overflow" and value in ("drop-oldest", "stop") and not self.model.counts:
             raise ParameterError(f"overflow {value} {COUNTING}")
@@ -199,7 +200,7 @@ class Chat:
             if self.overflow == "stop":
                 self.exit_code = 1
                 return False
-        except OSError:  # the answer cannot be shown: the pipe or the terminal is closed
+        except OSError:  # The pipe or the terminal is closed, so the answer cannot be shown.
             raise
         except Exception as error:
             log.debug("a turn failed", exc_info=True)
@@ -217,7 +218,7 @@ class Chat:
         return self.ask(message, replaces=True, prefix=answer)
 
     def can_continue(self, error: Exception) -> bool:
-        """Return whether the chat can continue after `error`; if it cannot, print the reason."""
+        """Return whether the chat can continue after `error`. If not, print the reason."""
         if not self.model.loaded:
             problem, code = "there is no model any more", 1
         elif self.model.lost(error):
@@ -241,8 +242,9 @@ class Chat:
         capacity = self.model.capacity
         if capacity is None or not self.model.counts:
             return base
-        # Skip the count, which delays the first token, if an upper bound fits. A character has at most four bytes, a
-        # token at least one, and the template adds fewer than 256 tokens.
+        # Counting tokens delays the first token, so skip it if an upper bound fits. A character has at most four bytes,
+        # a token
+        # has at least one byte, and the template adds fewer than 256 tokens.
         if not prefix and self.used is not None and self.used + 4 * len(line) + 256 <= capacity - capacity // 8:
             return base
 

@@ -15,8 +15,8 @@ from ..waiting import Waiting
 from .conversation import Conversation
 from .display import Display, as_plain, open_fence, open_sink
 
-SEEDS = 1_000_000  # range of the random seeds that are used if none is set
-COLUMNS = 80  # maximum width of the statistics line
+SEEDS = 1_000_000  # If no seed is set, a random seed below this number is used.
+COLUMNS = 80  # Maximum width of the statistics line.
 
 
 class Turn:
@@ -28,12 +28,12 @@ class Turn:
 
     def __init__(self, chat, line: str, base: Conversation, prefix: str = ""):
         self.chat, self.line, self.base, self.prefix = chat, line, base, prefix
-        self.params: SamplingParams  # set by run
+        self.params: SamplingParams  # `run` sets this attribute.
         # A continued answer has already ended its thinking.
         self.splitter = ThinkSplitter(chat.thinking.opened and not prefix)
         self.texts: list[str] = []
         self.tokens = 0
-        self.last: OutputChunk | None = None  # the latest chunk
+        self.last: OutputChunk | None = None  # The latest chunk.
         self.started = 0.0
 
     def run(self) -> None:
@@ -45,7 +45,7 @@ class Turn:
         shown = Display(output, sink, self.splitter, chat.think == "hide", chat.model.unit)
         waiting = Waiting(output, chat.model.reading, redraws=not chat.plain, shows=chat.interactive)
         pause, resume = both(waiting.pause, shown.pause), both(shown.resume, waiting.resume)
-        # Covers the whole turn, so that a second Ctrl-C does not lose the answer that the first one stopped.
+        # The handler covers the whole turn. So a second Ctrl-C does not lose the answer that the first one stopped.
         with one_interrupt(chat.interactive), suspendable(pause, resume):
             self.params = params_of(chat)
             self.started = time.perf_counter()
@@ -85,7 +85,7 @@ class Turn:
         chat, last = self.chat, self.last
         answer, added = self.prefix + "".join(self.texts), bool("".join(self.texts))
         if self.splitter.thinking and (last is None or last.finish_reason == "length"):
-            answer += f"\n{CLOSE}\n\n"  # templates remove the thinking of earlier turns only if it is closed
+            answer += f"\n{CLOSE}\n\n"  # Templates remove the thinking of earlier turns only if its block is closed.
         failed = last is not None and last.finish_reason == "error"
         chat.used = None
         if last is not None and last.usage is not None and not failed:
@@ -128,7 +128,10 @@ def params_of(chat):
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """Return the parameters with a random short seed if none is set, so that the answer can be reproduced."""
+    """Return the parameters with a seed.
+
+    If no seed is set, it is a short random number, so that the user can reproduce the answer.
+    """
     if params.seed is not None or params.temperature == 0:
         return params
     return replace(params, seed=secrets.randbelow(SEEDS))

@@ -1,1 +1,1 @@
-"""`tridecode generate`: one answer, several, or a file of them."""
+"""`tridecode generate`: one answer, several answers, or a file of answers."""

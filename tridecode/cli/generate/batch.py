@@ -1,4 +1,4 @@
-"""`tridecode generate --jsonl`: a file of prompts, one JSON line an answer, resumed where it stopped."""
+"""`tridecode generate --jsonl`: answers for a file of prompts, one JSON line each. A stopped batch can be resumed."""
 
 import hashlib
 import json
@@ -25,13 +25,13 @@ from ..terminal import Output, counted, did_you_mean, echo_disabled, one_line
 from .prompts import encoded, report, reuse, with_system
 from .results import open_results
 
-LARGEST = 256_000_000  # bytes of the input, all lines together
+LARGEST = 256_000_000  # Maximum bytes of the input.
 FAILURES = (
     TridecodeError,
     MemoryError,
     RuntimeError,
-)  # errors of one line; the last is torch's, also out of memory
-WAITING = 3  # lines that wait for each slot: the other slots have work while the oldest answer is long
+)  # Errors that fail one line only. The last one is torch's, which also reports missing memory.
+WAITING = 3  # Number of lines that wait for each slot, so that other slots have work while the oldest answer is long.
 PROMPTS = ("prompt", "messages", "prompt_ids")
 FIELDS = (*PROMPTS, "id", *SAMPLING)
 
@@ -115,7 +115,8 @@ def read_request(index: int, key: int, line: str, args, output: Output) -> Reque
         fields = parse_json(line, f"line {index + 1}", output)
         if not isinstance(fields, dict):
             raise PromptError(f'expected an object like {{"prompt": "..."}}, got {as_json(fields)}')
-        if type(fields.get("id", "")) not in (str, int):  # no bool; a fraction might be written differently later
+        # A bool is not allowed, and a fraction might be written in another form later.
+        if type(fields.get("id", "")) not in (str, int):
             raise PromptError(f"id must be a string or an integer, got {as_json(fields['id'])}")
         request.id = fields.get("id")
         for name in fields:
@@ -168,7 +169,7 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
     """
     lines = Lines(read_file(args.jsonl, output, LARGEST))
     if not len(lines):
-        raise PromptError(f'{args.jsonl}: no prompts in it; expected lines like {{"prompt": "..."}}')
+        raise PromptError(f'{args.jsonl}: contains no prompts; expected lines like {{"prompt": "..."}}')
     with open_results(args.output, lines.answered, output) as (done, write):
         left = len(lines) - len(done)
         if not left:
@@ -178,7 +179,7 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
         answers = Answers(args, output, write, left, len(done))
         try:
             answers.run(lines.requests(done, args, output), load)
-        finally:  # also if it was interrupted
+        finally:  # This also runs after an interrupt.
             output.note(answers.summary())
             if args.graph_stats and answers.loaded:
                 show_graph_stats(answers.engine, output)
@@ -186,7 +187,9 @@ def batch(args, output: Output, load: Callable = load_engine) -> int:
 
 
 class Answers:
-    """Answers lines, and writes the answers in the order of the lines, or with --unordered as they end.
+    """A batch that answers lines.
+
+    It writes the answers in the order of the lines, or with --unordered in the order of their ends.
 
     It submits as many lines as there are slots and places in the queue. If a signal ends it early, finished answers are
     written, and the others are cancelled.
@@ -195,7 +198,7 @@ class Answers:
     def __init__(self, args, output: Output, write: Callable[[str], None], left: int, before: int):
         self._args, self._output, self._write = args, output, write
         self._left, self._before = left, before
-        self.engine: Engine  # set if `loaded`
+        self.engine: Engine  # This attribute exists if `loaded` is True.
         self._params: SamplingParams
         self.loaded = False
         self.answered = self.failed = self.tokens = 0
@@ -203,7 +206,7 @@ class Answers:
         self._started = time.perf_counter()
 
     def run(self, requests: Iterator[Request], load: Callable) -> None:
-        """load(args, output) is called at the first line that needs the engine."""
+        """Answer the requests. load(args, output) is called at the first line that needs the engine."""
         for first in requests:
             if first.error is None:
                 break
@@ -214,7 +217,8 @@ class Answers:
         self.loaded = True
         self._started = time.perf_counter()
         limit = self.engine.slots + (self._args.max_queue or WAITING * self.engine.slots)
-        between = self._output.tty and self._args.output is None  # a bar would be between the lines of stdout
+        # A progress bar would appear between the lines of stdout.
+        between = self._output.tty and self._args.output is None
         bar = progress("answering", self._output, self.rate, shows=not between)
         task = bar.add_task("answering", total=self._before + self._left, completed=self._before + self.failed)
         try:
@@ -263,10 +267,10 @@ class Answers:
             self.failed += 1
 
     def _first_ended(self) -> Request:
-        """Wait until one of the oldest requests, which occupy the slots, has ended, and return it."""
+        """Wait until one of the oldest requests has ended, and return it. The oldest requests occupy the slots."""
         oldest = list(islice(self._running, self.engine.slots))
         if not any(each.ended for each in oldest):
-            with suppress(*FAILURES):  # the next result() raises it as an error of its line
+            with suppress(*FAILURES):  # The next result() raises the error as an error of its line.
                 self.engine.wait([each.handle for each in oldest if each.handle is not None])
         return next((each for each in oldest if each.ended), oldest[0])
 

@@ -23,7 +23,7 @@ from .batch import batch
 from .prompts import encoded, read_prompt, report, reuse
 
 LAST_SEED = 2**64 - 1
-MAX_STRUCTURE_BYTES = 4 * STRUCTURE_CHARACTERS  # bytes of a schema or a grammar
+MAX_STRUCTURE_BYTES = 4 * STRUCTURE_CHARACTERS  # Maximum bytes of a schema or a grammar.
 
 
 def generate(args, output: Output) -> int:
@@ -38,7 +38,8 @@ def generate(args, output: Output) -> int:
     if args.jsonl is not None:
         return batch(args, output)
     prompt = read_prompt(args, output)
-    with text_sink(args.output, output) as write:  # opened first, so that a wrong name fails before the model is loaded
+    # The file is opened first. So a wrong name fails before the model is loaded.
+    with text_sink(args.output, output) as write:
         engine, params = load_engine(args, output)
         prompt = encoded(prompt, args, engine)
         failed = 0
@@ -59,7 +60,7 @@ def generate(args, output: Output) -> int:
             if last.finish_reason == "error":
                 failed += 1
                 if failed == args.n:
-                    raise GenerationError(last.error)  # no answer at all: an older file stays unchanged
+                    raise GenerationError(last.error)  # There is no answer. An existing file stays unchanged.
                 output.error(explain(GenerationError(last.error)))
         if args.graph_stats:
             show_graph_stats(engine, output)
@@ -67,8 +68,8 @@ def generate(args, output: Output) -> int:
 
 
 def check_options(args) -> None:
-    """Exit as for a wrong option if options contradict each other."""
-    if args.output in STDOUT:  # the same as without the option
+    """Exit with the error of a wrong option if options contradict each other."""
+    if args.output in STDOUT:  # These values of the option have the same effect as its absence.
         args.output = None
     if args.question is not None:
         if any(getattr(args, name) is not None for name in ("prompt", "prompt_ids", "messages", "jsonl")):
@@ -106,7 +107,7 @@ def seeded(params, n: int) -> Iterator:
 
 
 def submitted(engine: Engine, prompt: Prompt, several: Iterable, **options) -> Iterator[tuple[int | None, Request]]:
-    """Yield seed and request of each answer in order. As many requests run as the engine has slots."""
+    """Yield (seed, request) for each answer in order. The number of running requests is the number of slots."""
     running: deque[tuple[int | None, Request]] = deque()
     for params in several:
         running.append((params.seed, engine.submit(prompt, params, **options)))
@@ -124,7 +125,7 @@ def write_text(request: Request, write: Callable[[str], None], waiting: Waiting)
                 waiting.end()
                 write(chunk.text)
                 wrote = wrote or bool(chunk.text)
-        wrote = wrote or chunk.finish_reason != "error"  # an answer may be empty
+        wrote = wrote or chunk.finish_reason != "error"  # An answer may be empty.
     finally:
         if wrote:
             write("\n")

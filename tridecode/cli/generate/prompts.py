@@ -16,7 +16,7 @@ from ..terminal import Output
 
 
 def read_prompt(args, output: Output) -> Prompt:
-    """Return the prompt. It is read before the model is loaded, so that a missing prompt fails at once."""
+    """Return the prompt. It is read before the model is loaded, so that a missing prompt is reported at once."""
     if args.prompt_ids is not None:
         return args.prompt_ids
     if args.messages is not None:
@@ -51,7 +51,10 @@ def read_messages(args, output: Output) -> Prompt:
 
 
 def with_system(messages: list[dict], args, place: str) -> list[dict]:
-    """Return the messages after --system, if it is set. Raises PromptError if they have a system message."""
+    """Return the messages, preceded by --system if it is set.
+
+    Raises PromptError if they already have a system message.
+    """
     if args.system is None:
         return messages
     if any(message["role"] == "system" for message in messages):
@@ -60,19 +63,22 @@ def with_system(messages: list[dict], args, place: str) -> list[dict]:
 
 
 def encoded(prompt: Prompt, args, engine: Engine) -> Prompt:
-    """Return a text as token ids, with its control tokens, if --allow-special is set."""
+    """Return a text as token ids in which control tokens are recognized, if --allow-special is set."""
     if args.allow_special and isinstance(prompt, str):
         return tokenizer_of(engine).encode(prompt, allow_special=True, context=engine.capacity)
     return prompt
 
 
 def reuse(args) -> dict:
-    """Return the arguments for Engine.submit that turn the prefix cache off, if --no-reuse-prefix is set."""
+    """Return arguments for Engine.submit. If --no-reuse-prefix is set, they disable the prefix cache."""
     return {"reuse_prefix": False} if args.no_reuse_prefix else {}
 
 
 def report(result: Result, engine: Engine) -> dict:
-    """Return a Result for JSON. It is dumped as ASCII, so no reader takes a separator for the end of a line."""
+    """Return a Result for JSON.
+
+    It is written as ASCII, so that no program reads a Unicode line separator as the end of a line.
+    """
     value = {
         "token_ids": result.token_ids,
         "text": result.text,
@@ -93,7 +99,8 @@ def report(result: Result, engine: Engine) -> dict:
 
 
 def logprob_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict:
-    """Return the JSON entry of a token: its id, its text as within a longer text, and its log-probability."""
-    detokenizer = tokenizer.detokenizer((token,), skip_special=False)  # after another token, so that its space stays
+    """Return the JSON entry of a token: its id, its text, and its log-probability. The text has its leading space."""
+    # The token follows another token, so that its leading space stays.
+    detokenizer = tokenizer.detokenizer((token,), skip_special=False)
     detokenizer.flush()
     return {"token_id": token, "text": detokenizer.push(token) + detokenizer.flush(), "logprob": logprob}

@@ -1,4 +1,7 @@
-"""The file of results of a batch: it is locked, resumed where it stopped, and no other file is overwritten."""
+"""The result file of a batch.
+
+It is locked while a batch runs, and a batch can be resumed. No other file is overwritten.
+"""
 
 import fcntl
 import json
@@ -14,8 +17,8 @@ from ..terminal import Output
 
 RENAME_FIX = "give --output another name, or move this file away"
 Answered = Callable[[int, str], bool]
-LONGEST = 64 << 20  # bytes of a line
-# The beginning of every line, and of a line that was cut off within it.
+LONGEST = 64 << 20  # Maximum bytes of a line.
+# The beginning of every line, also of an incomplete line.
 _HEAD = re.compile(rb'\{"index": (\d{1,18}), "input": "([0-9a-f]{16})"')
 _CUT_HEAD = re.compile(rb'\{"index": \d{1,18}, "input": "[0-9a-f]{0,16}')
 _EMPTY_HEAD = b'{"index": 0, "input": "'
@@ -52,13 +55,13 @@ def open_results(
                 for line, index in entries(file, answered, path):
                     if index is not None:
                         write(line.decode())
-            file = files.enter_context(locked(path))  # text_sink has replaced the file
+            file = files.enter_context(locked(path))  # text_sink has replaced the file.
         yield {index for index in indices if index is not None}, writer(file, path, flush=True)
 
 
 @contextmanager
 def locked(path: str) -> Iterator[TextIO]:
-    """Yield the file, open for reading and appending. Raises PromptError if another process has it open so."""
+    """Yield the file, open for reading and appending. Raises PromptError if another process has locked it."""
     with naming(path):
         file = open(path, "a+", encoding="utf-8", newline="\n")
     try:
@@ -67,11 +70,11 @@ def locked(path: str) -> Iterator[TextIO]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             busy = True
-        except OSError:  # a file system without locks
+        except OSError:  # The file system has no locks.
             pass
         # The previous holder of the lock may have replaced the file.
         if busy or not (os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno()))):
-            raise PromptError(f"{path}: another process writes it; wait for its end, or give --output another name")
+            raise PromptError(f"{path}: another process writes to it; wait until it ends, or choose another --output")
         yield file
     finally:
         close(file)
@@ -79,7 +82,7 @@ def locked(path: str) -> Iterator[TextIO]:
 
 def close(file: TextIO) -> None:
     """Close the file without reporting an error."""
-    with suppress(OSError):  # every line was flushed already
+    with suppress(OSError):  # The program has already flushed every line.
         file.close()
 
 

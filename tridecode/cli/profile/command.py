@@ -25,13 +25,13 @@ from ..terminal import Output, counted
 from . import draw
 from .records import Span, chained, read_records, separate_spans, split_steps, summarize, typical
 
-STEPS, DROPPED = 20, 4  # counted decode passes, and uncounted ones before them
+STEPS, DROPPED = 20, 4  # Number of recorded decode passes that count, and of those before them that do not count.
 CHUNKS, DROPPED_CHUNKS = 5, 2
-SHOWN = 12  # roles in a table
+SHOWN = 12  # Number of roles that a table shows.
 
 
 def run(args, output: Output) -> int:
-    """Run `profile`: print a table for the step, one for the prefill chunk, and one JSON line."""
+    """Run `profile`: print a table for a decode pass, a table for a prompt chunk, and one JSON line."""
     if not torch.cuda.is_available():
         raise DeviceError("profile needs an NVIDIA GPU; no usable GPU was found")
     if args.prompt_tokens > CHUNK:
@@ -39,7 +39,7 @@ def run(args, output: Output) -> int:
     folder = None if args.output is None else Path(args.output)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    record_on_gpu(lambda: torch.zeros(1, device="cuda"))  # attaches the profiler before the step is captured
+    record_on_gpu(lambda: torch.zeros(1, device="cuda"))  # This attaches the profiler before the pass is captured.
     engine = bench_engine(args, max(args.context + DROPPED + STEPS + 2, args.prompt_tokens), args.rows)
     bandwidth = read_bandwidth(engine.device)
     clean = median(time_decode(engine, args.context, STEPS, 5, GREEDY, args.rows)) * 1e6
@@ -59,7 +59,8 @@ def run(args, output: Output) -> int:
         "prefill": summarize(chunks),
         **run_facts(engine.device),
     }
-    rewind(engine, args.context + DROPPED + STEPS // 2, GREEDY, args.rows)  # the middle of the steps that count
+    # The middle one of the counted passes has this context.
+    rewind(engine, args.context + DROPPED + STEPS // 2, GREEDY, args.rows)
     add_bytes(report["decode"]["kernels"], bytes_by_role(step_launches(engine.model, args.rows)), bandwidth)
     chunk_launches = prompt_launches(engine.model, args.prompt_tokens)
     add_bytes(report["prefill"]["kernels"], bytes_by_kernel(chunk_launches), bandwidth)
@@ -102,7 +103,7 @@ def prefill_trace(engine: Engine, tokens: int) -> dict:
             once()
             torch.cuda.synchronize()
 
-    once()  # lets libraries choose and load their kernels
+    once()  # In the first run, libraries choose and load their kernels.
     return record_on_gpu(chunks)
 
 
@@ -117,7 +118,7 @@ def record_on_gpu(work) -> dict:
         profiler.export_chrome_trace(str(file))
         trace = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)
     trace.pop("host_name", None)
-    trace.pop("traceName", None)  # the name of the temporary file
+    trace.pop("traceName", None)  # This key contains the name of the temporary file.
     return trace
 
 
@@ -140,7 +141,7 @@ def pictures(report: dict, name: str, step: Sequence[Span]) -> dict[str, str]:
 
 
 def at(report: dict) -> str:
-    """Return the rows and the context of the step, like "8 rows at context 64"."""
+    """Return the rows and the context of the pass as text, such as "8 rows at context 64"."""
     rows = f"{report['rows']} rows at " if report["rows"] > 1 else ""
     return f"{rows}context {report['context']:,}"
 
@@ -217,12 +218,15 @@ def roles_and_kernels(launches: Iterable[Launch]) -> tuple[list[str], list[str]]
 
 
 def bytes_by_role(launches: Iterable[Launch]) -> dict[str, float]:
-    """Return the mean bytes per launch by role, at the current positions. Layers with different windows differ."""
+    """Return the mean bytes per launch of each role, at the current positions.
+
+    Layers with different windows have different bytes.
+    """
     return _mean_bytes((launch.role, launch) for launch in launches)
 
 
 def bytes_by_kernel(launches: Iterable[Launch]) -> dict[str, float]:
-    """Return mean bytes per launch by kernel, for launches of a single Triton kernel."""
+    """Return the mean bytes per launch of each kernel, for launches that consist of a single Triton kernel."""
     return _mean_bytes((launch.kernels()[0], launch) for launch in launches if len(launch.op.kernels) == 1)
 
 

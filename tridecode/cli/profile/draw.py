@@ -7,9 +7,9 @@ from xml.sax.saxutils import escape
 from .records import Span
 
 WIDTH, LEFT, RIGHT = 1000, 20, 20
-LANES, LANE = 3, 18  # rows for overlapping launches; height of a row in pixels
+LANES, LANE = 3, 18  # Number of rows for overlapping launches, and height of a row in pixels.
 COLORS = ("#d9822b", "#c75c7f", "#8a8f98", "#9a6fc9", "#b59a3c", "#7f9a3b", "#3aa08f", "#4c8bd6")
-OTHER_COLOR = "#6f8299"  # color of further roles
+OTHER_COLOR = "#6f8299"  # Color of further roles.
 STYLE = """\
 <style>
 text { font: 12px sans-serif; fill: #1f2328 } .title { font-weight: bold }
@@ -20,7 +20,7 @@ text { fill: #f0f6fc } .dim { fill: #9198a1 } .axis { stroke: #3d444d } .page { 
 
 
 def page(height: float, parts: Sequence[str]) -> str:
-    """Return an SVG of `height` units with these elements."""
+    """Return an SVG document of this height with these elements."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}">'
     return "\n".join([head, STYLE, '<rect class="page" width="100%" height="100%"/>', *parts, "</svg>"]) + "\n"
 
@@ -31,12 +31,12 @@ def text(x: float, y: float, words: str, more: str = "") -> str:
 
 
 def timeline(title: str, step: Sequence[Span]) -> str:
-    """Draw the whole step above, and the layer in its middle below.
+    """Draw the whole pass in the upper half, and the layer in its middle in the lower half.
 
     A launch is pale while earlier launches still run, and has its full color after they have ended.
     """
     repeated = {op for op, count in Counter(span.op for span in step).items() if count > 1}
-    first = next((span.op for span in step if span.op in repeated), None)  # the first launch of a layer
+    first = next((span.op for span in step if span.op in repeated), None)  # The first launch of a layer.
     borders = [i for i, span in enumerate(step) if span.op == first or span.op == "lm_head"]
     layers = len(borders) - 1
     whole, layer = step, step[borders[layers // 2] : borders[layers // 2 + 1]]
@@ -50,7 +50,7 @@ def timeline(title: str, step: Sequence[Span]) -> str:
 
 
 def colors_of(ops: Iterable[str]) -> dict[str, str]:
-    """Return role -> color, the same for equal sets of roles."""
+    """Return a color for each role. Equal sets of roles have equal colors."""
     roles = sorted(set(ops))
     return dict(zip(roles, COLORS)) | dict.fromkeys(roles[len(COLORS) :], OTHER_COLOR)
 

@@ -1,4 +1,4 @@
-"""The GPU's activity records and their cost. Times are in microseconds. No GPU is needed here."""
+"""Activity records of the GPU, and their cost. Times are in microseconds. This module works without a GPU."""
 
 import re
 from collections import Counter
@@ -8,7 +8,7 @@ from statistics import mean, median
 
 from ...errors import TridecodeError
 
-ACTIVITIES = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Chrome trace that keep the GPU busy
+ACTIVITIES = ("kernel", "gpu_memcpy", "gpu_memset")  # Categories of a Chrome trace in which the GPU is busy.
 GAPS = (("<1", 1.0), ("1-5", 5.0), ("5-10", 10.0), ("10-50", 50.0), (">50", float("inf")))
 
 
@@ -36,12 +36,12 @@ class Span:
 
     @property
     def cost(self) -> float:
-        """The time that it adds to the pass: from `before` to its end, or 0 if it ended before an earlier record."""
+        """The time that it adds to the pass: from `before` to its end, or 0 if an earlier record ended later."""
         return max(self.end - self.before, 0.0)
 
     @property
     def gap(self) -> float:
-        """The part of its cost in which no kernel ran."""
+        """The part of the cost in which no kernel ran."""
         return max(self.start - self.before, 0.0)
 
 
@@ -96,7 +96,7 @@ def chained(steps: Sequence[Sequence[Record]], ops: Sequence[str], drop: int) ->
 
 
 def separate_spans(steps: Sequence[Sequence[Record]], drop: int) -> list[list[Span]]:
-    """Return the spans of steps between which the host waits. The names of the records serve as roles."""
+    """Return the spans of steps between which the host waits. The names of the records are used as roles."""
     return [attribute(step, [short_name(r.name) for r in step], step[0].start) for step in steps[drop:]]
 
 
@@ -131,7 +131,7 @@ def summarize(steps: Sequence[Sequence[Span]]) -> dict:
 
 
 def summarize_op(op: str, steps: Sequence[Sequence[Span]]) -> dict:
-    """Return the figures of a role. mean_us is the cost of a launch, recorded_us its duration with waits."""
+    """Return the figures of a role. `mean_us` is the cost of a launch, and `recorded_us` its duration with waits."""
     op_spans = [[span for span in step if span.op == op] for step in steps]
     launches = len(op_spans[0])
     cost = median(sum(span.cost for span in spans) for spans in op_spans)

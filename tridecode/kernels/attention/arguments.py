@@ -1,8 +1,8 @@
 """Arguments that the attention ops share, as named tuples of tensors and sizes.
 
 A launcher passes each tuple to its kernel as the pointers, strides and sizes that `kernel_arguments` lists. The kernel
-groups them again, as Cache, Rotary, Partials and Sizes: Triton does not keep the names of a tuple that is a launch
-argument.
+groups them again as Cache, Rotary, Partials and Sizes, because Triton does not keep the field names of a tuple that is
+a launch argument.
 """
 
 from typing import NamedTuple
@@ -12,14 +12,17 @@ import triton.language as tl
 
 from .fp8_kv import is_fp8, scales
 
-MAX_SPLITS = 64  # programs that may share the K/V of one row
+MAX_SPLITS = 64  # Maximum number of programs that share the K/V of one row.
 
 
 class KVLayer(NamedTuple):
-    """K and V of one layer: uint8 codes for fp8 K/V, whose scales follow each head's codes (see fp8_kv.py)."""
+    """K and V of one layer.
+
+    For fp8 K/V they are uint8 codes, and the scales follow the codes of each head (fp8_kv.py).
+    """
 
     table: torch.Tensor  # int32 [slots, max_pages], the pages of each slot
-    k: torch.Tensor  # [pages, kv_heads, page, head_dim], a view of the pool
+    k: torch.Tensor  # Shape [pages, kv_heads, page, head_dim]. A view of the pool.
     v: torch.Tensor
 
     @property
@@ -44,9 +47,9 @@ class Rope(NamedTuple):
 
     cos: torch.Tensor  # fp32 [capacity, rotary / 2]
     sin: torch.Tensor
-    q_norm: torch.Tensor | None  # weights [head_dim]; None for models without these norms
+    q_norm: torch.Tensor | None  # Weights [head_dim], or None for models without these norms.
     k_norm: torch.Tensor | None
-    eps: float  # epsilon of the norms
+    eps: float  # Epsilon of the norms.
 
     @property
     def rotary(self) -> int:
@@ -54,7 +57,7 @@ class Rope(NamedTuple):
         return 2 * self.cos.shape[1]
 
     def kernel_arguments(self) -> tuple:
-        """Return the fields of rope.Rotary. cos is a placeholder for a norm that is None."""
+        """Return the fields of rope.Rotary. If a norm is None, `cos` replaces it as a placeholder."""
         norms = (self.cos if norm is None else norm for norm in (self.q_norm, self.k_norm))
         return self.cos, self.sin, *norms, self.eps
 
@@ -65,9 +68,9 @@ class Scratch(NamedTuple):
     The comments list the shapes in decode passes. For prompt passes, see scratch_sizes in prompt_attention.py.
     """
 
-    partial: torch.Tensor  # fp32 [rows, query heads, max splits, head_dim], sums of values
-    lse: torch.Tensor  # fp32 [rows, query heads, max splits, 2], running maximum and sum of weights
-    counter: torch.Tensor  # int32 [rows, K/V heads], finished splits, zero between launches
+    partial: torch.Tensor  # fp32 [rows, query heads, max splits, head_dim], weighted sums of values.
+    lse: torch.Tensor  # fp32 [rows, query heads, max splits, 2], maximum of the scores and sum of the weights.
+    counter: torch.Tensor  # int32 [rows, K/V heads], number of finished splits. It is zero between launches.
 
 
 class Heads(NamedTuple):
@@ -75,10 +78,11 @@ class Heads(NamedTuple):
 
     query: int  # number of query heads
     kv: int  # number of K/V heads
-    dim: int  # head size
-    scale: float  # factor of the scores before the softmax
-    window: int  # positions that a query attends to, itself included; 0: all
-    gate: bool = False  # each query head is followed by the gate of its output, which is multiplied by sigmoid(gate)
+    dim: int  # Head dimension.
+    scale: float  # Factor by which scores are multiplied before the softmax.
+    window: int  # Number of positions that a query attends to, including its own. 0 means all.
+    # Whether each query head is followed by a gate. The output of the head is multiplied by sigmoid(gate).
+    gate: bool = False
 
     @property
     def group(self) -> int:
@@ -100,23 +104,23 @@ class Heads(NamedTuple):
 class Sizes(NamedTuple):
     """Compile-time sizes and choices that the decode attention kernels and their functions share."""
 
-    PAGE: tl.constexpr  # positions of a page
-    KV_HEADS: tl.constexpr  # K/V heads
-    GROUP: tl.constexpr  # query heads that share a K/V head
-    COLUMNS: tl.constexpr  # queries that are multiplied together, padded
-    D: tl.constexpr  # head size
+    PAGE: tl.constexpr  # Number of positions of a page.
+    KV_HEADS: tl.constexpr  # Number of K/V heads.
+    GROUP: tl.constexpr  # Number of query heads that share a K/V head.
+    COLUMNS: tl.constexpr  # Number of queries that are multiplied together, padded.
+    D: tl.constexpr  # Head dimension.
     BLOCK_D: tl.constexpr  # D, padded
     BLOCK_G: tl.constexpr  # GROUP, padded
-    BLOCK_T: tl.constexpr  # positions of a tile
-    WARP_T: tl.constexpr  # positions of a tile that each warp attends to, for fp8 K/V
-    TILES: tl.constexpr  # tiles that are loaded before the wait
-    MAX_SPLITS: tl.constexpr  # splits that partial has room for
-    COMBINE: tl.constexpr  # splits that are combined together
-    WINDOW: tl.constexpr  # positions attended to; 0: all
-    QK_NORM: tl.constexpr  # queries and keys are normalized
-    FP8: tl.constexpr  # K and V are e4m3 codes with scales
-    CONVERTS: tl.constexpr  # the GPU has an instruction that converts e4m3
-    INTERPRETED: tl.constexpr  # Triton's interpreter runs the kernel, which multiplies in fp32
-    ROTARY: tl.constexpr  # columns of a head that are rotated
-    GATE: tl.constexpr  # each query head is followed by the gate of its output
-    Q_COLUMNS: tl.constexpr  # columns of a query head in qkv
+    BLOCK_T: tl.constexpr  # Number of positions of a tile.
+    WARP_T: tl.constexpr  # Number of positions of a tile that each warp attends to, for fp8 K/V.
+    TILES: tl.constexpr  # Number of tiles that are loaded before the wait.
+    MAX_SPLITS: tl.constexpr  # Maximum number of splits for which `partial` has room.
+    COMBINE: tl.constexpr  # Number of splits that are combined together.
+    WINDOW: tl.constexpr  # Number of positions that a query attends to. 0 means all.
+    QK_NORM: tl.constexpr  # Whether queries and keys are normalized.
+    FP8: tl.constexpr  # Whether K and V are e4m3 codes with scales.
+    CONVERTS: tl.constexpr  # Whether the GPU has an instruction that converts e4m3.
+    INTERPRETED: tl.constexpr  # Whether Triton's interpreter runs the kernel. It multiplies in fp32.
+    ROTARY: tl.constexpr  # Number of columns of a head that are rotated.
+    GATE: tl.constexpr  # Whether each query head is followed by the gate of its output.
+    Q_COLUMNS: tl.constexpr  # Number of columns of a query head in qkv.

@@ -38,23 +38,25 @@ from .splits import Partials, Rows, Split, blocks_seen, combine_splits
 class AttentionConfig:
     """Launch config of attention of one row or a few rows."""
 
-    block_t: int = 64  # positions of an iteration, a multiple or a divisor of the page
-    splits: int = 32  # maximum number of programs for a K/V head of a row
+    block_t: int = 64  # Number of positions of an iteration, a multiple or a divisor of the page size.
+    splits: int = 32  # Maximum number of programs for a K/V head of a row.
     num_warps: int = 4
-    registers: int = 0  # maximum number of registers of a thread; 0: no limit
-    ahead: int = 1  # iterations loaded before the wait (fp8 K/V: 1); a row that needs no more has one split
-    converts: bool = False  # the GPU has an instruction that converts fp8 K/V
-    short_splits: int = 0  # splits of a row, unless one would have more than short_iterations; 0: `splits`
+    registers: int = 0  # Maximum number of registers of a thread. 0 means no limit.
+    # Number of iterations that are loaded before the wait (1 for fp8 K/V). A row with no more iterations has one split.
+    ahead: int = 1
+    converts: bool = False  # Whether the GPU has an instruction that converts fp8 K/V.
+    # Number of splits of a row whose splits then have at most short_iterations iterations. 0 means `splits`.
+    short_splits: int = 0
     short_iterations: int = 32
 
 
 class Limits(NamedTuple):
     """Compile-time rules for the number of splits of a request."""
 
-    SPLITS: tl.constexpr  # maximum number of splits
-    SHORT_SPLITS: tl.constexpr  # maximum, unless a split would then have more than SHORT_ITERATIONS iterations
+    SPLITS: tl.constexpr  # Maximum number of splits.
+    SHORT_SPLITS: tl.constexpr  # Number of splits if a split then has at most SHORT_ITERATIONS iterations.
     SHORT_ITERATIONS: tl.constexpr
-    LEAST: tl.constexpr  # minimum number of iterations of a split, if there are several queries
+    LEAST: tl.constexpr  # Minimum number of iterations of a split, if there are several queries.
 
 
 @triton.jit
@@ -98,7 +100,7 @@ def _share(position, QUERIES: tl.constexpr, LIMITS: tl.constexpr, SIZES: tl.cons
     without cached positions.
     """
     start, first_block, blocks = blocks_seen(position, SIZES.BLOCK_T, SIZES.WINDOW)
-    if QUERIES == 1:  # one split if it needs only prefetched tiles: they cost less than combining
+    if QUERIES == 1:  # Use one split if the prefetched tiles are enough, because they cost less than a combination.
         length = SIZES.TILES if blocks <= SIZES.TILES else tl.cdiv(blocks, _max_splits(blocks, LIMITS))
     else:
         length = tl.maximum(tl.cdiv(blocks, _max_splits(blocks, LIMITS)), LIMITS.LEAST)
@@ -156,7 +158,7 @@ def _attention_kernel(
     LEAST iterations.
     If TOGETHER, the first SHORT_SPLITS programs of all requests run at the same time. The splits of a request may then
     wait for each other, provided that no request has more splits.
-    Moves 2 * KV_HEADS * D * itemsize bytes a position.
+    Moves 2 * KV_HEADS * D * itemsize bytes per position.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.
@@ -177,7 +179,7 @@ def _attention_kernel(
     program = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    longest = SHORT_SPLITS  # maximum number of splits of a request
+    longest = SHORT_SPLITS  # Maximum number of splits of a request.
     if SPLITS > SHORT_SPLITS and QUERIES > 1:
         longest = _longest(meta_ptr, REQUESTS, QUERIES, BLOCK_M, LIMITS, SIZES)
     together = TOGETHER
@@ -189,7 +191,7 @@ def _attention_kernel(
         start, first_block, length, splits = _share(position, QUERIES, LIMITS, SIZES)
         splits = tl.maximum(splits, 1)
         if split >= splits:
-            return  # no wait: the grid ends after its predecessor, because split 0 always waits
+            return  # This program need not wait. The grid ends after its predecessor, because split 0 always waits.
         if count == 0:
             if PDL:
                 gdc_wait()
@@ -203,7 +205,7 @@ def _attention_kernel(
             longest = _longest(meta_ptr, REQUESTS, QUERIES, BLOCK_M, LIMITS, SIZES)
         if longest <= SHORT_SPLITS:
             return
-        before = 0  # additional splits of earlier requests
+        before = 0  # Number of additional splits of earlier requests.
         for request in tl.range(0, REQUESTS, num_stages=1, disable_licm=True):
             count, position, own_table_ptr = _request(meta_ptr, table_ptr, request, stride_table, QUERIES)
             start, first_block, length, splits = _share(position, QUERIES, LIMITS, SIZES)
@@ -217,7 +219,7 @@ def _attention_kernel(
 
 
 def attention(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):
-    """Compute attention of one new token a row.
+    """Compute attention of one new token per row.
 
     Args:
         meta: [rows, META_WIDTH] int32.
@@ -254,7 +256,7 @@ def launch_attention(
         config.short_iterations,
         least,
         combine_splits(sizes.COLUMNS, heads.dim, config),
-        together and not sizes.INTERPRETED,  # the interpreter runs programs one after another
+        together and not sizes.INTERPRETED,  # The interpreter runs programs one after another.
         pdl,
         **options(config.num_warps, pdl, config.registers),
     )
@@ -268,8 +270,12 @@ def sizes_of(
     Raises:
         AssertionError: if the scratch has no room for the splits, or a tile is neither whole pages nor a part of one.
     """
-    assert config.splits <= scratch.partial.shape[2], "more splits than partial has room for"
-    assert config.block_t % kv.page == 0 or kv.page % config.block_t == 0, "a tile must be whole pages or a part of one"
+    assert config.splits <= scratch.partial.shape[2], (
+        "config.splits exceeds the splits for which scratch.partial has room"
+    )
+    assert config.block_t % kv.page == 0 or kv.page % config.block_t == 0, (
+        "config.block_t must be a multiple or a divisor of the page size"
+    )
     return Sizes(
         PAGE=kv.page,
         KV_HEADS=heads.kv,

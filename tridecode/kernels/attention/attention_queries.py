@@ -11,18 +11,19 @@ from .attention import OUTPUTS, _attention_kernel, attention_bytes, attention_re
 class QueriesConfig:
     """Launch config of attention of several rows of each request.
 
-    Other fields as in AttentionConfig, for a request instead of a row.
+    The other fields are described in AttentionConfig. They apply to a request instead of a row.
     """
 
-    queries: int  # rows of each request
+    queries: int  # Number of rows of each request.
     block_t: int = 32
     splits: int = 32
     num_warps: int = 8
     ahead: int = 1
     short_splits: int = 0
     short_iterations: int = 32
-    least: int = 2  # minimum number of iterations of a split
-    together: bool = False  # all programs run at once and combine together if no request has more than short_splits
+    least: int = 2  # Minimum number of iterations of a split.
+    # Whether all programs run at once and combine together, if no request has more than short_splits splits.
+    together: bool = False
     registers: int = 0
 
 

@@ -19,24 +19,26 @@ from .splits import EMPTY, LOG2E, Partials, Split, blocks_seen, store_split
 
 @dataclass(frozen=True)
 class AttentionRowsConfig:
-    """Launch config of attention of several rows. Other fields as in AttentionConfig."""
+    """Launch config of attention of several rows. The other fields are described in AttentionConfig."""
 
     block_t: int = 64
     splits: int = 32
     num_warps: int = 4
     registers: int = 0
-    least: int = 4  # minimum number of iterations of a split
-    programs: int = field(kw_only=True)  # programs that share the items, each a split of a K/V head of a row
-    stages: int = 1  # pipeline stages, 1 + 2 for each tile in flight; 1: the next tile is loaded into registers
-    early: bool = True  # the first tile is loaded before the wait, because no launch of this pass writes it
+    least: int = 4  # Minimum number of iterations of a split.
+    # Number of programs that share the items. An item is a split of a K/V head of a row.
+    programs: int = field(kw_only=True)
+    stages: int = 1  # Pipeline stages: 1 + 2 for each tile in flight. With 1, the next tile is loaded into registers.
+    # Whether the first tile is loaded before the wait, which is safe because no launch of this pass writes it.
+    early: bool = True
     converts: bool = False
 
 
 class Work(NamedTuple):
     """The rows of a pass as every program reads them from meta, [BLOCK_M] each."""
 
-    ends: tl.tensor  # running sum of `active`
-    active: tl.tensor  # splits of each row, 0 if it does not run
+    ends: tl.tensor  # Running sum of `active`.
+    active: tl.tensor  # Number of splits of each row. 0 for a row that does not run.
     positions: tl.tensor
     slots: tl.tensor
 
@@ -154,7 +156,7 @@ def _attention_rows_kernel(
     work = Work(tl.cumsum(active, 0), active, positions, slots)
     items = tl.sum(active, 0) * KV_HEADS
     if (pid >= items) & (pid > 0):
-        return  # no wait: the grid ends after its predecessor, because program 0 always waits
+        return  # This program need not wait. The grid ends after its predecessor, because program 0 always waits.
     offs_d = tl.arange(0, BLOCK_D)
     offs_t = tl.arange(0, BLOCK_T)
     first_item = tl.maximum(tl.minimum(pid, items - 1), 0)
@@ -175,13 +177,15 @@ def _attention_rows_kernel(
             qkv_ptr + row * stride_qkv, head, tl.float32 if FP8 else ELEMENT, SIZES
         )  # fmt: skip
         q = rms_rope(q, q_partner, q_factors, eps, D, QK_NORM) * (scale * LOG2E)
-        # The new token is attended to with the precision of the cache, by split 0, before all other positions.
+        # Split 0 attends to the new token before all other positions. It uses the precision of the cache.
         k = rms_rope(k, k_partner, k_factors, eps, D, QK_NORM)
         cell = cell_of(own, page, position, PAGE, D)
         k, v = store_token(own, page, cell, position, k, v, split == 0, PAGE, D, FP8)
-        # Positions are the rows of the first product, D of the second, and the heads of the group are the few columns
-        # of both. The weights are summed separately for each row of a tile until the end. Masked scores underflow to 0.
-        # If a window hides a whole tile, a later score scales its sums to 0.
+        # In the first product, the rows are positions. In the second product, the rows are the D dimensions. The heads
+        # of the
+        # group are the few columns of both. The weights of each row of a tile are summed separately until the end.
+        # Masked
+        # scores underflow to 0. If a window hides a whole tile, a later score scales its sums to 0.
         s_new = tl.where(split == 0, tl.sum(q * k.to(tl.float32), 1), EMPTY)
         if FP8:
             m_all, l, acc = fp8_attend(q, tile, own, own_table_ptr, first, start, end, SIZES)
@@ -200,7 +204,8 @@ def _attention_rows_kernel(
                     sums = _attend(_tile(cache, part, t, SIZES), dot_q, sums, t, part, SIZES)
             else:
                 for t in range(first, end, BLOCK_T):
-                    next_tile = _tile(cache, part, t + BLOCK_T, SIZES)  # in flight during the products of the tile at t
+                    # The load is in flight while the tile at t is multiplied.
+                    next_tile = _tile(cache, part, t + BLOCK_T, SIZES)
                     sums = _attend(tile, dot_q, sums, t, part, SIZES)
                     tile = next_tile
             m, l_t, acc = sums
@@ -217,7 +222,9 @@ def _attention_rows_kernel(
 
 def attention_rows(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: Heads, *, config, pdl=False):
     """Compute `attention` of several rows with a fixed number of programs."""
-    assert not kv.fp8 or config.stages == 1, "the next tile of fp8 K/V is loaded into registers"
+    assert not kv.fp8 or config.stages == 1, (
+        "stages must be 1 for fp8 K/V, because the next tile is loaded into registers"
+    )
     rows = len(out)
     _attention_rows_kernel[(config.programs,)](
         meta,

@@ -1,4 +1,4 @@
-"""expand_kv: converts the fp8 K/V that prompts attend to, to bf16 pages of one layer, once for all rows."""
+"""expand_kv: converts the fp8 K/V of a layer to which prompts attend to bf16 pages, once for all rows."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from ..op import Op
 from .arguments import KVLayer
 from .fp8_kv import load_cells, row_bytes, words_to_numbers
 
-PROGRAMS = 8  # programs for each multiprocessor
+PROGRAMS = 8  # Number of programs for each multiprocessor.
 WARPS = 4
 
 
@@ -27,7 +27,7 @@ def _expand_kv_kernel(
 ):  # fmt: skip
     """Write K and V of the pages that the chunks attend to, times their scales.
 
-    Grid: (programs,). The programs share the items, each one page of one head. Moves three bytes a number.
+    Grid: (programs,). The programs share the items, each one page of one head. Moves three bytes per number.
     Entries after a chunk's last position are copied too. If several chunks share a page, each of them writes it, with
     the same numbers.
 

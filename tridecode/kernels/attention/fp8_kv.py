@@ -1,7 +1,8 @@
-"""fp8 K/V: an e4m3 code for each number, and a scale, a power of two in bf16, for each position and head.
+"""fp8 K/V. Each number has an e4m3 code. Each position of a head has a scale, which is a power of two in bf16.
 
-A head's part of a page is its codes [page, head_dim], then its scales [page]; see state/kv.py. A bf16 holds a number
-times its scale exactly, so that the result does not depend on where the scale is applied. The scale of a position with
+The part of a page that belongs to a head contains codes [page, head_dim], then scales [page]; see state/kv.py. The
+product of a number and its scale is exact in bf16, so the result does not depend on when the scale is applied. The
+scale of a position with
 a number that is not finite is NaN.
 """
 
@@ -11,14 +12,14 @@ import triton.language as tl
 
 from ..linear.bits import e4m3_value
 
-LARGEST = 448.0  # the largest number in e4m3
+LARGEST = 448.0  # The largest number of e4m3.
 SCALE_BYTES = 2
 
-# Target -> distance of a shift, mask of the moved bits, and the factor, 2 ** 8 or 2 ** 120.
+# dtype: (distance of a shift, mask of the moved bits, the factor 2 ** 8 or 2 ** 120)
 _PLACES = {
     "f16": (1, "0x3f803f80", "0x5c005c00"),
     "bf16": (4, "0x07f007f0", "0x7b807b80"),
-}  # multiplied by 2 ** 8, 2 ** 120
+}  # These numbers are 2 ** 8 and 2 ** 120 in the dtype of the key.
 
 
 def _conversion(kind: str, source: str, *pairs: tuple[str, str]) -> tl.constexpr:
@@ -41,7 +42,7 @@ def _conversion(kind: str, source: str, *pairs: tuple[str, str]) -> tl.constexpr
 _CODES_BF16 = _conversion("bf16", "$2, 0", ("0x1404", "$0"), ("0x3424", "$1"))
 _WORD_BF16 = _conversion("bf16", "$4, 0", ("0x1404", "{$0, $1}"), ("0x3424", "{$2, $3}"))
 _WORD_FP16 = _conversion("f16", "$4, 0", ("0x1404", "{$0, $1}"), ("0x3424", "{$2, $3}"))
-# The same with an instruction of newer GPUs.
+# This conversion uses an instruction of newer GPUs.
 _WORD_FP16_89 = tl.constexpr(
     """{
     .reg .b16 l, h; .reg .b32 w;
@@ -50,7 +51,7 @@ _WORD_FP16_89 = tl.constexpr(
     cvt.rn.f16x2.e4m3x2 w, h; mov.b32 {$2, $3}, w;
     }"""
 )
-# Each target has the same byte of both words.
+# Each output word contains the same byte of both input words.
 _TWO_WORDS_BF16 = _conversion(
     "bf16", "$8, $9",
     ("0x4000", "{$0, $1}"), ("0x5010", "{$2, $3}"), ("0x6020", "{$4, $5}"), ("0x7030", "{$6, $7}"),
@@ -109,7 +110,7 @@ def two_words_to_bf16(first, second, INTERPRETED: tl.constexpr):
 def e4m3_scale(x, axis: tl.constexpr):
     """Return scale and 1 / scale of the rows of x, fp32. The scale is the smallest power of two that e4m3 needs."""
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
-    exponent = tl.maximum(((top + 0x1FFFFF) >> 23) - 8, 1)  # 448 is 1.75 * 2 ** 8
+    exponent = tl.maximum(((top + 0x1FFFFF) >> 23) - 8, 1)  # 448 is 1.75 * 2 ** 8.
     bits = tl.where(top > 0x7F7FFFFF, 0x7FC00000, exponent << 23)
     return bits.to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
@@ -120,7 +121,8 @@ def to_e4m3(x):
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = (size + 0x7FFFF + ((size >> 20) & 1)) & 0x7FF00000
-    small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000  # subnormals: multiples of 1 / 512
+    # Subnormal numbers are multiples of 1 / 512.
+    small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
     is_small = size < 0x3C800000
     code = tl.where(is_small, small, (normal >> 20) - 960) | ((bits >> 24) & 128)
     value = tl.where(is_small, small.to(tl.float32) * 0.001953125, normal.to(tl.float32, bitcast=True))
@@ -129,7 +131,7 @@ def to_e4m3(x):
 
 @triton.jit
 def store_cells_fp8(new_k, new_v, k_ptrs, v_ptrs, k_scale_ptr, v_scale_ptr, mask_k, mask_d, write):
-    """Store a token's K (in every row) and V, fp32, if `write`. Return both as the cache holds them."""
+    """If `write`, store K (equal in every row) and V of a token, fp32. Return both as the cache stores them."""
     k_scale, k_inverse = e4m3_scale(new_k, 1)
     v_scale, v_inverse = e4m3_scale(new_v, 0)
     k_codes, new_k = to_e4m3(new_k * k_inverse[:, None])

@@ -1,9 +1,9 @@
 """Attention of the queries of one row to fp8 K/V, in which each warp attends to its own positions.
 
 Codes are loaded directly into the registers of the layout that the tensor cores take, as words of four, 16 bytes a
-lane. They are converted only when they are multiplied. The order of the columns of a product is free as long as both
-operands agree. The order of its results is restored once, after the last iteration. Therefore no data moves between
-lanes and no iteration has a barrier: warps synchronize after all positions.
+lane. They are converted only when they are multiplied. The columns of a product may have any order that both operands
+share. The order of the results is restored once, after the last iteration. Therefore no data moves between lanes, and
+warps synchronize only once, after all positions.
 """
 
 import triton
@@ -12,12 +12,13 @@ import triton.language as tl
 from .fp8_kv import two_words_to_bf16, words_to_numbers
 from .splits import EMPTY
 
-_HEADS = tl.constexpr(16)  # minimum number of rows of a product
+_HEADS = tl.constexpr(16)  # Minimum number of rows of a matrix product.
 
 
 def warp_positions(config, page: int) -> int:
     """Return WARP_T, the number of positions of a tile that each warp attends to."""
-    return min(max(config.block_t // config.num_warps, 16), 32, page)  # a product takes a multiple of 16
+    # A matrix product takes a multiple of 16 positions.
+    return min(max(config.block_t // config.num_warps, 16), 32, page)
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def _fp8_values(cache, pages, t, end, SIZES: tl.constexpr):
     scales.
     """
     D: tl.constexpr = SIZES.D
-    WIDE: tl.constexpr = min(SIZES.BLOCK_D, 128) // 32  # words of V that a lane loads together
+    WIDE: tl.constexpr = min(SIZES.BLOCK_D, 128) // 32  # Number of words of V that a lane loads together.
     line, word = tl.arange(0, SIZES.BLOCK_T // SIZES.WARP_T * 8)[:, None], tl.arange(0, 4 * WIDE)[None, :]
     ptrs, some = _codes(cache.v_ptr, pages, t, end, cache.stride_kp, SIZES)
     column = line % 8 * WIDE + word % WIDE
@@ -157,7 +158,8 @@ def _fp8_scores(keys, q, seen, SIZES: tl.constexpr):
     for i in tl.static_range(BLOCK_D // 64 * WARP_T // 8):
         k += (words_to_numbers(keys[i], tl.float16, SIZES.CONVERTS, SIZES.INTERPRETED),)
     k = _joined(k, BLOCK_D // 64 * WARP_T // 8)
-    k = k.reshape(WARPS, 8, 4, 4, 4, BLOCK_D // 64, WARP_T // 8)  # line, lane, word, byte, part, eight
+    # Dimensions: line, lane, word, byte, part, group of eight positions.
+    k = k.reshape(WARPS, 8, 4, 4, 4, BLOCK_D // 64, WARP_T // 8)
     k = tl.permute(k, (0, 5, 3, 2, 4, 6, 1)).reshape(WARPS, BLOCK_D, WARP_T)
     s = tl.dot(q, k, input_precision="ieee") * _scales(keys[BLOCK_D // 64 * WARP_T // 8])
     return tl.where(seen, s, EMPTY)
@@ -171,7 +173,7 @@ def _fp8_weighted(values, p, acc, seen, SIZES: tl.constexpr):
     WARP_T: tl.constexpr = SIZES.WARP_T
     WIDE: tl.constexpr = min(BLOCK_D, 128) // 32
     PARTS: tl.constexpr = BLOCK_D // (32 * WIDE)
-    # Scales after the last position are arbitrary. The columns of p are reordered to the order in which lanes have V.
+    # Scales after the last position are arbitrary. Reorder the columns of p to the order in which lanes hold V.
     p = tl.where(seen, p * _scales(values[WARP_T // 4 * PARTS]), 0.0).to(tl.bfloat16)
     p = tl.permute(p.reshape(WARPS, _HEADS, WARP_T // 16, 2, 4, 2), (0, 1, 2, 4, 3, 5)).reshape(WARPS, _HEADS, WARP_T)
     p = p.to(tl.float32 if SIZES.INTERPRETED else tl.bfloat16)
@@ -183,7 +185,8 @@ def _fp8_weighted(values, p, acc, seen, SIZES: tl.constexpr):
             words += (two_words_to_bf16(first, second, SIZES.INTERPRETED),)
         v += (_joined(words, WARP_T // 8),)
     v = _joined(v, PARTS)
-    v = v.reshape(WARPS, 8, 4, WIDE, 4, 2, WARP_T // 16, 2, PARTS)  # line, lane, word, byte, of two, 16, eight, part
+    # Dimensions: line, lane, word, byte, half of a pair, group of 16, group of eight, part.
+    v = v.reshape(WARPS, 8, 4, WIDE, 4, 2, WARP_T // 16, 2, PARTS)
     v = tl.permute(v, (0, 6, 2, 7, 5, 8, 3, 4, 1)).reshape(WARPS, WARP_T, BLOCK_D)
     return tl.dot(p, v, acc, input_precision="ieee")
 
@@ -199,9 +202,7 @@ def fp8_attend(q, tile, cache, table_ptr, first, start, end, SIZES: tl.constexpr
         tile: Result of `fp8_tile` at `first`, a multiple of BLOCK_T.
 
     Returns:
-        For each column: the maximum score [COLUMNS], the sum of the weights [COLUMNS], and the weighted sum of the
-            values
-        [BLOCK_D, COLUMNS].
+        For each column: maximum score [COLUMNS], sum of weights [COLUMNS], weighted values [BLOCK_D, COLUMNS].
     """
     WARPS: tl.constexpr = SIZES.BLOCK_T // SIZES.WARP_T
     BLOCK_D: tl.constexpr = SIZES.BLOCK_D
@@ -216,7 +217,8 @@ def fp8_attend(q, tile, cache, table_ptr, first, start, end, SIZES: tl.constexpr
     for t in range(first, end, BLOCK_T):
         seen = (t + offs >= start) & (t + offs < end)
         s = _fp8_scores(keys, q, seen, SIZES)
-        keys = _fp8_keys(cache, pages, t + BLOCK_T, end, SIZES)  # in flight from here; V from the end of the iteration
+        # Keys are in flight from here on, and V from the end of the iteration.
+        keys = _fp8_keys(cache, pages, t + BLOCK_T, end, SIZES)
         m_new = tl.maximum(m, tl.max(s, 2))
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(s - m_new[:, :, None])

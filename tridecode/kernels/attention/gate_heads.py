@@ -1,4 +1,7 @@
-"""gate_heads: multiplies the attention of prompts by the sigmoids of gates. In decode passes attention itself does."""
+"""gate_heads: multiplies the attention output of prompts by the sigmoids of gates.
+
+Decode attention does this itself.
+"""
 
 import triton
 import triton.language as tl
@@ -16,7 +19,7 @@ def _gate_heads_kernel(
 ):  # fmt: skip
     """Multiply BLOCK_H heads of a row by their gates. Rows outside all chunks are not written.
 
-    Grid: (rows, cdiv(HEADS, BLOCK_H)). Moves 3 * itemsize * D bytes a head.
+    Grid: (rows, cdiv(HEADS, BLOCK_H)). Moves 3 * itemsize * D bytes per head.
 
     Args:
         chunks_ptr: [MAX_CHUNKS, CHUNK_WIDTH] int32.
@@ -54,7 +57,7 @@ def gate_heads_ref(chunks, qkv, out, heads: Heads):
     """Compute `gate_heads` in torch."""
     for chunk in listed(chunks):
         _, gate, _, _ = heads.split(qkv[chunk.rows].float())
-        assert gate is not None, "heads without gates"
+        assert gate is not None, "gate is None, but gate_heads needs query heads with gates"
         out[chunk.rows] = (out[chunk.rows] * gate.sigmoid().flatten(1)).to(out.dtype)
 
 

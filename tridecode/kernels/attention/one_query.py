@@ -36,7 +36,7 @@ def attend_query(part, rows, cache, rotary, partials, PDL: tl.constexpr, SIZES: 
     if PDL:
         gdc_wait()
 
-    # Every load of the previous kernel's output is issued before the first use of one.
+    # Issue all loads of the previous kernel's output before the first use of a result.
     q, q_partner, k, k_partner, v = load_token(
         rows.qkv_ptr + row * rows.stride_qkv, head, tl.float32 if FP8 else ELEMENT, SIZES
     )  # fmt: skip

@@ -16,10 +16,10 @@ class Cache(NamedTuple):
     v_ptr: tl.tensor
     k_scale_ptr: tl.tensor
     v_scale_ptr: tl.tensor
-    stride_kp: tl.tensor  # page stride of K and V
-    stride_kh: tl.tensor  # head stride of K and V
-    stride_sp: tl.tensor  # page stride of the scales
-    stride_sh: tl.tensor  # head stride of the scales
+    stride_kp: tl.tensor  # Stride of K and V between pages.
+    stride_kh: tl.tensor  # Stride of K and V between heads.
+    stride_sp: tl.tensor  # Stride of the scales between pages.
+    stride_sh: tl.tensor  # Stride of the scales between heads.
 
 
 @triton.jit

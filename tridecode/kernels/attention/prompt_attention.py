@@ -30,27 +30,30 @@ from .prompt_splits import (
 )
 from .splits import EMPTY, LOG2E, Partials
 
-MASK_LIMIT = 2**21  # entries of a reference's mask
+MASK_LIMIT = 2**21  # Maximum number of mask entries that the reference allocates at once.
 
 
 @dataclass(frozen=True)
 class PromptAttentionConfig:
     """Launch config of attention of prompts."""
 
-    block_m: int = 64  # rows of a block, times its heads
+    block_m: int = 64  # Number of rows of a block, multiplied by its heads.
     num_warps: int = 4
-    stages: int = 3  # pages in flight
-    programs: int = field(kw_only=True)  # if there are fewer blocks than this, they are split over their positions
-    splits: int = 8  # maximum number of splits of a block
-    least: int = 4  # minimum number of pages of a split
-    heads: int = 1  # maximum number of query heads of one K/V head in a block
-    separate_combine: bool = False  # a separate launch combines the splits; otherwise the split that finishes last does
-    dependent: bool = False  # the launch may start while the previous kernel drains
-    hopper: int = 0  # programs of prompt_attention_hopper, which runs the launches that fit it; 0: never use it
+    stages: int = 3  # Number of pages in flight.
+    # If there are fewer blocks than this number, their positions are divided into splits.
+    programs: int = field(kw_only=True)
+    splits: int = 8  # Maximum number of splits of a block.
+    least: int = 4  # Minimum number of pages of a split.
+    heads: int = 1  # Maximum number of query heads of one K/V head in a block.
+    # Whether a separate launch combines the splits. Otherwise the split that finishes last combines them.
+    separate_combine: bool = False
+    dependent: bool = False  # Whether the launch may start before the previous kernel has ended.
+    # Number of programs of prompt_attention_hopper, which runs the launches that fit it. 0 disables it.
+    hopper: int = 0
 
 
 class Pool(NamedTuple):
-    """K and V of one head in the pool: the rows of the first page's K and V, the rows of a page, and the scales."""
+    """K and V of one head in the pool: the row at which each begins, the number of rows per page, and the scales."""
 
     k_row: tl.tensor
     v_row: tl.tensor
@@ -65,12 +68,12 @@ def _attend_pages(
     sums, q, pool_desc, pool, table_ptr, page, first, end, positions, MASKED: tl.constexpr, STAGES: tl.constexpr,
     FP8: tl.constexpr, INTERPRETED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the positions [first, end), which begin with `page`, and update the sums.
+    """Attend to the positions [first, end), whose first page is `page`, and update the sums.
 
     The sums are the weighted sums of values, the sums of weights, and the maxima.
 
     Args:
-        MASKED: Whether part_rows rows do not see all of the positions.
+        MASKED: Whether some rows do not attend to all of the positions.
     """
     acc, l, m = sums
     PAGE: tl.constexpr = BLOCKS.PAGE
@@ -78,7 +81,8 @@ def _attend_pages(
     for t in tl.range(first, end, PAGE, num_stages=STAGES):
         row = page * pool.rows_of_page
         offs_s = page.to(tl.int64) * pool.stride_sp + tl.arange(0, PAGE)
-        page = tl.load(table_ptr + tl.minimum(t // PAGE + 1, last))  # one iteration before its use
+        # The page number is loaded one iteration before its use.
+        page = tl.load(table_ptr + tl.minimum(t // PAGE + 1, last))
         k = pool_desc.load([row + pool.k_row, 0])
         if FP8:
             k = from_e4m3(k, INTERPRETED)
@@ -94,7 +98,7 @@ def _attend_pages(
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
         if MASKED:
-            p = tl.where(seen, p, 0.0)  # EMPTY - EMPTY is 0 for a row that has not seen any position
+            p = tl.where(seen, p, 0.0)  # EMPTY - EMPTY is 0 for a row that has not attended to any position.
         alpha = tl.exp2(m - m_new)
         l = l * alpha + tl.sum(p, 1)
         v = pool_desc.load([row + pool.v_row, 0])
@@ -102,7 +106,7 @@ def _attend_pages(
             v = from_e4m3(v, INTERPRETED)
             scale = tl.load(pool.v_scale_ptr + offs_s)[None, :].to(tl.float32)
             p *= tl.where((t + tl.arange(0, PAGE) < end)[None, :], scale, 0.0)
-        if MASKED:  # entries after the last row's position are arbitrary, possibly NaN
+        if MASKED:  # Entries after the position of the last row are arbitrary, possibly NaN.
             v = tl.where((t + tl.arange(0, PAGE) < end)[:, None], v, 0.0)
         acc = tl.dot(p.to(v.dtype).to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
         m = m_new
@@ -152,7 +156,7 @@ def _prompt_attention_kernel(
     )
     TYPE: tl.constexpr = tl.float32 if INTERPRETED else q_ptr.dtype.element_ty
     partials = Partials(partial_ptr, lse_ptr, counter_ptr)
-    if SEPARATE_COMBINE and not INTERPRETED:  # the interpreter supports neither this instruction nor gdc_wait
+    if SEPARATE_COMBINE and not INTERPRETED:  # The interpreter supports neither this instruction nor gdc_wait.
         gdc_launch_dependents()
     total = tl.sum(blocks_of(chunks_ptr, ROWS), 0)
     if PDL and total == 0:
@@ -164,15 +168,17 @@ def _prompt_attention_kernel(
         part, split = item % PARTS, item // PARTS % splits
         block = block_of(chunks_ptr, total - 1 - item // PARTS // splits, BLOCKS)
         begin, end, share, used = shares(block, splits, BLOCKS)
-        whole_end = begin if WINDOW > 0 else (block.position + 1) // PAGE * PAGE  # end of the pages that all rows see
+        # End of the pages that all rows attend to completely.
+        whole_end = begin if WINDOW > 0 else (block.position + 1) // PAGE * PAGE
         if split < used:
             begin += split * share * PAGE
             end = tl.minimum(end, begin + share * PAGE)
             whole_end = tl.maximum(tl.minimum(whole_end, end), begin)
             own_table_ptr = table_ptr + block.slot * stride_table
-            page = tl.load(own_table_ptr + begin // PAGE)  # before q, so that the latencies overlap
+            # This load precedes that of q, so that their latencies overlap.
+            page = tl.load(own_table_ptr + begin // PAGE)
             if PDL:
-                gdc_wait()  # the first split of a block always waits; a second wait has no effect
+                gdc_wait()  # The first split of a block always waits. A second wait has no effect.
             head = part * TOGETHER
             rows = tile // TOGETHER
             places = (block.first_row + rows).to(tl.int64) * HEADS + head + tile % TOGETHER
@@ -257,13 +263,13 @@ def prompt_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads
         LEAST=config.least,
     )
     room = config.programs * config.block_m * blocks.BLOCK_D
-    assert scratch.partial.numel() >= room, "less scratch than the launch config needs"
+    assert scratch.partial.numel() >= room, "scratch.partial is smaller than the launch config needs"
     items = cdiv(len(q), blocks.ROWS) * blocks.PARTS
     separate_combine = (
         config.separate_combine and 2 * items <= config.programs
-    )  # with more items only passes with much padding are split
+    )  # With more items, only passes with much padding have splits.
     pdl = config.dependent and not interpreted()
-    # With a program for each item the GPU assigns the work, which is better than any fixed share.
+    # With one program for each item, the GPU assigns the items. This is faster than a fixed assignment.
     _prompt_attention_kernel[(max(config.programs, min(items, 8 * config.programs)),)](
         chunks,
         q,
@@ -302,9 +308,10 @@ def prompt_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads
 def prompt_attention_ref(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads):
     """Compute `prompt_attention` in torch."""
     for chunk in listed(chunks):
-        first = max(chunk.start - heads.window + 1, 0) // kv.page if heads.window else 0  # page
+        # The first page that the chunk attends to.
+        first = max(chunk.start - heads.window + 1, 0) // kv.page if heads.window else 0
         table = kv.table[chunk.slot, first : -(-chunk.end // kv.page)].long()
-        if len(table) == 1:  # a view of one page, without a copy
+        if len(table) == 1:  # One page is a view, without a copy.
             both = (load_cells(cache, (table[0],)) for cache in (kv.k, kv.v))
         else:
             both = (load_cells(cache, (table,)).transpose(0, 1).flatten(1, 2) for cache in (kv.k, kv.v))
@@ -341,7 +348,7 @@ def prompt_attention_bytes(chunks, q, out, kv: KVLayer, scratch: Scratch, heads:
     return q.nbytes + out.nbytes + 2 * ends * heads.kv * row_bytes(kv.k)
 
 
-# _prompt_splits_kernel follows if positions are split. prompt_attention_hopper's kernel is for many rows on Hopper.
+# _prompt_splits_kernel follows if blocks have splits. On Hopper, prompt_attention_hopper runs passes of many rows.
 PROMPT_ATTENTION = Op(
     prompt_attention, prompt_attention_ref, prompt_attention_bytes, (_prompt_attention_kernel,),
     outputs=("scratch.partial", "scratch.lse", "out"),

@@ -23,13 +23,14 @@ from .pages import pool_rows
 from .splits import EMPTY, LOG2E
 
 PAGE = gl.constexpr(64)
-COLUMNS = gl.constexpr(64)  # adjacent in shared memory, 128 bytes; the next columns follow all rows of these
-HALF = gl.constexpr(64)  # rows of a warpgroup
-BLOCK_M = gl.constexpr(128)  # rows of an item
-BLOCK_N = gl.constexpr(128)  # positions of a tile
-STAGES = gl.constexpr(3)  # tiles of K, and of V, in flight or in use
+# Columns that are adjacent in shared memory, 128 bytes. The next columns follow after all rows of these columns.
+COLUMNS = gl.constexpr(64)
+HALF = gl.constexpr(64)  # Number of rows of a warpgroup.
+BLOCK_M = gl.constexpr(128)  # Number of rows of an item.
+BLOCK_N = gl.constexpr(128)  # Number of positions of a tile.
+STAGES = gl.constexpr(3)  # Number of tiles of K, and also of V, that are in flight or in use.
 THREADS = gl.constexpr(2 * 128 + 32)
-# Named barriers, one a stage, at which the warpgroups release it; Triton uses those below 5.
+# There is one named barrier for each stage, at which the warpgroups release it. Triton uses the barriers below 5.
 K_READ = gl.constexpr(5)
 V_READ = gl.constexpr(8)
 
@@ -48,10 +49,11 @@ def _arrive(bar):
 
 @gluon.jit
 def _arrive_after(l, bar):
-    """Arrive at a named barrier after the rows' sums l, two in each thread, are computed.
+    """Arrive at a named barrier after the sums l of the rows, two per thread, are computed.
 
-    ptxas would move the wait for the products with V before the exponentials, which should overlap with them. It does
-    not move it past a barrier, and it cannot prove that the number of this one does not depend on l. No sum is -0.
+    Otherwise ptxas moves the wait for the products with V before the exponentials, which should overlap with these
+    products. ptxas does not move the wait past a barrier, and it cannot prove that the number of this barrier is
+    independent of l. No sum is -0.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 x; or.b32 x, $2, $3; setp.eq.u32 p, x, 0x80000000; selp.b32 x, 0, $4, p; "
@@ -62,7 +64,7 @@ def _arrive_after(l, bar):
 
 @gluon.jit
 def _uniform(x):
-    """Return x, which is equal in all threads, in a form that lets ptxas prove it.
+    """Return x, which is equal in all threads, in a form that lets ptxas prove that it is equal.
 
     Otherwise, with Triton 3.9, ptxas does not keep values derived from x in uniform registers, and spills.
     """
@@ -86,7 +88,9 @@ def _item(i, chunk, before, chunks_ptr, total, HEADS: gl.constexpr):
     chunk and before are the values of the previous item.
     """
     place = gl.program_id(0)
-    if i % 2 == 1:  # in reverse order: the program with the longest item of a round has the shortest of the next
+    # Odd rounds run in reverse order, so that the program with the longest item of a round has the shortest of the
+    # next.
+    if i % 2 == 1:
         place = gl.num_programs(0) - 1 - place
     item = i * gl.num_programs(0) + place
     block = total - 1 - item // HEADS
@@ -115,7 +119,7 @@ def _copy_items(
     """Copy q of each item, and K and V tile by tile, from the last position to the first (producer warp)."""
     q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
     D: gl.constexpr = q_smem.shape[2]
-    c = 0  # tiles copied
+    c = 0  # Number of tiles that were copied.
     chunk = MAX_CHUNKS + 0
     before = total
     for i in range(0, _item_count(total * HEADS)):
@@ -144,7 +148,7 @@ def _copy_items(
                 _arrive_and_wait(V_READ + stage)
             _copy_tile(pool_desc, row0 + v_row, row1 + v_row, v_full.index(stage), v_smem.index(stage))
             c += 1
-    for i in range(gl.maximum(c - STAGES, 0), c):  # complete all barriers
+    for i in range(gl.maximum(c - STAGES, 0), c):  # Wait until all barriers are complete.
         _arrive_and_wait(K_READ + i % STAGES)
         _arrive_and_wait(V_READ + i % STAGES)
 
@@ -156,7 +160,7 @@ def _softmax(s, l, m, scale, first_t, positions, MASKED: gl.constexpr):
     if MASKED:
         offs_t = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_L))
         s = gl.where(offs_t[None, :] <= (positions - first_t)[:, None], s, float("-inf"))
-    # In parts: a chain of all maxima of a row would have a longer latency.
+    # Compute the maximum in parts, because one chain of all maxima of a row has a longer latency.
     largest = gl.max(gl.max(gl.max(gl.reshape(s, [HALF, 4, BLOCK_N // 32, 8]), 2), 1), 1)
     m_new = gl.maximum(m, gl.convert_layout(largest, gl.SliceLayout(1, S_L)) * scale)
     p = gl.exp2(s * scale - m_new[:, None])
@@ -233,7 +237,7 @@ def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr
         end = start + gl.minimum(block * BLOCK_M + BLOCK_M, count)
         tiles = (end + BLOCK_N - 1) // BLOCK_N
         lowest = gl.minimum(start + first, end - 1)
-        masked = gl.maximum(tiles - (lowest + 1) // BLOCK_N, 1)  # tiles that some rows do not see completely
+        masked = gl.maximum(tiles - (lowest + 1) // BLOCK_N, 1)  # Number of tiles that some rows must mask.
         positions = gl.minimum(start + first + gl.arange(0, HALF, ROW_S), end - 1)
         stage = c % STAGES
         mbarrier.wait(q_full.index(WARPGROUP), i & 1)
@@ -316,7 +320,8 @@ def _prompt_attention_hopper_kernel(
                 HEADS, KV_HEADS,
             )),
         ],
-        [4, 1],  # warps and registers a thread; the first partition has the kernel's warps and the remaining registers
+        # Warps, and registers of a thread. The first partition has the kernel's warps and the remaining registers.
+        [4, 1],
         [240, 24],
     )  # fmt: skip
 

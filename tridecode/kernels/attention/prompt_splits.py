@@ -9,34 +9,34 @@ from ..chunks import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_START, CHUNK_WI
 from ..common import gdc_wait
 from .splits import EMPTY, Partials
 
-CHUNK = tl.constexpr(1 << 24)  # added once for each chunk to a sum of blocks, which stays below it
+CHUNK = tl.constexpr(1 << 24)  # Each chunk adds this number to a sum of blocks. The number of blocks is always smaller.
 
 
 class Blocks(NamedTuple):
     """Compile-time sizes of the blocks of prompt attention and of their splits."""
 
-    HEADS: tl.constexpr  # query heads
-    TOGETHER: tl.constexpr  # heads of one K/V head that a block contains
-    PARTS: tl.constexpr  # HEADS / TOGETHER, blocks of the same rows
-    BLOCK_M: tl.constexpr  # rows times heads of a block
+    HEADS: tl.constexpr  # Number of query heads.
+    TOGETHER: tl.constexpr  # Number of heads of one K/V head that a block contains.
+    PARTS: tl.constexpr  # HEADS / TOGETHER, the number of blocks of the same rows.
+    BLOCK_M: tl.constexpr  # Number of rows of a block, multiplied by its heads.
     ROWS: tl.constexpr  # BLOCK_M / TOGETHER
-    D: tl.constexpr  # head size
+    D: tl.constexpr  # Head dimension.
     BLOCK_D: tl.constexpr  # D, padded
-    PAGE: tl.constexpr  # positions of a page
-    WINDOW: tl.constexpr  # positions attended to; 0: all
-    MAX_ITEMS: tl.constexpr  # items, a split of a block each, that the scratch has room for
-    MAX_SPLITS: tl.constexpr  # maximum number of splits of a block
+    PAGE: tl.constexpr  # Number of positions of a page.
+    WINDOW: tl.constexpr  # Number of positions that a query attends to. 0 means all.
+    MAX_ITEMS: tl.constexpr  # Number of items for which the scratch has room. An item is a split of a block.
+    MAX_SPLITS: tl.constexpr  # Maximum number of splits of a block.
     BLOCK_S: tl.constexpr  # MAX_SPLITS, padded
-    LEAST: tl.constexpr  # minimum number of pages of a split
+    LEAST: tl.constexpr  # Minimum number of pages of a split.
 
 
 class Block(NamedTuple):
     """Rows of a chunk."""
 
     slot: tl.tensor
-    first_row: tl.tensor  # its number in the pass
-    position: tl.tensor  # position of the first row
-    left: tl.tensor  # rows from there to the end of the chunk
+    first_row: tl.tensor  # Row of the pass in which the block begins.
+    position: tl.tensor  # Position of the first row.
+    left: tl.tensor  # Number of rows from the first row to the end of the chunk.
 
 
 @triton.jit
@@ -55,9 +55,10 @@ def splits_of(total, BLOCKS: tl.constexpr):
 @triton.jit
 def block_of(chunks_ptr, block, BLOCKS: tl.constexpr):
     """Return the Block with this number, counted over all chunks."""
-    blocks = blocks_of(chunks_ptr, BLOCKS.ROWS)  # loaded for each item: prompt_attention has few registers to spare
+    # Load the table for each item, because prompt_attention has few registers to spare.
+    blocks = blocks_of(chunks_ptr, BLOCKS.ROWS)
     before = tl.cumsum(blocks, 0) <= block
-    sums = tl.sum(tl.where(before, blocks + CHUNK, 0), 0)  # number of earlier chunks, and of their blocks
+    sums = tl.sum(tl.where(before, blocks + CHUNK, 0), 0)  # Number of earlier chunks, and number of their blocks.
     chunk_ptr = chunks_ptr + sums // CHUNK * CHUNK_WIDTH
     done = (block - sums % CHUNK) * BLOCKS.ROWS
     slot, first_row = tl.load(chunk_ptr + CHUNK_SLOT), tl.load(chunk_ptr + CHUNK_FIRST)
@@ -151,7 +152,7 @@ def _prompt_splits_kernel(
         block = block_of(chunks_ptr, total - 1 - index, BLOCKS)
         _, _, _, used = shares(block, splits, BLOCKS)
         if PDL:
-            gdc_wait()  # a second wait has no effect
+            gdc_wait()  # If the program has waited before, this wait has no effect.
         if used > 1:
             item = index * splits * PARTS + part
             sum_splits(partials, item, used, out_ptr, first, block, part * TOGETHER, AT_ONCE, BLOCKS)

@@ -9,8 +9,9 @@ from .rope import load_rotated
 from .splits import EMPTY, LOG2E, combined, gated, store_partial
 from .tiles import attend_tiles, prefetch_tiles
 
-NEW = tl.constexpr(16)  # rows of the tile of new tokens: the minimum of a product, and at least those of a request
-AT_ONCE = tl.constexpr(2)  # columns that are combined together; there are at least two queries
+# Number of rows of the tile of new tokens. A matrix product needs at least 16, and a request has at most 16.
+NEW = tl.constexpr(16)
+AT_ONCE = tl.constexpr(2)  # Number of columns that are combined together. There are at least two queries.
 
 
 @triton.jit
@@ -88,7 +89,8 @@ def attend_queries(
         tl.debug_barrier()
         counter_ptr = partials.counter_ptr + unit
         arrived = tl.atomic_add(counter_ptr, 1)
-        if splits * AT_ONCE * 2 < QUERIES * GROUP:  # each split would combine its columns in more than two iterations
+        # Otherwise each split would combine its columns in more than two iterations.
+        if splits * AT_ONCE * 2 < QUERIES * GROUP:
             if arrived == splits - 1:
                 tl.debug_barrier()
                 o = combined(partials, base, splits, QUERIES * GROUP, COLUMNS, COMBINE_ALL, SIZES)
@@ -103,7 +105,8 @@ def attend_queries(
             while finished < splits:
                 finished = tl.atomic_add(counter_ptr, 0, sem="acquire")
             tl.debug_barrier()
-            alone = tl.where(arrived == splits - 1, 0, QUERIES * GROUP)  # the last split combines all columns
+            # The split that arrives last combines all columns.
+            alone = tl.where(arrived == splits - 1, 0, QUERIES * GROUP)
             step = tl.where(together, splits, 1) * AT_ONCE
             for column in range(tl.where(together, split * AT_ONCE, alone), QUERIES * GROUP, step):
                 o = combined(partials, base + column * SIZES.MAX_SPLITS, splits, AT_ONCE, AT_ONCE, SIZES.COMBINE, SIZES)
@@ -116,7 +119,7 @@ def attend_queries(
             left = splits + arrived
             if together:
                 left = tl.atomic_add(counter_ptr, 1, sem="relaxed")
-            if left == 2 * splits - 1:  # no split waits
+            if left == 2 * splits - 1:  # No other split waits.
                 tl.store(counter_ptr, 0)
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from ..common import next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
-EMPTY = tl.constexpr(-1e30)  # running maximum of a split without positions
+EMPTY = tl.constexpr(-1e30)  # Running maximum of a split without positions.
 
 
 class Partials(NamedTuple):
@@ -32,15 +32,15 @@ class Rows(NamedTuple):
 class Split(NamedTuple):
     """A split of the work of one K/V head: cached positions of a row, or of a request with several rows."""
 
-    row: tl.tensor  # row of the pass, or request
-    head: tl.tensor  # K/V head
+    row: tl.tensor  # Row of the pass, or number of the request if it has several rows.
+    head: tl.tensor  # Number of the K/V head.
     split: tl.tensor
-    splits: tl.tensor  # number of splits of the row
+    splits: tl.tensor  # Number of splits of the row.
     position: tl.tensor  # position of the first new token
-    table_ptr: tl.tensor  # the row's page table
-    start: tl.tensor  # first position that is attended to; earlier ones are masked
+    table_ptr: tl.tensor  # Pointer to the row of the page table.
+    start: tl.tensor  # First position that is attended to. Earlier positions are masked.
     first: tl.tensor  # first position of the split
-    end: tl.tensor  # end of its positions
+    end: tl.tensor  # End of the positions of the split.
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def combined(
     """Return the outputs [BLOCK, BLOCK_D] of COUNT columns from the partial results of `splits` splits at `base`."""
     offs_d = tl.arange(0, SIZES.BLOCK_D)
     mask_d = offs_d < SIZES.D
-    # Maxima, sums and partial outputs of COMBINE splits are loaded together, so that their latencies overlap.
+    # Load the maxima, sums and partial outputs of COMBINE splits together, so that their latencies overlap.
     offs_q = tl.arange(0, BLOCK)
     mask_q1 = offs_q < COUNT
     offs_s = tl.arange(0, COMBINE)

@@ -11,9 +11,9 @@ from .splits import EMPTY
 def _in_registers(x, position, HOLD: tl.constexpr):
     """Return x, unchanged, and keep it in registers until here if HOLD.
 
-    Without an instruction that is opaque to the compiler, in a branch that it cannot prove to be taken (Triton 3.6
-    needs both), a tile is stored to shared memory where it was loaded. All tiles together need more than the 48 KiB
-    above which the whole pass is slower.
+    Otherwise the compiler stores each loaded tile to shared memory. All tiles together need more than 48 KiB, and then
+    the whole pass is slower. An instruction that the compiler does not understand, in a branch that it cannot prove to
+    be taken, prevents this. Triton 3.6 needs both.
     """
     if HOLD:
         if position >= 0:
@@ -57,7 +57,8 @@ def attend_tiles(
 ):  # fmt: skip
     """Attend to the positions [first, end) of one head, which begin with the tiles of `prefetch_tiles`.
 
-    Positions are the rows of the first product, D of the second, and the few queries are the columns of both. The
+    In the first product, the rows are positions. In the second product, the rows are the D dimensions. The few queries
+    are the columns of both products. The
     prefetched tiles share one maximum. The weights are summed separately for each row of a tile until the end. Masked
     scores underflow to 0. If a window hides a whole tile, a later score scales its sums to 0.
 
@@ -66,9 +67,7 @@ def attend_tiles(
         lows: [columns], the first position that each column sees. Used only if LOWS.
 
     Returns:
-        For each column: the maximum score [columns], the sum of the weights [columns], and the weighted sum of the
-            values
-        [D padded, columns].
+        For each column: maximum score [columns], sum of weights [columns], weighted values [D padded, columns].
     """
     k, v, seen, pages = prefetched
     PAGE: tl.constexpr = SIZES.PAGE
@@ -77,7 +76,7 @@ def attend_tiles(
     BLOCK_T: tl.constexpr = SIZES.BLOCK_T
     ELEMENT: tl.constexpr = cache.k_ptr.dtype.element_ty
     TYPE: tl.constexpr = tl.float32 if SIZES.INTERPRETED else ELEMENT
-    HOLD: tl.constexpr = TYPE != tl.float32  # the instruction takes two elements of 16 bits
+    HOLD: tl.constexpr = TYPE != tl.float32  # The instruction takes two elements of 16 bits.
     offs_d, offs_t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
     mask_d = offs_d < D
     scores = ()
@@ -112,9 +111,11 @@ def attend_tiles(
             if LOWS:
                 seen_t = seen_t & ((t + offs_t)[:, None] >= lows[None, :])
             tiles = page_rows(next_pages, t + BLOCK_T, cache.stride_kp, PAGE, D, BLOCK_T) + offs_d[None, :]
-            next_pages = pages_at(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)  # one iteration before their use
+            # Load page numbers one iteration before their use.
+            next_pages = pages_at(table_ptr, t + 2 * BLOCK_T, end, PAGE, BLOCK_T)
             mask = (t + BLOCK_T + offs_t < end)[:, None] & mask_d[None, :]
-            k_next = tl.load(cache.k_ptr + tiles, mask=mask, other=0.0)  # in flight during the products at t
+            # The load is in flight while the tile at t is multiplied.
+            k_next = tl.load(cache.k_ptr + tiles, mask=mask, other=0.0)
             s = tl.where(seen_t, tl.dot(k_t.to(TYPE), dot_q, input_precision="ieee"), EMPTY)
             m_new = tl.maximum(m, tl.max(s, 0))
             alpha = tl.exp2(m - m_new)

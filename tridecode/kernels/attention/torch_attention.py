@@ -14,7 +14,8 @@ from .fp8_kv import load_cells
 from .gather_kv import gather_kv
 from .prompt_attention import prompt_attention_bytes
 
-# torch's other backends store all scores. cuDNN is only used if selected: it plans again for each length.
+# Torch's other backends store all scores. cuDNN is used only if the user selects it, because it plans again for each
+# length.
 BACKENDS = {
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
@@ -22,7 +23,7 @@ BACKENDS = {
 
 
 def torch_attention(backend: str, chunks: Sequence[Chunk]) -> Op:
-    """Return an op that computes prompt attention with one of torch's BACKENDS, which need the lengths on the host.
+    """Return an op that computes prompt attention with one of torch's BACKENDS. They need the lengths on the host.
 
     A graph cannot capture it.
 
@@ -53,7 +54,7 @@ def block_attention(chunks, q, out, kv: KVLayer, scratch: Scratch, heads: Heads)
             end, row = min(first + page, chunk.end), chunk.first + first - chunk.start
             pages = kv.table[chunk.slot, : first // page + 1].long()
             keys, values = (load_cells(cache, (pages,)).transpose(0, 1).flatten(1, 2).float() for cache in (kv.k, kv.v))
-            keys[:, end:], values[:, end:] = 0, 0  # not written yet, so arbitrary
+            keys[:, end:], values[:, end:] = 0, 0  # These positions are not written yet, so their values are arbitrary.
             rows = q[row : row + page].float().view(page, heads.kv, -1, heads.dim).permute(1, 2, 0, 3).flatten(1, 2)
             distance = torch.arange(first, first + page)[:, None] - torch.arange(first + page)
             seen = (distance >= 0) & (distance < window) if window else distance >= 0
@@ -84,7 +85,8 @@ def attend(q, keys, values, out, window: int, scale: float) -> None:
     heads_first = out.view(n, q.shape[1], -1).transpose(0, 1)
     grouped = k.shape[1] != q.shape[1]
     if grouped and (q.dtype == torch.float32 or window):
-        # No fused backend groups heads in fp32 or with a mask. With expanded heads the memory-efficient one is used.
+        # In fp32 or with a mask, no fused backend supports grouped heads. With expanded heads, torch uses the
+        # memory-efficient backend.
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         grouped = False
     mask: torch.Tensor | None = None
@@ -92,7 +94,8 @@ def attend(q, keys, values, out, window: int, scale: float) -> None:
         distance = torch.arange(end - n, end, device=q.device)[:, None] - torch.arange(end, device=q.device)[None, :]
         mask = (distance >= 0) & (distance < window)
     elif n != end:
-        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
+        # This import loads torch's compiler, which takes a second.
+        from torch.nn.attention.bias import causal_lower_right
 
         mask = causal_lower_right(n, end)
     attended = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)

@@ -1,4 +1,7 @@
-"""write_kv: writes K and V of the rows of a pass to the cache, before attention in which rows attend to each other."""
+"""write_kv: writes K and V of the rows of a pass to the cache.
+
+It precedes attention in which rows attend to each other.
+"""
 
 import triton
 import triton.language as tl
@@ -41,7 +44,7 @@ def _write_kv_kernel(
 ):  # fmt: skip
     """Write K and V of each row's token to the cache. K is rotated, after normalizing it if QK_NORM.
 
-    A program writes one K/V head of a row. Grid: (KV_HEADS, rows). Moves (8 + 2 * itemsize) * D bytes a row and head.
+    A program writes one K/V head of a row. Grid: (KV_HEADS, rows). Moves (8 + 2 * itemsize) * D bytes per row and head.
     Every row of a tile contains the key, as in attention, so that both kernels compute the same bits.
 
     Args:
@@ -55,7 +58,7 @@ def _write_kv_kernel(
         gdc_launch_dependents()
     meta_ptr += row * META_WIDTH
     status = tl.load(meta_ptr + STATUS)
-    position = tl.where(status == RUN, tl.load(meta_ptr + POSITION), 0)  # the position of an idle row may be invalid
+    position = tl.where(status == RUN, tl.load(meta_ptr + POSITION), 0)  # The position of an idle row may be invalid.
     page = tl.load(table_ptr + tl.load(meta_ptr + SLOT) * stride_table + position // PAGE).to(tl.int64)
     offs_g, offs_d = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_D)
     mask_d = offs_d < D

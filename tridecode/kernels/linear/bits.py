@@ -1,15 +1,15 @@
-"""Unpack weights in registers, from words of 32 bits to pairs of bf16 for the tensor cores.
+"""Unpacking of weights in registers, from words of 32 bits to pairs of bf16 for the tensor cores.
 
-One instruction unpacks two numbers, which are at the same place of both halves of a word (packed.py).
+One instruction unpacks two numbers, which are at the same bits of both halves of a word (packed.py).
 
-Four bits: a bf16 whose high byte is 0 is its low byte times 2 ** -133, because the highest bit of that byte, the lowest
-of the exponent, then counts like a bit of the mantissa. So one `and` makes a number from either half of a byte. One
-`fma` scales it and subtracts the zero point, exactly. If the activations serve many rows of the weight, the number is
-left small and keeps its zero point. The activations are scaled up instead (`raised`), and their products with the zero
-points are computed once (`zero_operand`).
+Four bits: a bf16 whose high byte is 0 equals its low byte times 2 ** -133. (The highest bit of that byte is the lowest
+bit of the exponent, which then counts like a bit of the mantissa.) So one `and` makes a number from either half of a
+byte. One `fma` scales it and subtracts the zero point exactly. If many rows of the weight use the same activations, the
+number stays small and keeps its zero point. Instead, the activations are scaled up (`raised`), and their products with
+the zero points are computed once (`zero_operand`).
 
-e4m3: moved to their place in bf16, exponent and mantissa represent a number that is 2 ** 120 too small. It is left so.
-The activations are multiplied by 2 ** 64, and the sum by the remaining factor.
+e4m3: if exponent and mantissa are moved to their bits in bf16, they represent a number that is too small by the factor
+2 ** 120. The activations are multiplied by 2 ** 64, and the sum by the remaining factor.
 
 The interpreter has no assembly. It computes the same numbers by arithmetic.
 """
@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 _RAISED = 64
-# v & 15 and v & 240 of both halves, also shifted by 8, times 2 ** 127 and 2 ** 123, minus $9: columns 0 and 1, ...
+# Takes v & 15 and v & 240 of both halves, also shifted by 8, times 2 ** 127 and 2 ** 123. Subtracts $9. The first
+# output is columns 0 and 1.
 _INT4 = tl.constexpr(
     """{
     .reg .b32 w, a, z, up, less;
@@ -29,7 +30,7 @@ _INT4 = tl.constexpr(
     and.b32 a, w, 0x00f000f0; fma.rn.bf16x2 a, a, less, z; mov.b32 {$6, $7}, a;
     }"""
 )
-# Two's complement: the low seven bits of 128.0, minus 128.0, or 256.0 if the sign bit is set in place.
+# Two's complement: the low seven bits become the mantissa of 128.0. Subtracts 128.0, or 256.0 if the sign bit is set.
 _INT8 = tl.constexpr(
     """{
     .reg .b32 w1, a, b, one;
@@ -40,7 +41,7 @@ _INT8 = tl.constexpr(
     fma.rn.bf16x2 a, a, one, b; mov.b32 {$2, $3}, a;
     }"""
 )
-# As _INT8, minus $5.
+# Like _INT8, but subtracts $5 in addition.
 _INT8_ZERO = tl.constexpr(
     """{
     .reg .b32 w1, a, b, z, one;
@@ -52,7 +53,7 @@ _INT8_ZERO = tl.constexpr(
     fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 a, a, one, z; mov.b32 {$2, $3}, a;
     }"""
 )
-# One pair is in place. The bits of the other are shifted by four, some to the left and some to the right.
+# One pair is already in place. The bits of the other pair are shifted by four, some to the left and some to the right.
 _E4M3 = tl.constexpr(
     """{
     .reg .b32 a, t, u;
@@ -61,7 +62,7 @@ _E4M3 = tl.constexpr(
     mov.b32 {$2, $3}, a;
     }"""
 )
-# The columns of _INT4 without scaling: times 2 ** -133 and 2 ** -129.
+# The columns of _INT4 without its multiplication. The numbers are therefore scaled by 2 ** -133 and 2 ** -129.
 _INT4_RAISED = tl.constexpr(
     """{
     .reg .b32 w, a; shr.u32 w, $8, 8;
@@ -90,7 +91,7 @@ def pair(zero):
 
 @triton.constexpr_function
 def factor(form: str, raised: bool = False) -> float:
-    """Return the factor for unpacked weights, or for their products with `raised` activations."""
+    """Return the factor that unpacked weights, or their products with `raised` activations, must be multiplied by."""
     if raised:
         return 2.0 ** ({"int4": 133, "e4m3": 120}.get(form, _RAISED) - _RAISED)
     return 2.0 ** {"int4": 6, "e4m3": 120}.get(form, 0)
@@ -128,7 +129,8 @@ def zero_operand(ZEROS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr
         return tl.full([WARPS, BLOCK_N, 32], (-1.0 if ZEROS else -8.0) * 2.0**-69, tl.float32)
     else:
         one: tl.constexpr = 1 if ZEROS else 8
-        bits = tl.where(tl.arange(0, 32)[None, None, :] < 16, -32768 + one, -32768 + one * 16)  # the order of `operand`
+        # The columns have the order of `operand`.
+        bits = tl.where(tl.arange(0, 32)[None, None, :] < 16, -32768 + one, -32768 + one * 16)
         return _bf16(tl.broadcast_to(bits, (WARPS, BLOCK_N, 32)).to(tl.int16))
 
 
@@ -200,7 +202,7 @@ def _nibble(words, zero, PLACE: tl.constexpr, RAISED: tl.constexpr):
 def _eight(words, zero, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr, RAISED: tl.constexpr):
     """Unpack the columns of words [lines, 4] of four bits."""
     if not ZEROS:
-        zero = tl.full([1, 1], 0x3E003E00, tl.int32)  # 8 / 64
+        zero = tl.full([1, 1], 0x3E003E00, tl.int32)  # Two bf16 numbers of 8 / 64: the zero point is 8.
     zero = tl.broadcast_to(zero, words.shape)
     if INTERPRETED:
         a, b = _nibble(words, zero, 0, RAISED), _nibble(words, zero, 16, RAISED)

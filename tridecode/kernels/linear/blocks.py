@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 class RowBlocks:
     """A launch config whose programs take block_n rows of the weight at a time."""
 
-    if TYPE_CHECKING:  # the configs declare them
+    if TYPE_CHECKING:  # The launch configs declare these attributes.
 
         @property
         def block_n(self) -> int:

@@ -7,8 +7,8 @@ from ..common import cdiv, interpreted, options
 from ..op import Op
 from .bits import factor, pair, unpack
 
-BLOCK_N = 32  # rows of a program
-TILES = 4  # tiles that a program converts in each of its rows
+BLOCK_N = 32  # Number of rows of a program.
+TILES = 4  # Number of tiles that a program converts in each of its rows.
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _dequantize_kernel(
     """
     PARTS: tl.constexpr = 4 if FORM == "int4" else 2
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    EACH: tl.constexpr = 1 if GROUP % (PARTS * 32) == 0 or GROUP >= K else PARTS  # scales in a tile of a row
+    EACH: tl.constexpr = 1 if GROUP % (PARTS * 32) == 0 or GROUP >= K else PARTS  # Number of scales in a tile of a row.
     WORDS: tl.constexpr = (K + PARTS * 32 - 1) // (PARTS * 32) * 16
     tile = tl.program_id(0) * TILES
     rows = first + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]

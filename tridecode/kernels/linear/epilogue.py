@@ -20,7 +20,7 @@ def epilogue_arguments(linear: LoadedLinear, out, epilogue, min_sumsq: int = 1) 
     """
     normed, sumsq, n_sumsq, eps, extra = out, out, 0, 0.0, linear.bias
     if isinstance(epilogue, Gated | AddResidual) and linear.bias is not None:
-        raise ValueError(f"a linear with a bias has no {NAMES[type(epilogue)]} epilogue")
+        raise ValueError(f"a linear with a bias cannot have the epilogue {NAMES[type(epilogue)]}")
     if isinstance(epilogue, Normed | Gated):
         sumsq, n_sumsq, eps = epilogue
     elif isinstance(epilogue, AddResidual):

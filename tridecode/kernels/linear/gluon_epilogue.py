@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..common import META_WIDTH, RUN, STATUS
 
-# The arguments of a kernel that its epilogue reads; see epilogue_arguments. `rows` is the number of rows of the pass.
+# The kernel arguments that the epilogue reads (see epilogue_arguments). `rows` is the number of rows of the pass.
 Outputs = namedtuple(
     "Outputs",
     "meta_ptr extra_ptr out_ptr normed_ptr sumsq_ptr eps stride_om stride_normed stride_sumsq n_sumsq rows",

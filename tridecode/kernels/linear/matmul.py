@@ -1,4 +1,4 @@
-"""matmul: the few rows of a pass times a weight, by tensor cores. The weight is read once for all rows.
+"""matmul: the product of a few rows of activations and a weight on tensor cores. The weight is read once for all rows.
 
 The warps of a program share the columns. Each multiplies its part of BLOCK_N whole rows of the weight, which it loads
 from memory directly into the registers from which mma reads them (register_tiles.py). Packed tensors become bf16 there
@@ -83,9 +83,9 @@ def _matmul_kernel(
     """Compute `project` for up to BLOCK_M rows.
 
     Grid: (PROGRAMS,). Each program takes every PROGRAMS-th of BLOCKS blocks of BLOCK_N rows of the weight, and stores
-    one partial sum of squares a row. The first AHEAD tiles of the weight are in flight before the wait. The activations
-    stay in registers if all their tiles are in flight at once. The order of a sum does not depend on the row or its
-    neighbors: a row is a column of the tensor cores' product, and the columns are independent.
+    one partial sum of squares per row. The first AHEAD tiles of the weight are in flight before the wait. The
+    activations stay in registers if all their tiles are in flight at once. The order in which a sum is added does not
+    depend on the row or on other rows. A row is a column of the tensor cores' product, and the columns are independent.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.
@@ -128,7 +128,7 @@ def _matmul_kernel(
     runs = (status == RUN)[None, :]
     some = tl.max((status == RUN).to(tl.int32), 0)
     offs_n = pid * OUT_N + tl.arange(0, OUT_N)[:, None]
-    # The other arguments of a block's epilogue are loaded one block ahead too.
+    # Also load the other arguments of a block's epilogue one block ahead.
     extra, row_scales = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS), 0.0
     if T.ROW_SCALES:
         row_scales = load_row_scales(T, weight, pid)
@@ -148,7 +148,8 @@ def _matmul_kernel(
     if NORMED:
         mask_m = (offs_m < rows)[:, None]
         partials = load_partials(sumsq_ptr, offs_m[:, None], mask_m, stride_sumsq, n_sumsq, SUMSQ_BLOCK)
-    if some == 0:  # tested after the loads, so that no load waits for a branch and all are in flight together
+    # The condition is tested after the loads. So no load waits for a branch, and all loads are in flight together.
+    if some == 0:
         return
     if NORMED:
         scale = norm_scale(tl.sum(partials, 1), K, eps)
@@ -223,7 +224,7 @@ def _matmul_kernel(
                     scales[c * SCALES : (c + 1) * SCALES],
                     zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
                 )
-                if block + PROGRAMS < BLOCKS:  # the branch keeps the compiler from moving loads of other tiles
+                if block + PROGRAMS < BLOCKS:  # The branch keeps the compiler from moving loads of other tiles.
                     loaded = load_tile(T, following, c + AHEAD - CHUNKS)
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
         if T.SHARED:
@@ -251,15 +252,15 @@ def matmul(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
     """Compute `project` for up to 64 rows."""
     packed, (rows, N) = linear.packed, out.shape
     parts = 1 if packed is None else packed.tile // STEP_K
-    tiles = cdiv(linear.in_features, parts * STEP_K * config.num_warps)  # tiles of a row for each warp
+    tiles = cdiv(linear.in_features, parts * STEP_K * config.num_warps)  # Number of tiles of a row for each warp.
     blocks, programs = config.grid(linear.out_features)
     _matmul_kernel[(programs,)](
         meta, x, **linear.arguments(out),
-        # With tiles of 16 rows and more, 64 partial sums are added in an order that does not depend on the rows.
+        # With tiles of 16 rows or more, the kernel adds 64 partial sums in an order that does not depend on the rows.
         **epilogue_arguments(linear, out, epilogue, 64 if config.block_m > 8 else 1), stride_xm=x.stride(0), rows=rows,
         BLOCK_M=max(next_power_of_2(rows), config.block_m), N=N, BLOCK_N=config.block_n, WARPS=config.num_warps,
         AHEAD=min(config.ahead, tiles), X_AHEAD=min(config.x_ahead, tiles * parts), BLOCKS=blocks, PROGRAMS=programs,
-        # Bulk copies need addresses that are multiples of 16 bytes. Devices with dependent launch support them.
+        # Bulk copies need addresses that are multiples of 16 bytes. Devices with dependent launch support bulk copies.
         FETCH=config.fetch if pdl and packed is not None and N % 8 == 0 else 0, PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip

@@ -77,7 +77,7 @@ class HopperConfig:
     registers: int = 128
 
 
-MIN_ROWS = 16  # minimum number of rows of a tile of the activations
+MIN_ROWS = 16  # Minimum number of rows of a tile of the activations.
 # The work of a program:
 # - arguments of the kernel, and `outputs`, those of the epilogue
 # - w_ring, x_ring: the rings [stages, rows, columns]
@@ -151,7 +151,7 @@ def _copy_first_rows(C: gl.constexpr, w):
 
 @gluon.jit
 def _copy_next(C: gl.constexpr, w, c):
-    """Copy the tiles that are the next in the stages of tile c, if there are any."""
+    """Copy the next tiles into the stages of tile c, if there are any."""
     if c + C.STAGES < w.total:
         _copy_weights(C, w, c + C.STAGES)
     if c + C.X_STAGES < w.total:
@@ -168,7 +168,7 @@ def _await(C: gl.constexpr, w, c):
 
 @gluon.constexpr_function
 def _rows_at_once(block_m, block_n, split, warps):
-    """Return the number of rows whose sums a program adds at a time, in at most 96 registers of each thread."""
+    """Return the number of rows whose sums per program adds at a time, in at most 96 registers of each thread."""
     rows = block_m
     while split > 1 and rows > 8 and (split + 2) * rows * block_n > 96 * 32 * warps:
         rows //= 2
@@ -195,7 +195,7 @@ def _sums(C: gl.constexpr, w, first, ACC_L: gl.constexpr):
             if c >= C.LAG:
                 mbarrier.arrive(w.free.index((c - C.LAG) % C.STAGES), count=1)
         else:
-            barrier()  # all warps have multiplied that tile
+            barrier()  # All warps have multiplied that tile.
             if c >= C.LAG:
                 _copy_next(C, w, c - C.LAG)
     return warpgroup_mma_wait(0, deps=[acc])
@@ -221,7 +221,8 @@ def _offset_of(C: gl.constexpr, w, tile, group, L: gl.constexpr):
     """Load the zero points of a group as offsets for `unpack`, equal in both halves of a word: int32 [BLOCK_N]."""
     row, groups = _rows_and_groups(C, w, tile, L)
     zero = gl.load(w.zero_ptr + row * groups + gl.minimum(group, groups - 1)).to(gl.float32)
-    offset = -128.0 - 64.0 * zero if C.FORM == "int4" else -zero  # packed.py stores zero / 64, zero - 128
+    # packed.py stores zero / 64 for int4, and zero - 128 for int8.
+    offset = -128.0 - 64.0 * zero if C.FORM == "int4" else -zero
     bits = offset.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return bits | bits << 16
 
@@ -241,7 +242,7 @@ def _all_groups(C: gl.constexpr, w, tile, c, LOAD: gl.constexpr, L: gl.constexpr
 
 @gluon.jit
 def _offsets(C: gl.constexpr, zeros, first, L: gl.constexpr):
-    """Return the offsets of each operand of a part that begins with operand `first` of its tile, as a tuple.
+    """Return a tuple with the offsets for each operand of a part. The part begins with operand `first` of its tile.
 
     Args:
         zeros: Results of `_offset_of` for all groups. Read only if ZEROS.
@@ -252,7 +253,7 @@ def _offsets(C: gl.constexpr, zeros, first, L: gl.constexpr):
     for j in gl.static_range(OPERANDS):
         if C.ZEROS:
             offsets += (zeros[(first + j) // PER_GROUP if C.GROUP > 0 else 0],)
-        else:  # -136.0 for int4, else -0.0, which changes nothing
+        else:  # The number is -136.0 for int4. Otherwise it is -0.0, which changes nothing.
             offsets += (gl.full([C.BLOCK_N], -0x3CF73CF8 if C.FORM == "int4" else -0x7FFF8000, gl.int32, L),)
     return offsets
 
@@ -274,7 +275,7 @@ def _packed_sums(C: gl.constexpr, w, tile, first, ACC_L: gl.constexpr):
     for c in range(first, first + w.n):
         stage, x_stage = c % C.STAGES, c % C.X_STAGES
         next_scales, next_zeros = scales, zeros
-        if C.GROUP > 0:  # the next scales and zero points are in flight while this tile is multiplied
+        if C.GROUP > 0:  # The next scales and zero points are in flight while this tile is multiplied.
             following = w.begin + c - first + 1
             next_scales = _all_groups(C, w, tile, following, _scale_of, ROWS_L)
             next_zeros = _all_groups(C, w, tile, following, _offset_of, ROWS_L) if C.ZEROS else next_scales
@@ -317,14 +318,14 @@ def _partials_layout(warps):
 def _end(C: gl.constexpr, w, acc, tile, partials, ACC_L: gl.constexpr):
     """Apply the epilogue to the sums acc [BLOCK_N, C.BLOCK_M] of an output tile, and store the outputs."""
     o = w.outputs
-    # There are enough registers for the sums of all programs of only some rows at a time.
+    # The registers hold the sums of all programs for only some rows at a time.
     ROWS: gl.constexpr = _rows_at_once(C.BLOCK_M, C.BLOCK_N, C.SPLIT, C.WARPS)
     LANES: gl.constexpr = min(C.OUT_N // 4, 32)
-    # Outputs are stored 16 bytes a lane along a row of out, which is a column of the product.
+    # Each lane stores 16 bytes along a row of out, which is a column of the product.
     OUT_L: gl.constexpr = gl.BlockedLayout([4, 1], [LANES, 32 // LANES], [1, C.WARPS], [0, 1])
     OUT_M: gl.constexpr = gl.SliceLayout(0, OUT_L)
     last = True
-    if C.SPLIT > 1:  # store the sums in the order in which the last program of the tile loads them
+    if C.SPLIT > 1:  # Store the sums in the order in which the last program of the tile loads them.
         sums_m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, ACC_L))[None, :]
         to = w.sums_ptr + (w.pid * o.rows + sums_m) * C.BLOCK_N
         gl.store(to + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, ACC_L))[:, None], acc, mask=sums_m < o.rows)
@@ -358,7 +359,8 @@ def _end(C: gl.constexpr, w, acc, tile, partials, ACC_L: gl.constexpr):
             if C.GATED:
                 y = acc * norm_scale(partials, w.K, o.eps, gl.SliceLayout(0, ACC_L))[None, :]
                 halves = gl.permute(gl.reshape(y, [2, C.OUT_N, C.BLOCK_M]), (1, 2, 0))
-                if C.BLOCK_N < 32 * min(C.WARPS, C.BLOCK_N // 16):  # one warp has rows of gate, another the rows of up
+                # One warp has rows of gate, and another warp has the rows of up.
+                if C.BLOCK_N < 32 * min(C.WARPS, C.BLOCK_N // 16):
                     HALF_L: gl.constexpr = gl.BlockedLayout([1, 2, 2], [8, 4, 1], [C.WARPS, 1, 1], [2, 1, 0])
                     halves = gl.convert_layout(halves, HALF_L)
                 gate, up = gl.split(halves)
@@ -382,7 +384,7 @@ def _produce(C: gl.constexpr, w):
         gdc_wait()
     _copy_first_rows(C, w)
     if some != 0:
-        for c in range(w.total - min(C.STAGES, C.X_STAGES)):  # no tile follows in the remaining stages
+        for c in range(w.total - min(C.STAGES, C.X_STAGES)):  # No tile follows in the remaining stages.
             mbarrier.wait(w.free.index(c % C.STAGES), c // C.STAGES & 1)
             _copy_next(C, w, c)
 
@@ -396,7 +398,7 @@ def _multiply(C: gl.constexpr, w):
         gdc_wait()
     if not C.PRODUCER:
         _copy_first_rows(C, w)
-    if some == 0:  # tiles in flight must arrive before another program gets this memory
+    if some == 0:  # The tiles in flight must arrive before another program gets this memory.
         for c in gl.static_range(C.STAGES):
             if c < w.total:
                 mbarrier.wait(w.w_full.index(c), 0)
@@ -406,7 +408,7 @@ def _multiply(C: gl.constexpr, w):
                     mbarrier.wait(w.x_full.index(c), 0)
     else:
         partials = w.outputs.eps
-        if C.NORMED and C.SPLIT == 1:  # the partial sums are in flight while weights are multiplied
+        if C.NORMED and C.SPLIT == 1:  # The partial sums are in flight while weights are multiplied.
             partials = load_partials(w.outputs, 0, C.BLOCK_M, C.SUMSQ_BLOCK, _partials_layout(C.WARPS))
         for iteration in range(w.iterations):
             tile = w.pid % w.tiles + iteration * gl.num_programs(0)
@@ -417,7 +419,7 @@ def _multiply(C: gl.constexpr, w):
             _end(C, w, acc, tile, partials, ACC_L)
 
 
-@gluon.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the config of the previous kernel
+@gluon.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matmul_hopper_kernel(
     meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr,
     counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M: gl.constexpr,
@@ -430,7 +432,7 @@ def _matmul_hopper_kernel(
 
     Grid: (SPLIT * tiles,), a program for a part of the columns of a tile. If PERSISTENT, any number of programs, each
     of which computes every num_programs-th tile and has the next one in flight. Each tile stores one partial sum of
-    squares a row. If "gated", half of a tile's rows are gate and half up.
+    squares per row. If "gated", half of a tile's rows are gate and half up.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.
@@ -493,10 +495,10 @@ def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=F
     """
     packed, (rows, N), K = linear.packed, out.shape, linear.in_features
     if packed is not None and not multiplies(packed):
-        raise ValueError(f"matmul_hopper does not multiply by {packed}")
+        raise ValueError(f"matmul_hopper does not support weights of the form {packed}")
     block_m, block_n = max(next_power_of_2(rows), MIN_ROWS), config.block_n
     split, tiles = config.split, cdiv(linear.out_features, block_n)
-    # A tile that exceeded the buffer would be slower than one whose last rows are not used.
+    # If a tile exceeded the buffer, the copy would be slower. It is faster to include rows that are not used.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
     _matmul_hopper_kernel[(config.programs or tiles * split,)](
         meta, _descriptor(whole, block_m),
@@ -530,7 +532,7 @@ def _supports(case, rows, device) -> bool:
         return False
     if case.packed is not None:
         return multiplies(case.packed)
-    return case.weight_type == torch.bfloat16 and case.k % 8 == 0  # TMA: rows begin at multiples of 16 bytes
+    return case.weight_type == torch.bfloat16 and case.k % 8 == 0  # TMA needs rows that begin at multiples of 16 bytes.
 
 
 HOPPER = LinearKernel(

@@ -251,8 +251,8 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
         for i in gl.static_range(C.STAGE_TILES):
             if s * C.STAGE_TILES + i < C.TILES:
                 acc, chains = _add_tile(C, w, acc, chains, tiles[i], x, zero_sums, scales, s * C.STAGE_TILES + i, L)
-        if C.SHARED or C.OF_BLOCK > C.STAGES:  # another stage is copied to its place
-            fence_async_shared()  # a barrier alone does not wait for loads in flight
+        if C.SHARED or C.OF_BLOCK > C.STAGES:  # Another stage will be copied to the place of this one.
+            fence_async_shared()  # A barrier does not wait for loads in flight.
             if C.PRODUCER:
                 mbarrier.arrive(w.free.index(stage), count=1)
             else:
@@ -279,14 +279,14 @@ def _multiply(C: gl.constexpr, w):
     RESIDUAL: gl.constexpr = C.EPILOGUE == "residual"
     thread = gl.arange(0, C.WARPS * 32, gl.SliceLayout(1, L))
     warp, lane = thread // 32, thread % 32
-    row = lane // 8 + lane // 4 % 2 * 4  # the first row of the lane; the second is eight rows later
+    row = lane // 8 + lane // 4 % 2 * 4  # The first row of the lane. The second row is eight rows later.
     scales = ()
     if C.GROUPED:
         scales = _load_scales(C, w, gl.program_id(0), warp, row)
     some = any_row_runs(o, 8, C.WARPS)
     if C.PDL:
         gdc_wait()
-    if some == 0:  # stages in flight must arrive before another program gets this memory
+    if some == 0:  # The stages in flight must arrive before another program gets this memory.
         for c in gl.static_range(C.STAGES):
             if c < w.total:
                 mbarrier.wait(w.full.index(c), 0)
@@ -299,7 +299,8 @@ def _multiply(C: gl.constexpr, w):
             scale = norm_scale(load_partials(o, 0, 8, C.SUMSQ_BLOCK, PARTIALS_L), C.K, o.eps, gl.SliceLayout(0, OUT_L))
         if C.X_SHARED:
             _share_x(C, w)
-        for c in gl.static_range(len(loaded)):  # with a single block they are raised when their tile is multiplied
+        # Scale the activations once for all blocks. With a single block, they are scaled when their tile is multiplied.
+        for c in gl.static_range(len(loaded)):
             x += (all_raised(loaded[c], C.FORM) if C.SHARED else loaded[c],)
         if C.FORM == "int4" and C.SHARED:
             for c in gl.static_range(C.TILES):
@@ -351,7 +352,7 @@ def _multiply(C: gl.constexpr, w):
             gl.store(o.sumsq_ptr + rows_m * o.stride_sumsq + gl.program_id(0), gl.sum(squares, 0), mask=runs)
 
 
-@gluon.jit(do_not_specialize=["n_sumsq", "rows"])  # n_sumsq depends on the config of the previous kernel
+@gluon.jit(do_not_specialize=["n_sumsq", "rows"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matmul_ring_kernel(
     meta_ptr, x_ptr, weight_desc, scale_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_xm, stride_om,
     stride_normed, stride_sumsq, rows, n_sumsq, N: gl.constexpr, K: gl.constexpr, SUMSQ_BLOCK: gl.constexpr,
@@ -385,7 +386,7 @@ def _matmul_ring_kernel(
     RING_L: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
     SUMS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     X_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # With separate allocations, the compiler knows that a store to one does not change another.
+    # With separate allocations, the compiler knows that a store to one of them does not change another.
     ring, kept_sums, x_shared = (), (), ()
     for _ in gl.static_range(STAGE_TILES):
         ring += (gl.allocate_shared_memory(gl.int32, [STAGES, WARPS // 2, 2, 8, WORDS], RING_L),)
@@ -425,7 +426,9 @@ def matmul_ring(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
     """Compute `project` for one row with any epilogue except Plain."""
     packed, (rows, N) = linear.packed, out.shape
     if rows != 1 or packed is None or not _multiplies(packed):
-        raise ValueError(f"matmul_ring does not multiply {rows} rows by {packed or linear.weight.dtype}")
+        raise ValueError(
+            f"matmul_ring does not support {rows} rows with weights of the form {packed or linear.weight.dtype}"
+        )
     blocks, programs = config.grid(linear.out_features)
     _matmul_ring_kernel[(programs,)](
         meta, x, _descriptor(linear, N, isinstance(epilogue, Gated), config.num_warps), linear.scale,

@@ -53,8 +53,8 @@ def _matmul_tiles_kernel(
 ):  # fmt: skip
     """Compute `project` for `rows` rows. A program computes BLOCK_N outputs of all rows.
 
-    Grid: (cdiv(N, BLOCK_N),). Each program stores one partial sum of squares a row. STAGES tiles of x and of the weight
-    are in flight.
+    Grid: (cdiv(N, BLOCK_N),). Each program stores one partial sum of squares per row. STAGES tiles of x and of the
+    weight are in flight.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.
@@ -114,7 +114,7 @@ def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fa
     """
     rows, N = out.shape
     K, block_m = linear.in_features, max(next_power_of_2(rows), config.block_m)
-    # A tile that exceeded the buffer would be slower than one whose last rows are not used.
+    # If a tile exceeded the buffer, the copy would be slower. It is faster to include rows that are not used.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
     _matmul_tiles_kernel[(cdiv(N, config.block_n),)](
         meta, TensorDescriptor.from_tensor(whole, [block_m, config.block_k]),
@@ -126,7 +126,7 @@ def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fa
 
 def _supports(case, rows, device) -> bool:
     """Return whether matmul_tiles computes the case; see LinearKernel."""
-    fits_tma = case.weight_type in SHORT and case.k % 8 == 0  # TMA: rows begin at multiples of 16 bytes
+    fits_tma = case.weight_type in SHORT and case.k % 8 == 0  # TMA needs rows that begin at multiples of 16 bytes.
     return fits_tma and case.epilogue != "plain" and rows <= MAX_ROWS and not 0 < device.capability < 80
 
 

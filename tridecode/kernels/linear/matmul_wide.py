@@ -60,7 +60,7 @@ def _weight_lines(WARPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.conste
     line = tl.arange(0, BLOCK_N * BLOCK_K // 32)[:, None]
     warp, own = line // 8 % WARPS, line // (8 * WARPS)
     column = own % (BLOCK_K // 32)
-    half = own // (BLOCK_K // 32)  # a warp has 16 of 64 rows; this selects half of them
+    half = own // (BLOCK_K // 32)  # A warp has 16 of 64 rows. This number selects one half of them.
     return (half // 2 * WARPS + warp) * 2 + half % 2, line % 8, column * 32
 
 
@@ -105,7 +105,7 @@ def _load(
         return tl.load(ptrs + k, eviction_policy=POLICY)
 
 
-@triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the config of the previous kernel
+@triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matmul_wide_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr, counter_ptr, eps, stride_xm,
     stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, BLOCK_M: tl.constexpr, N: tl.constexpr,
@@ -115,10 +115,10 @@ def _matmul_wide_kernel(
 ):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
 
-    Grid: (cdiv(N, outputs of a program), SPLIT). SPLIT programs share the columns. The last of them to arrive adds the
-    sums of all, in the order of the columns. Each tile of rows stores one partial sum of squares a row. AHEAD tiles of
-    the weight are in flight, before the wait too, and X_AHEAD tiles of the activations. If "gated", half of a tile's
-    rows are gate and half up.
+    Grid: (cdiv(N, outputs of a program), SPLIT). SPLIT programs share the columns. The last of them to finish adds the
+    sums of all, in the order of the columns. Each tile of rows stores one partial sum of squares per row. AHEAD tiles
+    of the weight are in flight, also before the wait. X_AHEAD tiles of the activations are in flight. If "gated", half
+    of a tile's rows belong to the gate and half to up.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32.
@@ -134,13 +134,14 @@ def _matmul_wide_kernel(
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     GATED: tl.constexpr = EPILOGUE == "gated"
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    CHUNKS: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)  # tiles of a program along the columns
+    # Number of tiles of a program along the columns.
+    CHUNKS: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K)
     MASKED: tl.constexpr = N % OUT_N != 0
-    WHOLE: tl.constexpr = K // BLOCK_K - (SPLIT - 1) * CHUNKS  # complete tiles of the last program
+    WHOLE: tl.constexpr = K // BLOCK_K - (SPLIT - 1) * CHUNKS  # Number of complete tiles of the last program.
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else weight_ptr.dtype.element_ty
     first_k = part * (CHUNKS * BLOCK_K)
     eight, line_n, line_k = _weight_lines(WARPS, BLOCK_N, BLOCK_K)
-    if GATED:  # a lane has a row of gate and the same row of up
+    if GATED:  # Each lane has a row of gate and the same row of up.
         line_n += pid * OUT_N + eight // 2 * 8
         row = line_n + eight % 2 * N
     else:

@@ -74,7 +74,7 @@ def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexp
     return tl.sum(acc, 1)
 
 
-@triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the config of the previous kernel
+@triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matvec_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_xm, stride_om, stride_normed,
     stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, SUMSQ_UNIT: tl.constexpr,
@@ -112,7 +112,7 @@ def _matvec_kernel(
         gdc_wait()
     if status != RUN:
         return
-    # Every load that depends on the predecessor is issued here, so that their latencies overlap.
+    # Issue all loads that depend on the predecessor here, so that their latencies overlap.
     x = load_tiles(x_ptr + row * stride_xm, True, K, BLOCK_K, False, "")
     if NORMED:
         n = SUMSQ_BLOCK if SUMSQ_UNIT == SUMSQ_BLOCK else n_sumsq * SUMSQ_UNIT
@@ -125,7 +125,7 @@ def _matvec_kernel(
         if EPILOGUE == "residual":
             residual = tl.load(out_ptr + row * stride_om + offs_n, mask=offs_n < N, other=0.0)
         w_next, up_next, extra_next = w, up, extra
-        if BLOCKS > PROGRAMS:  # the next rows are in flight while these are summed
+        if BLOCKS > PROGRAMS:  # The next rows are in flight while these rows are summed.
             offs_next = offs_n + PROGRAMS * BLOCK_N
             w_next = load_rows(weight_ptr, offs_next, N, K, BLOCK_K, True)
             if GATED:
@@ -151,7 +151,7 @@ def matvec(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
     rows, N = out.shape
     blocks, programs = config.grid(N)
     arguments = epilogue_arguments(linear, out, epilogue)
-    # A mask that is constant over four partial sums, or none, lets the compiler load four at a time.
+    # The compiler can load four partial sums at a time if the mask is constant over them, or absent.
     n_sumsq, sumsq_block = arguments["n_sumsq"], arguments["SUMSQ_BLOCK"]
     unit = sumsq_block if n_sumsq == sumsq_block else 1 if n_sumsq % 4 else 4
     arguments["n_sumsq"] //= unit

@@ -1,4 +1,4 @@
-"""mma on registers: assembly with which a warp multiplies a tile of a packed tensor, and the layouts of its lanes.
+"""mma on registers: assembly with which a warp multiplies a tile of a packed tensor, and the data of each lane.
 
 A tile is 16 rows of the weight by 64 bytes. The instruction (mma, 16 x 8 x 16) takes the rows of the weight as its rows
 and activations as its columns. A lane has 16 bytes of each of two rows of the weight and, of one row of the
@@ -9,7 +9,7 @@ here are [threads, 4]: four registers of each lane.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-WORDS = gl.constexpr(32)  # adjacent words in shared memory: 128 bytes, two tiles
+WORDS = gl.constexpr(32)  # Number of words that are adjacent in shared memory: 128 bytes, or two tiles.
 
 
 @gluon.constexpr_function
@@ -28,8 +28,8 @@ def lanes_layout(warps):
 def words_layout(warps):
     """Return the layout of the words of two rows for each lane, [8 * warps, 32].
 
-    Each pair of warps has the halves of 16 rows. Eight lanes whose loads are served at once have rows four apart, whose
-    bytes the swizzle puts into different banks.
+    The two warps of a pair have the halves of 16 rows. Eight lanes load at the same time. Their rows are four apart, so
+    that the swizzle puts their bytes into different banks.
     """
     pairs = [[16 << i, 0] for i in range((warps // 2).bit_length() - 1)]
     lanes = [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]]
@@ -72,8 +72,8 @@ def _unpacked(form, words, to):
 def tile_asm(form):
     """Return assembly that adds a tile's product to two chains of sums.
 
-    $0-$3 and $4-$7 are the results, the last eight operands the previous sums. The operands between are four words of a
-    row, four words of the row eight rows later, and four registers of activations for each part.
+    $0-$3 and $4-$7 are the results. The last eight operands are the previous sums. The operands between them are four
+    words of a row, four words of the row eight rows later, and four registers of activations for each part.
     """
     parts = 4 if form == "int4" else 2
     words_of_part, first = 4 // parts, 16 + 4 * parts
@@ -120,7 +120,8 @@ def raised_asm(form):
     )
 
 
-# acc += sums * scale for a row and for the row eight rows later. Operands: acc, two chains of sums, two scales.
+# Computes acc += sums * scale for a row and for the row eight rows later. Operands: acc, two chains of sums, two
+# scales.
 SCALED = gl.constexpr(
     "{ .reg .f32 s; "
     + " ".join(
@@ -188,7 +189,8 @@ def load_words(shared, WARPS: gl.constexpr):
     """Load 16 bytes of two rows for each lane, int32 [threads, 4] each, from [8 * WARPS, 32] in shared memory."""
     L: gl.constexpr = lanes_layout(WARPS)
     words = shared.load(words_layout(WARPS))
-    words = gl.reshape(words, [WARPS // 2, 2, 2, 4, 2, 4, 4])  # warp pair, half of the rows, row, row, tile, lane, word
+    # Dimensions: warp pair, half of the rows, row, row, tile, lane, word.
+    words = gl.reshape(words, [WARPS // 2, 2, 2, 4, 2, 4, 4])
     words = gl.reshape(gl.permute(words, (0, 4, 3, 2, 5, 6, 1)), [WARPS * 32, 4, 2])
     low, high = gl.split(words)
     return gl.convert_layout(low, L, assert_trivial=True), gl.convert_layout(high, L, assert_trivial=True)
@@ -223,7 +225,8 @@ def sums_of(acc, GATED: gl.constexpr, WARPS: gl.constexpr):
 
     The dimensions are warps, rows and activations.
     """
-    sums = gl.reshape(acc, [WARPS, 4, 2, 4, 2, 2])  # warp, row, row, activation, half of the rows, activation
+    # Dimensions: warp, row, row, activation, half of the rows, activation.
+    sums = gl.reshape(acc, [WARPS, 4, 2, 4, 2, 2])
     if GATED:
         return gl.split(gl.reshape(gl.permute(sums, (0, 2, 1, 3, 5, 4)), [WARPS, 8, 8, 2]))
     else:

@@ -1,9 +1,10 @@
-"""Packed tensors: quantized weights as the kernels read them, with the codes in words of 32 bits.
+"""Packed tensors: quantized weights in the layout that the kernels read. Codes are packed into words of 32 bits.
 
 A row is divided into tiles of 16 words: 128 columns of 4 bits, or 64 columns of 8 bits. Four lanes of a warp read a
 tile, 16 bytes each. A lane has eight adjacent columns of each 32, as it has of 16-bit weights and of activations
-(register_tiles.py). Columns 0 and 1 of these eight are at the same place of the two halves of one word, so are 2 and 3,
-and so on. Operations on both halves at once make the pairs of bf16 that tensor cores read (bits.py). A half contains
+(register_tiles.py). Columns 0 and 1 of these eight are at the same bits of the two halves of one word. The same is true
+of columns 2 and 3, 4 and 5, and 6 and 7. Operations on both halves at once make the pairs of bf16 that tensor cores
+read (bits.py). A half contains
 two e4m3 codes. The bits of the first are at their place in bf16; the second has the remaining bits.
 """
 
@@ -11,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-WORDS = 16  # words of a tile
-_SLICE = 2**23  # codes that are packed together
+WORDS = 16  # Number of words of a tile.
+_SLICE = 2**23  # Number of codes that are packed together.
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class QuantizedWeight:
         rows, group: rows and columns that share a scale.
         bits: bits of a code.
         zero: zero points, [n, k / group] uint8. None: half the range of the codes, or 0 for e4m3.
-        order: [k] int64, the column of the weight that each column of the codes holds. None: they are in order.
+        order: [k] int64, for each column of the codes its column in the weight. None if the columns are in order.
     """
 
     codes: torch.Tensor
@@ -135,7 +136,8 @@ class Packed:
         if self.number_type == "int8":
             codes = codes ^ 128
         padded = torch.nn.functional.pad(codes, (0, -self.k % self.tile))
-        # tile, chunk of 32 columns, lane, word of the lane's eight columns, place in a half word, element of the pair
+        # Dimensions: tile, chunk of 32 columns, lane, word of the lane's eight columns, place in a half word, element
+        # of the pair.
         planes = 16 // self.bits
         shape = (n, -1, self.tile // 32, 4, 4 // planes, planes, 2)
         parts = padded.view(shape).permute(0, 1, 3, 2, 4, 5, 6).to(torch.int32)

@@ -1,4 +1,4 @@
-"""project: a product with a weight matrix, followed by an epilogue. Every linear kernel implements it.
+"""project: a matrix product with a weight, followed by an epilogue. Every linear kernel implements it.
 
 A kernel is launched as `op.launch(meta, x, linear, out, epilogue, scratch, config=..., pdl=...)`.
 
@@ -64,10 +64,10 @@ class AddResidual(NamedTuple):
     sumsq: torch.Tensor
 
 
-MAX_ROWS = 64  # rows of a pass whose kernels read the weight once for all rows
-SHORT = (torch.bfloat16, torch.float16)  # dtypes that tensor cores multiply
+MAX_ROWS = 64  # Maximum number of rows of a pass whose kernels read each weight once for all rows.
+SHORT = (torch.bfloat16, torch.float16)  # 16-bit dtypes that tensor cores multiply.
 Epilogue = Plain | Normed | Gated | AddResidual
-OUTPUTS = ("out", "epilogue.normed", "epilogue.sumsq")  # arguments of a kernel; see Op
+OUTPUTS = ("out", "epilogue.normed", "epilogue.sumsq")  # Arguments that a kernel writes; see Op.
 NAMES = {Plain: "plain", Normed: "normed", Gated: "gated", AddResidual: "residual"}
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..triton_compat import Constants
 
-STEP_K = 32  # columns of a line of four lanes, 16 bytes each
+STEP_K = 32  # Number of columns of four lanes, which load 16 bytes each.
 STEP_COLUMNS = tl.constexpr(STEP_K)
 
 
@@ -67,7 +67,7 @@ def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD,
         LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
         GROUPED=grouped, ROW_SCALES=not dense and not grouped, SCALES=groups_of_line if grouped else 0,
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
-        # The sums of the activations are then computed once for many blocks of four bits.
+        # The kernel then sums the activations once for many blocks of four bits.
         ZEROS_AFTER=FORM == "int4" and X_AHEAD == chunks * parts and shared,
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def operand(tile, WARPS: tl.constexpr, ROWS: tl.constexpr, FOUR: tl.constexpr):
     moves. Adjacent columns in memory remain adjacent in the registers.
     """
     tile = tl.permute(tile.reshape(ROWS // 8, WARPS, 8, STEP_COLUMNS), (1, 0, 2, 3))
-    tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # lane, instruction, half, element
+    tile = tile.reshape(WARPS, ROWS, 4, 2, 2, 2)  # Dimensions: lane, instruction, half, element.
     if FOUR:
         return tl.permute(tile, (0, 1, 4, 2, 3, 5)).reshape(WARPS, ROWS, STEP_COLUMNS)
     else:
@@ -109,7 +109,7 @@ def _load(
 ):
     """Load the warps' parts, `width` elements together, from element `begin` of rows of LENGTH.
 
-    The values of a line that does not exist are arbitrary: no other line's sum depends on them.
+    The values of a line that does not exist are arbitrary, because no other line's sum depends on them.
     """
     if begin + width > LENGTH:
         return tl.load(ptrs + begin, mask=mask & (offs + begin < LENGTH), other=0.0, eviction_policy=POLICY)

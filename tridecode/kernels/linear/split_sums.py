@@ -6,7 +6,7 @@ import torch
 
 from ..common import cdiv
 
-MAX_SPLIT = 8  # maximum number of programs that share the columns of a weight
+MAX_SPLIT = 8  # Maximum number of programs that share the columns of a weight.
 MAX_BLOCK_N = 256
 
 
@@ -15,7 +15,7 @@ class SplitBuffers:
     """Scratch of matmul_wide and matmul_hopper. `counter` must be zero before a launch, and is zero after it."""
 
     sums: torch.Tensor  # fp32 [rows, MAX_SPLIT * (outputs + MAX_BLOCK_N)]
-    counter: torch.Tensor  # int32 [rows, outputs / 16]: number of programs that arrived
+    counter: torch.Tensor  # int32 [rows, outputs / 16]: number of programs that have arrived.
 
 
 def make_buffers(outputs: int, rows: int, device) -> SplitBuffers:

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-PRODUCER_REGISTERS = gl.constexpr(24)  # registers of a thread of the producer warp
+PRODUCER_REGISTERS = gl.constexpr(24)  # Number of registers of a thread of the producer warp.
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""torch_linear: a product of many rows by torch's matrix product, as in a prompt pass."""
+"""torch_linear: a linear of many rows, computed by torch's matrix product. Prompt passes use it."""
 
 import torch
 
@@ -28,7 +28,7 @@ def torch_linear(meta, x, linear, out, epilogue, scratch=None, *, config=None, p
 def piece_rows(rows: int, limit: int) -> int:
     """Return how many of a weight's `rows` rows to dequantize at a time, at most `limit`.
 
-    The parts have equal sizes, and are whole tiles of the product: cuBLAS takes several times as long for columns of
+    The parts have equal sizes and consist of whole tiles, because cuBLAS takes several times as long for columns of
     `out` that do not begin at a multiple of 16 bytes.
     """
     each = -(-rows // -(-rows // limit))

@@ -8,10 +8,10 @@ each extracts its own pair. The activations, which TMA copies, stay in their ord
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-COLUMNS = gl.constexpr(64)  # adjacent activations in shared memory, 128 bytes
-COLUMNS_OF = {"dense": 64, "e4m3": 128, "int8": 128, "int4": 256}  # columns of a weight in 128 bytes
+COLUMNS = gl.constexpr(64)  # Number of activations that are adjacent in shared memory: 128 bytes.
+COLUMNS_OF = {"dense": 64, "e4m3": 128, "int8": 128, "int4": 256}  # Number of columns of a weight in 128 bytes.
 
-# The four bits of a pair, moved to the low bits of both halves, as the mantissa of 128.0; plus $4.
+# Moves the four bits of a pair to the low bits of both halves, as the mantissa of 128.0. Adds $4.
 _INT4 = gl.constexpr(
     """{
     .reg .b32 a, one;
@@ -20,7 +20,8 @@ _INT4 = gl.constexpr(
     mov.b32 {$0, $1}, a;
     }"""
 )
-# The eight bits of a pair, two's complement: the low seven in 128.0, minus 128.0, or 256.0 if the sign is set; plus $4.
+# Two's complement: the low seven bits of a pair become the mantissa of 128.0. Subtracts 128.0, or 256.0 if the sign
+# bit is set. Adds $4.
 _INT8 = gl.constexpr(
     """{
     .reg .b32 a, b, one;
@@ -30,8 +31,8 @@ _INT8 = gl.constexpr(
     mov.b32 {$0, $1}, a;
     }"""
 )
-# The pair that is in place ($3 = 0, $4 = 0x87f087f0, $5 = 0) or the pair that is shifted by four bits ($3 = 4,
-# $4 = 0x80f080f0, $5 = 0x07000700), times 2 ** 120.
+# Takes the pair that is in place ($3 = 0, $4 = 0x87f087f0, $5 = 0), or the pair that is shifted by four bits
+# ($3 = 4, $4 = 0x80f080f0, $5 = 0x07000700), times 2 ** 120.
 _E4M3 = gl.constexpr(
     """{
     .reg .b32 a, b, up, minus_zero;
@@ -46,7 +47,7 @@ _E4M3 = gl.constexpr(
 @gluon.constexpr_function
 def columns_of(form):
     """Return the number of adjacent columns of a weight in 128 bytes of shared memory."""
-    return COLUMNS_OF[str(form)]  # Triton's preload takes the text "int8" for its type of that name
+    return COLUMNS_OF[str(form)]  # Triton's preload would read the text "int8" as its type of that name.
 
 
 @gluon.constexpr_function
@@ -147,7 +148,7 @@ def unpack(part, offsets, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.c
     """
     words = part.load(_words_layout(FORM, BLOCK_N, WARPS))
     if FORM == "int4":
-        words = gl.reshape(words, [BLOCK_N, 2, 4, 2, 2])  # tile, lane, half of the tile, part of it
+        words = gl.reshape(words, [BLOCK_N, 2, 4, 2, 2])  # Dimensions: tile, lane, half of the tile, part of the half.
         words = gl.reshape(gl.permute(words, (0, 2, 4, 1, 3)), [BLOCK_N, 8, 2, 2])
         even, odd = gl.split(words)
         first, third = gl.split(even)
@@ -159,7 +160,7 @@ def unpack(part, offsets, FORM: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.c
             _unpack_four(fourth, offsets[3], BLOCK_N, WARPS, A_L),
         )
     else:
-        words = gl.reshape(words, [BLOCK_N, 2, 8, 2])  # tile, group of eight columns, word of the group
+        words = gl.reshape(words, [BLOCK_N, 2, 8, 2])  # Dimensions: tile, group of eight columns, word of the group.
         first, second = gl.split(gl.permute(words, (0, 2, 3, 1)))
         return (
             _unpack_eight(first, offsets[0], FORM, BLOCK_N, WARPS, A_L),

@@ -1,4 +1,4 @@
-"""accept: counts how many drafts of a pass were right, and ends the step of each accepted token."""
+"""accept: counts the correct drafts of a pass, and ends the step of each accepted token."""
 
 import triton
 import triton.language as tl
@@ -64,9 +64,9 @@ def _accept_kernel(
     FENCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """End the steps of a row: that of its next token, and that of each draft if all drafts before it were right.
+    """End the steps of a row: the step of its next token, and those of drafts whose predecessors were all right.
 
-    Grid: (rows,). Moves a few hundred bytes a row.
+    Grid: (rows,). Moves a few hundred bytes per row.
     The kernel does in lanes, for all accepted tokens, what finish_step does for one token. A step that does not end
     with status RUN is the last of the row. If a pass has only one row for a request (QUERIES = 1), the first draft is
     still compared with the sampled token, so that DRAFT_LIMIT grows when drafts become right. Known tokens (below
@@ -100,7 +100,8 @@ def _accept_kernel(
     offs = tl.arange(0, MAX_STOP_IDS)
     stop_ids = tl.load(meta_ptr + STOP_IDS + offs, mask=offs < tl.load(meta_ptr + N_STOP), other=-1)
     tokens_ptr += slot.to(tl.int64) * stride_tokens + following
-    expected = tl.load(tokens_ptr, mask=known | (lanes < drafts), other=-1)  # known tokens and drafts
+    # The tokens that the pass should sample: known tokens and drafts.
+    expected = tl.load(tokens_ptr, mask=known | (lanes < drafts), other=-1)
     if PDL:
         gdc_wait()
     if runs:
@@ -137,7 +138,7 @@ def _accept_kernel(
         tl.store(meta_ptr + DRAFT_LIMIT, grown)
         counters = (last - lanes) << FOLLOWING_SHIFT | verified << DRAFTED_SHIFT | proposed << REQUESTED_SHIFT
         entry = (generation << GENERATION_SHIFT) | (((step + lanes) & STEP_MASK).to(tl.int64) << STEP_SHIFT)
-        entry |= (counters | token).to(tl.int64)  # the token of a bad step is NO_TOKEN
+        entry |= (counters | token).to(tl.int64)  # The token of a row with invalid logits is NO_TOKEN.
         if FENCE:
             tl.debug_barrier()
             entry = tl.inline_asm_elementwise(
@@ -147,7 +148,7 @@ def _accept_kernel(
 
 
 def accept(sampled, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None, *, pdl=False):
-    """End the steps of meta's rows, by the tokens sampled for them and after their drafts.
+    """End the steps of the rows of `meta`. `sampled` contains a token for each row and for each of its drafts.
 
     Args:
         sampled: [rows * queries] int32, a token or NO_TOKEN.

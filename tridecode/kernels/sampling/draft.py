@@ -24,7 +24,7 @@ from ..common import (
 from ..op import Op
 from .finish import arrive
 
-BLOCK = 1024  # positions that a program compares in one iteration
+BLOCK = 1024  # Number of positions that a program compares in one iteration.
 NO_MATCH = tl.constexpr(-1)
 
 
@@ -37,7 +37,8 @@ def _place_key(tokens_ptr, i, end, last, LONGEST: tl.constexpr, SHORTEST: tl.con
     """
     agree = i < end
     length = tl.zeros_like(i)
-    for back in tl.static_range(LONGEST):  # no load depends on the result of another, so all are in flight at once
+    # No load depends on the result of another load, so all are in flight at once.
+    for back in tl.static_range(LONGEST):
         suffix = tl.load(tokens_ptr + tl.maximum(last - back, 0))
         agree = agree & (tl.load(tokens_ptr + i - back, mask=(i < end) & (i >= back), other=-1) == suffix)
         length += agree.to(tl.int32)
@@ -63,7 +64,7 @@ def _draft_kernel(
     Grid: (rows, SPLITS). The programs of a row share the search, and the last to arrive writes the drafts. Launched
     without PDL in every pass, because embed reads the drafts before its wait.
 
-    Known tokens (below N_KNOWN) serve as drafts where they are, without a copy. Otherwise a row gets at most
+    Known tokens (below N_KNOWN) are used as drafts without a copy. Otherwise a row gets at most
     max(DRAFT_LIMIT, 1) drafts. In both cases there are at most MAX_DRAFTS drafts, the position of each draft is below
     ALLOCATED, and that of each sampled token is below LIMIT. A row with a mask gets no drafts. If the match is so close
     that its continuation reaches the position, the kernel repeats the continuation.

@@ -11,7 +11,7 @@ from ..op import Op
 def _expand_drafts_kernel(meta_ptr, samp_ptr, meta_out_ptr, samp_out_ptr, QUERIES: tl.constexpr):
     """Copy row r to rows QUERIES * r and following, each one position and one step after the previous one.
 
-    A program writes one row. Grid: (rows * QUERIES,). Moves 2 * (4 * META_WIDTH + 4 * SAMP_WIDTH) bytes a row. Rows
+    A program writes one row. Grid: (rows * QUERIES,). Moves 2 * (4 * META_WIDTH + 4 * SAMP_WIDTH) bytes per row. Rows
     beyond the drafts get status WAIT. Launched without PDL in every pass, because later kernels read its outputs before
     their wait.
 

@@ -1,4 +1,4 @@
-"""The launches of sample before the draw: they process the logits and find the distance at which the filters cut."""
+"""The first launches of sample. They process the logits, and find the largest distance that the filters keep."""
 
 import math
 
@@ -31,8 +31,8 @@ from .finish import LOWEST, block_key, packed_value
 from .mass import BINS, FARTHEST, LOW_BITS, MAX_FP32, WEIGHT_BITS, distance, grid_scale, share, weight, weight_ref
 from .nearest import NEAREST, TOPS, append, distance_bound, load_nearest, rank_nearest
 
-LEVELS = 3  # launches of the search for the threshold
-STATE = 8  # entries of a row of state
+LEVELS = 3  # Number of launches of the search for the threshold.
+STATE = 8  # Number of entries of a row of state.
 THRESHOLD, BIN, LEFT, P_BIN, P_LEFT, LISTED, TOTAL, DECIDED = range(STATE)
 
 _BINS, _LOW_BITS = tl.constexpr(BINS), tl.constexpr(LOW_BITS)
@@ -73,7 +73,7 @@ def _process_kernel(
     """Add the bias, apply the penalties, store each block's largest logits, and clear histograms and state.
 
     A program computes one block of a row. Grid: (vocab blocks, rows).
-    Moves 8 * vocab bytes a row, and 4 * vocab more for each of bias and counts if the request uses them.
+    Moves 8 * vocab bytes per row, and 4 * vocab more for each of bias and counts if the request uses them.
     counts and bias do not change during the step, so their loads precede the wait. If the raw logits of a block contain
     a NaN or an infinity, its key is NAN_KEY, which the later launches check.
 
@@ -101,7 +101,7 @@ def _process_kernel(
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < vocab
     wide, slot_start = row.to(tl.int64), slot.to(tl.int64) * stride_counts
-    # Bounds instead of masks, because the interpreter cannot splat an int1.
+    # The code uses bounds instead of masks, because the interpreter cannot broadcast an int1.
     biased = tl.where((flags & FLAG_BIAS) != 0, vocab, 0)
     counted = tl.where((flags & FLAG_PENALTIES) != 0, vocab, 0)
     bias = tl.load(bias_ptr + slot_start + offs_n, mask=offs_n < biased, other=0.0)
@@ -109,7 +109,7 @@ def _process_kernel(
     if QUERIES > 1:
         first = tl.load(meta_ptr + POSITION) - row % QUERIES
         for back in tl.static_range(1, QUERIES):
-            # counts already contains the known tokens.
+            # The known tokens are already counted.
             new = (back <= row % QUERIES) & (first + back >= tl.load(meta_ptr + N_KNOWN))
             place = tl.where(new, first + back, 0)
             proposed = tl.load(tokens_ptr + slot.to(tl.int64) * stride_tokens + place)
@@ -220,7 +220,7 @@ def _bins_kernel(
 ):
     """Run one level of the search for the distances at which top-k and top-p cut, by rank or by histogram.
 
-    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row, and up to 12 * BINS a
+    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes per row, and up to 12 * BINS a
     program.
 
     Level 0 lists the nearest tokens and bins distances by their upper 11 bits. The bins count tokens if top-k is
@@ -230,8 +230,9 @@ def _bins_kernel(
     Level 2 runs only with both filters. It computes the mass that top-k keeps, finds top-p's bin and counts inside that
     bin. All tokens at a distance have the same weight, so counts are sufficient inside a bin.
 
-    Atomics dominate the cost, so tokens that cannot matter are excluded: k of the blocks' largest logits bound the k-th
-    distance, and the tokens beyond top-p's reach have at most 1 - p of the largest token's mass together.
+    Atomics dominate the cost, so tokens that cannot affect the result are excluded. For top-k, the k-th largest of the
+    blocks' largest logits bounds the k-th distance. For top-p, tokens are excluded whose mass together is at most 1 - p
+    of the mass of the largest token.
     Every program scans the histogram of the previous level itself, so no level waits for a last arriver.
 
     Args:
@@ -277,7 +278,7 @@ def _bins_kernel(
     y = tl.load(processed_ptr + row.to(tl.int64) * stride_processed + offs_n, mask=mask_n, other=0.0)
     offs_k = tl.arange(0, BLOCKS)
     keys = tl.load(keys_ptr + row * stride_keys + offs_k, mask=offs_k < blocks, other=LOWEST)
-    if LEVEL == 0:  # all loads are issued before the first use of any of them
+    if LEVEL == 0:  # Issue all loads before the first use of a result.
         offs_t = tl.arange(0, BLOCKS * _TOPS)
         tops = tl.load(tops_ptr + row * stride_tops + offs_t, mask=offs_t < blocks * _TOPS, other=-MAX_FP32)
     elif LEVEL == 1:
@@ -292,7 +293,8 @@ def _bins_kernel(
     d = tl.where(mask_n, distance(y, largest, scale), _FARTHEST)
     high = d >> _LOW_BITS
     if LEVEL == 0:
-        # top-p alone does not determine a number of tokens; a sixth of the tops, about 100 of 600, is enough for most.
+        # top-p alone does not determine a number of tokens. A sixth of the block maxima (about 100 of 600) is usually
+        # enough.
         at_least = tl.where(use_k, top_k, blocks * _TOPS // 6)
         bound = distance_bound(distance(tops, largest, scale), at_least)
         append(near_ptr, state_ptr + _LISTED, d, d <= bound)
@@ -346,7 +348,7 @@ def binned_threshold(bins_ptr, state_ptr, use_k, use_p):
     counts = load_groups(bins_ptr, True)
     left = tl.load(state_ptr + tl.where(both, _P_LEFT, _LEFT))
     first = tl.load(state_ptr + tl.where(both, _P_BIN, _BIN)).to(tl.int32) << _LOW_BITS
-    # top-p searches for a mass, top-k for a count.
+    # top-p searches for a probability mass, and top-k for a count.
     offs_g = first + tl.arange(0, _GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     sums = tl.sum(counts.to(tl.int64) * tl.where(use_p, weight(offs_g), 1), axis=1)
     group, before = crossing(sums, left)
@@ -380,7 +382,7 @@ def threshold_ref(d, top_k: int, top_p: float) -> int:
         if threshold < FARTHEST:
             d = d[d <= threshold]
         goal = max(math.ceil(top_p * float(int(weight_ref(d).sum()))), 1)
-        near = d.topk(min(512, d.numel()), largest=False).values  # nearly always sufficient
+        near = d.topk(min(512, d.numel()), largest=False).values  # 512 tokens are nearly always sufficient.
         if int(weight_ref(near).sum()) < goal:
             near = d.sort().values
         threshold = int(near[torch.searchsorted(weight_ref(near).cumsum(0), goal)])

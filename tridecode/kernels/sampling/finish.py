@@ -1,4 +1,4 @@
-"""Functions that the sampling kernels share: logits packed with their ids, the last arriver, and the end of a step."""
+"""Functions that the sampling kernels share: keys of logits and ids, detection of the last program, end of a step."""
 
 import torch
 import triton
@@ -32,11 +32,13 @@ from .mass import MAX_FP32
 GENERATION_SHIFT, STEP_SHIFT = tl.constexpr(m.GENERATION_SHIFT), tl.constexpr(m.STEP_SHIFT)
 NO_TOKEN, STEP_MASK = tl.constexpr(m.NO_TOKEN), tl.constexpr(m.STEP_MASK)
 LATE_TOKEN = tl.constexpr(m.LATE_TOKEN)
-LOWEST = tl.constexpr(-(2**63))  # the key of no token
-NAN_KEY = tl.constexpr(2**63 - 1)  # the key of a block with a NaN or an infinity, above every other
+LOWEST = tl.constexpr(-(2**63))  # The key that represents no token.
+# The key of a block that contains NaN or infinity. It is greater than all other keys.
+NAN_KEY = tl.constexpr(2**63 - 1)
 SIGN_FREE = tl.constexpr(0x7FFFFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
-LOGPROBS_WIDTH = tl.constexpr(1 + MAX_LOGPROBS)  # values of an entry: the sampled token, then the likeliest
+# Number of values of an entry: the sampled token, then the most likely tokens.
+LOGPROBS_WIDTH = tl.constexpr(1 + MAX_LOGPROBS)
 
 
 @triton.jit
@@ -140,7 +142,7 @@ def finish_step(
     slot, following, step, generation, known, known_token, ends, waits, stop_ids = state
     meta_ptr += row * META_WIDTH
     stays = bad
-    if MASKED:  # .cg, because the previous launch wrote LATE to a line that this program may have cached
+    if MASKED:  # .cg bypasses the L1 cache. The previous launch wrote LATE to a line that this program may have cached.
         late = tl.load(meta_ptr + LATE, cache_modifier=".cg") != 0
         stays = bad | late
     samples = (known | stays) == 0

@@ -18,7 +18,7 @@ from .finish import (
     step_state,
 )
 
-BLOCK = 2048  # tokens of the vocabulary that a program compares
+BLOCK = 2048  # Number of tokens of the vocabulary that a program compares.
 WARPS = 8
 
 
@@ -43,7 +43,7 @@ def _greedy_kernel(
 ):
     """Take the lowest id among the largest raw logits. The last program of a row to arrive ends its step.
 
-    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row.
+    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes per row.
     A logit and its id are packed into one int64, so the largest key is the result in any order of arrival, ties
     included. A NaN or an infinity has the largest key of all.
 

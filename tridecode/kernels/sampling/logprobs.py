@@ -48,7 +48,7 @@ def _logprobs_kernel(
     """Compute the log-sum-exp and the largest logits of a row.
 
     A program reads one block of a row, and stores the block's largest logits and its part of the sum. The last program
-    of a row to arrive merges them. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row.
+    of a row to arrive merges them. Grid: (vocab blocks, rows). Moves 4 * vocab bytes per row.
     A logit packed with its id sorts as one int64, lower ids first among equals. If the logits contain a NaN or a
     positive infinity, nothing is written to the rings.
 
@@ -136,7 +136,8 @@ def logprobs_ref(logits, meta, out_logprobs, out_top_ids, sampler):
         count = min(state[m.N_LOGPROBS], x.numel())
         if count and bool(torch.isfinite(lse)):
             least = x.topk(count).values[-1]
-            ids = (x >= least).nonzero().flatten()  # ascending, so that the stable sort puts lower ids first
+            # The ids are ascending, so that the stable sort puts lower ids first.
+            ids = (x >= least).nonzero().flatten()
             ids = ids[x[ids].sort(descending=True, stable=True).indices[:count]]
             slot, entry = state[m.SLOT], state[m.STEP] % m.RING
             out_logprobs[slot, entry, 1 : 1 + count] = x[ids] - lse

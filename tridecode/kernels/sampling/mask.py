@@ -28,14 +28,15 @@ from ..op import Op
 from .finish import GENERATION_SHIFT
 from .mass import MAX_FP32
 
-BLOCK = 4096  # tokens of the vocabulary that a program masks
-WARPS = 8  # warps of a program that fetches a row's mask
+BLOCK = 4096  # Number of tokens of the vocabulary that a program masks.
+WARPS = 8  # Number of warps of a program that fetches the mask of a row.
 
 
 @triton.jit
 def _needs_mask(meta_ptr):
     """Return whether the row samples a token that its mask must allow."""
-    draws = tl.load(meta_ptr + POSITION) + 1 >= tl.load(meta_ptr + N_KNOWN)  # the next token is not known
+    # Whether the next token is sampled, because it is not known.
+    draws = tl.load(meta_ptr + POSITION) + 1 >= tl.load(meta_ptr + N_KNOWN)
     return (tl.load(meta_ptr + STATUS) == RUN) & ((tl.load(meta_ptr + FLAGS) & FLAG_MASK) != 0) & draws
 
 
@@ -74,7 +75,7 @@ def _fetch_mask_kernel(
     if needs_mask:
         threads = tl.arange(0, THREADS)
         stamp = tl.load(stamp_ptr + slot + threads * 0, volatile=True)
-        if FENCE:  # orders the load of the mask after that of the stamp
+        if FENCE:  # Orders the load of the mask after the load of the stamp.
             stamp = tl.inline_asm_elementwise(
                 "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [stamp], dtype=tl.int64, is_pure=False, pack=1
             )
@@ -105,7 +106,8 @@ def _mask_kernel(logits_ptr, meta_ptr, here_ptr, vocab, words, stride_logits, BL
         gdc_launch_dependents()
         gdc_wait()
     if needs_mask:
-        # .cg, because this program may have cached the line before the wait, when it read other fields of meta.
+        # .cg bypasses the L1 cache. This program may have cached the line before the wait, when it read other fields of
+        # meta.
         late = tl.load(meta_ptr + LATE, cache_modifier=".cg")
         offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         offs_n = tl.where(late != 0, vocab, offs_n)

@@ -5,23 +5,23 @@ The maximum itself has distance 0, exactly. Tokens at equal distances are tied. 
 units of 2**-42, and zero from 29 nats on.
 
 Every operation is exact or rounded once (no fused multiply-add, no library exp). A GPU, the interpreter and torch
-therefore compute the same integers, and integer sums do not depend on their order. The filters keep the same tokens,
-and the draw picks the same one, on every device.
+therefore compute the same integers, and integer sums do not depend on their order. Therefore the filters keep the same
+tokens, and the same token is sampled, on every device.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-BINS = 2048  # bins of one histogram level; two levels resolve a distance
+BINS = 2048  # Number of bins of one histogram level. Two levels resolve a distance.
 LOW_BITS = 11
 FARTHEST = BINS * BINS - 1
-WEIGHT_BITS = 42  # the weight of the maximum is 2**42: sums over 2**21 tokens stay in int64
-GRID = 131072.0  # units of distance in a nat
+WEIGHT_BITS = 42  # The weight of the most likely token is 2**42, so that sums over 2**21 tokens fit in int64.
+GRID = 131072.0  # Number of distance units in a nat.
 LOG2E = 1549082005  # log2(e) * 2**30
 COEFFICIENTS = (1.14980677e-04, -1.29178894e-03, 9.59716851e-03, -5.54992773e-02, 2.40226097e-01, -6.93147175e-01, 1.0)
 
-MAX_FP32 = tl.constexpr(3.4028234663852886e38)  # the largest finite fp32
+MAX_FP32 = tl.constexpr(3.4028234663852886e38)  # The largest finite fp32 number.
 _FARTHEST, _GRID, _LOG2E = tl.constexpr(FARTHEST), tl.constexpr(GRID), tl.constexpr(LOG2E)
 _ONE = tl.constexpr(float(2**WEIGHT_BITS))
 _C6, _C5, _C4, _C3, _C2, _C1, _C0 = (tl.constexpr(c) for c in COEFFICIENTS)
@@ -45,7 +45,7 @@ def weight(d):
 
     A polynomial computes the fraction of d * log2(e), a shift the whole part.
     """
-    t = d.to(tl.int64) * _LOG2E  # units of 2**-47
+    t = d.to(tl.int64) * _LOG2E  # Unit: 2**-47.
     f = ((t >> 23).to(tl.int32) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
     p = f * _C6 + _C5
     p = p * f + _C4

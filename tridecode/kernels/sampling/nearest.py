@@ -1,6 +1,9 @@
-"""The list of the tokens nearest to the largest logit. If it contains all that top-k or top-p can keep, ranks decide.
+"""The list of the tokens nearest to the largest logit.
 
-The list is not sorted: a token's rank is the number of nearer tokens in the list, counted by comparing every pair.
+If it contains all tokens that top-k or top-p can keep, their ranks in it determine the threshold.
+
+The list is not sorted. The rank of a token is the number of nearer tokens in the list. All pairs are compared to count
+them.
 """
 
 import triton
@@ -8,24 +11,25 @@ import triton.language as tl
 
 from .mass import BINS, FARTHEST, share, weight
 
-NEAREST = 512  # capacity of the list
-RANK_SHIFT = 53  # a token's rank is stored above the mass of the nearer tokens, which takes 51 bits
-EIGHTH_BITS = 14  # low bits of a distance, inside an eighth of a nat: mass.GRID is eight times 2**14
-TOPS = 8  # parts of a block of the vocabulary; each part stores its largest logit
+NEAREST = 512  # Maximum length of the list.
+RANK_SHIFT = 53  # The rank of a token is stored above the mass of the nearer tokens, which takes 51 bits.
+EIGHTH_BITS = 14  # Number of low bits of a distance within an eighth of a nat: mass.GRID is eight times 2**14.
+TOPS = 8  # Number of parts of a block of the vocabulary. Each part stores its largest logit.
 
 _NEAREST = tl.constexpr(NEAREST)
 _FARTHEST, _BINS = tl.constexpr(FARTHEST), tl.constexpr(BINS)
 _EIGHTHS, _EIGHTH_BITS = tl.constexpr((FARTHEST + 1) >> EIGHTH_BITS), tl.constexpr(EIGHTH_BITS)
-_RANK_SHIFT, _RANK = tl.constexpr(RANK_SHIFT), tl.constexpr(1 << RANK_SHIFT)  # the unit of a rank, above any mass
-_RANKED = tl.constexpr(8)  # tokens that a program ranks in one iteration
+# The unit of a rank is greater than any mass.
+_RANK_SHIFT, _RANK = tl.constexpr(RANK_SHIFT), tl.constexpr(1 << RANK_SHIFT)
+_RANKED = tl.constexpr(8)  # Number of tokens that a program ranks in one iteration.
 
 
 @triton.jit
 def distance_bound(distances, count):
     """Return a distance within which at least `count` of the distances are.
 
-    It is the end of the eighth of a nat that contains the count-th distance, or the end of the last bin but one if
-    fewer than `count` are nearer: a cut in the last bin keeps all tokens.
+    It is the end of the eighth of a nat that contains the count-th distance. If fewer than `count` distances are
+    nearer, it is the end of the second-to-last bin, because a threshold in the last bin keeps all tokens.
     """
     before = tl.cumsum(tl.histogram(distances >> _EIGHTH_BITS, _EIGHTHS), axis=0) < count
     eighth = tl.sum(before.to(tl.int32), axis=0)
@@ -72,5 +76,5 @@ def ranked_threshold(d, w, ranks, count, total, use_k, top_k, use_p, top_p):
     total = tl.where(use_k, tl.sum(tl.where(within, w, 0), axis=0), total)
     goal = tl.where(use_p, share(top_p, total), _RANK)
     threshold = tl.max(tl.where(within & ((ranks & (_RANK - 1)) < goal), d, 0), axis=0)
-    # With fewer than k tokens in the list, the others are in the last bin.
+    # With fewer than k tokens in the list, the other tokens are in the last bin.
     return tl.where(use_p | (count >= top_k), threshold, _FARTHEST)

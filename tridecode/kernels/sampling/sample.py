@@ -57,10 +57,11 @@ from .mass import BINS, FARTHEST, WEIGHT_BITS, distance, distance_ref, grid_scal
 from .nearest import NEAREST, TOPS, load_nearest, ranked_threshold
 from .philox import philox_bits, philox_bits_ref
 
-BLOCK = 2048  # tokens of the vocabulary that a program computes
+BLOCK = 2048  # Number of tokens of the vocabulary that a program computes.
 WARPS = 16
 LOGPROBS_BLOCK = 4096
-LOGPROBS_KEEP = 32  # candidates that a program of logprobs stores: MAX_LOGPROBS, rounded up to a power of two
+# Number of candidates that a program of logprobs stores: MAX_LOGPROBS, rounded up to a power of two.
+LOGPROBS_KEEP = 32
 
 _BINS, _LEVELS, _FARTHEST = tl.constexpr(BINS), tl.constexpr(LEVELS), tl.constexpr(FARTHEST)
 _STATE, _THRESHOLD = tl.constexpr(STATE), tl.constexpr(THRESHOLD)
@@ -76,18 +77,19 @@ class SamplerBuffers:
     `counter` must be zero before a launch, and is zero after it. The other buffers may contain anything.
     """
 
-    mask: torch.Tensor  # int32 [rows, vocab / 32]: the row's mask; see layout.mask_words
+    mask: torch.Tensor  # int32 [rows, vocab / 32]: mask of the row; see layout.mask_words.
     keys: torch.Tensor  # int64 [rows, blocks]: maximum of each block of logits, packed with its token id
-    counter: torch.Tensor  # int32 [rows, 2]: programs of greedy or sample that arrived, and programs of logprobs
-    tops: torch.Tensor  # fp32 [rows, blocks * TOPS]: maximum of each 1/TOPS of a block of processed logits
+    counter: torch.Tensor  # int32 [rows, 2]: number of arrived programs of greedy or sample, and of logprobs.
+    tops: torch.Tensor  # fp32 [rows, blocks * TOPS]: maximum of each of the TOPS parts of a block of processed logits.
     processed: torch.Tensor  # fp32 [rows, vocab]: logits after bias and penalties, before the temperature
     bins: torch.Tensor  # int32 [rows, LEVELS, BINS]: number of tokens in each bin of distance from the maximum
     bin_mass: torch.Tensor  # int64 [rows, BINS]: probability mass of each bin of the first level
-    state: torch.Tensor  # int64 [rows, STATE]: results of the filters; entry THRESHOLD is the largest distance kept
+    # int64 [rows, STATE]: results of the filters. Entry THRESHOLD is the largest distance that is kept.
+    state: torch.Tensor
     near: torch.Tensor  # int32 [rows, NEAREST]: distances of the tokens nearest to the maximum, not sorted
-    ranks: torch.Tensor  # int64 [rows, NEAREST]: for each of them, the number of nearer ones and their mass
-    mass: torch.Tensor  # int64 [rows, blocks]: probability mass that each block keeps
-    candidates: torch.Tensor  # int32 [rows, blocks]: the token that each block draws, used if the block is sampled
+    ranks: torch.Tensor  # int64 [rows, NEAREST]: for each token of `near`, the number of nearer tokens and their mass.
+    mass: torch.Tensor  # int64 [rows, blocks]: probability mass that the filters keep in each block.
+    candidates: torch.Tensor  # int32 [rows, blocks]: the token that each block samples, used if the block is sampled.
     lse: torch.Tensor  # fp32 [rows]: log-sum-exp of the raw logits
     top_keys: torch.Tensor  # int64 [rows, logprobs blocks, LOGPROBS_KEEP]
     block_lse: torch.Tensor  # fp32 [rows, logprobs blocks, 2]: maximum and sum of exponentials
@@ -156,7 +158,7 @@ def _sample_kernel(
 ):
     """Weigh the tokens of each block that the filters keep, draw one token of the row, and end the step.
 
-    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes a row, and in each program
+    A program reads one block of a row. Grid: (vocab blocks, rows). Moves 4 * vocab bytes per row, and in each program
     12 * NEAREST bytes, and 4 * BINS more if the list of nearest tokens does not decide.
 
     Each block draws a candidate among its tokens in the order of their ids, and the last program to arrive draws a
@@ -281,7 +283,7 @@ def sample(
     rows, vocab = logits.shape
     blocks = cdiv(vocab, BLOCK)
     s, grid, padded = sampler, (blocks, rows), max(2, next_power_of_2(blocks))
-    launch = options(WARPS, pdl) | {"enable_fp_fusion": False}  # every product is rounded separately, as in torch
+    launch = options(WARPS, pdl) | {"enable_fp_fusion": False}  # Every product is rounded separately, as in torch.
     assert counts.stride(0) == bias.stride(0) and s.keys.stride(0) == s.mass.stride(0) == s.candidates.stride(0)
     _process_kernel[grid](
         logits,
@@ -388,8 +390,8 @@ def sample_ref(
         bad, token = not bool(torch.isfinite(x).all()), 0
         if not bad:
             seen, position = counts[slot], state[m.POSITION]
-            if before := row % queries:  # the number of drafts before this row
-                first = max(position - before + 1, state[m.N_KNOWN])  # counts already contains the known tokens
+            if before := row % queries:  # The number of drafts before this row.
+                first = max(position - before + 1, state[m.N_KNOWN])  # The known tokens are already counted.
                 proposed = tokens[slot, first : position + 1].long()
                 seen = seen.index_add(0, proposed, torch.full_like(proposed, 2, dtype=seen.dtype))
             y = sampler.processed[row].copy_(process_ref(x, seen, bias[slot], state[m.FLAGS], *penalties))

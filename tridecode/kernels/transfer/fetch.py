@@ -1,4 +1,4 @@
-"""fetch: copies one layer's part of the data in host memory, K/V pages or weights, into a ring buffer on the device."""
+"""fetch: copies K/V pages or weights of one layer from host memory into a ring buffer on the device."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,8 @@ from ..op import Op
 class FetchConfig:
     """Launch config of a copy from host memory.
 
-    Few programs, so that other kernels run at the same time. Each has `tile` elements of 8 bytes in flight.
+    There are few programs, so that other kernels can run at the same time. Each has `tile` elements of 8 bytes in
+    flight.
     """
 
     programs: int = 16
@@ -37,7 +38,7 @@ def _fetch_kernel(
 
     A negative page number marks a place that no request needs. It is skipped. The next tile is in flight while one is
     stored, because the number of bytes in flight determines the speed.
-    Grid: (programs,). Reads CELL * 8 bytes a page over PCIe. Launched without PDL, on a stream of its own.
+    Grid: (programs,). Reads CELL * 8 bytes per page over PCIe. Launched without PDL, on a stream of its own.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. If no row runs, nothing is copied. With BLOCK_M = 0 it is not read.

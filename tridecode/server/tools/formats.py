@@ -27,12 +27,12 @@ class Format:
     """A format of tool calls.
 
     Args:
-        name: identifier; only "tagged" calls each have a prefix and a suffix.
+        name: identifier. In the format "tagged", each call has a prefix and a suffix.
         parser: class that parses the calls.
         template_words: words that a chat template of this format contains.
-        call: text of an enforced call; NAME and ARGUMENTS stand for its name and its arguments.
-        prefix: text in front of an enforced call if the name is "tagged", else in front of the first one.
-        suffix: text after an enforced call if the name is "tagged", else after the last one.
+        call: text of an enforced call, with the placeholders NAME and ARGUMENTS.
+        prefix: text before each enforced call in the format "tagged", in other formats before the first call.
+        suffix: text after each enforced call in the format "tagged", in other formats after the last call.
         separator: text between two calls.
         special: special tokens in calls, which decoded text omits.
     """
@@ -47,10 +47,10 @@ class Format:
     special: tuple[str, ...] = ()
 
 
-OBJECT = {"type": "object"}  # the type of all arguments, also if their schema has no type
+OBJECT = {"type": "object"}  # The type of all arguments, also if their schema has no type.
 TAGS = ("<tool_call>", "</tool_call>")
 TAGGED = Format("tagged", TaggedCallParser, TAGS[:1], prefix="<tool_call>\n", suffix="\n</tool_call>", special=TAGS)
-FORMATS = (  # the first one whose words are in the template applies
+FORMATS = (  # The first format whose words are in the template applies.
     Format("xml", XmlCallParser, ("<function=",), special=TAGS),
     Format("mistral", MistralCallParser, ("[TOOL_CALLS]",), prefix="[TOOL_CALLS] [", suffix="]", separator=", ",
            special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
@@ -107,7 +107,7 @@ def call_grammar(
 
 
 def json_rule(schema: dict) -> str:
-    """Return the Lark rule of JSON that a schema allows."""
+    """Return a Lark rule that matches the JSON texts that a schema allows."""
     return "%json " + json.dumps({**exact_schema(schema), "x-guidance": JSON_LAYOUT})
 
 

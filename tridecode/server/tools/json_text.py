@@ -4,7 +4,8 @@ import json
 
 import msgspec
 
-TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}  # others are numbers
+# All other values are numbers.
+TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
 
 
 class ObjectScanner:
@@ -62,7 +63,7 @@ def decode_string(text: str) -> str | None:
 
 def schema_types(schema, root: dict) -> set[str]:
     """Return the types that a JSON schema within `root` explicitly allows."""
-    types, seen, left = set(), set(), [schema]  # visits each part once, since references may be circular
+    types, seen, left = set(), set(), [schema]  # References may be circular, so each part is visited once.
     while left:
         part = left.pop()
         if not isinstance(part, dict) or id(part) in seen:
@@ -84,7 +85,7 @@ def _as_list(value) -> list:
 
 
 def _resolve(path, root: dict):
-    """Return the part of `root` that a reference like # or #/$defs/name names, None for other references."""
+    """Return the part of `root` to which a reference such as # or #/$defs/name points, or None for other references."""
     first, *names = path.split("/") if isinstance(path, str) else [""]
     part = root if first == "#" else None
     for name in names:

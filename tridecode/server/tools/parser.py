@@ -22,7 +22,8 @@ from .json_text import (
 )
 
 TEXT, NAME, ARGUMENTS = "text", "name", "arguments"
-PYTHONS = {"True": "true", "False": "false", "None": "null"}  # Python literals that templates write -> JSON
+# Python literal that a template may write -> JSON literal.
+PYTHONS = {"True": "true", "False": "false", "None": "null"}
 Event = tuple[str, str]
 
 
@@ -42,7 +43,7 @@ class Call:
 
 
 class CallParser:
-    """Base of the parsers: emits text up to the mark that opens a call, and drops white space around calls.
+    """Base class of the parsers. It emits text up to the mark that opens a call, and drops white space around calls.
 
     `_pending` is text that may become part of a call, or white space in front of one. Each state is a method that
     consumes a part of `_pending` and returns whether it made progress.
@@ -58,9 +59,9 @@ class CallParser:
         self.calls: list[Call] = []
         self._events: list[Event] = []
         self._schemas, self._pending, self._raw = schemas, "", ""
-        self._leading_space = ""  # white space in front of the mark that begins `_raw`
+        self._leading_space = ""  # White space before the mark that begins `_raw`.
         self._state = self._text
-        self._text_since_call = True  # whether text followed the last call
+        self._text_since_call = True  # Whether text followed the last call.
 
     def feed(self, text: str) -> list[Event]:
         """Parse the next part of the answer and return its events."""
@@ -139,7 +140,7 @@ class CallParser:
         return False
 
     def _skip_close(self) -> bool:
-        """Consume the closing mark if it follows; return False if the rest of it may still arrive."""
+        """Consume the closing mark if it follows. Return False if only a part of it has arrived."""
         pending = self._pending.lstrip()
         if len(pending) < len(self.close_mark) and self.close_mark.startswith(pending):
             return False
@@ -184,7 +185,10 @@ class JsonCallParser(CallParser):
         return self._whole_object()
 
     def _whole_object(self) -> bool:
-        """Parse a call whose object does not begin with the name, once its end has arrived. Return whether it has."""
+        """Parse a call whose object does not begin with the name, when the end of the object has arrived.
+
+        Return whether it has.
+        """
         start = len(self._pending) - len(self._pending.lstrip())
         if start == len(self._pending):
             return False
@@ -256,7 +260,7 @@ class BareCallParser(JsonCallParser):
     """Parses {"name": ..., "parameters": {...}}, one or several separated by `;`, the format of Llama."""
 
     open_marks, key = ("<|python_tag|>",), "parameters"
-    _had_text = False  # after text, a brace does not begin a call
+    _had_text = False  # After text, a brace does not begin a call.
 
     def _text(self) -> bool:
         pending = self._pending.lstrip(" \t\r\n;" if self.calls else None)
@@ -374,7 +378,7 @@ class XmlCallParser(CallParser):
         return False
 
     def _typed(self, key: str, value: str) -> str:
-        """Return a parameter's text as JSON: as another type if its schema allows that, otherwise as a string."""
+        """Return the text of a parameter as JSON. Its type is the type that its schema allows, or else a string."""
         schema, types = self._schemas.get(self.calls[-1].name, {}), set()
         if isinstance(properties := schema.get("properties"), dict):
             types = schema_types(properties.get(key), schema)

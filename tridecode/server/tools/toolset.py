@@ -22,7 +22,7 @@ class Tools:
 
     Args:
         functions: the functions that the model may call.
-        choice: auto, none, required, or one, which requires a call of the function `one`.
+        choice: "auto", "none", "required", or "one", which requires a call of the only function.
         parallel: whether an enforced answer may have several calls.
     """
 
@@ -82,7 +82,7 @@ class Tools:
 
 
 def with_objects(message: dict) -> dict:
-    """Return a message whose calls have objects as arguments, since each template formats them itself."""
+    """Return a message in which the arguments of calls are objects, because templates format the arguments."""
     if "tool_calls" not in message:
         return message
     return message | {"tool_calls": [_with_object(call) for call in message["tool_calls"]]}
@@ -92,7 +92,7 @@ def _with_object(call: dict) -> dict:
     try:
         arguments = json.loads(call["function"]["arguments"] or "{}")
     except (ValueError, RecursionError):
-        return call  # the text that the model wrote
+        return call  # Return the text that the model wrote.
     if not isinstance(arguments, dict):
         return call
     return call | {"function": call["function"] | {"arguments": arguments}}
