@@ -10,9 +10,10 @@ salt of its own, so no task reuses the prompts of another one. --no-reuse comput
 
 --dry runs the scheduler, the pages, the prefix tree and the snapshots of an engine whose prompt passes compute nothing.
 
-A trace is a file of JSON lines with "messages" and "tools" as in OpenAI's chat API, one line a turn. To get some:
-pip download --no-deps --python-version 3.12 --only-binary=:all: agentperf-local, then unzip the wheel; they are in
-agentperf_local/data/replays/agentperf-default-v1/traces.
+A trace is a file of JSON lines, one a turn, with "messages" and "tools" as in OpenAI's chat API. The wheel of
+agentperf-local contains traces in agentperf_local/data/replays/agentperf-default-v1/traces. This gets the wheel:
+
+    pip download --no-deps --python-version 3.12 --only-binary=:all: agentperf-local && unzip agentperf_local-*.whl
 """
 
 import argparse
@@ -88,7 +89,7 @@ def row_of(name: str, tasks: Sequence[Task], results: Sequence[Result], timed: b
 
 
 def read_tasks(folder: Path, tokenizer: Tokenizer) -> list[Task]:
-    """Read the traces of a folder. Raises ParameterError if it has none, PromptError and ApiError for a wrong one."""
+    """Read the traces of a folder. Raises ParameterError, or the error of a server for an invalid trace."""
     tasks = []
     for path in sorted(folder.glob("*.jsonl")):
         turns = [loads(line) for line in path.read_bytes().splitlines()]

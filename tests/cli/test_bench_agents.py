@@ -20,7 +20,7 @@ TOOL = {"name": "shell", "description": "Run a command.", "parameters": {"type":
 
 @pytest.fixture
 def traces(tmp_path):
-    """A folder with the trace of one task, and a file that is no trace."""
+    """A folder with the trace of one task, and a file that is not a trace."""
     messages = [
         {"role": "system", "content": "Use the shell to repair the program. " * 4},
         {"role": "user", "content": "The tests of the parser fail. " * 3},
@@ -49,8 +49,8 @@ def beginning_of_note(tokens) -> int:
     return [i for i, token in enumerate(tokens) if token == tokens[0]][-2]
 
 
-def reused(engine, task, **how) -> list[int]:
-    [results] = agents.replay(engine, [task], **how)
+def reused(engine, task, **options) -> list[int]:
+    [results] = agents.replay(engine, [task], **options)
     engine.scheduler.assert_consistent()
     return [result.usage.reused_tokens for result in results]
 
