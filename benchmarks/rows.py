@@ -31,10 +31,24 @@ class PeersRow(DecodeRow):
     transformers: str
 
 
+@dataclass(kw_only=True)
+class AgentsRow(Row):
+    bench = "agents"
+    header = "model"
+    task: str = column("task")
+    turns: int = column("turns")
+    prompt_tokens: int = column("prompt tokens")
+    reused_tokens: int = column("reused", compared=True)
+    share: float = column("reused %", 1, 100.0, kept=4)
+    possible: float = column("possible %", 1, 100.0, kept=4)
+    ttft: float | None = column("first token, ms", 1, 1e3, kept=6, compared=True, default=None)
+    ttft_p99: float | None = column("p99, ms", 1, 1e3, kept=6, default=None)
+
+
 TYPES: dict[str, type[Row]] = {
     kind.bench: kind
     for kind in (
-        *(DecodeRow, AblateRow, BatchRow, PrefillRow, StreamRow, StartRow, ServeRow, MixRow, PeersRow),
+        *(DecodeRow, AblateRow, BatchRow, PrefillRow, StreamRow, StartRow, ServeRow, MixRow, PeersRow, AgentsRow),
         *(OffloadRow, WeightsRow, PromptRow, SwapRow, PassesRow, DraftRow, TextRow),
     )
 }

@@ -42,6 +42,7 @@ if not torch.cuda.is_available():
 SLOW = """
     blocks/test_blocks blocks/test_declarations checkpoint/test_bundled checkpoint/test_checkpoint
     checkpoint/test_files checkpoint/test_host_layers checkpoint/test_hub checkpoint/test_methods cli/test_bench
+    cli/test_bench_agents
     cli/test_bench_serve cli/test_cli cli/test_configuration cli/test_failed_turns
     cli/test_keyboard cli/test_looks cli/test_markdown cli/test_overflow cli/test_remote_chat cli/test_sessions
     cli/test_signals cli/test_terminal cli/test_waiting cli/test_windows kernels/attention/test_attention

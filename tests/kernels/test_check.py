@@ -236,7 +236,7 @@ def test_check_op_rejects_an_allocation_and_a_launch_that_does_not_repeat():
 
     args = random(ROWS, N), poisoned(ROWS, N)
     kernels = (copy,)
-    with pytest.raises(AssertionError, match="a launch allocates memory"):
+    with pytest.raises(AssertionError, match="the launch allocated memory"):
         check_op(Op(allocate, copy, lambda x, out: 1, kernels, ("out",)), args)
     with pytest.raises(AssertionError, match="a launch differs from the first one in: out"):
         check_op(Op(count_calls, first_call, lambda x, out: 1, kernels, ("out",)), args)

@@ -1,8 +1,10 @@
 """Device: the properties of a GPU that launch configs depend on."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -41,15 +43,8 @@ def _gpu(name: str, capability: int, multiprocessors: int, shared_kib: int, memo
 # GPUs for which kernels can be compiled on another machine. Source: CUDA's table of compute capabilities, and the data
 # sheets of the GPUs.
 GPUS = {
-    "a100": _gpu("NVIDIA A100-SXM4-80GB", 80, 108, 163, 80),
-    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090", 86, 82, 99, 24),
-    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 89, 128, 99, 24),
-    "l4": _gpu("NVIDIA L4", 89, 58, 99, 24),
-    "l40s": _gpu("NVIDIA L40S", 89, 142, 99, 48),
-    "h100": _gpu("NVIDIA H100 80GB HBM3", 90, 132, 227, 80),
-    "h200": _gpu("NVIDIA H200", 90, 132, 227, 141),
-    "b200": _gpu("NVIDIA B200", 100, 148, 227, 180),
-    "rtx-5090": _gpu("NVIDIA GeForce RTX 5090", 120, 170, 99, 32),
+    key: _gpu(**values)
+    for key, values in json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8")).items()
 }
 _simulated: ContextVar[Device | None] = ContextVar("_simulated", default=None)
 
