@@ -37,9 +37,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
 _HEADER_LIMIT = 100_000_000  # Maximum bytes of a header, as in safetensors.
-_MAX_DIMENSIONS = (
-    8  # Maximum number of dimensions. A header of 100 MB could list millions, whose product takes minutes.
-)
+# Maximum number of dimensions of a tensor. A header of 100 MB could list millions, whose product takes minutes.
+_MAX_DIMENSIONS = 8
 _COPY_BYTES = 64 * 2**20  # Maximum bytes that are copied to the device at once.
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 

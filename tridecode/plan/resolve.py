@@ -24,7 +24,8 @@ class EnginePlan:
     Args:
         options: the requested options.
         spec: the model, with the quantization that is applied while it is loaded.
-        device, backend: the device, and the kernels that run passes: "triton" or "torch".
+        device: the device that runs the passes.
+        backend: "triton" or "torch", the kernels that run the passes.
         dtype: dtype of activations.
         graphs: which passes are captured, and their attention kernels.
         ngram: maximum and minimum number of tokens that must match for a draft, or None for no drafts.

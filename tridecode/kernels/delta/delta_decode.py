@@ -50,7 +50,7 @@ def _add(a0, b0, c0, d0, e0, a1, b1, c1, d1, e1):
 
 @triton.jit
 def _load_tile(ptr, first, end, BLOCK: tl.constexpr):
-    """Load BLOCK elements from `first` on. Those from `end` on are 0."""
+    """Load elements first to first + BLOCK - 1. Elements at `end` and later are 0."""
     offs = first + tl.arange(0, BLOCK)
     return tl.load(ptr + offs, mask=offs < end, other=0.0)
 
