@@ -12,17 +12,16 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from model import IGNORE, Config, Qwen3
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 LEARN = 0x8000
-IGNORE = -100
 # Fine-tuning pads documents of similar length to the same length. These are the maximum lengths.
 WIDTHS = (64, 128, 192, 256, 384, 512, 1024)
 
@@ -49,114 +48,6 @@ FINETUNE = {
     "oewn": 0.003,
     "personality": 0.0005,
 }
-
-
-@dataclass(frozen=True)
-class Config:
-    """Shape of the model, named as in a Hugging Face config.json."""
-
-    vocab_size: int = 4096
-    hidden_size: int = 256
-    intermediate_size: int = 768
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 64
-    max_position_embeddings: int = 2048
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to x [batch, length, heads, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with grouped queries, q/k norm and rotary embedding."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.head_dim = config.head_dim
-        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = (proj(x).view(batch, length, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q = rotate(self.q_norm(q.float()), cos, sin).to(v.dtype).transpose(1, 2)
-        k = rotate(self.k_norm(k.float()), cos, sin).to(v.dtype).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
-
-
-class MLP(nn.Module):
-    """Feed-forward block with SiLU gate."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    """A decoder layer."""
-
-    def __init__(self, config: Config, dropout: float):
-        super().__init__()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + F.dropout(self.self_attn(self.input_layernorm(x), cos, sin), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
-
-
-class Qwen3(nn.Module):
-    """Qwen3 with the output layer tied to the embedding."""
-
-    def __init__(self, config: Config, dropout: float = 0.0):
-        super().__init__()
-        self.model = nn.ModuleDict(
-            {
-                "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-                "layers": nn.ModuleList(Layer(config, dropout) for _ in range(config.num_hidden_layers)),
-                "norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
-            }
-        )
-        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
-        angles = torch.outer(torch.arange(config.max_position_embeddings), frequencies)[:, None]
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                branch_end = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.num_hidden_layers) if branch_end else 0.02)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the cross-entropy over the targets that are not IGNORE.
-
-        Args:
-            tokens, targets: int64 [batch, length]
-        """
-        x = self.model["embed_tokens"](tokens)
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        for layer in self.model["layers"]:
-            x = layer(x, cos, sin)
-        logits = F.linear(self.model["norm"](x), self.model["embed_tokens"].weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class Documents:
