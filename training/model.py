@@ -1,9 +1,10 @@
-"""The language model of train.py: Qwen3 in plain PyTorch, with the parameter names of a Hugging Face checkpoint."""
+"""Language models for train.py in plain PyTorch, with the parameter names of Hugging Face checkpoints: Qwen3."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,11 +26,37 @@ class Config:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
 
+    @property
+    def rotated(self) -> int:
+        """Columns of a head that rotary embedding rotates."""
+        return self.head_dim
+
+    def described(self) -> dict:
+        """Return the entries of config.json for this architecture."""
+        return asdict(self) | {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "use_sliding_window": False,
+        }
+
+    def norm(self) -> nn.Module:
+        """Return a norm of the hidden state."""
+        return nn.RMSNorm(self.hidden_size, eps=self.rms_norm_eps)
+
+    def mixer(self, i: int) -> tuple[str, nn.Module]:
+        """Return the mixer of layer `i`, and its name in a checkpoint."""
+        return "self_attn", Attention(self)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to x [batch, length, heads, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Apply rotary embedding to the first columns of x [batch, length, heads, head_dim].
+
+    Args:
+        cos, sin: [length, 1, half of the rotated columns]
+    """
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 class Attention(nn.Module):
@@ -71,38 +98,54 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A decoder layer."""
 
-    def __init__(self, config: Config, dropout: float):
+    def __init__(self, config: Config, i: int, dropout: float):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.dropout = dropout
+        self.mixer, mixer = config.mixer(i)
+        self.add_module(self.mixer, mixer)
+        self.mlp, self.dropout = MLP(config), dropout
+        self.input_layernorm, self.post_attention_layernorm = config.norm(), config.norm()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + F.dropout(self.self_attn(self.input_layernorm(x), cos, sin), self.dropout, self.training)
+        mixed = getattr(self, self.mixer)(self.input_layernorm(x), cos, sin)
+        x = x + F.dropout(mixed, self.dropout, self.training)
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
 
 
-class Qwen3(nn.Module):
-    """Qwen3 with the output layer tied to the embedding."""
+def token_loss(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross-entropy over the targets that are not IGNORE."""
+    logits = F.linear(x, embedding).flatten(0, 1).float()
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class LanguageModel(nn.Module):
+    """A language model with the output layer tied to the embedding."""
 
     def __init__(self, config: Config, dropout: float = 0.0):
         super().__init__()
         self.model = nn.ModuleDict(
             {
                 "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-                "layers": nn.ModuleList(Layer(config, dropout) for _ in range(config.num_hidden_layers)),
-                "norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
+                "layers": nn.ModuleList(Layer(config, i, dropout) for i in range(config.num_hidden_layers)),
+                "norm": config.norm(),
             }
         )
-        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+        self.loss = token_loss
+        frequencies = config.rope_theta ** (-torch.arange(0, config.rotated, 2) / config.rotated)
         angles = torch.outer(torch.arange(config.max_position_embeddings), frequencies)[:, None]
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                branch_end = name.endswith(("o_proj.weight", "down_proj.weight"))
+                branch_end = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.num_hidden_layers) if branch_end else 0.02)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Return the hidden state after the final norm. The length must be a multiple of 64 for a hybrid model."""
+        x = self.model["embed_tokens"](tokens)
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        for layer in self.model["layers"]:
+            x = layer(x, cos, sin)
+        return self.model["norm"](x)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the cross-entropy over the targets that are not IGNORE.
@@ -110,9 +153,11 @@ class Qwen3(nn.Module):
         Args:
             tokens, targets: int64 [batch, length]
         """
-        x = self.model["embed_tokens"](tokens)
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        return self.loss(self.hidden(tokens), self.model["embed_tokens"].weight, targets)
+
+    def compile(self) -> None:
+        """Compile each kind of layer, and the loss, for any batch and length. Evaluation is not compiled."""
+        functorch_config.backward_pass_autocast = "off"  # as without compilation
         for layer in self.model["layers"]:
-            x = layer(x, cos, sin)
-        logits = F.linear(self.model["norm"](x), self.model["embed_tokens"].weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+            layer.compile(dynamic=True)
+        self.loss = torch.compile(token_loss, dynamic=True)

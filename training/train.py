@@ -4,24 +4,29 @@
     python training/train.py finetune --data DATA --out OUT --minutes 6
 
 DATA is the output of prepare.py. Each stage writes OUT/<stage>.pt and resumes from it when it is started again. Its
-best weights are in OUT/<stage>.safetensors, from which fine-tuning starts. The model is plain PyTorch with the
-parameter names of a Hugging Face Qwen3 checkpoint, so no conversion is needed.
+best weights are in OUT/<stage>.safetensors, from which fine-tuning starts. They have the names of a Hugging Face
+checkpoint, so no conversion is needed. --model qwen3.5 trains a model with recurrent layers (hybrid.py).
 """
 
 import argparse
 import json
 import math
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from model import IGNORE, Config, Qwen3
+from hybrid import HybridConfig
+from model import IGNORE, Config, LanguageModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 LEARN = 0x8000
+MODELS = {"qwen3": Config, "qwen3.5": HybridConfig}
+MULTIPLE = 64  # padded rows have a multiple of this length, which the chunks of a recurrent layer need
+GROUP = 128  # columns that share a scale in int4
 # Fine-tuning pads documents of similar length to the same length. These are the maximum lengths.
 WIDTHS = (64, 128, 192, 256, 384, 512, 1024)
 
@@ -84,7 +89,7 @@ class Documents:
 
     def padded(self, spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and targets with one document per row. Only marked tokens are targets."""
-        width = min(length, -(-int(np.diff(spans).max()) // 32) * 32)
+        width = min(length, -(-int(np.diff(spans).max()) // MULTIPLE) * MULTIPLE)
         index = spans[:, :1] + np.arange(width + 1)
         block = self.tokens[np.minimum(index, len(self.tokens) - 1)].astype(np.int64)
         tokens, inside = block & ~LEARN, index < spans[:, 1:]
@@ -95,11 +100,20 @@ class Documents:
         """Return the micro-batches of a step. They depend only on the seed and the step, so a run can be resumed."""
         rng = np.random.default_rng((options.seed, step))
         if stage == "pretrain":
-            return [self.packed(rng, options.batch_tokens // options.length, options.length)]
+            rows = options.batch_tokens // options.length
+            return split(*self.packed(rng, rows, options.length), options.micro_tokens)
         spans = self.sample(rng, options.batch_tokens)
         spans = spans[np.argsort(spans[:, 1] - spans[:, 0], kind="stable")]
         cuts = np.searchsorted(spans[:, 1] - spans[:, 0], WIDTHS, side="right")
-        return [self.padded(part, options.length) for part in np.split(spans, cuts) if len(part)]
+        cuts = cuts[cuts < len(spans) - 1]  # torch.compile would compile again for a single row
+        batches = [self.padded(part, options.length) for part in np.split(spans, cuts) if len(part)]
+        return [part for batch in batches for part in split(*batch, options.micro_tokens)]
+
+
+def split(tokens: np.ndarray, targets: np.ndarray, most: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Split a batch into micro-batches of at most `most` tokens."""
+    parts = -(-tokens.size // most)
+    return list(zip(np.array_split(tokens, parts), np.array_split(targets, parts)))
 
 
 def to_device(array: np.ndarray, device: str) -> Tensor:
@@ -125,18 +139,63 @@ def held_out_bits(model: nn.Module, folder: Path, end_of_text: int, device: str,
     return bits
 
 
-def save_model(model: Qwen3, config: Config, out: Path, name: str) -> None:
-    """Write the weights in bf16, and config.json."""
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+def quantized_weights(model: LanguageModel) -> list[nn.Parameter]:
+    """Return the weights that `tridecode quantize` quantizes: the linears of the layers."""
+    gates = ("in_proj_a.weight", "in_proj_b.weight")
+    layers = model.model["layers"].named_parameters()
+    return [weight for name, weight in layers if weight.dim() == 2 and not name.endswith(gates)]
+
+
+@contextmanager
+def rounded_to_int4(weights: list[nn.Parameter]) -> Iterator[None]:
+    """Replace the weights by those that `tridecode quantize --to int4` stores, and restore them at the end.
+
+    Gradients that are computed inside are then applied to the weights that are not rounded.
+    """
+    if not weights:
+        yield
+        return
+    with torch.no_grad():
+        exact = torch.cat([weight.view(-1, GROUP) for weight in weights])
+        write_groups(weights, int4_values(exact))
+    yield
+    with torch.no_grad():
+        write_groups(weights, exact)
+
+
+def write_groups(weights: list[nn.Parameter], groups: Tensor) -> None:
+    """Copy groups of columns [n, GROUP] to the weights."""
+    for weight, part in zip(weights, groups.split([weight.numel() // GROUP for weight in weights])):
+        weight.copy_(part.view_as(weight))
+
+
+def int4_values(groups: Tensor) -> Tensor:
+    """Return the groups [n, GROUP] rounded to int4, each with the best of nine scales."""
+    peak = groups.abs().amax(1, keepdim=True).clamp(min=1e-30)
+    best, least = None, None
+    for step in range(9):
+        scale = (peak * ((1 - step / 20) / 7)).bfloat16().float()
+        values = (groups / scale).round().clamp(-8, 7) * scale
+        error = (values - groups).square().sum(1, keepdim=True)
+        best, least = (
+            (values, error) if best is None else (torch.where(error < least, values, best), torch.minimum(error, least))
+        )
+    return best
+
+
+def save_model(model: LanguageModel, config: Config, out: Path, name: str) -> None:
+    """Write the weights in bf16, the constants of recurrent layers in fp32, and config.json."""
+    exact = ("A_log", "dt_bias", "linear_attn.norm.weight")
+    tensors = {
+        name: tensor.to(torch.float32 if name.endswith(exact) else torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
     save_file(tensors, out / f"{name}.safetensors", metadata={"format": "pt"})
-    described = asdict(config) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+    described = config.described() | {
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": True,
-        "use_sliding_window": False,
         "initializer_range": 0.02,
         "bos_token_id": 0,
         "eos_token_id": 2,
@@ -151,6 +210,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line, with the defaults of the stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["pretrain", "finetune"])
+    parser.add_argument("--model", choices=MODELS, default="qwen3")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
@@ -160,6 +220,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch-tokens", type=int, help="tokens of an optimizer step; default: 131072 to pretrain, 262144 to fine-tune"
     )
+    parser.add_argument("--micro-tokens", type=int, default=131_072, help="most tokens of a forward pass")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument(
         "--learning-rate", type=float, help="learning rate; default: 2e-3 to pretrain, 1.5e-3 to fine-tune"
@@ -167,6 +228,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, help="dropout probability; default: 0.1 to pretrain, 0 to fine-tune")
     parser.add_argument("--evaluations", type=int, default=6, help="number of evaluations on the held-out text")
     parser.add_argument("--patience", type=int, default=3, help="stop after N evaluations without an improvement")
+    parser.add_argument("--int4", action="store_true", help="train the weights that int4 quantization will give")
+    parser.add_argument("--compile", action="store_true", help="compile the layers with torch.compile")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     pretrain = options.stage == "pretrain"
@@ -199,8 +262,11 @@ def train(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
-    config = Config()
-    model = Qwen3(config, options.dropout).to(device)
+    config = MODELS[options.model]()
+    model = LanguageModel(config, options.dropout).to(device)
+    if options.compile:
+        model.compile()
+    quantized = quantized_weights(model) if options.int4 else []
     optimizer = make_optimizer(model, options.learning_rate, device)
     stage, checkpoint = options.stage, options.out / f"{options.stage}.pt"
     state = {"step": 0, "seconds": 0.0, "tokens": 0, "log": [], "best": None, "best_score": math.inf, "misses": 0}
@@ -226,13 +292,14 @@ def train(options: argparse.Namespace) -> None:
         batches = documents.batches(stage, state["step"], options)
         marked = sum(int((targets != IGNORE).sum()) for _, targets in batches)
         step_loss = torch.zeros((), device=device)
-        for tokens, targets in batches:
-            tokens, targets = to_device(tokens, device), to_device(targets, device)
-            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                loss = model(tokens, targets) / marked
-            loss.backward()
-            step_loss += loss.detach()
-            state["tokens"] += tokens.numel()
+        with rounded_to_int4(quantized):
+            for tokens, targets in batches:
+                tokens, targets = to_device(tokens, device), to_device(targets, device)
+                with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                    loss = model(tokens, targets) / marked
+                loss.backward()
+                step_loss += loss.detach()
+                state["tokens"] += tokens.numel()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -254,7 +321,8 @@ def train(options: argparse.Namespace) -> None:
         if progress < evaluate_at[0]:
             continue
         evaluate_at = [share for share in evaluate_at if share > progress]
-        bits = held_out_bits(model, options.data / "held_out", end_of_text, device, options.length)
+        with rounded_to_int4(quantized), torch.compiler.set_stance("force_eager"):
+            bits = held_out_bits(model, options.data / "held_out", end_of_text, device, options.length)
         score = sum(bits[source] * share for source, share in shares.items() if source in bits)
         state["log"][-1]["held_out_bits_per_byte"] = bits
         print(json.dumps(state["log"][-1]), flush=True)
