@@ -1,10 +1,11 @@
 """The training code: its hybrid model computes what transformers computes."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tridecode.checkpoint.quantization.quantize import SCHEMES, quantize
 
 TRAINING = Path(__file__).parents[1] / "training"
 
@@ -84,3 +85,21 @@ def test_hybrid_model_computes_what_transformers_computes(hybrid, tmp_path, monk
     for name, parameter in model.named_parameters():
         right = others[name].grad
         assert (parameter.grad - right).norm() <= 1e-3 * right.norm(), name
+
+
+def test_weights_in_training_are_those_that_quantize_stores(hybrid):
+    from model import LanguageModel
+    from train import quantized_weights, rounded_to_int4
+
+    torch.manual_seed(1)
+    model = LanguageModel(hybrid.HybridConfig(num_hidden_layers=4, vocab_size=128))
+    weights = quantized_weights(model)
+    assert len(weights) == 3 * 6 + 7
+    exact = [weight.detach().clone() for weight in weights]
+    with rounded_to_int4(weights):
+        for weight, before in zip(weights, exact):
+            stored = quantize(before, SCHEMES["int4"])
+            codes = (stored.codes.float() - 8).view(len(before), -1, stored.group)
+            expected = (codes * stored.scale.float()[:, :, None]).view_as(before)
+            assert torch.equal(weight, expected) and not torch.equal(weight, before)
+    assert all(torch.equal(weight, before) for weight, before in zip(weights, exact))

@@ -110,9 +110,9 @@ class Documents:
         return [part for batch in batches for part in split(*batch, options.micro_tokens)]
 
 
-def split(tokens: np.ndarray, targets: np.ndarray, most: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Split a batch into micro-batches of at most `most` tokens."""
-    parts = -(-tokens.size // most)
+def split(tokens: np.ndarray, targets: np.ndarray, limit: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Split a batch into micro-batches of at most `limit` tokens."""
+    parts = -(-tokens.size // limit)
     return list(zip(np.array_split(tokens, parts), np.array_split(targets, parts)))
 
 

@@ -144,7 +144,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("case", PUBLISHED)
 def test_hybrid_checkpoints_as_published(case, tmp_path):
-    """The engine's logits are those of a checkpoint with the weights that the quantized one represents."""
+    """The logits equal the logits of the same checkpoint with dequantized weights."""
     method, options, skip, changes = PUBLISHED[case]
     sizes = dict(intermediate_size=320, linear_key_head_dim=32, linear_value_head_dim=32, linear_num_value_heads=4)
     truth = write_quantized(tmp_path, method, skip, "qwen3.5", sizes, **options)

@@ -76,7 +76,7 @@ def _dynamic(read, base: GptqScheme) -> Iterator[Rule]:
 
 
 def _scheme(read, base: GptqScheme) -> GptqScheme:
-    """Return the scheme that an object with the keys OVERRIDES describes. Absent keys are those of `base`."""
+    """Return the scheme that an object with the keys OVERRIDES describes. `base` has the values of absent keys."""
     bits = read.get("bits", base.bits)
     if type(bits) is not int or bits not in (4, 8):
         raise read.fail("bits", "4 or 8 with quant_method gptq")

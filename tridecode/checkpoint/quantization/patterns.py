@@ -42,7 +42,7 @@ class Pattern:
         return bool(_Matcher(name, self.text).ends(_parsed(self.text), 0))
 
 
-@lru_cache
+@lru_cache(1024)
 def _parsed(text: str) -> Nodes:
     if len(text) > LONGEST:
         raise ValueError(f"it is longer than {LONGEST} characters")
@@ -108,8 +108,8 @@ class _Matcher:
             case "SUBPATTERN":
                 return frozenset().union(*(self.ends(argument[3], start) for start in starts))
             case "MAX_REPEAT" | "MIN_REPEAT":
-                least, most, nodes = argument
-                return self._repeat(least, most, nodes, starts)
+                lowest, highest, nodes = argument
+                return self._repeat(lowest, highest, nodes, starts)
             case "ASSERT" | "ASSERT_NOT":
                 expected = operation == "ASSERT"
                 return frozenset(start for start in starts if bool(self.ends(argument[1], start)) == expected)
@@ -118,18 +118,18 @@ class _Matcher:
         text = self.text
         return frozenset(at + 1 for at in starts if at < len(text) and _matches(operation, argument, text[at]))
 
-    def _repeat(self, least: int, most: int, nodes: Nodes, positions: frozenset[int]) -> frozenset[int]:
-        found: frozenset[int] = frozenset()
-        for count in range(most + 1):
-            if count >= least:
-                if positions <= found:
+    def _repeat(self, lowest: int, highest: int, nodes: Nodes, positions: frozenset[int]) -> frozenset[int]:
+        reached: frozenset[int] = frozenset()
+        for count in range(highest + 1):
+            if count >= lowest:
+                if positions <= reached:
                     break
-                found |= positions
+                reached |= positions
             following = frozenset().union(*(self.ends(nodes, at) for at in positions))
             if following == positions:  # All further repetitions end here too.
-                return found | positions
+                return reached | positions
             positions = following
-        return found
+        return reached
 
     def _at(self, place: str, start: int) -> bool:
         if place in ("AT_BEGINNING", "AT_BEGINNING_STRING"):

@@ -104,7 +104,7 @@ class Quantization:
 
     def scheme(self, module: str) -> Scheme | None:
         """Return the scheme of the weight of a module. None: it is not quantized."""
-        return next((scheme for pattern, scheme in self.rules if _found(pattern, module)), None)
+        return next((scheme for pattern, scheme in self.rules if _matches(pattern, module)), None)
 
     @property
     def schemes(self) -> list[Scheme]:
@@ -113,7 +113,7 @@ class Quantization:
 
 
 @lru_cache(2**16)
-def _found(pattern: str | Pattern, module: str) -> bool:
+def _matches(pattern: str | Pattern, module: str) -> bool:
     return pattern.match(module) if isinstance(pattern, Pattern) else bool(_compiled(pattern).search(module))
 
 
