@@ -24,7 +24,7 @@ from tridecode.cli.bench.offload import (
 )
 from tridecode.cli.bench.rows import Row
 from tridecode.cli.bench.run import with_commands
-from tridecode.cli.bench_options import add_kv_on_host
+from tridecode.cli.bench_options import add_script
 from tridecode.engine import Engine
 from tridecode.state.offload import Offloaded
 from tridecode.step.graphs import DecodePasses, launcher
@@ -35,8 +35,8 @@ from tridecode.tensors import ALIGNED, REGISTERED_BYTES
 def parse(argv: list[str] | None):
     """The options of a command line."""
     parser = options("offload", __doc__)
-    add_kv_on_host(parser)
-    parser.set_defaults(what="offload-ways", weights=None)
+    add_script(parser, "offload", ("runs", "preset", "context", "steps", "host", "ring"))
+    parser.set_defaults(what="offload-ways", model=None, weights=None)
     return parser.parse_args(argv)
 
 

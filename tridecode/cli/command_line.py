@@ -14,7 +14,7 @@ from ..checkpoint.hub import BUNDLED
 from ..errors import ParameterError
 from .configuration import Configuration
 from .explain import option
-from .options import Option, add_options
+from .options import Option, add_options, options_for
 from .terminal import one_line
 
 
@@ -41,7 +41,9 @@ class Parser(argparse.ArgumentParser):
         In the parsed arguments, `origins` contains the sources of such values, and `typed` contains the options of the
         command line as the user wrote them.
         """
-        configuration.add(command, add_options(self, command))
+        declared = options_for(command)
+        add_options(self, declared)
+        configuration.add(command, declared)
         self._command, self._configuration = command, configuration
 
     def without(self, flag: str, *names: str) -> None:

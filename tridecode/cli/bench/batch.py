@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from ...errors import ParameterError
 from ...state.kv import PAGE
+from ..bench_options import contexts_of
 from ..terminal import counted
-from ..values import mix
 from .measure import (
     SAMPLING,
     bench_engine,
@@ -87,5 +87,5 @@ def cases_of(args) -> list[tuple[int | str, list[int]]]:
         if context.isdecimal():
             cases += [(int(context), [int(context)] * rows) for rows in args.rows or ROWS]
         else:
-            cases.append((context, mix(context)))
+            cases.append((context, contexts_of(context)))
     return cases

@@ -8,8 +8,8 @@ import numpy as np
 
 from ...engine import Engine
 from ...errors import GenerationError, ParameterError
+from ...options import MAX_SLOTS
 from ..terminal import counted
-from ..values import MAX_ROWS
 from .batch import reserved_positions
 from .measure import GREEDY, WARM_UP, bench_engine, make_row, make_runners, median_p5_p95, read_modes, running
 from .prefill import prompt_ids
@@ -67,9 +67,9 @@ def mix(args, output) -> list[Row]:
 
     One engine runs all of them. It has a slot per request, and one for the prompt.
     """
-    if args.requests >= MAX_ROWS:
+    if args.requests >= MAX_SLOTS:
         raise ParameterError(
-            f"--requests: must be at most {MAX_ROWS - 1}, because the prompt needs a slot too, got {args.requests}"
+            f"--requests: must be at most {MAX_SLOTS - 1}, because the prompt needs a slot too, got {args.requests}"
         )
     tokens, slots = args.prompt_tokens, args.requests + 1
     rooms = reserved_positions(args.context, 3 * args.steps), reserved_positions(tokens, args.steps)

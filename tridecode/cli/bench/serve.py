@@ -361,7 +361,7 @@ def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
         "itl": [gap for answer in whole for gap in answer.gaps],
         "e2el": [answer.latency for answer in whole],
     }
-    stats = {name: latency_stats(values, args.percentiles) for name, values in times.items()}
+    stats = {name: latency_stats(values, sorted(args.percentiles)) for name, values in times.items()}
     return ServeRow.from_times(
         {f"{key}_{name}_ms": value for name, figures in stats.items() for key, value in figures.items()},
         date=datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -387,7 +387,7 @@ def latency_stats(seconds: list[float], percentiles: list[float]) -> dict:
 
     `seconds` is empty for the times between tokens if all answers have one token.
     """
-    names = ["mean", "median", "std", *(f"p{p}" for p in percentiles)]
+    names = ["mean", "median", "std", *(f"p{p:g}" for p in percentiles)]
     if not seconds:
         return dict.fromkeys(names)
     values = 1e3 * np.array(seconds)
