@@ -14,8 +14,8 @@ from benchmarks.rows import PeersRow, options, run
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.mlp import MLP
 from tridecode.blocks.spec import ModelSpec
-from tridecode.cli.bench.decode import capacity_of
-from tridecode.cli.bench.measure import preset_engine, read_bandwidth, run_facts, step_bytes, step_figures, time_decode
+from tridecode.cli.bench.decode import capacity_of, pass_figures
+from tridecode.cli.bench.measure import preset_engine, read_bandwidth, run_facts, step_bytes, time_decode
 from tridecode.cli.bench.prefill import prompt_ids
 from tridecode.cli.bench.rows import Row
 from tridecode.cli.bench.run import with_commands
@@ -46,7 +46,7 @@ def measure(args, output) -> list[Row]:
     where["transformers"] = transformers.__version__
 
     def row(variant: str, times: list[float]) -> Row:
-        return PeersRow(variant=variant, **where, **step_figures("us_per_token", times, nbytes, bandwidth))
+        return PeersRow(variant=variant, **where, **pass_figures("us_per_token", times, nbytes, bandwidth))
 
     rows = [row("tridecode", time_decode(engine, args.context, args.steps, args.runs))]
     del engine

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tridecode.cli.bench.ablate import AblateRow
 from tridecode.cli.bench.batch import BatchRow
-from tridecode.cli.bench.decode import DecodeRow
+from tridecode.cli.bench.decode import DecodeRow, PassRow
 from tridecode.cli.bench.mix import MixRow
 from tridecode.cli.bench.offload import OffloadRow, PromptRow, SwapRow, WeightsRow
 from tridecode.cli.bench.prefill import PrefillRow
@@ -24,7 +24,7 @@ from tridecode.errors import ParameterError, PromptError, TridecodeError
 
 
 @dataclass(kw_only=True)
-class PeersRow(DecodeRow):
+class PeersRow(PassRow):
     bench = "peers"
     header = "peers"
     variant: str = column("program")

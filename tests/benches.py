@@ -69,8 +69,9 @@ def bench_on_tiny_engines(capsys, monkeypatch, *modules, make=lambda args, *size
             monkeypatch.setattr(
                 f"tridecode.cli.bench.{module}.{limit}", lambda device, value=value: value, raising=False
             )
-    monkeypatch.setattr("tridecode.cli.bench.speculate.need_gpu", lambda: None)
-    for name in ("measure", "speculate"):
+    if "speculate" in modules:
+        monkeypatch.setattr("tridecode.cli.bench.speculate.need_gpu", lambda: None)
+    for name in ("measure", *({"speculate"} & set(modules))):
         monkeypatch.setattr(f"tridecode.cli.bench.{name}.run_facts", lambda device: FACTS)
     if not CUDA:
         monkeypatch.setattr(torch.cuda, "Event", Clock)

@@ -33,9 +33,8 @@ BENCHES = {
 OMITTED = ("command", "what", "verbose", "format", "output", "compare", "api_key_file")
 
 
-def run(args) -> int:
+def run(args, output: Output) -> int:
     """Run `tridecode bench`: measure, print and store the rows. Return the exit code."""
-    output = Output()
     publish(args, output, lambda: measure(args, output))
     return 0
 

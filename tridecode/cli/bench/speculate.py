@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
-
-import torch
 
 from ... import layout
 from ...checkpoint.hub import resolve_model
@@ -15,28 +14,26 @@ from ...engine import Engine
 from ...kernels.sampling.draft import DRAFT
 from ...options import EngineOptions
 from ...step.dispatch import QUERIES, Dispatcher, max_queries
-from ...step.graphs import Place, make_passes
-from ...step.run import Run, launch, run_reference
+from ...step.graphs import make_passes
+from ...step.run import launch, run_reference
 from ...text.tokenizer import Tokenizer
 from ...version import __version__
 from ..options import engine_options
 from ..terminal import counted
-from .batch import reserved_positions
 from .measure import (
     GREEDY,
-    WARM_UP,
     bench_engine,
     check_running,
-    gpu_seconds,
     make_row,
-    median_p5_p95,
     model_facts,
     need_gpu,
+    reserved_positions,
     run_facts,
 )
 from .passes import enqueue, rewind
 from .rows import Row, column
 from .speculate_texts import LICENSE, Text, simulate, texts
+from .timing import captured, time_runs
 
 LAUNCHES = 20  # Number of launches of the draft kernel in one graph.
 
@@ -161,18 +158,14 @@ def passes(engine: Engine, args) -> list[dict]:
 
 def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[], None]) -> float:
     """Return µs per pass. The tokens after the position are known, so rows stay active and drafts are accepted."""
-    times, known = [], rows * (args.steps + 2) if rows > 1 else 0
 
-    def run_passes() -> None:
-        for _ in range(args.steps):
-            run_pass()
-
-    for _ in range(args.runs + WARM_UP):
-        rewind(engine, args.context, GREEDY, requests, known)
+    def prepare() -> None:
+        rewind(engine, args.context, GREEDY, requests, rows * (args.steps + 2) if rows > 1 else 0)
         run_pass()  # The first pass captures a graph.
-        times.append(gpu_seconds(run_passes) / args.steps)
+
+    times = time_runs(run_pass, args.runs, prepare, args.steps)
     check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
-    return median_p5_p95(times[WARM_UP:], 1e6)[0]
+    return 1e6 * median(times)
 
 
 def draft_us(engine: Engine, history: int, runs: int) -> float:
@@ -186,26 +179,12 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
     ws.meta[0, [layout.LIMIT, layout.ALLOCATED]] = history + layout.MAX_QUERIES
     ws.tokens[0, : history + 1] = 7
     args = ws.meta, ws.tokens, ws.draft_keys, ws.draft_counter, layout.MAX_DRAFTS, model.ngram
+    run = launch if engine.device.type == "cuda" else run_reference
 
-    def lines(run: Run) -> None:
+    def launches() -> None:
         for _ in range(LAUNCHES):
             run("draft", DRAFT, *args)
 
-    replay = captured(engine.device, lines)
-    times = [gpu_seconds(replay) / LAUNCHES for _ in range(runs + WARM_UP)]
+    seconds = median(time_runs(captured(engine.device, launches), runs))
     ws.meta[0, layout.STATUS] = layout.LIMIT_REACHED
-    return median_p5_p95(times[WARM_UP:], 1e6)[0]
-
-
-def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:
-    """Capture the launches of the list `lines` in one graph and return a function that replays it.
-
-    No row may be active.
-
-    Without a GPU, the returned function calls the references of the ops instead.
-    """
-    if device.type != "cuda":
-        return torch.inference_mode()(lambda: lines(run_reference))
-    place = Place(device)
-    place.run(lambda: lines(run))
-    return place.capture("full", run, lambda: run, lines)[0]
+    return 1e6 * seconds / LAUNCHES

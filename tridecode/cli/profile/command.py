@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -10,20 +9,19 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
-from torch.profiler import ProfilerActivity
 
 from ...engine import Engine
-from ...errors import DeviceError, ParameterError
+from ...errors import ParameterError
 from ...layout import Chunk
 from ...step import decode
 from ...step.model import DecodeModel
 from ...step.prompt import CHUNK, prefill, read, write_chunks
 from ...step.run import Launch, Recorder
-from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, run_facts, time_decode
+from ..bench.measure import GREEDY, bench_engine, model_facts, need_gpu, read_bandwidth, run_facts, time_decode
 from ..bench.passes import enqueue, rewind
 from ..terminal import Output, counted
 from . import draw
-from .records import Span, chained, read_records, separate_spans, split_steps, summarize, typical
+from .records import Span, chained, read_records, record_on_gpu, separate_spans, split_steps, summarize, typical
 
 STEPS, DROPPED = 20, 4  # Number of recorded decode passes that count, and of those before them that do not count.
 CHUNKS, DROPPED_CHUNKS = 5, 2
@@ -32,8 +30,7 @@ SHOWN = 12  # Number of roles that a table shows.
 
 def run(args, output: Output) -> int:
     """Run `profile`: print a table for a decode pass, a table for a prompt chunk, and one JSON line."""
-    if not torch.cuda.is_available():
-        raise DeviceError("profile needs an NVIDIA GPU; no usable GPU was found")
+    need_gpu("profile")
     if args.prompt_tokens > CHUNK:
         raise ParameterError(f"--prompt-tokens must be at most {CHUNK}, one chunk, got {args.prompt_tokens}")
     folder = None if args.output is None else Path(args.output)
@@ -105,21 +102,6 @@ def prefill_trace(engine: Engine, tokens: int) -> dict:
 
     once()  # In the first run, libraries choose and load their kernels.
     return record_on_gpu(chunks)
-
-
-def record_on_gpu(work) -> dict:
-    """Return the Chrome trace of the GPU's activities during `work`, without the name of the machine."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        work()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        trace = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)
-    trace.pop("host_name", None)
-    trace.pop("traceName", None)  # This key contains the name of the temporary file.
-    return trace
 
 
 def write(path: Path, trace: dict) -> None:
