@@ -13,11 +13,10 @@ from datetime import datetime
 
 import numpy as np
 
-from ...arguments import check_messages
 from ...errors import GenerationError, ParameterError, PromptError, as_json
 from ...version import __version__
 from ..api_key import api_key
-from ..inputs import parse_json, read_file
+from ..inputs import parse_object, prompt_field, read_file
 from ..progress import progress
 from ..signals import ending_task
 from ..terminal import counted, echo_disabled
@@ -32,7 +31,6 @@ WORDS = (  # Each word is one token in most vocabularies.
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
     "father power hour game line end member law car city"
 ).split()
-PROMPTS = ("prompt", "messages", "prompt_ids")
 LARGEST = 256_000_000  # Maximum size of the file of --jsonl in bytes.
 PRECONNECTED = 256  # Number of connections that are created before the first request if --max-concurrency is not set.
 REASONS = 10  # Maximum number of different failure reasons that are printed.
@@ -294,7 +292,7 @@ def jsonl_prompts(args, output) -> list[dict]:
     for number, line in enumerate(read_file(args.jsonl, output, LARGEST).split("\n"), 1):
         if line.strip():
             place = f"{args.jsonl}: line {number:,}"
-            lines.append(prompt_of(parse_json(line, place, output), args.endpoint, place))
+            lines.append(prompt_of(parse_object(line, place, output), args.endpoint, place))
     if not lines:
         raise PromptError(f'{args.jsonl}: contains no prompts; expected lines like {{"prompt": "..."}}')
     if args.num_prompts and args.num_prompts > len(lines):
@@ -302,40 +300,28 @@ def jsonl_prompts(args, output) -> list[dict]:
     return lines
 
 
-def prompt_of(line, endpoint: str, place: str) -> dict:
+def prompt_of(line: dict, endpoint: str, place: str) -> dict:
     """Return the fields of a request for a parsed line of --jsonl.
 
     Args:
-        line: the parsed JSON value
+        line: the parsed line
         endpoint: "chat" or "completions"
         place: file and line, for errors
 
     Raises:
         PromptError: the line is invalid
     """
-    if not isinstance(line, dict):
-        raise PromptError(f'{place}: expected an object like {{"prompt": "..."}}, got {as_json(line)}')
-    kinds = [name for name in PROMPTS if name in line]
-    if len(kinds) != 1:
-        raise PromptError(f"{place}: expected one of {', '.join(PROMPTS)}, got {' and '.join(kinds) or 'none'}")
-    (kind,) = kinds
-    if unknown := [name for name in line if name not in (kind, "max_tokens")]:
-        raise PromptError(f"{place}: unknown field {as_json(unknown[0])}; only max_tokens can accompany {kind}")
+    kind = prompt_field(line, place, ["max_tokens"])
     if kind == ("messages" if endpoint == "completions" else "prompt_ids"):
         other = "chat" if endpoint == "completions" else "completions"
         raise PromptError(f"{place}: {kind} need --endpoint {other}")
-    prompt, max_tokens = line[kind], line.get("max_tokens", 1)
+    max_tokens = line.get("max_tokens", 1)
     if type(max_tokens) is not int or max_tokens < 1:
         raise PromptError(f"{place}: max_tokens must be a positive integer, got {as_json(max_tokens)}")
-    length = {"max_tokens": max_tokens} if "max_tokens" in line else {}
+    others = {name: value for name, value in line.items() if name != kind}
     if kind == "messages":
-        return {"messages": check_messages(prompt, place)} | length
-    if kind == "prompt_ids":
-        if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
-            raise PromptError(f"{place}: prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(prompt)}")
-    elif not isinstance(prompt, str) or not prompt:
-        raise PromptError(f"{place}: prompt must be a nonempty string, got {as_json(prompt)}")
-    return (chat(prompt) if endpoint == "chat" else {"prompt": prompt}) | length
+        return line
+    return (chat(line[kind]) if endpoint == "chat" else {"prompt": line[kind]}) | others
 
 
 # results
