@@ -1,4 +1,4 @@
-"""Tests of the figures of bench, on a tiny model with a clock in place of GPU events."""
+"""Tests of the figures of bench, on a tiny model."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Tests of bench speculate, on a tiny model with a clock: costs of passes, playback of texts, and the speed-up."""
+"""Tests of bench speculate, on a tiny model: costs of passes, playback of texts, and the speed-up."""
 
 import json
 from collections import Counter

@@ -1,5 +1,6 @@
 """Timers of the GPU. Every figure is the median of several runs, which follow WARM_UP runs that are not counted."""
 
+import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -10,7 +11,14 @@ WARM_UP = 2  # Number of runs before the measurement.
 
 
 def gpu_seconds(work: Callable[[], object]) -> float:
-    """Return the seconds that the GPU takes for the work that `work()` enqueues, measured by CUDA events."""
+    """Return the seconds that the GPU takes for the work that `work()` enqueues, measured by CUDA events.
+
+    On a machine without a GPU, return the seconds that `work()` takes.
+    """
+    if not torch.cuda.is_available():
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()
