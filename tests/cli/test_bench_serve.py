@@ -198,7 +198,7 @@ def test_requests_are_sent_at_their_times(bench):
     args = ("--num-prompts", 12, "--request-rate", 20, "--output-tokens", 1, "--seed", 3, "--warm-up", 0)
     with FakeServer() as server:
         _, row, _, _ = bench(server, *args)
-    expected = serve.make_load(options(*args), "m", None, 3, "/").times
+    expected = serve.Load(options(*args), None, 3).times
     late = np.array([at - server.got[0][0] for at, *_ in server.got]) - expected
     assert row["request_rate"] == 20.0 and expected[-1] > 0.2
     assert -0.05 < late.min() and late.max() < 10
