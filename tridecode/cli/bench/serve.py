@@ -141,8 +141,8 @@ class Load:
         if args.ignore_eos or (lines is None and not args.no_ignore_eos):
             self._common["ignore_eos"] = True
         self.model, self.duration = args.model or "", 0.0
-        self.answers: list["Answer"] = []
-        self._running: set["Answer"] = set()
+        self.answers: list[Answer] = []
+        self._running: set[Answer] = set()
         self._started = math.inf
 
     async def run(self, client: "Client", ended: Callable[[], None]) -> None:
