@@ -84,7 +84,7 @@ RUNS = "number of timed runs"
 BEFORE = "tokens before the first pass"
 PASSES = "number of passes of a run"
 
-# The order of the options is that of the help, and of the commands in recorded rows.
+# Help texts, and the commands in recorded rows, list the options in this order.
 BENCH_OPTIONS = (
     _option("runs", 9, COUNT, RUNS, "decode", "batch", "prefill", "stream"),
     _option("runs", 7, COUNT, RUNS, "start", "speculate"),
@@ -93,7 +93,7 @@ BENCH_OPTIONS = (
     _option("output", None, ANY, "write the results to a file; its suffix selects the format", *BENCHES,
         metavar="FILE", default_text="JSON"),
     _option("runs", 5, COUNT, RUNS, "offload"),
-    # A load on a server. The names are those of vLLM's benchmark if possible.
+    # A load on a server, with the names that vLLM's benchmark uses if it has the option.
     _option("url", "http://127.0.0.1:8000", Url(), "address of the server", "serve", metavar="URL"),
     _option("model", None, ANY, "model name on the server, by default the first that it lists; with --mix a "
         "checkpoint", "serve", metavar="NAME", exclusive="model"),

@@ -130,7 +130,7 @@ class Load:
     """
 
     def __init__(self, args, lines: list[dict] | None, seed: int):
-        """Create random prompts, or take those in `lines`. `seed` is that of the prompts and of the start times."""
+        """Create random prompts, or take those in `lines`. `seed` determines prompts and start times."""
         self._args, rng = args, np.random.default_rng(seed)
         count = args.num_prompts or (NUM_PROMPTS if lines is None else len(lines))
         self._warm_up = [random_prompt(args, rng) for _ in range(args.warm_up)]  # The server may cache these prompts.
