@@ -9,7 +9,7 @@ from ..arguments import Choice, Constraint, Flag, Integer, Number, Option, Rejec
 from ..models.presets import PRESETS
 from ..options import GRAPHS, MAX_SLOTS, OPTIONS
 from .command_line import Parser
-from .options import ANY, Url, add_options
+from .options import ANY, Url
 
 BENCH = """\
 Time this engine against a hardware limit that is measured in the same run. The model has the shape of a public model
@@ -75,8 +75,8 @@ def _option(name: str, default, constraint: Constraint, help: str, *commands: st
 
 
 def _shared(name: str, *commands: str, group: str = "") -> Option:
-    """Declare an option of the engine for commands that measure."""
-    return replace(OPTIONS[name], commands=commands, group=group)
+    """Declare an option of the engine for commands that measure. The engine checks its conflicts with other options."""
+    return replace(OPTIONS[name], commands=commands, group=group, needs=None, excludes={})
 
 
 ENGINES = ("decode", "batch", "prefill", "stream", "speculate", "profile", "tune")  # Commands with --model.
@@ -87,7 +87,7 @@ PASSES = "number of passes of a run"
 # Help texts, and the commands in recorded rows, list the options in this order.
 BENCH_OPTIONS = (
     _option("runs", 9, COUNT, RUNS, "decode", "batch", "prefill", "stream"),
-    _option("runs", 7, COUNT, RUNS, "start", "speculate"),
+    _option("runs", 7, COUNT, RUNS, "start"),
     _option("format", "table", Choice(("table", "md", "csv", "json", "jsonl")), "format of stdout, or of the file that "
         "--output names", *BENCHES),
     _option("output", None, ANY, "write the results to a file; its suffix selects the format", *BENCHES,
@@ -124,8 +124,6 @@ BENCH_OPTIONS = (
         group="prompts", exclusive="eos"),
     _option("percentiles", (99,), Several(Number(0, 100)), "percentiles of each time, in addition to mean, median and "
         "std", "serve", metavar="P,P", default_text="99"),
-    _option("mix", False, Flag(), "time decoding requests while a prompt is read, and the first token of the prompt",
-        "serve", group=MIX),
     _option("runs", 9, COUNT, RUNS, "serve", group=MIX),
     # The model.
     _option("preset", "qwen3-4b", Choice(tuple(PRESETS)), f"one of {', '.join(PRESETS)}", *ENGINES, "start", "offload",
@@ -134,6 +132,7 @@ BENCH_OPTIONS = (
         metavar="SHAPE", group=MIX, exclusive="model"),
     _option("model", None, ANY, "a checkpoint instead of random weights", *ENGINES, metavar="DIR_OR_ID",
         exclusive="model"),
+    _option("runs", 7, COUNT, RUNS, "speculate"),
     *(_shared(name, *ENGINES) for name in ("quantize", "quantize_head")),
     _shared("kv_dtype", "decode", "batch", "prefill", "stream", "profile"),  # Drafts need 16-bit K/V.
     *(_shared(name, "serve", group=MIX) for name in ("quantize", "quantize_head", "kv_dtype")),
@@ -166,6 +165,8 @@ BENCH_OPTIONS = (
         "for each", "prefill", metavar="MODE,MODE", default_text="full"),
     _option("graph", ("full",), Several(Choice(GRAPHS)), "graph modes, as --graph of generate; the table has a line "
         "for each", "serve", metavar="MODE,MODE", default_text="full", group=MIX),
+    _option("mix", False, Flag(), "time decoding requests while a prompt is read, and the first token of the prompt",
+        "serve", group=MIX),
     _option("capacity", None, COUNT, "K/V positions to allocate", "decode", "prefill", "stream",
         default_text="as the run needs"),
     _option("sampling", "greedy", Choice(("greedy", "temperature", "all")), "kind of sampling; 'all' enables every "
@@ -198,13 +199,25 @@ BENCH_OPTIONS = (
 
 def options_of(command: str) -> dict[str, Option]:
     """Return the options of a bench, of profile or of tune by name, in the order of its help."""
-    return {each.name: each for each in BENCH_OPTIONS if command in each.commands}
+    return {each.name: with_conflicts(each, command) for each in BENCH_OPTIONS if command in each.commands}
+
+
+def with_conflicts(option: Option, command: str) -> Option:
+    """Return an option with its conflicts: `serve` measures a server or --mix, and --texts-only times no passes."""
+    if command == "serve" and option.name not in ("mix", "model", "format", "output"):
+        if option.group == MIX:
+            return replace(option, needs=("mix", f" needs --mix; add that, or leave out {option.flag}"))
+        return replace(option, excludes={"mix": ((), " cannot be used with --mix; leave out one of them")})
+    if command == "speculate" and option.name in TIMED:
+        why = " cannot be used with --texts-only; leave out one of them"
+        return replace(option, excludes={"texts_only": ((), why)})
+    return option
 
 
 def add_command(parser: Parser, command: str) -> None:
     """Add the options of a bench, of profile or of tune to its parser."""
     parser.set_defaults(model=None)
-    add_options(parser, options_of(command), GROUPS)
+    parser.declare(options_of(command), GROUPS)
     add_verbose(parser)
 
 
@@ -213,18 +226,13 @@ def add_benches(bench: Parser) -> None:
     benches = bench.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Parser)
     for name, help in BENCHES.items():
         add_command(benches.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}."), name)
-    serve, declared = benches.choices["serve"], options_of("serve").values()
-    both = ("mix", "model", "format", "output")
-    serve.without("mix", *(each.name for each in declared if each.group != MIX and each.name not in both))
-    serve.within("mix", *(each.name for each in declared if each.group == MIX and each.name not in both))
-    benches.choices["speculate"].without("texts_only", *TIMED)
 
 
 def add_script(parser: Parser, bench: str, names: Sequence[str], **defaults) -> None:
     """Add options of a bench to a script that measures the same, with other defaults."""
     declared = options_of(bench)
     chosen = {name: declared[name] for name in names}
-    add_options(parser, chosen | {name: replace(chosen[name], default=value) for name, value in defaults.items()})
+    parser.declare(chosen | {name: replace(chosen[name], default=value) for name, value in defaults.items()})
 
 
 def add_verbose(parser) -> None:
