@@ -70,6 +70,7 @@ PLACEHOLDERS = {COUNT: "N", ROWS: "N", Integer(0): "N", COUNTS: "N,N", Several(R
 
 
 def _option(name: str, default, constraint: Constraint, help: str, *commands: str, **more) -> Option:
+    """Declare an option that only commands that measure have. `more` has further fields of Option."""
     more = {"metavar": PLACEHOLDERS.get(constraint)} | more
     return Option(constraint, help, default, name=name, commands=commands, **more)
 
