@@ -56,75 +56,55 @@ class HybridConfig(Config):
         return "linear_attn", GatedDeltaNet(self)
 
 
-@torch.library.custom_op("training::unit_lower_inverse", mutates_args=())
-def unit_lower_inverse(below: Tensor) -> Tensor:
-    """Return the inverse of I + below, where `below` [..., n, n] is strictly lower triangular and n a power of two.
+class UnitLowerInverse(torch.autograd.Function):
+    """The inverse of I + below, where `below` [..., n, n] is strictly lower triangular and n a power of two.
 
-    It inverts diagonal blocks of doubled size in each iteration: the inverse of [[P, 0], [L, Q]] has -Q' L P' below
-    the diagonal, where P' and Q' are the inverses of P and Q.
+    Diagonal blocks are inverted in doubling sizes: the inverse of [[P, 0], [L, Q]] has -Q' L P' below the diagonal,
+    where P' and Q' are the inverses of P and Q.
     """
-    n = below.shape[-1]
-    index = torch.arange(n, device=below.device)
-    inverse = torch.eye(n, device=below.device, dtype=below.dtype).expand_as(below).contiguous()
-    size = 1
-    while size < n:
-        block = index // size
-        joined = (block[:, None] == block[None] + 1) & (block[:, None] % 2 == 1)
-        off_diagonal = below * joined
-        inverse = inverse - (inverse @ off_diagonal @ inverse if size > 1 else off_diagonal)
-        size *= 2
-    return inverse
+
+    @staticmethod
+    def forward(ctx, below: Tensor) -> Tensor:
+        n, size = below.shape[-1], 1
+        index = torch.arange(n, device=below.device)
+        inverse = torch.eye(n, device=below.device)
+        while size < n:
+            block = index // size
+            joined = (block[:, None] == block[None] + 1) & (block[:, None] % 2 == 1)
+            inverse = inverse - inverse @ (below * joined) @ inverse
+            size *= 2
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ grad @ inverse.mT)
 
 
-@unit_lower_inverse.register_fake
-def _(below: Tensor) -> Tensor:
-    return torch.empty_like(below, memory_format=torch.contiguous_format)
-
-
-def _keep_inverse(ctx, inputs, output):
-    ctx.save_for_backward(output)
-
-
-def _inverse_backward(ctx, grad):
-    (inverse,) = ctx.saved_tensors
-    return -(inverse.mT @ grad @ inverse.mT)
-
-
-unit_lower_inverse.register_autograd(_inverse_backward, setup_context=_keep_inverse)
-
-
-@torch.library.custom_op("training::scan", mutates_args=())
-def scan(factors: Tensor, terms: Tensor, reverse: bool = False) -> Tensor:
-    """Return the states before each chunk: state[0] = 0, state[n + 1] = factors[n] @ state[n] + terms[n].
+class Scan(torch.autograd.Function):
+    """The states before each chunk: state[0] = 0, state[n + 1] = factors[n] @ state[n] + terms[n].
 
     Args:
         factors: [chunks, batch, k, k]
         terms: [chunks, batch, k, v]
-        reverse: run from the last chunk to the first: state[n - 1] = factors[n] @ state[n] + terms[n].
     """
-    states = torch.zeros_like(terms, memory_format=torch.contiguous_format)
-    order = range(len(terms))
-    for current, following in zip(order, order[1:]) if not reverse else zip(order[::-1], order[-2::-1]):
-        torch.baddbmm(terms[current], factors[current], states[current], out=states[following])
-    return states
 
+    @staticmethod
+    def forward(ctx, factors: Tensor, terms: Tensor) -> Tensor:
+        states = torch.zeros_like(terms)
+        for n in range(len(terms) - 1):
+            torch.baddbmm(terms[n], factors[n], states[n], out=states[n + 1])
+        ctx.save_for_backward(factors, states)
+        return states
 
-@scan.register_fake
-def _(factors: Tensor, terms: Tensor, reverse: bool = False) -> Tensor:
-    return torch.empty_like(terms, memory_format=torch.contiguous_format)
-
-
-def _keep_states(ctx, inputs, output):
-    ctx.save_for_backward(inputs[0], output)
-
-
-def _scan_backward(ctx, grad):
-    factors, states = ctx.saved_tensors
-    after = scan(factors.mT.contiguous(), grad.contiguous(), True)  # The gradient of the state after each chunk.
-    return after @ states.mT, after, None
-
-
-scan.register_autograd(_scan_backward, setup_context=_keep_states)
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        factors, states = ctx.saved_tensors
+        after = torch.zeros_like(grad)  # the gradient of the state after each chunk
+        for n in range(len(grad) - 1, 0, -1):
+            torch.baddbmm(grad[n], factors[n].mT, after[n], out=after[n - 1])
+        return after @ states.mT, after
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -137,7 +117,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
         beta: fp32 [batch, length, value heads], the strengths of the updates
     """
     heads, size = k.shape[2:]
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (F.rms_norm(x, (size,), eps=1e-6 / size) * size**-0.5 for x in (q, k))  # rows of length 1
     # Chunks come first: [chunks, batch, key heads, value heads of a key head, positions, ...].
     q, k, v, g, beta = (
         x.unflatten(2, (heads, -1)).unflatten(1, (-1, CHUNK)).movedim((1, 0, 3, 4, 2), (0, 1, 2, 3, 4)).contiguous()
@@ -148,12 +128,12 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -math.inf).exp()
     since, left = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
     below = (k @ k.mT * decay * beta[..., None]).masked_fill(~lower.tril(-1), 0)
-    inverse = unit_lower_inverse(below.flatten(0, 3)).view_as(below)
+    inverse = UnitLowerInverse.apply(below.flatten(0, 3)).view_as(below)
     written = inverse @ (v * beta[..., None])
     read = inverse @ (k * (beta[..., None] * since))
     kept = (k * left).mT
     factors = torch.eye(size, device=g.device) * since[..., -1:, :] - kept @ read
-    states = scan(factors.flatten(1, 3), (kept @ written).flatten(1, 3)).view(*factors.shape[:-1], -1)
+    states = Scan.apply(factors.flatten(1, 3), (kept @ written).flatten(1, 3)).view(*factors.shape[:-1], -1)
     written = written - read @ states
     out = (q * since) @ states + (q @ k.mT * decay) @ written
     return (out * size**-0.5).permute(1, 0, 4, 2, 3, 5).contiguous().flatten(3, 4).flatten(1, 2)
@@ -167,8 +147,7 @@ class Norm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.zeros(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+        return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight, self.eps)
 
 
 class Convolution(nn.Module):
@@ -192,7 +171,7 @@ class GatedNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight * F.silu(gate.float())
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps) * F.silu(gate.float())
 
 
 class GatedDeltaNet(nn.Module):

@@ -4,7 +4,6 @@ import math
 from dataclasses import asdict, dataclass
 
 import torch
-import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -111,12 +110,6 @@ class Layer(nn.Module):
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
 
 
-def token_loss(x: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the cross-entropy over the targets that are not IGNORE."""
-    logits = F.linear(x, embedding).flatten(0, 1).float()
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
 class LanguageModel(nn.Module):
     """A language model with the output layer tied to the embedding."""
 
@@ -129,7 +122,6 @@ class LanguageModel(nn.Module):
                 "norm": config.norm(),
             }
         )
-        self.loss = token_loss
         frequencies = config.rope_theta ** (-torch.arange(0, config.rotated, 2) / config.rotated)
         angles = torch.outer(torch.arange(config.max_position_embeddings), frequencies)[:, None]
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -139,25 +131,15 @@ class LanguageModel(nn.Module):
                 branch_end = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.num_hidden_layers) if branch_end else 0.02)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Return the hidden state after the final norm. The length must be a multiple of 64 for a hybrid model."""
-        x = self.model["embed_tokens"](tokens)
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        for layer in self.model["layers"]:
-            x = layer(x, cos, sin)
-        return self.model["norm"](x)
-
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the cross-entropy over the targets that are not IGNORE.
 
         Args:
-            tokens, targets: int64 [batch, length]
+            tokens, targets: int64 [batch, length]. The length must be a multiple of 64 for Qwen3.5.
         """
-        return self.loss(self.hidden(tokens), self.model["embed_tokens"].weight, targets)
-
-    def compile(self) -> None:
-        """Compile each kind of layer, and the loss, for any batch and length. Evaluation is not compiled."""
-        functorch_config.backward_pass_autocast = "off"  # as without compilation
+        x = self.model["embed_tokens"](tokens)
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for layer in self.model["layers"]:
-            layer.compile(dynamic=True)
-        self.loss = torch.compile(token_loss, dynamic=True)
+            x = layer(x, cos, sin)
+        logits = F.linear(self.model["norm"](x), self.model["embed_tokens"].weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")

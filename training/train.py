@@ -105,7 +105,6 @@ class Documents:
         spans = self.sample(rng, options.batch_tokens)
         spans = spans[np.argsort(spans[:, 1] - spans[:, 0], kind="stable")]
         cuts = np.searchsorted(spans[:, 1] - spans[:, 0], WIDTHS, side="right")
-        cuts = cuts[cuts < len(spans) - 1]  # torch.compile would compile again for a single row
         batches = [self.padded(part, options.length) for part in np.split(spans, cuts) if len(part)]
         return [part for batch in batches for part in split(*batch, options.micro_tokens)]
 
@@ -229,7 +228,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--evaluations", type=int, default=6, help="number of evaluations on the held-out text")
     parser.add_argument("--patience", type=int, default=3, help="stop after N evaluations without an improvement")
     parser.add_argument("--int4", action="store_true", help="train the weights that int4 quantization will give")
-    parser.add_argument("--compile", action="store_true", help="compile the layers with torch.compile")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     pretrain = options.stage == "pretrain"
@@ -264,12 +262,10 @@ def train(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     config = MODELS[options.model]()
     model = LanguageModel(config, options.dropout).to(device)
-    if options.compile:
-        model.compile()
     quantized = quantized_weights(model) if options.int4 else []
     optimizer = make_optimizer(model, options.learning_rate, device)
     stage, checkpoint = options.stage, options.out / f"{options.stage}.pt"
-    state = {"step": 0, "seconds": 0.0, "tokens": 0, "log": [], "best": None, "best_score": math.inf, "misses": 0}
+    state = {"step": 0, "seconds": 0.0, "tokens": 0, "log": [], "best_score": math.inf, "misses": 0}
     options.out.mkdir(parents=True, exist_ok=True)
     if checkpoint.exists():
         saved = torch.load(checkpoint, map_location=device, weights_only=True)
@@ -321,21 +317,20 @@ def train(options: argparse.Namespace) -> None:
         if progress < evaluate_at[0]:
             continue
         evaluate_at = [share for share in evaluate_at if share > progress]
-        with rounded_to_int4(quantized), torch.compiler.set_stance("force_eager"):
+        with rounded_to_int4(quantized):
             bits = held_out_bits(model, options.data / "held_out", end_of_text, device, options.length)
         score = sum(bits[source] * share for source, share in shares.items() if source in bits)
         state["log"][-1]["held_out_bits_per_byte"] = bits
         print(json.dumps(state["log"][-1]), flush=True)
         state["misses"] = 0 if score < state["best_score"] else state["misses"] + 1
         if score < state["best_score"]:
-            state["best_score"], state["best"] = score, {k: v.clone() for k, v in model.state_dict().items()}
+            state["best_score"] = score
+            save_model(model, config, options.out, stage)
+        (options.out / f"{stage}.json").write_text(json.dumps(state["log"], indent=1))
         state["seconds"] = time.monotonic() - started
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}, checkpoint)
         if state["misses"] >= options.patience:
             break
-    model.load_state_dict(state["best"])
-    save_model(model, config, options.out, stage)
-    (options.out / f"{stage}.json").write_text(json.dumps(state["log"], indent=1))
 
 
 if __name__ == "__main__":
