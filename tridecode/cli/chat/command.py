@@ -17,12 +17,13 @@ from ..terminal import Output
 from . import lines, saving, session
 from .completion import completed
 from .conversation import Conversation
-from .lines import Interrupted, join_blocks
+from .lines import Interrupted, join_blocks, open_reader
 from .local import LocalModel
 from .model import Model
-from .reader import open_reader
-from .talk import COUNTING, DEVICE_LOST, INTERRUPT_GRACE, Chat
+from .settings import COUNTING
+from .talk import DEVICE_LOST, Chat
 
+INTERRUPT_GRACE = 1.0  # Seconds after a stopped answer in which another Ctrl-C does not end the chat.
 # Interval in seconds at which Python switches threads. Python's 5 ms would delay the token loop while text is drawn.
 SWITCH_INTERVAL = 0.0005
 
@@ -34,6 +35,9 @@ def chat(args, output: Output) -> int:
         args.refuse("--api-key-file needs --url")
     output.quiet, output.redraws = args.quiet, not args.plain
     conversation, store = open_session(args, output, interactive)
+    question = args.question
+    if question is not None and not interactive:
+        question = with_stdin(question, output)
     model, params = (open_model if args.url is None else connect)(args, output)
     talk = Chat(
         model,
@@ -51,23 +55,22 @@ def chat(args, output: Output) -> int:
     )
     if store:
         store.model = model.name
-    if store and store.saved:
-        output.note(f"session {store.name}: {talk.describe()}")
-        if not args.quiet:
-            saving.show_last(talk)
-    code = None
+        if store.saved:
+            output.note(f"session {store.name}: {talk.describe()}")
+            if not args.quiet:
+                saving.show_last(talk)
     try:
         if interactive:
             sys.setswitchinterval(SWITCH_INTERVAL)
             model.use_idle_time()
             place = f" at {model.device}" if args.url else ""
             output.note(f"{model.name}{place}: {talk.describe_capacity()}; /help lists the commands")
-            output.quiet = False  # The output of commands is shown even with --quiet.
-            code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output), args.question)
+        output.quiet = False  # The output of commands is shown even with --quiet.
+        if interactive:
+            output.error_prefix = ""
+            converse(talk, open_reader(lambda typed: completed(typed, talk), output), question)
         else:
-            output.quiet = False
-            question = args.question is not None and [with_stdin(args.question, output)]
-            for line in question or join_blocks(stdin_lines()):
+            for line in join_blocks(stdin_lines()) if question is None else [question]:
                 if not talk.handle(line):
                     break
     finally:
@@ -75,14 +78,13 @@ def chat(args, output: Output) -> int:
         talk.save()
         if args.graph_stats and isinstance(model, LocalModel) and model.loaded:
             show_graph_stats(model.engine, output)
-    code = talk.exit_code if code is None else code
-    if code == DEVICE_LOST:
+    if talk.exit_code == DEVICE_LOST:
         output.keys.release()
         # Skip destructors. After the loss of a GPU, freeing memory fails again and may end the process by a signal.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    return code
+        os._exit(DEVICE_LOST)
+    return talk.exit_code
 
 
 def open_model(args, output: Output) -> tuple[LocalModel, SamplingParams]:
@@ -151,8 +153,8 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
     return conversation, store
 
 
-def converse(talk: Chat, reader, first: str | None = None) -> int:
-    """Run the chat until /exit, Ctrl-D, or two Ctrl-C in a row, and return the exit code.
+def converse(talk: Chat, reader, first: str | None = None) -> None:
+    """Run the chat until /exit, Ctrl-D, or two Ctrl-C in a row.
 
     Args:
         first: The first message, if it was on the command line.
@@ -160,7 +162,7 @@ def converse(talk: Chat, reader, first: str | None = None) -> int:
     if first is not None:
         talk.output.user(lines.PROMPT + first.replace("\n", "\n" + lines.CONTINUED))
         if not talk.handle(first):
-            return talk.exit_code
+            return
     leaving = False
     separate = first is not None  # Whether to print a blank line before the prompt.
     while True:
@@ -173,13 +175,13 @@ def converse(talk: Chat, reader, first: str | None = None) -> int:
             line = reader.read(draft or "")
             leaving, separate = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):
-                return talk.exit_code
+                return
         except EOFError:
-            return 0
+            return
         except KeyboardInterrupt as error:
             pressed = error if isinstance(error, Interrupted) else Interrupted()
             if leaving and not pressed.typed:
-                return 0
+                return
             leaving = False
             if pressed.draft:
                 talk.output.note("the draft is stored; Up restores it")
