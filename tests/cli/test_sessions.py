@@ -9,9 +9,8 @@ from rich.cells import cell_len
 
 from tridecode.cli.chat import session as store
 from tridecode.cli.chat import sessions
-from tridecode.cli.chat.completion import Offer, completed
+from tridecode.cli.chat.completion import completed
 from tridecode.cli.chat.conversation import Conversation
-from tridecode.cli.chat.settings import CHOICES
 
 RIVERS = Conversation(turns=(("Name three rivers.", "Nile, Rhine, Po"), ("And a lake?", "Como")))
 pytestmark = pytest.mark.usefixtures("state")
@@ -213,8 +212,9 @@ def cached(tmp_path, monkeypatch, name: str, *weights: str) -> None:
         (place / file).touch()
 
 
-def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
+def test_tab_completes_sessions_paths_and_words(session, tmp_path, monkeypatch):
     keep("rivers")
+    chat = session()
     place = tmp_path / "place"
     (place / "rooms").mkdir(parents=True)
     (place / "Qwerty").mkdir()
@@ -246,11 +246,10 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("hello", (0, [])),
         ("//sy", (0, [])),
     ):
-        assert completed(typed) == found, typed
-    assert completed("/set to", Offer(["top_p", "seed"])) == (2, ["top_p "]), (
-        "completion lists options that the server does not support"
-    )
-    other = Offer(choices=CHOICES | {"overflow": ("error",)}, models=["a-model", "another"])
-    assert completed("/model ", other) == (0, ["a-model", "another"])
-    assert completed("/set overflow ", other) == (0, ["error", "default"])
-    assert completed("/load ") == (0, ["rivers", "Qwerty/", "river talk.json", "rooms/"])
+        assert completed(typed, chat) == found, typed
+    assert completed("/load ", chat) == (0, ["rivers", "Qwerty/", "river talk.json", "rooms/"])
+    model = chat.model
+    model.options, model.models, model.counts = {"top_p", "seed"}, ["a-model", "another"], False
+    assert completed("/set to", chat) == (2, ["top_p "]), "completion lists options that the server does not support"
+    assert completed("/model ", chat) == (0, ["a-model", "another"])
+    assert completed("/set overflow ", chat) == (0, ["error", "default"])
