@@ -177,7 +177,7 @@ def test_block_parsing_is_linear():
 
 
 def test_each_turn_is_saved(session, state):
-    store = sessions.Store(sessions.named("work"), "m")
+    store = sessions.Store(sessions.named("work"))
     chat = session(["one"], (["Half"], "error"), ["two"], ["three"], store=store)
     chat.handle("a")
     chat.handle("b")
@@ -196,7 +196,7 @@ def test_each_turn_is_saved(session, state):
 def test_chat_continues_if_saving_fails(session, state):
     state.mkdir(parents=True)
     (state / "sessions").write_text("in the way")
-    chat = session(["one"], ["two"], store=sessions.Store(sessions.named("work"), "m"))
+    chat = session(["one"], ["two"], store=sessions.Store(sessions.named("work")))
     assert chat.handle("a") and chat.handle("b")
     assert chat.engine.prompts[1] == as_messages("a", "one", "b")
     assert chat.read()[1].count("tridecode: error: the session is not saved: ") == 2 and chat.exit_code == 1

@@ -114,7 +114,7 @@ def test_export_as_markdown(run, tmp_path):
 
 
 def test_title_is_saved(session):
-    chat = session(["one"], ["two"], store=store.Store(store.named("work"), "m"))
+    chat = session(["one"], ["two"], store=store.Store(store.named("work")))
     chat.handle("/title")
     assert "no title yet" in chat.read()[1]
     chat.handle("Name three rivers.")
@@ -130,7 +130,7 @@ def test_title_is_saved(session):
 
 
 def test_sessions_command(session):
-    chat = session(["one"], store=store.Store(store.named("work"), "m"), interactive=True)
+    chat = session(["one"], store=store.Store(store.named("work")), interactive=True)
     chat.handle("Hello")
     keep("rivers"), keep("b")
     chat.read()
@@ -156,7 +156,7 @@ def test_load_session_by_name(session, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rivers").write_text("no session")
     keep("rivers")
-    chat = session(["one"], ["two"], store=store.Store(store.named("work"), "m"), interactive=True)
+    chat = session(["one"], ["two"], store=store.Store(store.named("work")), interactive=True)
     chat.handle("Hello")
     chat.read()
     assert chat.handle("/load rivers")

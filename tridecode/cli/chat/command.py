@@ -14,10 +14,10 @@ from ..inputs import stdin_lines, with_stdin
 from ..loading import Loader, load_engine, tokenizer_of
 from ..options import sampling_overrides
 from ..terminal import Output
-from . import lines, saving, session
+from . import saving, session
 from .completion import completed
 from .conversation import Conversation
-from .lines import Interrupted, join_blocks, open_reader
+from .lines import Interrupted, PlainReader, as_typed, join_blocks, shows_editor
 from .local import LocalModel
 from .model import Model
 from .settings import COUNTING
@@ -48,17 +48,14 @@ def chat(args, output: Output) -> int:
         store=store,
         overflow=args.overflow or ("drop-oldest" if interactive else "error"),  # `connect` may have set the option.
         stats=args.stats or ("off" if args.quiet else "full"),
-        system=args.system,
         plain=args.plain,
         think=args.think,
         overrides=sampling_overrides(args),
     )
-    if store:
-        store.model = model.name
-        if store.saved:
-            output.note(f"session {store.name}: {talk.describe()}")
-            if not args.quiet:
-                saving.show_last(talk)
+    if store and store.saved:
+        output.note(f"session {store.name}: {talk.describe()}")
+        if not args.quiet:
+            saving.show_last(talk)
     try:
         if interactive:
             sys.setswitchinterval(SWITCH_INTERVAL)
@@ -68,7 +65,7 @@ def chat(args, output: Output) -> int:
         output.quiet = False  # The output of commands is shown even with --quiet.
         if interactive:
             output.error_prefix = ""
-            converse(talk, open_reader(lambda typed: completed(typed, talk), output), question)
+            converse(talk, open_reader(talk), question)
         else:
             for line in join_blocks(stdin_lines()) if question is None else [question]:
                 if not talk.handle(line):
@@ -136,7 +133,7 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
     if args.raw and args.system is not None:
         raise session.SessionError("--system needs a chat template; leave out --raw")
     if args.resume or args.session is not None:
-        store = session.Store(session.named(args.session) if args.session is not None else session.last_path(), "")
+        store = session.Store(session.named(args.session) if args.session is not None else session.last_path())
         if args.resume or store.path.exists():
             conversation = store.load()
             if conversation.raw != args.raw:
@@ -147,10 +144,19 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
                 conversation = replace(conversation, system=args.system)
     elif interactive:
         try:
-            store = session.Store(session.new_path(), "")
+            store = session.Store(session.new_path())
         except session.SessionError as error:
             output.note(f"conversations are not saved: {error}")
     return conversation, store
+
+
+def open_reader(talk: Chat):
+    """Return a line editor if the terminal can show one, otherwise a plain reader."""
+    if not shows_editor():
+        return PlainReader(talk.output.keys)
+    from .keyboard import Keyboard  # A chat in a pipe does not need prompt_toolkit.
+
+    return Keyboard(lambda typed: completed(typed, talk), talk.output)
 
 
 def converse(talk: Chat, reader, first: str | None = None) -> None:
@@ -160,7 +166,7 @@ def converse(talk: Chat, reader, first: str | None = None) -> None:
         first: The first message, if it was on the command line.
     """
     if first is not None:
-        talk.output.user(lines.PROMPT + first.replace("\n", "\n" + lines.CONTINUED))
+        talk.output.user(as_typed(first))
         if not talk.handle(first):
             return
     leaving = False

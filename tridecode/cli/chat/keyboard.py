@@ -21,9 +21,11 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from rich.cells import cell_len
 
 from ..terminal import USER
-from .lines import CONTINUED, PROMPT, Interrupted, unfinished
+from .lines import CONTINUED, PROMPT, Interrupted, as_typed, unfinished
 from .session import SessionError, failing, state_dir
 
+# Errors that can occur when the program reads the file of $EDITOR.
+EDITOR_ERRORS = (UnicodeDecodeError, FileNotFoundError)
 TYPED = f"ansi{USER}"  # The name that prompt_toolkit uses for the color.
 
 
@@ -70,7 +72,7 @@ class Keyboard:
         """Create the editor.
 
         Args:
-        complete: See lines.open_reader.
+        complete: A function like completion.completed, without the chat.
         keys: prompt_toolkit's input, by default the terminal.
         screen: prompt_toolkit's output, by default the terminal.
         """
@@ -132,7 +134,7 @@ class Keyboard:
         if interrupts:
             raise Interrupted(text)
         if self.session.app.erase_when_done:
-            self.output.user(PROMPT + text.replace("\n", "\n" + CONTINUED))
+            self.output.user(as_typed(text))
         return text
 
     def fits(self, text: str) -> bool:
@@ -142,9 +144,12 @@ class Keyboard:
         return rows < size.rows
 
     def _report(self, loop, context) -> None:
-        """Print an error of the event loop, such as a file of $EDITOR that is not UTF-8. The prompt stays."""
-        why = context.get("exception") or context["message"]
-        run_in_terminal(lambda: self.output.error(f"the editor failed ({why}); the message is unchanged"))
+        """Print an error of $EDITOR, after which the prompt stays. Any other error of the event loop ends `read`."""
+        error, future = context.get("exception"), self.session.app.future
+        if isinstance(error, EDITOR_ERRORS):
+            run_in_terminal(lambda: self.output.error(f"the editor failed ({error}); the message is unchanged"))
+        elif future and not future.done():
+            future.set_exception(error or RuntimeError(context["message"]))
 
     def _touch(self, buffer) -> None:
         self._touched = True

@@ -1,10 +1,10 @@
-"""Messages from lines: blocks between triple quotation marks, and the choice of the reader of messages."""
+"""Messages from lines: blocks between triple quotation marks, and a reader for terminals without a line editor."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from ..terminal import Keys, Output, visible
+from ..terminal import Keys, visible
 
 MARK = '"""'
 PROMPT, CONTINUED = "> ", "… "
@@ -37,6 +37,11 @@ def join_blocks(lines: Iterable[str]) -> Iterator[str]:
             block = []
     if block:
         yield "\n".join(block)
+
+
+def as_typed(message: str) -> str:
+    """Return a message with the prompts that the user saw while typing it."""
+    return PROMPT + message.replace("\n", "\n" + CONTINUED)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -85,16 +90,3 @@ class PlainReader:
 def shows_editor() -> bool:
     """Return whether the terminal can show a line editor."""
     return os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-
-
-def open_reader(complete: Callable, output: Output):
-    """Return a line editor if the terminal can show one, otherwise a plain reader.
-
-    Args:
-        complete: The completion of the Tab key: the typed text -> (number of replaced characters, words).
-    """
-    if shows_editor():
-        from .keyboard import Keyboard  # This import takes a quarter of a second.
-
-        return Keyboard(complete, output)
-    return PlainReader(output.keys)

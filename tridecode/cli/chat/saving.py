@@ -6,7 +6,7 @@ from pathlib import Path
 from ..terminal import counted
 from . import session, sessions
 from .display import open_sink
-from .lines import CONTINUED, PROMPT
+from .lines import as_typed
 
 LISTED = 20  # Maximum number of sessions that /sessions shows.
 # Maximum characters of the turns that are shown when a conversation continues. The last turn is always shown.
@@ -28,7 +28,7 @@ def load(chat, rest: str) -> None:
     """Run /load. A session continues in its file. The conversation of another file continues in a new session."""
     store = None
     if rest in sessions.names():
-        store = session.Store(sessions.existing(rest), chat.model.name)
+        store = session.Store(sessions.existing(rest))
         loaded = store.load()
     else:
         path = path_of(rest)
@@ -125,7 +125,7 @@ def show(chat, first: int) -> None:
     for number, (user, answer) in enumerate(chat.conversation.turns[first:]):
         if number:
             chat.output.text("\n")
-        chat.output.user(PROMPT + user.replace("\n", "\n" + CONTINUED))
+        chat.output.user(as_typed(user))
         sink = open_sink(chat.output, chat.plain)
         try:
             sink.push(chat.answer_only(answer))

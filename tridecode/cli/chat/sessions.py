@@ -131,7 +131,7 @@ def existing(name: str) -> Path:
 
 def rename(old: str, new: str) -> None:
     """Rename a session. Raises SessionError, also if `new` exists already."""
-    session.Store(existing(old), "").rename(new)
+    session.Store(existing(old)).rename(new)
 
 
 def delete(chosen: Sequence[str]) -> None:

@@ -95,7 +95,7 @@ def _help(chat, rest) -> None:
 
 
 def _clear(chat, rest) -> None:
-    kept = chat.begin(Conversation(chat.conversation.raw, chat.system))
+    kept = chat.begin(Conversation(chat.conversation.raw, chat.conversation.system))
     chat.output.note("a new conversation begins" + saving.previous_session(kept))
 
 
@@ -106,8 +106,7 @@ def _system(chat, rest) -> None:
         system = chat.conversation.system
         chat.output.note("there is no system turn" if system is None else f"system: {system}")
     else:
-        chat.system = None if rest == "-" else rest
-        chat.change_conversation(system=chat.system)
+        chat.change_conversation(system=None if rest == "-" else rest)
         chat.output.note("the system turn is " + ("removed" if rest == "-" else "set"))
 
 

@@ -29,7 +29,6 @@ class Chat:
     Attributes:
         interactive: Whether stdin and stdout are a terminal.
         store: The session file, None if the conversation is not saved.
-        system: The system turn of new conversations.
         plain: Whether answers are plain text.
         think: on, off or hide.
         overrides: Sampling options that are set. `params` contains them and the defaults of the model.
@@ -51,7 +50,6 @@ class Chat:
     store: session.Store | None = None
     overflow: str = "error"
     stats: str = "full"
-    system: str | None = None
     plain: bool = False
     think: str = "on"
     overrides: dict = field(default_factory=dict)
@@ -174,8 +172,6 @@ class Chat:
                 if self.model.loaded:
                     self.params, self.last = self.model.default_params(**self.overrides), None
                     self.set_think(self.think)
-                    if self.store:
-                        self.store.model = self.model.name
 
     def describe_capacity(self) -> str:
         """Return the size of the context for display."""
@@ -190,7 +186,7 @@ class Chat:
         if self.store is None:
             return
         try:
-            if note := self.store.save(self.conversation):
+            if note := self.store.save(self.conversation, self.model.name):
                 self.output.note(note)
         except session.SessionError as error:
             self.output.error(f"the session is not saved: {error}; /save FILE writes it elsewhere")
