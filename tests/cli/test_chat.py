@@ -240,10 +240,10 @@ def test_resume_and_named_sessions(piped, tiny, state):
 def test_thinking_is_separated(capsys, chunks, opened, hide, out, answer):
     shown = []
     sink = SimpleNamespace(push=shown.append, finish=lambda: shown.append("|"), pause=None, resume=None)
-    display = Display(Output(), sink, splitter := ThinkSplitter(opened), hide)
+    display = Display(Output(), sink, ThinkSplitter(opened), hide, tags=False)
     for chunk in chunks:
-        display.push(splitter.feed(chunk))
-    display.push(splitter.finish())
+        display.push(chunk)
+    display.flush()
     display.finish()
     read = capsys.readouterr()
     assert read.out == out and "".join(shown) == answer + "|"

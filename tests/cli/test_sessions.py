@@ -32,7 +32,7 @@ def test_list_is_sorted_newest_first(run):
     assert (code, err) == (0, "") and [line.split()[0] for line in out.splitlines()] == ["bad", "new", "old"]
     bad, new, old = out.splitlines()
     assert " damaged " in bad and new.endswith(" Lakes") and " 1 turn " in new
-    assert old.endswith(" B  Name three rivers.") and " 2 turns " in old and " 1970 " in old
+    assert old.endswith(" bytes  Name three rivers.") and " 2 turns " in old and " 1970 " in old
     found = [json.loads(line) for line in run("sessions", "--json")[1].splitlines()]
     assert [one["turns"] for one in found] == [None, 1, 2] and found[1]["title"] == "Lakes" and found[2]["saved"] == 1
     assert run("sessions", "--names")[1] == "bad\nnew\nold\n"

@@ -38,7 +38,7 @@ def chat(args, output: Output) -> int:
     question = args.question
     if question is not None and not interactive:
         question = with_stdin(question, output)
-    model, params = (open_model if args.url is None else connect)(args, output)
+    model, params = open_model(args, output, interactive) if args.url is None else connect(args, output)
     talk = Chat(
         model,
         params,
@@ -59,7 +59,6 @@ def chat(args, output: Output) -> int:
     try:
         if interactive:
             sys.setswitchinterval(SWITCH_INTERVAL)
-            model.use_idle_time()
             place = f" at {model.device}" if args.url else ""
             output.note(f"{model.name}{place}: {talk.describe_capacity()}; /help lists the commands")
         output.quiet = False  # The output of commands is shown even with --quiet.
@@ -84,7 +83,7 @@ def chat(args, output: Output) -> int:
     return talk.exit_code
 
 
-def open_model(args, output: Output) -> tuple[LocalModel, SamplingParams]:
+def open_model(args, output: Output, interactive: bool) -> tuple[Model, SamplingParams]:
     """Load the model; return it and the sampling parameters."""
     engine, params = load_engine(args, output)
     if not (args.raw or tokenizer_of(engine).has_template):
@@ -92,7 +91,7 @@ def open_model(args, output: Output) -> tuple[LocalModel, SamplingParams]:
         engine.encode([{"role": "user", "content": "Hello"}])
     if engine.device.type == "cpu":
         output.note("running on the CPU")
-    return LocalModel(engine, Loader(args, output)), params
+    return LocalModel(engine, Loader(args, output), captures=interactive), params
 
 
 def connect(args, output: Output) -> tuple[Model, SamplingParams]:

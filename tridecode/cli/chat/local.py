@@ -30,18 +30,25 @@ class LocalModel(Model):
     device: torch.device
     capacity: int
 
-    def __init__(self, engine: Engine, loader: Loader | None = None):
-        self._loader = loader
+    def __init__(self, engine: Engine, loader: Loader | None = None, captures: bool = False):
+        """Create the model.
+
+        Args:
+            loader: Loads other models for `switch`.
+            captures: Capture passes that the engine may need while it is idle.
+        """
+        self._loader, self._captures = loader, captures
         self._idle: IdleCapture | None = None
         self.use(engine)
 
     def use(self, engine: Engine) -> None:
         """Replace the engine."""
+        self.close()
         self.engine, self.loaded = engine, True
         self.name, self.device, self.capacity = engine.name, engine.device, engine.capacity
         self.largest = engine.config.max_position
-        if self._idle is not None:
-            self.use_idle_time()
+        if self._captures:
+            self._idle = IdleCapture(engine)
 
     def free_engine(self) -> None:
         """Free the engine, to make room for another."""
@@ -106,11 +113,6 @@ class LocalModel(Model):
     def lost(self, error: Exception) -> bool:
         """Return whether the GPU no longer responds."""
         return isinstance(error, RuntimeError) and not responds(self.device)
-
-    def use_idle_time(self) -> None:
-        """Capture passes that the engine may need, until the next turn begins."""
-        self.close()
-        self._idle = IdleCapture(self.engine)
 
     def close(self) -> None:
         """Stop the captures in idle time."""

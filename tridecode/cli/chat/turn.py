@@ -7,13 +7,13 @@ from dataclasses import replace
 from ...errors import GenerationError
 from ...results import OutputChunk
 from ...sampling import SamplingParams
-from ...text.thinking import ANSWER, CLOSE, ThinkSplitter
+from ...text.thinking import CLOSE, ThinkSplitter
 from ..explain import explain
 from ..signals import one_interrupt, suspendable
 from ..terminal import both, counted, speed_line
 from ..waiting import Waiting
 from .conversation import Conversation
-from .display import Display, as_plain, open_fence, open_sink
+from .display import Display, open_display
 from .model import Prompt
 from .overflow import fit
 
@@ -43,12 +43,8 @@ class Turn:
 
     def run(self) -> None:
         """Stream the answer, show it, and update the chat."""
-        chat, output = self.chat, self.chat.output
-        sink = open_sink(output, chat.plain)
-        if self.prefix and not as_plain(output, chat.plain):
-            sink.push(open_fence(self.prefix))
-        shown = Display(output, sink, self.splitter, chat.think == "hide", chat.model.unit)
-        waiting = Waiting(output, chat.model.reading, redraws=not chat.plain, shows=chat.interactive)
+        chat, shown = self.chat, open_display(self.chat, self.splitter, self.prefix)
+        waiting = Waiting(chat.output, chat.model.reading, redraws=not chat.plain, shows=chat.interactive)
         pause, resume = both(waiting.pause, shown.pause), both(shown.resume, waiting.resume)
         # The handler covers the whole turn. So a second Ctrl-C does not lose the answer that the first one stopped.
         with one_interrupt(chat.interactive), suspendable(pause, resume):
@@ -57,7 +53,6 @@ class Turn:
             try:
                 self._stream(shown, waiting)
             except KeyboardInterrupt:
-                self._show(shown, self.splitter.finish())
                 shown.abort()
                 if not chat.interactive:
                     raise
@@ -77,8 +72,8 @@ class Turn:
                 self.last = chunk
                 self.texts.append(chunk.text)
                 self.tokens += chunk.finish_reason is None
-                self._show(shown, self.splitter.feed(chunk.text), chunk.text)
-        self._show(shown, self.splitter.finish())
+                shown.push(chunk.text)
+        shown.flush()
 
     def _make_room(self) -> None:
         """Drop the oldest turns from the prompt if it does not fit in the context. Raises Overflow."""
@@ -98,11 +93,6 @@ class Turn:
         self.base, note = fit(self.base, self.line, count, *limits, bool(self.prefix))
         if note:
             chat.output.note(note)
-
-    def _show(self, shown: Display, parts: list[tuple[str, str]], text: str = "") -> None:
-        """Show a part of the answer. Plain text contains the think block with its tags, unless it is hidden."""
-        whole = self.chat.think != "hide" and as_plain(self.chat.output, self.chat.plain)
-        shown.push([(ANSWER, text)] if whole else parts)
 
     def _record(self, shown: Display) -> None:
         """Add the turn to the conversation, save it, and print the statistics line or the error."""
@@ -124,10 +114,9 @@ class Turn:
         finally:
             chat.save()
         if last is None:
-            length = f"{counted(self.tokens, chat.model.unit)} and {time.perf_counter() - self.started:.1f} s"
-            chat.output.note(
-                f"stopped after {length}; {'kept in the conversation' if answer else 'the turn is not kept'}"
-            )
+            length, seconds = counted(self.tokens, chat.model.unit), time.perf_counter() - self.started
+            rest = "kept in the conversation" if answer else "the turn is not kept"
+            chat.output.note(f"stopped after {length} and {seconds:.1f} s; {rest}")
         elif failed:
             chat.fail(explain(GenerationError(last.error)), self.prefix)
         else:
