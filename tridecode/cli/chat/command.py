@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ...errors import TridecodeError
 from ...options import OPTIONS
-from ...sampling import SamplingParams
 from ..api_key import api_key
 from ..graph_stats import show_graph_stats
 from ..inputs import stdin_lines, with_stdin
@@ -38,15 +37,15 @@ def chat(args, output: Output) -> int:
     question = args.question
     if question is not None and not interactive:
         question = with_stdin(question, output)
-    model, params = open_model(args, output, interactive) if args.url is None else connect(args, output)
+    model = open_model(args, output, interactive) if args.url is None else connect(args, output)
+    overflow = args.overflow or ("drop-oldest" if interactive else "error")
     talk = Chat(
         model,
-        params,
         output,
         conversation,
         interactive=interactive,
         store=store,
-        overflow=args.overflow or ("drop-oldest" if interactive else "error"),  # `connect` may have set the option.
+        overflow=overflow if model.counts else "error",
         stats=args.stats or ("off" if args.quiet else "full"),
         plain=args.plain,
         think=args.think,
@@ -83,19 +82,19 @@ def chat(args, output: Output) -> int:
     return talk.exit_code
 
 
-def open_model(args, output: Output, interactive: bool) -> tuple[Model, SamplingParams]:
-    """Load the model; return it and the sampling parameters."""
-    engine, params = load_engine(args, output)
+def open_model(args, output: Output, interactive: bool) -> Model:
+    """Load the model and return it."""
+    engine, _ = load_engine(args, output)
     if not (args.raw or tokenizer_of(engine).has_template):
         # If a template is missing, this call raises PromptError before the user types anything.
         engine.encode([{"role": "user", "content": "Hello"}])
     if engine.device.type == "cpu":
         output.note("running on the CPU")
-    return LocalModel(engine, Loader(args, output), captures=interactive), params
+    return LocalModel(engine, Loader(args, output), captures=interactive)
 
 
-def connect(args, output: Output) -> tuple[Model, SamplingParams]:
-    """Return the model of the server that the options select, and the sampling parameters.
+def connect(args, output: Output) -> Model:
+    """Return the model of the server that the options select.
 
     Engine options from the configuration file or the environment apply to other chats and are ignored here.
 
@@ -112,15 +111,11 @@ def connect(args, output: Output) -> tuple[Model, SamplingParams]:
         if error.name != "httpx":
             raise
         raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
-    overrides = sampling_overrides(args)
-    params = SamplingParams(**overrides)  # A wrong value raises ParameterError.
     name = None if "model" in args.origins else args.model
-    model = RemoteModel(args.url, api_key(args.api_key_file, output), name, overrides)
-    if not model.counts:
-        if args.overflow not in (None, "error") and "overflow" not in args.origins:
-            args.refuse(f"--overflow {args.overflow} {COUNTING}")
-        args.overflow = "error"
-    return model, params
+    model = RemoteModel(args.url, api_key(args.api_key_file, output), name, sampling_overrides(args))
+    if args.overflow not in (None, "error") and "overflow" not in args.origins and not model.counts:
+        args.refuse(f"--overflow {args.overflow} {COUNTING}")
+    return model
 
 
 def open_session(args, output: Output, interactive: bool) -> tuple[Conversation, session.Store | None]:

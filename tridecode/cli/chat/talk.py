@@ -31,7 +31,8 @@ class Chat:
         store: The session file, None if the conversation is not saved.
         plain: Whether answers are plain text.
         think: on, off or hide.
-        overrides: Sampling options that are set. `params` contains them and the defaults of the model.
+        overrides: Sampling options that are set.
+        params: The sampling parameters: `overrides`, and the defaults of the model.
         initial_choices: The values of CHOICES at the start of the chat.
         thinking: How the model handles the mode `think`.
         last: The last chunk of the latest complete answer.
@@ -43,7 +44,6 @@ class Chat:
     """
 
     model: Model
-    params: SamplingParams
     output: Output
     conversation: Conversation
     interactive: bool = False
@@ -53,6 +53,7 @@ class Chat:
     plain: bool = False
     think: str = "on"
     overrides: dict = field(default_factory=dict)
+    params: SamplingParams = field(init=False)
     initial_choices: dict[str, str] = field(init=False)
     thinking: Thinking = field(init=False)
     last: OutputChunk | None = None
@@ -64,6 +65,7 @@ class Chat:
     exit_code: int = 0
 
     def __post_init__(self):
+        self.params = self.model.default_params(**self.overrides)
         self.initial_choices = {name: getattr(self, name) for name in CHOICES}
         self.plain = self.plain or self.conversation.raw  # Continued text is not Markdown.
         mode, self.think = self.think, "on"
