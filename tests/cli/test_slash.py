@@ -238,7 +238,7 @@ def test_save_load_and_export(session, tmp_path):
         (f"/save {tmp_path / 'no' / 'where'}", "No such file"),
         (f"/export {tmp_path / 'talk.md'}", "exists already"),
         (f"/save {tmp_path / 'talk.md'}", "exists already"),
-        (f"/load {tmp_path / 'talk.md'}", "/load reads only JSON"),
+        (f"/load {tmp_path / 'talk.md'}", "it is not JSON"),
         (f"/export {notes}", "must end in .md"),
         ("/export", "needs FILE.md"),
         ("/save", "needs FILE"),

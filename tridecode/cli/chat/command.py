@@ -171,7 +171,7 @@ def converse(talk: Chat, reader, first: str | None = None) -> None:
             if separate:
                 talk.output.text("\n")
             separate = False
-            reader.redraws = talk.output.redraws = not talk.plain
+            talk.output.redraws = not talk.plain
             line = reader.read(draft or "")
             leaving, separate = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):

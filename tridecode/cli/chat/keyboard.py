@@ -77,7 +77,6 @@ class Keyboard:
         screen: prompt_toolkit's output, by default the terminal.
         """
         self.output, self._touched = output, False
-        self.redraws = True  # If False, a message that fits in the window stays as the user typed it.
         try:
             file = state_dir() / "history"
             with failing(file):
@@ -171,7 +170,8 @@ def _bindings(keyboard: Keyboard) -> KeyBindings:
         if unfinished(buffer.text):
             buffer.insert_text("\n")
         else:
-            event.app.erase_when_done = keyboard.redraws or not keyboard.fits(buffer.text)
+            # With --plain, a message that fits in the window stays as the user typed it.
+            event.app.erase_when_done = keyboard.output.redraws or not keyboard.fits(buffer.text)
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")

@@ -59,8 +59,6 @@ class Interrupted(KeyboardInterrupt):
 class PlainReader:
     """A reader that uses input()."""
 
-    redraws = True  # All readers have this attribute. This reader never redraws.
-
     def __init__(self, keys: Keys | None = None):
         """Create the reader. `keys` are the terminal's keys, which are released during a read."""
         self._keys = keys or Keys()

@@ -35,12 +35,7 @@ def load(chat, rest: str) -> None:
         if not os.path.lexists(path) and path.name == rest and not path.suffix:
             words = "there is no session and no file of this name; /sessions lists the sessions"
             raise session.SessionError(f"{rest}: {words}")
-        try:
-            loaded = session.read(path)
-        except session.SessionError as error:
-            if path.suffix.lower() in sessions.MARKDOWN and path.is_file():
-                raise session.SessionError(f"{error}; /load reads only JSON, not Markdown") from None
-            raise
+        loaded = session.read(path)
     if loaded.raw != chat.conversation.raw:
         raise session.SessionError(f"this conversation needs a chat {'with' if loaded.raw else 'without'} --raw")
     kept = chat.begin(loaded)
