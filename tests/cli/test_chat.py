@@ -52,6 +52,34 @@ def test_end_of_input_and_exit(piped, tiny):
     assert (code, out) == (0, "") and "tokens" not in err
 
 
+@pytest.fixture
+def pipe(monkeypatch):
+    """Make stdin a pipe, and return its other end."""
+    read, write = os.pipe()
+    with os.fdopen(read) as stdin, os.fdopen(write, "w") as end:
+        monkeypatch.setattr("sys.stdin", stdin)
+        yield end
+
+
+@pytest.mark.parametrize("data, message", [("", "Hello"), ("a diff\n", "Hello\na diff")], ids=["empty", "text"])
+def test_piped_text_follows_the_question(run, pipe, state, data, message):
+    pipe.write(data)
+    pipe.close()
+    code, out, err = run("chat", "Hello", "--device", "cpu", "--max-tokens", 2, "--session", "work")
+    assert code == 0 and out.count("\n") == 1
+    assert [user for user, _ in sessions.read(sessions.named("work")).turns] == [message]
+
+
+def test_open_pipe_is_noted_before_the_model_is_loaded(run, pipe, state, monkeypatch):
+    monkeypatch.setattr("tridecode.cli.inputs.STDIN_NOTE_DELAY", 0.05)
+    note = Output.note
+    monkeypatch.setattr(Output, "note", lambda *args, **options: (note(*args, **options), pipe.close()))
+    code, out, err = run("chat", "Hello", "--model", "/nowhere")
+    waiting, error = err.splitlines()
+    assert code == 1 and waiting.startswith("waiting for stdin, which is open and sends no data; </dev/null")
+    assert error.startswith("tridecode: error: /nowhere: no such directory")
+
+
 def test_endless_line_is_refused(piped, monkeypatch):
     monkeypatch.setattr("tridecode.cli.inputs.LARGEST", 1_000_000)
     code, out, err = piped("Hello\n" + "0" * 2_000_000, "--max-tokens", 2)
