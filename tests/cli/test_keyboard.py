@@ -8,8 +8,13 @@ import time
 
 import pytest
 from chats import READY, ROOT, enter, leave, leaves
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from tridecode.cli.chat import session as sessions
+from tridecode.cli.chat.keyboard import Keyboard
+from tridecode.cli.chat.lines import PlainReader
+from tridecode.cli.terminal import Output
 
 UP, PASTE, PASTE_END = "\x1b[A", "\x1b[200~", "\x1b[201~"
 
@@ -99,6 +104,27 @@ def test_tall_message_is_in_scrollback_once(state, tmp_path):
     finally:
         tmux("kill-server")
     assert re.findall(r"<\d{3}>", shown) == re.findall(r"<\d{3}>", f"{lines} {words}")
+
+
+@pytest.mark.parametrize("failure", ["key", "drawing"])
+def test_failed_editor_falls_back_to_plain_input(monkeypatch, capsys, state, failure):
+    drafts = []
+    monkeypatch.setattr(PlainReader, "read", lambda reader, draft: drafts.append(draft) or "again")
+
+    def fail(*args):
+        raise ValueError("no such\ncolor")
+
+    with create_pipe_input() as keys:
+        keyboard = Keyboard((), Output(), keys, DummyOutput())
+        if failure == "key":
+            keyboard.session.key_bindings.add("x")(fail)
+        else:
+            monkeypatch.setattr(keyboard.session.app.renderer, "render", fail)
+        keys.send_text("a draft x\r")
+        assert keyboard.read() == keyboard.read() == "again"
+    out, err = capsys.readouterr()
+    assert err.endswith("error: the line editor failed (ValueError: no such color); using plain line input\n")
+    assert out == "" and drafts == ["a draft " if failure == "key" else "", ""]
 
 
 def test_message_opens_in_external_editor(terminal, state, tmp_path):

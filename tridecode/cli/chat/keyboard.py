@@ -21,7 +21,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from rich.cells import cell_len
 
 from ..terminal import USER
-from .lines import CONTINUED, PROMPT, Interrupted, as_typed, unfinished
+from .lines import CONTINUED, PROMPT, Interrupted, PlainReader, as_typed, unfinished
 from .session import SessionError, failing, state_dir
 
 # Errors that can occur when the program reads the file of $EDITOR.
@@ -66,7 +66,7 @@ class Screen(Vt100_Output):
 
 
 class Keyboard:
-    """A reader of messages."""
+    """A reader of messages. If the line editor fails, that read and all later ones use plain line input."""
 
     def __init__(self, complete, output, keys=None, screen=None):
         """Create the editor.
@@ -77,6 +77,7 @@ class Keyboard:
         screen: prompt_toolkit's output, by default the terminal.
         """
         self.output, self._touched = output, False
+        self._plain: PlainReader | None = None
         try:
             file = state_dir() / "history"
             with failing(file):
@@ -112,6 +113,24 @@ class Keyboard:
 
     def read(self, draft: str = "") -> str:
         """Return one message. Raises Interrupted for Ctrl-C and EOFError for Ctrl-D."""
+        if self._plain is None:
+            try:
+                return self._edit(draft)
+            except EOFError:
+                raise
+            except Exception as error:
+                self.output.error(f"the line editor failed ({type(error).__name__}: {error}); using plain line input")
+                self._plain, draft = PlainReader(self.output.keys), self.session.default_buffer.text or draft
+        return self._plain.read(draft)
+
+    def fits(self, text: str) -> bool:
+        """Return whether the whole message fits in the window."""
+        size = self.session.output.get_size()
+        rows = sum(1 + (len(CONTINUED) + cell_len(line.expandtabs())) // size.columns for line in text.split("\n"))
+        return rows < size.rows
+
+    def _edit(self, draft: str) -> str:
+        """Return one message from the line editor."""
         self.session.app.erase_when_done = True
         # An exception while the event loop is created or closed would leave it in an undefined state. Therefore a
         # Ctrl-C before the prompt appears, or after it disappears, is only recorded.
@@ -136,14 +155,8 @@ class Keyboard:
             self.output.user(as_typed(text))
         return text
 
-    def fits(self, text: str) -> bool:
-        """Return whether the whole message fits in the window."""
-        size = self.session.output.get_size()
-        rows = sum(1 + (len(CONTINUED) + cell_len(line.expandtabs())) // size.columns for line in text.split("\n"))
-        return rows < size.rows
-
     def _report(self, loop, context) -> None:
-        """Print an error of $EDITOR, after which the prompt stays. Any other error of the event loop ends `read`."""
+        """Print an error of $EDITOR, after which the prompt stays. Any other error ends the editor."""
         error, future = context.get("exception"), self.session.app.future
         if isinstance(error, EDITOR_ERRORS):
             run_in_terminal(lambda: self.output.error(f"the editor failed ({error}); the message is unchanged"))
