@@ -10,14 +10,16 @@ Examples marked `gpu` run only on a machine with a GPU, which does not run the o
 the date. An output is not replaced if it differs only in times and other values that change with every run.
 
 The examples of a page share a new folder, with links to the files of the checkout and an empty home directory. Each
-block begins without a configuration file. A model name is a preset, such as Qwen/Qwen3-4B, is a checkpoint without contents there: its tensors are a hole in the file.
-`info` needs no more. Writing it requires transformers.
+block begins without a configuration file. Servers listen on a free port in place of 8000. A model whose name is a
+preset, such as Qwen/Qwen3-4B, is a checkpoint without contents there: its tensors are a hole in the file. `info` needs
+no more. Writing it requires transformers.
 """
 
 import json
 import os
 import re
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -31,10 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^(?:<!-- recorded: ([^>]*) -->\n)?```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^\$ (.*\n(?:>(?: .*)?\n)*)", re.MULTILINE)
 SERVER = re.compile(r"(python cli\.py|tridecode) serve\b")
+PORT = re.compile(r"(127\.0\.0\.1:|--port )8000\b")
 MODEL = re.compile(r"--model (\S+)")
 CHANGING = re.compile(
-    r"[0-9a-f]{16,}|\d+(?:\.\d+)+(?:e-\d+)?|[\d,]+(?= (?:tok/s|[GM]iB))|\d{8}-\d{6}-[0-9a-f]{4}|\d\d:\d\d(?::\d\d)?"
-    r'|(?<="created":)\d+|(?<=seed )\d+|(?<="seed": )\d+'
+    r"[0-9a-f]{12,}|\d+(?:\.\d+)+(?:e-\d+)?|[\d,]+(?= (?:tok/s|[GM]iB))|\d{8}-\d{6}-[0-9a-f]{4}"
+    r'|(?:[A-Z][a-z]+ +\d+ )?\d\d:\d\d(?::\d\d)?|(?<="created":)\d+|(?<=seed )\d+|(?<="seed": )\d+'
 )
 
 
@@ -48,6 +51,8 @@ class Folder:
 
     def __init__(self, path: Path):
         self.path, self.stack = path, ExitStack()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = str(free.getsockname()[1])  # Replaces 8000, which may be in use.
         for each in ROOT.iterdir():
             if each.name[0] != ".":
                 (path / each.name).symlink_to(each)
@@ -59,13 +64,18 @@ class Folder:
         home.mkdir()
         hidden = ("TRIDECODE_", "TRITON_INTERPRET", "XDG_", "COLUMNS", "LINES")
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        self.environment |= {"HOME": str(home), "PATH": f"{bin}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        self.environment |= {
+            "HOME": str(home),
+            "PATH": f"{bin}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        }
 
     def run(self, *command: str) -> str:
         """Return what a command prints. Raises RuntimeError if it fails."""
+        *program, text = command
         done = subprocess.run(
-            command, cwd=self.path, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=600,
+            [*program, self.with_free_port(text)], cwd=self.path, env=self.environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{command[-1]}\nexit code {done.returncode}: {done.stdout}")
@@ -77,9 +87,13 @@ class Folder:
         with log.open("w") as file:
             process = self.stack.enter_context(
                 subprocess.Popen(
-                    ["bash", "-c", f"exec {command}"], cwd=self.path, env=self.environment, stdin=subprocess.DEVNULL,
-                    stdout=file, stderr=file,
-                )  # fmt: skip
+                    ["bash", "-c", f"exec {self.with_free_port(command)}"],
+                    cwd=self.path,
+                    env=self.environment | {"TRIDECODE_PORT": self.port},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                )
             )
         self.stack.callback(process.terminate)
         for _ in range(1200):
@@ -90,8 +104,12 @@ class Folder:
             time.sleep(0.1)
         raise RuntimeError(f"{command}\nthe server did not become ready: {printed}")
 
+    def with_free_port(self, text: str) -> str:
+        return PORT.sub(rf"\g<1>{self.port}", text)
+
     def cleaned(self, printed: str) -> str:
-        printed = printed.replace(self.environment["HOME"], "~").replace(str(self.path), ".")
+        for here, shown in ((self.environment["HOME"], "~"), (str(self.path), "."), (f":{self.port}", ":8000")):
+            printed = printed.replace(here, shown)
         return printed if not printed or printed.endswith("\n") else printed + "\n"
 
     def console(self, block: str) -> str:
