@@ -110,7 +110,8 @@ def prefill_trace(engine: Engine, tokens: int) -> dict:
 def record_on_gpu(work) -> dict:
     """Return the Chrome trace of the GPU's activities during `work`, without the name of the machine."""
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:  # No warning.
+    # Without acc_events, PyTorch warns that it clears events after a cycle.
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         work()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
