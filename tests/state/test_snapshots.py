@@ -90,6 +90,7 @@ def test_next_turn_resumes_at_the_end_of_the_last_one(slots, speculate):
     """Accepted drafts of the last pass are computed again."""
     weights = hybrid_weights(REPEATING)
     engine, alone, accepted = hybrid_engine(weights, slots=slots, speculate=speculate), hybrid_engine(weights), 0
+    engine.steps.costs = {}  # with the measured costs of so small a model, a GPU may never verify drafts
     text = prompt_of(2, 21)
     for turn in range(4):
         params = params_of(30 + turn)
