@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from benchmarks.checkpoint import PRESETS, write_checkpoint
 from tridecode import Engine, SamplingParams
 from tridecode.cli.bench.measure import GREEDY, check_running
 from tridecode.cli.bench.passes import enqueue, rewind
+from tridecode.cli.bench.timing import time_runs
 from tridecode.cli.generate.batch import batch
 from tridecode.cli.graph_stats import show_graph_stats
 from tridecode.cli.loading import load_engine
@@ -35,7 +37,7 @@ from tridecode.cli.terminal import Output
 from tridecode.layout import LIMIT_REACHED, STATUS, Chunk
 from tridecode.step.prompt import write_chunks
 
-STEPS, RUNS, WARM_UP = 32, 7, 2  # Number of passes of a run, and of timed and untimed runs for each size.
+STEPS, RUNS = 32, 7  # Number of passes of a run, and of runs for each size.
 
 
 def options(args, file: str, output: str):
@@ -63,33 +65,13 @@ def counts(engine: Engine) -> Counter:
     return passes
 
 
-def seconds(engine: Engine, work) -> float:
-    """Return the seconds of `work()`, on a GPU by CUDA events."""
-    if engine.device.type != "cuda":
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
 def time_pass(engine: Engine, rows: int, position: int, steps: int) -> float:
     """Return the median seconds of a greedy pass of `rows` rows, over `steps` positions from `position`."""
-
-    def work() -> None:
-        for _ in range(steps):
-            enqueue(engine, GREEDY, rows)
-
-    times = []
-    for _ in range(WARM_UP + RUNS):
-        rewind(engine, [position] * rows, GREEDY, rows)
-        times.append(seconds(engine, work) / steps)
-        check_running(engine, f"{rows} rows", rows)
-    return statistics.median(times[WARM_UP:])
+    times = time_runs(
+        partial(enqueue, engine, GREEDY, rows), RUNS, partial(rewind, engine, [position] * rows, GREEDY, rows), steps
+    )
+    check_running(engine, f"{rows} rows", rows)
+    return statistics.median(times)
 
 
 def time_prompt(engine: Engine, tokens: int, longest: int, position: int, mixed: bool) -> float:
@@ -114,13 +96,12 @@ def time_prompt(engine: Engine, tokens: int, longest: int, position: int, mixed:
         if mixed:
             prompts.finish("greedy", rows)
 
-    times = []
-    for _ in range(WARM_UP + RUNS):
+    def prepare() -> None:
         rewind(engine, [position] * slots, GREEDY, slots)  # This gives pages to all slots.
         engine.model.workspace.meta[rows:, STATUS] = LIMIT_REACHED
         write_chunks(engine.model, chunks)
-        times.append(seconds(engine, work))
-    return statistics.median(times[WARM_UP:])
+
+    return statistics.median(time_runs(work, RUNS, prepare))
 
 
 def measure(args, folder: Path) -> dict:

@@ -32,6 +32,7 @@ import torch
 from tridecode import layout
 from tridecode.cli.bench.measure import need_gpu
 from tridecode.cli.bench.read import measure_read_bandwidth
+from tridecode.cli.bench.timing import captured, time_runs
 from tridecode.kernels.attention.arguments import Heads, KVLayer, Scratch
 from tridecode.kernels.attention.prompt_attention import PROMPT_ATTENTION, scratch_sizes
 from tridecode.kernels.attention.torch_attention import torch_attention
@@ -56,7 +57,7 @@ PAGE = 64
 LAYERS, COLD = 8, 2**28
 PARTIALS = 160  # Number of partial sums of squares of a row.
 START = 100  # Position of the first pass.
-REPLAYS, WARM_UP = 15, 3
+REPLAYS = 15
 
 
 @dataclass(frozen=True)
@@ -82,21 +83,12 @@ class Case:
         """Return the median time of a launch in seconds."""
         if self.prepare:
             self.prepare()
-        self.launches[0]()  # The first launch compiles the kernel.
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+
+        def launch_all() -> None:
             for launch in self.launches:
                 launch()
-        times = []
-        for _ in range(WARM_UP + REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(times[WARM_UP:]) / len(self.launches)
+
+        return statistics.median(time_runs(captured(DEVICE, launch_all), REPLAYS)) / len(self.launches)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:

@@ -15,19 +15,18 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-
-import torch
+from statistics import median
 
 from tridecode import layout
-from tridecode.cli.bench.measure import GREEDY, WARM_UP, check_running, median_p5_p95, preset_engine, run_facts
+from tridecode.cli.bench.measure import GREEDY, check_running, preset_engine, run_facts
 from tridecode.cli.bench.passes import rewind
-from tridecode.cli.bench.speculate import captured
+from tridecode.cli.bench.timing import captured, time_runs
 from tridecode.engine import Engine
 from tridecode.models.presets import PRESETS
 from tridecode.step import decode
 from tridecode.step.compiling import compile_lists
 from tridecode.step.graphs import launcher
-from tridecode.step.run import Run
+from tridecode.step.run import Run, run_reference
 
 DRAFTS = (1, 3, 7)
 SHARES = (0.5, 0.7, 0.8, 0.9, 1.0)
@@ -63,10 +62,11 @@ def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = S
     verifying = {k: partial(decode.decode_pass, m=view, kind="greedy") for k, view in views.items()}
     cycles = {k: partial(cycle, large, small, k) for k in DRAFTS}
     lists = {**single, **{("pass", k): lines for k, lines in verifying.items()}, **cycles}
-    run = launcher(large.model)
+    run: Run = run_reference
     if large.device.type == "cuda":
+        run = launcher(large.model)
         compile_lists(lists.values(), run, large.device)
-    replays = {name: captured(large.device, lines, run) for name, lines in lists.items()}
+    replays = {name: captured(large.device, partial(lines, run)) for name, lines in lists.items()}
 
     def us(name, drafts: int = 0) -> float:
         return cycle_us(large, small, replays[name], context, steps, runs, drafts)
@@ -84,22 +84,16 @@ def measure(large: Engine, small: Engine, context: int = CONTEXT, steps: int = S
 
 def cycle_us(large: Engine, small: Engine, replay, context: int, steps: int, runs: int, drafts: int) -> float:
     """Return µs of a cycle. The tokens after the large model's position are known, so that every draft is accepted."""
-    times, known = [], (drafts + 1) * (steps + 2) if drafts else 0
-    for count in range(runs + WARM_UP):
-        rewind(large, context, GREEDY, known=known)
+
+    def prepare() -> None:
+        rewind(large, context, GREEDY, known=(drafts + 1) * (steps + 2) if drafts else 0)
         rewind(small, context, GREEDY)
         replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(steps):
-            replay()
-        end.record()
-        end.synchronize()
-        if count >= WARM_UP:
-            times.append(start.elapsed_time(end) / steps)
+
+    times = time_runs(replay, runs, prepare, steps)
     for engine in (large, small):
         check_running(engine, engine.name)
-    return round(median_p5_p95(times, 1e3)[0], 2)
+    return round(1e6 * median(times), 2)
 
 
 def room(context: int, steps: int) -> int:

@@ -15,16 +15,15 @@ from benchmarks.rows import options, run
 from tridecode.cli.bench.measure import need_gpu
 from tridecode.cli.bench.offload import (
     Variant,
-    captured,
-    captured_seconds,
+    captured_passes,
+    graph_seconds,
     graph_variants,
     kv_on_host,
     offloaded,
-    piecewise_passes,
 )
 from tridecode.cli.bench.rows import Row
 from tridecode.cli.bench.run import with_commands
-from tridecode.cli.bench_options import add_kv_on_host
+from tridecode.cli.bench_options import add_script
 from tridecode.engine import Engine
 from tridecode.state.offload import Offloaded
 from tridecode.step.graphs import DecodePasses, launcher
@@ -35,8 +34,8 @@ from tridecode.tensors import ALIGNED, REGISTERED_BYTES
 def parse(argv: list[str] | None):
     """The options of a command line."""
     parser = options("offload", __doc__)
-    add_kv_on_host(parser)
-    parser.set_defaults(what="offload-ways", weights=None)
+    add_script(parser, "offload", ("runs", "preset", "context", "steps", "host", "ring"))
+    parser.set_defaults(what="offload-ways", model=None, weights=None)
     return parser.parse_args(argv)
 
 
@@ -49,16 +48,20 @@ def measure(args, output) -> list[Row]:
 def variants(engine: Engine, host: int) -> Iterator[Variant]:
     """Yield the ways to read `host` pages of host memory, roughly from the slowest to the fastest."""
     model, run, (slots, memory) = engine.model, launcher(engine.model), offloaded(engine)
-    send = partial(slots.send, 0, host)
+    send, layerwise = partial(slots.send, 0, host), partial(captured_passes, model, run, "piecewise")
     if host:
         by_page, by_layer = Copies(launch, model, host, by_layer=False), Copies(launch, model, host, by_layer=True)
         yield "eager, a copy a page", DecodePasses(model, by_page), send
         yield "eager, a copy a layer", DecodePasses(model, by_layer), send
-        yield "a graph a layer, a copy a layer, waits", piecewise_passes(model, run, waiting(by_layer)), send
-        yield "a graph a layer, a copy a layer", piecewise_passes(model, run, by_layer), send
-        yield "one graph, a copy a layer", captured(model, by_layer), send
+        yield (
+            "a graph a layer, a copy a layer, waits",
+            layerwise(waiting(by_layer)),
+            send,
+        )
+        yield "a graph a layer, a copy a layer", layerwise(by_layer), send
+        yield "one graph, a copy a layer", captured_passes(model, by_layer), send
         if first_cell(memory) is not None:
-            direct = captured(model, without_fetches(run))
+            direct = captured_passes(model, without_fetches(run))
             yield "one graph, attention reads the host", direct, partial(read_directly, engine, host)
     yield from graph_variants(engine, send)
 
@@ -153,7 +156,9 @@ def copy_rate(memory: Offloaded, host: int) -> dict[str, float]:
             for place, page in enumerate(sources):
                 target[place].copy_(source[page], non_blocking=True)
 
-    return {"copy_gbs": 8 * memory.target[0].shape[1] * host * layers / captured_seconds(some_layers) / 1e9}
+    return {
+        "copy_gbs": 8 * memory.target[0].shape[1] * host * layers / graph_seconds(memory.host.device, some_layers) / 1e9
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

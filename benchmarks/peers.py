@@ -14,13 +14,12 @@ from benchmarks.rows import PeersRow, options, run
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.mlp import MLP
 from tridecode.blocks.spec import ModelSpec
-from tridecode.cli.bench.decode import capacity_of
-from tridecode.cli.bench.measure import preset_engine, read_bandwidth, run_facts, step_bytes, step_figures, time_decode
+from tridecode.cli.bench.decode import capacity_of, pass_figures
+from tridecode.cli.bench.measure import preset_engine, read_bandwidth, run_facts, step_bytes, time_decode
 from tridecode.cli.bench.prefill import prompt_ids
 from tridecode.cli.bench.rows import Row
 from tridecode.cli.bench.run import with_commands
-from tridecode.cli.bench_options import add_shape, add_steps
-from tridecode.cli.values import positive
+from tridecode.cli.bench_options import add_script
 from tridecode.errors import ParameterError
 from tridecode.models.registry import FAMILIES
 from tridecode.plan.memory import free_memory
@@ -29,9 +28,7 @@ from tridecode.plan.memory import free_memory
 def parse(argv: list[str] | None):
     """Return the options of a command line."""
     parser = options("peers", __doc__)
-    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="number of timed runs (default: 5)")
-    add_shape(parser)
-    add_steps(parser, "prompt tokens", sampling=False)
+    add_script(parser, "stream", ("runs", "preset", "context", "steps", "capacity"), runs=5)
     parser.set_defaults(what="peers")
     return parser.parse_args(argv)
 
@@ -49,7 +46,7 @@ def measure(args, output) -> list[Row]:
     where["transformers"] = transformers.__version__
 
     def row(variant: str, times: list[float]) -> Row:
-        return PeersRow(variant=variant, **where, **step_figures("us_per_token", times, nbytes, bandwidth))
+        return PeersRow(variant=variant, **where, **pass_figures("us_per_token", times, nbytes, bandwidth))
 
     rows = [row("tridecode", time_decode(engine, args.context, args.steps, args.runs))]
     del engine

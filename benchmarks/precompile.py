@@ -22,8 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmarks.suite import SUITES, lines_of, parse
-from tridecode.cli.bench.batch import cases_of, reserved_positions
+from tridecode.cli.bench.batch import cases_of
 from tridecode.cli.bench.decode import capacity_of
+from tridecode.cli.bench.measure import reserved_positions
 from tridecode.cli.precompile import planned_kernels
 from tridecode.errors import counted
 from tridecode.kernels.device import GPUS, simulated

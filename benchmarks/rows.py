@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tridecode.cli.bench.ablate import AblateRow
 from tridecode.cli.bench.batch import BatchRow
-from tridecode.cli.bench.decode import DecodeRow
+from tridecode.cli.bench.decode import DecodeRow, PassRow
 from tridecode.cli.bench.mix import MixRow
 from tridecode.cli.bench.offload import OffloadRow, PromptRow, SwapRow, WeightsRow
 from tridecode.cli.bench.prefill import PrefillRow
@@ -15,7 +15,7 @@ from tridecode.cli.bench.serve import ServeRow
 from tridecode.cli.bench.speculate import DraftRow, PassesRow, TextRow
 from tridecode.cli.bench.start import StartRow
 from tridecode.cli.bench.stream import StreamRow
-from tridecode.cli.bench_options import add_output
+from tridecode.cli.bench_options import add_script
 from tridecode.cli.command_line import Parser
 from tridecode.cli.explain import explain
 from tridecode.cli.inputs import loads, read_bytes
@@ -24,7 +24,7 @@ from tridecode.errors import ParameterError, PromptError, TridecodeError
 
 
 @dataclass(kw_only=True)
-class PeersRow(DecodeRow):
+class PeersRow(PassRow):
     bench = "peers"
     header = "peers"
     variant: str = column("program")
@@ -98,7 +98,7 @@ def compare(rows: Sequence[Row], earlier: Sequence[Row], path: str, output) -> N
 def options(script: str, about: str, **more) -> Parser:
     """Return the parser of a script with the options that all scripts have."""
     parser = Parser(prog=f"python -m benchmarks.{script}", description=about, **more)
-    add_output(parser)
+    add_script(parser, "decode", ("format", "output"))
     parser.add_argument(
         "--compare", metavar="FILE", help="JSON file with earlier results; report the differences from them"
     )

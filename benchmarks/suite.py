@@ -105,7 +105,7 @@ def run_suite(lines: list[str], output) -> tuple[list[Row], list[str]]:
         rows += measured_rows
         for row in measured_rows:
             figures = ", ".join(f"{name} {value}" for name, value in row.compared().items())
-            named = row.variant or getattr(row, "graph", None) or counted(getattr(row, "rows", 1), "row")
+            named = row.variant or getattr(row, "graph", None) or counted(getattr(row, "rows", None) or 1, "row")
             output.note(f"{named}: {figures}")
     return rows, failed
 

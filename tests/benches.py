@@ -1,6 +1,5 @@
 """Shared helpers of the tests of bench."""
 
-import time
 from functools import partial
 from pathlib import Path
 
@@ -15,22 +14,6 @@ from tridecode.state.kv import PAGE
 ROOT = Path(__file__).parents[1]
 FACTS = {"dtype": "bfloat16", "gpu": "a clock", "tridecode": "0", "torch": "0", "triton": "0"}
 DTYPE = torch.bfloat16 if CUDA else torch.float32
-
-
-class Clock:
-    """Replacement of torch.cuda.Event on a machine without a GPU."""
-
-    def __init__(self, enable_timing):
-        self.time = None
-
-    def record(self):
-        self.time = time.perf_counter()
-
-    def synchronize(self):
-        assert self.time is not None
-
-    def elapsed_time(self, end):
-        return 1e3 * (end.time - self.time)
 
 
 def engine_of(capacity, slots=1, kv_tokens=None, **more) -> Engine:
@@ -49,7 +32,7 @@ def run_bench(capsys, *argv):
 
 
 def bench_on_tiny_engines(capsys, monkeypatch, *modules, make=lambda args, *sizes, **more: engine_of(*sizes)):
-    """Return `run_bench` with tiny engines, a clock in place of GPU events, and constant hardware limits.
+    """Return `run_bench` with tiny engines and constant hardware limits.
 
     Args:
         capsys: pytest's fixture
@@ -69,11 +52,11 @@ def bench_on_tiny_engines(capsys, monkeypatch, *modules, make=lambda args, *size
             monkeypatch.setattr(
                 f"tridecode.cli.bench.{module}.{limit}", lambda device, value=value: value, raising=False
             )
-    monkeypatch.setattr("tridecode.cli.bench.speculate.need_gpu", lambda: None)
-    for name in ("measure", "speculate"):
+    if "speculate" in modules:
+        monkeypatch.setattr("tridecode.cli.bench.speculate.need_gpu", lambda: None)
+    for name in ("measure", *({"speculate"} & set(modules))):
         monkeypatch.setattr(f"tridecode.cli.bench.{name}.run_facts", lambda device: FACTS)
     if not CUDA:
-        monkeypatch.setattr(torch.cuda, "Event", Clock)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     run = partial(run_bench, capsys)
     run.made = made

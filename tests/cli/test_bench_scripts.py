@@ -5,9 +5,7 @@ import time
 from itertools import count
 
 import pytest
-import torch
-from benches import Clock
-from models import CUDA, tiny_engine
+from models import tiny_engine
 
 from benchmarks import batch_speed, draft_model, structured_speed
 from tridecode import layout
@@ -43,9 +41,7 @@ def test_rows_that_wait_for_a_mask_are_counted(monkeypatch, capsys):
     assert min(found[name] for name in ("late", "without", "beside", "held")) > 0
 
 
-def test_a_cycle_of_two_models_is_timed_and_advances_both(monkeypatch):
-    if not CUDA:
-        monkeypatch.setattr(torch.cuda, "Event", Clock)
+def test_a_cycle_of_two_models_is_timed_and_advances_both():
     positions = draft_model.room(20, 2)
     large = tiny_engine(graph="none", capacity=positions, build={"speculate": "ngram"})
     small = tiny_engine(graph="none", capacity=positions, num_layers=1)

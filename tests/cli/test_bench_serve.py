@@ -144,14 +144,14 @@ def test_prompts_from_a_file(bench, tmp_path):
     [
         ("", "chat", "contains no prompts"),
         ("[1]", "chat", "line 2: expected an object"),
-        ("{}", "chat", "line 2: expected one of prompt, messages, prompt_ids, got none"),
+        ("{}", "chat", "line 2: expected one of prompt, messages and prompt_ids, got none"),
         ('{"prompt": "a", "prompt_ids": [1]}', "chat", "got prompt and prompt_ids"),
         ('{"prompt": "a", "temperature": 1}', "chat", 'unknown field "temperature"'),
         ('{"prompt": ""}', "chat", "prompt must be a nonempty string"),
         ('{"prompt_ids": ["a"]}', "completions", "prompt_ids must be a list of token ids"),
         ('{"prompt": "a", "max_tokens": true}', "chat", "max_tokens must be a positive integer, got true"),
         ('{"prompt_ids": [1]}', "chat", "prompt_ids need --endpoint completions"),
-        ('{"messages": [{"role": "user"}]}', "completions", "messages need --endpoint chat"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "completions", "messages need --endpoint chat"),
         ('{"messages": [{"role": "user"}]}', "chat", "message 1"),
         ('{"prompt": "a"}', "completions", "1 prompt, fewer than --num-prompts 2"),
     ],
@@ -198,7 +198,7 @@ def test_requests_are_sent_at_their_times(bench):
     args = ("--num-prompts", 12, "--request-rate", 20, "--output-tokens", 1, "--seed", 3, "--warm-up", 0)
     with FakeServer() as server:
         _, row, _, _ = bench(server, *args)
-    expected = serve.make_load(options(*args), "m", None, 3, "/").times
+    expected = serve.Load(options(*args), None, 3).times
     late = np.array([at - server.got[0][0] for at, *_ in server.got]) - expected
     assert row["request_rate"] == 20.0 and expected[-1] > 0.2
     assert -0.05 < late.min() and late.max() < 10

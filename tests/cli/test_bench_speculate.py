@@ -1,4 +1,4 @@
-"""Tests of bench speculate, on a tiny model with a clock: costs of passes, playback of texts, and the speed-up."""
+"""Tests of bench speculate, on a tiny model: costs of passes, playback of texts, and the speed-up."""
 
 import json
 from collections import Counter
@@ -41,7 +41,7 @@ def test_rows_of_costs_texts_and_speed_up(bench):
     took = sum(one[f"us_{rows}"] * count for rows, count in passes.items())
     assert twice["speed_up"] == pytest.approx(twice["tokens"] * one["off_us"] / took, abs=0.006)
     parsed = make_parser().parse_args(one["command"].split()[2:])
-    assert parsed.requests == [1, 3] and parsed.context == 20 and parsed.history == 300
+    assert parsed.requests == (1, 3) and parsed.context == 20 and parsed.history == 300
 
 
 def test_timed_passes_verify_the_named_number_of_rows(bench):
@@ -66,7 +66,7 @@ def test_texts_only_needs_no_gpu_and_no_engine(bench):
 
 def test_without_texts_only_options_have_their_defaults():
     args = make_parser().parse_args(["bench", "speculate", "--steps", "5"])
-    assert (args.preset, args.runs, args.requests, args.context) == ("qwen3-4b", 7, [1, 2, 4, 8, 16], 1024)
+    assert (args.preset, args.runs, args.requests, args.context) == ("qwen3-4b", 7, (1, 2, 4, 8, 16), 1024)
     assert (args.steps, args.history, args.quantize) == (5, 32000, None)
 
 

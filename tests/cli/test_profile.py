@@ -232,7 +232,7 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
     layers = engine.config.num_layers
     chunk = {"traceEvents": [event(f"k{i % 3}", 10 * i, 8) for i in range(21)], "host_name": "somewhere"}
     traces = iter([{}, step_trace(24, layers), chunk])
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(command, "need_gpu", lambda name: None)
     monkeypatch.setattr(command, "record_on_gpu", lambda work: next(traces))
     monkeypatch.setattr(command, "bench_engine", lambda *args: engine)
     monkeypatch.setattr(command, "prefill", lambda *args: None)
@@ -267,15 +267,15 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
 
 def test_a_trace_does_not_name_the_machine(monkeypatch):
     if not CUDA:
-        monkeypatch.setattr(command.torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(command, "ProfilerActivity", SimpleNamespace(CUDA=ProfilerActivity.CPU))
-    trace = command.record_on_gpu(lambda: None)
+        monkeypatch.setattr(records.torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(records, "ProfilerActivity", SimpleNamespace(CUDA=ProfilerActivity.CPU))
+    trace = records.record_on_gpu(lambda: None)
     assert "traceEvents" in trace and not {"host_name", "traceName"} & set(trace)
 
 
 @pytest.mark.skipif(not CUDA, reason="the test records activity of an NVIDIA GPU")
 def test_records_of_a_real_pass_are_complete():
-    command.record_on_gpu(lambda: torch.zeros(1, device="cuda"))
+    records.record_on_gpu(lambda: torch.zeros(1, device="cuda"))
     engine = tiny_engine()
     steps = command.decode_spans(command.decode_trace(engine, 16), engine)
     found = summarize(steps)

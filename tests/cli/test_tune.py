@@ -52,7 +52,7 @@ def fake(cache, monkeypatch):
     monkeypatch.setattr(tune, "model_facts", lambda engine, args: {"preset": args.preset})
     monkeypatch.setattr(tune, "run_facts", lambda device: {"gpu": GPU.name})
     monkeypatch.setattr(tune, "device_of", lambda device: GPU)
-    monkeypatch.setattr(tune, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(tune, "need_gpu", lambda command: None)
     return model
 
 

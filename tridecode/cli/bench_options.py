@@ -1,26 +1,15 @@
-"""The options of `bench`. Nothing here imports torch."""
+"""The options of bench, profile and tune, each declared once. Nothing here imports torch."""
 
 import argparse
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from ..arguments import Choice, Constraint, Flag, Integer, Number, Option, Rejected, Several
 from ..models.presets import PRESETS
-from ..options import OPTIONS
+from ..options import GRAPHS, MAX_SLOTS, OPTIONS
 from .command_line import Parser
-from .options import Url, add_option, reader
-from .values import (
-    amount,
-    contexts,
-    graph_modes,
-    percentiles,
-    positive,
-    positives,
-    request_rate,
-    row_count,
-    row_counts,
-    shares_of_one,
-    temperature,
-    whole,
-)
+from .options import ANY, Url
 
 BENCH = """\
 Time this engine against a hardware limit that is measured in the same run. The model has the shape of a public model
@@ -28,308 +17,223 @@ and random weights, or the weights of a checkpoint. serve times a server through
 line, one JSON object. All benches need a GPU except serve without --mix and speculate --texts-only.
 docs/benchmarks.md defines the figures.
 """
+BENCHES = {  # Name -> what it measures.
+    "decode": "a decode pass, with LM head and sampling",
+    "batch": "a decode pass of many requests at once",
+    "prefill": "time from a prompt to its first token",
+    "stream": "Engine.stream, compared with replays of the graph",
+    "start": "time from the start of a process to its first token",
+    "serve": "a server with OpenAI's API under load",
+    "offload": "decode passes with K/V or weights in host memory",
+    "speculate": "passes that verify drafts, and the tokens per pass on fixed texts",
+}
+MIX = "a prompt among requests"  # The group of the options that need --mix.
+GROUPS = {
+    "prompts": "Random token ids, or random words for --endpoint chat.",
+    MIX: "Without a server: an engine in this process on a GPU, with the weights of --model or random weights.",
+}
+# Options of `speculate` that only timed passes use.
+TIMED = ("preset", "runs", "requests", "context", "steps", "history", "quantize", "quantize_head")
+EXAMPLE = "32000x1+64x31"
 
 
-# Options of `bench serve` without --mix, and with it.
-LOAD = (
-    *("url", "endpoint", "api_key_file", "timeout", "num_prompts", "request_rate", "burstiness", "max_concurrency"),
-    *("warm_up", "seed", "input_tokens", "output_tokens", "jsonl", "temperature", "ignore_eos", "no_ignore_eos"),
-    "percentiles",
-)
-MIX = (
-    *("runs", "preset", "quantize", "quantize_head", "kv_dtype", "requests", "context", "prompt_tokens", "steps"),
-    *("prompt_ms", "graph"),
-)
+@dataclass(frozen=True)
+class Contexts(Constraint):
+    """The context of one request, or of each request of a mix. The text is the value."""
+
+    expects: str = f"a number of tokens, or a mix like {EXAMPLE} of at most {MAX_SLOTS} requests"
+
+    def accept(self, value: str) -> str:
+        """Return the text. Raises Rejected if it is not a mix, or a mix of too many requests."""
+        contexts_of(value)
+        return value
+
+
+def contexts_of(mix: str) -> list[int]:
+    """Return the context of each request of a mix such as 32000x1+64x31. A single number means one request.
+
+    Raises Rejected.
+    """
+    contexts: list[int] = []
+    for part in mix.split("+"):
+        tokens, times, count = part.partition("x")
+        context, requests = (COUNT.accept(COUNT.read(text)) for text in (tokens, count if times else "1"))
+        contexts += [context] * min(requests, MAX_SLOTS + 1)
+    if len(contexts) > MAX_SLOTS:
+        raise Rejected("range")
+    return contexts
+
+
+COUNT, ROWS, AMOUNT = Integer(1), Integer(1, MAX_SLOTS), Number(0, 1e12, above=True)
+COUNTS = Several(COUNT)
+PLACEHOLDERS = {COUNT: "N", ROWS: "N", Integer(0): "N", COUNTS: "N,N", Several(ROWS): "N,N"}
+
+
+def _option(name: str, default, constraint: Constraint, help: str, *commands: str, **more) -> Option:
+    """Declare an option that only commands that measure have. `more` has further fields of Option."""
+    more = {"metavar": PLACEHOLDERS.get(constraint)} | more
+    return Option(constraint, help, default, name=name, commands=commands, **more)
+
+
+def _shared(name: str, *commands: str, group: str = "") -> Option:
+    """Declare an option of the engine for commands that measure. The engine checks its conflicts with other options."""
+    return replace(OPTIONS[name], commands=commands, group=group, needs=None, excludes={})
+
+
+ENGINES = ("decode", "batch", "prefill", "stream", "speculate", "profile", "tune")  # Commands with --model.
+RUNS = "number of timed runs"
+BEFORE = "tokens before the first pass"
+PASSES = "number of passes of a run"
+
+# Help texts, and the commands in recorded rows, list the options in this order.
+BENCH_OPTIONS = (
+    _option("runs", 9, COUNT, RUNS, "decode", "batch", "prefill", "stream"),
+    _option("runs", 7, COUNT, RUNS, "start"),
+    _option("format", "table", Choice(("table", "md", "csv", "json", "jsonl")), "format of stdout, or of the file that "
+        "--output names", *BENCHES),
+    _option("output", None, ANY, "write the results to a file; its suffix selects the format", *BENCHES,
+        metavar="FILE", default_text="JSON"),
+    _option("runs", 5, COUNT, RUNS, "offload"),
+    # A load on a server, with the names that vLLM's benchmark uses if it has the option.
+    _option("url", "http://127.0.0.1:8000", Url(), "address of the server", "serve", metavar="URL"),
+    _option("model", None, ANY, "model name on the server, by default the first that it lists; with --mix a "
+        "checkpoint", "serve", metavar="NAME", exclusive="model"),
+    _option("endpoint", "completions", Choice(("completions", "chat")), "API endpoint that receives the requests",
+        "serve"),
+    _option("api_key_file", None, ANY, "file that contains the API key", "serve", metavar="FILE",
+        default_text="TRIDECODE_API_KEY"),
+    _option("timeout", 600.0, AMOUNT, "time limit of a request in seconds", "serve", metavar="S"),
+    _option("num_prompts", None, COUNT, "number of requests", "serve", group="load",
+        default_text="100, or all of --jsonl"),
+    _option("request_rate", math.inf, Number(0, math.inf, above=True), "requests per second, at random times; inf "
+        "sends all at once", "serve", group="load", metavar="R"),
+    _option("burstiness", 1.0, AMOUNT, "1 is a Poisson process; lower values send bursts, higher values send more "
+        "evenly", "serve", group="load", metavar="B"),
+    _option("max_concurrency", None, COUNT, "maximum number of concurrent requests", "serve", group="load",
+        default_text="no limit"),
+    _option("warm_up", 1, Integer(0), "number of requests before the measurement, not counted", "serve", group="load"),
+    _option("seed", None, Integer(0, 2**64 - 1), "seed of the random prompts and arrival times", "serve", group="load",
+        metavar="N", default_text="random"),
+    _option("input_tokens", 128, COUNT, "length of a prompt in tokens or words", "serve", group="prompts"),
+    _option("output_tokens", 128, COUNT, "maximum tokens of an answer", "serve", group="prompts"),
+    _option("jsonl", None, ANY, 'prompts from a file, one per line: {"prompt": ...}, {"messages": ...} or '
+        '{"prompt_ids": ...}, and max_tokens; - is stdin', "serve", group="prompts", metavar="FILE"),
+    _option("temperature", 0.0, Number(0, 100), "sampling temperature", "serve", group="prompts", metavar="T"),
+    _option("ignore_eos", False, Flag(), "let answers reach their maximum length, also with --jsonl", "serve",
+        group="prompts", exclusive="eos"),
+    _option("no_ignore_eos", False, Flag(), "let answers end earlier, for servers without ignore_eos", "serve",
+        group="prompts", exclusive="eos"),
+    _option("percentiles", (99,), Several(Number(0, 100)), "percentiles of each time, in addition to mean, median and "
+        "std", "serve", metavar="P,P", default_text="99"),
+    _option("runs", 9, COUNT, RUNS, "serve", group=MIX),
+    # The model.
+    _option("preset", "qwen3-4b", Choice(tuple(PRESETS)), f"one of {', '.join(PRESETS)}", *ENGINES, "start", "offload",
+        metavar="SHAPE", exclusive="model"),
+    _option("preset", "qwen3-4b", Choice(tuple(PRESETS)), f"with --mix one of {', '.join(PRESETS)}", "serve",
+        metavar="SHAPE", group=MIX, exclusive="model"),
+    _option("model", None, ANY, "a checkpoint instead of random weights", *ENGINES, metavar="DIR_OR_ID",
+        exclusive="model"),
+    _option("runs", 7, COUNT, RUNS, "speculate"),
+    *(_shared(name, *ENGINES) for name in ("quantize", "quantize_head")),
+    _shared("kv_dtype", "decode", "batch", "prefill", "stream", "profile"),  # Drafts need 16-bit K/V.
+    *(_shared(name, "serve", group=MIX) for name in ("quantize", "quantize_head", "kv_dtype")),
+    # The work.
+    _option("rows", None, Several(ROWS), "numbers of requests; the table has a line for each", "batch",
+        default_text="1,2,4,...,64"),
+    _option("requests", (1, 2, 4, 8, 16), Several(ROWS), "numbers of concurrent requests; the table has a line for "
+        "each", "speculate", default_text="1,2,4,8,16"),
+    _option("requests", 8, ROWS, "number of decoding requests", "serve", group=MIX),
+    _option("context", 64, COUNT, BEFORE, "decode", "profile"),
+    _option("context", ("64",), Several(Contexts()), f"{BEFORE}; the table has a line for each value. {EXAMPLE} means "
+        "one request with 32,000 tokens and 31 requests with 64 tokens each", "batch", metavar="N,N",
+        default_text="64"),
+    _option("context", 64, COUNT, "prompt tokens", "stream"),
+    _option("context", 1024, COUNT, BEFORE, "speculate"),
+    _option("context", 32000, COUNT, BEFORE, "offload"),
+    _option("context", 64, COUNT, "prompt tokens of each decoding request", "serve", group=MIX),
+    _option("prompt_tokens", 2000, COUNT, "tokens of the prompt that arrives later", "serve", group=MIX),
+    _option("prompt_tokens", (2048,), COUNTS, "prompt lengths; the table has a line for each", "prefill",
+        default_text="2048"),
+    _option("prompt_tokens", 2048, COUNT, "tokens of the prompt chunk, at most 2048", "profile"),
+    _option("rows", 1, ROWS, f"number of requests in the pass, 1 to {MAX_SLOTS}", "profile", "tune"),
+    _option("steps", 128, COUNT, PASSES, "decode", "batch", "stream"),
+    _option("steps", 32, COUNT, PASSES, "speculate"),
+    _option("steps", 16, COUNT, f"{PASSES}, and after each prompt", "offload"),
+    _option("steps", 128, COUNT, "tokens that each request decodes before the prompt arrives", "serve", group=MIX),
+    _shared("prompt_ms", "serve", group=MIX),
+    _option("cached", 0, Integer(0), "cached tokens before the prompt, as in a second turn", "prefill"),
+    _option("graph", ("full",), Several(Choice(GRAPHS)), "graph modes, as --graph of generate; the table has a line "
+        "for each", "prefill", metavar="MODE,MODE", default_text="full"),
+    _option("graph", ("full",), Several(Choice(GRAPHS)), "graph modes, as --graph of generate; the table has a line "
+        "for each", "serve", metavar="MODE,MODE", default_text="full", group=MIX),
+    _option("mix", False, Flag(), "time decoding requests while a prompt is read, and the first token of the prompt",
+        "serve", group=MIX),
+    _option("capacity", None, COUNT, "K/V positions to allocate", "decode", "prefill", "stream",
+        default_text="as the run needs"),
+    _option("sampling", "greedy", Choice(("greedy", "temperature", "all")), "kind of sampling; 'all' enables every "
+        "filter", "decode", "batch", "stream"),
+    _option("ablate", False, Flag(), "also time the pass without workspace, without graph and without dependent launch",
+        "decode"),
+    _option("host", (1.0, 0.5, 0.0), Several(Number(0, 1)), "shares of the K/V in host memory; the table has lines for "
+        "each", "offload", metavar="S,S", default_text="1,0.5,0"),
+    _option("ring", 2, COUNT, "number of staging buffers on the device", "offload"),
+    _option("prompt_tokens", None, COUNTS, "instead: read prompts of these lengths and continue them; the table has a "
+        "line for each length", "offload", exclusive="instead"),
+    _option("swap", False, Flag(), "instead: resume a conversation of --context tokens, by copying its K/V from the "
+        "host or by computing it again", "offload", exclusive="instead"),
+    _option("weights", None, AMOUNT, "instead: keep GIB of the weights (those of the last layers) in host memory, and "
+        "all K/V on the device", "offload", exclusive="instead", metavar="GIB"),
+    _option("kv_gib", 4.0, AMOUNT, "GiB of K/V on the device, for --prompt-tokens", "offload", metavar="GIB"),
+    _option("history", 32000, COUNT, "tokens that the draft kernel searches", "speculate"),
+    _shared("speculate_ngram", "speculate"),
+    _option("tokenizer", None, ANY, "tokenizer of the texts", "speculate", metavar="DIR",
+        default_text="the checkpoint's, or the bundled one with a preset"),
+    _option("texts_only", False, Flag(), "only count tokens per pass on the texts, on any machine, without timing "
+        "passes", "speculate"),
+    # profile and tune.
+    _option("output", None, ANY, "also write pictures (SVG), Chrome traces and figures to DIR", "profile",
+        metavar="DIR"),
+    _option("minutes", 5.0, Number(0, 24 * 60, above=True), "time limit of the search in minutes", "tune",
+        metavar="M"),
+)  # fmt: skip
+
+
+def options_of(command: str) -> dict[str, Option]:
+    """Return the options of a bench, of profile or of tune by name, in the order of its help."""
+    return {each.name: with_conflicts(each, command) for each in BENCH_OPTIONS if command in each.commands}
+
+
+def with_conflicts(option: Option, command: str) -> Option:
+    """Return an option with its conflicts: `serve` measures a server or --mix, and --texts-only times no passes."""
+    if command == "serve" and option.name not in ("mix", "model", "format", "output"):
+        if option.group == MIX:
+            return replace(option, needs=("mix", f" needs --mix; add that, or leave out {option.flag}"))
+        return replace(option, excludes={"mix": ((), " cannot be used with --mix; leave out one of them")})
+    if command == "speculate" and option.name in TIMED:
+        why = " cannot be used with --texts-only; leave out one of them"
+        return replace(option, excludes={"texts_only": ((), why)})
+    return option
+
+
+def add_command(parser: Parser, command: str) -> None:
+    """Add the options of a bench, of profile or of tune to its parser."""
+    parser.set_defaults(model=None)
+    parser.declare(options_of(command), GROUPS)
+    add_verbose(parser)
 
 
 def add_benches(bench: Parser) -> None:
     """Add a parser for each bench."""
     benches = bench.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Parser)
-
-    def add(name: str, help: str, runs: int | None = None) -> Parser:
-        parser = benches.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
-        if runs is not None:
-            parser.add_argument(
-                "--runs", type=positive, default=runs, metavar="N", help=f"number of timed runs (default: {runs})"
-            )
-        add_output(parser)
-        add_verbose(parser)
-        return parser
-
-    decode = add("decode", "a decode pass, with LM head and sampling", runs=9)
-    add_shape(decode, model=True)
-    add_quantize(decode)
-    add_steps(decode, "tokens before the first pass")
-    decode.add_argument(
-        "--ablate",
-        action="store_true",
-        help="also time the pass without workspace, without graph and without dependent launch",
-    )
-    batch = add("batch", "a decode pass of many requests at once", runs=9)
-    add_shape(batch, model=True)
-    add_quantize(batch)
-    batch.add_argument(
-        "--rows",
-        type=row_counts,
-        metavar="N,N",
-        help="numbers of requests; the table has a line for each (default: 1,2,4,...,64)",
-    )
-    batch.add_argument(
-        "--context",
-        type=contexts,
-        default=["64"],
-        metavar="N,N",
-        help="tokens before the first pass; the table has a line for each value. 32000x1+64x31 means one request with "
-        "32,000 tokens and 31 requests with 64 tokens each (default: 64)",
-    )
-    batch.add_argument(
-        "--steps", type=positive, default=128, metavar="N", help="number of passes of a run (default: 128)"
-    )
-    add_sampling(batch)
-    prefill = add("prefill", "time from a prompt to its first token", runs=9)
-    add_shape(prefill, model=True)
-    add_quantize(prefill)
-    prefill.add_argument(
-        "--prompt-tokens",
-        type=positives,
-        default=[2048],
-        metavar="N,N",
-        help="prompt lengths; the table has a line for each (default: 2048)",
-    )
-    cached = "cached tokens before the prompt, as in a second turn (default: 0)"
-    prefill.add_argument("--cached", type=whole, default=0, metavar="N", help=cached)
-    add_graphs(prefill)
-    add_capacity(prefill)
-    stream = add("stream", "Engine.stream, compared with replays of the graph", runs=9)
-    add_shape(stream, model=True)
-    add_quantize(stream)
-    add_steps(stream, "prompt tokens")
-    add_shape(add("start", "time from the start of a process to its first token", runs=7))
-    add_serve(add("serve", "a server with OpenAI's API under load"))
-    host = add("offload", "decode passes with K/V or weights in host memory")
-    add_kv_on_host(host)
-    tokens = "instead: read prompts of these lengths and continue them; the table has a line for each length"
-    instead = host.add_mutually_exclusive_group()
-    instead.add_argument("--prompt-tokens", type=positives, metavar="N,N", help=tokens)
-    words = (
-        "instead: resume a conversation of --context tokens, by copying its K/V from the host or by computing it again"
-    )
-    instead.add_argument("--swap", action="store_true", help=words)
-    words = "instead: keep GIB of the weights (those of the last layers) in host memory, and all K/V on the device"
-    instead.add_argument("--weights", type=amount, metavar="GIB", help=words)
-    words = "GiB of K/V on the device, for --prompt-tokens (default: 4)"
-    host.add_argument("--kv-gib", type=amount, default=4.0, metavar="GIB", help=words)
-    speculate = add("speculate", "passes that verify drafts, and the tokens per pass on fixed texts", runs=7)
-    add_shape(speculate, model=True)
-    add_quantize(speculate, kv_dtype=False)  # Drafts need 16-bit K/V.
-    words = "numbers of concurrent requests; the table has a line for each (default: 1,2,4,8,16)"
-    speculate.add_argument("--requests", type=row_counts, default=[1, 2, 4, 8, 16], metavar="N,N", help=words)
-    first = "tokens before the first pass (default: 1024)"
-    speculate.add_argument("--context", type=positive, default=1024, metavar="N", help=first)
-    speculate.add_argument(
-        "--steps", type=positive, default=32, metavar="N", help="number of passes of a run (default: 32)"
-    )
-    words = "tokens that the draft kernel searches (default: 32000)"
-    speculate.add_argument("--history", type=positive, default=32000, metavar="N", help=words)
-    add_option(speculate, OPTIONS["speculate_ngram"])
-    words = "tokenizer of the texts (default: the checkpoint's, or the bundled one with a preset)"
-    speculate.add_argument("--tokenizer", metavar="DIR", help=words)
-    words = "only count tokens per pass on the texts, on any machine, without timing passes"
-    speculate.add_argument("--texts-only", action="store_true", help=words)
-    pass_options = ("preset", "runs", "requests", "context", "steps", "history", "quantize", "quantize_head")
-    speculate.without("texts_only", *pass_options)
+    for name, help in BENCHES.items():
+        add_command(benches.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}."), name)
 
 
-def add_output(parser) -> None:
-    """Add the options of the output."""
-    parser.add_argument(
-        "--format",
-        choices=["table", "md", "csv", "json", "jsonl"],
-        default="table",
-        help="format of stdout, or of the file that --output names (default: table)",
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", help="write the results to a file; its suffix selects the format (default: JSON)"
-    )
-
-
-def add_kv_on_host(host) -> None:
-    """Add the options of decode passes with K/V in host memory."""
-    host.add_argument("--runs", type=positive, default=5, metavar="N", help="number of timed runs (default: 5)")
-    add_shape(host)
-    first = "tokens before the first pass (default: 32000)"
-    host.add_argument("--context", type=positive, default=32000, metavar="N", help=first)
-    host.add_argument(
-        "--steps",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="number of passes in a run, and after each prompt (default: 16)",
-    )
-    shares = "shares of the K/V in host memory; the table has lines for each (default: 1,0.5,0)"
-    host.add_argument("--host", type=shares_of_one, default=[1.0, 0.5, 0.0], metavar="S,S", help=shares)
-    host.add_argument(
-        "--ring", type=positive, default=2, metavar="N", help="number of staging buffers on the device (default: 2)"
-    )
-
-
-def add_serve(serve: Parser) -> None:
-    """Add the options of a load, which use the names of vLLM's benchmark if possible, and the options of --mix."""
-    serve.add_argument(
-        "--url",
-        type=reader(Url()),
-        default="http://127.0.0.1:8000",
-        help="address of the server (default: http://127.0.0.1:8000)",
-    )
-    model = serve.add_mutually_exclusive_group()
-    words = "model name on the server (default: the first that it lists); with --mix a checkpoint"
-    model.add_argument("--model", metavar="NAME", help=words)
-    serve.add_argument(
-        "--endpoint",
-        choices=["completions", "chat"],
-        default="completions",
-        help="API endpoint that receives the requests (default: completions)",
-    )
-    serve.add_argument(
-        "--api-key-file", metavar="FILE", help="file that contains the API key (default: TRIDECODE_API_KEY)"
-    )
-    serve.add_argument(
-        "--timeout", type=amount, default=600.0, metavar="S", help="time limit of a request in seconds (default: 600)"
-    )
-    group = serve.add_argument_group("load")
-    group.add_argument(
-        "--num-prompts", type=positive, metavar="N", help="number of requests (default: 100, or all of --jsonl)"
-    )
-    rate = "requests per second, at random times; inf sends all at once (default: inf)"
-    group.add_argument("--request-rate", type=request_rate, default=math.inf, metavar="R", help=rate)
-    burst = "1 is a Poisson process; lower values send bursts, higher values send more evenly (default: 1)"
-    group.add_argument("--burstiness", type=amount, default=1.0, metavar="B", help=burst)
-    group.add_argument(
-        "--max-concurrency",
-        type=positive,
-        metavar="N",
-        help="maximum number of concurrent requests (default: no limit)",
-    )
-    group.add_argument(
-        "--warm-up",
-        type=whole,
-        default=1,
-        metavar="N",
-        help="number of requests before the measurement, not counted (default: 1)",
-    )
-    group.add_argument(
-        "--seed", type=whole, metavar="N", help="seed of the random prompts and arrival times (default: random)"
-    )
-    group = serve.add_argument_group("prompts", "Random token ids, or random words for --endpoint chat.")
-    group.add_argument(
-        "--input-tokens",
-        type=positive,
-        default=128,
-        metavar="N",
-        help="length of a prompt in tokens or words (default: 128)",
-    )
-    group.add_argument(
-        "--output-tokens", type=positive, default=128, metavar="N", help="maximum tokens of an answer (default: 128)"
-    )
-    lines = (
-        'prompts from a file, one per line: {"prompt": ...}, {"messages": ...} or {"prompt_ids": ...}, and max_tokens'
-    )
-    group.add_argument("--jsonl", metavar="FILE", help=f"{lines}; - is stdin")
-    group.add_argument(
-        "--temperature", type=temperature, default=0.0, metavar="T", help="sampling temperature (default: 0)"
-    )
-    eos = group.add_mutually_exclusive_group()
-    eos.add_argument(
-        "--ignore-eos", action="store_true", help="let answers reach their maximum length, also with --jsonl"
-    )
-    eos.add_argument(
-        "--no-ignore-eos", action="store_true", help="let answers end earlier, for servers without ignore_eos"
-    )
-    percent = "percentiles of each time, in addition to mean, median and std (default: 99)"
-    serve.add_argument("--percentiles", type=percentiles, default=[99], metavar="P,P", help=percent)
-    words = "Without a server: an engine in this process on a GPU, with the weights of --model or random weights."
-    mix = serve.add_argument_group("a prompt among requests", words)
-    words = "time decoding requests while a prompt is read, and the first token of the prompt"
-    mix.add_argument("--mix", action="store_true", help=words)
-    mix.add_argument("--runs", type=positive, default=9, metavar="N", help="number of timed runs (default: 9)")
-    add_preset(model, "with --mix ")
-    add_quantize(mix)
-    mix.add_argument(
-        "--requests", type=row_count, default=8, metavar="N", help="number of decoding requests (default: 8)"
-    )
-    mix.add_argument(
-        "--context", type=positive, default=64, metavar="N", help="prompt tokens of each decoding request (default: 64)"
-    )
-    tokens = "tokens of the prompt that arrives later (default: 2000)"
-    mix.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help=tokens)
-    mix.add_argument(
-        "--steps",
-        type=positive,
-        default=128,
-        metavar="N",
-        help="tokens that each request decodes before the prompt arrives (default: 128)",
-    )
-    add_option(mix, OPTIONS["prompt_ms"])
-    add_graphs(mix)
-    serve.without("mix", *LOAD)
-    serve.within("mix", *MIX)
-
-
-def add_shape(parser, model: bool = False) -> None:
-    """Add --preset, and --model if checkpoints can be measured too."""
-    group = parser.add_mutually_exclusive_group()
-    add_preset(group)
-    if model:
-        group.add_argument("--model", metavar="DIR_OR_ID", help="a checkpoint instead of random weights")
-    else:
-        parser.set_defaults(model=None)
-
-
-def add_preset(group, when: str = "") -> None:
-    """Add --preset. `when` begins its help."""
-    words = f"{when}one of {', '.join(PRESETS)}"
-    group.add_argument("--preset", metavar="SHAPE", choices=list(PRESETS), default="qwen3-4b", help=words)
-
-
-def add_quantize(parser, kv_dtype: bool = True) -> None:
-    """Add the options of quantization, with --kv-dtype if K/V can be quantized too."""
-    for name in ("quantize", "quantize_head", *(["kv_dtype"] if kv_dtype else [])):
-        add_option(parser, OPTIONS[name])
-
-
-def add_steps(parser, context: str, sampling: bool = True) -> None:
-    """Add the options of a run of decode passes. `context` is the help of --context."""
-    parser.add_argument("--context", type=positive, default=64, metavar="N", help=f"{context} (default: 64)")
-    parser.add_argument(
-        "--steps", type=positive, default=128, metavar="N", help="number of passes of a run (default: 128)"
-    )
-    add_capacity(parser)
-    if sampling:
-        add_sampling(parser)
-
-
-def add_sampling(parser) -> None:
-    """Add --sampling, the kind of sampling that is measured."""
-    choices = ["greedy", "temperature", "all"]
-    parser.add_argument(
-        "--sampling",
-        choices=choices,
-        default="greedy",
-        help="kind of sampling; 'all' enables every filter (default: greedy)",
-    )
-
-
-def add_graphs(parser) -> None:
-    """Add --graph, a list of graph modes."""
-    modes = "graph modes, as --graph of generate; the table has a line for each (default: full)"
-    parser.add_argument("--graph", type=graph_modes, default=["full"], metavar="MODE,MODE", help=modes)
-
-
-def add_capacity(parser) -> None:
-    """Add --capacity, the number of K/V positions."""
-    parser.add_argument(
-        "--capacity", type=positive, metavar="N", help="K/V positions to allocate (default: as the run needs)"
-    )
+def add_script(parser: Parser, bench: str, names: Sequence[str], **defaults) -> None:
+    """Add options of a bench to a script that measures the same, with other defaults."""
+    declared = options_of(bench)
+    chosen = {name: declared[name] for name in names}
+    parser.declare(chosen | {name: replace(chosen[name], default=value) for name, value in defaults.items()})
 
 
 def add_verbose(parser) -> None:

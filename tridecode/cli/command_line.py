@@ -7,14 +7,15 @@ import argparse
 import difflib
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from itertools import takewhile
 
 from ..checkpoint.hub import BUNDLED
 from ..errors import ParameterError
+from ..options import OPTIONS
 from .configuration import Configuration
-from .explain import option
-from .options import Option, add_options
+from .options import GROUPS, SAMPLING, Option, add_options, options_for
 from .terminal import one_line
 
 
@@ -32,8 +33,12 @@ class Parser(argparse.ArgumentParser):
         self._command = ""
         self._configuration: Configuration | None = None
         self._takes_question = False
-        # Each entry is (flag, options, whether the options need the flag).
-        self._parts: list[tuple[str, tuple[str, ...], bool]] = []
+        self._declared: dict[str, Option] = {}
+
+    def declare(self, declared: Mapping[str, Option], about: Mapping[str, str] = GROUPS) -> None:
+        """Add declared options. `about` has the descriptions of their groups."""
+        add_options(self, declared, about)
+        self._declared |= declared
 
     def configure(self, command: str, configuration: Configuration) -> None:
         """Add the declared options of `command`. `configuration` supplies options that the command line does not set.
@@ -41,16 +46,9 @@ class Parser(argparse.ArgumentParser):
         In the parsed arguments, `origins` contains the sources of such values, and `typed` contains the options of the
         command line as the user wrote them.
         """
-        configuration.add(command, add_options(self, command))
+        self.declare(options_for(command))
+        configuration.add(command, self._declared)
         self._command, self._configuration = command, configuration
-
-    def without(self, flag: str, *names: str) -> None:
-        """Refuse the named options if the option `flag` is set. They are then None."""
-        self._parts.append((flag, names, False))
-
-    def within(self, flag: str, *names: str) -> None:
-        """Refuse the named options if the option `flag` is not set. They are then None."""
-        self._parts.append((flag, names, True))
 
     def add_question(self, help: str) -> None:
         """Accept a question as words without an option: `question` is their text, None if there are none."""
@@ -61,7 +59,8 @@ class Parser(argparse.ArgumentParser):
         """Parse arguments and refuse unknown ones, so that the error refers to the help of the command."""
         namespace = namespace or argparse.Namespace()
         keys = self._configuration.keys[self._command] if self._configuration else {}
-        for name in (*keys, *(name for _, names, _ in self._parts for name in names)):
+        args = sys.argv[1:] if args is None else args
+        for name in keys:
             # With argparse's own defaults, the program could not distinguish unset options from set ones.
             setattr(namespace, name, None)
         namespace, unknown = super().parse_known_args(args, namespace)
@@ -69,11 +68,11 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown)}")
         if self._takes_question:
             namespace.question = self._question(namespace.question)
+        typed = self._typed(args)
         if keys:
-            namespace.typed = self._typed(args)
+            namespace.typed = typed
             self._fill(namespace, keys)
-        for flag, names, needed in self._parts:
-            self._part(namespace, flag, names, needed)
+        self._refuse_conflicts(namespace, typed)
         return namespace, unknown
 
     def _typed(self, args: list[str]) -> dict[str, str]:
@@ -96,20 +95,21 @@ class Parser(argparse.ArgumentParser):
             self.error("the question is empty")
         return " ".join(words) if words else None
 
-    def _part(self, namespace, flag: str, names: tuple[str, ...], needed: bool) -> None:
-        """Set the defaults of `names` if `flag` allows these options, otherwise refuse them.
+    def _refuse_conflicts(self, namespace, typed: dict[str, str]) -> None:
+        """Refuse options that were typed although others exclude them. If they were not typed, they become None.
 
-        If `needed`, they are allowed only with `flag`. Otherwise they are allowed only without it.
+        The engine checks its own options and the sampling options.
         """
-        chosen = next((name for name in names if getattr(namespace, name) is not None), None)
-        if bool(getattr(namespace, flag)) == needed:
-            for name in names:
-                if getattr(namespace, name) is None:
-                    setattr(namespace, name, self.get_default(name))
-        elif chosen and needed:
-            self.error(f"{option(chosen)} needs {option(flag)}; add that, or leave out {option(chosen)}")
-        elif chosen:
-            self.error(f"{option(chosen)} cannot be used with {option(flag)}; leave out one of them")
+        for name, declared in self._declared.items():
+            if declared in (OPTIONS.get(name), SAMPLING.get(name)):
+                continue
+            problems = [why for other, (_, why) in declared.excludes.items() if getattr(namespace, other, None)]
+            if declared.needs and not getattr(namespace, declared.needs[0]):
+                problems.append(declared.needs[1])
+            if problems and name in typed:
+                self.error(f"{typed[name]}{problems[0]}")
+            elif problems:
+                setattr(namespace, name, None)
 
     def _fill(self, namespace, keys: dict[str, Option]) -> None:
         """Set the options that the command line does not set."""

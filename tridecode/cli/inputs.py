@@ -7,15 +7,17 @@ import re
 import select
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from ..errors import PromptError
-from .terminal import Output
+from ..arguments import check_messages
+from ..errors import PromptError, as_json
+from .terminal import Output, did_you_mean
 
 LARGEST = 64_000_000  # Maximum characters of stdin, or bytes of a file. No context holds such a long prompt.
 READ_SIZE = 1 << 20  # Characters or bytes that are read at a time. Ctrl-C takes effect between two reads.
 DIGITS = 100  # Maximum digits of a number in JSON.
 STDIN_NOTE_DELAY = 1.0  # Seconds of waiting after which a note reports that the program reads stdin.
+PROMPTS = ("prompt", "messages", "prompt_ids")  # Fields of JSON lines that contain a prompt.
 STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # A hyphen in a prompt that stdin replaces. Any other hyphen is text.
 
 
@@ -144,6 +146,45 @@ def parse_json(text: str, place: str, output: Output):
         raise PromptError(f"{place}: not JSON that can be read ({error}); correct it") from None
     cleaned = clean(again, place, output)
     return value if cleaned == again else json.loads(cleaned)
+
+
+def parse_object(text: str, place: str, output: Output) -> dict:
+    """Return the object in a line of JSON lines. Raises PromptError, which begins with `place`."""
+    value = parse_json(text, place, output)
+    if not isinstance(value, dict):
+        raise PromptError(f'{place}: expected an object like {{"prompt": "..."}}, got {as_json(value)}')
+    return value
+
+
+def prompt_field(line: dict, place: str, others: Sequence[str]) -> str:
+    """Return the name of the field of a parsed line that contains its prompt, one of PROMPTS.
+
+    Args:
+        line: an object
+        place: file and line, for errors
+        others: names of the fields that the line may also have
+
+    Raises:
+        PromptError: the line has an unknown field, no prompt or several, or a prompt of the wrong type
+    """
+    for name in line:
+        if name not in (*PROMPTS, *others):
+            known = f"known are {', '.join((*PROMPTS, *others))}"
+            raise PromptError(f"{place}: unknown field {as_json(name)}; {did_you_mean(name, others) or known}")
+    kinds = [name for name in PROMPTS if name in line]
+    if len(kinds) != 1:
+        found = " and ".join(kinds) or "none"
+        raise PromptError(f"{place}: expected one of prompt, messages and prompt_ids, got {found}")
+    (kind,) = kinds
+    prompt = line[kind]
+    if kind == "messages":
+        check_messages(prompt, place)
+    elif kind == "prompt_ids":
+        if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
+            raise PromptError(f"{place}: prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(prompt)}")
+    elif not isinstance(prompt, str) or not prompt:
+        raise PromptError(f"{place}: prompt must be a nonempty string, got {as_json(prompt)}")
+    return kind
 
 
 def loads(text: str | bytes):

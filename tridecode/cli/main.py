@@ -25,7 +25,7 @@ FUNCTIONS = {  # Command -> (module of this package, function).
     "precompile": ("precompile", "precompile"),
     "quantize": ("quantize", "quantize"),
     "config": ("configuration", "show"),
-    "bench": ("bench", "run"),
+    "bench": ("bench.run", "run"),
     "profile": ("profile.command", "run"),
     "tune": ("tune", "run"),
 }
@@ -119,8 +119,7 @@ def run(args, output: Output) -> int:
 def imported(command: str) -> Callable:
     """Return the function of a command. The commands import torch, so they are imported only now."""
     module, function = FUNCTIONS[command]
-    run = getattr(import_module(f"{__package__}.{module}"), function)
-    return (lambda args, output: run(args)) if command == "bench" else run
+    return getattr(import_module(f"{__package__}.{module}"), function)
 
 
 def set_up_logging(verbose: bool) -> None:

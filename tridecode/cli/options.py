@@ -4,13 +4,15 @@ This module must not import torch, so that `--help` is fast.
 """
 
 import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..arguments import Choice, Constraint, Flag, Integer, Number, Option, Rejected, Several, Text, options_of
+from ..errors import ParameterError
 from ..kernels.device import GPUS
 from ..options import OPTIONS
 from ..sampling import SamplingParams
-from .values import reader
 
 ANY = Text()
 NAME = Text("a name", r".*\S.*")
@@ -87,15 +89,16 @@ OTHERS = (
           "its own sampling options, as one JSON line, --slots of them at a time; lines whose answers --output already "
           "contains are skipped; - is stdin", "generate", group="prompt", exclusive="prompt", metavar="FILE"),
     _once("allow_special", False, Flag(), "with --raw: the text may contain control tokens", "generate",
-          group="prompt"),
+          group="prompt", needs=("raw", " needs --raw: in a chat only the template writes control tokens")),
     _once("no_reuse_prefix", False, Flag(), "compute every prompt completely, without cached prefixes", "generate",
         group="prompt"),
     _once("raw", False, Flag(), "use no chat template: the model continues the text", "chat", "generate",
-          group="sampling"),
+          group="sampling",
+          excludes={"messages": ((), " takes text, --messages is a chat; leave out one of them")}),
     _once("unordered", False, Flag(), "with --jsonl: print each answer when it ends, not in the order of the lines",
-          "generate", group="output"),
+          "generate", group="output", needs=("jsonl", " needs --jsonl")),
     _once("n", 1, Integer(1), "number of answers, with the seeds SEED, SEED+1, ...", "generate", group="output",
-        metavar="N"),
+        metavar="N", excludes={"jsonl": ((), " cannot be used with --jsonl; repeat the line with other seeds")}),
     _once("output", None, ANY, "file for the answers; it replaces an older file when it is complete", "generate",
           group="output", metavar="FILE", default_text="stdout"),
     _once("json", False, Flag(), "print one JSON object: token_ids, text, finish_reason, usage, timings (seconds), "
@@ -138,20 +141,21 @@ def options_for(command: str) -> dict[str, Option]:
     return {each.name: each for each in every if command in each.commands}
 
 
-def add_options(parser: argparse.ArgumentParser, command: str) -> dict[str, Option]:
-    """Add the options of a command to its parser, in groups, and return them."""
-    declared = options_for(command)
-    groups, sets = {}, dict[str, argparse._MutuallyExclusiveGroup]()
+def add_options(
+    parser: argparse.ArgumentParser, declared: Mapping[str, Option], about: Mapping[str, str] = GROUPS
+) -> None:
+    """Add options to a parser, in their groups. `about` has the descriptions of groups."""
+    places: dict[str, Any] = {"": parser}  # Group, or set of options that exclude each other -> its place.
     for name, option in declared.items():
-        group = option.group
-        if group not in groups:
-            groups[group] = parser.add_argument_group(group, GROUPS.get(group))
-        place = groups[group]
+        if option.group not in places:
+            places[option.group] = parser.add_argument_group(option.group, about.get(option.group))
+        place = places[option.group]
         if option.exclusive:
-            place = sets.get(option.exclusive) or place.add_mutually_exclusive_group()
-            sets[option.exclusive] = place
-        add_option(place, option, default=None if name in SAMPLING else option.default)
-    return declared
+            key = f"one of {option.exclusive}"
+            if key not in places:
+                places[key] = place.add_mutually_exclusive_group()
+            place = places[key]
+        add_option(place, option, default=None if option is SAMPLING.get(name) else option.default)
 
 
 def add_option(parser, option: Option, **more) -> None:
@@ -172,6 +176,18 @@ def add_option(parser, option: Option, **more) -> None:
     parser.add_argument(option.flag, **settings | more)
     for flag, (value, help) in option.aliases.items():
         parser.add_argument(flag, dest=option.name, action="store_const", const=value, help=help)
+
+
+def reader(constraint: Constraint) -> Callable[[str], Any]:
+    """Return a function with which argparse parses a value that must satisfy the constraint."""
+
+    def read(text: str) -> Any:
+        try:
+            return constraint.parse(text)
+        except ParameterError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def sampling_overrides(args) -> dict:

@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..version import __version__
-from .bench_options import BENCH, add_benches, add_quantize, add_shape, add_verbose
+from .bench_options import BENCH, add_benches, add_command, add_verbose
 from .command_line import Parser
 from .configuration import Configuration
 from .options import CONFIGURED
-from .values import minutes, positive, row_count
 
 ABOUT = """\
 Run open-weight language models on one GPU, or on the CPU. A question in place of COMMAND begins a chat.
@@ -203,33 +202,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands.choices["chat"].add_question("the first message; without a terminal, the only one")
     commands.choices["generate"].add_question("the prompt, as with --prompt")
     add_benches(add("bench", help="time this engine on a GPU", description=BENCH))
-    profile = add("profile", help="show the time of each kernel", description=PROFILE)
-    add_shape(profile, model=True)
-    add_quantize(profile)
-    profile.add_argument(
-        "--context", type=positive, default=64, metavar="N", help="tokens before the first pass (default: 64)"
-    )
-    profile.add_argument(
-        "--prompt-tokens",
-        type=positive,
-        default=2048,
-        metavar="N",
-        help="tokens of the prompt chunk, at most 2048 (default: 2048)",
-    )
-    profile.add_argument(
-        "--rows", type=row_count, default=1, metavar="N", help="number of requests in the pass, 1 to 64 (default: 1)"
-    )
-    profile.add_argument("--output", metavar="DIR", help="also write pictures (SVG), Chrome traces and figures to DIR")
-    add_verbose(profile)
-    tune = add("tune", help="search launch configs for this GPU", description=TUNE)
-    add_shape(tune, model=True)
-    add_quantize(tune, kv_dtype=False)
-    rows_help = "requests in the tuned pass, 1 to 64 (default: 1)"
-    tune.add_argument("--rows", type=row_count, default=1, metavar="N", help=rows_help)
-    tune.add_argument(
-        "--minutes", type=minutes, default=5.0, metavar="M", help="time limit of the search in minutes (default: 5)"
-    )
-    add_verbose(tune)
+    add_command(add("profile", help="show the time of each kernel", description=PROFILE), "profile")
+    add_command(add("tune", help="search launch configs for this GPU", description=TUNE), "tune")
     return parser
 
 

@@ -26,7 +26,7 @@ from ..tuning.candidates import Part, candidates, parts_of
 from ..tuning.configs import PassConfigs
 from ..tuning.search import MARGIN, Search, config_of, search
 from ..tuning.tables import entry_of, merged_text, table_path
-from .bench.measure import GREEDY, bench_engine, model_facts, run_facts, time_decode
+from .bench.measure import GREEDY, bench_engine, model_facts, need_gpu, run_facts, time_decode
 from .bench.passes import enqueue, rewind
 from .chat import session
 from .terminal import Output
@@ -43,8 +43,7 @@ PACKED_TOLERANCE = 0.2
 
 def run(args, output: Output) -> int:
     """Run `tune`: search, print a line for each launch config that changed, and print one JSON line."""
-    if not torch.cuda.is_available():
-        raise DeviceError("tune needs an NVIDIA GPU; no usable GPU was found")
+    need_gpu("tune")
     config = PRESETS[args.preset] if args.model is None else load_config(resolve_model(args.model))
     contexts = CONTEXTS if args.rows == 1 else CONTEXTS_OF_SEVERAL
     engine = bench_engine(args, min(contexts[-1] + 256, config.max_position), slots=args.rows)

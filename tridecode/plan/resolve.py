@@ -136,7 +136,7 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
             options.batch_invariant,
         )
         memory = plan_memory(spec, dtype, device, *how, max(graphs.sizes))
-        kv = KVPlan(memory, 0, 0, page, None, None)
+        kv = KVPlan(memory, capacity=0, kv_tokens=0, page=page, pages=None, offload=None)
         problem = f"{error}{smaller_weights(spec, dtype, device, memory, host_layers)}"
     notes = list(kv.notes)
     if host_layers:

@@ -1,46 +1,33 @@
 """bench batch: time of a decode pass of many requests, compared with a pass of one request in the same run."""
 
 from dataclasses import dataclass
+from statistics import median
 
 from ...errors import ParameterError
-from ...state.kv import PAGE
+from ..bench_options import contexts_of
 from ..terminal import counted
-from ..values import mix
+from .decode import PassRow, pass_figures
 from .measure import (
     SAMPLING,
     bench_engine,
     check_running,
     make_row,
-    median_p5_p95,
     read_bandwidth,
+    reserved_positions,
     step_bytes,
-    step_figures,
     time_decode,
 )
-from .rows import Row, column
+from .rows import Row
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(kw_only=True)
-class BatchRow(Row):
+class BatchRow(PassRow):
     """The figures of passes with one number of requests, or with one mix of contexts."""
 
     bench = "batch"
     header = "batch"
-    rows: int = column("rows")
-    context: int | str = column("context")  # Context length of each request, or a mix such as 32000x1+64x31.
-    steps: int
-    runs: int
-    sampling: str
-    us_per_step: float = column("µs per step", kept=2, compared=True)
-    us_p5: float = column("p5", kept=2)
-    us_p95: float = column("p95", kept=2)
-    one_row_us: float = column("one row", kept=2)
-    tokens_per_second: float = column("tokens per second", kept=1)
-    bytes_per_step: int = column("GB per step", 3, 1e-9)
-    read_bandwidth_gbs: float = column("read GB/s", kept=1)
-    pct_bandwidth: float = column("% of bandwidth", 1, kept=1)
 
     def selectors(self):
         """Return the options that make the bench measure only this row: --rows and --context."""
@@ -59,19 +46,14 @@ def batch(args, output) -> list[Row]:
         check_running(engine, counted(len(contexts), "row"), len(contexts))
         return seconds
 
-    one_row = {context: median_p5_p95(times([context]), 1e6)[0] for context in {max(contexts) for _, contexts in cases}}
+    one_row = {context: 1e6 * median(times([context])) for context in {max(contexts) for _, contexts in cases}}
     rows: list[Row] = []
     for name, contexts in cases:
         nbytes = step_bytes(engine, contexts, args.steps)
-        figures = step_figures("us_per_step", times(contexts), nbytes, bandwidth, len(contexts))
+        figures = pass_figures("us_per_step", times(contexts), nbytes, bandwidth, len(contexts))
         figures |= {"rows": len(contexts), "context": name, "one_row_us": one_row[max(contexts)]}
         rows.append(make_row(BatchRow, engine, args, **figures))
     return rows
-
-
-def reserved_positions(context: int, steps: int) -> int:
-    """Return the K/V positions to reserve for a request: whole pages and a spare one, so that runs allocate none."""
-    return (-(-(context + steps + 2) // PAGE) + 1) * PAGE
 
 
 def cases_of(args) -> list[tuple[int | str, list[int]]]:
@@ -87,5 +69,5 @@ def cases_of(args) -> list[tuple[int | str, list[int]]]:
         if context.isdecimal():
             cases += [(int(context), [int(context)] * rows) for rows in args.rows or ROWS]
         else:
-            cases.append((context, mix(context)))
+            cases.append((context, contexts_of(context)))
     return cases

@@ -159,11 +159,11 @@ class Client:
         except (ValueError, LookupError, TypeError):
             raise GenerationError(f"{place} lists no model; set --model") from None
 
-    async def ask(self, path: str, body: bytes, running: set[Answer]) -> Answer:
+    async def ask(self, endpoint: str, body: bytes, running: set[Answer]) -> Answer:
         """Send a request and return its answer. A failure is stored in the answer's `error`.
 
         Args:
-            path: path of the endpoint
+            endpoint: a key of ENDPOINTS
             body: JSON of a request with `"stream": true`
             running: set that contains the answer while the request runs
         """
@@ -172,7 +172,7 @@ class Client:
         try:
             async with failing(self._timeout):
                 with self._connection() as http:
-                    await stream(http, path, body, answer)
+                    await stream(http, ENDPOINTS[endpoint], body, answer)
         except Failed as error:
             answer.error = str(error)
         finally:

@@ -1,11 +1,12 @@
-"""Shared parts of all benches: engines with random weights, timers, and measured limits of the hardware."""
+"""Shared parts of all benches: engines with random weights, times of passes, measured limits, and rows of figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import fields, replace
+from functools import partial
+from statistics import median
+from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 import triton
 
@@ -18,7 +19,8 @@ from ...options import EngineOptions
 from ...plan.memory import free_memory
 from ...plan.resolve import resolve
 from ...sampling import SamplingParams
-from ...state.kv import kv_bytes_per_token
+from ...state.kv import PAGE, kv_bytes_per_token
+from ...state.offload import Offload
 from ...step.dispatch import Dispatcher
 from ...step.graphs import DecodePasses, make_passes
 from ...step.prompt_graphs import PromptPasses, make_prompts
@@ -28,6 +30,7 @@ from ..options import engine_options
 from .passes import enqueue, rewind
 from .read import measure_read_bandwidth
 from .rows import Row
+from .timing import time_runs
 
 ALL_FILTERS = SamplingParams(
     temperature=0.8,
@@ -42,36 +45,52 @@ ALL_FILTERS = SamplingParams(
 )
 GREEDY = SamplingParams(temperature=0.0, seed=1)
 SAMPLING = {"greedy": GREEDY, "temperature": SamplingParams(temperature=0.8, seed=1), "all": ALL_FILTERS}
-WARM_UP = 2  # Number of runs before the measurement.
 R = TypeVar("R", bound=Row)
 
 
-def need_gpu() -> None:
-    """Raise DeviceError if torch cannot use a GPU."""
+# ---- engines
+
+
+def need_gpu(command: str = "bench") -> torch.device:
+    """Return the current GPU. Raises DeviceError if torch cannot use one."""
     if not torch.cuda.is_available():
-        raise DeviceError("bench needs an NVIDIA GPU; no usable GPU was found")
+        raise DeviceError(f"{command} needs an NVIDIA GPU; no usable GPU was found")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def preset_engine(
     preset: str,
     capacity: int,
     configs: Mapping[int, PassConfigs] | None = None,
+    pages: int | None = None,
+    offload: Offload | None = None,
     **options,
 ) -> Engine:
     """Build an engine with the shape of a public model, random weights, and a cache of random K/V.
 
-    Raises ParameterError for an unknown preset, DeviceError without a GPU or with too little memory.
+    Args:
+        preset: name of the shape
+        capacity: K/V positions of a request
+        configs: launch configs by number of rows
+        pages: pages on the device, by default as the options require
+        offload: pages in host memory
+        options: further options of the engine; by default it is in bf16 and drafts are disabled
+
+    Raises:
+        ParameterError: the preset does not exist
+        DeviceError: there is no GPU, or its memory is too small
     """
     if preset not in PRESETS:
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
-    need_gpu()
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = need_gpu()
     options = {"speculate": "off", "dtype": "bfloat16"} | options
     plan = resolve(EngineOptions(max_seq_len=capacity, **options), PRESETS[preset], device)
     plan.check()
-    weights = random_weights(plan.spec, device, plan.dtype)
+    weights = random_weights(plan.spec, device, plan.dtype, on_host=plan.host_layers)
+    if pages is not None:
+        plan = replace(plan, pages=pages, offload=offload)
     engine = Engine.build(plan, weights, name=preset, configs=configs)
-    fill_cache(engine)
+    engine.model.kv.fill()
     return engine
 
 
@@ -87,26 +106,15 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
         return preset_engine(args.preset, capacity, **options)
     need_gpu()
     engine = Engine.load(args.model, device="cuda", dtype="bfloat16", max_seq_len=capacity, **options)
-    fill_cache(engine)
+    engine.model.kv.fill()  # With random K/V, a pass can start at any position.
     return engine
 
 
-def fill_cache(engine: Engine) -> None:
-    """Fill the K/V cache with random values, so that a pass can start at any position."""
-    engine.model.kv.fill()
-
-
-@dataclass(frozen=True)
-class Runners:
+class Runners(NamedTuple):
     """The decode and prompt passes of an engine in one graph mode, with every size captured."""
 
     steps: DecodePasses
     prompts: PromptPasses
-
-    def reads(self) -> dict[tuple, int]:
-        """Return the number of prompt passes so far, by kind, rows, padded rows and mode."""
-        stats = self.steps.dispatcher.stats()
-        return {(s.kind, s.rows, s.padded, s.mode): s.count for s in stats if s.kind in ("prompt", "mixed")}
 
 
 def make_runners(engine: Engine, modes: Sequence[str]) -> dict[str, Runners]:
@@ -125,19 +133,26 @@ def make_runners(engine: Engine, modes: Sequence[str]) -> dict[str, Runners]:
 
 
 @contextmanager
-def running(engine: Engine, runners: Runners):
-    """Replace the engine's runners within a `with` block."""
+def running(engine: Engine, steps: DecodePasses, prompts: PromptPasses | None = None):
+    """Replace the engine's decode passes, and with `prompts` its prompt passes, within a `with` block.
+
+    Yields a function that returns the graph modes of the prompt passes that ran in the block, such as "full".
+    """
     own = engine.steps, engine.prompts
-    engine.steps, engine.prompts = runners.steps, runners.prompts
+    engine.steps, engine.prompts = steps, prompts or engine.prompts
+    before = set(steps.dispatcher.stats())
+
+    def prompt_modes() -> str:
+        new = set(steps.dispatcher.stats()) - before
+        return ", ".join(sorted({stat.mode for stat in new if stat.kind in ("prompt", "mixed")}))
+
     try:
-        yield engine
+        yield prompt_modes
     finally:
         engine.steps, engine.prompts = own
 
 
-def read_modes(before: dict[tuple, int], after: dict[tuple, int]) -> str:
-    """Return the graph modes of the prompt passes that ran between two results of `reads`, such as "full"."""
-    return ", ".join(sorted({key[-1] for key, count in after.items() if count > before.get(key, 0)}))
+# ---- times and limits
 
 
 def time_decode(
@@ -147,7 +162,7 @@ def time_decode(
     runs: int,
     params: SamplingParams = GREEDY,
     rows: int = 1,
-    before: Callable[[], None] | None = None,
+    before: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """Return the seconds per decode pass of each run.
 
@@ -160,20 +175,12 @@ def time_decode(
         rows: number of requests
         before: called before each run, after the state was reset and outside the timed region
     """
-    times = []
-    for run in range(runs + WARM_UP):
+
+    def prepare() -> None:
         rewind(engine, context, params, rows)
-        if before is not None:
-            before()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(steps):
-            enqueue(engine, params, rows)
-        end.record()
-        end.synchronize()
-        if run >= WARM_UP:
-            times.append(start.elapsed_time(end) / 1e3 / steps)
-    return times
+        before()
+
+    return time_runs(partial(enqueue, engine, params, rows), runs, prepare, steps)
 
 
 def check_running(engine: Engine, name: str, rows: int = 1) -> None:
@@ -183,6 +190,11 @@ def check_running(engine: Engine, name: str, rows: int = 1) -> None:
             raise GenerationError(
                 f"{name}: a row ended during the passes (status {status}), so their times are wrong; use fewer --steps"
             )
+
+
+def reserved_positions(context: int, steps: int) -> int:
+    """Return the K/V positions to reserve for a request: whole pages and a spare one, so that runs allocate none."""
+    return (-(-(context + steps + 2) // PAGE) + 1) * PAGE
 
 
 def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
@@ -210,50 +222,14 @@ def read_bandwidth(device: torch.device) -> float:
     return measure_read_bandwidth(device, min(2**33, free_memory(device) // 2))
 
 
-def matmul_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> float:
-    """Return FLOP per second of torch's bf16 matmul of two [size, size] matrices, the median of `repeats`."""
+def matmul_rate(device: torch.device, size: int = 8192, runs: int = 20) -> float:
+    """Return FLOP per second of torch's bf16 matmul of two [size, size] matrices, the median of the runs."""
     a, b = (torch.empty(size, size, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
     out = torch.empty_like(a)
-    times = [gpu_seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats + WARM_UP)][WARM_UP:]
-    return 2 * size**3 / float(np.median(times))
+    return 2 * size**3 / median(time_runs(lambda: torch.mm(a, b, out=out), runs))
 
 
-def gpu_seconds(work: Callable[[], object]) -> float:
-    """Return the seconds that the GPU takes for the work that `work()` enqueues, measured by CUDA events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def median_p5_p95(values: list[float], scale: float = 1.0) -> tuple[float, float, float]:
-    """Return the median, 5th and 95th percentile of `values`, each multiplied by `scale`."""
-    p5, median, p95 = (float(value) * scale for value in np.percentile(values, (5, 50, 95)))
-    return median, p5, p95
-
-
-def step_figures(name: str, times: list[float], nbytes: int, bandwidth: float, rows: int = 1) -> dict[str, Any]:
-    """Return the figures of decode passes.
-
-    Args:
-        name: name of the median, which is in µs
-        times: seconds per pass
-        nbytes: bytes that a pass must read
-        bandwidth: measured bytes per second
-        rows: number of requests
-    """
-    median, p5, p95 = median_p5_p95(times, 1e6)
-    return {
-        name: median,
-        "us_p5": p5,
-        "us_p95": p95,
-        "tokens_per_second": 1e6 * rows / median,
-        "bytes_per_step": nbytes,
-        "read_bandwidth_gbs": bandwidth / 1e9,
-        "pct_bandwidth": 100 * nbytes / (median / 1e6) / bandwidth,
-    }
+# ---- rows
 
 
 def make_row(kind: type[R], engine: Engine, args, **figures) -> R:

@@ -8,12 +8,12 @@ import numpy as np
 
 from ...engine import Engine
 from ...errors import GenerationError, ParameterError
+from ...options import MAX_SLOTS
 from ..terminal import counted
-from ..values import MAX_ROWS
-from .batch import reserved_positions
-from .measure import GREEDY, WARM_UP, bench_engine, make_row, make_runners, median_p5_p95, read_modes, running
+from .measure import GREEDY, bench_engine, make_row, make_runners, reserved_positions, running
 from .prefill import prompt_ids
 from .rows import Row, column
+from .timing import WARM_UP, spread
 
 PHASES = ("before", "during", "after")
 
@@ -67,9 +67,9 @@ def mix(args, output) -> list[Row]:
 
     One engine runs all of them. It has a slot per request, and one for the prompt.
     """
-    if args.requests >= MAX_ROWS:
+    if args.requests >= MAX_SLOTS:
         raise ParameterError(
-            f"--requests: must be at most {MAX_ROWS - 1}, because the prompt needs a slot too, got {args.requests}"
+            f"--requests: must be at most {MAX_SLOTS - 1}, because the prompt needs a slot too, got {args.requests}"
         )
     tokens, slots = args.prompt_tokens, args.requests + 1
     rooms = reserved_positions(args.context, 3 * args.steps), reserved_positions(tokens, args.steps)
@@ -77,11 +77,11 @@ def mix(args, output) -> list[Row]:
     engine = bench_engine(args, max(rooms), slots, min(pool, slots * max(rooms)))
     rows: list[Row] = []
     for mode, runners in make_runners(engine, args.graph).items():
-        with running(engine, runners):
-            runs = [time_mix(engine, args.requests, args.context, tokens, args.steps) for _ in range(WARM_UP)]
-            before = runners.reads()
-            runs = [time_mix(engine, args.requests, args.context, tokens, args.steps) for _ in range(args.runs)]
-        figures = {"graph": mode, "reads": read_modes(before, runners.reads())} | mix_figures(runs)
+        with running(engine, *runners) as prompt_modes:
+            runs = [
+                time_mix(engine, args.requests, args.context, tokens, args.steps) for _ in range(WARM_UP + args.runs)
+            ]
+        figures = {"graph": mode, "reads": prompt_modes()} | mix_figures(runs[WARM_UP:])
         rows.append(make_row(MixRow, engine, args, **figures))
     return rows
 
@@ -109,9 +109,8 @@ def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: in
         return engine.submit(ids, replace(GREEDY, max_tokens=max_tokens, ignore_eos=True), reuse_prefix=False)
 
     under_way = [submit(number, context, 3 * steps) for number in range(requests)]
-    arrivals: list[list[float]] = [
-        [] for _ in range(requests + 1)
-    ]  # The times of each request's tokens. The last list belongs to the prompt.
+    # The times of each request's tokens. The last list belongs to the prompt.
+    arrivals: list[list[float]] = [[] for _ in range(requests + 1)]
     submitted, busy = math.inf, True
     while busy:
         busy = engine.step()
@@ -152,6 +151,4 @@ def mix_figures(runs: list[Mix]) -> dict:
         gaps = [1e3 * gap for run in runs for gap in run.gaps[phase]]
         median, p99 = np.percentile(gaps, (50, 99)).tolist()
         figures |= {f"{phase}_median_ms": median, f"{phase}_p99_ms": p99, f"{phase}_max_ms": max(gaps)}
-    median, p5, p95 = median_p5_p95([run.ttft for run in runs], 1e3)
-    figures |= {"ttft_ms": median, "ttft_ms_p5": p5, "ttft_ms_p95": p95}
-    return figures | {"lost": sum(run.lost for run in runs)}
+    return figures | spread("ttft_ms", [run.ttft for run in runs], 1e3) | {"lost": sum(run.lost for run in runs)}

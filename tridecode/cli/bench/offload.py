@@ -1,19 +1,17 @@
 """bench offload: decode passes with K/V or weights in host memory, compared with the bandwidth of the fetch kernel."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 
 from ...blocks.host_layers import HostLayers
-from ...checkpoint.load import random_weights
 from ...engine import Engine
 from ...errors import GenerationError
 from ...kernels.transfer.fetch import fetch
 from ...models.presets import PRESETS
-from ...options import EngineOptions
-from ...plan.resolve import resolve
 from ...state.kv import PAGE, kv_bytes_per_token
 from ...state.offload import Offload, Offloaded
 from ...state.offloaded_slots import OffloadedSlots
@@ -21,25 +19,15 @@ from ...step.dispatch import Dispatcher
 from ...step.graphs import DecodePasses, first_batches, launcher
 from ...step.run import Run, launch
 from ..terminal import counted
-from .ablate import stepping
-from .measure import (
-    GREEDY,
-    WARM_UP,
-    check_running,
-    fill_cache,
-    gpu_seconds,
-    make_row,
-    median_p5_p95,
-    need_gpu,
-    time_decode,
-)
+from .measure import GREEDY, check_running, make_row, need_gpu, preset_engine, running, time_decode
 from .passes import rewind
 from .prefill import prompt_ids
 from .rows import Row, column
+from .timing import WARM_UP, captured, spread, time_runs
 
-Variant = tuple[str, DecodePasses, Callable[[], None]]  # (name, passes, function that prepares a run)
 RATE_RUNS = 9
 SWAP_ROOM = 200  # Number of spare positions after a conversation.
+Variant = tuple[str, DecodePasses, Callable[[], None]]  # (name, passes, function that prepares a run)
 
 
 @dataclass(kw_only=True)
@@ -125,14 +113,18 @@ def offload(args, output) -> list[Row]:
         return [swap(args)]
     if args.weights:
         return weights(args, output)
-    return kv_on_host(args, output, fetch_variants, lambda memory, host: {})
+
+    def variants(engine: Engine, host: int) -> Iterator[Variant]:
+        return graph_variants(engine, partial(offloaded(engine)[0].send, 0, host))
+
+    return kv_on_host(args, output, variants)
 
 
 def kv_on_host(
     args,
     output,
     variants: Callable[[Engine, int], Iterator[Variant]],
-    more_rates: Callable[[Offloaded, int], dict[str, float]],
+    more_rates: Callable[[Offloaded, int], dict[str, float]] = lambda memory, host: {},
 ) -> list[Row]:
     """Time each share of --host with each way to read the K/V.
 
@@ -152,56 +144,59 @@ def kv_on_host(
         slots.send(0, host)
         nbytes = host * PAGE * kv_bytes_per_token(engine.config, engine.model.weights.dtype)
         rates = {"fetch_gbs": fetch_rate(engine, memory, nbytes)} | more_rates(memory, host) if host else {}
-        rows += time_variants(
-            OffloadRow, engine, args, output, variants(engine, host), nbytes, rates, f"{share:.0%}", host=share
-        )
+        timed = time_variants(engine, args, output, variants(engine, host), nbytes, rates, f"{share:.0%}")
+        rows += [make_row(OffloadRow, engine, args, host=share, **figures) for figures in timed]
     return rows
 
 
+def weights(args, output) -> list[Row]:
+    """Time decode passes with --weights GiB of the last layers in host memory, after --context tokens on the device."""
+    engine = offload_engine(args, args.context + args.steps + 2, None, None)
+    host, layers = engine.model.weights.host, engine.plan.host_layers
+    assert host is not None
+    nbytes = sum(source.nbytes for source in host.source)
+    rates, variants = {"fetch_gbs": fetch_rate(engine, host, nbytes)}, graph_variants(engine, lambda: None)
+    timed = time_variants(engine, args, output, variants, nbytes, rates, counted(layers, "layer"))
+    return [make_row(WeightsRow, engine, args, host=None, host_layers=layers, **figures) for figures in timed]
+
+
 def time_variants(
-    kind: type[Row],
-    engine: Engine,
-    args,
-    output,
-    variants: Iterator[Variant],
-    nbytes: int,
-    rates: dict,
-    part: str,
-    **facts,
-) -> Iterator[Row]:
-    """Yield a row for each variant. `part` names the data in host memory in notes."""
+    engine: Engine, args, output, variants: Iterator[Variant], nbytes: int, rates: dict[str, float], part: str
+) -> Iterator[dict]:
+    """Yield the figures of each variant.
+
+    Args:
+        engine: the engine to time
+        args: parsed options
+        output: receives a note for each variant
+        variants: the ways to read the data in host memory
+        nbytes: bytes per token over PCIe
+        rates: GB/s by field name, among them that of the fetch kernel; empty if nothing is read
+        part: the data in host memory, for the notes
+    """
     for name, steps, prepare in variants:
-        with stepping(engine, steps):
+        with running(engine, steps):
             times = time_decode(engine, args.context, args.steps, args.runs, before=prepare)
         check_running(engine, name)
-        figures = offload_figures(times, nbytes, rates) | facts
+        figures = spread("us_per_token", times, 1e6, "us") | {"host_bytes": nbytes} | rates
+        if rates:
+            gbs = nbytes / median(times) / 1e9
+            share = gbs / rates["fetch_gbs"]
+            figures |= {"pcie_gbs": gbs, "pct_fetch": 100 * share, "over_needed": 1 / share}
         output.note(f"{part} on the host, {name}: {figures['us_per_token']:,.0f} µs a token")
-        figures |= {"variant": name, "captures": getattr(steps, "captures", 0)}
-        yield make_row(kind, engine, args, **figures)
-
-
-def fetch_variants(engine: Engine, host: int) -> Iterator[Variant]:
-    """Yield the variants of passes that read the K/V of `host` pages from host memory."""
-    return graph_variants(engine, partial(offloaded(engine)[0].send, 0, host))
+        yield figures | {"variant": name, "captures": getattr(steps, "captures", 0)}
 
 
 def offload_engine(args, capacity: int, pages: int | None, offload: Offload | None) -> Engine:
-    """Build an engine of the preset with random weights for one request.
+    """Build an engine of the preset for one request, with --weights GiB of the weights in host memory.
 
     Args:
-        args: parsed options; --weights GiB of weights are in host memory
+        args: parsed options
         capacity: K/V positions of the request
         pages: pages on the device
         offload: pages in host memory
     """
-    device = torch.device("cuda", torch.cuda.current_device())
-    options = EngineOptions(max_seq_len=capacity, dtype="bfloat16", speculate="off", weights_offload=args.weights)
-    plan = resolve(options, PRESETS[args.preset], device)
-    plan.check()
-    weights = random_weights(plan.spec, device, plan.dtype, on_host=plan.host_layers)
-    engine = Engine.build(replace(plan, pages=pages, offload=offload), weights, name=args.preset)
-    fill_cache(engine)
-    return engine
+    return preset_engine(args.preset, capacity, pages=pages, offload=offload, weights_offload=args.weights)
 
 
 def offloaded(engine: Engine) -> tuple[OffloadedSlots, Offloaded]:
@@ -215,20 +210,19 @@ def graph_variants(engine: Engine, prepare: Callable[[], None]) -> Iterator[Vari
     """Yield the variants with the fetch kernel, the slowest first. `prepare` is called before each run."""
     model, run = engine.model, launcher(engine.model)
     yield "eager", DecodePasses(model, run), prepare
-    yield "a graph a layer", piecewise_passes(model, run, launch), prepare
+    yield "a graph a layer", captured_passes(model, run, "piecewise"), prepare
     yield "one graph", engine.steps, prepare
 
 
-def piecewise_passes(model, run: Run, between: Run) -> DecodePasses:
-    """Capture a decode pass in parts that end at attention and at fetches.
+def captured_passes(model, run: Run, mode: str = "full", between: Run = launch) -> DecodePasses:
+    """Capture a greedy decode pass.
 
-    `between` runs the launches between the parts.
+    Args:
+        model: the model
+        run: runs the captured launches
+        mode: "full", or "piecewise" for graphs that end at attention and at fetches
+        between: runs the launches between the graphs
     """
-    return captured(model, run, "piecewise", between)
-
-
-def captured(model, run: Run, mode: str = "full", between: Run = launch) -> DecodePasses:
-    """Capture a greedy decode pass in a graph mode. `between` runs the launches between its graphs."""
     batches = first_batches((model.rows,), ("greedy",))
     return DecodePasses(model, run, Dispatcher(mode, (model.rows,)), batches=batches, between=between)
 
@@ -241,46 +235,12 @@ def fetch_rate(engine: Engine, memory: Offloaded | HostLayers, nbytes: int) -> f
         for source, target in zip(memory.source, memory.target):
             fetch(None, places, source, target, config=engine.model.fetch_config)
 
-    return nbytes / captured_seconds(all_layers) / 1e9
+    return nbytes / graph_seconds(engine.device, all_layers) / 1e9
 
 
-def captured_seconds(enqueue: Callable[[], None]) -> float:
-    """Return the median seconds of a replay of a graph that captures the work of `enqueue()`."""
-    enqueue()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        enqueue()
-    return median_p5_p95([gpu_seconds(graph.replay) for _ in range(RATE_RUNS)])[0]
-
-
-def offload_figures(times: list[float], nbytes: int, rates: dict[str, float]) -> dict:
-    """Return the figures of a row. `over_needed` is the measured time divided by the time of the fetches alone.
-
-    Args:
-        times: seconds per token
-        nbytes: bytes per token over PCIe
-        rates: GB/s by field name
-    """
-    median, p5, p95 = median_p5_p95(times, 1e6)
-    figures = {"us_per_token": median, "us_p5": p5, "us_p95": p95, "host_bytes": nbytes} | rates
-    if rates:
-        gbs, fetch_gbs = nbytes / median / 1e3, rates["fetch_gbs"]
-        figures |= {"pcie_gbs": gbs, "pct_fetch": 100 * gbs / fetch_gbs, "over_needed": fetch_gbs / gbs}
-    return figures
-
-
-def weights(args, output) -> list[Row]:
-    """Time decode passes with --weights GiB of the last layers in host memory, after --context tokens on the device."""
-    engine = offload_engine(args, args.context + args.steps + 2, None, None)
-    on_host, host = engine.plan.host_layers, engine.model.weights.host
-    assert host is not None
-    nbytes = sum(source.nbytes for source in host.source)
-    rates, variants = {"fetch_gbs": fetch_rate(engine, host, nbytes)}, graph_variants(engine, lambda: None)
-    part = counted(on_host, "layer")
-    return list(
-        time_variants(WeightsRow, engine, args, output, variants, nbytes, rates, part, host=None, host_layers=on_host)
-    )
+def graph_seconds(device: torch.device, work: Callable[[], None]) -> float:
+    """Return the median seconds of a replay of a graph that captures what `work()` enqueues."""
+    return median(time_runs(captured(device, work), RATE_RUNS))
 
 
 def swap(args) -> Row:
@@ -305,7 +265,7 @@ def swap(args) -> Row:
             if run >= WARM_UP:
                 times[back].append(result.timings.ttft)
     nbytes = args.context * kv_bytes_per_token(engine.config, torch.bfloat16)
-    returned, recomputed = (median_p5_p95(times[key], 1e3)[0] for key in (True, False))
+    returned, recomputed = (1e3 * median(times[key]) for key in (True, False))
     figures = {"back_ms": returned, "anew_ms": recomputed, "ratio": recomputed / returned}
     return make_row(SwapRow, engine, args, **figures, both_ways_gbs=2 * nbytes / returned / 1e6)
 

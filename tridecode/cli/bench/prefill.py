@@ -1,25 +1,20 @@
 """bench prefill: time to first token of a prompt, with or without a cached prefix, against the measured matmul rate."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
 
 import torch
 
 from ...blocks.spec import ModelSpec
 from ...engine import Engine
 from ...errors import GenerationError
+from ...results import Result
 from ..terminal import counted
-from .measure import (
-    GREEDY,
-    WARM_UP,
-    bench_engine,
-    make_row,
-    make_runners,
-    matmul_rate,
-    median_p5_p95,
-    read_modes,
-    running,
-)
+from .measure import GREEDY, bench_engine, make_row, make_runners, matmul_rate, running
 from .rows import Row, column
+from .timing import WARM_UP, spread, time_runs
 
 
 @dataclass(kw_only=True)
@@ -51,11 +46,11 @@ def prefill(args, output) -> list[Row]:
     for tokens in args.prompt_tokens:
         flops = prefill_flops(engine.config, tokens, args.cached)
         for mode, runners in modes.items():
-            before = runners.reads()
-            with running(engine, runners):
+            with running(engine, *runners) as prompt_modes:
                 device, host = time_prefill(engine, tokens, args.runs, args.cached)
-            figures = {"prompt_tokens": tokens, "graph": mode, "reads": read_modes(before, runners.reads())}
-            figures |= prefill_figures(device, host, flops, rate)
+            figures = {"prompt_tokens": tokens, "graph": mode, "reads": prompt_modes()}
+            figures |= spread("prefill_ms", device, 1e3) | {"ttft_ms": 1e3 * median(host), "flops": flops}
+            figures |= {"matmul_tflops": rate / 1e12, "pct_matmul": 100 * flops / median(device) / rate}
             rows.append(make_row(PrefillRow, engine, args, **figures))
     return rows
 
@@ -70,25 +65,24 @@ def time_prefill(engine: Engine, tokens: int, runs: int, cached: int = 0) -> tup
         cached: length of the prefix, which an untimed first turn stores in the cache
     """
     params = replace(GREEDY, max_tokens=1, ignore_eos=True)
-    device, host, turn = [], [], prompt_ids(engine.config, cached)
+    turn, new = prompt_ids(engine.config, cached), prompt_ids(engine.config, tokens)
     if cached:
         checked(engine.generate(turn, params, reuse_prefix=False), 0)
-    for run in range(runs + WARM_UP):
-        ids = turn + [(token + run) % engine.config.vocab_size for token in prompt_ids(engine.config, tokens)]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(engine.device)
-        start.record()
-        result = engine.generate(ids, params, reuse_prefix=cached > 0)
-        end.record()
-        end.synchronize()
+    prompts: Iterator[list[int]] = iter(
+        [turn + [(token + run) % engine.config.vocab_size for token in new] for run in range(WARM_UP + runs)]
+    )
+    results: list[Result] = []
+
+    def read() -> None:
+        results.append(engine.generate(next(prompts), params, reuse_prefix=cached > 0))
+
+    device = time_runs(read, runs, partial(torch.cuda.synchronize, engine.device))
+    for result in results:
         checked(result, cached)
-        if run >= WARM_UP:
-            device.append(start.elapsed_time(end) / 1e3)
-            host.append(result.timings.ttft)
-    return device, host
+    return device, [result.timings.ttft for result in results[WARM_UP:]]
 
 
-def checked(result, cached: int) -> None:
+def checked(result: Result, cached: int) -> None:
     """Raise GenerationError if a prompt failed, or if the cached prefix has another length than `cached`."""
     if result.error:
         raise GenerationError(result.error)
@@ -133,24 +127,3 @@ def seen(tokens: int, window: int) -> int:
     """Return the number of positions to which the first `tokens` tokens attend in total, with at most `window` each."""
     full = min(tokens, window)
     return full * (full + 1) // 2 + (tokens - full) * window
-
-
-def prefill_figures(device: list[float], host: list[float], flops: int, rate: float) -> dict:
-    """Return the figures of a row.
-
-    Args:
-        device: seconds of each run by CUDA events
-        host: seconds of each run until the host receives the first token
-        flops: floating-point operations of one prompt
-        rate: FLOP per second of the matmul
-    """
-    median, p5, p95 = median_p5_p95(device, 1e3)
-    return {
-        "prefill_ms": median,
-        "prefill_ms_p5": p5,
-        "prefill_ms_p95": p95,
-        "ttft_ms": median_p5_p95(host, 1e3)[0],
-        "flops": flops,
-        "matmul_tflops": rate / 1e12,
-        "pct_matmul": 100 * flops / (median / 1e3) / rate,
-    }

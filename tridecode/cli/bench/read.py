@@ -1,12 +1,14 @@
 """Read bandwidth of device memory, measured with a kernel that only reads. All bandwidth percentages refer to it."""
 
-import statistics
+from functools import partial
+from statistics import median
 
 import torch
 import triton
 import triton.language as tl
 
 from ...kernels.common import cdiv, options
+from .timing import time_runs
 
 
 @triton.jit
@@ -37,19 +39,9 @@ def read(x, out, block=2048, turns=8, num_warps=4):
     _read_kernel[(cdiv(x.numel(), block * turns),)](x, out, x.numel(), block, turns, **options(num_warps))
 
 
-def measure_read_bandwidth(device, nbytes: int = 2**33, repeats: int = 9) -> float:
+def measure_read_bandwidth(device, nbytes: int = 2**33, runs: int = 9) -> float:
     """Return the bytes per second for `nbytes` of random bf16: the highest median of four launch configs."""
     x = torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device).normal_()
     out = torch.empty(cdiv(x.numel(), 2048 * 4), device=device)
-    best = 0.0
-    for block, turns, warps in ((2048, 8, 4), (4096, 8, 8), (2048, 32, 4), (8192, 4, 8)):
-        times = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            read(x, out, block, turns, warps)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        best = max(best, nbytes / statistics.median(times))
-    return best
+    configs = ((2048, 8, 4), (4096, 8, 8), (2048, 32, 4), (8192, 4, 8))  # (block, turns, num_warps)
+    return max(nbytes / median(time_runs(partial(read, x, out, *config), runs)) for config in configs)

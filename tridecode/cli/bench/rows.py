@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rich.table import Table
 
-from ..terminal import visible
+from ..terminal import Output, visible
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")
 # Fields of run_facts that describe the machine and the program.
@@ -164,19 +164,25 @@ def markdown_table(headers: list[str], cells: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def show(rows: Sequence[Row], output) -> None:
-    """Print tables, then one JSON object as the last line of stdout: the row, or {"rows": [...]} for several rows."""
+def print_table(headers: Sequence[str], cells: Sequence[Sequence[str]], output: Output) -> None:
+    """Print a table. The first column is aligned to the left."""
+    table = Table()
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="left" if i == 0 else "right", no_wrap=i == 0)
+    for line in cells:
+        table.add_row(*map(visible, line))
     if not output.tty:
         output.console.width = 160  # A pipe has no width.
-    block = rows[0].block(output.console.width) if len(rows) == 1 else None
-    output.text(block or "")
-    for headers, cells in [] if block else tables(rows):
-        table = Table()
-        for i, header in enumerate(headers):
-            table.add_column(header, justify="left" if i == 0 else "right", no_wrap=i == 0)
-        for line in cells:
-            table.add_row(*map(visible, line))
-        output.console.print(table)
+    output.console.print(table)
+
+
+def show(rows: Sequence[Row], output: Output) -> None:
+    """Print tables, then one JSON object as the last line of stdout: the row, or {"rows": [...]} for several rows."""
+    if block := rows[0].block(output.console.width) if len(rows) == 1 else None:
+        output.text(block)
+    else:
+        for headers, cells in tables(rows):
+            print_table(headers, cells, output)
     output.console.print(visible(caption(rows)), soft_wrap=True)
     objects = [row.as_dict() for row in rows]
     output.text(json.dumps(objects[0] if len(objects) == 1 else {"rows": objects}) + "\n")

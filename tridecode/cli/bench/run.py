@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ...errors import GenerationError, ParameterError
+from ..explain import option
 from ..outputs import text_sink
 from ..terminal import Output
 from .batch import batch
@@ -32,9 +33,8 @@ BENCHES = {
 OMITTED = ("command", "what", "verbose", "format", "output", "compare", "api_key_file")
 
 
-def run(args) -> int:
+def run(args, output: Output) -> int:
     """Run `tridecode bench`: measure, print and store the rows. Return the exit code."""
-    output = Output()
     publish(args, output, lambda: measure(args, output))
     return 0
 
@@ -86,13 +86,12 @@ def command_of(program: str, args, **changes) -> str:
     for name, value in (vars(args) | changes).items():
         if name in OMITTED or value is None or value is False or (name == "preset" and getattr(args, "model", None)):
             continue
-        option = "--" + name.replace("_", "-")
-        words += [option] if value is True else [option, value if isinstance(value, str) else numbers(value)]
+        words += [option(name)] if value is True else [option(name), typed(name, value)]
     return shlex.join(words)
 
 
-def numbers(value: float | list | tuple) -> str:
-    """Format numbers for the command line: a list with commas, a pair like 4:2 with a colon."""
+def typed(name: str, value: object) -> str:
+    """Return the value of an option as it is typed: a list with commas, the two numbers of a pair with a colon."""
     if isinstance(value, list | tuple):
-        return (":" if isinstance(value, tuple) else ",").join(map(str, value))
+        return (":" if name == "speculate_ngram" else ",").join(map(str, value))
     return str(value)

@@ -7,22 +7,26 @@ import math
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...arguments import check_messages
 from ...errors import GenerationError, ParameterError, PromptError, as_json
 from ...version import __version__
 from ..api_key import api_key
-from ..inputs import parse_json, read_file
+from ..inputs import parse_object, prompt_field, read_file
 from ..progress import progress
 from ..signals import ending_task
 from ..terminal import counted, echo_disabled
 from .mix import mix
 from .rows import Row, column
+
+if TYPE_CHECKING:
+    from .client import Answer, Client  # httpx is optional.
 
 NUM_PROMPTS = 100
 TOKEN_IDS = 1000, 4000  # Range of ordinary tokens in the vocabularies of public models. It contains no control tokens.
@@ -32,7 +36,6 @@ WORDS = (  # Each word is one token in most vocabularies.
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
     "father power hour game line end member law car city"
 ).split()
-PROMPTS = ("prompt", "messages", "prompt_ids")
 LARGEST = 256_000_000  # Maximum size of the file of --jsonl in bytes.
 PRECONNECTED = 256  # Number of connections that are created before the first request if --max-concurrency is not set.
 REASONS = 10  # Maximum number of different failure reasons that are printed.
@@ -115,32 +118,49 @@ class ServeRow(Row):
         return "\n".join([*lines, "=" * width, ""])
 
 
-@dataclass
 class Load:
-    """Requests for a server, and the answers received so far."""
+    """Requests for a server, and the answers received so far.
 
-    path: str
-    bodies: list[bytes]
-    warm_up: list[bytes]
-    times: np.ndarray  # [len(bodies)]: earliest start of each request, in seconds after the start of the run.
-    max_concurrency: int | None
-    # The client.Answer of each request that has ended, in the order in which they ended.
-    answers: list = field(default_factory=list)
-    running: set = field(default_factory=set)
-    started: float = math.inf  # time.perf_counter() when the first request started.
-    duration: float = 0.0
+    Attributes:
+        model: name of the model on the server
+        prompts: fields of each request that differ between requests
+        times: [len(prompts)]: earliest start of each request, in seconds after the start of the run
+        answers: the answers of requests that have ended, in the order in which they ended
+        duration: seconds from the first request to the last answer
+    """
 
-    async def run(self, client, ended) -> None:
+    def __init__(self, args, lines: list[dict] | None, seed: int):
+        """Create random prompts, or take those in `lines`. `seed` determines prompts and start times."""
+        self._args, rng = args, np.random.default_rng(seed)
+        count = args.num_prompts or (NUM_PROMPTS if lines is None else len(lines))
+        self._warm_up = [random_prompt(args, rng) for _ in range(args.warm_up)]  # The server may cache these prompts.
+        self.prompts = [random_prompt(args, rng) for _ in range(count)] if lines is None else lines[:count]
+        self.times = arrivals(count, args.request_rate, args.burstiness, rng)
+        self._common = {"temperature": args.temperature, "max_tokens": args.output_tokens, "stream": True}
+        self._common["stream_options"] = {"include_usage": True}
+        if args.ignore_eos or (lines is None and not args.no_ignore_eos):
+            self._common["ignore_eos"] = True
+        self.model, self.duration = args.model or "", 0.0
+        self.answers: list[Answer] = []
+        self._running: set[Answer] = set()
+        self._started = math.inf
+
+    async def run(self, client: "Client", ended: Callable[[], None]) -> None:
         """Send the warm-up requests, then the measured ones.
 
         Args:
-            client: a `client.Client`
+            client: client of the server
             ended: called without arguments when a measured request ends
 
         Raises:
-            GenerationError: all warm-up requests failed
+            GenerationError: the server lists no model, or all warm-up requests failed
         """
-        warm = await self._send(client, self.warm_up, np.zeros(len(self.warm_up)), lambda answer: None)
+        self.model = self.model or await client.first_model()
+        warm_up, bodies = (
+            [json.dumps({"model": self.model} | self._common | prompt).encode() for prompt in prompts]
+            for prompts in (self._warm_up, self.prompts)
+        )
+        warm = await self._send(client, warm_up, np.zeros(len(warm_up)), lambda answer: None)
         if warm and all(answer.error for answer in warm):
             raise GenerationError(f"the warm-up failed: {warm[0].error}")
 
@@ -148,24 +168,24 @@ class Load:
             self.answers.append(answer)
             ended()
 
-        client.prepare(min(len(self.bodies), self.max_concurrency or PRECONNECTED))
+        client.prepare(min(len(bodies), self._args.max_concurrency or PRECONNECTED))
         gc.collect()
         gc.freeze()  # A garbage collection during the requests then skips the objects that already exist.
-        self.started = time.perf_counter()
+        self._started = time.perf_counter()
         try:
-            await self._send(client, self.bodies, self.times, end)
+            await self._send(client, bodies, self.times, end)
         finally:
-            self.duration = time.perf_counter() - self.started
+            self.duration = time.perf_counter() - self._started
             gc.unfreeze()
 
-    async def _send(self, client, bodies: list[bytes], times: np.ndarray, end) -> list:
-        gate = asyncio.Semaphore(self.max_concurrency) if self.max_concurrency else nullcontext()
+    async def _send(self, client: "Client", bodies: list[bytes], times: np.ndarray, end) -> list["Answer"]:
+        gate = asyncio.Semaphore(self._args.max_concurrency) if self._args.max_concurrency else nullcontext()
         started = time.perf_counter()
 
         async def send(body: bytes, at: float):
             await asyncio.sleep(started + at - time.perf_counter())
             async with gate:
-                answer = await client.ask(self.path, body, self.running)
+                answer = await client.ask(self._args.endpoint, body, self._running)
             end(answer)
             return answer
 
@@ -179,8 +199,8 @@ class Load:
         An answer that is still running counts one token per event, because its usage is not known yet.
         """
         tokens = sum(answer.output_tokens for answer in self.answers[:])
-        tokens += sum(len(answer.gaps) for answer in self.running.copy())
-        return tokens / max(time.perf_counter() - self.started, 1e-3)
+        tokens += sum(len(answer.gaps) for answer in self._running.copy())
+        return tokens / max(time.perf_counter() - self._started, 1e-3)
 
 
 def serve(args, output) -> list[Row]:
@@ -191,43 +211,35 @@ def serve(args, output) -> list[Row]:
     if args.mix:
         return mix(args, output)
     try:
-        from . import client as http
+        from .client import Client
     except ModuleNotFoundError as error:
         raise ParameterError(f'bench serve needs {error.name}; pip install "tridecode[serve]"') from None
     # By default each run has a different seed. So no server has the prompts in its cache.
     seed = int.from_bytes(os.urandom(4)) if args.seed is None else args.seed
     key = api_key(args.api_key_file, output)
-    lines = jsonl_prompts(args, output) if args.jsonl is not None else None
+    load = Load(args, jsonl_prompts(args, output) if args.jsonl is not None else None, seed)
+    bar = progress("serving", output, load.rate)
+    task = bar.add_task("serving", total=len(load.prompts))
 
-    load: Load | None = None
-    model = ""
-
-    async def run_load() -> None:
-        nonlocal model, load
-        async with http.Client(args.url, key, args.timeout) as client:
-            model = args.model or await client.first_model()
-            load = make_load(args, model, lines, seed, http.ENDPOINTS[args.endpoint])
-            bar = progress("serving", output, load.rate)
-            task = bar.add_task("serving", total=len(load.bodies))
+    async def run() -> None:
+        async with Client(args.url, key, args.timeout) as client:
             with bar, echo_disabled(not bar.disable, bar.stop, bar.start), ending_task():
                 await load.run(client, lambda: bar.advance(task))
 
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(run_load())
+            runner.run(run())
     except KeyboardInterrupt:
-        if load is None or not any(answer.error is None for answer in load.answers):
-            raise
-        done = f"{len(load.answers):,} of {counted(len(load.bodies), 'request')} had ended"
-        print_failures(load.answers, output)
-        output.text(row_of(args, model, seed, load).block(output.console.width))
-        output.note(f"interrupted: partial figures, {done}")
+        if any(answer.error is None for answer in load.answers):
+            print_failures(load.answers, output)
+            output.text(row_of(args, seed, load).block(output.console.width))
+            done = f"{len(load.answers):,} of {counted(len(load.prompts), 'request')} had ended"
+            output.note(f"interrupted: partial figures, {done}")
         raise
-    assert load is not None
     print_failures(load.answers, output)
     if all(answer.error for answer in load.answers):
         raise GenerationError(f"bench serve: all of {counted(len(load.answers), 'request')} failed")
-    return [row_of(args, model, seed, load)]
+    return [row_of(args, seed, load)]
 
 
 def loop_factory():
@@ -242,27 +254,7 @@ def loop_factory():
     return uvloop.new_event_loop
 
 
-# requests
-
-
-def make_load(args, model: str, lines: list[dict] | None, seed: int, path: str) -> Load:
-    """Return the requests of a run: random prompts, or the bodies in `lines`.
-
-    Args:
-        lines: bodies of requests, or None.
-        seed: seed of the random prompts and of the arrival times.
-        path: endpoint on the server.
-    """
-    rng = np.random.default_rng(seed)
-    count = args.num_prompts or (NUM_PROMPTS if lines is None else len(lines))
-    first = [random_prompt(args, rng) for _ in range(args.warm_up)]  # The server may cache the prompts of the warm-up.
-    prompts = [random_prompt(args, rng) for _ in range(count)] if lines is None else lines[:count]
-    common = {"model": model, "temperature": args.temperature, "stream": True, "max_tokens": args.output_tokens}
-    common["stream_options"] = {"include_usage": True}
-    if args.ignore_eos or (lines is None and not args.no_ignore_eos):
-        common["ignore_eos"] = True
-    bodies, warm_up = ([json.dumps(common | prompt).encode() for prompt in some] for some in (prompts, first))
-    return Load(path, bodies, warm_up, arrivals(count, args.request_rate, args.burstiness, rng), args.max_concurrency)
+# ---- requests
 
 
 def arrivals(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> np.ndarray:
@@ -294,7 +286,7 @@ def jsonl_prompts(args, output) -> list[dict]:
     for number, line in enumerate(read_file(args.jsonl, output, LARGEST).split("\n"), 1):
         if line.strip():
             place = f"{args.jsonl}: line {number:,}"
-            lines.append(prompt_of(parse_json(line, place, output), args.endpoint, place))
+            lines.append(prompt_of(parse_object(line, place, output), args.endpoint, place))
     if not lines:
         raise PromptError(f'{args.jsonl}: contains no prompts; expected lines like {{"prompt": "..."}}')
     if args.num_prompts and args.num_prompts > len(lines):
@@ -302,43 +294,31 @@ def jsonl_prompts(args, output) -> list[dict]:
     return lines
 
 
-def prompt_of(line, endpoint: str, place: str) -> dict:
+def prompt_of(line: dict, endpoint: str, place: str) -> dict:
     """Return the fields of a request for a parsed line of --jsonl.
 
     Args:
-        line: the parsed JSON value
+        line: the parsed line
         endpoint: "chat" or "completions"
         place: file and line, for errors
 
     Raises:
         PromptError: the line is invalid
     """
-    if not isinstance(line, dict):
-        raise PromptError(f'{place}: expected an object like {{"prompt": "..."}}, got {as_json(line)}')
-    kinds = [name for name in PROMPTS if name in line]
-    if len(kinds) != 1:
-        raise PromptError(f"{place}: expected one of {', '.join(PROMPTS)}, got {' and '.join(kinds) or 'none'}")
-    (kind,) = kinds
-    if unknown := [name for name in line if name not in (kind, "max_tokens")]:
-        raise PromptError(f"{place}: unknown field {as_json(unknown[0])}; only max_tokens can accompany {kind}")
+    kind = prompt_field(line, place, ["max_tokens"])
     if kind == ("messages" if endpoint == "completions" else "prompt_ids"):
         other = "chat" if endpoint == "completions" else "completions"
         raise PromptError(f"{place}: {kind} need --endpoint {other}")
-    prompt, max_tokens = line[kind], line.get("max_tokens", 1)
+    max_tokens = line.get("max_tokens", 1)
     if type(max_tokens) is not int or max_tokens < 1:
         raise PromptError(f"{place}: max_tokens must be a positive integer, got {as_json(max_tokens)}")
-    length = {"max_tokens": max_tokens} if "max_tokens" in line else {}
+    others = {name: value for name, value in line.items() if name != kind}
     if kind == "messages":
-        return {"messages": check_messages(prompt, place)} | length
-    if kind == "prompt_ids":
-        if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
-            raise PromptError(f"{place}: prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(prompt)}")
-    elif not isinstance(prompt, str) or not prompt:
-        raise PromptError(f"{place}: prompt must be a nonempty string, got {as_json(prompt)}")
-    return (chat(prompt) if endpoint == "chat" else {"prompt": prompt}) | length
+        return line
+    return (chat(line[kind]) if endpoint == "chat" else {"prompt": line[kind]}) | others
 
 
-# results
+# ---- results
 
 
 def print_failures(answers: list, output) -> None:
@@ -351,7 +331,7 @@ def print_failures(answers: list, output) -> None:
         output.error(f"{rest} failed for {counted(len(others), 'other reason')}")
 
 
-def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
+def row_of(args, seed: int, load: Load) -> ServeRow:
     """Return the row for the complete answers. Percentiles are interpolated linearly, as numpy does by default."""
     whole = [answer for answer in load.answers if answer.error is None]
     read, generated = (sum(getattr(answer, name) for answer in whole) for name in ("input_tokens", "output_tokens"))
@@ -361,12 +341,12 @@ def row_of(args, model: str, seed: int, load: Load) -> ServeRow:
         "itl": [gap for answer in whole for gap in answer.gaps],
         "e2el": [answer.latency for answer in whole],
     }
-    stats = {name: latency_stats(values, args.percentiles) for name, values in times.items()}
+    stats = {name: latency_stats(values, sorted(args.percentiles)) for name, values in times.items()}
     return ServeRow.from_times(
         {f"{key}_{name}_ms": value for name, figures in stats.items() for key, value in figures.items()},
         date=datetime.now().strftime("%Y%m%d-%H%M%S"),
-        model_id=model,
-        num_prompts=len(load.bodies),
+        model_id=load.model,
+        num_prompts=len(load.prompts),
         request_rate="inf" if args.request_rate == math.inf else args.request_rate,
         max_concurrency=args.max_concurrency,
         duration=load.duration,
@@ -387,7 +367,7 @@ def latency_stats(seconds: list[float], percentiles: list[float]) -> dict:
 
     `seconds` is empty for the times between tokens if all answers have one token.
     """
-    names = ["mean", "median", "std", *(f"p{p}" for p in percentiles)]
+    names = ["mean", "median", "std", *(f"p{p:g}" for p in percentiles)]
     if not seconds:
         return dict.fromkeys(names)
     values = 1e3 * np.array(seconds)

@@ -1,13 +1,11 @@
 """bench speculate: the cost of passes that verify drafts, the tokens accepted on fixed texts, and the speed-up."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
-
-import torch
 
 from ... import layout
 from ...checkpoint.hub import resolve_model
@@ -15,28 +13,26 @@ from ...engine import Engine
 from ...kernels.sampling.draft import DRAFT
 from ...options import EngineOptions
 from ...step.dispatch import QUERIES, Dispatcher, max_queries
-from ...step.graphs import Place, make_passes
-from ...step.run import Run, launch, run_reference
+from ...step.graphs import make_passes
+from ...step.run import launch, run_reference
 from ...text.tokenizer import Tokenizer
 from ...version import __version__
 from ..options import engine_options
 from ..terminal import counted
-from .batch import reserved_positions
 from .measure import (
     GREEDY,
-    WARM_UP,
     bench_engine,
     check_running,
-    gpu_seconds,
     make_row,
-    median_p5_p95,
     model_facts,
     need_gpu,
+    reserved_positions,
     run_facts,
 )
 from .passes import enqueue, rewind
 from .rows import Row, column
 from .speculate_texts import LICENSE, Text, simulate, texts
+from .timing import captured, time_runs
 
 LAUNCHES = 20  # Number of launches of the draft kernel in one graph.
 
@@ -100,79 +96,73 @@ def speculate(args, output) -> list[Row]:
     loaded = texts()  # Outside a checkout this call raises an error. It must precede the measurements.
     if not args.texts_only:
         need_gpu()
-    simulated = simulate_texts(loaded, args, EngineOptions(**engine_options(args)).ngram)
+    tokenizer = Tokenizer.load(Path(args.tokenizer) if args.tokenizer else resolve_model(args.model))
+    play = partial(text_row, tokenizer=tokenizer, ngram=EngineOptions(**engine_options(args)).ngram)
     if args.texts_only:
-        return [text_row(*each, None, model=args.model, tridecode=__version__) for each in simulated]
+        return [play(text, model=args.model, tridecode=__version__) for text in loaded]
     room, slots = reserved_positions(args.context, layout.MAX_QUERIES * (args.steps + 2)), max(args.requests)
     capacity = max(room, reserved_positions(args.history, layout.MAX_QUERIES))
     more = dict(speculate="ngram", graph="full_decode_only")
     engine = bench_engine(args, capacity, slots, max(slots * room, capacity), **more)
-    costs = {row["requests"]: row for row in passes(engine, args)}
-    rows: list[Row] = [make_row(PassesRow, engine, args, variant=f"{n} at a time", **costs[n]) for n in costs]
+    costs = passes(engine, args)
+    one_request = next((row for row in costs if row.requests == 1), None)
     us = draft_us(engine, args.history, args.runs)
-    rows.append(make_row(DraftRow, engine, args, variant="draft", draft_us=us))
     facts = model_facts(engine, args) | run_facts(engine.device)
-    return [*rows, *(text_row(*each, costs.get(1), **facts) for each in simulated)]
+    return [
+        *costs,
+        make_row(DraftRow, engine, args, variant="draft", draft_us=us),
+        *(play(text, one_request=one_request, **facts) for text in loaded),
+    ]
 
 
-def simulate_texts(texts: list[Text], args, ngram: tuple[int, int]) -> list[tuple[Text, int, Counter]]:
-    """Return for each text: the text, its number of tokens, and its number of passes by rows per pass."""
-    tokenizer = Tokenizer.load(Path(args.tokenizer) if args.tokenizer else resolve_model(args.model))
-    rows = []
-    for text in texts:
-        sampled = tokenizer.encode(text.sampled)
-        rows.append((text, len(sampled), simulate(tokenizer.encode(text.before), sampled, ngram)))
-    return rows
-
-
-def text_row(text: Text, tokens: int, counts: Counter, one_request: dict | None, **facts) -> TextRow:
-    """Build the row of a text.
+def text_row(
+    text: Text, tokenizer: Tokenizer, ngram: tuple[int, int], one_request: PassesRow | None = None, **facts
+) -> TextRow:
+    """Play a text back through the drafter.
 
     Args:
         text: the text
-        tokens: its number of tokens
-        counts: number of passes by rows per pass
-        one_request: µs of passes of one request, from which the speed-up follows; None omits the speed-up
+        tokenizer: tokenizer of the text
+        ngram: range of n-gram lengths that the drafter compares
+        one_request: the times of passes of one request, from which the speed-up follows; None omits the speed-up
         facts: further fields of the row
     """
+    sampled = tokenizer.encode(text.sampled)
+    counts, tokens = simulate(tokenizer.encode(text.before), sampled, ngram), len(sampled)
     figures: dict[str, Any] = {"tokens": tokens, "tokens_per_pass": tokens / counts.total()}
     figures |= {f"passes_{rows}": counts[rows] for rows in QUERIES}
     if one_request is not None:
-        us = sum(one_request[f"us_{rows}"] * n for rows, n in counts.items())
-        figures["speed_up"] = tokens * one_request["off_us"] / us
+        us = sum(count * getattr(one_request, f"us_{rows}") for rows, count in counts.items())
+        figures["speed_up"] = tokens * one_request.off_us / us
     return TextRow(variant=text.name, source=text.source, license=LICENSE, **figures, **facts)
 
 
-def passes(engine: Engine, args) -> list[dict]:
+def passes(engine: Engine, args) -> list[PassesRow]:
     """Return µs per pass for each number of --requests: without drafts, and with each number of rows per request."""
     plain = replace(engine.model, verify=None)
     dispatcher = Dispatcher(engine.graph, engine.graphs.sizes)
     off, costs = make_passes(plain, engine.backend, dispatcher, engine.graphs.attention), []
     for requests in args.requests:
-        row = {"requests": requests}
-        row["off_us"] = pass_us(engine, args, requests, 1, partial(off.replay, "greedy", requests))
+        off_us = pass_us(engine, args, requests, 1, partial(off.replay, "greedy", requests))
+        figures = {"requests": requests, "variant": f"{requests} at a time", "off_us": off_us}
         for rows in QUERIES:
             if rows <= max_queries(requests):
                 us = pass_us(engine, args, requests, rows, partial(enqueue, engine, GREEDY, requests, rows))
-                row |= {f"us_{rows}": us, f"ratio_{rows}": us / row["off_us"]}
-        costs.append(row)
+                figures |= {f"us_{rows}": us, f"ratio_{rows}": us / off_us}
+        costs.append(make_row(PassesRow, engine, args, **figures))
     return costs
 
 
 def pass_us(engine: Engine, args, requests: int, rows: int, run_pass: Callable[[], None]) -> float:
     """Return µs per pass. The tokens after the position are known, so rows stay active and drafts are accepted."""
-    times, known = [], rows * (args.steps + 2) if rows > 1 else 0
 
-    def run_passes() -> None:
-        for _ in range(args.steps):
-            run_pass()
-
-    for _ in range(args.runs + WARM_UP):
-        rewind(engine, args.context, GREEDY, requests, known)
+    def prepare() -> None:
+        rewind(engine, args.context, GREEDY, requests, rows * (args.steps + 2) if rows > 1 else 0)
         run_pass()  # The first pass captures a graph.
-        times.append(gpu_seconds(run_passes) / args.steps)
+
+    times = time_runs(run_pass, args.runs, prepare, args.steps)
     check_running(engine, f"{counted(requests, 'request')} of {counted(rows, 'row')}", requests)
-    return median_p5_p95(times[WARM_UP:], 1e6)[0]
+    return 1e6 * median(times)
 
 
 def draft_us(engine: Engine, history: int, runs: int) -> float:
@@ -186,26 +176,12 @@ def draft_us(engine: Engine, history: int, runs: int) -> float:
     ws.meta[0, [layout.LIMIT, layout.ALLOCATED]] = history + layout.MAX_QUERIES
     ws.tokens[0, : history + 1] = 7
     args = ws.meta, ws.tokens, ws.draft_keys, ws.draft_counter, layout.MAX_DRAFTS, model.ngram
+    run = launch if engine.device.type == "cuda" else run_reference
 
-    def lines(run: Run) -> None:
+    def launches() -> None:
         for _ in range(LAUNCHES):
             run("draft", DRAFT, *args)
 
-    replay = captured(engine.device, lines)
-    times = [gpu_seconds(replay) / LAUNCHES for _ in range(runs + WARM_UP)]
+    seconds = median(time_runs(captured(engine.device, launches), runs))
     ws.meta[0, layout.STATUS] = layout.LIMIT_REACHED
-    return median_p5_p95(times[WARM_UP:], 1e6)[0]
-
-
-def captured(device: torch.device, lines: Callable[[Run], None], run: Run = launch) -> Callable[[], None]:
-    """Capture the launches of the list `lines` in one graph and return a function that replays it.
-
-    No row may be active.
-
-    Without a GPU, the returned function calls the references of the ops instead.
-    """
-    if device.type != "cuda":
-        return torch.inference_mode()(lambda: lines(run_reference))
-    place = Place(device)
-    place.run(lambda: lines(run))
-    return place.capture("full", run, lambda: run, lines)[0]
+    return 1e6 * seconds / LAUNCHES

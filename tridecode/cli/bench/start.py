@@ -1,22 +1,32 @@
-"""bench start: seconds from the start of a process to its first token, with an empty and a filled kernel cache."""
+"""bench start: seconds from the start of a process to its first token, with an empty and a filled kernel cache.
+
+The started process runs this module as a program: python -m tridecode.cli.bench.start PRESET T, where T is the value of
+time.time() when it was started. It prints one JSON line on stdout, and logs the phases of its start on stderr.
+"""
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import triton
 
 from ...errors import GenerationError
 from ...plan.memory import free_memory
-from .measure import median_p5_p95, need_gpu, run_facts
+from .measure import GREEDY, need_gpu, preset_engine, run_facts
+from .prefill import prompt_ids
 from .rows import Row, column
+from .timing import spread
 
 ROOT = Path(__file__).parents[3]  # The folder that contains the package, in a checkout or in site-packages.
+PROMPT_TOKENS = 16
+CAPACITY = 4096
 
 
 @dataclass(kw_only=True)
@@ -38,8 +48,7 @@ class StartRow(Row):
 
 def start(args, output) -> list[Row]:
     """Return one row: seconds of the first start, and of --runs later starts."""
-    need_gpu()
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = need_gpu()
     free_memory(device)  # The child process needs the memory that an earlier engine of this process used.
     with tempfile.TemporaryDirectory(prefix="tridecode-") as cache:
         output.note("first start, with an empty kernel cache:")
@@ -61,7 +70,7 @@ def time_start(preset: str, cache: str) -> tuple[float, dict]:
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "tridecode.cli.bench.first_token", preset, str(time.time())]
+    command = [sys.executable, "-m", "tridecode.cli.bench.start", preset, str(time.time())]
     return time_to_first_line(command, environment)
 
 
@@ -88,13 +97,49 @@ def time_to_first_line(command: list[str], environment: dict) -> tuple[float, di
 
 def start_figures(first: float, first_parts: dict, later: list[tuple[float, dict]]) -> dict:
     """Return the figures of a row. The times of import, build and prompt come from the median later start."""
-    median, p5, p95 = median_p5_p95([seconds for seconds, _ in later])
     _, parts = sorted(later, key=lambda run: run[0])[(len(later) - 1) // 2]
     return {
         "first_start_s": first,
         "first_start_kernels_compiled": first_parts["kernels_compiled"],
-        "second_start_s": median,
-        "second_start_s_p5": p5,
-        "second_start_s_p95": p95,
+        **spread("second_start_s", [seconds for seconds, _ in later]),
         **{name: value for name, value in parts.items() if name.endswith("_s")},
     }
+
+
+# ---- the started process
+
+
+def main(preset: str, started: float) -> None:
+    """Build an engine of a preset, sample one token, and print the seconds of each phase as JSON.
+
+    Args:
+        preset: name of the model's shape.
+        started: the time.time() at which the process was started.
+    """
+    imported, compiled = time.time(), []
+
+    def report(*, metadata, cache_hit, **_) -> None:
+        if not cache_hit:
+            compiled.append(metadata["name"])
+            log(f"compiled {metadata['name'].strip('_')} ({len(compiled)})", started)
+
+    triton.knobs.compilation.listener = report
+    logging.basicConfig(format="          %(message)s")
+    logging.getLogger("tridecode").setLevel(logging.INFO)  # The engine logs the phases of its start.
+    log(f"imported torch {torch.__version__}; making the weights and the step", started)
+    engine = preset_engine(preset, CAPACITY)
+    built = time.time()
+    log("captured; waiting for the first token", started)
+    chunks = engine.stream(prompt_ids(engine.config, PROMPT_TOKENS), replace(GREEDY, max_tokens=2, ignore_eos=True))
+    token = next(chunks).token_id
+    parts = {"import_s": imported - started, "build_s": built - imported, "prompt_s": time.time() - built}
+    print(json.dumps({"token": token, "kernels_compiled": len(compiled)} | parts), flush=True)
+
+
+def log(message: str, started: float) -> None:
+    """Print a message on stderr with the seconds since `started`."""
+    print(f"{time.time() - started:6.1f} s  {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

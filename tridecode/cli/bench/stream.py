@@ -2,15 +2,17 @@
 
 import time
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
 from ...engine import Engine
 from ...errors import GenerationError
 from .decode import capacity_of
-from .measure import GREEDY, SAMPLING, WARM_UP, bench_engine, make_row, median_p5_p95, time_decode
+from .measure import GREEDY, SAMPLING, bench_engine, make_row, time_decode
 from .prefill import prompt_ids
 from .rows import Row, column
+from .timing import WARM_UP, spread
 
 
 @dataclass(kw_only=True)
@@ -42,7 +44,7 @@ def stream(args, output) -> list[Row]:
     steps = max(args.steps, 2)  # A measurement needs at least one interval.
     # The step at position context - 1 produces the first chunk, so the timed steps of the graph follow it.
     graph = time_decode(engine, args.context, steps - 1, args.runs, params)
-    runs = [time_stream(engine, args.context, steps, params) for _ in range(args.runs + WARM_UP)][WARM_UP:]
+    runs = [time_stream(engine, args.context, steps, params) for _ in range(WARM_UP + args.runs)][WARM_UP:]
     return [make_row(StreamRow, engine, args, **stream_figures(runs, graph) | {"steps": steps})]
 
 
@@ -62,18 +64,14 @@ def time_stream(engine: Engine, context: int, steps: int, params=GREEDY) -> tupl
 
 def stream_figures(runs: list[tuple[float, list[float]]], graph: list[float]) -> dict:
     """Return medians over the runs. The statistics of the times between tokens cover the tokens of all runs."""
-    intervals = [seconds for _, run in runs for seconds in run]
-    tpot, p5, p95 = median_p5_p95([sum(run) / len(run) for _, run in runs], 1e6)
-    graph_us = median_p5_p95(graph, 1e6)[0]
-    return {
-        "us_per_token": tpot,
-        "us_p5": p5,
-        "us_p95": p95,
-        "graph_us_per_token": graph_us,
-        "ratio_to_graph": tpot / graph_us,
-        "ttft_ms": median_p5_p95([first for first, _ in runs], 1e3)[0],
-        "tpot_ms": tpot / 1e3,
-        "itl_mean_us": 1e6 * float(np.mean(intervals)),
+    intervals = np.array([seconds for _, run in runs for seconds in run])
+    times = [sum(run) / len(run) for _, run in runs]
+    return spread("us_per_token", times, 1e6, "us") | {
+        "graph_us_per_token": 1e6 * median(graph),
+        "ratio_to_graph": median(times) / median(graph),
+        "ttft_ms": 1e3 * median(first for first, _ in runs),
+        "tpot_ms": 1e3 * median(times),
+        "itl_mean_us": 1e6 * float(intervals.mean()),
         "itl_median_us": 1e6 * float(np.median(intervals)),
         "itl_p99_us": 1e6 * float(np.percentile(intervals, 99)),
     }

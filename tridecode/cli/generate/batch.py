@@ -10,30 +10,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
-from ...arguments import check_messages
 from ...engine import Engine, Prompt
 from ...engine import Request as Handle
 from ...errors import PromptError, TridecodeError, as_json
 from ...sampling import SamplingParams
 from ..explain import explain
 from ..graph_stats import show_graph_stats
-from ..inputs import DIGITS, parse_json, read_file
+from ..inputs import DIGITS, parse_object, prompt_field, read_file
 from ..loading import load_engine
 from ..options import SAMPLING
 from ..progress import progress
-from ..terminal import Output, counted, did_you_mean, echo_disabled, one_line
+from ..terminal import Output, counted, echo_disabled, one_line
 from .prompts import encoded, report, reuse, with_system
 from .results import open_results
 
 LARGEST = 256_000_000  # Maximum bytes of the input.
-FAILURES = (
-    TridecodeError,
-    MemoryError,
-    RuntimeError,
-)  # Errors that fail one line only. The last one is torch's, which also reports missing memory.
+# Errors that fail one line only. The last one is torch's, which also reports missing memory.
+FAILURES = (TridecodeError, MemoryError, RuntimeError)
 WAITING = 3  # Number of lines that wait for each slot, so that other slots have work while the oldest answer is long.
-PROMPTS = ("prompt", "messages", "prompt_ids")
-FIELDS = (*PROMPTS, "id", *SAMPLING)
+FIELDS = ("id", *SAMPLING)  # Fields that a line may have in addition to its prompt.
 
 
 @dataclass(eq=False)
@@ -108,51 +103,37 @@ def key_of(line: str) -> int:
     return int.from_bytes(hashlib.sha256(line.strip().encode()).digest()[:8])
 
 
-def read_request(index: int, key: int, line: str, args, output: Output) -> Request:
+def read_request(index: int, key: int, text: str, args, output: Output) -> Request:
     """Return the request of a line. If the line is wrong, its error is set."""
-    request = Request(index, key)
+    request, place = Request(index, key), f"line {index + 1}"
     try:
-        fields = parse_json(line, f"line {index + 1}", output)
-        if not isinstance(fields, dict):
-            raise PromptError(f'expected an object like {{"prompt": "..."}}, got {as_json(fields)}')
+        line = parse_object(text, place, output)
         # A bool is not allowed, and a fraction might be written in another form later.
-        if type(fields.get("id", "")) not in (str, int):
-            raise PromptError(f"id must be a string or an integer, got {as_json(fields['id'])}")
-        request.id = fields.get("id")
-        for name in fields:
-            if name not in FIELDS:
-                known = f"known are {', '.join(FIELDS)}"
-                raise PromptError(f"unknown field {as_json(name)}; {did_you_mean(name, FIELDS) or known}")
-        request.prompt = prompt_of(fields, args)
-        request.fields = {name: sampling_field(name, fields[name]) for name in SAMPLING if name in fields}
+        if type(line.get("id", "")) not in (str, int):
+            raise PromptError(f"id must be a string or an integer, got {as_json(line['id'])}")
+        request.id = line.get("id")
+        request.prompt = prompt_of(line, place, args)
+        request.fields = {name: sampling_field(name, line[name]) for name in SAMPLING if name in line}
         SamplingParams(**request.fields)
     except TridecodeError as error:
-        request.error = one_line(error).removeprefix(f"line {index + 1}: ")
+        request.error = one_line(error).removeprefix(f"{place}: ")
     return request
 
 
-def prompt_of(line: dict, args) -> Prompt:
+def prompt_of(line: dict, place: str, args) -> Prompt:
     """Return the prompt of a parsed line. Raises PromptError."""
-    kinds = [name for name in PROMPTS if name in line]
-    if len(kinds) != 1:
-        raise PromptError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(kinds) or 'none'}")
-    if "messages" in line:
-        return with_system(check_messages(line["messages"], "messages"), args, "messages")
-    if "prompt_ids" in line:
-        return checked_ids(line["prompt_ids"], args)
-    text = line["prompt"]
-    if not isinstance(text, str) or not (text if args.raw else text.strip()):
-        raise PromptError(f"prompt must be a nonempty string, got {as_json(text)}")
-    return text if args.raw else with_system([{"role": "user", "content": text}], args, "prompt")
-
-
-def checked_ids(ids, args) -> list[int]:
-    """Return the prompt_ids of a line. Raises PromptError if they are not a list of ints, or with --system."""
-    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-        raise PromptError(f"prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(ids)}")
-    if args.system is not None:
-        raise PromptError("prompt_ids: --system needs a chat; leave out one of them")
-    return ids
+    kind = prompt_field(line, place, FIELDS)
+    prompt = line[kind]
+    if kind == "prompt_ids":
+        if args.system is not None:
+            raise PromptError("prompt_ids: --system needs a chat; leave out one of them")
+        return prompt
+    if kind == "prompt" and args.raw:
+        return prompt
+    if kind == "prompt" and not prompt.strip():
+        raise PromptError(f"prompt must be a nonempty string, got {as_json(prompt)}")
+    messages = prompt if kind == "messages" else [{"role": "user", "content": prompt}]
+    return with_system(messages, args, place)
 
 
 def sampling_field(name: str, value):

@@ -75,19 +75,12 @@ def check_options(args) -> None:
         if any(getattr(args, name) is not None for name in ("prompt", "prompt_ids", "messages", "jsonl")):
             args.refuse(f"there are two prompts, one is {args.question!r}; put a prompt of several words in quotes")
         args.prompt = args.question
-    if args.allow_special and not args.raw:
-        args.refuse("--allow-special needs --raw: in a chat only the template writes control tokens")
     if args.logprobs is not None and not args.json and args.jsonl is None:
         args.refuse("--logprobs needs --json")
-    for name in ("unordered", "max_queue"):
-        if getattr(args, name) and args.jsonl is None:
-            args.refuse(f"--{name.replace('_', '-')} needs --jsonl")
+    if args.max_queue is not None and args.jsonl is None:
+        args.refuse("--max-queue needs --jsonl")
     if args.max_queue == 0:
         args.refuse("--max-queue must be at least 1 for --jsonl")
-    if args.n > 1 and args.jsonl is not None:
-        args.refuse("--n cannot be used with --jsonl; repeat the line with other seeds")
-    if args.raw and args.messages is not None:
-        args.refuse("--raw takes text, --messages is a chat; leave out one of them")
     if args.system is not None and (args.raw or args.prompt_ids is not None):
         args.refuse(f"--system needs a chat; leave out {'--raw' if args.raw else '--prompt-ids'}")
     source = args.messages if args.jsonl is None else args.jsonl

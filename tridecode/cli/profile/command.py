@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -10,30 +9,38 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
-from torch.profiler import ProfilerActivity
 
 from ...engine import Engine
-from ...errors import DeviceError, ParameterError
+from ...errors import ParameterError
 from ...layout import Chunk
 from ...step import decode
 from ...step.model import DecodeModel
 from ...step.prompt import CHUNK, prefill, read, write_chunks
 from ...step.run import Launch, Recorder
-from ..bench.measure import GREEDY, bench_engine, model_facts, read_bandwidth, run_facts, time_decode
+from ..bench.measure import GREEDY, bench_engine, model_facts, need_gpu, read_bandwidth, run_facts, time_decode
 from ..bench.passes import enqueue, rewind
+from ..bench.rows import print_table
 from ..terminal import Output, counted
 from . import draw
-from .records import Span, chained, read_records, separate_spans, split_steps, summarize, typical
+from .records import Span, chained, read_records, record_on_gpu, separate_spans, split_steps, summarize, typical
 
 STEPS, DROPPED = 20, 4  # Number of recorded decode passes that count, and of those before them that do not count.
 CHUNKS, DROPPED_CHUNKS = 5, 2
 SHOWN = 12  # Number of roles that a table shows.
+COLUMNS = {  # Header -> (key of a role, format).
+    "kernel": ("op", "{:.40}"),
+    "share %": ("share_pct", "{:.1f}"),
+    "launches": ("launches", "{}"),
+    "mean µs": ("mean_us", "{:.2f}"),
+    "recorded": ("recorded_us", "{:.2f}"),
+    "bytes": ("bytes", "{:,}"),
+    "% of bandwidth": ("pct_bandwidth", "{:.1f}"),
+}
 
 
 def run(args, output: Output) -> int:
     """Run `profile`: print a table for a decode pass, a table for a prompt chunk, and one JSON line."""
-    if not torch.cuda.is_available():
-        raise DeviceError("profile needs an NVIDIA GPU; no usable GPU was found")
+    need_gpu("profile")
     if args.prompt_tokens > CHUNK:
         raise ParameterError(f"--prompt-tokens must be at most {CHUNK}, one chunk, got {args.prompt_tokens}")
     folder = None if args.output is None else Path(args.output)
@@ -64,15 +71,15 @@ def run(args, output: Output) -> int:
     add_bytes(report["decode"]["kernels"], bytes_by_role(step_launches(engine.model, args.rows)), bandwidth)
     chunk_launches = prompt_launches(engine.model, args.prompt_tokens)
     add_bytes(report["prefill"]["kernels"], bytes_by_kernel(chunk_launches), bandwidth)
-    report = rounded(report)
+    report = json.loads(json.dumps(report), parse_float=lambda number: round(float(number), 3))
     if folder is not None:
-        write(folder / "decode_trace.json.gz", step_trace)
-        write(folder / "prefill_trace.json.gz", chunk_trace)
+        for file, trace in (("decode_trace.json.gz", step_trace), ("prefill_trace.json.gz", chunk_trace)):
+            (folder / file).write_bytes(gzip.compress(json.dumps(trace).encode()))
         for file, content in pictures(report, name, typical(steps)).items():
             (folder / file).write_text(content, encoding="utf-8")
         (folder / "profile.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         output.note(f"pictures, traces and figures are in {folder}")
-    output.text(as_text(report, name))
+    show(report, name, output)
     output.text(json.dumps(report) + "\n")
     return 0
 
@@ -107,28 +114,6 @@ def prefill_trace(engine: Engine, tokens: int) -> dict:
     return record_on_gpu(chunks)
 
 
-def record_on_gpu(work) -> dict:
-    """Return the Chrome trace of the GPU's activities during `work`, without the name of the machine."""
-    torch.cuda.synchronize()
-    # Without acc_events, PyTorch warns that it clears events after a cycle.
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        work()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        trace = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)
-    trace.pop("host_name", None)
-    trace.pop("traceName", None)  # This key contains the name of the temporary file.
-    return trace
-
-
-def write(path: Path, trace: dict) -> None:
-    """Write a trace as compressed JSON, which Perfetto and chrome://tracing open."""
-    with gzip.open(path, "wt", encoding="utf-8") as file:
-        json.dump(trace, file)
-
-
 def pictures(report: dict, name: str, step: Sequence[Span]) -> dict[str, str]:
     """Return SVG pictures by file name."""
     decode, chunk, gpu = report["decode"], report["prefill"], report["gpu"]
@@ -147,53 +132,31 @@ def at(report: dict) -> str:
     return f"{rows}context {report['context']:,}"
 
 
-def rounded(value):
-    """Return a report with numbers rounded to three places."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return round(value, 3) if isinstance(value, float) else value
-
-
-def as_text(report: dict, name: str) -> str:
-    """Return the report as text: a table for the decode pass and one for the prompt chunk."""
+def show(report: dict, name: str, output: Output) -> None:
+    """Print the report: a table for the decode pass and one for the prompt chunk."""
     decode, chunk = report["decode"], report["prefill"]
-    bandwidth = report["read_bandwidth_gbs"]
-    lines = [
-        f"{name}, {report['gpu']}, read bandwidth {bandwidth:,.0f} GB/s",
-        "",
-        f"token step at {at(report)}, median of {decode['steps']}; "
-        f"{decode['us_without_profiler']:,.1f} µs without the profiler",
-        *table(decode),
-        "",
-        f"prefill of {counted(report['prompt_tokens'], 'token')}, median of {chunk['steps']}",
-        *table(chunk),
-    ]
-    return "\n".join(lines) + "\n\n"
+    output.text(f"{name}, {report['gpu']}, read bandwidth {report['read_bandwidth_gbs']:,.0f} GB/s\n\n")
+    clean = f"{decode['us_without_profiler']:,.1f} µs without the profiler"
+    output.text(f"token step at {at(report)}, median of {decode['steps']}; {clean}\n")
+    show_kernels(decode, output)
+    output.text(f"\nprefill of {counted(report['prompt_tokens'], 'token')}, median of {chunk['steps']}\n")
+    show_kernels(chunk, output)
 
 
-def table(part: dict) -> list[str]:
-    """Return the lines of a table: a summary, then a line for each kernel with its share of the time."""
-    with_bytes = any("bytes" in role for role in part["kernels"])
-    head = f"{'kernel':<40} {'share %':>8} {'launches':>8} {'mean µs':>9} {'recorded':>9}"
-    head += f" {'bytes':>13} {'% of bandwidth':>15}" if with_bytes else ""
-    lines = [
-        f"wall {part['wall_us']:,.1f} µs, compute {part['compute_us']:,.1f}, gap {part['gap_us']:,.1f} "
-        f"({part['gap_pct']:.1f}%), {counted(part['launches'], 'launch')}",
-        head,
+def show_kernels(part: dict, output: Output) -> None:
+    """Print a summary, a table with a line for each kernel and its share of the time, and the gaps."""
+    gap = f"gap {part['gap_us']:,.1f} ({part['gap_pct']:.1f}%)"
+    launches = counted(part["launches"], "launch")
+    output.text(f"wall {part['wall_us']:,.1f} µs, compute {part['compute_us']:,.1f}, {gap}, {launches}\n")
+    cells = [
+        [text.format(role[key]) if role.get(key) is not None else "" for key, text in COLUMNS.values()]
+        for role in part["kernels"][:SHOWN]
     ]
-    for role in part["kernels"][:SHOWN]:
-        line = f"{role['op'][:40]:<40} {role['share_pct']:>8.1f} {role['launches']:>8} {role['mean_us']:>9.2f}"
-        line += f" {role['recorded_us']:>9.2f}"
-        if "bytes" in role:
-            percent = "" if role["pct_bandwidth"] is None else f"{role['pct_bandwidth']:.1f}"
-            line += f" {role['bytes']:>13,} {percent:>15}"
-        lines.append(line)
     if rest := part["kernels"][SHOWN:]:
-        lines.append(f"{f'{len(rest)} more':<40} {sum(role['share_pct'] for role in rest):>8.1f}")
-    lines.append("gaps (µs): " + ", ".join(f"{name}: {count}" for name, count in part["gaps"].items()))
-    return lines
+        cells.append([f"{len(rest)} more", f"{sum(role['share_pct'] for role in rest):.1f}"])
+    print_table(list(COLUMNS), cells, output)
+    gaps = ", ".join(f"{name}: {count}" for name, count in part["gaps"].items())
+    output.text(f"gaps (µs): {gaps}\n")
 
 
 def step_launches(model: DecodeModel, rows: int = 1) -> list[Launch]:

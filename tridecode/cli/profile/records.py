@@ -1,10 +1,16 @@
-"""Activity records of the GPU, and their cost. Times are in microseconds. This module works without a GPU."""
+"""Activity records of the GPU, and their cost. Times are in microseconds."""
 
+import json
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
+
+import torch
+from torch.profiler import ProfilerActivity
 
 from ...errors import TridecodeError
 
@@ -45,12 +51,31 @@ class Span:
         return max(self.start - self.before, 0.0)
 
 
-def read_records(trace: dict) -> list[Record]:
-    """Return the GPU's records of a Chrome trace, in the order of their starts."""
+def record_on_gpu(work: Callable[[], object], host: bool = False) -> dict:
+    """Return the Chrome trace of the GPU's activities during `work`, without the name of the machine.
+
+    host: also record the host, and with it the ranges of torch.profiler.record_function.
+    """
+    torch.cuda.synchronize()
+    activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if host else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        work()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        trace = json.loads(file.read_text(encoding="utf-8", errors="replace"), strict=False)
+    trace.pop("host_name", None)
+    trace.pop("traceName", None)  # This key contains the name of the temporary file.
+    return trace
+
+
+def read_records(trace: dict, categories: Sequence[str] = ACTIVITIES) -> list[Record]:
+    """Return the records of these categories in a Chrome trace, in the order of their starts."""
     records = [
         Record(event["name"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         for event in trace.get("traceEvents", ())
-        if event.get("cat") in ACTIVITIES
+        if event.get("cat") in categories
     ]
     return sorted(records, key=lambda record: (record.start, record.end))
 
