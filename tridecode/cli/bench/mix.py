@@ -65,7 +65,7 @@ class MixRow(Row):
 def mix(args, output) -> list[Row]:
     """Return a row for each mode of --graph.
 
-    One engine runs all of them. It has a slot per request, and one for the prompt.
+    The same engine runs every mode. It has one slot for each request, and one for the prompt that arrives later.
     """
     if args.requests >= MAX_SLOTS:
         raise ParameterError(
