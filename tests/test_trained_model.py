@@ -13,9 +13,9 @@ TRAINING = Path(__file__).parents[1] / "training"
 @pytest.fixture
 def hybrid(monkeypatch):
     monkeypatch.syspath_prepend(TRAINING)
-    import hybrid
+    import hybrid_model
 
-    return hybrid
+    return hybrid_model
 
 
 def recurrent(q, k, v, g, beta):

@@ -5,7 +5,7 @@
 
 DATA is the output of prepare.py. Each stage writes OUT/<stage>.pt and resumes from it when it is started again. Its
 best weights are in OUT/<stage>.safetensors, from which fine-tuning starts. They have the names of a Hugging Face
-checkpoint, so no conversion is needed. --model qwen3.5 trains a model with recurrent layers (hybrid.py).
+checkpoint, so no conversion is needed. --model qwen3.5 trains a model with recurrent layers (hybrid_model.py).
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hybrid import HybridConfig
+from hybrid_model import HybridConfig
 from model import IGNORE, Config, LanguageModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn

@@ -224,7 +224,6 @@ def test_default_slots_depend_on_the_command(monkeypatch, several, tmp_path, cap
     [
         ("--graph-sizes", "4,2", "expected ascending integers from 1 to 64, like 1, 2, 4, got '4,2'"),
         ("--max-queue", "4", "--max-queue needs --jsonl"),
-        ("--max-queue", "0", "--max-queue must be at least 1 for --jsonl"),
         ("--unordered", None, "--unordered needs --jsonl"),
     ],
 )
@@ -233,6 +232,12 @@ def test_wrong_values_are_one_line(option, value, named, capsys):
         commands.main(["generate", "--prompt", "x", option, *([] if value is None else [value])])
     err = capsys.readouterr().err
     assert exit.value.code == 2 and err.count("\n") == 1 and option in err and named in err
+
+
+def test_queue_of_no_requests_is_refused(capsys):
+    with pytest.raises(SystemExit) as exit:
+        commands.main(["generate", "--jsonl", "-", "--max-queue", "0"])
+    assert exit.value.code == 2 and "--max-queue must be at least 1 for --jsonl" in capsys.readouterr().err
 
 
 def test_lines_are_split_at_newlines_only():
