@@ -193,7 +193,7 @@ class DecodeState(PassState, Protocol):
 
 
 class PromptState(PassState, Protocol):
-    """What a block can read of a prompt pass."""
+    """Tensors and settings of a prompt pass that blocks read."""
 
     @property
     def chunks(self) -> torch.Tensor:
