@@ -168,9 +168,9 @@ REFUSED = {
     "activation": (LLAMA, {"hidden_act": "gelu"}, ["hidden_act", "silu", "gelu"]),
     "attention bias": (LLAMA, {"attention_bias": True}, ["attention_bias", "o_proj"]),
     "mlp bias": (LLAMA, {"mlp_bias": True}, ["mlp_bias"]),
-    "yarn": (QWEN3, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type", "yarn"]),
-    "linear, old name": (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_scaling", "linear"]),
-    "rope of transformers 5": (QWEN3, {"rope_parameters": {"rope_type": "dynamic"}}, ["rope_parameters", "dynamic"]),
+    "longrope": (QWEN3, {"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
+    "rope, old name": (LLAMA, {"rope_scaling": {"type": "su", "factor": 4.0}}, ["rope_scaling", '"su"', "yarn"]),
+    "rope of transformers 5": (QWEN3, {"rope_parameters": {"rope_type": "axial"}}, ["rope_parameters", "axial"]),
     "partial rotary": (LLAMA, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     "llama3 without its factor": (LLAMA, {"rope_scaling": without(LLAMA3_SCALING, "factor")}, ["rope_scaling.factor"]),
     "llama3 with equal factors": (
