@@ -96,9 +96,13 @@ class Engine:
         requested = EngineOptions(**{name: named(value) for name, value in options.items()})
         device = find_device(requested)
         path = resolve_model(model, weights=False)
-        plan = resolve(requested, load_config(path), device)
+        spec = load_config(path)
+        plan = resolve(requested, spec, device)
         plan.check()
         fetch_weights(model, path)
+        if (spec_of_files := load_config(path)) != spec:  # The weights were not there before.
+            plan = resolve(requested, spec_of_files, device)
+            plan.check()
         tokenizer = Tokenizer.load(path)
         callers = callers or plan.slots
         tokenizer.start(callers)

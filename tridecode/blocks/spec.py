@@ -70,6 +70,7 @@ class ModelSpec:
         layers: the layers in order.
         eps: epsilon of the final norm.
         prefix: prefix of every tensor name except the LM head's.
+        embed_tensor: name of the embedding's tensor. "" means embed_tokens.weight with the prefix.
         logits_scale: factor of the logits. The loader multiplies it into the weight of the final norm.
         dtype: dtype of the checkpoint: "bfloat16", "float16" or "float32".
         stop_ids: tokens that end an answer, from config.json and generation_config.json.
@@ -89,6 +90,7 @@ class ModelSpec:
     eps: float = 1e-6
     tie_word_embeddings: bool = False
     prefix: str = "model."
+    embed_tensor: str = ""
     logits_scale: float = 1.0
     dtype: str = "bfloat16"
     bos_id: int | None = None
@@ -103,7 +105,8 @@ class ModelSpec:
     @property
     def embed(self) -> Weight:
         """Declaration of the embedding."""
-        return Weight("embed", f"{self.prefix}embed_tokens.weight", (self.vocab_size, self.hidden_size))
+        name = self.embed_tensor or f"{self.prefix}embed_tokens.weight"
+        return Weight("embed", name, (self.vocab_size, self.hidden_size))
 
     @property
     def final_norm(self) -> Weight:

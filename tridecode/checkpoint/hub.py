@@ -72,13 +72,24 @@ def fetch_weights(model: str | Path | None, path: Path) -> None:
     """
     if model is None or path in (BUNDLED, Path(model).expanduser()):
         return
-    repo, index = str(model), path / INDEX
-    shards = sorted(set(shard_map(index).values())) if index.is_file() else [SINGLE]
-    if not all((path / name).is_file() for name in shards):
+    repo, names = str(model), weight_files(path)
+    if not weights_present(path):
         # Use the same commit as for the small files, because the repository may change between the two calls.
-        _snapshot(repo, shards, path.name)
-    for name in shards:
+        _snapshot(repo, names, path.name)
+    for name in names:
         _require(repo, path, name)
+
+
+def weight_files(path: Path) -> list[str]:
+    """Return the names of the files of weights that the checkpoint in directory `path` has. Raises CheckpointError."""
+    if (path / SINGLE).is_file() or not (path / INDEX).is_file():
+        return [SINGLE]
+    return sorted(set(shard_map(path / INDEX).values()))
+
+
+def weights_present(path: Path) -> bool:
+    """Return whether the directory `path` has all files of weights. Raises CheckpointError."""
+    return all((path / name).is_file() for name in weight_files(path))
 
 
 def cached_models() -> list[str]:

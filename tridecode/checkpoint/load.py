@@ -26,10 +26,11 @@ from ..errors import CheckpointError, DeviceError, brief, counted
 from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
-from .hub import INDEX, SINGLE, shard_map
+from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
 from .quantization.scheme import Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
+from .tied import follow_files
 
 log = logging.getLogger("tridecode")
 # Keys are the dtype names of safetensors.
@@ -66,12 +67,21 @@ class TensorInfo:
 
 
 def load_config(path: Path) -> ModelSpec:
-    """Return the specification of the checkpoint in directory `path`. Raises CheckpointError."""
+    """Return the specification of the checkpoint in directory `path`. Raises CheckpointError.
+
+    If the weights are there, they decide the dtype that config.json lacks, and whether the LM head is tied.
+    """
     path = Path(path)
     spec, values = read_config(path)
-    if values.get("dtype") is None and values.get("torch_dtype") is None:
-        embed = _tensors(path).get(spec.embed.tensor) if any(path.glob("*.safetensors")) else None
-        if embed is not None and embed.dtype in DTYPES:
+    has_dtype = values.get("dtype") is not None or values.get("torch_dtype") is not None
+    if spec.tie_word_embeddings or not has_dtype:
+        try:
+            tensors = _tensors(path) if weights_present(path) else {}
+        except CheckpointError:  # `load_weights` reports it.
+            tensors = {}
+        spec = follow_files(spec, tensors)
+        embed = tensors.get(spec.embed.tensor)
+        if not has_dtype and embed is not None and embed.dtype in DTYPES:
             spec = replace(spec, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
     for name, tensor_slice in tensor_slices(spec).items():
         scheme, columns = tensor_slice.scheme, tensor_slice.shape[-1]

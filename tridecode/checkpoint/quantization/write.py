@@ -139,9 +139,11 @@ def write(
             shutil.copyfile(other, out / other.name)
     if repo and custom_code.KEY in tokenizer:
         (out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
-    if values.get("tie_word_embeddings"):
-        ignored = ["lm_head"]
-    config = values | {"quantization_config": described(schemes, ignored)}
+    tied = "lm_head" not in modules
+    for keys in (values, values.get("text_config")):
+        if keys and "tie_word_embeddings" in keys:
+            keys["tie_word_embeddings"] = tied
+    config = values | {"quantization_config": described(schemes, ["lm_head"] if tied else ignored)}
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 
