@@ -14,8 +14,9 @@ import torch
 from .arguments import Flag, Integer, Text, function, mapping, shown
 from .blocks.spec import ModelSpec
 from .blocks.weights import Weights
-from .checkpoint.hub import BUNDLED, fetch_weights, resolve_model
+from .checkpoint.hub import fetch_weights, resolve_model
 from .checkpoint.load import load_config, load_weights
+from .checkpoint.names import model_name
 from .errors import EngineClosed, GenerationError, ParameterError, PromptError, counted
 from .layout import NGRAM
 from .options import EngineOptions
@@ -111,7 +112,7 @@ class Engine:
             grammars.start()
         cores = threads.FreeCores()
         weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)
-        name = BUNDLED.name if model is None else str(model)
+        name = model_name(model)
         engine = cls.build(plan, weights, tokenizer, name, compiling=compiling, grammars=grammars)
         engine.threads = threads.choose(plan.memory.weights, cores) if device.type == "cpu" else None
         if callers > 1:

@@ -9,6 +9,7 @@ from ..layout import MAX_STOP_IDS
 from ..models.files import present
 from ..models.reader import ConfigReader, read_json
 from ..sampling import SamplingParams
+from .contents import advice
 
 if TYPE_CHECKING:
     from ..blocks.spec import ModelSpec
@@ -21,7 +22,8 @@ def read_config(path: Path) -> "tuple[ModelSpec, dict]":
     """Read the checkpoint in directory `path`; return its specification and config.json. Raises CheckpointError."""
     source, generation = path / "config.json", path / "generation_config.json"
     if not present(source):
-        raise CheckpointError(f"{path}: no config.json; give the directory of a Hugging Face checkpoint")
+        fix = advice(path, "give the directory of a Hugging Face checkpoint")
+        raise CheckpointError(f"{path}: no config.json; {fix}")
     values = read_json(source)
     return parse_config(values, read_json(generation) if present(generation) else None, source), values
 

@@ -26,6 +26,7 @@ from ..errors import CheckpointError, DeviceError, brief, counted
 from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
+from .contents import adapter, advice
 from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
 from .quantization.scheme import Stored
@@ -124,6 +125,8 @@ def load_weights(
         skipped = [f"{prefix}*" for prefix in spec.skipped if any(name.startswith(prefix) for name in names)]
         if skipped:
             log.info("%s: tensors that are not used: %s", path, ", ".join(skipped))
+    if found := adapter(path):
+        log.warning("%s: also holds %s, which is not used: adapters are not supported yet", path, found)
     total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:
@@ -290,9 +293,8 @@ def _tensors(path: Path) -> dict[str, TensorInfo]:
         return read_header(path / SINGLE)
     index = path / INDEX
     if not present(index):
-        pickled = any(path.glob("pytorch_model*.bin"))
-        hint = " (.bin files are not read: convert them with transformers' save_pretrained)" if pickled else ""
-        raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}{hint}; give the directory of a whole checkpoint")
+        fix = advice(path, "give the directory of a whole checkpoint")
+        raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}; {fix}")
     weight_map = shard_map(index)
     infos: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):

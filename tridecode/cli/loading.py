@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..blocks.spec import ModelSpec
-from ..checkpoint.hub import BUNDLED, resolve_model
+from ..checkpoint.hub import resolve_model
 from ..checkpoint.load import load_config
+from ..checkpoint.names import model_name
 from ..engine import Engine
 from ..options import EngineOptions
 from ..plan.device import find_device
@@ -104,7 +105,7 @@ class Loader:
     def _load(self, model: str | None, path: Path) -> Engine:
         # The path is already resolved. The name is for display.
         engine = load_model(self._args, path, self._limit(load_config(path)), self._output)
-        engine.name = model or BUNDLED.name
+        engine.name = model_name(model)
         return engine
 
     def _fits_with_current(self, old: Engine, plan: EnginePlan) -> bool:
