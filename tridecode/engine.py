@@ -75,8 +75,8 @@ class Engine:
         """Load a checkpoint.
 
         Args:
-            model: a directory or a Hugging Face id. None is the bundled model, and so is "bundled" unless there is a
-                directory of that name.
+            model: a directory, a Hugging Face id ("owner/name" or "owner/name@revision"), or the address of its page.
+                None is the bundled model, and so is "bundled" unless there is a directory of that name.
             progress: called with (bytes loaded, total bytes) while weights load.
             compiling: called with (compiled kernels, total kernels) while kernels compile, from several threads.
             callers: number of threads that submit prompts at the same time; the default is the number of slots. For

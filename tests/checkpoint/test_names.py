@@ -1,4 +1,4 @@
-"""Names of models and directories that are no checkpoint: each works, or is refused in one line with what to do."""
+"""Names of models, and files and directories of other formats: each works, or is refused in one line with advice."""
 
 import json
 import shutil
@@ -191,7 +191,7 @@ def test_broken_adapter_is_named(tmp_path):
     assert refusal(load, tmp_path).startswith(f"{tmp_path / 'adapter_config.json'}: is a git-lfs pointer")
 
 
-def test_adapter_beside_a_whole_model_is_reported(copy, caplog):
+def test_adapter_next_to_a_model_is_reported(copy, caplog):
     (copy / "adapter_config.json").write_text(ADAPTER)
     load(copy)
     assert ["a LoRA adapter of 'Qwen/Qwen3-4B', which is not used" in r.message for r in caplog.records] == [True]

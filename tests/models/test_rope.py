@@ -1,4 +1,4 @@
-"""Rotary embeddings of extended contexts: frequencies, contexts and logits are those of transformers."""
+"""Rotary embeddings of extended contexts: frequencies, contexts and logits agree with transformers."""
 
 import pytest
 import torch

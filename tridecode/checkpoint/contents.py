@@ -1,4 +1,4 @@
-"""Directories that are no checkpoint: what they hold instead, and what to do."""
+"""Directories without config.json or weights: advice that depends on the other files in them."""
 
 from pathlib import Path
 
@@ -27,10 +27,10 @@ def adapter(path: Path) -> str | None:
 
 
 def advice(path: Path, otherwise: str) -> str:
-    """Return why the directory `path` has no config.json or no weights, and what to do.
+    """Return advice for the directory `path`, which lacks config.json or weights.
 
     Args:
-        otherwise: the text if the directory shows no reason.
+        otherwise: the advice if the other files show no reason.
 
     Raises:
         CheckpointError: a file cannot be read.

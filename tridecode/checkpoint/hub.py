@@ -75,7 +75,7 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
 def _snapshot_of(path: Path) -> Path:
     """Return the directory of a checkpoint: `path`, or the snapshot in it if it is a repository in the cache.
 
-    Raises CheckpointError if there are several snapshots, and none is that of the main branch.
+    Raises CheckpointError if there are several snapshots, and none belongs to the main branch.
     """
     found, main = [file.parent for file in path.glob("snapshots/*/config.json")], path / "refs" / "main"
     if (path / "config.json").exists() or not found:

@@ -70,7 +70,7 @@ class TensorInfo:
 def load_config(path: Path) -> ModelSpec:
     """Return the specification of the checkpoint in directory `path`. Raises CheckpointError.
 
-    If the weights are there, they decide the dtype that config.json lacks, and whether the LM head is tied.
+    Weights that are present determine a dtype that config.json lacks, and whether the LM head is tied.
     """
     path = Path(path)
     spec, values = read_config(path)

@@ -27,17 +27,17 @@ class Repository(NamedTuple):
 
 
 def repository(model: str | Path | None) -> Repository | None:
-    """Return the repository that the value of --model names. None: it is a local directory, or no name of a model.
+    """Return the repository that the value of --model names. None: a local directory or another text.
 
     Raises CheckpointError for an address that is not that of a model.
     """
     if model is None or isinstance(model, Path) or Path(model).expanduser().is_dir():
         return None
     if (path := _path_on_hub(model)) is not None:
-        return _of_address(model, path)
+        return _parse_path(model, path)
     if cached := _CACHED.fullmatch(model):
         model = "/".join(cached.groups())
-    return _of_id(model)
+    return _parse_id(model)
 
 
 def model_name(model: str | Path | None) -> str:
@@ -45,14 +45,14 @@ def model_name(model: str | Path | None) -> str:
     return BUNDLED.name if model is None else str(repository(model) or model)
 
 
-def _of_id(text: str) -> Repository | None:
+def _parse_id(text: str) -> Repository | None:
     """Return the repository with the id "owner/name" or "owner/name@revision", None for another text."""
     match = _ID.fullmatch(text)
     return Repository(*match.groups()) if match and ".." not in text else None
 
 
 def _path_on_hub(address: str) -> str | None:
-    """Return the path in an address of the website, None for a text that is no address."""
+    """Return the path in an address of the website, None for other texts."""
     hosts = {*HOSTS, urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc} - {""}
     if "://" not in address:
         host, _, path = address.partition("/")
@@ -66,14 +66,14 @@ def _path_on_hub(address: str) -> str | None:
     raise CheckpointError(f"{address}: not an address on https://huggingface.co; give an id (like Qwen/Qwen3-4B)")
 
 
-def _of_address(address: str, path: str) -> Repository:
+def _parse_path(address: str, path: str) -> Repository:
     """Return the repository that an address names by its path, such as owner/name/tree/main. Raises CheckpointError."""
     parts = [unquote(part) for part in path.strip("/").split("/")]
     owner, name, page, revision = (parts + 4 * [""])[:4]
     inside = parts[4:]
     if inside and inside[-1].endswith(".gguf"):
         raise CheckpointError(f"{address}: {GGUF}")
-    found = _of_id(f"{owner}/{name}")
+    found = _parse_id(f"{owner}/{name}")
     if found is None or owner in ("datasets", "spaces", "collections", "docs", "models"):
         raise CheckpointError(f"{address}: not the address of a model; give an id (like Qwen/Qwen3-4B)")
     if page == "tree" and inside:
@@ -83,6 +83,6 @@ def _of_address(address: str, path: str) -> Repository:
         )
     if page not in _REVISIONED or revision in ("", "main"):
         return found
-    if (pinned := _of_id(f"{found}@{revision}")) is None:
+    if (pinned := _parse_id(f"{found}@{revision}")) is None:
         raise CheckpointError(f"{address}: the revision {revision!r} is not a valid one; give {found}@REVISION")
     return pinned

@@ -1,4 +1,4 @@
-"""Tied embeddings: whether the files of a checkpoint have one matrix for embedding and LM head, as config.json says."""
+"""Tied embeddings: check whether the files of a checkpoint agree with tie_word_embeddings in config.json."""
 
 import logging
 from contextlib import ExitStack

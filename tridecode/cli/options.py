@@ -57,7 +57,7 @@ def _option(name: str, default, constraint: Constraint, help: str, *commands: st
 
 
 OTHERS = (
-    _option("model", None, ANY, "directory or Hugging Face id", *CONFIGURED, group="model", metavar="DIR_OR_ID",
+    _option("model", None, ANY, "directory, Hugging Face id, or address of its page", *CONFIGURED, group="model", metavar="DIR_OR_ID",
             default_text="bundled"),
     _option("url", None, Url(), "use the model of a server with OpenAI's API at this address",
             "chat", group="remote", metavar="URL"),

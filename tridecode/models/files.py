@@ -28,7 +28,7 @@ def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading.
 
     Raises:
-        CheckpointError: it is a directory, a device or a pipe, or its first bytes are those of another kind of file.
+        CheckpointError: it is a directory, a device or a pipe, or its first bytes belong to another kind of file.
     """
     with ExitStack() as refused:
         try:
