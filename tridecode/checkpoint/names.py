@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from ..errors import CheckpointError
 
@@ -53,17 +53,23 @@ def _parse_id(text: str) -> Repository | None:
 
 def _path_on_hub(address: str) -> str | None:
     """Return the path in an address of the website, None for other texts."""
-    hosts = {*HOSTS, urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc} - {""}
-    if "://" not in address:
-        host, _, path = address.partition("/")
-        return re.split("[?#]", path)[0] if host.lower() in hosts else None
-    scheme, _, rest = re.split("[?#]", address)[0].partition("://")
-    host, _, path = rest.partition("/")
+    scheme, host, path = _split(address)
+    own = host.lower() in {*HOSTS, _split(os.environ.get("HF_ENDPOINT", ""))[1]} - {""}
     if scheme == "hf":
-        return rest
-    if scheme in ("http", "https") and host.lower() in hosts:
+        return f"{host}/{path}"
+    if own and scheme in ("", "http", "https"):
         return path
+    if not scheme:
+        return None
     raise CheckpointError(f"{address}: not an address on https://huggingface.co; give an id (like Qwen/Qwen3-4B)")
+
+
+def _split(address: str) -> tuple[str, str, str]:
+    """Return scheme, host and path of an address. The scheme is "" if there is none."""
+    address = re.split("[?#]", address)[0]
+    scheme, _, rest = address.partition("://") if "://" in address else ("", "", address)
+    host, _, path = rest.partition("/")
+    return scheme, host, path
 
 
 def _parse_path(address: str, path: str) -> Repository:
