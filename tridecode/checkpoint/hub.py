@@ -19,6 +19,7 @@ SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
 )
 _LONGEST_NAME = 255  # Maximum bytes of a file name on common file systems.

@@ -17,15 +17,14 @@ import tokenizers
 from ..arguments import check_messages, shown
 from ..errors import NO_CHAT, CheckpointError, PromptError, TooLong, brief
 from ..models.files import present, read_file
-from ..models.reader import read_json
 from .chat_template import MAX_CHILDREN, ChatTemplate
 from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child
+from .special_tokens import add_declared, read_settings, special_tokens
 from .thinking import CLOSE
 from .token_set import TokenSet
 from .token_sizes import longest, min_token_count
 
-_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_DEPTH = 100  # Maximum nesting of lists and objects in messages and template variables.
 _FILE_LIMIT = 128 << 20  # Maximum bytes of tokenizer.json.
 _TEMPLATE_LIMIT = 1 << 20  # Maximum bytes of a chat template.
@@ -94,9 +93,10 @@ class Tokenizer:
                 f"{path}: no tokenizer.json; make one with transformers' AutoTokenizer and its save_pretrained"
             )
         tokenizer = _load(file)
-        settings = _read(path / "special_tokens_map.json") | _read(path / "tokenizer_config.json")
-        special_tokens = _special_tokens(settings)
-        return cls(tokenizer, special_tokens, _template(path, settings, special_tokens), file)
+        settings = read_settings(path)
+        add_declared(tokenizer, path, settings)
+        named = special_tokens(settings)
+        return cls(tokenizer, named, _template(path, settings, named), file)
 
     def start(self, callers: int = 1) -> None:
         """Start the child processes of the chat template and the encoder in the background.
@@ -354,21 +354,6 @@ def _load(file: Path) -> tokenizers.Tokenizer:
         raise
     except BaseException as error:  # tokenizers raises plain Exceptions. A panic in Rust is a BaseException.
         raise CheckpointError(f"{file}: not a tokenizer ({brief(error)}); download the file again") from None
-
-
-def _read(path: Path) -> dict:
-    return read_json(path) if present(path) else {}
-
-
-def _special_tokens(settings: dict) -> dict[str, str]:
-    """Return the special tokens by name. In the settings each is a string, or an object with the key "content"."""
-    tokens = {}
-    for name in _TOKEN_NAMES:
-        value = settings.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
 
 
 def _template(path: Path, settings: dict, special_tokens: dict[str, str]) -> ChatTemplate | None:
