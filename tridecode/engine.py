@@ -16,8 +16,8 @@ from .blocks.spec import ModelSpec
 from .blocks.weights import Weights
 from .checkpoint.hub import BUNDLED, fetch_weights, resolve_model
 from .checkpoint.load import load_config, load_weights
-from .errors import EngineClosed, GenerationError, ParameterError, PromptError, counted
-from .layout import NGRAM
+from .errors import CheckpointError, EngineClosed, GenerationError, ParameterError, PromptError, counted
+from .layout import MAX_STOP_IDS, NGRAM
 from .options import EngineOptions
 from .plan import threads
 from .plan.device import find_device
@@ -101,6 +101,7 @@ class Engine:
         fetch_weights(model, path)
         tokenizer = Tokenizer.load(path)
         callers = callers or plan.slots
+        plan = replace(plan, spec=with_end_of_text(plan.spec, tokenizer))
         tokenizer.start(callers)
         grammars = Grammars(tokenizer, plan.spec.vocab_size, plan.spec.stop_ids)
         if callers > 1:
@@ -444,6 +445,22 @@ class Engine:
 def named(value: Any) -> Any:
     """Return the name of a torch dtype or device. Return any other value unchanged."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype | torch.device) else value
+
+
+def with_end_of_text(spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
+    """Return the specification with the tokenizer's eos_token among its stop ids.
+
+    In some checkpoints only tokenizer_config.json names the token that ends a turn.
+    """
+    end = tokenizer.eos_id
+    if end is None or end >= spec.vocab_size or end in spec.stop_ids:
+        return spec
+    if len(spec.stop_ids) == MAX_STOP_IDS:
+        raise CheckpointError(
+            f"{tokenizer.directory}: eos_token_id names {MAX_STOP_IDS} tokens, and tokenizer_config.json one more as "
+            f"eos_token; at most {MAX_STOP_IDS} can stop a generation: remove some"
+        )
+    return replace(spec, stop_ids=(*spec.stop_ids, end))
 
 
 def model_of(plan: EnginePlan, weights: Weights, configs: Mapping[int, PassConfigs] | None = None) -> DecodeModel:

@@ -5,9 +5,19 @@ import logging
 
 import pytest
 import tokenizers
-from checkpoints import ADDED_TOKENS, CHATML, SPECIAL_TOKENS, TOKENIZER_VOCAB_SIZE, write_tokenizer
+from checkpoints import (
+    ADDED_TOKENS,
+    CHATML,
+    EOS_ID,
+    SPECIAL_TOKENS,
+    TOKENIZER_VOCAB_SIZE,
+    write_tiny,
+    write_tokenizer,
+)
 
+from tridecode import Engine, SamplingParams
 from tridecode.errors import CheckpointError
+from tridecode.layout import MAX_STOP_IDS
 from tridecode.text.tokenizer import Tokenizer
 
 TEXT = "<|im_start|>user\nHi <think> </tool> <img> <extra><|im_end|>\n"
@@ -119,3 +129,25 @@ def test_complete_tokenizer_is_unchanged(path):
     assert (
         Tokenizer.load(path).vocab_size == tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()
     )
+
+
+@pytest.mark.parametrize("others", [None, 0], ids=["no other file names one", "other files name another"])
+def test_eos_token_of_the_tokenizer_ends_an_answer(others, tmp_path):
+    path = write_tiny(tmp_path, "qwen3", num_hidden_layers=1)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps(values | {"eos_token_id": others}))
+    with Engine.load(path, device="cpu") as engine:
+        params = SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS_ID: 1e30})
+        result = engine.generate([{"role": "user", "content": "Hi"}], params)
+    assert (result.finish_reason, result.token_ids, result.text) == ("stop", (EOS_ID,), "")
+
+
+def test_too_many_stop_ids_with_that_of_the_tokenizer(tmp_path):
+    path = write_tiny(tmp_path, "qwen3", num_hidden_layers=1)
+    ids = [*range(3, 3 + MAX_STOP_IDS)]
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"eos_token_id": ids}))
+    (path / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match="eos_token"):
+        Engine.load(path, device="cpu")

@@ -72,7 +72,7 @@ class ModelSpec:
         prefix: prefix of every tensor name except the LM head's.
         logits_scale: factor of the logits. The loader multiplies it into the weight of the final norm.
         dtype: dtype of the checkpoint: "bfloat16", "float16" or "float32".
-        stop_ids: tokens that end an answer, from config.json and generation_config.json.
+        stop_ids: tokens that end an answer, from config.json and generation_config.json. The engine adds the tokenizer's.
         generation_defaults: pairs of a SamplingParams field and its value.
         checkpoint_quantization: the schemes in which the checkpoint stores its weights, from config.json, or None.
         load_quantization: the schemes in which the loader quantizes weights, from `--quantize`, or None.
