@@ -16,7 +16,7 @@ from .blocks.spec import ModelSpec
 from .blocks.weights import Weights
 from .checkpoint.hub import BUNDLED, fetch_weights, resolve_model
 from .checkpoint.load import load_config, load_weights
-from .errors import CheckpointError, EngineClosed, GenerationError, ParameterError, PromptError, counted
+from .errors import CheckpointError, EngineClosed, GenerationError, ParameterError, PromptError, conflict, counted
 from .layout import MAX_STOP_IDS, NGRAM
 from .options import EngineOptions
 from .plan import threads
@@ -350,9 +350,11 @@ class Engine:
         self._open()
         params = self._params(params)
         FLAG.check("reuse_prefix", reuse_prefix)
-        tokens, chat = self.prepare(prompt, template_variables)
+        tokens, chat, _ = self.prepare(prompt, template_variables)
         salt, grammar = TEXT.check("cache_salt", cache_salt), self._grammars.of(params)
         stop_ids = checked_stop_ids(params, self.config)
+        if params.stop and self.tokenizer is None:
+            raise conflict("stop", " needs a tokenizer, but this engine has none")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         limit = min(len(tokens) + (params.max_tokens or self.capacity), self.capacity + 1)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 
@@ -21,7 +22,7 @@ from .chat_template import MAX_CHILDREN, ChatTemplate
 from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child
 from .special_tokens import add_declared, read_settings, special_tokens
-from .thinking import CLOSE
+from .thinking import CLOSE, OPEN, last_tag
 from .token_set import TokenSet
 from .token_sizes import longest, min_token_count
 
@@ -30,6 +31,19 @@ _FILE_LIMIT = 128 << 20  # Maximum bytes of tokenizer.json.
 _TEMPLATE_LIMIT = 1 << 20  # Maximum bytes of a chat template.
 _MAX_CONTROL_CHARACTERS = 1000  # Maximum characters of a control token.
 _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
+
+
+class ChatPrompt(NamedTuple):
+    """A chat, formatted by the chat template, up to the beginning of the answer.
+
+    Attributes:
+        ids: token ids.
+        tag: the think tag, OPEN or CLOSE, with which the template ends the prompt, or "". After OPEN the answer begins
+            inside a think block, after CLOSE the answer has none.
+    """
+
+    ids: list[int]
+    tag: str
 
 
 class Tokenizer:
@@ -64,7 +78,8 @@ class Tokenizer:
         self._template = ChatTemplate(template, special_tokens) if isinstance(template, str) else template
         self.has_template = self._template is not None
         self.template_source = self._template.source if self._template else ""
-        self.supports_thinking, self.directory = CLOSE in self.template_source, Path(source).parent
+        self.supports_thinking = OPEN in self.template_source or CLOSE in self.template_source
+        self.directory = Path(source).parent
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_id, self.eos_id = (
             tokenizer.token_to_id(special_tokens[name]) if name in special_tokens else None
@@ -76,6 +91,8 @@ class Tokenizer:
         # Added tokens that look like markup are control tokens. Other added tokens (words, runs of spaces) are text.
         control = {i: t.content for i, t in added.items() if t.special or _MARKUP.fullmatch(t.content)}
         self._control, self._control_ids = TokenSet(control.values()), frozenset(control)
+        # In messages of users, think tags are text, whether or not they are tokens.
+        self._user = TokenSet({*control.values(), OPEN, CLOSE})
         if self._control.longest > _MAX_CONTROL_CHARACTERS:
             token = max(control.values(), key=len)
             raise CheckpointError(
@@ -164,7 +181,11 @@ class Tokenizer:
         return self._count_control(self._encode("", add_special_tokens=True))
 
     def encode_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> list[int]:
-        """Return the token ids of a chat, formatted by the chat template, up to the beginning of the answer.
+        """Return the token ids of `prepare_chat`."""
+        return self.prepare_chat(messages, context, **template_variables).ids
+
+    def prepare_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> ChatPrompt:
+        """Return a chat, formatted by the chat template, up to the beginning of the answer.
 
         Control tokens in messages are encoded as ordinary characters. In messages of the assistant, this applies only
         to special tokens. Its <think> was sampled as one token, and templates search for </think>.
@@ -185,18 +206,19 @@ class Tokenizer:
         self._check_size(text, context)
         marks = self._marks(messages, variables)
         marked_messages = [
-            self._mark(message, marks, self._special if message["role"] == "assistant" else self._control)
+            self._mark(message, marks, self._special if message["role"] == "assistant" else self._user)
             for message in messages
         ]
-        marked_variables = self._mark(variables, marks, self._control)
+        marked_variables = self._mark(variables, marks, self._user)
         changed = (marked_messages, marked_variables) != (messages, variables)
         marked = self._template.render(marked_messages, marked_variables) if changed else text
+        tag = last_tag(marked)
         if _restore(marked, marks) == text:
             ids = self._encode(text)
             if self._count_control(ids) == len(self._control.spans(marked)):
-                return ids  # The template wrote all control tokens of this prompt.
+                return ChatPrompt(ids, tag)  # The template wrote all control tokens of this prompt.
         renamed = self._control.replace(marked, self._names.__getitem__)
-        return self._text_encoder(_restore(renamed, marks))
+        return ChatPrompt(self._text_encoder(_restore(renamed, marks)), tag)
 
     def _check_size(self, text: str, context: int | None) -> None:
         """Raise TooLong if a text cannot fit in `context` tokens."""
@@ -219,6 +241,11 @@ class Tokenizer:
     def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
         """Return a Detokenizer for one stream of tokens, which continues the text of `prompt_ids`."""
         return Detokenizer(self._token_bytes, prompt_ids, skip_special)
+
+    def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return the special tokens that occur in `texts`: text by id."""
+        found = (text[start:stop] for text in texts for start, stop in self._special.spans(text))
+        return {self._tokenizer.token_to_id(text): text for text in found}
 
     # A user's text rarely contains control tokens. If it does, a second encoder encodes the prompt. In it, each control
     # token has an unguessable name instead of its text. The control tokens that the template wrote are replaced by
@@ -260,16 +287,16 @@ class Tokenizer:
 
     @cached_property
     def _first_char_pattern(self) -> re.Pattern[str]:
-        """A pattern of one character that begins a control token."""
-        return re.compile(f"[{re.escape(''.join(self._control.first_chars))}]")
+        """A pattern of one character that begins a control token or a think tag."""
+        return re.compile(f"[{re.escape(''.join(self._user.first_chars))}]")
 
     def _marks(self, *values) -> dict[str, str]:
-        """Return a private-use character for each first character of a control token.
+        """Return a private-use character for each first character of a control token or a think tag.
 
         The private-use characters occur neither in the template nor in `values`.
         """
         used = self._template_chars.union(json.dumps(values, ensure_ascii=False))
-        begins = sorted(self._control.first_chars)
+        begins = sorted(self._user.first_chars)
         private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
         free = list(islice((char for char in private if char not in used), len(begins)))
         if len(free) < len(begins):
