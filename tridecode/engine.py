@@ -262,7 +262,10 @@ class Engine:
 
     def default_params(self, **overrides: Any) -> SamplingParams:
         """Return the SamplingParams of the model's generation_config.json, with `overrides` applied."""
-        return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
+        defaults = dict(self.config.generation_defaults)
+        if isinstance(overrides.get("logit_bias"), Mapping):  # Tokens that the model must not write stay excluded.
+            overrides["logit_bias"] = {**dict(defaults.get("logit_bias", ())), **overrides["logit_bias"]}
+        return SamplingParams(**{**defaults, **overrides})
 
     def _params(self, params: object) -> SamplingParams:
         if not isinstance(params, SamplingParams | None):

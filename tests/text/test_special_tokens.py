@@ -67,7 +67,7 @@ def write(path, files: dict) -> None:
 
 
 @pytest.mark.parametrize("case", DECLARED)
-def test_declared_tokens_are_those_of_transformers(case, tmp_path):
+def test_declared_tokens_match_transformers(case, tmp_path):
     transformers = pytest.importorskip("transformers")
     write(tmp_path, DECLARED[case])
     reference, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path)

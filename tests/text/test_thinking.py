@@ -171,7 +171,7 @@ SPELLINGS = {
 }
 HEADER = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}[assistant] "
 GENERATION = {
-    # what the template writes before an answer: the tag with which the prompt ends
+    # end of the template: the tag with which the prompt ends
     "<think>": "<think>",
     "<think>\n": "<think>",
     "<think>\n\n \t\n\n": "<think>",

@@ -70,7 +70,7 @@ def load_config(path: Path) -> ModelSpec:
     path = Path(path)
     spec, values = read_config(path)
     if values.get("dtype") is None and values.get("torch_dtype") is None:
-        embed = _tensors(path).get(spec.embed.tensor) if any(path.glob("*.safetensors")) else None
+        embed = _with_prefix(_tensors(path), spec).get(spec.embed.tensor) if any(path.glob("*.safetensors")) else None
         if embed is not None and embed.dtype in DTYPES:
             spec = replace(spec, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
     for name, tensor_slice in tensor_slices(spec).items():
@@ -151,7 +151,7 @@ def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
 
 def read_tensor_infos(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     """Return the tensors as `stored_tensors` does, but check only the headers of the files."""
-    tensors, slices = _tensors(path), tensor_slices(spec)
+    tensors, slices = _with_prefix(_tensors(path), spec), tensor_slices(spec)
     needed = {name: of for key in slices for name, of in stored(key, slices[key]).items()}
     _check(path, tensors, needed, slices, spec)
     return {name: tensors[name] for name in needed}
@@ -274,6 +274,14 @@ def _assemble(
     return Weights(embed, tuple(layers), places["final_norm"]["weight"], head, host)
 
 
+def _with_prefix(tensors: dict[str, TensorInfo], spec: ModelSpec) -> dict[str, TensorInfo]:
+    """Return the tensors with the prefix "model." that a checkpoint of a model without LM head lacks."""
+    embed, base = spec.embed.tensor, "model."
+    if embed in tensors or embed.removeprefix(base) not in tensors:
+        return tensors
+    return {name if name.startswith((base, "lm_head.")) else base + name: info for name, info in tensors.items()}
+
+
 def _tensors(path: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint in `path`, read from the headers of its files."""
     if present(path / SINGLE):
@@ -353,7 +361,7 @@ def _is_ignorable(name: str, spec: ModelSpec) -> bool:
 
     Parts of a model that the engine does not use are ignored too.
     """
-    if name.startswith(spec.skipped):
+    if name.removeprefix("model.").startswith(spec.skipped) or name.startswith(spec.skipped):
         return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
 

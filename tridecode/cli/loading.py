@@ -8,6 +8,7 @@ from ..blocks.spec import ModelSpec
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import load_config
 from ..engine import Engine
+from ..errors import as_json
 from ..options import EngineOptions
 from ..plan.device import find_device
 from ..plan.resolve import EnginePlan, resolve
@@ -47,7 +48,8 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
 
 def show_defaults(engine: Engine, overrides: Collection[str], output: Output) -> None:
     """Show a line with the sampling defaults of the checkpoint that are in effect because no option replaces them."""
-    defaults = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in overrides]
+    declared = [(name, value) for name, value in engine.config.generation_defaults if name not in overrides]
+    defaults = [f"{name} {as_json(value) if isinstance(value, tuple) else value}" for name, value in declared]
     if defaults:
         output.note(f"{', '.join(defaults)} from generation_config.json")
 

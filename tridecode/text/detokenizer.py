@@ -55,9 +55,8 @@ def _replaced(data: bytes, old: bytes, new: bytes) -> bytes:
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict]:
     """Return the steps of the tokenizer's decoder, corrected by the form of the vocabulary.
 
-    Some published decoders belong to another vocabulary: that of SentencePiece beside a byte-level vocabulary, or the
-    reverse, or there is none. The normalizer and the pre-tokenizer decide, because the vocabulary was trained on their
-    output.
+    Some published files combine a byte-level vocabulary with a decoder for SentencePiece, or the reverse, or lack a
+    decoder. The normalizer and the pre-tokenizer decide, because the vocabulary was trained on their output.
     """
     decoding, encoding = steps(tokenizer.decoder), [*steps(tokenizer.normalizer), *steps(tokenizer.pre_tokenizer)]
     if any(step["type"] == "ByteLevel" for step in encoding):
@@ -108,8 +107,8 @@ class TokenBytes:
             raise CheckpointError(
                 f"{source}: the decoder has {len(decoding)} steps; at most {_MAX_DECODER_STEPS} are supported"
             )
-        for step in decoding or [None]:
-            if step is None or not self._accept(step):
+        for step in decoding or [{"type": None}]:
+            if not self._accept(step):
                 raise CheckpointError(
                     f"{source}: decoder {json.dumps(step)[:100]} is not supported; expected that of byte-level BPE "
                     "(ByteLevel) or of SentencePiece (Metaspace, or ByteFallback and Replace by a string of at most "

@@ -60,4 +60,11 @@ def parse(read) -> Quantization:
     names = read.names("modules_to_not_convert")
     if not read.flag("lm_head", False):
         names = ["lm_head", *names]
-    return Quantization("gptq", (*((re.escape(name), None) for name in names), ("", scheme)))
+    chosen = read.get("modules_in_block_to_quantize", [])
+    if not isinstance(chosen, list):
+        raise read.fail("modules_in_block_to_quantize", "a list of lists of names")
+    flat = [name for part in chosen for name in (part if isinstance(part, list) else [part])]
+    if not all(isinstance(name, str) for name in flat):
+        raise read.fail("modules_in_block_to_quantize", "a list of lists of names")
+    patterns = [rf"(^|\.){re.escape(name)}$" for name in flat] or [""]
+    return Quantization("gptq", (*((re.escape(name), None) for name in names), *((each, scheme) for each in patterns)))
