@@ -111,8 +111,8 @@ def session(capsys, state):
 
     def make(*answers, raw=False, params=None, **options):
         script = Script(*answers)
-        chat = Chat(LocalModel(script), params or SamplingParams(), Output(), Conversation(raw), **options)
-        chat.engine = script
+        chat = Chat(LocalModel(script), Output(), Conversation(raw), **options)
+        chat.params, chat.engine = params or SamplingParams(), script
         chat.read = lambda: tuple(capsys.readouterr())
         return chat
 

@@ -53,6 +53,34 @@ def test_end_of_input_and_exit(piped, tiny):
     assert (code, out) == (0, "") and "tokens" not in err
 
 
+@pytest.fixture
+def pipe(monkeypatch):
+    """Make stdin a pipe, and return its other end."""
+    read, write = os.pipe()
+    with os.fdopen(read) as stdin, os.fdopen(write, "w") as end:
+        monkeypatch.setattr("sys.stdin", stdin)
+        yield end
+
+
+@pytest.mark.parametrize("data, message", [("", "Hello"), ("a diff\n", "Hello\na diff")], ids=["empty", "text"])
+def test_piped_text_follows_the_question(run, pipe, state, data, message):
+    pipe.write(data)
+    pipe.close()
+    code, out, err = run("chat", "Hello", "--device", "cpu", "--max-tokens", 2, "--session", "work")
+    assert code == 0 and out.count("\n") == 1
+    assert [user for user, _ in sessions.read(sessions.named("work")).turns] == [message]
+
+
+def test_open_pipe_is_noted_before_the_model_is_loaded(run, pipe, state, monkeypatch):
+    monkeypatch.setattr("tridecode.cli.inputs.STDIN_NOTE_DELAY", 0.05)
+    note = Output.note
+    monkeypatch.setattr(Output, "note", lambda *args, **options: (note(*args, **options), pipe.close()))
+    code, out, err = run("chat", "Hello", "--model", "/nowhere")
+    waiting, error = err.splitlines()
+    assert code == 1 and waiting.startswith("waiting for stdin, which is open and sends no data; </dev/null")
+    assert error.startswith("tridecode: error: /nowhere: no such directory")
+
+
 def test_endless_line_is_refused(piped, monkeypatch):
     monkeypatch.setattr("tridecode.cli.inputs.LARGEST", 1_000_000)
     code, out, err = piped("Hello\n" + "0" * 2_000_000, "--max-tokens", 2)
@@ -178,7 +206,7 @@ def test_block_parsing_is_linear():
 
 
 def test_each_turn_is_saved(session, state):
-    store = sessions.Store(sessions.named("work"), "m")
+    store = sessions.Store(sessions.named("work"))
     chat = session(["one"], (["Half"], "error"), ["two"], ["three"], store=store)
     chat.handle("a")
     chat.handle("b")
@@ -197,7 +225,7 @@ def test_each_turn_is_saved(session, state):
 def test_chat_continues_if_saving_fails(session, state):
     state.mkdir(parents=True)
     (state / "sessions").write_text("in the way")
-    chat = session(["one"], ["two"], store=sessions.Store(sessions.named("work"), "m"))
+    chat = session(["one"], ["two"], store=sessions.Store(sessions.named("work")))
     assert chat.handle("a") and chat.handle("b")
     assert chat.engine.prompts[1] == as_messages("a", "one", "b")
     assert chat.read()[1].count("tridecode: error: the session is not saved: ") == 2 and chat.exit_code == 1
@@ -241,10 +269,10 @@ def test_resume_and_named_sessions(piped, tiny, state):
 def test_thinking_is_separated(capsys, chunks, opened, hide, out, answer):
     shown = []
     sink = SimpleNamespace(push=shown.append, finish=lambda: shown.append("|"), pause=None, resume=None)
-    display = Display(Output(), sink, splitter := ThinkSplitter(opened), hide)
+    display = Display(Output(), sink, ThinkSplitter(opened), hide, tags=False)
     for chunk in chunks:
-        display.push(splitter.feed(chunk))
-    display.push(splitter.finish())
+        display.push(chunk)
+    display.flush()
     display.finish()
     read = capsys.readouterr()
     assert read.out == out and "".join(shown) == answer + "|"
@@ -318,6 +346,6 @@ def test_two_consecutive_interrupts_leave(session, monkeypatch, typed, prompts):
 
     monkeypatch.setattr("builtins.input", type_next)
     chat = session(["fine"], interactive=True)
-    assert converse(chat, PlainReader()) == 0
-    assert len(chat.engine.prompts) == prompts
+    converse(chat, PlainReader())
+    assert chat.exit_code == 0 and len(chat.engine.prompts) == prompts
     assert next(keys, None) == ("two" if "two" in typed else None)

@@ -97,7 +97,7 @@ def lost(monkeypatch):
 
 @pytest.mark.parametrize("command", ["two", "/retry"])
 def test_lost_gpu_ends_chat_and_keeps_turns(session, lost, state, command):
-    store = sessions.Store(sessions.named("work"), "m")
+    store = sessions.Store(sessions.named("work"))
     chat = session(["fine"], [RuntimeError("CUDA error: device-side assert triggered")], store=store)
     chat.engine.device = chat.model.device = torch.device("cuda", 0)
     assert chat.handle("one") and not chat.handle(command)

@@ -122,6 +122,7 @@ def test_no_color_variable(terminal):
     enter(child, "Hello\r", "tok/s")
     enter(child, "/nothing\r", "there is no command")
     leave(child)
+    assert "tridecode: error" not in child.screen.getvalue(), "an error in a terminal has the prefix of a pipe"
     assert not COLOR.search(child.screen.getvalue())
 
 

@@ -9,7 +9,8 @@ from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.conversation import Conversation
 from tridecode.cli.chat.display import open_fence
 from tridecode.cli.chat.overflow import Overflow, fit
-from tridecode.errors import PromptError, TooLong
+from tridecode.cli.chat.turn import cut_note
+from tridecode.errors import TooLong
 
 
 def test_too_long_turn_is_refused(session):
@@ -95,29 +96,25 @@ def test_lower_bound_of_length_is_reported():
         fit(Conversation(turns=(("a", "b"),)), "y", count, 100, "drop-oldest", None, 100)
 
 
-@pytest.mark.parametrize("choice", ["error", "drop-oldest"])
-def test_long_conversation_is_not_rendered_whole(choice):
-    rendered = []
+def test_tokens_of_a_long_conversation_are_counted_rarely():
+    counts = []
 
     def count(prompt):
-        rendered.append(len(prompt))
-        if len(prompt) > 10_000:
-            raise PromptError("the chat template needs more than 512 MiB of memory")
-        return characters(prompt)
+        counts.append(tokens := characters(prompt))
+        if tokens > 10_000:
+            raise TooLong(tokens // 2, 2048, is_lower_bound=True)
+        return tokens
 
-    talk = Conversation(turns=(("hello", "hi"),) * 300_000)
-    if choice == "error":
-        with pytest.raises(Overflow, match="more than .* tokens, the context holds 2,048; /undo, /clear or /set"):
-            fit(talk, "and now?", count, 2048, choice, None, 2048)
-    else:
-        talk, note = fit(talk, "and now?", count, 2048, choice, 100, 2048)
-        assert len(talk.turns) - talk.dropped == (2048 - 100 - 8) // 7
-        assert note.startswith("more than ") and note.endswith("turns 1 to 299,723 are no longer sent to the model")
-    assert len(rendered) < 20
+    talk = Conversation(turns=(("hello", "hi"),) * 5000)
+    with pytest.raises(Overflow, match="17,504 tokens or more, the context holds 2,048; /undo, /clear or /set"):
+        fit(talk, "and now?", count, 2048, "error", None, 2048)
+    talk, note = fit(talk, "and now?", count, 2048, "drop-oldest", 100, 2048)
+    assert len(talk.turns) - talk.dropped == (2048 - 100 - 8) // 7
+    assert note.startswith("17,504 tokens or more do not fit") and "turns 1 to 4,723 are no longer sent" in note
+    assert len(counts) < 20
 
 
 def test_fit_keeps_as_many_turns_as_possible():
-    """The texts have many characters per token, so the first estimate from the newest turns is too small."""
     for turns in (1, 7, 500):
         talk = Conversation(turns=(("x" * 5000, "y" * 5000),) * turns)
         assert fit(talk, "z", len, 2000, "error", None, 2000) == (talk, "")
@@ -147,7 +144,10 @@ def test_cut_answer_is_continued(piped, kind, tmp_path):
 
 def test_continue_of_complete_answer(piped):
     code, _, err = piped("/continue\nWhat is 17 + 25?\n/continue\n/history\n", *GREEDY)
-    assert code == 0 and err == "the conversation has no turns yet\nthe model has nothing to add\n"
+    assert code == 0 and err.splitlines() == [
+        "tridecode: error: the conversation has no turns yet",
+        "the model has nothing to add",
+    ]
 
 
 def test_continue_drops_oldest_turns(piped):
@@ -161,9 +161,9 @@ def test_continue_is_not_suggested_if_context_is_full(session):
     chat = session(interactive=True, overflow="drop-oldest")
     full = SimpleNamespace(finish_reason="length", usage=SimpleNamespace(prompt_tokens=3, completion_tokens=97))
     chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")))
-    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full; /continue continues it"
+    assert cut_note(chat, full) == "the answer was cut: the context of 100 tokens is full; /continue continues it"
     chat.conversation = Conversation(turns=(("a", "b"), ("c", "d")), dropped=1)
-    assert chat.cut(full) == "the answer was cut: the context of 100 tokens is full"
+    assert cut_note(chat, full) == "the answer was cut: the context of 100 tokens is full"
     with pytest.raises(Overflow) as error:
         fit(Conversation(), "y" * 101, characters, 100, "drop-oldest", None, 100, continues=True)
     message = "this message and its answer alone need 101 tokens, the context holds 100; ask for the rest"

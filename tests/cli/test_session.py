@@ -27,17 +27,17 @@ def test_round_trip(raw, system, turns):
 
 
 def test_file_permissions(state):
-    store = session.Store(session.named("work"), "m")
-    assert store.save(Conversation()) == "" and not state.joinpath("sessions").exists(), (
+    store = session.Store(session.named("work"))
+    assert store.save(Conversation(), "m") == "" and not state.joinpath("sessions").exists(), (
         "a conversation without turns was saved"
     )
-    assert store.save(TALK) == ""
+    assert store.save(TALK, "m") == ""
     assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(state.stat().st_mode) == stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700
     assert os.listdir(store.path.parent) == ["work.json"], "a temporary file remained"
-    again = session.Store(session.named("work"), "m")
+    again = session.Store(session.named("work"))
     assert again.load() == TALK
-    again.save(TALK.without_last())
+    again.save(TALK.without_last(), "m")
     assert session.read(store.path) == TALK.without_last()
 
 
@@ -45,8 +45,8 @@ def test_last_path(state):
     with pytest.raises(session.SessionError, match="no session to continue"):
         session.last_path()
     for at, name in enumerate(["b", "c", "a"]):
-        store = session.Store(session.named(name), "m")
-        store.save(TALK)
+        store = session.Store(session.named(name))
+        store.save(TALK, "m")
         os.utime(store.path, (at, at))
     (session.sessions_dir() / "gone.json").symlink_to(state / "absent.json")
     (session.sessions_dir() / "directory.json").mkdir()
@@ -77,14 +77,14 @@ FIELDS = {
 def opened(path, content: bytes):
     """Return the conversation in a file with this content, or None if it is refused. Check that it is unchanged."""
     path.write_bytes(content)
-    store = session.Store(path, "m")
+    store = session.Store(path)
     try:
         found = store.load()
     except session.SessionError as error:
         found = None
         assert str(path) in str(error) and "\n" not in str(error)
         # A chat that ignores the damaged file saves to a new file.
-        assert "continues in" in store.save(TALK) and store.path != path and session.read(store.path) == TALK
+        assert "continues in" in store.save(TALK, "m") and store.path != path and session.read(store.path) == TALK
     assert path.read_bytes() == content
     return found
 
@@ -140,8 +140,8 @@ def test_non_files_are_refused(tmp_path):
 
 
 def test_failed_write_keeps_file(tmp_path, monkeypatch):
-    store = session.Store(tmp_path / "talk.json", "m")
-    store.save(TALK)
+    store = session.Store(tmp_path / "talk.json")
+    store.save(TALK, "m")
     before = store.path.read_bytes()
 
     def full(handle):
@@ -149,19 +149,19 @@ def test_failed_write_keeps_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(session.SessionError, match="No space left"):
-        store.save(TALK.plus("more", "text"))
+        store.save(TALK.plus("more", "text"), "m")
     assert store.path.read_bytes() == before and os.listdir(tmp_path) == ["talk.json"]
     monkeypatch.undo()
-    store.save(TALK.plus("more", "text"))
+    store.save(TALK.plus("more", "text"), "m")
     assert session.read(store.path) == TALK.plus("more", "text")
 
 
 def test_concurrent_chats_do_not_overwrite():
-    one, two = (session.Store(session.named("work"), "m") for _ in range(2))
-    one.save(TALK)
+    one, two = (session.Store(session.named("work")) for _ in range(2))
+    one.save(TALK, "m")
     assert two.load() == TALK
-    one.save(TALK.plus("from", "one"))
-    assert "changed by another program" in two.save(TALK.plus("from", "two"))
+    one.save(TALK.plus("from", "one"), "m")
+    assert "changed by another program" in two.save(TALK.plus("from", "two"), "m")
     assert session.read(session.named("work")) == TALK.plus("from", "one")
     assert two.path != one.path and session.read(two.path) == TALK.plus("from", "two")
 

@@ -9,9 +9,8 @@ from rich.cells import cell_len
 
 from tridecode.cli.chat import session as store
 from tridecode.cli.chat import sessions
-from tridecode.cli.chat.completion import Offer, completed
+from tridecode.cli.chat.completion import completed
 from tridecode.cli.chat.conversation import Conversation
-from tridecode.cli.chat.settings import CHOICES
 
 RIVERS = Conversation(turns=(("Name three rivers.", "Nile, Rhine, Po"), ("And a lake?", "Como")))
 pytestmark = pytest.mark.usefixtures("state")
@@ -33,7 +32,7 @@ def test_list_is_sorted_newest_first(run):
     assert (code, err) == (0, "") and [line.split()[0] for line in out.splitlines()] == ["bad", "new", "old"]
     bad, new, old = out.splitlines()
     assert " damaged " in bad and new.endswith(" Lakes") and " 1 turn " in new
-    assert old.endswith(" B  Name three rivers.") and " 2 turns " in old and " 1970 " in old
+    assert old.endswith(" bytes  Name three rivers.") and " 2 turns " in old and " 1970 " in old
     found = [json.loads(line) for line in run("sessions", "--json")[1].splitlines()]
     assert [one["turns"] for one in found] == [None, 1, 2] and found[1]["title"] == "Lakes" and found[2]["saved"] == 1
     assert run("sessions", "--names")[1] == "bad\nnew\nold\n"
@@ -115,7 +114,7 @@ def test_export_as_markdown(run, tmp_path):
 
 
 def test_title_is_saved(session):
-    chat = session(["one"], ["two"], store=store.Store(store.named("work"), "m"))
+    chat = session(["one"], ["two"], store=store.Store(store.named("work")))
     chat.handle("/title")
     assert "no title yet" in chat.read()[1]
     chat.handle("Name three rivers.")
@@ -131,7 +130,7 @@ def test_title_is_saved(session):
 
 
 def test_sessions_command(session):
-    chat = session(["one"], store=store.Store(store.named("work"), "m"), interactive=True)
+    chat = session(["one"], store=store.Store(store.named("work")), interactive=True)
     chat.handle("Hello")
     keep("rivers"), keep("b")
     chat.read()
@@ -157,7 +156,7 @@ def test_load_session_by_name(session, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rivers").write_text("no session")
     keep("rivers")
-    chat = session(["one"], ["two"], store=store.Store(store.named("work"), "m"), interactive=True)
+    chat = session(["one"], ["two"], store=store.Store(store.named("work")), interactive=True)
     chat.handle("Hello")
     chat.read()
     assert chat.handle("/load rivers")
@@ -213,8 +212,9 @@ def cached(tmp_path, monkeypatch, name: str, *weights: str) -> None:
         (place / file).touch()
 
 
-def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
+def test_tab_completes_sessions_paths_and_words(session, tmp_path, monkeypatch):
     keep("rivers")
+    chat = session()
     place = tmp_path / "place"
     (place / "rooms").mkdir(parents=True)
     (place / "Qwerty").mkdir()
@@ -246,11 +246,10 @@ def test_tab_completes_sessions_paths_and_words(tmp_path, monkeypatch):
         ("hello", (0, [])),
         ("//sy", (0, [])),
     ):
-        assert completed(typed) == found, typed
-    assert completed("/set to", Offer(["top_p", "seed"])) == (2, ["top_p "]), (
-        "completion lists options that the server does not support"
-    )
-    other = Offer(choices=CHOICES | {"overflow": ("error",)}, models=["a-model", "another"])
-    assert completed("/model ", other) == (0, ["a-model", "another"])
-    assert completed("/set overflow ", other) == (0, ["error", "default"])
-    assert completed("/load ") == (0, ["rivers", "Qwerty/", "river talk.json", "rooms/"])
+        assert completed(typed, chat) == found, typed
+    assert completed("/load ", chat) == (0, ["rivers", "Qwerty/", "river talk.json", "rooms/"])
+    model = chat.model
+    model.options, model.models, model.counts = {"top_p", "seed"}, ["a-model", "another"], False
+    assert completed("/set to", chat) == (2, ["top_p "]), "completion lists options that the server does not support"
+    assert completed("/model ", chat) == (0, ["a-model", "another"])
+    assert completed("/set overflow ", chat) == (0, ["error", "default"])

@@ -84,7 +84,7 @@ def test_no_temporary_file_is_left(state, monkeypatch, signum):
     monkeypatch.setattr(sessions.os, "fsync", interrupted)
     monkeypatch.setattr(sessions.os, "unlink", lambda path: (interrupted(0), unlink(path)))
     with pytest.raises(Ended) as ended, ending():
-        sessions.Store(sessions.named("work"), "m").save(Conversation(turns=(("one", "two"),)))
+        sessions.Store(sessions.named("work")).save(Conversation(turns=(("one", "two"),)), "m")
     assert ended.value.signum == signum and os.listdir(state / "sessions") == []
     assert signal.signal(signum, before) is signal.SIG_DFL
 

@@ -148,8 +148,8 @@ def test_keys_and_paste_during_answer_reach_next_prompt(terminal, endless, state
 
 def test_interrupt_stops_long_prompt(terminal, endless, state):
     """Ctrl-C while the prompt is processed discards the turn and keeps the conversation."""
-    store = sessions.Store(sessions.named("long"), "m")
-    store.save(Conversation(turns=(("word " * 12_000, "fine"),)))
+    store = sessions.Store(sessions.named("long"))
+    store.save(Conversation(turns=(("word " * 12_000, "fine"),)), "m")
     child = terminal("--model", endless, "--session", "long", "--max-tokens", 4, "--max-seq-len", 60_000)
     for _ in range(3):
         child.send("hello\r")

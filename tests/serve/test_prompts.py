@@ -9,7 +9,7 @@ from models import CUDA, FAMILIES, tiny_config, tiny_engine
 from util import covering, relative_rms
 
 from tridecode import SamplingParams
-from tridecode.cli.chat.idle import IdleCapture
+from tridecode.cli.chat.local import IdleCapture
 from tridecode.errors import ParameterError
 from tridecode.kernels.attention import prompt_attention_hopper
 from tridecode.options import EngineOptions

@@ -101,7 +101,7 @@ def discard_unwritten_output() -> None:
 def run(args, output: Output) -> int:
     """Run the command of parsed arguments. Return the exit code."""
     if args.command == "chat" and output.tty and sys.stdin.isatty():
-        from .chat.reader import shows_editor
+        from .chat.lines import shows_editor
 
         # The program inherited this setting from nohup or from a shell that started it in the background.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

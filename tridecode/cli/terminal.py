@@ -91,6 +91,7 @@ class Output:
         self.tty, self.wraps = sys.stdout.isatty(), sys.stderr.isatty()
         self.quiet = False  # Whether notes and the progress bar are hidden.
         self.redraws = True  # Whether written rows may change, as in a progress bar.
+        self.error_prefix = "tridecode: error: "  # A chat in a terminal removes it, because the program is obvious.
         self.keys = Keys()
 
     def text(self, text: str) -> None:
@@ -139,7 +140,7 @@ class Output:
 
     def error(self, message: object) -> None:
         """Write an error as one red line to stderr."""
-        self.errors.print(f"tridecode: error: {one_line(message)}", style="red", soft_wrap=not self.wraps)
+        self.errors.print(f"{self.error_prefix}{one_line(message)}", style="red", soft_wrap=not self.wraps)
 
     @contextmanager
     def loading(self):

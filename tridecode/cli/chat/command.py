@@ -7,22 +7,22 @@ from dataclasses import replace
 
 from ...errors import TridecodeError
 from ...options import OPTIONS
-from ...sampling import SamplingParams
 from ..api_key import api_key
 from ..graph_stats import show_graph_stats
 from ..inputs import stdin_lines, with_stdin
 from ..loading import Loader, load_engine, tokenizer_of
 from ..options import sampling_overrides
 from ..terminal import Output
-from . import lines, saving, session
+from . import saving, session
 from .completion import completed
 from .conversation import Conversation
-from .lines import Interrupted, join_blocks
+from .lines import Interrupted, PlainReader, as_typed, join_blocks, shows_editor
 from .local import LocalModel
 from .model import Model
-from .reader import open_reader
-from .talk import COUNTING, DEVICE_LOST, INTERRUPT_GRACE, Chat
+from .settings import COUNTING
+from .talk import DEVICE_LOST, Chat
 
+INTERRUPT_GRACE = 1.0  # Seconds after a stopped answer in which another Ctrl-C does not end the chat.
 # Interval in seconds at which Python switches threads. Python's 5 ms would delay the token loop while text is drawn.
 SWITCH_INTERVAL = 0.0005
 
@@ -34,40 +34,38 @@ def chat(args, output: Output) -> int:
         args.refuse("--api-key-file needs --url")
     output.quiet, output.redraws = args.quiet, not args.plain
     conversation, store = open_session(args, output, interactive)
-    model, params = (open_model if args.url is None else connect)(args, output)
+    question = args.question
+    if question is not None and not interactive:
+        question = with_stdin(question, output)
+    model = open_model(args, output, interactive) if args.url is None else connect(args, output)
+    overflow = args.overflow or ("drop-oldest" if interactive else "error")
     talk = Chat(
         model,
-        params,
         output,
         conversation,
         interactive=interactive,
         store=store,
-        overflow=args.overflow or ("drop-oldest" if interactive else "error"),  # `connect` may have set the option.
+        overflow=overflow if model.counts else "error",
         stats=args.stats or ("off" if args.quiet else "full"),
-        system=args.system,
         plain=args.plain,
         think=args.think,
         overrides=sampling_overrides(args),
     )
-    if store:
-        store.model = model.name
     if store and store.saved:
         output.note(f"session {store.name}: {talk.describe()}")
         if not args.quiet:
             saving.show_last(talk)
-    code = None
     try:
         if interactive:
             sys.setswitchinterval(SWITCH_INTERVAL)
-            model.use_idle_time()
             place = f" at {model.device}" if args.url else ""
             output.note(f"{model.name}{place}: {talk.describe_capacity()}; /help lists the commands")
-            output.quiet = False  # The output of commands is shown even with --quiet.
-            code = converse(talk, open_reader(lambda typed: completed(typed, talk.offer()), output), args.question)
+        output.quiet = False  # The output of commands is shown even with --quiet.
+        if interactive:
+            output.error_prefix = ""
+            converse(talk, open_reader(talk), question)
         else:
-            output.quiet = False
-            question = args.question is not None and [with_stdin(args.question, output)]
-            for line in question or join_blocks(stdin_lines()):
+            for line in join_blocks(stdin_lines()) if question is None else [question]:
                 if not talk.handle(line):
                     break
     finally:
@@ -75,29 +73,28 @@ def chat(args, output: Output) -> int:
         talk.save()
         if args.graph_stats and isinstance(model, LocalModel) and model.loaded:
             show_graph_stats(model.engine, output)
-    code = talk.exit_code if code is None else code
-    if code == DEVICE_LOST:
+    if talk.exit_code == DEVICE_LOST:
         output.keys.release()
         # Skip destructors. After the loss of a GPU, freeing memory fails again and may end the process by a signal.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    return code
+        os._exit(DEVICE_LOST)
+    return talk.exit_code
 
 
-def open_model(args, output: Output) -> tuple[LocalModel, SamplingParams]:
-    """Load the model; return it and the sampling parameters."""
-    engine, params = load_engine(args, output)
+def open_model(args, output: Output, interactive: bool) -> Model:
+    """Load the model and return it."""
+    engine, _ = load_engine(args, output)
     if not (args.raw or tokenizer_of(engine).has_template):
         # If a template is missing, this call raises PromptError before the user types anything.
         engine.encode([{"role": "user", "content": "Hello"}])
     if engine.device.type == "cpu":
         output.note("running on the CPU")
-    return LocalModel(engine, Loader(args, output)), params
+    return LocalModel(engine, Loader(args, output), captures=interactive)
 
 
-def connect(args, output: Output) -> tuple[Model, SamplingParams]:
-    """Return the model of the server that the options select, and the sampling parameters.
+def connect(args, output: Output) -> Model:
+    """Return the model of the server that the options select.
 
     Engine options from the configuration file or the environment apply to other chats and are ignored here.
 
@@ -114,15 +111,11 @@ def connect(args, output: Output) -> tuple[Model, SamplingParams]:
         if error.name != "httpx":
             raise
         raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
-    overrides = sampling_overrides(args)
-    params = SamplingParams(**overrides)  # A wrong value raises ParameterError.
     name = None if "model" in args.origins else args.model
-    model = RemoteModel(args.url, api_key(args.api_key_file, output), name, overrides)
-    if not model.counts:
-        if args.overflow not in (None, "error") and "overflow" not in args.origins:
-            args.refuse(f"--overflow {args.overflow} {COUNTING}")
-        args.overflow = "error"
-    return model, params
+    model = RemoteModel(args.url, api_key(args.api_key_file, output), name, sampling_overrides(args))
+    if args.overflow not in (None, "error") and "overflow" not in args.origins and not model.counts:
+        args.refuse(f"--overflow {args.overflow} {COUNTING}")
+    return model
 
 
 def open_session(args, output: Output, interactive: bool) -> tuple[Conversation, session.Store | None]:
@@ -134,7 +127,7 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
     if args.raw and args.system is not None:
         raise session.SessionError("--system needs a chat template; leave out --raw")
     if args.resume or args.session is not None:
-        store = session.Store(session.named(args.session) if args.session is not None else session.last_path(), "")
+        store = session.Store(session.named(args.session) if args.session is not None else session.last_path())
         if args.resume or store.path.exists():
             conversation = store.load()
             if conversation.raw != args.raw:
@@ -145,22 +138,31 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
                 conversation = replace(conversation, system=args.system)
     elif interactive:
         try:
-            store = session.Store(session.new_path(), "")
+            store = session.Store(session.new_path())
         except session.SessionError as error:
             output.note(f"conversations are not saved: {error}")
     return conversation, store
 
 
-def converse(talk: Chat, reader, first: str | None = None) -> int:
-    """Run the chat until /exit, Ctrl-D, or two Ctrl-C in a row, and return the exit code.
+def open_reader(talk: Chat):
+    """Return a line editor if the terminal can show one, otherwise a plain reader."""
+    if not shows_editor():
+        return PlainReader(talk.output.keys)
+    from .keyboard import Keyboard  # A chat in a pipe does not need prompt_toolkit.
+
+    return Keyboard(lambda typed: completed(typed, talk), talk.output)
+
+
+def converse(talk: Chat, reader, first: str | None = None) -> None:
+    """Run the chat until /exit, Ctrl-D, or two Ctrl-C in a row.
 
     Args:
         first: The first message, if it was on the command line.
     """
     if first is not None:
-        talk.output.user(lines.PROMPT + first.replace("\n", "\n" + lines.CONTINUED))
+        talk.output.user(as_typed(first))
         if not talk.handle(first):
-            return talk.exit_code
+            return
     leaving = False
     separate = first is not None  # Whether to print a blank line before the prompt.
     while True:
@@ -169,17 +171,17 @@ def converse(talk: Chat, reader, first: str | None = None) -> int:
             if separate:
                 talk.output.text("\n")
             separate = False
-            reader.redraws = talk.output.redraws = not talk.plain
+            talk.output.redraws = not talk.plain
             line = reader.read(draft or "")
             leaving, separate = False, bool(line.strip())
             if not talk.handle(line, replaces=draft is not None):
-                return talk.exit_code
+                return
         except EOFError:
-            return 0
+            return
         except KeyboardInterrupt as error:
             pressed = error if isinstance(error, Interrupted) else Interrupted()
             if leaving and not pressed.typed:
-                return 0
+                return
             leaving = False
             if pressed.draft:
                 talk.output.note("the draft is stored; Up restores it")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from ...text.thinking import THINKING, ThinkSplitter
+from ...text.thinking import ANSWER, THINKING, ThinkSplitter
 from ..terminal import Output, counted
 from ..wrapping import Wrapped
 
@@ -43,49 +43,72 @@ class PlainText:
 class Display:
     """The display of one answer. A leading think block is dimmed. If it is hidden, its length replaces it."""
 
-    def __init__(self, output: Output, sink, splitter: ThinkSplitter, hide: bool, unit: str = "token"):
+    def __init__(self, output: Output, sink, splitter: ThinkSplitter, hide: bool, tags: bool, unit: str = "token"):
         """Create the display of an answer.
 
         Args:
-        splitter: The source of the (kind, text) pairs that `push` takes.
-        hide: Show only the length of the think block.
-        unit: The unit of the stream, in which the length of the think block is counted.
+            sink: See open_sink.
+            splitter: Splits the answer into thinking and the rest.
+            hide: Show only the length of the think block.
+            tags: Show the think block as text, with its tags.
+            unit: The unit of the stream, in which the length of the think block is counted.
         """
-        self._output, self._sink, self._splitter, self._hide, self._unit = output, sink, splitter, hide, unit
+        self._output, self._sink, self._splitter, self._unit = output, sink, splitter, unit
+        self._hide, self._tags = hide, tags
         self._dim = Wrapped(output.console, output.dim)
         self._open = self._ended = False  # Whether the think block has begun, and whether it has ended.
         self.pause, self.resume = sink.pause, sink.resume
 
-    def push(self, parts: Iterable[tuple[str, str]]) -> None:
-        """Show (kind, text) pairs of an answer. Thinking is dimmed, or hidden in the mode `hide`."""
+    def push(self, text: str) -> None:
+        """Show the next text of the answer."""
+        parts = self._splitter.feed(text)
+        self._show([(ANSWER, text)] if self._tags else parts)
+
+    def flush(self) -> None:
+        """Show text that is still held back, because it could have been the beginning of a tag."""
+        parts = self._splitter.finish()
+        if not self._tags:
+            self._show(parts)
+
+    def finish(self) -> None:
+        """End the think block and the text."""
+        self._end_thinking()
+        self._sink.finish()
+
+    def abort(self) -> None:
+        """End the output of an answer that failed or was stopped."""
+        try:
+            self.flush()
+            self._end_thinking()
+        finally:
+            self._sink.abort()
+
+    def _show(self, parts: Iterable[tuple[str, str]]) -> None:
         for kind, text in parts:
             if kind != THINKING:
-                self._end()
+                self._end_thinking()
                 self._sink.push(text)
                 continue
             self._open = True
             if not self._hide:
                 self._dim(text)
 
-    def finish(self) -> None:
-        """End the think block and the text."""
-        self._end()
-        self._sink.finish()
-
-    def abort(self) -> None:
-        """End the output of an answer that failed or was stopped."""
-        try:
-            self._end()
-        finally:
-            self._sink.abort()
-
-    def _end(self) -> None:
+    def _end_thinking(self) -> None:
         if self._open and not self._ended:
             self._ended = True
             if not self._hide:
                 self._dim("\n")
             length = counted(self._splitter.tokens, self._unit)
             self._output.note(f"thought for {length}, {self._splitter.seconds:.1f} s")
+
+
+def open_display(chat, splitter: ThinkSplitter, prefix: str) -> Display:
+    """Return the display of an answer in a talk.Chat, or of the rest of an answer after `prefix`."""
+    output, hide, plain = chat.output, chat.think == "hide", as_plain(chat.output, chat.plain)
+    sink = open_sink(output, chat.plain)
+    if prefix and not plain:
+        sink.push(open_fence(prefix))
+    return Display(output, sink, splitter, hide, plain and not hide, chat.model.unit)
 
 
 def open_fence(text: str) -> str:

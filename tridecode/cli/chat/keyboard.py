@@ -1,10 +1,11 @@
 """The line editor of the chat, with history, multi-line messages, bracketed paste and completion of commands."""
 
 import asyncio
-import logging
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app, run_in_terminal
@@ -19,37 +20,25 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from rich.cells import cell_len
 
-from ..terminal import USER, one_line
-from .lines import CONTINUED, PROMPT, Interrupted, PlainReader, unfinished
-from .session import SessionError, state_dir
+from ..terminal import USER
+from .lines import CONTINUED, PROMPT, Interrupted, PlainReader, as_typed, unfinished
+from .session import SessionError, failing, state_dir
 
 # Errors that can occur when the program reads the file of $EDITOR.
 EDITOR_ERRORS = (UnicodeDecodeError, FileNotFoundError)
 TYPED = f"ansi{USER}"  # The name that prompt_toolkit uses for the color.
-log = logging.getLogger("tridecode")
 
 
 class History(FileHistory):
-    """The messages typed in earlier chats, in a file that only its owner can read. Disk errors are ignored."""
+    """The messages typed in earlier chats, in a file. A message that cannot be written stays in memory."""
 
     writes = True  # False while an unsent draft is added, which stays in memory.
 
-    def load_history_strings(self):
-        """Return the stored lines, the newest first; none if the file cannot be read."""
-        try:
-            return list(super().load_history_strings())
-        except (OSError, ValueError):
-            return []
-
     def store_string(self, string: str) -> None:
-        """Append a line to the file, which only its user can read. Errors are ignored."""
-        if not self.writes:
-            return
-        try:
-            os.close(os.open(self.filename, os.O_WRONLY | os.O_CREAT, 0o600))
-            super().store_string(string.encode("utf-8", "replace").decode())
-        except (OSError, ValueError):
-            pass
+        """Append a message to the file."""
+        if self.writes:
+            with suppress(OSError):  # For example, the disk is full.
+                super().store_string(string)
 
 
 class FunctionCompleter(Completer):
@@ -72,8 +61,7 @@ class Screen(Vt100_Output):
     def erase_down(self) -> None:
         """Erase the screen from the cursor down."""
         # Erase the first line separately. If tmux erases the screen from the top corner, it saves the screen to its
-        # history,
-        # and would then show the text twice.
+        # history, and would then show the text twice.
         self.write_raw("\x1b7\x1b[K\x1b[B\x1b[J\x1b8")
 
 
@@ -84,16 +72,18 @@ class Keyboard:
         """Create the editor.
 
         Args:
-        complete: See completion.completed.
+        complete: A function like completion.completed, without the chat.
         keys: prompt_toolkit's input, by default the terminal.
         screen: prompt_toolkit's output, by default the terminal.
         """
-        self.output, self._plain, self._touched = output, None, False
-        self.redraws = True  # If False, a message that fits in the window stays as the user typed it.
+        self.output, self._touched = output, False
+        self._plain: PlainReader | None = None
         try:
-            file = str(state_dir() / "history")
+            file = state_dir() / "history"
+            with failing(file):
+                file.touch(mode=0o600)  # Only its owner can read it.
         except SessionError as error:
-            file = os.devnull
+            file = Path(os.devnull)
             output.note(f"the history of your messages is not saved: {error}")
         self.history = History(file)
         if screen is None:
@@ -125,18 +115,12 @@ class Keyboard:
         """Return one message. Raises Interrupted for Ctrl-C and EOFError for Ctrl-D."""
         if self._plain is None:
             try:
-                text = self._edit(draft)
+                return self._edit(draft)
             except EOFError:
                 raise
             except Exception as error:
-                log.debug("the line editor failed", exc_info=True)
-                why = one_line(error)[:100]
-                self.output.note(f"the line editor failed ({type(error).__name__}: {why}); using plain line input")
+                self.output.error(f"the line editor failed ({type(error).__name__}: {error}); using plain line input")
                 self._plain, draft = PlainReader(self.output.keys), self.session.default_buffer.text or draft
-            else:
-                if self.session.app.erase_when_done:
-                    self.output.user(PROMPT + text.replace("\n", "\n" + CONTINUED))
-                return text
         return self._plain.read(draft)
 
     def fits(self, text: str) -> bool:
@@ -146,28 +130,18 @@ class Keyboard:
         return rows < size.rows
 
     def _edit(self, draft: str) -> str:
+        """Return one message from the line editor."""
         self.session.app.erase_when_done = True
         # An exception while the event loop is created or closed would leave it in an undefined state. Therefore a
-        # Ctrl-C before
-        # the prompt appears, or after it disappears, is only recorded.
+        # Ctrl-C before the prompt appears, or after it disappears, is only recorded.
         interrupts: list[int] = []
 
         def begin():
             self._touched = False
-            asyncio.get_running_loop().set_exception_handler(fail)
+            asyncio.get_running_loop().set_exception_handler(self._report)
             if interrupts:
                 interrupts.clear()
                 get_app().key_processor.send_sigint()
-
-        def fail(loop, context):
-            if isinstance(context.get("exception"), EDITOR_ERRORS):
-                why = one_line(context["exception"])[:100]
-                text = f"the file from the editor could not be read ({why}); the message is unchanged"
-                run_in_terminal(lambda: self.output.note(text))
-                return
-            future = self.session.app.future
-            if future and not future.done():
-                future.set_exception(context.get("exception") or RuntimeError(context["message"]))
 
         before = signal.signal(signal.SIGINT, lambda signum, frame: interrupts.append(signum))
         try:
@@ -177,7 +151,17 @@ class Keyboard:
             self.output.keys.disable_echo()
         if interrupts:
             raise Interrupted(text)
+        if self.session.app.erase_when_done:
+            self.output.user(as_typed(text))
         return text
+
+    def _report(self, loop, context) -> None:
+        """Print an error of $EDITOR, after which the prompt stays. Any other error ends the editor."""
+        error, future = context.get("exception"), self.session.app.future
+        if isinstance(error, EDITOR_ERRORS):
+            run_in_terminal(lambda: self.output.error(f"the editor failed ({error}); the message is unchanged"))
+        elif future and not future.done():
+            future.set_exception(error or RuntimeError(context["message"]))
 
     def _touch(self, buffer) -> None:
         self._touched = True
@@ -199,7 +183,8 @@ def _bindings(keyboard: Keyboard) -> KeyBindings:
         if unfinished(buffer.text):
             buffer.insert_text("\n")
         else:
-            event.app.erase_when_done = keyboard.redraws or not keyboard.fits(buffer.text)
+            # With --plain, a message that fits in the window stays as the user typed it.
+            event.app.erase_when_done = keyboard.output.redraws or not keyboard.fits(buffer.text)
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")

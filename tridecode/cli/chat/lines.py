@@ -1,9 +1,8 @@
 """Messages from lines: blocks between triple quotation marks, and a reader for terminals without a line editor."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
-from types import ModuleType
 
 from ..terminal import Keys, visible
 
@@ -40,6 +39,11 @@ def join_blocks(lines: Iterable[str]) -> Iterator[str]:
         yield "\n".join(block)
 
 
+def as_typed(message: str) -> str:
+    """Return a message with the prompts that the user saw while typing it."""
+    return PROMPT + message.replace("\n", "\n" + CONTINUED)
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C at the prompt.
 
@@ -52,54 +56,35 @@ class Interrupted(KeyboardInterrupt):
         self.draft, self.typed = draft, typed or bool(draft)
 
 
-def _insert(readline: ModuleType, draft: str) -> None:
-    readline.set_startup_hook()
-    readline.insert_text(draft)
-
-
 class PlainReader:
-    """A reader that uses input(), with readline if it is available."""
-
-    redraws = True  # All readers have this attribute. This reader never redraws.
+    """A reader that uses input()."""
 
     def __init__(self, keys: Keys | None = None):
         """Create the reader. `keys` are the terminal's keys, which are released during a read."""
         self._keys = keys or Keys()
-        self._readline: ModuleType | None = None
         with suppress(ImportError):
-            import readline  # readline adds arrow keys and a history to input().
-
-            self._readline = readline
+            import readline  # noqa: F401  # It adds arrow keys and a history to input().
 
     def read(self, draft: str = "") -> str:
-        """Return one message. Raises Interrupted for Ctrl-C and EOFError for Ctrl-D."""
-        lines: list[str] = []
-        self._begin_with(draft)
+        """Return one message. Raises KeyboardInterrupt for Ctrl-C and EOFError for Ctrl-D."""
+        if draft:
+            print(f"(was: {visible(draft.strip())})")
         self._keys.release()
         try:
-            return next(join_blocks(self._lines(lines)))
-        except (EOFError, KeyboardInterrupt) as end:
+            return next(join_blocks(self._lines()))
+        except (EOFError, KeyboardInterrupt):
             print()  # input() leaves the cursor on the line of the prompt.
-            if isinstance(end, EOFError):
-                raise
-            raise self._discard(lines) from None
+            raise
         finally:
             self._keys.disable_echo()
 
-    def _lines(self, lines: list[str]) -> Iterator[str]:
-        """Yield the typed lines and append them to `lines`."""
+    def _lines(self) -> Iterator[str]:
+        prompt = PROMPT
         while True:
-            lines.append(input(CONTINUED if lines else PROMPT))
-            yield lines[-1]
+            yield input(prompt)
+            prompt = CONTINUED
 
-    def _begin_with(self, draft: str) -> None:
-        if draft and self._readline and draft.isprintable():
-            self._readline.set_startup_hook(partial(_insert, self._readline, draft))
-        elif draft:
-            print(f"(was: {visible(draft.strip())})")
 
-    def _discard(self, lines: list[str]) -> Interrupted:
-        if self._readline and (line := self._readline.get_line_buffer()):
-            self._readline.add_history(line)
-            lines = [*lines, line]
-        return Interrupted("\n".join(lines))
+def shows_editor() -> bool:
+    """Return whether the terminal can show a line editor."""
+    return os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

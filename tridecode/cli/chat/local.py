@@ -1,18 +1,26 @@
-"""A model in this process."""
+"""A model in this process: its answers, the lines of /stats about it, and the capture of graphs in idle time."""
 
+import threading
+import weakref
 from collections.abc import Collection, Iterator
+from contextlib import suppress
+from functools import cache
 
 import torch
 
 from ...engine import Engine
-from ...errors import PromptError
+from ...errors import EngineClosed, PromptError
+from ...plan.memory import GIB, free_memory
 from ...results import OutputChunk
 from ...sampling import SamplingParams
 from ...text.thinking import CLOSE, OPEN, THINKING_VARIABLE
+from ..bench.measure import step_bytes
+from ..bench.read import measure_read_bandwidth
 from ..loading import Loader, tokenizer_of
-from . import stats
-from .idle import IdleCapture
 from .model import Model, Prompt, Thinking
+
+MIN_BYTES = 2**28  # Minimum bytes to read for a measurement of the bandwidth. Every cache is smaller.
+PAUSE = 0.01  # Seconds between two captures in idle time. An answer may start in this time.
 
 
 class LocalModel(Model):
@@ -22,18 +30,25 @@ class LocalModel(Model):
     device: torch.device
     capacity: int
 
-    def __init__(self, engine: Engine, loader: Loader | None = None):
-        self._loader = loader
+    def __init__(self, engine: Engine, loader: Loader | None = None, captures: bool = False):
+        """Create the model.
+
+        Args:
+            loader: Loads other models for `switch`.
+            captures: Capture passes that the engine may need while it is idle.
+        """
+        self._loader, self._captures = loader, captures
         self._idle: IdleCapture | None = None
         self.use(engine)
 
     def use(self, engine: Engine) -> None:
         """Replace the engine."""
+        self.close()
         self.engine, self.loaded = engine, True
         self.name, self.device, self.capacity = engine.name, engine.device, engine.capacity
         self.largest = engine.config.max_position
-        if self._idle is not None:
-            self.use_idle_time()
+        if self._captures:
+            self._idle = IdleCapture(engine)
 
     def free_engine(self) -> None:
         """Free the engine, to make room for another."""
@@ -83,8 +98,12 @@ class LocalModel(Model):
         return self.engine.scheduler.reading()
 
     def facts(self, last: OutputChunk | None) -> list[str]:
-        """Return lines about the engine's memory, passes and latest answer."""
-        return stats.engine_lines(self.engine, last)
+        """Return lines about the engine and the GPU."""
+        engine = self.engine
+        drafts = "ngram {}:{}".format(*engine.plan.ngram) if engine.plan.ngram else "off"
+        name = f"model {engine.name} on {engine.device}"
+        row = f"{name}, backend {engine.backend}, graph {engine.graph}, speculation {drafts}"
+        return [row, *(gpu_lines(engine, last) if engine.device.type == "cuda" else [])]
 
     def switch(self, name: str, overrides: Collection[str], raw: bool) -> None:
         """Load another model. The current one is freed first if both do not fit in memory."""
@@ -94,11 +113,6 @@ class LocalModel(Model):
     def lost(self, error: Exception) -> bool:
         """Return whether the GPU no longer responds."""
         return isinstance(error, RuntimeError) and not responds(self.device)
-
-    def use_idle_time(self) -> None:
-        """Capture passes that the engine may need, until the next turn begins."""
-        self.close()
-        self._idle = IdleCapture(self.engine)
 
     def close(self) -> None:
         """Stop the captures in idle time."""
@@ -130,3 +144,58 @@ def responds(device: torch.device) -> bool:
         except RuntimeError:
             return False
     return True
+
+
+def gpu_lines(engine, last) -> list[str]:
+    """Return the lines about GPU memory and the share of the read bandwidth that the last answer used."""
+    free, whole = torch.cuda.mem_get_info(engine.device)
+    reserved = torch.cuda.memory_reserved(engine.device)
+    own, used, size = (f"{nbytes / GIB:.1f}" for nbytes in (reserved, whole - free, whole))
+    rows = [f"GPU memory: {own} GiB by this chat, {used} of {size} GiB in use"]
+    rate = 0.0 if last is None else last.timings.tokens_per_second
+    if rate:
+        bandwidth = read_bandwidth(engine.device)
+        if bandwidth is None:
+            rows.append("bandwidth: not measured, because too little memory is free")
+        else:
+            needed = step_bytes(engine, last.usage.prompt_tokens, last.usage.completion_tokens)
+            rates = f"{bandwidth / 1e9:,.0f} GB/s, {needed / 1e9:.2f} GB a token"
+            rows.append(f"{100 * needed * rate / bandwidth:.0f}% of the read bandwidth ({rates})")
+    return rows
+
+
+@cache
+def read_bandwidth(device: torch.device) -> float | None:
+    """Return bytes per second, measured at the first call; None if too little memory is free."""
+    nbytes = min(2**32, free_memory(device) // 2)
+    if nbytes < MIN_BYTES:
+        return None
+    with torch.cuda.device(device):  # Triton launches kernels on the current device.
+        bandwidth = measure_read_bandwidth(device, nbytes)
+        torch.cuda.empty_cache()  # Free the buffer of the measurement.
+    return bandwidth
+
+
+class IdleCapture(threading.Thread):
+    """A thread that captures passes until all are captured, the engine is freed, or `end` is called.
+
+    It holds only a weak reference to the engine.
+    """
+
+    def __init__(self, engine: Engine):
+        super().__init__(daemon=True)
+        self._engine, self._ended = weakref.ref(engine), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Capture one pass after the other until all are captured or `end` is called."""
+        with suppress(EngineClosed, RuntimeError):  # The next turn reports the loss of a GPU.
+            while (engine := self._engine()) is not None and engine.capture_next():
+                del engine
+                if self._ended.wait(PAUSE):
+                    return
+
+    def end(self) -> None:
+        """Stop the thread after the capture in progress."""
+        self._ended.set()
+        self.join()

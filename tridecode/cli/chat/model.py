@@ -80,8 +80,5 @@ class Model:
         """Return whether `error` means that the device is unusable."""
         return False
 
-    def use_idle_time(self) -> None:
-        """Start background work for the time between answers."""
-
     def close(self) -> None:
         """End the background work."""

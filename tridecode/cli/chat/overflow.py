@@ -22,7 +22,7 @@ def fit(
     max_tokens: int | None,
     largest: int,
     continues: bool = False,
-):
+) -> tuple[Conversation, str]:
     """Return the conversation in which `line` fits, and a line to show ("" if the conversation is unchanged).
 
     Args:
@@ -37,33 +37,21 @@ def fit(
         Overflow: The turn does not fit.
     """
 
-    def measured(dropped: int) -> tuple[int, bool]:
+    def tokens(dropped: int) -> tuple[int, bool]:
         return _counted(count, replace(conversation, dropped=dropped).prompt(line))
-
-    def tokens(dropped: int) -> int:
-        return measured(dropped)[0]
 
     dropped, turns = conversation.dropped, len(conversation.turns)
     room = min(max_tokens or capacity, capacity // 8) if choice == "drop-oldest" else 0
-    # Start with the newest turns, so that the template does not render text far longer than the context.
-    size = 16 * capacity
-    while True:
-        first = max(_newest(conversation.turns, size), dropped)
-        needed, is_lower_bound = measured(first)
-        if needed > capacity - room or first == dropped:
-            break
-        size *= 4
+    needed, is_lower_bound = tokens(dropped)
     if needed <= capacity - room:
         return conversation, ""
-    words = f"more than {counted(needed, 'token')}" if first > dropped else _token_count(needed, is_lower_bound)
+    if tokens(turns)[0] > capacity:
+        raise Overflow(_message_too_long(conversation, line, count, capacity, largest, choice, continues))
+    words = _token_count(needed, is_lower_bound)
     if choice != "drop-oldest":
-        if tokens(turns) > capacity:
-            raise Overflow(_message_too_long(conversation, line, count, capacity, largest, choice, continues))
         fix = "/undo, /clear or /set overflow drop-oldest make room" if choice == "error" else "the chat ends"
         raise Overflow(f"this turn needs {words}, the context holds {capacity:,}; {fix}")
-    chosen = bisect_left(range(first, turns), True, key=lambda n: tokens(n) <= capacity - room) + first
-    if tokens(chosen) > capacity:
-        raise Overflow(_message_too_long(conversation, line, count, capacity, largest, choice, continues))
+    chosen = bisect_left(range(dropped, turns), True, key=lambda n: tokens(n)[0] <= capacity - room) + dropped
     if chosen == dropped:
         return conversation, ""
     first, last = dropped + 1, chosen
@@ -71,15 +59,6 @@ def fit(
     space = f" with room for the answer ({room:,})" if needed <= capacity else ""
     note = f"{words} do not fit in the context of {capacity:,}{space}: {which} no longer sent to the model"
     return replace(conversation, dropped=chosen), note
-
-
-def _newest(turns: tuple, size: int) -> int:
-    """Return the index of the first of the newest turns that have at most `size` characters together."""
-    for number in range(len(turns) - 1, -1, -1):
-        size -= 16 + sum(map(len, turns[number]))  # Reserve 16 characters for the markup of the template.
-        if size < 0:
-            return number + 1
-    return 0
 
 
 def _message_too_long(

@@ -1,14 +1,13 @@
 """A model behind OpenAI's HTTP API. Uses httpx."""
 
 import json
-import re
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import httpx
 
-from ...errors import ParameterError, PromptError, TooLong, TridecodeError, brief
+from ...errors import ParameterError, TooLong, TridecodeError, brief
 from ...results import OutputChunk, Timings, Usage
 from ...sampling import SamplingParams
 from ...text.thinking import CLOSE, OPEN, THINKING_VARIABLE, strip_thinking
@@ -17,7 +16,6 @@ from ..terminal import did_you_mean, joined
 from .model import Model, Prompt, Thinking
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # Limit in seconds for the wait for the next byte.
-LONGEST = 1 << 24  # Maximum bytes of an event.
 OPENAI = {name: name for name in (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop",
 )}  # fmt: skip
@@ -36,7 +34,15 @@ REASONING_FIELDS = ("reasoning_content", "reasoning")
 
 
 class ServerError(TridecodeError):
-    """The server cannot be reached, refuses the request, or ends the answer early."""
+    """The server cannot be reached, refuses the request, or ends the answer early.
+
+    Attributes:
+        code: The code of an error response in OpenAI's API, such as context_length_exceeded.
+    """
+
+    def __init__(self, message: str, code: object = None):
+        super().__init__(message)
+        self.code = code
 
 
 class RemoteModel(Model):
@@ -127,15 +133,16 @@ class RemoteModel(Model):
 
         Raises ServerError, or TooLong if the prompt is too long for the server.
         """
-        with failing(self.device):
-            response = self._post("/tokenize", self._body(prompt_field(prompt), {}, thinking.variables))
-            try:
-                check(response)
+        try:
+            with self._post("/tokenize", self._body(prompt_field(prompt), {}, thinking.variables)) as response:
+                response.read()
                 return int(response.json()["count"])
-            except TooLong:  # TooLong is a subclass of ValueError.
-                raise
-            except (ValueError, LookupError, TypeError):
-                raise ServerError(f"{self.device}/tokenize did not return a number of tokens") from None
+        except ServerError as error:
+            if error.code == "context_length_exceeded" and self.capacity is not None:
+                raise TooLong(self.capacity + 1, self.capacity, is_lower_bound=True) from None
+            raise
+        except (ValueError, LookupError, TypeError):
+            raise ServerError(f"{self.device}/tokenize did not return a number of tokens") from None
 
     def stream(
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
@@ -143,36 +150,32 @@ class RemoteModel(Model):
         """Yield an OutputChunk without token ids for each event with text, then a last chunk; see Engine.stream.
 
         If the server sends thinking in a separate field, it is put between think tags, as models write it. Closing the
-        iterator
-        closes the stream, which cancels the request.
+        iterator closes the stream, which cancels the request.
 
         Args:
             overrides: Names of the options to send; for the others the server uses its defaults.
 
         Raises:
             ServerError: The request fails, or the answer ends early.
-            TooLong: The prompt does not fit in the context.
         """
         options = {name: getattr(params, name) for name in overrides}
         path = "/v1/completions" if isinstance(prompt, str) else "/v1/chat/completions"
         body = prompt_field(prompt) | {"stream": True, "stream_options": {"include_usage": True}}
-        with failing(self.device):
-            answer = Answer()
-            request = self._http.build_request("POST", path, **encoded(self._body(body, options, thinking.variables)))
-            response = self._http.send(request, stream=True)
-            try:
-                if response.status_code != 200:
-                    response.read()
-                check(response)
-                for data in events(response.iter_bytes()):
-                    if text := answer.event(data):
-                        yield OutputChunk(None, text)
-            finally:
-                response.close()
-            yield answer.end()
+        answer = Answer()
+        with self._post(path, self._body(body, options, thinking.variables)) as response:
+            for data in events(response.iter_bytes()):
+                if text := answer.event(data):
+                    yield OutputChunk(None, text)
+        yield answer.end()
 
-    def _post(self, path: str, body: dict) -> httpx.Response:
-        return self._http.post(path, **encoded(body))
+    @contextmanager
+    def _post(self, path: str, body: dict) -> Iterator[httpx.Response]:
+        """Send a request and yield its response, whose body is not read yet. Raises ServerError."""
+        # The body is ASCII, because typed text may contain lone surrogates, which UTF-8 cannot encode.
+        content, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+        with failing(self.device), self._http.stream("POST", path, content=content, headers=headers) as response:
+            check(response)
+            yield response
 
     def _body(self, fields: dict, options: dict, variables: dict | None) -> dict:
         body = {"model": self.name} | fields
@@ -265,19 +268,11 @@ def sent(messages: list[dict]) -> list[dict]:
     ]
 
 
-def encoded(body: dict) -> dict:
-    """Return the httpx arguments for a JSON body."""
-    # The body is ASCII, because typed text may contain lone surrogates, which UTF-8 cannot encode.
-    return {"content": json.dumps(body).encode(), "headers": {"content-type": "application/json"}}
-
-
 def events(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the data of server-sent events up to [DONE] or the end. Raises ServerError."""
+    """Yield the data of server-sent events up to [DONE] or the end."""
     rest = b""
     for part in parts:
         *lines, rest = (rest + part).split(b"\n")
-        if len(rest) > LONGEST:
-            raise ServerError(f"an event of the answer has more than {LONGEST:,} bytes")
         for line in lines:
             if line.startswith(b"data:"):
                 data = line[5:].strip()
@@ -288,36 +283,22 @@ def events(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def check(response: httpx.Response) -> None:
-    """Raise ServerError if the status of a completely read response is not 200.
-
-    Raises:
-        Refused: The prompt is too long, and the server reports its length.
-        ServerError: Any other error.
-    """
+    """Raise ServerError if the status of a response is not 200."""
     status = response.status_code
     if status == 200:
         return
+    response.read()
     try:
         body = response.json()
-        message = message_of(body)
-        code = body["error"].get("code") if isinstance(body.get("error"), dict) else None
-    except (ValueError, LookupError, AttributeError, RecursionError):
-        message, code = brief(response.text), None
-    if code == "context_length_exceeded" and (numbers := re.search(r"(\d[\d,]*) tokens.*?(\d[\d,]*)", message)):
-        raise Refused(message, int(numbers[1].replace(",", "")))
+        message, error = message_of(body), body.get("error")
+    except (ValueError, AttributeError, RecursionError):
+        message, error = brief(response.text), None
     hints = {401: "give TRIDECODE_API_KEY or --api-key-file"}
     if wait := response.headers.get("retry-after"):
         hints[503] = hints[429] = f"try again in {brief(wait, 40)}{' s' if wait.isdecimal() else ''}"
     message = f"the server answers {status}: {message or response.reason_phrase}"
-    raise ServerError(joined(message, hints[status]) if status in hints else message)
-
-
-class Refused(TooLong):
-    """The server refused a prompt that is too long. The message comes from the server."""
-
-    def __init__(self, message: str, tokens: int):
-        PromptError.__init__(self, message)
-        self.tokens, self.is_lower_bound = tokens, "tokens or more" in message
+    code = error.get("code") if isinstance(error, dict) else None
+    raise ServerError(joined(message, hints[status]) if status in hints else message, code)
 
 
 @contextmanager

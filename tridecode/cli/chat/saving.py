@@ -6,7 +6,7 @@ from pathlib import Path
 from ..terminal import counted
 from . import session, sessions
 from .display import open_sink
-from .lines import CONTINUED, PROMPT
+from .lines import as_typed
 
 LISTED = 20  # Maximum number of sessions that /sessions shows.
 # Maximum characters of the turns that are shown when a conversation continues. The last turn is always shown.
@@ -28,29 +28,26 @@ def load(chat, rest: str) -> None:
     """Run /load. A session continues in its file. The conversation of another file continues in a new session."""
     store = None
     if rest in sessions.names():
-        store = session.Store(sessions.existing(rest), chat.model.name)
+        store = session.Store(sessions.existing(rest))
         loaded = store.load()
     else:
         path = path_of(rest)
-        try:
-            loaded = session.read(path)
-        except session.SessionError as error:
-            if path.suffix.lower() in sessions.MARKDOWN and path.is_file():
-                raise session.SessionError(f"{error}; /load reads only JSON, not Markdown") from None
-            if not os.path.lexists(path) and path.name == rest and not path.suffix:
-                words = "there is no session and no file of this name; /sessions lists the sessions"
-                raise session.SessionError(f"{rest}: {words}") from None
-            raise
+        if not os.path.lexists(path) and path.name == rest and not path.suffix:
+            words = "there is no session and no file of this name; /sessions lists the sessions"
+            raise session.SessionError(f"{rest}: {words}")
+        loaded = session.read(path)
     if loaded.raw != chat.conversation.raw:
-        chat.output.note(f"this conversation needs a chat {'with' if loaded.raw else 'without'} --raw")
-        return
-    chat.replace_conversation(loaded)
+        raise session.SessionError(f"this conversation needs a chat {'with' if loaded.raw else 'without'} --raw")
+    kept = chat.begin(loaded)
     if store and chat.store:
         chat.store = store
     show_last(chat)
-    # Whether the command loaded the session that was already open.
-    reloaded = chat.store and chat.store.name == chat.kept
-    chat.output.note(chat.describe() + ("" if reloaded else chat.previous_session_note()))
+    chat.output.note(chat.describe() + ("" if kept == rest else previous_session(kept)))
+
+
+def previous_session(name: str) -> str:
+    """Return the part of a note that names the session with the previous conversation; "" if there is none."""
+    return f"; the previous one is saved in session {name}" if name else ""
 
 
 def export(chat, rest: str) -> None:
@@ -63,7 +60,7 @@ def export(chat, rest: str) -> None:
 def title(chat, rest: str) -> None:
     """Run /title."""
     if rest:
-        chat.set_title(None if rest == "-" else rest)
+        chat.change_conversation(title=None if rest == "-" else rest)
     words = sessions.title(chat.conversation)
     chat.output.note(f"the title is {words}" if words else "there is no title yet; the first words will be the title")
 
@@ -82,29 +79,27 @@ def list_sessions(chat, rest: str) -> None:
     elif action == "rename" and len(names) in (1, 2):
         old, new = names if len(names) == 2 else (own_session, names[0])
         if old is None:
-            chat.output.note("this conversation is not saved; use /sessions rename OLD NEW")
-            return
+            raise session.SessionError("this conversation is not saved; use /sessions rename OLD NEW")
         chat.store.rename(new) if old == own_session else sessions.rename(old, new)
         chat.output.note(f"session {old} is now called {new}")
     elif action == "delete" and names:
         if own_session in names:
-            chat.output.note(f"session {own_session} is in use; begin another with /clear before you delete it")
-            return
+            fix = "begin another with /clear before you delete it"
+            raise session.SessionError(f"session {own_session} is in use; {fix}")
         sessions.delete(names)
         chat.output.note(f"deleted {counted(len(set(names)), 'session')}")
     else:
-        chat.output.note("/sessions accepts no argument, rename [OLD] NEW, or delete NAME ...")
+        raise session.SessionError("/sessions accepts no argument, rename [OLD] NEW, or delete NAME ...")
 
 
 def history(chat, rest: str) -> None:
     """Run /history."""
     turns = len(chat.conversation.turns)
     if rest and not (rest.isdecimal() and len(rest) < 10 and int(rest)):
-        chat.output.note(f"/history accepts a number of turns, not {rest[:50]!r}")
-    elif not turns:
+        raise session.SessionError(f"/history accepts a number of turns, not {rest[:50]!r}")
+    if not turns:
         chat.output.note("the conversation has no turns yet")
-    else:
-        show(chat, max(turns - int(rest), 0) if rest else 0)
+    show(chat, max(turns - int(rest), 0) if rest else 0)
 
 
 def show_last(chat) -> None:
@@ -125,7 +120,7 @@ def show(chat, first: int) -> None:
     for number, (user, answer) in enumerate(chat.conversation.turns[first:]):
         if number:
             chat.output.text("\n")
-        chat.output.user(PROMPT + user.replace("\n", "\n" + CONTINUED))
+        chat.output.user(as_typed(user))
         sink = open_sink(chat.output, chat.plain)
         try:
             sink.push(chat.answer_only(answer))
@@ -141,8 +136,5 @@ def unquote(text: str) -> str:
 
 
 def path_of(text: str) -> Path:
-    """Return the path that the user typed. Raises SessionError."""
-    try:
-        return Path(os.path.expanduser(unquote(text)))
-    except ValueError as error:
-        raise session.SessionError(f"{text!r}: {error}") from None
+    """Return the path that the user typed."""
+    return Path(os.path.expanduser(unquote(text)))

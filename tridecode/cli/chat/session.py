@@ -149,8 +149,8 @@ def write(path: Path, text: str) -> None:
 class Store:
     """The file to which a conversation is saved after each turn. The first turn creates it."""
 
-    def __init__(self, path: Path, model: str):
-        self.path, self.model = path, model
+    def __init__(self, path: Path):
+        self.path = path
         self.saved: Conversation | None = None  # The contents of the file.
         self._seen = None  # Inode, time and size of the file after the last access by this object.
 
@@ -165,8 +165,11 @@ class Store:
         self._seen = self._state()
         return self.saved
 
-    def save(self, conversation: Conversation) -> str:
-        """Save the conversation and return a line to show, or "". Raises SessionError; the file is then unchanged."""
+    def save(self, conversation: Conversation, model: str) -> str:
+        """Save the conversation, and the name of its model. Return a line to show, or "".
+
+        Raises SessionError; the file is then unchanged.
+        """
         if conversation == self.saved or (self.saved is None and not conversation.turns):
             return ""
         note = ""
@@ -176,7 +179,7 @@ class Store:
             note = f"session {busy} was changed by another program; this conversation continues in {self.name}"
         with failing(self.path.parent):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write(self.path, dumps(conversation, self.model))
+        write(self.path, dumps(conversation, model))
         self.saved, self._seen = conversation, self._state()
         return note
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.cells import cell_len, set_cell_size
+from rich.filesize import decimal
 
 from ...errors import brief
 from ...text.thinking import CLOSE, OPEN
@@ -17,10 +18,9 @@ from .conversation import Conversation
 from .session import SessionError
 
 NAMED = 28  # Columns for names. A longer name shifts the rest of its line.
-TITLE = 16  # Minimum columns for a title. In a narrower window, the title is on a separate line.
+TITLE = 14  # Minimum columns for a title. In a narrower window, the title is on a separate line.
 YEAR = 300 * 24 * 3600  # Age in seconds from which the year is shown instead of the time.
 MARKDOWN = (".md", ".markdown")
-UNITS = ("B", "kB", "MB")
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ def lines(entries: Sequence[Saved], width: int | None) -> list[str]:
     """
     rows, longest = [], min(max((len(entry.path.stem) for entry in entries), default=0), NAMED)
     for entry in entries:
-        facts = f"{entry.path.stem:<{longest}}  {entry.date}  {entry.turns:>9}  {size(entry.size):>7}  "
+        facts = f"{entry.path.stem:<{longest}}  {entry.date}  {entry.turns:>9}  {decimal(entry.size):>9}  "
         title = one_line(entry.title)
         if width is None or len(facts) + TITLE <= width:
             rows.append(fitted(facts + title, width))
         else:
             rows.append(fitted(entry.path.stem, width))
-            details = f"{entry.date} · {entry.turns} · {size(entry.size)}"
+            details = f"{entry.date} · {entry.turns} · {decimal(entry.size)}"
             rows += (fitted(f"  {text}", width) for text in (details, title))
     return rows
 
@@ -110,14 +110,6 @@ def fitted(text: str, width: int | None) -> str:
     if width is None or cell_len(text) <= width:
         return text
     return set_cell_size(text, width - 1).rstrip() + "…"
-
-
-def size(nbytes: int) -> str:
-    """Return a number of bytes with a unit."""
-    value, unit = float(nbytes), 0
-    while value >= 999.5 and unit < len(UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.{0 if unit == 0 or value >= 10 else 1}f} {UNITS[unit]}"
 
 
 def existing(name: str) -> Path:
@@ -131,7 +123,7 @@ def existing(name: str) -> Path:
 
 def rename(old: str, new: str) -> None:
     """Rename a session. Raises SessionError, also if `new` exists already."""
-    session.Store(existing(old), "").rename(new)
+    session.Store(existing(old)).rename(new)
 
 
 def delete(chosen: Sequence[str]) -> None:

@@ -1,72 +1,83 @@
-"""Parsing of the values of /set."""
+"""The settings of /set: sampling options, and choices of the chat."""
 
 import json
-import re
-from dataclasses import fields, replace
+from contextlib import suppress
+from dataclasses import replace
 
+from ...arguments import Several
 from ...errors import ParameterError
-from ...sampling import SamplingParams
+from ..options import SAMPLING
 from ..terminal import did_you_mean
 
-# Settings of the chat that are not sampling options.
+# Settings of the chat that are not sampling options. They are attributes of talk.Chat.
 CHOICES: dict[str, tuple[str, ...]] = {"overflow": ("error", "drop-oldest", "stop"), "stats": ("full", "short", "off")}
 # A chat does not show log-probabilities.
-NAMES = tuple(field.name for field in fields(SamplingParams) if field.name != "logprobs")
-_WORDS = {"none": None, "null": None, "on": True, "true": True, "off": False, "false": False}
-_LIST = re.compile(r"""\[\s*["']""")  # A text that begins like a list of strings.
+NAMES = tuple(name for name in SAMPLING if name != "logprobs")
+COUNTING = "needs a server that counts tokens, as tridecode's and vLLM's do"
 
 
-def as_typed(name: str, value) -> str:
-    """Return the value of an option as text that /set accepts."""
+def names(chat) -> list[str]:
+    """Return the names of the sampling options that the model of the chat supports."""
+    return [name for name in NAMES if name in chat.model.options]
+
+
+def choices(chat) -> dict[str, tuple[str, ...]]:
+    """Return the values of each other setting."""
+    return CHOICES if chat.model.counts else CHOICES | {"overflow": ("error",)}
+
+
+def shown(chat, name: str) -> str:
+    """Return the value of a setting as text that /set accepts."""
+    if name in CHOICES:
+        return getattr(chat, name)
+    if chat.model.defaults is not None and name not in chat.overrides:
+        return chat.model.defaults
+    value = getattr(chat.params, name)
     if name == "json_schema" and value is not None:
-        value = json.loads(value)  # The file contains the value as JSON text.
+        return value  # The parameter contains JSON text.
     return json.dumps(value, ensure_ascii=False) if value is not None else "none"
 
 
-def full_name(name: str) -> str:
-    """Return the name of an option from a typed form such as --top-k or TOP-K."""
-    return name.lower().lstrip("-").replace("-", "_")
+def change(chat, typed: str, text: str) -> str:
+    """Set a setting, typed like top_k, --top-k or TOP-K, to the value in `text`, and return its name.
+
+    The value `default` restores the model's default, or for a choice the value at the start of the chat.
+
+    Raises:
+        ParameterError: There is no such setting, or it cannot have this value.
+    """
+    name = typed.lower().lstrip("-").replace("-", "_")
+    if name not in (*NAMES, *CHOICES):
+        fix = did_you_mean(name, (*NAMES, *CHOICES)) or "/set shows all"
+        raise ParameterError(f"there is no option {typed}; {fix}")
+    if not text:
+        raise ParameterError(f"/set {name} needs a value; the current value is {shown(chat, name)}")
+    if name in CHOICES:
+        if text not in (*CHOICES[name], "default"):
+            raise ParameterError(f"{name} must be one of {', '.join(CHOICES[name])} or default, got {text[:80]!r}")
+        if text not in (*choices(chat)[name], "default"):
+            raise ParameterError(f"{name} {text} {COUNTING}")
+        setattr(chat, name, chat.initial_choices[name] if text == "default" else text)
+    elif text == "default":
+        chat.overrides.pop(name, None)
+        chat.params = replace(chat.params, **{name: getattr(chat.model.default_params(), name)})
+    else:
+        chat.model.check(name)
+        chat.params = replace(chat.params, **{name: parsed(name, text)})
+        chat.overrides[name] = getattr(chat.params, name)
+    return name
 
 
-def known(name: str) -> str:
-    """Return the full name of the sampling option `name`. Raises ParameterError."""
-    option = full_name(name)
-    if option not in NAMES:
-        fix = did_you_mean(option, (*NAMES, *CHOICES)) or "/set shows all"
-        raise ParameterError(f"there is no option {name}; {fix}")
-    return option
-
-
-def changed(params: SamplingParams, defaults: SamplingParams, option: str, text: str) -> SamplingParams:
-    """Return `params` with an option set to the value typed as `text`. Raises ParameterError."""
-    if text == "default":
-        return replace(params, **{option: getattr(defaults, option)})
-    try:
-        return replace(params, **{option: _value(option, text)})
-    except (TypeError, ValueError, AttributeError) as error:  # A value has a wrong type, such as a list.
-        if isinstance(error, ParameterError):
-            raise
-        raise ParameterError(f"{option} cannot be {text[:80]!r}") from None
-
-
-def _value(name: str, text: str):
-    if name in ("stop", "stop_token_ids", "logit_bias") and text.lower() in ("none", "off"):
-        return {} if name == "logit_bias" else ()
-    read = f"[{text}]" if name == "stop_token_ids" and not text.startswith("[") else text
-    try:
-        value = _WORDS[text.lower()] if text.lower() in _WORDS and name != "stop" else json.loads(read)
-    except (ValueError, RecursionError):
-        value = text
-    if name == "stop_token_ids" and not isinstance(value, list):
-        raise ParameterError(f"stop_token_ids must be token ids like 1, 2, got {text[:80]!r}")
-    if name == "stop" and value is text and _LIST.match(text):  # The text is an incomplete list. [END] is a string.
-        raise ParameterError(f'stop must be a text, or a whole JSON list like ["a", "b"], got {text[:80]!r}')
-    if name == "stop" and not isinstance(value, (str, list)):
-        value = text
-    if name == "ignore_eos" and not isinstance(value, bool):
-        raise ParameterError(f"ignore_eos must be on or off, got {text[:80]!r}")
-    if name == "logit_bias":
-        if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
-            raise ParameterError(f'logit_bias must be like {{"13": -5}}, token ids and numbers, got {text[:80]!r}')
-        value = {int(key): bias for key, bias in value.items()}
-    return value
+def parsed(name: str, text: str):
+    """Return the value of a sampling option in a text: JSON, or the form of the command line. It is not checked."""
+    if text.lower() in ("none", "null"):
+        return None
+    option = SAMPLING[name]
+    value = (option.constraint.item if option.repeated else option.constraint).read(text)
+    json_types = (str, list) if option.repeated or isinstance(option.constraint, Several) else (str,)
+    with suppress(ValueError, RecursionError):  # The text is not JSON, as in a regular expression.
+        from_json = json.loads(text)
+        if name == "logit_bias" and isinstance(from_json, dict):  # The keys of a JSON object are strings.
+            return {int(key) if key.isdecimal() else key: bias for key, bias in from_json.items()}
+        value = from_json if isinstance(from_json, json_types) else value
+    return [value] if option.repeated and not isinstance(value, list) else value

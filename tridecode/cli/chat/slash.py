@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...errors import ParameterError, brief
-from ..terminal import counted, did_you_mean
-from . import saving, stats
+from ...errors import TridecodeError, brief
+from ..terminal import counted, did_you_mean, speed_line
+from . import saving, settings
 from .clipboard import copy
+from .conversation import Conversation
 from .markup import code_blocks
-from .settings import CHOICES, full_name
 
 COMMAND_WORDS = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # Messages that are probably meant as commands.
 # Names that other chat programs use for commands.
@@ -48,25 +48,25 @@ def run(chat, word: str, rest: str) -> bool:
         chat: A talk.Chat.
         word: The command with its slash.
         rest: Its argument.
+
+    Raises:
+        TridecodeError: There is no such command, or it cannot have this argument.
     """
     command = COMMANDS.get(ALIASES.get(word.lower(), word.lower()))
     if command is None:
-        fix = f"{did_you_mean(word, COMMANDS)} /help lists them, // begins a message with a /"
-        chat.output.error(f"there is no command {word[:80]}; {fix.lstrip()}")
         if not chat.interactive:  # In a pipe, the line may have been a message, which now has no answer.
             chat.exit_code = 1
-        return True
+        fix = f"{did_you_mean(word, COMMANDS)} /help lists them, // begins a message with a /"
+        raise TridecodeError(f"there is no command {word[:80]}; {fix.lstrip()}")
     if command.arguments.startswith("FILE") and not rest:
-        chat.output.note(f"{command.name} needs {command.arguments}")
-    elif command.words and rest and rest not in command.words:
+        raise TridecodeError(f"{command.name} needs {command.arguments}")
+    if command.words and rest and rest not in command.words:
         words = f"{', '.join(command.words[:-1])} or {command.words[-1]}"
-        chat.output.note(f"{command.name} takes {words}, not {quoted(rest)}")
-    elif not command.arguments and rest:
+        raise TridecodeError(f"{command.name} takes {words}, not {quoted(rest)}")
+    if not command.arguments and rest:
         words = "accepts no argument; put a space before the / to send the line as a message"
-        chat.output.note(f"{command.name} {words}")
-    else:
-        return command.action(chat, rest) is not False
-    return True
+        raise TridecodeError(f"{command.name} {words}")
+    return command.action(chat, rest) is not False
 
 
 def command_hint(message: str) -> str:
@@ -95,90 +95,77 @@ def _help(chat, rest) -> None:
 
 
 def _clear(chat, rest) -> None:
-    chat.replace_conversation(chat.new_conversation())
-    chat.output.note("a new conversation begins" + chat.previous_session_note())
+    kept = chat.begin(Conversation(chat.conversation.raw, chat.conversation.system))
+    chat.output.note("a new conversation begins" + saving.previous_session(kept))
 
 
 def _system(chat, rest) -> None:
     if chat.conversation.raw:
-        chat.output.note("with --raw there is no system turn")
-    elif not rest:
+        raise TridecodeError("with --raw there is no system turn")
+    if not rest:
         system = chat.conversation.system
         chat.output.note("there is no system turn" if system is None else f"system: {system}")
-    elif rest == "-" and chat.conversation.system is None and chat.system is None:
-        chat.output.note("there is no system turn to remove")
     else:
-        chat.set_system(None if rest == "-" else rest)
+        chat.change_conversation(system=None if rest == "-" else rest)
         chat.output.note("the system turn is " + ("removed" if rest == "-" else "set"))
 
 
-def _last(chat) -> tuple[str, str] | None:
-    if chat.conversation.turns:
-        return chat.conversation.turns[-1]
-    chat.output.note("the conversation has no turns yet")
-    return None
+def _last(chat) -> tuple[str, str]:
+    """Return the last turn. Raises TridecodeError if there is none."""
+    if not chat.conversation.turns:
+        raise TridecodeError("the conversation has no turns yet")
+    return chat.conversation.turns[-1]
 
 
-def _retry(chat, rest):
-    if last := _last(chat):
-        return chat.ask(last[0], replaces=True, tries=chat.tries + 1)
+def _retry(chat, rest) -> bool:
+    return chat.ask(_last(chat)[0], replaces=True, tries=chat.tries + 1)
 
 
-def _edit(chat, rest):
-    if last := _last(chat):
-        if rest:
-            return chat.ask(rest, replaces=True)
-        if chat.interactive:
-            chat.draft = literal(last[0])
-        else:
-            chat.output.note("/edit needs TEXT if there is no terminal")
+def _edit(chat, rest) -> bool:
+    message, _ = _last(chat)
+    if rest:
+        return chat.ask(rest, replaces=True)
+    if not chat.interactive:
+        raise TridecodeError("/edit needs TEXT if there is no terminal")
+    chat.draft = literal(message)
+    return True
 
 
-def _continue(chat, rest):
-    if _last(chat):
-        return chat.continue_answer()
+def _continue(chat, rest) -> bool:
+    message, answer = _last(chat)
+    if not chat.model.continues:
+        raise TridecodeError('a server cannot continue an answer; send a message such as "continue"')
+    return chat.ask(message, replaces=True, prefix=answer)
 
 
 def _undo(chat, rest) -> None:
-    if last := _last(chat):
-        chat.conversation, chat.tries = chat.conversation.without_last(), 0
-        chat.save()
-        left = len(chat.conversation.turns)
-        chat.output.note(f"removed {quoted(last[0])}; {counted(left, 'turn')} left")
+    message, _ = _last(chat)
+    chat.conversation, chat.tries = chat.conversation.without_last(), 0
+    chat.save()
+    left = len(chat.conversation.turns)
+    chat.output.note(f"removed {quoted(message)}; {counted(left, 'turn')} left")
 
 
 def _set(chat, rest) -> None:
     name, _, value = rest.partition(" ")
-    if not name:
-        for name in chat.settings():
-            chat.output.print_line(f"{name:<20} {chat.setting(name)}")
-        for name in CHOICES:
-            chat.output.print_line(f"{name:<20} {getattr(chat, name)}")
+    if name:
+        name = settings.change(chat, name, value.strip())
+        chat.output.note(f"{name} is {settings.shown(chat, name)}")
         return
-    try:
-        if (option := full_name(name)) in CHOICES:
-            chat.choose(option, value.strip())
-            chat.output.note(f"{option} is {getattr(chat, option)}")
-            return
-        name = chat.change(name, value.strip())
-    except ParameterError as error:
-        chat.output.note(str(error))
-    else:
-        chat.output.note(f"{name} is {chat.setting(name)}")
+    for name in (*settings.names(chat), *settings.CHOICES):
+        chat.output.print_line(f"{name:<20} {settings.shown(chat, name)}")
 
 
 def _copy(chat, rest) -> None:
-    if last := _last(chat):
-        what, text = "the last answer", chat.answer_only(last[1])
-        if rest:
-            blocks = code_blocks(text)
-            if not (rest.isdecimal() and len(rest) < 10 and 0 < int(rest) <= len(blocks)):
-                there = f"has {counted(len(blocks), 'block')} of code" if blocks else "has no block of code"
-                chat.output.note(f"/copy takes the number of a block, not {quoted(rest)}: the last answer {there}")
-                return
-            what, text = f"block {rest} of {len(blocks)}", blocks[int(rest) - 1]
-        copy(text, chat.output)
-        chat.output.note(f"asked the terminal to copy {what}, {counted(len(text), 'character')}")
+    what, text = "the last answer", chat.answer_only(_last(chat)[1])
+    if rest:
+        blocks = code_blocks(text)
+        if not (rest.isdecimal() and len(rest) < 10 and 0 < int(rest) <= len(blocks)):
+            there = f"has {counted(len(blocks), 'block')} of code" if blocks else "has no block of code"
+            raise TridecodeError(f"/copy takes the number of a block, not {quoted(rest)}: the last answer {there}")
+        what, text = f"block {rest} of {len(blocks)}", blocks[int(rest) - 1]
+    copy(text, chat.output)
+    chat.output.note(f"asked the terminal to copy {what}, {counted(len(text), 'character')}")
 
 
 def _model(chat, rest) -> None:
@@ -190,23 +177,28 @@ def _model(chat, rest) -> None:
 def _think(chat, rest) -> None:
     if rest:
         chat.set_think(rest)
-    if not chat.thinking.possible:
-        chat.output.note("this model's chat template knows no thinking")
-        return
-    chat.output.note(f"thinking is {chat.think}")
+    mode = f"thinking is {chat.think}" if chat.thinking.possible else "this model's chat template knows no thinking"
+    chat.output.note(mode)
 
 
 def _plain(chat, rest) -> None:
     if chat.conversation.raw and rest == "off":
-        chat.output.note("with --raw answers are always plain text")
-    else:
-        chat.plain = rest == "on" if rest else chat.plain
-        chat.output.note("answers are " + ("plain text" if chat.plain else "shown as Markdown in a terminal"))
+        raise TridecodeError("with --raw answers are always plain text")
+    chat.plain = rest == "on" if rest else chat.plain
+    chat.output.note("answers are " + ("plain text" if chat.plain else "shown as Markdown in a terminal"))
 
 
 def _stats(chat, rest) -> None:
-    for line in stats.lines(chat):
-        chat.output.print_line(line)
+    rows, turns, dropped = chat.model.facts(chat.last), len(chat.conversation.turns), chat.conversation.dropped
+    rows.append(counted(turns, "turn") + (f", {turns - dropped:,} of them sent to the model" if dropped else ""))
+    if chat.last is None:
+        rows.append(f"{chat.describe_capacity()}, no complete answer yet")
+    else:
+        rows.append(f"last answer: {speed_line(chat.last.usage, chat.last.timings, chat.model.capacity, chat.seed)}")
+    if chat.store:
+        rows.append(f"session {chat.store.name} in {chat.store.path.parent}")
+    for row in rows:
+        chat.output.print_line(row)
 
 
 def quoted(text: str) -> str:
