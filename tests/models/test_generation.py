@@ -95,3 +95,12 @@ def test_missing_head_that_is_not_tied_is_refused(path, tmp_path):
 def test_tokenizer_of_a_checkpoint_is_loaded(path):
     with Engine.load(path, device="cpu") as engine:
         assert engine.tokenizer.vocab_size == TOKENIZER_VOCAB_SIZE
+
+
+def test_checkpoint_saved_without_lm_head_can_be_quantized(tmp_path, run):
+    path = write_tiny(tmp_path / "model", "qwen3-tied", num_hidden_layers=1)
+    base = without_head(path, tmp_path)
+    for source in (path, base):
+        assert run("quantize", source, tmp_path / f"{source.name}-fp8", "--to", "fp8", "--quiet")[0] == 0
+    with Engine.load(tmp_path / "model-fp8") as whole, Engine.load(tmp_path / "base-fp8") as engine:
+        assert torch.equal(engine.score(PROMPT), whole.score(PROMPT))
