@@ -39,7 +39,7 @@ class ChatPrompt(NamedTuple):
     Attributes:
         ids: token ids.
         tag: the think tag, OPEN or CLOSE, with which the template ends the prompt, or "". After OPEN, the answer begins
-            inside a think block, after CLOSE the answer has none.
+            inside a think block. After CLOSE, the answer contains no think block.
     """
 
     ids: list[int]
