@@ -46,7 +46,7 @@ class HybridConfig(Config):
         }
 
     def norm(self) -> nn.Module:
-        """Return a norm of the hidden state."""
+        """Create a norm layer with the width of the hidden state."""
         return Norm(self.hidden_size, self.rms_norm_eps)
 
     def mixer(self, i: int) -> tuple[str, nn.Module]:
