@@ -244,9 +244,9 @@ class Tokenizer:
 
     def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
         """Return the special tokens that occur in `texts`: text by id."""
-        found = {text[start:stop] for text in texts for start, stop in self._special.spans(text)}
-        ids = self._tokenizer.get_added_tokens_decoder().items() if found else ()
-        return {i: token.content for i, token in ids if token.content in found}
+        names = {text[start:stop] for text in texts for start, stop in self._special.spans(text)}
+        ids = self._tokenizer.get_added_tokens_decoder().items() if names else ()
+        return {i: token.content for i, token in ids if token.content in names}
 
     # A user's text rarely contains control tokens. If it does, a second encoder encodes the prompt. In it, each control
     # token has an unguessable name instead of its text. The control tokens that the template wrote are replaced by
