@@ -17,8 +17,8 @@ from .blocks.weights import Weights
 from .checkpoint.hub import fetch_weights, resolve_model
 from .checkpoint.load import load_config, load_weights
 from .checkpoint.names import model_name
-from .errors import EngineClosed, GenerationError, ParameterError, PromptError, counted
-from .layout import NGRAM
+from .errors import CheckpointError, EngineClosed, GenerationError, ParameterError, PromptError, conflict, counted
+from .layout import MAX_STOP_IDS, NGRAM
 from .options import EngineOptions
 from .plan import threads
 from .plan.device import find_device
@@ -106,6 +106,7 @@ class Engine:
             plan.check()
         tokenizer = Tokenizer.load(path)
         callers = callers or plan.slots
+        plan = replace(plan, spec=with_end_of_text(plan.spec, tokenizer))
         tokenizer.start(callers)
         grammars = Grammars(tokenizer, plan.spec.vocab_size, plan.spec.stop_ids)
         if callers > 1:
@@ -266,7 +267,10 @@ class Engine:
 
     def default_params(self, **overrides: Any) -> SamplingParams:
         """Return the SamplingParams of the model's generation_config.json, with `overrides` applied."""
-        return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
+        defaults = dict(self.config.generation_defaults)
+        if isinstance(overrides.get("logit_bias"), Mapping):  # Tokens that the model must not write stay excluded.
+            overrides["logit_bias"] = {**dict(defaults.get("logit_bias", ())), **overrides["logit_bias"]}
+        return SamplingParams(**{**defaults, **overrides})
 
     def _params(self, params: object) -> SamplingParams:
         if not isinstance(params, SamplingParams | None):
@@ -354,9 +358,11 @@ class Engine:
         self._open()
         params = self._params(params)
         FLAG.check("reuse_prefix", reuse_prefix)
-        tokens, chat = self.prepare(prompt, template_variables)
+        tokens, chat, _ = self.prepare(prompt, template_variables)
         salt, grammar = TEXT.check("cache_salt", cache_salt), self._grammars.of(params)
         stop_ids = checked_stop_ids(params, self.config)
+        if params.stop and self.tokenizer is None:
+            raise conflict("stop", " needs a tokenizer, but this engine has none")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         limit = min(len(tokens) + (params.max_tokens or self.capacity), self.capacity + 1)
@@ -449,6 +455,22 @@ class Engine:
 def named(value: Any) -> Any:
     """Return the name of a torch dtype or device. Return any other value unchanged."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype | torch.device) else value
+
+
+def with_end_of_text(spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
+    """Return the specification with the tokenizer's eos_token among its stop ids.
+
+    In some checkpoints only tokenizer_config.json names the token that ends a turn.
+    """
+    end = tokenizer.eos_id
+    if end is None or end >= spec.vocab_size or end in spec.stop_ids:
+        return spec
+    if len(spec.stop_ids) == MAX_STOP_IDS:
+        raise CheckpointError(
+            f"{tokenizer.directory}: eos_token_id names {MAX_STOP_IDS} tokens, and tokenizer_config.json one more as "
+            f"eos_token; at most {MAX_STOP_IDS} can stop a generation: remove some"
+        )
+    return replace(spec, stop_ids=(*spec.stop_ids, end))
 
 
 def model_of(plan: EnginePlan, weights: Weights, configs: Mapping[int, PassConfigs] | None = None) -> DecodeModel:

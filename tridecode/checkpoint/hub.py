@@ -21,6 +21,7 @@ SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "adapter_config.json",
 )

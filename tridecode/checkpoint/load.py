@@ -77,7 +77,7 @@ def load_config(path: Path) -> ModelSpec:
     has_dtype = values.get("dtype") is not None or values.get("torch_dtype") is not None
     if spec.tie_word_embeddings or not has_dtype:
         try:
-            tensors = _tensors(path) if weights_present(path) else {}
+            tensors = _with_prefix(_tensors(path), spec) if weights_present(path) else {}
         except CheckpointError:  # `load_weights` reports it.
             tensors = {}
         spec = follow_files(spec, tensors)
@@ -164,7 +164,7 @@ def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
 
 def read_tensor_infos(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     """Return the tensors as `stored_tensors` does, but check only the headers of the files."""
-    tensors, slices = _tensors(path), tensor_slices(spec)
+    tensors, slices = _with_prefix(_tensors(path), spec), tensor_slices(spec)
     needed = {name: of for key in slices for name, of in stored(key, slices[key]).items()}
     _check(path, tensors, needed, slices, spec)
     return {name: tensors[name] for name in needed}
@@ -287,6 +287,14 @@ def _assemble(
     return Weights(embed, tuple(layers), places["final_norm"]["weight"], head, host)
 
 
+def _with_prefix(tensors: dict[str, TensorInfo], spec: ModelSpec) -> dict[str, TensorInfo]:
+    """Return the tensors with the prefix "model." that a checkpoint of a model without LM head lacks."""
+    embed, base = spec.embed.tensor, "model."
+    if embed in tensors or embed.removeprefix(base) not in tensors:
+        return tensors
+    return {name if name.startswith((base, "lm_head.")) else base + name: info for name, info in tensors.items()}
+
+
 def _tensors(path: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint in `path`, read from the headers of its files."""
     if present(path / SINGLE):
@@ -365,7 +373,7 @@ def _is_ignorable(name: str, spec: ModelSpec) -> bool:
 
     Parts of a model that the engine does not use are ignored too.
     """
-    if name.startswith(spec.skipped):
+    if name.removeprefix("model.").startswith(spec.skipped) or name.startswith(spec.skipped):
         return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
 

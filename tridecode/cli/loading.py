@@ -9,6 +9,7 @@ from ..checkpoint.hub import resolve_model
 from ..checkpoint.load import load_config
 from ..checkpoint.names import model_name
 from ..engine import Engine
+from ..errors import as_json
 from ..options import EngineOptions
 from ..plan.device import find_device
 from ..plan.resolve import EnginePlan, resolve
@@ -48,7 +49,8 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
 
 def show_defaults(engine: Engine, overrides: Collection[str], output: Output) -> None:
     """Show a line with the sampling defaults of the checkpoint that are in effect because no option replaces them."""
-    defaults = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in overrides]
+    declared = [(name, value) for name, value in engine.config.generation_defaults if name not in overrides]
+    defaults = [f"{name} {as_json(value) if isinstance(value, tuple) else value}" for name, value in declared]
     if defaults:
         output.note(f"{', '.join(defaults)} from generation_config.json")
 

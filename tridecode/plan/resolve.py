@@ -139,7 +139,7 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
         memory = plan_memory(spec, dtype, device, *how, max(graphs.sizes))
         kv = KVPlan(memory, capacity=0, kv_tokens=0, page=page, pages=None, offload=None)
         problem = f"{error}{smaller_weights(spec, dtype, device, memory, host_layers)}"
-    notes = list(kv.notes)
+    notes = [*spec.notes, *kv.notes]
     if host_layers:
         notes.append(f"the weights of the last {counted(host_layers, 'layer')} come from the host in every pass")
     if graphs.note:

@@ -112,8 +112,11 @@ def write(
 
     for file, names in files.items():
         with safe_open(file, framework="pt", device="cpu") as opened:
+            stored_names = {*opened.keys()}
             for name in names:
-                tensor, module = opened.get_tensor(name), name.removesuffix(".weight")
+                # The name in the file may lack the prefix.
+                stored_name = name if name in stored_names else name.removeprefix("model.")
+                tensor, module = opened.get_tensor(stored_name), name.removesuffix(".weight")
                 done += tensor.nbytes
                 scheme = rules.scheme(module) if name.endswith(".weight") and module in modules else None
                 if scheme is None:
