@@ -35,8 +35,8 @@ def advice(path: Path, otherwise: str) -> str:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    if found := adapter(path):
-        return f"it holds {found}, {UNSUPPORTED}"
+    if lora := adapter(path):
+        return f"it holds {lora}, {UNSUPPORTED}"
     for pattern, text in _KINDS.items():
         if any(path.glob(pattern)):
             return text

@@ -63,11 +63,11 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
         open_regular(path).close()  # This refuses a file of another kind by its name.
         where = f"{path.parent}, " if (path.parent / "config.json").exists() else ""
         raise CheckpointError(f"{model}: is a file; give {where}the directory that holds config.json and {SINGLE}")
-    if (found := repository(model)) is None:
+    if (repo := repository(model)) is None:
         raise CheckpointError(
             f"{model}: no such directory, and not a Hugging Face id (like Qwen/Qwen3-4B); check the spelling"
         )
-    small = _download(found)
+    small = _download(repo)
     if weights:
         fetch_weights(model, small)
     return small
@@ -78,12 +78,12 @@ def _snapshot_of(path: Path) -> Path:
 
     Raises CheckpointError if there are several snapshots, and none belongs to the main branch.
     """
-    found, main = [file.parent for file in path.glob("snapshots/*/config.json")], path / "refs" / "main"
-    if (path / "config.json").exists() or not found:
+    snapshots, main = [file.parent for file in path.glob("snapshots/*/config.json")], path / "refs" / "main"
+    if (path / "config.json").exists() or not snapshots:
         return path
     commit = read_file(main, 100).decode("ascii", "replace").strip() if main.exists() else None
-    if (chosen := [each for each in found if each.name == commit] or found)[1:]:
-        raise CheckpointError(f"{path}: holds {len(found)} snapshots; give one of them, like {min(found)}")
+    if (chosen := [each for each in snapshots if each.name == commit] or snapshots)[1:]:
+        raise CheckpointError(f"{path}: holds {len(snapshots)} snapshots; give one of them, like {min(snapshots)}")
     return chosen[0]
 
 
@@ -163,8 +163,8 @@ def _require(repo: Repository, path: Path, name: str) -> None:
     fix = "choose one that does, or save it again with transformers' save_pretrained and give that directory"
     if "gguf" in repo.id.lower():
         fix = GGUF
-    elif found := adapter(path):
-        fix = f"it holds {found}, {UNSUPPORTED}"
+    elif lora := adapter(path):
+        fix = f"it holds {lora}, {UNSUPPORTED}"
     raise CheckpointError(f"{repo}: the repository has no {name}; {fix}")
 
 

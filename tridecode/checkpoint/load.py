@@ -125,8 +125,8 @@ def load_weights(
         skipped = [f"{prefix}*" for prefix in spec.skipped if any(name.startswith(prefix) for name in names)]
         if skipped:
             log.info("%s: tensors that are not used: %s", path, ", ".join(skipped))
-    if found := adapter(path):
-        log.warning("%s: also holds %s, which is not used: adapters are not supported yet", path, found)
+    if lora := adapter(path):
+        log.warning("%s: also holds %s, which is not used: adapters are not supported yet", path, lora)
     total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:

@@ -79,16 +79,16 @@ def _parse_path(address: str, path: str) -> Repository:
     inside = parts[4:]
     if inside and inside[-1].endswith(".gguf"):
         raise CheckpointError(f"{address}: {GGUF}")
-    found = _parse_id(f"{owner}/{name}")
-    if found is None or owner in ("datasets", "spaces", "collections", "docs", "models"):
+    repo = _parse_id(f"{owner}/{name}")
+    if repo is None or owner in ("datasets", "spaces", "collections", "docs", "models"):
         raise CheckpointError(f"{address}: not the address of a model; give an id (like Qwen/Qwen3-4B)")
     if page == "tree" and inside:
         raise CheckpointError(
-            f"{address}: a directory in a repository; give {found} if the model is not in it, else download it "
-            f"with `hf download {found} --include '{'/'.join(inside)}/*'` and give its directory"
+            f"{address}: a directory in a repository; give {repo} if the model is not in it, else download it "
+            f"with `hf download {repo} --include '{'/'.join(inside)}/*'` and give its directory"
         )
     if page not in _REVISIONED or revision in ("", "main"):
-        return found
-    if (pinned := _parse_id(f"{found}@{revision}")) is None:
-        raise CheckpointError(f"{address}: the revision {revision!r} is not a valid one; give {found}@REVISION")
+        return repo
+    if (pinned := _parse_id(f"{repo}@{revision}")) is None:
+        raise CheckpointError(f"{address}: the revision {revision!r} is not a valid one; give {repo}@REVISION")
     return pinned
