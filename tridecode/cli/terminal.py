@@ -196,7 +196,8 @@ class Keys:
 
         Args:
             enabled: Change the terminal; False makes all methods do nothing.
-            paste: Request that the terminal marks pastes, so that several pasted lines arrive as one text.
+            paste: The line editor reads the keys. Request that the terminal marks pastes, so that several pasted lines
+                arrive as one text, and do not change Enter into Ctrl-J, which inserts a line.
         """
         self._enabled, self._paste = enabled, paste
         self._before: list | None = None  # The original attributes of the terminal while they are changed.
@@ -213,6 +214,8 @@ class Keys:
             # In canonical mode the kernel drops all bytes of a line after the first 4,096, which would cut a long
             # paste.
             attributes[3] &= ~(termios.ECHO | termios.ICANON)
+            if self._paste:
+                attributes[0] &= ~termios.ICRNL
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
             if self._paste:
                 # Mode 7 is enabled by default. It makes this sequence differ from that of the prompt, for which tests
@@ -267,6 +270,21 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def joined(message: str, more: str) -> str:
     """Append `more` to a message after a semicolon, or as a new sentence if the message ends with one."""
     return f"{message} {more[0].upper()}{more[1:]}" if message.endswith((".", "?", "!")) else f"{message}; {more}"
+
+
+def cut_by(usage, max_tokens: int | None, capacity: int | None) -> str | None:
+    """Return the limit that ended an answer whose finish_reason is length: max_tokens, context, or None if unknown."""
+    if max_tokens is not None and (usage is None or usage.completion_tokens >= max_tokens):
+        return "max_tokens"
+    full = capacity is not None and usage and usage.prompt_tokens + usage.completion_tokens >= capacity
+    return "context" if full else None
+
+
+def cut_line(limit: str | None, max_tokens: int | None, capacity: int | None) -> str:
+    """Return a line for the user that names the limit of `cut_by`."""
+    reasons = {"max_tokens": f"max_tokens ({max_tokens or 0:,}) was reached"}
+    reasons["context"] = f"the context of {counted(capacity or 0, 'token')} is full"
+    return "the answer was cut: " + reasons.get(limit or "", "the context is full, or the server has a limit")
 
 
 # Parts that are omitted from a line that is too long, in this order.
