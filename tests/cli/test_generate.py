@@ -183,3 +183,24 @@ def test_a_full_disk_is_one_line(generate, tmp_path):
     for source in (("--prompt", "x", "--json"), ("--jsonl", file)):
         code, out, err = generate(*source, *LIMITS, "--output", "/dev/full")
         assert code == 1 and err.splitlines()[-1].endswith("(No space left on device): /dev/full"), err
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "context"])
+def test_cut_answer_is_reported(generate, engine, monkeypatch, tmp_path, limit):
+    argv = ["--temperature", "0", "--ignore-eos", "--device", "cpu"]
+    if limit == "max_tokens":
+        argv += ["--max-tokens", "3"]
+        words = "the answer was cut: max_tokens (3) was reached\n"
+    else:
+        words = f"the answer was cut: the context of {engine.capacity:,} tokens is full\n"
+    prompt = ("--raw", "--prompt-ids", ",".join(["5"] * (engine.capacity - 6)))
+    code, _, err = generate(*prompt, *argv)
+    assert code == 0 and err.endswith(words)
+    code, out, err = generate(*prompt, *argv, "--json")
+    assert (code, err, lines(out)[0]["finish_reason"], lines(out)[0]["cut_by"]) == (0, words, "length", limit)
+    assert generate(*prompt, *argv, "--quiet")[2] == ""
+    (file := tmp_path / "f").write_text('{"prompt_ids": [%s]}\n' % ",".join(["5"] * (engine.capacity - 6)))
+    code, out, err = generate("--jsonl", file, *argv)
+    assert code == 0 and lines(out)[0]["cut_by"] == limit and f", 1 cut by {limit} · " in err
+    code, out, err = generate("--prompt", "Hi", "--json", *argv, "--choice", "a", "--max-tokens", "99")
+    assert lines(out)[0]["cut_by"] is None and "cut" not in err

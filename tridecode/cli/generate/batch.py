@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -183,6 +183,7 @@ class Answers:
         self._params: SamplingParams
         self.loaded = False
         self.answered = self.failed = self.tokens = 0
+        self.cut: Counter[str | None] = Counter()  # Number of answers by the limit that ended them.
         self._running: deque[Request] = deque()
         self._started = time.perf_counter()
 
@@ -261,7 +262,9 @@ class Answers:
         if request.handle is not None:
             try:
                 result = request.handle.result()
-                values = report(result, self.engine)
+                max_tokens = replace(self._params, **request.fields).max_tokens
+                values = report(result, self.engine, max_tokens)
+                self.cut.update([values["cut_by"]])
                 self.tokens += result.usage.completion_tokens
                 request.error = values.get("error")
             except FAILURES as error:
@@ -278,6 +281,7 @@ class Answers:
         words += [f"{self._before:,} already answered"] if self._before else []
         left = self._left - self.answered - self.failed
         words += [f"{left:,} left"] if left else []
+        words += [f"{self.cut[by]:,} cut by {by}" for by in ("max_tokens", "context") if self.cut[by]]
         seconds = time.perf_counter() - self._started
         return ", ".join(words) + f" · {counted(self.tokens, 'token')} in {seconds:,.1f} s"
 

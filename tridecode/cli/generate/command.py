@@ -16,7 +16,7 @@ from ..graph_stats import show_graph_stats
 from ..inputs import clean, read_file
 from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
-from ..terminal import Output, speed_line
+from ..terminal import Output, cut_by, cut_line, speed_line
 from ..waiting import Waiting
 from ..wrapping import Wrapped
 from .batch import batch
@@ -51,12 +51,15 @@ def generate(args, output: Output) -> int:
             if args.json:
                 with waiting:
                     last = request.result()
-                write(json.dumps(report(last, engine)) + "\n")
+                write(json.dumps(report(last, engine, params.max_tokens)) + "\n")
             else:
                 shows = output.tty and args.output is None
                 last = write_text(request, Wrapped(output.console, write) if shows else write, waiting)
                 if last.finish_reason != "error":
                     output.note(speed_line(last.usage, last.timings))
+            if last.finish_reason == "length":
+                limits = params.max_tokens, engine.capacity
+                output.note(cut_line(cut_by(last.usage, *limits), *limits))
             if last.finish_reason == "error":
                 failed += 1
                 if failed == args.n:

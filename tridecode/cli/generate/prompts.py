@@ -12,7 +12,7 @@ from ..chat import session
 from ..explain import explain
 from ..inputs import clean, parse_json, read_file, read_stdin, with_stdin
 from ..loading import tokenizer_of
-from ..terminal import Output
+from ..terminal import Output, cut_by
 
 
 def read_prompt(args, output: Output) -> Prompt:
@@ -74,8 +74,8 @@ def reuse(args) -> dict:
     return {"reuse_prefix": False} if args.no_reuse_prefix else {}
 
 
-def report(result: Result, engine: Engine) -> dict:
-    """Return a Result for JSON.
+def report(result: Result, engine: Engine, max_tokens: int | None) -> dict:
+    """Return a Result for JSON. `cut_by` is the limit that ended the text: max_tokens, context, or None.
 
     It is written as ASCII, so that no program reads a Unicode line separator as the end of a line.
     """
@@ -83,6 +83,7 @@ def report(result: Result, engine: Engine) -> dict:
         "token_ids": result.token_ids,
         "text": result.text,
         "finish_reason": result.finish_reason,
+        "cut_by": cut_by(result.usage, max_tokens, engine.capacity) if result.finish_reason == "length" else None,
         "usage": asdict(result.usage) | {"tokens_per_pass": round(result.usage.tokens_per_pass, 3)},
         "timings": asdict(result.timings),
         "seed": result.seed,
