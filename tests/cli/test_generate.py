@@ -190,12 +190,12 @@ def test_cut_answer_is_reported(generate, engine, monkeypatch, tmp_path, limit):
     argv = ["--temperature", "0", "--ignore-eos", "--device", "cpu"]
     if limit == "max_tokens":
         argv += ["--max-tokens", "3"]
-        words = "the answer was cut: max_tokens (3) was reached\n"
+        words = "cut by max_tokens (3)\n"
     else:
-        words = f"the answer was cut: the context of {engine.capacity:,} tokens is full\n"
+        words = f"cut by context ({engine.capacity:,})\n"
     prompt = ("--raw", "--prompt-ids", ",".join(["5"] * (engine.capacity - 6)))
     code, _, err = generate(*prompt, *argv)
-    assert code == 0 and err.endswith(words)
+    assert code == 0 and err.endswith(f" · {words}") and err.count("\n") == 1
     code, out, err = generate(*prompt, *argv, "--json")
     assert (code, err, lines(out)[0]["finish_reason"], lines(out)[0]["cut_by"]) == (0, words, "length", limit)
     assert generate(*prompt, *argv, "--quiet")[2] == ""

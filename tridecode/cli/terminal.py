@@ -274,17 +274,10 @@ def joined(message: str, more: str) -> str:
 
 def cut_by(usage, max_tokens: int | None, capacity: int | None) -> str | None:
     """Return the limit that ended an answer whose finish_reason is length: max_tokens, context, or None if unknown."""
-    if max_tokens is not None and (usage is None or usage.completion_tokens >= max_tokens):
+    if max_tokens is not None and (usage is None or usage.completion_tokens == max_tokens):
         return "max_tokens"
     full = capacity is not None and usage and usage.prompt_tokens + usage.completion_tokens >= capacity
     return "context" if full else None
-
-
-def cut_line(limit: str | None, max_tokens: int | None, capacity: int | None) -> str:
-    """Return a line for the user that names the limit of `cut_by`."""
-    reasons = {"max_tokens": f"max_tokens ({max_tokens or 0:,}) was reached"}
-    reasons["context"] = f"the context of {counted(capacity or 0, 'token')} is full"
-    return "the answer was cut: " + reasons.get(limit or "", "the context is full, or the server has a limit")
 
 
 # Parts that are omitted from a line that is too long, in this order.

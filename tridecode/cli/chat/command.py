@@ -65,7 +65,7 @@ def chat(args, output: Output) -> int:
             output.error_prefix = ""
             converse(talk, open_reader(talk), question)
         else:
-            for line in join_blocks(stdin_lines()) if question is None else [question]:
+            for line in join_blocks(stdin_lines(output)) if question is None else [question]:
                 if not talk.handle(line):
                     break
     finally:

@@ -10,7 +10,7 @@ from ...sampling import SamplingParams
 from ...text.thinking import CLOSE, ThinkSplitter
 from ..explain import explain
 from ..signals import one_interrupt, suspendable
-from ..terminal import both, counted, cut_by, cut_line, speed_line
+from ..terminal import both, counted, cut_by, speed_line
 from ..waiting import Waiting
 from .conversation import Conversation
 from .display import Display, open_display
@@ -160,7 +160,10 @@ def cut_note(chat, last: OutputChunk) -> str:
     if by == "context":
         more = chat.overflow == "drop-oldest" and len(chat.conversation.turns) - chat.conversation.dropped > 1
     continuable = chat.interactive and chat.model.continues and more
-    return cut_line(by, limit, capacity) + ("; /continue continues it" if continuable else "")
+    reasons = {"max_tokens": f"max_tokens ({limit or 0:,}) was reached"}
+    reasons["context"] = f"the context of {counted(capacity or 0, 'token')} is full"
+    why = reasons.get(by or "", "the context is full, or the server has a limit")
+    return f"the answer was cut: {why}" + ("; /continue continues it" if continuable else "")
 
 
 def print_speed(chat, last: OutputChunk) -> None:

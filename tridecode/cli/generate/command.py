@@ -16,7 +16,7 @@ from ..graph_stats import show_graph_stats
 from ..inputs import clean, read_file
 from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
-from ..terminal import Output, cut_by, cut_line, speed_line
+from ..terminal import Output, cut_by, speed_line
 from ..waiting import Waiting
 from ..wrapping import Wrapped
 from .batch import batch
@@ -48,6 +48,7 @@ def generate(args, output: Output) -> int:
                 output.note(f"answer {i + 1:,} of {args.n:,}, seed {seed}")
             waiting = Waiting(output, engine.scheduler.reading)
             last: OutputChunk | Result
+            words: list[str] = []
             if args.json:
                 with waiting:
                     last = request.result()
@@ -55,11 +56,13 @@ def generate(args, output: Output) -> int:
             else:
                 shows = output.tty and args.output is None
                 last = write_text(request, Wrapped(output.console, write) if shows else write, waiting)
-                if last.finish_reason != "error":
-                    output.note(speed_line(last.usage, last.timings))
+                words += [speed_line(last.usage, last.timings)] if last.finish_reason != "error" else []
             if last.finish_reason == "length":
-                limits = params.max_tokens, engine.capacity
-                output.note(cut_line(cut_by(last.usage, *limits), *limits))
+                by = cut_by(last.usage, params.max_tokens, engine.capacity)
+                limit = params.max_tokens if by == "max_tokens" else engine.capacity
+                words.append(f"cut by {by} ({limit:,})")
+            if words:
+                output.note(" · ".join(words))
             if last.finish_reason == "error":
                 failed += 1
                 if failed == args.n:
