@@ -1,6 +1,7 @@
 """Terminal output: wrapping, indentation and colors."""
 
 import io
+import os
 import re
 import sys
 
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from tridecode.cli.chat.display import open_sink
 from tridecode.cli.chat.slash import COMMANDS
+from tridecode.cli.outputs import writer
 from tridecode.cli.terminal import Output
 from tridecode.cli.wrapping import Wrapped
 
@@ -162,3 +165,22 @@ def test_generate_wraps_in_terminal(state):
     child.expect(pexpect.EOF)
     lines = child.before.split("\r\n")
     assert len(lines) > 3 and max(map(len, lines)) < 40
+
+
+def test_line_break_in_two_parts_shows_no_mark(capsys):
+    output = Output()
+    output.tty, output.console = True, Console(force_terminal=True, color_system=None, width=40, _environ={})
+    markdown = open_sink(output, plain=False)
+    for write in (output.text, output.dim, open_sink(output, plain=True).push, markdown.push):
+        for part in ("one", "\r", "\n", "\r", "\n\r", "\ntwo\r", "\n", "three\rfour", "\n"):
+            write(part)
+        if write == markdown.push:
+            markdown.finish()
+        assert re.findall("\\w*␍\\w*", capsys.readouterr().out) == ["three␍four"]
+    leader, follower = os.openpty()
+    with open(follower, "w") as terminal:
+        write = writer(terminal, "name", flush=True)
+        for part in ("a\r", "\nb", "\r", "c\n"):
+            write(part)
+        assert os.read(leader, 100) == "a\r\nb␍c\r\n".encode()
+    os.close(leader)

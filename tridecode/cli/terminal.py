@@ -28,6 +28,18 @@ def visible(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_CONTROLS)
 
 
+class Visible:
+    """A function like `visible` for text in parts. A CR at the end of a part waits, because an LF may follow it."""
+
+    def __init__(self):
+        self._held = ""
+
+    def __call__(self, part: str) -> str:
+        text = self._held + part
+        self._held = "\r" * text.endswith("\r")
+        return visible(text.removesuffix("\r"))
+
+
 def one_line(message: object) -> str:
     """Return a message as one line without control characters, with words over 300 characters shortened."""
     words = str(message).split()
@@ -93,6 +105,7 @@ class Output:
         self.redraws = True  # Whether written rows may change, as in a progress bar.
         self.error_prefix = "tridecode: error: "  # A chat in a terminal removes it, because the program is obvious.
         self.keys = Keys()
+        self._visible, self._visible_dim = Visible(), Visible()
 
     def text(self, text: str) -> None:
         """Write text of an answer immediately.
@@ -102,7 +115,7 @@ class Output:
         if not text:
             return
         if self.tty:
-            self.console.out(visible(text), end="", highlight=False)
+            self.console.out(self._visible(text), end="", highlight=False)
         else:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -113,7 +126,7 @@ class Output:
 
     def dim(self, text: str) -> None:
         """Write dimmed text to stdout immediately."""
-        self.console.out(visible(text), end="", style="dim", highlight=False)
+        self.console.out(self._visible_dim(text), end="", style="dim", highlight=False)
 
     def note(self, message: str, aligned: bool = False) -> None:
         """Write a dim line to stderr. In a terminal, it is wrapped between words. If `aligned`, spaces are kept."""
