@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from ..errors import DeviceError
+from ..errors import DeviceError, TridecodeError
 from .explain import explain, option
 from .options import SAMPLING
 from .parser import make_parser
@@ -100,6 +100,11 @@ def discard_unwritten_output() -> None:
 
 def run(args, output: Output) -> int:
     """Run the command of parsed arguments. Return the exit code."""
+    try:
+        os.getcwd()
+    except OSError as error:  # Libraries of torch would end the program, which could not restore the terminal.
+        why = f"the working directory cannot be used ({error.strerror}); change to another one: cd ~"
+        raise TridecodeError(why) from None
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.lines import shows_editor
 
