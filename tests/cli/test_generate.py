@@ -201,7 +201,7 @@ def test_cut_answer_is_reported(generate, engine, monkeypatch, tmp_path, limit):
     code, _, err = generate(*prompt, *argv)
     assert code == 0 and err.endswith(f" · {words}") and err.count("\n") == 1
     code, out, err = generate(*prompt, *argv, "--json")
-    assert (code, err, lines(out)[0]["finish_reason"], lines(out)[0]["cut_by"]) == (0, words, "length", limit)
+    assert (code, err, lines(out)[0]["finish_reason"], lines(out)[0]["cut_by"]) == (0, "", "length", limit)
     assert generate(*prompt, *argv, "--quiet")[2] == ""
     (file := tmp_path / "f").write_text('{"prompt_ids": [%s]}\n' % ",".join(["5"] * (engine.capacity - 6)))
     code, out, err = generate("--jsonl", file, *argv)
@@ -255,3 +255,17 @@ def test_commands_without_home_directory(generate, run, monkeypatch):
     code, out, err = run("sessions")
     assert (code, out, err.count("\n")) == (1, "", 1) and "no home directory; set XDG_STATE_HOME" in err
     assert "nonexistent" in str(table_path("gpu"))
+
+
+def test_options_of_other_programs(generate, seen):
+    argv = ("-p", "Hi", "-n", "3", "--system-prompt", "S", "--temp=0", "--device", "cpu")
+    assert generate(*argv)[0] == 0
+    prompt, params, _ = seen[-1]
+    assert [message["content"] for message in prompt] == ["S", "Hi"]
+    assert (params.max_tokens, params.temperature) == (3, 0)
+    parse = make_parser().parse_args
+    assert parse(["generate", "--num-predict", "7"]).max_tokens == parse(["chat", "-n", "7"]).max_tokens == 7
+    assert parse(["chat", "-m", "m"]).model == parse(["serve", "-m", "m"]).model == "m"
+    for command in ("generate", "chat"):
+        assert sampling_overrides(parse([command, "--max-tokens", "-1"])) == {}
+    assert "-p" not in make_parser().format_help()

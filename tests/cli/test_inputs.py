@@ -125,6 +125,26 @@ def test_last_message_of_a_saved_session_is_answered_again(generate, seen, tmp_p
     assert seen[-1][0] == [{"role": "system", "content": "T"}, *as_messages]
 
 
+def test_forms_of_other_programs_are_read(generate, seen, tmp_path):
+    (file := tmp_path / "m").write_text(json.dumps(user("Hi")))
+    assert generate("--messages", file, *LIMITS)[0] == 0 and seen[-1][0] == [user("Hi")]
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    file.write_text(json.dumps({"model": "m", "messages": [user(parts)]}))
+    assert generate("--messages", file, *LIMITS)[0] == 0 and seen[-1][0] == [user("one\ntwo")]
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    file.write_text(json.dumps([user([image])]))
+    code, out, err = generate("--messages", file, *LIMITS)
+    assert (code, out) == (1, "") and f"{file}: message 1: expected text parts like" in err
+    batch = {"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions"}
+    body = {"model": "m", "messages": [user(parts)], "max_completion_tokens": 2, "seed": 3}
+    file.write_text(json.dumps(batch | {"body": body}) + "\n" + json.dumps(batch | {"body": body | {"zz": 1}}))
+    code, out, err = generate("--jsonl", file, *LIMITS)
+    first, second = map(json.loads, out.splitlines())
+    assert (code, first["id"], first["seed"], first["cut_by"]) == (1, "r-1", 3, "max_tokens")
+    assert seen[-1][0] == [user("one\ntwo")] and seen[-1][1].max_tokens == 2
+    assert 'unknown field "zz"' in second["error"]
+
+
 @pytest.mark.parametrize(
     "text, named",
     [

@@ -75,10 +75,13 @@ def with_stdin(text: str, output: Output) -> str:
     return f"{before}\n{data}" if before and data else data or text
 
 
-def stdin_lines(output: Output) -> Iterator[str]:
-    """Yield the lines of stdin as they arrive. Raises PromptError if one is too long."""
-    pieces, size = [], 0
-    for text in stdin_texts():
+def stdin_lines(output: Output, mark: str = "") -> Iterator[str]:
+    """Yield the lines of stdin as they arrive. Before each line, write `mark` to stderr.
+
+    Raises PromptError if a line is too long.
+    """
+    pieces, size, texts = [], 0, stdin_texts()
+    while (text := next_text(texts, mark)) is not None:
         for piece in re.findall(r"[^\n]*\n|[^\n]+", text):
             pieces.append(piece)
             size += len(piece)
@@ -89,6 +92,16 @@ def stdin_lines(output: Output) -> Iterator[str]:
                 pieces, size = [], 0
     if pieces:
         yield clean("".join(pieces), "stdin", output)
+
+
+def next_text(texts: Iterator[str], mark: str) -> str | None:
+    """Write `mark` to stderr, then return the next text, or None at the end."""
+    if mark:
+        print(mark, end="", file=sys.stderr, flush=True)
+    text = next(texts, None)
+    if text is None and mark:
+        print(file=sys.stderr)  # Ctrl-D leaves the cursor after the mark.
+    return text
 
 
 def stdin_texts() -> Iterator[str]:
@@ -224,13 +237,32 @@ def prompt_field(line: dict, place: str, others: Sequence[str]) -> str:
     (kind,) = kinds
     prompt = line[kind]
     if kind == "messages":
-        check_messages(prompt, place)
+        line[kind] = chat_of(prompt, place)
     elif kind == "prompt_ids":
         if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
             raise PromptError(f"{place}: prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(prompt)}")
     elif not isinstance(prompt, str) or not prompt:
         raise PromptError(f"{place}: prompt must be a nonempty string, got {as_json(prompt)}")
     return kind
+
+
+def chat_of(value, place: str) -> list[dict]:
+    """Return a chat from JSON. One message needs no list, and a content may be a list of text parts, as in OpenAI's API.
+
+    Raises PromptError, which begins with `place`.
+    """
+    if isinstance(value, dict) and {"role", "content"} <= value.keys():
+        value = [value]
+    messages = []
+    for number, message in enumerate(value if isinstance(value, list) else (), 1):
+        if isinstance(message, dict) and isinstance(parts := message.get("content"), list):
+            for part in parts:
+                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                    expected = f'expected text parts like {{"type": "text", "text": "..."}}, got {as_json(part)}'
+                    raise PromptError(f"{place}: message {number:,}: {expected}")
+            message = message | {"content": "\n".join(part["text"] for part in parts)}
+        messages.append(message)
+    return check_messages(messages or value, place)
 
 
 def loads(text: str | bytes):

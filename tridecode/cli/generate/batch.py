@@ -107,7 +107,7 @@ def read_request(index: int, key: int, text: str, args, output: Output) -> Reque
     """Return the request of a line. If the line is wrong, its error is set."""
     request, place = Request(index, key), f"line {index + 1}"
     try:
-        line = parse_object(text, place, output)
+        line = with_own_names(parse_object(text, place, output))
         # A bool is not allowed, and a fraction might be written in another form later.
         if type(line.get("id", "")) not in (str, int):
             raise PromptError(f"id must be a string or an integer, got {as_json(line['id'])}")
@@ -118,6 +118,16 @@ def read_request(index: int, key: int, text: str, args, output: Output) -> Reque
     except TridecodeError as error:
         request.error = one_line(error).removeprefix(f"{place}: ")
     return request
+
+
+def with_own_names(line: dict) -> dict:
+    """Return a line with the names of this command. A line of OpenAI's Batch API contains the request as its body."""
+    body = line.get("body")
+    if not isinstance(body, dict) or not line.keys() <= {"custom_id", "method", "url", "body"}:
+        return line
+    own = {"max_completion_tokens": "max_tokens"}
+    body = {own.get(name, name): value for name, value in body.items() if name != "model"}
+    return body | ({"id": line["custom_id"]} if "custom_id" in line else {})
 
 
 def prompt_of(line: dict, place: str, args) -> Prompt:

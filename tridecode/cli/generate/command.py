@@ -48,7 +48,6 @@ def generate(args, output: Output) -> int:
                 output.note(f"answer {i + 1:,} of {args.n:,}, seed {seed}")
             waiting = Waiting(output, engine.scheduler.reading)
             last: OutputChunk | Result
-            words: list[str] = []
             if args.json:
                 with waiting:
                     last = request.result()
@@ -56,13 +55,8 @@ def generate(args, output: Output) -> int:
             else:
                 shows = output.tty and args.output is None
                 last = write_text(request, Wrapped(output.console, write) if shows else write, waiting)
-                words += [speed_line(last.usage, last.timings)] if last.finish_reason != "error" else []
-            if last.finish_reason == "length":
-                by = cut_by(last.usage, params.max_tokens, engine.capacity)
-                limit = params.max_tokens if by == "max_tokens" else engine.capacity
-                words.append(f"cut by {by} ({limit:,})")
-            if words:
-                output.note(" · ".join(words))
+                if last.finish_reason != "error":
+                    output.note(speed_line(last.usage, last.timings) + cut_words(last, params.max_tokens, engine))
             if last.finish_reason == "error":
                 failed += 1
                 if failed == args.n:
@@ -71,6 +65,14 @@ def generate(args, output: Output) -> int:
         if args.graph_stats:
             show_graph_stats(engine, output)
     return int(failed > 0)
+
+
+def cut_words(last: OutputChunk | Result, max_tokens: int | None, engine: Engine) -> str:
+    """Return the end of the statistics line of an answer that a limit has cut; "" for another answer."""
+    if last.finish_reason != "length":
+        return ""
+    by = cut_by(last.usage, max_tokens, engine.capacity)
+    return f" · cut by {by} ({max_tokens if by == 'max_tokens' else engine.capacity:,})"
 
 
 def check_options(args) -> None:

@@ -3,14 +3,13 @@
 from dataclasses import asdict
 from functools import partial
 
-from ...arguments import check_messages
 from ...engine import Engine, Prompt
 from ...errors import GenerationError, PromptError
 from ...results import Result
 from ...text.tokenizer import Tokenizer
 from ..chat import session
 from ..explain import explain
-from ..inputs import clean, parse_json, read_file, read_stdin, with_stdin
+from ..inputs import chat_of, clean, parse_json, read_file, read_stdin, with_stdin
 from ..loading import tokenizer_of
 from ..terminal import Output, cut_by
 
@@ -47,7 +46,7 @@ def read_messages(args, output: Output) -> Prompt:
         output.note(f"{path}: a saved session; its last message is answered again")
     elif isinstance(value, dict) and "messages" in value:
         value = value["messages"]
-    return with_system(check_messages(value, path), args, path)
+    return with_system(chat_of(value, path), args, path)
 
 
 def with_system(messages: list[dict], args, place: str) -> list[dict]:
