@@ -268,4 +268,4 @@ def test_options_of_other_programs(generate, seen):
     assert parse(["chat", "-m", "m"]).model == parse(["serve", "-m", "m"]).model == "m"
     for command in ("generate", "chat"):
         assert sampling_overrides(parse([command, "--max-tokens", "-1"])) == {}
-    assert "-p" not in make_parser().format_help()
+    assert " -p" not in make_parser().format_help()
