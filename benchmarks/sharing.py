@@ -1,6 +1,6 @@
-"""The gain from shared prefixes and the cost of the batch-invariant mode. Each prints JSON objects, one per line.
+"""The gain from shared prefixes and the cost of the batch-invariant mode. Each command prints lines of JSON.
 
-    python -m benchmarks.sharing conversations                   # any machine: tokens of prompts that are computed
+    python -m benchmarks.sharing conversations                   # any machine: prompt tokens that are not reused
     python -m benchmarks.sharing prefix --preset qwen3-4b        # GPU only
     python -m benchmarks.sharing invariant --preset qwen3-4b     # GPU only
 

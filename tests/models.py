@@ -40,7 +40,7 @@ def interpreter_configs(spec: ModelSpec, weights) -> dict[int, PassConfigs]:
 
 
 def configs_of(spec: ModelSpec, weights, by_role: dict, attention) -> PassConfigs:
-    """Return launch configs for a model. `by_role` contains those of linears by role."""
+    """Return launch configs for a model. `by_role` maps the role of a linear, such as qkv, to its config."""
     kernels = {kernel.config: kernel for kernel in LINEAR_KERNELS}
     cases = linear_cases(spec, weights)
     linears = {case: Choice(kernels[type(by_role[role])], by_role[role]) for role, case in cases.items()}

@@ -84,9 +84,8 @@ class Needles:
 
         Args:
             positions: maximum length of prompts.
-            heads: must divide the number of codes.
-            size: dimensions of a head, by default twice the number of codes. The residual stream has eight times the
-                codes.
+            heads: number of heads. It must divide the number of codes (columns that identify a token).
+            size: size of a head, by default twice the number of codes. The hidden size is eight times that number.
         """
         import transformers
 

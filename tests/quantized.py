@@ -16,12 +16,15 @@ WIDTHS = dict(hidden_size=192, intermediate_size=320, head_dim=64, num_attention
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Column of each nibble of a word.
 
 
-def write_quantized(path, method, skip=("lm_head",), family="qwen3", **options) -> dict[str, torch.Tensor]:
+def write_quantized(
+    path, method, skip=("lm_head",), family="qwen3", sizes=WIDTHS, **options
+) -> dict[str, torch.Tensor]:
     """Write a tiny checkpoint. `method` quantizes its linears, except modules with a word of `skip` in their names."""
-    write_tiny(path, family, **WIDTHS)
+    write_tiny(path, family, **sizes)
     rng = np.random.default_rng(0)
     tensors, truth = load_file(path / "model.safetensors"), {}
-    for name in [n for n in tensors if n.endswith(("_proj.weight", "lm_head.weight"))]:
+    linears = ("_proj.weight", "lm_head.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+    for name in [n for n in tensors if n.endswith(linears)]:
         module = name.removesuffix(".weight")
         if any(word in module for word in skip):
             continue

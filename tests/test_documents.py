@@ -1,6 +1,7 @@
 """Tests of the documents: their links, the README of a package index, and the commands that they contain."""
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+import torch
 from markdown_it import MarkdownIt
 
 from tridecode.cli.parser import make_parser
@@ -20,11 +22,22 @@ DOCUMENTS = [
     *sorted((ROOT / "training" / "results").glob("*.md")),
 ]
 BUILT_FROM = ("README.md", "pyproject.toml", "setup.py", "LICENSE", "tridecode/version.py", "tridecode/bundled/NOTICE")
+RECORDER = runpy.run_path(str(ROOT / "docs" / "record_pages.py"))
+RECORDED = [each for each in DOCUMENTS if "<!-- recorded: cpu -->" in each.read_text(encoding="utf-8")]
+
+
+def commands(text: str):
+    """Yield the arguments of tridecode in the blocks of a document, except those of commands that show an error."""
+    for kind, block in re.findall(r"(?ms)^```(sh|console)\n(.*?)^```$", text):
+        for line in re.sub(r" \\\n>? *", " ", block).splitlines():
+            if (kind == "sh" or line.startswith("$ ")) and "exit code $?" not in line:
+                yield from re.findall(r"(?:python cli\.py|\btridecode) ([^|><&;\n]*)", line)
+
+
 COMMANDS = [
-    (document.name, command[1].strip())
+    (document.name, command.strip())
     for document in DOCUMENTS
-    for block in re.findall(r"(?ms)^```sh\n(.*?)^```$", document.read_text(encoding="utf-8"))
-    for command in re.finditer(r"(?:python cli\.py|\btridecode) ([^|><&;\n]*)", block)
+    for command in commands(document.read_text(encoding="utf-8"))
 ]
 
 
@@ -100,3 +113,26 @@ def test_documented_commands_have_existing_options(document, command):
 def test_documents_contain_commands():
     assert len(COMMANDS) > 30
     assert {"README.md", "chat.md", "generate.md", "benchmarks.md"} <= {name for name, _ in COMMANDS}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the outputs were recorded on a CPU")
+@pytest.mark.parametrize("document", RECORDED, ids=lambda path: path.name)
+def test_examples_run(document):
+    """An example that fails raises an error. Another processor may round other sums, so answers may differ."""
+    text = document.read_text(encoding="utf-8")
+    before, after = (list(RECORDER["BLOCK"].finditer(each)) for each in (text, RECORDER["recorded"](text)))
+    assert [match[2] for match in before] == [match[2] for match in after]
+    assert [bool(match[3].strip()) for match in before] == [bool(match[3].strip()) for match in after]
+
+
+def test_every_console_block_is_recorded():
+    blocks = [match for each in DOCUMENTS for match in RECORDER["BLOCK"].finditer(each.read_text(encoding="utf-8"))]
+    assert {match[1].split(",")[0] for match in blocks if match[2] == "console"} == {"cpu", "gpu"}
+    assert "README.md" in {document.name for document in RECORDED}
+
+
+def test_outputs_are_compared_without_times():
+    shape, output = RECORDER["shape"], "17 + 25 = 42.\n12 tokens · 154 tok/s · first token 0.02 s · seed 4\n"
+    assert shape(output) == shape(output.replace("154", "98.5").replace("first token 0.02", "first 1.25"))
+    assert shape("2 answered, 0 failed · 30 tokens in 0.2 s") == shape("2 answered, 0 failed · 30 tokens in 11.9 s")
+    assert shape(output) != shape(output.replace("42", "43")) and shape(output) != shape(output.replace("12 t", "11 t"))

@@ -144,7 +144,7 @@ class TalkSkills(Skills):
         return turns
 
     def feeling(self) -> list[Turn]:
-        """Talk about a feeling."""
+        """Return a conversation about a feeling."""
         return self._dialogue(self.choice(self.feelings), 0.75)
 
     def activity(self) -> list[Turn]:

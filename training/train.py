@@ -4,25 +4,29 @@
     python training/train.py finetune --data DATA --out OUT --minutes 6
 
 DATA is the output of prepare.py. Each stage writes OUT/<stage>.pt and resumes from it when it is started again. Its
-best weights are in OUT/<stage>.safetensors, from which fine-tuning starts. The model is plain PyTorch with the
-parameter names of a Hugging Face Qwen3 checkpoint, so no conversion is needed.
+best weights are in OUT/<stage>.safetensors, from which fine-tuning starts. They have the names of a Hugging Face
+checkpoint, so no conversion is needed. --model qwen3.5 trains a model with recurrent layers (hybrid.py).
 """
 
 import argparse
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from hybrid import HybridConfig
+from model import IGNORE, Config, LanguageModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 LEARN = 0x8000
-IGNORE = -100
+MODELS = {"qwen3": Config, "qwen3.5": HybridConfig}
+MULTIPLE = 64  # padded rows have a multiple of this length, which the chunks of a recurrent layer need
+GROUP = 128  # columns that share a scale in int4
 # Fine-tuning pads documents of similar length to the same length. These are the maximum lengths.
 WIDTHS = (64, 128, 192, 256, 384, 512, 1024)
 
@@ -49,114 +53,6 @@ FINETUNE = {
     "oewn": 0.003,
     "personality": 0.0005,
 }
-
-
-@dataclass(frozen=True)
-class Config:
-    """Shape of the model, named as in a Hugging Face config.json."""
-
-    vocab_size: int = 4096
-    hidden_size: int = 256
-    intermediate_size: int = 768
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 64
-    max_position_embeddings: int = 2048
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to x [batch, length, heads, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with grouped queries, q/k norm and rotary embedding."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.head_dim = config.head_dim
-        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = (proj(x).view(batch, length, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q = rotate(self.q_norm(q.float()), cos, sin).to(v.dtype).transpose(1, 2)
-        k = rotate(self.k_norm(k.float()), cos, sin).to(v.dtype).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
-
-
-class MLP(nn.Module):
-    """Feed-forward block with SiLU gate."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    """A decoder layer."""
-
-    def __init__(self, config: Config, dropout: float):
-        super().__init__()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + F.dropout(self.self_attn(self.input_layernorm(x), cos, sin), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), self.dropout, self.training)
-
-
-class Qwen3(nn.Module):
-    """Qwen3 with the output layer tied to the embedding."""
-
-    def __init__(self, config: Config, dropout: float = 0.0):
-        super().__init__()
-        self.model = nn.ModuleDict(
-            {
-                "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-                "layers": nn.ModuleList(Layer(config, dropout) for _ in range(config.num_hidden_layers)),
-                "norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
-            }
-        )
-        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
-        angles = torch.outer(torch.arange(config.max_position_embeddings), frequencies)[:, None]
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                branch_end = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.num_hidden_layers) if branch_end else 0.02)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the cross-entropy over the targets that are not IGNORE.
-
-        Args:
-            tokens, targets: int64 [batch, length]
-        """
-        x = self.model["embed_tokens"](tokens)
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        for layer in self.model["layers"]:
-            x = layer(x, cos, sin)
-        logits = F.linear(self.model["norm"](x), self.model["embed_tokens"].weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class Documents:
@@ -193,7 +89,7 @@ class Documents:
 
     def padded(self, spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and targets with one document per row. Only marked tokens are targets."""
-        width = min(length, -(-int(np.diff(spans).max()) // 32) * 32)
+        width = min(length, -(-int(np.diff(spans).max()) // MULTIPLE) * MULTIPLE)
         index = spans[:, :1] + np.arange(width + 1)
         block = self.tokens[np.minimum(index, len(self.tokens) - 1)].astype(np.int64)
         tokens, inside = block & ~LEARN, index < spans[:, 1:]
@@ -204,11 +100,19 @@ class Documents:
         """Return the micro-batches of a step. They depend only on the seed and the step, so a run can be resumed."""
         rng = np.random.default_rng((options.seed, step))
         if stage == "pretrain":
-            return [self.packed(rng, options.batch_tokens // options.length, options.length)]
+            rows = options.batch_tokens // options.length
+            return split(*self.packed(rng, rows, options.length), options.micro_tokens)
         spans = self.sample(rng, options.batch_tokens)
         spans = spans[np.argsort(spans[:, 1] - spans[:, 0], kind="stable")]
         cuts = np.searchsorted(spans[:, 1] - spans[:, 0], WIDTHS, side="right")
-        return [self.padded(part, options.length) for part in np.split(spans, cuts) if len(part)]
+        batches = [self.padded(part, options.length) for part in np.split(spans, cuts) if len(part)]
+        return [part for batch in batches for part in split(*batch, options.micro_tokens)]
+
+
+def split(tokens: np.ndarray, targets: np.ndarray, limit: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Split a batch into micro-batches of at most `limit` tokens."""
+    parts = -(-tokens.size // limit)
+    return list(zip(np.array_split(tokens, parts), np.array_split(targets, parts)))
 
 
 def to_device(array: np.ndarray, device: str) -> Tensor:
@@ -234,18 +138,63 @@ def held_out_bits(model: nn.Module, folder: Path, end_of_text: int, device: str,
     return bits
 
 
-def save_model(model: Qwen3, config: Config, out: Path, name: str) -> None:
-    """Write the weights in bf16, and config.json."""
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+def quantized_weights(model: LanguageModel) -> list[nn.Parameter]:
+    """Return the weights that `tridecode quantize` quantizes: the linears of the layers."""
+    gates = ("in_proj_a.weight", "in_proj_b.weight")
+    layers = model.model["layers"].named_parameters()
+    return [weight for name, weight in layers if weight.dim() == 2 and not name.endswith(gates)]
+
+
+@contextmanager
+def rounded_to_int4(weights: list[nn.Parameter]) -> Iterator[None]:
+    """Replace the weights by those that `tridecode quantize --to int4` stores, and restore them at the end.
+
+    Gradients that are computed inside are then applied to the weights that are not rounded.
+    """
+    if not weights:
+        yield
+        return
+    with torch.no_grad():
+        exact = torch.cat([weight.view(-1, GROUP) for weight in weights])
+        write_groups(weights, int4_values(exact))
+    yield
+    with torch.no_grad():
+        write_groups(weights, exact)
+
+
+def write_groups(weights: list[nn.Parameter], groups: Tensor) -> None:
+    """Copy groups of columns [n, GROUP] to the weights."""
+    for weight, part in zip(weights, groups.split([weight.numel() // GROUP for weight in weights])):
+        weight.copy_(part.view_as(weight))
+
+
+def int4_values(groups: Tensor) -> Tensor:
+    """Return the groups [n, GROUP] rounded to int4, each with the best of nine scales."""
+    peak = groups.abs().amax(1, keepdim=True).clamp(min=1e-30)
+    best, least = None, None
+    for step in range(9):
+        scale = (peak * ((1 - step / 20) / 7)).bfloat16().float()
+        values = (groups / scale).round().clamp(-8, 7) * scale
+        error = (values - groups).square().sum(1, keepdim=True)
+        best, least = (
+            (values, error) if best is None else (torch.where(error < least, values, best), torch.minimum(error, least))
+        )
+    return best
+
+
+def save_model(model: LanguageModel, config: Config, out: Path, name: str) -> None:
+    """Write the weights in bf16, the constants of recurrent layers in fp32, and config.json."""
+    exact = ("A_log", "dt_bias", "linear_attn.norm.weight")
+    tensors = {
+        name: tensor.to(torch.float32 if name.endswith(exact) else torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
     save_file(tensors, out / f"{name}.safetensors", metadata={"format": "pt"})
-    described = asdict(config) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+    described = config.described() | {
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": True,
-        "use_sliding_window": False,
         "initializer_range": 0.02,
         "bos_token_id": 0,
         "eos_token_id": 2,
@@ -260,6 +209,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line, with the defaults of the stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["pretrain", "finetune"])
+    parser.add_argument("--model", choices=MODELS, default="qwen3")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
@@ -269,6 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch-tokens", type=int, help="tokens of an optimizer step; default: 131072 to pretrain, 262144 to fine-tune"
     )
+    parser.add_argument("--micro-tokens", type=int, default=131_072, help="most tokens of a forward pass")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument(
         "--learning-rate", type=float, help="learning rate; default: 2e-3 to pretrain, 1.5e-3 to fine-tune"
@@ -276,6 +227,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, help="dropout probability; default: 0.1 to pretrain, 0 to fine-tune")
     parser.add_argument("--evaluations", type=int, default=6, help="number of evaluations on the held-out text")
     parser.add_argument("--patience", type=int, default=3, help="stop after N evaluations without an improvement")
+    parser.add_argument("--int4", action="store_true", help="train the weights that int4 quantization will give")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     pretrain = options.stage == "pretrain"
@@ -308,11 +260,12 @@ def train(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
-    config = Config()
-    model = Qwen3(config, options.dropout).to(device)
+    config = MODELS[options.model]()
+    model = LanguageModel(config, options.dropout).to(device)
+    quantized = quantized_weights(model) if options.int4 else []
     optimizer = make_optimizer(model, options.learning_rate, device)
     stage, checkpoint = options.stage, options.out / f"{options.stage}.pt"
-    state = {"step": 0, "seconds": 0.0, "tokens": 0, "log": [], "best": None, "best_score": math.inf, "misses": 0}
+    state = {"step": 0, "seconds": 0.0, "tokens": 0, "log": [], "best_score": math.inf, "misses": 0}
     options.out.mkdir(parents=True, exist_ok=True)
     if checkpoint.exists():
         saved = torch.load(checkpoint, map_location=device, weights_only=True)
@@ -335,13 +288,14 @@ def train(options: argparse.Namespace) -> None:
         batches = documents.batches(stage, state["step"], options)
         marked = sum(int((targets != IGNORE).sum()) for _, targets in batches)
         step_loss = torch.zeros((), device=device)
-        for tokens, targets in batches:
-            tokens, targets = to_device(tokens, device), to_device(targets, device)
-            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                loss = model(tokens, targets) / marked
-            loss.backward()
-            step_loss += loss.detach()
-            state["tokens"] += tokens.numel()
+        with rounded_to_int4(quantized):
+            for tokens, targets in batches:
+                tokens, targets = to_device(tokens, device), to_device(targets, device)
+                with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                    loss = model(tokens, targets) / marked
+                loss.backward()
+                step_loss += loss.detach()
+                state["tokens"] += tokens.numel()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -363,20 +317,20 @@ def train(options: argparse.Namespace) -> None:
         if progress < evaluate_at[0]:
             continue
         evaluate_at = [share for share in evaluate_at if share > progress]
-        bits = held_out_bits(model, options.data / "held_out", end_of_text, device, options.length)
+        with rounded_to_int4(quantized):
+            bits = held_out_bits(model, options.data / "held_out", end_of_text, device, options.length)
         score = sum(bits[source] * share for source, share in shares.items() if source in bits)
         state["log"][-1]["held_out_bits_per_byte"] = bits
         print(json.dumps(state["log"][-1]), flush=True)
         state["misses"] = 0 if score < state["best_score"] else state["misses"] + 1
         if score < state["best_score"]:
-            state["best_score"], state["best"] = score, {k: v.clone() for k, v in model.state_dict().items()}
+            state["best_score"] = score
+            save_model(model, config, options.out, stage)
+        (options.out / f"{stage}.json").write_text(json.dumps(state["log"], indent=1))
         state["seconds"] = time.monotonic() - started
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}, checkpoint)
         if state["misses"] >= options.patience:
             break
-    model.load_state_dict(state["best"])
-    save_model(model, config, options.out, stage)
-    (options.out / f"{stage}.json").write_text(json.dumps(state["log"], indent=1))
 
 
 if __name__ == "__main__":

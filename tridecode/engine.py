@@ -408,7 +408,7 @@ class Engine:
     def score(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits of all tokens, fp32 [tokens, vocab] on the model's device. Row i predicts token i + 1.
 
-        Decode passes compute the tokens in a slot, like the tokens of any request.
+        The tokens run through decode passes, and occupy a slot as a request does.
 
         Raises:
             PromptError: ids are outside the vocabulary, or exceed the context.

@@ -158,14 +158,17 @@ class EngineOptions:
         return self.speculate == "ngram" or self.speculate_ngram is not None
 
     def no_drafts(self, why: str) -> ParameterError:
-        """Return the error for requested drafts that the engine cannot verify. `why` follows the name of the option."""
+        """Return the error for requested drafts that the engine cannot verify.
+
+        why: the reason. In the message, it comes after the name of the option.
+        """
         if self.speculate == "ngram":
             return conflict("speculate", f'="ngram" {why}; use speculate="off"')
         return conflict("speculate_ngram", f" {why}; leave it out")
 
     @property
     def ngram(self) -> tuple[int, int]:
-        """The largest and the smallest number of tokens that must match for a draft."""
+        """The maximum and the minimum length of the n-grams that the drafter looks up."""
         return self.speculate_ngram or NGRAM
 
     @property

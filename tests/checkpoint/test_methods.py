@@ -139,7 +139,6 @@ CONFIGS = {
     "version_of_awq": ("awq", {"version": "gemv"}, ["version", "gemm", "gemv"]),
     "group_size": ("gptq", {"group_size": 48}, ["group_size", "32, 64, 128", "48"]),
     "group_that_does_not_divide": ("awq", {"group_size": 128}, ["groups of 128", "192", "q_proj"]),
-    "rules_of_gptq": ("gptq", {"dynamic": {"-:.*down": {}}}, ["dynamic", "not supported"]),
     "blocks_of_fp8": ("fp8", {"weight_block_size": [64, 64]}, ["weight_block_size", "[128, 128]"]),
     "format": ("pack-quantized", {"format": "nvfp4-pack-quantized"}, ["format", "pack-quantized", "nvfp4"]),
     "no_regular_expression": ("pack-quantized", {"ignore": ["re:("]}, ["ignore", "regular expression"]),

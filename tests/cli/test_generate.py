@@ -30,7 +30,8 @@ def test_every_sampling_option_is_an_option():
     ]  # fmt: skip
     given = sampling_overrides(make_parser().parse_args(["generate", *argv]))
     assert list(given) == list(SAMPLING) == list(SamplingParams.__dataclass_fields__)
-    for name in ("json_schema", "regex", "choice"):  # A request can have only one response format. The grammar remains.
+    # A request can have only one response format, so all but the grammar are removed.
+    for name in ("json_schema", "regex", "choice"):
         del given[name]
     params = SamplingParams(**given)
     assert params.grammar == "g"

@@ -143,7 +143,7 @@ def test_plan_counts_rows_that_verify_drafts(monkeypatch, slots):
     off, ngram = (plan_memory(config, torch.float32, cpu, slots, speculate=each) for each in (False, True))
     more = allocated(True) - allocated(False)
     assert ngram.fixed - off.fixed == pytest.approx(more, rel=0.15, abs=11_000), (
-        "ngram changed more than the memory of its rows"
+        "speculation by n-grams changed the memory plan by more than the buffers of draft rows"
     )
     assert (more > 11_000) == (slots < 64)
 

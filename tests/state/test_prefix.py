@@ -186,7 +186,9 @@ def test_insert_after_a_known_node_skips_its_pages():
     ids, pages = list(range(22)), cache.pool.take(6)
     known = cache.cache.insert(ids[:16], pages[:4])
     cache.cache.insert([77] * 16 + ids[16:], pages, known_node=known)
-    assert matched_tokens(cache.cache.match(ids)) == 22, "insert compared the tokens before the known node"
+    assert matched_tokens(cache.cache.match(ids)) == 22, (
+        "insert compared again the tokens that precede the node it was given"
+    )
     cache.cache.forget(ids)
     cache.cache.insert(ids, pages, known_node=known)
     assert matched_tokens(cache.cache.match(ids)) == 22, "insert did not insert removed nodes again"

@@ -336,7 +336,7 @@ def run_all(name: str, gpu: Device) -> None:
             decode.decode_pass(launcher(model), alike.for_rows(rows), "greedy")
     run_prompts(model, decoding=64)
     finish(launcher(model), model.for_rows(1), "greedy")
-    # These launches follow a last layer that runs for all tokens.
+    # These launches come next if the last layer runs for all tokens, and not only for those that are sampled.
     ws, prompt = model.for_rows(1).workspace, model.prompt
     take_residual(ws.meta, prompt.hidden, prompt.delta, model.weights.final_norm, ws.hidden, ws.normed, ws.sumsq)
     if quantized or model.spec.fp8_kv:

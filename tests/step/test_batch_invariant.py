@@ -111,7 +111,7 @@ def test_single(many, single):
         many.scheduler.slots.cache.clear()
         results = run(many, [(prompt, "greedy", 8)] * count, [0] * count)
         assert set(results) == {single(prompt)}, (
-            f"trial {trial}: results differ from a single request in a pass of {count} rows"
+            f"trial {trial}: results in a pass of {count} rows differ from those of the request alone"
         )
 
 

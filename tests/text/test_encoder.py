@@ -127,7 +127,7 @@ def test_panic_is_one_error(changed, capfd, monkeypatch):
 
 
 def test_panic_of_known_tokenizer(capfd):
-    """Even the known expressions panic at millions of spaces."""
+    """The common regular expression of the bundled tokenizer panics at millions of spaces."""
     tokenizer = Tokenizer.load(BUNDLED)
     with pytest.raises(PromptError, match="fails on this text .*retry-limit"):
         tokenizer.encode(" " * 11_000_000)

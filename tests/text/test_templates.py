@@ -116,7 +116,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The tokenizer of transformers with the same vocabulary."""
+    """A tokenizer of the library transformers, with the same vocabulary as ours."""
     transformers = pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("theirs")
     write_tokenizer(path, None)

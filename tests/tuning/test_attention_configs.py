@@ -37,7 +37,7 @@ def test_configs_are_valid_for_every_model(name):
                     allowed = VALUES[type(config)]
                     fields = {name: value for name, value in entry_of(config).items() if name != "kernel"}
                     assert all(value in allowed[name] for name, value in fields.items()), (
-                        "the config has a field value that tables do not allow"
+                        "a field of the config has a value that is not allowed in a table of tuned configs"
                     )
 
 

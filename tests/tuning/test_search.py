@@ -93,7 +93,7 @@ def test_candidates_are_compiled_in_groups_before_they_are_timed():
     compiled, timed = [], []
 
     def measure(configs):
-        assert not timed or configs in compiled[-1], "a config was timed that the last group did not compile"
+        assert not timed or configs in compiled[-1], "the search timed a config that was not compiled in the last group"
         timed.append(configs)
         return distance(configs)
 

@@ -193,7 +193,7 @@ class DecodeState(PassState, Protocol):
 
 
 class PromptState(PassState, Protocol):
-    """The view that blocks have of a prompt pass."""
+    """What a block can read of a prompt pass."""
 
     @property
     def chunks(self) -> torch.Tensor:
@@ -222,7 +222,7 @@ class PromptState(PassState, Protocol):
 
     @property
     def tables(self) -> PromptTables:
-        """The tables of the pass for layers with recurrent state."""
+        """The tables that layers with recurrent state read in this pass."""
         ...
 
     @property

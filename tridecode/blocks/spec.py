@@ -138,7 +138,7 @@ class ModelSpec:
 
     @cached_property
     def pages(self) -> Pages:
-        """The declaration of pages, which is equal in all layers with K and V."""
+        """The layout of a page, which is the same in all layers with K and V."""
         forms = {pages for layer in self.layers if (pages := layer.pages())}
         assert len(forms) == 1, f"only layers with equal pages are supported, got {len(forms)} forms of pages"
         return forms.pop()

@@ -9,7 +9,9 @@ from ..errors import CheckpointError, ParameterError, brief
 from ..models.reader import read_json
 from .config import read_config
 
-BUNDLED = Path(__file__).parents[1] / "bundled"  # Directory of the model in the package, which is called "bundled".
+BUNDLED = (
+    Path(__file__).parents[1] / "bundled"
+)  # Directory of the model that the package contains, whose name is "bundled".
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = (

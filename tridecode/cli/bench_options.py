@@ -44,7 +44,7 @@ class Contexts(Constraint):
     expects: str = f"a number of tokens, or a mix like {EXAMPLE} of at most {MAX_SLOTS} requests"
 
     def accept(self, value: str) -> str:
-        """Return the text. Raises Rejected if it is not a mix, or a mix of too many requests."""
+        """Return `value` unchanged. Raises Rejected if it is not a valid mix, or if the mix has too many requests."""
         contexts_of(value)
         return value
 

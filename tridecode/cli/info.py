@@ -306,7 +306,7 @@ def pool_sizes(memory: dict, on_cpu: bool) -> str:
 
 
 def describe_snapshots(memory: dict) -> str:
-    """Return the number and size of snapshots of recurrent state in words."""
+    """Return a text with the number and the size of the snapshots of recurrent state."""
     count, each = memory["snapshots"], memory["snapshot_bytes"]
     if not count:
         return f"none, so prompts are not shared; one would take {size(each)}"

@@ -232,8 +232,8 @@ def prompt_field(line: dict, place: str, others: Sequence[str]) -> str:
             raise PromptError(f"{place}: unknown field {as_json(name)}; {did_you_mean(name, others) or known}")
     kinds = [name for name in PROMPTS if name in line]
     if len(kinds) != 1:
-        found = " and ".join(kinds) or "none"
-        raise PromptError(f"{place}: expected one of prompt, messages and prompt_ids, got {found}")
+        listed = " and ".join(kinds) or "none"
+        raise PromptError(f"{place}: expected one of prompt, messages and prompt_ids, got {listed}")
     (kind,) = kinds
     prompt = line[kind]
     if kind == "messages":

@@ -33,7 +33,7 @@ def ending():
     def end(signum, frame):
         for each in changed:  # A closed terminal sends several signals. A second one must not interrupt the cleanup.
             signal.signal(each, signal.SIG_IGN)
-        if in_background():  # The program is suspended. If it changed the terminal, the shell would stop it again.
+        if in_background():  # A program in the background that changes the terminal is stopped by SIGTTOU.
             with open(os.devnull) as nothing:
                 os.dup2(nothing.fileno(), sys.stdin.fileno())
         received.append(Ended(signum))

@@ -28,7 +28,7 @@ HEADROOM = {
 # Bytes for cuBLAS workspaces and captured graphs on a GPU, and for temporary tensors of the references on a CPU.
 SCRATCH = {"cuda": 2**27, "cpu": 2**25}
 TOKEN = 4  # Bytes of a token id. Each slot stores one id per position.
-CPU_CONTEXT = 8192  # Default limit of positions, because other programs share the host's memory.
+CPU_CONTEXT = 8192  # Default limit of K/V positions on a CPU, where other programs use the same memory.
 
 
 @dataclass(frozen=True)

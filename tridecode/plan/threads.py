@@ -81,7 +81,7 @@ def chosen_by_user() -> bool:
 
 
 def _idle_seconds() -> float | None:
-    """Return the idle seconds of the cores of this process since the machine started, or None if unknown."""
+    """Return the total idle seconds since boot of the cores that this process may use. None if unknown."""
     own_cpus = {f"cpu{i}" for i in os.sched_getaffinity(0)}
     try:
         with open("/proc/stat") as file:

@@ -162,7 +162,7 @@ class Generation(RequestBody, kw_only=True):
             self.check_ended_by(structure.parameter)
 
     def _check_min_tokens(self) -> None:
-        """Refuse min_tokens unless no token can end the answer. The sampler cannot exclude stop tokens temporarily."""
+        """Accept min_tokens only with ignore_eos and without stops, because the sampler cannot exclude stop tokens."""
         if self.min_tokens < 0 or 0 < (self.max_tokens or 0) < self.min_tokens:
             raise bad_request(f"min_tokens must be from 0 to max_tokens, got {shown(self.min_tokens)}", "min_tokens")
         if self.min_tokens and (not self.ignore_eos or self.stop or self.stop_token_ids):

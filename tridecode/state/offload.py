@@ -22,8 +22,8 @@ class Offload:
 
     Args:
         host: pages in host memory.
-        ring: number of pages of one layer that each buffer stores. It limits the host pages that the active requests
-        may have together, and is less than `host`. With 0 there is no ring: all pages of active requests are on the
+        ring: capacity of each buffer, in pages of one layer. It is less than `host`. All active requests together
+            can have at most this many pages in host memory. With 0 all pages of active requests are on the
             device, and host memory stores only pages of waiting requests.
         buffers: buffers of the ring.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Distance of snapshots within long prompts. It is the default limit of the tokens in one pass, so at most one such pass
 # is repeated. In models of the size of Qwen3.5, a snapshot takes about as much memory as K/V of this many positions.
 INTERVAL = 2048
-SHARE = 4  # a prompt takes at most 1 / SHARE of the records for snapshots at this distance
+SHARE = 4  # The snapshots at this distance within one prompt use at most 1 / SHARE of the records for snapshots.
 
 
 @dataclass(eq=False)

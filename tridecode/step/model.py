@@ -152,7 +152,7 @@ class DecodeModel:
 
     def choice(self, linear: LoadedLinear, epilogue: str) -> Choice:
         """Return the kernel and the launch config of a linear."""
-        # This key is hashed faster than a case. Each launch of a pass without a graph needs it.
+        # This key is hashed faster than a LinearCase. Each launch of a pass without a graph needs it.
         key = id(linear), epilogue
         if (choice := self._choices.get(key)) is None:
             choice = self._choices[key] = self.configs.linears[linear_case(linear, epilogue)]

@@ -5,8 +5,9 @@ for every decoding row and for the last row of every finished prompt. It uses th
 pass, so the pass that reads the end of a prompt also returns the first token.
 
 If the mixer of the last layer allows it, `read` stops after it has written the K and V of that layer, and `finish` runs
-the rest of the layer for its few rows. The kernels read all values that change between passes from the table of chunks
-and from meta, so both lists can be captured as CUDA graphs (prompt_graphs.py).
+the rest of the layer for its few rows. The kernels read all values that change between passes from device buffers: the
+table of chunks, and `meta`, the state of each row (layout.py). So both lists can be captured as CUDA graphs
+(prompt_graphs.py).
 """
 
 from collections.abc import Sequence

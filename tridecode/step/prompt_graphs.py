@@ -124,7 +124,7 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         return min(max(fitting, default=timed[0][0]), limit)
 
     def capture(self, key: PromptDescriptor) -> None:
-        """Capture and time a pass whose kernels are compiled. The model must be idle."""
+        """Capture and time a pass. Its kernels must be compiled, and the model must be idle."""
         self.chunks.clear()  # The table of chunks is also cleared.
         place = self.place
         assert place is not None

@@ -27,9 +27,9 @@ Part = Case | AttentionCase
 
 # Programs of a multiprocessor that share the rows of a weight. 0 means one program for each block.
 SHARES = (0, 1, 2, 3, 4, 6, 8)
-# Registers of a matvec thread: the minimum for weights (with more than one warp), the maximum for weights, and the
-# number for everything else. A thread with few weights has few bytes in flight. A thread with many weights leaves room
-# for few programs.
+# Registers of a matvec thread: the minimum for weights (not required if a program has one warp), the maximum for
+# weights, and the number for everything else. A thread with few weights has few bytes in flight. A thread with many
+# weights leaves room for few programs.
 MIN_WEIGHTS, MAX_WEIGHTS, OTHER_REGISTERS = 16, 128, 40
 BOUNDS = (0, 40, 56, 64, 80, 96, 128)  # Maximum registers of a thread. 0 means no limit.
 # matmul: (tiles of the weights in flight, tiles of the activations in flight).
@@ -41,9 +41,8 @@ STAGES = (2, 3, 4, 6, 8)
 # hopper: (rows of a tile, columns of a tile, tiles of the weights in flight, tiles of the activations in flight).
 HOPPER = ((64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 5, 3))
 HOPPER_ONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # Tiles for one program per multiprocessor.
-# matmul of packed tensors: (block_n, num_warps, ahead, x_ahead, registers, programs per multiprocessor, fetch). The
-# most
-# promising configs are first, and differ most.
+# matmul of packed tensors: (block_n, num_warps, ahead, x_ahead, registers, programs per multiprocessor, fetch).
+# The first configs are the most promising ones, and differ most from each other.
 ALL = 1000  # No weight has this number of tiles of activations.
 PACKED_SHARED = (
     (16, 4, 10, ALL, 0, 2, 0), (16, 4, 10, ALL, 0, 2, 2), (16, 4, 3, 4, 128, 4, 2), (16, 4, 4, 4, 128, 0, 1),

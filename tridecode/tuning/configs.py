@@ -14,7 +14,7 @@ TILE_ROWS = 64  # Number of rows of a buffer that kernels read in tiles.
 DRAFT_SPLITS = 32  # Number of programs that search the tokens of one row for drafts.
 HOPPER = 90  # The compute capability of most measurements.
 MAX_ROWS = 64  # Maximum rows of a pass for which tables and rules choose kernels. Passes with more rows use torch.
-HEAD = 2**15  # A normed linear with at least this number of outputs is an LM head.
+HEAD = 2**15  # A linear with a norm before it and at least this number of outputs is treated as the LM head.
 
 
 class AttentionCase(NamedTuple):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...arguments import shown
 from ...kernels.linear.packed import QuantizedWeight
-from .scheme import Quantization, Scheme, Stored, column_order, unpack_words
+from .patterns import Pattern
+from .scheme import Quantization, Rule, Scheme, Stored, column_order, unpack_words, untrusted
 
 FLOATS = ("BF16", "F16", "F32")
 UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
@@ -78,7 +78,7 @@ def parse(read) -> Quantization:
     groups = read.get("config_groups", {})
     if not isinstance(groups, dict) or not groups:
         raise read.fail("config_groups", "an object with at least one group")
-    rules: list[tuple[str, Scheme | None]] = [(_pattern(read, "ignore", name), None) for name in read.names("ignore")]
+    rules: list[Rule] = [(_pattern(read, "ignore", name), None) for name in read.names("ignore")]
     for name in groups:
         group = read.under("config_groups").under(name)
         scheme = _scheme(group if group.get("format") else read, group.under("weights"))
@@ -86,16 +86,11 @@ def parse(read) -> Quantization:
     return Quantization("compressed-tensors", tuple(rules))
 
 
-def _pattern(read, key: str, name: str) -> str:
+def _pattern(read, key: str, name: str) -> str | Pattern:
     """Return the pattern for a name in a list of modules."""
     if name == "Linear":
         return ""
-    pattern = f"^(?:{name[3:]})" if name.startswith("re:") else f"^{re.escape(name)}$"
-    try:
-        re.compile(pattern)
-    except re.error:
-        raise read.fail(key, f"names or valid regular expressions (invalid: {shown(name)})") from None
-    return pattern
+    return untrusted(read, key, name[3:]) if name.startswith("re:") else f"^{re.escape(name)}$"
 
 
 def _scheme(owner, weights) -> Scheme:

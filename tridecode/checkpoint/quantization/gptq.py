@@ -4,12 +4,15 @@ It stores words [in_features * bits / 32, out_features] and the group of each co
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...kernels.linear.packed import QuantizedWeight
-from .scheme import Quantization, Scheme, Stored, column_order, unpack_words
+from .scheme import Quantization, Rule, Scheme, Stored, column_order, unpack_words, untrusted
+
+OVERRIDES = ("bits", "group_size", "desc_act", "sym")
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,39 @@ class GptqScheme(Scheme):
 
 def parse(read) -> Quantization:
     """Return the rules of quantization_config. Raises CheckpointError."""
-    bits = read.get("bits")
-    if type(bits) is not int or bits not in (4, 8):
-        raise read.fail("bits", "4 or 8 with quant_method gptq")
-    group = read.get("group_size", 128)
-    if type(group) is not int or group not in (-1, 32, 64, 128):
-        raise read.fail("group_size", "32, 64, 128 or -1")
-    if read.get("dynamic") not in (None, {}):
-        raise read.fail("dynamic", "absent, because rules for single modules are not supported")
     version = read.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    ordered = read.flag("desc_act", False)
-    scheme = GptqScheme(bits, group=max(group, 0), zeros=True, ordered=ordered, subtracted=int(version == "gptq"))
+    base = _scheme(read, GptqScheme(0, group=128, zeros=True, subtracted=int(version == "gptq")))
     names = read.names("modules_to_not_convert")
     if not read.flag("lm_head", False):
         names = ["lm_head", *names]
-    return Quantization("gptq", (*((re.escape(name), None) for name in names), ("", scheme)))
+    return Quantization("gptq", (*((re.escape(name), None) for name in names), *_dynamic(read, base), ("", base)))
+
+
+def _dynamic(read, base: GptqScheme) -> Iterator[Rule]:
+    """Yield GPTQModel's rules for single modules. The first whose pattern matches decides.
+
+    "-:PATTERN" excludes modules from quantization. "+:PATTERN" and "PATTERN" override keys of quantization_config.
+    """
+    rules = read.under("dynamic")
+    for key in rules.values:
+        pattern = untrusted(read, "dynamic", key.removeprefix("-:").removeprefix("+:"))
+        if key.startswith("-:"):
+            yield pattern, None
+            continue
+        own = rules.under(key)
+        for name in own.values:
+            if name not in OVERRIDES:
+                raise own.fail(name, f"absent, because rules can override only {', '.join(OVERRIDES)}")
+        yield pattern, _scheme(own, base)
+
+
+def _scheme(read, base: GptqScheme) -> GptqScheme:
+    """Return the scheme that an object with the keys OVERRIDES describes. `base` has the values of absent keys."""
+    bits = read.get("bits", base.bits)
+    if type(bits) is not int or bits not in (4, 8):
+        raise read.fail("bits", "4 or 8 with quant_method gptq")
+    group = read.get("group_size", base.group or -1)
+    if type(group) is not int or group not in (-1, 32, 64, 128):
+        raise read.fail("group_size", "32, 64, 128 or -1")
+    read.flag("sym", True)  # Zero points are stored in either case.
+    return replace(base, bits=bits, group=max(group, 0), ordered=read.flag("desc_act", base.ordered))

@@ -9,7 +9,9 @@ from typing import ClassVar
 
 import torch
 
+from ...arguments import shown
 from ...kernels.linear.packed import Packed, QuantizedWeight
+from .patterns import Pattern
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ class Scheme(ABC):
         return Packed(self.number_type, self.bits, k, self.group or k, rows, self.zeros, self.ordered, scale_dtype)
 
 
+Rule = tuple[str | Pattern, Scheme | None]
+
+
 @dataclass(frozen=True)
 class Quantization:
     """The rules that choose a scheme for each weight, from config.json or from `--quantize`.
@@ -90,15 +95,16 @@ class Quantization:
     Args:
         name: the method of config.json, or the scheme that `--quantize` names.
         rules: pairs of a pattern and a scheme. The first pattern found in the name of a module decides. If its scheme
-            is None, or if no pattern is found, the weight is not quantized.
+            is None, or if no pattern is found, the weight is not quantized. A pattern that a checkpoint contains is a
+            Pattern, which must match at the start of the name.
     """
 
     name: str
-    rules: tuple[tuple[str, Scheme | None], ...]
+    rules: tuple[Rule, ...]
 
     def scheme(self, module: str) -> Scheme | None:
         """Return the scheme of the weight of a module. None: it is not quantized."""
-        return next((scheme for pattern, scheme in self.rules if _compiled(pattern).search(module)), None)
+        return next((scheme for pattern, scheme in self.rules if _matches(pattern, module)), None)
 
     @property
     def schemes(self) -> list[Scheme]:
@@ -106,7 +112,21 @@ class Quantization:
         return list(dict.fromkeys(scheme for _, scheme in self.rules if scheme is not None))
 
 
+@lru_cache(2**16)
+def _matches(pattern: str | Pattern, module: str) -> bool:
+    return pattern.match(module) if isinstance(pattern, Pattern) else bool(_compiled(pattern).search(module))
+
+
 _compiled = lru_cache(re.compile)
+
+
+def untrusted(read, key: str, text: str) -> Pattern:
+    """Return the pattern of a checkpoint. Raises CheckpointError, which names the key, if it is invalid."""
+    try:
+        return Pattern(text)
+    except ValueError as error:
+        problem = f"names or valid regular expressions (invalid: {shown(text)}; {error})"
+        raise read.fail(key, problem) from None
 
 
 def unpack_words(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

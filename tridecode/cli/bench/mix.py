@@ -65,11 +65,11 @@ class MixRow(Row):
 def mix(args, output) -> list[Row]:
     """Return a row for each mode of --graph.
 
-    One engine runs all of them. It has a slot per request, and one for the prompt.
+    The same engine runs every mode. It has one slot for each request, and one for the prompt that arrives later.
     """
     if args.requests >= MAX_SLOTS:
         raise ParameterError(
-            f"--requests: must be at most {MAX_SLOTS - 1}, because the prompt needs a slot too, got {args.requests}"
+            f"--requests must be at most {MAX_SLOTS - 1}, since the later prompt needs a slot too, got {args.requests}"
         )
     tokens, slots = args.prompt_tokens, args.requests + 1
     rooms = reserved_positions(args.context, 3 * args.steps), reserved_positions(tokens, args.steps)
@@ -124,12 +124,12 @@ def time_mix(engine: Engine, requests: int, context: int, tokens: int, steps: in
     expected = [3 * steps] * requests + [steps]
     lost = sum(number - len(result_of(request).token_ids) for number, request in zip(expected, under_way))
     *decoding, new = arrivals
-    # From `together` on, all requests decode. At `first`, the prompt has been read.
-    together, first = max(seen[0] for seen in decoding), new[0]
+    # The time at which the last request began to decode, and the time of the first token after the prompt.
+    all_decode, first = max(seen[0] for seen in decoding), new[0]
     gaps: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for seen in decoding:
         for start, end in zip(seen, seen[1:]):
-            if start >= together:
+            if start >= all_decode:
                 gaps["before" if end <= submitted else "during" if end <= first else "after"].append(end - start)
     if min(map(len, gaps.values())) == 0 or min(seen[-1] for seen in decoding) <= first:
         few = counted(steps, "step")

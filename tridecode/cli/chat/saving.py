@@ -79,7 +79,9 @@ def list_sessions(chat, rest: str) -> None:
     elif action == "rename" and len(names) in (1, 2):
         old, new = names if len(names) == 2 else (own_session, names[0])
         if old is None:
-            raise session.SessionError("this conversation is not saved; use /sessions rename OLD NEW")
+            raise session.SessionError(
+                "this conversation has no saved session; to rename another one, use /sessions rename OLD NEW"
+            )
         chat.store.rename(new) if old == own_session else sessions.rename(old, new)
         chat.output.note(f"session {old} is now called {new}")
     elif action == "delete" and names:

@@ -104,7 +104,7 @@ def key_of(line: str) -> int:
 
 
 def read_request(index: int, key: int, text: str, args, output: Output) -> Request:
-    """Return the request of a line. If the line is wrong, its error is set."""
+    """Return the request that a line describes. If the line is invalid, the field `error` of the request is set."""
     request, place = Request(index, key), f"line {index + 1}"
     try:
         line = with_own_names(parse_object(text, place, output))

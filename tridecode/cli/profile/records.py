@@ -58,7 +58,8 @@ def record_on_gpu(work: Callable[[], object], host: bool = False) -> dict:
     """
     torch.cuda.synchronize()
     activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if host else [])]
-    with torch.profiler.profile(activities=activities) as profiler:
+    # Without acc_events, PyTorch warns that it clears events after a cycle.
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         work()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:

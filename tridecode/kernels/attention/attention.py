@@ -242,7 +242,7 @@ def attention(meta, qkv, out, kv: KVLayer, rope: Rope, scratch: Scratch, heads: 
 def launch_attention(
     meta, qkv, out, kv, rope, scratch, heads, config, pdl, queries: int = 1, least: int = 1, together: bool = False
 ) -> None:
-    """Launch the kernel for requests of `queries` rows. `least` and `together` are fields of QueriesConfig."""
+    """Launch the kernel for requests of `queries` rows. QueriesConfig describes `least` and `together`."""
     sizes = sizes_of(kv, rope, scratch, heads, config, config.ahead, queries)
     requests = len(out) // queries
     short = min(config.short_splits or config.splits, config.splits)

@@ -16,7 +16,7 @@ class Rotary(NamedTuple):
 
     cos_ptr: tl.tensor
     sin_ptr: tl.tensor
-    q_norm_ptr: tl.tensor  # The kernel reads it if the model has these norms.
+    q_norm_ptr: tl.tensor  # The kernel reads the weights of the norms of q and k only if the model has these norms.
     k_norm_ptr: tl.tensor
     eps: tl.tensor
 

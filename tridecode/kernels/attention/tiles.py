@@ -27,8 +27,11 @@ def _in_registers(x, position, HOLD: tl.constexpr):
 def prefetch_tiles(cache, table_ptr, first, start, end, SIZES: tl.constexpr):
     """Load the tiles that `attend_tiles` starts with.
 
-    Returns TILES tiles of K and of V of one head from position `first`, the mask of their positions within [start,
-    end), and the pages of the next two tiles.
+    Returns:
+        K: TILES tiles of one head, from position `first`.
+        V: the same tiles of V.
+        The mask of the tiles' positions that are in [start, end).
+        The page indices of the next two tiles.
     """
     PAGE: tl.constexpr = SIZES.PAGE
     D: tl.constexpr = SIZES.D

@@ -62,7 +62,8 @@ _E4M3 = tl.constexpr(
     mov.b32 {$2, $3}, a;
     }"""
 )
-# The columns of _INT4 without its multiplication. The numbers are therefore scaled by 2 ** -133 and 2 ** -129.
+# The same as _INT4 without its multiplication at the end. Of each pair of codes, the low one is therefore scaled by
+# 2 ** -133 and the high one by 2 ** -129.
 _INT4_RAISED = tl.constexpr(
     """{
     .reg .b32 w, a; shr.u32 w, $8, 8;

@@ -15,7 +15,7 @@ from .weight import LoadedLinear
 def epilogue_arguments(linear: LoadedLinear, out, epilogue, min_sumsq: int = 1) -> dict:
     """Return the arguments of a kernel that depend on the epilogue, by name.
 
-    `out` is a placeholder for pointers that the kernel does not read. extra_ptr, [n], is the bias if HAS_BIAS, and the
+    Pointers that the kernel does not read are set to `out`. extra_ptr, [n], is the bias if HAS_BIAS, and the
     weight of the next norm for AddResidual. SUMSQ_BLOCK is a power of two that is at least n_sumsq and `min_sumsq`.
     """
     normed, sumsq, n_sumsq, eps, extra = out, out, 0, 0.0, linear.bias

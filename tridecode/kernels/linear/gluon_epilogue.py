@@ -55,7 +55,7 @@ def silu(x):
 def finish(C: gl.constexpr, o, y, extra, residual, offs_m, offs_n, mask):
     """Add the bias or the residual stream to y [n, m], store out and normed, and return y.
 
-    C must contain EPILOGUE and HAS_BIAS.
+    `C` holds the compile-time constants of the kernel, among them EPILOGUE and HAS_BIAS.
     """
     if C.HAS_BIAS:
         y += extra.to(gl.float32)

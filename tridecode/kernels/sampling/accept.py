@@ -183,7 +183,7 @@ def accept(sampled, meta, tokens, counts, out, logits, lse=None, logprobs_ring=N
 
 
 def accept_ref(sampled, meta, tokens, counts, out, logits, lse=None, logprobs_ring=None):
-    """Compute `accept` in torch: call finish_step_ref for each token as long as it equals the draft."""
+    """Compute `accept` in torch: call finish_step_ref token by token, until a token differs from its draft."""
     queries = len(sampled) // len(meta)
     for row in running(meta, len(meta)):
         state = meta[row].tolist()

@@ -164,7 +164,7 @@ def _bin_place(bin):
 
 @triton.jit
 def load_groups(ptr, needed):
-    """Load a histogram as [groups, 8] in the order of its bins, or zeros unless `needed`."""
+    """Load a histogram as [groups, 8] in the order of its bins. Return zeros if `needed` is false."""
     group = tl.arange(0, _GROUPS)[:, None]
     return tl.load(ptr + _place(group) + tl.arange(0, 8)[None, :], mask=group < tl.where(needed, _GROUPS, 0), other=0)
 

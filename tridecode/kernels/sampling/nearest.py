@@ -68,9 +68,9 @@ def rank_nearest(near_ptr, ranks_ptr, d, w, count):
 
 @triton.jit
 def ranked_threshold(d, w, ranks, count, total, use_k, top_k, use_p, top_p):
-    """Return the largest distance that top-k and top-p keep, from a list that decides.
+    """Return the largest distance from the best logit that top-k and top-p keep.
 
-    total is the mass of all tokens of the vocabulary.
+    The list must contain all candidates for it. total is the mass of all tokens of the vocabulary.
     """
     within = (tl.arange(0, _NEAREST) < count) & ((ranks >> _RANK_SHIFT) < tl.where(use_k, top_k, _NEAREST))
     total = tl.where(use_k, tl.sum(tl.where(within, w, 0), axis=0), total)
