@@ -1,6 +1,7 @@
 """Tests of `tridecode generate`: its options, its reports and its output."""
 
 import errno
+import json
 import os
 import pwd
 import stat
@@ -204,7 +205,7 @@ def test_cut_answer_is_reported(generate, engine, monkeypatch, tmp_path, limit):
     code, out, err = generate(*prompt, *argv, "--json")
     assert (code, err, lines(out)[0]["finish_reason"], lines(out)[0]["cut_by"]) == (0, "", "length", limit)
     assert generate(*prompt, *argv, "--quiet")[2] == ""
-    (file := tmp_path / "f").write_text('{"prompt_ids": [%s]}\n' % ",".join(["5"] * (engine.capacity - 6)))
+    (file := tmp_path / "f").write_text(json.dumps({"prompt_ids": [5] * (engine.capacity - 6)}))
     code, out, err = generate("--jsonl", file, *argv)
     assert code == 0 and lines(out)[0]["cut_by"] == limit and f", 1 cut by {limit} · " in err
     code, out, err = generate("--prompt", "Hi", "--json", *argv, "--choice", "a", "--max-tokens", "99")
@@ -220,7 +221,7 @@ def test_output_in_directory_that_permits_no_replacement(generate, monkeypatch, 
         return opened(path, flags, mode, **options)
 
     def move(path, target):
-        if path.parent != target.parent or sticky:
+        if path.parent != target.parent or os.open is opened:
             raise OSError(errno.EXDEV, "Invalid cross-device link", str(path))
         return replace(path, target)
 
@@ -231,7 +232,7 @@ def test_output_in_directory_that_permits_no_replacement(generate, monkeypatch, 
     inode, text = file.stat().st_ino, generate("--prompt", "Hi", *LIMITS)[1]
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(Path, "replace", move)
-    for sticky in (False, True):
+    for _ in range(2):
         code, out, err = generate("--prompt", "Hi", "--output", file, *LIMITS)
         assert (code, out, file.read_text()) == (0, "", text), err
         assert stat.S_IMODE(file.stat().st_mode) == 0o640 and file.stat().st_ino == inode

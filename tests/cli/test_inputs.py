@@ -68,8 +68,13 @@ def test_encodings_with_and_without_mark(generate, seen, tmp_path):
             text = f"{mark}é 😀\r\nend".encode(encoding + order)
             code, _, err = generate(*LIMITS, stdin=text)
             assert (code, seen[-1][0]) == (0, [user("é 😀\nend")]), (encoding, order, err)
-            (file := tmp_path / "f").write_bytes(f'{mark}{{"prompt": "é"}}\n\ufeff{{"prompt": "b"}}\n'.encode(encoding + order))
-            assert generate("--jsonl", file, *LIMITS)[0] == 0 and [p for p, *_ in seen[-2:]] == [[user("é")], [user("b")]]
+            (file := tmp_path / "f").write_bytes(
+                f'{mark}{{"prompt": "é"}}\n\ufeff{{"prompt": "b"}}\n'.encode(encoding + order)
+            )
+            assert generate("--jsonl", file, *LIMITS)[0] == 0 and [p for p, *_ in seen[-2:]] == [
+                [user("é")],
+                [user("b")],
+            ]
     for data, named in (
         ("é 1".encode("utf-16-le"), "NUL"),
         (b"\x89PNG\r\n\x1a\n\0\0", "NUL"),
@@ -77,7 +82,9 @@ def test_encodings_with_and_without_mark(generate, seen, tmp_path):
         (b"\xff\xfe\0\xdc", "UTF-16"),
     ):
         code, out, err = generate(*LIMITS, stdin=data)
-        assert (code, out, err.count("\n")) == (1, "", 1) and err.startswith("tridecode: error: stdin: ") and named in err
+        assert (
+            (code, out, err.count("\n")) == (1, "", 1) and err.startswith("tridecode: error: stdin: ") and named in err
+        )
         file.write_bytes(data)
         code, out, err = generate("--jsonl", file, *LIMITS)
         assert (code, out, err.count("\n")) == (1, "", 1) and str(file) in err and named in err

@@ -11,6 +11,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 from ..arguments import check_messages
 from ..errors import PromptError, as_json
@@ -108,7 +109,7 @@ def stdin_texts() -> Iterator[str]:
     """Yield the text of stdin as it arrives. Undecodable bytes become lone surrogates."""
     if not hasattr(sys.stdin, "buffer"):  # It is not a stream of the operating system.
         return iter(lambda: sys.stdin.read(READ_SIZE), "")
-    chunks = iter(lambda: sys.stdin.buffer.read1(READ_SIZE), b"")
+    chunks = iter(lambda: sys.stdin.buffer.read1(READ_SIZE), b"")  # type: ignore[attr-defined, union-attr]
     return decoded(chunks, "stdin", sys.stdin.encoding, newlines=True)
 
 
@@ -130,7 +131,7 @@ def decoded(chunks: Iterator[bytes], name: str, encoding: str = "utf-8", newline
         if not any(mark.startswith(head) for mark in ENCODINGS):
             break
     encoding = next((each for mark, each in ENCODINGS.items() if head.startswith(mark)), encoding)
-    decoder: codecs.IncrementalDecoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+    decoder: Any = codecs.getincrementaldecoder(encoding)("surrogateescape")
     decoder = io.IncrementalNewlineDecoder(decoder, translate=True) if newlines else decoder
     try:
         for chunk in chain([head], chunks, [b""]):
@@ -247,7 +248,7 @@ def prompt_field(line: dict, place: str, others: Sequence[str]) -> str:
 
 
 def chat_of(value, place: str) -> list[dict]:
-    """Return a chat from JSON. One message needs no list, and a content may be a list of text parts, as in OpenAI's API.
+    """Return a chat from JSON. One message needs no list, and a content may be a list of text parts.
 
     Raises PromptError, which begins with `place`.
     """

@@ -11,7 +11,7 @@ from ..errors import DeviceError, TridecodeError
 from .explain import explain, option
 from .options import SAMPLING
 from .parser import make_parser
-from .signals import Ended, ended_by_interrupt, ending
+from .signals import Ended, called_at_exit_of_library, ended_by_interrupt, ending
 from .terminal import Output, echo_disabled, repair_streams, switch_streams_to_utf8
 
 NEED_GPU = ("bench", "profile", "tune")
@@ -113,7 +113,7 @@ def run(args, output: Output) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         # Text that the user types or pastes during the imports and the load of the model belongs to the first prompt.
         with echo_disabled(True, lambda: None, lambda: None, paste=shows_editor()) as output.keys:
-            with ended_by_interrupt(output.keys.release):
+            with ended_by_interrupt(output.keys.release), called_at_exit_of_library(output.keys.release):
                 command = imported(args.command)
             return command(args, output)
     with ended_by_interrupt():

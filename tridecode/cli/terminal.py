@@ -35,6 +35,7 @@ class Visible:
         self._held = ""
 
     def __call__(self, part: str) -> str:
+        """Return the part that can be shown now."""
         text = self._held + part
         self._held = "\r" * text.endswith("\r")
         return visible(text.removesuffix("\r"))

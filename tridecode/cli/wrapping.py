@@ -4,6 +4,7 @@ import argparse
 import re
 from collections.abc import Callable
 from textwrap import fill, wrap
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -15,7 +16,7 @@ PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
 MARKER = re.compile(r"[-*+•]|\d{1,3}[.)]")
 FENCES = ("```", "~~~")
 TAB = 8
-WHOLE: dict[str, bool] = {"break_on_hyphens": False, "break_long_words": False}  # Options stay on one line.
+WHOLE: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}  # Options stay on one line.
 
 
 class Wrapped:

@@ -16,7 +16,12 @@ ENTER, NEW_LINE = "\r", "\x1b\r"  # The second is Alt-Enter.
 RELEASED = "3"
 PASTE, PASTE_END = "\x1b[200~", "\x1b[201~"
 # Keys of the number pad, which kitty's protocol reports with codes of their own from 57399 on.
-PAD = [*"0123456789./*-+", ENTER, *"=,", *(f"\x1b[{end}" for end in ("D", "C", "A", "B", "5~", "6~", "H", "F", "2~", "3~"))]
+PAD = [
+    *"0123456789./*-+",
+    ENTER,
+    *"=,",
+    *(f"\x1b[{end}" for end in ("D", "C", "A", "B", "5~", "6~", "H", "F", "2~", "3~")),
+]
 SEQUENCE = re.compile(r"\x1b\[(?:M...|([0-?]*)[ -/]*([@-~]))|\x1bO(.)", re.DOTALL)
 INCOMPLETE = re.compile(r"\x1b(?:\[(?:M.{0,2}|[0-?]*[ -/]*)|O)?\Z", re.DOTALL)
 
@@ -50,7 +55,7 @@ class KeyParser(Vt100Parser):
 
 
 def known(match: re.Match) -> str:
-    """Return the sequence of the key of a match of SEQUENCE in the form that prompt_toolkit knows; "" if it has none."""
+    """Return the key of a match of SEQUENCE as a sequence that prompt_toolkit knows; "" if there is none."""
     sequence, parameters, end = match[0], match[1] or "", match[2]
     if match[3] == "M":  # Enter of the number pad.
         return ENTER

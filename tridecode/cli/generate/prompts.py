@@ -78,7 +78,7 @@ def report(result: Result, engine: Engine, max_tokens: int | None) -> dict:
 
     It is written as ASCII, so that no program reads a Unicode line separator as the end of a line.
     """
-    value = {
+    value: dict = {
         "token_ids": result.token_ids,
         "text": result.text,
         "finish_reason": result.finish_reason,
