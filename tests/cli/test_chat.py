@@ -20,6 +20,7 @@ from tridecode.cli.signals import one_interrupt
 from tridecode.cli.terminal import Output
 from tridecode.errors import PromptError
 from tridecode.text.thinking import ThinkSplitter
+from tridecode.text.tokenizer import ChatPrompt
 
 
 def test_line_is_turn(piped, tiny):
@@ -288,8 +289,8 @@ def test_thinking_in_plain_text(session, hide, out):
 
 
 def test_template_that_opens_thinking():
-    for text, opens in (("<|im_start|>assistant\n<think>\n", True), ("assistant\n", False)):
-        tokenizer = SimpleNamespace(encode_chat=lambda messages: [1], decode=lambda ids, skip_special, t=text: t)
+    for tag, opens in (("<think>", True), ("</think>", False), ("", False)):
+        tokenizer = SimpleNamespace(prepare_chat=lambda messages, tag=tag: ChatPrompt([1], tag))
         assert opens_thinking(tokenizer) == opens
 
 

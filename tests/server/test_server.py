@@ -19,7 +19,7 @@ from tridecode import Engine, SamplingParams
 from tridecode.checkpoint.hub import BUNDLED
 from tridecode.server import settings
 from tridecode.text.prompt import Encoded
-from tridecode.text.thinking import CLOSE
+from tridecode.text.thinking import CLOSE, OPEN
 from tridecode.version import __version__
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -252,7 +252,7 @@ def test_token_ids_include_tokens_without_text(served, path, more):
 def test_thinking_is_separate_from_answer(served, monkeypatch, stream):
     """The bundled model does not think, so a grammar forces its text, as if the prompt had opened thinking."""
     monkeypatch.setattr(served.engine.tokenizer, "supports_thinking", True)
-    monkeypatch.setattr("tridecode.server.choice.is_inside_thinking", lambda text: True)
+    monkeypatch.setattr("tridecode.text.tokenizer.last_tag", lambda text: OPEN)
     grammar = f"start: {json.dumps(f'so{CLOSE}' + chr(10) * 2 + '17 is odd.')}"
     payload = GREEDY | {"structured_outputs": {"grammar": grammar}}
     if stream:

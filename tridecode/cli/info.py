@@ -14,6 +14,7 @@ from ..blocks.attention import Attention
 from ..blocks.spec import ModelSpec
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import empty_weights, load_config, read_tensor_infos
+from ..checkpoint.names import model_name, repository
 from ..checkpoint.slices import host_layer_bytes, parameter_count
 from ..errors import CheckpointError, DeviceError
 from ..kernels.device import Device, device_of
@@ -42,10 +43,9 @@ def info(args, output: Output) -> int:
     plan = resolve(options, stored, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
     # If the model is a Hugging Face id, its weights are downloaded when they are needed. A directory must contain them.
-    directory = path == BUNDLED or path == Path(args.model).expanduser()
-    problem = weights_problem(path, stored) if directory else None
+    problem = weights_problem(path, stored) if repository(args.model) is None else None
     report: dict[str, Any] = {
-        "model": model_facts(plan.spec, args.model or BUNDLED.name, str(path)) | {"problem": problem},
+        "model": model_facts(plan.spec, model_name(args.model), str(path)) | {"problem": problem},
         "memory": memory_facts(plan),
         "run": run_facts(plan),
         "prompts": prompt_facts(plan),

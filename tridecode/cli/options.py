@@ -57,8 +57,8 @@ def _option(name: str, default, constraint: Constraint, help: str, *commands: st
 
 
 OTHERS = (
-    _option("model", None, ANY, "directory or Hugging Face id", *CONFIGURED, group="model", metavar="DIR_OR_ID",
-            default_text="bundled"),
+    _option("model", None, ANY, "directory, Hugging Face id, or address of its page", *CONFIGURED, group="model",
+            metavar="DIR_OR_ID", default_text="bundled"),
     _option("url", None, Url(), "use the model of a server with OpenAI's API at this address",
             "chat", group="remote", metavar="URL"),
     _option("api_key_file", None, ANY, "file that contains the API key on one line", "chat", "serve", group="remote",

@@ -6,7 +6,7 @@ import sys
 from ipaddress import ip_address
 from pathlib import Path
 
-from ..checkpoint.hub import BUNDLED
+from ..checkpoint.names import model_name
 from ..engine import Engine
 from ..errors import TridecodeError
 from .api_key import VARIABLE, api_key
@@ -73,9 +73,7 @@ def announce(output: Output, engine: Engine, settings, address: tuple, scheme: s
 
 def public_name(model: str | None) -> str:
     """Return the model's name for clients: a Hugging Face id, or the last part of a directory's path."""
-    if model is None:
-        return BUNDLED.name
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return Path(model).resolve().name if model and Path(model).is_dir() else model_name(model)
 
 
 def log_requests() -> None:

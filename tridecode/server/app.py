@@ -166,9 +166,9 @@ class Server:
                 prepare,
                 self._params(payload),
                 lambda number, prompt: Choice(
-                    tokenizer, prompt.tokens if tokenizer.supports_thinking else None, tools=tools
+                    tokenizer, prompt.tag if tokenizer.supports_thinking else None, tools=tools
                 ),
-                constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tokens),
+                constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tag),
                 parameter_names=parameter_names(structure, tools),
                 constrained=structure is not None or tools.enforced,
             ),
