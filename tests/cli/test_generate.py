@@ -194,14 +194,10 @@ def test_a_full_disk_is_one_line(generate, tmp_path):
 @pytest.mark.parametrize("limit", ["max_tokens", "context"])
 def test_cut_answer_is_reported(generate, engine, monkeypatch, tmp_path, limit):
     argv = ["--temperature", "0", "--ignore-eos", "--device", "cpu"]
-    if limit == "max_tokens":
-        argv += ["--max-tokens", "3"]
-        words = "cut by max_tokens (3)\n"
-    else:
-        words = f"cut by context ({engine.capacity:,})\n"
+    argv += ["--max-tokens", "3"] if limit == "max_tokens" else []
     prompt = ("--raw", "--prompt-ids", ",".join(["5"] * (engine.capacity - 6)))
     code, _, err = generate(*prompt, *argv)
-    assert code == 0 and err.endswith(f" · {words}") and err.count("\n") == 1
+    assert code == 0 and err.endswith(f" · cut by {limit}\n") and err.count("\n") == 1
     code, out, err = generate(*prompt, *argv, "--json")
     assert (code, err, lines(out)[0]["finish_reason"], lines(out)[0]["cut_by"]) == (0, "", "length", limit)
     assert generate(*prompt, *argv, "--quiet")[2] == ""

@@ -27,7 +27,7 @@ FOREIGN = {
 KEYS = {
     "Ctrl-C": "stops an answer or clears the prompt; twice: leaves",
     "Ctrl-D": "leaves",
-    "Alt-Enter": "begins a new line; pasted text stays one message",
+    "Shift-Enter": "or Alt-Enter, Ctrl-J: begins a new line",
     '"""': "begins and ends a message of several lines",
     "Tab": "completes commands and their arguments",
     "Ctrl-X Ctrl-E": "opens the message in $EDITOR",

@@ -69,10 +69,7 @@ def generate(args, output: Output) -> int:
 
 def cut_words(last: OutputChunk | Result, max_tokens: int | None, engine: Engine) -> str:
     """Return the end of the statistics line of an answer that a limit has cut; "" for another answer."""
-    if last.finish_reason != "length":
-        return ""
-    by = cut_by(last.usage, max_tokens, engine.capacity)
-    return f" · cut by {by} ({max_tokens if by == 'max_tokens' else engine.capacity:,})"
+    return f" · cut by {cut_by(last.usage, max_tokens, engine.capacity)}" if last.finish_reason == "length" else ""
 
 
 def check_options(args) -> None:
