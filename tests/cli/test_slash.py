@@ -48,7 +48,7 @@ def test_words_that_leave(session):
         assert chat.handle(f" {word}") and chat.engine.prompts == [as_messages(word.strip())]
 
 
-# what users of ollama and llama.cpp type: what the chat shows
+# line of a user of ollama or llama.cpp: a part of the output
 FOREIGN = {
     "/set parameter temperature 0.3": "temperature is 0.3",
     "/set temp 0.3": "temperature is 0.3",

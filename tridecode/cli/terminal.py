@@ -32,12 +32,12 @@ class Visible:
     """A function like `visible` for text in parts. A CR at the end of a part waits, because an LF may follow it."""
 
     def __init__(self):
-        self._held = ""
+        self._pending = ""
 
     def __call__(self, part: str) -> str:
         """Return the part that can be shown now."""
-        text = self._held + part
-        self._held = "\r" * text.endswith("\r")
+        text = self._pending + part
+        self._pending = "\r" * text.endswith("\r")
         return visible(text.removesuffix("\r"))
 
 

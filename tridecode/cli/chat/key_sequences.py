@@ -27,15 +27,15 @@ INCOMPLETE = re.compile(r"\x1b(?:\[(?:M.{0,2}|[0-?]*[ -/]*)|O)?\Z", re.DOTALL)
 
 
 class KeyParser(Vt100Parser):
-    """A parser that knows the keys with modifiers of all terminals, and drops sequences that are no known key."""
+    """A parser that knows the keys with modifiers of all terminals, and drops all other sequences."""
 
     def __init__(self, feed_key_callback: Callable[[KeyPress], None]):
         super().__init__(feed_key_callback)
-        self._held, self._pastes = "", False
+        self._incomplete, self._pastes = "", False
 
     def feed(self, data: str) -> None:
         """Parse text from the terminal. The text of a paste stays as it is."""
-        data, self._held = self._held + data, ""
+        data, self._incomplete = self._incomplete + data, ""
         while data:
             inside = self._pastes
             text, mark, data = data.partition(PASTE_END if inside else PASTE)
@@ -44,13 +44,13 @@ class KeyParser(Vt100Parser):
                 super().feed(text + mark)
                 continue
             if not mark and (cut := INCOMPLETE.search(text)):
-                text, self._held = text[: cut.start()], text[cut.start() :]
+                text, self._incomplete = text[: cut.start()], text[cut.start() :]
             super().feed(SEQUENCE.sub(known, text) + mark)
 
     def flush(self) -> None:
         """Parse the beginning of a sequence that has no end, such as the Escape key."""
-        held, self._held = self._held, ""
-        super().feed(held)
+        text, self._incomplete = self._incomplete, ""
+        super().feed(text)
         super().flush()
 
 
@@ -65,27 +65,27 @@ def known(match: re.Match) -> str:
     modifiers = fields[1] if len(fields) > 1 else [""]
     if modifiers[1:] == [RELEASED]:
         return ""
-    held = int(modifiers[0]) - 1 if modifiers[0].isdecimal() else 0
-    held &= SHIFT | ALT | CONTROL | SUPER_HYPER_META  # The others are Caps Lock and Num Lock.
-    if held & SUPER_HYPER_META:
+    mask = int(modifiers[0]) - 1 if modifiers[0].isdecimal() else 0
+    mask &= SHIFT | ALT | CONTROL | SUPER_HYPER_META  # The others are Caps Lock and Num Lock.
+    if mask & SUPER_HYPER_META:
         return ""
     if end == "u" and fields[0][0].isdecimal():
-        return character(int(fields[0][0]), held)
+        return character(int(fields[0][0]), mask)
     if end and len(fields) > 1:
         number = fields[0][0]
-        sequence = f"\x1b[{number};{held + 1}{end}" if held else f"\x1b[{'' if number == '1' else number}{end}"
+        sequence = f"\x1b[{number};{mask + 1}{end}" if mask else f"\x1b[{'' if number == '1' else number}{end}"
     return sequence if sequence in ANSI_SEQUENCES else ""
 
 
-def character(code: int, held: int) -> str:
+def character(code: int, mask: int) -> str:
     """Return the text that a terminal sends by default for the key of a character with modifiers; "" if none."""
     text = PAD[code - 57399] if 0 <= code - 57399 < len(PAD) else chr(code) if code < 57344 else ""
     if text == ENTER:
-        return NEW_LINE if held else ENTER
+        return NEW_LINE if mask else ENTER
     if text == "\t":
-        return "\x1b[Z" if held & SHIFT else text
-    if held & SHIFT:
+        return "\x1b[Z" if mask & SHIFT else text
+    if mask & SHIFT:
         text = text.upper()
-    if held & CONTROL and text not in ("\x1b", "\x7f"):
+    if mask & CONTROL and text not in ("\x1b", "\x7f"):
         text = chr(ord(text.upper()) & 0x1F) if re.fullmatch(r"[ @-_a-z]", text) else ""
-    return "\x1b" * bool(held & ALT and text) + text
+    return "\x1b" * bool(mask & ALT and text) + text

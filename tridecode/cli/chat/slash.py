@@ -18,7 +18,7 @@ ALIASES = {
     "/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help", "/q": "/exit",
     "/reset": "/clear", "/regen": "/retry", "/regenerate": "/retry",
 }  # fmt: skip
-# Commands of other chat programs, and what does the same here.
+# Commands of other chat programs, and hints to the commands of this one.
 FOREIGN = {
     "/show": "/stats shows the model and its speed, /set shows the settings, /system the system turn",
     "/list": "/sessions lists the conversations, tridecode models the models; /model switches to one",
