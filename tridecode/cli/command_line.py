@@ -16,7 +16,8 @@ from ..errors import ParameterError
 from ..options import OPTIONS
 from .configuration import Configuration
 from .options import GROUPS, SAMPLING, Option, add_options, options_for
-from .terminal import one_line
+from .terminal import Output
+from .wrapping import HelpFormatter
 
 
 def is_model(word: str) -> bool:
@@ -29,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs):
         # Abbreviations are disabled. Otherwise a new option could change the meaning of --to in a script.
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **kwargs)
         self._command = ""
         self._configuration: Configuration | None = None
         self._takes_question = False
@@ -145,10 +146,12 @@ class Parser(argparse.ArgumentParser):
             file.write(message)
             file.flush()
 
-    def wrong(self, error: ParameterError) -> None:
+    def wrong(self, error: ParameterError | str) -> None:
         """Exit as for a wrong option, without a reference to the help, which does not list settings."""
-        self.exit(2, f"tridecode: error: {one_line(error)}\n")
+        with suppress(OSError):  # If stderr is not writable, the exit code still reports the error.
+            Output().error(error)
+        self.exit(2)
 
     def error(self, message):
         """Print a one-line error that names the command's help, and exit with code 2."""
-        self.exit(2, f"tridecode: error: {one_line(message)} (see {self.prog} --help)\n")
+        self.wrong(f"{message} (see {self.prog} --help)")

@@ -36,7 +36,10 @@ class Setting:
 
 def config_path() -> Path:
     """Return the path of the user's configuration file, which may not exist."""
-    return Path(platformdirs.user_config_dir("tridecode", appauthor=False)) / "config.toml"
+    try:
+        return Path(platformdirs.user_config_dir("tridecode", appauthor=False)) / "config.toml"
+    except RuntimeError:  # The user has no home directory, and so no file.
+        return Path("/nonexistent/.config/tridecode/config.toml")
 
 
 class Configuration:

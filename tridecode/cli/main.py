@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from ..errors import DeviceError
+from ..errors import DeviceError, TridecodeError
 from .explain import explain, option
 from .options import SAMPLING
 from .parser import make_parser
-from .signals import Ended, ended_by_interrupt, ending
+from .signals import Ended, called_at_exit_of_library, ended_by_interrupt, ending
 from .terminal import Output, echo_disabled, repair_streams, switch_streams_to_utf8
 
 NEED_GPU = ("bench", "profile", "tune")
@@ -100,6 +100,11 @@ def discard_unwritten_output() -> None:
 
 def run(args, output: Output) -> int:
     """Run the command of parsed arguments. Return the exit code."""
+    try:
+        os.getcwd()
+    except OSError as error:  # Libraries of torch would end the program, which could not restore the terminal.
+        why = f"the working directory cannot be used ({error.strerror}); change to another one: cd ~"
+        raise TridecodeError(why) from None
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.lines import shows_editor
 
@@ -108,7 +113,7 @@ def run(args, output: Output) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         # Text that the user types or pastes during the imports and the load of the model belongs to the first prompt.
         with echo_disabled(True, lambda: None, lambda: None, paste=shows_editor()) as output.keys:
-            with ended_by_interrupt(output.keys.release):
+            with ended_by_interrupt(output.keys.release), called_at_exit_of_library(output.keys.release):
                 command = imported(args.command)
             return command(args, output)
     with ended_by_interrupt():

@@ -132,6 +132,17 @@ OTHERS = (
         "and no statistics lines", "chat", "generate", group="output"),
 )  # fmt: skip
 SAMPLING = options_of(SamplingParams)
+# Names that ollama and llama.cpp use for options.
+SYNONYMS = {
+    "model": ("-m",),
+    "prompt": ("-p",),
+    "max_tokens": ("-n", "--num-predict", "--n-predict", "--predict"),
+    "system": ("-sys", "--system-prompt"),
+    "temperature": ("--temp",),
+    "repetition_penalty": ("--repeat-penalty",),
+    "max_seq_len": ("-c", "--ctx-size", "--num-ctx"),
+}
+NO_LIMIT = "-1"  # In place of a number of tokens, as in ollama and llama.cpp.
 
 
 def options_for(command: str) -> dict[str, Option]:
@@ -171,9 +182,13 @@ def add_option(parser, option: Option, **more) -> None:
             settings["choices"] = constraint.choices
         elif not option.from_file:
             settings["type"] = reader(constraint.item if option.repeated else constraint)
+            if option.name == "max_tokens":
+                settings["type"] = limited(settings["type"])
         if option.repeated:
             settings["action"] = "append"
-    parser.add_argument(option.flag, **settings | more)
+    action = parser.add_argument(option.flag, **settings | more)
+    for word in SYNONYMS.get(option.name, ()):  # The help does not list them.
+        parser._option_string_actions.setdefault(word, action)
     for flag, (value, help) in option.aliases.items():
         parser.add_argument(flag, dest=option.name, action="store_const", const=value, help=help)
 
@@ -188,6 +203,11 @@ def reader(constraint: Constraint) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read
+
+
+def limited(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a function like `read`, to which NO_LIMIT means that the option is not set."""
+    return lambda text: None if text.strip() == NO_LIMIT else read(text)
 
 
 def sampling_overrides(args) -> dict:

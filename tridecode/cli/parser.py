@@ -18,8 +18,8 @@ Run open-weight language models on one GPU, or on the CPU. A question in place o
 """
 EXAMPLES = """\
 examples:
-  tridecode "Why is the sky blue?"                     ask the small bundled model, then chat
-  tridecode chat --model Qwen/Qwen3-4B                 with a model from Hugging Face, or in a directory
+  tridecode "Why is the sky blue?"                     ask the bundled model
+  tridecode chat --model Qwen/Qwen3-4B                 use another model
   git diff | tridecode generate --prompt "Explain:"    one answer, in a pipe
 """
 CHAT = """\

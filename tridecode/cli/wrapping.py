@@ -1,7 +1,10 @@
-"""Plain text that streams into a terminal, with lines broken between words."""
+"""Text with lines broken between words: plain text that streams into a terminal, and the help of commands."""
 
+import argparse
 import re
 from collections.abc import Callable
+from textwrap import fill, wrap
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -13,6 +16,7 @@ PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
 MARKER = re.compile(r"[-*+•]|\d{1,3}[.)]")
 FENCES = ("```", "~~~")
 TAB = 8
+WHOLE: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}  # Options stay on one line.
 
 
 class Wrapped:
@@ -76,3 +80,19 @@ class Wrapped:
     def _move(self, text: str) -> None:
         for part in re.findall(r"\t|[^\t]+", text):
             self._column += TAB - self._column % TAB if part == "\t" else cell_len(part)
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter that fits the paragraphs of a description into the window. Indented lines are examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        def fit(paragraph: str) -> str:
+            spaces = indent + " " * (len(paragraph) - len(paragraph.lstrip()))
+            inner = f"{spaces}    " if spaces else ""
+            return fill(paragraph.strip(), max(width, 11), initial_indent=spaces, subsequent_indent=inner, **WHOLE)
+
+        paragraphs = re.sub(r"(?<=\S)\n(?=\S)", " ", text.strip("\n")).split("\n")
+        return "\n".join(map(fit, paragraphs)) + "\n"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width, **WHOLE)

@@ -16,7 +16,7 @@ from ..terminal import Output
 from . import saving, session
 from .completion import completed
 from .conversation import Conversation
-from .lines import Interrupted, PlainReader, as_typed, join_blocks, shows_editor
+from .lines import PROMPT, Interrupted, PlainReader, as_typed, join_blocks, shows_editor
 from .local import LocalModel
 from .model import Model
 from .settings import COUNTING
@@ -65,7 +65,8 @@ def chat(args, output: Output) -> int:
             output.error_prefix = ""
             converse(talk, open_reader(talk), question)
         else:
-            for line in join_blocks(stdin_lines()) if question is None else [question]:
+            lines = stdin_lines(output, PROMPT if output.wraps and sys.stdin.isatty() else "")
+            for line in join_blocks(lines) if question is None else [question]:
                 if not talk.handle(line):
                     break
     finally:

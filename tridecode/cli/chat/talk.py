@@ -85,6 +85,8 @@ class Chat:
             return self.command(word, "".join(rest).strip())
         if message is None:
             message = line.removeprefix("/")
+            if self.interactive and slash.COMMAND_WORDS.get(message.rstrip().lower()) == "/exit":
+                return False
             if self.interactive and (command_hint := slash.command_hint(message)):
                 self.output.note(command_hint)
                 return True

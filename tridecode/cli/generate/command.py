@@ -16,7 +16,7 @@ from ..graph_stats import show_graph_stats
 from ..inputs import clean, read_file
 from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
-from ..terminal import Output, speed_line
+from ..terminal import Output, cut_by, speed_line
 from ..waiting import Waiting
 from ..wrapping import Wrapped
 from .batch import batch
@@ -51,12 +51,12 @@ def generate(args, output: Output) -> int:
             if args.json:
                 with waiting:
                     last = request.result()
-                write(json.dumps(report(last, engine)) + "\n")
+                write(json.dumps(report(last, engine, params.max_tokens)) + "\n")
             else:
                 shows = output.tty and args.output is None
                 last = write_text(request, Wrapped(output.console, write) if shows else write, waiting)
                 if last.finish_reason != "error":
-                    output.note(speed_line(last.usage, last.timings))
+                    output.note(speed_line(last.usage, last.timings) + cut_words(last, params.max_tokens, engine))
             if last.finish_reason == "error":
                 failed += 1
                 if failed == args.n:
@@ -65,6 +65,11 @@ def generate(args, output: Output) -> int:
         if args.graph_stats:
             show_graph_stats(engine, output)
     return int(failed > 0)
+
+
+def cut_words(last: OutputChunk | Result, max_tokens: int | None, engine: Engine) -> str:
+    """Return the end of the statistics line of an answer that a limit has cut; "" for another answer."""
+    return f" · cut by {cut_by(last.usage, max_tokens, engine.capacity)}" if last.finish_reason == "length" else ""
 
 
 def check_options(args) -> None:
