@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 from ...errors import TridecodeError, brief
 from ..terminal import counted, did_you_mean, speed_line
-from . import saving, settings
+from . import files, saving, settings
 from .clipboard import copy
 from .conversation import Conversation
 from .markup import code_blocks
 
 COMMAND_WORDS = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # Messages that are probably meant as commands.
 # Names that other chat programs use for commands.
-ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help"}
+ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help", "/read": "/file"}
 KEYS = {
     "Ctrl-C": "stops an answer or clears the prompt; twice: leaves",
     "Ctrl-D": "leaves",
@@ -226,6 +226,7 @@ GROUPS = {
         Command("/title", "[TEXT]", "set its title in the list; - for its first words", saving.title),
     ],
     "Files and clipboard": [
+        Command("/file", "FILE [MESSAGE]", "add a text file to MESSAGE, or to the next message", files.attach),
         Command("/save", "FILE", "save the conversation as JSON, to FILE.md as Markdown", saving.save),
         Command("/load", "FILE|SESSION", "continue a conversation that was saved", saving.load),
         Command("/export", "FILE.md", "write the conversation as Markdown", saving.export),
