@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ FUNCTIONS = {  # Command -> (module of this package, function).
     "generate": ("generate.command", "generate"),
     "serve": ("serve", "serve"),
     "sessions": ("sessions", "run"),
+    "models": ("models", "run"),
     "info": ("info", "info"),
     "doctor": ("info", "info"),
     "precompile": ("precompile", "precompile"),
@@ -72,6 +74,8 @@ def guarded(argv: list[str] | None) -> int:
             parser.print_help(sys.stdout)
             return 0
         set_up_logging(args.verbose)
+        if "configuration" in args and args.configuration.warning and not getattr(args, "quiet", False):
+            output.note(args.configuration.warning)
         code = run(args, output)
         sys.stdout.flush()  # The program can still report a failure here.
         return code
@@ -82,7 +86,7 @@ def guarded(argv: list[str] | None) -> int:
             logging.getLogger("tridecode").exception("%s failed", args.command)
         why = explain(error, [name for name in (*SAMPLING, "n") if hasattr(args, name)])
         for name, origin in getattr(args, "origins", {}).items():
-            why += f" ({option(name)} is set by {origin})" if why.startswith(f"{option(name)} ") else ""
+            why += f" ({option(name)} is set by {origin})" if re.match(rf"{option(name)}\b", why) else ""
         if isinstance(error, DeviceError) and args is not None and args.command in NEED_GPU:
             why += "; see tridecode doctor"
         output.error(why)

@@ -277,8 +277,21 @@ def both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], No
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a question that names the word of `known` most similar to `word`, or "" if there is none."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}?" if near else ""
+    near = nearest(word, known)
+    return f"did you mean {near}?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the word of `known` of which `word` may be a misspelling, or None.
+
+    Case and leading punctuation are ignored, so that --stop and /stop are not similar to every option and command.
+    """
+    bare = {name.lstrip("-/").lower(): name for name in known}
+    word = word.lstrip("-/").lower()
+    for near in difflib.get_close_matches(word, bare, cutoff=0.75):
+        if near[:1] == word[:1] or sorted(near) == sorted(word) or near in word or word in near:
+            return bare[near]
+    return None
 
 
 def joined(message: str, more: str) -> str:
@@ -294,6 +307,13 @@ def cut_by(usage, max_tokens: int | None, capacity: int | None) -> str | None:
     return "context" if full else None
 
 
+def cut_words(last, max_tokens: int | None, capacity: int | None) -> str:
+    """Return the end of the statistics line of an answer that a limit has cut; "" for another answer."""
+    if last.finish_reason != "length":
+        return ""
+    return f" · cut by {cut_by(last.usage, max_tokens, capacity) or 'a limit of the server'}"
+
+
 # Parts that are omitted from a line that is too long, in this order.
 SHORTER = ("reused", "seed", "context", "first", "pass")
 
@@ -302,7 +322,8 @@ def speed_line(usage, timings, capacity: int | None = None, seed: int | None = N
     """Return the statistics line of an answer as text.
 
     Its parts: tokens, speed, tokens per pass if drafts were accepted, time to first token, reused tokens of the prompt,
-    used tokens of the context, and the seed. Parts that a server does not report are omitted.
+    used tokens of the context, and the seed. Parts that a server does not report are omitted; without a number of
+    tokens the time of the whole answer is shown.
 
     Args:
         capacity: Tokens of the context, None to omit this part.
@@ -327,6 +348,8 @@ def _speed(usage, timings, capacity, seed, short: bool = False) -> dict[str, str
     if usage and usage.accepted:
         parts["pass"] = f"{usage.tokens_per_pass:.1f} tok/pass"
     parts["first"] = f"first {'' if short else 'token '}{timings.ttft:.2f} s"
+    if not usage:
+        parts["whole"] = f"{timings.ttft + timings.decode:.1f} s"
     if usage and usage.reused_tokens is not None:
         both = number(usage.reused_tokens), number(usage.prompt_tokens)
         parts["reused"] = f"{(of if short else ' of ').join(both)} reused"

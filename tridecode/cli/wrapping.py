@@ -2,11 +2,12 @@
 
 import argparse
 import re
+import unicodedata
 from collections.abc import Callable
 from textwrap import fill, wrap
 from typing import Any
 
-from rich.cells import cell_len
+from rich.cells import cell_len as rich_cell_len
 from rich.console import Console
 
 # Scripts that are written without spaces. A line may end after each of these characters.
@@ -14,9 +15,19 @@ WIDE = "\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef\U0001f000-\U0003fff
 PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
 # The beginning of a list item. Its further lines are indented like its text.
 MARKER = re.compile(r"[-*+•]|\d{1,3}[.)]")
+# Marks of Indian and other Asian scripts. rich counts no column for vowel signs (Mc), most terminals count one, so
+# private characters of one column replace them while rich lays out a text.
+MARKS = [chr(code) for code in range(0x900, 0x1D200) if unicodedata.category(chr(code)) in ("Mc", "Mn")]
+PRIVATE = {ord(mark): 0xF0000 + i for i, mark in enumerate(MARKS) if unicodedata.category(mark) == "Mc"}
+ORIGINAL = {private: code for code, private in PRIVATE.items()}
 FENCES = ("```", "~~~")
 TAB = 8
 WHOLE: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}  # Options stay on one line.
+
+
+def cell_len(text: str) -> int:
+    """Return the columns of a text, which is the maximum where terminals disagree about marks."""
+    return rich_cell_len(text if text.isascii() else text.translate(PRIVATE))
 
 
 class Wrapped:

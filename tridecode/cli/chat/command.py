@@ -111,10 +111,12 @@ def connect(args, output: Output) -> Model:
     except ModuleNotFoundError as error:
         if error.name != "httpx":
             raise
-        raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
+        raise TridecodeError(
+            f"{args.command} --url needs the package httpx; install it: pip install 'tridecode[serve]'"
+        ) from None
     name = None if "model" in args.origins else args.model
     model = RemoteModel(args.url, api_key(args.api_key_file, output), name, sampling_overrides(args))
-    if args.overflow not in (None, "error") and "overflow" not in args.origins and not model.counts:
+    if getattr(args, "overflow", None) not in (None, "error") and "overflow" not in args.origins and not model.counts:
         args.refuse(f"--overflow {args.overflow} {COUNTING}")
     return model
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...errors import TridecodeError, brief
 from ..terminal import counted, did_you_mean, speed_line
-from . import saving, settings
+from . import files, saving, settings
 from .clipboard import copy
 from .conversation import Conversation
 from .markup import code_blocks
@@ -16,13 +16,12 @@ COMMAND_WORDS = {"help": "/help", "exit": "/exit", "quit": "/exit"}
 # Names that other chat programs use for commands.
 ALIASES = {
     "/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help", "/q": "/exit",
-    "/reset": "/clear", "/regen": "/retry", "/regenerate": "/retry",
+    "/reset": "/clear", "/regen": "/retry", "/regenerate": "/retry", "/read": "/file",
 }  # fmt: skip
 # Commands of other chat programs, and hints to the commands of this one.
 FOREIGN = {
     "/show": "/stats shows the model and its speed, /set shows the settings, /system the system turn",
     "/list": "/sessions lists the conversations, tridecode models the models; /model switches to one",
-    "/read": "/edit opens a message for editing, and a pipe reads a file: tridecode QUESTION <FILE",
 }
 KEYS = {
     "Ctrl-C": "stops an answer or clears the prompt; twice: leaves",
@@ -244,6 +243,7 @@ GROUPS = {
         Command("/title", "[TEXT]", "set its title in the list; - for its first words", saving.title),
     ],
     "Files and clipboard": [
+        Command("/file", "FILE [MESSAGE]", "add a text file to MESSAGE, or to the next message", files.attach),
         Command("/save", "FILE", "save the conversation as JSON, to FILE.md as Markdown", saving.save),
         Command("/load", "FILE|SESSION", "continue a conversation that was saved", saving.load),
         Command("/export", "FILE.md", "write the conversation as Markdown", saving.export),
