@@ -129,8 +129,9 @@ def test_bash_completes(run, tmp_path):
 
 
 def test_documented_completion_setup_works_in_an_empty_home(tmp_path):
-    lines = (ROOT / "docs" / "chat.md").read_text().split("## Completion in the shell")[1].split("```")[1]
-    program = f"set -e; tridecode() {{ '{sys.executable}' '{ROOT}/cli.py' \"$@\"; }}\n{lines.removeprefix('sh')}"
+    block = (ROOT / "docs" / "chat.md").read_text().split("## Completion in the shell")[1].split("```")[1]
+    lines = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith(("$ mkdir", "$ tridecode"))]
+    program = "\n".join(["set -e", f"tridecode() {{ '{sys.executable}' '{ROOT}/cli.py' \"$@\"; }}", *lines])
     home = os.environ | {"HOME": str(tmp_path)}
     done = subprocess.run(["sh", "-c", program], env=home, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -66,7 +66,6 @@ def test_guess_works(typed, command):
         "serve --resume": "tridecode chat has this option",
         "chat --think of": "did you mean off?",
         "chat --temprature 0": "did you mean --temperature?",
-        "chat -c 4096": "did you mean --max-seq-len?",
         "run bundled --format json": "did you mean tridecode generate --json?",
         "chat a/b": "did you mean --model a/b?",
         "serve a/b": "did you mean --model a/b?",

@@ -20,15 +20,7 @@ from .options import GROUPS, HEADINGS, SAMPLING, Option, add_options, options_fo
 from .terminal import Output, nearest
 from .wrapping import HelpFormatter
 
-# Options of ollama and llama.cpp, and what replaces them.
-FOREIGN_OPTIONS = {
-    "--format": "tridecode generate --json",
-    "-c": "--max-seq-len",
-    "--ctx-size": "--max-seq-len",
-    "-np": "--slots",
-    "--parallel": "--slots",
-    "--hf-repo": "--model",
-}
+FOREIGN_OPTIONS = {"--format": "tridecode generate --json"}  # Options of ollama, and what replaces them.
 BRIEF = 48  # Maximum columns of a short description, so that an option takes one line of 80 columns.
 
 

@@ -150,7 +150,8 @@ OTHERS = (
 SAMPLING = options_of(SamplingParams)
 # Names that ollama and llama.cpp use for options.
 SYNONYMS = {
-    "model": ("-m",),
+    "model": ("-m", "-hf", "--hf-repo"),
+    "slots": ("-np", "--parallel"),
     "prompt": ("-p",),
     "max_tokens": ("-n", "--num-predict", "--n-predict", "--predict"),
     "system": ("-sys", "--system-prompt"),
