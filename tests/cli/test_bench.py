@@ -178,7 +178,7 @@ def test_a_mix_of_contexts_names_its_rows(bench):
     "argv, named",
     [
         ("batch --rows 4 --context 64x3,32x2", "--rows: a mix like 64x3 sets the number"),
-        ("serve --mix --requests 64", "--requests: must be at most 63"),
+        ("serve --mix --requests 64", "--requests must be at most 63"),
     ],
 )
 def test_conflicting_sizes_are_one_line(bench, argv, named):
