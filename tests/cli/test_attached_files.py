@@ -56,7 +56,9 @@ def test_raw_text_begins_with_the_file(session, notes):
     assert users(chat) == ["Nile\nRhine\nPo"]
 
 
-@pytest.mark.parametrize("typed, why", [("nothing", "No such file"), ("image", "not a text file"), (".", "not a file")])
+@pytest.mark.parametrize(
+    "typed, why", [("nothing", "No such file"), ("image", "contains NUL bytes"), (".", "not a file")]
+)
 def test_unreadable_file_is_one_line(session, tmp_path, monkeypatch, typed, why):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "image").write_bytes(b"\x89PNG\0\0")

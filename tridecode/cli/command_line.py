@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
 from itertools import product, takewhile
+from textwrap import fill
 
 from ..arguments import listed
 from ..checkpoint.hub import BUNDLED
@@ -18,7 +19,7 @@ from ..options import OPTIONS
 from .configuration import Configuration
 from .options import GROUPS, HEADINGS, SAMPLING, Option, add_options, options_for
 from .terminal import Output, nearest
-from .wrapping import HelpFormatter
+from .wrapping import WHOLE, HelpFormatter
 
 FOREIGN_OPTIONS = {"--format": "tridecode generate --json"}  # Options of ollama, and what replaces them.
 BRIEF = 48  # Maximum columns of a short description, so that an option takes one line of 80 columns.
@@ -107,7 +108,8 @@ class Parser(argparse.ArgumentParser):
     def _short_usage(self) -> str:
         formatter = self._get_formatter()
         formatter.add_usage(None, [action for action in self._actions if not action.option_strings], (), "")
-        return formatter.format_help().strip().replace(self.prog, f"{self.prog} [OPTIONS]", 1)
+        usage = formatter.format_help().replace(self.prog, f"{self.prog} [OPTIONS]", 1)
+        return fill(" ".join(usage.split()), formatter._width, subsequent_indent=" " * len("usage: "), **WHOLE)
 
     def _is_common(self, action: argparse.Action) -> bool:
         """Return whether `--help` shows an option. It shows all options of a command that has no common ones."""

@@ -70,7 +70,7 @@ def bundled() -> Cached:
 
 def cached() -> list[Cached]:
     """Return the repositories of the cache by name."""
-    usable, found, info = cached_models(), [], scan()
+    usable, listed, info = cached_models(), [], scan()
     for repo in info.repos if info else ():
         if not repo.revisions:
             continue
@@ -79,8 +79,8 @@ def cached() -> list[Cached]:
         works = repo.repo_type == "model" and repo.repo_id in usable
         if repo.repo_type == "model" and not works:
             kind += ", no complete weights that this program reads"
-        found.append(Cached(repo.repo_id, repo.size_on_disk, kind, works, str(path)))
-    return sorted(found, key=lambda each: each.name.lower())
+        listed.append(Cached(repo.repo_id, repo.size_on_disk, kind, works, str(path)))
+    return sorted(listed, key=lambda each: each.name.lower())
 
 
 def described(path: Path) -> str:
