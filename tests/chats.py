@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from tridecode import SamplingParams
 from tridecode.errors import PromptError
 from tridecode.results import OutputChunk, Timings, Usage
+from tridecode.text.tokenizer import ChatPrompt
 
 ROOT = Path(__file__).parent.parent
 # One thread, because torch's threads wait for each other on a busy machine.
@@ -24,7 +25,7 @@ class Script:
     tokenizer = SimpleNamespace(
         encode=lambda text, context=None: list(text),
         encode_chat=lambda messages, context=None, **variables: "".join(m["content"] for m in messages),
-        decode=lambda ids, skip_special: "",
+        prepare_chat=lambda messages, context=None, **variables: ChatPrompt([], ""),
         template_variables=frozenset(),
         supports_thinking=False,
     )

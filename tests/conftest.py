@@ -198,6 +198,8 @@ def endless(tmp_path_factory):
     (path / "generation_config.json").unlink()
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
     return path
 
 

@@ -118,7 +118,8 @@ class FakeServer:
         prompt = body.get("prompt", body.get("messages"))
         prompt_tokens = len(prompt) if isinstance(prompt, list) and not chat else 7
         if how != "no usage":
-            event(writer, choices=[], usage={"prompt_tokens": prompt_tokens, "completion_tokens": tokens})
+            usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
+            event(writer, choices=[], usage=dict.fromkeys(usage, 0) if how == "zero usage" else usage)
         chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         return True

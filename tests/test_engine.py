@@ -13,6 +13,7 @@ from tridecode.checkpoint.hub import BUNDLED
 from tridecode.checkpoint.load import load_config, load_weights
 from tridecode.errors import GenerationError, ParameterError, PromptError, TooLong
 from tridecode.kernels.attention.prompt_attention import attend_masked
+from tridecode.serve.request import Request
 from tridecode.step.prompt import prefill
 from tridecode.text.stop_strings import StopStrings
 from tridecode.text.tokenizer import Tokenizer
@@ -316,6 +317,44 @@ def test_prefill_memory_is_bounded_at_32000_tokens(window):
     assert result.finish_reason == "length" and len(result.token_ids) == 12
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     assert peak < 1.0, f"prefill took {peak:.2f} GiB in addition to the cache"
+
+
+SPECIAL_STOPS = {
+    # name: (stop strings, the tokens that the model writes, text, the stop string that ends it)
+    "a special token": (["<|im_start|>"], ["a", "<|im_start|>", "b"], "a", "<|im_start|>"),
+    "begins with one": (["<|im_start|>b"], ["a", "<|im_start|>", "b"], "a", "<|im_start|>b"),
+    "ends with one": (["a<|im_start|>"], ["x", "a", "<|im_start|>", "b"], "x", "a<|im_start|>"),
+    "one inside": (["a<|im_start|>b"], ["x", "a", "<|im_start|>", "b"], "x", "a<|im_start|>b"),
+    "two": (["<|im_start|><|im_start|>"], ["a", *["<|im_start|>"] * 2], "a", "<|im_start|><|im_start|>"),
+    "begins but does not match": (["<|im_start|>c"], ["a", "<|im_start|>", "b"], "ab", None),
+    "ends with the end of the turn": (["a<|im_end|>"], ["x", "a", "<|im_end|>"], "x", "a<|im_end|>"),
+    "the end of the turn": (["<|im_end|>"], ["x", "<|im_end|>"], "x", "<|im_end|>"),
+    "another special token": (["ab"], ["x", "a", "<|im_start|>", "b"], "x", "ab"),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL_STOPS)
+def test_stop_string_with_special_tokens(case, tiny):
+    stops, written, text, stop = SPECIAL_STOPS[case]
+    tokenizer = Tokenizer.load(tiny)
+    params = SamplingParams(stop=stops, seed=0)
+    request = Request(array("i", [5]), params, (2,), 100, 0.0)
+    request.resume(tokenizer)
+    for token in [token for part in written for token in tokenizer.encode(part, allow_special=True)]:
+        if not request.ended:
+            request.push(token, None)
+    if not request.ended:
+        request.end("length")
+    last = request.chunks[-1]
+    assert "".join(chunk.text for chunk in request.chunks) == text
+    assert (last.stop_string, last.finish_reason) == (stop, "stop" if stop else "length")
+
+
+def test_special_token_in_stop_string_ends_a_generation(tiny):
+    with Engine.load(tiny, device="cpu") as engine:
+        params = SamplingParams(temperature=0, max_tokens=5, logit_bias={1: 1e30}, stop=["<|im_start|><|im_start|>"])
+        result = engine.generate("Hi", params)
+    assert (result.finish_reason, result.token_ids, result.text) == ("stop", (1, 1), "")
 
 
 CUT = "abcabxabcd--stop here"

@@ -58,7 +58,7 @@ def test_a_new_field_is_an_option_everywhere(more, monkeypatch, capsys):
     with pytest.raises(ParameterError, match="^warm must be an integer from 1 to 9, got 10$") as refused:
         More(warm=10)
     assert (refused.value.argument, refused.value.code) == ("warm", "range")
-    for argv in (["chat", "--warm", "10"], ["chat", "--help"]):
+    for argv in (["chat", "--warm", "10"], ["chat", "--help-all"]):
         with pytest.raises(SystemExit):
             make_parser().parse_args(argv)
     out, err = capsys.readouterr()
@@ -111,7 +111,7 @@ def test_published_keywords_exist():
 @pytest.mark.parametrize("command", FLAGS)
 def test_published_flags_exist(command, capsys):
     with pytest.raises(SystemExit):
-        make_parser().parse_args([command, "--help"])
+        make_parser().parse_args([command, "--help-all"])
     assert set(FLAGS[command].split()) <= set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
 
 

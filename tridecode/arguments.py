@@ -287,6 +287,7 @@ class Option:
     Args:
         constraint: the values that it accepts.
         help: its description in the help and the docs.
+        brief: its line in `--help`. Options without it are only in `--help-all`.
         default: its value if it is not set.
         group: the heading under which help and docs show it.
         name: the name of the field.
@@ -308,6 +309,7 @@ class Option:
     help: str
     default: Any = None
     group: str = ""
+    brief: str = ""
     name: str = ""
     commands: tuple[str, ...] = ()
     unsaved: tuple[str, ...] = ()

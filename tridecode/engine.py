@@ -14,10 +14,11 @@ import torch
 from .arguments import Flag, Integer, Text, function, mapping, shown
 from .blocks.spec import ModelSpec
 from .blocks.weights import Weights
-from .checkpoint.hub import BUNDLED, fetch_weights, resolve_model
+from .checkpoint.hub import fetch_weights, resolve_model
 from .checkpoint.load import load_config, load_weights
-from .errors import EngineClosed, GenerationError, ParameterError, PromptError, counted
-from .layout import NGRAM
+from .checkpoint.names import model_name
+from .errors import CheckpointError, EngineClosed, GenerationError, ParameterError, PromptError, conflict, counted
+from .layout import MAX_STOP_IDS, NGRAM
 from .options import EngineOptions
 from .plan import threads
 from .plan.device import find_device
@@ -74,8 +75,8 @@ class Engine:
         """Load a checkpoint.
 
         Args:
-            model: a directory or a Hugging Face id. None is the bundled model, and so is "bundled" unless there is a
-                directory of that name.
+            model: a directory, a Hugging Face id ("owner/name" or "owner/name@revision"), or the address of its page.
+                None is the bundled model, and so is "bundled" unless there is a directory of that name.
             progress: called with (bytes loaded, total bytes) while weights load.
             compiling: called with (compiled kernels, total kernels) while kernels compile, from several threads.
             callers: number of threads that submit prompts at the same time; the default is the number of slots. For
@@ -96,18 +97,23 @@ class Engine:
         requested = EngineOptions(**{name: named(value) for name, value in options.items()})
         device = find_device(requested)
         path = resolve_model(model, weights=False)
-        plan = resolve(requested, load_config(path), device)
+        spec = load_config(path)
+        plan = resolve(requested, spec, device)
         plan.check()
         fetch_weights(model, path)
+        if (spec_of_files := load_config(path)) != spec:  # The weights were not there before.
+            plan = resolve(requested, spec_of_files, device)
+            plan.check()
         tokenizer = Tokenizer.load(path)
         callers = callers or plan.slots
+        plan = replace(plan, spec=with_end_of_text(plan.spec, tokenizer))
         tokenizer.start(callers)
         grammars = Grammars(tokenizer, plan.spec.vocab_size, plan.spec.stop_ids)
         if callers > 1:
             grammars.start()
         cores = threads.FreeCores()
         weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)
-        name = BUNDLED.name if model is None else str(model)
+        name = model_name(model)
         engine = cls.build(plan, weights, tokenizer, name, compiling=compiling, grammars=grammars)
         engine.threads = threads.choose(plan.memory.weights, cores) if device.type == "cpu" else None
         if callers > 1:
@@ -261,7 +267,10 @@ class Engine:
 
     def default_params(self, **overrides: Any) -> SamplingParams:
         """Return the SamplingParams of the model's generation_config.json, with `overrides` applied."""
-        return SamplingParams(**{**dict(self.config.generation_defaults), **overrides})
+        defaults = dict(self.config.generation_defaults)
+        if isinstance(overrides.get("logit_bias"), Mapping):  # Tokens that the model must not write stay excluded.
+            overrides["logit_bias"] = {**dict(defaults.get("logit_bias", ())), **overrides["logit_bias"]}
+        return SamplingParams(**{**defaults, **overrides})
 
     def _params(self, params: object) -> SamplingParams:
         if not isinstance(params, SamplingParams | None):
@@ -349,9 +358,11 @@ class Engine:
         self._open()
         params = self._params(params)
         FLAG.check("reuse_prefix", reuse_prefix)
-        tokens, chat = self.prepare(prompt, template_variables)
+        tokens, chat, _ = self.prepare(prompt, template_variables)
         salt, grammar = TEXT.check("cache_salt", cache_salt), self._grammars.of(params)
         stop_ids = checked_stop_ids(params, self.config)
+        if params.stop and self.tokenizer is None:
+            raise conflict("stop", " needs a tokenizer, but this engine has none")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         limit = min(len(tokens) + (params.max_tokens or self.capacity), self.capacity + 1)
@@ -444,6 +455,22 @@ class Engine:
 def named(value: Any) -> Any:
     """Return the name of a torch dtype or device. Return any other value unchanged."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype | torch.device) else value
+
+
+def with_end_of_text(spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
+    """Return the specification with the tokenizer's eos_token among its stop ids.
+
+    In some checkpoints only tokenizer_config.json names the token that ends a turn.
+    """
+    end = tokenizer.eos_id
+    if end is None or end >= spec.vocab_size or end in spec.stop_ids:
+        return spec
+    if len(spec.stop_ids) == MAX_STOP_IDS:
+        raise CheckpointError(
+            f"{tokenizer.directory}: eos_token_id names {MAX_STOP_IDS} tokens, and tokenizer_config.json one more as "
+            f"eos_token; at most {MAX_STOP_IDS} can stop a generation: remove some"
+        )
+    return replace(spec, stop_ids=(*spec.stop_ids, end))
 
 
 def model_of(plan: EnginePlan, weights: Weights, configs: Mapping[int, PassConfigs] | None = None) -> DecodeModel:

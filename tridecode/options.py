@@ -57,13 +57,14 @@ class EngineOptions:
     """
 
     # fmt: off
-    device: str = _option("model", "auto", DEVICE, "auto, cpu, cuda or cuda:N", metavar="DEVICE")
+    device: str = _option("model", "auto", DEVICE, "auto, cpu, cuda or cuda:N", metavar="DEVICE",
+        brief="auto, cpu, cuda or cuda:N")
     backend: str = _option("model", "auto", Choice(("auto", "triton", "torch")), "run the kernels in Triton or in "
         "PyTorch")
     dtype: str = _option("model", "auto", Choice(("auto", *DTYPES)), "dtype of activations and unquantized weights; "
         "auto is float32 on a CPU, and on a GPU the dtype of the checkpoint, or bfloat16 for a float32 checkpoint")
     quantize: str | None = _option("model", None, Choice(QUANTIZE), "quantize the linears of an unquantized checkpoint "
-        "while it is loaded; see docs/quantization.md")
+        "while it is loaded; see docs/quantization.md", brief="store the weights in fewer bits, to save memory")
     quantize_head: str | None = _option("model", None, Choice(("keep", *QUANTIZE)), "scheme of the LM head with "
         "--quantize; keep does not quantize it", default_text="fp8", needs=("quantize",
         ': nothing is quantized; use it with quantize="int4"'))
@@ -71,11 +72,12 @@ class EngineOptions:
         "fp8 twice as many positions fit")
     max_seq_len: int | None = _option("memory", None, Integer(1), "maximum positions of one request (prompt and "
         "output together)", metavar="N", default_text="the maximum that fits, up to the limit of the model, or 8192 "
-        "on a CPU")
+        "on a CPU", brief="longest conversation, in tokens")
     slots: int = _option("memory", 1, Integer(1, MAX_SLOTS), "maximum number of requests that run at the same time",
         metavar="N",
         defaults={"serve": BATCH_SLOTS, "jsonl": BATCH_SLOTS},
-        default_text=f"1; with --jsonl, and for serve, {BATCH_SLOTS}")
+        default_text=f"1; with --jsonl, and for serve, {BATCH_SLOTS}",
+        brief="how many requests run at the same time")
     kv_tokens: int | None = _option("memory", None, Integer(1), "number of K/V positions on the device, which all "
         "slots share",
         metavar="N", default_text="the maximum that fits, up to the context for each slot")

@@ -115,10 +115,12 @@ class SamplingParams:
     """
 
     # fmt: off
-    temperature: float = _option(1.0, Number(0, 100), "0 is greedy", metavar="T")
-    top_k: int = _option(0, Integer(0, 2**31 - 1), "sample from the K most likely tokens; 0 is off", metavar="K")
+    temperature: float = _option(1.0, Number(0, 100), "0 is greedy", metavar="T",
+        brief="randomness of the answer; 0 is none")
+    top_k: int = _option(0, Integer(0, 2**31 - 1), "sample from the K most likely tokens; 0 is off", metavar="K",
+        brief="choose among the K most likely tokens")
     top_p: float = _option(1.0, Number(0, 1, above=True), "sample from the most likely tokens whose probabilities "
-        "add up to P; 1 is off", metavar="P")
+        "add up to P; 1 is off", metavar="P", brief="choose among tokens that add up to P, up to 1")
     min_p: float = _option(0.0, Number(0, 1), "sample from tokens whose probability is at least P times that of the "
         "most likely token; 0 is off", metavar="P")
     repetition_penalty: float = _option(1.0, Number(0.001, 100), "penalty for tokens of prompt and answer, as in "
@@ -140,11 +142,12 @@ class SamplingParams:
         },
     )  # fmt: skip
     seed: int | None = _option(None, Integer(-(2**63), 2**64 - 1), "random seed; equal seeds and prompts give equal "
-        "tokens", metavar="N", default_text="random")
+        "tokens", metavar="N", default_text="random", brief="equal seeds give equal answers")
     max_tokens: int | None = _option(None, Integer(1, 2**31 - 1), "maximum tokens of the answer", metavar="N",
-        default_text="the rest of the context")
+        default_text="the rest of the context", brief="longest answer, in tokens")
     stop: Sequence[str] = _option((), Several(NON_EMPTY, "a text or a list of texts", 0), "a string that ends the "
-        "answer and is not shown; repeatable", metavar="STRING", repeated=True, default_text="none")
+        "answer and is not shown; repeatable", metavar="STRING", repeated=True, default_text="none",
+        brief="text that ends the answer; repeatable")
     stop_token_ids: Sequence[int] = _option((), Several(TOKEN, min_items=0), "token ids that end the answer, "
         "in addition to the model's own", metavar="IDS", default_text="none")
     ignore_eos: bool = _option(False, Flag(), "the model's own stop tokens do not end the answer")
@@ -153,11 +156,11 @@ class SamplingParams:
         default_text="none")
     json_schema: Mapping[str, Any] | str | None = _format(Schema(), "the answer is JSON that this schema allows",
         metavar="FILE",
-        from_file=True)
+        from_file=True, brief="the answer is JSON of this schema")
     regex: str | None = _format(NON_EMPTY, "the answer is a text that this regular expression matches completely",
-        metavar="PATTERN")
+        metavar="PATTERN", brief="the answer matches this expression")
     choice: Sequence[str] | None = _format(Several(NON_EMPTY, "a list of at least one string"), "the answer is one "
-        "of these texts; repeatable", metavar="TEXT", repeated=True)
+        "of these texts; repeatable", metavar="TEXT", repeated=True, brief="one possible answer; repeatable")
     grammar: str | None = _format(NON_EMPTY, "the answer is a text that this Lark grammar allows", metavar="FILE",
         from_file=True)
     # fmt: on

@@ -146,14 +146,9 @@ def test_tensors_are_copied_in_small_pieces(written, monkeypatch):
 
 
 def test_harmless_extra_tensors_are_ignored(copy_of):
-    path = copy_of("qwen3-tied")
-    tensors = load_file(path / "model.safetensors")
-    embed = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = embed + 1
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
-    save_file(tensors, path / "model.safetensors")
-    weights = load_weights(path, load_config(path), "cpu", torch.float32)
-    assert torch.equal(weights.lm_head.weight, embed), "the LM head is not the tied embedding"
+    path = copy_of("qwen3")
+    edit(path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)}))
+    load_weights(path, load_config(path), "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

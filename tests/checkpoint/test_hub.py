@@ -36,6 +36,14 @@ for name in sys.argv[1:]:
         print("error", error)
 """
 
+FACTS = """
+import logging, sys
+logging.disable()
+from tridecode import Engine
+engine = Engine.load(sys.argv[1], device="cpu")
+print(engine.config.tie_word_embeddings, engine.config.dtype, engine.name)
+"""
+
 LOAD = """
 import sys
 from tridecode import Engine
@@ -53,6 +61,8 @@ class Hub(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
+        self.revisions: dict[str, set[str]] = {}  # repo: revisions that exist besides main and the commit
+        self.requested: list[str] = []  # revisions in queries about a repository
         # repo: (status, error code) of the answer to each request for a file.
         self.status: dict[str, tuple[int, str]] = {}
         # repo: the answer to all requests, as a network with a login page gives it.
@@ -77,6 +87,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(200, {"Content-Type": "text/html"}, self.server.answers[repo])
         elif files is None:
             self.answer(401, {"X-Error-Code": "RepoNotFound"}, b"Repository not found")
+        elif api and rest[:1] == ["revision"] and not self.exists(repo, "/".join(rest[1:])):
+            self.answer(404, {"X-Error-Code": "RevisionNotFound"}, b"Invalid rev id")
         elif api and rest[:1] == ["tree"]:
             entries = [{"type": "file", "path": n, "size": len(d), "oid": self.oid(d)} for n, d in files.items()]
             self.answer(200, {"Content-Type": "application/json"}, json.dumps(entries).encode())
@@ -93,6 +105,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(200, {"ETag": f'"{self.oid(files[name])}"', "X-Repo-Commit": COMMIT}, files[name])
         else:
             self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, b"no such file")
+
+    def exists(self, repo: str, revision: str) -> bool:
+        self.server.requested.append(revision)
+        return revision in {"main", COMMIT} | self.server.revisions.get(repo, set())
 
     @staticmethod
     def oid(data: bytes) -> str:
@@ -158,7 +174,7 @@ def resolve(
     command = [sys.executable, "-c", code, model, *more]
     run = subprocess.run(command, env=env, cwd=home.parent, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "Traceback" not in run.stderr and "Warning" not in run.stderr, run.stderr
-    assert run.stdout.count("\n") == (1 if code == LOAD else 1 + len(more)), run.stdout
+    assert run.stdout.count("\n") == (1 if code in (LOAD, FACTS) else 1 + len(more)), run.stdout
     return run.stdout.strip()
 
 
@@ -182,6 +198,27 @@ def test_download_then_offline_then_no_network(hub, files, tmp_path):
     assert resolve("owner/tiny-model", home, hub.url, offline=True) == found
     assert hub.fetched == [], "a cached file was fetched again"
     assert resolve("owner/tiny-model", home, "http://127.0.0.1:9") == found
+
+
+def test_revision_and_address(hub, files, tmp_path):
+    hub.repos["owner/tiny"], hub.revisions["owner/tiny"] = files, {"v1.0", "refs/pr/3"}
+    home, page = tmp_path / "home", "https://huggingface.co/owner/tiny"
+    path = home / "hub" / "models--owner--tiny" / "snapshots" / COMMIT
+    names = {
+        "owner/tiny@v1.0": "v1.0",
+        "owner/tiny@refs/pr/3": "refs/pr/3",
+        f"owner/tiny@{COMMIT}": None,
+        f"{page}/tree/v1.0": "v1.0",
+        page: "main",
+        f"{hub.url}/owner/tiny": "main",
+        str(path.parents[1]): None,
+    }
+    assert set(outcomes([*names], home, hub.url).values()) == {f"path {path}"}
+    assert hub.requested == [revision for revision in names.values() if revision]
+    assert resolve("owner/tiny@v1.0", home, hub.url, offline=True) == f"path {path}"
+    outcome = resolve("owner/tiny@v2", home, hub.url)
+    assert outcome.startswith("error owner/tiny@v2: the repository has no branch, tag or commit v2; see ")
+    assert "offline mode is on" in resolve("owner/tiny@v3", home, hub.url, offline=True)
 
 
 def test_hand_made_cache(files, tmp_path):
@@ -221,6 +258,21 @@ def test_weights_are_downloaded_only_for_a_plan_that_fits(hub, files, tmp_path):
     assert set(hub.fetched) == needed(files)
 
 
+def test_plan_follows_the_downloaded_weights(hub, tmp_path):
+    """Only the files show that the LM head is not tied, and the dtype that config.json lacks."""
+    from safetensors.torch import load_file, save_file
+
+    path = write_tiny(tmp_path / "published", "qwen3-tied")
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    del config["dtype"]
+    (path / "config.json").write_text(json.dumps(config))
+    hub.repos["owner/untied"] = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert resolve("owner/untied", tmp_path / "home", hub.url, code=FACTS) == "False float32 owner/untied"
+
+
+ADAPTER = b'{"base_model_name_or_path": "owner/base"}'
 REFUSED = {
     # name: (changes to the files, None for a missing file; words that the message contains)
     "unsupported architecture": (
@@ -232,6 +284,19 @@ REFUSED = {
     "no safetensors": (
         {"model.safetensors.index.json": None},
         ["the repository has no model.safetensors", "save_pretrained"],
+    ),
+    "adapter": (
+        {"config.json": None, "adapter_config.json": ADAPTER},
+        ["no config.json", "LoRA adapter of 'owner/base'"],
+    ),
+    "adapter with a config": (
+        {"model.safetensors.index.json": None, "adapter_config.json": ADAPTER},
+        ["no model.safetensors", "LoRA adapter of 'owner/base'", "merge_and_unload"],
+    ),
+    "Model-GGUF": ({"config.json": None}, ["no config.json", "GGUF files are not supported yet"]),
+    "pointer": (
+        {"config.json": b"version https://git-lfs.github.com/spec/v1\n"},
+        ["config.json: is a git-lfs pointer"],
     ),
     "shard outside": (
         {"model.safetensors.index.json": b'{"weight_map": {"model.norm.weight": "../../x.safetensors"}}'},

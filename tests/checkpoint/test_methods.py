@@ -64,6 +64,21 @@ def test_dequantized_weights_match_the_file(case, packs, tmp_path):
     assert seen[-1][0] == seen[-1][1] and weights.lm_head.number_type == "dense"
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_gptq_quantizes_only_the_listed_modules(nested, tmp_path):
+    truth = write_quantized(tmp_path, "gptq", skip=("lm_head", "mlp", "o_proj"))
+    listed = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    values = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    values.pop("modules_to_not_convert", None)
+    change_config(
+        tmp_path, quantization_config=values | {"modules_in_block_to_quantize": [listed] if nested else listed}
+    )
+    weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=True)
+    assert len(truth) == 6 and compare(weights, truth) == 2
+    layer = weights.layers[0]
+    assert {name for name in ROWS if layer.linears[name].packed is not None} == {"qkv"}
+
+
 def test_engine_matches_the_dequantized_checkpoint(tmp_path):
     truth = write_quantized(tmp_path / "few", "awq")
     write_tiny(tmp_path / "all", "qwen3", **WIDTHS)
@@ -139,6 +154,7 @@ CONFIGS = {
     "version_of_awq": ("awq", {"version": "gemv"}, ["version", "gemm", "gemv"]),
     "group_size": ("gptq", {"group_size": 48}, ["group_size", "32, 64, 128", "48"]),
     "group_that_does_not_divide": ("awq", {"group_size": 128}, ["groups of 128", "192", "q_proj"]),
+    "modules_of_gptq": ("gptq", {"modules_in_block_to_quantize": [[5]]}, ["modules_in_block_to_quantize", "names"]),
     "blocks_of_fp8": ("fp8", {"weight_block_size": [64, 64]}, ["weight_block_size", "[128, 128]"]),
     "format": ("pack-quantized", {"format": "nvfp4-pack-quantized"}, ["format", "pack-quantized", "nvfp4"]),
     "no_regular_expression": ("pack-quantized", {"ignore": ["re:("]}, ["ignore", "regular expression"]),

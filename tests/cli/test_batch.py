@@ -55,7 +55,7 @@ def test_batch_answers_equal_single_runs(generate, engine, tmp_path):
     assert found[0]["token_ids"] == list(engine.generate([user("Hello")], params).token_ids)
     assert found[1]["usage"]["completion_tokens"] == 3 and found[2]["seed"] == 3
     assert found[3]["token_ids"] == list(engine.generate([5, 17, 300], params).token_ids)
-    assert err.startswith("4 answered, 0 failed · 1") and err.count("\n") == 1
+    assert err.startswith("4 answered, 0 failed, 4 cut by max_tokens · 1") and err.count("\n") == 1
     assert [entry["text"] for entry in lines(generate("--jsonl", "-", *LIMITS, stdin=file.read_bytes())[1])] == [
         entry["text"] for entry in found
     ]

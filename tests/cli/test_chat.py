@@ -20,6 +20,7 @@ from tridecode.cli.signals import one_interrupt
 from tridecode.cli.terminal import Output
 from tridecode.errors import PromptError
 from tridecode.text.thinking import ThinkSplitter
+from tridecode.text.tokenizer import ChatPrompt
 
 
 def test_line_is_turn(piped, tiny):
@@ -89,9 +90,9 @@ def test_endless_line_is_refused(piped, monkeypatch):
     assert piped("Hello\nHello", "--max-tokens", 2)[1].count("\n") == 2
 
 
-def test_byte_order_mark_is_removed(piped):
+def test_byte_order_marks_are_removed(piped):
     code, out, err = piped("\ufeff/set seed 7\n\ufeff/exit\n", "--max-tokens", 2)
-    assert code == 0 and "seed is 7\n" in err and out.count("\n") == 1, "not exactly one byte order mark was removed"
+    assert code == 0 and "seed is 7\n" in err and out == "", "a byte order mark was read as a character"
 
 
 def test_missing_template_is_refused_at_start(piped, tmp_path):
@@ -288,8 +289,8 @@ def test_thinking_in_plain_text(session, hide, out):
 
 
 def test_template_that_opens_thinking():
-    for text, opens in (("<|im_start|>assistant\n<think>\n", True), ("assistant\n", False)):
-        tokenizer = SimpleNamespace(encode_chat=lambda messages: [1], decode=lambda ids, skip_special, t=text: t)
+    for tag, opens in (("<think>", True), ("</think>", False), ("", False)):
+        tokenizer = SimpleNamespace(prepare_chat=lambda messages, tag=tag: ChatPrompt([1], tag))
         assert opens_thinking(tokenizer) == opens
 
 

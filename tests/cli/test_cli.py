@@ -258,7 +258,7 @@ def test_info_reports_missing_checkpoint_files(run, tiny, tmp_path, left, why):
     if left is not None:
         (path / "model.safetensors").write_bytes(weights[: len(weights) - left])
     code, out, _ = run("info", "--model", path, "--device", "cpu")
-    name, verdict = out.splitlines()[-1].split(maxsplit=1)
+    name, verdict = out.splitlines()[0].split(maxsplit=1)
     assert code == 0 and name == "verdict" and verdict.startswith(f"does not run: {path}") and why in verdict
     assert why in json.loads(run("info", "--model", path, "--device", "cpu", "--json")[1])["model"]["problem"]
 

@@ -117,16 +117,44 @@ def test_invalid_file_fails_with_one_line(config, run, text, words):
         assert message.startswith(f"{config_path()}: ") and words in f"{message}\n"
 
 
-def test_invalid_environment_fails_with_one_line(config, run, monkeypatch):
-    unknown = "TRIDECODE_MODLE is not the variable of an option; did you mean TRIDECODE_MODEL?"
-    range_error = "TRIDECODE_SLOTS: expected an integer from 1 to 64, got 'many'"
-    for name, value, line in (("MODLE", "x", unknown), ("SLOTS", "many", range_error)):
-        config("", **{name: value})
-        assert refused(run, "chat") == refused(run, "config") == line
-        monkeypatch.delenv(f"TRIDECODE_{name}")
+def test_invalid_value_of_a_variable_fails_with_one_line(config, run):
+    config("", SLOTS="many")
+    line = "TRIDECODE_SLOTS: expected an integer from 1 to 64, got 'many'"
+    assert refused(run, "chat") == refused(run, "config") == line
     config("", SLOTS="", API_KEY="secret")
     assert parsed("chat").slots == 1, "an empty variable changed the setting"
     assert parsed("chat").api_key_file is None
+
+
+# Variables of the containers next to a Kubernetes service, or a linked Docker container, called tridecode.
+LINKS = {
+    "SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "8000", "PORT": "tcp://10.0.0.1:8000", "NAME": "/web/tridecode",
+    "PORT_8000_TCP": "tcp://10.0.0.1:8000", "PORT_8000_TCP_ADDR": "10.0.0.1", "API_PORT": "udp://10.0.0.1:9",
+}  # fmt: skip
+
+
+def test_variables_of_service_links_are_ignored_with_one_line(config, run):
+    config("", **LINKS, MAX_TOKENS="7")
+    assert parsed("serve").port == 8000 and parsed("chat").max_tokens == 7
+    code, out, err = run("config")
+    names = "TRIDECODE_API_PORT, TRIDECODE_NAME, TRIDECODE_PORT and 4 more"
+    assert (code, err) == (
+        0,
+        f"ignored the variables {names}, which set no option; tridecode config lists the settings\n",
+    )
+    assert "max_tokens = 7" in out
+
+
+def test_misspelled_variable_is_ignored_with_a_suggestion(config, run):
+    config("", MODLE="x")
+    line = "ignored the variables TRIDECODE_MODLE, which set no option; did you mean TRIDECODE_MODEL?\n"
+    assert run("config")[2] == line
+
+
+@pytest.mark.parametrize("name, value", [("PORT", "http://a"), ("PORT", "tcp"), ("URL", "tcp://10.0.0.1:8000")])
+def test_variable_that_is_no_service_link_must_be_valid(config, run, name, value):
+    config("", **{name: value})
+    assert refused(run, "config").startswith(f"TRIDECODE_{name}: expected ")
 
 
 def test_out_of_range_error_names_the_source_of_the_value(config, run):

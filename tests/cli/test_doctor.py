@@ -86,7 +86,7 @@ def test_info_shows_warnings(run, tiny, machine):
     code, out, _ = run("doctor", "--model", tiny, "--device", "cpu")
     lines = out.splitlines()
     rows = [line for line in lines if line.startswith("warning")]
-    assert code == 0 and lines[-1].startswith("verdict ") and f"{tiny} runs here, on the CPU" in lines[-1]
+    assert code == 0 and lines[0].startswith("verdict ") and f"{tiny} runs here, on the CPU" in lines[0]
     assert len(rows) == 2 and "1% of its memory free; nvidia-smi" in rows[0] and "no C compiler" in rows[1]
     out = run("info", "--model", tiny, "--device", "cpu", "--json")[1]
     assert [set(found) for found in json.loads(out)["warnings"]] == [{"problem", "fix"}] * 2
@@ -96,11 +96,11 @@ def test_info_shows_warnings(run, tiny, machine):
     "device, gpus, cuda, warnings, problem, end",
     [
         ("cuda:0", [GPU], "13.0", [], None, "m runs here, on the GPU cuda:0"),
-        ("cuda:0", [GPU], "13.0", ["x"], None, "m runs here, on the GPU cuda:0; see the 1 warning above"),
+        ("cuda:0", [GPU], "13.0", ["x"], None, "m runs here, on the GPU cuda:0; see the 1 warning below"),
         ("cpu", [GPU], "13.0", [], None, "m runs here, on the CPU, though there is a GPU (--device cuda)"),
         ("cpu", [], "13.0", [], None, "m runs here, on the CPU; bench, profile and tune need a GPU"),
         ("cpu", [], None, [], None, "need a GPU; one needs PyTorch's CUDA build"),
-        ("cpu", [], None, [], "too large", "m does not fit with these options; see context above"),
+        ("cpu", [], None, [], "too large", "m does not fit with these options; see context below"),
     ],
 )
 def test_the_verdict(device, gpus, cuda, warnings, problem, end):

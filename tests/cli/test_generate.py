@@ -1,9 +1,13 @@
 """Tests of `tridecode generate`: its options, its reports and its output."""
 
+import errno
+import json
 import os
+import pwd
 import stat
 import sys
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from checkpoints import TOKENIZER_VOCAB_SIZE
@@ -15,6 +19,7 @@ from tridecode.cli.options import SAMPLING, sampling_overrides
 from tridecode.cli.parser import make_parser
 from tridecode.cli.terminal import visible
 from tridecode.sampling import SamplingParams
+from tridecode.tuning.tables import table_path
 
 
 def test_every_sampling_option_is_an_option():
@@ -184,3 +189,81 @@ def test_a_full_disk_is_one_line(generate, tmp_path):
     for source in (("--prompt", "x", "--json"), ("--jsonl", file)):
         code, out, err = generate(*source, *LIMITS, "--output", "/dev/full")
         assert code == 1 and err.splitlines()[-1].endswith("(No space left on device): /dev/full"), err
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "context"])
+def test_cut_answer_is_reported(generate, engine, monkeypatch, tmp_path, limit):
+    argv = ["--temperature", "0", "--ignore-eos", "--device", "cpu"]
+    argv += ["--max-tokens", "3"] if limit == "max_tokens" else []
+    prompt = ("--raw", "--prompt-ids", ",".join(["5"] * (engine.capacity - 6)))
+    code, _, err = generate(*prompt, *argv)
+    assert code == 0 and err.endswith(f" · cut by {limit}\n") and err.count("\n") == 1
+    code, out, err = generate(*prompt, *argv, "--json")
+    assert (code, err, lines(out)[0]["finish_reason"], lines(out)[0]["cut_by"]) == (0, "", "length", limit)
+    assert generate(*prompt, *argv, "--quiet")[2] == ""
+    (file := tmp_path / "f").write_text(json.dumps({"prompt_ids": [5] * (engine.capacity - 6)}))
+    code, out, err = generate("--jsonl", file, *argv)
+    assert code == 0 and lines(out)[0]["cut_by"] == limit and f", 1 cut by {limit} · " in err
+    code, out, err = generate("--prompt", "Hi", "--json", *argv, "--choice", "a", "--max-tokens", "99")
+    assert lines(out)[0]["cut_by"] is None and "cut" not in err
+
+
+def test_output_in_directory_that_permits_no_replacement(generate, monkeypatch, tmp_path):
+    opened, replace = os.open, Path.replace
+
+    def refuse(path, flags, mode=0o777, **options):
+        if flags & os.O_CREAT and Path(path).parent == tmp_path and not Path(path).exists():
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, flags, mode, **options)
+
+    def move(path, target):
+        if path.parent != target.parent or os.open is opened:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(path))
+        return replace(path, target)
+
+    (file := tmp_path / "out").write_text("older and longer than the answer")
+    (other := tmp_path / "o.jsonl").touch()
+    (prompts := tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": 1}\n')
+    file.chmod(0o640)
+    inode, text = file.stat().st_ino, generate("--prompt", "Hi", *LIMITS)[1]
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Path, "replace", move)
+    for _ in range(2):
+        code, out, err = generate("--prompt", "Hi", "--output", file, *LIMITS)
+        assert (code, out, file.read_text()) == (0, "", text), err
+        assert stat.S_IMODE(file.stat().st_mode) == 0o640 and file.stat().st_ino == inode
+        for run in range(2):  # The second run removes the failed line of the first.
+            code, out, err = generate("--jsonl", prompts, "--output", other, *LIMITS)
+            assert code == 1 and len(lines(other.read_text())) == 2 and ("already answered" in err or run == 0)
+        monkeypatch.setattr(os, "open", opened)  # In a sticky directory, only the replacement is refused.
+    code, out, err = generate("--prompt-ids", "99999999", "--raw", "--output", file, *LIMITS)
+    assert code == 1 and file.read_text() == text, "a failed answer changed an older file"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["o.jsonl", "out", "p.jsonl"]
+
+
+def test_commands_without_home_directory(generate, run, monkeypatch):
+    def absent(user):
+        raise KeyError(user)
+
+    for name in [name for name in os.environ if name == "HOME" or name.startswith("XDG_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(pwd, "getpwuid", absent)
+    assert run("--version")[0] == run("config")[0] == run("info", "--device", "cpu")[0] == 0
+    assert generate("--prompt", "Hi", *LIMITS)[0] == 0
+    code, out, err = run("sessions")
+    assert (code, out, err.count("\n")) == (1, "", 1) and "no home directory; set XDG_STATE_HOME" in err
+    assert "nonexistent" in str(table_path("gpu"))
+
+
+def test_options_of_other_programs(generate, seen):
+    argv = ("-p", "Hi", "-n", "3", "--system-prompt", "S", "--temp=0", "--device", "cpu")
+    assert generate(*argv)[0] == 0
+    prompt, params, _ = seen[-1]
+    assert [message["content"] for message in prompt] == ["S", "Hi"]
+    assert (params.max_tokens, params.temperature) == (3, 0)
+    parse = make_parser().parse_args
+    assert parse(["generate", "--num-predict", "7"]).max_tokens == parse(["chat", "-n", "7"]).max_tokens == 7
+    assert parse(["chat", "-m", "m"]).model == parse(["serve", "-m", "m"]).model == "m"
+    for command in ("generate", "chat"):
+        assert sampling_overrides(parse([command, "--max-tokens", "-1"])) == {}
+    assert " -p" not in make_parser().format_help()

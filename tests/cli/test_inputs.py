@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 from generating import LIMITS, user
 
+from tridecode.cli.inputs import stdin_lines
 from tridecode.cli.terminal import Output
 
 SESSION = {
@@ -55,9 +56,52 @@ def test_invalid_unicode_is_replaced_with_a_note(generate, seen, tmp_path):
     file.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "\\ud800 \\ud83d\\ude00 \xfe"}]')
     code, _, err = generate("--messages", file, *LIMITS)
     assert code == 0 and seen[-1][0] == [user("\ufffd 😀 \ufffd")] and str(file) in err
-    valid = "😀 \ufeff\ufffd\x00é"
+    valid = "😀 \ufffd\x00é"
     code, _, err = generate("--prompt", valid, *LIMITS)
     assert code == 0 and seen[-1][0] == [user(valid)] and err.count("\n") == 1
+
+
+def test_encodings_with_and_without_mark(generate, seen, tmp_path):
+    for encoding in ("utf-8-sig", "utf-16", "utf-32"):
+        for order in ("",) if "sig" in encoding else ("-le", "-be"):
+            mark = "\ufeff" if order else ""
+            text = f"{mark}é 😀\r\nend".encode(encoding + order)
+            code, _, err = generate(*LIMITS, stdin=text)
+            assert (code, seen[-1][0]) == (0, [user("é 😀\nend")]), (encoding, order, err)
+            (file := tmp_path / "f").write_bytes(
+                f'{mark}{{"prompt": "é"}}\n\ufeff{{"prompt": "b"}}\n'.encode(encoding + order)
+            )
+            assert generate("--jsonl", file, *LIMITS)[0] == 0 and [p for p, *_ in seen[-2:]] == [
+                [user("é")],
+                [user("b")],
+            ]
+    for data, named in (
+        ("é 1".encode("utf-16-le"), "NUL"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "NUL"),
+        (b"\xff\xfea\0b", "UTF-16"),
+        (b"\xff\xfe\0\xdc", "UTF-16"),
+    ):
+        code, out, err = generate(*LIMITS, stdin=data)
+        assert (
+            (code, out, err.count("\n")) == (1, "", 1) and err.startswith("tridecode: error: stdin: ") and named in err
+        )
+        file.write_bytes(data)
+        code, out, err = generate("--jsonl", file, *LIMITS)
+        assert (code, out, err.count("\n")) == (1, "", 1) and str(file) in err and named in err
+
+
+def test_lines_of_a_piped_chat_are_decoded_as_they_arrive(monkeypatch, capsys):
+    read, write = os.pipe()
+    with os.fdopen(write, "wb", buffering=0) as end, os.fdopen(read, encoding="utf-8") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        for encoding, mark in (("utf-16-le", "\ufeff"), ("utf-16-be", "\ufeff"), ("utf-8", "")):
+            lines = stdin_lines(Output())
+            for line in ("é", "", "😀\ufeff"):
+                end.write(f"{mark}{line}\n".encode(encoding))
+                assert next(lines) == line.removesuffix("\ufeff") + "\n"
+                mark = ""
+        end.write(b"a\xff\n")
+        assert next(lines) == "a\ufffd\n" and "stdin: bytes" in capsys.readouterr().err
 
 
 def test_messages_and_system(generate, seen, pipe, tmp_path):
@@ -86,6 +130,26 @@ def test_last_message_of_a_saved_session_is_answered_again(generate, seen, tmp_p
     file.write_text(json.dumps(SESSION))
     assert generate("--messages", file, "--system", "T", *LIMITS)[0] == 0
     assert seen[-1][0] == [{"role": "system", "content": "T"}, *as_messages]
+
+
+def test_forms_of_other_programs_are_read(generate, seen, tmp_path):
+    (file := tmp_path / "m").write_text(json.dumps(user("Hi")))
+    assert generate("--messages", file, *LIMITS)[0] == 0 and seen[-1][0] == [user("Hi")]
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    file.write_text(json.dumps({"model": "m", "messages": [user(parts)]}))
+    assert generate("--messages", file, *LIMITS)[0] == 0 and seen[-1][0] == [user("one\ntwo")]
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    file.write_text(json.dumps([user([image])]))
+    code, out, err = generate("--messages", file, *LIMITS)
+    assert (code, out) == (1, "") and f"{file}: message 1: expected text parts like" in err
+    batch = {"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions"}
+    body = {"model": "m", "messages": [user(parts)], "max_completion_tokens": 2, "seed": 3}
+    file.write_text(json.dumps(batch | {"body": body}) + "\n" + json.dumps(batch | {"body": body | {"zz": 1}}))
+    code, out, err = generate("--jsonl", file, *LIMITS)
+    first, second = map(json.loads, out.splitlines())
+    assert (code, first["id"], first["seed"], first["cut_by"]) == (1, "r-1", 3, "max_tokens")
+    assert seen[-1][0] == [user("one\ntwo")] and seen[-1][1].max_tokens == 2
+    assert 'unknown field "zz"' in second["error"]
 
 
 @pytest.mark.parametrize(

@@ -147,3 +147,45 @@ def test_message_opens_in_external_editor(terminal, state, tmp_path):
     leave(child)
     (file,) = (state / "sessions").iterdir()
     assert [user for user, _ in sessions.read(file).turns] == ["written here by hand"]
+
+
+# sequence of a key: the text that results after "ab", the sequence, "c" and Enter
+KEYS = {
+    "\x1b[13;2u": "ab\nc", "\x1b[27;2;13~": "ab\nc",  # Shift-Enter of kitty and of xterm
+    "\x1b[13;6u": "ab\nc", "\x1b[27;5;13~": "ab\nc", "\x1b[13;130u": "ab\nc", "\x1b[13;2:1u": "ab\nc",
+    "\x1b[13;2:3u": "abc",  # The key is released.
+    "\x1b\r": "ab\nc", "\n": "ab\nc",
+    "\x1b[127;2u": "ac", "\x1b[97;2u": "abAc", "\x1b[228u": "abäc", "\x1b[97;5u": "cab", "\x1b[57407u": "ab8c",
+    "\x1b[1;129D": "acb", "\x1b[98;3u": "cab", "\x1b[9;5u": "abc",
+    "\x1b[57358u": "abc", "\x1b[1;9P": "abc", "\x1b[200;300z": "abc", "\x1b[?62;c": "abc", "\x1b[<0;3;3M": "abc",
+    "\x1bOz": "abc", "\x1b[13;9u": "abc", "\x1b[13$x": "abc", "\x1b[M\r\r\r": "abc",
+    "\x1b[200~x\x1b[13;2uy\x1b[201~": "abx\x1b[13;2uyc",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_key_sequences(capsys, state, size):
+    for sequence, text in KEYS.items():
+        with create_pipe_input() as keys:
+            keyboard = Keyboard(lambda typed: (0, []), Output(), keys, DummyOutput())
+            typed = f"ab{sequence}c"
+            for at in range(0, len(typed), size):
+                keys.send_text(typed[at : at + size])
+            keys.send_text("\r")
+            assert keyboard.read() == text, repr(sequence)
+    capsys.readouterr()
+
+
+def test_shift_enter_and_enter_during_answer(terminal, state):
+    child = terminal("--max-tokens", 40, "--ignore-eos", "--temperature", 0)
+    child.send("one\x1b[13;2utwo\x1b[27;2;13~three\nfour\r")
+    child.expect_exact("\x1b[?7;2004h")  # The answer begins.
+    child.send("typed early\nagain\r")
+    for _ in range(2):
+        child.expect_exact("context ")
+        child.expect_exact(READY)
+    leave(child)
+    (file,) = (state / "sessions").iterdir()
+    assert [user for user, _ in sessions.read(file).turns] == ["one\ntwo\nthree\nfour", "typed early\nagain"]
+    shown = child.screen.getvalue()
+    assert shown.count("\x1b[>1u") == shown.count("\x1b[<u") > 1, "the terminal stays in kitty's mode"

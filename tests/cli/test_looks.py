@@ -1,7 +1,9 @@
 """Terminal output: wrapping, indentation and colors."""
 
 import io
+import os
 import re
+import shlex
 import sys
 
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from tridecode.cli.chat.display import open_sink
 from tridecode.cli.chat.slash import COMMANDS
+from tridecode.cli.outputs import writer
 from tridecode.cli.terminal import Output
 from tridecode.cli.wrapping import Wrapped
 
@@ -162,3 +166,59 @@ def test_generate_wraps_in_terminal(state):
     child.expect(pexpect.EOF)
     lines = child.before.split("\r\n")
     assert len(lines) > 3 and max(map(len, lines)) < 40
+
+
+def test_line_break_in_two_parts_shows_no_mark(capsys):
+    output = Output()
+    output.tty, output.console = True, Console(force_terminal=True, color_system=None, width=40, _environ={})
+    markdown = open_sink(output, plain=False)
+    for write in (output.text, output.dim, open_sink(output, plain=True).push, markdown.push):
+        for part in ("one", "\r", "\n", "\r", "\n\r", "\ntwo\r", "\n", "three\rfour", "\n"):
+            write(part)
+        if write == markdown.push:
+            markdown.finish()
+        assert re.findall("\\w*␍\\w*", capsys.readouterr().out) == ["three␍four"]
+    leader, follower = os.openpty()
+    with open(follower, "w") as terminal:
+        write = writer(terminal, "name", flush=True)
+        for part in ("a\r", "\nb", "\r", "c\n"):
+            write(part)
+        wanted, read = "a\r\nb␍c\r\n".encode(), b""
+        while len(read) < len(wanted):
+            read += os.read(leader, 100)
+        assert read == wanted
+    os.close(leader)
+
+
+def on_terminal(*argv, columns: int, stdout: str = "") -> str:
+    """Return what a command shows in a terminal, as text. `stdout` is a redirection."""
+    words = " ".join(map(shlex.quote, (sys.executable, "-m", "tridecode", *argv)))
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "COLUMNS": ""}
+    child = pexpect.spawn(
+        "sh", ["-c", words + stdout], env=environment, encoding="utf-8", timeout=60, dimensions=(24, columns)
+    )
+    child.expect(pexpect.EOF)
+    return re.sub(r"\x1b\[[\d;]*m", "", child.before).replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_first_screens_wrap_between_words(columns):
+    for argv in (["generate", "--max-tokens", "x"], ["chat", "--no-such-option"], ["chat", "--help"], ["--help"]):
+        shown = on_terminal(*argv, columns=columns)
+        words = on_terminal(*argv, columns=1000).split()
+        lines = shown.splitlines()
+        prose = [line for line in lines if not re.match(r"\s*[-[]", line)]  # Names of options are not broken.
+        assert all(len(line) <= columns for line in prose), shown
+        assert set(shown.split()) <= set(words) | {"..."}, "a word is broken"
+
+
+def test_chat_with_redirected_stdout_shows_prompt_mark(state):
+    words = f"{sys.executable} -m tridecode chat --device cpu --max-tokens 2 > {state.parent}.log"
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    child = pexpect.spawn("sh", ["-c", words], env=environment, encoding="utf-8", timeout=60)
+    child.expect_exact("\n> ")
+    child.send("hi\n")
+    child.expect_exact("tok/s")
+    child.expect_exact("\n> ")
+    child.sendeof()
+    child.expect(pexpect.EOF)

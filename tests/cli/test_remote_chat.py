@@ -10,7 +10,7 @@ from openai_server import FakeServer
 from servers import ANSWER, CHAT, Running, slow_passes, until
 
 from tridecode import Engine, SamplingParams
-from tridecode.cli.chat.remote import EXTENDED, Answer, ServerError, events, sent
+from tridecode.cli.chat.remote import STRUCTURED, Answer, ServerError, events, sent
 
 QUESTION = CHAT[0]["content"]
 
@@ -71,15 +71,14 @@ def test_only_set_options_are_sent(run_chat, served, monkeypatch):
 
 
 def test_commands(run_chat, served):
-    lines = f"{QUESTION}\n/stats\n/set\n/set regex x\n/model\n/model other\n/model bundled\n/think\n/retry\n"
+    lines = f"{QUESTION}\n/stats\n/set\n/model\n/model other\n/model bundled\n/think\n/retry\n"
     code, out, err = run_chat(lines, "--temperature", 0)
     assert out == f"{ANSWER}\n" * 2 and code == 0
     assert f"model bundled at {served.url}, a server of tridecode\n1 turn\nlast answer: 12 tokens" in err
     assert "temperature          0.0\ntop_k                the server's default\n" in err
     listed = re.findall(r"^(\w+) +the server's default$", err, re.MULTILINE)
-    assert sorted([*listed, "temperature"]) == sorted(EXTENDED), "/set lists options that the server does not support"
-    refused, absent = errors(err)
-    assert "regex: a server of tridecode does not support this option and might" in refused
+    assert sorted([*listed, "temperature"]) == sorted(STRUCTURED), "/set lists options that the server does not support"
+    [absent] = errors(err)
     assert absent == f"the server at {served.url} has no model 'other'; its models are bundled"
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
     lines = f"/set top_k\n/set seed\n/set top_k 7\n/set top-k\n{QUESTION}\n/continue\n/set overflow drop-oldest\n"
@@ -209,6 +208,13 @@ def test_unreported_statistics_are_omitted(run_chat):
     with FakeServer(tokens=3, behave=lambda number: "no usage") as server:
         err = run_chat("one\n", url=server.url)[2]
         assert err.splitlines()[1].startswith("first token 0.") and err.count("\n") == 2
+
+
+def test_server_that_counts_nothing(run_chat):
+    """Some servers report a usage of zeros."""
+    with FakeServer(tokens=3, gap=0.01, behave=lambda number: "zero usage") as server:
+        line = run_chat("one\n", url=server.url)[2].splitlines()[1]
+    assert re.fullmatch(r"first token 0\.\d\d s · 0\.\d s", line)
 
 
 UNSUPPORTED = {

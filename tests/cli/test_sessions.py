@@ -253,3 +253,12 @@ def test_tab_completes_sessions_paths_and_words(session, tmp_path, monkeypatch):
     assert completed("/set to", chat) == (2, ["top_p "]), "completion lists options that the server does not support"
     assert completed("/model ", chat) == (0, ["a-model", "another"])
     assert completed("/set overflow ", chat) == (0, ["error", "default"])
+
+
+def test_show_prints_a_session_or_the_last_one(run):
+    keep("old", at=1), keep("new", Conversation(turns=(("Hi", "Hello!"),)), at=2)
+    assert run("sessions", "show", "old") == run("sessions", "export", "old")
+    assert run("sessions", "show")[1] == run("sessions", "export", "new")[1] and "Hello!" in run("sessions", "show")[1]
+    assert run("sessions", "list") == run("sessions", "ls") == run("sessions")
+    assert run("sessions", "list", "--names")[1] == run("sessions", "--names")[1] == "new\nold\n"
+    assert run("sessions", "show", "newt")[0] == 1 and "did you mean new?" in run("sessions", "show", "newt")[2]

@@ -244,3 +244,33 @@ def test_ctrl_z_in_mid_answer(shell):
     shell.expect_exact(READY)
     shell.send("/exit\r")
     shell.expect_exact("shell: ")
+
+
+@pytest.mark.parametrize("command", ["chat", "generate --prompt hi", "info"])
+def test_deleted_working_directory(tmp_path, command):
+    (directory := tmp_path / "gone").mkdir()
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    program = f"{sys.executable} {ROOT / 'cli.py'} {command}"
+    script = (
+        f'before=$(stty -g); rmdir "$PWD"; {program}; echo "code $?"; [ "$before" = "$(stty -g)" ] && echo restored'
+    )
+    child = pexpect.spawn("sh", ["-c", script], cwd=str(directory), env=environment, encoding="utf-8", timeout=60)
+    child.expect(pexpect.EOF)
+    lines = child.before.replace("\x1b[31m", "").replace("\x1b[0m", "").split("\r\n")
+    assert lines[0].startswith("tridecode: error: the working directory cannot be used (No such file or directory);")
+    assert lines[1:] == ["code 1", "restored", ""]
+
+
+LIBRARY_EXIT = "import ctypes; ctypes.CDLL(None).exit(2)"
+
+
+@pytest.mark.parametrize("failure", ["raise OSError('broken')", "sys.exit(4)", LIBRARY_EXIT])
+def test_failed_import_leaves_terminal_unchanged(tmp_path, failure):
+    (tmp_path / "torch.py").write_text(f"import sys\n{failure}\n")
+    script = (
+        f'before=$(stty -g); {sys.executable} {ROOT / "cli.py"} chat; [ "$before" = "$(stty -g)" ] && echo restored'
+    )
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    child = pexpect.spawn("sh", ["-c", script], cwd=str(tmp_path), env=environment, encoding="utf-8", timeout=60)
+    child.expect(pexpect.EOF)
+    assert child.before.endswith("restored\r\n"), child.before

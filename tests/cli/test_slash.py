@@ -41,7 +41,40 @@ def test_unknown_command_is_not_sent(session, line):
     assert chat.handle(f"/{line}") and chat.engine.prompts == [as_messages(line)]
 
 
-@pytest.mark.parametrize("word, command", [("help", "/help"), ("exit", "/exit"), ("Quit ", "/exit")])
+def test_words_that_leave(session):
+    for word in ("exit", "Quit "):
+        chat = session(["fine"], interactive=True)
+        assert not chat.handle(word) and not chat.engine.prompts
+        assert chat.handle(f" {word}") and chat.engine.prompts == [as_messages(word.strip())]
+
+
+# line of a user of ollama or llama.cpp: a part of the output
+FOREIGN = {
+    "/set parameter temperature 0.3": "temperature is 0.3",
+    "/set temp 0.3": "temperature is 0.3",
+    "/set temperature=0.4": "temperature is 0.4",
+    "/set temperature = 0.4": "temperature is 0.4",
+    "/set parameter num_predict -1": "max_tokens is none",
+    "/set max_tokens -1": "max_tokens is none",
+    "/set repeat_penalty 1.1": "repetition_penalty is 1.1",
+    "/set stop a=b": 'stop is ["a=b"]',
+    "/set system Be brief.": "/system TEXT sets the system turn",
+    "/show": "/stats shows the model",
+    "/show info": "/stats shows the model",
+    "/list": "tridecode models",
+    "/regen": "the conversation has no turns yet",
+    "/clear": "a new conversation begins; the model and the settings stay",
+    "/reset": "a new conversation begins",
+}
+
+
+@pytest.mark.parametrize("line", FOREIGN)
+def test_first_guesses_of_other_programs_users(session, line):
+    chat = session(interactive=True)
+    assert chat.handle(line) and FOREIGN[line] in chat.read()[1]
+
+
+@pytest.mark.parametrize("word, command", [("help", "/help")])
 def test_bare_word_suggests_command(session, word, command):
     chat = session(["fine"], ["fine"], interactive=True)
     assert chat.handle(word) and not chat.engine.prompts

@@ -60,6 +60,7 @@ TYPED = {
     "/title": ("A greeting", "the title is A greeting"),
     "/sessions": ("", "this is session"),
     "/save": ("{path}/talk.json", "saved to"),
+    "/file": ("{path}/talk.json", "is sent with the next message"),
     "/load": ("{path}/talk.json", "continuing 1 turn"),
     "/export": ("{path}/talk.md", "exported to"),
     "/copy": ("", "c"),

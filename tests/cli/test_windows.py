@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from screens import Terminal
 from test_markdown import CUTS, split_at
+from wcwidth import wcswidth
 
+from tridecode.cli.chat.blocks import render_rows
 from tridecode.cli.chat.markdown import Painter
+from tridecode.cli.wrapping import Wrapped
 
 WORD = re.compile(r"w\d+w")
 KINDS = ["{}", "{}", "**{} {}** {}", "\n\n{}", "\n- {}", "\n1. {} *{} {}*", "\n\n> {}", "`{}` {}", "\n\n# {}\n\n{}"]
@@ -53,6 +56,55 @@ def test_tall_table_stays_a_table():
     assert "|" not in terminal.shown and terminal.shown.endswith("\n\nthe end")
     assert terminal.shown.split("name")[1].count("what") == 1
     assert [word for word in terminal.shown.split() if word[0] in "rx"] == " ".join(rows).replace("|", "").split()
+
+
+RULE = re.compile(r"^[─ ]*─[─ ]*$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("sizes", [[(20, 24)], [(20, 24), (60, 24)], [(60, 4)], [(25, 24), (18, 24), (40, 5)]])
+@pytest.mark.parametrize("reflow", [True, False])
+def test_table_in_a_resized_window_has_one_rule(sizes, reflow):
+    terminal = Terminal(40, 24, reflow)
+    painter = Painter(terminal.console)
+    for part in ["| first name | second name |\n|---|---|\n", *(f"| row {i} | word {'x' * i} |\n" for i in range(9))]:
+        painter.frame(part)
+        if sizes and "row" in part:
+            terminal.resize(*sizes.pop(0))
+    painter.frame("\nthe end", final=True)
+    painter.close()
+    rows = terminal.shown.split("\n")
+    rules = [i for i, row in enumerate(rows) if RULE.match(row)]
+    assert len(rules) == 1 and "name" in rows[rules[0] - 1], "a rule has no heading above it"
+    assert len(re.findall(r"row", terminal.shown)) == 9
+
+
+SCRIPTS = [
+    "कुछ शब्द: **नमस्ते**, किताब, विद्यार्थी, स्त्री और क्षत्रिय। भारत की राजधानी नई दिल्ली है, और यह यमुना नदी के किनारे बसी है।",
+    "தமிழ் மொழி மிகவும் **பழமையான** மொழிகளில் ஒன்றாகும் என்று கூறப்படுகிறது",
+    "বাংলা **ভাষা** " * 20,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SCRIPTS)
+@pytest.mark.parametrize("width", [20, 40])
+def test_marks_of_indian_scripts_take_columns(text, width):
+    """A terminal would wrap longer rows again, and the painter could not reach them."""
+    terminal = Terminal(1000, 200)  # It gives each character a column, unlike real ones.
+    terminal.console.width = width
+    rows = ["".join(segment.text for segment in row) for row in render_rows(terminal.console, text)]
+    out = []
+    write = Wrapped(terminal.console, out.append)
+    write(f"{text}\n")
+    assert max(map(wcswidth, [*rows, *"".join(out).splitlines()])) < width and len(rows) > 1
+    assert re.sub(r"[\s•*-]", "", "".join(rows)) == re.sub(r"[\s*-]", "", text)
+    painter = Painter(terminal.console)
+    for character in text:
+        painter.frame(character)
+    painter.frame("", final=True)
+    painter.close()
+    assert terminal.shown == "\n".join(rows)
+    moves = re.findall(r"\x1b\[\d+D", terminal.getvalue())
+    assert not moves, "the columns back to a mark depend on the terminal"
 
 
 def test_interrupted_word_is_continued():

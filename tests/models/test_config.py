@@ -147,6 +147,16 @@ DEFAULTS = {
         {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": 1.1},
         {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": 1.1},
     ),
+    "limits and stops": (
+        {
+            "max_new_tokens": 9,
+            "stop_strings": "END",
+            "suppress_tokens": [7, 128256, -1],
+            "bad_words_ids": [[5], [2]],
+            "eos_token_id": 2,
+        },
+        {"max_tokens": 9, "stop": ("END",), "logit_bias": ((5, -1e30), (7, -1e30))},
+    ),
     "greedy": ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
     "nothing said": ({"max_length": 4096, "top_p": None}, {}),
 }
@@ -154,23 +164,29 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("case", DEFAULTS)
 def test_generation_defaults(case):
-    given, expected = DEFAULTS[case]
-    assert dict(parse_config(LLAMA, given).generation_defaults) == expected
+    values, expected = DEFAULTS[case]
+    assert dict(parse_config(LLAMA, values).generation_defaults) == expected
 
 
 REFUSED = {
     # name: (file, changes, words that the message contains)
     "unknown architecture": (LLAMA, {"architectures": ["GemmaForCausalLM"]}, ["architectures", "Gemma", *FAMILIES]),
     "no architecture": (LLAMA, {"architectures": None}, ["architectures", "got null"]),
+    "unknown model_type": (LLAMA, {"architectures": None, "model_type": "gemma3"}, ["model_type", "gemma3", "qwen3"]),
+    "classifier with model_type": (
+        LLAMA,
+        {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"},
+        ["architectures", "Classification"],
+    ),
     "architecture of another type": (LLAMA, {"architectures": [["LlamaForCausalLM"]]}, ["architectures"]),
     "classifier": (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "Classification"]),
     "quantized": (LLAMA, {"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method", "hqq"]),
     "activation": (LLAMA, {"hidden_act": "gelu"}, ["hidden_act", "silu", "gelu"]),
     "attention bias": (LLAMA, {"attention_bias": True}, ["attention_bias", "o_proj"]),
     "mlp bias": (LLAMA, {"mlp_bias": True}, ["mlp_bias"]),
-    "yarn": (QWEN3, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type", "yarn"]),
-    "linear, old name": (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_scaling", "linear"]),
-    "rope of transformers 5": (QWEN3, {"rope_parameters": {"rope_type": "dynamic"}}, ["rope_parameters", "dynamic"]),
+    "longrope": (QWEN3, {"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
+    "rope, old name": (LLAMA, {"rope_scaling": {"type": "su", "factor": 4.0}}, ["rope_scaling", '"su"', "yarn"]),
+    "rope of transformers 5": (QWEN3, {"rope_parameters": {"rope_type": "axial"}}, ["rope_parameters", "axial"]),
     "partial rotary": (LLAMA, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     "llama3 without its factor": (LLAMA, {"rope_scaling": without(LLAMA3_SCALING, "factor")}, ["rope_scaling.factor"]),
     "llama3 with equal factors": (
@@ -264,7 +280,7 @@ def test_invalid_config_is_refused(case):
         assert word in message
 
 
-REFUSED_GENERATION = {
+IGNORED_GENERATION = {
     "temperature": {"temperature": -0.5},
     "top_p": {"top_p": 0},
     "top_k": {"top_k": 20.5},
@@ -273,14 +289,67 @@ REFUSED_GENERATION = {
     "min_p": {"min_p": "0.1"},
     "do_sample": {"do_sample": "yes"},
     "eos_token_id": {"eos_token_id": -1},
+    "eos_token_id of another type": {"eos_token_id": "</s>"},
+    "max_new_tokens": {"max_new_tokens": 0},
+    "stop_strings": {"stop_strings": [5]},
+    "suppress_tokens": {"suppress_tokens": "5"},
 }
 
 
-@pytest.mark.parametrize("case", REFUSED_GENERATION)
-def test_invalid_generation_config_is_refused(case):
-    (key,) = REFUSED_GENERATION[case]
-    with pytest.raises(CheckpointError, match=f"^somewhere/generation_config.json: {key} must be"):
-        parse_config(LLAMA, REFUSED_GENERATION[case], source="somewhere/config.json")
+@pytest.mark.parametrize("case", IGNORED_GENERATION)
+def test_invalid_generation_config_is_ignored_with_a_note(case):
+    """A wrong default is harmless, because a caller may set the parameter."""
+    (key,) = IGNORED_GENERATION[case]
+    spec = parse_config(LLAMA, IGNORED_GENERATION[case] | {"max_p": 1}, source="somewhere/config.json")
+    (note,) = spec.notes
+    assert note.startswith(f"somewhere/generation_config.json: {key}") and note.endswith("ignored, correct it there")
+    assert "must be" in note and "\n" not in note
+    assert spec.generation_defaults == () and spec.stop_ids == (128001,)
+
+
+UNSUPPORTED_GENERATION = {
+    # name: (keys of generation_config.json, the keys that the note names)
+    "keys that change answers": (
+        {"no_repeat_ngram_size": 3, "min_new_tokens": 5, "forced_eos_token_id": 2, "max_length": 20},
+        ["no_repeat_ngram_size 3", "min_new_tokens 5", "forced_eos_token_id 2", "max_length 20"],
+    ),
+    "words of several tokens": ({"bad_words_ids": [[1, 2], [3]]}, ["bad_words_ids [[1, 2], [3]]"]),
+    "neutral values": (
+        {"no_repeat_ngram_size": 0, "num_beams": 1, "typical_p": 1.0, "sequence_bias": {}, "max_length": 131072,
+         "bad_words_ids": [[3]], "min_length": None, "use_cache": True, "transformers_version": "4.50.0"},
+        [],
+    ),
+    "a length that another key replaces": ({"max_length": 20, "max_new_tokens": 5}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED_GENERATION)
+def test_generation_keys_without_effect_are_named(case):
+    values, named = UNSUPPORTED_GENERATION[case]
+    notes = parse_config(LLAMA, values, source="somewhere/config.json").notes
+    assert len(notes) == bool(named)
+    for word in named:
+        assert word in notes[0] and notes[0].startswith("somewhere/generation_config.json: ")
+
+
+def test_config_has_generation_defaults_if_there_is_no_generation_config():
+    old = LLAMA | {"temperature": 0.3, "no_repeat_ngram_size": 3}
+    spec = parse_config(old)
+    assert dict(spec.generation_defaults) == {"temperature": 0.3}
+    assert "config.json: no_repeat_ngram_size 3" in spec.notes[0]
+    assert parse_config(old, {}).generation_defaults == () == parse_config(old, {}).notes
+
+
+MODEL_TYPES = {"qwen3": QWEN3, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2}
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_model_type_without_architecture(kind):
+    values = MODEL_TYPES[kind] | {"model_type": kind}
+    base = [values["architectures"][0].replace("ForCausalLM", "Model")]
+    for names in (None, [], base):
+        assert parse_config(values | {"architectures": names}) == parse_config(values)
+    assert parse_config(without(values, "architectures")) == parse_config(values)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "llama", "qwen2", "mistral", "mistral-full"])

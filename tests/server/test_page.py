@@ -111,9 +111,9 @@ def test_chat_streams_and_shows_statistics(chat, served):
 
 @in_chromium
 def test_shift_enter_inserts_newline_and_system_message_is_sent(chat, served, monkeypatch):
-    sent, encode = [], served.engine.tokenizer.encode_chat
+    sent, encode = [], served.engine.tokenizer.prepare_chat
     spy = lambda messages, *rest, **more: (sent.append(messages), encode(messages, *rest, **more))[1]  # noqa: E731
-    monkeypatch.setattr(served.engine.tokenizer, "encode_chat", spy)
+    monkeypatch.setattr(served.engine.tokenizer, "prepare_chat", spy)
     chat.run("$('system').value = 'Be brief.'; $('max_tokens').value = '3'; $('input').focus()")
     chat.type("Hello")
     chat.press("Enter", shift=True)

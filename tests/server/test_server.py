@@ -19,7 +19,7 @@ from tridecode import Engine, SamplingParams
 from tridecode.checkpoint.hub import BUNDLED
 from tridecode.server import settings
 from tridecode.text.prompt import Encoded
-from tridecode.text.thinking import CLOSE
+from tridecode.text.thinking import CLOSE, OPEN
 from tridecode.version import __version__
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -252,7 +252,7 @@ def test_token_ids_include_tokens_without_text(served, path, more):
 def test_thinking_is_separate_from_answer(served, monkeypatch, stream):
     """The bundled model does not think, so a grammar forces its text, as if the prompt had opened thinking."""
     monkeypatch.setattr(served.engine.tokenizer, "supports_thinking", True)
-    monkeypatch.setattr("tridecode.server.choice.is_inside_thinking", lambda text: True)
+    monkeypatch.setattr("tridecode.text.tokenizer.last_tag", lambda text: OPEN)
     grammar = f"start: {json.dumps(f'so{CLOSE}' + chr(10) * 2 + '17 is odd.')}"
     payload = GREEDY | {"structured_outputs": {"grammar": grammar}}
     if stream:
@@ -582,3 +582,31 @@ def test_disconnect_cancels_request_without_stream(served, monkeypatch):
             **{k: v for k, v in LONG.items() if k != "ignore_eos"}, extra_body={"ignore_eos": True}
         )
     until(lambda: served.engine.scheduler.load().requests == 0)
+
+
+def test_base_url_explains_itself(served):
+    answer = served.get("/v1")
+    body = answer.json()
+    assert answer.status_code == 200 and "/v1 is the base URL for clients of OpenAI's API" in body["message"]
+    assert {"GET /", "POST /v1/chat/completions", "GET /v1/models/{model}"} <= {*body["paths"]}
+
+
+@pytest.mark.parametrize(
+    "path, named",
+    {
+        "/chat/completions": "did you mean POST /v1/chat/completions?",
+        "/v1/v1/completions": "did you mean POST /v1/completions?",
+        "/api/chat": "did you mean POST /v1/chat/completions?",
+        "/openai/v1/models": "did you mean GET /v1/models?",
+        "/v1/nothing": "GET /v1 lists the paths",
+        "/api/": "GET /v1 lists the paths",
+    }.items(),
+)
+def test_unknown_path_names_the_right_one(served, path, named):
+    answer = served.get(path)
+    assert answer.status_code == 404 and named in answer.json()["error"]["message"]
+
+
+def test_wrong_method_names_the_right_one(served):
+    answer = served.get("/v1/chat/completions")
+    assert answer.status_code == 405 and answer.json()["error"]["message"].endswith("use POST")

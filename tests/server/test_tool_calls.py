@@ -25,6 +25,7 @@ from tridecode.server.tools.parser import (
 )
 from tridecode.server.tools.toolset import as_text, openai_tools, with_objects, with_short_ids
 from tridecode.text.grammar import Grammars
+from tridecode.text.thinking import CLOSE, OPEN
 
 F, G = (NAME, "f"), (NAME, "g")
 ONE = (ARGUMENTS, '{"a": 1}')
@@ -285,7 +286,7 @@ def bundled():
 def test_enforced_calls_use_the_models_format(bundled, family, choice, parallel):
     tokenizer = TokenizerWithTemplate(bundled.tokenizer, " ".join(family.template_words))
     tools = openai_tools([WEATHER], choice, parallel)
-    form = answer_constraint(None, tools, tokenizer, [1])
+    form = answer_constraint(None, tools, tokenizer, "")
     result = bundled.generate("x", SamplingParams(temperature=0, max_tokens=150, **form))
     parser = tools.parser(tokenizer)
     events = parser.feed(result.text) + parser.finish()
@@ -298,7 +299,7 @@ def test_special_token_is_enforced_as_token(bundled):
     tools = openai_tools([PING], "required", False)
     tokenizer = TokenizerWithTemplate(bundled.tokenizer, "[TOOL_CALLS]")
     tokenizer.special_ids, tokenizer.token_bytes = frozenset([1]), lambda token: b"[TOOL_CALLS]"
-    form = answer_constraint(None, tools, tokenizer, [1])
+    form = answer_constraint(None, tools, tokenizer, "")
     result = bundled.generate("x", SamplingParams(temperature=0, max_tokens=60, **form))
     assert result.token_ids[0] == 1 and result.text == ' [{"name": "ping", "arguments": {}}]'
     assert tools.special_tokens(tokenizer) == {1: "[TOOL_CALLS]"}
@@ -307,9 +308,8 @@ def test_special_token_is_enforced_as_token(bundled):
 @pytest.mark.parametrize("starts_inside", [False, True])
 def test_thinking_precedes_constrained_answer(bundled, starts_inside):
     tokenizer = TokenizerWithTemplate(bundled.tokenizer, "</think>", (), supports_thinking=True)
-    prompt = bundled.encode("assistant\n<think>\n" if starts_inside else "assistant\n")
     five = ResponseFormat("json_schema", {"enum": [5]}, "response_format")
-    form = answer_constraint(five, openai_tools(None, None, None), tokenizer, prompt)
+    form = answer_constraint(five, openai_tools(None, None, None), tokenizer, OPEN if starts_inside else "")
     grammar = Grammars(bundled.tokenizer, bundled.config.vocab_size, bundled.config.stop_ids).of(SamplingParams(**form))
 
     def allowed(text: str) -> bool:
@@ -320,9 +320,8 @@ def test_thinking_precedes_constrained_answer(bundled, starts_inside):
 
     assert allowed("hm, 5?</think>\n\n5" if starts_inside else "<think>\nhm, 5?\n</think>\n\n5")
     assert allowed("hm, 5") is starts_inside and allowed("5")
-    closed = bundled.encode("<think>\n\n</think>\n\n")
     regex = ResponseFormat("regex", "a", "structured_outputs.regex")
-    assert answer_constraint(regex, openai_tools(None, None, None), tokenizer, closed) == {"regex": "a"}
+    assert answer_constraint(regex, openai_tools(None, None, None), tokenizer, CLOSE) == {"regex": "a"}
 
 
 def test_low_effort_disables_thinking_if_template_supports_it(bundled):
@@ -334,7 +333,7 @@ def test_low_effort_disables_thinking_if_template_supports_it(bundled):
 def test_answer_is_call_or_response_format(bundled):
     tools = openai_tools([PING], "auto", False)
     form = answer_constraint(
-        ResponseFormat("json_schema", {"enum": ["yes"]}, "response_format"), tools, bundled.tokenizer, [1]
+        ResponseFormat("json_schema", {"enum": ["yes"]}, "response_format"), tools, bundled.tokenizer, ""
     )
     texts = {bundled.generate("x", SamplingParams(temperature=2, seed=seed, **form)).text for seed in range(8)}
     assert texts == {'"yes"', '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'}

@@ -1,11 +1,16 @@
 """Tests of streaming detokenization."""
 
+import random
+
 import pytest
 import tokenizers
 from checkpoints import TOKENIZER_VOCAB_SIZE, sentencepiece
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from tridecode.sampling import SamplingParams
+from tridecode.text.grammar import Grammars
 from tridecode.text.tokenizer import Tokenizer
 
 IM_START, IM_END, THINK = 1, 2, 382
@@ -124,3 +129,82 @@ def test_sentencepiece_stream(text, metaspace):
     assert after == made.decode(made.encode("hello").ids + ids).removeprefix("hello"), (
         "a space within the text was removed"
     )
+
+
+# ---- decoders that contain ByteLevel, and decoders of another vocabulary
+
+SENTENCEPIECE = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+LLAMA_GGUF = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()]
+SEQUENCES = {
+    "Llama from GGUF": LLAMA_GGUF,
+    "the same with a prefix space": [*LLAMA_GGUF, decoders.Strip(" ", 1, 0)],
+    "ByteLevel first": [decoders.ByteLevel(), decoders.Fuse()],
+    "nested": [decoders.Sequence([decoders.Fuse()]), decoders.Sequence([decoders.ByteLevel()])],
+}
+
+
+def written(tmp_path, path, decoder) -> tokenizers.Tokenizer:
+    """Return the byte-level tokenizer with another decoder, as transformers writes and the library reads it."""
+    transformers = pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    made.decoder = decoder
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    return tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("case", SEQUENCES)
+def test_byte_level_in_a_sequence_decodes_as_the_library(case, path, tmp_path):
+    library = written(tmp_path, path, decoders.Sequence(SEQUENCES[case]))
+    ours, numbers = Tokenizer.load(tmp_path), random.Random(0)
+    prompts = [ours.encode(text) for text in (" 17 + 25 é\n你", "a", "▁a Ġ")]
+    for ids in [*prompts, *([numbers.randrange(TOKENIZER_VOCAB_SIZE) for _ in range(20)] for _ in range(50))]:
+        assert "".join(stream(ours, ids, skip_special=False)) == library.decode(ids, skip_special_tokens=False)
+
+
+OTHER_DECODERS = {
+    "SentencePiece": decoders.Sequence(SENTENCEPIECE),
+    "Metaspace": decoders.Metaspace(),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("case", OTHER_DECODERS)
+def test_byte_level_vocabulary_with_another_decoder(case, path, tmp_path, tokenizer):
+    """Mistral's files of tekken v13 have a byte-level vocabulary and the decoder of SentencePiece."""
+    written(tmp_path, path, OTHER_DECODERS[case])
+    ours = Tokenizer.load(tmp_path)
+    assert [*map(ours.token_bytes, range(TOKENIZER_VOCAB_SIZE))] == [
+        *map(tokenizer.token_bytes, range(TOKENIZER_VOCAB_SIZE))
+    ]
+    text = " 17 + 25 is 42 é\n\t你"
+    assert "".join(stream(ours, ours.encode(text))) == text
+    assert ours.longest_token == tokenizer.longest_token
+
+
+def test_byte_level_normalizer_decides_too():
+    """The pre-tokenizer may be absent: a normalizer then writes the byte-level alphabet."""
+    alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = tokenizers.Tokenizer(models.BPE(alphabet, []))
+    made.normalizer, made.decoder = normalizers.ByteLevel(), decoders.Sequence(SENTENCEPIECE)
+    ours = Tokenizer(made, {})
+    assert ours.decode(ours.encode("a é 你")) == "a é 你"
+
+
+@pytest.mark.parametrize("decoder", [decoders.ByteLevel(), None], ids=["ByteLevel", "none"])
+@pytest.mark.parametrize("metaspace", [False, True])
+def test_sentencepiece_vocabulary_with_another_decoder(metaspace, decoder):
+    made, right = sentencepiece(metaspace), Tokenizer(sentencepiece(metaspace), {})
+    made.decoder = decoder
+    ours = Tokenizer(made, {})
+    vocabulary = range(made.get_vocab_size())
+    assert [*map(ours.token_bytes, vocabulary)] == [*map(right.token_bytes, vocabulary)]
+
+
+def test_grammar_follows_byte_level_vocabulary_with_another_decoder(path):
+    made = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    made.decoder = decoders.Sequence(SENTENCEPIECE)
+    ours = Tokenizer(made, {})
+    matcher = Grammars(ours, TOKENIZER_VOCAB_SIZE, [IM_END]).of(SamplingParams(choice=["17 + 25 é"])).matcher([])
+    for token in ours.encode("17 + 25 é"):
+        assert matcher.allowed()[token // 32] >> token % 32 & 1, "the grammar forbids a token of the text"
+        matcher.accept(token)

@@ -1,16 +1,28 @@
 """Tests of thinking: its separation from the answer, the template variable, and earlier turns of a chat."""
 
+import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
+import tokenizers
 from chats import as_messages
 from checkpoints import CHATML, write_tiny, write_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from tridecode import Engine
+from tridecode.cli.chat.local import opens_thinking
 from tridecode.errors import PromptError
-from tridecode.text.thinking import ANSWER, THINKING, ThinkSplitter, end_thinking, strip_thinking
+from tridecode.results import OutputChunk
+from tridecode.server.choice import Choice
+from tridecode.server.constraints import ResponseFormat, answer_constraint
+from tridecode.server.tools.parser import TEXT
+from tridecode.server.tools.toolset import openai_tools
+from tridecode.text.thinking import ANSWER, OPEN, THINKING, ThinkSplitter, end_thinking, strip_thinking
+from tridecode.text.tokenizer import Tokenizer
 
 FRAGMENTS = ["<think>", "</think>", "<", "/", "think", ">", "</", "<thi", " ", "\n", "\r", "a", "é", "</thinking>"]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=12).map("".join)
@@ -148,6 +160,76 @@ def test_enable_thinking_reaches_template(engine):
 def test_unknown_template_variable_is_refused(engine, prompt):
     with pytest.raises(PromptError, match="no variable 'thinking'; it reads "):
         engine.generate(prompt, template_variables={"thinking": False})
+
+
+SPELLINGS = {
+    # name: the added tokens of the tokenizer; other tags are written with several tokens
+    "tags are tokens": ["<think>", "</think>"],
+    "tags are characters": [],
+    "tag and newline are a token": ["<think>\n"],
+    "newlines are a token": ["<think>", "</think>", "\n\n"],
+}
+HEADER = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}[assistant] "
+GENERATION = {
+    # end of the template: the tag with which the prompt ends
+    "<think>": "<think>",
+    "<think>\n": "<think>",
+    "<think>\n\n \t\n\n": "<think>",
+    "<think>\n\n</think>\n\n": "</think>",
+    "</think>": "</think>",
+    "": "",
+}
+
+
+def literal(text: str) -> str:
+    """Return a Jinja expression. A newline at the end of a template is dropped."""
+    return f"{{{{ {json.dumps(text)} }}}}"
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_text_of_the_template_decides_whether_thinking_is_open(spelling, tmp_path):
+    write_tokenizer(tmp_path)
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    state = json.loads(made.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if "think" not in token["content"]]
+    made = tokenizers.Tokenizer.from_str(json.dumps(state))
+    made.add_tokens([AddedToken(text, normalized=False) for text in SPELLINGS[spelling]])
+    for end, tag in GENERATION.items():
+        tokenizer = Tokenizer(made, {}, HEADER + literal(end))
+        for text in ("Hello", "a <think>", "<think>\n", "</think>"):
+            prompt = tokenizer.prepare_chat([{"role": "user", "content": text}])
+            assert (tokenizer.decode(prompt.ids), prompt.tag) == (f"[user] {text.strip()}\n[assistant] {end}", tag)
+        assert tokenizer.supports_thinking == bool(end)
+        assert opens_thinking(tokenizer) == (tag == OPEN)
+
+
+@pytest.mark.parametrize("text", ["<think>", "a <think>\n", "</think>"])
+def test_tag_of_a_user_does_not_open_thinking(text, tmp_path):
+    write_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}")
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    for tokens in (state["added_tokens"], []):
+        state["added_tokens"] = tokens
+        tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(state)), {}, Tokenizer.load(tmp_path)._template)
+        assert tokenizer.prepare_chat([{"role": "user", "content": text}]).tag == ""
+
+
+def test_server_and_grammar_start_inside_thinking_that_the_template_opens(checkpoint, tmp_path):
+    """The tag takes seven tokens here, more than the four that end the prompt."""
+    path = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    write_tokenizer(path, CHATML + literal("<think>\n\n\n"))
+    state = json.loads((path / "tokenizer.json").read_text())
+    state["added_tokens"] = [token for token in state["added_tokens"] if "think" not in token["content"]]
+    (path / "tokenizer.json").write_text(json.dumps(state))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML + literal("<think>\n\n\n")}))
+    with Engine.load(path, device="cpu") as engine:
+        prompt = engine.prepare([{"role": "user", "content": "Hi"}])
+    assert OPEN not in engine.tokenizer.decode(prompt.ids[-4:]), "the tag is not longer than four tokens"
+    assert prompt.tag == OPEN
+    delta = Choice(engine.tokenizer, prompt.tag).add([OutputChunk(5, "hm</think>yes"), OutputChunk(None, "", "stop")])
+    assert (delta.text(THINKING), delta.text(TEXT)) == ("hm", "yes")
+    five = ResponseFormat("json_schema", {"enum": [5]}, "response_format")
+    form = answer_constraint(five, openai_tools(None, None, None), engine.tokenizer, prompt.tag)
+    assert form["grammar"].startswith("start: thinking gap")
 
 
 def test_earlier_thinking_is_omitted_and_prefix_reused(engine):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .block import Block
 from .declarations import Linear, Pages, Part, Recurrent, Weight, norm_weight
@@ -70,10 +70,13 @@ class ModelSpec:
         layers: the layers in order.
         eps: epsilon of the final norm.
         prefix: prefix of every tensor name except the LM head's.
+        embed_tensor: name of the embedding's tensor. "" means embed_tokens.weight with the prefix.
         logits_scale: factor of the logits. The loader multiplies it into the weight of the final norm.
         dtype: dtype of the checkpoint: "bfloat16", "float16" or "float32".
-        stop_ids: tokens that end an answer, from config.json and generation_config.json.
+        stop_ids: tokens that end an answer, from config.json and generation_config.json. The engine adds that of the
+            tokenizer.
         generation_defaults: pairs of a SamplingParams field and its value.
+        notes: messages for the user about the checkpoint.
         checkpoint_quantization: the schemes in which the checkpoint stores its weights, from config.json, or None.
         load_quantization: the schemes in which the loader quantizes weights, from `--quantize`, or None.
         fp8_kv: K and V are stored in fp8 instead of the dtype of the weights.
@@ -89,11 +92,13 @@ class ModelSpec:
     eps: float = 1e-6
     tie_word_embeddings: bool = False
     prefix: str = "model."
+    embed_tensor: str = ""
     logits_scale: float = 1.0
     dtype: str = "bfloat16"
     bos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
-    generation_defaults: tuple[tuple[str, float], ...] = ()
+    generation_defaults: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
     checkpoint_quantization: "Quantization | None" = None
     load_quantization: "Quantization | None" = None
     fp8_kv: bool = False
@@ -103,7 +108,8 @@ class ModelSpec:
     @property
     def embed(self) -> Weight:
         """Declaration of the embedding."""
-        return Weight("embed", f"{self.prefix}embed_tokens.weight", (self.vocab_size, self.hidden_size))
+        name = self.embed_tensor or f"{self.prefix}embed_tokens.weight"
+        return Weight("embed", name, (self.vocab_size, self.hidden_size))
 
     @property
     def final_norm(self) -> Weight:

@@ -4,24 +4,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import CheckpointError, ParameterError
+from ..errors import CheckpointError
 from ..layout import MAX_STOP_IDS
 from ..models.files import present
+from ..models.generation import generation_defaults
 from ..models.reader import ConfigReader, read_json
-from ..sampling import SamplingParams
+from .contents import advice
 
 if TYPE_CHECKING:
     from ..blocks.spec import ModelSpec
-
-# SamplingParams fields that generation_config.json may set.
-_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def read_config(path: Path) -> "tuple[ModelSpec, dict]":
     """Read the checkpoint in directory `path`; return its specification and config.json. Raises CheckpointError."""
     source, generation = path / "config.json", path / "generation_config.json"
     if not present(source):
-        raise CheckpointError(f"{path}: no config.json; give the directory of a Hugging Face checkpoint")
+        fix = advice(path, "give the directory of a Hugging Face checkpoint")
+        raise CheckpointError(f"{path}: no config.json; {fix}")
     values = read_json(source)
     return parse_config(values, read_json(generation) if present(generation) else None, source), values
 
@@ -42,17 +41,26 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
     read = ConfigReader(config_json, str(source))
     spec = parse_model(read)
     generation_source = str(Path(source).with_name("generation_config.json"))
-    generation = ConfigReader(generation_json or {}, generation_source)
+    generation = read if generation_json is None else ConfigReader(generation_json, generation_source)
+    defaults, notes = generation_defaults(generation, spec.vocab_size, spec.max_position)
     readers = read, read.under("text_config"), generation
-    stops = sum((each.token_ids("eos_token_id", spec.vocab_size) for each in readers), ())
+    stops: tuple[int, ...] = ()
+    for each in readers:
+        try:
+            stops += each.token_ids("eos_token_id", spec.vocab_size)
+        except CheckpointError as error:
+            if each is not generation or each is read:
+                raise
+            notes += (f"{error}; it is ignored, correct it there",)
     stops = tuple(dict.fromkeys(stops))
     if len(stops) > MAX_STOP_IDS:
         raise CheckpointError(
             f"{source}: eos_token_id, with {generation_source}, names {len(stops)} tokens; "
             f"at most {MAX_STOP_IDS} can stop a generation: remove some"
         )
-    defaults = _generation_defaults(generation)
-    return replace(spec, checkpoint_quantization=_quantization(read), stop_ids=stops, generation_defaults=defaults)
+    return replace(
+        spec, checkpoint_quantization=_quantization(read), stop_ids=stops, generation_defaults=defaults, notes=notes
+    )
 
 
 def _quantization(read: ConfigReader):
@@ -62,15 +70,3 @@ def _quantization(read: ConfigReader):
     from .quantization import methods
 
     return methods.parse(read.under("quantization_config"))
-
-
-def _generation_defaults(read: ConfigReader) -> tuple[tuple[str, float], ...]:
-    """Return pairs of a SamplingParams field and its value in generation_config.json."""
-    defaults = {key: value for key in _GENERATION_FIELDS if (value := read.get(key)) is not None}
-    try:
-        SamplingParams(**defaults)
-    except ParameterError as error:
-        raise CheckpointError(f"{read.source}: {error}; correct it there") from None
-    if not read.flag("do_sample", default=True):  # If do_sample is absent, the other values apply.
-        defaults["temperature"] = 0.0
-    return tuple(defaults.items())

@@ -6,10 +6,12 @@ from pathlib import Path, PurePosixPath
 
 from ..arguments import shown
 from ..errors import CheckpointError, ParameterError, brief
+from ..models.files import open_regular, read_file
 from ..models.reader import read_json
 from .config import read_config
+from .contents import UNSUPPORTED, adapter
+from .names import BUNDLED, GGUF, Repository, repository
 
-BUNDLED = Path(__file__).parents[1] / "bundled"  # Directory of the model in the package. Users call it "bundled".
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = (
@@ -19,17 +21,19 @@ SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "adapter_config.json",
 )
 _LONGEST_NAME = 255  # Maximum bytes of a file name on common file systems.
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
     """Return the directory of `model`.
 
-    A local directory is returned as it is. None and the name "bundled" mean the model in the package. Any other value
-    is a Hugging Face id ("owner/name"), which is downloaded.
+    A local directory is returned as it is; for a repository in the Hugging Face cache, the directory of its snapshot.
+    None and the name "bundled" mean the model in the package. Any other value is a Hugging Face id ("owner/name" or
+    "owner/name@revision") or the address of its page, which is downloaded.
 
     Only needed files are downloaded, the small ones first. Therefore no weights of an unsupported model are downloaded.
     If `weights` is false, no weights are downloaded. huggingface_hub implements cache, token, offline mode and
@@ -50,19 +54,37 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
     except OSError as error:  # For example, the name is too long.
         raise ParameterError(f"model {shown(str(model))}: {error.strerror}; give a directory or an id") from None
     if is_directory:
-        return path
+        return _snapshot_of(path)
     if model == BUNDLED.name:
         return BUNDLED
+    if path.suffix.lower() == ".gguf":
+        raise CheckpointError(f"{model}: {GGUF}")
     if exists:
-        raise CheckpointError(f"{model}: is a file; give the directory that holds config.json and {SINGLE}")
-    if isinstance(model, Path) or not _ID.fullmatch(model) or ".." in model:
+        open_regular(path).close()  # This refuses a file of another kind by its name.
+        where = f"{path.parent}, " if (path.parent / "config.json").exists() else ""
+        raise CheckpointError(f"{model}: is a file; give {where}the directory that holds config.json and {SINGLE}")
+    if (repo := repository(model)) is None:
         raise CheckpointError(
             f"{model}: no such directory, and not a Hugging Face id (like Qwen/Qwen3-4B); check the spelling"
         )
-    small = _download(model)
+    small = _download(repo)
     if weights:
         fetch_weights(model, small)
     return small
+
+
+def _snapshot_of(path: Path) -> Path:
+    """Return the directory of a checkpoint: `path`, or the snapshot in it if it is a repository in the cache.
+
+    Raises CheckpointError if there are several snapshots, and none belongs to the main branch.
+    """
+    snapshots, main = [file.parent for file in path.glob("snapshots/*/config.json")], path / "refs" / "main"
+    if (path / "config.json").exists() or not snapshots:
+        return path
+    commit = read_file(main, 100).decode("ascii", "replace").strip() if main.exists() else None
+    if (chosen := [each for each in snapshots if each.name == commit] or snapshots)[1:]:
+        raise CheckpointError(f"{path}: holds {len(snapshots)} snapshots; give one of them, like {min(snapshots)}")
+    return chosen[0]
 
 
 def fetch_weights(model: str | Path | None, path: Path) -> None:
@@ -70,15 +92,26 @@ def fetch_weights(model: str | Path | None, path: Path) -> None:
 
     Raises CheckpointError.
     """
-    if model is None or path in (BUNDLED, Path(model).expanduser()):
+    if (repo := repository(model)) is None:
         return
-    repo, index = str(model), path / INDEX
-    shards = sorted(set(shard_map(index).values())) if index.is_file() else [SINGLE]
-    if not all((path / name).is_file() for name in shards):
+    names = weight_files(path)
+    if not weights_present(path):
         # Use the same commit as for the small files, because the repository may change between the two calls.
-        _snapshot(repo, shards, path.name)
-    for name in shards:
+        _snapshot(repo, names, path.name)
+    for name in names:
         _require(repo, path, name)
+
+
+def weight_files(path: Path) -> list[str]:
+    """Return the names of the files of weights that the checkpoint in directory `path` has. Raises CheckpointError."""
+    if (path / SINGLE).is_file() or not (path / INDEX).is_file():
+        return [SINGLE]
+    return sorted(set(shard_map(path / INDEX).values()))
+
+
+def weights_present(path: Path) -> bool:
+    """Return whether the directory `path` has all files of weights. Raises CheckpointError."""
+    return all((path / name).is_file() for name in weight_files(path))
 
 
 def cached_models() -> list[str]:
@@ -110,16 +143,16 @@ def shard_map(index: Path) -> dict[str, str]:
     return names
 
 
-def _download(repo: str) -> Path:
+def _download(repo: Repository) -> Path:
     """Download and check the small files of a repository; return their directory."""
-    small = _snapshot(repo, list(SMALL_FILES), None)
+    small = _snapshot(repo, list(SMALL_FILES), repo.revision)
     _require(repo, small, "config.json")
     read_config(small)
     _require(repo, small, "tokenizer.json")
     return small
 
 
-def _require(repo: str, path: Path, name: str) -> None:
+def _require(repo: Repository, path: Path, name: str) -> None:
     """Raise CheckpointError if the file is missing."""
     if (path / name).is_file():
         return
@@ -128,10 +161,14 @@ def _require(repo: str, path: Path, name: str) -> None:
     if constants.HF_HUB_OFFLINE:
         raise CheckpointError(f"{repo}: the cached copy {path} lacks {name}; run once with HF_HUB_OFFLINE=0")
     fix = "choose one that does, or save it again with transformers' save_pretrained and give that directory"
+    if "gguf" in repo.id.lower():
+        fix = GGUF
+    elif lora := adapter(path):
+        fix = f"it holds {lora}, {UNSUPPORTED}"
     raise CheckpointError(f"{repo}: the repository has no {name}; {fix}")
 
 
-def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
+def _snapshot(repo: Repository, patterns: list[str], revision: str | None) -> Path:
     """Call huggingface_hub's snapshot_download.
 
     Each failure raises a CheckpointError with a one-line message and advice.
@@ -141,13 +178,16 @@ def _snapshot(repo: str, patterns: list[str], revision: str | None) -> Path:
 
     try:
         with _bounded_requests(huggingface_hub, constants.HF_HUB_ETAG_TIMEOUT):
-            return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+            return Path(huggingface_hub.snapshot_download(repo.id, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         reason = "the repository is gated"
-        fix = f"accept its terms at {constants.ENDPOINT}/{repo}, then log in with `hf auth login` or set HF_TOKEN"
+        fix = f"accept its terms at {constants.ENDPOINT}/{repo.id}, then log in with `hf auth login` or set HF_TOKEN"
     except errors.RepositoryNotFoundError:
         reason = "neither a directory here nor a repository on the Hugging Face hub that you may read"
         fix = "check the spelling; for a private repository log in with `hf auth login`"
+    except errors.RevisionNotFoundError:
+        reason = f"the repository has no branch, tag or commit {revision}"
+        fix = f"see {constants.ENDPOINT}/{repo.id}/branches/all for those that it has"
     except errors.HFValidationError:
         reason, fix = "not a valid Hugging Face id", "give owner/name, like Qwen/Qwen3-4B, or an existing directory"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:

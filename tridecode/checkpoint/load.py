@@ -26,10 +26,12 @@ from ..errors import CheckpointError, DeviceError, brief, counted
 from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
-from .hub import INDEX, SINGLE, shard_map
+from .contents import adapter, advice
+from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
 from .quantization.scheme import Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
+from .tied import follow_files
 
 log = logging.getLogger("tridecode")
 # Keys are the dtype names of safetensors.
@@ -66,12 +68,21 @@ class TensorInfo:
 
 
 def load_config(path: Path) -> ModelSpec:
-    """Return the specification of the checkpoint in directory `path`. Raises CheckpointError."""
+    """Return the specification of the checkpoint in directory `path`. Raises CheckpointError.
+
+    Weights that are present determine a dtype that config.json lacks, and whether the LM head is tied.
+    """
     path = Path(path)
     spec, values = read_config(path)
-    if values.get("dtype") is None and values.get("torch_dtype") is None:
-        embed = _tensors(path).get(spec.embed.tensor) if any(path.glob("*.safetensors")) else None
-        if embed is not None and embed.dtype in DTYPES:
+    has_dtype = values.get("dtype") is not None or values.get("torch_dtype") is not None
+    if spec.tie_word_embeddings or not has_dtype:
+        try:
+            tensors = _with_prefix(_tensors(path), spec) if weights_present(path) else {}
+        except CheckpointError:  # `load_weights` reports it.
+            tensors = {}
+        spec = follow_files(spec, tensors)
+        embed = tensors.get(spec.embed.tensor)
+        if not has_dtype and embed is not None and embed.dtype in DTYPES:
             spec = replace(spec, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
     for name, tensor_slice in tensor_slices(spec).items():
         scheme, columns = tensor_slice.scheme, tensor_slice.shape[-1]
@@ -114,6 +125,8 @@ def load_weights(
         skipped = [f"{prefix}*" for prefix in spec.skipped if any(name.startswith(prefix) for name in names)]
         if skipped:
             log.info("%s: tensors that are not used: %s", path, ", ".join(skipped))
+    if lora := adapter(path):
+        log.warning("%s: also holds %s, which is not used: adapters are not supported yet", path, lora)
     total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:
@@ -151,7 +164,7 @@ def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
 
 def read_tensor_infos(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     """Return the tensors as `stored_tensors` does, but check only the headers of the files."""
-    tensors, slices = _tensors(path), tensor_slices(spec)
+    tensors, slices = _with_prefix(_tensors(path), spec), tensor_slices(spec)
     needed = {name: of for key in slices for name, of in stored(key, slices[key]).items()}
     _check(path, tensors, needed, slices, spec)
     return {name: tensors[name] for name in needed}
@@ -274,15 +287,22 @@ def _assemble(
     return Weights(embed, tuple(layers), places["final_norm"]["weight"], head, host)
 
 
+def _with_prefix(tensors: dict[str, TensorInfo], spec: ModelSpec) -> dict[str, TensorInfo]:
+    """Return the tensors with the prefix "model." that a checkpoint of a model without LM head lacks."""
+    embed, base = spec.embed.tensor, "model."
+    if embed in tensors or embed.removeprefix(base) not in tensors:
+        return tensors
+    return {name if name.startswith((base, "lm_head.")) else base + name: info for name, info in tensors.items()}
+
+
 def _tensors(path: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint in `path`, read from the headers of its files."""
     if present(path / SINGLE):
         return read_header(path / SINGLE)
     index = path / INDEX
     if not present(index):
-        pickled = any(path.glob("pytorch_model*.bin"))
-        hint = " (.bin files are not read: convert them with transformers' save_pretrained)" if pickled else ""
-        raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}{hint}; give the directory of a whole checkpoint")
+        fix = advice(path, "give the directory of a whole checkpoint")
+        raise CheckpointError(f"{path}: no {SINGLE} and no {INDEX}; {fix}")
     weight_map = shard_map(index)
     infos: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
@@ -353,7 +373,7 @@ def _is_ignorable(name: str, spec: ModelSpec) -> bool:
 
     Parts of a model that the engine does not use are ignored too.
     """
-    if name.startswith(spec.skipped):
+    if name.removeprefix("model.").startswith(spec.skipped) or name.startswith(spec.skipped):
         return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
 

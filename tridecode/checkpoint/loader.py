@@ -49,7 +49,7 @@ class Loader:
             n, k = tensor_slice.shape
             step = max(min(_NUMBERS, self._limit) // k, 1)
             for first in range(0, n, step):
-                read = self._read(name, first, min(step, n - first))
+                read = self.read(name, first, min(step, n - first))
                 read_rows = read.to(parts["weight"].device)
                 quantize_into(parts, target, start + first, scaled(read_rows, tensor_slice.scale))
                 yield read.nbytes
@@ -77,7 +77,7 @@ class Loader:
             count, tensors = min(step, n - first), {}
             for own, of in needed.items():
                 begin, end = (first // of.per, -(-(first + count) // of.per)) if of.per else (0, None)
-                rows = self._read(own, begin, None if end is None else end - begin)
+                rows = self.read(own, begin, None if end is None else end - begin)
                 tensors[own.removeprefix(module)] = rows.to(device)
                 yield rows.nbytes
             try:
@@ -118,7 +118,7 @@ class Loader:
             self._files[path] = self._opened.enter_context(open_regular(path))
         return self._files[path]
 
-    def _read(self, name: str, first: int, count: int | None) -> torch.Tensor:
+    def read(self, name: str, first: int, count: int | None) -> torch.Tensor:
         """Read `count` rows of a tensor from row `first` on, onto the CPU; all rows if `count` is None."""
         info = self._tensors[name]
         shape = info.shape if count is None else (count, *info.shape[1:])

@@ -77,7 +77,7 @@ def _option(name: str, default, constraint: Constraint, help: str, *commands: st
 
 def _shared(name: str, *commands: str, group: str = "") -> Option:
     """Declare an option of the engine for commands that measure. The engine checks its conflicts with other options."""
-    return replace(OPTIONS[name], commands=commands, group=group, needs=None, excludes={})
+    return replace(OPTIONS[name], commands=commands, group=group, needs=None, excludes={}, brief="")
 
 
 ENGINES = ("decode", "batch", "prefill", "stream", "speculate", "profile", "tune")  # Commands with --model.

@@ -4,36 +4,71 @@ Errors are one line. Settings supply options that the command line does not cont
 """
 
 import argparse
-import difflib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from itertools import takewhile
+from copy import copy
+from itertools import product, takewhile
+from textwrap import fill
 
+from ..arguments import listed
 from ..checkpoint.hub import BUNDLED
 from ..errors import ParameterError
 from ..options import OPTIONS
 from .configuration import Configuration
-from .options import GROUPS, SAMPLING, Option, add_options, options_for
-from .terminal import one_line
+from .options import GROUPS, HEADINGS, SAMPLING, Option, add_options, options_for
+from .terminal import Output, nearest
+from .wrapping import WHOLE, HelpFormatter
+
+FOREIGN_OPTIONS = {"--format": "tridecode generate --json"}  # Options of ollama, and what replaces them.
+BRIEF = 48  # Maximum columns of a short description, so that an option takes one line of 80 columns.
 
 
 def is_model(word: str) -> bool:
     """Return whether a word looks like a model, and not like a question."""
-    return word == BUNDLED.name or "/" in word and not re.search(r"\s|\?$", word)
+    return word == BUNDLED.name or bool(re.fullmatch(r"\S*/\S*[^\s?]|[\w.-]+(\.gguf|\.safetensors|:[\w.-]+)", word))
+
+
+class Formatter(HelpFormatter):
+    """Formatter of help whose column of option names is wide enough for most of them."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=31)
+
+
+class Commands(argparse._SubParsersAction):
+    """Action that runs the parser of a command, with the alias as its name if an alias such as `doctor` was typed."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        """Parse the arguments of the command that `values` begins with."""
+        assert isinstance(values, list)
+        if command := self._name_parser_map.get(values[0]):
+            command.prog = f"{self._prog_prefix} {values[0]}"
+        super().__call__(parser, namespace, values, option_string)
+
+
+class HelpAll(argparse.Action):
+    """Action that prints the help with all options."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        """Print the help and exit."""
+        parser._print_message(parser.format_help(everything=True), sys.stdout)
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser whose errors are one line instead of the whole usage."""
+    """Argument parser whose errors are one line, and whose `--help` shows only common options, each on one line."""
 
     def __init__(self, **kwargs):
         # Abbreviations are disabled. Otherwise a new option could change the meaning of --to in a script.
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=Formatter, **kwargs)
+        self.register("action", "parsers", Commands)
         self._command = ""
         self._configuration: Configuration | None = None
         self._takes_question = False
         self._declared: dict[str, Option] = {}
+        self.siblings: Sequence[Parser] = ()  # Parsers of other commands, which may have an option that this one lacks.
 
     def declare(self, declared: Mapping[str, Option], about: Mapping[str, str] = GROUPS) -> None:
         """Add declared options. `about` has the descriptions of their groups."""
@@ -46,9 +81,49 @@ class Parser(argparse.ArgumentParser):
         In the parsed arguments, `origins` contains the sources of such values, and `typed` contains the options of the
         command line as the user wrote them.
         """
+        self.add_argument("--help-all", action=HelpAll, nargs=0, help="show all options, also those of the engine")
         self.declare(options_for(command))
         configuration.add(command, self._declared)
         self._command, self._configuration = command, configuration
+
+    def format_help(self, everything: bool = False) -> str:
+        """Return the help: common options with their short descriptions, or with `everything` all options."""
+        common = [action for action in self._actions if self._is_common(action)]
+        formatter = self._get_formatter()
+        formatter.add_usage(self._short_usage() if self._declared else None, self._actions, ())
+        formatter.add_text(self.description)
+        order = {
+            title: place for place, title in enumerate((self._positionals.title, self._optionals.title, *HEADINGS))
+        }
+        groups = sorted(self._action_groups, key=lambda group: order.get(group.title, len(order)))
+        for other, group in product((False, True)[: everything + 1], groups):
+            actions = [action for action in group._group_actions if (action in common) != other]
+            formatter.start_section(f"{group.title}, other options" if other and group.title in order else group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(actions if everything else map(self._shortened, actions))
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _short_usage(self) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(None, [action for action in self._actions if not action.option_strings], (), "")
+        usage = formatter.format_help().replace(self.prog, f"{self.prog} [OPTIONS]", 1)
+        return fill(" ".join(usage.split()), formatter._width, subsequent_indent=" " * len("usage: "), **WHOLE)
+
+    def _is_common(self, action: argparse.Action) -> bool:
+        """Return whether `--help` shows an option. It shows all options of a command that has no common ones."""
+        declared = self._declared.get(action.dest)
+        return not declared or bool(declared.brief) or not any(each.brief for each in self._declared.values())
+
+    def _shortened(self, action: argparse.Action) -> argparse.Action:
+        """Return an action with the short description of its option."""
+        if (declared := self._declared.get(action.dest)) is None or not declared.brief:
+            return action
+        short, default = copy(action), declared.described_default
+        default = f" (default: {default})" if default not in ("", "none") else ""
+        short.help = declared.brief + default * (len(declared.brief + default) <= BRIEF)
+        return short
 
     def add_question(self, help: str) -> None:
         """Accept a question as words without an option: `question` is their text, None if there are none."""
@@ -82,8 +157,10 @@ class Parser(argparse.ArgumentParser):
 
     def _hint(self, unknown: list[str]) -> str:
         """Return a suggestion for arguments that the command does not have."""
-        typed = next((word for word in unknown if word.startswith("-")), "")
-        near = self.near(typed.split("=")[0].lstrip("-"))
+        typed = next((word for word in unknown if word.startswith("-")), "").split("=")[0]
+        if others := [parser.prog for parser in self.siblings if typed in parser._option_string_actions]:
+            return f"; {listed(others)} has this option"
+        near = [FOREIGN_OPTIONS[typed]] if typed in FOREIGN_OPTIONS else self.near(typed.lstrip("-"))
         if len(unknown) == 1 and is_model(unknown[0]) and "--model" in self._option_string_actions:
             near = [f"--model {unknown[0]}"]
         return f"; did you mean {' or '.join(near)}?" if near else ""
@@ -135,7 +212,17 @@ class Parser(argparse.ArgumentParser):
         """Return the options that begin with `typed`, or else the most similar option. Leading hyphens are ignored."""
         known = {name.lstrip("-"): name for action in self._actions for name in action.option_strings}
         matches = [known[word] for word in known if len(typed) > 2 and word.startswith(typed)]
-        return matches[:3] or [known[word] for word in difflib.get_close_matches(typed, known, n=1, cutoff=0.66)]
+        return matches[:3] or list(filter(None, [nearest(typed, known.values())]))
+
+    def _check_value(self, action, value):
+        """Refuse a value that is not a choice of the action, with a suggestion. Raises argparse.ArgumentError."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = nearest(str(value), map(str, action.choices))
+            raise argparse.ArgumentError(
+                action, f"{error.message}{f'; did you mean {near}?' if near else ''}"
+            ) from None
 
     def _print_message(self, message, file=None):
         """Write a message. If stdout is not writable, raise the error, which argparse would hide."""
@@ -145,10 +232,12 @@ class Parser(argparse.ArgumentParser):
             file.write(message)
             file.flush()
 
-    def wrong(self, error: ParameterError) -> None:
+    def wrong(self, error: ParameterError | str) -> None:
         """Exit as for a wrong option, without a reference to the help, which does not list settings."""
-        self.exit(2, f"tridecode: error: {one_line(error)}\n")
+        with suppress(OSError):  # If stderr is not writable, the exit code still reports the error.
+            Output().error(error)
+        self.exit(2)
 
     def error(self, message):
         """Print a one-line error that names the command's help, and exit with code 2."""
-        self.exit(2, f"tridecode: error: {one_line(message)} (see {self.prog} --help)\n")
+        self.wrong(f"{message} (see {self.prog} --help)")

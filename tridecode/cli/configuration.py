@@ -5,6 +5,7 @@ A key is the name of a declared option, and its value passes the option's constr
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from ..arguments import Choice, Flag, Option, Pair
 from ..errors import ParameterError, TridecodeError, as_json
 from .inputs import read_bytes
 from .options import SAMPLING
-from .terminal import did_you_mean
+from .terminal import did_you_mean, nearest
 
 PREFIX = "TRIDECODE_"
 OTHER_VARIABLES = ("TRIDECODE_API_KEY",)  # Environment variables that are not options.
+# Kubernetes and Docker set variables such as TRIDECODE_PORT=tcp://10.0.0.1:8000 for a service called tridecode.
+LINK = re.compile(r"\w+_PORT=(tcp|udp|sctp)://.*")
 LARGEST = 1_000_000  # Maximum bytes of the file.
 TABLES = ("chat", "generate", "serve")  # The keys of such a table are for that command only.
 
@@ -36,14 +39,17 @@ class Setting:
 
 def config_path() -> Path:
     """Return the path of the user's configuration file, which may not exist."""
-    return Path(platformdirs.user_config_dir("tridecode", appauthor=False)) / "config.toml"
+    try:
+        return Path(platformdirs.user_config_dir("tridecode", appauthor=False)) / "config.toml"
+    except RuntimeError:  # The user has no home directory, and so no file.
+        return Path("/nonexistent/.config/tridecode/config.toml")
 
 
 class Configuration:
     """The keys of several commands, and their values in file and environment.
 
     The file and the environment are read when a value is needed. Any wrong key or value then raises ParameterError,
-    even if it belongs to another command.
+    even if it belongs to another command. Variables that do not belong to an option are ignored with a warning.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
@@ -71,16 +77,9 @@ class Configuration:
         """
         settings: dict[str | None, dict[str, Setting]] = {table: {} for table in (PREFIX, None, *TABLES)}
         known = self.options(None)
-        for variable, text in self._environment.items():
-            name = variable.removeprefix(PREFIX).lower()
-            if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
-                continue
-            if name not in known:
-                fix = did_you_mean(variable, [PREFIX + key.upper() for key in known])
-                raise ParameterError(
-                    f"{variable} is not the variable of an option; {fix or 'tridecode config lists the keys'}"
-                )
-            if text.strip():
+        for variable, name in self._variables().items():
+            text = self._environment[variable]
+            if name in known and text.strip():
                 settings[PREFIX][name] = Setting(converted(known[name], text, variable), variable)
         for key, value in self._parsed().items():
             if key not in TABLES:
@@ -91,6 +90,26 @@ class Configuration:
                 for inner, each in value.items():
                     self._put(settings, key, inner, each)
         return settings
+
+    def _variables(self) -> dict[str, str]:
+        """Map each variable that begins with PREFIX to the name of its option, or to "" if it is not for an option."""
+        return {
+            variable: "" if LINK.fullmatch(f"{variable}={text}") else variable.removeprefix(PREFIX).lower()
+            for variable, text in self._environment.items()
+            if variable.startswith(PREFIX) and variable not in OTHER_VARIABLES
+        }
+
+    @property
+    def warning(self) -> str:
+        """A line about the variables that begin with PREFIX and are ignored, or ""."""
+        known = self.options(None)
+        ignored = {variable: name for variable, name in sorted(self._variables().items()) if name not in known}
+        if not ignored:
+            return ""
+        near = next(filter(None, (nearest(name, known) for name in ignored.values())), None)
+        fix = f"did you mean {PREFIX}{near.upper()}?" if near else "tridecode config lists the settings"
+        names = ", ".join([*ignored][:3]) + (f" and {len(ignored) - 3} more" if len(ignored) > 3 else "")
+        return f"ignored the variables {names}, which set no option; {fix}"
 
     def _put(self, settings: dict[str | None, dict[str, Setting]], table: str | None, key: str, value) -> None:
         """Add an entry of the file to the settings of a table."""

@@ -14,6 +14,7 @@ from ..blocks.attention import Attention
 from ..blocks.spec import ModelSpec
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import empty_weights, load_config, read_tensor_infos
+from ..checkpoint.names import model_name, repository
 from ..checkpoint.slices import host_layer_bytes, parameter_count
 from ..errors import CheckpointError, DeviceError
 from ..kernels.device import Device, device_of
@@ -42,10 +43,9 @@ def info(args, output: Output) -> int:
     plan = resolve(options, stored, device)
     gpus, versions = doctor.gpu_facts(), version_facts()
     # If the model is a Hugging Face id, its weights are downloaded when they are needed. A directory must contain them.
-    directory = path == BUNDLED or path == Path(args.model).expanduser()
-    problem = weights_problem(path, stored) if directory else None
+    problem = weights_problem(path, stored) if repository(args.model) is None else None
     report: dict[str, Any] = {
-        "model": model_facts(plan.spec, args.model or BUNDLED.name, str(path)) | {"problem": problem},
+        "model": model_facts(plan.spec, model_name(args.model), str(path)) | {"problem": problem},
         "memory": memory_facts(plan),
         "run": run_facts(plan),
         "prompts": prompt_facts(plan),
@@ -206,6 +206,7 @@ def as_text(report: dict, plan: EnginePlan) -> str:
     heads = f"{counted(model['heads'], 'head')}, {model['kv_heads']} for K/V, of {model['head_dim']}"
     where = "in the package" if model["path"] == str(BUNDLED) else model["path"]
     rows = [
+        ("verdict", verdict(report)),
         ("model", f"{model['name']}, family {model['family']}, {where}"),
         ("parameters", f"{model['parameters']:,}, {model['dtype']} in the checkpoint"),
         *([("formats", "; ".join(model["formats"]))] if model["formats"] else []),
@@ -232,18 +233,17 @@ def as_text(report: dict, plan: EnginePlan) -> str:
     rows.append(("versions", ", ".join(f"{name} {value or 'none'}" for name, value in report["versions"].items())))
     rows += [("note", with_options(note, LOADING)) for note in report["notes"]]
     rows += [("warning", f"{warning['problem']}; {warning['fix']}") for warning in report["warnings"]]
-    rows.append(("verdict", verdict(report)))
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
 
 
 def verdict(report: dict) -> str:
-    """Return the last line: whether the model runs here, and on which device."""
+    """Return the first line: whether the model runs here, and on which device."""
     model, run, gpus = report["model"]["name"], report["run"], report["gpus"]
     if report["model"]["problem"]:
         return f"does not run: {report['model']['problem']}"
     if report["memory"]["problem"]:
-        return f"{model} does not fit with these options; see context above"
+        return f"{model} does not fit with these options; see context below"
     if run["device"] != "cpu":
         where = f"the GPU {run['device']}"
     elif gpus:
@@ -252,7 +252,7 @@ def verdict(report: dict) -> str:
         build = "; one needs PyTorch's CUDA build" if report["versions"]["cuda"] is None else ""
         where = f"the CPU; bench, profile and tune need a GPU{build}"
     warned = len(report["warnings"])
-    return f"{model} runs here, on {where}" + (f"; see the {counted(warned, 'warning')} above" if warned else "")
+    return f"{model} runs here, on {where}" + (f"; see the {counted(warned, 'warning')} below" if warned else "")
 
 
 def describe_kernels(run: dict, model: dict) -> str:

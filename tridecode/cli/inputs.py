@@ -1,5 +1,7 @@
 """Input of the commands: files, stdin and JSON. Its size is limited, and it is checked and valid Unicode."""
 
+import codecs
+import io
 import json
 import math
 import os
@@ -8,6 +10,8 @@ import select
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 from ..arguments import check_messages
 from ..errors import PromptError, as_json
@@ -17,6 +21,11 @@ LARGEST = 64_000_000  # Maximum characters of stdin, or bytes of a file. No cont
 READ_SIZE = 1 << 20  # Characters or bytes that are read at a time. Ctrl-C takes effect between two reads.
 DIGITS = 100  # Maximum digits of a number in JSON.
 STDIN_NOTE_DELAY = 1.0  # Seconds of waiting after which a note reports that the program reads stdin.
+# Marks with which a text in another encoding begins. The mark of UTF-16 is the beginning of a mark of UTF-32.
+ENCODINGS = {
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
 PROMPTS = ("prompt", "messages", "prompt_ids")  # Fields of JSON lines that contain a prompt.
 STDIN = re.compile(r"(?m)^-$|(?<!\S)-\Z")  # A hyphen in a prompt that stdin replaces. Any other hyphen is text.
 
@@ -26,7 +35,7 @@ def read_file(path: str, output: Output, limit: int | None = None) -> str:
     if path == "-":
         return read_stdin(output, limit)
     data = read_bytes(path, limit, "a regular file or a pipe, or - for stdin")
-    return clean(data.decode("utf-8-sig", "surrogateescape"), path, output)
+    return clean("".join(decoded(iter([data]), path)), path, output)
 
 
 def read_bytes(path: str, limit: int | None, expected: str, pipes: bool = True) -> bytes:
@@ -49,9 +58,8 @@ def read_stdin(output: Output, limit: int | None = None, hint: str = "") -> str:
         output.note("reading from the terminal; Ctrl-D on an empty line ends it")
     elif not readable_within(STDIN_NOTE_DELAY):
         output.note(f"waiting for stdin, which is open and sends no data{hint}")
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # `clean` must receive the bytes that cannot be decoded.
-    return clean(read_all(sys.stdin.read, "stdin", limit).removeprefix("\ufeff"), "stdin", output)
+    texts = stdin_texts()
+    return clean(read_all(lambda size: next(texts, ""), "stdin", limit), "stdin", output)
 
 
 def with_stdin(text: str, output: Output) -> str:
@@ -68,20 +76,72 @@ def with_stdin(text: str, output: Output) -> str:
     return f"{before}\n{data}" if before and data else data or text
 
 
-def stdin_lines() -> Iterator[str]:
-    """Yield the lines of stdin as they arrive. Raises PromptError if one is too long."""
-    pieces, size, mark = [], 0, "\ufeff"  # The first line may begin with a byte order mark.
-    while piece := sys.stdin.readline(READ_SIZE):
-        pieces.append(piece.removeprefix(mark))
-        mark = ""
-        size += len(piece)
-        if size > LARGEST:
-            raise PromptError(f"stdin: a line longer than {LARGEST:,} characters, the limit; end it earlier")
-        if piece.endswith("\n"):
-            yield "".join(pieces)
-            pieces, size = [], 0
+def stdin_lines(output: Output, mark: str = "") -> Iterator[str]:
+    """Yield the lines of stdin as they arrive. Before each line, write `mark` to stderr.
+
+    Raises PromptError if a line is too long.
+    """
+    pieces, size, texts = [], 0, stdin_texts()
+    while (text := next_text(texts, mark)) is not None:
+        for piece in re.findall(r"[^\n]*\n|[^\n]+", text):
+            pieces.append(piece)
+            size += len(piece)
+            if size > LARGEST:
+                raise PromptError(f"stdin: a line longer than {LARGEST:,} characters, the limit; end it earlier")
+            if piece.endswith("\n"):
+                yield clean("".join(pieces), "stdin", output)
+                pieces, size = [], 0
     if pieces:
-        yield "".join(pieces)
+        yield clean("".join(pieces), "stdin", output)
+
+
+def next_text(texts: Iterator[str], mark: str) -> str | None:
+    """Write `mark` to stderr, then return the next text, or None at the end."""
+    if mark:
+        print(mark, end="", file=sys.stderr, flush=True)
+    text = next(texts, None)
+    if text is None and mark:
+        print(file=sys.stderr)  # Ctrl-D leaves the cursor after the mark.
+    return text
+
+
+def stdin_texts() -> Iterator[str]:
+    """Yield the text of stdin as it arrives. Undecodable bytes become lone surrogates."""
+    if not hasattr(sys.stdin, "buffer"):  # It is not a stream of the operating system.
+        return iter(lambda: sys.stdin.read(READ_SIZE), "")
+    chunks = iter(lambda: sys.stdin.buffer.read1(READ_SIZE), b"")  # type: ignore[attr-defined, union-attr]
+    return decoded(chunks, "stdin", sys.stdin.encoding, newlines=True)
+
+
+def decoded(chunks: Iterator[bytes], name: str, encoding: str = "utf-8", newlines: bool = False) -> Iterator[str]:
+    """Yield the text of bytes as they arrive. Undecodable bytes become lone surrogates.
+
+    Args:
+        chunks: the bytes
+        name: the source, for errors
+        encoding: the encoding of a text that does not begin with one of the marks ENCODINGS
+        newlines: whether CR and CR LF become LF
+
+    Raises:
+        PromptError: the bytes are not text
+    """
+    head = b""
+    for chunk in chunks:
+        head += chunk
+        if not any(mark.startswith(head) for mark in ENCODINGS):
+            break
+    encoding = next((each for mark, each in ENCODINGS.items() if head.startswith(mark)), encoding)
+    decoder: Any = codecs.getincrementaldecoder(encoding)("surrogateescape")
+    decoder = io.IncrementalNewlineDecoder(decoder, translate=True) if newlines else decoder
+    try:
+        for chunk in chain([head], chunks, [b""]):
+            text = decoder.decode(chunk, final=not chunk)
+            if "\0" in text:
+                raise PromptError(f"{name}: contains NUL bytes, so it is UTF-16 without a mark, or no text; give UTF-8")
+            if text:
+                yield text
+    except UnicodeDecodeError:  # Only bytes of the encodings with a mark cannot become surrogates.
+        raise PromptError(f"{name}: it begins as {encoding.upper()}, but is not valid; give UTF-8") from None
 
 
 def is_file(mode: int) -> bool:
@@ -178,13 +238,32 @@ def prompt_field(line: dict, place: str, others: Sequence[str]) -> str:
     (kind,) = kinds
     prompt = line[kind]
     if kind == "messages":
-        check_messages(prompt, place)
+        line[kind] = chat_of(prompt, place)
     elif kind == "prompt_ids":
         if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
             raise PromptError(f"{place}: prompt_ids must be a list of token ids like [1, 2, 3], got {as_json(prompt)}")
     elif not isinstance(prompt, str) or not prompt:
         raise PromptError(f"{place}: prompt must be a nonempty string, got {as_json(prompt)}")
     return kind
+
+
+def chat_of(value, place: str) -> list[dict]:
+    """Return a chat from JSON. One message needs no list, and a content may be a list of text parts.
+
+    Raises PromptError, which begins with `place`.
+    """
+    if isinstance(value, dict) and {"role", "content"} <= value.keys():
+        value = [value]
+    messages = []
+    for number, message in enumerate(value if isinstance(value, list) else (), 1):
+        if isinstance(message, dict) and isinstance(parts := message.get("content"), list):
+            for part in parts:
+                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                    expected = f'expected text parts like {{"type": "text", "text": "..."}}, got {as_json(part)}'
+                    raise PromptError(f"{place}: message {number:,}: {expected}")
+            message = message | {"content": "\n".join(part["text"] for part in parts)}
+        messages.append(message)
+    return check_messages(messages or value, place)
 
 
 def loads(text: str | bytes):
@@ -209,10 +288,13 @@ def _constant(word: str) -> float:
 
 
 def clean(text: str, name: str, output: Output) -> str:
-    """Return a text as valid Unicode. Lone surrogates, which represent undecodable bytes, become U+FFFD with a note."""
-    data = text.encode("utf-16", "surrogatepass")
+    """Return a text as valid Unicode without byte order marks, which stay where files were joined.
+
+    Lone surrogates, which represent undecodable bytes, become U+FFFD with a note.
+    """
+    data = text.replace("\ufeff", "").encode("utf-16-le", "surrogatepass")
     try:
-        return data.decode("utf-16")
+        return data.decode("utf-16-le")
     except UnicodeDecodeError:
         output.note(f"{name}: bytes that are not valid UTF-8 or Unicode were replaced by U+FFFD")
-        return data.decode("utf-16", "replace")
+        return data.decode("utf-16-le", "replace")

@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..blocks.spec import ModelSpec
-from ..checkpoint.hub import BUNDLED, resolve_model
+from ..checkpoint.hub import resolve_model
 from ..checkpoint.load import load_config
+from ..checkpoint.names import model_name
 from ..engine import Engine
+from ..errors import as_json
 from ..options import EngineOptions
 from ..plan.device import find_device
 from ..plan.resolve import EnginePlan, resolve
@@ -47,7 +49,8 @@ def tokenizer_of(engine: Engine) -> Tokenizer:
 
 def show_defaults(engine: Engine, overrides: Collection[str], output: Output) -> None:
     """Show a line with the sampling defaults of the checkpoint that are in effect because no option replaces them."""
-    defaults = [f"{name} {value}" for name, value in engine.config.generation_defaults if name not in overrides]
+    declared = [(name, value) for name, value in engine.config.generation_defaults if name not in overrides]
+    defaults = [f"{name} {as_json(value) if isinstance(value, tuple) else value}" for name, value in declared]
     if defaults:
         output.note(f"{', '.join(defaults)} from generation_config.json")
 
@@ -104,7 +107,7 @@ class Loader:
     def _load(self, model: str | None, path: Path) -> Engine:
         # The path is already resolved. The name is for display.
         engine = load_model(self._args, path, self._limit(load_config(path)), self._output)
-        engine.name = model or BUNDLED.name
+        engine.name = model_name(model)
         return engine
 
     def _fits_with_current(self, old: Engine, plan: EnginePlan) -> bool:

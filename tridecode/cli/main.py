@@ -2,16 +2,17 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from ..errors import DeviceError
+from ..errors import DeviceError, TridecodeError
 from .explain import explain, option
 from .options import SAMPLING
 from .parser import make_parser
-from .signals import Ended, ended_by_interrupt, ending
+from .signals import Ended, called_at_exit_of_library, ended_by_interrupt, ending
 from .terminal import Output, echo_disabled, repair_streams, switch_streams_to_utf8
 
 NEED_GPU = ("bench", "profile", "tune")
@@ -20,6 +21,7 @@ FUNCTIONS = {  # Command -> (module of this package, function).
     "generate": ("generate.command", "generate"),
     "serve": ("serve", "serve"),
     "sessions": ("sessions", "run"),
+    "models": ("models", "run"),
     "info": ("info", "info"),
     "doctor": ("info", "info"),
     "precompile": ("precompile", "precompile"),
@@ -72,6 +74,8 @@ def guarded(argv: list[str] | None) -> int:
             parser.print_help(sys.stdout)
             return 0
         set_up_logging(args.verbose)
+        if "configuration" in args and args.configuration.warning and not getattr(args, "quiet", False):
+            output.note(args.configuration.warning)
         code = run(args, output)
         sys.stdout.flush()  # The program can still report a failure here.
         return code
@@ -82,7 +86,7 @@ def guarded(argv: list[str] | None) -> int:
             logging.getLogger("tridecode").exception("%s failed", args.command)
         why = explain(error, [name for name in (*SAMPLING, "n") if hasattr(args, name)])
         for name, origin in getattr(args, "origins", {}).items():
-            why += f" ({option(name)} is set by {origin})" if why.startswith(f"{option(name)} ") else ""
+            why += f" ({option(name)} is set by {origin})" if re.match(rf"{option(name)}\b", why) else ""
         if isinstance(error, DeviceError) and args is not None and args.command in NEED_GPU:
             why += "; see tridecode doctor"
         output.error(why)
@@ -100,6 +104,11 @@ def discard_unwritten_output() -> None:
 
 def run(args, output: Output) -> int:
     """Run the command of parsed arguments. Return the exit code."""
+    try:
+        os.getcwd()
+    except OSError as error:  # Libraries of torch would end the program, which could not restore the terminal.
+        why = f"the working directory cannot be used ({error.strerror}); change to another one: cd ~"
+        raise TridecodeError(why) from None
     if args.command == "chat" and output.tty and sys.stdin.isatty():
         from .chat.lines import shows_editor
 
@@ -108,7 +117,7 @@ def run(args, output: Output) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         # Text that the user types or pastes during the imports and the load of the model belongs to the first prompt.
         with echo_disabled(True, lambda: None, lambda: None, paste=shows_editor()) as output.keys:
-            with ended_by_interrupt(output.keys.release):
+            with ended_by_interrupt(output.keys.release), called_at_exit_of_library(output.keys.release):
                 command = imported(args.command)
             return command(args, output)
     with ended_by_interrupt():

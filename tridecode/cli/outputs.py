@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from .files import replacing
-from .terminal import Output, visible
+from .terminal import Output, Visible
 
 STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 _DESCRIPTOR = re.compile(r"/dev/(stdout|stderr|fd/(\d{1,9}))|/proc/self/fd/(\d{1,9})")
@@ -34,11 +34,11 @@ def text_sink(path: str | None, output: Output) -> Iterator[Callable[[str], None
 
 def writer(file: TextIO, path: str, flush: bool = False) -> Callable[[str], None]:
     """Return the function that writes to `file`, with `flush` at once. A terminal gets no control characters."""
-    shows = file.isatty()
+    shown = Visible() if file.isatty() else str
 
     def write(text: str) -> None:
         with naming(path):
-            file.write(visible(text) if shows else text)
+            file.write(shown(text))
             if flush:
                 file.flush()
 

@@ -1,25 +1,26 @@
 """Parsers of all commands. This module must not import torch, so that `--help` is fast."""
 
 import argparse
-import difflib
 import re
 import sys
-from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from ..version import __version__
 from .bench_options import BENCH, add_benches, add_command, add_verbose
-from .command_line import Parser
+from .command_line import Parser, is_model
 from .configuration import Configuration
 from .options import CONFIGURED
+from .terminal import nearest
 
 ABOUT = """\
 Run open-weight language models on one GPU, or on the CPU. A question in place of COMMAND begins a chat.
 """
 EXAMPLES = """\
 examples:
-  tridecode "Why is the sky blue?"                     ask the small bundled model, then chat
-  tridecode chat --model Qwen/Qwen3-4B                 with a model from Hugging Face, or in a directory
+  tridecode "Why is the sky blue?"                     ask the bundled model
+  tridecode chat --model Qwen/Qwen3-4B                 use another model
   git diff | tridecode generate --prompt "Explain:"    one answer, in a pipe
 """
 CHAT = """\
@@ -40,6 +41,10 @@ The text streams to stdout, and everything else is written to stderr. With --jso
 """
 SESSIONS = """\
 List the saved conversations, the newest first: name, date, turns, size, and the title or first words.
+"""
+MODEL_CACHE = """\
+List the models that --model accepts without a download: the bundled one and those in the Hugging Face cache, with size
+and kind. --model also accepts a directory, and downloads the id of any other model.
 """
 CONFIG = """\
 Show every setting as a line of the configuration file. A setting that is set has a comment with its source; the others
@@ -100,38 +105,72 @@ MODELS = {
 }
 
 
+class Foreign(NamedTuple):
+    """A command of another program, for users who know that program.
+
+    Attributes:
+        words: The words that replace it here.
+        arguments: The numbers of arguments with which it is replaced. With others it may begin a question.
+        example: Text that follows `words` in an error message.
+    """
+
+    words: tuple[str, ...]
+    arguments: tuple[int, ...]
+    example: str = ""
+
+
+FOREIGN = {
+    "run": Foreign(("chat", "--model"), (1,), "DIR_OR_ID"),
+    "list": Foreign(("models",), (0,)),
+    "ls": Foreign(("models",), (0,)),
+    "pull": Foreign(("models", "download"), (1,), "ID"),
+    "download": Foreign(("models", "download"), (1,), "ID"),
+    "rm": Foreign(("models", "remove"), (1,), "ID"),
+    "show": Foreign(("info", "--model"), (1,), "DIR_OR_ID"),
+    "ps": Foreign(("info",), ()),
+    "start": Foreign(("serve",), ()),
+    "ask": Foreign(("generate",), (), "QUESTION"),
+    "help": Foreign(("--help",), (0,)),
+    "version": Foreign(("--version",), (0,)),
+}
+
+
 class Program(Parser):
     """Parser of the whole command line. Words that do not name a command are a question for `chat`."""
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse arguments. A command line without a command runs `chat`."""
+        """Parse arguments. A command line without a command runs the command that has its options, usually `chat`."""
         args = list(sys.argv[1:] if args is None else args)
-        at = next((i for i, word in enumerate(args) if word != "--verbose"), None)
-        if at is not None and self._is_chat(args[at]):
-            args.insert(at, "chat")
+        at = next((i for i, word in enumerate(args) if word != "--verbose"), len(args))
+        args[at:] = self._with_command(args[at:])
         return super().parse_known_args(args, namespace)
 
-    def _is_chat(self, word: str) -> bool:
-        """Return whether a command line that begins with `word` is a `chat` command without its name."""
+    def _with_command(self, words: list[str]) -> list[str]:
+        """Return a command line that begins with a command, or with an option of the whole program."""
         assert self._subparsers is not None
         commands: Any = self._subparsers._group_actions[0].choices
-        option = word.split("=")[0]
-        if word in commands or option in self._option_string_actions:
-            return False
-        if re.fullmatch(r"-\S+", word):
-            return option in commands["chat"]._option_string_actions
-        if " " not in word and not word.endswith("?"):
-            options = {name[2:]: name for name in self._option_string_actions if name.startswith("--")}
-            if near := nearest(word, [*commands, *options]):
-                self.error(f"there is no command {word}; did you mean {options.get(near, near)}?")
-        return True
-
-
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name closest to a misspelled word. The name has the same first letter or the same letters."""
-    word = word.lower()
-    near = difflib.get_close_matches(word, names, cutoff=0.75)
-    return next((name for name in near if name[0] == word[0] or sorted(name) == sorted(word)), None)
+        first, *others = words or [""]
+        if not words or first in commands or first.split("=")[0] in self._option_string_actions:
+            return words
+        if re.fullmatch(r"-\S+", first):
+            typed = {word.split("=")[0] for word in takewhile("--".__ne__, words) if re.fullmatch(r"--[a-z]\S+", word)}
+            able = (each for each in CONFIGURED if typed <= commands[each]._option_string_actions.keys())
+            return [next(able, "chat"), *words]
+        arguments = [word for word in others if not word.startswith("-")]
+        if (command := FOREIGN.get(first)) and len(arguments) in command.arguments:
+            return [*command.words, *others]
+        if first in ("run", "show") and arguments and arguments[0] == others[0] and is_model(others[0]):
+            return [*FOREIGN[first].words, *others]
+        if re.search(r"\s|\?$", first):
+            return ["chat", *words]
+        options = {name[2:]: name for name in self._option_string_actions if name.startswith("--")}
+        if command and not arguments:
+            self.error(
+                f"there is no command {first}; use tridecode {' '.join(command.words)} {command.example}".rstrip()
+            )
+        if near := nearest(first, [*commands, *options]):
+            self.error(f"there is no command {first}; did you mean {options.get(near, near)}?")
+        return ["chat", *words]
 
 
 class PrintCompletion(argparse.Action):
@@ -175,7 +214,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("generate", help="answer one prompt, or a file of prompts", description=GENERATE, epilog=GENERATE_CODES)
     about = "serve a model over HTTP with OpenAI's and Anthropic's APIs"
     add("serve", help=about, description=SERVE, epilog=SERVE_CODES)
-    about = "list, rename, delete and export saved conversations"
+    about = "list, download and remove models of the Hugging Face cache"
+    model_options(add("models", help=about, description=MODEL_CACHE))
+    about = "list, show, rename, delete and export saved conversations"
     session_options(add("sessions", help=about, description=SESSIONS))
     about = "show how a model would run, and problems of this machine, without loading"
     add("info", aliases=["doctor"], help=about, description=INFO)
@@ -197,9 +238,10 @@ def make_parser() -> argparse.ArgumentParser:
     for name in CONFIGURED:
         command = commands.choices[name]
         command.configure(name, configuration)
-        command.set_defaults(refuse=command.error)
+        command.siblings = [commands.choices[other] for other in ("chat", "generate", "serve") if other != name]
+        command.set_defaults(refuse=command.error, configuration=configuration)
         add_verbose(command)
-    commands.choices["chat"].add_question("the first message; without a terminal, the only one")
+    commands.choices["chat"].add_question("the first message")
     commands.choices["generate"].add_question("the prompt, as with --prompt")
     add_benches(add("bench", help="time this engine on a GPU", description=BENCH))
     add_command(add("profile", help="show the time of each kernel", description=PROFILE), "profile")
@@ -207,13 +249,33 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def list_options(parser):
+    """Add the options of a command that lists something. Return its subparsers, to which other actions are added."""
+    parser.set_defaults(json=False, names=False)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
+    for each in (parser, actions.add_parser("list", aliases=["ls"], help="list them, the same as without an ACTION")):
+        form = each.add_mutually_exclusive_group()
+        add_flag = partial(form.add_argument, action="store_true", default=argparse.SUPPRESS)
+        add_flag("--json", help="print one JSON object per line")
+        add_flag("--names", help="print only the names")
+        add_verbose(each)
+    return actions
+
+
+def model_options(models) -> None:
+    """Add the options and actions of `models`."""
+    actions = list_options(models)
+    download = actions.add_parser("download", aliases=["pull"], help="download models to the cache")
+    download.add_argument("names", nargs="+", metavar="ID")
+    words = "remove models from the cache; if one does not exist, an error names it and none is removed"
+    actions.add_parser("remove", aliases=["rm", "delete"], help=words).add_argument("names", nargs="+", metavar="ID")
+
+
 def session_options(sessions) -> None:
     """Add the options and actions of `sessions`."""
-    form = sessions.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object per line")
-    form.add_argument("--names", action="store_true", help="print only the names")
-    add_verbose(sessions)
-    actions = sessions.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
+    actions = list_options(sessions)
+    show = actions.add_parser("show", help="print a conversation as Markdown, without SESSION the last one")
+    show.add_argument("name", nargs="?", metavar="SESSION")
     rename = actions.add_parser("rename", help="rename a conversation")
     rename.add_argument("name", metavar="SESSION")
     rename.add_argument("new", metavar="NEW")

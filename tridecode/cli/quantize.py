@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from ..checkpoint.hub import BUNDLED, resolve_model
+from ..checkpoint.hub import resolve_model
 from ..checkpoint.load import load_config, stored_tensors
+from ..checkpoint.names import repository
 from ..checkpoint.quantization.quantize import rules
 from ..checkpoint.quantization.write import write
 from ..checkpoint.slices import linear_modules
@@ -27,8 +28,8 @@ def quantize(args, output: Output) -> int:
     for name, info in sorted(stored_tensors(source, plain).items(), key=lambda item: (item[1].file, item[1].begin)):
         files.setdefault(info.file, []).append(name)
     out.mkdir(parents=True, exist_ok=True)
-    repo = None if source in (BUNDLED, Path(args.model).expanduser()) else args.model
+    repo = repository(args.model)
     with output.loading() as progress:
-        write(source, out, files, rules(args.to, args.head), linear_modules(plain), progress.weights, repo)
+        write(source, out, files, rules(args.to, args.head), linear_modules(plain), progress.weights, repo and repo.id)
     output.note(f"{out}: {args.to}, LM head {args.head}")
     return 0

@@ -6,7 +6,7 @@ import sys
 from ipaddress import ip_address
 from pathlib import Path
 
-from ..checkpoint.hub import BUNDLED
+from ..checkpoint.names import model_name
 from ..engine import Engine
 from ..errors import TridecodeError
 from .api_key import VARIABLE, api_key
@@ -64,8 +64,10 @@ def serve(args, output: Output) -> int:
 def announce(output: Output, engine: Engine, settings, address: tuple, scheme: str) -> None:
     """Print the address of the server, its limits, and a warning if anyone in the network may use it."""
     host, port = address[:2]
-    place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    output.note(f"serving {settings.model} at {place}")
+    place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    output.note(f"serving {settings.model} at {place}/v1")
+    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)  # A browser cannot open an address that means all.
+    output.note(f"open {f'{scheme}://{local}:{port}' if local else place} in a browser to chat")
     if settings.api_key is None and not ip_address(host).is_loopback:
         output.note(f"this server accepts requests without an API key; set {VARIABLE} to require one")
     output.note(f"{counted(engine.slots, 'request')} at a time, a context of {engine.capacity:,}; Ctrl-C stops")
@@ -73,9 +75,7 @@ def announce(output: Output, engine: Engine, settings, address: tuple, scheme: s
 
 def public_name(model: str | None) -> str:
     """Return the model's name for clients: a Hugging Face id, or the last part of a directory's path."""
-    if model is None:
-        return BUNDLED.name
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return Path(model).resolve().name if model and Path(model).is_dir() else model_name(model)
 
 
 def log_requests() -> None:

@@ -11,6 +11,9 @@ def run(args, output: Output) -> int:
     if args.action == "rename":
         sessions.rename(args.name, args.new)
         output.note(f"session {args.name} is now called {args.new}")
+    elif args.action == "show":
+        path = session.last_path() if args.name is None else sessions.existing(args.name)
+        output.text(sessions.markdown(session.read(path)))
     elif args.action in ("delete", "rm"):
         sessions.delete(args.names)
         output.note(f"deleted {counted(len(set(args.names)), 'session')}")

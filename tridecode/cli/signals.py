@@ -121,6 +121,30 @@ def ended_by_interrupt(before_stop: Callable[[], None] | None = None):
 
 
 @contextmanager
+def called_at_exit_of_library(function: Callable[[], None]):
+    """Call `function` if a library that is imported within the context ends the process, as MKL does after an error.
+
+    Python's cleanup does not run then. Does nothing if the C library has no __cxa_atexit.
+    """
+    import ctypes
+
+    inside = True
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: function() if inside else None)
+    owner = ctypes.c_int()  # Its address identifies the handler.
+    library = ctypes.CDLL(None)
+    try:
+        library.__cxa_atexit(handler, None, ctypes.byref(owner))
+    except AttributeError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        inside = False
+        library.__cxa_finalize(ctypes.byref(owner))  # Calls and removes the handler.
+
+
+@contextmanager
 def one_interrupt(enabled: bool):
     """Make the first Ctrl-C raise KeyboardInterrupt, and ignore later ones, which must not end the chat."""
     if not enabled:

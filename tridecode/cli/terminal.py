@@ -28,6 +28,19 @@ def visible(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_CONTROLS)
 
 
+class Visible:
+    """A function like `visible` for text in parts. A CR at the end of a part waits, because an LF may follow it."""
+
+    def __init__(self):
+        self._pending = ""
+
+    def __call__(self, part: str) -> str:
+        """Return the part that can be shown now."""
+        text = self._pending + part
+        self._pending = "\r" * text.endswith("\r")
+        return visible(text.removesuffix("\r"))
+
+
 def one_line(message: object) -> str:
     """Return a message as one line without control characters, with words over 300 characters shortened."""
     words = str(message).split()
@@ -93,6 +106,7 @@ class Output:
         self.redraws = True  # Whether written rows may change, as in a progress bar.
         self.error_prefix = "tridecode: error: "  # A chat in a terminal removes it, because the program is obvious.
         self.keys = Keys()
+        self._visible, self._visible_dim = Visible(), Visible()
 
     def text(self, text: str) -> None:
         """Write text of an answer immediately.
@@ -102,7 +116,7 @@ class Output:
         if not text:
             return
         if self.tty:
-            self.console.out(visible(text), end="", highlight=False)
+            self.console.out(self._visible(text), end="", highlight=False)
         else:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -113,7 +127,7 @@ class Output:
 
     def dim(self, text: str) -> None:
         """Write dimmed text to stdout immediately."""
-        self.console.out(visible(text), end="", style="dim", highlight=False)
+        self.console.out(self._visible_dim(text), end="", style="dim", highlight=False)
 
     def note(self, message: str, aligned: bool = False) -> None:
         """Write a dim line to stderr. In a terminal, it is wrapped between words. If `aligned`, spaces are kept."""
@@ -196,7 +210,8 @@ class Keys:
 
         Args:
             enabled: Change the terminal; False makes all methods do nothing.
-            paste: Request that the terminal marks pastes, so that several pasted lines arrive as one text.
+            paste: The line editor reads the keys. Request that the terminal marks pastes, so that several pasted lines
+                arrive as one text, and do not change Enter into Ctrl-J, which inserts a line.
         """
         self._enabled, self._paste = enabled, paste
         self._before: list | None = None  # The original attributes of the terminal while they are changed.
@@ -213,6 +228,8 @@ class Keys:
             # In canonical mode the kernel drops all bytes of a line after the first 4,096, which would cut a long
             # paste.
             attributes[3] &= ~(termios.ECHO | termios.ICANON)
+            if self._paste:
+                attributes[0] &= ~termios.ICRNL
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, attributes)
             if self._paste:
                 # Mode 7 is enabled by default. It makes this sequence differ from that of the prompt, for which tests
@@ -260,13 +277,41 @@ def both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], No
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a question that names the word of `known` most similar to `word`, or "" if there is none."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}?" if near else ""
+    near = nearest(word, known)
+    return f"did you mean {near}?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the word of `known` of which `word` may be a misspelling, or None.
+
+    Case and leading punctuation are ignored, so that --stop and /stop are not similar to every option and command.
+    """
+    bare = {name.lstrip("-/").lower(): name for name in known}
+    word = word.lstrip("-/").lower()
+    for near in difflib.get_close_matches(word, bare, cutoff=0.75):
+        if near[:1] == word[:1] or sorted(near) == sorted(word) or near in word or word in near:
+            return bare[near]
+    return None
 
 
 def joined(message: str, more: str) -> str:
     """Append `more` to a message after a semicolon, or as a new sentence if the message ends with one."""
     return f"{message} {more[0].upper()}{more[1:]}" if message.endswith((".", "?", "!")) else f"{message}; {more}"
+
+
+def cut_by(usage, max_tokens: int | None, capacity: int | None) -> str | None:
+    """Return the limit that ended an answer whose finish_reason is length: max_tokens, context, or None if unknown."""
+    if max_tokens is not None and (usage is None or usage.completion_tokens == max_tokens):
+        return "max_tokens"
+    full = capacity is not None and usage and usage.prompt_tokens + usage.completion_tokens >= capacity
+    return "context" if full else None
+
+
+def cut_words(last, max_tokens: int | None, capacity: int | None) -> str:
+    """Return the end of the statistics line of an answer that a limit has cut; "" for another answer."""
+    if last.finish_reason != "length":
+        return ""
+    return f" · cut by {cut_by(last.usage, max_tokens, capacity) or 'a limit of the server'}"
 
 
 # Parts that are omitted from a line that is too long, in this order.
@@ -277,7 +322,8 @@ def speed_line(usage, timings, capacity: int | None = None, seed: int | None = N
     """Return the statistics line of an answer as text.
 
     Its parts: tokens, speed, tokens per pass if drafts were accepted, time to first token, reused tokens of the prompt,
-    used tokens of the context, and the seed. Parts that a server does not report are omitted.
+    used tokens of the context, and the seed. Parts that a server does not report are omitted; without a number of
+    tokens the time of the whole answer is shown.
 
     Args:
         capacity: Tokens of the context, None to omit this part.
@@ -302,6 +348,8 @@ def _speed(usage, timings, capacity, seed, short: bool = False) -> dict[str, str
     if usage and usage.accepted:
         parts["pass"] = f"{usage.tokens_per_pass:.1f} tok/pass"
     parts["first"] = f"first {'' if short else 'token '}{timings.ttft:.2f} s"
+    if not usage:
+        parts["whole"] = f"{timings.ttft + timings.decode:.1f} s"
     if usage and usage.reused_tokens is not None:
         both = number(usage.reused_tokens), number(usage.prompt_tokens)
         parts["reused"] = f"{(of if short else ' of ').join(both)} reused"

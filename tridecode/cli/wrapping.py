@@ -1,9 +1,13 @@
-"""Plain text that streams into a terminal, with lines broken between words."""
+"""Text with lines broken between words: plain text that streams into a terminal, and the help of commands."""
 
+import argparse
 import re
+import unicodedata
 from collections.abc import Callable
+from textwrap import fill, wrap
+from typing import Any
 
-from rich.cells import cell_len
+from rich.cells import cell_len as rich_cell_len
 from rich.console import Console
 
 # Scripts that are written without spaces. A line may end after each of these characters.
@@ -11,8 +15,19 @@ WIDE = "\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff\uff00-\uffef\U0001f000-\U0003fff
 PARTS = re.compile(rf"\n|[^\S\n]+|[{WIDE}]|[^\s{WIDE}]+")
 # The beginning of a list item. Its further lines are indented like its text.
 MARKER = re.compile(r"[-*+•]|\d{1,3}[.)]")
+# Marks of Indian and other Asian scripts. rich counts no column for vowel signs (Mc), most terminals count one, so
+# private characters of one column replace them while rich lays out a text.
+MARKS = [chr(code) for code in range(0x900, 0x1D200) if unicodedata.category(chr(code)) in ("Mc", "Mn")]
+PRIVATE = {ord(mark): 0xF0000 + i for i, mark in enumerate(MARKS) if unicodedata.category(mark) == "Mc"}
+ORIGINAL = {private: code for code, private in PRIVATE.items()}
 FENCES = ("```", "~~~")
 TAB = 8
+WHOLE: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}  # Options stay on one line.
+
+
+def cell_len(text: str) -> int:
+    """Return the columns of a text, which is the maximum where terminals disagree about marks."""
+    return rich_cell_len(text if text.isascii() else text.translate(PRIVATE))
 
 
 class Wrapped:
@@ -76,3 +91,19 @@ class Wrapped:
     def _move(self, text: str) -> None:
         for part in re.findall(r"\t|[^\t]+", text):
             self._column += TAB - self._column % TAB if part == "\t" else cell_len(part)
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter that fits the paragraphs of a description into the window. Indented lines are examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        def fit(paragraph: str) -> str:
+            spaces = indent + " " * (len(paragraph) - len(paragraph.lstrip()))
+            inner = f"{spaces}    " if spaces else ""
+            return fill(paragraph.strip(), max(width, 11), initial_indent=spaces, subsequent_indent=inner, **WHOLE)
+
+        paragraphs = re.sub(r"(?<=\S)\n(?=\S)", " ", text.strip("\n")).split("\n")
+        return "\n".join(map(fit, paragraphs)) + "\n"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width, **WHOLE)

@@ -1,12 +1,13 @@
 """Dense decoders: the layers and the keys of config.json that the families share."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from ..arguments import shown
 from ..blocks.attention import Attention
 from ..blocks.mlp import MLP
-from ..blocks.rope import RopeConfig
+from ..blocks.rope import ROPE_KINDS, RopeConfig
 from ..blocks.spec import Layer, ModelSpec
 from ..errors import CheckpointError, as_json
 from ..layout import LATE_TOKEN
@@ -78,6 +79,8 @@ def parse_dense(
     """
     refuse_other_layers(read)
     sizes = read_sizes(read)
+    rope = read_rope(read, sizes)
+    sizes["max_position"] = rope.max_position(sizes["max_position"])
     bos = read.token_ids("bos_token_id", sizes["vocab_size"])
     return dense_spec(
         family=family,
@@ -87,7 +90,7 @@ def parse_dense(
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         windows=_windows(read, family, windows, sizes["num_layers"], sizes["max_position"]),
-        rope=read_rope(read, sizes["max_position"]),
+        rope=rope,
         dtype=read_dtype(read),
         bos_id=bos[0] if bos else None,
     )
@@ -163,17 +166,18 @@ def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def read_rope(read: ConfigReader, max_position: int, partial: float = 1.0) -> RopeConfig:
+def read_rope(read: ConfigReader, sizes: dict[str, int], partial: float = 1.0) -> RopeConfig:
     """Return the settings in rope_parameters, or in rope_scaling and rope_theta.
 
     Args:
+        sizes: as `read_sizes` returns them.
         partial: default of partial_rotary_factor. If it is 1, other values are refused.
     """
     keys = [key for key in ("rope_parameters", "rope_scaling") if read.get(key) is not None]
     if len(keys) == 2 and read.values[keys[0]] != read.values[keys[1]]:
         raise CheckpointError(f"{read.source}: rope_parameters and rope_scaling contradict each other; remove one")
     key = keys[0] if keys else "rope_parameters"
-    rope = ConfigReader(read.get(key, {}), read.source, f"{key}.")
+    rope = ConfigReader(read.get(key, {}), read.source, f"{read.prefix}{key}.")
     for name, value in rope.values.items():
         if isinstance(value, dict):
             raise CheckpointError(
@@ -182,9 +186,9 @@ def read_rope(read: ConfigReader, max_position: int, partial: float = 1.0) -> Ro
             )
     kinds = [rope.values[name] for name in ("rope_type", "type") if name in rope.values]
     kind = kinds[0] if kinds else "default"
-    if kind not in ("default", "llama3"):
+    if kind not in ROPE_KINDS:
         raise CheckpointError(
-            f'{read.source}: {key}.rope_type must be "default" or "llama3", got {as_json(kind)}: '
+            f"{read.source}: {rope.prefix}rope_type must be one of {', '.join(ROPE_KINDS)}, got {as_json(kind)}: "
             "other rotary embeddings are not supported"
         )
     for reader in (read, rope):
@@ -194,16 +198,48 @@ def read_rope(read: ConfigReader, max_position: int, partial: float = 1.0) -> Ro
                 "partial rotary embeddings are not supported in this family"
             )
     share = rope.number("partial_rotary_factor", 0.01, 1, default=read.get("partial_rotary_factor", partial))
+    if (columns := int(sizes["head_dim"] * share)) % 2 or columns < 4:
+        expected = f"a share of head_dim ({sizes['head_dim']}) that has an even number of columns, at least 4"
+        raise rope.fail("partial_rotary_factor", expected)
     owner = rope if "rope_theta" in rope.values else read
     # The value null is an error.
     theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0
+    if kind == "yarn" and theta == 1:
+        raise owner.fail("rope_theta", "above 1 with rope_type yarn")
+    return RopeConfig(theta=theta, kind=kind, partial=share, **_scaling(read, rope, kind, sizes["max_position"]))
+
+
+def _scaling(read: ConfigReader, rope: ConfigReader, kind: str, max_position: int) -> dict[str, Any]:
+    """Return the fields of RopeConfig that describe how the context is extended."""
     if kind == "default":
-        return RopeConfig(theta=theta, partial=share)
-    low, high = rope.number("low_freq_factor", 1e-4, 1e4), rope.number("high_freq_factor", 1e-4, 1e4)
+        return {}
+    if kind in ("linear", "dynamic"):
+        return {"factor": rope.number("factor", 1, 1e5), "original_max_position": max_position}
+    owner = read if read.get("original_max_position_embeddings") is not None else rope  # As in transformers.
+    original = owner.integer("original_max_position_embeddings", 1, 2**31 - 1, default=max_position)
+    low_key, high_key = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
+    low = rope.number(low_key, 1e-4, 1e4, default=1.0 if kind == "yarn" else None)
+    high = rope.number(high_key, 1e-4, 1e4, default=32.0 if kind == "yarn" else None)
     if high <= low:
-        raise rope.fail("high_freq_factor", f"above low_freq_factor ({low:g})")
-    original = rope.integer("original_max_position_embeddings", 1, 2**31 - 1, default=max_position)
-    return RopeConfig(theta, kind, rope.number("factor", 1, 1e5), low, high, original, share)
+        raise rope.fail(high_key, f"above {low_key} ({low:g})")
+    implied = max(max_position / original, 1.0) if kind == "yarn" and "factor" in rope.values else None
+    factor = rope.number("factor", 1, 1e5, default=implied)  # null means `implied`.
+    fields = dict(factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_position=original)
+    if kind == "yarn":
+        fields |= dict(attention_factor=_attention_factor(rope, factor), truncate=rope.flag("truncate", default=True))
+    return fields
+
+
+def _attention_factor(rope: ConfigReader, factor: float) -> float:
+    """Return the factor of cosines and sines of "yarn": attention_factor, or else the one of the YaRN paper."""
+    if rope.get("attention_factor") is not None:
+        return rope.number("attention_factor", 1e-4, 1e4)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1
+
+    mscale, of_all = (rope.number(name, 0, 1e4, default=0.0) for name in ("mscale", "mscale_all_dim"))
+    return magnitude(mscale) / magnitude(of_all) if mscale and of_all else magnitude(1.0)
 
 
 def read_dtype(read: ConfigReader) -> str:

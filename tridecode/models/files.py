@@ -3,11 +3,20 @@
 import os
 import stat
 from collections.abc import Callable
+from contextlib import ExitStack
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+
+# The first bytes, in lower case, of files that are often found in place of another one -> the message.
+_SIGNATURES = {
+    b"version https://git-lfs.": "is a git-lfs pointer, not the file; install git-lfs, run `git lfs pull` in {folder}",
+    b"<!doctype html": "is a web page, not the file; download it from an address with /resolve/ instead of /blob/",
+    b"gguf": "is a GGUF file, which is not supported yet; use the safetensors file that it was made from",
+    b"pk\x03\x04": "is a PyTorch or zip file; convert the checkpoint with transformers' save_pretrained",
+}
 
 
 def present(path: Path) -> bool:
@@ -16,16 +25,27 @@ def present(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Raises CheckpointError, also for a directory, a device or a pipe."""
-    try:
-        # Without O_NONBLOCK, opening a pipe that has no writer would block.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return os.fdopen(descriptor, "rb")
-    except OSError as error:
-        raise unreadable(path, error) from None
-    os.close(descriptor)
-    raise CheckpointError(f"{path}: is not a regular file; download the checkpoint again")
+    """Open a regular file for reading.
+
+    Raises:
+        CheckpointError: it is a directory, a device or a pipe, or its first bytes belong to another kind of file.
+    """
+    with ExitStack() as refused:
+        try:
+            # Without O_NONBLOCK, opening a pipe that has no writer would block.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            refused.callback(os.close, descriptor)
+            regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            start = os.pread(descriptor, 64, 0).lower() if regular else b""
+        except OSError as error:
+            raise unreadable(path, error) from None
+        if not regular:
+            raise CheckpointError(f"{path}: is not a regular file; download the checkpoint again")
+        for signature, text in _SIGNATURES.items():
+            if start.startswith(signature):
+                raise CheckpointError(f"{path}: {text.format(folder=path.parent)}")
+        refused.pop_all()
+        return os.fdopen(descriptor, "rb")
 
 
 def read_file(path: Path, limit: int) -> bytes:

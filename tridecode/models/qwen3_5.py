@@ -32,12 +32,12 @@ def parse(read: ConfigReader) -> ModelSpec:
     refuse_other_layers(read)
     read.values.setdefault("head_dim", 256)
     sizes = read_sizes(read)
+    rope = read_rope(read, sizes, PARTIAL)
     eps = read.number("rms_norm_eps", 1e-30, 1, default=1e-6)
     common: dict[str, Any] = dict(hidden=sizes["hidden_size"], eps=eps, norm_offset=1.0)
     attention = Attention(
         **common, heads=sizes["num_heads"], kv_heads=sizes["num_kv_heads"], head_dim=sizes["head_dim"],
-        rope=read_rope(read, sizes["max_position"], PARTIAL), qk_norm=True,
-        gate=read.flag("attn_output_gate", default=True),
+        rope=rope, qk_norm=True, gate=read.flag("attn_output_gate", default=True),
     )  # fmt: skip
     mixers: dict[str, Block] = {"full_attention": attention, "linear_attention": _delta(read, common)}
     mlp = MLP(**common, intermediate=sizes["intermediate_size"])
@@ -46,7 +46,7 @@ def parse(read: ConfigReader) -> ModelSpec:
         family="qwen3_5",
         hidden_size=sizes["hidden_size"],
         vocab_size=sizes["vocab_size"],
-        max_position=sizes["max_position"],
+        max_position=rope.max_position(sizes["max_position"]),
         layers=tuple(Layer(mixers[kind], mlp) for kind in _kinds(read, sizes["num_layers"])),
         eps=eps,
         tie_word_embeddings=whole.flag("tie_word_embeddings") or read.flag("tie_word_embeddings"),

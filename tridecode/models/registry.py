@@ -1,4 +1,4 @@
-"""The families: a mapping from the architecture name in config.json to the function that parses it."""
+"""The families: mappings from architecture and model_type in config.json to the function that parses it."""
 
 from ..blocks.spec import ModelSpec
 from . import llama, mistral, qwen2, qwen3, qwen3_5
@@ -12,11 +12,29 @@ FAMILIES = {
     "Qwen3_5ForConditionalGeneration": qwen3_5.parse,
     "Qwen3_5ForCausalLM": qwen3_5.parse,
 }
+MODEL_TYPES = {
+    "qwen3": qwen3.parse,
+    "llama": llama.parse,
+    "mistral": mistral.parse,
+    "qwen2": qwen2.parse,
+    "qwen3_5": qwen3_5.parse,
+    "qwen3_5_text": qwen3_5.parse,
+}
 
 
 def parse_model(read: ConfigReader) -> ModelSpec:
-    """Return the specification of the checkpoint whose config.json `read` holds. Raises CheckpointError."""
-    names = read.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in FAMILIES:
+    """Return the specification of the checkpoint whose config.json `read` holds.
+
+    Without architectures, model_type decides, and also for a checkpoint that was saved as a model without LM head
+    (Qwen3Model).
+
+    Raises:
+        CheckpointError: the architecture is not supported.
+    """
+    names, kind = read.get("architectures", []), read.get("model_type")
+    is_list = isinstance(names, list) and len(names) <= 1
+    if is_list and kind is not None and (not names or str(names[0]).endswith("Model")):
+        return MODEL_TYPES[read.choice("model_type", tuple(MODEL_TYPES), None)](read)
+    if not is_list or not names or str(names[0]) not in FAMILIES:
         raise read.fail("architectures", f"a list of one of {', '.join(FAMILIES)}")
     return FAMILIES[names[0]](read)

@@ -11,6 +11,7 @@ from ..kernels.device import device_of
 from ..options import QUANTIZE, EngineOptions
 from ..state.offload import Offload, min_pages
 from ..state.records import snapshot_bytes
+from ..step.model import rope_keys
 from .device import quantized, resolve_dtype
 from .graphs import GraphPlan, plan_drafts, plan_graphs, prompt_pass_sizes
 from .kv import KVPlan, page_size, plan_host_layers, plan_kv
@@ -138,11 +139,16 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
         memory = plan_memory(spec, dtype, device, *how, max(graphs.sizes))
         kv = KVPlan(memory, capacity=0, kv_tokens=0, page=page, pages=None, offload=None)
         problem = f"{error}{smaller_weights(spec, dtype, device, memory, host_layers)}"
-    notes = list(kv.notes)
+    notes = [*spec.notes, *kv.notes]
     if host_layers:
         notes.append(f"the weights of the last {counted(host_layers, 'layer')} come from the host in every pass")
     if graphs.note:
         notes.append(graphs.note)
+    if rope := next((rope for rope, _ in rope_keys(spec) if rope.depends_on(kv.capacity)), None):
+        notes.append(
+            f"rope type dynamic: all texts use the frequencies for {kv.capacity:,} positions; "
+            f"max_seq_len {rope.original_max_position} keeps the original ones"
+        )
     chunk = chunk_of(options, kv.capacity or options.chunk, page)
     return EnginePlan(
         options=options,

@@ -172,6 +172,8 @@ class Request:
             before = self.tokens[: self.prompt_tokens] if self.continues else ()
             self._detokenizer = tokenizer.detokenizer(before)
         self._stops = StopStrings(self.params.stop)
+        # Text omits special tokens, but a stop string may contain some.
+        self._special = {} if tokenizer is None else tokenizer.special_tokens_in(self.params.stop)
         for token in [chunk.token_id for chunk in self.chunks if chunk.token_id is not None]:
             self._text(token)
 
@@ -182,7 +184,8 @@ class Request:
             self.tokens.append(token)
         expected = self.prompt_tokens if self.scores else self.limit - self.prompt_tokens
         stopped = token in self.stop_ids
-        chunk = OutputChunk(token, "" if stopped else self._text(token), logprobs)
+        hidden = stopped and token not in self._special
+        chunk = OutputChunk(token, "" if hidden else self._text(token), logprobs)
         if stopped or last or self._stops.hit:
             self.end("stop", chunks=[chunk])
         elif len(self.chunks) + 1 == expected:
@@ -192,7 +195,11 @@ class Request:
 
     def _text(self, token: int) -> str:
         """Return the text that a token completes. The text ends before a stop string."""
-        return "" if self._detokenizer is None else self._stops.push(self._detokenizer.push(token))
+        if self._detokenizer is None:
+            return ""
+        if token in self._special:
+            return self._stops.push(self._special[token], visible=False)
+        return self._stops.push(self._detokenizer.push(token))
 
     def end(self, reason: str, error: str | None = None, chunks: Sequence[OutputChunk] = ()) -> None:
         """Append `chunks` and a last output chunk with the rest of the text. No interrupt can divide this operation."""

@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse
 from .errors import ApiError, outcome, stopping
 from .settings import MAX_BODY_BYTES
 
-PUBLIC = ("/", "/health")  # Paths that need no key: the page contains no secret, and monitors have no key.
+# Paths that need no key: the page and the list of paths contain no secret, and monitors have no key.
+PUBLIC = ("/", "/v1", "/v1/", "/health")
 GENERATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 ID_HEADERS = ("x-request-id", "request-id")  # Headers that the clients of OpenAI and Anthropic read.
 log = logging.getLogger("tridecode.server")

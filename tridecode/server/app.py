@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -67,6 +68,7 @@ class Server:
         self.app = Starlette(
             routes=[
                 Route("/", self.root),
+                Route("/v1", self.paths),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/responses", self.responses, methods=["POST"]),
@@ -166,9 +168,9 @@ class Server:
                 prepare,
                 self._params(payload),
                 lambda number, prompt: Choice(
-                    tokenizer, prompt.tokens if tokenizer.supports_thinking else None, tools=tools
+                    tokenizer, prompt.tag if tokenizer.supports_thinking else None, tools=tools
                 ),
-                constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tokens),
+                constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tag),
                 parameter_names=parameter_names(structure, tools),
                 constrained=structure is not None or tools.enforced,
             ),
@@ -199,6 +201,12 @@ class Server:
                 structure is not None,
             ),
         )
+
+    async def paths(self, request: Request) -> Response:
+        """Handle GET /v1, which people open in a browser: say what the address is for, and list the paths."""
+        base = str(request.base_url).rstrip("/")
+        message = f"{base}/v1 is the base URL for clients of OpenAI's API, {base} for those of Anthropic's API"
+        return JSONResponse({"message": f"{message}; open {base} to chat", "paths": paths_of(request)})
 
     async def _read_generation(self, request: Request, body_type: type[G]) -> tuple[G, float | None]:
         """Return the checked body and its deadline. If the server cannot accept requests, the body is not read."""
@@ -321,9 +329,30 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
 async def handle_http_error(request: Request, error: Exception) -> Response:
     """Return the response for an unknown path or method."""
     assert isinstance(error, HTTPException)
-    messages = {404: "this path does not exist", 405: "this path does not support this method"}
-    message = messages.get(error.status_code, str(error.detail))
+    path, message = request.url.path, str(error.detail)
+    if error.status_code == 404:
+        end = ending(path)
+        similar = (each for each in paths_of(request) if each.split()[1].removeprefix("/v1").startswith(end))
+        near = next(similar, "") if end != "/" else ""
+        message = f"this path does not exist; {f'did you mean {near}?' if near else 'GET /v1 lists the paths'}"
+    elif error.status_code == 405:
+        message = (
+            f"this path does not support {request.method}; use {(error.headers or {}).get('Allow', 'another method')}"
+        )
     return JSONResponse(ApiError(error.status_code, message).body(request.url.path), error.status_code, error.headers)
+
+
+def paths_of(request: Request) -> list[str]:
+    """Return the methods and paths of the server, such as "POST /v1/completions"."""
+    return [
+        f"{'POST' if 'POST' in route.methods else 'GET'} {route.path.replace(':path', '')}"
+        for route in request.app.routes
+    ]
+
+
+def ending(path: str) -> str:
+    """Return a path without the prefixes that clients add by mistake: /v1 twice, /api, or another path before /v1."""
+    return "/" + re.sub(r"^/+(.*/)?(v1|api)/+|^/+|/+$", "", path)
 
 
 async def handle_internal_error(request: Request, error: Exception) -> Response:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..results import OutputChunk, TokenLogprobs, Usage
-from ..text.thinking import THINKING, ThinkSplitter, is_inside_thinking
+from ..text.thinking import OPEN, THINKING, ThinkSplitter
 from ..text.tokenizer import Tokenizer
 from .tools.parser import ARGUMENTS, NAME, TEXT, Event
 from .tools.toolset import Tools
@@ -36,21 +36,18 @@ class Choice:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] | None, first_text: str = "", tools: Tools | None = None,
+        self, tokenizer: Tokenizer, tag: str | None, first_text: str = "", tools: Tools | None = None,
         before: Sequence[int] = (),
     ):  # fmt: skip
         """Create an empty answer.
 
         Args:
-            prompt: token ids of a chat's prompt if the model may think; None otherwise.
+            tag: the think tag with which a chat's prompt ends, or "", if the model may think; None otherwise.
             first_text: text in front of the answer, for `echo`.
             tools: the request's tools, whose calls are parsed.
             before: token ids of a prompt that the answer continues.
         """
-        self._tokenizer, self._splitter = tokenizer, None
-        if prompt is not None:
-            starts_inside = is_inside_thinking(tokenizer.decode(list(prompt[-4:]), skip_special=False))
-            self._splitter = ThinkSplitter(starts_inside)
+        self._tokenizer, self._splitter = tokenizer, None if tag is None else ThinkSplitter(tag == OPEN)
         self._parser = tools.parser(tokenizer) if tools else None
         self._special = tools.special_tokens(tokenizer) if tools else {}
         self._first_text, self._characters = first_text, len(first_text)

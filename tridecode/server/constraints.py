@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..arguments import shown
 from ..errors import ParameterError
 from ..sampling import STRUCTURES, SamplingParams
 from ..text.grammar import choices_grammar
-from ..text.thinking import CLOSE, OPEN, THINKING_VARIABLE, is_inside_thinking
+from ..text.thinking import CLOSE, OPEN, THINKING_VARIABLE
 from ..text.tokenizer import Tokenizer
 from .errors import api_error, bad_request
 from .tools.formats import json_rule
@@ -84,15 +83,13 @@ def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasonin
     )
 
 
-def answer_constraint(
-    structure: ResponseFormat | None, tools: Tools, tokenizer: Tokenizer, prompt: Sequence[int] | None
-) -> dict:
+def answer_constraint(structure: ResponseFormat | None, tools: Tools, tokenizer: Tokenizer, tag: str | None) -> dict:
     """Return the fields of SamplingParams that constrain an answer to a response format or to tool calls.
 
     Args:
         structure: the response format of the request.
         tools: the tools of the request.
-        prompt: token ids of a chat's prompt, whose answer may begin with thinking; None for a completion.
+        tag: the think tag with which a chat's prompt ends, or ""; None for a completion.
 
     Raises:
         ApiError: the request has a response format and requires calls, or a schema cannot be enforced.
@@ -103,8 +100,7 @@ def answer_constraint(
     if structure is not None and tools.enforced:
         conflict = f"tool_choice requires a call, {structure.parameter} a text"
         raise bad_request(f"{conflict}: an answer has one form; leave one of them out", "tool_choice")
-    tail = "" if prompt is None else tokenizer.decode(list(prompt[-8:]), skip_special=False)
-    supports_thinking = prompt is not None and tokenizer.supports_thinking and not tail.rstrip().endswith(CLOSE)
+    supports_thinking = tag in (OPEN, "") and tokenizer.supports_thinking
     if structure is not None and (not supports_thinking and not tools.used or structure.field == "grammar"):
         return structure.params
     alternatives, rules = [], []
@@ -121,7 +117,7 @@ def answer_constraint(
     start = f"({' | '.join(alternatives)})"
     if supports_thinking:
         rules += [f"thinking[suffix={json.dumps(CLOSE)}]: /(.|\\n)*/", "gap: /\\s*/"]
-        start = f"thinking gap {start}" if is_inside_thinking(tail) else f"({json.dumps(OPEN)} thinking gap)? {start}"
+        start = f"thinking gap {start}" if tag == OPEN else f"({json.dumps(OPEN)} thinking gap)? {start}"
     return {"grammar": "\n".join([f"start: {start}", *rules])}
 
 

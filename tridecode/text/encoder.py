@@ -118,12 +118,16 @@ def encoding(state: str) -> Callable[[list], list[int]]:
 
 
 def steps(part) -> list[dict]:
-    """Return the steps of a normalizer or pre-tokenizer, with nested sequences flattened; [] for None."""
+    """Return the steps of a normalizer, pre-tokenizer or decoder in order, with nested sequences flattened.
+
+    None has no steps.
+    """
     flat, pending = [], [] if part is None else [json.loads(part.__getstate__())]
     while pending:
         step = pending.pop()
         if step["type"] == "Sequence":
-            pending += step.get("normalizers") or step.get("pretokenizers") or []
+            keys = ("normalizers", "pretokenizers", "decoders")
+            pending += reversed(next((step[key] for key in keys if key in step), []))
         else:
             flat.append(step)
     return flat

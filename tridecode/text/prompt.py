@@ -21,10 +21,12 @@ class Encoded(NamedTuple):
     Attributes:
         tokens: token ids, int32.
         chat: whether the prompt is a chat. The answer to a chat begins a new text, instead of continuing the prompt.
+        tag: as in ChatPrompt; "" if the prompt is not a chat.
     """
 
     tokens: array
     chat: bool
+    tag: str = ""
 
     @property
     def ids(self) -> list[int]:
@@ -52,7 +54,7 @@ def prompt_ids(
     fix = ": shorten it" + (" or raise max_seq_len" if capacity < limit else "")
     if isinstance(prompt, Encoded):
         # Another engine may have encoded the prompt, so check it again.
-        return _fitting(*prompt, vocab_size, capacity, fix)
+        return _fitting(prompt.tokens, prompt.chat, prompt.tag, vocab_size, capacity, fix)
     items = [] if isinstance(prompt, str) else listed(prompt)
     if items is None:
         kind = type(prompt).__name__
@@ -63,11 +65,12 @@ def prompt_ids(
     _check_variables(variables, tokenizer if chat else None)
     if not chat and len(items) > capacity:  # Refuse a long list before each item is checked.
         raise TooLong(len(items), capacity, fix=fix)
+    tag = ""
     try:
         if isinstance(prompt, str) and tokenizer:
             ids = tokenizer.encode(prompt, context=capacity)
         elif chat and tokenizer:
-            ids = tokenizer.encode_chat(items, capacity, **variables)
+            ids, tag = tokenizer.prepare_chat(items, capacity, **variables)
         elif [*map(type, items)].count(int) == len(items):  # This is the common case, and it is fast for long prompts.
             ids = items
         else:
@@ -76,7 +79,7 @@ def prompt_ids(
         raise TooLong(error.tokens, capacity, is_lower_bound=True, fix=fix) from None
     if not ids:
         raise PromptError("the prompt is empty; at least one token is needed")
-    return _fitting(ids, chat, vocab_size, capacity, fix)
+    return _fitting(ids, chat, tag, vocab_size, capacity, fix)
 
 
 def listed(prompt) -> list | None:
@@ -97,12 +100,12 @@ def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
         raise PromptError(f"template_variables: the chat template has no variable {shown(unknown[0])}; {has}")
 
 
-def _fitting(ids: Sequence[int], chat: bool, vocab_size: int, capacity: int, fix: str) -> Encoded:
+def _fitting(ids: Sequence[int], chat: bool, tag: str, vocab_size: int, capacity: int, fix: str) -> Encoded:
     """Return the checked prompt. Raises PromptError if an id is not in the vocabulary or the prompt is too long."""
     tokens = _packed(ids, vocab_size)  # A tokenizer may have more tokens than the model.
     if len(ids) > capacity:
         raise TooLong(len(ids), capacity, fix=fix)
-    return Encoded(tokens, chat)
+    return Encoded(tokens, chat, tag)
 
 
 def _packed(ids: Sequence[int], vocab_size: int) -> array:

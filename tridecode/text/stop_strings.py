@@ -1,6 +1,7 @@
 """Search for stop strings in streamed text."""
 
 from collections.abc import Sequence
+from itertools import compress
 
 
 class StopStrings:
@@ -14,29 +15,38 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
-        self._pending = ""
+        self._pending, self._visible = "", b""  # For each pending character, 1 if it is shown and 0 if not.
         self.hit: str | None = None
 
-    def push(self, text: str) -> str:
-        """Add `text` and return the text that can be shown now. After a stop string, the result is always empty."""
+    def push(self, text: str, visible: bool = True) -> str:
+        """Add `text` and return the text that can be shown now. After a stop string, the result is always empty.
+
+        Args:
+            visible: whether the text is shown. The text of a special token is not, but stop strings may contain it.
+        """
         if self.hit or not self._stops:
-            return "" if self.hit else text
+            return text if visible and not self.hit else ""
         self._pending += text
+        self._visible += bytes([visible]) * len(text)
         # If several stop strings occur, the one whose last character comes first ends the text. Then the result does
         # not depend on how the text is divided into calls.
         hits = [(at + len(s), at, s) for s in self._stops if (at := self._pending.find(s)) >= 0]
         if hits:
             _, at, self.hit = min(hits)
-            shown, self._pending = self._pending[:at], ""
+            shown = self._take(at)
+            self._take(len(self._pending))
             return shown
-        keep = max(self._partial(s) for s in self._stops)
-        shown, self._pending = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
-        return shown
+        return self._take(len(self._pending) - max(map(self._partial, self._stops)))
 
     def flush(self) -> str:
         """Return the text that is still held back, at the end of the stream."""
-        rest, self._pending = self._pending, ""
-        return rest
+        return self._take(len(self._pending))
+
+    def _take(self, count: int) -> str:
+        """Remove `count` pending characters and return those that are shown."""
+        shown = "".join(compress(self._pending[:count], self._visible))
+        self._pending, self._visible = self._pending[count:], self._visible[count:]
+        return shown
 
     def _partial(self, stop: str) -> int:
         """Return the length of the longest suffix of the pending text that is a proper prefix of `stop`."""

@@ -109,9 +109,9 @@ class ThinkSplitter:
         return [(self._kind, text)] if text and self._kind else []
 
 
-def is_inside_thinking(text: str) -> bool:
-    """Return whether a prompt that ends with `text` ends inside a think block."""
-    return text.rstrip().endswith(OPEN)
+def last_tag(prompt: str) -> str:
+    """Return the think tag, OPEN or CLOSE, with which a prompt ends except for white space, or ""."""
+    return next((tag for tag in (OPEN, CLOSE) if prompt.rstrip().endswith(tag)), "")
 
 
 def end_thinking(text: str, starts_inside: bool = False) -> str:

@@ -11,26 +11,39 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 
 from ..arguments import check_messages, shown
 from ..errors import NO_CHAT, CheckpointError, PromptError, TooLong, brief
 from ..models.files import present, read_file
-from ..models.reader import read_json
 from .chat_template import MAX_CHILDREN, ChatTemplate
 from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child
-from .thinking import CLOSE
+from .special_tokens import add_declared, read_settings, special_tokens
+from .thinking import CLOSE, OPEN, last_tag
 from .token_set import TokenSet
 from .token_sizes import longest, min_token_count
 
-_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_DEPTH = 100  # Maximum nesting of lists and objects in messages and template variables.
 _FILE_LIMIT = 128 << 20  # Maximum bytes of tokenizer.json.
 _TEMPLATE_LIMIT = 1 << 20  # Maximum bytes of a chat template.
 _MAX_CONTROL_CHARACTERS = 1000  # Maximum characters of a control token.
 _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
+
+
+class ChatPrompt(NamedTuple):
+    """A chat, formatted by the chat template, up to the beginning of the answer.
+
+    Attributes:
+        ids: token ids.
+        tag: the think tag, OPEN or CLOSE, with which the template ends the prompt, or "". After OPEN, the answer begins
+            inside a think block. After CLOSE, the answer contains no think block.
+    """
+
+    ids: list[int]
+    tag: str
 
 
 class Tokenizer:
@@ -65,7 +78,8 @@ class Tokenizer:
         self._template = ChatTemplate(template, special_tokens) if isinstance(template, str) else template
         self.has_template = self._template is not None
         self.template_source = self._template.source if self._template else ""
-        self.supports_thinking, self.directory = CLOSE in self.template_source, Path(source).parent
+        self.supports_thinking = OPEN in self.template_source or CLOSE in self.template_source
+        self.directory = Path(source).parent
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_id, self.eos_id = (
             tokenizer.token_to_id(special_tokens[name]) if name in special_tokens else None
@@ -77,6 +91,8 @@ class Tokenizer:
         # Added tokens that look like markup are control tokens. Other added tokens (words, runs of spaces) are text.
         control = {i: t.content for i, t in added.items() if t.special or _MARKUP.fullmatch(t.content)}
         self._control, self._control_ids = TokenSet(control.values()), frozenset(control)
+        # In messages of users, think tags are text, whether or not they are tokens.
+        self._user = TokenSet({*control.values(), OPEN, CLOSE})
         if self._control.longest > _MAX_CONTROL_CHARACTERS:
             token = max(control.values(), key=len)
             raise CheckpointError(
@@ -94,9 +110,10 @@ class Tokenizer:
                 f"{path}: no tokenizer.json; make one with transformers' AutoTokenizer and its save_pretrained"
             )
         tokenizer = _load(file)
-        settings = _read(path / "special_tokens_map.json") | _read(path / "tokenizer_config.json")
-        special_tokens = _special_tokens(settings)
-        return cls(tokenizer, special_tokens, _template(path, settings, special_tokens), file)
+        settings = read_settings(path)
+        add_declared(tokenizer, path, settings)
+        named = special_tokens(settings)
+        return cls(tokenizer, named, _template(path, settings, named), file)
 
     def start(self, callers: int = 1) -> None:
         """Start the child processes of the chat template and the encoder in the background.
@@ -164,7 +181,11 @@ class Tokenizer:
         return self._count_control(self._encode("", add_special_tokens=True))
 
     def encode_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> list[int]:
-        """Return the token ids of a chat, formatted by the chat template, up to the beginning of the answer.
+        """Return the token ids of `prepare_chat`."""
+        return self.prepare_chat(messages, context, **template_variables).ids
+
+    def prepare_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> ChatPrompt:
+        """Return a chat, formatted by the chat template, up to the beginning of the answer.
 
         Control tokens in messages are encoded as ordinary characters. In messages of the assistant, this applies only
         to special tokens. Its <think> was sampled as one token, and templates search for </think>.
@@ -185,18 +206,19 @@ class Tokenizer:
         self._check_size(text, context)
         marks = self._marks(messages, variables)
         marked_messages = [
-            self._mark(message, marks, self._special if message["role"] == "assistant" else self._control)
+            self._mark(message, marks, self._special if message["role"] == "assistant" else self._user)
             for message in messages
         ]
-        marked_variables = self._mark(variables, marks, self._control)
+        marked_variables = self._mark(variables, marks, self._user)
         changed = (marked_messages, marked_variables) != (messages, variables)
         marked = self._template.render(marked_messages, marked_variables) if changed else text
+        tag = last_tag(marked)
         if _restore(marked, marks) == text:
             ids = self._encode(text)
             if self._count_control(ids) == len(self._control.spans(marked)):
-                return ids  # The template wrote all control tokens of this prompt.
+                return ChatPrompt(ids, tag)  # The template wrote all control tokens of this prompt.
         renamed = self._control.replace(marked, self._names.__getitem__)
-        return self._text_encoder(_restore(renamed, marks))
+        return ChatPrompt(self._text_encoder(_restore(renamed, marks)), tag)
 
     def _check_size(self, text: str, context: int | None) -> None:
         """Raise TooLong if a text cannot fit in `context` tokens."""
@@ -219,6 +241,12 @@ class Tokenizer:
     def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
         """Return a Detokenizer for one stream of tokens, which continues the text of `prompt_ids`."""
         return Detokenizer(self._token_bytes, prompt_ids, skip_special)
+
+    def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return the special tokens that occur in `texts`: text by id."""
+        names = {text[start:stop] for text in texts for start, stop in self._special.spans(text)}
+        ids = self._tokenizer.get_added_tokens_decoder().items() if names else ()
+        return {i: token.content for i, token in ids if token.content in names}
 
     # A user's text rarely contains control tokens. If it does, a second encoder encodes the prompt. In it, each control
     # token has an unguessable name instead of its text. The control tokens that the template wrote are replaced by
@@ -260,16 +288,16 @@ class Tokenizer:
 
     @cached_property
     def _first_char_pattern(self) -> re.Pattern[str]:
-        """A pattern of one character that begins a control token."""
-        return re.compile(f"[{re.escape(''.join(self._control.first_chars))}]")
+        """A pattern of one character that begins a control token or a think tag."""
+        return re.compile(f"[{re.escape(''.join(self._user.first_chars))}]")
 
     def _marks(self, *values) -> dict[str, str]:
-        """Return a private-use character for each first character of a control token.
+        """Return a private-use character for each first character of a control token or a think tag.
 
         The private-use characters occur neither in the template nor in `values`.
         """
         used = self._template_chars.union(json.dumps(values, ensure_ascii=False))
-        begins = sorted(self._control.first_chars)
+        begins = sorted(self._user.first_chars)
         private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
         free = list(islice((char for char in private if char not in used), len(begins)))
         if len(free) < len(begins):
@@ -354,21 +382,6 @@ def _load(file: Path) -> tokenizers.Tokenizer:
         raise
     except BaseException as error:  # tokenizers raises plain Exceptions. A panic in Rust is a BaseException.
         raise CheckpointError(f"{file}: not a tokenizer ({brief(error)}); download the file again") from None
-
-
-def _read(path: Path) -> dict:
-    return read_json(path) if present(path) else {}
-
-
-def _special_tokens(settings: dict) -> dict[str, str]:
-    """Return the special tokens by name. In the settings each is a string, or an object with the key "content"."""
-    tokens = {}
-    for name in _TOKEN_NAMES:
-        value = settings.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
 
 
 def _template(path: Path, settings: dict, special_tokens: dict[str, str]) -> ChatTemplate | None:

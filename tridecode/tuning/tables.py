@@ -198,7 +198,11 @@ def _package() -> list[dict]:
 def table_path(gpu: str) -> Path:
     """Return the path of the user's table for GPUs of this name, which may not exist."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "gpu"
-    return Path(platformdirs.user_cache_dir("tridecode", appauthor=False)) / "shapes" / f"{name}.json"
+    try:
+        directory = platformdirs.user_cache_dir("tridecode", appauthor=False)
+    except RuntimeError:  # The user has no home directory, and so no table.
+        directory = "/nonexistent/.cache/tridecode"
+    return Path(directory) / "shapes" / f"{name}.json"
 
 
 def read_user_table(path: Path, device: Device) -> Table:

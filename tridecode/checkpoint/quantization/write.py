@@ -112,8 +112,11 @@ def write(
 
     for file, names in files.items():
         with safe_open(file, framework="pt", device="cpu") as opened:
+            stored_names = {*opened.keys()}
             for name in names:
-                tensor, module = opened.get_tensor(name), name.removesuffix(".weight")
+                # The name in the file may lack the prefix.
+                stored_name = name if name in stored_names else name.removeprefix("model.")
+                tensor, module = opened.get_tensor(stored_name), name.removesuffix(".weight")
                 done += tensor.nbytes
                 scheme = rules.scheme(module) if name.endswith(".weight") and module in modules else None
                 if scheme is None:
@@ -139,9 +142,11 @@ def write(
             shutil.copyfile(other, out / other.name)
     if repo and custom_code.KEY in tokenizer:
         (out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
-    if values.get("tie_word_embeddings"):
-        ignored = ["lm_head"]
-    config = values | {"quantization_config": described(schemes, ignored)}
+    tied = "lm_head" not in modules
+    for keys in (values, values.get("text_config")):
+        if keys and "tie_word_embeddings" in keys:
+            keys["tie_word_embeddings"] = tied
+    config = values | {"quantization_config": described(schemes, ["lm_head"] if tied else ignored)}
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 

@@ -86,12 +86,10 @@ def command_of(program: str, args, **changes) -> str:
     for name, value in (vars(args) | changes).items():
         if name in OMITTED or value is None or value is False or (name == "preset" and getattr(args, "model", None)):
             continue
-        words += [option(name)] if value is True else [option(name), typed(name, value)]
+        words += [option(name)] if value is True else [option(name), typed(value)]
     return shlex.join(words)
 
 
-def typed(name: str, value: object) -> str:
-    """Return the value of an option as it is typed: a list with commas, the two numbers of a pair with a colon."""
-    if isinstance(value, list | tuple):
-        return (":" if name == "speculate_ngram" else ",").join(map(str, value))
-    return str(value)
+def typed(value: object) -> str:
+    """Return the value of an option as it is typed: a list with commas."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

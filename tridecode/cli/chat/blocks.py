@@ -10,6 +10,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from ..wrapping import ORIGINAL, PRIVATE
 from .markup import PARSER
 
 # Maximum depth of nested blocks. Deeper blocks are plain text, because no columns would be left for them.
@@ -62,7 +63,14 @@ class Rows(TableElement):
                     yield Text.assemble(heading, ": " if heading and text else "", text)
                 yield Text()
             return
-        table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, style="markdown.table.border")
+        # A table that continues one above it has no names.
+        table = Table(
+            box=box.SIMPLE,
+            show_edge=False,
+            pad_edge=False,
+            show_header=any(headings),
+            style="markdown.table.border",
+        )
         for cell, heading in zip(self.header.row.cells, headings):
             table.add_column(heading, justify=cell.justify or "default", overflow="fold")
         for row in rows:
@@ -154,15 +162,21 @@ def render_rows(console, source: str, finished: bool = True) -> list[tuple[Segme
     if not source.strip():
         return []
     options = console.options.update(width=max(console.width - 1, 1))
-    rows = [_trimmed(line) for line in console.render_lines(Block(source), options, pad=False)]
+    rows = [_trimmed(line) for line in console.render_lines(Block(source.translate(PRIVATE)), options, pad=False)]
     filled = [i for i, row in enumerate(rows) if row]
     if filled:
         return rows[filled[0] : filled[-1] + 1]
-    return [*map(_trimmed, console.render_lines(Text(source), options, pad=False))] if finished else []
+    return (
+        [*map(_trimmed, console.render_lines(Text(source.translate(PRIVATE)), options, pad=False))] if finished else []
+    )
 
 
 def _trimmed(line: list[Segment]) -> tuple[Segment, ...]:
-    plain = (Segment(segment.text, segment.style or None) for segment in line if segment.text and not segment.control)
+    plain = (
+        Segment(segment.text.translate(ORIGINAL), segment.style or None)
+        for segment in line
+        if segment.text and not segment.control
+    )
     row = [*Segment.simplify(plain)]
     while row and not row[-1].text.rstrip(" "):
         row.pop()

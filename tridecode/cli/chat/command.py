@@ -16,7 +16,7 @@ from ..terminal import Output
 from . import saving, session
 from .completion import completed
 from .conversation import Conversation
-from .lines import Interrupted, PlainReader, as_typed, join_blocks, shows_editor
+from .lines import PROMPT, Interrupted, PlainReader, as_typed, join_blocks, shows_editor
 from .local import LocalModel
 from .model import Model
 from .settings import COUNTING
@@ -65,7 +65,8 @@ def chat(args, output: Output) -> int:
             output.error_prefix = ""
             converse(talk, open_reader(talk), question)
         else:
-            for line in join_blocks(stdin_lines()) if question is None else [question]:
+            lines = stdin_lines(output, PROMPT if output.wraps and sys.stdin.isatty() else "")
+            for line in join_blocks(lines) if question is None else [question]:
                 if not talk.handle(line):
                     break
     finally:
@@ -110,10 +111,12 @@ def connect(args, output: Output) -> Model:
     except ModuleNotFoundError as error:
         if error.name != "httpx":
             raise
-        raise TridecodeError("chat --url needs the package httpx; install it: pip install 'tridecode[serve]'") from None
+        raise TridecodeError(
+            f"{args.command} --url needs the package httpx; install it: pip install 'tridecode[serve]'"
+        ) from None
     name = None if "model" in args.origins else args.model
     model = RemoteModel(args.url, api_key(args.api_key_file, output), name, sampling_overrides(args))
-    if args.overflow not in (None, "error") and "overflow" not in args.origins and not model.counts:
+    if getattr(args, "overflow", None) not in (None, "error") and "overflow" not in args.origins and not model.counts:
         args.refuse(f"--overflow {args.overflow} {COUNTING}")
     return model
 

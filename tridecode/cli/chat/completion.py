@@ -60,6 +60,7 @@ def setting_words(typed: str, chat) -> Iterable[str]:
 # Command -> function of (typed argument, chat) that returns candidates for its argument.
 ARGUMENTS: dict[str, Callable[[str, object], Iterable[str]]] = {
     "/load": lambda typed, chat: [*sessions.names(), *paths(typed)],
+    "/file": lambda typed, chat: paths(typed),
     "/save": lambda typed, chat: paths(typed),
     "/export": lambda typed, chat: paths(typed),
     "/sessions": lambda typed, chat: sessions.names() if " " in typed else ("rename ", "delete "),
@@ -67,4 +68,4 @@ ARGUMENTS: dict[str, Callable[[str, object], Iterable[str]]] = {
     "/model": models,
 }
 # Commands whose only argument is the rest of the line, with its spaces.
-SINGLE_ARGUMENT = ("/load", "/save", "/export", "/model")
+SINGLE_ARGUMENT = ("/file", "/load", "/save", "/export", "/model")

@@ -13,6 +13,8 @@ from prompt_toolkit.completion import Completer, Completion
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory
+from prompt_toolkit.input import create_input
+from prompt_toolkit.input.vt100 import Vt100Input
 from prompt_toolkit.key_binding import KeyBindings
 from prompt_toolkit.lexers import SimpleLexer
 from prompt_toolkit.output import ColorDepth
@@ -21,6 +23,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from rich.cells import cell_len
 
 from ..terminal import USER
+from .key_sequences import KeyParser
 from .lines import CONTINUED, PROMPT, Interrupted, PlainReader, as_typed, unfinished
 from .session import SessionError, failing, state_dir
 
@@ -56,7 +59,19 @@ class FunctionCompleter(Completer):
 
 
 class Screen(Vt100_Output):
-    """A terminal that is erased without leaving copies of its text in the history of tmux."""
+    """A terminal that reports keys with modifiers, and is erased without copies of its text in the history of tmux."""
+
+    # The terminal is in both modes while the prompt reads keys. Other terminals than kitty know its protocol too, and
+    # the others ignore its sequences.
+    def enable_bracketed_paste(self) -> None:
+        """Request marks around pastes, and kitty's sequences for keys that are ambiguous otherwise."""
+        self.write_raw("\x1b[>1u")
+        super().enable_bracketed_paste()
+
+    def disable_bracketed_paste(self) -> None:
+        """Restore the modes of the terminal."""
+        super().disable_bracketed_paste()
+        self.write_raw("\x1b[<u")
 
     def erase_down(self) -> None:
         """Erase the screen from the cursor down."""
@@ -90,6 +105,9 @@ class Keyboard:
             screen = Screen.from_pty(sys.stdout, term=os.environ.get("TERM"))
             # While a model answers, no code reads the terminal's cursor position report. It would appear as input.
             screen.enable_cpr = False
+        keys = keys or create_input()
+        if isinstance(keys, Vt100Input):  # Otherwise stdin is not a file, and there are no sequences.
+            keys.vt100_parser = KeyParser(keys.vt100_parser.feed_key_callback)
         self.session: PromptSession[str] = PromptSession(
             history=self.history,
             multiline=True,
@@ -188,7 +206,7 @@ def _bindings(keyboard: Keyboard) -> KeyBindings:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
-    @keys.add("escape", "c-j")  # Alt-Enter arrives in this form if it was typed during an answer.
+    @keys.add("c-j", filter=has_focus(DEFAULT_BUFFER))
     def _(event):
         event.current_buffer.insert_text("\n")
 

@@ -13,7 +13,7 @@ from ...errors import EngineClosed, PromptError
 from ...plan.memory import GIB, free_memory
 from ...results import OutputChunk
 from ...sampling import SamplingParams
-from ...text.thinking import CLOSE, THINKING_VARIABLE, is_inside_thinking
+from ...text.thinking import CLOSE, OPEN, THINKING_VARIABLE
 from ..bench.measure import step_bytes
 from ..bench.read import measure_read_bandwidth
 from ..loading import Loader, tokenizer_of
@@ -131,10 +131,9 @@ class LocalModel(Model):
 def opens_thinking(tokenizer, variables: dict | None = None) -> bool:
     """Return whether the template itself begins the think block, so that answers start inside it."""
     try:
-        ids = tokenizer.encode_chat([{"role": "user", "content": "?"}], **variables or {})
+        return tokenizer.prepare_chat([{"role": "user", "content": "?"}], **variables or {}).tag == OPEN
     except PromptError:  # The template is missing, or requires other messages.
         return False
-    return is_inside_thinking(tokenizer.decode(ids[-4:], skip_special=False))
 
 
 def responds(device: torch.device) -> bool:

@@ -6,10 +6,10 @@ from collections import deque
 from itertools import starmap
 from threading import Event, Lock, Thread
 
-from rich.cells import cell_len
 from rich.segment import ControlType, Segment, Segments
 
 from ..terminal import visible
+from ..wrapping import MARKS, cell_len
 from .blocks import render_rows
 from .markup import split, unnamed_table_head
 
@@ -20,6 +20,9 @@ LONG_CODE = 100
 FENCE = re.compile(r"\s*(?:```+|~~~+)[ \t]*[^\s`~]*")  # The mark and the language, without the title.
 # This line may become a list item, or may make a heading of the line before it. It is shown when more text has arrived.
 AMBIGUOUS = re.compile(r"\n[ \t]*[-=]+[ \t]*\Z")
+
+# Characters whose columns differ between terminals: marks of Asian scripts, and parts of emoji.
+UNCERTAIN = re.compile(f"[{''.join(MARKS)}\u200d\ufe0f\U0001f1e6-\U0001f1ff\U0001f3fb-\U0001f3ff]")
 
 Row = tuple[Segment, ...]
 
@@ -121,12 +124,12 @@ class Painter:
         if same < len(old):
             same = min(same, len(rows) - 1)
             up = len(old) - 1 - same
-            longest = max(Segment.get_line_length([*row]) for row in old[same:])
+            longest = max(cell_len(_text(row)) for row in old[same:])
             back, added = _change(old[same], rows[same])
             if (up or back) and (same < top or longest >= width):
                 return False
-            if up:
-                move, added = f"\r\x1b[{up}A", [*rows[same]]
+            if up or back and UNCERTAIN.search(_text(old[same])):
+                move, added = "\r" + f"\x1b[{up}A" * (up > 0), [*rows[same]]
             else:  # A move relative to the cursor is correct even if the new width of the window is not known yet.
                 move = f"\x1b[{back}D" if back else ""
             if move:

@@ -18,13 +18,14 @@ from .model import Model, Prompt, Thinking
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # Limit in seconds for the wait for the next byte.
 OPENAI = {name: name for name in (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop",
-)}  # fmt: skip
+)} | {"json_schema": "response_format"}  # fmt: skip
 COMMON = OPENAI | {name: name for name in ("top_k", "min_p", "ignore_eos")}
 EXTENDED = COMMON | {name: name for name in ("repetition_penalty", "stop_token_ids")}
+STRUCTURED = EXTENDED | {name: "structured_outputs" for name in ("regex", "choice", "grammar")}
 # owned_by in /v1/models -> {our name of a sampling option: the server's name of it}.
 OPTIONS = {
-    "tridecode": EXTENDED,
-    "vllm": EXTENDED,
+    "tridecode": STRUCTURED,
+    "vllm": STRUCTURED,
     "sglang": EXTENDED,
     "llamacpp": COMMON | {"repetition_penalty": "repeat_penalty"},
 }
@@ -181,7 +182,7 @@ class RemoteModel(Model):
         body = {"model": self.name} | fields
         for name, value in options.items():
             if value not in (None, (), {}):
-                body[self.options[name]] = value
+                body[self.options[name]] = as_sent(name, value)
         return body | ({"chat_template_kwargs": variables} if variables else {})
 
 
@@ -247,12 +248,22 @@ class Answer:
             raise ServerError("the answer is incomplete: the stream ended early")
         if self._reason in ("error", "abort"):
             raise ServerError("the server aborted the answer")
+        if self._usage and self._first and not self._usage.completion_tokens:
+            self._usage = None  # The server does not count.
         first = self._first or time.perf_counter()
         decode = (self._last or first) - first
         rate = (self._usage.completion_tokens - 1) / decode if self._usage and decode > 0 else 0.0
         return OutputChunk(
             None, self._closed(), None, self._reason, self._usage, Timings(first - self._started, decode, rate)
         )
+
+
+def as_sent(name: str, value: object) -> object:
+    """Return the value of an option as OpenAI's API expects it."""
+    if name == "json_schema":
+        schema = {"name": "answer", "schema": json.loads(str(value)), "strict": True}
+        return {"type": "json_schema", "json_schema": schema}
+    return {name: value} if name in ("regex", "choice", "grammar") else value
 
 
 def prompt_field(prompt: str | list[dict]) -> dict[str, object]:

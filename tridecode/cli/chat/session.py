@@ -39,8 +39,12 @@ def state_dir() -> Path:
 
     Only its owner can read it. Raises SessionError.
     """
-    path = Path(platformdirs.user_state_dir("tridecode", appauthor=False))
-    with failing(path, "; set XDG_STATE_HOME to a writable directory"):
+    fix = "; set XDG_STATE_HOME to a writable directory"
+    try:
+        path = Path(platformdirs.user_state_dir("tridecode", appauthor=False))
+    except RuntimeError:
+        raise SessionError(f"the user has no home directory{fix}") from None
+    with failing(path, fix):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...arguments import Several
 from ...errors import ParameterError
-from ..options import SAMPLING
+from ..options import NO_LIMIT, SAMPLING, SYNONYMS
 from ..terminal import did_you_mean
 
 # Settings of the chat that are not sampling options. They are attributes of talk.Chat.
@@ -47,6 +47,7 @@ def change(chat, typed: str, text: str) -> str:
         ParameterError: There is no such setting, or it cannot have this value.
     """
     name = typed.lower().lstrip("-").replace("-", "_")
+    name = next((own for own, words in SYNONYMS.items() if f"--{name.replace('_', '-')}" in words), name)
     if name not in (*NAMES, *CHOICES):
         fix = did_you_mean(name, (*NAMES, *CHOICES)) or "/set shows all"
         raise ParameterError(f"there is no option {typed}; {fix}")
@@ -70,7 +71,7 @@ def change(chat, typed: str, text: str) -> str:
 
 def parsed(name: str, text: str):
     """Return the value of a sampling option in a text: JSON, or the form of the command line. It is not checked."""
-    if text.lower() in ("none", "null"):
+    if text.lower() in ("none", "null") or (name == "max_tokens" and text == NO_LIMIT):
         return None
     option = SAMPLING[name]
     value = (option.constraint.item if option.repeated else option.constraint).read(text)

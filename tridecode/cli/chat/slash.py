@@ -1,22 +1,32 @@
 """The slash commands of the chat, and their parser."""
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ...errors import TridecodeError, brief
 from ..terminal import counted, did_you_mean, speed_line
-from . import saving, settings
+from . import files, saving, settings
 from .clipboard import copy
 from .conversation import Conversation
 from .markup import code_blocks
 
-COMMAND_WORDS = {"help": "/help", "exit": "/exit", "quit": "/exit"}  # Messages that are probably meant as commands.
+# Messages that are meant as commands. Only those that leave are run; for others the chat asks.
+COMMAND_WORDS = {"help": "/help", "exit": "/exit", "quit": "/exit"}
 # Names that other chat programs use for commands.
-ALIASES = {"/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help"}
+ALIASES = {
+    "/quit": "/exit", "/bye": "/exit", "/new": "/clear", "/?": "/help", "/h": "/help", "/q": "/exit",
+    "/reset": "/clear", "/regen": "/retry", "/regenerate": "/retry", "/read": "/file",
+}  # fmt: skip
+# Commands of other chat programs, and hints to the commands of this one.
+FOREIGN = {
+    "/show": "/stats shows the model and its speed, /set shows the settings, /system the system turn",
+    "/list": "/sessions lists the conversations, tridecode models the models; /model switches to one",
+}
 KEYS = {
     "Ctrl-C": "stops an answer or clears the prompt; twice: leaves",
     "Ctrl-D": "leaves",
-    "Alt-Enter": "begins a new line; pasted text stays one message",
+    "Shift-Enter": "or Alt-Enter, Ctrl-J: begins a new line",
     '"""': "begins and ends a message of several lines",
     "Tab": "completes commands and their arguments",
     "Ctrl-X Ctrl-E": "opens the message in $EDITOR",
@@ -56,7 +66,8 @@ def run(chat, word: str, rest: str) -> bool:
     if command is None:
         if not chat.interactive:  # In a pipe, the line may have been a message, which now has no answer.
             chat.exit_code = 1
-        fix = f"{did_you_mean(word, COMMANDS)} /help lists them, // begins a message with a /"
+        near = FOREIGN.get(word.lower()) or did_you_mean(word, COMMANDS)
+        fix = f"{near}{';' if word.lower() in FOREIGN else ''} /help lists them, // begins a message with a /"
         raise TridecodeError(f"there is no command {word[:80]}; {fix.lstrip()}")
     if command.arguments.startswith("FILE") and not rest:
         raise TridecodeError(f"{command.name} needs {command.arguments}")
@@ -96,7 +107,9 @@ def _help(chat, rest) -> None:
 
 def _clear(chat, rest) -> None:
     kept = chat.begin(Conversation(chat.conversation.raw, chat.conversation.system))
-    chat.output.note("a new conversation begins" + saving.previous_session(kept))
+    system = "" if chat.conversation.system is None else "the system turn, "
+    stays = f"{system}the model and the settings stay"
+    chat.output.note(f"a new conversation begins; {stays}" + saving.previous_session(kept))
 
 
 def _system(chat, rest) -> None:
@@ -147,7 +160,11 @@ def _undo(chat, rest) -> None:
 
 
 def _set(chat, rest) -> None:
-    name, _, value = rest.partition(" ")
+    words = re.fullmatch(r"(?:parameter\s+)?([^\s=]*)\s*=?\s*(.*)", rest, re.DOTALL)  # ollama's form has one word more.
+    assert words is not None
+    name, value = words.groups()
+    if name == "system":
+        raise TridecodeError("/system TEXT sets the system turn")
     if name:
         name = settings.change(chat, name, value.strip())
         chat.output.note(f"{name} is {settings.shown(chat, name)}")
@@ -226,6 +243,7 @@ GROUPS = {
         Command("/title", "[TEXT]", "set its title in the list; - for its first words", saving.title),
     ],
     "Files and clipboard": [
+        Command("/file", "FILE [MESSAGE]", "add a text file to MESSAGE, or to the next message", files.attach),
         Command("/save", "FILE", "save the conversation as JSON, to FILE.md as Markdown", saving.save),
         Command("/load", "FILE|SESSION", "continue a conversation that was saved", saving.load),
         Command("/export", "FILE.md", "write the conversation as Markdown", saving.export),

@@ -40,6 +40,7 @@ class Chat:
         used: Upper bound of the number of tokens of the conversation, or None if it is unknown.
         tries: Number of retries of the last message.
         draft: Text that /edit puts into the next prompt.
+        attached: Text of files that is sent with the next message.
         stopped_at: Time at which an answer, or the load of a model, was stopped.
     """
 
@@ -61,6 +62,7 @@ class Chat:
     used: int | None = None
     tries: int = 0
     draft: str | None = None
+    attached: str = ""
     stopped_at: float = float("-inf")
     exit_code: int = 0
 
@@ -85,12 +87,19 @@ class Chat:
             return self.command(word, "".join(rest).strip())
         if message is None:
             message = line.removeprefix("/")
+            if self.interactive and slash.COMMAND_WORDS.get(message.rstrip().lower()) == "/exit":
+                return False
             if self.interactive and (command_hint := slash.command_hint(message)):
                 self.output.note(command_hint)
                 return True
         if not message.strip():
             return True
-        return self.ask(message if self.conversation.raw else message.strip(), replaces)
+        return self.ask(self.with_files(message if self.conversation.raw else message.strip()), replaces)
+
+    def with_files(self, message: str) -> str:
+        """Return a message with the attached files, which are then no longer attached. With --raw they precede it."""
+        attached, self.attached = self.attached, ""
+        return attached + message if self.conversation.raw else message + attached
 
     def command(self, word: str, rest: str) -> bool:
         """Run a command and print its error, if any, as one line. Return False to end the chat."""
@@ -206,7 +215,7 @@ class Chat:
         Return the name of the session that contains the previous conversation, or "".
         """
         kept = self.store.name if self.store and self.store.saved else ""
-        self.conversation, self.last, self.used, self.tries = conversation, None, None, 0
+        self.conversation, self.last, self.used, self.tries, self.attached = conversation, None, None, 0, ""
         if self.store:
             self.store.begin_new()
         return kept

@@ -10,7 +10,7 @@ from ...sampling import SamplingParams
 from ...text.thinking import CLOSE, ThinkSplitter
 from ..explain import explain
 from ..signals import one_interrupt, suspendable
-from ..terminal import both, counted, speed_line
+from ..terminal import both, counted, cut_by, speed_line
 from ..waiting import Waiting
 from .conversation import Conversation
 from .display import Display, open_display
@@ -156,15 +156,13 @@ def cut_note(chat, last: OutputChunk) -> str:
         return ""
     if last.finish_reason != "length":
         return f"the server ended the answer: {last.finish_reason}"
-    more = True
-    if capacity is not None and usage and usage.prompt_tokens + usage.completion_tokens >= capacity:
-        why = f"the context of {counted(capacity, 'token')} is full"
+    by, more = cut_by(usage, limit, capacity), True
+    if by == "context":
         more = chat.overflow == "drop-oldest" and len(chat.conversation.turns) - chat.conversation.dropped > 1
-    elif limit is not None and (usage is None or usage.completion_tokens >= limit):
-        why = f"max_tokens ({limit:,}) was reached"
-    else:
-        why = "the context is full, or the server has a limit"
     continuable = chat.interactive and chat.model.continues and more
+    reasons = {"max_tokens": f"max_tokens ({limit or 0:,}) was reached"}
+    reasons["context"] = f"the context of {counted(capacity or 0, 'token')} is full"
+    why = reasons.get(by or "", "the context is full, or the server has a limit")
     return f"the answer was cut: {why}" + ("; /continue continues it" if continuable else "")
 
 

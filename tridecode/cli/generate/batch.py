@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -107,7 +107,7 @@ def read_request(index: int, key: int, text: str, args, output: Output) -> Reque
     """Return the request that a line describes. If the line is invalid, the field `error` of the request is set."""
     request, place = Request(index, key), f"line {index + 1}"
     try:
-        line = parse_object(text, place, output)
+        line = with_own_names(parse_object(text, place, output))
         # A bool is not allowed, and a fraction might be written in another form later.
         if type(line.get("id", "")) not in (str, int):
             raise PromptError(f"id must be a string or an integer, got {as_json(line['id'])}")
@@ -118,6 +118,16 @@ def read_request(index: int, key: int, text: str, args, output: Output) -> Reque
     except TridecodeError as error:
         request.error = one_line(error).removeprefix(f"{place}: ")
     return request
+
+
+def with_own_names(line: dict) -> dict:
+    """Return a line with the names of this command. A line of OpenAI's Batch API contains the request as its body."""
+    body = line.get("body")
+    if not isinstance(body, dict) or not line.keys() <= {"custom_id", "method", "url", "body"}:
+        return line
+    own = {"max_completion_tokens": "max_tokens"}
+    body = {own.get(name, name): value for name, value in body.items() if name != "model"}
+    return body | ({"id": line["custom_id"]} if "custom_id" in line else {})
 
 
 def prompt_of(line: dict, place: str, args) -> Prompt:
@@ -183,6 +193,7 @@ class Answers:
         self._params: SamplingParams
         self.loaded = False
         self.answered = self.failed = self.tokens = 0
+        self.cut: Counter[str | None] = Counter()  # Number of answers by the limit that ended them.
         self._running: deque[Request] = deque()
         self._started = time.perf_counter()
 
@@ -261,7 +272,9 @@ class Answers:
         if request.handle is not None:
             try:
                 result = request.handle.result()
-                values = report(result, self.engine)
+                max_tokens = replace(self._params, **request.fields).max_tokens
+                values = report(result, self.engine, max_tokens)
+                self.cut.update([values["cut_by"]])
                 self.tokens += result.usage.completion_tokens
                 request.error = values.get("error")
             except FAILURES as error:
@@ -278,6 +291,7 @@ class Answers:
         words += [f"{self._before:,} already answered"] if self._before else []
         left = self._left - self.answered - self.failed
         words += [f"{left:,} left"] if left else []
+        words += [f"{self.cut[by]:,} cut by {by}" for by in ("max_tokens", "context") if self.cut[by]]
         seconds = time.perf_counter() - self._started
         return ", ".join(words) + f" · {counted(self.tokens, 'token')} in {seconds:,.1f} s"
 

@@ -11,16 +11,17 @@ from ...engine import Engine, Prompt, Request
 from ...errors import GenerationError, ParameterError
 from ...results import OutputChunk, Result
 from ...sampling import STRUCTURE_CHARACTERS
-from ..explain import explain
+from ..explain import explain, option
 from ..graph_stats import show_graph_stats
 from ..inputs import clean, read_file
 from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
-from ..terminal import Output, speed_line
+from ..terminal import Output, cut_words, speed_line
 from ..waiting import Waiting
 from ..wrapping import Wrapped
 from .batch import batch
 from .prompts import encoded, read_prompt, report, reuse
+from .remote import LOCAL, generate_remotely
 
 LAST_SEED = 2**64 - 1
 MAX_STRUCTURE_BYTES = 4 * STRUCTURE_CHARACTERS  # Maximum bytes of a schema or a grammar.
@@ -35,9 +36,12 @@ def generate(args, output: Output) -> int:
     for name in ("json_schema", "grammar"):
         if (file := getattr(args, name)) is not None:
             setattr(args, name, read_file(file, output, MAX_STRUCTURE_BYTES))
+            args.origins[name] = f"{file}, which {args.origins[name]} names" if name in args.origins else file
     if args.jsonl is not None:
         return batch(args, output)
     prompt = read_prompt(args, output)
+    if args.url is not None:
+        return generate_remotely(args, prompt, output, seeded, write_text)
     # The file is opened first. So a wrong name fails before the model is loaded.
     with text_sink(args.output, output) as write:
         engine, params = load_engine(args, output)
@@ -51,12 +55,14 @@ def generate(args, output: Output) -> int:
             if args.json:
                 with waiting:
                     last = request.result()
-                write(json.dumps(report(last, engine)) + "\n")
+                write(json.dumps(report(last, engine, params.max_tokens)) + "\n")
             else:
                 shows = output.tty and args.output is None
                 last = write_text(request, Wrapped(output.console, write) if shows else write, waiting)
                 if last.finish_reason != "error":
-                    output.note(speed_line(last.usage, last.timings))
+                    output.note(
+                        speed_line(last.usage, last.timings) + cut_words(last, params.max_tokens, engine.capacity)
+                    )
             if last.finish_reason == "error":
                 failed += 1
                 if failed == args.n:
@@ -83,6 +89,10 @@ def check_options(args) -> None:
         args.refuse("--max-queue must be at least 1 for --jsonl")
     if args.system is not None and (args.raw or args.prompt_ids is not None):
         args.refuse(f"--system needs a chat; leave out {'--raw' if args.raw else '--prompt-ids'}")
+    if args.url is not None and (name := next((each for each in LOCAL if getattr(args, each)), None)):
+        args.refuse(f"{option(name)} needs an engine in this process; leave out it or --url")
+    if args.url is None and args.api_key_file is not None and "api_key_file" not in args.origins:
+        args.refuse("--api-key-file needs --url")
     source = args.messages if args.jsonl is None else args.jsonl
     if source is not None and args.output is not None and os.path.realpath(source) == os.path.realpath(args.output):
         args.refuse(f"--output would overwrite the input {source}; give it another name")

@@ -3,16 +3,15 @@
 from dataclasses import asdict
 from functools import partial
 
-from ...arguments import check_messages
 from ...engine import Engine, Prompt
 from ...errors import GenerationError, PromptError
 from ...results import Result
 from ...text.tokenizer import Tokenizer
 from ..chat import session
 from ..explain import explain
-from ..inputs import clean, parse_json, read_file, read_stdin, with_stdin
+from ..inputs import chat_of, clean, parse_json, read_file, read_stdin, with_stdin
 from ..loading import tokenizer_of
-from ..terminal import Output
+from ..terminal import Output, cut_by
 
 
 def read_prompt(args, output: Output) -> Prompt:
@@ -47,7 +46,7 @@ def read_messages(args, output: Output) -> Prompt:
         output.note(f"{path}: a saved session; its last message is answered again")
     elif isinstance(value, dict) and "messages" in value:
         value = value["messages"]
-    return with_system(check_messages(value, path), args, path)
+    return with_system(chat_of(value, path), args, path)
 
 
 def with_system(messages: list[dict], args, place: str) -> list[dict]:
@@ -74,15 +73,16 @@ def reuse(args) -> dict:
     return {"reuse_prefix": False} if args.no_reuse_prefix else {}
 
 
-def report(result: Result, engine: Engine) -> dict:
-    """Return a Result for JSON.
+def report(result: Result, engine: Engine, max_tokens: int | None) -> dict:
+    """Return a Result for JSON. `cut_by` is the limit that ended the text: max_tokens, context, or None.
 
     It is written as ASCII, so that no program reads a Unicode line separator as the end of a line.
     """
-    value = {
+    value: dict = {
         "token_ids": result.token_ids,
         "text": result.text,
         "finish_reason": result.finish_reason,
+        "cut_by": cut_by(result.usage, max_tokens, engine.capacity) if result.finish_reason == "length" else None,
         "usage": asdict(result.usage) | {"tokens_per_pass": round(result.usage.tokens_per_pass, 3)},
         "timings": asdict(result.timings),
         "seed": result.seed,

@@ -55,7 +55,8 @@ def open_results(
                 for line, index in entries(file, answered, path):
                     if index is not None:
                         write(line.decode())
-            file = files.enter_context(locked(path))  # text_sink has replaced the file.
+            close(file)  # This unlocks the file, which text_sink may have overwritten in place.
+            file = files.enter_context(locked(path))
         yield {index for index in indices if index is not None}, writer(file, path, flush=True)
 
 

@@ -1,0 +1,169 @@
+"""What new users type first, who know ollama, llama.cpp or another program: it works, or names the right command."""
+
+import re
+
+import pytest
+
+from tridecode.cli.options import CONFIGURED, Url
+from tridecode.cli.parser import make_parser
+from tridecode.cli.terminal import nearest
+from tridecode.errors import ParameterError
+
+pytestmark = pytest.mark.usefixtures("state")
+
+
+@pytest.mark.parametrize(
+    "typed, command",
+    {
+        "--prompt hi": "generate --prompt hi",
+        "--temperature 0 --prompt hi": "generate --temperature 0 --prompt hi",
+        "--verbose --prompt=hi": "--verbose generate --prompt=hi",
+        "--model a/b --port 1": "serve --model a/b --port 1",
+        "--model a/b": "chat --model a/b",
+        "--url 127.0.0.1:8123": "chat --url http://127.0.0.1:8123",
+        "run a/b": "chat --model a/b",
+        "run llama3": "chat --model llama3",
+        "run a/b Why?": "chat --model a/b Why?",
+        "run bundled Why? --seed 3": "chat --model bundled Why? --seed 3",
+        "list": "models",
+        "ls": "models",
+        "models ls": "models list",
+        "pull a/b": "models download a/b",
+        "rm a/b": "models remove a/b",
+        "show a/b": "info --model a/b",
+        "list three rivers": "chat list three rivers",
+        "run a marathon": "chat run a marathon",
+        "show me a river": "chat show me a river",
+    }.items(),
+)
+def test_guess_works(typed, command):
+    typed, meant = (vars(make_parser().parse_args(each.split())) for each in (typed, command))
+    for each in (typed, meant):
+        for name in ("refuse", "configuration", "typed"):
+            each.pop(name, None)
+    same = {"ls": "list", "pull": "download", "rm": "remove"}
+    assert typed | {"action": same.get(typed.get("action"), typed.get("action"))} == meant | {
+        "action": meant.get("action")
+    }
+
+
+@pytest.mark.parametrize(
+    "typed, named",
+    {
+        "run": "use tridecode chat --model DIR_OR_ID",
+        "pull": "use tridecode models download ID",
+        "ps": "use tridecode info",
+        "start": "use tridecode serve",
+        "generat --prompt hi": "did you mean generate?",
+        "srve --port 1": "did you mean serve?",
+        "Chat": "did you mean chat?",
+        "erve": "did you mean serve?",
+        "sesions list": "did you mean sessions?",
+        "modles": "did you mean models?",
+        "models remov a/b": "did you mean remove?",
+        "chat --prompt hi": "tridecode generate has this option",
+        "chat --port 80": "tridecode serve has this option",
+        "serve --resume": "tridecode chat has this option",
+        "chat --think of": "did you mean off?",
+        "chat --temprature 0": "did you mean --temperature?",
+        "run bundled --format json": "did you mean tridecode generate --json?",
+        "chat a/b": "did you mean --model a/b?",
+        "serve a/b": "did you mean --model a/b?",
+        "model-q4.gguf": "did you mean --model model-q4.gguf?",
+        "llama3:8b": "did you mean --model llama3:8b?",
+        "https://huggingface.co/a/b": "did you mean --model https://huggingface.co/a/b?",
+    }.items(),
+)
+def test_guess_names_the_right_command(run, typed, named):
+    code, out, err = run(*typed.split())
+    assert (code, out) == (2, "") and err.count("\n") == 1 and named in err
+
+
+def test_help_and_version_are_commands_too(run):
+    assert run("help") == run("--help") and run("version") == run("--version")
+
+
+def test_distant_words_are_not_suggested(run):
+    commands = [*make_parser()._subparsers._group_actions[0].choices, "/set", "/stats", "--stop"]
+    for word in ("zebra", "/foo", "hello", "test", "--loop", "--verbosity-level", "what"):
+        assert nearest(word, commands) is None
+    assert "did you mean" not in run("chat", "--zebra")[2] + run("sessions", "show", "zebra")[2]
+
+
+@pytest.mark.parametrize(
+    "typed, url",
+    [
+        ("127.0.0.1:8123", "http://127.0.0.1:8123"),
+        ("localhost:8123/v1/", "http://localhost:8123"),
+        ("[::1]:80", "http://[::1]:80"),
+        ("gpu-box", "http://gpu-box"),
+        (" https://a.example/v1/chat/completions ", "https://a.example"),
+        ("http://a/base/v1", "http://a/base"),
+    ],
+)
+def test_url_needs_no_scheme(typed, url):
+    assert Url().parse(typed) == url
+
+
+@pytest.mark.parametrize("typed", ["", "ftp://a", "tcp://10.0.0.1:80", "http://", ":80", "a:99999", "a?b"])
+def test_unusable_url_is_refused(typed):
+    with pytest.raises(ParameterError):
+        Url().parse(typed)
+
+
+# ---- help
+
+
+def options(text: str) -> list[str]:
+    """Return the lines of options in a help text, without descriptions."""
+    return [line.strip().split("  ")[0] for line in text.splitlines() if re.match(r"  -", line)]
+
+
+@pytest.mark.parametrize("command", CONFIGURED)
+def test_help_shows_common_options_on_one_line_each(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(command, "--help")
+    usage, *rest = out.splitlines()
+    assert code == 0 and usage.startswith(f"usage: tridecode {command} [OPTIONS]") and rest[0] == ""
+    lines = [line for line in rest if line.startswith("  ") and not line.startswith(("  Defaults ", "  At most "))]
+    for line in lines:
+        assert re.match(r"  (-\S|QUESTION).*?  \S", line) and len(line) <= 80, "an option takes several lines"
+    assert "--help-all" in out and not {"--graph", "--kv-offload", "--chunk-tokens"} & set(out.split())
+
+
+@pytest.mark.parametrize("command", CONFIGURED)
+def test_help_all_shows_all_options_and_those_of_the_engine_last(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "200")
+    short, full = (options(run(command, f"--{name}")[1]) for name in ("help", "help-all"))
+    assert full[: len(short)] == short and len(full) > len(short) + 10
+    actions = make_parser()._subparsers._group_actions[0].choices[command]._actions
+    known = {name for action in actions for name in action.option_strings}  # without synonyms of other programs
+    shown = {name for line in full for name in re.findall(r"-[-a-z]+", line.split(" {")[0])}
+    assert {name for name in known if name != "--verbose"} <= shown
+
+
+@pytest.mark.parametrize("typed", ["doctor", "info", "sessions rm", "sessions delete", "models pull", "bench decode"])
+def test_help_and_errors_of_an_alias_show_its_own_name(run, typed):
+    assert run(*typed.split(), "--help")[1].startswith(f"usage: tridecode {typed} ")
+    assert f"(see tridecode {typed} --help)" in run(*typed.split(), "a", "b", "--nonsense")[2]
+
+
+# ---- files of options
+
+
+@pytest.mark.parametrize(
+    "option, text, why",
+    [
+        ("--json-schema", '{"a": ', "must be plain JSON"),
+        ("--json-schema", "[1]", "must be a JSON object"),
+        ("--json-schema", "", "must be plain JSON"),
+        ("--grammar", "start: (", ""),
+        ("--grammar", "", "must be a non-empty string"),
+    ],
+)
+def test_error_in_a_file_names_the_file(run, tmp_path, option, text, why):
+    file = tmp_path / "the file"
+    file.write_text(text)
+    code, out, err = run("generate", "hi", option, file)
+    assert (code, out) == (1, "") and err.startswith(f"tridecode: error: {option}") and why in err
+    assert err.endswith(f"({option} is set by {file})\n") and err.count("\n") == 1

@@ -1,0 +1,83 @@
+"""Tests of the command models, which lists, downloads and removes models of the Hugging Face cache."""
+
+import json
+import shutil
+
+import pytest
+
+from tridecode.cli import models
+from tridecode.errors import CheckpointError
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch, tiny):
+    """A cache with a model, a GGUF file, a data set and an incomplete download; returns its directory."""
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(hub))
+
+    def add(folder, *files, commit="0" * 40):
+        snapshot = hub / folder / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (hub / folder / "refs").mkdir()
+        (hub / folder / "refs" / "main").write_text(commit)
+        for source in files:
+            shutil.copy(source, snapshot)
+
+    (tmp_path / "q4.gguf").write_bytes(b"GGUF" * 100)
+    add("models--Org--Tiny", *(file for file in tiny.iterdir()))
+    add("models--org--quantized", tmp_path / "q4.gguf", commit="1" * 40)
+    add("models--org--half", tiny / "config.json", commit="2" * 40)
+    add("datasets--org--texts", tmp_path / "q4.gguf", commit="3" * 40)
+    return hub
+
+
+def rows(run, *argv):
+    code, out, err = run("models", *argv)
+    assert code == 0
+    return {line.split()[0]: line for line in out.splitlines()}, err
+
+
+def test_list_shows_size_and_kind(run, cache):
+    shown, err = rows(run)
+    assert [*shown] == ["bundled", "org/half", "org/quantized", "org/texts", "Org/Tiny"] and str(cache) in err
+    assert shown["bundled"].endswith("qwen3, bfloat16, part of the program") and " MB " in shown["bundled"]
+    assert " MB  qwen3" in shown["Org/Tiny"] and "no complete" not in shown["Org/Tiny"]
+    assert "400 bytes  GGUF, no complete weights that this program reads" in shown["org/quantized"]
+    assert "no complete weights" in shown["org/half"] and shown["org/texts"].endswith("dataset, not a model")
+    assert rows(run, "list") == (shown, err)
+    assert run("models", "--names")[:2] == run("models", "list", "--names")[:2] == (0, "bundled\nOrg/Tiny\n")
+    found = [json.loads(line) for line in run("models", "--json")[1].splitlines()]
+    assert [each["name"] for each in found if each["usable"]] == ["bundled", "Org/Tiny"]
+    assert found[2]["bytes"] == 400 and found[2]["path"].endswith("1" * 40)
+
+
+def test_empty_cache_lists_the_bundled_model(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "none"))
+    assert [*rows(run)[0]] == ["bundled"]
+    assert run("models", "remove", "a/b")[0] == 1
+
+
+def test_remove_is_all_or_none(run, cache):
+    code, _, err = run("models", "remove", "org/half", "org/haf")
+    assert code == 1 and "org/haf: there is no such model" in err and "did you mean org/half?" in err
+    assert "org/half" in rows(run)[0] and "cannot be removed" in run("models", "remove", "bundled")[2]
+    code, out, err = run("models", "rm", "org/half", "Org/Tiny")
+    assert (code, out) == (0, "") and err.startswith("removed 2 models, ")
+    assert [*rows(run)[0]] == ["bundled", "org/quantized", "org/texts"]
+    assert not (cache / "models--Org--Tiny").exists()
+
+
+def test_download_resolves_each_name(run, monkeypatch, tmp_path):
+    def resolve(name):
+        if name == "a/c":
+            raise CheckpointError("a/c: no network")
+        return tmp_path / name
+
+    monkeypatch.setattr(models, "resolve_model", resolve)
+    assert run("models", "download", "a/b") == (0, "", f"a/b is in {tmp_path}/a/b\n")
+    assert run("models", "pull", "a/b", "a/c")[::2] == (
+        1,
+        f"a/b is in {tmp_path}/a/b\ntridecode: error: a/c: no network\n",
+    )

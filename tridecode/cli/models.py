@@ -1,0 +1,134 @@
+"""`tridecode models`: list, download and remove the models of the Hugging Face cache."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from ..checkpoint.hub import BUNDLED, cached_models, resolve_model
+from ..errors import CheckpointError
+from ..models.reader import read_json
+from .chat.sessions import fitted
+from .terminal import Output, counted, did_you_mean
+
+LONGEST = 60  # Columns for names. A longer name shifts the rest of its line.
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A repository in the cache, or the bundled model.
+
+    Attributes:
+        name: The value of --model that selects it.
+        bytes: Its size on the disk.
+        kind: Its model_type and its weights, or the reason why this program cannot run it.
+        usable: Whether --model accepts it.
+    """
+
+    name: str
+    bytes: int
+    kind: str
+    usable: bool
+    path: str
+
+
+def run(args, output: Output) -> int:
+    """Run `tridecode models`. Return the exit code."""
+    if args.action in ("download", "pull"):
+        for name in args.names:
+            output.note(f"{name} is in {resolve_model(name)}")
+    elif args.action in ("remove", "rm", "delete"):
+        remove(args.names, output)
+    else:
+        show(args, output)
+    return 0
+
+
+def show(args, output: Output) -> None:
+    """Print the models as names, JSON lines or a table."""
+    models = [bundled(), *cached()]
+    if args.names:
+        lines = [each.name for each in models if each.usable]
+    elif args.json:
+        lines = [json.dumps(asdict(each)) for each in models]
+    else:
+        longest = min(max(len(each.name) for each in models), LONGEST)
+        width = output.console.width if output.tty else None
+        lines = [fitted(f"{each.name:<{longest}}  {decimal(each.bytes):>9}  {each.kind}", width) for each in models]
+    output.text("".join(f"{line}\n" for line in lines))
+    if not (args.names or args.json):
+        output.note(f"--model NAME selects one; the cache is {cache_directory()}")
+
+
+def bundled() -> Cached:
+    """Return the model in the package."""
+    size = sum(file.stat().st_size for file in BUNDLED.iterdir() if file.is_file())
+    return Cached(BUNDLED.name, size, f"{described(BUNDLED)}, part of the program", True, str(BUNDLED))
+
+
+def cached() -> list[Cached]:
+    """Return the repositories of the cache by name."""
+    usable, listed, info = cached_models(), [], scan()
+    for repo in info.repos if info else ():
+        if not repo.revisions:
+            continue
+        path = newest(repo)
+        kind = described(path) if repo.repo_type == "model" else f"{repo.repo_type}, not a model"
+        works = repo.repo_type == "model" and repo.repo_id in usable
+        if repo.repo_type == "model" and not works:
+            kind += ", no complete weights that this program reads"
+        listed.append(Cached(repo.repo_id, repo.size_on_disk, kind, works, str(path)))
+    return sorted(listed, key=lambda each: each.name.lower())
+
+
+def described(path: Path) -> str:
+    """Return the kind of the model in a directory, such as "qwen3, bfloat16"."""
+    try:
+        config = read_json(path / "config.json")
+    except (CheckpointError, OSError):
+        return "GGUF" if any(path.rglob("*.gguf")) else "no config.json"
+    quantization = config.get("quantization_config")
+    text = config.get("text_config")
+    dtypes = [each.get(name) for each in (config, text) if isinstance(each, dict) for name in ("dtype", "torch_dtype")]
+    weights = quantization.get("quant_method") if isinstance(quantization, dict) else next(filter(None, dtypes), None)
+    return ", ".join(str(word)[:40] for word in (config.get("model_type"), weights) if word) or "unknown kind"
+
+
+def remove(names: list[str], output: Output) -> None:
+    """Remove models from the cache, or none of them if one does not exist. Raises CheckpointError."""
+    info = scan()
+    known = {repo.repo_id for repo in info.repos} if info else set()
+    for name in names:
+        if name == BUNDLED.name:
+            raise CheckpointError("bundled is a part of the program and cannot be removed")
+        if name not in known:
+            fix = did_you_mean(name, known) or "tridecode models lists the cache"
+            raise CheckpointError(f"{name}: there is no such model in {cache_directory()}; {fix}")
+    hashes = [each.commit_hash for repo in info.repos if repo.repo_id in names for each in repo.revisions]
+    strategy = info.delete_revisions(*hashes)
+    strategy.execute()
+    output.note(f"removed {counted(len(set(names)), 'model')}, {strategy.expected_freed_size_str}B")
+
+
+def scan() -> Any:
+    """Return huggingface_hub's description of the cache; None if there is no cache."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return scan_cache_dir()
+    except CacheNotFound:
+        return None
+
+
+def newest(repo: Any) -> Path:
+    """Return the directory of a repository's revision that changed last."""
+    return max(repo.revisions, key=lambda revision: revision.last_modified).snapshot_path
+
+
+def cache_directory() -> str:
+    """Return the directory of the Hugging Face cache."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE
