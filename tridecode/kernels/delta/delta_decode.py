@@ -331,10 +331,11 @@ def _delta_decode_kernel(
             tl.store(out_ptr + (row + query) * stride_om + head * V + offs_v, o.to(out_ptr.dtype.element_ty))
 
 
-def _warp_tile(heads: DeltaHeads, num_warps: int) -> tuple[int, int]:
-    """Return K_LOW and V_LOW. The warps share the columns, and each thread of a warp has four columns."""
-    v_low = min(max(heads.value_dim // num_warps, 4), 128)
-    return min(max(32 * 4 // v_low, 1), heads.key_dim), v_low
+def _warp_tile(heads: DeltaHeads, num_warps: int, state: torch.Tensor) -> tuple[int, int]:
+    """Return K_LOW and V_LOW. The warps share the columns, and each thread of a warp has 16 bytes of a row."""
+    columns = 16 // state.element_size()
+    v_low = min(max(heads.value_dim // num_warps, columns), 128)
+    return min(max(32 * columns // v_low, 1), heads.key_dim), v_low
 
 
 def delta_decode(
@@ -376,7 +377,7 @@ def delta_decode(
         heads.value,
         heads.key_dim,
         heads.value_dim,
-        *_warp_tile(heads, config.num_warps),
+        *_warp_tile(heads, config.num_warps, records.state),
         weights.width,
         hidden,
         max(min(next_power_of_2(hidden), BLOCK_X), heads.key_dim),
