@@ -1,7 +1,7 @@
 """Time of the ops of hybrid models: gated delta net layers, and attention of prompts with heads of 256. GPU only.
 
     python -m benchmarks.delta
-    python -m benchmarks.delta decode --requests 1,8 --config num_warps=4 --config num_warps=8,registers=128
+    python -m benchmarks.delta decode --requests 1,8 --config num_warps=4 --config num_warps=8,batch=1
     python -m benchmarks.delta prompt attention --tokens 2048 --output rows.json
 
 decode: delta_decode, in a chain of dependent launches as in a decode pass. Each pass continues the texts of the pass
@@ -306,7 +306,7 @@ def changes_of(text: str) -> dict[str, int]:
     try:
         return {name: int(value) for name, value in (part.split("=") for part in text.split(","))}
     except ValueError:
-        expected = "fields of a launch config, such as num_warps=4,registers=128"
+        expected = "fields of a launch config, such as num_warps=4,batch=1"
         raise argparse.ArgumentTypeError(f"{text}: expected {expected}") from None
 
 

@@ -68,11 +68,12 @@ def errors(logits, exact, median=False):
     return kl.mean().item(), relative_rms(logits, exact)
 
 
-def check_contract(path, rows=(1,), median=False):
+def check_contract(path, rows=(1,), median=False, **options):
     """For each number in `rows`, score as many texts in one pass, and check the first, the middle and the last text.
 
     median: see `errors`. A gated delta net normalizes the output of each head. If this output is almost 0, one rounding
         changes the whole distribution. With the small heads of tiny models, a few such tokens dominate the mean.
+    options: fields of EngineOptions.
     """
     generator = torch.Generator().manual_seed(6)
     texts = [torch.randint(0, 380, (TOKENS,), generator=generator).tolist() for _ in range(max(rows))]
@@ -81,7 +82,7 @@ def check_contract(path, rows=(1,), median=False):
     bf16 = transformers_logits(path, [texts[i] for i in checked], torch.bfloat16)
     bounds = {i: errors(logits, exact[i], median) for i, logits in zip(checked, bf16)}
     for n in rows:
-        for i, logits in scores(path, texts[:n]).items():
+        for i, logits in scores(path, texts[:n], **options).items():
             kl, rms = errors(logits, exact[i], median)
             bf16_kl, bf16_rms = bounds[i]
             assert kl <= bf16_kl, f"text {i} of {n}: KL divergence {kl:.2e}, but transformers in bf16 has {bf16_kl:.2e}"
@@ -91,15 +92,15 @@ def check_contract(path, rows=(1,), median=False):
             assert CUDA or rms <= 1e-5, f"text {i} of {n}: relative RMS error {rms:.2e} in fp32, tolerance 1e-5"
 
 
-def scores(path, texts):
+def scores(path, texts, **options):
     """Score all texts in one pass. Return the logits of the first, the middle and the last text by index."""
     n = len(texts)
     if n == 1:
-        with Engine.load(path, device=str(DEVICE)) as engine:
+        with Engine.load(path, device=str(DEVICE), **options) as engine:
             logits = engine.score(texts[0])
             assert logits.dtype == torch.float32 and logits.shape == (TOKENS, engine.config.vocab_size)
         return {0: logits}
-    with Engine.load(path, device=str(DEVICE), slots=n, max_seq_len=2 * TOKENS) as engine:
+    with Engine.load(path, device=str(DEVICE), slots=n, max_seq_len=2 * TOKENS, **options) as engine:
         shape = TOKENS, engine.config.vocab_size
         requests = [scoring(packed(ids), 0.0, logits=torch.empty(shape, device=DEVICE)) for ids in texts]
         # The test submits all requests before the first pass.
@@ -119,6 +120,13 @@ def test_scores_are_no_worse_than_transformers_bf16(tiny, family):
 def test_scores_are_no_worse_than_transformers_bf16_at_real_widths(name, tmp_path):
     family, widths = REAL_WIDTHS[name]
     check_contract(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths), rows=(1, 8, 64))
+
+
+@pytest.mark.skipif(not CUDA, reason="the bound is the error of bf16, which runs on a GPU only")
+def test_scores_with_fp16_state_are_no_worse_than_transformers_bf16(tmp_path):
+    family, widths = REAL_WIDTHS["qwen3.5-4b"]
+    path = write_tiny(tmp_path / family, family, dtype=torch.bfloat16, **widths)
+    check_contract(path, rows=(1, 8, 64), state_dtype="float16")
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "bundled"])

@@ -6,10 +6,12 @@ import pytest
 import torch
 from block_check import REFERENCES, reference_logits
 from hybrid import GREEDY, REPEATING, SPEC, hybrid_engine, hybrid_weights, prompt_of
-from models import CUDA, interpreter_configs
+from models import CUDA, interpreter_configs, planned
 from util import relative_rms
 
 from tridecode.cli.bench.passes import enqueue, rewind
+from tridecode.errors import ParameterError
+from tridecode.models.presets import PRESETS
 
 PROMPTS = [prompt_of(seed, count) for seed, count in ((0, 5), (1, 70), (2, 130), (3, 64))]
 
@@ -91,6 +93,28 @@ def test_drafts_are_accepted_and_do_not_change_the_text():
 
         assert list(again.token_ids) == list(expected.token_ids[:3])
     assert accepted > 30, "too few drafts were accepted"
+
+
+def test_fp16_state_gives_the_same_text_in_every_form_of_pass():
+    """The state is rounded after each row and each block, so every form of pass computes the same text."""
+    weights, params = hybrid_weights(REPEATING), replace(GREEDY, max_tokens=60)
+    plain = hybrid_engine(weights, state_dtype="float16")
+    assert plain.model.recurrent.layers[0].state.dtype == torch.float16
+    assert plain.plan.snapshot_bytes < hybrid_engine(weights).plan.snapshot_bytes
+    other = hybrid_engine(weights, 256, slots=3, chunk_tokens=64, speculate="ngram", state_dtype="float16")
+    other.steps.costs = {}  # with the measured costs of so small a model, a GPU may never verify drafts
+    requests = [other.submit(ids, params) for ids in PROMPTS]
+    texts = [list(request.result().token_ids) for request in requests]
+    assert texts == [list(plain.generate(ids, params).token_ids) for ids in PROMPTS]
+    assert sum(request.result().usage.accepted for request in requests) > 0
+    again = [list(other.generate(ids, params).token_ids) for ids in PROMPTS]  # from snapshots
+    assert again == texts
+
+
+def test_fp16_state_is_refused_without_recurrent_state():
+    with pytest.raises(ParameterError) as caught:
+        planned(PRESETS["qwen3-0.6b"], state_dtype="float16")
+    assert caught.value.argument == "state_dtype" and caught.value.code == "conflict"
 
 
 def test_batch_invariant_logprobs_are_equal_alone_and_among_others():

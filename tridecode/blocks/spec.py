@@ -80,6 +80,7 @@ class ModelSpec:
         checkpoint_quantization: the schemes in which the checkpoint stores its weights, from config.json, or None.
         load_quantization: the schemes in which the loader quantizes weights, from `--quantize`, or None.
         fp8_kv: K and V are stored in fp8 instead of the dtype of the weights.
+        fp16_state: matrices of recurrent state are stored in fp16 instead of fp32.
         norm_offset: number that the loader adds to the weight of the final norm.
         skipped: prefixes of tensors of the checkpoint that the model does not use.
     """
@@ -102,6 +103,7 @@ class ModelSpec:
     checkpoint_quantization: "Quantization | None" = None
     load_quantization: "Quantization | None" = None
     fp8_kv: bool = False
+    fp16_state: bool = False
     norm_offset: float = 0.0
     skipped: tuple[str, ...] = ()
 

@@ -31,11 +31,15 @@ def find_device(options: EngineOptions) -> torch.device:
 
 
 def quantized(options: EngineOptions, spec: ModelSpec) -> ModelSpec:
-    """Return the spec with the quantization that options request for weights and K/V.
+    """Return the spec with the quantization that options request for weights and K/V, and the dtype of the state.
 
     Weights are quantized while they are loaded. The LM head is quantized to fp8 by default. K/V are quantized while
     they are written. Raises ParameterError.
     """
+    if options.state_dtype == "float16":
+        if not spec.recurrent:
+            raise conflict("state_dtype", ": the model has no recurrent state; leave it out")
+        spec = replace(spec, fp16_state=True)
     if options.kv_dtype == "fp8":
         spec = replace(spec, fp8_kv=True)
     if options.quantize is None:

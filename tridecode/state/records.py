@@ -67,18 +67,18 @@ def make_records(
     """Allocate the records of `slots` slots, or return None for a model without recurrent state.
 
     Args:
-        dtype: dtype of the inputs of convolutions. Matrices are fp32.
+        dtype: dtype of the inputs of convolutions. The spec determines the dtype of matrices.
         drafts: whether passes can verify drafts.
         snapshots: number of records in addition to those of slots.
     """
     if not spec.recurrent:
         return None
-    count = OF_SLOT * slots + snapshots
+    count, matrices = OF_SLOT * slots + snapshots, torch.float16 if spec.fp16_state else torch.float32
 
     def stack(declared: Recurrent, layers: int) -> RecordLayer:
         heads = layers, count, declared.value_heads
         return RecordLayer(
-            torch.zeros(*heads, declared.key_dim, declared.value_dim, device=device),
+            torch.zeros(*heads, declared.key_dim, declared.value_dim, dtype=matrices, device=device),
             torch.zeros(layers, count, RING, declared.channels, dtype=dtype, device=device),
             torch.zeros(heads, dtype=torch.int32, device=device),
         )

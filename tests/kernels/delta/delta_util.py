@@ -64,9 +64,9 @@ def weights_of(heads: DeltaHeads, hidden: int, dtype=torch.float32) -> DeltaWeig
     )
 
 
-def records_of(heads: DeltaHeads, count: int, dtype=torch.float32) -> RecordLayer:
+def records_of(heads: DeltaHeads, count: int, dtype=torch.float32, state_dtype=torch.float32) -> RecordLayer:
     """Return records with random contents that cover no position."""
-    state = random(count, heads.value, heads.key_dim, heads.value_dim, scale=0.3, seed=6)
+    state = random(count, heads.value, heads.key_dim, heads.value_dim, scale=0.3, seed=6).to(state_dtype)
     window = random(count, RING, heads.channels, dtype=dtype, seed=7)
     return RecordLayer(state, window, torch.zeros(count, heads.value, dtype=torch.int32, device=state.device))
 
@@ -82,7 +82,7 @@ def drafts_of(heads: DeltaHeads, slots: int) -> DraftRows:
 
 def decode_args(
     positions, covered=None, *, queries=1, dtype=torch.float32, normed=True, drafts=False, sigmoid=False, counts=None,
-    **sizes,
+    state_dtype=torch.float32, **sizes,
 ) -> Args:  # fmt: skip
     """Return the arguments for requests at these positions, whose records cover `covered` positions.
 
@@ -95,7 +95,7 @@ def decode_args(
     meta[:, layout.RECORD] = requests + 1 - meta[:, layout.SLOT]
     for request, count in enumerate(counts or ()):
         meta[request * queries + count : (request + 1) * queries, layout.STATUS] = layout.WAIT
-    records = records_of(heads, requests + 2, dtype)
+    records = records_of(heads, requests + 2, dtype, state_dtype)
     for request, position in enumerate(positions if covered is None else covered):
         records.covered[requests + 1 - request] = position
     weight = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -176,7 +176,8 @@ class PromptArgs(NamedTuple):
 
 
 def prompt_args(
-    chunks, snapshots=(), *, dtype=torch.float32, sigmoid=False, full=None, records=None, source=0, target=1, **sizes
+    chunks, snapshots=(), *, dtype=torch.float32, sigmoid=False, full=None, records=None, source=0, target=1,
+    state_dtype=torch.float32, **sizes
 ) -> PromptArgs:  # fmt: skip
     """Return the tensors of a pass over these chunks. Chunk i goes from record 2 i (source) to 2 i + 1 (target).
 
@@ -208,7 +209,7 @@ def prompt_args(
         tables, qkvz, x, b, a, poisoned(rows, heads.channels, dtype=dtype), poisoned(rows, 2, heads.value),
         poisoned(rows, heads.value_size, dtype=dtype), poisoned(rows, heads.value * heads.key_dim, dtype=dtype),
         poisoned(rows, heads.value * layout.SCAN, dtype=dtype), weights,
-        records or records_of(heads, 2 * len(chunks) + 5, dtype), heads,
+        records or records_of(heads, 2 * len(chunks) + 5, dtype, state_dtype), heads,
     )  # fmt: skip
 
 

@@ -73,6 +73,18 @@ def test_scan_matches_reference(case, dtype):
     )
 
 
+@DTYPES
+def test_scan_with_fp16_state_matches_reference(dtype):
+    args = prompt_args(CHUNKS, SNAPSHOTS, dtype=dtype, state_dtype=torch.float16, **TINY)
+    DELTA_CONV.ref(*args.conv)
+    DELTA_CHUNKS.ref(*args.chunks)
+    args.u[0].zero_(), args.p[0].zero_(), args.w[0].zero_()  # a row outside all chunks
+    error = 3e-4 if dtype == torch.float32 else 3 * BF16_ROUNDING
+    tolerance = {"u": error, "records.state": error, "records.covered": 0.0}
+    changed = "u", "records.state", "records.covered"
+    check_op(DELTA_SCAN, args.scan, dict(config=CONFIG), tolerance, outputs=(), accumulates=changed)
+
+
 @SIZES
 @pytest.mark.parametrize("sigmoid", [False, True], ids=["swish", "sigmoid"])
 def test_gated_norm_matches_reference(case, sigmoid):
@@ -103,21 +115,22 @@ def test_prompt_agrees_with_transformers(function, launched):
 
 
 @pytest.mark.parametrize("launched", [True, False], ids=["launch", "reference"])
-def test_prompt_cut_at_any_position_gives_the_same_state(launched):
+@pytest.mark.parametrize("state_dtype, error", [(torch.float32, 1e-5), (torch.float16, 1e-3)], ids=["fp32", "fp16"])
+def test_prompt_cut_at_any_position_gives_the_same_state(launched, state_dtype, error):
     """The first part goes from record 0 to 1, the second from 1 to 2.
 
     After cuts at multiples of 64 the kernels compute the same bits.
     """
     tokens, config = 131, CONFIG if launched else None
-    full = prompt_args((Chunk(0, 0, tokens, 0),), **TINY)
+    full = prompt_args((Chunk(0, 0, tokens, 0),), state_dtype=state_dtype, **TINY)
     expected = read_prompt(full, config)
     for cut in range(1, tokens) if CUDA or not launched else (1, 2, 3, 17, 63, 64, 65, 126, 128, 130):
-        args = prompt_args((Chunk(0, 0, cut, 0),), full=full)
+        args = prompt_args((Chunk(0, 0, cut, 0),), full=full, state_dtype=state_dtype)
         first = read_prompt(args, config)
         args = prompt_args((Chunk(0, 0, tokens - cut, cut),), full=full, records=args.records, source=1, target=2)
         second = read_prompt(args, config)
-        assert_close(torch.cat([first, second]), expected, 1e-5, f"outputs, cut at {cut}")
-        assert_close(args.records.state[2], full.records.state[1], 1e-5, f"state, cut at {cut}")
+        assert_close(torch.cat([first, second]), expected, error, f"outputs, cut at {cut}")
+        assert_close(args.records.state[2], full.records.state[1], error, f"state, cut at {cut}")
         for at in range(tokens - full.weights.width, tokens):
             assert torch.equal(args.records.window[2, at % 16], full.qkvz[at, : full.heads.channels])
         if launched and cut % 64 == 0:

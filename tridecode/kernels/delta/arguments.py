@@ -62,7 +62,7 @@ class DeltaWeights(NamedTuple):
 class RecordLayer(NamedTuple):
     """The records of one layer. The first dimension of each tensor is the number of the record."""
 
-    state: torch.Tensor  # fp32 [number of records, value heads, key_dim, value_dim]
+    state: torch.Tensor  # fp32 or fp16 [number of records, value heads, key_dim, value_dim]
     # [number of records, RING, channels]: the inputs of the convolution. The input of position p is at index p % RING.
     window: torch.Tensor
     covered: torch.Tensor  # int32 [number of records, value heads]: number of positions that a head's state contains

@@ -26,7 +26,7 @@ from ..linear.epilogue import load_partials, norm_scale
 from ..linear.project import Normed
 from ..op import Op
 from .arguments import RING, DeltaHeads, DeltaWeights, DraftRows, RecordLayer
-from .gates import L2_EPS, gated_norm, l2_norm, log_decay, norm_and_gate, rates, silu, split_heads
+from .gates import L2_EPS, gated_norm, l2_norm, log_decay, norm_and_gate, rates, rounded, rounded_ref, silu, split_heads
 
 BLOCK_X = 1024  # columns of the hidden state that are multiplied at once
 POSITIONS = tl.constexpr(RING)
@@ -39,7 +39,6 @@ class DeltaConfig:
     queries: int = 1  # rows of each request
     num_warps: int = 4
     batch: int = 4  # rows of a request that are loaded together, a divisor of queries
-    registers: int = 0  # maximum number of registers of a thread; 0: no limit
 
 
 @triton.jit
@@ -141,10 +140,10 @@ def _pick(rows, number, BATCH: tl.constexpr):
 
 
 @triton.jit
-def _advance(state, decay, k, u):
+def _advance(state, decay, k, u, state_ptr):
     """Return the state after an update. With fma in the source, every copy of the code rounds in the same way."""
     k, u = tl.broadcast(k[:, None, :, None], u[None, :, None, :])
-    return tl.fma(k, u, state * decay)
+    return rounded(tl.fma(k, u, state * decay), state_ptr)
 
 
 @triton.jit
@@ -182,7 +181,7 @@ def _delta_decode_kernel(
     flight before `gdc_wait`, because only earlier passes wrote it. It first replays the updates by accepted drafts:
     those between the positions that the state covers and the position of the request. If the state covers the request's
     position already, because the pass is a repetition, it is only read, with the same bits as the first time. The
-    updates by drafts are stored, but the state that they lead to is not. Moves 8 * K * V bytes a head.
+    updates by drafts are stored, but the state that they lead to is not. Reads and writes the matrix once.
 
     Args:
         meta_ptr: [requests * QUERIES, META_WIDTH] int32. The active rows of a request come first.
@@ -193,7 +192,7 @@ def _delta_decode_kernel(
         conv_ptr: [WIDTH, C], the transposed weight.
         b_ptr, a_ptr: [VALUE_HEADS, HIDDEN].
         a_log_ptr, dt_bias_ptr: [VALUE_HEADS] fp32. norm_ptr: [V] fp32.
-        state_ptr: [records, VALUE_HEADS, K, V] fp32 (in and out).
+        state_ptr: [records, VALUE_HEADS, K, V] fp32 or fp16 (in and out).
         window_ptr: [records, RING, C] (in and out).
         covered_ptr: [records, VALUE_HEADS] int32 (in and out).
         draft_k_ptr: [slots, RING, KEY_HEADS, K] fp32 (in and out), if DRAFTS.
@@ -223,7 +222,7 @@ def _delta_decode_kernel(
     offs_v = tl.arange(0, V_HIGH)[:, None] * V_LOW + tl.arange(0, V_LOW)[None, :]
     state_offs = offs_k[:, None, :, None] * V + offs_v[None, :, None, :]
     state_ptrs = state_ptr + (record * VALUE_HEADS + head) * (K * V) + state_offs
-    state = tl.load(state_ptrs, mask=state_offs * 0 < position, other=0.0)  # it is empty at position 0
+    state = tl.load(state_ptrs, mask=state_offs * 0 < position, other=0.0).to(tl.float32)  # empty at position 0
     covered_ptr += record * VALUE_HEADS + head
     covered = tl.load(covered_ptr)
     key_head = head // GROUP
@@ -296,7 +295,7 @@ def _delta_decode_kernel(
                     old_k = tl.load(draft_k_ptr + entry * (KEY_HEADS * K) + offs_k)
                     old_u = tl.load(draft_u_ptr + entry * (VALUE_HEADS * V) + offs_v)
                     old_decay = tl.exp(tl.load(draft_g_ptr + entry * VALUE_HEADS))
-                    state = _advance(state, old_decay, old_k, old_u)
+                    state = _advance(state, old_decay, old_k, old_u, state_ptr)
         for number in range(1 if QUERIES == 1 else tl.minimum(count - first, BATCH)):
             query = first + number
             own_q, own_k, own_v = _pick(q, number, BATCH), _pick(k, number, BATCH), _pick(v, number, BATCH)
@@ -316,9 +315,9 @@ def _delta_decode_kernel(
             repeated = (query == 0) & (covered > position) & (position > 0)
             decay = tl.where(repeated, 1.0, tl.exp(g))
             u = tl.where(repeated, 0.0, beta * (own_v - _read(state, own_k) * decay))
-            state = _advance(state, decay, own_k, u)
+            state = _advance(state, decay, own_k, u, state_ptr)
             if query == 0:
-                tl.store(state_ptrs, state, mask=(state_offs >= 0) & (not repeated))
+                tl.store(state_ptrs, state.to(state_ptr.dtype.element_ty), mask=(state_offs >= 0) & (not repeated))
                 tl.store(covered_ptr, position + 1, mask=not repeated)
             if QUERIES > 1:
                 if query > 0:
@@ -332,10 +331,11 @@ def _delta_decode_kernel(
             tl.store(out_ptr + (row + query) * stride_om + head * V + offs_v, o.to(out_ptr.dtype.element_ty))
 
 
-def _warp_tile(heads: DeltaHeads, num_warps: int) -> tuple[int, int]:
-    """Return K_LOW and V_LOW. The warps share the columns, and each thread of a warp has four columns."""
-    v_low = min(max(heads.value_dim // num_warps, 4), 128)
-    return min(max(32 * 4 // v_low, 1), heads.key_dim), v_low
+def _warp_tile(heads: DeltaHeads, num_warps: int, state: torch.Tensor) -> tuple[int, int]:
+    """Return K_LOW and V_LOW. The warps share the columns, and each thread of a warp has 16 bytes of a row."""
+    columns = 16 // state.element_size()
+    v_low = min(max(heads.value_dim // num_warps, columns), 128)
+    return min(max(32 * columns // v_low, 1), heads.key_dim), v_low
 
 
 def delta_decode(
@@ -377,7 +377,7 @@ def delta_decode(
         heads.value,
         heads.key_dim,
         heads.value_dim,
-        *_warp_tile(heads, config.num_warps),
+        *_warp_tile(heads, config.num_warps, records.state),
         weights.width,
         hidden,
         max(min(next_power_of_2(hidden), BLOCK_X), heads.key_dim),
@@ -388,7 +388,7 @@ def delta_decode(
         drafts is not None,
         heads.sigmoid,
         pdl,
-        **options(config.num_warps, pdl, config.registers),
+        **options(config.num_warps, pdl),
     )
 
 
@@ -415,7 +415,8 @@ def delta_decode_ref(
         if drafted or position == 0 or int(records.covered[record, 0]) <= position:
             decay = g.exp()[:, None]
             u = beta[:, None] * (v - torch.einsum("hkv,hk->hv", state, k) * decay)
-            state = states[record] = state * decay[:, None] + k[:, :, None] * u[:, None]
+            advanced = state * decay[:, None] + k[:, :, None] * u[:, None]
+            state = states[record] = rounded_ref(advanced, records.state.dtype)
             if drafted:
                 assert drafts is not None, "drafts is None, but requests have several rows"
                 drafts.k[slot, position % RING], drafts.u[slot, position % RING] = k[:: heads.group], u
@@ -438,7 +439,7 @@ def replayed(
         for at in range(int(records.covered[record, 0]), position):
             k, u, g = (part[slot, at % RING] for part in drafts)
             k = k.repeat_interleave(heads.group, 0)
-            state = state * g.exp()[:, None, None] + k[:, :, None] * u[:, None]
+            state = rounded_ref(state * g.exp()[:, None, None] + k[:, :, None] * u[:, None], records.state.dtype)
     return state
 
 

@@ -9,6 +9,7 @@ from ..common import interpreted, options
 from ..op import Op
 from .arguments import DeltaHeads, RecordLayer
 from .delta_chunks import BLOCK, DeltaChunksConfig, block_of, block_rows, decays, dot, load_tile, store_tile
+from .gates import rounded, rounded_ref
 from .prompt_tables import (
     RECORD_SOURCE,
     RECORD_TARGET,
@@ -67,7 +68,7 @@ def _delta_scan_kernel(
         rates_ptr: [rows, 2, VALUE_HEADS] fp32.
         u_ptr: [rows, VALUE_HEADS * V], u of delta_chunks (input) and the outputs o (output).
         w_ptr, p_ptr: see _delta_chunks_kernel.
-        state_ptr: [records, VALUE_HEADS, K, V] fp32 (in and out).
+        state_ptr: [records, VALUE_HEADS, K, V] fp32 or fp16 (in and out).
         covered_ptr: [records, VALUE_HEADS] int32 (output).
     """
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
@@ -99,7 +100,7 @@ def _delta_scan_kernel(
             o += dot(u.to(p.dtype), tl.trans(p), PRECISE, INTERPRETED)
             store_tile(u_ptr, rows, inside, head * V + first_v, tl.trans(o), VALUE_HEADS * V, BLOCK_V)
             u = (u * tl.exp(last - total)[None, :]).to(k.dtype)
-            state = state * tl.exp(last) + dot(u, k, PRECISE, INTERPRETED)
+            state = rounded(state * tl.exp(last) + dot(u, k, PRECISE, INTERPRETED), state_ptr)
             position = (block + 1) * BLOCK
             if position <= end:
                 record = snapshot_record(snapshots_ptr, slot, position).to(tl.int64)
@@ -159,7 +160,7 @@ def delta_scan_ref(tables: PromptTables, mixed, rates, u, w, p, records: RecordL
             out = (q @ state) * factor.exp() * heads.key_dim**-0.5 + inner @ new
             u[rows] = out.transpose(0, 1).flatten(1).to(u.dtype)
             last = factor[:, -1:]
-            state = state * last.exp() + k.mT @ (new * (last - factor).exp())
+            state = rounded_ref(state * last.exp() + k.mT @ (new * (last - factor).exp()), records.state.dtype)
             if end in kept:
                 records.state[kept[end]], records.covered[kept[end]] = state.to(records.state.dtype), end
         records.state[read.target], records.covered[read.target] = state.to(records.state.dtype), read.chunk.end

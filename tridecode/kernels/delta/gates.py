@@ -7,6 +7,7 @@ import triton.language as tl
 from .arguments import DeltaHeads, DeltaWeights
 
 L2_EPS = tl.constexpr(1e-6)  # epsilon of the l2 norm of q and k; transformers fixes it too
+MAX_FP16 = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -41,6 +42,24 @@ def norm_and_gate(o, squares, z, norm, eps, V: tl.constexpr, SIGMOID: tl.constex
     if not SIGMOID:
         gate = z * gate
     return o * tl.rsqrt(squares / V + eps) * norm * gate
+
+
+@triton.jit
+def rounded(state, state_ptr):
+    """Round a state to the dtype of the records. Then it has the same bits as a state that a later pass loads.
+
+    Values that exceed the range of fp16 become the largest value.
+    """
+    if state_ptr.dtype.element_ty == tl.float16:
+        state = tl.clamp(state, -MAX_FP16, MAX_FP16).to(tl.float16).to(tl.float32)
+    return state
+
+
+def rounded_ref(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Compute `rounded` in torch."""
+    if dtype == torch.float16:
+        state = state.clamp(-MAX_FP16.value, MAX_FP16.value).to(dtype).float()
+    return state
 
 
 def rates(b: torch.Tensor, a: torch.Tensor, weights: DeltaWeights) -> tuple[torch.Tensor, torch.Tensor]:
