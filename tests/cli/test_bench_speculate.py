@@ -57,11 +57,11 @@ def test_timed_passes_verify_the_named_number_of_rows(bench):
 
 
 def test_texts_only_needs_no_gpu_and_no_engine(bench):
-    code, out, _ = bench("speculate", "--texts-only", "--speculate-ngram", "5:3", "--format", "json")
+    code, out, _ = bench("speculate", "--texts-only", "--speculate-ngram", "5,3", "--format", "json")
     rows = json.loads(out)
     assert code == 0 and not bench.made and [row["variant"] for row in rows] == ["twice", "once"]
     assert not any("speed_up" in row or "gpu" in row for row in rows)
-    assert rows[0]["command"] == "python cli.py bench speculate --speculate-ngram 5:3 --texts-only"
+    assert rows[0]["command"] == "python cli.py bench speculate --speculate-ngram 5,3 --texts-only"
 
 
 def test_without_texts_only_options_have_their_defaults():

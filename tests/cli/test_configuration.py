@@ -152,7 +152,7 @@ def test_misspelled_variable_is_ignored_with_a_suggestion(config, run):
 
 
 @pytest.mark.parametrize("name, value", [("PORT", "http://a"), ("PORT", "tcp"), ("URL", "tcp://10.0.0.1:8000")])
-def test_variable_that_is_no_service_link_must_be_valid(config, run, name, value):
+def test_variable_that_is_not_a_service_link_must_be_valid(config, run, name, value):
     config("", **{name: value})
     assert refused(run, "config").startswith(f"TRIDECODE_{name}: expected ")
 

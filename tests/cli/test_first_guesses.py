@@ -1,4 +1,4 @@
-"""What new users type first, who know ollama, llama.cpp or another program: it works, or names the right command."""
+"""Commands that users of ollama and llama.cpp type first. Each works or names the right command."""
 
 import re
 

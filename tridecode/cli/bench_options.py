@@ -135,8 +135,9 @@ BENCH_OPTIONS = (
         exclusive="model"),
     _option("runs", 7, COUNT, RUNS, "speculate"),
     *(_shared(name, *ENGINES) for name in ("quantize", "quantize_head")),
-    _shared("kv_dtype", "decode", "batch", "prefill", "stream", "profile"),  # Drafts need 16-bit K/V.
-    *(_shared(name, "serve", group=MIX) for name in ("quantize", "quantize_head", "kv_dtype")),
+    # Drafts need 16-bit K/V, so `speculate` has no such options.
+    *(_shared(name, "decode", "batch", "prefill", "stream", "profile") for name in ("kv_dtype", "state_dtype")),
+    *(_shared(name, "serve", group=MIX) for name in ("quantize", "quantize_head", "kv_dtype", "state_dtype")),
     # The work.
     _option("rows", None, Several(ROWS), "numbers of requests; the table has a line for each", "batch",
         default_text="1,2,4,...,64"),

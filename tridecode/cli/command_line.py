@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
 from itertools import product, takewhile
-from textwrap import fill
+from textwrap import wrap
 
 from ..arguments import listed
 from ..checkpoint.hub import BUNDLED
@@ -21,7 +21,7 @@ from .options import GROUPS, HEADINGS, SAMPLING, Option, add_options, options_fo
 from .terminal import Output, nearest
 from .wrapping import WHOLE, HelpFormatter
 
-FOREIGN_OPTIONS = {"--format": "tridecode generate --json"}  # Options of ollama, and what replaces them.
+FOREIGN_OPTIONS = {"--format": "tridecode generate --json"}  # Options of ollama, and their replacements.
 BRIEF = 48  # Maximum columns of a short description, so that an option takes one line of 80 columns.
 
 
@@ -109,7 +109,8 @@ class Parser(argparse.ArgumentParser):
         formatter = self._get_formatter()
         formatter.add_usage(None, [action for action in self._actions if not action.option_strings], (), "")
         usage = formatter.format_help().replace(self.prog, f"{self.prog} [OPTIONS]", 1)
-        return fill(" ".join(usage.split()), formatter._width, subsequent_indent=" " * len("usage: "), **WHOLE)
+        indent = " " * len("usage: ")
+        return f"\n{indent}".join(wrap(" ".join(usage.split()), formatter._width - len(indent), **WHOLE))
 
     def _is_common(self, action: argparse.Action) -> bool:
         """Return whether `--help` shows an option. It shows all options of a command that has no common ones."""

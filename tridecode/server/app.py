@@ -203,7 +203,7 @@ class Server:
         )
 
     async def paths(self, request: Request) -> Response:
-        """Handle GET /v1, which people open in a browser: say what the address is for, and list the paths."""
+        """Handle GET /v1, which people open in a browser: name the base URLs of clients, and list the paths."""
         base = str(request.base_url).rstrip("/")
         message = f"{base}/v1 is the base URL for clients of OpenAI's API, {base} for those of Anthropic's API"
         return JSONResponse({"message": f"{message}; open {base} to chat", "paths": paths_of(request)})

@@ -244,7 +244,8 @@ def model_facts(engine: Engine, args) -> dict:
     facts = {"preset": args.preset} if args.model is None else {"model": engine.name}
     if quantization := engine.config.quantization:
         facts |= {"quantize": quantization.name, "head": engine.model.weights.lm_head.number_type}
-    return facts | ({"kv_dtype": "fp8"} if engine.config.fp8_kv else {})
+    facts |= {"kv_dtype": "fp8"} if engine.config.fp8_kv else {}
+    return facts | ({"state_dtype": "float16"} if engine.config.fp16_state else {})
 
 
 def run_facts(device: torch.device) -> dict:

@@ -61,6 +61,7 @@ class Row:
     quantize: str | None = None
     head: str | None = None
     kv_dtype: str | None = None
+    state_dtype: str | None = None
     variant: str | None = column("variant", default=None)
     dtype: str | None = None
     gpu: str | None = None
@@ -78,8 +79,10 @@ class Row:
     def name(self) -> str:
         """The model, its quantization and its sampling filters as display text."""
         filters = {"all": "all sampling filters", "temperature": "temperature"}
-        parts = (self.preset or self.model, self.quantize, "K/V in fp8" if self.kv_dtype == "fp8" else None)
-        return ", ".join(filter(None, (*parts, filters.get(getattr(self, "sampling", "")))))
+        cache = "K/V in fp8" if self.kv_dtype == "fp8" else None
+        state = "state in fp16" if self.state_dtype == "float16" else None
+        parts = (self.preset or self.model, self.quantize, cache, state, filters.get(getattr(self, "sampling", "")))
+        return ", ".join(filter(None, parts))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of the row."""

@@ -81,10 +81,11 @@ def file_format(args) -> str:
 
 
 def command_of(program: str, args, **changes) -> str:
-    """Return the command line of a program with every option that affects the figures."""
+    """Return the command line of a program with every option that affects the figures and is not "auto"."""
     words = program.split()
     for name, value in (vars(args) | changes).items():
-        if name in OMITTED or value is None or value is False or (name == "preset" and getattr(args, "model", None)):
+        is_set = value not in ("auto", None) and value is not False
+        if name in OMITTED or not is_set or (name == "preset" and getattr(args, "model", None)):
             continue
         words += [option(name)] if value is True else [option(name), typed(value)]
     return shlex.join(words)
