@@ -134,13 +134,13 @@ def test_wrong_value(failure, good, monkeypatch, option, value):
     [
         ("--devise", "--device"),
         ("--nope", ""),
-        ("--system-prompt", ""),
+        ("--sampling", ""),
         ("--maxtokens", "--max-tokens"),
         ("--topp", "--top-p"),
-        ("--temp", "--temperature"),
+        ("--tempersture", "--temperature"),
         ("--max", "--max-seq-len or --max-queue or --max-tokens"),
         ("--ouput", "--output"),
-        ("--n_", "--n"),
+        ("--sead", "--seed"),
     ],
 )
 def test_only_a_near_option_is_suggested(failure, typed, meant):
@@ -158,7 +158,7 @@ def test_only_a_near_option_is_suggested(failure, typed, meant):
         (("genrate", "hi"), "there is no command genrate; did you mean generate?"),
         (("Chat",), "there is no command Chat; did you mean chat?"),
         (("hcat", "--device", "cpu"), "did you mean chat?"),
-        (("help",), "did you mean --help?"),
+        (("hepl",), "did you mean --help?"),
         (("chat", "Qwen/Qwen3-4B"), "did you mean --model Qwen/Qwen3-4B?"),
         (("Qwen/Qwen3-4B",), "did you mean --model Qwen/Qwen3-4B?"),
         (("serve", "./model"), "unrecognized arguments: ./model; did you mean --model ./model?"),

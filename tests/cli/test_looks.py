@@ -193,7 +193,7 @@ def test_line_break_in_two_parts_shows_no_mark(capsys):
 def on_terminal(*argv, columns: int, stdout: str = "") -> str:
     """Return what a command shows in a terminal, as text. `stdout` is a redirection."""
     words = " ".join(map(shlex.quote, (sys.executable, "-m", "tridecode", *argv)))
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "COLUMNS": ""}
+    environment = ENVIRONMENT | {"COLUMNS": ""}
     child = pexpect.spawn(
         "sh", ["-c", words + stdout], env=environment, encoding="utf-8", timeout=60, dimensions=(24, columns)
     )
@@ -214,8 +214,7 @@ def test_first_screens_wrap_between_words(columns):
 
 def test_chat_with_redirected_stdout_shows_prompt_mark(state):
     words = f"{sys.executable} -m tridecode chat --device cpu --max-tokens 2 > {state.parent}.log"
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    child = pexpect.spawn("sh", ["-c", words], env=environment, encoding="utf-8", timeout=60)
+    child = pexpect.spawn("sh", ["-c", words], env=ENVIRONMENT, encoding="utf-8", timeout=60)
     child.expect_exact("\n> ")
     child.send("hi\n")
     child.expect_exact("tok/s")

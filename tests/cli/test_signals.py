@@ -249,12 +249,11 @@ def test_ctrl_z_in_mid_answer(shell):
 @pytest.mark.parametrize("command", ["chat", "generate --prompt hi", "info"])
 def test_deleted_working_directory(tmp_path, command):
     (directory := tmp_path / "gone").mkdir()
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     program = f"{sys.executable} {ROOT / 'cli.py'} {command}"
     script = (
         f'before=$(stty -g); rmdir "$PWD"; {program}; echo "code $?"; [ "$before" = "$(stty -g)" ] && echo restored'
     )
-    child = pexpect.spawn("sh", ["-c", script], cwd=str(directory), env=environment, encoding="utf-8", timeout=60)
+    child = pexpect.spawn("sh", ["-c", script], cwd=str(directory), env=ENVIRONMENT, encoding="utf-8", timeout=60)
     child.expect(pexpect.EOF)
     lines = child.before.replace("\x1b[31m", "").replace("\x1b[0m", "").split("\r\n")
     assert lines[0].startswith("tridecode: error: the working directory cannot be used (No such file or directory);")
@@ -270,7 +269,7 @@ def test_failed_import_leaves_terminal_unchanged(tmp_path, failure):
     script = (
         f'before=$(stty -g); {sys.executable} {ROOT / "cli.py"} chat; [ "$before" = "$(stty -g)" ] && echo restored'
     )
-    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"}
     child = pexpect.spawn("sh", ["-c", script], cwd=str(tmp_path), env=environment, encoding="utf-8", timeout=60)
     child.expect(pexpect.EOF)
     assert child.before.endswith("restored\r\n"), child.before

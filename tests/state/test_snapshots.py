@@ -93,7 +93,7 @@ def test_next_turn_resumes_at_the_end_of_the_last_one(slots, speculate):
     engine.steps.costs = {}  # with the measured costs of so small a model, a GPU may never verify drafts
     text = prompt_of(2, 21)
     for turn in range(4):
-        params = params_of(30 + turn)
+        params = params_of(40)  # long enough to repeat itself, with the weights of a CPU and of a GPU
         result = engine.generate(text, params)
         assert result.token_ids == alone.generate(text, params, reuse_prefix=False).token_ids
         if turn:
