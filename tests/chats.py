@@ -10,8 +10,8 @@ from tridecode.results import OutputChunk, Timings, Usage
 from tridecode.text.tokenizer import ChatPrompt
 
 ROOT = Path(__file__).parent.parent
-# One thread, because torch's threads wait for each other on a busy machine.
 PATH = os.pathsep.join(map(os.path.abspath, [ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
+# One thread, because torch's threads wait for each other on a busy machine.
 ENVIRONMENT = os.environ | {"TERM": "xterm", "COLUMNS": "200", "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}
 READY = "\x1b[?2004h"  # The prompt is shown, and the program reads keys.
 STREAMS = r"\x1b\[\?2004l(?:[^\n]*\n)?[^\n]*\x1b\[\?7;2004h[^\x1b]*[^\s\x1b]{30}"  # The answer has begun to stream.
