@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hybrid import hybrid_engine, hybrid_weights
 from models import tiny_engine
 
 from tridecode import cli as commands
@@ -106,8 +107,9 @@ def test_table_requires_a_confirmed_gain(fake, capsys, monkeypatch):
     assert not table_path(GPU.name).exists()
 
 
-def test_logits_are_compared_over_the_same_cache():
-    engine = tiny_engine()
+@pytest.mark.parametrize("build", [tiny_engine, lambda: hybrid_engine(hybrid_weights())], ids=["dense", "hybrid"])
+def test_logits_are_compared_over_the_same_cache(build):
+    engine = build()
     timer = tune.StepTimer(engine)
     assert timer.same_logits()
     rewind(engine, timer.contexts[-1] - 40, tune.GREEDY)  # Rewind and run 39 passes, as a timing does.

@@ -164,13 +164,15 @@ class StepTimer:
     def same_logits(self) -> bool:
         """Return whether the logits of a pass agree with those of the first call.
 
-        Timings change the K/V cache, so it is filled with the same numbers before each comparison.
+        Timings change K/V and recurrent state, so both are filled with the same numbers before each comparison.
         """
-        generator = torch.Generator(self.engine.device).manual_seed(0)
-        self.engine.model.kv.fill(generator)
+        generator, model = torch.Generator(self.engine.device).manual_seed(0), self.engine.model
+        model.kv.fill(generator)
+        if model.recurrent is not None:
+            model.recurrent.fill(generator)
         rewind(self.engine, self.contexts[-1], GREEDY, self._rows)
         enqueue(self.engine, GREEDY, self._rows)
-        logits = self.engine.model.workspace.logits.clone()
+        logits = model.workspace.logits.clone()
         if self._logits is None:
             self._logits = logits
         error = (logits - self._logits).square().mean().sqrt() / self._logits.square().mean().sqrt()

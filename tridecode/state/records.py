@@ -47,6 +47,13 @@ class RecordPool:
         return short_repr(self, self.layers[0].state, nbytes=sum(tensor.nbytes for tensor in tensors))
 
     @torch.inference_mode()
+    def fill(self, generator: torch.Generator | None = None) -> None:
+        """Fill the states and windows with random numbers of a magnitude of about 1, for benchmarks."""
+        for tensors in self.stacked:
+            tensors.state.normal_(generator=generator)
+            tensors.window.normal_(generator=generator)
+
+    @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
         """Copy a record to another one, in stream order."""
         for tensors in self.stacked:
