@@ -44,9 +44,13 @@ def test_several_files_and_a_new_conversation(session, notes):
     chat.handle(f"/file {notes}")
     chat.handle("Two?")
     chat.handle(f"/file {notes}")
+    chat.read()
     chat.handle("/clear")
+    assert "what was added to the next message is removed\n" in chat.read()[1]
     chat.handle("None?")
     assert users(chat) == ["None?"] and chat.engine.prompts[0][-1]["content"] == f"Two?\n\n{TEXT}\n\n{TEXT}"
+    chat.handle("/clear")
+    assert "is removed" not in chat.read()[1]
 
 
 def test_raw_text_begins_with_the_file(session, notes):
@@ -66,6 +70,7 @@ def test_unreadable_file_is_one_line(session, tmp_path, monkeypatch, typed, why)
     assert chat.handle(f"/file {typed}") and chat.handle("/file -") and chat.handle("/file")
     first, second, third = [line for line in chat.read()[1].splitlines() if "U+FFFD" not in line]
     assert why in first and "No such file" in second and third.endswith("/file needs FILE [MESSAGE]")
+    assert "- for stdin" not in first + second and f"{typed}: " in first and "-: " in second
     assert chat.attached == "" and users(chat) == []
 
 

@@ -11,8 +11,10 @@ from chats import as_messages
 from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine, SamplingParams
+from tridecode.cli.chat import saving
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.command import converse
+from tridecode.cli.chat.conversation import Conversation
 from tridecode.cli.chat.display import Display
 from tridecode.cli.chat.lines import PlainReader, join_blocks, unfinished, unquoted
 from tridecode.cli.chat.local import opens_thinking
@@ -212,11 +214,11 @@ def test_each_turn_is_saved(session, state):
     chat.handle("b")
     assert sessions.read(store.path).turns == (("a", "one"),)
     chat.handle("/undo")
-    assert sessions.read(store.path).turns == ()
+    assert not store.path.exists(), "a session without turns remained"
     chat.handle("c")
     first = store.path
     chat.handle("/clear")
-    assert "is saved in session work" in chat.read()[1]
+    assert "the previous one is saved; /load work continues it\n" in chat.read()[1]
     chat.handle("d")
     assert sessions.read(first).turns == (("c", "two"),) and sessions.read(store.path).turns == (("d", "three"),)
     assert sessions.last_path() == store.path != first
@@ -238,9 +240,11 @@ def test_resume_and_named_sessions(piped, tiny, state):
     assert piped("hello\n", *few)[0] == 0 and not (state / "sessions").exists(), (
         "a session was saved without --session or --resume"
     )
-    assert piped("hello\n", *few, "--session", "work", "--system", "Be brief.")[0] == 0
+    code, _, err = piped("hello\n", *few, "--session", "work", "--system", "Be brief.")
+    assert code == 0 and "new session work\n" in err
     code, _, err = piped("/system\nagain\n", *few, "--resume")
     assert code == 0 and "session work: continuing 1 turn, the last was 'hello'" in err and "Be brief." in err
+    assert "new session" not in err and "the session used" not in err
     saved = sessions.read(sessions.named("work"))
     assert [user for user, _ in saved.turns] == ["hello", "again"] and saved.system == "Be brief."
     code, _, err = piped("", *few, "--session", "work", "--raw")
@@ -253,6 +257,48 @@ def test_resume_and_named_sessions(piped, tiny, state):
     assert len(file.read_bytes()) == 50
     code, _, err = piped("", *few, "--session", "../x")
     assert code == 1 and "session name" in err
+
+
+def test_new_session_names_the_file_of_its_name(piped, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talk").touch()
+    assert "new session talk; /load ./talk continues the file of this name\n" in piped("", "--session", "talk")[2]
+    assert not sessions.named("talk").exists()
+
+
+def test_session_of_another_model_is_noted(piped, tiny):
+    few, note = ("--max-tokens", 2), "the session used the model demo/tiny; --model demo/tiny continues with it\n"
+    store = sessions.Store(sessions.named("work"))
+    store.save(Conversation(turns=(("one", "two"),)), "demo/tiny")
+    for option in (["--resume"], ["--session", "work"]):
+        assert note in piped("", *few, *option)[2]
+    assert "the session used" not in piped("", *few, "--resume", "--model", tiny)[2], "the user chose this model"
+    assert note.replace("--", "/") in piped("/load work\n", *few)[2]
+    store.save(Conversation(turns=(("one", "three"),)), "bundled")
+    assert "the session used" not in piped("", *few, "--resume")[2]
+
+
+def test_note_after_leaving(session):
+    """Print how to continue the conversation, but only if it is saved."""
+    for name, raw, named, options in (
+        ("work", False, False, "--resume"),
+        ("later", False, True, "--session later"),
+        ("last", True, False, "--resume --raw"),
+    ):
+        chat = session(["one"], raw=raw, store=sessions.Store(sessions.named(name)))
+        saving.note_return(chat, named)
+        assert chat.read()[1] == "", "a conversation without turns cannot be continued"
+        chat.handle("a"), chat.read()
+        saving.note_return(chat, named)
+        assert chat.read()[1] == f"tridecode chat {options} continues this conversation\n"
+        os.utime(chat.store.path, (at := len(sessions.files()), at))
+    chat.store = sessions.Store(sessions.named("work"))
+    chat.conversation = chat.store.load()
+    saving.note_return(chat, False)
+    assert "--session work" in chat.read()[1], "--resume would continue another session"
+    chat.store = None
+    saving.note_return(chat, False)
+    assert chat.read()[1] == ""
 
 
 @pytest.mark.parametrize(

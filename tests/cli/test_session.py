@@ -166,6 +166,15 @@ def test_concurrent_chats_do_not_overwrite():
     assert two.path != one.path and session.read(two.path) == TALK.plus("from", "two")
 
 
+def test_empty_conversation_removes_its_file():
+    one, two = (session.Store(session.named("work")) for _ in range(2))
+    one.save(TALK, "m"), two.load()
+    two.save(TALK.plus("from", "two"), "m")
+    assert "changed by another program" in one.save(Conversation(), "m") and two.path.exists()
+    assert two.save(Conversation(), "m") == "" and not two.path.exists() and session.files() == []
+    assert two.save(Conversation(), "m") == "" and two.save(TALK, "m") == "" and session.read(two.path) == TALK
+
+
 def test_unwritable_state_directory(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))

@@ -29,18 +29,21 @@ def test_list_is_sorted_newest_first(run):
     keep("bad", at=3).write_text("no session")
     os.utime(store.named("bad"), (3, 3))
     code, out, err = run("sessions")
-    assert (code, err) == (0, "") and [line.split()[0] for line in out.splitlines()] == ["bad", "new", "old"]
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["bad", "new", "old"]
+    assert err == "tridecode chat --resume continues the latest, --session NAME another one\n"
     bad, new, old = out.splitlines()
     assert " damaged " in bad and new.endswith(" Lakes") and " 1 turn " in new
     assert old.endswith(" bytes  Name three rivers.") and " 2 turns " in old and " 1970 " in old
-    found = [json.loads(line) for line in run("sessions", "--json")[1].splitlines()]
+    _, found, err = run("sessions", "--json")
+    found = [json.loads(line) for line in found.splitlines()]
     assert [one["turns"] for one in found] == [None, 1, 2] and found[1]["title"] == "Lakes" and found[2]["saved"] == 1
-    assert run("sessions", "--names")[1] == "bad\nnew\nold\n"
+    assert err == "" and run("sessions", "--names") == (0, "bad\nnew\nold\n", "")
 
 
 def test_empty_list_names_directory(run, state):
     code, out, err = run("sessions")
     assert (code, out) == (0, "") and str(state / "sessions") in err.replace("\n", "") and "no session yet" in err
+    assert "--resume" not in err
 
 
 def test_list_fits_window():
@@ -162,7 +165,7 @@ def test_load_session_by_name(session, tmp_path, monkeypatch):
     assert chat.handle("/load rivers")
     out, err = chat.read()
     assert out == "> Name three rivers.\nNile, Rhine, Po\n\n> And a lake?\nComo\n"
-    assert "continuing 2 turns" in err and "the previous one is saved in session work" in err
+    assert "continuing 2 turns" in err and "the previous one is saved; /load work continues it\n" in err
     chat.handle("more")
     assert chat.engine.prompts[-1] == as_messages(*sum(RIVERS.turns, ()), "more")
     assert len(store.read(store.named("rivers")).turns) == 3 and len(store.read(store.named("work")).turns) == 1

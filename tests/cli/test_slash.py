@@ -59,10 +59,22 @@ FOREIGN = {
     "/set repeat_penalty 1.1": "repetition_penalty is 1.1",
     "/set stop a=b": 'stop is ["a=b"]',
     "/set system Be brief.": "/system TEXT sets the system turn",
+    "/set --system-prompt x": "/system TEXT",
+    "/set verbose": "/set stats full shows",
+    "/set quiet": "/set stats off hides",
+    "/set format json": "--json-schema",
+    "/set noformat": "/set json_schema none",
+    "/set think": "/think on",
+    "/set nothink": "/think off",
+    "/set history": "/history",
+    "/set model x": "/model NAME",
+    "/set parameter num_ctx 4096": "--max-seq-len N",
     "/show": "/stats shows the model",
     "/show info": "/stats shows the model",
     "/list": "tridecode models",
     "/regen": "the conversation has no turns yet",
+    "/regen it": "/regen accepts no argument",
+    "/read": "/read needs FILE",
     "/clear": "a new conversation begins; the model and the settings stay",
     "/reset": "a new conversation begins",
 }
@@ -261,7 +273,8 @@ def test_save_load_and_export(session, tmp_path):
     notes.write_text("mine")
     chat.read()
     for command, message in (
-        (f"/save {notes}", "not a session"),
+        (f"/save {notes}", "exists already; choose another name"),
+        (f"/save {tmp_path}", "exists already"),
         (f"/load {notes}", "not a session"),
         (f"/load {tmp_path / 'absent'}", "no such file"),
         ("/load absent", "absent: there is no session and no file of this name"),
@@ -271,7 +284,8 @@ def test_save_load_and_export(session, tmp_path):
         (f"/save {tmp_path / 'no' / 'where'}", "No such file"),
         (f"/export {tmp_path / 'talk.md'}", "exists already"),
         (f"/save {tmp_path / 'talk.md'}", "exists already"),
-        (f"/load {tmp_path / 'talk.md'}", "it is not JSON"),
+        (f"/load {tmp_path / 'talk.md'}", "exported Markdown cannot be loaded"),
+        (f"/load {tmp_path / 'no.md'}", "no such file"),
         (f"/export {notes}", "must end in .md"),
         ("/export", "needs FILE.md"),
         ("/save", "needs FILE"),
@@ -281,6 +295,26 @@ def test_save_load_and_export(session, tmp_path):
         shown = chat.read()[1]
         assert message in shown and shown.count("\n") == 1, (command, shown)
     assert notes.read_text() == "mine" and len(chat.conversation.turns) == 2
+
+
+def test_save_overwrites_only_files_of_its_conversation(session, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chat = session(["one"], ["two"])
+    chat.handle("a"), chat.read()
+    assert chat.handle("/save x") and chat.read()[1] == "saved to x; /load x continues it\n"
+    assert chat.handle(f"/save {'y' * 70}") and chat.read()[1] == f"saved to {'y' * 70}\n", "the note is too long"
+    first = (tmp_path / "x").read_text()
+    (tmp_path / "link").symlink_to("nowhere")
+    chat.handle("/clear"), chat.handle("b"), chat.read()
+    for name in ("x", "link"):
+        assert chat.handle(f"/save {name}")
+        assert chat.read()[1] == f"tridecode: error: {name} exists already; choose another name\n"
+    assert (tmp_path / "x").read_text() == first and not (tmp_path / "nowhere").exists()
+    chat.handle("/load x"), chat.handle("/undo"), chat.read()
+    assert chat.handle("/save x") and "saved to x" in chat.read()[1], "the loaded file was not overwritten"
+    assert chat.handle("/save x") and "saved to x" in chat.read()[1], "the saved file was not overwritten"
+    (tmp_path / "x").write_text("notes of another program")
+    assert chat.handle("/save x") and "exists already" in chat.read()[1]
 
 
 def test_every_command_is_in_the_help(session):

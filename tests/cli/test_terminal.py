@@ -31,6 +31,7 @@ def test_line_editing(terminal, state):
     child.expect_exact("Up restores it")
     child.expect_exact(READY)
     leave(child)
+    assert "tridecode chat --resume continues this conversation" in child.screen.getvalue()
     (file,) = (state / "sessions").iterdir()
     saved = sessions.read(file)
     users = [user for user, _ in saved.turns]
@@ -39,6 +40,10 @@ def test_line_editing(terminal, state):
     history = state / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
+    child = terminal("--max-tokens", 2, "--resume", "--quiet", early="")
+    child.expect_exact(READY)
+    leave(child)
+    assert "continues this conversation" not in child.screen.getvalue()
     child = terminal("--max-tokens", 2, "--resume")
     assert f"session {file.stem}: continuing {len(users)} turns" in child.screen.getvalue()
     assert "quoted" in child.screen.getvalue(), "the last turns are not on the screen"
@@ -160,7 +165,7 @@ def test_interrupt_stops_long_prompt(terminal, endless, state):
         child.expect_exact("the turn is not kept")
         child.expect_exact(READY)
     assert store.load().turns == (("word " * 12_000, "fine"),)
-    enter(child, "/clear\r", "is saved in session long")
+    enter(child, "/clear\r", "/load long continues it")
     enter(child, "hello\r", "context ")
     leave(child)
 

@@ -38,5 +38,7 @@ def show(args, output: Output) -> None:
     else:
         shown = sessions.lines(sessions.saved(), output.console.width if output.tty else None)
     output.text("".join(f"{line}\n" for line in shown))
+    if shown and not (args.names or args.json):
+        output.note("tridecode chat --resume continues the latest, --session NAME another one")
     if not shown:
         output.note(f"there is no session yet in {session.sessions_dir()}; chats in a terminal are saved there")

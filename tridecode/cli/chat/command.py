@@ -55,6 +55,8 @@ def chat(args, output: Output) -> int:
         output.note(f"session {store.name}: {talk.describe()}")
         if not args.quiet:
             saving.show_last(talk)
+        if args.model is None:
+            saving.note_model(talk, "--model")
     try:
         if interactive:
             sys.setswitchinterval(SWITCH_INTERVAL)
@@ -74,6 +76,8 @@ def chat(args, output: Output) -> int:
         talk.save()
         if args.graph_stats and isinstance(model, LocalModel) and model.loaded:
             show_graph_stats(model.engine, output)
+    if interactive and not args.quiet:
+        saving.note_return(talk, named=args.session is not None)
     if talk.exit_code == DEVICE_LOST:
         output.keys.release()
         # Skip destructors. After the loss of a GPU, freeing memory fails again and may end the process by a signal.
@@ -139,6 +143,9 @@ def open_session(args, output: Output, interactive: bool) -> tuple[Conversation,
                 raise session.SessionError(f"session {store.name} was saved {kind} --raw; {fix}")
             if args.system is not None:
                 conversation = replace(conversation, system=args.system)
+        else:
+            file = f"; /load ./{args.session} continues the file of this name" if os.path.isfile(args.session) else ""
+            output.note(f"new session {args.session}{file}")
     elif interactive:
         try:
             store = session.Store(session.new_path())

@@ -1,6 +1,6 @@
 """An immutable conversation, which a failed turn does not change."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ...text.thinking import strip_thinking
 
@@ -13,6 +13,7 @@ class Conversation:
         raw: No chat template is used: the model continues the text of all turns.
         dropped: Number of turns at the beginning that are no longer sent to the model but remain in the conversation.
         title: The title in lists. None shows the first words of the conversation.
+        model: The model named in the file from which the conversation was read.
     """
 
     raw: bool = False
@@ -20,6 +21,7 @@ class Conversation:
     turns: tuple[tuple[str, str], ...] = ()
     dropped: int = 0
     title: str | None = None
+    model: str | None = field(default=None, compare=False)
 
     def prompt(self, line: str) -> str | list[dict]:
         """Return the prompt of a new turn with the message `line`."""

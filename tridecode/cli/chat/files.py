@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from ...errors import TridecodeError
-from ..inputs import read_file
+from ..inputs import clean, decoded, read_bytes
 from ..terminal import counted
 
 
@@ -21,8 +21,8 @@ def attach(chat, rest: str) -> bool:
         path, message = quoted[2], rest[quoted.end() :]
     elif not is_file(rest):
         path, _, message = rest.partition(" ")
-    # An absolute path is never "-", which means stdin.
-    text = read_file(os.path.abspath(Path(path).expanduser()), chat.output)
+    data = read_bytes(os.path.expanduser(path), None, "the path of a text file")
+    text = clean("".join(decoded(iter([data]), path)), path, chat.output)
     if "\0" in text:
         raise TridecodeError(f"{path}: not a text file; only text can be a part of a message")
     chat.attached += text if chat.conversation.raw else f"\n\n{fenced(os.path.basename(path), text)}"

@@ -1,12 +1,14 @@
 """Chat commands for files, sessions, titles and the history."""
 
 import os
+import shlex
 from pathlib import Path
 
 from ..terminal import counted
 from . import session, sessions
 from .display import open_sink
 from .lines import as_typed
+from .turn import COLUMNS
 
 LISTED = 20  # Maximum number of sessions that /sessions shows.
 # Maximum characters of the turns that are shown when a conversation continues. The last turn is always shown.
@@ -18,15 +20,18 @@ def save(chat, rest: str) -> None:
     path = path_of(rest)
     if path.suffix.lower() in sessions.MARKDOWN:
         return export(chat, rest)
-    if os.path.lexists(path):
-        session.read(path)  # This call raises an error if the file is not a session. Such a file is not overwritten.
+    if os.path.lexists(path) and session.stamp(path) not in chat.files:
+        raise session.SessionError(f"{path} exists already; choose another name")
     session.write(path, session.dumps(chat.conversation, chat.model.name))
-    chat.output.note(f"saved to {path}")
+    chat.files.add(session.stamp(path))
+    saved = f"saved to {path}"
+    hint = f"{saved}; /load {rest} continues it"
+    chat.output.note(hint if len(hint) <= COLUMNS and rest not in sessions.names() else saved)
 
 
 def load(chat, rest: str) -> None:
     """Run /load. A session continues in its file. The conversation of another file continues in a new session."""
-    store = None
+    store, stamp = None, None
     if rest in sessions.names():
         store = session.Store(sessions.existing(rest))
         loaded = store.load()
@@ -35,19 +40,52 @@ def load(chat, rest: str) -> None:
         if not os.path.lexists(path) and path.name == rest and not path.suffix:
             words = "there is no session and no file of this name; /sessions lists the sessions"
             raise session.SessionError(f"{rest}: {words}")
-        loaded = session.read(path)
+        if path.suffix.lower() in sessions.MARKDOWN and path.is_file():
+            fix = "/sessions lists the saved conversations"
+            raise session.SessionError(f"{path}: exported Markdown cannot be loaded; {fix}")
+        stamp, loaded = session.stamp(path), session.read(path)
     if loaded.raw != chat.conversation.raw:
         raise session.SessionError(f"this conversation needs a chat {'with' if loaded.raw else 'without'} --raw")
     kept = chat.begin(loaded)
     if store and chat.store:
         chat.store = store
+    if stamp:
+        chat.files.add(stamp)
     show_last(chat)
-    chat.output.note(chat.describe() + ("" if kept == rest else previous_session(kept)))
+    chat.output.note(chat.describe())
+    note_model(chat, "/model")
+    if kept != rest:
+        note_previous(chat, kept)
 
 
-def previous_session(name: str) -> str:
-    """Return the part of a note that names the session with the previous conversation; "" if there is none."""
-    return f"; the previous one is saved in session {name}" if name else ""
+def note_previous(chat, name: str) -> None:
+    """Print how to continue the previous conversation, which is saved in session `name`, if it is not ""."""
+    if name:
+        chat.output.note(f"the previous one is saved; /load {name} continues it")
+
+
+def note_model(chat, word: str) -> None:
+    """Print a note if a conversation was saved with another model.
+
+    Args:
+        word: The command or option that selects this model.
+    """
+    name, known = chat.conversation.model, chat.model.models
+    if name is not None and name != chat.model.name and (known is None or name in known):
+        chat.output.note(f"the session used the model {name}; {word} {shlex.quote(name)} continues with it")
+
+
+def note_return(chat, named: bool) -> None:
+    """Print how to continue the conversation in a later chat, if it is saved.
+
+    Args:
+        named: Name the session, even if it is the latest one.
+    """
+    if chat.store and chat.conversation.turns and chat.store.saved == chat.conversation:
+        latest = not named and sessions.names()[:1] == [chat.store.name]
+        options = "--resume" if latest else f"--session {shlex.quote(chat.store.name)}"
+        options += " --raw" if chat.conversation.raw else ""
+        chat.output.note(f"tridecode chat {options} continues this conversation")
 
 
 def export(chat, rest: str) -> None:

@@ -127,7 +127,8 @@ def parse(content: dict) -> Conversation:
         if not isinstance(user, str) or not isinstance(assistant, str):
             raise ValueError(f"turn {number} needs the texts user and assistant")
         pairs.append((user, assistant))
-    return Conversation(raw, texts[0], tuple(pairs), title=texts[1])
+    model = content.get("model")
+    return Conversation(raw, texts[0], tuple(pairs), title=texts[1], model=model if isinstance(model, str) else None)
 
 
 def read(path: Path) -> Conversation:
@@ -150,13 +151,22 @@ def write(path: Path, text: str) -> None:
         file.write(text)
 
 
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return inode, time and size of a file, which change when a program writes it; None if there is no file."""
+    try:
+        stat_result = path.stat()
+    except (OSError, ValueError):  # Python raises ValueError for a name that contains NUL.
+        return None
+    return stat_result.st_ino, stat_result.st_mtime_ns, stat_result.st_size
+
+
 class Store:
-    """The file to which a conversation is saved after each turn. The first turn creates it."""
+    """The file to which a conversation is saved after each turn. It exists while the conversation has turns."""
 
     def __init__(self, path: Path):
         self.path = path
         self.saved: Conversation | None = None  # The contents of the file.
-        self._seen = None  # Inode, time and size of the file after the last access by this object.
+        self._seen: tuple | None = None  # The stamp of the file after the last access by this object.
 
     @property
     def name(self) -> str:
@@ -166,25 +176,30 @@ class Store:
     def load(self) -> Conversation:
         """Return the conversation of the file. Raises SessionError."""
         self.saved = read(self.path)
-        self._seen = self._state()
+        self._seen = stamp(self.path)
         return self.saved
 
     def save(self, conversation: Conversation, model: str) -> str:
-        """Save the conversation, and the name of its model. Return a line to show, or "".
+        """Save the conversation, and the name of its model. Without turns, remove the file.
 
-        Raises SessionError; the file is then unchanged.
+        Return a line to show, or "". Raises SessionError; the file is then unchanged.
         """
         if conversation == self.saved or (self.saved is None and not conversation.turns):
             return ""
         note = ""
-        if self._state() not in (None, self._seen):
+        if stamp(self.path) not in (None, self._seen):
             busy = self.name
             self.begin_new()
             note = f"session {busy} was changed by another program; this conversation continues in {self.name}"
+        if not conversation.turns:
+            with failing(self.path):
+                self.path.unlink(missing_ok=True)
+            self.saved, self._seen = None, None
+            return note
         with failing(self.path.parent):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write(self.path, dumps(conversation, model))
-        self.saved, self._seen = conversation, self._state()
+        self.saved, self._seen = conversation, stamp(self.path)
         return note
 
     def rename(self, name: str) -> None:
@@ -200,10 +215,3 @@ class Store:
     def begin_new(self) -> None:
         """Save to a new file from now on. The old file is kept."""
         self.path, self.saved, self._seen = new_path(), None, None
-
-    def _state(self):
-        try:
-            stat_result = self.path.stat()
-        except OSError:
-            return None
-        return stat_result.st_ino, stat_result.st_mtime_ns, stat_result.st_size

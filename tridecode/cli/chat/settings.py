@@ -13,6 +13,19 @@ from ..terminal import did_you_mean
 CHOICES: dict[str, tuple[str, ...]] = {"overflow": ("error", "drop-oldest", "stop"), "stats": ("full", "short", "off")}
 # A chat does not show log-probabilities.
 NAMES = tuple(name for name in SAMPLING if name != "logprobs")
+# Words that users of ollama and llama.cpp type after /set, and hints to the commands and options of this chat.
+FOREIGN = {
+    "system": "/system TEXT sets the system turn",
+    "verbose": "/set stats full shows the speed of each answer, /stats the model",
+    "quiet": "/set stats off hides the speed of each answer",
+    "format": "/set json_schema SCHEMA, or --json-schema at the start, makes each answer JSON",
+    "noformat": "/set json_schema none removes the form of the answers",
+    "think": "/think on switches thinking on",
+    "nothink": "/think off switches thinking off",
+    "history": "Up shows earlier messages, /history the conversation",
+    "model": "/model NAME switches the model",
+    "max_seq_len": "the context is set at the start: tridecode chat --max-seq-len N",
+}
 COUNTING = "needs a server that counts tokens, as tridecode's and vLLM's do"
 
 
@@ -48,6 +61,8 @@ def change(chat, typed: str, text: str) -> str:
     """
     name = typed.lower().lstrip("-").replace("-", "_")
     name = next((own for own, words in SYNONYMS.items() if f"--{name.replace('_', '-')}" in words), name)
+    if name in FOREIGN:
+        raise ParameterError(FOREIGN[name])
     if name not in (*NAMES, *CHOICES):
         fix = did_you_mean(name, (*NAMES, *CHOICES)) or "/set shows all"
         raise ParameterError(f"there is no option {typed}; {fix}")

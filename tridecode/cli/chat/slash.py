@@ -70,13 +70,12 @@ def run(chat, word: str, rest: str) -> bool:
         fix = f"{near}{';' if word.lower() in FOREIGN else ''} /help lists them, // begins a message with a /"
         raise TridecodeError(f"there is no command {word[:80]}; {fix.lstrip()}")
     if command.arguments.startswith("FILE") and not rest:
-        raise TridecodeError(f"{command.name} needs {command.arguments}")
+        raise TridecodeError(f"{word} needs {command.arguments}")
     if command.words and rest and rest not in command.words:
         words = f"{', '.join(command.words[:-1])} or {command.words[-1]}"
-        raise TridecodeError(f"{command.name} takes {words}, not {quoted(rest)}")
+        raise TridecodeError(f"{word} takes {words}, not {quoted(rest)}")
     if not command.arguments and rest:
-        words = "accepts no argument; put a space before the / to send the line as a message"
-        raise TridecodeError(f"{command.name} {words}")
+        raise TridecodeError(f"{word} accepts no argument; put a space before the / to send the line as a message")
     return command.action(chat, rest) is not False
 
 
@@ -108,8 +107,8 @@ def _help(chat, rest) -> None:
 def _clear(chat, rest) -> None:
     kept = chat.begin(Conversation(chat.conversation.raw, chat.conversation.system))
     system = "" if chat.conversation.system is None else "the system turn, "
-    stays = f"{system}the model and the settings stay"
-    chat.output.note(f"a new conversation begins; {stays}" + saving.previous_session(kept))
+    chat.output.note(f"a new conversation begins; {system}the model and the settings stay")
+    saving.note_previous(chat, kept)
 
 
 def _system(chat, rest) -> None:
@@ -163,8 +162,6 @@ def _set(chat, rest) -> None:
     words = re.fullmatch(r"(?:parameter\s+)?([^\s=]*)\s*=?\s*(.*)", rest, re.DOTALL)  # ollama's form has one word more.
     assert words is not None
     name, value = words.groups()
-    if name == "system":
-        raise TridecodeError("/system TEXT sets the system turn")
     if name:
         name = settings.change(chat, name, value.strip())
         chat.output.note(f"{name} is {settings.shown(chat, name)}")

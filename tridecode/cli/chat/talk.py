@@ -41,6 +41,7 @@ class Chat:
         tries: Number of retries of the last message.
         draft: Text that /edit puts into the next prompt.
         attached: Text of files that is sent with the next message.
+        files: Stamps of the files to which /save saved the conversation, or from which /load read it.
         stopped_at: Time at which an answer, or the load of a model, was stopped.
     """
 
@@ -63,6 +64,7 @@ class Chat:
     tries: int = 0
     draft: str | None = None
     attached: str = ""
+    files: set = field(default_factory=set)
     stopped_at: float = float("-inf")
     exit_code: int = 0
 
@@ -215,7 +217,10 @@ class Chat:
         Return the name of the session that contains the previous conversation, or "".
         """
         kept = self.store.name if self.store and self.store.saved else ""
+        if self.attached:
+            self.output.note("what was added to the next message is removed")
         self.conversation, self.last, self.used, self.tries, self.attached = conversation, None, None, 0, ""
+        self.files = set()
         if self.store:
             self.store.begin_new()
         return kept
