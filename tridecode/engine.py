@@ -1,6 +1,5 @@
 """Engine: a model on its device, and its requests."""
 
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from .plan.graphs import GraphPlan
 from .plan.memory import allocating
 from .plan.resolve import EnginePlan, resolve
 from .results import OutputChunk, Result
-from .sampling import SamplingParams
+from .sampling import SamplingParams, random_seed
 from .serve.driver import Driver
 from .serve.policy import Policy
 from .serve.request import Request, checked_stop_ids, scoring
@@ -364,7 +363,7 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise conflict("stop", " needs a tokenizer, but this engine has none")
         if params.seed is None:
-            params = replace(params, seed=secrets.randbits(63))
+            params = replace(params, seed=random_seed())
         limit = min(len(tokens) + (params.max_tokens or self.capacity), self.capacity + 1)
         own = tokens[:]  # The request needs a copy, because several requests may use the same encoded prompt.
         return Request(own, params, stop_ids, limit, started, not chat, reuse_prefix, salt, grammar)

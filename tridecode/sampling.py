@@ -1,6 +1,7 @@
 """SamplingParams: the sampling and stopping parameters of one request."""
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -116,15 +117,18 @@ class SamplingParams:
 
     # fmt: off
     temperature: float = _option(1.0, Number(0, 100), "0 is greedy", metavar="T",
+        default_text="the model's, or 1",
         brief="randomness of the answer; 0 is none")
     top_k: int = _option(0, Integer(0, 2**31 - 1), "sample from the K most likely tokens; 0 is off", metavar="K",
+        default_text="the model's, or 0",
         brief="choose among the K most likely tokens")
     top_p: float = _option(1.0, Number(0, 1, above=True), "sample from the most likely tokens whose probabilities "
-        "add up to P; 1 is off", metavar="P", brief="choose among tokens that add up to P, up to 1")
+        "add up to P; 1 is off", metavar="P", default_text="the model's, or 1",
+        brief="choose among tokens that add up to P, up to 1")
     min_p: float = _option(0.0, Number(0, 1), "sample from tokens whose probability is at least P times that of the "
-        "most likely token; 0 is off", metavar="P")
+        "most likely token; 0 is off", metavar="P", default_text="the model's, or 0")
     repetition_penalty: float = _option(1.0, Number(0.001, 100), "penalty for tokens of prompt and answer, as in "
-        "transformers; 1 is off", metavar="R")
+        "transformers; 1 is off", metavar="R", default_text="the model's, or 1")
     presence_penalty: float = _option(0.0, Number(-2, 2), "penalty for tokens that the answer contains, as in "
         "OpenAI's API; 0 is off",
         metavar="P")
@@ -154,9 +158,10 @@ class SamplingParams:
     logprobs: int | None = _option(None, Integer(0, MAX_LOGPROBS), "report the logprob of each token and of the N most "
         "likely ones; on the command line with --json", metavar="N", commands=("generate",), unsaved=("generate",),
         default_text="none")
-    json_schema: Mapping[str, Any] | str | None = _format(Schema(), "the answer is JSON that this schema allows",
+    json_schema: Mapping[str, Any] | str | None = _format(Schema(), "the answer is JSON that this schema allows; on "
+        "the command line a file, or the schema itself if it begins with {",
         metavar="FILE",
-        from_file=True, brief="the answer is JSON of this schema")
+        from_file=True, brief="JSON of this schema, a file or {...}")
     regex: str | None = _format(NON_EMPTY, "the answer is a text that this regular expression matches completely",
         metavar="PATTERN", brief="the answer matches this expression")
     choice: Sequence[str] | None = _format(Several(NON_EMPTY, "a list of at least one string"), "the answer is one "
@@ -201,6 +206,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the sampled token is the argmax of the raw logits, which a greedy pass computes in one launch."""
         return self.temperature == 0 and not self.penalties and not self.logit_bias
+
+
+def random_seed(count: int = 1) -> int:
+    """Return a random seed. It and the `count - 1` seeds after it are below 2**53, which any reader of JSON keeps."""
+    return secrets.randbelow(2**53 - count)
 
 
 def _schema(value: Any) -> str:

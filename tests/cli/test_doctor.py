@@ -99,7 +99,7 @@ def test_info_shows_warnings(run, tiny, machine):
         ("cuda:0", [GPU], "13.0", ["x"], None, "m runs here, on the GPU cuda:0; see the 1 warning below"),
         ("cpu", [GPU], "13.0", [], None, "m runs here, on the CPU, though there is a GPU (--device cuda)"),
         ("cpu", [], "13.0", [], None, "m runs here, on the CPU; bench, profile and tune need a GPU"),
-        ("cpu", [], None, [], None, "need a GPU; one needs PyTorch's CUDA build"),
+        ("cpu", [], None, [], None, "need a GPU, which needs PyTorch's CUDA build"),
         ("cpu", [], None, [], "too large", "m does not fit with these options; see context below"),
     ],
 )

@@ -34,6 +34,10 @@ pytestmark = pytest.mark.usefixtures("state")
         "list three rivers": "chat list three rivers",
         "run a marathon": "chat run a marathon",
         "show me a river": "chat show me a river",
+        "stop the clocks": "chat stop the clocks",
+        "create a poem": "chat create a poem",
+        "generate -n64 -p x": "generate --max-tokens 64 --prompt x",
+        "generate -n=64 -m./dir -p x": "generate --max-tokens 64 --model ./dir --prompt x",
     }.items(),
 )
 def test_guess_works(typed, command):
@@ -50,8 +54,29 @@ def test_guess_works(typed, command):
 @pytest.mark.parametrize(
     "typed, named",
     {
-        "run": "use tridecode chat --model DIR_OR_ID",
-        "pull": "use tridecode models download ID",
+        "run": "run needs a model: tridecode run DIR_OR_ID; tridecode models lists the cache",
+        "show": "show needs a model: tridecode show DIR_OR_ID",
+        "pull": "pull needs a model: tridecode pull ID",
+        "rm": "rm needs a model: tridecode rm ID",
+        "stop bundled": "there is no command stop; Ctrl-C ends a chat or a server",
+        "create": "there is no command create",
+        "cp a b": "there is no command cp",
+        "push": "there is no command push",
+        "signin": "there is no command signin; hf auth login",
+        "signout": "there is no command signout",
+        "resume": "use tridecode chat --resume",
+        "load qwen3": "use tridecode chat --model DIR_OR_ID",
+        "llama-cli -m a/b -p hi": "use tridecode chat",
+        "llama-server --port 1": "use tridecode serve",
+        "llama-bench -m a/b": "use tridecode bench",
+        "llama-tokenize a b c": "there is no command llama-tokenize",
+        "cli": "use tridecode chat",
+        "tokenize": "there is no command tokenize",
+        "perplexity": "there is no command perplexity",
+        "embedding": "there is no command embedding",
+        "server": "use tridecode serve",
+        "server -m a/b --port 80": "there is no command server; use tridecode serve",
+        "start --port 80": "use tridecode serve",
         "ps": "use tridecode info",
         "start": "use tridecode serve",
         "generat --prompt hi": "did you mean generate?",
@@ -67,16 +92,45 @@ def test_guess_works(typed, command):
         "chat --think of": "did you mean off?",
         "chat --temprature 0": "did you mean --temperature?",
         "run bundled --format json": "did you mean tridecode generate --json?",
+        "generate -ngl 99 -p hi": "unrecognized arguments: -ngl; tridecode does not need -ngl: leave it out (see",
+        "chat -cnv -fa --color": "tridecode does not need -cnv, -fa or --color: leave them out",
+        "-cb": "unrecognized arguments: -cb; tridecode does not need",
+        "generate -no-cnv": "did you mean tridecode generate?",
+        "info -ctk q8_0": "unrecognized arguments: -ctk q8_0; did you mean --kv-dtype?",
+        "chat -cl": "did you mean tridecode models?",
+        "chat -mu http://a": "unrecognized arguments: -mu; did you mean --model?",
+        "chat -hff x.gguf": "unrecognized arguments: -hff; did you mean --model?",
+        "chat -f x.txt": "did you mean tridecode generate < FILE?",
+        "chat -j x": "did you mean tridecode generate --json-schema?",
+        "generate -j x": "did you mean --json-schema?",
+        "generate --prompt-cache x": "did you mean tridecode chat --session NAME?",
+        "chat --continue": "did you mean --resume?",
+        "chat -p --json-schema-file a -st": "tridecode does not need -st: leave it out; tridecode generate has -p; did "
+        "you mean tridecode generate --json-schema for --json-schema-file?",
+        "generate -s 1 -p hi": "unrecognized arguments: -s; did you mean --seed N or --system TEXT?",
+        "chat -sy x": "unrecognized arguments: -sy",
         "chat a/b": "did you mean --model a/b?",
         "serve a/b": "did you mean --model a/b?",
-        "model-q4.gguf": "did you mean --model model-q4.gguf?",
-        "llama3:8b": "did you mean --model llama3:8b?",
+        "model-q4.gguf": "GGUF files are not supported yet",
+        "serve model-q4.gguf": "GGUF files are not supported yet",
+        "llama3:8b": "names of models have no tags here; give a Hugging Face id, like Qwen/Qwen3-4B",
+        "demo/tiny:Q4_K_M": "names of models have no tags here; give a Hugging Face id, like demo/tiny",
         "https://huggingface.co/a/b": "did you mean --model https://huggingface.co/a/b?",
     }.items(),
 )
 def test_guess_names_the_right_command(run, typed, named):
     code, out, err = run(*typed.split())
     assert (code, out) == (2, "") and err.count("\n") == 1 and named in err
+
+
+def test_quoted_question_that_begins_with_another_program(run):
+    assert make_parser().parse_args(["llama-cli is what?"]).question == "llama-cli is what?"
+
+
+@pytest.mark.parametrize("option, default", {"temperature": 1, "top-k": 0, "top-p": 1, "min-p": 0}.items())
+def test_default_of_a_sampling_option_is_the_models(run, option, default):
+    text = " ".join(run("chat", "--help-all")[1].split())
+    assert re.search(rf"--{option} \w [^-]*\(default: the model's, or {default}\)", text)
 
 
 def test_help_and_version_are_commands_too(run):
@@ -149,6 +203,19 @@ def test_help_and_errors_of_an_alias_show_its_own_name(run, typed):
 
 
 # ---- files of options
+
+
+def test_schema_in_place_of_a_file(run):
+    code, out, err = run("generate", "hi", "--json-schema", '{"type": "boolean"}', "--max-tokens", 5, "--device", "cpu")
+    assert code == 0 and out.strip() in ("true", "false"), err
+    code, _, err = run("generate", "hi", "--json-schema", ' {"type": ')
+    assert code == 1 and "--json-schema must be plain JSON" in err and "set by" not in err
+
+
+def test_gbnf_is_named(run, tmp_path):
+    (tmp_path / "a.gbnf").write_text('root ::= "yes" | "no"\n')
+    code, _, err = run("generate", "hi", "--grammar", tmp_path / "a.gbnf", "--device", "cpu")
+    assert code == 1 and "Lark's syntax, not GBNF" in err
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_n_answers_equal_runs_with_their_seeds(generate):
     assert second == first + 1
     code, out, err = generate("--prompt", "Hello", *LIMITS, "--n", "2", "--seed", "7")
     assert code == 0 and "answer 2 of 2, seed 8\n" in err
+    assert first + 1 == second < 2**53
     code, out, err = generate(*options, "--n", "2", "--seed", 2**64 - 1)
     assert (code, out) == (1, "") and "seed" in err
 

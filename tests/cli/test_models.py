@@ -1,9 +1,11 @@
 """Tests of the command models, which lists, downloads and removes models of the Hugging Face cache."""
 
 import json
+import re
 import shutil
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from tridecode.cli import models
 from tridecode.errors import CheckpointError
@@ -64,9 +66,41 @@ def test_remove_is_all_or_none(run, cache):
     assert code == 1 and "org/haf: there is no such model" in err and "did you mean org/half?" in err
     assert "org/half" in rows(run)[0] and "cannot be removed" in run("models", "remove", "bundled")[2]
     code, out, err = run("models", "rm", "org/half", "Org/Tiny")
-    assert (code, out) == (0, "") and err.startswith("removed 2 models, ")
+    assert (code, out) == (0, "") and re.fullmatch(r"removed org/half, Org/Tiny, [\d.]+ [kM]B\n", err)
     assert [*rows(run)[0]] == ["bundled", "org/quantized", "org/texts"]
     assert not (cache / "models--Org--Tiny").exists()
+
+
+def test_remove_takes_the_address_of_a_page(run, cache):
+    assert run("models", "rm", "https://huggingface.co/org/half")[::2] == (0, "removed org/half, 828 bytes\n")
+    code, _, err = run("models", "rm", "org/quantized@v1")
+    assert code == 1 and "there is no such model" in err and "org/quantized" in rows(run)[0]
+    assert "Hugging Face id, like" in run("models", "rm", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    "typed, words",
+    {
+        "tiny": "did you mean Org/Tiny?",
+        "tinny": "did you mean Org/Tiny?",
+        "tiny:latest": "names of models have no tags here; give a Hugging Face id, like Qwen/Qwen3-4B; did you mean "
+        "Org/Tiny?",
+        "org/tinny": "did you mean Org/Tiny?",
+        "other/Tiny": "did you mean Org/Tiny?",
+        "org/tiny:Q4_K_M": "names of models have no tags here; give a Hugging Face id, like org/tiny",
+        "zebra": "check the spelling",
+    }.items(),
+)
+def test_unknown_name_suggests_a_cached_model(run, cache, monkeypatch, typed, words):
+    def offline(*_, **__):
+        raise LocalEntryNotFoundError("no")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    code, _, err = run("info", "--model", typed)
+    assert code == 1 and err.endswith(f"{words}\n") and err.count("\n") == 1
+    assert words.split("; ")[-1] in run("run", typed)[2]
+    if "/" not in typed and ":" not in typed and "?" in words:
+        assert words in run("models", "rm", typed)[2]
 
 
 def test_download_resolves_each_name(run, monkeypatch, tmp_path):

@@ -657,6 +657,8 @@ def test_encrypted_key_does_not_prompt(tmp_path):
         (["--ssl-certfile", "no.pem"], 1, "the certificate no.pem cannot be read: No such file"),
         (["--api-key-file", "no.txt"], 1, "no.txt: No such file or directory"),
         (["--host", "256.0.0.1"], 1, "cannot listen on 256.0.0.1"),
+        (["--host", "0.0.0.0:11434"], 1, "; use --host 0.0.0.0 --port 11434"),
+        (["--host", "[::1]:80"], 1, "; use --host ::1 --port 80"),
     ],
 )
 def test_invalid_options_are_one_line(run, argv, code, message):
@@ -670,7 +672,11 @@ def test_port_in_use_fails_before_loading(run, monkeypatch):
         port = str(taken.getsockname()[1])
         code, _, err = run("serve", "--port", port)
     error = " ".join(err.split())
-    assert code == 1 and f"cannot listen on 127.0.0.1, port {port}: Address already in use" in error
+    assert (
+        code == 1
+        and f"cannot listen on 127.0.0.1, port {port}: Address already in use; choose another port with --port N"
+        in error
+    )
 
 
 def test_missing_packages_name_the_extra():

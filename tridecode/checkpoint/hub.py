@@ -1,7 +1,9 @@
 """Resolves the value of --model to a directory with the files of one checkpoint."""
 
 import re
+from collections.abc import Iterable
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
 from ..arguments import shown
@@ -10,7 +12,7 @@ from ..models.files import open_regular, read_file
 from ..models.reader import read_json
 from .config import read_config
 from .contents import UNSUPPORTED, adapter
-from .names import BUNDLED, GGUF, Repository, repository
+from .names import BUNDLED, GGUF, Repository, not_a_name, repository
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,15 +59,16 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
         return _snapshot_of(path)
     if model == BUNDLED.name:
         return BUNDLED
-    if path.suffix.lower() == ".gguf":
-        raise CheckpointError(f"{model}: {GGUF}")
+    if (why := not_a_name(str(model))) == GGUF or why and not exists:
+        raise CheckpointError(f"{model}: {why}{'' if '/' in str(model) else suggestion(str(model))}")
     if exists:
         open_regular(path).close()  # This refuses a file of another kind by its name.
         where = f"{path.parent}, " if (path.parent / "config.json").exists() else ""
         raise CheckpointError(f"{model}: is a file; give {where}the directory that holds config.json and {SINGLE}")
     if (repo := repository(model)) is None:
         raise CheckpointError(
-            f"{model}: no such directory, and not a Hugging Face id (like Qwen/Qwen3-4B); check the spelling"
+            f"{model}: no such directory, and not a Hugging Face id (like Qwen/Qwen3-4B); "
+            f"check the spelling{suggestion(str(model))}"
         )
     small = _download(repo)
     if weights:
@@ -123,6 +126,21 @@ def cached_models() -> list[str]:
         if (file.parent / "config.json").exists():
             ids.add("/".join(file.parents[2].name.split("--", 2)[1:]))
     return sorted(ids)
+
+
+def suggestion(name: str, known: Iterable[str] | None = None) -> str:
+    """Return "; did you mean ...?" with the model that `name` may mean, or "" if none is similar.
+
+    A model with the same part behind the slash is preferred. `known` has the ids, by default those of the cache.
+    """
+    ids = {each.lower(): each for each in (cached_models() if known is None else known) if each != name}
+    word = re.sub(r":[\w.-]*$", "", name.lower())
+    short = {each.split("/")[-1]: each for each in ids}
+    near = get_close_matches(word, ids, 1, 0.75) if "/" in word else []
+    last = get_close_matches(word.split("/")[-1], short, 1, 0.75)
+    if last and (last[0] == word.split("/")[-1] or not near):
+        near = [short[last[0]]]
+    return f"; did you mean {ids[near[0]]}?" if near else ""
 
 
 def shard_map(index: Path) -> dict[str, str]:
@@ -184,7 +202,7 @@ def _snapshot(repo: Repository, patterns: list[str], revision: str | None) -> Pa
         fix = f"accept its terms at {constants.ENDPOINT}/{repo.id}, then log in with `hf auth login` or set HF_TOKEN"
     except errors.RepositoryNotFoundError:
         reason = "neither a directory here nor a repository on the Hugging Face hub that you may read"
-        fix = "check the spelling; for a private repository log in with `hf auth login`"
+        fix = f"check the spelling; for a private repository log in with `hf auth login`{suggestion(repo.id)}"
     except errors.RevisionNotFoundError:
         reason = f"the repository has no branch, tag or commit {revision}"
         fix = f"see {constants.ENDPOINT}/{repo.id}/branches/all for those that it has"
@@ -203,6 +221,7 @@ def _snapshot(repo: Repository, patterns: list[str], revision: str | None) -> Pa
         else:
             reason = f"no network: {constants.ENDPOINT} cannot be reached, and the model is not in the cache"
             fix = "check the connection, or give a local directory"
+        fix += suggestion(repo.id)
     except errors.HfHubHTTPError as error:
         reason, fix = _refusal(constants.ENDPOINT, getattr(error.response, "status_code", None))
     except OSError as error:

@@ -45,6 +45,16 @@ def model_name(model: str | Path | None) -> str:
     return BUNDLED.name if model is None else str(repository(model) or model)
 
 
+def not_a_name(model: str) -> str:
+    """Return why a text that names a model in other programs does not name one here, with a fix; "" for other texts."""
+    if model.lower().endswith(".gguf"):
+        return GGUF
+    if tagged := re.fullmatch(r"([\w./-]+):[\w.-]+", model):
+        example = tagged[1] if _parse_id(tagged[1]) else "Qwen/Qwen3-4B"
+        return f"names of models have no tags here; give a Hugging Face id, like {example}"
+    return ""
+
+
 def _parse_id(text: str) -> Repository | None:
     """Return the repository with the id "owner/name" or "owner/name@revision", None for another text."""
     match = _ID.fullmatch(text)

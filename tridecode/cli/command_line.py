@@ -13,7 +13,7 @@ from itertools import product, takewhile
 from textwrap import wrap
 
 from ..arguments import listed
-from ..checkpoint.hub import BUNDLED
+from ..checkpoint.names import BUNDLED, not_a_name
 from ..errors import ParameterError
 from ..options import OPTIONS
 from .configuration import Configuration
@@ -21,7 +21,34 @@ from .options import GROUPS, HEADINGS, SAMPLING, Option, add_options, options_fo
 from .terminal import Output, nearest
 from .wrapping import WHOLE, HelpFormatter
 
-FOREIGN_OPTIONS = {"--format": "tridecode generate --json"}  # Options of ollama, and their replacements.
+# Options of ollama and llama.cpp without which this program does what they ask for.
+NOT_NEEDED = frozenset(
+    """-ngl --n-gpu-layers --gpu-layers -t --threads -cnv --conversation -i --interactive -mli --multiline-input -fa
+    --flash-attn --mlock --no-mmap --jinja --color --log-disable -e -b -ub -cb --no-display-prompt -st
+    --single-turn""".split()
+)
+# Other options of these programs, and their replacements. An option among these may belong to another command.
+FOREIGN_OPTIONS = {
+    "--format": "--json",
+    "-s": "--seed N or --system TEXT",
+    "-j": "--json-schema",
+    "--json-schema-file": "--json-schema",
+    "--grammar-file": "--grammar",
+    "-f": "tridecode generate < FILE",
+    "--file": "tridecode generate < FILE",
+    "-no-cnv": "tridecode generate",
+    "--no-conversation": "tridecode generate",
+    "--prompt-cache": "--session NAME",
+    "--continue": "--resume",
+    "-cl": "tridecode models",
+    "--cache-list": "tridecode models",
+    "-mu": "--model",
+    "--model-url": "--model",
+    "-hff": "--model",
+    "--hf-file": "--model",
+    "-ctk": "--kv-dtype",
+    "-ctv": "--kv-dtype",
+}
 BRIEF = 48  # Maximum columns of a short description, so that an option takes one line of 80 columns.
 
 
@@ -156,15 +183,38 @@ class Parser(argparse.ArgumentParser):
         words = (arg.split("=", 1)[0] for arg in takewhile("--".__ne__, args))
         return {self._option_string_actions[word].dest: word for word in words if word in self._option_string_actions}
 
+    def _get_option_tuples(self, option_string):
+        """Return the options whose value follows in the same argument: -n64 is -n 64, but -ngl is not -n gl."""
+        if re.fullmatch(r"-[A-Za-z]([A-Za-z]\S*)?", option_string):
+            return []
+        return super()._get_option_tuples(option_string)
+
     def _hint(self, unknown: list[str]) -> str:
-        """Return a suggestion for arguments that the command does not have."""
-        typed = next((word for word in unknown if word.startswith("-")), "").split("=")[0]
-        if others := [parser.prog for parser in self.siblings if typed in parser._option_string_actions]:
-            return f"; {listed(others)} has this option"
-        near = [FOREIGN_OPTIONS[typed]] if typed in FOREIGN_OPTIONS else self.near(typed.lstrip("-"))
+        """Return suggestions for arguments that the command does not have."""
         if len(unknown) == 1 and is_model(unknown[0]) and "--model" in self._option_string_actions:
-            near = [f"--model {unknown[0]}"]
-        return f"; did you mean {' or '.join(near)}?" if near else ""
+            return f"; {not_a_name(unknown[0]) or f'did you mean --model {unknown[0]}?'}"
+        options = list(dict.fromkeys(word.split("=")[0] for word in unknown if re.match("--?[A-Za-z]", word)))
+        several, hints, meant = len(options) > 1, [], []
+        if needless := [option for option in options if option in NOT_NEEDED]:
+            hints.append(f"tridecode does not need {listed(needless)}: leave {'them' if needless[1:] else 'it'} out")
+        for option in options:
+            if owners := self._owners(option):
+                hints.append(f"{listed(owners)} has {option if several else 'this option'}")
+            elif option in FOREIGN_OPTIONS or option not in needless and (near := self.near(option.lstrip("-"))):
+                words = self._replacement(option) if option in FOREIGN_OPTIONS else " or ".join(near)
+                meant.append(f"{words}{f' for {option}' if several else ''}")
+        return "".join(f"; {hint}" for hint in hints) + (f"; did you mean {', '.join(meant)}?" if meant else "")
+
+    def _owners(self, option: str) -> list[str]:
+        """Return the other commands that have an option."""
+        return [parser.prog for parser in self.siblings if option in parser._option_string_actions]
+
+    def _replacement(self, option: str) -> str:
+        """Return what replaces an option of another program, with the command if this one does not have it."""
+        words = FOREIGN_OPTIONS[option]
+        flag = words.split()[0]
+        owners = [] if flag in self._option_string_actions else self._owners(flag)
+        return f"{owners[0]} {words}" if owners else words
 
     def _question(self, words: list[str]) -> str | None:
         if len(words) == 1 and is_model(words[0]):

@@ -249,7 +249,7 @@ def verdict(report: dict) -> str:
     elif gpus:
         where = "the CPU, though there is a GPU (--device cuda)"
     else:
-        build = "; one needs PyTorch's CUDA build" if report["versions"]["cuda"] is None else ""
+        build = ", which needs PyTorch's CUDA build" if report["versions"]["cuda"] is None else ""
         where = f"the CPU; bench, profile and tune need a GPU{build}"
     warned = len(report["warnings"])
     return f"{model} runs here, on {where}" + (f"; see the {counted(warned, 'warning')} below" if warned else "")

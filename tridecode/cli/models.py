@@ -7,11 +7,12 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from ..checkpoint.hub import BUNDLED, cached_models, resolve_model
+from ..checkpoint.hub import BUNDLED, cached_models, resolve_model, suggestion
+from ..checkpoint.names import repository
 from ..errors import CheckpointError
 from ..models.reader import read_json
 from .chat.sessions import fitted
-from .terminal import Output, counted, did_you_mean
+from .terminal import Output
 
 LONGEST = 60  # Columns for names. A longer name shifts the rest of its line.
 
@@ -98,18 +99,24 @@ def described(path: Path) -> str:
 
 def remove(names: list[str], output: Output) -> None:
     """Remove models from the cache, or none of them if one does not exist. Raises CheckpointError."""
-    info = scan()
+    info, names = scan(), [cached_name(name) for name in names]
     known = {repo.repo_id for repo in info.repos} if info else set()
     for name in names:
         if name == BUNDLED.name:
             raise CheckpointError("bundled is a part of the program and cannot be removed")
         if name not in known:
-            fix = did_you_mean(name, known) or "tridecode models lists the cache"
-            raise CheckpointError(f"{name}: there is no such model in {cache_directory()}; {fix}")
+            fix = suggestion(name, sorted(known)) or "; tridecode models lists the cache"
+            raise CheckpointError(f"{name}: there is no such model in {cache_directory()}{fix}")
     hashes = [each.commit_hash for repo in info.repos if repo.repo_id in names for each in repo.revisions]
     strategy = info.delete_revisions(*hashes)
     strategy.execute()
-    output.note(f"removed {counted(len(set(names)), 'model')}, {strategy.expected_freed_size_str}B")
+    output.note(f"removed {', '.join(dict.fromkeys(names))}, {decimal(strategy.expected_freed_size)}")
+
+
+def cached_name(name: str) -> str:
+    """Return the id of the repository that a value of --model names. A name with a revision is returned unchanged."""
+    repo = repository(name)
+    return repo.id if repo and not repo.revision else name
 
 
 def scan() -> Any:

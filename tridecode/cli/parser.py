@@ -109,14 +109,27 @@ class Foreign(NamedTuple):
     """A command of another program, for users who know that program.
 
     Attributes:
-        words: The words that replace it here.
-        arguments: The numbers of arguments with which it is replaced. With others it may begin a question.
-        example: Text that follows `words` in an error message.
+        words: The words that replace it here; () if no command does.
+        arguments: The numbers of arguments with which it is replaced.
+        example: Text that follows `words` in an error message, or the advice if there are no words.
+        refused: The largest number of arguments before the options with which it is an error. With more it begins a
+            question.
     """
 
     words: tuple[str, ...]
-    arguments: tuple[int, ...]
+    arguments: tuple[int, ...] = ()
     example: str = ""
+    refused: int = 0
+
+    def problem(self, name: str) -> str:
+        """Return an error message for the command `name`."""
+        if 1 in self.arguments:
+            return f"{name} needs a model: tridecode {name} {self.example}; tridecode models lists the cache"
+        fix = " ".join(("use tridecode", *self.words, self.example)) if self.words else self.example
+        return f"there is no command {name}{'; ' if fix else ''}{fix}".rstrip()
+
+
+ALWAYS = sys.maxsize  # `refused` of names that no question begins with.
 
 
 FOREIGN = {
@@ -132,6 +145,23 @@ FOREIGN = {
     "ask": Foreign(("generate",), (), "QUESTION"),
     "help": Foreign(("--help",), (0,)),
     "version": Foreign(("--version",), (0,)),
+    "stop": Foreign((), (), "Ctrl-C ends a chat or a server", 1),
+    "create": Foreign((), refused=1),
+    "cp": Foreign((), refused=ALWAYS),
+    "push": Foreign((), refused=1),
+    "signin": Foreign((), (), "hf auth login logs in to Hugging Face", ALWAYS),
+    "signout": Foreign((), (), "hf auth logout logs out of Hugging Face", ALWAYS),
+    "resume": Foreign(("chat", "--resume"), refused=1),
+    "load": Foreign(("chat", "--model"), (), "DIR_OR_ID", 1),
+    "cli": Foreign(("chat",), refused=1),
+    "server": Foreign(("serve",), refused=1),
+    "tokenize": Foreign((), refused=1),
+    "perplexity": Foreign((), refused=1),
+    "embedding": Foreign((), refused=1),
+    "llama-cli": Foreign(("chat",), refused=ALWAYS),
+    "llama-server": Foreign(("serve",), refused=ALWAYS),
+    "llama-bench": Foreign(("bench",), refused=ALWAYS),
+    "llama-tokenize": Foreign((), refused=ALWAYS),
 }
 
 
@@ -164,10 +194,9 @@ class Program(Parser):
         if re.search(r"\s|\?$", first):
             return ["chat", *words]
         options = {name[2:]: name for name in self._option_string_actions if name.startswith("--")}
-        if command and not arguments:
-            self.error(
-                f"there is no command {first}; use tridecode {' '.join(command.words)} {command.example}".rstrip()
-            )
+        leading = list(takewhile(lambda word: not word.startswith("-"), others))
+        if command and len(leading) <= command.refused:
+            self.error(command.problem(first))
         if near := nearest(first, [*commands, *options]):
             self.error(f"there is no command {first}; did you mean {options.get(near, near)}?")
         return ["chat", *words]
@@ -265,10 +294,12 @@ def list_options(parser):
 def model_options(models) -> None:
     """Add the options and actions of `models`."""
     actions = list_options(models)
+    about = "Hugging Face id, like Qwen/Qwen3-4B, or address of its page"
     download = actions.add_parser("download", aliases=["pull"], help="download models to the cache")
-    download.add_argument("names", nargs="+", metavar="ID")
+    download.add_argument("names", nargs="+", metavar="ID", help=about)
     words = "remove models from the cache; if one does not exist, an error names it and none is removed"
-    actions.add_parser("remove", aliases=["rm", "delete"], help=words).add_argument("names", nargs="+", metavar="ID")
+    remove = actions.add_parser("remove", aliases=["rm", "delete"], help=words)
+    remove.add_argument("names", nargs="+", metavar="ID", help=about)
 
 
 def session_options(sessions) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import re
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,7 @@ from starlette.routing import Route
 
 from ..engine import Engine
 from ..errors import EngineClosed, TridecodeError
-from ..sampling import SamplingParams
+from ..sampling import SamplingParams, random_seed
 from ..text.prompt import Encoded
 from ..text.tokenizer import Tokenizer
 from ..version import __version__
@@ -243,7 +242,7 @@ class Server:
             params = self.engine.default_params(**payload.sampling())
             if payload.n == 1:
                 return [params]
-            first = secrets.randbits(62) if params.seed is None else params.seed
+            first = random_seed(payload.n) if params.seed is None else params.seed
             return [replace(params, seed=first + i) for i in range(payload.n)]
         except TridecodeError as error:
             raise api_error(error, None, payload.names) or error from None

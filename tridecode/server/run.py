@@ -1,6 +1,8 @@
 """The server as a process: socket, uvicorn, signals and exit code."""
 
+import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -43,7 +45,10 @@ def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
         bound.bind(address)
         return bound
     except OSError as error:
-        raise TridecodeError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+        fix = "; choose another port with --port N" if error.errno == errno.EADDRINUSE else ""
+        if both := re.fullmatch(r"([^:]+|\[.*\]):(\d+)", host):
+            fix = f"; use --host {both[1].strip('[]')} --port {both[2]}"
+        raise TridecodeError(f"cannot listen on {host}, port {port}: {error.strerror}{fix}") from None
 
 
 class Uvicorn(uvicorn.Server):

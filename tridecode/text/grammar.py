@@ -115,7 +115,9 @@ class Grammars:
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         matcher = LLMatcher(self._vocabulary.result(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise ParameterError(f"{name}: {shorten_error(matcher.get_error())}", name, "type")
+            gbnf = name == "grammar" and "::=" in source
+            fix = "; grammars use Lark's syntax, not GBNF: a rule is name: ..." if gbnf else ""
+            raise ParameterError(f"{name}: {shorten_error(matcher.get_error())}{fix}", name, "type")
         return Grammar(matcher, self._vocab_size)
 
 

@@ -2,15 +2,14 @@
 
 import json
 import os
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from ...engine import Engine, Prompt, Request
-from ...errors import GenerationError, ParameterError
+from ...errors import GenerationError
 from ...results import OutputChunk, Result
-from ...sampling import STRUCTURE_CHARACTERS
+from ...sampling import STRUCTURE_CHARACTERS, random_seed
 from ..explain import explain, option
 from ..graph_stats import show_graph_stats
 from ..inputs import clean, read_file
@@ -23,7 +22,6 @@ from .batch import batch
 from .prompts import encoded, read_prompt, report, reuse
 from .remote import LOCAL, generate_remotely
 
-LAST_SEED = 2**64 - 1
 MAX_STRUCTURE_BYTES = 4 * STRUCTURE_CHARACTERS  # Maximum bytes of a schema or a grammar.
 
 
@@ -34,7 +32,8 @@ def generate(args, output: Output) -> int:
     if args.system is not None:
         args.system = clean(args.system, "--system", output)
     for name in ("json_schema", "grammar"):
-        if (file := getattr(args, name)) is not None:
+        file = getattr(args, name)
+        if file is not None and not (name == "json_schema" and file.lstrip().startswith("{")):
             setattr(args, name, read_file(file, output, MAX_STRUCTURE_BYTES))
             args.origins[name] = f"{file}, which {args.origins[name]} names" if name in args.origins else file
     if args.jsonl is not None:
@@ -102,9 +101,7 @@ def seeded(params, n: int) -> Iterator:
     """Return the parameters of `n` answers, with the seeds seed, seed + 1, ... All are checked first."""
     if n == 1:
         return iter([params])
-    if n > LAST_SEED - 2**62:
-        raise ParameterError(f"n must be at most {LAST_SEED - 2**62:,}, got {n:,}")
-    first = secrets.randbits(62) if params.seed is None else params.seed
+    first = random_seed(n) if params.seed is None else params.seed
     replace(params, seed=first + n - 1)
     return (replace(params, seed=first + i) for i in range(n))
 
