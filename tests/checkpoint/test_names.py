@@ -76,7 +76,7 @@ REFUSED = {
     SITE + "a/b-GGUF/blob/main/b-Q4_K_M.gguf": "GGUF files are not supported yet",
     "https://github.com/owner/name": "not an address on https://huggingface.co",
     "ftp://huggingface.co/a/b": "not an address on https://huggingface.co",
-    "hf.co/a/b:Q4_K_M": "not the address of a model",
+    "hf.co/a/b:Q4_K_M": "names of models have no tags here",
     "model.gguf": "GGUF files are not supported yet",
     "some/dir/Model.GGUF": "GGUF files are not supported yet",
 }
