@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,40 +31,17 @@ from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
 from .quantization.scheme import Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
+from .tensor_info import DTYPE_BYTES, TensorInfo
 from .tied import follow_files
 
 log = logging.getLogger("tridecode")
 # Keys are the dtype names of safetensors.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
 _HEADER_LIMIT = 100_000_000  # Maximum bytes of a header, as in safetensors.
 # Maximum number of dimensions of a tensor. A header of 100 MB could list millions, whose product takes minutes.
 _MAX_DIMENSIONS = 8
 _COPY_BYTES = 64 * 2**20  # Maximum bytes that are copied to the device at once.
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One entry of a safetensors header.
-
-    Args:
-        file: the file.
-        dtype: name of the dtype in safetensors.
-        shape: shape of the tensor.
-        begin: byte of the file at which the tensor begins.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
 
 
 def load_config(path: Path) -> ModelSpec:
@@ -362,7 +339,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise broken(f"the header's entry of tensor {shown(name)} is malformed")
         if 8 + length + end > size:
             raise broken(f"truncated: tensor {shown(name)} ends at byte {8 + length + end:,} of a file of {size:,}")
-        if dtype in _DTYPE_BYTES and math.prod(shape) * _DTYPE_BYTES[dtype] != end - begin:
+        if dtype in DTYPE_BYTES and math.prod(shape) * DTYPE_BYTES[dtype] != end - begin:
             raise broken(f"tensor {shown(name)}, {dtype} of shape {list(shape)}, does not take {end - begin:,} bytes")
         infos[name] = TensorInfo(file, dtype, shape, 8 + length + begin)
     return infos
