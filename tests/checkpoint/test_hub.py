@@ -293,7 +293,7 @@ REFUSED = {
         {"model.safetensors.index.json": None, "adapter_config.json": ADAPTER},
         ["no model.safetensors", "LoRA adapter of 'owner/base'", "merge_and_unload"],
     ),
-    "Model-GGUF": ({"config.json": None}, ["no config.json", "GGUF files are not supported yet"]),
+    "Model-GGUF": ({"config.json": None}, ["no config.json", "give one of its GGUF files, like owner/"]),
     "pointer": (
         {"config.json": b"version https://git-lfs.github.com/spec/v1\n"},
         ["config.json: is a git-lfs pointer"],

@@ -111,10 +111,12 @@ def test_guess_works(typed, command):
         "chat -sy x": "unrecognized arguments: -sy",
         "chat a/b": "did you mean --model a/b?",
         "serve a/b": "did you mean --model a/b?",
-        "model-q4.gguf": "GGUF files are not supported yet",
-        "serve model-q4.gguf": "GGUF files are not supported yet",
-        "llama3:8b": "names of models have no tags here; give a Hugging Face id, like Qwen/Qwen3-4B",
-        "demo/tiny:Q4_K_M": "names of models have no tags here; give a Hugging Face id, like demo/tiny",
+        "model-q4.gguf": "did you mean --model model-q4.gguf?",
+        "serve model-q4.gguf": "did you mean --model model-q4.gguf?",
+        "llama3:8b": "names of models have no tags here, except quantizations of GGUF files; give a Hugging Face id, "
+        "like Qwen/Qwen3-4B",
+        "demo/tiny:latest": "GGUF files; give a Hugging Face id, like demo/tiny",
+        "demo/tiny:Q4_K_M": "did you mean --model demo/tiny:Q4_K_M?",
         "https://huggingface.co/a/b": "did you mean --model https://huggingface.co/a/b?",
     }.items(),
 )

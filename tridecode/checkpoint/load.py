@@ -1,4 +1,4 @@
-"""Loads checkpoints, one or many safetensors files, into fused weights on the device.
+"""Loads checkpoints, safetensors or GGUF files, into fused weights on the device.
 
 The headers of the files are checked before memory is allocated. Then each tensor is copied to the device in small
 pieces, so that neither the host nor the device stores a second copy of the weights. Files are read instead of mapped.
@@ -27,6 +27,7 @@ from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
 from .contents import adapter, advice
+from .gguf.tensors import check_type, gguf_tensors
 from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
 from .quantization.scheme import Stored
@@ -45,7 +46,7 @@ _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|abs
 
 
 def load_config(path: Path) -> ModelSpec:
-    """Return the specification of the checkpoint in directory `path`. Raises CheckpointError.
+    """Return the specification of the checkpoint `path`, a directory or a GGUF file. Raises CheckpointError.
 
     Weights that are present determine a dtype that config.json lacks, and whether the LM head is tied.
     """
@@ -80,7 +81,7 @@ def load_weights(
     on_host: int = 0,
     packs: bool | None = None,
 ) -> Weights:
-    """Load the checkpoint in directory `path` onto the device.
+    """Load the checkpoint `path`, a directory or a GGUF file, onto the device.
 
     Args:
         dtype: dtype of the tensors, except packed tensors.
@@ -134,7 +135,7 @@ def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
         CheckpointError: a tensor is wrong, missing, unexpected or misshapen.
     """
     infos = read_tensor_infos(path, spec)
-    for file in {info.file for info in infos.values()}:
+    for file in {info.file for info in infos.values()} if path.is_dir() else ():
         _check_with_safetensors(file)
     return infos
 
@@ -274,6 +275,8 @@ def _with_prefix(tensors: dict[str, TensorInfo], spec: ModelSpec) -> dict[str, T
 
 def _tensors(path: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint in `path`, read from the headers of its files."""
+    if path.is_file():
+        return gguf_tensors(path)
     if present(path / SINGLE):
         return read_header(path / SINGLE)
     index = path / INDEX
@@ -402,7 +405,9 @@ def _check(
                 f"{info.file}: tensor {shown(name)} must have shape {list(of.shape)} by config.json, not "
                 f"{list(info.shape)}; check that both belong to the same model"
             )
-        if info.dtype not in of.dtypes:
+        if path.is_file():
+            check_type(info, len(of.shape))
+        elif info.dtype not in of.dtypes:
             fix = "check that config.json belongs to it"
             if of.dtypes == FLOATS:
                 fix = "use the unquantized checkpoint, or convert it with transformers' save_pretrained"
