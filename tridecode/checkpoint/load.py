@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -142,7 +142,12 @@ def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
 
 def read_tensor_infos(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     """Return the tensors as `stored_tensors` does, but check only the headers of the files."""
-    tensors, slices = _with_prefix(_tensors(path), spec), tensor_slices(spec)
+    return read_infos(path, spec, _with_prefix(_tensors(path), spec))
+
+
+def read_infos(path: Path, spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return those of a checkpoint's tensors that the model needs. Raises CheckpointError."""
+    slices = tensor_slices(spec)
     needed = {name: of for key in slices for name, of in stored(key, slices[key]).items()}
     _check(path, tensors, needed, slices, spec)
     return {name: tensors[name] for name in needed}
@@ -359,7 +364,7 @@ def _is_ignorable(name: str, spec: ModelSpec) -> bool:
 
 
 def _check(
-    path: Path, tensors: dict[str, TensorInfo], needed: dict[str, Stored], slices: dict[str, TensorSlice],
+    path: Path, tensors: Mapping[str, TensorInfo], needed: dict[str, Stored], slices: dict[str, TensorSlice],
     spec: ModelSpec,
 ) -> None:  # fmt: skip
     """Check the names, shapes and dtypes of a checkpoint's tensors. Raises CheckpointError.
