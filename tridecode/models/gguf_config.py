@@ -177,10 +177,10 @@ def generation_values(gguf: GGUF) -> dict[str, Any]:
 
 
 def _dtype(gguf: GGUF) -> str:
-    """Return the dtype of the matrices; bfloat16 if any is quantized, or if they differ."""
+    """Return the dtype of the matrices; bfloat16 if any is quantized. Some matrices are stored in F32 in any case."""
     types = {tensor.type.name for tensor in gguf.tensors.values() if len(tensor.shape) == 2}
-    name = types.pop() if len(types) == 1 else ""
-    return MATRIX_TYPES.get(name, "bfloat16")
+    types = types - {"F32"} or types
+    return MATRIX_TYPES.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
 
 
 def _delta(read: ConfigReader, prefix: str, tiled: bool) -> dict[str, Any]:
