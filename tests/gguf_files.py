@@ -36,7 +36,10 @@ def converted(name, x, config):
     if kind != "qwen3_5_text":
         return x
     if "linear_attn." in name:
-        size, first = config["linear_value_head_dim"], 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        size, first = (
+            config["linear_value_head_dim"],
+            2 * config["linear_num_key_heads"] * config["linear_key_head_dim"],
+        )
         if "conv1d" in name:
             x = x.squeeze(1)
         if "conv1d" in name or "in_proj_qkv" in name:

@@ -48,7 +48,9 @@ def test_prompt_and_tokens_of_the_checkpoint(pair):
         assert other.tokenizer.encode_chat(chat) == one.tokenizer.encode_chat(chat)
         assert other.tokenizer.special_ids == one.tokenizer.special_ids
         assert other.config.stop_ids == (2, 0) and other.tokenizer.eos_id == one.tokenizer.eos_id
-        answers = [engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12)).token_ids for engine in (one, other)]
+        answers = [
+            engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12)).token_ids for engine in (one, other)
+        ]
         assert answers[0] == answers[1]
 
 

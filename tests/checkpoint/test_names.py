@@ -93,7 +93,7 @@ REFUSED = {
     SITE + "a/b/tree/..": "give a/b@REVISION",
     "https://github.com/owner/name": "not an address on https://huggingface.co",
     "ftp://huggingface.co/a/b": "not an address on https://huggingface.co",
-    "a/b:latest": "names of models have no tags here",
+    "a/b:latest": "names of models have no such tags here",
     "model.gguf": "no such file",
     "some/dir/Model.GGUF": "no such file",
 }

@@ -113,9 +113,8 @@ def test_guess_works(typed, command):
         "serve a/b": "did you mean --model a/b?",
         "model-q4.gguf": "did you mean --model model-q4.gguf?",
         "serve model-q4.gguf": "did you mean --model model-q4.gguf?",
-        "llama3:8b": "names of models have no tags here, except quantizations of GGUF files; give a Hugging Face id, "
-        "like Qwen/Qwen3-4B",
-        "demo/tiny:latest": "GGUF files; give a Hugging Face id, like demo/tiny",
+        "llama3:8b": "names of models have no such tags here; give a Hugging Face id, like Qwen/Qwen3-4B",
+        "demo/tiny:latest": "no such tags here; give a Hugging Face id, like demo/tiny",
         "demo/tiny:Q4_K_M": "did you mean --model demo/tiny:Q4_K_M?",
         "https://huggingface.co/a/b": "did you mean --model https://huggingface.co/a/b?",
     }.items(),

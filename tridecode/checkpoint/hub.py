@@ -13,7 +13,7 @@ from ..models.gguf import is_gguf, part_names
 from ..models.reader import read_json
 from .config import read_config
 from .contents import UNSUPPORTED, adapter
-from .names import BUNDLED, Repository, not_a_name, repository
+from .names import BUNDLED, Repository, not_a_name, quantization, repository
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -132,14 +132,27 @@ def weights_present(path: Path) -> bool:
 
 
 def cached_models() -> list[str]:
-    """Return the ids of the models whose weights are in the Hugging Face cache."""
+    """Return the names of the models whose weights are in the Hugging Face cache."""
     from huggingface_hub import constants
 
-    ids = set()
+    ids = {name for folder in Path(constants.HF_HUB_CACHE).glob("models--*--*") for name in cached_gguf(folder)}
     for file in Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/*.safetensors"):
         if (file.parent / "config.json").exists():
             ids.add("/".join(file.parents[2].name.split("--", 2)[1:]))
     return sorted(ids)
+
+
+def cached_gguf(folder: Path) -> dict[str, Path]:
+    """Return the GGUF files in a repository's directory of the cache by the names of their models."""
+    named: dict[str, Path] = {}
+    for file in sorted(folder.glob("snapshots/**/*.gguf")):
+        snapshot = folder / "snapshots" / file.relative_to(folder / "snapshots").parts[0]
+        if part_names(file)[0] == file and "mmproj" not in file.name.lower():
+            tag = quantization(file.name)
+            repo = "/".join(folder.name.split("--", 2)[1:])
+            name = f"{repo}:{tag}" if tag and f"{repo}:{tag}" not in named else f"{repo}:{file.relative_to(snapshot)}"
+            named[name] = file
+    return named
 
 
 def suggestion(name: str, known: Iterable[str] | None = None) -> str:
@@ -202,7 +215,7 @@ def _download_gguf(repo: Repository, name: str) -> Path:
     found = {file for pattern in patterns for file in folder.rglob(PurePosixPath(pattern).name)}
     if "/" in name:
         found = {folder / name} & found
-    files = sorted(file for file in found if part_names(file)[0] == file and "mmproj" not in file.name.lower())
+    files = sorted({part_names(file)[0] for file in found if "mmproj" not in file.name.lower()})
     if not files:
         if constants.HF_HUB_OFFLINE:
             raise CheckpointError(f"{repo}: the cached copy {folder} lacks it; run once with HF_HUB_OFFLINE=0")

@@ -66,11 +66,14 @@ def not_a_name(model: str) -> str:
         return NOT_A_FILE
     if tagged := re.fullmatch(r"([\w./-]+):[\w.-]+", model):
         example = tagged[1] if _parse_id(tagged[1]) else "Qwen/Qwen3-4B"
-        return (
-            "names of models have no tags here, except quantizations of GGUF files; give a Hugging Face id, "
-            f"like {example}"
-        )
+        return f"names of models have no such tags here; give a Hugging Face id, like {example}"
     return ""
+
+
+def quantization(file: str) -> str:
+    """Return the quantization in the name of a GGUF file; "" if there is none."""
+    match = re.search(rf"(?:^|[-_.])({_QUANTIZATION})(?:-\d{{5}}-of-\d{{5}})?\.gguf$", file)
+    return match[1] if match else ""
 
 
 def _parse_id(text: str) -> Repository | None:

@@ -43,8 +43,9 @@ SESSIONS = """\
 List the saved conversations, the newest first: name, date, turns, size, and the title or first words.
 """
 MODEL_CACHE = """\
-List the models that --model accepts without a download: the bundled one and those in the Hugging Face cache, with size
-and kind. --model also accepts a directory, and downloads the id of any other model.
+List the models that --model accepts without a download: the bundled one, those in the Hugging Face cache and the GGUF
+files in the working directory, with size and kind. --model also accepts a directory or another GGUF file, and downloads
+the id of any other model.
 """
 CONFIG = """\
 Show every setting as a line of the configuration file. A setting that is set has a comment with its source; the others
@@ -102,9 +103,11 @@ MODELS = {
     "fish": "(__tridecode_models)",
     "tcsh": "d",
     "preamble": {
-        "bash": f'_tridecode_models() {{\n  compgen -d -- $1\n  compgen -W "bundled $({CACHED})" -- $1\n}}',
-        "zsh": f"_tridecode_models() {{\n  compadd -- bundled $({CACHED})\n  _files -/\n}}",
-        "fish": f"function __tridecode_models\n  echo bundled\n  sh -c '{CACHED}'\n  __fish_complete_directories\nend",
+        "bash": f"_tridecode_models() {{\n  compgen -d -- $1\n  compgen -f -X '!*.gguf' -- $1\n"
+        f'  compgen -W "bundled $({CACHED})" -- $1\n}}',
+        "zsh": f"_tridecode_models() {{\n  compadd -- bundled $({CACHED})\n  _files -g '*.gguf(-.)'\n  _files -/\n}}",
+        "fish": f"function __tridecode_models\n  echo bundled\n  sh -c '{CACHED}'\n  __fish_complete_suffix .gguf\n"
+        "  __fish_complete_directories\nend",
     },
 }
 
