@@ -61,7 +61,8 @@ SLOW = """
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.relative_to(TESTS).with_suffix("").as_posix() not in SLOW:
+        slow = item.path.relative_to(TESTS).with_suffix("").as_posix() in SLOW or item.get_closest_marker("download")
+        if not slow:
             item.add_marker("quick")
 
 
