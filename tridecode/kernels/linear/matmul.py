@@ -38,6 +38,7 @@ from .register_tiles import (
     load_x,
     operand,
     places,
+    scale_of,
     tiling,
 )
 
@@ -72,15 +73,6 @@ class MatmulConfig(RowBlocks):
 
 
 @triton.jit
-def _scale(T: tl.constexpr, of_tile, group: tl.constexpr, which: tl.constexpr):
-    """Return the scale (which = 0) or the minimum (1) of a group of a tile, fp32 [WARPS, BLOCK_N, 1]."""
-    value = of_tile[which * T.SCALES + group].to(tl.float32)
-    if T.OVER > 0:
-        value *= of_tile[T.SCALES * (1 + T.MINIMUMS) + which].to(tl.float32)
-    return value
-
-
-@triton.jit
 def _halves(T: tl.constexpr, tile, x, of_tile, part: tl.constexpr, TYPE: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the scaled sum of a part whose halves of 16 columns have different scales."""
     acc = tl.zeros([T.WARPS, T.BLOCK_N, BLOCK_M], tl.float32)
@@ -89,7 +81,7 @@ def _halves(T: tl.constexpr, tile, x, of_tile, part: tl.constexpr, TYPE: tl.cons
         own = tl.where(column // 16 == half, x, 0.0).to(x.dtype)
         columns = tl.permute(operand(own, T.WARPS, BLOCK_M, True), (0, 2, 1)).to(TYPE)
         zeros = tl.zeros([T.WARPS, T.BLOCK_N, BLOCK_M], tl.float32)
-        acc += tl.dot(tile, columns, zeros, input_precision="ieee") * _scale(T, of_tile, part * 2 + half, 0)
+        acc += tl.dot(tile, columns, zeros, input_precision="ieee") * scale_of(T, of_tile, part * 2 + half, 0)
     return acc
 
 
@@ -248,10 +240,10 @@ def _matmul_kernel(
                         x_sum = tl.dot(ones, columns, x_sum, input_precision="ieee")
                     if (part + 1) % GROUP_PARTS == 0:
                         if T.GROUPED:
-                            scale_now = _scale(T, of_tile, part // GROUP_PARTS, 0)
+                            scale_now = scale_of(T, of_tile, part // GROUP_PARTS, 0)
                             acc += group_sum * scale_now
                             if MINIMUMS:  # Four bits were multiplied without their zero point, which is 8.
-                                less = _scale(T, of_tile, part // GROUP_PARTS, 1)
+                                less = scale_of(T, of_tile, part // GROUP_PARTS, 1)
                                 acc += x_sum * (8 * scale_now - less if FORM == "int4" else -less)
                         else:
                             acc = group_sum

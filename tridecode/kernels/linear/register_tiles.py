@@ -54,7 +54,10 @@ def tiling(
     GROUPED: whether a row has several scales. They multiply the sums of tiles or, for smaller groups, of parts of
     tiles.
     ROW_SCALES: whether a row has one scale, which multiplies the whole sum.
-    SCALES, ZERO_PARTS: scales and zero points that are loaded with a line. LOADED counts minimums and factors too.
+    SCALES, ZERO_PARTS: scales and zero points that are loaded with a line.
+    LOADED: numbers that are loaded with a line besides zero points. If OVER, integer scales are loaded as one word, and
+    minimums as another.
+    EACH: columns of a line that share a scale.
     HALVES: scales of a part, which is multiplied once for each: 2 for groups of 16 columns.
     OVERS: groups of OVER columns in a row.
     GROUP_PARTS: parts that are added before they are scaled.
@@ -73,7 +76,8 @@ def tiling(
         OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step,
         LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
         GROUPED=grouped, ROW_SCALES=not dense and not grouped, SCALES=scales, HALVES=halves,
-        MINIMUMS=MINIMUMS, OVER=OVER, LOADED=scales * (1 + MINIMUMS) + (1 + MINIMUMS if OVER else 0), OVERS=-(-K // OVER) if OVER else 0,
+        EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, OVERS=-(-K // OVER) if OVER else 0,
+        LOADED=2 + MINIMUMS if OVER else scales * (1 + MINIMUMS),
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
         # The kernel then sums the activations once for many blocks of four bits.
         ZEROS_AFTER=FORM == "int4" and X_AHEAD == chunks * parts and shared,
@@ -163,18 +167,41 @@ def block_of_rows(T: tl.constexpr, w, block):
 
 
 @triton.jit
-def _load_group(
-    T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, offset: tl.constexpr, GROUP: tl.constexpr,
-    stride: tl.constexpr = 1,
-):  # fmt: skip
+def _load_group(T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, offset: tl.constexpr, GROUP: tl.constexpr):
     """Load the values of the groups of GROUP columns that contain column `offset` of the warps' tiles c."""
     column = (c * T.WARPS + warp) * T.STEP + offset
     if (c + 1) * T.WARPS * T.STEP > T.K:
-        return tl.load(ptrs + column // GROUP * stride, mask=mask & (column < T.K), other=0)
+        return tl.load(ptrs + column // GROUP, mask=mask & (column < T.K), other=0)
     elif T.MASKED:
-        return tl.load(ptrs + column // GROUP * stride, mask=mask)
+        return tl.load(ptrs + column // GROUP, mask=mask)
     else:
-        return tl.load(ptrs + column // GROUP * stride)
+        return tl.load(ptrs + column // GROUP)
+
+
+@triton.jit
+def _words(ptrs, size: tl.constexpr):
+    """Return pointers to words of 2 or 4 bytes."""
+    if size == 2:
+        return ptrs.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        return ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def scale_of(T: tl.constexpr, loaded, group: tl.constexpr, which: tl.constexpr):
+    """Return the scale (which = 0) or the minimum (1) of a group of a tile, fp32 [WARPS, BLOCK_N, 1].
+
+    Args:
+        loaded: the numbers that `load_tile` returned for the tile.
+    """
+    if T.OVER > 0:
+        code = (loaded[which].to(tl.int32) >> (8 * group)) & 255
+        if not T.MINIMUMS:  # Without minimums, scales have a sign.
+            code = (code ^ 128) - 128
+        bits = loaded[1 + T.MINIMUMS] >> (16 * which)
+        return code.to(tl.float32) * bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return loaded[which * T.SCALES + group].to(tl.float32)
 
 
 @triton.jit
@@ -189,21 +216,24 @@ def load_tile(T: tl.constexpr, block, c: tl.constexpr):
     sum_warp = tl.arange(0, T.WARPS)[:, None, None]
     tile = _load(block.weights, offs_k, block.mask_lines, c * WIDTH, WIDTH, T.LENGTH, T.MASKED, "evict_first")
     scales, zeros = (), ()
-    for i in tl.static_range(T.SCALES):
-        scales += (_load_group(T, block.scales, sum_warp, block.mask_sums, c, i * (T.STEP // T.SCALES), T.GROUP),)
-    if T.MINIMUMS:
-        for i in tl.static_range(T.SCALES):
-            offset: tl.constexpr = i * (T.STEP // T.SCALES)
-            scales += (_load_group(T, block.minimums, sum_warp, block.mask_sums, c, offset, T.GROUP),)
     if T.OVER > 0:
-        for i in tl.static_range(1 + T.MINIMUMS):
-            scales += (_load_group(T, block.overs + i, sum_warp, block.mask_sums, c, 0, T.OVER, 1 + T.MINIMUMS),)
-    for part in tl.static_range(T.ZERO_PARTS):
-        offset: tl.constexpr = part * STEP_COLUMNS
-        if T.ZEROS_AFTER:
-            zeros += (_load_group(T, block.zeros, sum_warp, block.mask_sums, c, offset, T.GROUP),)
+        scales += (_load_group(T, _words(block.scales, T.SCALES), sum_warp, block.mask_sums, c, 0, T.STEP),)
+        if T.MINIMUMS:
+            scales += (_load_group(T, _words(block.minimums, T.SCALES), sum_warp, block.mask_sums, c, 0, T.STEP),)
+            scales += (_load_group(T, _words(block.overs, 4), sum_warp, block.mask_sums, c, 0, T.OVER),)
         else:
-            zeros += (_load_group(T, block.zeros, warp, block.mask_lines, c, offset, T.GROUP),)
+            scales += (_load_group(T, _words(block.overs, 2), sum_warp, block.mask_sums, c, 0, T.OVER),)
+    else:
+        for i in tl.static_range(T.SCALES):
+            scales += (_load_group(T, block.scales, sum_warp, block.mask_sums, c, i * T.EACH, T.GROUP),)
+        if T.MINIMUMS:
+            for i in tl.static_range(T.SCALES):
+                scales += (_load_group(T, block.minimums, sum_warp, block.mask_sums, c, i * T.EACH, T.GROUP),)
+    for part in tl.static_range(T.ZERO_PARTS):
+        if T.ZEROS_AFTER:
+            zeros += (_load_group(T, block.zeros, sum_warp, block.mask_sums, c, part * STEP_COLUMNS, T.GROUP),)
+        else:
+            zeros += (_load_group(T, block.zeros, warp, block.mask_lines, c, part * STEP_COLUMNS, T.GROUP),)
     return (tile,), scales, zeros
 
 
