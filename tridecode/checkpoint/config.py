@@ -22,7 +22,10 @@ def read_config(path: Path) -> "tuple[ModelSpec, dict]":
     if path.is_file():
         gguf = read_gguf(path)
         values = gguf_config.config_values(gguf)
-        return parse_config(values, gguf_config.generation_values(gguf), path, path), values
+        from .gguf.schemes import with_block_types
+
+        spec = parse_config(values, gguf_config.generation_values(gguf), path, path)
+        return with_block_types(path, spec), values
     source, generation = path / "config.json", path / "generation_config.json"
     if not present(source):
         fix = advice(path, "give the directory of a Hugging Face checkpoint")

@@ -31,9 +31,9 @@ from .gguf.tensors import check_type, gguf_tensors
 from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
 from .quantization.scheme import Stored
-from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
+from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices, tied_head_scheme
 from .tensor_info import DTYPE_BYTES, TensorInfo
-from .tied import follow_files
+from .tied import HEAD, follow_files
 
 log = logging.getLogger("tridecode")
 # Keys are the dtype names of safetensors.
@@ -108,8 +108,8 @@ def load_weights(
     total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:
-        scale = next(part for part in stored(name, slices[name]) if "scale" in part.rpartition(".")[2])
-        return DTYPES[tensors[scale].dtype]
+        parts = (part for part in stored(name, slices[name]) if "scale" in part.rpartition(".")[2])
+        return DTYPES[tensors[scale].dtype] if (scale := next(parts, None)) else torch.float16
 
     plan = targets(spec, packs, scale_dtype)
     # A dtype conversion makes a second copy of a tensor slice, which must be small compared to the weights.
@@ -125,6 +125,10 @@ def load_weights(
                 done += count
                 if progress is not None:
                     progress(done, total)
+        if HEAD in plan and (scheme := tied_head_scheme(spec)):
+            tensors[HEAD] = tensors[spec.embed.tensor]
+            for _ in loader.place(HEAD, TensorSlice(HEAD, 0, spec.embed.shape, scheme)):
+                pass
     return _assemble(spec, plan, places, host)
 
 
@@ -250,8 +254,10 @@ def _assemble(
     spec: ModelSpec, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
 ) -> Weights:
     """Build the model's weights from the loaded tensors."""
-    if spec.tie_word_embeddings and "lm_head.weight" in plan:  # The LM head is a quantized copy of the embedding.
-        quantize_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
+    if (
+        spec.tie_word_embeddings and HEAD in plan and plan[HEAD].load_scheme
+    ):  # The LM head is a quantized copy of the embedding.
+        quantize_into(places[HEAD], plan[HEAD], 0, places["embed"]["weight"])
 
     if host:
         places = places | {name: {"weight": tensor} for name, tensor in host.read.items()}
