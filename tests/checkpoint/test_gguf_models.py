@@ -150,3 +150,37 @@ def test_config_matches_the_checkpoint(pair):
     one, other = load_config(source), load_config(file)
     assert {*one.stop_ids} == {*other.stop_ids} and one.vocab_size == other.vocab_size
     assert json.loads((source / "config.json").read_text())["rms_norm_eps"] == other.eps
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-tied", "qwen3.5"])
+def test_packed_weights(type_name, family, tmp_path):
+    """As a GPU loads them: packed tensors have the values of the weights that a CPU expands, also a tied LM head."""
+    source = write_tiny(tmp_path / "hf", family, **WIDE, **(INTERVAL if "3.5" in family else {}))
+    file = write_gguf(source, tmp_path / "model.gguf", type_name)
+    spec = load_config(file)
+    packed, expanded = (load_weights(file, spec, "cpu", torch.float32, packs=packs) for packs in (True, False))
+    assert torch.equal(packed.embed, expanded.embed) and packed.lm_head.packed is not None
+    for one, other in zip(packed.linears(), expanded.linears()):
+        assert one.packed is not None and other.packed is None
+        assert torch.equal(one.matrix(), other.weight)
+    assert (packed.lm_head.nbytes < 0.3 * expanded.lm_head.nbytes) and expanded.tied == (family == "qwen3-tied")
+
+
+def test_other_types_are_expanded_with_a_note(tmp_path):
+    source = write_tiny(tmp_path / "hf", "llama", **WIDE)
+    file = write_gguf(source, tmp_path / "model.gguf", "MXFP4")
+    spec = load_config(file)
+    assert spec.checkpoint_quantization is None
+    assert any("of the types MXFP4 are expanded to 16 bits: 0.00 instead of 0.00 GiB" in note for note in spec.notes)
+    weights = load_weights(file, spec, "cpu", torch.bfloat16, packs=True)
+    assert weights.number_types() == ["dense"]
+
+
+def test_quantize_of_a_quantized_file(tmp_path):
+    from tridecode.errors import ParameterError
+
+    source = write_tiny(tmp_path / "hf", "llama", **WIDE)
+    file = write_gguf(source, tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(ParameterError, match="quantized already"):
+        Engine.load(file, device="cpu", quantize="int4")
