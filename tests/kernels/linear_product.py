@@ -56,7 +56,7 @@ def dense(n: int, k: int, dtype=torch.bfloat16) -> LoadedLinear:
 def packed(scheme: str, n: int, k: int) -> LoadedLinear:
     """Return a linear with random codes, in a scheme of SCHEMES or GGUF_SCHEMES. Its products are of magnitude 1."""
     if scheme in GGUF_SCHEMES:
-        return _of_gguf(scheme, n, k)
+        return _with_minimums(scheme, n, k)
     bits, group, rows, zeros, ordered = SCHEMES[scheme]
     number_type, generator = scheme.split("_")[0], torch.Generator().manual_seed(n + k)
     group, blocks = group or k, -(-n // rows)
@@ -74,7 +74,7 @@ def packed(scheme: str, n: int, k: int) -> LoadedLinear:
     return _loaded(description, QuantizedWeight(codes, scale.to(scale_dtype), rows, group, bits, zero, order))
 
 
-def _of_gguf(scheme: str, n: int, k: int) -> LoadedLinear:
+def _with_minimums(scheme: str, n: int, k: int) -> LoadedLinear:
     bits, count, group, minimums, over_group = GGUF_SCHEMES[scheme]
     generator, groups = torch.Generator().manual_seed(n + k), -(-k // group)
     codes = torch.randint(0, count, (n, k), generator=generator)

@@ -114,7 +114,7 @@ def fetch_weights(model: str | Path | None, path: Path) -> None:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """Return the GGUF files in a directory, of split models the first. Those of vision models are left out."""
+    """Return the GGUF files in a directory, of split models the first, without the files of vision models."""
     files = (file for file in sorted(path.glob("*.gguf")) if "mmproj" not in file.name.lower())
     return [file for file in files if part_names(file)[0] == file]
 

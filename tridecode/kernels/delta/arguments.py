@@ -28,13 +28,13 @@ class DeltaHeads(NamedTuple):
         """Adjacent V heads that share a head of q and k: V head h uses head h // neighbors % key."""
         return 1 if self.tiled else self.value // self.key
 
-    def of_values(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def for_value_heads(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Repeat heads of q or k along `dim`, so that there is one for each V head."""
         if not self.tiled:
             return x.repeat_interleave(self.neighbors, dim)
         return torch.cat([x] * (self.value // self.key), dim)
 
-    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+    def for_key_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Return the heads of q or k from those for each V head, [value heads, ...]."""
         return x[: self.key] if self.tiled else x[:: self.neighbors]
 

@@ -207,7 +207,7 @@ def delta_chunks_ref(chunks, mixed, rates, u, w, p, heads: DeltaHeads):
 def block_of(mixed: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v of the rows of a block in fp32: [value heads, rows, key_dim or value_dim]."""
     q, k, v = mixed.float().split((heads.key_size, heads.key_size, heads.value_size), 1)
-    q, k = (heads.of_values(x.unflatten(1, (heads.key, -1)), 1).transpose(0, 1) for x in (q, k))
+    q, k = (heads.for_value_heads(x.unflatten(1, (heads.key, -1)), 1).transpose(0, 1) for x in (q, k))
     return q, k, v.unflatten(1, (heads.value, -1)).transpose(0, 1)
 
 

@@ -421,7 +421,7 @@ def delta_decode_ref(
             state = states[record] = rounded_ref(advanced, records.state.dtype)
             if drafted:
                 assert drafts is not None, "drafts is None, but requests have several rows"
-                drafts.k[slot, position % RING], drafts.u[slot, position % RING] = heads.of_keys(k), u
+                drafts.k[slot, position % RING], drafts.u[slot, position % RING] = heads.for_key_heads(k), u
                 drafts.g[slot, position % RING] = g
             else:
                 records.state[record] = state
@@ -440,7 +440,7 @@ def replayed(
     if drafts is not None:
         for at in range(int(records.covered[record, 0]), position):
             k, u, g = (part[slot, at % RING] for part in drafts)
-            k = heads.of_values(k, 0)
+            k = heads.for_value_heads(k, 0)
             state = rounded_ref(state * g.exp()[:, None, None] + k[:, :, None] * u[:, None], records.state.dtype)
     return state
 

@@ -82,5 +82,5 @@ def gated_norm(o: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, heads: Delt
 def split_heads(x: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v by head from x [..., channels]; q and k once for each V head."""
     q, k, v = x.split((heads.key_size, heads.key_size, heads.value_size), -1)
-    q, k = (heads.of_values(part.unflatten(-1, (heads.key, heads.key_dim)), -2) for part in (q, k))
+    q, k = (heads.for_value_heads(part.unflatten(-1, (heads.key, heads.key_dim)), -2) for part in (q, k))
     return q, k, v.unflatten(-1, (heads.value, heads.value_dim))

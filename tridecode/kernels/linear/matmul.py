@@ -73,7 +73,7 @@ class MatmulConfig(RowBlocks):
 
 
 @triton.jit
-def _halves(T: tl.constexpr, tile, x, of_tile, part: tl.constexpr, TYPE: tl.constexpr, BLOCK_M: tl.constexpr):
+def _halves(T: tl.constexpr, tile, x, tile_scales, part: tl.constexpr, TYPE: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the scaled sum of a part whose halves of 16 columns have different scales."""
     acc = tl.zeros([T.WARPS, T.BLOCK_N, BLOCK_M], tl.float32)
     column = tl.arange(0, STEP_COLUMNS)[None, :]
@@ -81,7 +81,7 @@ def _halves(T: tl.constexpr, tile, x, of_tile, part: tl.constexpr, TYPE: tl.cons
         own = tl.where(column // 16 == half, x, 0.0).to(x.dtype)
         columns = tl.permute(operand(own, T.WARPS, BLOCK_M, True), (0, 2, 1)).to(TYPE)
         zeros = tl.zeros([T.WARPS, T.BLOCK_N, BLOCK_M], tl.float32)
-        acc += tl.dot(tile, columns, zeros, input_precision="ieee") * scale_of(T, of_tile, part * 2 + half, 0)
+        acc += tl.dot(tile, columns, zeros, input_precision="ieee") * scale_of(T, tile_scales, part * 2 + half, 0)
     return acc
 
 
@@ -220,9 +220,9 @@ def _matmul_kernel(
                     zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS and not ZEROS_AFTER else 0
                     tile = unpack(tiles[c], zero, part, FORM, ZEROS and not ZEROS_AFTER, DOT_FP32, ZEROS_AFTER)
                 tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
-                of_tile = scales[c * LOADED : (c + 1) * LOADED]
+                tile_scales = scales[c * LOADED : (c + 1) * LOADED]
                 if T.HALVES == 2:
-                    acc += _halves(T, tile, tile_x, of_tile, part, TYPE, BLOCK_M)
+                    acc += _halves(T, tile, tile_x, tile_scales, part, TYPE, BLOCK_M)
                 else:
                     if part % GROUP_PARTS == 0:
                         group_sum = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32) if T.GROUPED else acc
@@ -230,7 +230,7 @@ def _matmul_kernel(
                         if ZEROS_AFTER:
                             start = zero_sums[(c * PARTS + part) // GROUP_PARTS]
                             if MINIMUMS:
-                                x_sum = start * (-1 / 8)  # Without zero points, the sums are those of -8.
+                                x_sum = start * (-1 / 8)  # Without zero points, the sums are products with -8.
                             if ZEROS:
                                 start *= zero_point(zeros[c * ZERO_PARTS + part // GROUP_PARTS % ZERO_PARTS])
                             group_sum = start if T.GROUPED else acc + start
@@ -240,10 +240,10 @@ def _matmul_kernel(
                         x_sum = tl.dot(ones, columns, x_sum, input_precision="ieee")
                     if (part + 1) % GROUP_PARTS == 0:
                         if T.GROUPED:
-                            scale_now = scale_of(T, of_tile, part // GROUP_PARTS, 0)
+                            scale_now = scale_of(T, tile_scales, part // GROUP_PARTS, 0)
                             acc += group_sum * scale_now
                             if MINIMUMS:  # Four bits were multiplied without their zero point, which is 8.
-                                less = scale_of(T, of_tile, part // GROUP_PARTS, 1)
+                                less = scale_of(T, tile_scales, part // GROUP_PARTS, 1)
                                 acc += x_sum * (8 * scale_now - less if FORM == "int4" else -less)
                         else:
                             acc = group_sum
