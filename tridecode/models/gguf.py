@@ -391,7 +391,7 @@ class _Header:
 
 
 def shortest(value: float) -> float:
-    """Return the number with the fewest digits that has the same value in fp32: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal number that has the same value in fp32: 1e-05 for 9.999999747378752e-06."""
     if value != value or value in (float("inf"), float("-inf")):
         return value
     exact = struct.pack("<f", value)

@@ -158,8 +158,8 @@ def with_block_types(path: Path, spec: ModelSpec) -> ModelSpec:
     if spec.tie_word_embeddings:
         modules.append(HEAD)
         infos[f"{HEAD}.weight"] = infos[spec.embed.tensor]
-    found = [(module, infos[f"{module}.weight"].dtype) for module in modules if f"{module}.weight" in infos]
-    pairs = tuple((module, SCHEMES[name]) for module, name in found if name in SCHEMES)
+    types_of_modules = [(module, infos[f"{module}.weight"].dtype) for module in modules if f"{module}.weight" in infos]
+    pairs = tuple((module, SCHEMES[name]) for module, name in types_of_modules if name in SCHEMES)
     others = [info for info in infos.values() if info.dtype not in (*SCHEMES, *FLOATS)]
     if others:
         names, numbers = ", ".join(sorted({info.dtype for info in others})), sum(prod(info.shape) for info in others)
