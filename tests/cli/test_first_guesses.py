@@ -6,7 +6,7 @@ import pytest
 
 from tridecode.cli.options import CONFIGURED, Url
 from tridecode.cli.parser import make_parser
-from tridecode.cli.terminal import nearest
+from tridecode.arguments import nearest
 from tridecode.errors import ParameterError
 
 pytestmark = pytest.mark.usefixtures("state")

@@ -12,13 +12,13 @@ from copy import copy
 from itertools import product, takewhile
 from textwrap import wrap
 
-from ..arguments import listed
+from ..arguments import listed, nearest
 from ..checkpoint.names import BUNDLED, not_a_name
 from ..errors import ParameterError
 from ..options import OPTIONS
 from .configuration import Configuration
 from .options import GROUPS, HEADINGS, SAMPLING, Option, add_options, options_for
-from .terminal import Output, nearest
+from .terminal import Output
 from .wrapping import WHOLE, HelpFormatter
 
 # Options of ollama and llama.cpp without which this program does what they ask for.

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import platformdirs
 
-from ..arguments import Choice, Flag, Option, Pair
+from ..arguments import Choice, Flag, Option, Pair, nearest
 from ..errors import ParameterError, TridecodeError, as_json
 from .inputs import read_bytes
 from .options import SAMPLING
-from .terminal import did_you_mean, nearest
+from .terminal import did_you_mean
 
 PREFIX = "TRIDECODE_"
 OTHER_VARIABLES = ("TRIDECODE_API_KEY",)  # Environment variables that are not options.

@@ -7,12 +7,12 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from ..arguments import nearest
 from ..version import __version__
 from .bench_options import BENCH, add_benches, add_command, add_verbose
 from .command_line import Parser, is_model
 from .configuration import Configuration
 from .options import CONFIGURED
-from .terminal import nearest
 
 ABOUT = """\
 Run open-weight language models on one GPU, or on the CPU. A question in place of COMMAND begins a chat.

@@ -1,13 +1,12 @@
 """Request bodies: parsing and validation. An unknown parameter is an error that names the parameter."""
 
-import difflib
 import json
 import re
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from ..arguments import shown
+from ..arguments import nearest, shown
 from ..errors import as_json
 from .constraints import ResponseFormat, parse_response_format
 from .errors import ApiError, bad_request
@@ -331,8 +330,8 @@ def _check_other(name: str, value, neutral: dict[str, list], no_effect: frozense
         message = f"{name} is not supported: leave it out{only}, got {as_json(value)}"
         raise bad_request(message, name, "unsupported_parameter")
     shown_name = as_json(name).strip('"')
-    similar = difflib.get_close_matches(name[:100], fields, n=1)
-    hint = f"did you mean {similar[0]}?" if similar else "leave it out"
+    similar = nearest(name[:100], fields)
+    hint = f"did you mean {similar}?" if similar else "leave it out"
     raise bad_request(f"{shown_name} is not a parameter of this API: {hint}", shown_name, "unknown_parameter")
 
 
