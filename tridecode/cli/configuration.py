@@ -231,6 +231,8 @@ def line(option: Option, setting: Setting | None) -> str:
 
 def show(args, output) -> int:
     """Run `tridecode config`. An invalid setting ends the program with exit code 2, as in the other commands."""
+    if args.changes not in ([], ["show"], ["list"]):
+        args.wrong(f"config only shows the settings; edit {args.configuration.path} to change them")
     try:
         output.text("".join(f"{each}\n" for each in lines(args.configuration)))
     except ParameterError as error:

@@ -159,7 +159,8 @@ SYNONYMS = {
     "repetition_penalty": ("--repeat-penalty",),
     "max_seq_len": ("-c", "--ctx-size", "--num-ctx"),
 }
-NO_LIMIT = "-1"  # In place of a number of tokens, as in ollama and llama.cpp.
+# Numbers that ollama and llama.cpp accept in place of a limit. They mean that the option is not set.
+NO_LIMIT = {"max_tokens": "-1", "max_seq_len": "0"}
 
 
 def options_for(command: str) -> dict[str, Option]:
@@ -199,8 +200,8 @@ def add_option(parser, option: Option, **more) -> None:
             settings["choices"] = constraint.choices
         elif not option.from_file:
             settings["type"] = reader(constraint.item if option.repeated else constraint)
-            if option.name == "max_tokens":
-                settings["type"] = limited(settings["type"])
+            if option.name in NO_LIMIT:
+                settings["type"] = limited(settings["type"], NO_LIMIT[option.name])
         if option.repeated:
             settings["action"] = "append"
     action = parser.add_argument(option.flag, **settings | more)
@@ -222,9 +223,9 @@ def reader(constraint: Constraint) -> Callable[[str], Any]:
     return read
 
 
-def limited(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a function like `read`, to which NO_LIMIT means that the option is not set."""
-    return lambda text: None if text.strip() == NO_LIMIT else read(text)
+def limited(read: Callable[[str], Any], no_limit: str) -> Callable[[str], Any]:
+    """Return a function like `read`, to which `no_limit` means that the option is not set."""
+    return lambda text: None if text.strip() == no_limit else read(text)
 
 
 def sampling_overrides(args) -> dict:
