@@ -202,7 +202,7 @@ def test_quoted_blocks():
     assert unfinished('"""') and unfinished('"""a') and unfinished('"""\n""') and not unfinished('"""a""" ')
 
 
-def test_a_program_that_begins_with_a_docstring_is_no_block():
+def test_a_program_that_begins_with_a_docstring_is_not_a_block():
     program = '"""Doc."""\nimport os\n\n\ndef f():\n    """More."""\n    return 1'
     assert not unfinished(program) and unquoted(program) is None
     assert not unfinished(f'"""{program}"""') and unquoted(f'"""{program}"""') == program

@@ -132,6 +132,12 @@ def test_title_is_saved(session):
     assert chat.conversation.title is None
 
 
+def test_message_in_a_description_has_no_escapes(session):
+    chat = session(["one"])
+    chat.handle("It's a \U0001f469\u200d\U0001f467")
+    assert chat.describe() == "continuing 1 turn, the last was 'It's a \U0001f469\u200d\U0001f467'"
+
+
 def test_sessions_command(session):
     chat = session(["one"], store=store.Store(store.named("work")), interactive=True)
     chat.handle("Hello")
