@@ -233,7 +233,8 @@ def test_tab_completes_sessions_paths_and_words(session, tmp_path, monkeypatch):
         (place / name).touch()
     monkeypatch.chdir(place)
     for typed, found in (
-        ("/ti", (3, ["/title"])),
+        ("/ti", (3, ["/title "])),
+        ("/un", (3, ["/undo"])),
         ("/load ri", (2, ["rivers", "river talk.json"])),
         ("/load river t", (7, ["river talk.json"])),
         ("/save rooms/", (6, ["rooms/blue.md"])),

@@ -192,8 +192,8 @@ def _model(chat, rest) -> None:
 def _think(chat, rest) -> None:
     if rest:
         chat.set_think(rest)
-    mode = f"thinking is {chat.think}" if chat.thinking.possible else "this model's chat template knows no thinking"
-    chat.output.note(mode)
+    unsupported = "the chat template of this model does not support thinking"
+    chat.output.note(f"thinking is {chat.think}" if chat.thinking.possible else unsupported)
 
 
 def _plain(chat, rest) -> None:
