@@ -16,8 +16,8 @@ from .inputs import stdin_is_file
 from .options import CONFIGURED
 
 ABOUT = """\
-Run open-weight language models on one GPU, or on the CPU. A question in place of COMMAND begins a chat. Text from a pipe
-is answered without COMMAND.
+Run open-weight language models on one GPU, or on the CPU. A question in place of COMMAND begins a chat. Text from a
+pipe is answered without COMMAND.
 """
 EXAMPLES = """\
 examples:
