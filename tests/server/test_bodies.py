@@ -58,6 +58,7 @@ def test_size_of_chunked_body_is_checked_while_it_arrives(running, parsed, monke
 MANY_VALUES = {
     "ids": b'{"model": "bundled", "prompt": [' + b"1," * 1_000_000 + b"1]}",
     "objects": b'{"model": "bundled", "messages": [' + b"{}," * 1_000_000 + b"{}]}",
+    "lists": b'{"model": "bundled", "prompt": [' + b"[1]," * 100_000 + b"[1]]}",
     "fields": b'{"model": "bundled", ' + b'"a":1,' * 500_000 + b'"prompt": "a"}',
 }
 
@@ -91,7 +92,7 @@ def test_limits_follow_the_context():
 
 
 def test_large_bodies_share_a_budget(running, monkeypatch):
-    monkeypatch.setattr(bodies, "BODY_BUDGET", 1 << 20)
+    monkeypatch.setattr(running.server.bodies, "budget", 1 << 20)
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     large = b'{"prompt": "' + b"a" * (1 << 19) + b'"}'
     with ExitStack() as stack:
@@ -99,14 +100,14 @@ def test_large_bodies_share_a_budget(running, monkeypatch):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), 20))
             client.sendall(f"{head}Content-Length: {len(large)}\r\n\r\n".encode() + large[:-1])
             held = (i + 1) * (len(large) - 1 - bodies.SMALL_BODY)
-            until(lambda held=held: running.server.bodies._held == held)
+            until(lambda held=held: running.server.bodies._buffered == held)
         got = running.post("/tokenize", large)
         assert (got.status_code, got.json()["error"]["code"]) == (503, "overloaded")
         assert got.headers["retry-after"] == "1"
         assert running.post("/tokenize", {"prompt": "small"}).status_code == 200
-    until(lambda: running.server.bodies._held == 0)
+    until(lambda: running.server.bodies._buffered == 0)
     assert running.post("/tokenize", large).json()["error"]["code"] == "context_length_exceeded"
-    assert running.server.bodies._held == 0
+    assert running.server.bodies._buffered == 0
 
 
 # ---- types and encodings

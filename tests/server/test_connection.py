@@ -173,7 +173,9 @@ def test_other_connections_run_between_the_parts_of_a_body(running, monkeypatch)
     held, rounds = [], []
     parse = Connection._parse
     monkeypatch.setattr(
-        Connection, "_parse", lambda self: (held.append(len(self._held)), rounds.append(self._scheduled), parse(self))
+        Connection,
+        "_parse",
+        lambda self: (held.append(len(self._unparsed)), rounds.append(self._scheduled), parse(self)),
     )
     with opened(running) as client:
         head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -181,7 +183,7 @@ def test_other_connections_run_between_the_parts_of_a_body(running, monkeypatch)
         client.sendall(b"2\r\n{}\r\n0\r\n\r\n")
         assert error_of(rest(client))[0] == 400
     assert len(rounds) >= 6 * 300_000 // (connection.SLICE * connection.SLICES)
-    assert max(held) <= connection.MAX_HELD + 2 * (1 << 18)
+    assert max(held) <= connection.MAX_UNPARSED + 2 * (1 << 18)
 
 
 def test_pipelined_requests_wait_in_a_bounded_queue(engine, monkeypatch):
@@ -191,7 +193,9 @@ def test_pipelined_requests_wait_in_a_bounded_queue(engine, monkeypatch):
         with pytest.raises(TimeoutError):  # The server stops reading.
             client.sendall(post(LONG, path="/v1/completions") + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 2_000_000)
         (served,) = running.connections()
-        assert len(served.pipeline) <= connection.SLICE // 20 and len(served._held) <= connection.MAX_HELD + (1 << 19)
+        assert len(served.pipeline) <= connection.SLICE // 20 and len(served._unparsed) <= connection.MAX_UNPARSED + (
+            1 << 19
+        )
     with Running(engine) as running, opened(running) as client:
         client.sendall(post(GREEDY) + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
         client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")

@@ -38,7 +38,8 @@ class Bodies:
         self.max_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_LIMIT, BODY_BYTES_PER_TOKEN * context))
         self.max_values = max(MIN_BODY_VALUES, BODY_VALUES_PER_TOKEN * context)
         self._loop, self._timeout = loop, timeout
-        self._held = 0  # Bytes of large bodies that are not parsed yet.
+        self.budget = max(BODY_BUDGET, self.max_bytes)
+        self._buffered = 0  # Bytes of large bodies that are not parsed yet.
 
     async def read(self, request: Request, parse: Callable[[bytes], R]) -> R:
         """Return `parse(body)`. A large body is parsed in a thread.
@@ -69,7 +70,7 @@ class Bodies:
         except ClientDisconnect:
             raise ApiError(499, "the client disconnected", code="disconnected") from None
         finally:
-            self._held -= taken[0]
+            self._buffered -= taken[0]
 
     async def _receive(self, request: Request, taken: list[int]) -> bytes:
         """Return the body as it was sent. `taken` is the size of its part in the budget for large bodies."""
@@ -82,9 +83,9 @@ class Bodies:
             if len(body) > self.max_bytes:
                 raise self._too_long()
             if (excess := max(len(body) - SMALL_BODY, 0) - taken[0]) > 0:
-                if self._held + excess > BODY_BUDGET:
+                if self._buffered + excess > self.budget:
                     raise ApiError(503, "too many large bodies arrive at once; try again later", code="overloaded")
-                self._held += excess
+                self._buffered += excess
                 taken[0] += excess
         return bytes(body)
 
@@ -92,7 +93,8 @@ class Bodies:
         """Return a decompressed body with a bounded number of values."""
         if encoding != "identity":
             body = self._decompress(body)
-        if body.count(b",") > self.max_values:
+        # Objects and lists need several times the memory and time of a number.
+        if body.count(b",") + 2 * (body.count(b"{") + body.count(b"[")) > self.max_values:
             message = f"the body has more than {self.max_values:,} values, which the context cannot hold; shorten it"
             raise ApiError(413, message, code="body_too_large")
         return body

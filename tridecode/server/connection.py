@@ -21,7 +21,7 @@ from .settings import HEAD_SECONDS, MAX_HEAD_BYTES, MAX_HEADERS
 
 SLICE = 4096  # Bytes between two checks of the limits.
 SLICES = 32  # Slices of a connection that are parsed before other connections have their turn.
-MAX_HELD = 1 << 16  # Bytes that wait to be parsed before the connection stops reading.
+MAX_UNPARSED = 1 << 16  # Bytes that wait to be parsed before the connection stops reading.
 LINGER_SECONDS = 1.0  # Seconds in which a refused client, which may still be sending, can read the answer.
 LOG_SECONDS = 10.0  # Seconds between two log lines about the limit of connections.
 PROBE_SECONDS = 1.0  # Seconds between two probes of a client that ended its side of the connection.
@@ -63,7 +63,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._asgi, self.app = self.app, self._answer
-        self._held = bytearray()  # Received bytes that are not parsed yet.
+        self._unparsed = bytearray()  # Received bytes that are not parsed yet.
         self._scheduled = False  # Whether `_parse` will run again.
         self._silent = 0  # Bytes that were parsed since the last part of a body, or the end of a head or message.
         self._in_head = False  # Whether a head has begun.
@@ -99,15 +99,15 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._deadline is None and self._idle:
             self._wait()
-        self._held += data
+        self._unparsed += data
         if not self._scheduled:
             self._parse()
-        elif len(self._held) > MAX_HELD:
+        elif len(self._unparsed) > MAX_UNPARSED:
             self.flow.pause_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection open until complete requests are answered. TLS cannot."""
-        if self.scheme == "https" or self._idle or not self._held and self.cycle.more_body:
+        if self.scheme == "https" or self._idle or not self._unparsed and self.cycle.more_body:
             return False
         if not self._ended:
             self._ended = True
@@ -121,16 +121,16 @@ class Connection(HttpToolsProtocol):
         """Parse the received bytes. Pipelined requests wait for the responses to earlier ones."""
         self._scheduled = False
         for _ in range(SLICES):
-            if not self._held or self._refused or self.parser is None or self.pipeline:
+            if not self._unparsed or self._refused or self.parser is None or self.pipeline:
                 break
-            part = bytes(self._held[:SLICE])
-            del self._held[:SLICE]
+            part = bytes(self._unparsed[:SLICE])
+            del self._unparsed[:SLICE]
             self._feed(part)
-        if self._held and not self._refused and not self.pipeline:
+        if self._unparsed and not self._refused and not self.pipeline:
             self._schedule()
-        if len(self._held) > MAX_HELD:
+        if len(self._unparsed) > MAX_UNPARSED:
             self.flow.pause_reading()
-        elif not self._held and (self._idle or len(self.cycle.body) <= HIGH_WATER_LIMIT):
+        elif not self._unparsed and (self._idle or len(self.cycle.body) <= HIGH_WATER_LIMIT):
             self.flow.resume_reading()
 
     def _schedule(self) -> None:
@@ -157,7 +157,7 @@ class Connection(HttpToolsProtocol):
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self._held[:0] = rest
+        self._unparsed[:0] = rest
         self._feed(b"\r\n".join(lines) + b"\r\n\r\n")
 
     def on_message_begin(self) -> None:
@@ -225,7 +225,7 @@ class Connection(HttpToolsProtocol):
         if not self._idle or self.transport.is_closing():
             return
         self._limits.waiting[self] = None
-        if self._held:
+        if self._unparsed:
             self._schedule()
         elif self._ended:
             self.transport.close()
@@ -233,7 +233,7 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: ApiError, linger: bool = True) -> None:
         """Drop further bytes, send the error if no response has begun, and close the connection."""
         self._refused = True
-        self._held.clear()
+        self._unparsed.clear()
         self._busy()
         if self.transport.is_closing():
             return
