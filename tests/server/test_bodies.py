@@ -75,7 +75,7 @@ def test_large_bodies_are_parsed_and_checked_in_a_thread(running, parsed, monkey
     threads = []
     messages = app.chat_messages
     monkeypatch.setattr(
-        app, "chat_messages", lambda given: (threads.append(threading.current_thread().name), messages(given))[1]
+        app, "chat_messages", lambda parts: (threads.append(threading.current_thread().name), messages(parts))[1]
     )
     large = GREEDY | {"metadata": {"text": "a" * bodies.SMALL_BODY}}
     for body in (GREEDY, large):
@@ -99,8 +99,8 @@ def test_large_bodies_share_a_budget(running, monkeypatch):
         for i in range(2):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), 20))
             client.sendall(f"{head}Content-Length: {len(large)}\r\n\r\n".encode() + large[:-1])
-            held = (i + 1) * (len(large) - 1 - bodies.SMALL_BODY)
-            until(lambda held=held: running.server.bodies._buffered == held)
+            size = (i + 1) * (len(large) - 1 - bodies.SMALL_BODY)
+            until(lambda size=size: running.server.bodies._buffered == size)
         got = running.post("/tokenize", large)
         assert (got.status_code, got.json()["error"]["code"]) == (503, "overloaded")
         assert got.headers["retry-after"] == "1"

@@ -1,8 +1,10 @@
 """One HTTP connection: uvicorn's protocol on httptools, with bounded heads, deadlines and a limit of connections.
 
-uvicorn takes a protocol class as its option `http`. httptools parses the bytes, uvicorn runs the application, and this
-class limits what is parsed and how long a connection may wait. uvicorn's other parser, h11, has a limit for heads, but
-it is written in Python: each event of a stream takes several times as long.
+uvicorn takes a protocol class as its option `http`. httptools parses the bytes, and uvicorn runs the application. This
+class limits what is parsed and how long a connection may wait.
+
+uvicorn's other parser, h11, has a limit for heads. But it is written in Python, and needs more time for each event of a
+stream and for each chunk of a body.
 """
 
 import asyncio
@@ -93,7 +95,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, as far as the limits allow."""
+        """Parse received bytes up to the limits."""
         if self._refused:
             return
         self._unset_keepalive_if_required()
@@ -112,7 +114,7 @@ class Connection(HttpToolsProtocol):
         if not self._ended:
             self._ended = True
             if not self.pipeline and not self.cycle.response_started:
-                self._probe(_Begun(self.cycle))
+                self._probe(_EarlyTransport(self.cycle))
         return True
 
     # ---- parser
@@ -259,7 +261,7 @@ class Connection(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _probe(self, transport: "_Begun") -> None:
+    def _probe(self, transport: "_EarlyTransport") -> None:
         """Send a byte of a response that has not begun. The kernel of a client that is gone resets the connection.
 
         An end of the client's side may mean both: it sends no further requests, or it is gone.
@@ -294,7 +296,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
 
-class _Begun:
+class _EarlyTransport:
     """The transport of a response that has begun before its status is known.
 
     Args:
