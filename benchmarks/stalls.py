@@ -37,7 +37,7 @@ def endless_url(send: Send) -> None:
 
 
 def many_ids(send: Send) -> None:
-    """A prompt of 10,000,000 ids, with and without an announced size."""
+    """A prompt of 10,000,000 ids whose size is announced."""
     body = b'{"model": "bundled", "prompt": [' + b"17," * 9_999_999 + b"17]}"
     send(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 

@@ -359,7 +359,9 @@ def storm(running: Running, seconds: float, clients: int = 64) -> dict[str, int]
                 json.dumps(GREEDY | {"messages": [{"role": "user", "content": "a b " * 2000}]}).encode(),
             ]
         )
-        got = http.post(f"{running.url}/v1/chat/completions", content=body)
+        got = http.post(
+            f"{running.url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+        )
         if got.status_code not in (400, 503):
             wrong.append(got.text)
         count("garbage")
