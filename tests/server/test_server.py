@@ -17,7 +17,6 @@ from servers import ANSWER, CHAT, GREEDY, LONG, Running, events, slow_passes, un
 
 from tridecode import Engine, SamplingParams
 from tridecode.checkpoint.hub import BUNDLED
-from tridecode.server import settings
 from tridecode.text.prompt import Encoded
 from tridecode.text.thinking import CLOSE, OPEN
 from tridecode.version import __version__
@@ -452,19 +451,6 @@ def test_half_surrogate_pair_is_replaced(served, half):
         payload = {"model": "bundled", "prompt": text, "max_tokens": 1, "echo": True}
         got = served.post("/v1/completions", payload).json()
         assert got["choices"][0]["text"].startswith(replaced) and got["usage"]["prompt_tokens"] == len(expected)
-
-
-def test_too_long_body_is_refused_early(served, monkeypatch):
-    monkeypatch.setattr("tridecode.server.access.MAX_BODY_BYTES", 1 << 20)
-    assert settings.MAX_BODY_BYTES == 32 << 20
-    assert served.post("/v1/chat/completions", b" " * ((1 << 20) + 1)).status_code == 413
-
-    def parts():  # With a generator as its body, the client sends no Content-Length.
-        for _ in range(40):
-            yield b" " * (1 << 15)
-
-    got = served.client()._client.post(f"{served.url}/v1/chat/completions", content=parts())
-    assert got.status_code == 413 and "1 MiB" in got.json()["error"]["message"]
 
 
 def test_refusal_of_a_template_contains_no_path(tmp_path):

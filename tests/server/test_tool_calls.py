@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from servers import Running, events
 
 from tridecode.results import OutputChunk
 from tridecode.sampling import SamplingParams
@@ -14,6 +15,7 @@ from tridecode.server.choice import Choice
 from tridecode.server.constraints import ResponseFormat, answer_constraint, thinking_off
 from tridecode.server.errors import ApiError
 from tridecode.server.tools.formats import FORMATS, TAGGED
+from tridecode.server.tools.json_text import complete_object
 from tridecode.server.tools.parser import (
     ARGUMENTS,
     NAME,
@@ -397,6 +399,56 @@ def test_invalid_tools_are_refused(tools, choice, message):
     with pytest.raises(ApiError, match="tool") as refused:
         openai_tools(tools, choice, None)
     assert message in refused.value.message and refused.value.status == 400
+
+
+def test_cut_arguments_are_completed_as_clients_of_streams_do():
+    jiter = pytest.importorskip("jiter")
+    text = json.dumps({"a": 'x"}y', "b": [1, 2.5, {"c": True, "d": None}, []], "e": "é\\", "f": {"g": -12}})
+    for end in range(1, len(text) + 1):
+        assert complete_object(text[:end]) == jiter.from_json(text[:end].encode(), partial_mode=True), text[:end]
+    assert complete_object("") == {} and complete_object("nonsense") == {}
+
+
+def test_cut_call_is_the_same_block_streamed_or_not(bundled):
+    """max_tokens ends these answers at all positions of a forced call."""
+    schema = {"properties": {"city": {"type": "string"}, "days": {"type": "array", "items": {"type": "string"}}}}
+    schema |= {"type": "object", "required": ["city", "days"]}
+    question = [{"role": "user", "content": "Weather in Paris for the next days?"}]
+    function = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    chat = {"model": "bundled", "temperature": 0, "messages": question, "tools": [function], "tool_choice": "required"}
+    responses = chat | {"input": question, "tools": [{"type": "function"} | function["function"]]}
+    del responses["messages"]
+    tools, forced = [{"name": "f", "input_schema": schema}], {"type": "tool", "name": "f"}
+    messages = {"model": "bundled", "messages": question, "tools": tools, "tool_choice": forced}
+    kinds = set()
+    with Running(bundled) as running:
+        anthropic = pytest.importorskip("anthropic").Anthropic(base_url=running.url, api_key="none", max_retries=0)
+        for tokens in range(20, 60, 4):
+            limit = {"max_tokens": tokens}
+            whole = running.post("/v1/messages", messages | limit | {"temperature": 0}).json()
+            with anthropic.messages.stream(**messages, **limit, extra_body={"temperature": 0}) as stream:
+                streamed = stream.get_final_message()
+            (one,), (other,) = whole["content"], streamed.content
+            assert (one["type"], whole["stop_reason"]) == (other.type, streamed.stop_reason)
+            assert one.get("input") == getattr(other, "input", None) and one.get("text") == getattr(other, "text", None)
+            kinds.add((one["type"], whole["stop_reason"]))
+
+            message = running.post("/v1/chat/completions", chat | limit).json()["choices"][0]["message"]
+            with running.stream(chat | limit, "/v1/chat/completions") as got:
+                deltas = [each["choices"][0]["delta"] for each in events(got.iter_lines()) if isinstance(each, dict)]
+            arguments = [
+                "".join(call["function"]["arguments"] for each in answer for call in each.get("tool_calls") or [])
+                for answer in ([message], deltas)
+            ]
+            assert arguments[0] == arguments[1]
+            assert (message["content"] or "") == "".join(delta.get("content") or "" for delta in deltas)
+
+            limit = {"max_output_tokens": tokens}
+            whole = running.client().responses.create(**responses, **limit)
+            last = list(running.client().responses.create(**responses, **limit, stream=True))[-1].response
+            outputs = [[(item.type, item.status) for item in response.output] for response in (whole, last)]
+            assert outputs[0] == outputs[1]
+    assert kinds == {("text", "max_tokens"), ("tool_use", "max_tokens")}
 
 
 def test_detect_format(bundled):

@@ -19,6 +19,7 @@ from .messages import function_call, merge_turns
 from .protocol import Generation
 from .serializers import Serializer
 from .settings import MAX_MESSAGES
+from .tools.json_text import complete_object
 from .tools.parser import NAME, TEXT
 from .tools.toolset import Tools, check_tools, parse_function
 
@@ -208,7 +209,7 @@ class MessagesSerializer(Serializer):
                 _extend(blocks[-1], text)
         for block in blocks:
             if block["type"] == "tool_use":
-                block["input"] = msgspec.json.decode(block["input"] or "{}")
+                block["input"] = complete_object(block["input"])
         return self._message(blocks, _usage(choice)) | self._end(choice)
 
     def first_events(self, prompts: list[int]) -> bytes:

@@ -106,12 +106,16 @@ class Choice:
         return delta
 
     def restore_malformed_calls(self, delta: Delta) -> Delta:
-        """Return the delta of a whole answer in which malformed calls are replaced by the text that the model wrote."""
+        """Return the delta of a whole answer in which malformed calls are replaced by the text that the model wrote.
+
+        A call that max_tokens cut stays a call, as in a stream.
+        """
         events: list[Event] = []
         calls, number = (self._parser.calls if self._parser else []), -1
+        malformed = [call.broken and not (call.open and self.finish_reason == "length") for call in calls]
         for kind, text in delta.events:
             number += kind == NAME
-            if kind in (NAME, ARGUMENTS) and calls[number].broken:
+            if kind in (NAME, ARGUMENTS) and malformed[number]:
                 kind, text = TEXT, calls[number].raw if kind == NAME else ""
             if events and events[-1][0] == kind != NAME:
                 events[-1] = kind, events[-1][1] + text

@@ -29,6 +29,8 @@ class ApiError(Exception):
         """Response headers of this status."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
+        if self.code == "unsupported_encoding":
+            return {"Accept-Encoding": "gzip, deflate"}
         return {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
 
     def body(self, path: str = "") -> dict:

@@ -34,12 +34,14 @@ class Call:
     Args:
         raw: the text of the call, with the white space and the separator in front of it.
         broken: whether its end is missing or its arguments are malformed.
+        open: whether the answer ended within its arguments.
     """
 
     name: str
     arguments: str = ""
     raw: str = ""
     broken: bool = True
+    open: bool = False
 
 
 class CallParser:
@@ -235,7 +237,7 @@ class JsonCallParser(CallParser):
 
     def _end(self) -> None:
         if self._state in (self._arguments, self._object_end):
-            self.calls[-1].raw = self._raw + self._pending
+            self.calls[-1].raw, self.calls[-1].open = self._raw + self._pending, True
             self._raw = self._pending = ""
 
 
@@ -397,7 +399,7 @@ class XmlCallParser(CallParser):
 
     def _end(self) -> None:
         if self._state == self._arguments:
-            self.calls[-1].raw = self._raw + self._pending
+            self.calls[-1].raw, self.calls[-1].open = self._raw + self._pending, True
         elif self._state == self._tail:
             self._close(self._raw)
         else:
