@@ -20,14 +20,15 @@ from starlette.routing import Route
 from ..engine import Engine
 from ..errors import EngineClosed, TridecodeError
 from ..sampling import SamplingParams, random_seed
-from ..text.prompt import Encoded
+from ..text.fill import fill_ends, fill_prompt
+from ..text.prompt import Encoded, Reading
 from ..text.tokenizer import Tokenizer
 from ..version import __version__
 from .access import Access, read_body
 from .anthropic_api import CountRequest, MessagesRequest, MessagesSerializer
 from .call import Call, Plan
-from .choice import Choice
-from .constraints import answer_constraint, parameter_names, thinking_off
+from .choice import Choice, Output
+from .constraints import answer_constraint, parameter_names
 from .errors import ApiError, api_error, bad_request
 from .loop import Loop
 from .messages import chat_messages
@@ -108,9 +109,8 @@ class Server:
         payload, deadline = await self._read_generation(request, ChatRequest)
         tools = openai_tools(payload.tools, payload.tool_choice, payload.parallel_tool_calls)
         serializer = ChatSerializer(self.settings.model, self.tokenizer, **serializer_options(payload))
-        variables = thinking_off(payload.reasoning_effort, self.tokenizer) | (payload.chat_template_kwargs or {})
-        messages = chat_messages(payload.messages)
-        return self._conversation(request, deadline, payload, serializer, messages, tools, variables)
+        messages, variables = chat_messages(payload.messages), payload.variables(self.tokenizer)
+        return self._conversation(request, deadline, payload, serializer, messages, tools, variables, payload.reading)
 
     async def responses(self, request: Request):
         """Handle POST /v1/responses."""
@@ -128,17 +128,17 @@ class Server:
         self, request, deadline, payload: ResponsesRequest | MessagesRequest, serializer: Serializer
     ) -> Call:
         messages, tools, variables = payload.conversation(), payload.parse_tools(), payload.variables(self.tokenizer)
-        return self._conversation(request, deadline, payload, serializer, messages, tools, variables)
+        return self._conversation(request, deadline, payload, serializer, messages, tools, variables, payload.reading)
 
     async def count_tokens(self, request: Request) -> Response:
         """Handle POST /v1/messages/count_tokens."""
         payload = await self._read(request, CountRequest)
-        self._check_model(payload.model, required=True)
+        self._check_model(payload.model)
         messages, tools, tokenizer = payload.conversation(), payload.parse_tools(), self.tokenizer
 
         def count() -> int:
             rendered, variables = tools.render(messages, tokenizer)
-            return len(tokenizer.encode_chat(rendered, **payload.variables(tokenizer), **variables))
+            return len(self.engine.encode(rendered, payload.variables(tokenizer) | variables, payload.reading))
 
         try:
             return JSONResponse({"input_tokens": await self.loop.run_in_thread(count)})
@@ -147,7 +147,7 @@ class Server:
 
     def _conversation(
         self, request: Request, deadline: float | None, payload: Generation, serializer: Serializer,
-        messages: list[dict], tools: Tools, variables: dict,
+        messages: list[dict], tools: Tools, variables: dict, reading: Reading,
     ) -> Call:  # fmt: skip
         """Return the call that answers a chat request of any API."""
         tokenizer, engine, structure = self.tokenizer, self.engine, payload.structure
@@ -156,8 +156,10 @@ class Server:
 
         def prepare() -> list[Encoded]:
             rendered, tool_variables = tools.render(messages, tokenizer)
-            return [engine.prepare(rendered, variables | tool_variables)]
+            return [engine.prepare(rendered, variables | tool_variables, reading)]
 
+        params = self._params(payload)
+        serializer.params = params[0]
         return self._call(
             request,
             deadline,
@@ -165,9 +167,13 @@ class Server:
                 payload,
                 serializer,
                 prepare,
-                self._params(payload),
+                params,
                 lambda number, prompt: Choice(
-                    tokenizer, prompt.tag if tokenizer.supports_thinking else None, tools=tools
+                    tokenizer,
+                    prompt.tag if tokenizer.supports_thinking else None,
+                    tools=tools,
+                    before=() if prompt.chat else prompt.tokens,
+                    output=self._output(payload),
                 ),
                 constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tag),
                 parameter_names=parameter_names(structure, tools),
@@ -175,15 +181,32 @@ class Server:
             ),
         )
 
+    def _output(self, payload: Generation) -> Output:
+        """Return the form of the answers' texts that a request sets."""
+        stops = [*(() if payload.ignore_eos else self.engine.config.stop_ids), *(payload.stop_token_ids or ())]
+        return Output(
+            not payload.skip_special_tokens, payload.include_stop_str_in_output, payload.only_prompt, frozenset(stops)
+        )
+
     async def completions(self, request: Request):
         """Handle POST /v1/completions."""
         payload, deadline = await self._read_generation(request, CompletionRequest)
         prompts, tokenizer, structure = payload.prompts, self.tokenizer, payload.structure
 
+        params = self._params(payload)
+        texts = prompts
+        if payload.suffix:
+            try:
+                texts = [fill_prompt(tokenizer, str(prompt), payload.suffix) for prompt in prompts]
+            except TridecodeError as error:
+                raise api_error(error, None) or error from None
+            ends = fill_ends(tokenizer)
+            params = [replace(each, stop_token_ids=[*each.stop_token_ids, *ends]) for each in params]
+
         def choice(number: int, prompt: Encoded) -> Choice:
             echoed = prompts[number] if payload.echo else ""
             text = echoed if isinstance(echoed, str) else tokenizer.decode(echoed, False)
-            return Choice(tokenizer, None, text, before=prompt.tokens)
+            return Choice(tokenizer, None, text, before=prompt.tokens, output=self._output(payload))
 
         return self._call(
             request,
@@ -191,8 +214,8 @@ class Server:
             Plan(
                 payload,
                 CompletionSerializer(self.settings.model, tokenizer, **serializer_options(payload)),
-                lambda: [self.engine.prepare(prompt) for prompt in prompts],
-                self._params(payload),
+                lambda: [self.engine.prepare(text, None, payload.reading) for text in texts],
+                params,
                 choice,
                 len(prompts),
                 lambda prompt: answer_constraint(structure, Tools(), tokenizer, None),
@@ -212,7 +235,7 @@ class Server:
         self.loop.check()
         started, timeout = request.scope["tridecode.record"].started, self.settings.timeout
         payload = await self._read(request, body_type)
-        self._check_model(payload.model, required=True)
+        self._check_model(payload.model)
         if self.settings.log_prompts:
             log.info("prompt: %s", json.dumps(getattr(payload, "messages", None) or getattr(payload, "prompt", "")))
         return payload, None if timeout is None else started + timeout
@@ -228,11 +251,10 @@ class Server:
         except ClientDisconnect:
             raise ApiError(499, "the client disconnected", code="disconnected") from None
 
-    def _check_model(self, model: str | None, required: bool = False) -> None:
-        if self.settings.any_model or model == self.settings.model or model is None and not required:
+    def _check_model(self, model: str | None) -> None:
+        """Check the name of the model; this server has one model, so that a request may leave it out."""
+        if self.settings.any_model or model in (None, "", self.settings.model):
             return
-        if model is None:
-            raise bad_request(f"model is required: this server has {self.settings.model}", "model")
         message = f"the model {json.dumps(model[:100])} does not exist: this server has {self.settings.model}"
         raise ApiError(404, message, "model", "model_not_found")
 
@@ -254,14 +276,26 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         """Handle POST /tokenize."""
-        payload = await self._read(request, TokenizeRequest)
+        payload, tokenizer = await self._read(request, TokenizeRequest), self.tokenizer
         self._check_model(payload.model)
-        prompt = chat_messages(payload.messages or []) if payload.prompt is None else payload.prompt
+        tools = openai_tools(payload.tools, None, None)
+        messages = None if payload.messages is None else chat_messages(payload.messages)
+
+        def encode() -> list[int]:
+            if messages is None:
+                special, added = payload.reading.allow_special, payload.reading.add_special_tokens is not False
+                return tokenizer.encode(payload.prompt or "", special, self.engine.capacity, added)
+            rendered, variables = tools.render(messages, tokenizer)
+            return self.engine.encode(rendered, payload.variables(tokenizer) | variables, payload.reading)
+
         try:
-            ids = await self.loop.run_in_thread(lambda: self.engine.encode(prompt, payload.chat_template_kwargs))
+            ids = await self.loop.run_in_thread(encode)
         except TridecodeError as error:
-            raise api_error(error, self.tokenizer.directory, payload.names) or error from None
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.engine.capacity})
+            raise api_error(error, tokenizer.directory, payload.names) or error from None
+        body: dict = {"tokens": ids, "count": len(ids), "max_model_len": self.engine.capacity}
+        if payload.return_token_strs:
+            body["token_strs"] = [tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+        return JSONResponse(body)
 
     async def detokenize(self, request: Request) -> Response:
         """Handle POST /detokenize."""
@@ -279,7 +313,7 @@ class Server:
 
     async def model(self, request: Request) -> Response:
         """Handle GET /v1/models/NAME."""
-        self._check_model(request.path_params["model"], required=True)
+        self._check_model(request.path_params["model"])
         return JSONResponse(self._card())
 
     def _card(self) -> dict:
@@ -314,6 +348,7 @@ def serializer_options(payload: ChatRequest | CompletionRequest) -> dict:
         "n": payload.n,
         "with_logprobs": with_logprobs,
         "with_usage": payload.with_usage,
+        "continuous_usage": payload.continuous_usage,
         "with_ids": payload.return_token_ids,
     }
 
