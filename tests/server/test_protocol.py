@@ -483,3 +483,40 @@ def test_blocks_of_tools_in_the_history_are_accepted(served):
     image = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
     got = served.post("/v1/messages", {"messages": [{"role": "user", "content": [image]}], "max_tokens": 1})
     assert got.status_code == 400
+
+
+# ---- formats that cannot be enforced
+
+NODE = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"], "additionalProperties": False}
+HOPELESS = {
+    "recursion_without_text": ({"structured_outputs": {"grammar": "start: start"}}, "structured_outputs.grammar"),
+    "object_that_requires_itself": ({"structured_outputs": {"json": {"$defs": {"n": NODE}, "$ref": "#/$defs/n"}}},
+                                    "structured_outputs.json"),
+    "large_expression": ({"structured_outputs": {"regex": "((a{100}){100}){100}"}}, "structured_outputs.regex"),
+    "contradiction": ({"structured_outputs": {"json": {"type": "integer", "minimum": 5, "maximum": 4}}},
+                      "structured_outputs.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sent, parameter", HOPELESS.values(), ids=HOPELESS)
+def test_formats_that_cannot_be_enforced_are_the_clients_errors(served, sent, parameter):
+    got = served.post("/v1/chat/completions", GREEDY | {"max_tokens": 30} | sent)
+    error = got.json()["error"]
+    assert got.status_code == 400 and error["param"] == parameter and "\n" not in error["message"], got.text
+    assert "stack" not in error["message"]
+    if "maximum" in str(sent):
+        assert "no text fits this schema" in error["message"]
+
+
+def test_many_choices_work(served):
+    choices = [f"c{i}/(*)" for i in range(5000)]
+    got = answer(served, "chat/completions", structured_outputs={"choice": choices}, max_tokens=30)
+    assert got["choices"][0]["message"]["content"] in choices
+
+
+def test_one_of_distinct_constants_works(served):
+    schema = {"oneOf": [{"const": 1}, {"const": 2}, {"const": "a"}]}
+    got = answer(served, "chat/completions", structured_outputs={"json": schema}, max_tokens=30)
+    assert json.loads(got["choices"][0]["message"]["content"]) in (1, 2, "a")
+    same = {"oneOf": [{"const": 1}, {"const": 1.0}]}
+    assert served.post("/v1/chat/completions", GREEDY | {"structured_outputs": {"json": same}}).status_code == 400

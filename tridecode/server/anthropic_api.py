@@ -37,6 +37,7 @@ SERVER_RESULTS = tuple(
 FIXED_USAGE: dict[str, object] = {
     "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},
     "cache_creation_input_tokens": 0, "inference_geo": None, "server_tool_use": None, "service_tier": "standard",
+    "output_tokens_details": {"thinking_tokens": 0},
 }  # fmt: skip
 log = logging.getLogger("tridecode.server")
 
@@ -320,10 +321,11 @@ _FIELDS = {TEXT: "text", THINKING: "thinking"}
 
 def _block(kind: str, name: str) -> dict:
     if kind == NAME:
-        return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name, "input": ""}
+        call = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name, "input": ""}
+        return call | {"caller": {"type": "direct"}}
     if kind == THINKING:
         return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
+    return {"type": "text", "text": "", "citations": []}  # Clients refuse null; the schema requires the field.
 
 
 def _extend(block: dict, text: str) -> None:
