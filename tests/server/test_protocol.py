@@ -1,4 +1,4 @@
-"""Parameters of requests: which of them are honored, ignored, neutral or refused, and what the values mean."""
+"""Parameters of requests: honored, ignored, neutral and refused ones, and the meaning of values."""
 
 import inspect
 import json
@@ -270,7 +270,7 @@ def test_values_that_mean_off_elsewhere(sent, meant):
     got.sampling()
 
 
-def test_numbers_that_are_no_integers_are_refused():
+def test_fractions_are_refused_for_integers():
     for name in ("max_tokens", "seed", "n", "top_k"):
         with pytest.raises(ApiError):
             parsed("completions", **{name: 1.5})

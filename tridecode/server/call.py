@@ -234,7 +234,7 @@ class Call:
         """Send events as tokens arrive, and comments during a long silence."""
         serializer, left, answers = self._plan.serializer, len(self._choices), len(self._choices)
         scores: list[list[OutputChunk]] = [[] for _ in self._requests[answers:]]
-        held: list[tuple[int, list[OutputChunk]]] = []  # Chunks that wait for the scores of the prompts.
+        waiting: list[tuple[int, list[OutputChunk]]] = []  # Chunks that wait for the scores of the prompts.
         while left:
             new = await self._new_chunks()
             data = b"" if new else events.KEEP_ALIVE
@@ -242,13 +242,13 @@ class Call:
                 for i, chunks in new:
                     if i >= answers:
                         scores[i - answers] += chunks
-                held += [(i, chunks) for i, chunks in new if i < answers]
+                waiting += [(i, chunks) for i, chunks in new if i < answers]
                 if not all(chunks and chunks[-1].finish_reason for chunks in scores):
                     if data:
                         await self._send(send, data)
                     continue
                 self._add_scores(scores)
-                scores, new = [], held
+                scores, new = [], waiting
             if new and not self._opened:
                 self._opened = True
                 data = serializer.first_events([len(prompt.tokens) for prompt in self._prompts])

@@ -86,8 +86,8 @@ def api_error(error: Exception, directory: Path | None, names: dict[str, str] | 
     if isinstance(error, GenerationError) and text.startswith("the grammar cannot be enforced"):
         # The client chose the grammar, a schema or its tools, and a smaller one can be enforced.
         name = (names or {}).get("json_schema") or (names or {}).get("grammar", "")
-        one = None if not name or " or " in name else name
-        return bad_request(f"{name}: {text}" if name else text, one, "grammar_failed")
+        param = None if not name or " or " in name else name
+        return bad_request(f"{name}: {text}" if name else text, param, "grammar_failed")
     if isinstance(error, GenerationError):
         return ApiError(500, text, code="generation_failed")
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):

@@ -5,7 +5,7 @@ The parameters that it implements are the fields of the request bodies in protoc
 
 EMPTY: tuple[object, ...] = (None, "", [], {})
 
-# Parameters of which no value changes the text. Clients and routers add them to every request.
+# Parameters that never change the text. Clients and routers add them to every request.
 IGNORED = frozenset(
     "user metadata service_tier prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
     "request_id rid priority verbosity cache_control provider_specific_fields spaces_between_special_tokens "

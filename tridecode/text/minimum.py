@@ -43,5 +43,5 @@ class MinimumMatcher(Matcher):
 
 
 def pack(bits: np.ndarray) -> np.ndarray:
-    """Return bits as a mask, int32 [words]; bit i of word w is that of token 32 w + i."""
+    """Return bits as a mask, int32 [words]; bit i of word w is for token 32 w + i."""
     return np.packbits(bits, bitorder="little").view(np.int32)
