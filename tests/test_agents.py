@@ -294,12 +294,11 @@ def test_invalid_response_format_names_its_parameter(served, path, sent, paramet
     assert path == "messages" or error["param"] == (None if " or " in parameter else parameter)
 
 
-def test_conflict_of_call_and_format_names_both_parameters(served):
-    call = {"tools": [TOOL], "tool_choice": "required"}
-    for form, parameter in (({"text": {"format": {"type": "json_object"}}}, "text.format"),
-                            ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex")):  # fmt: skip
-        got = served.post("/v1/responses", {"model": "m", "input": "x"} | call | form)
-        assert f"tool_choice requires a call, {parameter} a text" in got.json()["error"]["message"], got.text
+def test_required_call_ignores_the_format_of_texts(served):
+    call = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+    for form in ({"text": {"format": {"type": "json_object"}}}, {"structured_outputs": {"regex": "a"}}):
+        got = served.post("/v1/responses", {"model": "m", "input": "x"} | call | form).json()
+        assert [item["type"] for item in got["output"]] == ["function_call"]
 
 
 # ---- /v1/responses
@@ -520,8 +519,9 @@ MESSAGES_REFUSED = {
     "no_max_tokens": ({}, "max_tokens is required"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}, "reads text only"),
     "no_messages": ({"messages": [], "max_tokens": 1}, "messages: expected from 1"),
-    "last_message_of_assistant": (
-        {"messages": [*CHAT, {"role": "assistant", "content": "I"}], "max_tokens": 1}, "the last message must be",
+    "last_message_is_a_call": (
+        {"messages": [*CHAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}],
+         "max_tokens": 1}, "the results of the tools must follow it",
     ),
     "unknown_thinking_type": ({"thinking": {"type": "sometimes"}, "max_tokens": 1}, "thinking.type: invalid enum"),
     "unknown_field_of_output_config": ({"output_config": {"fromat": 1}, "max_tokens": 1}, "output_config: object"),
@@ -532,7 +532,7 @@ MESSAGES_REFUSED = {
     ),
     "return_token_ids": ({"return_token_ids": True, "max_tokens": 1}, "a message cannot contain them"),
     "required_without_tools": ({"tool_choice": {"type": "any"}, "max_tokens": 1}, "there are no tools"),
-    "tool_choice_without_type": ({"tool_choice": {}, "max_tokens": 1}, "tool_choice: expected type auto, any"),
+    "tool_choice_without_type": ({"tool_choice": {"name": "f"}, "max_tokens": 1}, "tool_choice: expected type auto"),
     "tool_choice_with_list_as_type": ({"tool_choice": {"type": ["any"]}, "max_tokens": 1}, "expected type auto"),
     "too_long_prompt": ({"messages": [{"role": "user", "content": "word " * 9000}], "max_tokens": 1}, "context holds"),
 }  # fmt: skip

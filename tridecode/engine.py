@@ -38,7 +38,8 @@ from .step.prompt_graphs import make_prompts
 from .step.reachable import compile_passes
 from .tensors import short_repr
 from .text.grammar import Grammars
-from .text.prompt import Encoded, Prompt, listed, prompt_ids
+from .text.minimum import MinimumLength
+from .text.prompt import AS_TEXT, Encoded, Prompt, Reading, listed, prompt_ids
 from .text.tokenizer import Tokenizer
 from .tuning.configs import PassConfigs
 
@@ -276,18 +277,22 @@ class Engine:
             raise ParameterError(f"params must be a SamplingParams or None, got {shown(params)}", "params", "type")
         return self.default_params() if params is None else params
 
-    def encode(self, prompt: Prompt, template_variables: dict[str, Any] | None = None) -> list[int]:
+    def encode(
+        self, prompt: Prompt, template_variables: dict[str, Any] | None = None, reading: Reading = AS_TEXT
+    ) -> list[int]:
         """Return the token ids of a prompt, which is a text, token ids, or chat messages. Raises PromptError.
 
         The chat template formats messages.
         """
-        return self.prepare(prompt, template_variables).ids
+        return self.prepare(prompt, template_variables, reading).ids
 
-    def prepare(self, prompt: Prompt, template_variables: dict[str, Any] | None = None) -> Encoded:
+    def prepare(
+        self, prompt: Prompt, template_variables: dict[str, Any] | None = None, reading: Reading = AS_TEXT
+    ) -> Encoded:
         """Encode a prompt once for several requests. Raises PromptError."""
         variables = mapping("template_variables", template_variables)
         limits = self.config.vocab_size, self.capacity, self.config.max_position
-        return prompt_ids(prompt, variables, self.tokenizer, *limits)
+        return prompt_ids(prompt, variables, self.tokenizer, *limits, reading)
 
     def submit(
         self,
@@ -360,6 +365,8 @@ class Engine:
         tokens, chat, _ = self.prepare(prompt, template_variables)
         salt, grammar = TEXT.check("cache_salt", cache_salt), self._grammars.of(params)
         stop_ids = checked_stop_ids(params, self.config)
+        if params.bounded_below:
+            grammar = MinimumLength(params.min_tokens, stop_ids, self.config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise conflict("stop", " needs a tokenizer, but this engine has none")
         if params.seed is None:

@@ -279,7 +279,8 @@ def test_model_card_contains_no_path(client):
 def test_tokenize_and_detokenize_round_trip(served):
     text = "Once upon a time, <|im_end|> there was an owl: ü"
     got = served.post("/tokenize", {"model": "bundled", "prompt": text}).json()
-    assert got["tokens"] == served.engine.encode(text) and got["count"] == len(got["tokens"])
+    assert got["tokens"] == served.engine.tokenizer.encode(text, allow_special=True)
+    assert 2 in got["tokens"] and got["count"] == len(got["tokens"])
     assert got["max_model_len"] == served.engine.capacity
     assert served.post("/detokenize", {"tokens": got["tokens"]}).json() == {"prompt": text}
     chat = served.post("/tokenize", {"messages": CHAT}).json()
@@ -367,9 +368,9 @@ REFUSED = {
     "unknown effort": ({"reasoning_effort": "huge"}, 400, "reasoning_effort must be one of none, minimal, low"),
     "wrong type": ({"temperature": "hot"}, 400, "temperature: expected float, got str"),
     "wrong type of item": ({"stop": [1]}, 400, "stop[0]: expected str, got int"),
-    "value out of range": ({"top_p": 0}, 400, "top_p must be a number above 0 to 1"),
+    "value out of range": ({"top_p": 2}, 400, "top_p must be a number above 0 to 1"),
     "invalid max_completion_tokens": ({"max_completion_tokens": 0}, 400, "max_completion_tokens must be"),
-    "negative max_tokens": ({"max_tokens": -1}, 400, "max_tokens must be an integer from 1"),
+    "negative max_tokens": ({"max_tokens": -2}, 400, "max_tokens must be an integer from 1"),
     "two different maxima": ({"max_completion_tokens": 4, "max_tokens": 5}, 400, "set one of them"),
     "bias without token id": ({"logit_bias": {"x": 1}}, 400, "logit_bias: every key must be a token id"),
     "bias outside the vocabulary": ({"logit_bias": {"4096": 1}}, 400, "not in the vocabulary"),
@@ -378,7 +379,7 @@ REFUSED = {
     "too long stop": ({"stop": "a" * 257}, 400, "at most 256 characters"),
     "too many messages": ({"messages": CHAT * 4097}, 400, "at most 4,096"),
     "too many answers": ({"n": 129}, 400, "n must be from 1 to 128"),
-    "min_tokens without ignore_eos": ({"min_tokens": 3}, 400, "together with ignore_eos"),
+    "min_tokens with stop": ({"min_tokens": 3, "stop": "a"}, 400, "min_tokens is not supported together with stop"),
     "min_tokens with a response format": (
         {"min_tokens": 3, "ignore_eos": True, "structured_outputs": {"choice": ["yes"]}}, 400,
         "structured_outputs.choice determines the answer's end",
@@ -421,8 +422,8 @@ def test_invalid_chat_request_names_parameter(served, name):
         ({"prompt": [-1]}, "token id -1 is not in the vocabulary"),
         ({"prompt": [1] * 2049}, "has 2,049 tokens, the context holds 2,048"),
         ({"prompt": ["a"] * 65, "n": 2}, "at most 128 answers"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "echo together with logprobs needs stream: false"),
-        ({"suffix": "end"}, "suffix is not supported"),
+        ({"suffix": "end"}, "suffix: this model has no tokens for fill-in-the-middle"),
+        ({"suffix": "end", "prompt": [5]}, "suffix needs a prompt that is text"),
         ({"best_of": 3}, "best_of is not supported"),
         ({"messages": []}, "messages is not a parameter"),
     ],

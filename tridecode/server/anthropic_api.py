@@ -9,14 +9,16 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ..errors import as_json
+from ..text.prompt import Reading
 from ..text.thinking import THINKING, THINKING_VARIABLE
 from ..text.tokenizer import Tokenizer
 from .choice import Choice, Delta
 from .constraints import ResponseFormat
 from .errors import ApiError, bad_request
 from .events import named_event
+from .fields import IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES
 from .messages import function_call, merge_turns
-from .protocol import Generation
+from .protocol import Generation, template_variables
 from .serializers import Serializer
 from .settings import MAX_MESSAGES
 from .tools.json_text import complete_object
@@ -25,6 +27,19 @@ from .tools.toolset import Tools, check_tools, parse_function
 
 # Claude Code sends a different line in each request. With this line, prompts could not share a prefix.
 BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
+# Blocks of history about tools that ran on Anthropic's servers; the answer's text contains their findings.
+SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "container_upload", "compaction", "fallback")
+SERVER_RESULTS = tuple(
+    f"{tool}_tool_result"
+    for tool in ("web_search", "web_fetch", "code_execution", "bash_code_execution", "text_editor_code_execution",
+                 "tool_search", "mcp", "advisor")
+)  # fmt: skip
+# Fields of `usage` that are the same in each answer.
+FIXED_USAGE: dict[str, object] = {
+    "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},
+    "cache_creation_input_tokens": 0, "inference_geo": None, "server_tool_use": None, "service_tier": "standard",
+    "output_tokens_details": {"thinking_tokens": 0},
+}  # fmt: skip
 log = logging.getLogger("tridecode.server")
 
 
@@ -47,10 +62,9 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 class MessagesRequest(Generation, kw_only=True):
     """Body of /v1/messages."""
 
-    neutral: ClassVar[dict[str, list]] = {"container": [], "mcp_servers": [[]]}
-    without_effect: ClassVar[frozenset[str]] = frozenset(
-        "cache_control context_management diagnostics inference_geo speed user_profile_id workspace_id betas".split()
-    )
+    neutral: ClassVar[dict[str, list]] = NEUTRAL_IN_MESSAGES
+    without_effect: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
+    allows_no_tokens: ClassVar[bool] = True
     renamed: ClassVar[dict[str, str]] = {"stop": "stop_sequences", "template_variables": "thinking"}
     messages: list[Any]
     system: str | list[Any] = ""
@@ -59,6 +73,7 @@ class MessagesRequest(Generation, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     counts: ClassVar = False  # Whether the request only counts tokens, which needs no max_tokens.
 
     def check(self) -> None:
@@ -82,10 +97,17 @@ class MessagesRequest(Generation, kw_only=True):
         return ResponseFormat("json_schema", value["schema"], "output_config.format.schema")
 
     def variables(self, tokenizer: Tokenizer) -> dict:
-        """Return the template variable that controls thinking, or {} if the template has no such variable."""
+        """Return the variables of the chat template, with that which controls thinking if the template has it."""
+        own = template_variables(self.chat_template_kwargs, tokenizer)
         if THINKING_VARIABLE not in tokenizer.template_variables:
-            return {}
-        return {THINKING_VARIABLE: self.thinking is not None and self.thinking.type != "disabled"}
+            return own
+        return {THINKING_VARIABLE: self.thinking is not None and self.thinking.type != "disabled"} | own
+
+    @property
+    def reading(self) -> Reading:
+        """How the messages are read: an answer continues a last message of the assistant."""
+        last = self.messages[-1] if self.messages else None
+        return Reading(continued=isinstance(last, dict) and last.get("role") == "assistant")
 
     def parse_tools(self) -> Tools:
         """Parse the tools, without those that Anthropic's servers run. Raises ApiError."""
@@ -115,8 +137,8 @@ class MessagesRequest(Generation, kw_only=True):
         for i, message in enumerate(self.messages):
             messages += _turns(message, f"messages[{i}]")
         messages = merge_turns(messages)
-        if messages[-1]["role"] == "assistant":
-            problem = "the last message must be the user's: this server cannot continue an answer"
+        if messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
+            problem = "the last message is an answer with tool calls; the results of the tools must follow it"
             raise bad_request(f"messages: {problem}", "messages")
         return messages
 
@@ -145,11 +167,32 @@ def _text(block, place: str) -> str:
         raise _refused(place, f'expected {{"type": "text", "text": "..."}}, got {as_json(block)}')
     if kind == "tool_reference":
         return f"Tool {block.get('tool_name')} is there."
+    if kind == "search_result":
+        texts = [block.get("title"), block.get("source"), _texts(block.get("content") or "", f"{place}.content")]
+        return "\n".join(text for text in texts if isinstance(text, str) and text)
+    if kind == "document":
+        return _document(block, place)
+    if kind in SERVER_BLOCKS or kind in SERVER_RESULTS:
+        return ""
     if kind != "text":
         raise _refused(place, f"{as_json(kind)[1:-1]} is not supported: this model reads text only")
     if not isinstance(block.get("text"), str):
         raise _refused(f"{place}.text", f"expected text, got {as_json(block.get('text'))}")
     return block["text"]
+
+
+def _document(block: dict, place: str) -> str:
+    """Return the title, context and text of a document. Raises ApiError if it is not text."""
+    match block.get("source"):
+        case {"type": "text", "data": str(text)}:
+            pass
+        case {"type": "content", "content": content}:
+            text = _texts(content, f"{place}.source.content")
+        case _:
+            raise _refused(place, "only documents of text are supported: this model reads text only")
+    return "\n".join(
+        part for part in (block.get("title"), block.get("context"), text) if isinstance(part, str) and part
+    )
 
 
 def _turns(message, place: str) -> list[dict]:
@@ -214,8 +257,7 @@ class MessagesSerializer(Serializer):
 
     def first_events(self, prompts: list[int]) -> bytes:
         """Return the event message_start."""
-        usage = {"input_tokens": prompts[0], "output_tokens": 0}
-        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        usage = FIXED_USAGE | {"input_tokens": prompts[0], "cache_read_input_tokens": 0, "output_tokens": 0}
         return named_event({"type": "message_start", "message": self._message([], usage)})
 
     def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
@@ -260,7 +302,8 @@ class MessagesSerializer(Serializer):
 
     def _message(self, blocks: list[dict], usage: dict) -> dict:
         body = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
-        return body | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        end = {"stop_reason": None, "stop_sequence": None, "stop_details": None, "container": None}
+        return body | end | {"usage": usage}
 
     def _end(self, choice: Choice) -> dict:
         stopped = choice.stop_string if choice.finish_reason == "stop" else None
@@ -270,7 +313,7 @@ class MessagesSerializer(Serializer):
             reason = "tool_use"
         else:
             reason = "end_turn" if stopped is None else "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": stopped}
+        return {"stop_reason": reason, "stop_sequence": stopped, "stop_details": None, "container": None}
 
 
 _DELTAS = {TEXT: "text_delta", THINKING: "thinking_delta"}
@@ -279,10 +322,11 @@ _FIELDS = {TEXT: "text", THINKING: "thinking"}
 
 def _block(kind: str, name: str) -> dict:
     if kind == NAME:
-        return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name, "input": ""}
+        call = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name, "input": ""}
+        return call | {"caller": {"type": "direct"}}
     if kind == THINKING:
         return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": "", "citations": None}
+    return {"type": "text", "text": "", "citations": []}  # Clients refuse null; the schema requires the field.
 
 
 def _extend(block: dict, text: str) -> None:
@@ -292,9 +336,8 @@ def _extend(block: dict, text: str) -> None:
 
 def _usage(choice: Choice) -> dict:
     usage = choice.usage
-    return {
+    return FIXED_USAGE | {
         "input_tokens": usage.prompt_tokens - usage.reused_tokens,
-        "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.reused_tokens,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": choice.reasoning_tokens},

@@ -20,15 +20,16 @@ from starlette.routing import Route
 from ..engine import Engine
 from ..errors import EngineClosed, TridecodeError
 from ..sampling import SamplingParams, random_seed
-from ..text.prompt import Encoded
+from ..text.fill import fill_ends, fill_prompt
+from ..text.prompt import Encoded, Reading
 from ..text.tokenizer import Tokenizer
 from ..version import __version__
 from .access import ID_HEADERS, Access
 from .anthropic_api import CountRequest, MessagesRequest, MessagesSerializer
 from .bodies import Bodies
 from .call import Call, Plan
-from .choice import Choice
-from .constraints import answer_constraint, parameter_names, thinking_off
+from .choice import Choice, Output
+from .constraints import answer_constraint, parameter_names
 from .errors import ApiError, api_error, bad_request
 from .loop import Loop
 from .messages import chat_messages
@@ -120,8 +121,7 @@ class Server:
     def _chat_plan(self, payload: ChatRequest) -> Plan:
         tools = openai_tools(payload.tools, payload.tool_choice, payload.parallel_tool_calls)
         serializer = ChatSerializer(self.settings.model, self.tokenizer, **serializer_options(payload))
-        variables = thinking_off(payload.reasoning_effort, self.tokenizer) | (payload.chat_template_kwargs or {})
-        messages = chat_messages(payload.messages)
+        messages, variables = chat_messages(payload.messages), payload.variables(self.tokenizer)
         return self._conversation(payload, serializer, messages, tools, variables)
 
     async def responses(self, request: Request):
@@ -152,7 +152,7 @@ class Server:
         def count() -> int:
             messages, tools = payload.conversation(), payload.parse_tools()
             rendered, variables = tools.render(messages, tokenizer)
-            return len(tokenizer.encode_chat(rendered, **payload.variables(tokenizer), **variables))
+            return len(self.engine.encode(rendered, payload.variables(tokenizer) | variables, payload.reading))
 
         try:
             return JSONResponse({"input_tokens": await self.loop.run_in_thread(count)})
@@ -169,17 +169,32 @@ class Server:
 
         def prepare() -> list[Encoded]:
             rendered, tool_variables = tools.render(messages, tokenizer)
-            return [engine.prepare(rendered, variables | tool_variables)]
+            return [engine.prepare(rendered, variables | tool_variables, payload.reading)]
 
+        params = self._params(payload)
+        serializer.params = params[0]
         return Plan(
             payload,
             serializer,
             prepare,
-            self._params(payload),
-            lambda number, prompt: Choice(tokenizer, prompt.tag if tokenizer.supports_thinking else None, tools=tools),
+            params,
+            lambda number, prompt: Choice(
+                tokenizer,
+                prompt.tag if tokenizer.supports_thinking else None,
+                tools=tools,
+                before=() if prompt.chat else prompt.tokens,
+                output=self._output(payload),
+            ),
             constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tag),
             parameter_names=parameter_names(structure, tools),
             constrained=structure is not None or tools.enforced,
+        )
+
+    def _output(self, payload: Generation) -> Output:
+        """Return the form of the answers' texts that a request sets."""
+        stops = [*(() if payload.ignore_eos else self.engine.config.stop_ids), *(payload.stop_token_ids or ())]
+        return Output(
+            not payload.skip_special_tokens, payload.include_stop_str_in_output, payload.only_prompt, frozenset(stops)
         )
 
     async def completions(self, request: Request):
@@ -189,16 +204,26 @@ class Server:
     def _completion_plan(self, payload: CompletionRequest) -> Plan:
         prompts, tokenizer, structure = payload.prompts, self.tokenizer, payload.structure
 
+        params = self._params(payload)
+        texts = prompts
+        if payload.suffix:
+            try:
+                texts = [fill_prompt(tokenizer, str(prompt), payload.suffix) for prompt in prompts]
+            except TridecodeError as error:
+                raise api_error(error, None) or error from None
+            ends = fill_ends(tokenizer)
+            params = [replace(each, stop_token_ids=[*each.stop_token_ids, *ends]) for each in params]
+
         def choice(number: int, prompt: Encoded) -> Choice:
             echoed = prompts[number] if payload.echo else ""
             text = echoed if isinstance(echoed, str) else tokenizer.decode(echoed, False)
-            return Choice(tokenizer, None, text, before=prompt.tokens)
+            return Choice(tokenizer, None, text, before=prompt.tokens, output=self._output(payload))
 
         return Plan(
             payload,
             CompletionSerializer(self.settings.model, tokenizer, **serializer_options(payload)),
-            lambda: [self.engine.prepare(prompt) for prompt in prompts],
-            self._params(payload),
+            lambda: [self.engine.prepare(text, None, payload.reading) for text in texts],
+            params,
             choice,
             len(prompts),
             lambda prompt: answer_constraint(structure, Tools(), tokenizer, None),
@@ -230,9 +255,9 @@ class Server:
         return await self.bodies.read(request, lambda body: parse_body(body, body_type))
 
     def _check_model(self, model: str | None, required: bool = False) -> None:
-        if self.settings.any_model or model == self.settings.model or model is None and not required:
+        if self.settings.any_model or model == self.settings.model or not (model or required):
             return
-        if model is None:
+        if not model:
             raise bad_request(f"model is required: this server has {self.settings.model}", "model")
         message = f"the model {json.dumps(model[:100])} does not exist: this server has {self.settings.model}"
         raise ApiError(404, message, "model", "model_not_found")
@@ -252,18 +277,26 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         """Handle POST /tokenize."""
-        payload = await self._read(request, TokenizeRequest)
+        payload, tokenizer = await self._read(request, TokenizeRequest), self.tokenizer
         self._check_model(payload.model)
+        tools = openai_tools(payload.tools, None, None)
 
         def encode() -> bytes:
-            prompt = chat_messages(payload.messages or []) if payload.prompt is None else payload.prompt
-            ids = self.engine.encode(prompt, payload.chat_template_kwargs)
-            return msgspec.json.encode({"tokens": ids, "count": len(ids), "max_model_len": self.engine.capacity})
+            if payload.messages is None:
+                special, added = payload.reading.allow_special, payload.reading.add_special_tokens is not False
+                ids = tokenizer.encode(payload.prompt or "", special, self.engine.capacity, added)
+            else:
+                rendered, variables = tools.render(chat_messages(payload.messages), tokenizer)
+                ids = self.engine.encode(rendered, payload.variables(tokenizer) | variables, payload.reading)
+            body = {"tokens": ids, "count": len(ids), "max_model_len": self.engine.capacity}
+            if payload.return_token_strs:
+                body["token_strs"] = [tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+            return msgspec.json.encode(body)
 
         try:
             return Response(await self.loop.run_in_thread(encode), media_type="application/json")
         except TridecodeError as error:
-            raise api_error(error, self.tokenizer.directory, payload.names) or error from None
+            raise api_error(error, tokenizer.directory, payload.names) or error from None
 
     async def detokenize(self, request: Request) -> Response:
         """Handle POST /detokenize."""
@@ -281,7 +314,7 @@ class Server:
 
     async def model(self, request: Request) -> Response:
         """Handle GET /v1/models/NAME."""
-        self._check_model(request.path_params["model"], required=True)
+        self._check_model(request.path_params["model"])
         return JSONResponse(self._card())
 
     def _card(self) -> dict:
@@ -316,6 +349,7 @@ def serializer_options(payload: ChatRequest | CompletionRequest) -> dict:
         "n": payload.n,
         "with_logprobs": with_logprobs,
         "with_usage": payload.with_usage,
+        "continuous_usage": payload.continuous_usage,
         "with_ids": payload.return_token_ids,
     }
 

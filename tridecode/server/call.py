@@ -213,24 +213,42 @@ class Call:
 
     async def _respond(self, send) -> None:
         """Wait for all answers and send one response."""
-        answers, n, left = len(self._choices), len(self._plan.params), self._plan.requests
+        answers, left = len(self._choices), self._plan.requests
         chunks: list[list[OutputChunk]] = [[] for _ in range(left)]
         while left:
             for i, new in await self._new_chunks():
                 chunks[i] += new
                 left -= new[-1].finish_reason is not None
-        for i, scores in enumerate(chunks[answers:]):
-            for choice in self._choices[i * n : (i + 1) * n]:
-                choice.echo_logprobs(self._prompts[i].tokens, scores)
+        self._add_scores(chunks[answers:])
         deltas = [choice.add(new) for choice, new in zip(self._choices, chunks)]
         await self._send_json(send, 200, self._plan.serializer.response(self._choices, deltas))
 
+    def _add_scores(self, scores: list[list[OutputChunk]]) -> None:
+        """Insert the log-probabilities of each prompt into its answers."""
+        n = len(self._plan.params)
+        for i, chunks in enumerate(scores):
+            for choice in self._choices[i * n : (i + 1) * n]:
+                choice.echo_logprobs(self._prompts[i].tokens, chunks)
+
     async def _stream(self, send) -> None:
         """Send events as tokens arrive, and comments during a long silence."""
-        serializer, left = self._plan.serializer, len(self._choices)
+        serializer, left, answers = self._plan.serializer, len(self._choices), len(self._choices)
+        scores: list[list[OutputChunk]] = [[] for _ in self._requests[answers:]]
+        waiting: list[tuple[int, list[OutputChunk]]] = []  # Chunks that wait for the scores of the prompts.
         while left:
             new = await self._new_chunks()
             data = b"" if new else events.KEEP_ALIVE
+            if scores:
+                for i, chunks in new:
+                    if i >= answers:
+                        scores[i - answers] += chunks
+                waiting += [(i, chunks) for i, chunks in new if i < answers]
+                if not all(chunks and chunks[-1].finish_reason for chunks in scores):
+                    if data:
+                        await self._send(send, data)
+                    continue
+                self._add_scores(scores)
+                scores, new = [], waiting
             if new and not self._opened:
                 self._opened = True
                 data = serializer.first_events([len(prompt.tokens) for prompt in self._prompts])

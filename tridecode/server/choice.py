@@ -10,6 +10,23 @@ from .tools.parser import ARGUMENTS, NAME, TEXT, Event
 from .tools.toolset import Tools
 
 
+@dataclass(frozen=True)
+class Output:
+    """The form of an answer's text.
+
+    Args:
+        special_tokens: whether the text contains special tokens.
+        stop_string: whether it contains the stop string or stop token that ended it.
+        only_prompt: whether the answer is empty, because the request only computes its prompt.
+        stop_ids: ids of the tokens that end the answer.
+    """
+
+    special_tokens: bool = False
+    stop_string: bool = False
+    only_prompt: bool = False
+    stop_ids: frozenset[int] = frozenset()
+
+
 @dataclass
 class Delta:
     """The part of an answer that some output chunks add.
@@ -37,7 +54,7 @@ class Choice:
 
     def __init__(
         self, tokenizer: Tokenizer, tag: str | None, first_text: str = "", tools: Tools | None = None,
-        before: Sequence[int] = (),
+        before: Sequence[int] = (), output: Output = Output(),
     ):  # fmt: skip
         """Create an empty answer.
 
@@ -46,10 +63,15 @@ class Choice:
             first_text: text in front of the answer, for `echo`.
             tools: the request's tools, whose calls are parsed.
             before: token ids of a prompt that the answer continues.
+            output: the form of its text.
         """
+        self._output, self.completion_tokens = output, 0
         self._tokenizer, self._splitter = tokenizer, None if tag is None else ThinkSplitter(tag == OPEN)
         self._parser = tools.parser(tokenizer) if tools else None
         self._special = tools.special_tokens(tokenizer) if tools else {}
+        if output.special_tokens:
+            self._special = {token: tokenizer.token_bytes(token).decode() for token in tokenizer.special_ids}
+        self._shown_stops = output.stop_ids if output.stop_string else frozenset()
         self._first_text, self._characters = first_text, len(first_text)
         # Offsets need the text of each token. Stop strings may delay the text of the chunks.
         self._text = tokenizer.detokenizer(before)
@@ -81,13 +103,19 @@ class Choice:
         delta = Delta([(TEXT, self._first_text)] if self._first_text else [], logprobs=self._first_logprobs)
         self._first_text, self._first_logprobs = "", []
         for chunk in chunks:
+            if self._output.only_prompt:
+                self._end_without_tokens(chunk)
+                continue
             text = chunk.text
             if chunk.token_id is not None:
                 delta.token_ids.append(chunk.token_id)
-                text = self._special.get(chunk.token_id, "") + text
+                self.completion_tokens += 1
+                text = self._text_of_special(chunk.token_id) + text
                 if chunk.logprobs is not None:
                     delta.logprobs.append((chunk.token_id, chunk.logprobs, self._characters))
                     self._characters += len(self._text.push(chunk.token_id))
+            if chunk.stop_string and self._output.stop_string:
+                text += chunk.stop_string
             pairs = [(TEXT, text)] if text else []
             if self._splitter:
                 pairs = self._splitter.feed(text, int(chunk.token_id is not None))
@@ -104,6 +132,20 @@ class Choice:
                 self.finish_reason, self.stop_string = chunk.finish_reason, chunk.stop_string
                 self.usage = chunk.usage or self.usage
         return delta
+
+    def _text_of_special(self, token: int) -> str:
+        """Return the text of a token that the chunk's text omits: a special token or the stop token, if requested."""
+        if token in self._output.stop_ids:
+            if token not in self._shown_stops or token in self._tokenizer.special_ids - self._special.keys():
+                return ""
+            return self._tokenizer.token_bytes(token).decode(errors="replace")
+        return self._special.get(token, "")
+
+    def _end_without_tokens(self, chunk: OutputChunk) -> None:
+        """Take a chunk of a request that samples no tokens: end the answer, and drop the token that was sampled."""
+        if chunk.finish_reason:
+            self.finish_reason, usage = "length", chunk.usage or self.usage
+            self.usage = Usage(usage.prompt_tokens, usage.reused_tokens, 0)
 
     def restore_malformed_calls(self, delta: Delta) -> Delta:
         """Return the delta of a whole answer in which malformed calls are replaced by the text that the model wrote.

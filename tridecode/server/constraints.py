@@ -15,6 +15,8 @@ from .tools.formats import json_rule
 from .tools.toolset import Tools
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# Keys of structured_outputs about white space. JSON has a fixed layout here, which each of their values allows.
+LAYOUT = ("disable_any_whitespace", "whitespace_pattern")
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
@@ -47,7 +49,10 @@ def parse_response_format(
         ApiError: both are set, or the value is not supported.
     """
     if structured is not None:
-        requested = {key: setting for key, setting in structured.items() if setting is not None}
+        requested = {key: setting for key, setting in structured.items() if key not in LAYOUT}
+        if requested.get("json_object") is True:
+            requested = requested | {"json": {"type": "object"}}
+            del requested["json_object"]
         if value is not None or len(requested) != 1 or not requested.keys() <= STRUCTURED.keys():
             expected = f"one of {', '.join(STRUCTURED)}, and no response_format with it"
             raise bad_request(f"structured_outputs: expected {expected}", "structured_outputs")
@@ -56,7 +61,9 @@ def parse_response_format(
     match value:
         case None | {"type": "text"}:
             return None
-        case {"type": "json_object"}:
+        case {"type": "json_object", "schema": dict(fields)}:  # This is the form of llama.cpp.
+            return ResponseFormat("json_schema", {"type": "object"} | fields, name)
+        case {"type": "json_object"} if value.get("schema") is None:
             return ResponseFormat("json_schema", {"type": "object"}, name)
         case {"type": "json_schema", "json_schema": {"schema": dict(fields)}} | {
             "type": "json_schema", "schema": dict(fields),
@@ -92,14 +99,13 @@ def answer_constraint(structure: ResponseFormat | None, tools: Tools, tokenizer:
         tag: the think tag with which a chat's prompt ends, or ""; None for a completion.
 
     Raises:
-        ApiError: the request has a response format and requires calls, or a schema cannot be enforced.
+        ApiError: a schema cannot be enforced.
         ParameterError: the response format is invalid.
     """
     if structure is None and not tools.enforced:
         return {}
-    if structure is not None and tools.enforced:
-        conflict = f"tool_choice requires a call, {structure.parameter} a text"
-        raise bad_request(f"{conflict}: an answer has one form; leave one of them out", "tool_choice")
+    if tools.enforced:
+        structure = None  # The answer consists of calls, and the response format applies to texts.
     supports_thinking = tag in (OPEN, "") and tokenizer.supports_thinking
     if structure is not None and (not supports_thinking and not tools.used or structure.field == "grammar"):
         return structure.params
@@ -123,7 +129,7 @@ def answer_constraint(structure: ResponseFormat | None, tools: Tools, tokenizer:
 
 def parameter_names(structure: ResponseFormat | None, tools: Tools) -> dict[str, str]:
     """Map fields of SamplingParams to the request parameters that set them, for errors about `answer_constraint`."""
-    if structure is None:
+    if structure is None or tools.enforced:
         return {"grammar": "tools"}
     combined = tools.used and structure.field != "grammar"  # One grammar contains the response format and the calls.
     names = dict.fromkeys(STRUCTURES, structure.parameter)

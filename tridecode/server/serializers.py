@@ -4,13 +4,16 @@ import secrets
 import time
 
 from ..results import TokenLogprobs
+from ..sampling import SamplingParams
 from ..text.thinking import THINKING
 from ..text.tokenizer import Tokenizer
+from ..version import __version__
 from . import events
 from .choice import Choice, Delta
 from .errors import ApiError
 from .tools.parser import ARGUMENTS, NAME, TEXT
 
+FINGERPRINT = f"tridecode-{__version__}"  # Identifies the software, as in OpenAI's API.
 NEGATIVE_INFINITY = -9999.0  # This number represents a log-probability of -inf, which JSON cannot express.
 
 
@@ -22,13 +25,16 @@ class Serializer:
         n: number of answers to each prompt.
         with_logprobs: whether choices contain log-probabilities.
         with_usage: whether a stream ends with an event with the usage.
+        continuous_usage: whether each event of a stream contains the usage so far.
         with_ids: whether choices contain token_ids.
     """
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, n: int = 1, with_logprobs: bool = False,
-                 with_usage: bool = False, with_ids: bool = False):  # fmt: skip
+                 with_usage: bool = False, continuous_usage: bool = False, with_ids: bool = False):  # fmt: skip
         self.model, self.tokenizer, self._n = model, tokenizer, n
         self._with_logprobs, self._with_usage, self._with_ids = with_logprobs, with_usage, with_ids
+        self._continuous_usage = continuous_usage
+        self.params = SamplingParams()  # The sampling parameters, which some responses contain.
 
     def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
         """Return the whole response; each delta contains the whole answer of its choice."""
@@ -63,7 +69,13 @@ class OpenAISerializer(Serializer):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
-        self._head = {"id": self.id, "created": int(time.time()), "model": self.model, "system_fingerprint": None}
+        self._prompt_tokens, self._completions = 0, dict[int, int]()
+        self._head = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
 
     def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
         """Return a whole choice of a response."""
@@ -87,7 +99,21 @@ class OpenAISerializer(Serializer):
             return b""
         chunks = self.deltas(number, choice, delta)
         choice.sent = True
-        return b"".join(events.event(self._chunk([choice_delta])) for choice_delta in chunks)
+        self._completions[number] = choice.completion_tokens
+        return b"".join(events.event(self._chunk([choice_delta], self._usage_so_far())) for choice_delta in chunks)
+
+    def first_events(self, prompts: list[int]) -> bytes:
+        """Store the lengths of the prompts."""
+        self._prompt_tokens = sum(prompts)
+        return b""
+
+    def _usage_so_far(self) -> dict | None:
+        """Return the usage so far, if events contain it."""
+        if not self._continuous_usage:
+            return None
+        completion = sum(self._completions.values())
+        total = self._prompt_tokens + completion
+        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": completion, "total_tokens": total}
 
     def last_events(self, choices: list[Choice]) -> bytes:
         """Return the usage, if requested, and [DONE]."""
@@ -125,7 +151,7 @@ class ChatSerializer(OpenAISerializer):
                 calls[-1]["function"]["arguments"] += text
         content = delta.text(TEXT)
         message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
-        message |= {"refusal": None, "annotations": None} | ({"tool_calls": calls} if calls else {})
+        message |= {"refusal": None, "annotations": []} | ({"tool_calls": calls} if calls else {})
         if self.tokenizer.supports_thinking:
             message["reasoning_content"] = delta.text(THINKING) or None
         logprobs = self._logprobs(delta.logprobs) if self._with_logprobs else None

@@ -28,6 +28,7 @@ CACHE_SIZE = 64  # Maximum compiled grammars in memory.
 # JSON is on one line, as most programs write it. If any white space were allowed, a model could write it without end.
 JSON_LAYOUT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_LEXER_STATES = 50_000  # Each state takes 1 to 2 kB.
+MAX_LITERALS = 1000  # Maximum alternatives that are literals of a grammar. llguidance limits them to 2,000.
 MAX_DEPTH = 200  # Maximum nesting of lists and objects in a JSON schema.
 STACK_BYTES = 1 << 30  # Address space for the stack of a thread that compiles a grammar.
 
@@ -253,9 +254,20 @@ def _exact_value(place: str, value, depth: int = MAX_DEPTH):
             made[name] = _tightened(name, item)
         elif name in _SCHEMAS_BY_NAME and isinstance(item, dict):
             made[name] = {key: _exact_value(name, schema, depth - 1) for key, schema in item.items()}
+        elif name == "oneOf" and "anyOf" not in value and _distinct_constants(item):
+            made["anyOf"] = _exact_value(name, item, depth - 1)  # No value fits two of them.
         elif name not in _ANNOTATIONS:
             made[name] = _exact_value(name, item, depth - 1)
     return made
+
+
+def _distinct_constants(schemas) -> bool:
+    """Return whether each of the schemas allows one constant, and no two of them the same."""
+    if not isinstance(schemas, list) or not all(isinstance(each, dict) and "const" in each for each in schemas):
+        return False
+    constants = {json.dumps(each["const"], sort_keys=True) for each in schemas}
+    numbers = {float(each["const"]) for each in schemas if _number(each["const"])}  # 1 equals 1.0.
+    return len(constants) == len(schemas) and len(numbers) == sum(_number(each["const"]) for each in schemas)
 
 
 def _number(value) -> bool:
@@ -308,11 +320,15 @@ def shorten_error(message: str) -> str:
     """Return an error message of llguidance without its excerpt of the grammar."""
     lines = [line for line in message.splitlines() if not re.match(r"\s*(\d+ \||\^+\s*$)", line)]
     text = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", "\n".join(lines))
+    text = re.sub(r"Unsatisfiable schema(?=: )", "no text fits this schema", text)
     return brief(re.sub(r"oneOf constraints are not .*", "oneOf: a value may fit two of them; use anyOf", text))
 
 
 def choices_grammar(choices: Sequence[str]) -> str:
     """Return a Lark grammar that allows exactly one of `choices`."""
+    if len(choices) > MAX_LITERALS:
+        escaped = (re.sub(r"[^\w ]", lambda match: f"\\x{{{ord(match[0]):x}}}", choice) for choice in choices)
+        return f"start: /{'|'.join(escaped)}/"
     literals = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return "start: " + " | ".join(literals).replace("\x7f", "\\u007f")  # llguidance refuses an unescaped DEL.
 
