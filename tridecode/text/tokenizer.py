@@ -132,6 +132,14 @@ class Tokenizer:
         if self._template:
             self._template.sandbox.wait()
 
+    def close(self) -> None:
+        """End the child processes. The next use starts new ones."""
+        if self._template:
+            self._template.sandbox.close()
+        self._encode.sandbox.close()
+        if "_text_encoder" in self.__dict__:  # A cached property, which is made when a text needs it.
+            self._text_encoder.sandbox.close()
+
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that the token adds to a text; for a special token, its name."""
         return self._token_bytes(token)
