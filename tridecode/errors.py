@@ -109,7 +109,7 @@ def not_finite(step: int, position: int, dtype) -> str:
 
 def brief(error: object, longest: int = 200) -> str:
     """Return the error of another library as one line of at most `longest` characters."""
-    text = " ".join(str(error)[: 4 * longest].split())
+    text = " ".join(str(error)[: 4 * longest].split()).partition("; use sys.set_int_max_str_digits()")[0]
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 

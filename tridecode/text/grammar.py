@@ -88,7 +88,7 @@ class Grammars:
                 self._sandbox.start()
 
     def wait(self) -> None:
-        """Wait for what `start` has started. An error is reported when the first grammar is compiled."""
+        """Wait for the child process and the vocabulary if `start` was called. Errors appear at the first grammar."""
         if self._vocabulary is not None:
             self._vocabulary.exception()
             self._sandbox.wait()
