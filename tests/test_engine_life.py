@@ -22,12 +22,15 @@ def children() -> set[str]:
 
 
 LOADS = """
-import gc, os, sys, threading
+import gc, os, sys, threading, time
 from test_engine_life import CHAT, children
 from tridecode import Engine, SamplingParams
 
 def counts():
     gc.collect()
+    until = time.monotonic() + 20
+    while threading.active_count() > 1 and time.monotonic() < until:  # Threads of a freed pool end a little later.
+        time.sleep(0.1)
     memory = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return len(children()), len(os.listdir("/proc/self/fd")), threading.active_count(), memory
 

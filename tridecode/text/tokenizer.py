@@ -408,7 +408,7 @@ def _check_ids(file: Path, tokenizer: tokenizers.Tokenizer, data: str) -> None:
         if (other := texts.setdefault(token, text)) != text:
             first, second = sorted((other, text))
             raise CheckpointError(
-                f"{file}: the tokens {shown(first)} and {shown(second)} have the same id {token:,}; number them anew"
+                f"{file}: the tokens {shown(first)} and {shown(second)} have the same id {token:,}; change one id"
             )
 
 
