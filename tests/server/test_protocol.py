@@ -231,11 +231,11 @@ def test_advice_names_parameters_that_exist():
     assert {other for names in fields.INSTEAD.values() for other in names} <= named | {"content"}
 
 
-def test_model_may_be_left_out(served):
+def test_generation_requires_the_model(served):
     for path, (_, body) in BODIES.items():
         body = {name: value for name, value in body.items() if name != "model"}
-        assert served.post(f"/v1/{path}", body).status_code == 200
-    assert served.post("/v1/messages/count_tokens", {"messages": CHAT}).status_code == 200
+        got = served.post(f"/v1/{path}", body)
+        assert got.status_code == 400 and "model is required" in got.json()["error"]["message"]
 
 
 # ---- values

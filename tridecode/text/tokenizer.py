@@ -30,6 +30,7 @@ MAX_DEPTH = 100  # Maximum nesting of lists and objects in messages and template
 _FILE_LIMIT = 128 << 20  # Maximum bytes of tokenizer.json.
 _TEMPLATE_LIMIT = 1 << 20  # Maximum bytes of a chat template.
 _MAX_CONTROL_CHARACTERS = 1000  # Maximum characters of a control token.
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
 
 
@@ -132,6 +133,14 @@ class Tokenizer:
         self._encode.sandbox.wait()
         if self._template:
             self._template.sandbox.wait()
+
+    def close(self) -> None:
+        """End the child processes. The next use starts new ones."""
+        if self._template:
+            self._template.sandbox.close()
+        self._encode.sandbox.close()
+        if "_text_encoder" in self.__dict__:  # A cached property, which is made when a text needs it.
+            self._text_encoder.sandbox.close()
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that the token adds to a text; for a special token, its name."""
@@ -413,11 +422,30 @@ def _load(file: Path) -> tokenizers.Tokenizer:
         # Loading a Precompiled normalizer may panic and write a page to stderr, so a child process tries it first.
         if b'"Precompiled"' in data and (reason := check_in_child(data.decode())):
             raise ValueError(reason)
-        return tokenizers.Tokenizer.from_buffer(data)
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers raises plain Exceptions. A panic in Rust is a BaseException.
         raise CheckpointError(f"{file}: not a tokenizer ({brief(error)}); download the file again") from None
+    _check_ids(file, tokenizer, data.decode())
+    return tokenizer
+
+
+def _check_ids(file: Path, tokenizer: tokenizers.Tokenizer, data: str) -> None:
+    """Raise CheckpointError if two tokens of a tokenizer.json have the same id.
+
+    The library would use one of the two texts, and another one in each process, or give an added token another id.
+    """
+    texts: dict[int, str] = {}
+    place = _ADDED_TOKENS.search(data)
+    added = json.JSONDecoder().raw_decode(data, place.end())[0] if place else []
+    own = tokenizer.get_vocab(with_added_tokens=False)
+    for text, token in chain(own.items(), ((entry["content"], entry["id"]) for entry in added)):
+        if (other := texts.setdefault(token, text)) != text:
+            first, second = sorted((other, text))
+            raise CheckpointError(
+                f"{file}: the tokens {shown(first)} and {shown(second)} have the same id {token:,}; change one id"
+            )
 
 
 def _template(path: Path, settings: dict, special_tokens: dict[str, str]) -> ChatTemplate | None:
