@@ -39,6 +39,7 @@ from .step.reachable import compile_passes
 from .tensors import short_repr
 from .text.grammar import Grammars
 from .text.prompt import Encoded, Prompt, listed, prompt_ids
+from .text.stop_strings import Reader
 from .text.tokenizer import Tokenizer
 from .tuning.configs import PassConfigs
 
@@ -297,16 +298,21 @@ class Engine:
         reuse_prefix: bool = True,
         template_variables: dict[str, Any] | None = None,
         cache_salt: str = "",
+        reader: Callable[[], Reader] | None = None,
     ) -> Request:
         """Add a request to the queue, from any thread. See Request, and `stream` for the other arguments.
 
         Args:
             cache_salt: the request shares K/V only with requests that have the same salt.
+            reader: returns a new reader, which searches the answer for the stop strings, such as in the text after the
+                thinking only. The output chunks then contain the whole text, with a stop string.
 
         Raises:
-                PromptError, ParameterError, QueueFull, EngineClosed.
+            PromptError, ParameterError, QueueFull, EngineClosed.
         """
-        return self._driver.submit(self._request(prompt, params, reuse_prefix, template_variables, cache_salt))
+        request = self._request(prompt, params, reuse_prefix, template_variables, cache_salt)
+        request.reader = reader
+        return self._driver.submit(request)
 
     def wait(self, requests: Sequence[Request]) -> None:
         """Wait until one of the requests has ended. Return at once if there are no requests."""

@@ -151,6 +151,7 @@ class Server:
     ) -> Call:  # fmt: skip
         """Return the call that answers a chat request of any API."""
         tokenizer, engine, structure = self.tokenizer, self.engine, payload.structure
+        params = self._params(payload)
         if tools.enforced:
             payload.check_ended_by("tool_choice")
 
@@ -165,9 +166,9 @@ class Server:
                 payload,
                 serializer,
                 prepare,
-                self._params(payload),
+                params,
                 lambda number, prompt: Choice(
-                    tokenizer, prompt.tag if tokenizer.supports_thinking else None, tools=tools
+                    tokenizer, prompt.tag if tokenizer.supports_thinking else None, tools=tools, stops=params[0].stop
                 ),
                 constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tag),
                 parameter_names=parameter_names(structure, tools),

@@ -117,12 +117,12 @@ class Call:
         prompts = self._prompts = plan.prepare()
         self._choices = [plan.choice(i, prompt) for i, prompt in enumerate(prompts) for _ in plan.params]
         constraints = [plan.constraint(prompt) for prompt in prompts]
+        fields = [replace(params, **constraint) for constraint in constraints for params in plan.params]
+        each = [prompt for prompt in prompts for _ in plan.params]
+        shared = {"reuse_prefix": payload.cache_prompt, "cache_salt": payload.cache_salt}
         answers = [
-            engine.submit(
-                prompt, replace(params, **fields), reuse_prefix=payload.cache_prompt, cache_salt=payload.cache_salt
-            )
-            for prompt, fields in zip(prompts, constraints)
-            for params in plan.params
+            engine.submit(prompt, params, reader=choice.reader, **shared)
+            for prompt, params, choice in zip(each, fields, self._choices)
         ]
         scored = prompts if payload.scores_prompt else ()
         return answers + [engine.submit_score(prompt, plan.params[0].logprobs or 0) for prompt in scored]

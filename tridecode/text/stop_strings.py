@@ -2,6 +2,21 @@
 
 from collections.abc import Sequence
 from itertools import compress
+from typing import Protocol
+
+
+class Reader(Protocol):
+    """A reader of an answer, which knows where stop strings apply.
+
+    Attributes:
+        hit: the stop string that ended the text; None before that.
+    """
+
+    @property
+    def hit(self) -> str | None: ...
+
+    def feed(self, token: int, text: str) -> object:
+        """Add the text that a token completes."""
 
 
 class StopStrings:
