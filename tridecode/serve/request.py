@@ -53,7 +53,9 @@ class Request:
     grammar: Grammar | None = None  # The grammar that the output must follow.
     # Whether the request is a score. Each pass then predicts the next prompt token, and each chunk contains that token.
     scores: bool = False
-    reader: Callable[[], Reader] | None = None  # Returns a reader that searches for stop strings instead of the request.
+    reader: Callable[[], Reader] | None = (
+        None  # Returns a reader that searches for stop strings instead of the request.
+    )
     logits: torch.Tensor | None = None  # fp32 [prompt tokens, vocab], filled by the passes of a scoring request.
     chunks: list[OutputChunk] = field(default_factory=list)  # The output so far. It grows while other threads step.
     failure: Exception | None = None  # Error of the pass that read the prompt, such as out of memory.

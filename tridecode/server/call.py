@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from ..errors import GenerationError
-from ..results import OutputChunk
+from ..results import OutputChunk, Usage
 from ..sampling import SamplingParams
 from ..serve.request import Request
 from ..text.prompt import Encoded
@@ -233,7 +233,9 @@ class Call:
             data = b"" if new else events.KEEP_ALIVE
             if new and not self._opened:
                 self._opened = True
-                data = serializer.first_events([len(prompt.tokens) for prompt in self._prompts])
+                firsts = self._requests[: len(self._choices) : len(self._plan.params)]
+                usages = [Usage(request.prompt_tokens, request.reused or 0, 0) for request in firsts]
+                data = serializer.first_events(usages)
             for i, chunks in new:
                 choice = self._choices[i]
                 delta = choice.add(chunks)

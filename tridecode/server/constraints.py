@@ -101,13 +101,17 @@ def answer_constraint(structure: ResponseFormat | None, tools: Tools, tokenizer:
         conflict = f"tool_choice requires a call, {structure.parameter} a text"
         raise bad_request(f"{conflict}: an answer has one form; leave one of them out", "tool_choice")
     supports_thinking = tag in (OPEN, "") and tokenizer.supports_thinking
-    if structure is not None and (not supports_thinking and not tools.used or structure.field == "grammar"):
+    calls_too = tools.used and (structure is None or structure.field != "grammar")  # A grammar may contain calls.
+    if structure is not None and not supports_thinking and not calls_too:
         return structure.params
     alternatives, rules = [], []
     if structure is not None:
         alternatives.append("answer")
-        rules.append(f"answer: {lark_expression(SamplingParams(**structure.params))}")
-    if tools.used:
+        try:
+            rules += lark_rules(SamplingParams(**structure.params), may_think=supports_thinking and tag != OPEN)
+        except ParameterError as error:
+            raise api_error(error, None, {structure.field: structure.parameter}) or error from None
+    if calls_too:
         try:
             calls, call_rules = tools.grammar(tokenizer)
         except ParameterError as error:
@@ -116,8 +120,10 @@ def answer_constraint(structure: ResponseFormat | None, tools: Tools, tokenizer:
         rules += [f"calls: {calls}", *call_rules]
     start = f"({' | '.join(alternatives)})"
     if supports_thinking:
-        rules += [f"thinking[suffix={json.dumps(CLOSE)}]: /(.|\\n)*/", "gap: /\\s*/"]
-        start = f"thinking gap {start}" if tag == OPEN else f"({json.dumps(OPEN)} thinking gap)? {start}"
+        # The tag is in the lexeme of the thinking, which ends at the first suffix, also if an answer may contain both.
+        opening = "" if tag == OPEN else OPEN
+        rules += [f"thinking[suffix={json.dumps(CLOSE)}]: /{opening}(.|\\n)*/", "gap: /\\n*/"]
+        start = f"thinking gap {start}" if tag == OPEN else f"(thinking gap)? {start}"
     return {"grammar": "\n".join([f"start: {start}", *rules])}
 
 
@@ -130,13 +136,20 @@ def parameter_names(structure: ResponseFormat | None, tools: Tools) -> dict[str,
     return names | ({"grammar": f"{structure.parameter} or tools"} if combined else {})
 
 
-def lark_expression(params: SamplingParams) -> str:
-    """Return the structure of the answer as a Lark expression."""
+def lark_rules(params: SamplingParams, may_think: bool) -> list[str]:
+    """Return Lark rules of an answer, the rule `answer` first.
+
+    Args:
+        may_think: whether a think tag at the beginning is not a part of the answer.
+    """
     assert params.structure is not None
     name, source = params.structure
     if name == "json_schema":
-        return json_rule(json.loads(source))
+        return [f"answer: {json_rule(json.loads(source))}"]
     if name == "choice":
-        return choices_grammar(json.loads(source)).removeprefix("start: ")
+        return ["answer: " + choices_grammar(json.loads(source)).removeprefix("start: ")]
+    if name == "grammar":
+        return [f"answer: %lark {{\n{source}\n}}"]
     escapes = {"/": r"\/", "\n": r"\n"}  # Characters that would end a Lark expression or its line.
-    return "/" + re.sub(r"\\.|/|\n", lambda match: escapes.get(match[0], match[0]), source) + "/"
+    regex = "/" + re.sub(r"\\.|/|\n", lambda match: escapes.get(match[0], match[0]), source) + "/"
+    return ["answer: ANSWER", f"ANSWER: {regex}" + (f" & ~/{OPEN}(.|\\n)*/" if may_think else "")]
