@@ -336,9 +336,8 @@ LARK = '%llguidance {}\nstart: A "b" // }\nA: /[a{]+/\n'
 )
 def test_response_format_binds_the_text_after_the_thinking(bundled, thinks, tools, field, value, answer, others):
     tokenizer = TokenizerWithTemplate(bundled.tokenizer, "</think>", (), supports_thinking=True)
-    tag, thinking = {
-        "in the prompt": (OPEN, "hm, 5?</think>\n\n"), "with a tag": ("", "<think>\nhm, 5?\n</think>\n\n"), "not": ("", ""),
-    }[thinks]  # fmt: skip
+    thinking = "" if thinks == "not" else ("<think>\n" if thinks == "with a tag" else "") + "hm, 5?\n</think>\n\n"
+    tag = OPEN if thinks == "in the prompt" else ""
     structure = ResponseFormat(field, value, "p")
     form = answer_constraint(structure, openai_tools(tools, None, None), tokenizer, tag)
     assert matches(bundled, form, thinking + answer)

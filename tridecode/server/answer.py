@@ -64,7 +64,7 @@ class AnswerText:
         """
         if self.hit:
             return []
-        text = self._in_calls.get(token, "") + text
+        text = ("" if token is None else self._in_calls.get(token, "")) + text
         self.length += len(text)
         pairs = [(TEXT, text)] if text else []
         if self._splitter:

@@ -119,9 +119,9 @@ class Call:
         constraints = [plan.constraint(prompt) for prompt in prompts]
         fields = [replace(params, **constraint) for constraint in constraints for params in plan.params]
         each = [prompt for prompt in prompts for _ in plan.params]
-        shared = {"reuse_prefix": payload.cache_prompt, "cache_salt": payload.cache_salt}
+        reuse, salt = payload.cache_prompt, payload.cache_salt
         answers = [
-            engine.submit(prompt, params, reader=choice.reader, **shared)
+            engine.submit(prompt, params, reuse_prefix=reuse, cache_salt=salt, reader=choice.reader)
             for prompt, params, choice in zip(each, fields, self._choices)
         ]
         scored = prompts if payload.scores_prompt else ()

@@ -154,8 +154,8 @@ class ChatSerializer(OpenAISerializer):
         chunks: list[dict] = [
             {"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts
         ]
-        content = next((i for i, part in enumerate(parts) if part.get("content")), 0)
-        chunks[content]["logprobs"] = logprobs
+        at = next((i for i, part in enumerate(parts) if part.get("content")), 0)
+        chunks[at]["logprobs"] = logprobs
         chunks[0] = self._ids(chunks[0], delta.token_ids)
         return with_reason(chunks, {"delta": {}}, _reason(choice), bool(delta.events))
 

@@ -6,14 +6,11 @@ from typing import Protocol
 
 
 class Reader(Protocol):
-    """A reader of an answer, which knows where stop strings apply.
-
-    Attributes:
-        hit: the stop string that ended the text; None before that.
-    """
+    """A reader of an answer, which knows where stop strings apply."""
 
     @property
-    def hit(self) -> str | None: ...
+    def hit(self) -> str | None:
+        """The stop string that ended the text; None before that."""
 
     def feed(self, token: int, text: str) -> object:
         """Add the text that a token completes."""
