@@ -170,7 +170,9 @@ class Server:
                 lambda number, prompt: Choice(
                     tokenizer, prompt.tag if tokenizer.supports_thinking else None, tools=tools, stops=params[0].stop
                 ),
-                constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tag),
+                constraint=lambda prompt: answer_constraint(
+                    structure, tools, tokenizer, prompt.tag, engine.plan.options.open_objects
+                ),
                 parameter_names=parameter_names(structure, tools),
                 constrained=structure is not None or tools.enforced,
             ),

@@ -83,13 +83,16 @@ def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasonin
     )
 
 
-def answer_constraint(structure: ResponseFormat | None, tools: Tools, tokenizer: Tokenizer, tag: str | None) -> dict:
+def answer_constraint(
+    structure: ResponseFormat | None, tools: Tools, tokenizer: Tokenizer, tag: str | None, open_objects: bool = False,
+) -> dict:  # fmt: skip
     """Return the fields of SamplingParams that constrain an answer to a response format or to tool calls.
 
     Args:
         structure: the response format of the request.
         tools: the tools of the request.
         tag: the think tag with which a chat's prompt ends, or ""; None for a completion.
+        open_objects: see EngineOptions.
 
     Raises:
         ApiError: the request has a response format and requires calls, or a schema cannot be enforced.
@@ -108,12 +111,13 @@ def answer_constraint(structure: ResponseFormat | None, tools: Tools, tokenizer:
     if structure is not None:
         alternatives.append("answer")
         try:
-            rules += lark_rules(SamplingParams(**structure.params), may_think=supports_thinking and tag != OPEN)
+            params, may_think = SamplingParams(**structure.params), supports_thinking and tag != OPEN
+            rules += lark_rules(params, may_think, open_objects)
         except ParameterError as error:
             raise api_error(error, None, {structure.field: structure.parameter}) or error from None
     if calls_too:
         try:
-            calls, call_rules = tools.grammar(tokenizer)
+            calls, call_rules = tools.grammar(tokenizer, open_objects)
         except ParameterError as error:
             raise api_error(error, None, {"json_schema": "tools"}) or error from None
         alternatives.append("calls")
@@ -136,16 +140,17 @@ def parameter_names(structure: ResponseFormat | None, tools: Tools) -> dict[str,
     return names | ({"grammar": f"{structure.parameter} or tools"} if combined else {})
 
 
-def lark_rules(params: SamplingParams, may_think: bool) -> list[str]:
+def lark_rules(params: SamplingParams, may_think: bool, open_objects: bool) -> list[str]:
     """Return Lark rules of an answer, the rule `answer` first.
 
     Args:
         may_think: whether a think tag at the beginning is not a part of the answer.
+        open_objects: see EngineOptions.
     """
     assert params.structure is not None
     name, source = params.structure
     if name == "json_schema":
-        return [f"answer: {json_rule(json.loads(source))}"]
+        return [f"answer: {json_rule(json.loads(source), open_objects)}"]
     if name == "choice":
         return ["answer: " + choices_grammar(json.loads(source)).removeprefix("start: ")]
     if name == "grammar":
