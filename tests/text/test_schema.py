@@ -91,7 +91,7 @@ def test_combined_object_has_the_properties_of_all_parts(allows, schema):
 
 
 @pytest.mark.parametrize("schema", OPEN_ANYWAY.values(), ids=OPEN_ANYWAY)
-def test_object_that_says_so_is_open(allows, schema):
+def test_object_that_sets_additional_properties_is_open(allows, schema):
     assert allows(OTHER, json_schema=schema)
 
 
@@ -175,7 +175,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("parameters", ODD, ids=json.dumps)
-def test_odd_schema_of_a_tool_is_no_error_with_tool_choice_auto(engine, allows, parameters):
+def test_odd_schema_of_a_tool_is_accepted_with_tool_choice_auto(engine, allows, parameters):
     form = constraint(engine, parameters, "auto")
     assert allows("5", **form) and allows(call("{}"), **form)
 

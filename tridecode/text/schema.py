@@ -1,8 +1,8 @@
 """The meaning of a JSON schema as a response format: closed objects, bounded numbers, and keywords that ask nothing.
 
-A schema as a response format differs from a schema as a check. An object that does not say `additionalProperties` has
+A schema as a response format differs from a schema as a check. An object that does not set `additionalProperties` has
 only the properties that the schema names, and a number has a limited number of digits. Otherwise a model could write
-properties and digits without end. What a validator ignores is ignored: unknown formats, and keywords without a demand.
+properties and digits without end. Unknown formats, and keywords without a demand, are ignored, as by a validator.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def response_schema(schema: dict, open_objects: bool = False) -> dict:
 
     Args:
         schema: a JSON schema without `default` and `examples`.
-        open_objects: whether objects that do not say `additionalProperties` may have other properties.
+        open_objects: whether objects that do not set `additionalProperties` may have other properties.
     """
     return _Schema(schema, open_objects).whole()
 
@@ -90,7 +90,7 @@ class _Schema:
         own = self._names({key: value for key, value in schema.items() if key not in _ALTERNATIVES})
         branches = [(key, self._names(part)) for key in alternatives for part in schema[key]]
         if own is None or any(names is None for _, names in branches):
-            return made  # A part says `additionalProperties`.
+            return made  # A part sets `additionalProperties`.
         if not any(names for _, names in branches):
             return _closed(made, own) if own else made
         if len(alternatives) > 1:
@@ -103,7 +103,7 @@ class _Schema:
     def _names(self, schema) -> dict[tuple[str, str], None] | None:
         """Return the (keyword, name) pairs of the properties that a schema and its parts in place name.
 
-        Returns None if one of them says `additionalProperties`.
+        Returns None if one of them sets `additionalProperties`.
         """
         names: dict[tuple[str, str], None] = {}
         left, seen = [schema], set()
