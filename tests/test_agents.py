@@ -416,15 +416,17 @@ def test_message_and_event_order(served, claude):
     assert names == [event["type"] for event in data]
     assert list(dict.fromkeys(names)) == ["message_start", "content_block_start", "content_block_delta",
                                           "content_block_stop", "message_delta", "message_stop"]  # fmt: skip
-    assert data[0]["message"]["usage"]["input_tokens"] == 18
+    assert data[0]["message"]["usage"] == data[-2]["usage"] | {"output_tokens": 0}
+    assert sum(data[0]["message"]["usage"][name] for name in ("input_tokens", "cache_read_input_tokens")) == 18
     assert data[-2]["delta"]["stop_reason"] == "end_turn" and data[-2]["usage"]["output_tokens"] == 12
     assert claude.messages.count_tokens(model="x", messages=CHAT).input_tokens == 18
 
 
 def test_thinking_is_separate_block(served, claude, client, monkeypatch):
     monkeypatch.setattr(served.engine.tokenizer, "supports_thinking", True)
-    extra = forced_answer("<think>\nhm\n</think>\n\nYes.")
-    payload = {"model": "m", "messages": CHAT, "max_tokens": 50, "extra_body": extra}
+    form = {"grammar": 'start: "<think>\\nhm\\n</think>\\n\\nYes."'}
+    monkeypatch.setattr("tridecode.server.app.answer_constraint", lambda *args: form)
+    payload = {"model": "m", "messages": CHAT, "max_tokens": 50}
     got = claude.messages.create(**payload)
     assert [(block.type, getattr(block, "thinking", None) or block.text) for block in got.content] == [
         ("thinking", "hm"), ("text", "Yes."),
@@ -437,7 +439,7 @@ def test_thinking_is_separate_block(served, claude, client, monkeypatch):
     again = [*CHAT, {"role": "assistant", "content": [block.model_dump() for block in streamed.content]},
              {"role": "user", "content": "Sure?"}]  # fmt: skip
     assert claude.messages.create(**payload | {"messages": again}).stop_reason == "end_turn"
-    got = list(client.responses.create(model="m", input="?", stream=True, extra_body=extra))
+    got = list(client.responses.create(model="m", input="?", stream=True))
     assert [item.type for item in got[-1].response.output] == ["reasoning", "message"]
     assert "response.reasoning_text.delta" in {event.type for event in got}
 

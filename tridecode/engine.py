@@ -42,6 +42,7 @@ from .tensors import short_repr
 from .text.grammar import Grammars
 from .text.minimum import MinimumLength
 from .text.prompt import AS_TEXT, Encoded, Prompt, Reading, listed, prompt_ids
+from .text.stop_strings import Reader
 from .text.tokenizer import Tokenizer
 from .tuning.configs import PassConfigs
 
@@ -162,6 +163,7 @@ class Engine:
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, self.plan.prefix_sharing)
         scheduler = Scheduler(self.model, self.tokenizer, *runners, lookahead, policy)
         self._grammars = grammars or Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
+        self._grammars.open_objects = options.open_objects
         if self.model.verify:
             self._grammars.wait()  # Compilation of grammars holds the GIL, which would change the measured costs.
             self.steps.costs = measure_costs(self.steps, scheduler.slots)
@@ -313,16 +315,21 @@ class Engine:
         reuse_prefix: bool = True,
         template_variables: dict[str, Any] | None = None,
         cache_salt: str = "",
+        reader: Callable[[], Reader] | None = None,
     ) -> Request:
         """Add a request to the queue, from any thread. See Request, and `stream` for the other arguments.
 
         Args:
             cache_salt: the request shares K/V only with requests that have the same salt.
+            reader: returns a new reader, which searches the answer for the stop strings, such as in the text after the
+                thinking only. The output chunks then contain the whole text, with a stop string.
 
         Raises:
-                PromptError, ParameterError, QueueFull, EngineClosed.
+            PromptError, ParameterError, QueueFull, EngineClosed.
         """
-        return self._driver.submit(self._request(prompt, params, reuse_prefix, template_variables, cache_salt))
+        request = self._request(prompt, params, reuse_prefix, template_variables, cache_salt)
+        request.reader = reader
+        return self._driver.submit(request)
 
     def wait(self, requests: Sequence[Request]) -> None:
         """Wait until one of the requests of this engine has ended. Return at once if there are no requests."""

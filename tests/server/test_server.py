@@ -111,8 +111,8 @@ def test_chat_logprobs(client):
     got = client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=2)
     strict(ChatCompletion, got)
     content = got.choices[0].logprobs.content
-    assert len(content) == got.usage.completion_tokens
-    assert b"".join(bytes(token.bytes) for token in content[:-1]).decode() == ANSWER
+    assert len(content) == got.usage.completion_tokens - 1, "the end token is not content"
+    assert b"".join(bytes(token.bytes) for token in content).decode() == ANSWER
     assert all(len(token.top_logprobs) == 2 and token.top_logprobs[0].token == token.token for token in content)
     streamed = []
     for chunk in client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=2, stream=True):
@@ -143,7 +143,8 @@ def test_zero_logprobs_returns_only_sampled_tokens(client, echo):
     none, one = (client.completions.create(**payload, logprobs=count).choices[0].logprobs for count in (0, 1))
     assert none.tokens == one.tokens
     assert none.token_logprobs[echo:] == pytest.approx(one.token_logprobs[echo:], abs=1e-4)
-    assert none.top_logprobs[echo:] == [{}] * 3
+    own = [{token: value} for token, value in zip(none.tokens, none.token_logprobs)]
+    assert none.top_logprobs[echo:] == own[echo:]
 
 
 def test_echo_with_logprobs_scores_the_prompt(client, served):
@@ -253,7 +254,8 @@ def test_thinking_is_separate_from_answer(served, monkeypatch, stream):
     monkeypatch.setattr(served.engine.tokenizer, "supports_thinking", True)
     monkeypatch.setattr("tridecode.text.tokenizer.last_tag", lambda text: OPEN)
     grammar = f"start: {json.dumps(f'so{CLOSE}' + chr(10) * 2 + '17 is odd.')}"
-    payload = GREEDY | {"structured_outputs": {"grammar": grammar}}
+    monkeypatch.setattr("tridecode.server.app.answer_constraint", lambda *args: {"grammar": grammar})
+    payload = GREEDY
     if stream:
         with served.stream(payload, "/v1/chat/completions") as got:
             deltas = [chunk["choices"][0]["delta"] for chunk in events(got.iter_lines())[:-1]]

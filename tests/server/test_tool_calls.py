@@ -307,23 +307,46 @@ def test_special_token_is_enforced_as_token(bundled):
     assert tools.special_tokens(tokenizer) == {1: "[TOOL_CALLS]"}
 
 
-@pytest.mark.parametrize("starts_inside", [False, True])
-def test_thinking_precedes_constrained_answer(bundled, starts_inside):
+def matches(engine, form: dict, text: str) -> bool:
+    """Return whether a constraint allows an answer that is `text`, and that ends there."""
+    grammar = Grammars(engine.tokenizer, engine.config.vocab_size, engine.config.stop_ids).of(SamplingParams(**form))
+    matcher = grammar.matcher(())
+    for token in engine.tokenizer.encode_within(text):
+        if not matcher.allowed()[token // 32] >> token % 32 & 1:
+            return False
+        matcher.accept(token)
+    end = engine.config.stop_ids[0]
+    return bool(matcher.allowed()[end // 32] >> end % 32 & 1)
+
+
+LARK = '%llguidance {}\nstart: A "b" // }\nA: /[a{]+/\n'
+
+
+@pytest.mark.parametrize("thinks", ["in the prompt", "with a tag", "not"])
+@pytest.mark.parametrize("tools", [None, [PING]], ids=["", "with_tools"])
+@pytest.mark.parametrize(
+    "field, value, answer, others",
+    [
+        ("json_schema", {"enum": [5]}, "5", ["4", " 5"]),
+        ("choice", ["yes", " no", "<th"], " no", ["no", "yes no"]),
+        ("choice", ["yes", " no", "<th"], "<th", ["yes<th"]),
+        ("regex", "[a-z]+", "abc", ["ABC", ""]),
+        ("regex", "^[a-z]+$", "abc", ["ABC", ""]),
+        ("regex", ".*", "<thin and so on", ["two\nlines"]),
+        ("grammar", LARK, "a{b", ["ab{", ""]),
+    ],
+)
+def test_response_format_binds_the_text_after_the_thinking(bundled, thinks, tools, field, value, answer, others):
     tokenizer = TokenizerWithTemplate(bundled.tokenizer, "</think>", (), supports_thinking=True)
-    five = ResponseFormat("json_schema", {"enum": [5]}, "response_format")
-    form = answer_constraint(five, openai_tools(None, None, None), tokenizer, OPEN if starts_inside else "")
-    grammar = Grammars(bundled.tokenizer, bundled.config.vocab_size, bundled.config.stop_ids).of(SamplingParams(**form))
-
-    def allowed(text: str) -> bool:
-        matcher = grammar.matcher(())
-        tokens = bundled.tokenizer.encode_within(text)
-        return all(matcher.allowed()[token // 32] >> token % 32 & 1 and (matcher.accept(token), True)[1]
-                   for token in tokens)  # fmt: skip
-
-    assert allowed("hm, 5?</think>\n\n5" if starts_inside else "<think>\nhm, 5?\n</think>\n\n5")
-    assert allowed("hm, 5") is starts_inside and allowed("5")
-    regex = ResponseFormat("regex", "a", "structured_outputs.regex")
-    assert answer_constraint(regex, openai_tools(None, None, None), tokenizer, CLOSE) == {"regex": "a"}
+    thinking = "" if thinks == "not" else ("<think>\n" if thinks == "with a tag" else "") + "hm, 5?\n</think>\n\n"
+    tag = OPEN if thinks == "in the prompt" else ""
+    structure = ResponseFormat(field, value, "p")
+    form = answer_constraint(structure, openai_tools(tools, None, None), tokenizer, tag)
+    assert matches(bundled, form, thinking + answer)
+    assert not any(matches(bundled, form, thinking + other) for other in others)
+    assert not thinking or not matches(bundled, form, thinking.partition("</think>")[0]), "it may end in the thinking"
+    closed = answer_constraint(structure, openai_tools(None, None, None), tokenizer, CLOSE)
+    assert closed == {field: value}
 
 
 def test_low_effort_disables_thinking_if_template_supports_it(bundled):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ..errors import as_json
+from ..results import Usage
 from ..text.prompt import Reading
 from ..text.thinking import THINKING, THINKING_VARIABLE
 from ..text.tokenizer import Tokenizer
@@ -253,12 +254,11 @@ class MessagesSerializer(Serializer):
         for block in blocks:
             if block["type"] == "tool_use":
                 block["input"] = complete_object(block["input"])
-        return self._message(blocks, _usage(choice)) | self._end(choice)
+        return self._message(blocks, _usage(choice.usage, choice.reasoning_tokens)) | self._end(choice)
 
-    def first_events(self, prompts: list[int]) -> bytes:
+    def first_events(self, prompts: list[Usage]) -> bytes:
         """Return the event message_start."""
-        usage = FIXED_USAGE | {"input_tokens": prompts[0], "cache_read_input_tokens": 0, "output_tokens": 0}
-        return named_event({"type": "message_start", "message": self._message([], usage)})
+        return named_event({"type": "message_start", "message": self._message([], _usage(prompts[0], 0))})
 
     def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
         """Return the events of a delta."""
@@ -279,7 +279,11 @@ class MessagesSerializer(Serializer):
     def last_events(self, choices: list[Choice]) -> bytes:
         """Return the events that end a stream."""
         (choice,) = choices
-        delta = {"type": "message_delta", "delta": self._end(choice), "usage": _usage(choice)}
+        delta = {
+            "type": "message_delta",
+            "delta": self._end(choice),
+            "usage": _usage(choice.usage, choice.reasoning_tokens),
+        }
         return self._close() + named_event(delta) + named_event({"type": "message_stop"})
 
     def error_events(self, problem: ApiError) -> bytes:
@@ -334,11 +338,11 @@ def _extend(block: dict, text: str) -> None:
     block[name] += text
 
 
-def _usage(choice: Choice) -> dict:
-    usage = choice.usage
+def _usage(usage: Usage, thinking: int) -> dict:
+    """Return the usage of a message with this number of thinking tokens."""
     return FIXED_USAGE | {
         "input_tokens": usage.prompt_tokens - usage.reused_tokens,
         "cache_read_input_tokens": usage.reused_tokens,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": choice.reasoning_tokens},
+        "output_tokens_details": {"thinking_tokens": thinking},
     }

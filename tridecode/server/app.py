@@ -21,7 +21,7 @@ from ..engine import Engine
 from ..errors import EngineClosed, TridecodeError
 from ..sampling import SamplingParams, random_seed
 from ..text.fill import fill_ends, fill_prompt
-from ..text.prompt import Encoded, Reading
+from ..text.prompt import Encoded
 from ..text.tokenizer import Tokenizer
 from ..version import __version__
 from .access import ID_HEADERS, Access
@@ -164,6 +164,7 @@ class Server:
     ) -> Plan:
         """Return the plan for a chat request of any API."""
         tokenizer, engine, structure = self.tokenizer, self.engine, payload.structure
+        params = self._params(payload)
         if tools.enforced:
             payload.check_ended_by("tool_choice")
 
@@ -171,7 +172,6 @@ class Server:
             rendered, tool_variables = tools.render(messages, tokenizer)
             return [engine.prepare(rendered, variables | tool_variables, payload.reading)]
 
-        params = self._params(payload)
         serializer.params = params[0]
         return Plan(
             payload,
@@ -184,8 +184,11 @@ class Server:
                 tools=tools,
                 before=() if prompt.chat else prompt.tokens,
                 output=self._output(payload),
+                stops=params[0].stop,
             ),
-            constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tag),
+            constraint=lambda prompt: answer_constraint(
+                structure, tools, tokenizer, prompt.tag, engine.plan.options.open_objects
+            ),
             parameter_names=parameter_names(structure, tools),
             constrained=structure is not None or tools.enforced,
         )

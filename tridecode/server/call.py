@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from ..errors import GenerationError
-from ..results import OutputChunk
+from ..results import OutputChunk, Usage
 from ..sampling import SamplingParams
 from ..serve.request import Request
 from ..text.prompt import Encoded
@@ -117,12 +117,12 @@ class Call:
         prompts = self._prompts = plan.prepare()
         self._choices = [plan.choice(i, prompt) for i, prompt in enumerate(prompts) for _ in plan.params]
         constraints = [plan.constraint(prompt) for prompt in prompts]
+        fields = [replace(params, **constraint) for constraint in constraints for params in plan.params]
+        each = [prompt for prompt in prompts for _ in plan.params]
+        reuse, salt = payload.cache_prompt, payload.cache_salt
         answers = [
-            engine.submit(
-                prompt, replace(params, **fields), reuse_prefix=payload.cache_prompt, cache_salt=payload.cache_salt
-            )
-            for prompt, fields in zip(prompts, constraints)
-            for params in plan.params
+            engine.submit(prompt, params, reuse_prefix=reuse, cache_salt=salt, reader=choice.reader)
+            for prompt, params, choice in zip(each, fields, self._choices)
         ]
         scored = prompts if payload.scores_prompt else ()
         return answers + [engine.submit_score(prompt, plan.params[0].logprobs or 0) for prompt in scored]
@@ -251,7 +251,9 @@ class Call:
                 scores, new = [], waiting
             if new and not self._opened:
                 self._opened = True
-                data = serializer.first_events([len(prompt.tokens) for prompt in self._prompts])
+                firsts = self._requests[: len(self._choices) : len(self._plan.params)]
+                usages = [Usage(request.prompt_tokens, request.reused or 0, 0) for request in firsts]
+                data = serializer.first_events(usages)
             for i, chunks in new:
                 choice = self._choices[i]
                 delta = choice.add(chunks)

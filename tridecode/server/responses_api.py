@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from ..errors import as_json
+from ..results import Usage
 from ..text.thinking import THINKING
 from ..text.tokenizer import Tokenizer
 from .choice import Choice, Delta
@@ -214,7 +215,7 @@ class ResponsesSerializer(Serializer):
             item["status"] = "completed"
         return self._end(choice)
 
-    def first_events(self, prompts: list[int]) -> bytes:
+    def first_events(self, prompts: list[Usage]) -> bytes:
         """Return the events that begin a stream."""
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(

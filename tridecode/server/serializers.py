@@ -3,7 +3,7 @@
 import secrets
 import time
 
-from ..results import TokenLogprobs
+from ..results import TokenLogprobs, Usage
 from ..sampling import SamplingParams
 from ..text.thinking import THINKING
 from ..text.tokenizer import Tokenizer
@@ -40,8 +40,8 @@ class Serializer:
         """Return the whole response; each delta contains the whole answer of its choice."""
         raise NotImplementedError
 
-    def first_events(self, prompts: list[int]) -> bytes:
-        """Return the events that begin a stream; `prompts` contains the number of tokens of each prompt."""
+    def first_events(self, prompts: list[Usage]) -> bytes:
+        """Return the events that begin a stream; `prompts` contains the usage of each prompt."""
         return b""
 
     def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
@@ -102,9 +102,9 @@ class OpenAISerializer(Serializer):
         self._completions[number] = choice.completion_tokens
         return b"".join(events.event(self._chunk([choice_delta], self._usage_so_far())) for choice_delta in chunks)
 
-    def first_events(self, prompts: list[int]) -> bytes:
+    def first_events(self, prompts: list[Usage]) -> bytes:
         """Store the lengths of the prompts."""
-        self._prompt_tokens = sum(prompts)
+        self._prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
         return b""
 
     def _usage_so_far(self) -> dict | None:
@@ -159,7 +159,7 @@ class ChatSerializer(OpenAISerializer):
         return self._ids(result, delta.token_ids)
 
     def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
-        """Return one choice for text and thinking, then one for each part of a call; the last has the finish_reason."""
+        """Return one choice for text and thinking, one for each part of a call, and one with the finish_reason."""
         parts: list[dict] = []
         for kind, text in delta.events:
             if kind == NAME:
@@ -180,9 +180,10 @@ class ChatSerializer(OpenAISerializer):
         chunks: list[dict] = [
             {"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts
         ]
-        chunks[0] = self._ids(chunks[0] | {"logprobs": logprobs}, delta.token_ids)
-        chunks[-1]["finish_reason"] = _reason(choice)
-        return chunks
+        at = next((i for i, part in enumerate(parts) if part.get("content")), 0)
+        chunks[at]["logprobs"] = logprobs
+        chunks[0] = self._ids(chunks[0], delta.token_ids)
+        return with_reason(chunks, {"delta": {}}, _reason(choice), bool(delta.events))
 
     def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         content = [
@@ -207,8 +208,10 @@ class CompletionSerializer(OpenAISerializer):
         return self._choice(number, choice, delta, self._with_logprobs)
 
     def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
-        """Return one choice with the text and the log-probabilities of a delta."""
-        return [self._choice(number, choice, delta, self._with_logprobs and bool(delta.logprobs))]
+        """Return one choice with the text and the log-probabilities of a delta, and one with the finish_reason."""
+        chunk = self._choice(number, choice, delta, self._with_logprobs and bool(delta.logprobs))
+        chunk["finish_reason"] = None
+        return with_reason([chunk], {"text": ""}, choice.finish_reason, bool(delta.events))
 
     def _choice(self, number: int, choice: Choice, delta: Delta, with_logprobs: bool) -> dict:
         logprobs = self._logprobs(delta.logprobs) if with_logprobs else None
@@ -218,14 +221,42 @@ class CompletionSerializer(OpenAISerializer):
 
     def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         return {
-            "tokens": [self._token(token)[0] for token, _, _ in tokens],
+            "tokens": [self._name(token) for token, _, _ in tokens],
             "token_logprobs": [own and max(own.logprob, NEGATIVE_INFINITY) for _, own, _ in tokens],
-            "top_logprobs": [
-                own and {self._token(token)[0]: max(value, NEGATIVE_INFINITY) for token, value in own.top}
-                for _, own, _ in tokens
-            ],
+            "top_logprobs": [own and self._top(token, own) for token, own, _ in tokens],
             "text_offset": [offset for _, _, offset in tokens],
         }
+
+    def _top(self, token: int, own: TokenLogprobs) -> dict[str, float]:
+        """Return the log-probabilities of the sampled token and of the most likely ones, by name."""
+        top = {self._name(token): max(own.logprob, NEGATIVE_INFINITY)}
+        for other, value in own.top:
+            if other != token:
+                name = self._name(other)
+                top[f"token_id:{other}" if name in top else name] = max(value, NEGATIVE_INFINITY)
+        return dict(sorted(top.items(), key=lambda item: -item[1]))
+
+    def _name(self, token: int) -> str:
+        """Return the text of a token; if it is not UTF-8, its bytes in the form of OpenAI's API."""
+        data = self.tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def with_reason(chunks: list[dict], empty: dict, reason: str | None, text: bool) -> list[dict]:
+    """Return the choices of a stream's chunks, with the finish_reason after all text.
+
+    Args:
+        chunks: the choices, whose finish_reason is None.
+        empty: the field of a choice without text.
+        text: whether the chunks contain text. If not, the last one gets the finish_reason.
+    """
+    if reason is not None and text:
+        chunks.append({"index": chunks[0]["index"], "logprobs": None} | empty)
+    chunks[-1]["finish_reason"] = reason
+    return chunks
 
 
 def _call(name: str) -> dict:

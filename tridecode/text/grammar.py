@@ -22,6 +22,7 @@ from ..arguments import shown
 from ..errors import EngineClosed, GenerationError, ParameterError, brief, conflict
 from ..sampling import SamplingParams
 from .sandbox import Program, Sandbox, SandboxError
+from .schema import MAX_NUMBER, response_schema
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -61,7 +62,12 @@ class Grammars:
         tokenizer: the tokenizer of the engine, or None. Then every grammar is refused.
         vocab_size: number of token ids of the model.
         stop_ids: ids of the tokens that end a text.
+
+    Attributes:
+        open_objects: see EngineOptions.
     """
+
+    open_objects = False
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
@@ -165,7 +171,9 @@ class Grammars:
         except ModuleNotFoundError:
             raise conflict(name, " needs the package llguidance; install it: pip install llguidance") from None
         if name == "json_schema":
-            grammar = LLMatcher.grammar_from_json_schema(exact_schema(json.loads(source)), overrides=JSON_LAYOUT)
+            grammar = LLMatcher.grammar_from_json_schema(
+                exact_schema(json.loads(source), self.open_objects), overrides=JSON_LAYOUT
+            )
         elif name == "regex":
             grammar = LLMatcher.grammar_from_regex(source)
         else:
@@ -290,7 +298,7 @@ _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "
 _ANNOTATIONS = ("default", "examples")  # Keywords that do not restrict an answer.
 # The direction in which a bound becomes stricter.
 _TIGHTER = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
-_MAX_NUMBER = 2**63 - 1024  # The largest integer that a double and a signed 64-bit integer both represent exactly.
+_MAX_NUMBER = MAX_NUMBER
 # For schemas within Lark. `exact_schema` removes annotations, but a $ref may refer to one. After this renaming, the
 # check includes them.
 _LARK_SCHEMA_DECODER = json.JSONDecoder(
@@ -298,15 +306,16 @@ _LARK_SCHEMA_DECODER = json.JSONDecoder(
 )
 
 
-def exact_schema(schema):
-    """Return a JSON schema whose numbers llguidance represents exactly. It uses doubles and 64-bit integers.
+def exact_schema(schema, open_objects: bool = False):
+    """Return the schema that an answer follows, with numbers that llguidance represents exactly.
 
-    If a bound is not representable, the next tighter representable bound replaces it.
+    It uses doubles and 64-bit integers. If a bound is not representable, the next tighter representable bound replaces
+    it. See `response_schema` for the meaning of other keywords.
 
     Raises:
         ParameterError: a number is not representable, and no tighter bound is.
     """
-    return _exact_value("json_schema", schema)
+    return response_schema(_exact_value("json_schema", schema), open_objects)
 
 
 def check_lark(lark: str) -> str:
