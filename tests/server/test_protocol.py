@@ -25,11 +25,12 @@ from tridecode.server.responses_api import ResponsesRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = {"model": "bundled", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 6}
+MODEL = {"model": "bundled"}
 BODIES = {
     "chat/completions": (ChatRequest, GREEDY | {"max_tokens": 3}),
     "completions": (CompletionRequest, TEXT),
-    "responses": (ResponsesRequest, {"input": "Hi", "max_output_tokens": 3}),
-    "messages": (MessagesRequest, {"messages": CHAT, "max_tokens": 3}),
+    "responses": (ResponsesRequest, MODEL | {"input": "Hi", "max_output_tokens": 3}),
+    "messages": (MessagesRequest, MODEL | {"messages": CHAT, "max_tokens": 3}),
 }
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>")
 
@@ -322,7 +323,7 @@ def test_max_tokens_zero_with_echo_scores_only_the_prompt(served, stream):
     assert "".join(choice["text"] for choice in choices) == TEXT["prompt"]
     tokens = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
     assert "".join(tokens) == TEXT["prompt"] and choices[-1]["finish_reason"] == "length"
-    empty = served.post("/v1/messages", {"messages": CHAT, "max_tokens": 0}).json()
+    empty = served.post("/v1/messages", MODEL | {"messages": CHAT, "max_tokens": 0}).json()
     assert empty["content"] == [] and empty["stop_reason"] == "max_tokens" and empty["usage"]["output_tokens"] == 0
     assert served.post("/v1/chat/completions", GREEDY | {"max_tokens": 0}).status_code == 400
 
@@ -354,7 +355,7 @@ def test_continue_final_message_continues_the_answer(served):
     assert text.endswith("<|im_start|>assistant\n17 + 25") and got["usage"]["prompt_tokens"] == len(ids)
     both = more | {"add_generation_prompt": True, "messages": messages}
     assert served.post("/v1/chat/completions", GREEDY | both).status_code == 400
-    got = served.post("/v1/messages", {"messages": messages, "max_tokens": 20, "temperature": 0}).json()
+    got = served.post("/v1/messages", MODEL | {"messages": messages, "max_tokens": 20, "temperature": 0}).json()
     assert got["content"][0]["text"] == ANSWER.removeprefix("17 + 25")
 
 
@@ -457,7 +458,7 @@ def test_items_of_tools_in_the_history_are_accepted(served):
     messages = ResponsesRequest(input=items).conversation()
     text = json.dumps(messages)
     assert all(word in text for word in ("*** Begin", "done", "ls", "a.txt", "b.txt", "No."))
-    unknown = served.post("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]})
+    unknown = served.post("/v1/responses", MODEL | {"input": [{"type": "item_reference", "id": "x"}]})
     assert unknown.status_code == 400
 
 
@@ -481,7 +482,7 @@ def test_blocks_of_tools_in_the_history_are_accepted(served):
     text = MessagesRequest(messages=messages).conversation()[0]["content"]
     assert text == "Notes\nD\n\nT\nhttp://x\nS\n\nHi"
     image = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
-    got = served.post("/v1/messages", {"messages": [{"role": "user", "content": [image]}], "max_tokens": 1})
+    got = served.post("/v1/messages", MODEL | {"messages": [{"role": "user", "content": [image]}], "max_tokens": 1})
     assert got.status_code == 400
 
 

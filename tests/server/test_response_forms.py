@@ -17,7 +17,7 @@ CITY = {"type": "object", "properties": {"city": {"enum": ["Bonn"]}}, "required"
 CITY["additionalProperties"] = False
 FUNCTION = {"name": "get_weather", "description": "Of a city.", "parameters": CITY}
 FORM = {"name": "city", "schema": CITY}
-CHATS = {"messages": CHAT, "max_tokens": 60, "temperature": 0}
+CHATS = {"model": "bundled", "messages": CHAT, "max_tokens": 60, "temperature": 0}
 # name: (path, body, client's type, client's type of an event, (document, schema), (document, schema of an event))
 CASES: dict[str, tuple] = {}
 for name, more in {
@@ -33,7 +33,7 @@ for name, more in {
     )  # fmt: skip
 for name, more in {"plain": {}, "logprobs": {"logprobs": 2, "n": 2}}.items():
     CASES[f"completion_{name}"] = (
-        "completions", {"prompt": "Once", "max_tokens": 5} | more, Completion, None,
+        "completions", {"model": "bundled", "prompt": "Once", "max_tokens": 5} | more, Completion, None,
         ("openai_chat", "CreateCompletionResponse"), ("openai_chat", "CreateCompletionResponse"),
     )  # fmt: skip
 for name, more in {
@@ -43,7 +43,8 @@ for name, more in {
     "cut": {"max_output_tokens": 2},
 }.items():
     CASES[f"response_{name}"] = (
-        "responses", {"input": "What is 17 + 25?", "temperature": 0} | more, Response, ResponseStreamEvent,
+        "responses", {"model": "bundled", "input": "What is 17 + 25?", "temperature": 0} | more, Response,
+        ResponseStreamEvent,
         # The document allows no schema in a response format.
         None if name == "json" else ("openresponses", "ResponseResource"), None,
     )  # fmt: skip
@@ -121,8 +122,8 @@ def test_fields_that_clients_check(served):
     block = served.post("/v1/messages", CHATS).json()["content"][0]
     assert block["citations"] is not None  # The AI SDK refuses null.
     more = {"temperature": 0.5, "top_p": 0.25, "presence_penalty": 1, "prompt_cache_key": "k", "safety_identifier": "s"}
-    got = served.post("/v1/responses", {"input": "Hi", "max_output_tokens": 2} | more).json()
+    got = served.post("/v1/responses", {"model": "bundled", "input": "Hi", "max_output_tokens": 2} | more).json()
     assert {name: got[name] for name in more} == more and got["frequency_penalty"] == 0
     default = served.engine.default_params()
-    plain = served.post("/v1/responses", {"input": "Hi", "max_output_tokens": 2}).json()
+    plain = served.post("/v1/responses", {"model": "bundled", "input": "Hi", "max_output_tokens": 2}).json()
     assert (plain["temperature"], plain["top_p"]) == (default.temperature, default.top_p)
