@@ -32,8 +32,7 @@ def allows(engine):
 
     @cache
     def grammar(fields: str, open_objects: bool):
-        grammars = Grammars(engine.tokenizer, engine.config.vocab_size, engine.config.stop_ids)
-        grammars.open_objects = open_objects
+        grammars = Grammars(engine.tokenizer, engine.config.vocab_size, engine.config.stop_ids, open_objects)
         return grammars.of(SamplingParams(**json.loads(fields)))
 
     def allows(text, open_objects=False, **fields):
