@@ -129,6 +129,9 @@ class EngineOptions:
         "the engine refuses further requests", metavar="N", commands=("serve", "generate"), unsaved=("generate",),
         defaults={"serve": 256},
         default_text="256 (`generate --jsonl`: 3 for each slot)")
+    open_objects: bool = _option("requests", False, Flag(), "objects in the answers to JSON schemas and in required "
+        "tool calls may have properties that the schema does not name, unless it sets additionalProperties",
+        commands=("serve", "generate"))
     speculate: str = _option("speculation", "auto", Choice(("auto", "ngram", "off")), "draft tokens that a pass "
         "verifies: ngram takes them from the text itself, auto is ngram on a GPU if drafts save time; see "
         "docs/speculation.md")

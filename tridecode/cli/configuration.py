@@ -16,7 +16,7 @@ from pathlib import Path
 import platformdirs
 
 from ..arguments import Choice, Flag, Option, Pair, nearest
-from ..errors import ParameterError, TridecodeError, as_json
+from ..errors import ParameterError, TridecodeError, as_json, brief
 from .inputs import read_bytes
 from .options import SAMPLING
 from .terminal import did_you_mean
@@ -129,13 +129,15 @@ class Configuration:
             if self.path.exists():  # If the path is a pipe, this is a mistake, and reading it could block forever.
                 text = read_bytes(str(self.path), LARGEST, "a regular file with settings", pipes=False)
             # Editors of Windows write a byte order mark before the text.
-            return tomllib.loads(text.decode("utf-8-sig"))
+            settings = tomllib.loads(text.decode("utf-8-sig"))
+            str(settings)  # A hexadecimal integer can be too large to be printed.
+            return settings
         except TridecodeError as error:
             raise ParameterError(str(error)) from None
         except UnicodeDecodeError:
             raise ParameterError(f"{self.path}: not UTF-8; save it as UTF-8") from None
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise ParameterError(f"{self.path}: not TOML ({error}); correct it") from None
+        except (ValueError, RecursionError) as error:  # An integer is too large.
+            raise ParameterError(f"{self.path}: not TOML ({brief(error)}); correct it") from None
 
     def options(self, table: str | None) -> dict[str, Option]:
         """Return the options of a table, or for None those of all commands, by name."""
