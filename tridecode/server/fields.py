@@ -161,8 +161,8 @@ def replacement(name: str, fields) -> str | None:
     """Return advice about a parameter of another API, such as "use max_tokens"; None if there is none."""
     if name in ADVICE:
         return ADVICE[name]
-    found = next((other for other in INSTEAD.get(name, ()) if other in fields), None)
-    return found and f"use {found}"
+    instead = next((other for other in INSTEAD.get(name, ()) if other in fields), None)
+    return instead and f"use {instead}"
 
 
 def without_off_values(values: dict) -> dict:
