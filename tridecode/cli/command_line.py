@@ -204,7 +204,8 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, unknown: list[str]) -> str:
         """Return suggestions for arguments that the command does not have."""
         if len(unknown) == 1 and is_model(unknown[0]) and "--model" in self._option_string_actions:
-            return f"; {not_a_name(unknown[0]) or f'did you mean --model {unknown[0]}?'}"
+            foreign = "" if unknown[0].lower().endswith(".gguf") else not_a_name(unknown[0])
+            return f"; {foreign or f'did you mean --model {unknown[0]}?'}"
         options = list(dict.fromkeys(word.split("=")[0] for word in unknown if re.match("--?[A-Za-z]", word)))
         several, hints, meant = len(options) > 1, [], []
         if needless := [option for option in options if option in NOT_NEEDED]:

@@ -45,8 +45,9 @@ SESSIONS = """\
 List the saved conversations, the newest first: name, date, turns, size, and the title or first words.
 """
 MODEL_CACHE = """\
-List the models that --model accepts without a download: the bundled one and those in the Hugging Face cache, with size
-and kind. --model also accepts a directory, and downloads the id of any other model.
+List the models that --model accepts without a download: the bundled one, those in the Hugging Face cache and the GGUF
+files in the working directory, with size and kind. --model also accepts a directory or another GGUF file, and downloads
+the id of any other model.
 """
 CONFIG = """\
 Show every setting as a line of the configuration file. A setting that is set has a comment with its source; the others
@@ -82,6 +83,10 @@ QUANTIZE = """\
 Write a quantized copy of an unquantized checkpoint. Weights are rounded to nearest, and the scale of each group is the
 best of a few candidates. The format is compressed-tensors, which transformers also reads; see docs/quantization.md.
 """
+CONVERT = """\
+Write a GGUF file as a Hugging Face checkpoint, which other programs can read: config.json, the weights in bfloat16, the
+tokenizer and the chat template. Values that are quantized in the file are rounded once; see docs/gguf.md.
+"""
 TUNE = """\
 Search the launch configs with which a decode pass of one model is fastest on this GPU, by the time of the whole
 captured pass. Faster configs are written to a table in the user's cache directory, which every engine on this GPU reads
@@ -100,9 +105,11 @@ MODELS = {
     "fish": "(__tridecode_models)",
     "tcsh": "d",
     "preamble": {
-        "bash": f'_tridecode_models() {{\n  compgen -d -- $1\n  compgen -W "bundled $({CACHED})" -- $1\n}}',
-        "zsh": f"_tridecode_models() {{\n  compadd -- bundled $({CACHED})\n  _files -/\n}}",
-        "fish": f"function __tridecode_models\n  echo bundled\n  sh -c '{CACHED}'\n  __fish_complete_directories\nend",
+        "bash": f"_tridecode_models() {{\n  compgen -d -- $1\n  compgen -f -X '!*.gguf' -- $1\n"
+        f'  compgen -W "bundled $({CACHED})" -- $1\n}}',
+        "zsh": f"_tridecode_models() {{\n  compadd -- bundled $({CACHED})\n  _files -g '*.gguf(-.)'\n  _files -/\n}}",
+        "fish": f"function __tridecode_models\n  echo bundled\n  sh -c '{CACHED}'\n  __fish_complete_suffix .gguf\n"
+        "  __fish_complete_directories\nend",
     },
 }
 
@@ -274,6 +281,10 @@ def make_parser() -> argparse.ArgumentParser:
     head_help = "format of the LM head (default: keep)"
     quantize.add_argument("--head", default="keep", choices=["keep", "fp8", "int8", "int4"], help=head_help)
     quantize.add_argument("--quiet", action="store_true", help="do not show a progress bar")
+    convert = add("convert", help="write a GGUF file as a Hugging Face checkpoint", description=CONVERT)
+    convert.add_argument("model", metavar="FILE", help="GGUF file, or owner/name:Q4_K_M on the Hugging Face hub")
+    convert.add_argument("out", metavar="OUT", help="directory to write; it must be new or empty")
+    convert.add_argument("--quiet", action="store_true", help="do not show a progress bar")
     add_verbose(quantize)
     configuration = Configuration()
     config = add("config", help="show the settings and their sources", description=CONFIG)

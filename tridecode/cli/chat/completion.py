@@ -40,13 +40,13 @@ def paths(typed: str) -> Iterator[str]:
 
 
 def models(typed: str, chat) -> Iterator[str]:
-    """Yield models: those of the server, or the bundled one, cached ones and directories."""
+    """Yield models: those of the server, or the bundled one, cached ones, GGUF files and directories."""
     if chat.model.models is not None:
         yield from chat.model.models
         return
     yield BUNDLED.name
     yield from cached_models()
-    yield from (path for path in paths(typed) if path.endswith("/"))
+    yield from (path for path in paths(typed) if path.endswith(("/", ".gguf")))
 
 
 def setting_words(typed: str, chat) -> Iterable[str]:
