@@ -113,7 +113,7 @@ def fetch_weights(model: str | Path | None, path: Path) -> None:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """Return the GGUF files in a directory, of split models the first. Those of vision models are left out."""
+    """Return the GGUF files in a directory, of split models the first, without the files of vision models."""
     files = (file for file in sorted(path.glob("*.gguf")) if "mmproj" not in file.name.lower())
     return [file for file in files if part_names(file)[0] == file]
 
@@ -210,10 +210,10 @@ def _download_gguf(repo: Repository, name: str) -> Path:
         starts = [start + case for case in dict.fromkeys(cases) for start in ("*[-_.]", "")]
         patterns = [start + end for start in starts for end in (".gguf", "-0*-of-0*.gguf")]
     folder = _snapshot(repo, patterns, repo.revision)
-    found = {file for pattern in patterns for file in folder.rglob(PurePosixPath(pattern).name)}
+    candidates = {file for pattern in patterns for file in folder.rglob(PurePosixPath(pattern).name)}
     if "/" in name:
-        found = {folder / name} & found
-    files = sorted({part_names(file)[0] for file in found if "mmproj" not in file.name.lower()})
+        candidates = {folder / name} & candidates
+    files = sorted({part_names(file)[0] for file in candidates if "mmproj" not in file.name.lower()})
     if not files:
         if constants.HF_HUB_OFFLINE:
             raise CheckpointError(f"{repo}: the cached copy {folder} lacks it; run once with HF_HUB_OFFLINE=0")

@@ -61,8 +61,9 @@ def _option(name: str, default, constraint: Constraint, help: str, *commands: st
 
 
 OTHERS = (
-    _option("model", None, ANY, "directory, Hugging Face id, or address of its page", *CONFIGURED, group="model",
-            metavar="DIR_OR_ID", default_text="bundled", brief="directory, GGUF file or Hugging Face id"),
+    _option("model", None, ANY, "directory, GGUF file, Hugging Face id, or address of its page", *CONFIGURED,
+            group="model", metavar="DIR_OR_ID", default_text="bundled",
+            brief="directory, GGUF file or Hugging Face id"),
     _option("url", None, Url(), "use the model of a server with OpenAI's API at this address; --model is "
             "then its name there (default: the first one)",
             "chat", "generate", group="remote", metavar="URL", brief="use the model of a server"),

@@ -1,7 +1,8 @@
 """GGUF files: the container of llama.cpp, with metadata and tensors. A file is not trusted, so all of it is checked.
 
-Format, little-endian: "GGUF", u32 version, u64 tensors, u64 keys; the keys with their values; for each tensor its name,
-u32 dimensions, u64 sizes (the contiguous one first), u32 type, u64 offset; padding; the data of the tensors.
+The format is little-endian. It begins with "GGUF", a u32 version, and u64 numbers of tensors and keys. The keys with
+their values follow. An entry of a tensor contains its name, u32 dimensions, u64 sizes (the contiguous one first), a u32
+type, and a u64 offset. Padding and the data of the tensors follow.
 Source: docs/gguf.md of the ggml project.
 """
 
@@ -390,7 +391,7 @@ class _Header:
 
 
 def shortest(value: float) -> float:
-    """Return the number with the fewest digits that has the same value in fp32: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal number that has the same value in fp32: 1e-05 for 9.999999747378752e-06."""
     if value != value or value in (float("inf"), float("-inf")):
         return value
     exact = struct.pack("<f", value)

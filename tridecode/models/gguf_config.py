@@ -63,7 +63,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Change:
-    """What the converter did to a tensor.
+    """The changes that the converter made to a tensor.
 
     Args:
         rows, columns: the order of rows and of columns, or None.

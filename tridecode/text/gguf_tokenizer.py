@@ -30,13 +30,13 @@ class PreTokenizer(NamedTuple):
         pattern: the pattern that splits words; None for that of GPT-2.
         digits: digits are split first.
         nfc: text is normalized.
-        whole: a word in the vocabulary is one token, whatever the merges are. Such tokenizers also add bos.
+        whole_words: a word in the vocabulary is one token, regardless of the merges. Such tokenizers also add bos.
     """
 
     pattern: str | None = None
     digits: bool = False
     nfc: bool = False
-    whole: bool = False
+    whole_words: bool = False
 
 
 PRE_TOKENIZERS = {
@@ -48,10 +48,10 @@ PRE_TOKENIZERS = {
     "qwen35": PreTokenizer(QWEN35, nfc=True),
     **dict.fromkeys(("stablelm2", "hunyuan", "megrez", "deepseek-r1-qwen"), PreTokenizer(QWEN2)),
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), PreTokenizer(LLAMA3, whole=True)
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), PreTokenizer(LLAMA3, whole_words=True)
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(LLAMA3)),
-    "tekken": PreTokenizer(TEKKEN, whole=True),
+    "tekken": PreTokenizer(TEKKEN, whole_words=True),
     **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer(O200K)),
 }
 
@@ -139,7 +139,7 @@ def _byte_level(gguf: GGUF, read: ConfigReader, tokens: list[str]) -> tuple[toke
         if not space or not left or not right:
             raise CheckpointError(f"{gguf.path}: {KEYS}merges must hold pairs of tokens, got {shown(text)}")
         merges.append((left, right))
-    tokenizer = tokenizers.Tokenizer(models.BPE(_ids(gguf.path, tokens), merges, ignore_merges=pre.whole))
+    tokenizer = tokenizers.Tokenizer(models.BPE(_ids(gguf.path, tokens), merges, ignore_merges=pre.whole_words))
     steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
     if pre.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(pre.pattern), "isolated"))
@@ -148,7 +148,7 @@ def _byte_level(gguf: GGUF, read: ConfigReader, tokens: list[str]) -> tuple[toke
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, pre.whole
+    return tokenizer, pre.whole_words
 
 
 def _sentencepiece(gguf: GGUF, read: ConfigReader, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
