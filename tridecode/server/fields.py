@@ -87,6 +87,8 @@ INSTEAD: dict[str, tuple[str, ...]] = {
     "ebnf": ("structured_outputs",),
     "enable_thinking": ("chat_template_kwargs", "thinking"),
     "format": ("response_format",),
+    "function_call": ("tool_choice",),
+    "functions": ("tools",),
     "grammar": ("structured_outputs",),
     "guided_choice": ("structured_outputs",),
     "guided_grammar": ("structured_outputs",),
