@@ -529,7 +529,7 @@ MESSAGES_REFUSED = {
         {"messages": [*CHAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}],
          "max_tokens": 1}, "the results of the tools must follow it",
     ),
-    "unknown_thinking_type": ({"thinking": {"type": "sometimes"}, "max_tokens": 1}, 'expected enabled, adaptive or disabled, got "some'),
+    "unknown_thinking_type": ({"thinking": {"type": "sometimes"}, "max_tokens": 1}, "expected enabled, adaptive or"),
     "unknown_field_of_output_config": ({"output_config": {"fromat": 1}, "max_tokens": 1}, "output_config: object"),
     "too_many_stops": ({"stop_sequences": ["a"] * 99, "max_tokens": 1}, "stop_sequences: at most 16 strings"),
     "two_lists_of_stops": ({"stop_sequences": ["a"], "stop": ["b"], "max_tokens": 1}, "stop and stop_sequences have"),
@@ -538,7 +538,7 @@ MESSAGES_REFUSED = {
     ),
     "return_token_ids": ({"return_token_ids": True, "max_tokens": 1}, "a message cannot contain them"),
     "tool_of_chats": (
-        {"tools": [{"type": "function", "function": {"name": "f"}}], "max_tokens": 1}, 'expected {"name": ..., "input_s',
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "max_tokens": 1}, 'expected {"name": ..., "in',
     ),
     "required_without_tools": ({"tool_choice": {"type": "any"}, "max_tokens": 1}, "there are no tools"),
     "tool_choice_without_type": ({"tool_choice": {"name": "f"}, "max_tokens": 1}, "tool_choice: expected type auto"),
