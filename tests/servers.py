@@ -12,7 +12,7 @@ import uvicorn
 
 from tridecode import Engine
 from tridecode.server.app import Server
-from tridecode.server.run import bind
+from tridecode.server.run import bind, config
 from tridecode.server.settings import Settings
 
 CHAT = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -79,8 +79,7 @@ class Running:
         self._bound = bind("127.0.0.1", 0, settings.get("timeout"))
         self.port = self._bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self.server.app, log_config=None, access_log=False, lifespan="off")
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = uvicorn.Server(config(self.server.app, self.server.settings))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._ready = threading.Event()
 
@@ -91,7 +90,8 @@ class Running:
             await self._uvicorn.serve(sockets=[self._bound])
             self.server.loop.stop()
 
-        asyncio.run(main())
+        with asyncio.Runner(loop_factory=self._uvicorn.config.get_loop_factory()) as runner:
+            runner.run(main())
 
     def __enter__(self):
         self._thread.start()
@@ -106,6 +106,10 @@ class Running:
         self._thread.join(30)
         assert not self._thread.is_alive()
 
+    def connections(self) -> list:
+        """Return the open connections."""
+        return list(self._uvicorn.server_state.connections)
+
     def client(self, **options) -> openai.OpenAI:
         """Return OpenAI's client for this server."""
         return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0} | options)
@@ -113,7 +117,8 @@ class Running:
     def post(self, path: str, body, **options) -> httpx.Response:
         """Send a POST request with bytes, or with a value as JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(f"{self.url}{path}", content=content, timeout=60, **options)
+        headers = {"Content-Type": "application/json"} | options.pop("headers", {})
+        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=60, **options)
 
     def get(self, path: str, **options) -> httpx.Response:
         """Send a GET request."""

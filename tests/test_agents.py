@@ -294,12 +294,11 @@ def test_invalid_response_format_names_its_parameter(served, path, sent, paramet
     assert path == "messages" or error["param"] == (None if " or " in parameter else parameter)
 
 
-def test_conflict_of_call_and_format_names_both_parameters(served):
-    call = {"tools": [TOOL], "tool_choice": "required"}
-    for form, parameter in (({"text": {"format": {"type": "json_object"}}}, "text.format"),
-                            ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex")):  # fmt: skip
-        got = served.post("/v1/responses", {"model": "m", "input": "x"} | call | form)
-        assert f"tool_choice requires a call, {parameter} a text" in got.json()["error"]["message"], got.text
+def test_required_call_ignores_the_format_of_texts(served):
+    call = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+    for form in ({"text": {"format": {"type": "json_object"}}}, {"structured_outputs": {"regex": "a"}}):
+        got = served.post("/v1/responses", {"model": "m", "input": "x"} | call | form).json()
+        assert [item["type"] for item in got["output"]] == ["function_call"]
 
 
 # ---- /v1/responses
@@ -380,9 +379,9 @@ REFUSED = {
     "image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
     "unknown_item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: expected a message"),
     "unknown_parameter": ({"extra_body": {"inputs": 1}}, "did you mean input?"),
-    "unknown_field_of_text": ({"text": {"fromat": {}}}, "text: object contains unknown field fromat"),
-    "unknown_field_of_reasoning": ({"reasoning": {"efort": "low"}}, "reasoning: object contains unknown field"),
-    "format_is_number": ({"text": {"format": 5}}, "text.format: expected object"),
+    "unknown_field_of_text": ({"text": {"fromat": {}}}, "text: object contains the unknown field fromat"),
+    "unknown_field_of_reasoning": ({"reasoning": {"efort": "low"}}, "reasoning: object contains the unknown field"),
+    "format_is_number": ({"text": {"format": 5}}, "text.format: expected an object, got an integer"),
     "unknown_format_type": ({"text": {"format": {"type": "xml"}}}, "text.format: expected type text"),
     "format_without_schema": (
         {"text": {"format": {"type": "json_schema", "name": "x"}}}, 'json_schema with {"name": ..., "schema": {...}}',
@@ -391,6 +390,10 @@ REFUSED = {
     "zero_max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens must be an integer from 1"),
     "two_maxima": ({"max_output_tokens": 3, "extra_body": {"max_tokens": 4}}, "max_tokens and max_output_tokens have"),
     "return_token_ids": ({"extra_body": {"return_token_ids": True}}, "a response cannot contain them"),
+    "no_input": ({"input": openai.omit}, "input is required"),
+    "tool_of_chats": (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]}, 'tools[0]: expected {"type": "function", "name":',
+    ),
     "unknown_tool_choice": ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: expected auto, none"),
 }  # fmt: skip
 
@@ -417,15 +420,17 @@ def test_message_and_event_order(served, claude):
     assert names == [event["type"] for event in data]
     assert list(dict.fromkeys(names)) == ["message_start", "content_block_start", "content_block_delta",
                                           "content_block_stop", "message_delta", "message_stop"]  # fmt: skip
-    assert data[0]["message"]["usage"]["input_tokens"] == 18
+    assert data[0]["message"]["usage"] == data[-2]["usage"] | {"output_tokens": 0}
+    assert sum(data[0]["message"]["usage"][name] for name in ("input_tokens", "cache_read_input_tokens")) == 18
     assert data[-2]["delta"]["stop_reason"] == "end_turn" and data[-2]["usage"]["output_tokens"] == 12
     assert claude.messages.count_tokens(model="x", messages=CHAT).input_tokens == 18
 
 
 def test_thinking_is_separate_block(served, claude, client, monkeypatch):
     monkeypatch.setattr(served.engine.tokenizer, "supports_thinking", True)
-    extra = forced_answer("<think>\nhm\n</think>\n\nYes.")
-    payload = {"model": "m", "messages": CHAT, "max_tokens": 50, "extra_body": extra}
+    form = {"grammar": 'start: "<think>\\nhm\\n</think>\\n\\nYes."'}
+    monkeypatch.setattr("tridecode.server.app.answer_constraint", lambda *args: form)
+    payload = {"model": "m", "messages": CHAT, "max_tokens": 50}
     got = claude.messages.create(**payload)
     assert [(block.type, getattr(block, "thinking", None) or block.text) for block in got.content] == [
         ("thinking", "hm"), ("text", "Yes."),
@@ -438,7 +443,7 @@ def test_thinking_is_separate_block(served, claude, client, monkeypatch):
     again = [*CHAT, {"role": "assistant", "content": [block.model_dump() for block in streamed.content]},
              {"role": "user", "content": "Sure?"}]  # fmt: skip
     assert claude.messages.create(**payload | {"messages": again}).stop_reason == "end_turn"
-    got = list(client.responses.create(model="m", input="?", stream=True, extra_body=extra))
+    got = list(client.responses.create(model="m", input="?", stream=True))
     assert [item.type for item in got[-1].response.output] == ["reasoning", "message"]
     assert "response.reasoning_text.delta" in {event.type for event in got}
 
@@ -520,10 +525,11 @@ MESSAGES_REFUSED = {
     "no_max_tokens": ({}, "max_tokens is required"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}, "reads text only"),
     "no_messages": ({"messages": [], "max_tokens": 1}, "messages: expected from 1"),
-    "last_message_of_assistant": (
-        {"messages": [*CHAT, {"role": "assistant", "content": "I"}], "max_tokens": 1}, "the last message must be",
+    "last_message_is_a_call": (
+        {"messages": [*CHAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}],
+         "max_tokens": 1}, "the results of the tools must follow it",
     ),
-    "unknown_thinking_type": ({"thinking": {"type": "sometimes"}, "max_tokens": 1}, "thinking.type: invalid enum"),
+    "unknown_thinking_type": ({"thinking": {"type": "sometimes"}, "max_tokens": 1}, "expected enabled, adaptive or"),
     "unknown_field_of_output_config": ({"output_config": {"fromat": 1}, "max_tokens": 1}, "output_config: object"),
     "too_many_stops": ({"stop_sequences": ["a"] * 99, "max_tokens": 1}, "stop_sequences: at most 16 strings"),
     "two_lists_of_stops": ({"stop_sequences": ["a"], "stop": ["b"], "max_tokens": 1}, "stop and stop_sequences have"),
@@ -531,8 +537,11 @@ MESSAGES_REFUSED = {
         {"output_config": {"format": FORM}, "response_format": {"type": "json_object"}, "max_tokens": 1}, "set one",
     ),
     "return_token_ids": ({"return_token_ids": True, "max_tokens": 1}, "a message cannot contain them"),
+    "tool_of_chats": (
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "max_tokens": 1}, 'expected {"name": ..., "in',
+    ),
     "required_without_tools": ({"tool_choice": {"type": "any"}, "max_tokens": 1}, "there are no tools"),
-    "tool_choice_without_type": ({"tool_choice": {}, "max_tokens": 1}, "tool_choice: expected type auto, any"),
+    "tool_choice_without_type": ({"tool_choice": {"name": "f"}, "max_tokens": 1}, "tool_choice: expected type auto"),
     "tool_choice_with_list_as_type": ({"tool_choice": {"type": ["any"]}, "max_tokens": 1}, "expected type auto"),
     "too_long_prompt": ({"messages": [{"role": "user", "content": "word " * 9000}], "max_tokens": 1}, "context holds"),
 }  # fmt: skip

@@ -99,7 +99,8 @@ FLAGS = {
         --output --json --logprobs --json-schema --regex --choice --grammar --no-reuse-prefix --raw --quiet
         --graph-stats --seed --slots""",
     "serve": """--host --port --served-model-name --any-model --max-queue --timeout --grace --api-key-file
-        --ssl-certfile --ssl-keyfile --cors --log-prompts --slots --model""",
+        --ssl-certfile --ssl-keyfile --cors --log-prompts --slots --model --allow-host --max-connections
+        --timeout-keep-alive""",
     "info": "--json --kernels --model --slots --speculate",
 }
 

@@ -1,5 +1,6 @@
 """Engine: a model on its device, and its requests."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -7,6 +8,7 @@ from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -16,7 +18,7 @@ from .blocks.weights import Weights
 from .checkpoint.hub import fetch_weights, resolve_model
 from .checkpoint.load import load_config, load_weights
 from .checkpoint.names import model_name
-from .errors import CheckpointError, EngineClosed, GenerationError, ParameterError, PromptError, conflict, counted
+from .errors import CheckpointError, GenerationError, ParameterError, PromptError, conflict, counted
 from .layout import MAX_STOP_IDS, NGRAM
 from .options import EngineOptions
 from .plan import threads
@@ -38,7 +40,9 @@ from .step.prompt_graphs import make_prompts
 from .step.reachable import compile_passes
 from .tensors import short_repr
 from .text.grammar import Grammars
-from .text.prompt import Encoded, Prompt, listed, prompt_ids
+from .text.minimum import MinimumLength
+from .text.prompt import AS_TEXT, Encoded, Prompt, Reading, listed, prompt_ids
+from .text.stop_strings import Reader
 from .text.tokenizer import Tokenizer
 from .tuning.configs import PassConfigs
 
@@ -104,19 +108,24 @@ class Engine:
             plan = resolve(requested, spec_of_files, device)
             plan.check()
         tokenizer = Tokenizer.load(path)
-        callers = callers or plan.slots
         plan = replace(plan, spec=with_end_of_text(plan.spec, tokenizer))
-        tokenizer.start(callers)
-        grammars = Grammars(tokenizer, plan.spec.vocab_size, plan.spec.stop_ids)
-        if callers > 1:
-            grammars.start()
-        cores = threads.FreeCores()
-        weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)
-        name = model_name(model)
-        engine = cls.build(plan, weights, tokenizer, name, compiling=compiling, grammars=grammars)
-        engine.threads = threads.choose(plan.memory.weights, cores) if device.type == "cpu" else None
-        if callers > 1:
-            engine.warm_up()
+        grammars = Grammars(tokenizer, plan.spec.vocab_size, plan.spec.stop_ids, plan.options.open_objects)
+        callers = callers or plan.slots
+        try:
+            tokenizer.start(callers)
+            if callers > 1:
+                grammars.start()
+            cores = threads.FreeCores()
+            weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)
+            name = model_name(model)
+            engine = cls.build(plan, weights, tokenizer, name, compiling=compiling, grammars=grammars)
+            engine.threads = threads.choose(plan.memory.weights, cores) if device.type == "cpu" else None
+            if callers > 1:
+                engine.warm_up()
+        except BaseException:  # After an error or an interrupt, no child process is left.
+            grammars.close()
+            tokenizer.close()
+            raise
         return engine
 
     @classmethod
@@ -153,11 +162,14 @@ class Engine:
         runners = (lambda: self.steps), (lambda: self.prompts)  # Benchmarks replace these functions.
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, self.plan.prefix_sharing)
         scheduler = Scheduler(self.model, self.tokenizer, *runners, lookahead, policy)
-        self._grammars = grammars or Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
+        self._grammars = grammars or Grammars(
+            self.tokenizer, self.config.vocab_size, self.config.stop_ids, options.open_objects
+        )
         if self.model.verify:
             self._grammars.wait()  # Compilation of grammars holds the GIL, which would change the measured costs.
             self.steps.costs = measure_costs(self.steps, scheduler.slots)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
+        _engines[id(self)] = self
 
     def warm_up(self) -> None:
         """Wait for the child processes that render prompts, and build the vocabulary of grammars.
@@ -171,7 +183,7 @@ class Engine:
         self._grammars.wait()
 
     def close(self) -> None:
-        """Cancel all requests and free the memory. Later calls raise EngineClosed."""
+        """Cancel all requests, free the memory and end the child processes. Later calls raise EngineClosed."""
         if self.model is None:
             return
         try:
@@ -180,6 +192,9 @@ class Engine:
                 self.synchronize()
         finally:
             self.model = self.steps = self.prompts = None  # type: ignore[assignment]  # only after `close`
+            self._grammars.close()
+            if self.tokenizer is not None:
+                self.tokenizer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -240,7 +255,7 @@ class Engine:
 
     def _open(self) -> DecodeModel:
         if self.model is None:
-            raise EngineClosed
+            raise self._driver.closed_error()
         return self.model
 
     @property
@@ -276,18 +291,22 @@ class Engine:
             raise ParameterError(f"params must be a SamplingParams or None, got {shown(params)}", "params", "type")
         return self.default_params() if params is None else params
 
-    def encode(self, prompt: Prompt, template_variables: dict[str, Any] | None = None) -> list[int]:
+    def encode(
+        self, prompt: Prompt, template_variables: dict[str, Any] | None = None, reading: Reading = AS_TEXT
+    ) -> list[int]:
         """Return the token ids of a prompt, which is a text, token ids, or chat messages. Raises PromptError.
 
         The chat template formats messages.
         """
-        return self.prepare(prompt, template_variables).ids
+        return self.prepare(prompt, template_variables, reading).ids
 
-    def prepare(self, prompt: Prompt, template_variables: dict[str, Any] | None = None) -> Encoded:
+    def prepare(
+        self, prompt: Prompt, template_variables: dict[str, Any] | None = None, reading: Reading = AS_TEXT
+    ) -> Encoded:
         """Encode a prompt once for several requests. Raises PromptError."""
         variables = mapping("template_variables", template_variables)
         limits = self.config.vocab_size, self.capacity, self.config.max_position
-        return prompt_ids(prompt, variables, self.tokenizer, *limits)
+        return prompt_ids(prompt, variables, self.tokenizer, *limits, reading)
 
     def submit(
         self,
@@ -297,22 +316,29 @@ class Engine:
         reuse_prefix: bool = True,
         template_variables: dict[str, Any] | None = None,
         cache_salt: str = "",
+        reader: Callable[[], Reader] | None = None,
     ) -> Request:
         """Add a request to the queue, from any thread. See Request, and `stream` for the other arguments.
 
         Args:
             cache_salt: the request shares K/V only with requests that have the same salt.
+            reader: returns a new reader, which searches the answer for the stop strings, such as in the text after the
+                thinking only. The output chunks then contain the whole text, with a stop string.
 
         Raises:
-                PromptError, ParameterError, QueueFull, EngineClosed.
+            PromptError, ParameterError, QueueFull, EngineClosed.
         """
-        return self._driver.submit(self._request(prompt, params, reuse_prefix, template_variables, cache_salt))
+        request = self._request(prompt, params, reuse_prefix, template_variables, cache_salt)
+        request.reader = reader
+        return self._driver.submit(request)
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Wait until one of the requests has ended. Return at once if there are no requests."""
+        """Wait until one of the requests of this engine has ended. Return at once if there are no requests."""
         if not isinstance(requests, Sequence) or not all(isinstance(request, Request) for request in requests):
             message = f"requests must be a list of requests from submit, got {shown(requests)}"
             raise ParameterError(message, "requests", "type")
+        if any(request.driver is not self._driver for request in requests):
+            raise ParameterError("requests: one of them belongs to another engine", "requests", "conflict")
         self._driver.wait(lambda: not requests or any(request.finish_reason for request in requests))
 
     def step(self) -> bool:
@@ -357,9 +383,15 @@ class Engine:
         self._open()
         params = self._params(params)
         FLAG.check("reuse_prefix", reuse_prefix)
-        tokens, chat, _ = self.prepare(prompt, template_variables)
-        salt, grammar = TEXT.check("cache_salt", cache_salt), self._grammars.of(params)
+        try:
+            tokens, chat, _ = self.prepare(prompt, template_variables)
+            salt, grammar = TEXT.check("cache_salt", cache_salt), self._grammars.of(params)
+        except PromptError:
+            self._open()  # If another thread has closed the engine, and with it the child processes, that is the error.
+            raise
         stop_ids = checked_stop_ids(params, self.config)
+        if params.bounded_below:
+            grammar = MinimumLength(params.min_tokens, stop_ids, self.config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise conflict("stop", " needs a tokenizer, but this engine has none")
         if params.seed is None:
@@ -449,6 +481,22 @@ class Engine:
         """Wait until all enqueued passes have run."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+_engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
+_inherited: list[tuple] = []  # Objects of engines of the parent process, which must not be freed in this process.
+
+
+def _after_fork() -> None:
+    """Close the engines of the parent process in a process that it has forked."""
+    for engine in list(_engines.values()):
+        _inherited.append((engine.model, engine.steps, engine.prompts))
+        engine._driver.disown()
+        engine.model = engine.steps = engine.prompts = None  # type: ignore[assignment]
+    _engines.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def named(value: Any) -> Any:

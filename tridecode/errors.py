@@ -15,6 +15,17 @@ class TridecodeError(Exception):
     The command line prints the message without a traceback, and its exit code is not 0.
     """
 
+    def __reduce__(self):
+        # By default, pickle would call the class with the message as its only argument.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[TridecodeError], args: tuple, attributes: dict) -> TridecodeError:
+    """Return an error with these attributes, without a call of its `__init__`."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
 
 class CheckpointError(TridecodeError):
     """A checkpoint, its configuration or its tokenizer cannot be used."""
@@ -79,10 +90,10 @@ class QueueFull(TridecodeError):
 
 
 class EngineClosed(GenerationError):
-    """The engine was closed."""
+    """The engine was closed, or it belongs to another process."""
 
-    def __init__(self):
-        super().__init__("this engine is closed; load another one")
+    def __init__(self, message: str = "this engine is closed; load another one"):
+        super().__init__(message)
 
 
 NO_CHAT = "pass plain text instead of a chat"  # The command line replaces this text by --raw.
@@ -98,7 +109,7 @@ def not_finite(step: int, position: int, dtype) -> str:
 
 def brief(error: object, longest: int = 200) -> str:
     """Return the error of another library as one line of at most `longest` characters."""
-    text = " ".join(str(error)[: 4 * longest].split())
+    text = " ".join(str(error)[: 4 * longest].split()).partition("; use sys.set_int_max_str_digits()")[0]
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 

@@ -149,6 +149,8 @@ class SamplingParams:
         "tokens", metavar="N", default_text="random", brief="equal seeds give equal answers")
     max_tokens: int | None = _option(None, Integer(1, 2**31 - 1), "maximum tokens of the answer", metavar="N",
         default_text="the rest of the context", brief="longest answer, in tokens")
+    min_tokens: int = _option(0, Integer(0, 2**31 - 1), "tokens before which no stop token ends the answer",
+        metavar="N")
     stop: Sequence[str] = _option((), Several(NON_EMPTY, "a text or a list of texts", 0), "a string that ends the "
         "answer and is not shown; repeatable", metavar="STRING", repeated=True, default_text="none",
         brief="text that ends the answer; repeatable")
@@ -173,6 +175,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields(self)
         self._check_structure()
+        if self.min_tokens and (other := self.structure[0] if self.structure else "stop" if self.stop else ""):
+            raise conflict("min_tokens", f" cannot be combined with {other}, which may end the answer earlier")
 
     def _check_structure(self) -> None:
         if (structure := self.structure) is None:
@@ -196,6 +200,16 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None:
                 return name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return None
+
+    @property
+    def bounded_below(self) -> bool:
+        """Whether a mask excludes stop tokens until the answer has min_tokens tokens."""
+        return self.min_tokens > 0 and (not self.ignore_eos or bool(self.stop_token_ids))
+
+    @property
+    def masked(self) -> bool:
+        """Whether each sampled token depends on a mask."""
+        return self.structure is not None or self.bounded_below
 
     @property
     def penalties(self) -> bool:

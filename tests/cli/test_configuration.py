@@ -104,6 +104,9 @@ WRONG = {
         "max_tokens and max-tokens set the same option; remove one of",
     ),
     "not TOML": ("model = ", "not TOML ("),
+    "an integer of 5,000 digits": ("seed = " + "9" * 5000, "digits); correct it"),
+    "such an integer in a list": ("stop_token_ids = [1, " + "9" * 5000 + "]", "digits); correct it"),
+    "a hexadecimal integer of 5,000 digits": ("[serve]\nport = 0x" + "f" * 5000, "not TOML (Exceeds the limit"),
     "not UTF-8": ("model = \udcff", "not UTF-8"),
 }
 

@@ -143,3 +143,11 @@ def test_download_resolves_each_name(run, monkeypatch, tmp_path):
         1,
         f"a/b is in {tmp_path}/a/b\ntridecode: error: a/c: no network\n",
     )
+
+
+@pytest.mark.parametrize("width, lines", [(None, 1), (80, 1), (40, 2), (20, 2)])
+def test_line_of_a_model_fits_the_window(width, lines):
+    model = models.Cached("org/" + "x" * 30, 15_000_000, "qwen3, bfloat16, gptq", True, "")
+    found = models.rows(model, 34, width)
+    assert len(found) == lines and max(map(len, found)) <= (width or 100)
+    assert width == 20 or "qwen3, bfloat16, gptq" in found[-1]

@@ -43,6 +43,7 @@ from tridecode.server.tls import Tls
 
 ROOT = Path(__file__).parents[2]
 STORM_SECONDS = 8.0
+JSON_HEADERS = "Host: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ class RawClient:
         self.socket.settimeout(60)
         self.socket.connect(("127.0.0.1", running.port))
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\n{JSON_HEADERS}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
         self.socket.sendall(head.encode() + data)
 
     def rest(self) -> str:
@@ -211,7 +212,7 @@ def test_deadline_ends_running_and_waiting_requests(engine, monkeypatch):
 
 def test_incomplete_body_times_out(engine):
     with Running(engine, timeout=0.4) as running, socket.create_connection(("127.0.0.1", running.port)) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\n{JSON_HEADERS}Content-Length: 100\r\n\r\n{{".encode())
         client.settimeout(20)
         assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
         until(lambda: running.metric("requests_total", 'outcome="refused"') == 1)
@@ -358,7 +359,9 @@ def storm(running: Running, seconds: float, clients: int = 64) -> dict[str, int]
                 json.dumps(GREEDY | {"messages": [{"role": "user", "content": "a b " * 2000}]}).encode(),
             ]
         )
-        got = http.post(f"{running.url}/v1/chat/completions", content=body)
+        got = http.post(
+            f"{running.url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+        )
         if got.status_code not in (400, 503):
             wrong.append(got.text)
         count("garbage")
@@ -514,10 +517,11 @@ def loaded(process: Process, payload: dict, clients: int) -> tuple[list, list[th
     return streams, threads
 
 
-def test_sigterm_lets_running_answers_finish(process):
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_lets_running_answers_finish(process, sig):
     server = process("--slots", "4", "--grace", "60")
     streams, threads = loaded(server, LONG | {"max_tokens": 80}, 6)
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(sig)
     time.sleep(0.5)
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{server.url}/health")
@@ -536,7 +540,9 @@ def test_sigterm_cancels_answers_after_grace(process):
     paths, answers, data = ("/v1/chat/completions", "/v1/messages", "/tokenize"), [], json.dumps(GREEDY).encode()
     clients = [socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 20) for _ in paths]
     for client, path in zip(clients, paths):  # The bodies of these requests are incomplete.
-        client.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data[:-5])
+        client.sendall(
+            f"POST {path} HTTP/1.1\r\n{JSON_HEADERS}Content-Length: {len(data)}\r\n\r\n".encode() + data[:-5]
+        )
     httpx.get(f"{server.url}/health")  # After this answer, the server has also accepted the earlier connections.
     server.process.send_signal(signal.SIGTERM)
     for client in clients:
@@ -551,6 +557,18 @@ def test_sigterm_cancels_answers_after_grace(process):
     assert all(answer[-2]["error"]["code"] == "stopping" for answer in streams)
     assert {answer["message"] for answer in answers} == {"this server is stopping"}
     assert answers[0]["code"] == "stopping" and answers[1]["type"] == "overloaded_error"
+
+
+def test_ignored_sighup_stays_ignored(process):
+    """Nohup starts a process that ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = process("--slots", "2")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    server.process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_second_signal_ends_process_at_once(process):
@@ -652,6 +670,8 @@ def test_encrypted_key_does_not_prompt(tmp_path):
         (["--timeout", "soon"], 2, "expected a number from 0 to 1,000,000, got 'soon'"),
         (["--slots", "65"], 2, "from 1 to 64"),
         (["--cors", "https://chat.example/"], 2, "expected * or an origin"),
+        (["--allow-host", "chat.example:80"], 2, "expected * or a host name"),
+        (["--max-connections", "0"], 2, "expected an integer from 1"),
         (["--served-model-name", ""], 2, "expected a name"),
         (["--ssl-keyfile", "key.pem"], 2, "--ssl-keyfile needs --ssl-certfile"),
         (["--ssl-certfile", "no.pem"], 1, "the certificate no.pem cannot be read: No such file"),

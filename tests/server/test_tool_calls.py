@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from servers import Running, events
 
 from tridecode.results import OutputChunk
 from tridecode.sampling import SamplingParams
@@ -14,6 +15,7 @@ from tridecode.server.choice import Choice
 from tridecode.server.constraints import ResponseFormat, answer_constraint, thinking_off
 from tridecode.server.errors import ApiError
 from tridecode.server.tools.formats import FORMATS, TAGGED
+from tridecode.server.tools.json_text import complete_object
 from tridecode.server.tools.parser import (
     ARGUMENTS,
     NAME,
@@ -305,23 +307,46 @@ def test_special_token_is_enforced_as_token(bundled):
     assert tools.special_tokens(tokenizer) == {1: "[TOOL_CALLS]"}
 
 
-@pytest.mark.parametrize("starts_inside", [False, True])
-def test_thinking_precedes_constrained_answer(bundled, starts_inside):
+def matches(engine, form: dict, text: str) -> bool:
+    """Return whether a constraint allows an answer that is `text`, and that ends there."""
+    grammar = Grammars(engine.tokenizer, engine.config.vocab_size, engine.config.stop_ids).of(SamplingParams(**form))
+    matcher = grammar.matcher(())
+    for token in engine.tokenizer.encode_within(text):
+        if not matcher.allowed()[token // 32] >> token % 32 & 1:
+            return False
+        matcher.accept(token)
+    end = engine.config.stop_ids[0]
+    return bool(matcher.allowed()[end // 32] >> end % 32 & 1)
+
+
+LARK = '%llguidance {}\nstart: A "b" // }\nA: /[a{]+/\n'
+
+
+@pytest.mark.parametrize("thinks", ["in the prompt", "with a tag", "not"])
+@pytest.mark.parametrize("tools", [None, [PING]], ids=["", "with_tools"])
+@pytest.mark.parametrize(
+    "field, value, answer, others",
+    [
+        ("json_schema", {"enum": [5]}, "5", ["4", " 5"]),
+        ("choice", ["yes", " no", "<th"], " no", ["no", "yes no"]),
+        ("choice", ["yes", " no", "<th"], "<th", ["yes<th"]),
+        ("regex", "[a-z]+", "abc", ["ABC", ""]),
+        ("regex", "^[a-z]+$", "abc", ["ABC", ""]),
+        ("regex", ".*", "<thin and so on", ["two\nlines"]),
+        ("grammar", LARK, "a{b", ["ab{", ""]),
+    ],
+)
+def test_response_format_binds_the_text_after_the_thinking(bundled, thinks, tools, field, value, answer, others):
     tokenizer = TokenizerWithTemplate(bundled.tokenizer, "</think>", (), supports_thinking=True)
-    five = ResponseFormat("json_schema", {"enum": [5]}, "response_format")
-    form = answer_constraint(five, openai_tools(None, None, None), tokenizer, OPEN if starts_inside else "")
-    grammar = Grammars(bundled.tokenizer, bundled.config.vocab_size, bundled.config.stop_ids).of(SamplingParams(**form))
-
-    def allowed(text: str) -> bool:
-        matcher = grammar.matcher(())
-        tokens = bundled.tokenizer.encode_within(text)
-        return all(matcher.allowed()[token // 32] >> token % 32 & 1 and (matcher.accept(token), True)[1]
-                   for token in tokens)  # fmt: skip
-
-    assert allowed("hm, 5?</think>\n\n5" if starts_inside else "<think>\nhm, 5?\n</think>\n\n5")
-    assert allowed("hm, 5") is starts_inside and allowed("5")
-    regex = ResponseFormat("regex", "a", "structured_outputs.regex")
-    assert answer_constraint(regex, openai_tools(None, None, None), tokenizer, CLOSE) == {"regex": "a"}
+    thinking = "" if thinks == "not" else ("<think>\n" if thinks == "with a tag" else "") + "hm, 5?\n</think>\n\n"
+    tag = OPEN if thinks == "in the prompt" else ""
+    structure = ResponseFormat(field, value, "p")
+    form = answer_constraint(structure, openai_tools(tools, None, None), tokenizer, tag)
+    assert matches(bundled, form, thinking + answer)
+    assert not any(matches(bundled, form, thinking + other) for other in others)
+    assert not thinking or not matches(bundled, form, thinking.partition("</think>")[0]), "it may end in the thinking"
+    closed = answer_constraint(structure, openai_tools(None, None, None), tokenizer, CLOSE)
+    assert closed == {field: value}
 
 
 def test_low_effort_disables_thinking_if_template_supports_it(bundled):
@@ -397,6 +422,56 @@ def test_invalid_tools_are_refused(tools, choice, message):
     with pytest.raises(ApiError, match="tool") as refused:
         openai_tools(tools, choice, None)
     assert message in refused.value.message and refused.value.status == 400
+
+
+def test_cut_arguments_are_completed_as_clients_of_streams_do():
+    jiter = pytest.importorskip("jiter")
+    text = json.dumps({"a": 'x"}y', "b": [1, 2.5, {"c": True, "d": None}, []], "e": "é\\", "f": {"g": -12}})
+    for end in range(1, len(text) + 1):
+        assert complete_object(text[:end]) == jiter.from_json(text[:end].encode(), partial_mode=True), text[:end]
+    assert complete_object("") == {} and complete_object("nonsense") == {}
+
+
+def test_cut_call_is_the_same_block_streamed_or_not(bundled):
+    """max_tokens ends these answers at all positions of a forced call."""
+    schema = {"properties": {"city": {"type": "string"}, "days": {"type": "array", "items": {"type": "string"}}}}
+    schema |= {"type": "object", "required": ["city", "days"]}
+    question = [{"role": "user", "content": "Weather in Paris for the next days?"}]
+    function = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    chat = {"model": "bundled", "temperature": 0, "messages": question, "tools": [function], "tool_choice": "required"}
+    responses = chat | {"input": question, "tools": [{"type": "function"} | function["function"]]}
+    del responses["messages"]
+    tools, forced = [{"name": "f", "input_schema": schema}], {"type": "tool", "name": "f"}
+    messages = {"model": "bundled", "messages": question, "tools": tools, "tool_choice": forced}
+    kinds = set()
+    with Running(bundled) as running:
+        anthropic = pytest.importorskip("anthropic").Anthropic(base_url=running.url, api_key="none", max_retries=0)
+        for tokens in range(20, 60, 4):
+            limit = {"max_tokens": tokens}
+            whole = running.post("/v1/messages", messages | limit | {"temperature": 0}).json()
+            with anthropic.messages.stream(**messages, **limit, extra_body={"temperature": 0}) as stream:
+                streamed = stream.get_final_message()
+            (one,), (other,) = whole["content"], streamed.content
+            assert (one["type"], whole["stop_reason"]) == (other.type, streamed.stop_reason)
+            assert one.get("input") == getattr(other, "input", None) and one.get("text") == getattr(other, "text", None)
+            kinds.add((one["type"], whole["stop_reason"]))
+
+            message = running.post("/v1/chat/completions", chat | limit).json()["choices"][0]["message"]
+            with running.stream(chat | limit, "/v1/chat/completions") as got:
+                deltas = [each["choices"][0]["delta"] for each in events(got.iter_lines()) if isinstance(each, dict)]
+            arguments = [
+                "".join(call["function"]["arguments"] for each in answer for call in each.get("tool_calls") or [])
+                for answer in ([message], deltas)
+            ]
+            assert arguments[0] == arguments[1]
+            assert (message["content"] or "") == "".join(delta.get("content") or "" for delta in deltas)
+
+            limit = {"max_output_tokens": tokens}
+            whole = running.client().responses.create(**responses, **limit)
+            last = list(running.client().responses.create(**responses, **limit, stream=True))[-1].response
+            outputs = [[(item.type, item.status) for item in response.output] for response in (whole, last)]
+            assert outputs[0] == outputs[1]
+    assert kinds == {("text", "max_tokens"), ("tool_use", "max_tokens")}
 
 
 def test_detect_format(bundled):

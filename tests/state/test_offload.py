@@ -288,6 +288,36 @@ def test_any_schedule_returns_the_tokens_of_single_requests(seed, ring, run_alon
             assert request.result().token_ids == run_alone(text, params)
 
 
+@pytest.mark.parametrize("ring", [0, 4], ids=["swap", "ring"])
+@pytest.mark.parametrize("seed", range(3))
+def test_rounds_that_preempt_return_the_tokens_of_single_requests(seed, ring, run_alone):
+    """Each round submits `n` answers to one or two prompts. The slots need far more pages than there are."""
+    choose, rounds, preempted, resumed = random.Random(seed), 5, 0, 0
+    engine = engine_of(13, ring=ring, host=9, slots=4, context=10, chunk_tokens=PAGE + PAGE // 2)
+    if not CUDA:
+        engine.scheduler.lookahead = seed % 2
+    for number in range(rounds):
+        before, kept = engine.scheduler.preemptions, []
+        for prompt in range(choose.randint(1, 2)):
+            length, most = choose.randint(PAGE, 3 * PAGE), choose.randint(5 * PAGE, 6 * PAGE)
+            text = LONG[: choose.choice([0, PAGE])] + prompts_of(*[length] * (number % 3 + prompt + 1))[-1]
+            for answer in range(choose.randint(2, 4)):
+                params = SamplingParams(temperature=1.0, seed=100 * number + answer, max_tokens=most, ignore_eos=True)
+                kept.append((engine.submit(text, params), text, params))
+            for _ in range(choose.randint(0, 15)):
+                engine.step()
+                engine.scheduler.assert_consistent()
+        if choose.random() < 0.3:
+            choose.choice(kept)[0].cancel()
+        drive(engine, [request for request, _, _ in kept])
+        preempted += engine.scheduler.preemptions > before
+        resumed += engine.scheduler.preemptions - before
+        for request, text, params in kept:
+            if request.finish_reason != "cancelled":
+                assert request.result().token_ids == run_alone(text, params)
+    assert preempted > rounds // 2 and resumed > rounds, "most rounds must preempt requests"
+
+
 @covering(1, cut=[9 * PAGE + 2, 8 * PAGE + 7, 3 * PAGE + 7], pages=[4, 6, 8])
 def test_edited_prompt_reuses_its_unchanged_prefix(pages, cut, run_alone):
     """The reused pages fill the device. A copy of the page in which the prompts diverge displaces one of them."""

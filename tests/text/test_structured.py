@@ -6,9 +6,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 
 import captures
+import numpy as np
 import pytest
 from checkpoints import sentencepiece
 from hypothesis import given, settings
@@ -17,13 +19,15 @@ from models import CUDA
 from servers import GREEDY, Running, until
 
 from tridecode import Engine, SamplingParams
-from tridecode.errors import GenerationError, ParameterError
+from tridecode.errors import EngineClosed, GenerationError, ParameterError
 from tridecode.server.loop import PREPARING
 from tridecode.step.decode import KINDS as STEPS
 from tridecode.step.dispatch import Dispatcher
 from tridecode.step.graphs import DecodePasses
 from tridecode.step.prompt_graphs import PromptPasses
+from tridecode.text import grammar
 from tridecode.text.grammar import Grammar, Grammars, Matcher, exact_schema
+from tridecode.text.sandbox import Sandbox
 from tridecode.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Tell me of a person."}]
@@ -264,13 +268,22 @@ def test_unsupported_format_is_refused(bundled, fields, code):
     assert "\n" not in str(refused.value) and time.monotonic() - started < 15
 
 
-@pytest.mark.parametrize(
-    "schema, words",
-    [({"type": "nonsense"}, "^json_schema: Invalid type: nonsense$"), ({"oneOf": [{}, {"const": 1}]}, "use anyOf$")],
-)
-def test_error_of_llguidance_is_shown(bundled, schema, words):
+ERRORS = {
+    "schema": (dict(json_schema={"type": "nonsense"}), "^json_schema: Invalid type: nonsense$"),
+    "alternatives": (dict(json_schema={"oneOf": [{}, {"const": 1}]}), "use anyOf$"),
+    "panic": (
+        dict(grammar="start: p::0x1\np::_: p::incr(_) p::incr(_) | p::decr(_)"),
+        "^grammar: panic: assertion failed: .{1,60}$",
+    ),
+    "limit of a mask": (dict(regex="((a{100}){100}){100}"), "^regex: lexer error: too many expressions constructed$"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error_of_llguidance_is_shown(bundled, case):
+    fields, words = ERRORS[case]
     with pytest.raises(ParameterError, match=words):
-        bundled.submit(CHAT, SamplingParams(json_schema=schema))
+        bundled.submit(CHAT, SamplingParams(**fields))
 
 
 def test_unrepresentable_bounds_are_tightened():
@@ -359,6 +372,103 @@ def test_slow_grammar_is_compiled_once_and_does_not_delay_others(grammars, slow)
         slow.set()
         assert len({id(each.result()) for each in same}) == 1
     assert slow.sources == ["slow once", "quick"]
+
+
+ENDLESS = "start: p::0x0\np::_: p::incr(_)\n"
+COSTLY = {
+    # name: (response format, limit that it exceeds)
+    "time": (dict(grammar=ENDLESS), dict(SECONDS=1.0)),
+    "memory": (dict(json_schema={"type": "integer", "multipleOf": 9999991}), dict(MEMORY=16 << 20)),
+    "memory in Lark": (dict(grammar='start: %json {"type": "integer", "multipleOf": 9999991}'), dict(MEMORY=16 << 20)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COSTLY)
+def test_costly_grammar_is_refused_and_remembered(bundled, monkeypatch, case):
+    fields, limits = COSTLY[case]
+    for name, value in limits.items():
+        monkeypatch.setattr(grammar, name, value)
+    grammars = Grammars(bundled.tokenizer, bundled.config.vocab_size, bundled.config.stop_ids)
+    grammars.start()
+    grammars.wait()
+    (pid,) = grammars._sandbox.pids
+    with pytest.raises(ParameterError, match="simplify it") as refused:
+        grammars.of(SamplingParams(**fields))
+    assert (refused.value.argument, refused.value.code) == (next(iter(fields)), "range")
+    assert not Path(f"/proc/{pid}").exists(), "the child process still runs"
+    with monkeypatch.context() as patch:
+        patch.setattr(Sandbox, "call", None)  # The second refusal needs no child process.
+        with pytest.raises(ParameterError, match="simplify it"):
+            grammars.of(SamplingParams(**fields))
+    assert grammars.of(SamplingParams(regex="a"))
+    (refusal,) = [one.exception() for one in grammars._grammars.values() if one.exception()]
+    refusal.until = 0.0
+    monkeypatch.setattr(Sandbox, "call", lambda *args: ("compiled again", 0))
+    with pytest.raises(ParameterError, match="compiled again"):
+        grammars.of(SamplingParams(**fields))
+    grammars.close()
+
+
+def test_server_refuses_costly_grammar(bundled, monkeypatch):
+    monkeypatch.setattr(grammar, "CPU_SECONDS", 1)
+    with Running(bundled) as server:
+        answer = server.post("/v1/chat/completions", GREEDY | {"structured_outputs": {"grammar": ENDLESS}})
+    assert answer.status_code == 400 and "simplify it" in answer.json()["error"]["message"]
+
+
+def test_failed_start_of_child_is_not_remembered(grammars, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/no/python")
+        with pytest.raises(ParameterError, match="no process can be started"):
+            grammars.of(SamplingParams(regex="a"))
+    assert grammars.of(SamplingParams(regex="a"))
+
+
+def test_close_ends_compilations(grammars):
+    with ThreadPoolExecutor(grammar.MAX_CHILDREN + 1) as pool:
+        sources = [ENDLESS + "\n" * i for i in range(grammar.MAX_CHILDREN + 1)]  # The last waits for a child process.
+        calls = [pool.submit(grammars.of, SamplingParams(grammar=source)) for source in sources]
+        until(lambda: len(grammars._sandbox.pids) == grammar.MAX_CHILDREN)
+        pids = grammars._sandbox.pids
+        grammars.close()
+        for call in calls:
+            with pytest.raises(EngineClosed):
+                call.result(5)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    with pytest.raises(EngineClosed):
+        grammars.of(SamplingParams(regex="a"))
+
+
+def test_large_grammars_leave_the_cache(grammars, monkeypatch):
+    large = [SamplingParams(json_schema={"type": "integer", "multipleOf": 9973 + i}) for i in range(3)]
+    (size,) = {grammars.of(one).size >> 20 for one in large[:1]}
+    monkeypatch.setattr(grammar, "CACHE_BYTES", (2 * size + 1) << 20)
+    for one in large:
+        grammars.of(one)
+    assert size and [key for key in grammars._grammars] == [one.structure for one in large[1:]]
+
+
+def test_special_tokens_and_ids_in_grammars(bundled):
+    """The trial compilation knows the special tokens, but not the other tokens."""
+    end = bundled.config.stop_ids[0]
+    name = bundled.tokenizer.token_bytes(end).decode()
+    for source in (f"start: /a+/ {name}", f"start: <[{bundled.tokenizer.encode('a')[0]}]>"):
+        assert bundled.generate("x", SamplingParams(grammar=source, max_tokens=20)).text.startswith("a")
+    with pytest.raises(ParameterError, match="grammar:"):
+        bundled.submit("x", SamplingParams(grammar="start: <|no_such_token|>"))
+
+
+def test_text_that_a_lossy_tokenizer_changes_is_forced():
+    """A grammar that forces such a text does not use the tokenizer's ids."""
+    tokenizer = Tokenizer(sentencepiece(), {})
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, (2,))
+    matcher = grammars.of(SamplingParams(choice=("  hello  world",))).matcher(())
+    text = b""
+    while not text.endswith(b"world"):
+        allowed = np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little").nonzero()[0]
+        text += tokenizer.token_bytes(int(allowed[0]))
+        matcher.accept(int(allowed[0]))
+    assert text == b"  hello  world"
 
 
 def test_start_builds_vocabulary(grammars, monkeypatch):

@@ -335,3 +335,29 @@ def test_unusable_files_are_named(case, tmp_path):
     with pytest.raises(CheckpointError, match=words) as caught:
         Tokenizer.load(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+SAME_IDS = {
+    # name: (change of tokenizer.json, its tokens of the same id)
+    "vocabulary": (lambda state: state["model"]["vocab"].update(P=51), "'P' and 'Q'"),
+    "more entries than ids": (lambda state: state["model"]["vocab"].update(more=50), "'P' and 'more'"),
+    "added token and vocabulary": (lambda state: state["added_tokens"][0].update(id=50), r"'<\|endoftext\|>' and 'P'"),
+    "added tokens": (
+        lambda state: state["added_tokens"].append(state["added_tokens"][0] | {"content": "<more>"}),
+        r"'<more>' and '<\|endoftext\|>'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAME_IDS)
+def test_two_tokens_of_one_id_are_refused(case, tmp_path):
+    """The library uses one of the two, and another one in each process."""
+    change, tokens = SAME_IDS[case]
+    write_tokenizer(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert (state["model"]["vocab"]["P"], state["model"]["vocab"]["Q"]) == (50, 51)
+    change(state)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=f"tokenizer.json: the tokens {tokens} have the same id") as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -125,6 +125,12 @@ def test_each_linear_is_chosen_for_its_own_format():
     assert {choose(part, 1, H200, MEASURED).source for part in mixed} == {"table", "rule"}
 
 
+@pytest.mark.parametrize("weight_type", ["int4", "fp8"])
+def test_one_row_of_a_large_model_passes_through_the_ring(weight_type):
+    chosen = kernels("qwen3-14b", weight_type, 1)
+    assert {role for role, name in chosen.items() if name != "ring"} == {"lm_head"}
+
+
 @EVERY_MODEL
 def test_programs_that_share_columns_fill_the_gpu(model):
     for part in cases_of(model).values():

@@ -22,10 +22,7 @@ def read_config(path: Path) -> "tuple[ModelSpec, dict]":
     if path.is_file():
         gguf = read_gguf(path)
         values = gguf_config.config_values(gguf)
-        from .gguf.schemes import with_block_types
-
-        spec = parse_config(values, gguf_config.generation_values(gguf), path, path)
-        return with_block_types(path, spec), values
+        return parse_config(values, gguf_config.generation_values(gguf), path, path), values
     source, generation = path / "config.json", path / "generation_config.json"
     if not present(source):
         fix = advice(path, "give the directory of a Hugging Face checkpoint")
@@ -43,7 +40,7 @@ def parse_config(
         config_json: the object in config.json.
         generation_json: the object in generation_config.json, or None.
         source: the name of config.json, for messages.
-        generation_source: the name of generation_config.json. By default it is next to config.json.
+        generation_source: the name of generation_config.json, or None if it is next to config.json.
 
     Raises:
         CheckpointError: one line with the key and the expected value.

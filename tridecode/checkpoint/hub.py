@@ -3,10 +3,9 @@
 import re
 from collections.abc import Iterable
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
-from ..arguments import shown
+from ..arguments import nearest, shown
 from ..errors import CheckpointError, ParameterError, brief
 from ..models.files import open_regular, read_file
 from ..models.gguf import is_gguf, part_names
@@ -160,14 +159,13 @@ def suggestion(name: str, known: Iterable[str] | None = None) -> str:
 
     A model with the same part behind the slash is preferred. `known` has the ids, by default those of the cache.
     """
-    ids = {each.lower(): each for each in (cached_models() if known is None else known) if each != name}
-    word = re.sub(r":[\w.-]*$", "", name.lower())
-    short = {each.split("/")[-1]: each for each in ids}
-    near = get_close_matches(word, ids, 1, 0.75) if "/" in word else []
-    last = get_close_matches(word.split("/")[-1], short, 1, 0.75)
-    if last and (last[0] == word.split("/")[-1] or not near):
-        near = [short[last[0]]]
-    return f"; did you mean {ids[near[0]]}?" if near else ""
+    ids = [each for each in (cached_models() if known is None else known) if each != name]
+    word = re.sub(r":[\w.-]*$", "", name)
+    short, last = {each.split("/")[-1]: each for each in ids}, word.split("/")[-1]
+    similar = nearest(last, short)
+    near = nearest(word, ids) if "/" in word and (similar or "").lower() != last.lower() else None
+    near = near or (short[similar] if similar else None)
+    return f"; did you mean {near}?" if near else ""
 
 
 def shard_map(index: Path) -> dict[str, str]:

@@ -27,6 +27,7 @@ from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
 from .contents import adapter, advice
+from .gguf.schemes import with_block_types
 from .gguf.tensors import check_type, gguf_tensors
 from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
@@ -62,6 +63,8 @@ def load_config(path: Path) -> ModelSpec:
         embed = tensors.get(spec.embed.tensor)
         if not has_dtype and embed is not None and embed.dtype in DTYPES:
             spec = replace(spec, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
+    if path.is_file():
+        spec = with_block_types(path, spec)
     for name, tensor_slice in tensor_slices(spec).items():
         scheme, columns = tensor_slice.scheme, tensor_slice.shape[-1]
         if scheme and scheme.rows <= 1 and scheme.group and columns % scheme.group:
@@ -254,9 +257,8 @@ def _assemble(
     spec: ModelSpec, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
 ) -> Weights:
     """Build the model's weights from the loaded tensors."""
-    if (
-        spec.tie_word_embeddings and HEAD in plan and plan[HEAD].load_scheme
-    ):  # The LM head is a quantized copy of the embedding.
+    # The LM head is a quantized copy of the embedding.
+    if spec.tie_word_embeddings and HEAD in plan and plan[HEAD].load_scheme:
         quantize_into(places[HEAD], plan[HEAD], 0, places["embed"]["weight"])
 
     if host:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import platformdirs
 
-from ..arguments import Choice, Flag, Option, Pair
-from ..errors import ParameterError, TridecodeError, as_json
+from ..arguments import Choice, Flag, Option, Pair, nearest
+from ..errors import ParameterError, TridecodeError, as_json, brief
 from .inputs import read_bytes
 from .options import SAMPLING
-from .terminal import did_you_mean, nearest
+from .terminal import did_you_mean
 
 PREFIX = "TRIDECODE_"
 OTHER_VARIABLES = ("TRIDECODE_API_KEY",)  # Environment variables that are not options.
@@ -129,13 +129,15 @@ class Configuration:
             if self.path.exists():  # If the path is a pipe, this is a mistake, and reading it could block forever.
                 text = read_bytes(str(self.path), LARGEST, "a regular file with settings", pipes=False)
             # Editors of Windows write a byte order mark before the text.
-            return tomllib.loads(text.decode("utf-8-sig"))
+            settings = tomllib.loads(text.decode("utf-8-sig"))
+            str(settings)  # A hexadecimal integer can be too large to be printed.
+            return settings
         except TridecodeError as error:
             raise ParameterError(str(error)) from None
         except UnicodeDecodeError:
             raise ParameterError(f"{self.path}: not UTF-8; save it as UTF-8") from None
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise ParameterError(f"{self.path}: not TOML ({error}); correct it") from None
+        except (ValueError, RecursionError) as error:  # An integer is too large.
+            raise ParameterError(f"{self.path}: not TOML ({brief(error)}); correct it") from None
 
     def options(self, table: str | None) -> dict[str, Option]:
         """Return the options of a table, or for None those of all commands, by name."""
@@ -231,6 +233,8 @@ def line(option: Option, setting: Setting | None) -> str:
 
 def show(args, output) -> int:
     """Run `tridecode config`. An invalid setting ends the program with exit code 2, as in the other commands."""
+    if args.changes not in ([], ["show"], ["list"]):
+        args.wrong(f"config only shows the settings; edit {args.configuration.path} to change them")
     try:
         output.text("".join(f"{each}\n" for each in lines(args.configuration)))
     except ParameterError as error:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from . import doctor
 from .explain import LOADING, with_options
 from .options import engine_options
 from .terminal import Output, counted, visible
+from .wrapping import WHOLE
 
 
 def info(args, output: Output) -> int:
@@ -70,7 +72,7 @@ def info(args, output: Output) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        text = as_text(report, plan) + "\n"
+        text = as_text(report, plan, output.console.width if output.tty else None) + "\n"
         if args.kernels:
             text += f"\n{render(rows)}"
         if report["gguf"]:
@@ -258,8 +260,8 @@ def triton_version() -> str | None:
         return None
 
 
-def as_text(report: dict, plan: EnginePlan) -> str:
-    """Return the report as text with aligned lines."""
+def as_text(report: dict, plan: EnginePlan, width: int | None = None) -> str:
+    """Return the report as text with aligned lines, which are wrapped between words if `width` is not None."""
     model, memory, run, configs = report["model"], report["memory"], report["run"], report["launch_configs"]
     context = memory["problem"] or f"{counted(memory['context'], 'token')}"
     heads = f"{counted(model['heads'], 'head')}, {model['kv_heads']} for K/V, of {model['head_dim']}"
@@ -293,8 +295,11 @@ def as_text(report: dict, plan: EnginePlan) -> str:
     rows.append(("versions", ", ".join(f"{name} {value or 'none'}" for name, value in report["versions"].items())))
     rows += [("note", with_options(note, LOADING)) for note in report["notes"]]
     rows += [("warning", f"{warning['problem']}; {warning['fix']}") for warning in report["warnings"]]
-    width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
+    column = max(len(name) for name, _ in rows) + 2
+    lines = [f"{name:<{column}}{value}" for name, value in rows]
+    if width is not None:
+        lines = [fill(line, max(width, 2 * column), subsequent_indent=" " * column, **WHOLE) for line in lines]
+    return "\n".join(lines)
 
 
 def describe_file(facts: dict) -> str:

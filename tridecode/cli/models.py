@@ -58,10 +58,24 @@ def show(args, output: Output) -> None:
     else:
         longest = min(max(len(each.name) for each in models), LONGEST)
         width = output.console.width if output.tty else None
-        lines = [fitted(f"{each.name:<{longest}}  {decimal(each.bytes):>9}  {each.kind}", width) for each in models]
+        lines = [line for each in models for line in rows(each, longest, width)]
     output.text("".join(f"{line}\n" for line in lines))
     if not (args.names or args.json):
         output.note(f"--model NAME selects one; the cache is {cache_directory()}")
+
+
+def rows(model: Cached, longest: int, width: int | None) -> list[str]:
+    """Return the line of a model, or two lines if the window is too narrow for one.
+
+    Args:
+        longest: Columns for names.
+        width: Columns of the window; None if there is no window.
+    """
+    size = decimal(model.bytes)
+    line = f"{model.name:<{longest}}  {size:>9}  {model.kind}"
+    if width is None or len(line) <= width:
+        return [line]
+    return [fitted(model.name, width), fitted(f"  {size}  {model.kind}", width)]
 
 
 def bundled() -> Cached:

@@ -18,6 +18,7 @@ from ..sampling import SamplingParams
 ANY = Text()
 NAME = Text("a name", r".*\S.*")
 ORIGIN = Text("* or an origin like https://chat.example, without a path", r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+")
+HOST = Text("* or a host name like chat.example, without a port", r"\*|[^\s/:?#@*]+")
 # When the model is known, the ids are checked against its vocabulary.
 IDS = Several(Integer(-(10**40), 10**40), "token ids separated by commas, like 1,2,3", min_items=0)
 SECONDS = Number(0, 1e6)
@@ -132,6 +133,11 @@ OTHERS = (
     _option("any_model", False, Flag(), "accept requests that name any model or no model", "serve", group="server"),
     _option("timeout", 600.0, SECONDS, "time limit of a request in seconds; 0 removes the limit", "serve",
             group="server", metavar="S"),
+    _option("max_connections", 1000, Integer(1, 1_000_000), "maximum number of open connections; at the limit, those "
+            "that wait longest for a request are closed", "serve", group="server", metavar="N",
+            brief="maximum number of open connections"),
+    _option("timeout_keep_alive", 75, Integer(0, 1_000_000), "seconds for which a connection without a request stays "
+            "open", "serve", group="server", metavar="S", brief="seconds for which an idle connection stays open"),
     _option("grace", 10.0, SECONDS, "seconds that running requests may take to end when the server stops", "serve",
             group="server", metavar="S"),
     _option("ssl_certfile", None, ANY, "certificate in PEM format; the server then uses https", "serve", group="server",
@@ -142,6 +148,9 @@ OTHERS = (
     _option("cors", None, ORIGIN, "origin of web pages that may send requests, such as https://chat.example, or *; "
         "repeatable", "serve", group="server", metavar="ORIGIN", repeated=True, default_text="none",
           brief="origin of web pages that may send requests"),
+    _option("allow_host", None, HOST, "host name that requests may use, in addition to those of this machine, or *; "
+            "repeatable; a server with a key accepts all", "serve", group="server", metavar="NAME", repeated=True,
+            default_text="none", brief="host name that requests may use"),
     _option("log_prompts", False, Flag(), "also log prompts; answers are never logged", "serve", group="server"),
     _once("graph_stats", False, Flag(), "at the end, print a table of the passes by rows and mode to stderr",
           "chat", "generate", group="output"),
@@ -160,7 +169,8 @@ SYNONYMS = {
     "repetition_penalty": ("--repeat-penalty",),
     "max_seq_len": ("-c", "--ctx-size", "--num-ctx"),
 }
-NO_LIMIT = "-1"  # In place of a number of tokens, as in ollama and llama.cpp.
+# Numbers that ollama and llama.cpp accept in place of a limit. They mean that the option is not set.
+NO_LIMIT = {"max_tokens": "-1", "max_seq_len": "0"}
 
 
 def options_for(command: str) -> dict[str, Option]:
@@ -200,8 +210,8 @@ def add_option(parser, option: Option, **more) -> None:
             settings["choices"] = constraint.choices
         elif not option.from_file:
             settings["type"] = reader(constraint.item if option.repeated else constraint)
-            if option.name == "max_tokens":
-                settings["type"] = limited(settings["type"])
+            if option.name in NO_LIMIT:
+                settings["type"] = limited(settings["type"], NO_LIMIT[option.name])
         if option.repeated:
             settings["action"] = "append"
     action = parser.add_argument(option.flag, **settings | more)
@@ -223,9 +233,9 @@ def reader(constraint: Constraint) -> Callable[[str], Any]:
     return read
 
 
-def limited(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a function like `read`, to which NO_LIMIT means that the option is not set."""
-    return lambda text: None if text.strip() == NO_LIMIT else read(text)
+def limited(read: Callable[[str], Any], no_limit: str) -> Callable[[str], Any]:
+    """Return a function like `read`, to which `no_limit` means that the option is not set."""
+    return lambda text: None if text.strip() == no_limit else read(text)
 
 
 def sampling_overrides(args) -> dict:

@@ -19,7 +19,7 @@ SWITCH_INTERVAL = 1e-4  # Interval in seconds at which Python switches threads.
 def serve(args, output: Output) -> int:
     """Run `tridecode serve` until it is stopped. Return the exit code."""
     try:
-        from ..server.run import bind
+        from ..server.run import allow_files, bind
         from ..server.run import serve as run
         from ..server.settings import Settings
         from ..server.tls import Tls
@@ -43,7 +43,11 @@ def serve(args, output: Output) -> int:
         api_key=api_key(args.api_key_file, output),
         cors=tuple(args.cors or ()),
         log_prompts=args.log_prompts,
+        allow_hosts=(*(args.allow_host or ()), args.host),
+        max_connections=args.max_connections,
+        timeout_keep_alive=args.timeout_keep_alive,
     )
+    allow_files(settings.max_connections)
     bound = bind(args.host, args.port, settings.timeout)
     engine = load_model(args, args.model, args.max_seq_len, output)
     log_requests()

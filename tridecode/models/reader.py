@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ..arguments import shown
-from ..errors import CheckpointError, as_json
+from ..errors import CheckpointError, as_json, brief
 from .files import read_file, unique
 
 _JSON_LIMIT = 64 * 2**20  # Maximum bytes of a config or an index. No real file is larger.
@@ -20,7 +20,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_file(path, _JSON_LIMIT), object_pairs_hook=unique(duplicate))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error}); download the file again") from None
+        raise CheckpointError(f"{path}: not valid JSON ({brief(error)}); download the file again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}; download the file again")
     return value

@@ -1,5 +1,6 @@
 """Driver: the one lock around a scheduler. Each thread that waits for a request runs steps for all requests."""
 
+import os
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from .scheduler import Scheduler
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
+FORKED = "this engine belongs to the parent process; start processes by spawn, not by fork, and load an engine in each"
 YIELD_SECONDS = 2e-5  # Seconds of pause after a step, in which other threads can take the lock. The lock is not fair.
 
 
@@ -39,12 +41,18 @@ class Driver:
         self._dropped: deque[Request] = deque()
         # This lock prevents two submissions from taking the last place in the queue.
         self._submit_lock = threading.Lock()
+        self._owner = os.getpid()
+        self._inherited: Scheduler | None = None
 
     def opened(self) -> Scheduler:
         """Return the scheduler. Raises EngineClosed."""
         if (scheduler := self.scheduler) is None:
-            raise EngineClosed
+            raise self.closed_error()
         return scheduler
+
+    def closed_error(self) -> EngineClosed:
+        """Return the error of each call after `close`, or in a process that inherited the engine by a fork."""
+        return EngineClosed(FORKED) if self._owner != os.getpid() else EngineClosed()
 
     def exclusively(self, action: Callable[[Scheduler, *Ts], R], *args: *Ts) -> R:
         """Return action(scheduler, *args), which runs between the steps of all threads. Raises EngineClosed."""
@@ -173,6 +181,15 @@ class Driver:
             for request in running.values():  # This loop has work only after an error or an interrupt.
                 self.drop(request)
         return [results[i] for i in range(len(make))]
+
+    def disown(self) -> None:
+        """Make all calls raise EngineClosed. This is for a process that inherited the driver by a fork.
+
+        In that process, no thread would release the locks or finish the pass of the parent process, and the GPU does
+        not work. The scheduler is kept, because its memory on the GPU belongs to the parent process.
+        """
+        self._lock, self._submit_lock = threading.Lock(), threading.Lock()
+        self._inherited, self.scheduler = self.scheduler, None
 
     def close(self) -> None:
         """Cancel all requests; later ones raise EngineClosed."""

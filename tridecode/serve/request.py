@@ -4,7 +4,7 @@ import time
 import warnings
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -17,7 +17,7 @@ from ..layout import MAX_STOP_IDS
 from ..results import OutputChunk, Result, Timings, TokenLogprobs, Usage
 from ..sampling import SamplingParams
 from ..text.grammar import Grammar
-from ..text.stop_strings import StopStrings
+from ..text.stop_strings import Reader, StopStrings
 from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ class Request:
     grammar: Grammar | None = None  # The grammar that the output must follow.
     # Whether the request is a score. Each pass then predicts the next prompt token, and each chunk contains that token.
     scores: bool = False
+    reader: Callable[[], Reader] | None = (
+        None  # Returns a reader that searches for stop strings instead of the request.
+    )
     logits: torch.Tensor | None = None  # fp32 [prompt tokens, vocab], filled by the passes of a scoring request.
     chunks: list[OutputChunk] = field(default_factory=list)  # The output so far. It grows while other threads step.
     failure: Exception | None = None  # Error of the pass that read the prompt, such as out of memory.
@@ -171,7 +174,8 @@ class Request:
         if tokenizer is not None and not self.scores:
             before = self.tokens[: self.prompt_tokens] if self.continues else ()
             self._detokenizer = tokenizer.detokenizer(before)
-        self._stops = StopStrings(self.params.stop)
+        self._reader = self.reader() if self.reader else None
+        self._stops = StopStrings(() if self.reader else self.params.stop)
         # Text omits special tokens, but a stop string may contain some.
         self._special = {} if tokenizer is None else tokenizer.special_tokens_in(self.params.stop)
         for token in [chunk.token_id for chunk in self.chunks if chunk.token_id is not None]:
@@ -186,17 +190,26 @@ class Request:
         stopped = token in self.stop_ids
         hidden = stopped and token not in self._special
         chunk = OutputChunk(token, "" if hidden else self._text(token), logprobs)
-        if stopped or last or self._stops.hit:
+        if stopped or last or self._hit:
             self.end("stop", chunks=[chunk])
         elif len(self.chunks) + 1 == expected:
             self.end("length", chunks=[chunk])
         else:
             self.chunks.append(chunk)
 
+    @property
+    def _hit(self) -> str | None:
+        """The stop string that ended the text."""
+        return (self._reader or self._stops).hit
+
     def _text(self, token: int) -> str:
-        """Return the text that a token completes. The text ends before a stop string."""
+        """Return the text that a token completes. The text ends before a stop string, unless a reader searches it."""
         if self._detokenizer is None:
             return ""
+        if self._reader is not None:
+            text = self._detokenizer.push(token)
+            self._reader.feed(token, text)
+            return text
         if token in self._special:
             return self._stops.push(self._special[token], visible=False)
         return self._stops.push(self._detokenizer.push(token))
@@ -204,7 +217,7 @@ class Request:
     def end(self, reason: str, error: str | None = None, chunks: Sequence[OutputChunk] = ()) -> None:
         """Append `chunks` and a last output chunk with the rest of the text. No interrupt can divide this operation."""
         tail, now = "", time.perf_counter()
-        if self._detokenizer is not None and not self._stops.hit:
+        if self._detokenizer is not None and not self._hit:
             tail = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         tokens, first = len(self.chunks) + len(chunks), self.first or now
         decode = now - first
@@ -216,7 +229,7 @@ class Request:
             usage=Usage(self.prompt_tokens, self.reused or 0, tokens, self.drafted, self.accepted),
             timings=Timings(first - self.started, decode, rate),
             error=error,
-            stop_string=self._stops.hit,
+            stop_string=self._hit,
         )
         self.chunks.extend((*chunks, last))
 

@@ -1,22 +1,23 @@
-"""Middleware that logs requests and checks the API key. `read_body` reads request bodies up to a size limit."""
+"""Middleware that logs requests, and checks their API key or their site."""
 
 import asyncio
 import hmac
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from .errors import ApiError, outcome, stopping
-from .settings import MAX_BODY_BYTES
+from .settings import Settings
+from .sites import Sites
 
 # Paths that need no key: the page and the list of paths contain no secret, and monitors have no key.
-PUBLIC = ("/", "/v1", "/v1/", "/health")
+PUBLIC = ("/", "/v1", "/health")
 GENERATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 ID_HEADERS = ("x-request-id", "request-id")  # Headers that the clients of OpenAI and Anthropic read.
 log = logging.getLogger("tridecode.server")
@@ -45,42 +46,46 @@ class Record:
 
 
 class Access:
-    """ASGI middleware that logs each request, without its prompt, and checks the API key."""
+    """ASGI middleware that logs each request, without its prompt, and checks its API key or its site."""
 
-    def __init__(self, app, api_key: str | None, ended: Callable[[str, float], None]):
+    def __init__(self, app, settings: Settings, ended: Callable[[str, float], None]):
         """Create the middleware.
 
         Args:
             app: the ASGI application that receives accepted requests.
-            api_key: the key that requests must have; None accepts all requests.
+            settings: the settings of the server, with its key.
             ended: called with the outcome and the seconds of every request for a generation.
         """
-        self._app, self._key, self._ended = app, None if api_key is None else api_key.encode(), ended
+        self._app, self._ended = app, ended
+        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._sites = Sites(settings.allow_hosts, settings.cors)
+        self._keep_alive = b"keep-alive", f"timeout={settings.timeout_keep_alive}".encode()
 
     async def __call__(self, scope, receive, send) -> None:
-        """Answer a request: refuse it without the API key, otherwise pass it on; log its outcome."""
+        """Answer a request: refuse it without the key or from another site, otherwise pass it on; log its outcome."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         record = scope["tridecode.record"] = Record()
+        scope["path"] = re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"
         status = 0
+        closes = any(name == b"connection" and b"close" in value.lower() for name, value in scope["headers"])
 
         async def watched(message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [(name.encode(), id.encode()) for name, id in record.headers.items()]
+                if scope["http_version"] == "1.1" and not closes:
+                    headers.append(self._keep_alive)
                 message = message | {"headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
         try:
             app = self._app
-            if self._key is not None and scope["path"] not in PUBLIC and not self._allowed(scope):
-                error = ApiError(
-                    401,
-                    "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                )
-                app = JSONResponse(error.body(scope["path"]), 401, error.headers)
+            try:
+                self._check(scope)
+            except ApiError as refusal:
+                app = JSONResponse(refusal.body(scope["path"]), refusal.status, refusal.headers)
             await app(scope, receive, watched)
         except asyncio.CancelledError:  # The server stops while it waits for a body or for a client that reads slowly.
             if status:
@@ -99,30 +104,26 @@ class Access:
             path, result = json.dumps(scope["path"][:200])[1:-1], f"{record.outcome or ''}{record.tokens}"
             log.info("%s %s %s %d %.3f s %s", record.id, scope["method"], path, status, seconds, result)
 
-    def _allowed(self, scope) -> bool:
-        headers = dict(scope["headers"])
-        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if b"x-api-key" in headers:  # Anthropic's clients send this header.
-            kind, key = b"bearer", headers[b"x-api-key"]
-        return hmac.compare_digest(key.strip(), self._key) and kind.lower() == b"bearer"
+    def _check(self, scope) -> None:
+        """Check the key of a request; without a key of the server, check its site. Raises ApiError."""
+        if self._key is None:
+            if scope["path"] != "/health":
+                self._sites.check(scope)
+        elif scope["path"] not in PUBLIC and not any([hmac.compare_digest(key, self._key) for key in keys_of(scope)]):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
 
 
-async def read_body(request: Request) -> bytes:
-    """Read the body of a request.
-
-    Raises:
-        ApiError: (413) as soon as the body exceeds the limit.
-    """
-    too_long = ApiError(
-        413, f"the body is longer than {MAX_BODY_BYTES >> 20} MiB; send a shorter one", code="body_too_large"
-    )
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
-        raise too_long
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise too_long
-        parts.append(part)
-    return b"".join(parts)
+def keys_of(scope) -> list[bytes]:
+    """Return the API keys of a request, in all headers that clients use for them. One right key is enough."""
+    keys = []
+    for name, value in scope["headers"]:
+        kind, _, key = value.partition(b" ")
+        if name == b"authorization" and kind.lower() == b"bearer":
+            keys.append(key.strip())
+        elif name in (b"x-api-key", b"api-key"):
+            keys.append(value.strip())
+    return keys

@@ -4,33 +4,52 @@ import json
 import logging
 import re
 import secrets
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import msgspec
 
+from ..arguments import listed
 from ..errors import as_json
+from ..results import Usage
+from ..text.prompt import Reading
 from ..text.thinking import THINKING, THINKING_VARIABLE
 from ..text.tokenizer import Tokenizer
 from .choice import Choice, Delta
 from .constraints import ResponseFormat
 from .errors import ApiError, bad_request
 from .events import named_event
+from .fields import IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES
 from .messages import function_call, merge_turns
-from .protocol import Generation
+from .protocol import Generation, template_variables
 from .serializers import Serializer
 from .settings import MAX_MESSAGES
+from .tools.json_text import complete_object
 from .tools.parser import NAME, TEXT
 from .tools.toolset import Tools, check_tools, parse_function
 
 # Claude Code sends a different line in each request. With this line, prompts could not share a prefix.
 BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
+# Blocks of history about tools that ran on Anthropic's servers; the answer's text contains their findings.
+SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "container_upload", "compaction", "fallback")
+SERVER_RESULTS = tuple(
+    f"{tool}_tool_result"
+    for tool in ("web_search", "web_fetch", "code_execution", "bash_code_execution", "text_editor_code_execution",
+                 "tool_search", "mcp", "advisor")
+)  # fmt: skip
+# Fields of `usage` that are the same in each answer.
+FIXED_USAGE: dict[str, object] = {
+    "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},
+    "cache_creation_input_tokens": 0, "inference_geo": None, "server_tool_use": None, "service_tier": "standard",
+    "output_tokens_details": {"thinking_tokens": 0},
+}  # fmt: skip
+THINKING_TYPES = ("enabled", "adaptive", "disabled")
 log = logging.getLogger("tridecode.server")
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """The parameter `thinking`."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: str
     budget_tokens: int | None = None
     display: str | None = None
 
@@ -46,10 +65,9 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 class MessagesRequest(Generation, kw_only=True):
     """Body of /v1/messages."""
 
-    neutral: ClassVar[dict[str, list]] = {"container": [], "mcp_servers": [[]]}
-    without_effect: ClassVar[frozenset[str]] = frozenset(
-        "cache_control context_management diagnostics inference_geo speed user_profile_id workspace_id betas".split()
-    )
+    neutral: ClassVar[dict[str, list]] = NEUTRAL_IN_MESSAGES
+    without_effect: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
+    allows_no_tokens: ClassVar[bool] = True
     renamed: ClassVar[dict[str, str]] = {"stop": "stop_sequences", "template_variables": "thinking"}
     messages: list[Any]
     system: str | list[Any] = ""
@@ -58,12 +76,16 @@ class MessagesRequest(Generation, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     counts: ClassVar = False  # Whether the request only counts tokens, which needs no max_tokens.
 
     def check(self) -> None:
         """Check the parameters of the Messages API. Raises ApiError."""
         if self.max_tokens is None and not self.counts:
             raise bad_request("max_tokens is required", "max_tokens")
+        if self.thinking is not None and self.thinking.type not in THINKING_TYPES:
+            expected = f"{listed(THINKING_TYPES)}, got {as_json(self.thinking.type)}"
+            raise bad_request(f"thinking.type: expected {expected}", "thinking")
         self.check_single_answer("a message")
         self.alias("stop_sequences", "stop")
         self.check_single_format(self.output_config.format if self.output_config else None, "output_config.format")
@@ -81,10 +103,17 @@ class MessagesRequest(Generation, kw_only=True):
         return ResponseFormat("json_schema", value["schema"], "output_config.format.schema")
 
     def variables(self, tokenizer: Tokenizer) -> dict:
-        """Return the template variable that controls thinking, or {} if the template has no such variable."""
+        """Return the variables of the chat template, with that which controls thinking if the template has it."""
+        own = template_variables(self.chat_template_kwargs, tokenizer)
         if THINKING_VARIABLE not in tokenizer.template_variables:
-            return {}
-        return {THINKING_VARIABLE: self.thinking is not None and self.thinking.type != "disabled"}
+            return own
+        return {THINKING_VARIABLE: self.thinking is not None and self.thinking.type != "disabled"} | own
+
+    @property
+    def reading(self) -> Reading:
+        """How the messages are read: an answer continues a last message of the assistant."""
+        last = self.messages[-1] if self.messages else None
+        return Reading(continued=isinstance(last, dict) and last.get("role") == "assistant")
 
     def parse_tools(self) -> Tools:
         """Parse the tools, without those that Anthropic's servers run. Raises ApiError."""
@@ -93,6 +122,9 @@ class MessagesRequest(Generation, kw_only=True):
             place = f"tools[{i}]"
             if not isinstance(tool, dict):
                 raise bad_request(f"{place}: expected an object, got {as_json(tool)}", "tools")
+            if tool.get("type") == "function":  # This is the form of OpenAI's API.
+                expected = '{"name": ..., "input_schema": {...}}'
+                raise bad_request(f"{place}: expected {expected}, got {as_json(tool)}", "tools")
             if tool.get("type", "custom") not in (None, "custom"):
                 log.info("ignored a tool of type %s", as_json(tool["type"])[:100])
                 continue
@@ -114,8 +146,8 @@ class MessagesRequest(Generation, kw_only=True):
         for i, message in enumerate(self.messages):
             messages += _turns(message, f"messages[{i}]")
         messages = merge_turns(messages)
-        if messages[-1]["role"] == "assistant":
-            problem = "the last message must be the user's: this server cannot continue an answer"
+        if messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
+            problem = "the last message is an answer with tool calls; the results of the tools must follow it"
             raise bad_request(f"messages: {problem}", "messages")
         return messages
 
@@ -144,11 +176,32 @@ def _text(block, place: str) -> str:
         raise _refused(place, f'expected {{"type": "text", "text": "..."}}, got {as_json(block)}')
     if kind == "tool_reference":
         return f"Tool {block.get('tool_name')} is there."
+    if kind == "search_result":
+        texts = [block.get("title"), block.get("source"), _texts(block.get("content") or "", f"{place}.content")]
+        return "\n".join(text for text in texts if isinstance(text, str) and text)
+    if kind == "document":
+        return _document(block, place)
+    if kind in SERVER_BLOCKS or kind in SERVER_RESULTS:
+        return ""
     if kind != "text":
         raise _refused(place, f"{as_json(kind)[1:-1]} is not supported: this model reads text only")
     if not isinstance(block.get("text"), str):
         raise _refused(f"{place}.text", f"expected text, got {as_json(block.get('text'))}")
     return block["text"]
+
+
+def _document(block: dict, place: str) -> str:
+    """Return the title, context and text of a document. Raises ApiError if it is not text."""
+    match block.get("source"):
+        case {"type": "text", "data": str(text)}:
+            pass
+        case {"type": "content", "content": content}:
+            text = _texts(content, f"{place}.source.content")
+        case _:
+            raise _refused(place, "only documents of text are supported: this model reads text only")
+    return "\n".join(
+        part for part in (block.get("title"), block.get("context"), text) if isinstance(part, str) and part
+    )
 
 
 def _turns(message, place: str) -> list[dict]:
@@ -208,14 +261,12 @@ class MessagesSerializer(Serializer):
                 _extend(blocks[-1], text)
         for block in blocks:
             if block["type"] == "tool_use":
-                block["input"] = msgspec.json.decode(block["input"] or "{}")
-        return self._message(blocks, _usage(choice)) | self._end(choice)
+                block["input"] = complete_object(block["input"])
+        return self._message(blocks, _usage(choice.usage, choice.reasoning_tokens)) | self._end(choice)
 
-    def first_events(self, prompts: list[int]) -> bytes:
+    def first_events(self, prompts: list[Usage]) -> bytes:
         """Return the event message_start."""
-        usage = {"input_tokens": prompts[0], "output_tokens": 0}
-        usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        return named_event({"type": "message_start", "message": self._message([], usage)})
+        return named_event({"type": "message_start", "message": self._message([], _usage(prompts[0], 0))})
 
     def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
         """Return the events of a delta."""
@@ -236,7 +287,11 @@ class MessagesSerializer(Serializer):
     def last_events(self, choices: list[Choice]) -> bytes:
         """Return the events that end a stream."""
         (choice,) = choices
-        delta = {"type": "message_delta", "delta": self._end(choice), "usage": _usage(choice)}
+        delta = {
+            "type": "message_delta",
+            "delta": self._end(choice),
+            "usage": _usage(choice.usage, choice.reasoning_tokens),
+        }
         return self._close() + named_event(delta) + named_event({"type": "message_stop"})
 
     def error_events(self, problem: ApiError) -> bytes:
@@ -259,7 +314,8 @@ class MessagesSerializer(Serializer):
 
     def _message(self, blocks: list[dict], usage: dict) -> dict:
         body = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
-        return body | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+        end = {"stop_reason": None, "stop_sequence": None, "stop_details": None, "container": None}
+        return body | end | {"usage": usage}
 
     def _end(self, choice: Choice) -> dict:
         stopped = choice.stop_string if choice.finish_reason == "stop" else None
@@ -269,7 +325,7 @@ class MessagesSerializer(Serializer):
             reason = "tool_use"
         else:
             reason = "end_turn" if stopped is None else "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": stopped}
+        return {"stop_reason": reason, "stop_sequence": stopped, "stop_details": None, "container": None}
 
 
 _DELTAS = {TEXT: "text_delta", THINKING: "thinking_delta"}
@@ -278,10 +334,11 @@ _FIELDS = {TEXT: "text", THINKING: "thinking"}
 
 def _block(kind: str, name: str) -> dict:
     if kind == NAME:
-        return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name, "input": ""}
+        call = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name, "input": ""}
+        return call | {"caller": {"type": "direct"}}
     if kind == THINKING:
         return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": "", "citations": None}
+    return {"type": "text", "text": "", "citations": []}  # Clients refuse null; the schema requires the field.
 
 
 def _extend(block: dict, text: str) -> None:
@@ -289,12 +346,11 @@ def _extend(block: dict, text: str) -> None:
     block[name] += text
 
 
-def _usage(choice: Choice) -> dict:
-    usage = choice.usage
-    return {
+def _usage(usage: Usage, thinking: int) -> dict:
+    """Return the usage of a message with this number of thinking tokens."""
+    return FIXED_USAGE | {
         "input_tokens": usage.prompt_tokens - usage.reused_tokens,
-        "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.reused_tokens,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": choice.reasoning_tokens},
+        "output_tokens_details": {"thinking_tokens": thinking},
     }

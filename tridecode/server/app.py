@@ -1,6 +1,5 @@
 """The routes of the server and their handlers."""
 
-import asyncio
 import json
 import logging
 import re
@@ -9,25 +8,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..engine import Engine
 from ..errors import EngineClosed, TridecodeError
 from ..sampling import SamplingParams, random_seed
+from ..text.fill import fill_ends, fill_prompt
 from ..text.prompt import Encoded
 from ..text.tokenizer import Tokenizer
 from ..version import __version__
-from .access import Access, read_body
+from .access import ID_HEADERS, Access
 from .anthropic_api import CountRequest, MessagesRequest, MessagesSerializer
+from .bodies import Bodies
 from .call import Call, Plan
-from .choice import Choice
-from .constraints import answer_constraint, parameter_names, thinking_off
+from .choice import Choice, Output
+from .constraints import answer_constraint, parameter_names
 from .errors import ApiError, api_error, bad_request
 from .loop import Loop
 from .messages import chat_messages
@@ -40,6 +42,7 @@ from .settings import Settings
 from .tools.toolset import Tools, openai_tools
 
 G = TypeVar("G", bound=Generation)
+R = TypeVar("R")
 log = logging.getLogger("tridecode.server")
 
 
@@ -53,15 +56,21 @@ class Server:
     def __init__(self, engine: Engine, settings: Settings, on_failure: Callable[[], None] = lambda: None):
         self.engine, self.settings, self._on_failure = engine, settings, on_failure
         self.loop = Loop(engine, settings.max_queue, settings.keep_alive)
+        self.bodies = Bodies(engine.capacity, self.loop, settings.timeout)
         self.metrics = Metrics(engine, settings.model)
         self._created = int(time.time())
         self._page, self._page_headers = page()
-        middleware = [Middleware(Access, api_key=settings.api_key, ended=self.metrics.observe_outcome)]
+        middleware = [Middleware(Access, settings=settings, ended=self.metrics.observe_outcome)]
         if settings.cors:
             middleware.insert(
                 0,
                 Middleware(
-                    CORSMiddleware, allow_origins=settings.cors, allow_methods=["GET", "POST"], allow_headers=["*"]
+                    CORSMiddleware,
+                    allow_origins=settings.cors,
+                    allow_methods=["GET", "POST"],
+                    allow_headers=["*"],
+                    expose_headers=[*ID_HEADERS, "retry-after"],
+                    allow_private_network=True,
                 ),
             )
         self.app = Starlette(
@@ -90,6 +99,8 @@ class Server:
             },
         )
 
+        self.app.router.redirect_slashes = False  # Access removes the slash.
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the engine."""
@@ -105,40 +116,43 @@ class Server:
 
     async def chat(self, request: Request):
         """Handle POST /v1/chat/completions."""
-        payload, deadline = await self._read_generation(request, ChatRequest)
+        return await self._generation(request, ChatRequest, self._chat_plan)
+
+    def _chat_plan(self, payload: ChatRequest) -> Plan:
         tools = openai_tools(payload.tools, payload.tool_choice, payload.parallel_tool_calls)
         serializer = ChatSerializer(self.settings.model, self.tokenizer, **serializer_options(payload))
-        variables = thinking_off(payload.reasoning_effort, self.tokenizer) | (payload.chat_template_kwargs or {})
-        messages = chat_messages(payload.messages)
-        return self._conversation(request, deadline, payload, serializer, messages, tools, variables)
+        messages, variables = chat_messages(payload.messages), payload.variables(self.tokenizer)
+        return self._conversation(payload, serializer, messages, tools, variables)
 
     async def responses(self, request: Request):
         """Handle POST /v1/responses."""
-        payload, deadline = await self._read_generation(request, ResponsesRequest)
+        return await self._generation(request, ResponsesRequest, self._responses_plan)
+
+    def _responses_plan(self, payload: ResponsesRequest) -> Plan:
         serializer = ResponsesSerializer(payload.model or self.settings.model, self.tokenizer, payload)
-        return self._agent_call(request, deadline, payload, serializer)
+        return self._agent_plan(payload, serializer)
 
     async def messages(self, request: Request):
         """Handle POST /v1/messages."""
-        payload, deadline = await self._read_generation(request, MessagesRequest)
-        serializer = MessagesSerializer(payload.model or self.settings.model, self.tokenizer)
-        return self._agent_call(request, deadline, payload, serializer)
+        return await self._generation(request, MessagesRequest, self._messages_plan)
 
-    def _agent_call(
-        self, request, deadline, payload: ResponsesRequest | MessagesRequest, serializer: Serializer
-    ) -> Call:
+    def _messages_plan(self, payload: MessagesRequest) -> Plan:
+        return self._agent_plan(payload, MessagesSerializer(payload.model or self.settings.model, self.tokenizer))
+
+    def _agent_plan(self, payload: ResponsesRequest | MessagesRequest, serializer: Serializer) -> Plan:
         messages, tools, variables = payload.conversation(), payload.parse_tools(), payload.variables(self.tokenizer)
-        return self._conversation(request, deadline, payload, serializer, messages, tools, variables)
+        return self._conversation(payload, serializer, messages, tools, variables)
 
     async def count_tokens(self, request: Request) -> Response:
         """Handle POST /v1/messages/count_tokens."""
         payload = await self._read(request, CountRequest)
         self._check_model(payload.model, required=True)
-        messages, tools, tokenizer = payload.conversation(), payload.parse_tools(), self.tokenizer
+        tokenizer = self.tokenizer
 
         def count() -> int:
+            messages, tools = payload.conversation(), payload.parse_tools()
             rendered, variables = tools.render(messages, tokenizer)
-            return len(tokenizer.encode_chat(rendered, **payload.variables(tokenizer), **variables))
+            return len(self.engine.encode(rendered, payload.variables(tokenizer) | variables, payload.reading))
 
         try:
             return JSONResponse({"input_tokens": await self.loop.run_in_thread(count)})
@@ -146,59 +160,78 @@ class Server:
             raise api_error(error, tokenizer.directory, payload.names) or error from None
 
     def _conversation(
-        self, request: Request, deadline: float | None, payload: Generation, serializer: Serializer,
-        messages: list[dict], tools: Tools, variables: dict,
-    ) -> Call:  # fmt: skip
-        """Return the call that answers a chat request of any API."""
+        self, payload: Generation, serializer: Serializer, messages: list[dict], tools: Tools, variables: dict
+    ) -> Plan:
+        """Return the plan for a chat request of any API."""
         tokenizer, engine, structure = self.tokenizer, self.engine, payload.structure
+        params = self._params(payload)
         if tools.enforced:
             payload.check_ended_by("tool_choice")
 
         def prepare() -> list[Encoded]:
             rendered, tool_variables = tools.render(messages, tokenizer)
-            return [engine.prepare(rendered, variables | tool_variables)]
+            return [engine.prepare(rendered, variables | tool_variables, payload.reading)]
 
-        return self._call(
-            request,
-            deadline,
-            Plan(
-                payload,
-                serializer,
-                prepare,
-                self._params(payload),
-                lambda number, prompt: Choice(
-                    tokenizer, prompt.tag if tokenizer.supports_thinking else None, tools=tools
-                ),
-                constraint=lambda prompt: answer_constraint(structure, tools, tokenizer, prompt.tag),
-                parameter_names=parameter_names(structure, tools),
-                constrained=structure is not None or tools.enforced,
+        serializer.params = params[0]
+        return Plan(
+            payload,
+            serializer,
+            prepare,
+            params,
+            lambda number, prompt: Choice(
+                tokenizer,
+                prompt.tag if tokenizer.supports_thinking else None,
+                tools=tools,
+                before=() if prompt.chat else prompt.tokens,
+                output=self._output(payload),
+                stops=params[0].stop,
             ),
+            constraint=lambda prompt: answer_constraint(
+                structure, tools, tokenizer, prompt.tag, engine.plan.options.open_objects
+            ),
+            parameter_names=parameter_names(structure, tools),
+            constrained=structure is not None or tools.enforced,
+        )
+
+    def _output(self, payload: Generation) -> Output:
+        """Return the form of the answers' texts that a request sets."""
+        stops = [*(() if payload.ignore_eos else self.engine.config.stop_ids), *(payload.stop_token_ids or ())]
+        return Output(
+            not payload.skip_special_tokens, payload.include_stop_str_in_output, payload.only_prompt, frozenset(stops)
         )
 
     async def completions(self, request: Request):
         """Handle POST /v1/completions."""
-        payload, deadline = await self._read_generation(request, CompletionRequest)
+        return await self._generation(request, CompletionRequest, self._completion_plan)
+
+    def _completion_plan(self, payload: CompletionRequest) -> Plan:
         prompts, tokenizer, structure = payload.prompts, self.tokenizer, payload.structure
+
+        params = self._params(payload)
+        texts = prompts
+        if payload.suffix:
+            try:
+                texts = [fill_prompt(tokenizer, str(prompt), payload.suffix) for prompt in prompts]
+            except TridecodeError as error:
+                raise api_error(error, None) or error from None
+            ends = fill_ends(tokenizer)
+            params = [replace(each, stop_token_ids=[*each.stop_token_ids, *ends]) for each in params]
 
         def choice(number: int, prompt: Encoded) -> Choice:
             echoed = prompts[number] if payload.echo else ""
             text = echoed if isinstance(echoed, str) else tokenizer.decode(echoed, False)
-            return Choice(tokenizer, None, text, before=prompt.tokens)
+            return Choice(tokenizer, None, text, before=prompt.tokens, output=self._output(payload))
 
-        return self._call(
-            request,
-            deadline,
-            Plan(
-                payload,
-                CompletionSerializer(self.settings.model, tokenizer, **serializer_options(payload)),
-                lambda: [self.engine.prepare(prompt) for prompt in prompts],
-                self._params(payload),
-                choice,
-                len(prompts),
-                lambda prompt: answer_constraint(structure, Tools(), tokenizer, None),
-                parameter_names(structure, Tools()),
-                structure is not None,
-            ),
+        return Plan(
+            payload,
+            CompletionSerializer(self.settings.model, tokenizer, **serializer_options(payload)),
+            lambda: [self.engine.prepare(text, None, payload.reading) for text in texts],
+            params,
+            choice,
+            len(prompts),
+            lambda prompt: answer_constraint(structure, Tools(), tokenizer, None),
+            parameter_names(structure, Tools()),
+            structure is not None,
         )
 
     async def paths(self, request: Request) -> Response:
@@ -207,31 +240,27 @@ class Server:
         message = f"{base}/v1 is the base URL for clients of OpenAI's API, {base} for those of Anthropic's API"
         return JSONResponse({"message": f"{message}; open {base} to chat", "paths": paths_of(request)})
 
-    async def _read_generation(self, request: Request, body_type: type[G]) -> tuple[G, float | None]:
-        """Return the checked body and its deadline. If the server cannot accept requests, the body is not read."""
+    async def _generation(self, request: Request, body_type: type[G], plan: Callable[[G], Plan]) -> Call:
+        """Return the call that answers a request. If the server cannot accept requests, the body is not read."""
         self.loop.check()
         started, timeout = request.scope["tridecode.record"].started, self.settings.timeout
-        payload = await self._read(request, body_type)
-        self._check_model(payload.model, required=True)
-        if self.settings.log_prompts:
-            log.info("prompt: %s", json.dumps(getattr(payload, "messages", None) or getattr(payload, "prompt", "")))
-        return payload, None if timeout is None else started + timeout
+
+        def prepare(payload: G) -> Plan:
+            self._check_model(payload.model, required=True)
+            if self.settings.log_prompts:
+                log.info("prompt: %s", json.dumps(getattr(payload, "messages", None) or getattr(payload, "prompt", "")))
+            return plan(payload)
+
+        prepared = await self.bodies.read(request, lambda body: prepare(parse_body(body, body_type)))
+        return Call(self.loop, self.metrics, prepared, started, None if timeout is None else started + timeout)
 
     async def _read(self, request: Request, body_type: type[F]) -> F:
-        try:
-            async with asyncio.timeout(self.settings.timeout):
-                return parse_body(await read_body(request), body_type)
-        except TimeoutError:
-            raise ApiError(
-                408, "the body did not arrive within the time limit of this server; send it again", code="timeout"
-            ) from None
-        except ClientDisconnect:
-            raise ApiError(499, "the client disconnected", code="disconnected") from None
+        return await self.bodies.read(request, lambda body: parse_body(body, body_type))
 
     def _check_model(self, model: str | None, required: bool = False) -> None:
-        if self.settings.any_model or model == self.settings.model or model is None and not required:
+        if self.settings.any_model or model == self.settings.model or not (model or required):
             return
-        if model is None:
+        if not model:
             raise bad_request(f"model is required: this server has {self.settings.model}", "model")
         message = f"the model {json.dumps(model[:100])} does not exist: this server has {self.settings.model}"
         raise ApiError(404, message, "model", "model_not_found")
@@ -247,21 +276,30 @@ class Server:
         except TridecodeError as error:
             raise api_error(error, None, payload.names) or error from None
 
-    def _call(self, request: Request, deadline: float | None, plan: Plan) -> Call:
-        return Call(self.loop, self.metrics, plan, request.scope["tridecode.record"].started, deadline)
-
     # ---- other endpoints
 
     async def tokenize(self, request: Request) -> Response:
         """Handle POST /tokenize."""
-        payload = await self._read(request, TokenizeRequest)
+        payload, tokenizer = await self._read(request, TokenizeRequest), self.tokenizer
         self._check_model(payload.model)
-        prompt = chat_messages(payload.messages or []) if payload.prompt is None else payload.prompt
+        tools = openai_tools(payload.tools, None, None)
+
+        def encode() -> bytes:
+            if payload.messages is None:
+                special, added = payload.reading.allow_special, payload.reading.add_special_tokens is not False
+                ids = tokenizer.encode(payload.prompt or "", special, self.engine.capacity, added)
+            else:
+                rendered, variables = tools.render(chat_messages(payload.messages), tokenizer)
+                ids = self.engine.encode(rendered, payload.variables(tokenizer) | variables, payload.reading)
+            body = {"tokens": ids, "count": len(ids), "max_model_len": self.engine.capacity}
+            if payload.return_token_strs:
+                body["token_strs"] = [tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+            return msgspec.json.encode(body)
+
         try:
-            ids = await self.loop.run_in_thread(lambda: self.engine.encode(prompt, payload.chat_template_kwargs))
+            return Response(await self.loop.run_in_thread(encode), media_type="application/json")
         except TridecodeError as error:
-            raise api_error(error, self.tokenizer.directory, payload.names) or error from None
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.engine.capacity})
+            raise api_error(error, tokenizer.directory, payload.names) or error from None
 
     async def detokenize(self, request: Request) -> Response:
         """Handle POST /detokenize."""
@@ -279,7 +317,7 @@ class Server:
 
     async def model(self, request: Request) -> Response:
         """Handle GET /v1/models/NAME."""
-        self._check_model(request.path_params["model"], required=True)
+        self._check_model(request.path_params["model"])
         return JSONResponse(self._card())
 
     def _card(self) -> dict:
@@ -314,6 +352,7 @@ def serializer_options(payload: ChatRequest | CompletionRequest) -> dict:
         "n": payload.n,
         "with_logprobs": with_logprobs,
         "with_usage": payload.with_usage,
+        "continuous_usage": payload.continuous_usage,
         "with_ids": payload.return_token_ids,
     }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from ..errors import GenerationError
-from ..results import OutputChunk
+from ..results import OutputChunk, Usage
 from ..sampling import SamplingParams
 from ..serve.request import Request
 from ..text.prompt import Encoded
@@ -117,12 +117,12 @@ class Call:
         prompts = self._prompts = plan.prepare()
         self._choices = [plan.choice(i, prompt) for i, prompt in enumerate(prompts) for _ in plan.params]
         constraints = [plan.constraint(prompt) for prompt in prompts]
+        fields = [replace(params, **constraint) for constraint in constraints for params in plan.params]
+        each = [prompt for prompt in prompts for _ in plan.params]
+        reuse, salt = payload.cache_prompt, payload.cache_salt
         answers = [
-            engine.submit(
-                prompt, replace(params, **fields), reuse_prefix=payload.cache_prompt, cache_salt=payload.cache_salt
-            )
-            for prompt, fields in zip(prompts, constraints)
-            for params in plan.params
+            engine.submit(prompt, params, reuse_prefix=reuse, cache_salt=salt, reader=choice.reader)
+            for prompt, params, choice in zip(each, fields, self._choices)
         ]
         scored = prompts if payload.scores_prompt else ()
         return answers + [engine.submit_score(prompt, plan.params[0].logprobs or 0) for prompt in scored]
@@ -213,27 +213,47 @@ class Call:
 
     async def _respond(self, send) -> None:
         """Wait for all answers and send one response."""
-        answers, n, left = len(self._choices), len(self._plan.params), self._plan.requests
+        answers, left = len(self._choices), self._plan.requests
         chunks: list[list[OutputChunk]] = [[] for _ in range(left)]
         while left:
             for i, new in await self._new_chunks():
                 chunks[i] += new
                 left -= new[-1].finish_reason is not None
-        for i, scores in enumerate(chunks[answers:]):
-            for choice in self._choices[i * n : (i + 1) * n]:
-                choice.echo_logprobs(self._prompts[i].tokens, scores)
+        self._add_scores(chunks[answers:])
         deltas = [choice.add(new) for choice, new in zip(self._choices, chunks)]
         await self._send_json(send, 200, self._plan.serializer.response(self._choices, deltas))
 
+    def _add_scores(self, scores: list[list[OutputChunk]]) -> None:
+        """Insert the log-probabilities of each prompt into its answers."""
+        n = len(self._plan.params)
+        for i, chunks in enumerate(scores):
+            for choice in self._choices[i * n : (i + 1) * n]:
+                choice.echo_logprobs(self._prompts[i].tokens, chunks)
+
     async def _stream(self, send) -> None:
         """Send events as tokens arrive, and comments during a long silence."""
-        serializer, left = self._plan.serializer, len(self._choices)
+        serializer, left, answers = self._plan.serializer, len(self._choices), len(self._choices)
+        scores: list[list[OutputChunk]] = [[] for _ in self._requests[answers:]]
+        waiting: list[tuple[int, list[OutputChunk]]] = []  # Chunks that wait for the scores of the prompts.
         while left:
             new = await self._new_chunks()
             data = b"" if new else events.KEEP_ALIVE
+            if scores:
+                for i, chunks in new:
+                    if i >= answers:
+                        scores[i - answers] += chunks
+                waiting += [(i, chunks) for i, chunks in new if i < answers]
+                if not all(chunks and chunks[-1].finish_reason for chunks in scores):
+                    if data:
+                        await self._send(send, data)
+                    continue
+                self._add_scores(scores)
+                scores, new = [], waiting
             if new and not self._opened:
                 self._opened = True
-                data = serializer.first_events([len(prompt.tokens) for prompt in self._prompts])
+                firsts = self._requests[: len(self._choices) : len(self._plan.params)]
+                usages = [Usage(request.prompt_tokens, request.reused or 0, 0) for request in firsts]
+                data = serializer.first_events(usages)
             for i, chunks in new:
                 choice = self._choices[i]
                 delta = choice.add(chunks)

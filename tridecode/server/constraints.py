@@ -15,6 +15,10 @@ from .tools.formats import json_rule
 from .tools.toolset import Tools
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# Keys of structured_outputs about white space. JSON has a fixed layout here, which each of their values allows.
+LAYOUT = ("disable_any_whitespace", "whitespace_pattern")
+# Keywords of a schema that name its values, which need not be objects.
+NAMES_VALUES = frozenset("type const enum anyOf oneOf allOf $ref items prefixItems".split())
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
@@ -47,7 +51,10 @@ def parse_response_format(
         ApiError: both are set, or the value is not supported.
     """
     if structured is not None:
-        requested = {key: setting for key, setting in structured.items() if setting is not None}
+        requested = {key: setting for key, setting in structured.items() if key not in LAYOUT}
+        if requested.get("json_object") is True:
+            requested = requested | {"json": {"type": "object"}}
+            del requested["json_object"]
         if value is not None or len(requested) != 1 or not requested.keys() <= STRUCTURED.keys():
             expected = f"one of {', '.join(STRUCTURED)}, and no response_format with it"
             raise bad_request(f"structured_outputs: expected {expected}", "structured_outputs")
@@ -56,7 +63,10 @@ def parse_response_format(
     match value:
         case None | {"type": "text"}:
             return None
-        case {"type": "json_object"}:
+        case {"type": "json_object", "schema": dict(fields)}:  # This is the form of llama.cpp.
+            anything = fields.keys().isdisjoint(NAMES_VALUES)
+            return ResponseFormat("json_schema", {"type": "object"} | fields if anything else fields, name)
+        case {"type": "json_object"} if value.get("schema") is None:
             return ResponseFormat("json_schema", {"type": "object"}, name)
         case {"type": "json_schema", "json_schema": {"schema": dict(fields)}} | {
             "type": "json_schema", "schema": dict(fields),
@@ -83,60 +93,77 @@ def thinking_off(effort: str | None, tokenizer: Tokenizer, name: str = "reasonin
     )
 
 
-def answer_constraint(structure: ResponseFormat | None, tools: Tools, tokenizer: Tokenizer, tag: str | None) -> dict:
+def answer_constraint(
+    structure: ResponseFormat | None, tools: Tools, tokenizer: Tokenizer, tag: str | None, open_objects: bool = False,
+) -> dict:  # fmt: skip
     """Return the fields of SamplingParams that constrain an answer to a response format or to tool calls.
 
     Args:
         structure: the response format of the request.
         tools: the tools of the request.
         tag: the think tag with which a chat's prompt ends, or ""; None for a completion.
+        open_objects: see EngineOptions.
 
     Raises:
-        ApiError: the request has a response format and requires calls, or a schema cannot be enforced.
+        ApiError: a schema cannot be enforced.
         ParameterError: the response format is invalid.
     """
     if structure is None and not tools.enforced:
         return {}
-    if structure is not None and tools.enforced:
-        conflict = f"tool_choice requires a call, {structure.parameter} a text"
-        raise bad_request(f"{conflict}: an answer has one form; leave one of them out", "tool_choice")
+    if tools.enforced:
+        structure = None  # The answer consists of calls, and the response format applies to texts.
     supports_thinking = tag in (OPEN, "") and tokenizer.supports_thinking
-    if structure is not None and (not supports_thinking and not tools.used or structure.field == "grammar"):
+    calls_too = tools.used and (structure is None or structure.field != "grammar")  # A grammar may contain calls.
+    if structure is not None and not supports_thinking and not calls_too:
         return structure.params
     alternatives, rules = [], []
     if structure is not None:
         alternatives.append("answer")
-        rules.append(f"answer: {lark_expression(SamplingParams(**structure.params))}")
-    if tools.used:
         try:
-            calls, call_rules = tools.grammar(tokenizer)
+            params, may_think = SamplingParams(**structure.params), supports_thinking and tag != OPEN
+            rules += lark_rules(params, may_think, open_objects)
+        except ParameterError as error:
+            raise api_error(error, None, {structure.field: structure.parameter}) or error from None
+    if calls_too:
+        try:
+            calls, call_rules = tools.grammar(tokenizer, open_objects)
         except ParameterError as error:
             raise api_error(error, None, {"json_schema": "tools"}) or error from None
         alternatives.append("calls")
         rules += [f"calls: {calls}", *call_rules]
     start = f"({' | '.join(alternatives)})"
     if supports_thinking:
-        rules += [f"thinking[suffix={json.dumps(CLOSE)}]: /(.|\\n)*/", "gap: /\\s*/"]
-        start = f"thinking gap {start}" if tag == OPEN else f"({json.dumps(OPEN)} thinking gap)? {start}"
+        # The tag is in the lexeme of the thinking, which ends at the first suffix, also if an answer may contain both.
+        opening = "" if tag == OPEN else OPEN
+        rules += [f"thinking[suffix={json.dumps(CLOSE)}]: /{opening}(.|\\n)*/", "gap: /\\n*/"]
+        start = f"thinking gap {start}" if tag == OPEN else f"(thinking gap)? {start}"
     return {"grammar": "\n".join([f"start: {start}", *rules])}
 
 
 def parameter_names(structure: ResponseFormat | None, tools: Tools) -> dict[str, str]:
     """Map fields of SamplingParams to the request parameters that set them, for errors about `answer_constraint`."""
-    if structure is None:
+    if structure is None or tools.enforced:
         return {"grammar": "tools"}
     combined = tools.used and structure.field != "grammar"  # One grammar contains the response format and the calls.
     names = dict.fromkeys(STRUCTURES, structure.parameter)
     return names | ({"grammar": f"{structure.parameter} or tools"} if combined else {})
 
 
-def lark_expression(params: SamplingParams) -> str:
-    """Return the structure of the answer as a Lark expression."""
+def lark_rules(params: SamplingParams, may_think: bool, open_objects: bool) -> list[str]:
+    """Return Lark rules of an answer, the rule `answer` first.
+
+    Args:
+        may_think: whether a think tag at the beginning is not a part of the answer.
+        open_objects: see EngineOptions.
+    """
     assert params.structure is not None
     name, source = params.structure
     if name == "json_schema":
-        return json_rule(json.loads(source))
+        return [f"answer: {json_rule(json.loads(source), open_objects)}"]
     if name == "choice":
-        return choices_grammar(json.loads(source)).removeprefix("start: ")
+        return ["answer: " + choices_grammar(json.loads(source)).removeprefix("start: ")]
+    if name == "grammar":
+        return [f"answer: %lark {{\n{source}\n}}"]
     escapes = {"/": r"\/", "\n": r"\n"}  # Characters that would end a Lark expression or its line.
-    return "/" + re.sub(r"\\.|/|\n", lambda match: escapes.get(match[0], match[0]), source) + "/"
+    regex = "/" + re.sub(r"\\.|/|\n", lambda match: escapes.get(match[0], match[0]), source) + "/"
+    return ["answer: ANSWER", f"ANSWER: {regex}" + (f" & ~/{OPEN}(.|\\n)*/" if may_think else "")]

@@ -29,6 +29,8 @@ class ApiError(Exception):
         """Response headers of this status."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
+        if self.code == "unsupported_encoding":
+            return {"Accept-Encoding": "gzip, deflate"}
         return {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
 
     def body(self, path: str = "") -> dict:
@@ -83,6 +85,11 @@ def api_error(error: Exception, directory: Path | None, names: dict[str, str] | 
     if isinstance(error, QueueFull):
         # A client cannot set max_queue, so the message does not name it.
         return ApiError(503, "the queue is full; try again later", code="queue_full")
+    if isinstance(error, GenerationError) and text.startswith("the grammar cannot be enforced"):
+        # The client chose the grammar, a schema or its tools, and a smaller one can be enforced.
+        name = (names or {}).get("json_schema") or (names or {}).get("grammar", "")
+        param = None if not name or " or " in name else name
+        return bad_request(f"{name}: {text}" if name else text, param, "grammar_failed")
     if isinstance(error, GenerationError):
         return ApiError(500, text, code="generation_failed")
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):

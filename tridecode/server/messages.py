@@ -2,10 +2,17 @@
 
 from ..errors import as_json
 from .errors import ApiError, bad_request
+from .fields import EMPTY
 from .settings import MAX_MESSAGES
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-EMPTY: tuple[object, ...] = (None, [], "", {})
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+         "function": "tool"}  # fmt: skip
+# Fields of messages that do not change the prompt. Servers and clients add them to answers that come back as history.
+IGNORED = frozenset(
+    "id type object status phase annotations audio reasoning_details thinking_blocks provider_specific_fields "
+    "cache_control citations token_ids logprobs timestamp created created_at metadata parsed usage "
+    "recipient end_turn refusal".split()
+)
 
 
 def chat_messages(messages: list) -> list[dict]:
@@ -31,18 +38,34 @@ def _message(message, place: str) -> dict:
     if not isinstance(role, str) or role not in ROLES:
         raise _refused(f"{place}.role", f"expected {', '.join(ROLES)}, got {as_json(role)}")
     converted: dict = {"role": ROLES[role], "content": _content(message.get("content"), role, f"{place}.content")}
+    message = _known_fields(message, role)
+    converted["content"] = converted["content"] or message.pop("refusal", "")
     for name, value in message.items():
-        if name in ("role", "content") or value in EMPTY:
+        if name in ("role", "content") or name in IGNORED or value in EMPTY:
             continue
         if name == "tool_calls" and role == "assistant":
             converted[name] = _calls(value, f"{place}.{name}")
             continue
-        if name not in ("name", "reasoning_content") and (name, role) != ("tool_call_id", "tool"):
+        if name not in ("name", "reasoning_content") and (name, ROLES[role]) != ("tool_call_id", "tool"):
             raise _refused(f"{place}.{as_json(name)[1:-1]}", "not supported by this server: leave it out")
         if not isinstance(value, str):
             raise _refused(f"{place}.{name}", f"expected text, got {as_json(value)}")
         converted[name] = value
     return converted
+
+
+def _known_fields(message: dict, role: str) -> dict:
+    """Return a message in which other servers' and older fields have today's names."""
+    message = dict(message)
+    if role == "assistant" and isinstance(thoughts := message.pop("reasoning", None), str):
+        message.setdefault("reasoning_content", thoughts)
+    if not isinstance(message.get("refusal"), str) or role != "assistant":
+        message.pop("refusal", None)
+    if role == "assistant" and isinstance(call := message.pop("function_call", None), dict):
+        message.setdefault("tool_calls", [{"id": call.get("name"), "function": call}])
+    if role == "function":
+        message["tool_call_id"] = message.get("name")
+    return message
 
 
 def _calls(calls, place: str) -> list[dict]:
@@ -98,6 +121,8 @@ def _content(content, role: str, place: str) -> str:
 def _part(part, place: str) -> str:
     if not isinstance(part, dict) or not isinstance(kind := part.get("type"), str):
         raise _refused(place, f'expected {{"type": "text", "text": "..."}}, got {as_json(part)}')
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return part["refusal"]
     if kind != "text":
         raise _refused(place, f"{as_json(kind)[1:-1]} is not supported: this model reads text only")
     if not isinstance(part.get("text"), str):

@@ -3,6 +3,7 @@
 The server does not store responses.
 """
 
+import json
 import logging
 import secrets
 import time
@@ -11,22 +12,35 @@ from typing import Any, ClassVar
 import msgspec
 
 from ..errors import as_json
+from ..results import Usage
 from ..text.thinking import THINKING
 from ..text.tokenizer import Tokenizer
 from .choice import Choice, Delta
 from .constraints import ResponseFormat, parse_response_format, thinking_off
 from .errors import ApiError, bad_request
 from .events import named_event
+from .fields import IGNORED_IN_RESPONSES, NEUTRAL_IN_RESPONSES
 from .messages import function_call, merge_turns
-from .protocol import Generation
+from .protocol import Generation, template_variables
 from .serializers import Serializer
 from .settings import MAX_MESSAGES
 from .tools.parser import ARGUMENTS, NAME, TEXT, Event
 from .tools.toolset import Tools, apply_tool_choice, parse_function
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+# Kind of a part -> its field with the text.
+TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text")
+TEXTS["refusal"] = "refusal"
+# Items of history about tools that ran on OpenAI's servers; the answer's text contains their findings.
+SERVER_ITEMS = frozenset(
+    "web_search_call file_search_call code_interpreter_call image_generation_call mcp_call mcp_list_tools "
+    "mcp_approval_request mcp_approval_response tool_search_call tool_search_output compaction compaction_trigger "
+    "additional_tools configuration_update program program_output".split()
+)
 STORED = "this server does not store responses: send the whole conversation as input"
+# Calls of tools that ran on the client's machine, and their outputs.
+LOCAL_CALLS = ("local_shell_call", "shell_call", "apply_patch_call")
+LOCAL_OUTPUTS = tuple(f"{kind}_output" for kind in LOCAL_CALLS)
 log = logging.getLogger("tridecode.server")
 
 
@@ -50,15 +64,10 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class ResponsesRequest(Generation, kw_only=True):
     """Body of /v1/responses."""
 
-    neutral: ClassVar[dict[str, list]] = {
-        "background": [False], "conversation": [], "moderation": [], "prompt": [], "truncation": ["disabled"],
-        "top_logprobs": [0],
-    }  # fmt: skip
-    without_effect: ClassVar[frozenset[str]] = frozenset(
-        "client_metadata include max_tool_calls prompt_cache_options stream_options context_management".split()
-    )
+    neutral: ClassVar[dict[str, list]] = NEUTRAL_IN_RESPONSES
+    without_effect: ClassVar[frozenset[str]] = IGNORED_IN_RESPONSES - {"max_tool_calls"}
     renamed: ClassVar[dict[str, str]] = {"max_tokens": "max_output_tokens", "template_variables": "reasoning"}
-    input: str | list[Any] = ""
+    input: str | list[Any]
     instructions: str = ""
     max_output_tokens: int | None = None
     store: bool = False
@@ -68,7 +77,12 @@ class ResponsesRequest(Generation, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Responses repeat these parameters, which have no effect.
     metadata: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     def check(self) -> None:
         """Check the parameters of the Responses API. Raises ApiError."""
@@ -94,8 +108,9 @@ class ResponsesRequest(Generation, kw_only=True):
         return parse_response_format(self.text.format, None, "text.format", '{"name": ..., "schema": {...}}')
 
     def variables(self, tokenizer: Tokenizer) -> dict:
-        """Return the template variable that disables thinking if `reasoning.effort` is low, else {}."""
-        return thinking_off(self.reasoning.effort if self.reasoning else None, tokenizer, "reasoning.effort")
+        """Return the variables of the chat template, with that which disables thinking if the effort is low."""
+        off = thinking_off(self.reasoning.effort if self.reasoning else None, tokenizer, "reasoning.effort")
+        return off | template_variables(self.chat_template_kwargs, tokenizer)
 
     def parse_tools(self) -> Tools:
         """Parse the functions among the tools. Raises ApiError.
@@ -110,6 +125,9 @@ class ResponsesRequest(Generation, kw_only=True):
                 log.info("ignored a tool of type %s", as_json(tool.get("type"))[:100])
                 continue
             place = f"tools[{i}]"
+            if "function" in tool:  # This is the form of chats.
+                expected = '{"type": "function", "name": ..., "parameters": {...}}'
+                raise bad_request(f"{place}: expected {expected}, got {as_json(tool)}", "tools")
             functions.append(parse_function(tool.get("name"), tool.get("description"), tool.get("parameters"), place))
         return apply_tool_choice(functions, self.tool_choice, self.parallel_tool_calls)
 
@@ -133,7 +151,21 @@ def _message(item, place: str) -> dict | None:
     match item:
         case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
             return {"role": "assistant", "content": "", "tool_calls": [function_call(id, name, arguments)]}
-        case {"type": "function_call_output", "call_id": str(id)}:
+        case {"type": "custom_tool_call", "call_id": str(id), "name": str(name), "input": str(text)}:
+            arguments = json.dumps({"input": text}, ensure_ascii=False)
+            return {"role": "assistant", "content": "", "tool_calls": [function_call(id, name, arguments)]}
+        case {"type": str(kind), "call_id": str(id)} if kind in LOCAL_CALLS:
+            fields = item.get("action") or item.get("operation") or {}
+            call = function_call(id, kind.removesuffix("_call"), json.dumps(fields, ensure_ascii=False))
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case {"type": str(kind)} if kind in SERVER_ITEMS:
+            return None
+        case {"type": str(kind)} if kind in LOCAL_OUTPUTS and isinstance(item.get("call_id") or item.get("id"), str):
+            output = item.get("output")
+            texts = [_output_text(part) for part in (output if isinstance(output, list) else [output])]
+            called = item.get("call_id") or item.get("id")
+            return {"role": "tool", "content": "\n".join(texts), "tool_call_id": called}
+        case {"type": "function_call_output" | "custom_tool_call_output", "call_id": str(id)}:
             return {"role": "tool", "content": _texts(item.get("output"), f"{place}.output"), "tool_call_id": id}
         case {"type": "reasoning"}:
             thought = _texts(item.get("content") or item.get("summary") or "", f"{place}.content")
@@ -142,6 +174,13 @@ def _message(item, place: str) -> dict | None:
             return {"role": ROLES[role], "content": _texts(item.get("content"), f"{place}.content")}
     expected = "a message, function_call, function_call_output or reasoning"
     raise bad_request(f"{place}: expected {expected}, got {as_json(item)}", "input")
+
+
+def _output_text(part) -> str:
+    """Return the text of one part of the output of a shell call."""
+    if isinstance(part, dict) and ("stdout" in part or "stderr" in part):
+        return "\n".join(str(part[name]) for name in ("stdout", "stderr") if part.get(name))
+    return part if isinstance(part, str) else as_json(part)
 
 
 def _texts(content, place: str) -> str:
@@ -153,9 +192,10 @@ def _texts(content, place: str) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXTS or not isinstance(part.get("text"), str):
+        field = TEXTS.get(kind) if isinstance(kind, str) else None
+        if field is None or not isinstance(part.get(field), str):
             raise bad_request(f"{place}[{i}]: this model reads text only, got {as_json(part)}", "input")
-        texts.append(part["text"])
+        texts.append(part[field])
     return "\n".join(texts)
 
 
@@ -178,7 +218,7 @@ class ResponsesSerializer(Serializer):
             item["status"] = "completed"
         return self._end(choice)
 
-    def first_events(self, prompts: list[int]) -> bytes:
+    def first_events(self, prompts: list[Usage]) -> bytes:
         """Return the events that begin a stream."""
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
@@ -289,11 +329,34 @@ class ResponsesSerializer(Serializer):
             "output": [], "error": None, "incomplete_details": None, "usage": None,
             "instructions": payload.instructions or None, "max_output_tokens": payload.max_output_tokens,
             "parallel_tool_calls": payload.parallel_tool_calls, "previous_response_id": None, "store": False,
-            "temperature": payload.temperature, "top_p": payload.top_p, "tools": payload.tools or [],
-            "tool_choice": payload.tool_choice or "auto", "text": payload.text or {"format": {"type": "text"}},
-            "reasoning": payload.reasoning or {"effort": None, "summary": None}, "truncation": "disabled",
-            "background": False, "metadata": payload.metadata or {},
+            "temperature": self.params.temperature, "top_p": self.params.top_p,
+            "presence_penalty": self.params.presence_penalty, "frequency_penalty": self.params.frequency_penalty,
+            "top_logprobs": 0, "max_tool_calls": payload.max_tool_calls, "tools": self._tools(),
+            "tool_choice": payload.tool_choice or "auto", "text": self._text(),
+            "reasoning": self._reasoning(), "truncation": "disabled", "background": False,
+            "metadata": payload.metadata or {}, "service_tier": "default", "completed_at": None,
+            "safety_identifier": payload.safety_identifier, "prompt_cache_key": payload.prompt_cache_key,
         }  # fmt: skip
+
+    def _tools(self) -> list:
+        """Return the tools of the request; those of functions with all fields that the schema requires."""
+        return [
+            {"description": None, "parameters": None, "strict": None} | tool if tool.get("type") == "function" else tool
+            for tool in self._payload.tools or ()
+        ]
+
+    def _text(self) -> dict:
+        """Return the response format and verbosity of the request."""
+        text = self._payload.text
+        form = text.format if text and text.format else {"type": "text"}
+        if form.get("type") == "json_schema":
+            form = {"name": "response", "description": None, "strict": False} | form
+        return {"format": form} | ({"verbosity": text.verbosity} if text and text.verbosity else {})
+
+    def _reasoning(self) -> dict:
+        """Return the parameter `reasoning` of the request, with the fields that the schema requires."""
+        fields = msgspec.to_builtins(self._payload.reasoning) if self._payload.reasoning else {}
+        return {"effort": None, "summary": None} | fields
 
 
 _DELTAS = {

@@ -3,17 +3,21 @@
 import errno
 import os
 import re
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
 from ..engine import Engine
 from ..errors import TridecodeError
 from .app import Server
+from .connection import Connection, Connections
 from .errors import stopping
 from .settings import FAILURE_GRACE, Settings
 from .tls import Tls
@@ -22,6 +26,8 @@ ENGINE_FAILED = 3
 # Bytes of a response that the kernel buffers. If the buffer is full, tokens wait and are sent together.
 SEND_BUFFER = 1 << 16
 STALL_TIMEOUT = 600  # Seconds that the send buffer may stay full if requests have no deadline.
+OTHER_FILES = 256  # File descriptors that are not connections of clients.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
@@ -51,25 +57,47 @@ def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
         raise TridecodeError(f"cannot listen on {host}, port {port}: {error.strerror}{fix}") from None
 
 
+def config(app, settings: Settings, tls: Tls | None = None) -> uvicorn.Config:
+    """Return the configuration of uvicorn for an ASGI application."""
+    protocol = partial(Connection, limits=Connections(settings.max_connections))
+    return uvicorn.Config(
+        app,
+        http=cast(Any, protocol),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=settings.timeout_keep_alive,
+        timeout_graceful_shutdown=int(settings.grace) + 2,
+        ssl_certfile=tls.certificate if tls else None,
+        ssl_keyfile=tls.key if tls else None,
+    )
+
+
+def allow_files(connections: int) -> None:
+    """Raise the limit of open files of this process for a number of connections.
+
+    Raises:
+        TridecodeError: the system does not allow as many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + OTHER_FILES
+    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
+        fix = f"use --max-connections {max(hard - OTHER_FILES, 1)}, or raise the limit with ulimit -n"
+        raise TridecodeError(f"{connections} connections need {needed} open files, the system allows {hard}: {fix}")
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 class Uvicorn(uvicorn.Server):
     """uvicorn with our signal handling: the first signal starts the grace time, the second one ends the process."""
 
     def __init__(self, engine: Engine, settings: Settings, tls: Tls | None, ready: Callable[[], None]):
         self.code, self._settings, self._ready = 0, settings, ready
         self.http = Server(engine, settings, self._engine_failed)
-        config = uvicorn.Config(
-            self.http.app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            timeout_graceful_shutdown=int(settings.grace) + 2,
-            ssl_certfile=tls.certificate if tls else None,
-            ssl_keyfile=tls.key if tls else None,
-        )
-        super().__init__(config)
+        super().__init__(config(self.http.app, settings, tls))
 
     async def startup(self, sockets=None) -> None:
         """Start the engine's thread, then listen."""
@@ -92,8 +120,9 @@ class Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self):
-        """Install the signal handlers, and restore the previous ones at the end."""
-        before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
+        """Install the signal handlers, and restore the previous ones at the end. nohup's choice for SIGHUP stays."""
+        caught = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+        before = {each: signal.signal(each, self.handle_exit) for each in caught}
         try:
             yield
         finally:
@@ -103,7 +132,8 @@ class Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame) -> None:
         """Request a graceful stop; end the process at the second signal."""
         if self.should_exit:
-            sys.stderr.flush()
+            with suppress(OSError):  # The terminal may be gone.
+                sys.stderr.flush()
             os._exit(128 + sig)  # A running pass cannot be interrupted.
         self.should_exit = True
 

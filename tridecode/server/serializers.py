@@ -3,14 +3,17 @@
 import secrets
 import time
 
-from ..results import TokenLogprobs
+from ..results import TokenLogprobs, Usage
+from ..sampling import SamplingParams
 from ..text.thinking import THINKING
 from ..text.tokenizer import Tokenizer
+from ..version import __version__
 from . import events
 from .choice import Choice, Delta
 from .errors import ApiError
 from .tools.parser import ARGUMENTS, NAME, TEXT
 
+FINGERPRINT = f"tridecode-{__version__}"  # Identifies the software, as in OpenAI's API.
 NEGATIVE_INFINITY = -9999.0  # This number represents a log-probability of -inf, which JSON cannot express.
 
 
@@ -22,20 +25,23 @@ class Serializer:
         n: number of answers to each prompt.
         with_logprobs: whether choices contain log-probabilities.
         with_usage: whether a stream ends with an event with the usage.
+        continuous_usage: whether each event of a stream contains the usage so far.
         with_ids: whether choices contain token_ids.
     """
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, n: int = 1, with_logprobs: bool = False,
-                 with_usage: bool = False, with_ids: bool = False):  # fmt: skip
+                 with_usage: bool = False, continuous_usage: bool = False, with_ids: bool = False):  # fmt: skip
         self.model, self.tokenizer, self._n = model, tokenizer, n
         self._with_logprobs, self._with_usage, self._with_ids = with_logprobs, with_usage, with_ids
+        self._continuous_usage = continuous_usage
+        self.params = SamplingParams()  # The sampling parameters, which some responses contain.
 
     def response(self, choices: list[Choice], deltas: list[Delta]) -> dict:
         """Return the whole response; each delta contains the whole answer of its choice."""
         raise NotImplementedError
 
-    def first_events(self, prompts: list[int]) -> bytes:
-        """Return the events that begin a stream; `prompts` contains the number of tokens of each prompt."""
+    def first_events(self, prompts: list[Usage]) -> bytes:
+        """Return the events that begin a stream; `prompts` contains the usage of each prompt."""
         return b""
 
     def new_events(self, number: int, choice: Choice, delta: Delta) -> bytes:
@@ -63,7 +69,13 @@ class OpenAISerializer(Serializer):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
-        self._head = {"id": self.id, "created": int(time.time()), "model": self.model, "system_fingerprint": None}
+        self._prompt_tokens, self._completions = 0, dict[int, int]()
+        self._head = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
 
     def choice(self, number: int, choice: Choice, delta: Delta) -> dict:
         """Return a whole choice of a response."""
@@ -87,7 +99,21 @@ class OpenAISerializer(Serializer):
             return b""
         chunks = self.deltas(number, choice, delta)
         choice.sent = True
-        return b"".join(events.event(self._chunk([choice_delta])) for choice_delta in chunks)
+        self._completions[number] = choice.completion_tokens
+        return b"".join(events.event(self._chunk([choice_delta], self._usage_so_far())) for choice_delta in chunks)
+
+    def first_events(self, prompts: list[Usage]) -> bytes:
+        """Store the lengths of the prompts."""
+        self._prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+        return b""
+
+    def _usage_so_far(self) -> dict | None:
+        """Return the usage so far, if events contain it."""
+        if not self._continuous_usage:
+            return None
+        completion = sum(self._completions.values())
+        total = self._prompt_tokens + completion
+        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": completion, "total_tokens": total}
 
     def last_events(self, choices: list[Choice]) -> bytes:
         """Return the usage, if requested, and [DONE]."""
@@ -125,7 +151,7 @@ class ChatSerializer(OpenAISerializer):
                 calls[-1]["function"]["arguments"] += text
         content = delta.text(TEXT)
         message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
-        message |= {"refusal": None, "annotations": None} | ({"tool_calls": calls} if calls else {})
+        message |= {"refusal": None, "annotations": []} | ({"tool_calls": calls} if calls else {})
         if self.tokenizer.supports_thinking:
             message["reasoning_content"] = delta.text(THINKING) or None
         logprobs = self._logprobs(delta.logprobs) if self._with_logprobs else None
@@ -133,7 +159,7 @@ class ChatSerializer(OpenAISerializer):
         return self._ids(result, delta.token_ids)
 
     def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
-        """Return one choice for text and thinking, then one for each part of a call; the last has the finish_reason."""
+        """Return one choice for text and thinking, one for each part of a call, and one with the finish_reason."""
         parts: list[dict] = []
         for kind, text in delta.events:
             if kind == NAME:
@@ -154,9 +180,10 @@ class ChatSerializer(OpenAISerializer):
         chunks: list[dict] = [
             {"index": number, "delta": part, "logprobs": None, "finish_reason": None} for part in parts
         ]
-        chunks[0] = self._ids(chunks[0] | {"logprobs": logprobs}, delta.token_ids)
-        chunks[-1]["finish_reason"] = _reason(choice)
-        return chunks
+        at = next((i for i, part in enumerate(parts) if part.get("content")), 0)
+        chunks[at]["logprobs"] = logprobs
+        chunks[0] = self._ids(chunks[0], delta.token_ids)
+        return with_reason(chunks, {"delta": {}}, _reason(choice), bool(delta.events))
 
     def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         content = [
@@ -181,8 +208,10 @@ class CompletionSerializer(OpenAISerializer):
         return self._choice(number, choice, delta, self._with_logprobs)
 
     def deltas(self, number: int, choice: Choice, delta: Delta) -> list[dict]:
-        """Return one choice with the text and the log-probabilities of a delta."""
-        return [self._choice(number, choice, delta, self._with_logprobs and bool(delta.logprobs))]
+        """Return one choice with the text and the log-probabilities of a delta, and one with the finish_reason."""
+        chunk = self._choice(number, choice, delta, self._with_logprobs and bool(delta.logprobs))
+        chunk["finish_reason"] = None
+        return with_reason([chunk], {"text": ""}, choice.finish_reason, bool(delta.events))
 
     def _choice(self, number: int, choice: Choice, delta: Delta, with_logprobs: bool) -> dict:
         logprobs = self._logprobs(delta.logprobs) if with_logprobs else None
@@ -192,14 +221,42 @@ class CompletionSerializer(OpenAISerializer):
 
     def _logprobs(self, tokens: list[tuple[int, TokenLogprobs | None, int]]) -> dict:
         return {
-            "tokens": [self._token(token)[0] for token, _, _ in tokens],
+            "tokens": [self._name(token) for token, _, _ in tokens],
             "token_logprobs": [own and max(own.logprob, NEGATIVE_INFINITY) for _, own, _ in tokens],
-            "top_logprobs": [
-                own and {self._token(token)[0]: max(value, NEGATIVE_INFINITY) for token, value in own.top}
-                for _, own, _ in tokens
-            ],
+            "top_logprobs": [own and self._top(token, own) for token, own, _ in tokens],
             "text_offset": [offset for _, _, offset in tokens],
         }
+
+    def _top(self, token: int, own: TokenLogprobs) -> dict[str, float]:
+        """Return the log-probabilities of the sampled token and of the most likely ones, by name."""
+        top = {self._name(token): max(own.logprob, NEGATIVE_INFINITY)}
+        for other, value in own.top:
+            if other != token:
+                name = self._name(other)
+                top[f"token_id:{other}" if name in top else name] = max(value, NEGATIVE_INFINITY)
+        return dict(sorted(top.items(), key=lambda item: -item[1]))
+
+    def _name(self, token: int) -> str:
+        """Return the text of a token; if it is not UTF-8, its bytes in the form of OpenAI's API."""
+        data = self.tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def with_reason(chunks: list[dict], empty: dict, reason: str | None, text: bool) -> list[dict]:
+    """Return the choices of a stream's chunks, with the finish_reason after all text.
+
+    Args:
+        chunks: the choices, whose finish_reason is None.
+        empty: the field of a choice without text.
+        text: whether the chunks contain text. If not, the last one gets the finish_reason.
+    """
+    if reason is not None and text:
+        chunks.append({"index": chunks[0]["index"], "logprobs": None} | empty)
+    chunks[-1]["finish_reason"] = reason
+    return chunks
 
 
 def _call(name: str) -> dict:

@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass
 
-MAX_BODY_BYTES = 32 << 20
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 256
+HEAD_SECONDS = 30.0  # Seconds in which the head of a request must arrive.
+# The limit of a body follows the context length, between these bounds.
+MIN_BODY_LIMIT, MAX_BODY_BYTES = 4 << 20, 32 << 20
+BODY_BYTES_PER_TOKEN = 64
+MIN_BODY_VALUES, BODY_VALUES_PER_TOKEN = 1 << 18, 2
+SMALL_BODY = 64 << 10  # Larger bodies are parsed in a thread.
+BODY_BUDGET = 16 << 20  # Bytes of large bodies that the server buffers at once, beyond SMALL_BODY of each.
 MAX_MESSAGES = 4096
 MAX_ANSWERS = 128  # Maximum number of answers of one request: its prompts multiplied by n.
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
@@ -23,6 +31,9 @@ class Settings:
         timeout: seconds that a request may take from its first byte; None removes the limit.
         grace: seconds for running requests to end when the server stops.
         keep_alive: seconds of silence after which a stream sends a comment.
+        allow_hosts: host names in requests that are accepted, in addition to those of this machine; "*" accepts all.
+        max_connections: maximum number of open connections.
+        timeout_keep_alive: seconds for which a connection without a request stays open.
         api_key: the key that requests must send; None accepts all requests.
         cors: origins of web pages that may send requests.
         log_prompts: whether the log contains prompts.
@@ -34,6 +45,9 @@ class Settings:
     timeout: float | None = None
     grace: float = 10.0
     keep_alive: float = 5.0
+    allow_hosts: tuple[str, ...] = ()
+    max_connections: int = 1000
+    timeout_keep_alive: int = 75
     api_key: str | None = None
     cors: tuple[str, ...] = ()
     log_prompts: bool = False

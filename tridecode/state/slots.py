@@ -493,7 +493,7 @@ def fill_meta(
     assert params.seed is not None
     row[:] = 0
     row[layout.FLAGS] = layout.FLAG_BIAS * bool(params.logit_bias) | layout.FLAG_PENALTIES * params.penalties
-    row[layout.FLAGS] |= layout.FLAG_MASK * (params.structure is not None)
+    row[layout.FLAGS] |= layout.FLAG_MASK * params.masked
     row[layout.SLOT], row[layout.GENERATION] = slot, generation
     row[layout.N_KNOWN], row[layout.LIMIT], row[layout.ALLOCATED] = n_known, limit, allocated or limit
     row[layout.SEED_LO], row[layout.SEED_HI] = _as_int32(params.seed), _as_int32(params.seed >> 32)

@@ -20,7 +20,7 @@ class Encoded(NamedTuple):
 
     Attributes:
         tokens: token ids, int32.
-        chat: whether the prompt is a chat. The answer to a chat begins a new text, instead of continuing the prompt.
+        chat: whether the answer begins a new text, as in a chat, instead of continuing the prompt.
         tag: as in ChatPrompt; "" if the prompt is not a chat.
     """
 
@@ -37,8 +37,32 @@ class Encoded(NamedTuple):
 Prompt = str | Sequence[int] | Sequence[dict] | Encoded
 
 
+class Reading(NamedTuple):
+    """How a prompt is read.
+
+    Attributes:
+        allow_special: whether control tokens in a text are encoded as control tokens.
+        add_special_tokens: whether the tokens are added that the tokenizer adds to a whole text, usually bos; None adds
+            them to texts, but not to chats.
+        continued: whether the answer continues the last message of a chat.
+    """
+
+    allow_special: bool = False
+    add_special_tokens: bool | None = None
+    continued: bool = False
+
+
+AS_TEXT = Reading()  # Control tokens in a text are ordinary characters.
+
+
 def prompt_ids(
-    prompt: Prompt, variables: dict, tokenizer: Tokenizer | None, vocab_size: int, capacity: int, limit: int
+    prompt: Prompt,
+    variables: dict,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    capacity: int,
+    limit: int,
+    reading: Reading = AS_TEXT,
 ) -> Encoded:
     """Validate and encode a prompt.
 
@@ -68,9 +92,10 @@ def prompt_ids(
     tag = ""
     try:
         if isinstance(prompt, str) and tokenizer:
-            ids = tokenizer.encode(prompt, context=capacity)
+            ids = tokenizer.encode(prompt, reading.allow_special, capacity, reading.add_special_tokens is not False)
         elif chat and tokenizer:
-            ids, tag = tokenizer.prepare_chat(items, capacity, **variables)
+            added = reading.add_special_tokens is True
+            ids, tag = tokenizer.prepare_chat(items, capacity, reading.continued, added, **variables)
         elif [*map(type, items)].count(int) == len(items):  # This is the common case, and it is fast for long prompts.
             ids = items
         else:
@@ -79,7 +104,7 @@ def prompt_ids(
         raise TooLong(error.tokens, capacity, is_lower_bound=True, fix=fix) from None
     if not ids:
         raise PromptError("the prompt is empty; at least one token is needed")
-    return _fitting(ids, chat, tag, vocab_size, capacity, fix)
+    return _fitting(ids, chat and not reading.continued, tag, vocab_size, capacity, fix)
 
 
 def listed(prompt) -> list | None:
@@ -94,7 +119,7 @@ def listed(prompt) -> list | None:
 
 
 def _check_variables(variables: dict, tokenizer: Tokenizer | None) -> None:
-    known = tokenizer.template_variables if variables and tokenizer else frozenset()
+    known = tokenizer.template_variables | {"add_generation_prompt"} if variables and tokenizer else frozenset()
     if unknown := sorted(variables.keys() - known):
         has = f"it reads {brief(', '.join(sorted(known)))}" if known else "it reads none, or this prompt is not a chat"
         raise PromptError(f"template_variables: the chat template has no variable {shown(unknown[0])}; {has}")

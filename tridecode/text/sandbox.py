@@ -34,11 +34,12 @@ class SandboxError(Exception):
 
     Attributes:
         kind: type name of the exception that the child raised; None if the child ended or was killed.
+        ready: whether the child was ready for the message. If not, the message is not the reason.
     """
 
-    def __init__(self, reason: str, kind: str | None = None):
+    def __init__(self, reason: str, kind: str | None = None, ready: bool = True):
         super().__init__(reason)
-        self.kind = kind
+        self.kind, self.ready = kind, ready
 
 
 class Program(NamedTuple):
@@ -49,10 +50,12 @@ class Program(NamedTuple):
     memory: int  # Bytes of address space.
     seconds: float  # Time limit of the setup in seconds.
     max_answer_bytes: int
+    stack: int = 0  # Bytes of the stack, which are part of `memory`. 0 is the operating system's size.
+    max_children: int = 1  # Maximum number of children that `call` starts. `start` may start more.
 
 
 class Sandbox:
-    """One or more child processes that run the same program. They end when this object is deleted.
+    """One or more child processes that run the same program. They end when this object is closed or deleted.
 
     A child that has ended is replaced at the next call. After a timeout, an interrupt, a panic or a memory error, the
     child is killed, because its next answer could be wrong.
@@ -60,7 +63,8 @@ class Sandbox:
 
     def __init__(self, program: Program):
         self._program, self._children = program, [_Child(program)]
-        self._released = threading.Condition()
+        self._closings, self._released = 0, threading.Condition()
+        _sandboxes.add(self)
 
     def start(self, children: int = 1) -> None:
         """Start children in the background, up to this number in total. `call` reports their errors."""
@@ -68,7 +72,7 @@ class Sandbox:
             self._children += [_Child(self._program) for _ in range(children - len(self._children))]
             for child in self._children:
                 if child.user is None and not child.ready:
-                    child.user = STARTING
+                    child.user, child.killed = STARTING, False
                     threading.Thread(target=self._start, args=(child,), daemon=True).start()
 
     def wait(self) -> None:
@@ -76,25 +80,37 @@ class Sandbox:
         with self._released:
             self._released.wait_for(lambda: all(child.user != STARTING for child in self._children))
 
-    def call(self, message: Any, seconds: float) -> Any:
+    def call(self, message: Any, seconds: float, cpu_seconds: int | None = None) -> Any:
         """Return a child's answer to `message`.
 
         Args:
-            seconds: time limit. If this process ends earlier, the child process ends after about this much CPU time.
+            seconds: time limit.
+            cpu_seconds: limit of CPU time. By default it is larger than `seconds`, and only ends a child process whose
+                parent has ended.
 
         Raises:
             SandboxError: the child raised an error, ended, or did not answer in time.
         """
         child = self._take()
         try:
-            return child.call(message, seconds)
+            return child.call(message, seconds, cpu_seconds)
         finally:
             self._release(child)
 
     def close(self) -> None:
-        """Kill all children. The next call starts a new one."""
-        for child in self._children:
-            child.end()
+        """Kill all children. The next call starts a new one.
+
+        Calls in progress end with a SandboxError, also those that wait for a child.
+        """
+        with self._released:
+            self._closings += 1
+            self._released.notify_all()
+            for child in self._children:
+                if child.user in (None, threading.get_ident()):
+                    child.end()
+                else:
+                    child.kill()  # The thread that uses the child then ends it.
+            self._released.wait_for(lambda: all(child.user != STARTING for child in self._children))
 
     @property
     def pids(self) -> list[int]:
@@ -111,12 +127,17 @@ class Sandbox:
     def _take(self) -> "_Child":
         """Reserve a child that no other thread uses, preferably one that is ready. Wait if all are in use."""
         # If an interrupt prevented an earlier release, this thread already has a child process and may take it again.
-        me = threading.get_ident()
+        me, closings = threading.get_ident(), self._closings
         with self._released:
             while not (free := [child for child in self._children if child.user in (None, me)]):
-                self._released.wait()
+                if len(self._children) < self._program.max_children:
+                    self._children.append(_Child(self._program))
+                else:
+                    self._released.wait()
+                if self._closings != closings:
+                    raise SandboxError("its process was stopped", ready=False)
             child = max(free, key=lambda child: child.ready)
-            child.user = me
+            child.user, child.killed = me, False
             return child
 
     def _release(self, child: "_Child") -> None:
@@ -127,16 +148,30 @@ class Sandbox:
             self._released.notify()
 
 
+def _after_fork() -> None:
+    """Release what other threads of the parent process held at the fork. They do not exist in this process."""
+    for sandbox in _sandboxes:
+        sandbox._released = threading.Condition()
+        for child in sandbox._children:
+            child.user = None
+
+
+_sandboxes: weakref.WeakSet[Sandbox] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class _Child:
     """A child process, started at its first use.
 
     Attributes:
         user: id of the thread that uses the child; STARTING while `Sandbox.start` starts it; None if it is free.
+        killed: whether another thread has called `kill` for this user.
     """
 
     def __init__(self, program: Program):
         self._program = program
         self.user: int | None = None
+        self.killed = False
         self.process: subprocess.Popen | None = None
         self._socket: socket.socket
         self._owner = 0  # Id of the process that started the child process. A fork of it starts its own child process.
@@ -152,7 +187,8 @@ class _Child:
         """Start the process and wait until it is ready. Raises SandboxError."""
         self.end()
         program, package = self._program, str(Path(__file__).parents[2])
-        command = [sys.executable, "-P", "-c", BOOT, package, program.function, str(program.memory)]
+        limits = str(program.memory), str(program.stack)
+        command = [sys.executable, "-P", "-c", BOOT, package, program.function, *limits]
         try:
             self._socket, child_end = socket.socketpair()
             with child_end:
@@ -165,23 +201,29 @@ class _Child:
                     start_new_session=True,
                 )
         except OSError as error:
-            raise SandboxError(f"no process can be started for it ({error.strerror})") from None
+            raise SandboxError(f"no process can be started for it ({error.strerror})", ready=False) from None
         self._owner = os.getpid()
         self._end = weakref.finalize(self, _end, self.process, self._socket, self._owner)
         try:
+            if self.killed:  # `kill` may have been called before this process existed.
+                raise SandboxError("its process was stopped")
             self._exchange(b"", START_SECONDS, "its process did not start")
-            self._exchange(_line([program.setup(), program.seconds]), program.seconds, "its process was stopped")
-        except BaseException:
+            limit = ceil(program.seconds) + 2
+            self._exchange(_line([program.setup(), limit]), program.seconds, "its process was stopped")
+        except BaseException as error:
             self.end()
+            if isinstance(error, SandboxError):
+                error.ready = False
             raise
         self._started = True
 
-    def call(self, message: Any, seconds: float) -> Any:
+    def call(self, message: Any, seconds: float, cpu_seconds: int | None) -> Any:
         """Return the answer to `message`. Raises SandboxError."""
         if not self.ready:
             self.start()
         try:
-            answer = self._exchange(_line([message, seconds]), seconds, "its process was stopped")
+            limit = cpu_seconds or ceil(seconds) + 2
+            answer = self._exchange(_line([message, limit]), seconds, "its process was stopped")
         except BaseException:  # Otherwise the next call would receive the answer to this one.
             self.end()
             raise
@@ -192,9 +234,15 @@ class _Child:
         raise SandboxError(answer["reason"], answer["error"])
 
     def end(self) -> None:
-        """Kill the process."""
+        """Kill the process and close the connection. Only the user of the child may call this."""
         self._started = False
         self._end()
+
+    def kill(self) -> None:
+        """Kill the process from any thread. The thread that waits for its answer gets a SandboxError."""
+        self.killed = True
+        if self.process is not None and self._owner == os.getpid():
+            self.process.kill()
 
     def _exchange(self, request: bytes, seconds: float, problem: str) -> Any:
         """Send a line and return the answer. On a timeout, raise a SandboxError that begins with `problem`."""
@@ -232,21 +280,29 @@ def _end(process: subprocess.Popen, connection: socket.socket, owner: int) -> No
 # ---- the child process
 
 
-def main(function: str, memory: str) -> None:
+def main(function: str, memory: str, stack: str) -> None:
     """Answer messages until the parent closes the socket."""
+    if int(stack):  # The stack of the first thread cannot grow beyond its size at the start of the process.
+        threading.stack_size(int(stack))
+        thread = threading.Thread(target=_answer_messages, args=(function, int(memory)))
+        thread.start()
+        thread.join()
+    else:
+        _answer_messages(function, int(memory))
+
+
+def _answer_messages(function: str, memory: int) -> None:
     module, name = function.split(":")
     make = getattr(importlib.import_module(module), name)
-    _limit(resource.RLIMIT_AS, int(memory))
+    _limit(resource.RLIMIT_AS, memory)
     _limit(resource.RLIMIT_NOFILE, 3)
     _limit(resource.RLIMIT_NPROC, 0)
     _limit(resource.RLIMIT_CORE, 0)
     lines, answer = sys.stdin.buffer, None
     _reply("started")
     for line in lines:
-        message, seconds = json.loads(line)
-        # The parent normally kills the child process earlier. This limit ends a child process whose parent no longer
-        # exists.
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 2 + ceil(seconds), permanent=False)
+        message, cpu_seconds = json.loads(line)
+        _limit(resource.RLIMIT_CPU, ceil(time.process_time()) + cpu_seconds, permanent=False)
         if answer is None:
             answer = _make_or_fail(make, message)
             _reply("ready")

@@ -2,6 +2,18 @@
 
 from collections.abc import Sequence
 from itertools import compress
+from typing import Protocol
+
+
+class Reader(Protocol):
+    """A reader of an answer, which knows where stop strings apply."""
+
+    @property
+    def hit(self) -> str | None:
+        """The stop string that ended the text; None before that."""
+
+    def feed(self, token: int, text: str) -> object:
+        """Add the text that a token completes."""
 
 
 class StopStrings:

@@ -31,6 +31,7 @@ MAX_DEPTH = 100  # Maximum nesting of lists and objects in messages and template
 _FILE_LIMIT = 128 << 20  # Maximum bytes of tokenizer.json.
 _TEMPLATE_LIMIT = 1 << 20  # Maximum bytes of a chat template.
 _MAX_CONTROL_CHARACTERS = 1000  # Maximum characters of a control token.
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _MARKUP = re.compile(r"\s*(<.*>|\[.*\])\s*", re.DOTALL)
 
 
@@ -88,6 +89,7 @@ class Tokenizer:
         )
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if token.content}
         self.special_ids = self._token_bytes.special
+        self._added = {token.content: i for i, token in added.items()}
         self._special = TokenSet(token.content for token in added.values() if token.special)
         # Added tokens that look like markup are control tokens. Other added tokens (words, runs of spaces) are text.
         control = {i: t.content for i, t in added.items() if t.special or _MARKUP.fullmatch(t.content)}
@@ -137,6 +139,14 @@ class Tokenizer:
         if self._template:
             self._template.sandbox.wait()
 
+    def close(self) -> None:
+        """End the child processes. The next use starts new ones."""
+        if self._template:
+            self._template.sandbox.close()
+        self._encode.sandbox.close()
+        if "_text_encoder" in self.__dict__:  # A cached property, which is made when a text needs it.
+            self._text_encoder.sandbox.close()
+
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that the token adds to a text; for a special token, its name."""
         return self._token_bytes(token)
@@ -146,8 +156,10 @@ class Tokenizer:
         """Names of the variables that the chat template reads and `encode_chat` accepts (tools, ...)."""
         return frozenset() if self._template is None else self._template.variables()
 
-    def encode(self, text: str, allow_special: bool = False, context: int | None = None) -> list[int]:
-        """Return the token ids of a text, with the tokens that the post-processor adds (usually bos).
+    def encode(
+        self, text: str, allow_special: bool = False, context: int | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the token ids of a text.
 
         Lone surrogates become U+FFFD.
 
@@ -155,6 +167,7 @@ class Tokenizer:
             allow_special: encode control tokens in the text as control tokens, instead of as ordinary characters.
             context: context length. If a lower bound of the number of tokens exceeds it, raise TooLong before
                 tokenization.
+            add_special_tokens: add the tokens that the post-processor adds to a whole text, usually bos.
 
         Raises:
             PromptError: `text` is not a string, or cannot be encoded.
@@ -164,9 +177,9 @@ class Tokenizer:
             raise PromptError(f"a prompt must be text, got {type(text).__name__}")
         text = _clean(text)
         self._check_size(text, context)
-        ids = self._encode(text, add_special_tokens=True)
-        if not allow_special and self._count_control(ids) > self._added_control:
-            ids = self._text_encoder(text, add_special_tokens=True)
+        ids = self._encode(text, add_special_tokens)
+        if not allow_special and self._count_control(ids) > (self._added_control if add_special_tokens else 0):
+            ids = self._text_encoder(text, add_special_tokens)
         return ids
 
     def encode_within(self, text: str) -> list[int]:
@@ -189,7 +202,15 @@ class Tokenizer:
         """Return the token ids of `prepare_chat`."""
         return self.prepare_chat(messages, context, **template_variables).ids
 
-    def prepare_chat(self, messages: Sequence[dict], context: int | None = None, /, **template_variables) -> ChatPrompt:
+    def prepare_chat(
+        self,
+        messages: Sequence[dict],
+        context: int | None = None,
+        continued: bool = False,
+        add_special_tokens: bool = False,
+        /,
+        **template_variables,
+    ) -> ChatPrompt:
         """Return a chat, formatted by the chat template, up to the beginning of the answer.
 
         Control tokens in messages are encoded as ordinary characters. In messages of the assistant, this applies only
@@ -198,6 +219,8 @@ class Tokenizer:
         Args:
             messages: dicts with the strings "role" and "content". Other keys are plain JSON values for the template.
             context: as for `encode`.
+            continued: end the prompt with the content of the last message, which the answer continues.
+            add_special_tokens: as for `encode`. Most chat templates write these tokens themselves.
             template_variables: plain JSON values (enable_thinking, tools, ...).
 
         Raises:
@@ -207,7 +230,12 @@ class Tokenizer:
         if self._template is None:
             raise PromptError(f"this model has no chat template (it may be a base model); {NO_CHAT}")
         messages, variables = _plain(messages, template_variables)
-        text = self._template.render(messages, variables)
+        end = ""  # A private-use character that marks the end of the last message.
+        if continued:
+            end = self._free_chars(1, messages, variables)[0]
+            messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + end}]
+            variables = variables | {"add_generation_prompt": False}
+        text = self._render(messages, variables, end)
         self._check_size(text, context)
         marks = self._marks(messages, variables)
         marked_messages = [
@@ -216,14 +244,23 @@ class Tokenizer:
         ]
         marked_variables = self._mark(variables, marks, self._user)
         changed = (marked_messages, marked_variables) != (messages, variables)
-        marked = self._template.render(marked_messages, marked_variables) if changed else text
+        marked = self._render(marked_messages, marked_variables, end) if changed else text
         tag = last_tag(marked)
         if _restore(marked, marks) == text:
-            ids = self._encode(text)
-            if self._count_control(ids) == len(self._control.spans(marked)):
+            ids = self._encode(text, add_special_tokens)
+            added = self._added_control if add_special_tokens else 0
+            if self._count_control(ids) == len(self._control.spans(marked)) + added:
                 return ChatPrompt(ids, tag)  # The template wrote all control tokens of this prompt.
         renamed = self._control.replace(marked, self._names.__getitem__)
-        return ChatPrompt(self._text_encoder(_restore(renamed, marks)), tag)
+        return ChatPrompt(self._text_encoder(_restore(renamed, marks), add_special_tokens), tag)
+
+    def _render(self, messages: list[dict], variables: dict, end: str) -> str:
+        """Return the text of the chat template, up to the character `end` if it is not empty."""
+        assert self._template is not None
+        text = self._template.render(messages, variables)
+        if end and end not in text:
+            raise PromptError("the chat template omits the last message, so that an answer cannot continue it")
+        return text[: text.rindex(end)] if end else text
 
     def _check_size(self, text: str, context: int | None) -> None:
         """Raise TooLong if a text cannot fit in `context` tokens."""
@@ -246,6 +283,10 @@ class Tokenizer:
     def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
         """Return a Detokenizer for one stream of tokens, which continues the text of `prompt_ids`."""
         return Detokenizer(self._token_bytes, prompt_ids, skip_special)
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the added token with this text; None if there is none."""
+        return self._added.get(text)
 
     def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
         """Return the special tokens that occur in `texts`: text by id."""
@@ -301,13 +342,17 @@ class Tokenizer:
 
         The private-use characters occur neither in the template nor in `values`.
         """
-        used = self._template_chars.union(json.dumps(values, ensure_ascii=False))
         begins = sorted(self._user.first_chars)
+        return dict(zip(begins, self._free_chars(len(begins), *values)))
+
+    def _free_chars(self, count: int, *values) -> list[str]:
+        """Return private-use characters that occur neither in the template nor in `values`."""
+        used = self._template_chars.union(json.dumps(values, ensure_ascii=False))
         private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
-        free = list(islice((char for char in private if char not in used), len(begins)))
-        if len(free) < len(begins):
+        free = list(islice((char for char in private if char not in used), count))
+        if len(free) < count:
             raise PromptError("the messages use nearly all private-use characters of Unicode; remove some")
-        return dict(zip(begins, free))
+        return free
 
     def _mark(self, value, marks: dict[str, str], tokens: TokenSet):
         """Replace the first character of each control token by its private-use character.
@@ -382,11 +427,30 @@ def _load(file: Path) -> tokenizers.Tokenizer:
         # Loading a Precompiled normalizer may panic and write a page to stderr, so a child process tries it first.
         if b'"Precompiled"' in data and (reason := check_in_child(data.decode())):
             raise ValueError(reason)
-        return tokenizers.Tokenizer.from_buffer(data)
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers raises plain Exceptions. A panic in Rust is a BaseException.
         raise CheckpointError(f"{file}: not a tokenizer ({brief(error)}); download the file again") from None
+    _check_ids(file, tokenizer, data.decode())
+    return tokenizer
+
+
+def _check_ids(file: Path, tokenizer: tokenizers.Tokenizer, data: str) -> None:
+    """Raise CheckpointError if two tokens of a tokenizer.json have the same id.
+
+    The library would use one of the two texts, and another one in each process, or give an added token another id.
+    """
+    texts: dict[int, str] = {}
+    place = _ADDED_TOKENS.search(data)
+    added = json.JSONDecoder().raw_decode(data, place.end())[0] if place else []
+    own = tokenizer.get_vocab(with_added_tokens=False)
+    for text, token in chain(own.items(), ((entry["content"], entry["id"]) for entry in added)):
+        if (other := texts.setdefault(token, text)) != text:
+            first, second = sorted((other, text))
+            raise CheckpointError(
+                f"{file}: the tokens {shown(first)} and {shown(second)} have the same id {token:,}; change one id"
+            )
 
 
 def _template(path: Path, settings: dict, special_tokens: dict[str, str]) -> ChatTemplate | None:

@@ -62,6 +62,7 @@ PACKED_MANY = (  # For more than 16 rows, whose sums leave few registers for til
     (16, 8, 2, 2, 0, 0, 0), (16, 4, 2, 2, 0, 0, 0), (16, 8, 3, 1, 0, 0, 1), (32, 8, 1, 1, 0, 0, 0),
 )  # fmt: skip
 MAX_PACKED = 24  # Maximum candidates of matmul for one packed tensor.
+MAX_PARTS = 80  # Maximum unrolled products of matmul with a packed tensor. With more, compilation takes minutes.
 # hopper of packed tensors. Tiles: (rows, tiles of the weights in flight, tiles of the activations in flight). Ways, by
 # the number of rows of the pass: (producer warps, registers).
 HOPPER_PACKED = ((64, 4, 4), (64, 4, 2), (64, 3, 3), (64, 2, 2), (64, 6, 4), (128, 4, 4), (128, 4, 2))
@@ -72,7 +73,7 @@ HOPPER_WAYS = {
 }
 # ring: (warps of a program, tiles of a stage, stages of the ring). With 0 tiles, a stage is a whole row of the weight.
 # RING_EACH is for one program for each 16 rows of the weight. RING_SHARED is for fewer programs, which share the rows.
-RING_EACH = ((4, 0, 1), (8, 0, 1), (2, 0, 1), (8, 1, 4), (8, 2, 3), (8, 2, 4), (8, 2, 5), (8, 4, 2))
+RING_EACH = ((4, 0, 1), (8, 0, 1), (2, 0, 1), (8, 1, 3), (8, 1, 4), (8, 2, 3), (8, 2, 4), (8, 2, 5), (8, 4, 2))
 RING_SHARED = ((4, 0, 1), (4, 0, 2), (4, 4, 5), (4, 4, 4), (8, 4, 3))
 RING_X, RING_TILES = 128, 20  # Maximum registers of a thread for the activations, and maximum unrolled tiles.
 
@@ -253,7 +254,8 @@ def packed_matmul_candidates(case: Case, packed: Packed, rows: int, device: Devi
         limit = config.registers or min(device.registers // (32 * config.num_warps), 255)
         several = not config.programs or config.programs < config.grid(n)[0]
         wide = config.block_n == 16 or rows > 8 or n > 16384
-        if needed <= limit and several and wide and config not in configs:
+        short = tiles * chunks <= MAX_PARTS
+        if needed <= limit and several and wide and short and config not in configs:
             configs.append(config)
     return configs[:MAX_PACKED]
 
@@ -273,7 +275,8 @@ def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfi
         if tiles > min(row, RING_TILES):
             continue
         kinds = [(True, 1, 64), (True, 1, 80)] if programs > 0 or -(-row // tiles) > stages else []
-        kinds += [(True, 0, 0), (True, 0, 96), (False, 0, 0)] + ([(False, 0, 168)] if warps < 8 else [])
+        kinds += [(True, 0, bound) for bound in (0, 64, 80, 96)]
+        kinds += [(False, 0, 0)] + ([(False, 0, 168)] if warps < 8 else [])
         for x_shared, producer, registers in kinds:
             memory = 1024 * warps * (tiles * stages + 1) + (2 * k if x_shared else 0)
             if (x_shared or row * tile // 8 <= RING_X) and memory + 2048 <= device.shared_memory:

@@ -50,11 +50,17 @@ def choose(
 
 
 def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> RingConfig | None:
-    """Choose for one row, in the sizes of models with a hidden size from 2,048 to 4,096."""
+    """Choose for one row, in the sizes of models with a hidden size from 2,048 to 5,120."""
     packed, k, hidden = case.packed, case.k, case.hidden
-    measured = 2048 <= hidden <= 4096 and k <= 14336
+    measured = 2048 <= hidden <= 5120 and k <= 17408
     if packed is None or batch_invariant or not measured:
         return None
+    if hidden > 4096:
+        # Three programs fit on a multiprocessor, together with the first programs of the next launch.
+        if is_head(case):
+            return None
+        stages, registers = (2 if case.epilogue == "residual" else 3), (64 if case.epilogue == "normed" else 80)
+        return RingConfig(8, 2 if k > 8192 else 1, stages, x_shared=True, registers=registers)
     tiles = -(-k // (4 * packed.tile))  # Tiles of a row for each of four warps.
     programs = 2 * device.multiprocessors
     if packed.number_type == "int4":

@@ -129,7 +129,7 @@ def transformers_form(name: str, weights: DeltaWeights, heads: DeltaHeads, rows,
     conv = weights.conv.float().squeeze(1)
     mixed = modeling.causal_conv1d_fn(mixed.T[None], conv, activation="silu")[0].T
     q, k, v = mixed.split((heads.key_size, heads.key_size, heads.value_size), 1)
-    q, k = (heads.for_value_heads(part.view(1, -1, heads.key, heads.key_dim), 2) for part in (q, k))
+    q, k = (heads.of_values(part.view(1, -1, heads.key, heads.key_dim), 2) for part in (q, k))
     b, a = x.float() @ weights.b.float().T, x.float() @ weights.a.float().T
     g = -weights.a_log.exp() * torch.nn.functional.softplus(a + weights.dt_bias)
     out, state = getattr(modeling, name)(

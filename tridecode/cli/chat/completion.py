@@ -15,7 +15,8 @@ def completed(typed: str, chat) -> tuple[int, list[str]]:
         return 0, []
     command, space, rest = typed.partition(" ")
     if not space:
-        return len(typed), [name for name in slash.COMMANDS if name.startswith(typed.lower())]
+        commands = (command for name, command in slash.COMMANDS.items() if name.startswith(typed.lower()))
+        return len(typed), [f"{each.name} " if each.arguments else each.name for each in commands]
     rest = rest.lstrip()
     name = slash.ALIASES.get(command.lower(), command.lower())
     candidates: Iterable[str] = slash.COMMANDS[name].words if name in slash.COMMANDS else ()

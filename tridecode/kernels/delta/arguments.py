@@ -23,20 +23,15 @@ class DeltaHeads(NamedTuple):
     sigmoid: bool = False  # the gate of the output is sigmoid(z) instead of silu(z)
     tiled: bool = False  # V head h uses head h % key of q and k, instead of head h // (value // key)
 
-    @property
-    def neighbors(self) -> int:
-        """Adjacent V heads that share a head of q and k: V head h uses head h // neighbors % key."""
-        return 1 if self.tiled else self.value // self.key
-
-    def for_value_heads(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def of_values(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Repeat heads of q or k along `dim`, so that there is one for each V head."""
         if not self.tiled:
-            return x.repeat_interleave(self.neighbors, dim)
+            return x.repeat_interleave(self.value // self.key, dim)
         return torch.cat([x] * (self.value // self.key), dim)
 
-    def for_key_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
         """Return the heads of q or k from those for each V head, [value heads, ...]."""
-        return x[: self.key] if self.tiled else x[:: self.neighbors]
+        return x[: self.key] if self.tiled else x[:: self.value // self.key]
 
     @property
     def key_size(self) -> int:

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 
 from ...text.grammar import JSON_LAYOUT, exact_schema
+from ...text.schema import is_plain
 from ...text.tokenizer import Tokenizer
 from .parser import BareCallParser, CallParser, MistralCallParser, TaggedCallParser, XmlCallParser
 
@@ -85,16 +86,24 @@ def system_turn(functions: tuple[Function, ...]) -> str:
 
 
 def call_grammar(
-    format: Format, functions: tuple[Function, ...], parallel: bool, special: dict[int, str]
-) -> tuple[str, list[str]]:
-    """Return (Lark expression, its rules) of an answer that calls one of the functions."""
+    format: Format, functions: tuple[Function, ...], parallel: bool, special: dict[int, str], enforced: bool = True,
+    open_objects: bool = False,
+) -> tuple[str, list[str]]:  # fmt: skip
+    """Return (Lark expression, its rules) of an answer that calls one of the functions.
+
+    Args:
+        enforced: whether a schema that cannot be compiled is an error. If not, the schemas of other functions than
+            plain ones are ignored.
+        open_objects: see EngineOptions.
+    """
     marks = {text: f"<[{token}]>" for token, text in special.items()}
     rules, names = [], []
     for i, function in enumerate(functions):
         parts = lark_text(
             format.call, {"NAME": json.dumps(json.dumps(function.name)), "ARGUMENTS": f"arguments{i}"}, {}
         )
-        rules += [f"call{i}: {parts}", f"arguments{i}: {json_rule(function.parameters | OBJECT)}"]
+        schema = function.parameters if enforced or is_plain(function.parameters) else {}
+        rules += [f"call{i}: {parts}", f"arguments{i}: {json_rule(schema | OBJECT, open_objects)}"]
         names.append(f"call{i}")
     prefix, suffix = lark_text(format.prefix, {}, marks), lark_text(format.suffix, {}, marks)
     any_call = f"({' | '.join(names)})"
@@ -106,9 +115,9 @@ def call_grammar(
     return f"{prefix} {any_call}{more} {suffix}".strip(), rules
 
 
-def json_rule(schema: dict) -> str:
+def json_rule(schema: dict, open_objects: bool) -> str:
     """Return a Lark rule that matches the JSON texts that a schema allows."""
-    return "%json " + json.dumps({**exact_schema(schema), "x-guidance": JSON_LAYOUT})
+    return "%json " + json.dumps({**exact_schema(schema, open_objects), "x-guidance": JSON_LAYOUT})
 
 
 def lark_text(text: str, names: dict[str, str], marks: dict[str, str]) -> str:

@@ -12,16 +12,16 @@ class ObjectScanner:
     """Finds the end of a JSON object that arrives in parts."""
 
     def __init__(self):
-        self._depth, self._quoted, self._escaped, self.ended = 0, False, False, False
+        self._depth, self.quoted, self._escaped, self.ended = 0, False, False, False
 
     def feed(self, text: str) -> int:
         """Return the number of characters of `text` that belong to the object; set `ended` at its end."""
         for i, char in enumerate(text):
-            if self._quoted:
-                self._quoted = self._escaped or char != '"'
+            if self.quoted:
+                self.quoted = self._escaped or char != '"'
                 self._escaped = char == "\\" and not self._escaped
             elif char == '"':
-                self._quoted = True
+                self.quoted = True
             elif char in "{[":
                 self._depth += 1
             elif char in "}]":
@@ -54,6 +54,26 @@ def is_json(text: str, kind: type = object) -> bool:
 def is_object(text: str) -> bool:
     """Return whether `text` is a JSON object."""
     return is_json(text, dict)
+
+
+def complete_object(text: str) -> dict:
+    """Return the complete members of a JSON object whose end is missing, as the clients of streams do."""
+    scanner, closing = ObjectScanner(), ""
+    cuts = [("", "{}")]  # (text up to a position at which a member or a value is missing, its closing brackets)
+    for i, char in enumerate(text):
+        quoted = scanner.quoted
+        scanner.feed(char)
+        if quoted or char not in "{[]},":
+            continue
+        if char == ",":
+            cuts.append((text[:i], closing))
+        elif char in "{[":
+            closing = ("}" if char == "{" else "]") + closing
+            cuts.append((text[: i + 1], closing))
+        else:
+            closing = closing[1:]
+    cuts.append((text, closing))
+    return next(msgspec.json.decode(part + end) for part, end in reversed(cuts) if is_object(part + end))
 
 
 def decode_string(text: str) -> str | None:

@@ -34,12 +34,14 @@ class Call:
     Args:
         raw: the text of the call, with the white space and the separator in front of it.
         broken: whether its end is missing or its arguments are malformed.
+        open: whether the answer ended within its arguments.
     """
 
     name: str
     arguments: str = ""
     raw: str = ""
     broken: bool = True
+    open: bool = False
 
 
 class CallParser:
@@ -62,9 +64,12 @@ class CallParser:
         self._leading_space = ""  # White space before the mark that begins `_raw`.
         self._state = self._text
         self._text_since_call = True  # Whether text followed the last call.
+        self._length = 0  # Characters of the answer so far.
+        self._spans: list[tuple[int, int]] = []
 
     def feed(self, text: str) -> list[Event]:
         """Parse the next part of the answer and return its events."""
+        self._length += len(text)
         self._pending += text
         while self._state():
             pass
@@ -76,6 +81,11 @@ class CallParser:
         self._emit_text(self._leading_space + self._raw + self._pending)
         self._leading_space = self._raw = self._pending = ""
         return self._take_events()
+
+    def take_spans(self) -> list[tuple[int, int]]:
+        """Return where in the answer the texts of the TEXT events since the last call of this method are."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def _end(self) -> None:
         """Complete or abandon the open call at the end of the answer."""
@@ -96,7 +106,11 @@ class CallParser:
         return text.lstrip() if self.calls and not self._text_since_call and not self.calls[-1].broken else text
 
     def _emit_text(self, text: str) -> None:
+        """Emit `text`, with which the answer after the last event begins."""
+        end = self._length - len(self._leading_space + self._raw + self._pending) + len(text)
         text = self._strip_after_call(text)
+        if text:
+            self._spans.append((end - len(text), end))
         self._text_since_call = self._text_since_call or bool(text)
         self._events.append((TEXT, text))
 
@@ -235,7 +249,7 @@ class JsonCallParser(CallParser):
 
     def _end(self) -> None:
         if self._state in (self._arguments, self._object_end):
-            self.calls[-1].raw = self._raw + self._pending
+            self.calls[-1].raw, self.calls[-1].open = self._raw + self._pending, True
             self._raw = self._pending = ""
 
 
@@ -397,7 +411,7 @@ class XmlCallParser(CallParser):
 
     def _end(self) -> None:
         if self._state == self._arguments:
-            self.calls[-1].raw = self._raw + self._pending
+            self.calls[-1].raw, self.calls[-1].open = self._raw + self._pending, True
         elif self._state == self._tail:
             self._close(self._raw)
         else:

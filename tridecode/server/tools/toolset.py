@@ -56,10 +56,11 @@ class Tools:
         """Return token id -> text of the special tokens in calls."""
         return special_tokens(tokenizer, self.format(tokenizer)) if self.used else {}
 
-    def grammar(self, tokenizer: Tokenizer) -> tuple[str, list[str]]:
-        """Return (Lark expression, its rules) of an answer that must be calls."""
+    def grammar(self, tokenizer: Tokenizer, open_objects: bool = False) -> tuple[str, list[str]]:
+        """Return (Lark expression, its rules) of an answer that consists of calls."""
         allowed = tuple(function for function in self.functions if self.choice != "one" or function.name == self.one)
-        return call_grammar(self.format(tokenizer), allowed, self.parallel, self.special_tokens(tokenizer))
+        special = self.special_tokens(tokenizer)
+        return call_grammar(self.format(tokenizer), allowed, self.parallel, special, self.enforced, open_objects)
 
     def render(self, messages: list[dict], tokenizer: Tokenizer) -> tuple[list[dict], dict]:
         """Return (messages, variables) for the chat template; without tool support in the template, tools as text."""
