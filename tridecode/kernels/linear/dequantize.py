@@ -13,7 +13,7 @@ TILES = 4  # Number of tiles that a program converts in each of its rows.
 
 @triton.jit
 def _dequantize_kernel(
-    weight_ptr, scale_ptr, zero_ptr, order_ptr, minimum_ptr, over_ptr, out_ptr, first, end, K: tl.constexpr,
+    weight_ptr, scale_ptr, zero_ptr, order_ptr, out_ptr, first, end, minimum_ptr, over_ptr, K: tl.constexpr,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr,
     MINIMUMS: tl.constexpr, OVER: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip

@@ -22,7 +22,7 @@ from ..common import (
     options,
 )
 from ..op import Op
-from .bits import factor, pair, raised, unpack, zero_operand, zero_point
+from .bits import factor, half_of, pair, raised, unpack, zero_operand, zero_point
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
@@ -73,13 +73,13 @@ class MatmulConfig(RowBlocks):
 
 
 @triton.jit
-def _halves(T: tl.constexpr, tile, x, tile_scales, part: tl.constexpr, TYPE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the scaled sum of a part whose halves of 16 columns have different scales."""
-    acc = tl.zeros([T.WARPS, T.BLOCK_N, BLOCK_M], tl.float32)
-    column = tl.arange(0, STEP_COLUMNS)[None, :]
+def _halves(
+    T: tl.constexpr, acc, tile, x, tile_scales, part: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr,
+    DOT_FP32: tl.constexpr,
+):  # fmt: skip
+    """Add the scaled sum of a part whose halves of 16 columns have different scales."""
     for half in tl.static_range(2):
-        own = tl.where(column // 16 == half, x, 0.0).to(x.dtype)
-        columns = tl.permute(operand(own, T.WARPS, BLOCK_M, True), (0, 2, 1)).to(TYPE)
+        columns = tl.permute(operand(half_of(x, half, DOT_FP32), T.WARPS, BLOCK_M, True), (0, 2, 1)).to(TYPE)
         zeros = tl.zeros([T.WARPS, T.BLOCK_N, BLOCK_M], tl.float32)
         acc += tl.dot(tile, columns, zeros, input_precision="ieee") * scale_of(T, tile_scales, part * 2 + half, 0)
     return acc
@@ -87,8 +87,8 @@ def _halves(T: tl.constexpr, tile, x, tile_scales, part: tl.constexpr, TYPE: tl.
 
 @triton.jit
 def _matmul_kernel(
-    meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, minimum_ptr, over_ptr, extra_ptr, out_ptr, normed_ptr,
-    sumsq_ptr, eps, stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, BLOCK_M: tl.constexpr,
+    meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps,
+    stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, minimum_ptr, over_ptr, BLOCK_M: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr,
     MINIMUMS: tl.constexpr, OVER: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
@@ -209,42 +209,40 @@ def _matmul_kernel(
             for part in tl.static_range(PARTS):
                 if c * PARTS + part + X_AHEAD < X_TILES:
                     x += (load_x(T, activations, c * PARTS + part + X_AHEAD, ORDERED),)
-                tile_x = x[c * PARTS + part]
-                columns = tile_x
+                columns = x[c * PARTS + part]
                 if FORM == "e4m3" or ZEROS_AFTER:
                     columns = raised(columns, FORM, DOT_FP32)
                 columns = tl.permute(operand(columns, WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
                 if FORM == "dense":
                     tile = tiles[c]
+                elif MINIMUMS and FORM == "int4":
+                    tile = unpack(tiles[c], tl.full([1, 1], 0, tl.int32), part, FORM, True, DOT_FP32)
                 else:
                     zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS and not ZEROS_AFTER else 0
                     tile = unpack(tiles[c], zero, part, FORM, ZEROS and not ZEROS_AFTER, DOT_FP32, ZEROS_AFTER)
                 tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
                 tile_scales = scales[c * LOADED : (c + 1) * LOADED]
                 if T.HALVES == 2:
-                    acc += _halves(T, tile, tile_x, tile_scales, part, TYPE, BLOCK_M)
+                    acc = _halves(T, acc, tile, x[c * PARTS + part], tile_scales, part, BLOCK_M, TYPE, DOT_FP32)
                 else:
                     if part % GROUP_PARTS == 0:
                         group_sum = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32) if T.GROUPED else acc
                         x_sum = group_sum
                         if ZEROS_AFTER:
                             start = zero_sums[(c * PARTS + part) // GROUP_PARTS]
-                            if MINIMUMS:
-                                x_sum = start * (-1 / 8)  # Without zero points, the sums are products with -8.
                             if ZEROS:
                                 start *= zero_point(zeros[c * ZERO_PARTS + part // GROUP_PARTS % ZERO_PARTS])
                             group_sum = start if T.GROUPED else acc + start
                     group_sum = tl.dot(tile, columns, group_sum, input_precision="ieee")
-                    if MINIMUMS and not ZEROS_AFTER:
-                        ones = tl.full([WARPS, BLOCK_N, STEP_COLUMNS], 1 / factor(FORM), TYPE)
+                    if MINIMUMS:
+                        half = tl.full([WARPS, BLOCK_N, STEP_COLUMNS // 2], 1 / factor(FORM), TYPE)
+                        ones = tl.join(half, half).reshape(WARPS, BLOCK_N, STEP_COLUMNS)
                         x_sum = tl.dot(ones, columns, x_sum, input_precision="ieee")
                     if (part + 1) % GROUP_PARTS == 0:
                         if T.GROUPED:
-                            scale_now = scale_of(T, tile_scales, part // GROUP_PARTS, 0)
-                            acc += group_sum * scale_now
-                            if MINIMUMS:  # Four bits were multiplied without their zero point, which is 8.
-                                less = scale_of(T, tile_scales, part // GROUP_PARTS, 1)
-                                acc += x_sum * (8 * scale_now - less if FORM == "int4" else -less)
+                            acc += group_sum * scale_of(T, tile_scales, part // GROUP_PARTS, 0)
+                            if MINIMUMS:
+                                acc -= x_sum * scale_of(T, tile_scales, part // GROUP_PARTS, 1)
                         else:
                             acc = group_sum
             # The tile that is AHEAD tiles later belongs to this block or to the next one.

@@ -80,7 +80,7 @@ def tiling(
         LOADED=2 + MINIMUMS if OVER else scales * (1 + MINIMUMS),
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
         # The kernel then sums the activations once for many blocks of four bits.
-        ZEROS_AFTER=FORM == "int4" and X_AHEAD == chunks * parts and shared,
+        ZEROS_AFTER=FORM == "int4" and not MINIMUMS and X_AHEAD == chunks * parts and shared,
     )  # fmt: skip
 
 
@@ -195,9 +195,8 @@ def scale_of(T: tl.constexpr, loaded, group: tl.constexpr, which: tl.constexpr):
         loaded: the numbers that `load_tile` returned for the tile.
     """
     if T.OVER > 0:
-        code = (loaded[which].to(tl.int32) >> (8 * group)) & 255
-        if not T.MINIMUMS:  # Without minimums, scales have a sign.
-            code = (code ^ 128) - 128
+        code = loaded[which].to(tl.int32) >> (8 * group)
+        code = code & 255 if T.MINIMUMS else code.to(tl.int8)  # Without minimums, scales have a sign.
         bits = loaded[1 + T.MINIMUMS] >> (16 * which)
         return code.to(tl.float32) * bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
