@@ -1,6 +1,7 @@
 """Models in GGUF files: what llama.cpp's converter changed is undone, for each family."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from checkpoints import write_tiny
 from gguf_files import write_gguf
 
 from tridecode import Engine, SamplingParams
-from tridecode.checkpoint.load import load_config, load_weights
-from tridecode.errors import CheckpointError
+from tridecode.checkpoint.gguf.schemes import with_file_type
+from tridecode.checkpoint.load import load_config, load_weights, random_weights
+from tridecode.errors import CheckpointError, ParameterError
+from tridecode.models.presets import GGUF_TYPES, PRESETS
 
 PROMPT = [3, 40, 5, 77, 120, 9, 300, 12, 250, 31]
 INTERVAL = dict(layer_types=["linear_attention", "full_attention"] * 2)
@@ -178,9 +181,43 @@ def test_other_types_are_expanded_with_a_note(tmp_path):
 
 
 def test_quantize_of_a_quantized_file(tmp_path):
-    from tridecode.errors import ParameterError
-
     source = write_tiny(tmp_path / "hf", "llama", **WIDE)
     file = write_gguf(source, tmp_path / "model.gguf", "Q8_0")
     with pytest.raises(ParameterError, match="quantized already"):
         Engine.load(file, device="cpu", quantize="int4")
+
+
+def test_types_of_a_file():
+    """The tensors of Qwen3-8B in Q4_K_M take 4.68 GiB, as llama-bench reports; the embedding is Q4_K."""
+    spec = with_file_type(PRESETS["qwen3-8b"], "q4_k_m")
+    scheme = spec.checkpoint_quantization.scheme
+    nbytes = spec.vocab_size * spec.hidden_size * 144 / 256
+    for prefix, linear in spec_linears(spec):
+        for part in linear.parts:
+            found = scheme(prefix + part.module)
+            nbytes += part.rows * linear.k // found.columns * found.nbytes
+    assert round(nbytes / 2**30, 2) == 4.68
+
+
+def spec_linears(spec):
+    layers = [(spec.layer_prefix(i), linear) for i, layer in enumerate(spec.layers) for linear in layer.linears()]
+    return [*layers, ("", spec.lm_head)]
+
+
+def test_types_of_recurrent_layers_are_refused():
+    with pytest.raises(ParameterError) as found:
+        with_file_type(PRESETS["qwen3.5-9b"], "q4_k_m")
+    assert found.value.argument == "gguf"
+
+
+@pytest.mark.parametrize("name", GGUF_TYPES)
+def test_random_weights(name):
+    spec = replace(PRESETS["qwen3-0.6b"], vocab_size=512)
+    weights = random_weights(
+        with_file_type(replace(spec, layers=spec.layers[:4]), name), "cpu", torch.bfloat16, packs=True
+    )
+    assert weights.lm_head.number_type == "int8"
+    for layer in weights.layers:
+        for linear_name, linear in layer.linears.items():
+            residual = 8 if linear_name in ("o_proj", "down") else 1
+            assert abs(linear.matrix().std() * (residual * linear.in_features) ** 0.5 - 1) < 0.02

@@ -23,6 +23,7 @@ from ..blocks.host_layers import HostLayers, make_host_layers
 from ..blocks.spec import ModelSpec
 from ..blocks.weights import LayerWeights, Weights
 from ..errors import CheckpointError, DeviceError, brief, counted
+from ..kernels.linear.packed import Packed, QuantizedWeight
 from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
@@ -186,15 +187,21 @@ def random_weights(
     places, host = _allocate(plan, device, dtype, spec.num_layers, on_host)
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, target in plan.items():
-        if name == "lm_head.weight" and spec.tie_word_embeddings:
+        if name == HEAD and spec.tie_word_embeddings and target.load_scheme is not None:
             continue  # The code below copies this weight from the embedding.
+        # 2 * num_layers linears add to the residual stream, so their weights are smaller.
+        std = (target.shape[-1] * (2 * spec.num_layers if target.residual else 1)) ** -0.5
+        if target.packed is not None and target.load_scheme is None:
+            n, step = target.shape[0], max(2**24 // target.shape[1], 1)
+            for first in range(0, n, step):
+                rows = _random_rows(target.packed, min(step, n - first), std, generator)
+                target.packed.pack(places[name], first, rows)
+            continue
         tensor = place = places[name]["weight"]
         if target.load_scheme is not None or place.device.type != device.type:
             tensor = torch.empty(target.shape, dtype=dtype, device=device)
         if tensor.ndim == 2:
-            # 2 * num_layers linears add to the residual stream, so their weights are smaller.
-            branch = 2 * spec.num_layers if target.residual else 1
-            tensor.normal_(0.0, (tensor.shape[1] * branch) ** -0.5, generator=generator)
+            tensor.normal_(0.0, std, generator=generator)
         elif name.endswith("bias"):
             tensor.normal_(0.0, 0.02, generator=generator)
         else:
@@ -204,6 +211,19 @@ def random_weights(
         elif tensor is not place:
             place.copy_(tensor)
     return _assemble(spec, plan, places, host)
+
+
+def _random_rows(packed: Packed, n: int, std: float, generator: torch.Generator) -> QuantizedWeight:
+    """Return n random rows of integer codes. Their values have the standard deviation `std` and a mean near 0."""
+    size, device = 2**packed.bits, generator.device
+    step = std * 12**0.5 / size  # The standard deviation of the codes is size / sqrt(12).
+    scale = torch.full((n, -(-packed.k // packed.group)), 1.0 if packed.over_group else step, device=device)
+    over = torch.full(packed.shapes(n)["over"][0], step, device=device) if packed.over_group else None
+    return QuantizedWeight(
+        torch.randint(size, (n, packed.k), dtype=torch.uint8, device=device, generator=generator),
+        scale, 1, packed.group, packed.bits, over=over, over_group=packed.over_group,
+        minimum=scale * (size // 2) if packed.minimums else None,
+    )  # fmt: skip
 
 
 def empty_weights(

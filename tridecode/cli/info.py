@@ -114,9 +114,8 @@ def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
 def gguf_facts(path: Path, packs: bool) -> dict:
     """Return the tensors of a GGUF file by their role and type, for the report.
 
-    `device` is how a tensor is stored on the device: as it is, packed for kernels, or expanded.
-
-    `bits` is the number of bits of the file's tensors for each of their numbers.
+    `bits` is the number of bits of the file's tensors for each of their numbers. `device` is how a tensor is stored on
+    the device.
     """
     gguf = read_gguf(path)
     tensors: dict[tuple[str, str, tuple[int, ...]], int] = Counter()
@@ -132,7 +131,7 @@ def gguf_facts(path: Path, packs: bool) -> dict:
                 "type": type_name,
                 "shape": list(shape),
                 "count": count,
-                "device": stored_as(type_name, packs),
+                "device": stored_as(role, type_name, packs),
             }
             for (role, type_name, shape), count in tensors.items()
         ],
@@ -141,11 +140,11 @@ def gguf_facts(path: Path, packs: bool) -> dict:
     }
 
 
-def stored_as(type_name: str, packs: bool) -> str:
-    """Return how tensors of a type are stored on the device."""
+def stored_as(role: str, type_name: str, packs: bool) -> str:
+    """Return how a tensor is stored on the device."""
     if type_name in FLOATS:
         return "as it is"
-    if packs and type_name in SCHEMES:
+    if packs and type_name in SCHEMES and role != "token_embd.weight":
         return f"packed, {SCHEMES[type_name].number_type}"
     return "expanded to the dtype of the weights"
 

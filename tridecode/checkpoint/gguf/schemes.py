@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from ...blocks.spec import ModelSpec
-from ...errors import counted
+from ...errors import conflict, counted
 from ...kernels.linear.packed import Packed, QuantizedWeight
 from ..quantization.scheme import Quantization, Scheme, Stored
 from .dequantize import IQ4_VALUES, codes_q5, codes_q5_k, codes_q6_k, half, nibbles, scale_codes
@@ -144,6 +144,30 @@ SCHEMES = {
         ("Q4_K", 4, 32, 256, 144, True), ("Q5_K", 8, 32, 256, 176, True), ("Q6_K", 8, 16, 256, 210, False),
     )
 }  # fmt: skip
+
+
+def with_file_type(spec: ModelSpec, name: str) -> ModelSpec:
+    """Return a specification of a dense model with the types of a file of GGUF_TYPES. Raises ParameterError.
+
+    Source: llama.cpp, src/llama-quant.cpp.
+    """
+    if spec.recurrent:
+        raise conflict("gguf", ": the types of recurrent layers are not known; choose a dense preset")
+    count, eighth = spec.num_layers, spec.num_layers // 8
+
+    def scheme(k: int, more_bits: bool) -> BlockScheme:
+        if name == "q8_0":
+            return SCHEMES["Q8_0"]
+        return SCHEMES[("Q5_0", "Q8_0")[more_bits] if k % _OVER else ("Q4_K", "Q6_K")[more_bits]]
+
+    pairs = [(HEAD, scheme(spec.lm_head.k, True))]
+    for i, layer in enumerate(spec.layers):
+        fine = i < eighth or i >= 7 * count // 8 or (i - eighth) % 3 == 2
+        for linear in layer.linears():
+            for part in linear.parts:
+                more_bits = fine and part.module.endswith(("v_proj", "down_proj"))
+                pairs.append((spec.layer_prefix(i) + part.module, scheme(linear.k, more_bits)))
+    return replace(spec, checkpoint_quantization=BlockTypes(name, (), tuple(pairs)))
 
 
 def with_block_types(path: Path, spec: ModelSpec) -> ModelSpec:
