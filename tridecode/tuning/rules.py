@@ -194,7 +194,9 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
     number_type, k, blocks = packed.number_type, case.k, -(-case.n // 16)
     programs = 2 * device.multiprocessors
     if rows > 16:  # The sums leave few registers for tiles in flight.
-        return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
+        return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1, rounds=rows > 32 and packed.group < 64)
+    if rows > 8 and packed.group < 64:  # The scales of many groups are in flight with each tile.
+        return MatmulConfig(16, 4, 4, 4, 168, fetch=1)
     if rows > 8:  # If there are enough blocks, a multiprocessor runs four programs.
         return MatmulConfig(16, 4, 10, 8, fetch=1) if blocks < programs else MatmulConfig(16, 4, 4, 4, 128, fetch=1)
     # Programs take several blocks. Use the smallest number of warps that keeps the activations in 20 tiles each.
@@ -206,8 +208,8 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
     warps = 2 if k <= 3072 else 4 if k <= 8192 else 8
     while warps < 8 and blocks * warps < 4 * programs and tiles > 2 * warps:
         warps *= 2
-    if packed.group < 64:  # Many scales are in flight with each tile.
-        return MatmulConfig(16, warps, 4, 8, registers=128 if warps == 8 else 0)
+    if packed.group < 64:
+        return MatmulConfig(16, warps, 3, 8, registers=128)
     ahead = 10 if warps < 8 else 4 if number_type == "int4" else 8  # The scales of groups are in flight too.
     ahead, x_ahead = min(ahead, 6) if number_type == "int8" else ahead, 8
     if warps == 8 and device.capability > HOPPER:  # The compiler spills more on newer GPUs.

@@ -38,6 +38,7 @@ from .register_tiles import (
     load_x,
     operand,
     places,
+    rounded,
     scale_of,
     tiling,
 )
@@ -60,6 +61,8 @@ class MatmulConfig(RowBlocks):
         block_m: Minimum number of rows of a tile of activations.
         programs: Number of programs that share the rows; 0: one for each block.
         fetch: Number of blocks of packed weights in flight to the L2 cache, including the one in registers.
+        rounds: Scale packed weights and round them to the dtype of the activations before the product. Otherwise the
+            scales multiply the sums of groups, for each row of activations.
     """
 
     block_n: int = 16
@@ -70,6 +73,7 @@ class MatmulConfig(RowBlocks):
     block_m: int = 8
     programs: int = 0
     fetch: int = 0
+    rounds: bool = False
 
 
 @triton.jit
@@ -91,9 +95,9 @@ def _matmul_kernel(
     stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, minimum_ptr, over_ptr, BLOCK_M: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
     FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr,
-    MINIMUMS: tl.constexpr, OVER: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
-    X_AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
-    DOT_FP32: tl.constexpr,
+    MINIMUMS: tl.constexpr, OVER: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, FETCH: tl.constexpr,
+    PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows.
 
@@ -122,8 +126,8 @@ def _matmul_kernel(
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
     T: tl.constexpr = tiling(
-        N, K, FORM, GROUP, SCALE_ROWS, ZEROS, MINIMUMS, OVER, EPILOGUE == "gated", BLOCK_N, WARPS, X_AHEAD, BLOCKS,
-        PROGRAMS,
+        N, K, FORM, GROUP, SCALE_ROWS, ZEROS, MINIMUMS, OVER, ROUNDS, EPILOGUE == "gated", BLOCK_N, WARPS, X_AHEAD,
+        BLOCKS, PROGRAMS,
     )  # fmt: skip
     OUT_N: tl.constexpr = T.OUT_N
     CHUNKS: tl.constexpr = T.CHUNKS
@@ -220,9 +224,13 @@ def _matmul_kernel(
                 else:
                     zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS and not ZEROS_AFTER else 0
                     tile = unpack(tiles[c], zero, part, FORM, ZEROS and not ZEROS_AFTER, DOT_FP32, ZEROS_AFTER)
-                tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
                 tile_scales = scales[c * LOADED : (c + 1) * LOADED]
-                if T.HALVES == 2:
+                if T.ROUNDS:
+                    tile = rounded(T, tile, tile_scales, part, factor(FORM), x_ptr.dtype.element_ty)
+                tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
+                if T.ROUNDS:
+                    acc = tl.dot(tile, columns, acc, input_precision="ieee")
+                elif T.HALVES == 2:
                     acc = _halves(T, acc, tile, x[c * PARTS + part], tile_scales, part, BLOCK_M, TYPE, DOT_FP32)
                 else:
                     if part % GROUP_PARTS == 0:
@@ -236,6 +244,7 @@ def _matmul_kernel(
                     group_sum = tl.dot(tile, columns, group_sum, input_precision="ieee")
                     if MINIMUMS:
                         half = tl.full([WARPS, BLOCK_N, STEP_COLUMNS // 2], 1 / factor(FORM), TYPE)
+                        # Joined as unpacked weights are: both products then take the activations in one layout.
                         ones = tl.join(half, half).reshape(WARPS, BLOCK_N, STEP_COLUMNS)
                         x_sum = tl.dot(ones, columns, x_sum, input_precision="ieee")
                     if (part + 1) % GROUP_PARTS == 0:
@@ -292,6 +301,7 @@ def matmul(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
         **epilogue_arguments(linear, out, epilogue, 64 if config.block_m > 8 else 1), stride_xm=x.stride(0), rows=rows,
         BLOCK_M=max(next_power_of_2(rows), config.block_m), N=N, BLOCK_N=config.block_n, WARPS=config.num_warps,
         AHEAD=min(config.ahead, tiles), X_AHEAD=min(config.x_ahead, tiles * parts), BLOCKS=blocks, PROGRAMS=programs,
+        ROUNDS=config.rounds,
         # Bulk copies need addresses that are multiples of 16 bytes. Devices with dependent launch support bulk copies.
         FETCH=config.fetch if pdl and packed is not None and N % 8 == 0 else 0, PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl, config.registers),

@@ -20,7 +20,7 @@ STEP_COLUMNS = tl.constexpr(STEP_K)
 Weight = namedtuple("Weight", "weight_ptr scale_ptr zero_ptr minimum_ptr over_ptr")
 # Pointers to a block of rows of a weight:
 # - weights: [lines, LINE], the first tile
-# - scales, minimums, overs: [1, BLOCK_N, 1], the first group of the rows of the sums
+# - scales, minimums, overs: [1, BLOCK_N, 1], the first group of the rows of the sums, or [lines, 1] if ROUNDS
 # - zeros: like scales if ZEROS_AFTER, else [lines, 1]
 # - mask_lines, mask_sums: whether the rows exist
 Block = namedtuple("Block", "weights scales zeros minimums overs mask_lines mask_sums")
@@ -35,7 +35,7 @@ Activations = namedtuple("Activations", "ptrs order_ptr offs_k offs_m rows")
 
 @triton.constexpr_function
 def tiling(
-    N, K, FORM, GROUP, SCALE_ROWS, ZEROS, MINIMUMS, OVER, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS
+    N, K, FORM, GROUP, SCALE_ROWS, ZEROS, MINIMUMS, OVER, ROUNDS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS
 ):  # fmt: skip
     """Return the constants of a kernel that follow from the weight and the launch config.
 
@@ -52,7 +52,8 @@ def tiling(
     X_TILES: tiles of activations.
     GROUPS: groups of GROUP columns in a row.
     GROUPED: whether a row has several scales. They multiply the sums of tiles or, for smaller groups, of parts of
-    tiles.
+    tiles, or the weights if ROUNDS.
+    ROUNDS: whether weights are scaled and rounded before the product.
     ROW_SCALES: whether a row has one scale, which multiplies the whole sum.
     SCALES, ZERO_PARTS: scales and zero points that are loaded with a line.
     LOADED: numbers that are loaded with a line besides zero points. If OVER, integer scales are loaded as one word, and
@@ -60,7 +61,7 @@ def tiling(
     EACH: columns of a line that share a scale.
     HALVES: scales of a part, which is multiplied once for each: 2 for groups of 16 columns.
     OVERS: groups of OVER columns in a row.
-    GROUP_PARTS: parts that are added before they are scaled.
+    GROUP_PARTS: parts that share a scale.
     ZEROS_AFTER: whether zero points are subtracted from the sums instead of from the weight.
     """
     dense, shared = FORM == "dense", BLOCKS > PROGRAMS
@@ -75,12 +76,12 @@ def tiling(
         N=N, K=K, GROUP=GROUP, SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, GATED=GATED, BLOCK_N=BLOCK_N, WARPS=WARPS,
         OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step,
         LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
-        GROUPED=grouped, ROW_SCALES=not dense and not grouped, SCALES=scales, HALVES=halves,
+        GROUPED=grouped, ROUNDS=ROUNDS and grouped, ROW_SCALES=not dense and not grouped, SCALES=scales, HALVES=halves,
         EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, OVERS=-(-K // OVER) if OVER else 0,
         LOADED=2 + MINIMUMS if OVER else scales * (1 + MINIMUMS),
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
         # The kernel then sums the activations once for many blocks of four bits.
-        ZEROS_AFTER=FORM == "int4" and not MINIMUMS and X_AHEAD == chunks * parts and shared,
+        ZEROS_AFTER=FORM == "int4" and not (MINIMUMS or ROUNDS) and X_AHEAD == chunks * parts and shared,
     )  # fmt: skip
 
 
@@ -155,12 +156,13 @@ def block_of_rows(T: tl.constexpr, w, block):
     if T.GATED:
         rows, sum_rows = line % T.OUT_N + line // T.OUT_N * T.N, sum_n % T.OUT_N + sum_n // T.OUT_N * T.N
     lines = w.weight_ptr + (rows + block * T.OUT_N).to(tl.int64) * T.LENGTH
+    scale_rows = (rows if T.ROUNDS else sum_rows) + block * T.OUT_N
     return Block(
         lines + (warp * T.LINE + tl.arange(0, T.LINE)[None, :]),
-        w.scale_ptr + (sum_rows + block * T.OUT_N) // T.SCALE_ROWS * T.GROUPS,
+        w.scale_ptr + scale_rows // T.SCALE_ROWS * T.GROUPS,
         w.zero_ptr + ((sum_rows if T.ZEROS_AFTER else rows) + block * T.OUT_N) * T.GROUPS,
-        w.minimum_ptr + (sum_rows + block * T.OUT_N) * T.GROUPS,
-        w.over_ptr + (sum_rows + block * T.OUT_N) * (T.OVERS * (1 + T.MINIMUMS)),
+        w.minimum_ptr + scale_rows * T.GROUPS,
+        w.over_ptr + scale_rows * (T.OVERS * (1 + T.MINIMUMS)),
         block * T.OUT_N + line % T.OUT_N < T.N,
         block * T.OUT_N + sum_n % T.OUT_N < T.N,
     )
@@ -189,7 +191,7 @@ def _words(ptrs, size: tl.constexpr):
 
 @triton.jit
 def scale_of(T: tl.constexpr, loaded, group: tl.constexpr, which: tl.constexpr):
-    """Return the scale (which = 0) or the minimum (1) of a group of a tile, fp32 [WARPS, BLOCK_N, 1].
+    """Return the scale (which = 0) or the minimum (1) of a group of a tile, fp32 [WARPS, BLOCK_N, 1] or [lines, 1].
 
     Args:
         loaded: the numbers that `load_tile` returned for the tile.
@@ -212,28 +214,48 @@ def load_tile(T: tl.constexpr, block, c: tl.constexpr):
     WIDTH: tl.constexpr = T.WARPS * T.LINE
     _, warp = places(T.WARPS, T.BLOCK_N)
     offs_k = warp * T.LINE + tl.arange(0, T.LINE)[None, :]
-    sum_warp = tl.arange(0, T.WARPS)[:, None, None]
+    sum_warp, mask = tl.arange(0, T.WARPS)[:, None, None], block.mask_sums
+    if T.ROUNDS:
+        sum_warp, mask = warp, block.mask_lines
     tile = _load(block.weights, offs_k, block.mask_lines, c * WIDTH, WIDTH, T.LENGTH, T.MASKED, "evict_first")
     scales, zeros = (), ()
     if T.OVER > 0:
-        scales += (_load_group(T, _words(block.scales, T.SCALES), sum_warp, block.mask_sums, c, 0, T.STEP),)
+        scales += (_load_group(T, _words(block.scales, T.SCALES), sum_warp, mask, c, 0, T.STEP),)
         if T.MINIMUMS:
-            scales += (_load_group(T, _words(block.minimums, T.SCALES), sum_warp, block.mask_sums, c, 0, T.STEP),)
-            scales += (_load_group(T, _words(block.overs, 4), sum_warp, block.mask_sums, c, 0, T.OVER),)
+            scales += (_load_group(T, _words(block.minimums, T.SCALES), sum_warp, mask, c, 0, T.STEP),)
+            scales += (_load_group(T, _words(block.overs, 4), sum_warp, mask, c, 0, T.OVER),)
         else:
-            scales += (_load_group(T, _words(block.overs, 2), sum_warp, block.mask_sums, c, 0, T.OVER),)
+            scales += (_load_group(T, _words(block.overs, 2), sum_warp, mask, c, 0, T.OVER),)
     else:
         for i in tl.static_range(T.SCALES):
-            scales += (_load_group(T, block.scales, sum_warp, block.mask_sums, c, i * T.EACH, T.GROUP),)
+            scales += (_load_group(T, block.scales, sum_warp, mask, c, i * T.EACH, T.GROUP),)
         if T.MINIMUMS:
             for i in tl.static_range(T.SCALES):
-                scales += (_load_group(T, block.minimums, sum_warp, block.mask_sums, c, i * T.EACH, T.GROUP),)
+                scales += (_load_group(T, block.minimums, sum_warp, mask, c, i * T.EACH, T.GROUP),)
     for part in tl.static_range(T.ZERO_PARTS):
         if T.ZEROS_AFTER:
             zeros += (_load_group(T, block.zeros, sum_warp, block.mask_sums, c, part * STEP_COLUMNS, T.GROUP),)
         else:
             zeros += (_load_group(T, block.zeros, warp, block.mask_lines, c, part * STEP_COLUMNS, T.GROUP),)
     return (tile,), scales, zeros
+
+
+@triton.jit
+def rounded(T: tl.constexpr, tile, loaded, part: tl.constexpr, FACTOR: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the weights of a part in DTYPE, each rounded once.
+
+    Args:
+        tile: the unpacked codes [lines, 32].
+        loaded: as for `scale_of`.
+        FACTOR: number by which the caller multiplies the products.
+    """
+    scale = scale_of(T, loaded, part * T.HALVES // T.GROUP_PARTS, 0)
+    if T.HALVES == 2:
+        scale = tl.where(tl.arange(0, 32)[None, :] < 16, scale, scale_of(T, loaded, part * 2 + 1, 0))
+    weights = tile.to(tl.float32) * scale
+    if T.MINIMUMS:
+        weights -= scale_of(T, loaded, part // T.GROUP_PARTS, 1) * (1 / FACTOR)
+    return weights.to(DTYPE)
 
 
 @triton.jit
