@@ -209,7 +209,7 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
     while warps < 8 and blocks * warps < 4 * programs and tiles > 2 * warps:
         warps *= 2
     if packed.group < 64:
-        return MatmulConfig(16, warps, 3, 8, registers=128)
+        return MatmulConfig(16, warps, 3, 6, registers=128)
     ahead = 10 if warps < 8 else 4 if number_type == "int4" else 8  # The scales of groups are in flight too.
     ahead, x_ahead = min(ahead, 6) if number_type == "int8" else ahead, 8
     if warps == 8 and device.capability > HOPPER:  # The compiler spills more on newer GPUs.

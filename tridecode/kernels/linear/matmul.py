@@ -61,8 +61,8 @@ class MatmulConfig(RowBlocks):
         block_m: Minimum number of rows of a tile of activations.
         programs: Number of programs that share the rows; 0: one for each block.
         fetch: Number of blocks of packed weights in flight to the L2 cache, including the one in registers.
-        rounds: Scale packed weights and round them to the dtype of the activations before the product. Otherwise the
-            scales multiply the sums of groups, for each row of activations.
+        rounds: Scale packed weights of integers and round them to the dtype of the activations before the product.
+            Otherwise the scales multiply the sums of groups, for each row of activations.
     """
 
     block_n: int = 16

@@ -76,8 +76,8 @@ def tiling(
         N=N, K=K, GROUP=GROUP, SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, GATED=GATED, BLOCK_N=BLOCK_N, WARPS=WARPS,
         OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step,
         LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
-        GROUPED=grouped, ROUNDS=ROUNDS and grouped, ROW_SCALES=not dense and not grouped, SCALES=scales, HALVES=halves,
-        EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, OVERS=-(-K // OVER) if OVER else 0,
+        GROUPED=grouped, ROUNDS=ROUNDS and grouped and FORM != "e4m3", ROW_SCALES=not dense and not grouped,
+        SCALES=scales, HALVES=halves, EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, OVERS=-(-K // OVER) if OVER else 0,
         LOADED=2 + MINIMUMS if OVER else scales * (1 + MINIMUMS),
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
         # The kernel then sums the activations once for many blocks of four bits.
