@@ -77,8 +77,8 @@ def tiling(
         OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step,
         LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
         GROUPED=grouped, ROUNDS=ROUNDS and grouped and FORM != "e4m3", ROW_SCALES=not dense and not grouped,
-        SCALES=scales, HALVES=halves, EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, OVERS=-(-K // OVER) if OVER else 0,
-        LOADED=2 + MINIMUMS if OVER else scales * (1 + MINIMUMS),
+        SCALES=scales, HALVES=halves, EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER,
+        OVERS=-(-K // OVER) if OVER else 0, LOADED=2 + MINIMUMS if OVER else scales * (1 + MINIMUMS),
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
         # The kernel then sums the activations once for many blocks of four bits.
         ZEROS_AFTER=FORM == "int4" and not (MINIMUMS or ROUNDS) and X_AHEAD == chunks * parts and shared,
