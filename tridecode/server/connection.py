@@ -23,7 +23,8 @@ from .settings import HEAD_SECONDS, MAX_HEAD_BYTES, MAX_HEADERS
 
 SLICE = 4096  # Bytes between two checks of the limits.
 SLICES = 4  # Slices of a connection that are parsed before other connections have their turn.
-BURST_SECONDS = 0.002  # Parsing takes half of the time at most, so that passes get the GIL, but for such bursts.
+PARSING = 0.25  # Maximum share of the time that parsing takes, except in bursts, so that passes get the GIL.
+BURST_SECONDS = 0.002
 MAX_UNPARSED = 1 << 16  # Bytes that wait to be parsed before the connection stops reading.
 LINGER_SECONDS = 1.0  # Seconds in which a refused client, which may still be sending, can read the answer.
 LOG_SECONDS = 10.0  # Seconds between two log lines about the limit of connections.
@@ -61,7 +62,7 @@ class Connections:
 
     def add(self, started: float) -> None:
         """Count the time of parsing since `started`."""
-        self.resume_at = max(self.resume_at, started) + 2 * (time.monotonic() - started)
+        self.resume_at = max(self.resume_at, started) + (time.monotonic() - started) / PARSING
 
     def delay(self) -> float:
         """Return the seconds until a connection may parse again."""
