@@ -113,7 +113,7 @@ def test_batch_invariant_prompt_passes_split_nothing():
     assert prompt_attention_config(H200, True, head_dim=256) == PromptAttentionConfig(
         num_warps=8, stages=2, programs=132, splits=1
     )
-    assert prompt_attention_config(H200, False, head_dim=256).hopper == 0
+    assert prompt_attention_config(H200, False, head_dim=256).hopper == 132
     assert prompt_attention_config(device(80, 108), False).programs == 216
     assert prompt_attention_config(device(0), False).programs > 0
 

@@ -52,7 +52,9 @@ def _one_row(case: AttentionCase, device: Device) -> AttentionConfig:
         return AttentionConfig(block_t=32, splits=splits, num_warps=8)
     if wide or device.capability < HOPPER:
         return AttentionConfig(block_t=64, splits=splits, num_warps=8)
-    return AttentionConfig(block_t=128, splits=splits, num_warps=8, ahead=2 if hopper else 1)
+    # Up to 8 tiles, a split costs more than it saves.
+    short = dict(short_splits=16, short_iterations=8) if splits > 16 else {}
+    return AttentionConfig(block_t=128, splits=splits, num_warps=8, ahead=2 if hopper else 1, **short)
 
 
 def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> AttentionRowsConfig:
@@ -140,7 +142,7 @@ def prompt_attention_config(
         heads=16,
         separate_combine=True,
         dependent=device.capability >= HOPPER,
-        hopper=device.multiprocessors if device.capability == HOPPER and not wide else 0,
+        hopper=device.multiprocessors if device.capability == HOPPER else 0,
     )
 
 
