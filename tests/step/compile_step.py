@@ -101,8 +101,8 @@ STACK = {
 # Spilled bytes of a matmul whose register limit lets two programs share a multiprocessor: up to 24 on Hopper for
 # rows of 8,192 columns or more, and 8 on compute capability 12.0.
 BOUNDED_STACK = 24
-# The same for heads of more than 128. In _prompt_attention_kernel Triton 3.9 stores 70 numbers, and Triton 3.6 up to 12,
-# with fp8 K/V only.
+# The same for heads of more than 128. In _prompt_attention_kernel Triton 3.9 stores 70 numbers, and Triton 3.6 up to
+# 12, with fp8 K/V only. In _prompt_attention_hopper_kernel Triton 3.9 stores 6.
 WIDE_STACK = {"_prompt_attention_kernel": 280, "_prompt_attention_hopper_kernel": 24}
 # Maximum threads of a program, and maximum tensor memory columns of a multiprocessor.
 THREADS, TENSOR_MEMORY = 1024, 512

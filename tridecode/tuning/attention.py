@@ -52,9 +52,9 @@ def _one_row(case: AttentionCase, device: Device) -> AttentionConfig:
         return AttentionConfig(block_t=32, splits=splits, num_warps=8)
     if wide or device.capability < HOPPER:
         return AttentionConfig(block_t=64, splits=splits, num_warps=8)
-    # Up to 8 tiles, a split costs more than it saves.
-    short = dict(short_splits=16, short_iterations=8) if splits > 16 else {}
-    return AttentionConfig(block_t=128, splits=splits, num_warps=8, ahead=2 if hopper else 1, **short)
+    config = AttentionConfig(block_t=128, splits=splits, num_warps=8, ahead=2 if hopper else 1)
+    # Up to 64 tiles, more splits cost more than they save.
+    return replace(config, short_splits=16, short_iterations=4) if splits > 16 else config
 
 
 def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> AttentionRowsConfig:
