@@ -77,7 +77,7 @@ RINGS = [f"{preset}_{scheme}" for preset in ("qwen3-4b", "qwen3-0.6b", "llama-3.
          for scheme in ("fp8", "int8", "int4")]  # fmt: skip
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.int16: "*i16", torch.uint8: "*u8",
+    torch.int16: "*i16", torch.uint8: "*u8", torch.int8: "*i8",
 }  # fmt: skip
 
 # Limits.
