@@ -54,8 +54,12 @@ def _dequantize_kernel(
     outs = out_ptr + (rows - first).to(tl.int64) * K
     for i in tl.static_range(TILES):
         for part in tl.static_range(PARTS):
-            zero = pair(z[i * EACH + part % EACH]) if ZEROS else 0
-            value = unpack(w[i], zero, part, FORM, ZEROS, INTERPRETED).to(tl.float32) * factor(FORM)
+            if MINIMUMS and FORM == "int4":
+                value = unpack(w[i], tl.full([1, 1], 0, tl.int32), part, FORM, True, INTERPRETED)
+            else:
+                zero = pair(z[i * EACH + part % EACH]) if ZEROS else 0
+                value = unpack(w[i], zero, part, FORM, ZEROS, INTERPRETED)
+            value = value.to(tl.float32) * factor(FORM)
             if HALVES == 2:
                 in_first = tl.arange(0, 32)[None, :] < 16
                 scale = tl.where(in_first, s[(i * PARTS + part) * 2].to(tl.float32), s[(i * PARTS + part) * 2 + 1])
@@ -67,8 +71,6 @@ def _dequantize_kernel(
                 minimum = m[i * EACH + part % EACH].to(tl.float32)
                 if OVER > 0:
                     minimum *= o[i * 2 + 1].to(tl.float32)
-                if FORM == "int4":  # Four bits are unpacked without their zero point, which is 8.
-                    value += 8.0
                 value = value * scale - minimum
             else:
                 value *= scale

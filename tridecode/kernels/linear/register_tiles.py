@@ -156,13 +156,13 @@ def block_of_rows(T: tl.constexpr, w, block):
     if T.GATED:
         rows, sum_rows = line % T.OUT_N + line // T.OUT_N * T.N, sum_n % T.OUT_N + sum_n // T.OUT_N * T.N
     lines = w.weight_ptr + (rows + block * T.OUT_N).to(tl.int64) * T.LENGTH
-    scale_rows = (rows if T.ROUNDS else sum_rows) + block * T.OUT_N
+    scale_rows = rows if T.ROUNDS else sum_rows
     return Block(
         lines + (warp * T.LINE + tl.arange(0, T.LINE)[None, :]),
-        w.scale_ptr + scale_rows // T.SCALE_ROWS * T.GROUPS,
+        w.scale_ptr + (scale_rows + block * T.OUT_N) // T.SCALE_ROWS * T.GROUPS,
         w.zero_ptr + ((sum_rows if T.ZEROS_AFTER else rows) + block * T.OUT_N) * T.GROUPS,
-        w.minimum_ptr + scale_rows * T.GROUPS,
-        w.over_ptr + scale_rows * (T.OVERS * (1 + T.MINIMUMS)),
+        w.minimum_ptr + (scale_rows + block * T.OUT_N) * T.GROUPS,
+        w.over_ptr + (scale_rows + block * T.OUT_N) * (T.OVERS * (1 + T.MINIMUMS)),
         block * T.OUT_N + line % T.OUT_N < T.N,
         block * T.OUT_N + sum_n % T.OUT_N < T.N,
     )
