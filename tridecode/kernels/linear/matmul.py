@@ -90,6 +90,14 @@ def _halves(
 
 
 @triton.jit
+def _ones(T: tl.constexpr, FORM: tl.constexpr, TYPE: tl.constexpr):
+    """Return an operand [WARPS, BLOCK_N, 32] whose products, times `factor(FORM)`, are sums of activations."""
+    half = tl.full([T.WARPS, T.BLOCK_N, STEP_COLUMNS // 2], 1 / factor(FORM), TYPE)
+    # Joined as unpacked weights are: both products then take the activations in one layout.
+    return tl.join(half, half).reshape(T.WARPS, T.BLOCK_N, STEP_COLUMNS)
+
+
+@triton.jit
 def _matmul_kernel(
     meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps,
     stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, minimum_ptr, over_ptr, BLOCK_M: tl.constexpr,
@@ -113,7 +121,7 @@ def _matmul_kernel(
         scale_ptr: [N / SCALE_ROWS, K / GROUP]. Read only if the weight is packed.
         zero_ptr: [N, K / GROUP] bf16 as int16. Read only if ZEROS.
         order_ptr: [K] int32, the column of x for each column of the weight. Read only if ORDERED.
-        minimum_ptr: [N, K / GROUP]. Read only if MINIMUMS.
+        minimum_ptr: [N, K / max(GROUP, 32)]. Read only if MINIMUMS.
         over_ptr: [N, K / OVER, 1 + MINIMUMS] fp16, factors of scales and minimums. Read only if OVER > 0.
         extra_ptr: [N], see epilogue_arguments.
         out_ptr: [rows, N] (output).
@@ -133,6 +141,7 @@ def _matmul_kernel(
     CHUNKS: tl.constexpr = T.CHUNKS
     PARTS: tl.constexpr = T.PARTS
     X_TILES: tl.constexpr = T.X_TILES
+    PIECES: tl.constexpr = T.PIECES
     LOADED: tl.constexpr = T.LOADED
     ZERO_PARTS: tl.constexpr = T.ZERO_PARTS
     GROUP_PARTS: tl.constexpr = T.GROUP_PARTS
@@ -220,10 +229,11 @@ def _matmul_kernel(
                 if FORM == "dense":
                     tile = tiles[c]
                 elif MINIMUMS and FORM == "int4":
-                    tile = unpack(tiles[c], tl.full([1, 1], 0, tl.int32), part, FORM, True, DOT_FP32)
+                    tile = unpack(tiles[c : c + 1], tl.full([1, 1], 0, tl.int32), part, FORM, True, DOT_FP32)
                 else:
                     zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS and not ZEROS_AFTER else 0
-                    tile = unpack(tiles[c], zero, part, FORM, ZEROS and not ZEROS_AFTER, DOT_FP32, ZEROS_AFTER)
+                    words = tiles[c * PIECES : (c + 1) * PIECES]
+                    tile = unpack(words, zero, part, FORM, ZEROS and not ZEROS_AFTER, DOT_FP32, ZEROS_AFTER)
                 tile_scales = scales[c * LOADED : (c + 1) * LOADED]
                 if T.ROUNDS:
                     tile = rounded(T, tile, tile_scales, part, factor(FORM), x_ptr.dtype.element_ty)
@@ -232,6 +242,10 @@ def _matmul_kernel(
                     acc = tl.dot(tile, columns, acc, input_precision="ieee")
                 elif T.HALVES == 2:
                     acc = _halves(T, acc, tile, x[c * PARTS + part], tile_scales, part, BLOCK_M, TYPE, DOT_FP32)
+                    if MINIMUMS:
+                        zeros_m = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+                        x_sum = tl.dot(_ones(T, FORM, TYPE), columns, zeros_m, input_precision="ieee")
+                        acc -= x_sum * scale_of(T, tile_scales, part, 1)
                 else:
                     if part % GROUP_PARTS == 0:
                         group_sum = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32) if T.GROUPED else acc
@@ -243,10 +257,7 @@ def _matmul_kernel(
                             group_sum = start if T.GROUPED else acc + start
                     group_sum = tl.dot(tile, columns, group_sum, input_precision="ieee")
                     if MINIMUMS:
-                        half = tl.full([WARPS, BLOCK_N, STEP_COLUMNS // 2], 1 / factor(FORM), TYPE)
-                        # Joined as unpacked weights are: both products then take the activations in one layout.
-                        ones = tl.join(half, half).reshape(WARPS, BLOCK_N, STEP_COLUMNS)
-                        x_sum = tl.dot(ones, columns, x_sum, input_precision="ieee")
+                        x_sum = tl.dot(_ones(T, FORM, TYPE), columns, x_sum, input_precision="ieee")
                     if (part + 1) % GROUP_PARTS == 0:
                         if T.GROUPED:
                             acc += group_sum * scale_of(T, tile_scales, part // GROUP_PARTS, 0)
@@ -260,7 +271,7 @@ def _matmul_kernel(
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
             elif T.SHARED:
                 loaded = (
-                    tiles[c : c + 1],
+                    tiles[c * PIECES : (c + 1) * PIECES],
                     scales[c * LOADED : (c + 1) * LOADED],
                     zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
                 )
@@ -268,7 +279,7 @@ def _matmul_kernel(
                     loaded = load_tile(T, following, c + AHEAD - CHUNKS)
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
         if T.SHARED:
-            w, s, z = tiles[CHUNKS:], scales[CHUNKS * LOADED :], zeros[CHUNKS * ZERO_PARTS :]
+            w, s, z = tiles[CHUNKS * PIECES :], scales[CHUNKS * LOADED :], zeros[CHUNKS * ZERO_PARTS :]
         y = tl.sum(acc, 0) * factor(FORM, ZEROS_AFTER or FORM == "e4m3")
         if T.ROW_SCALES:
             y *= row_scales.to(tl.float32)
