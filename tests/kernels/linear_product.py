@@ -88,12 +88,13 @@ def _with_minimums(scheme: str, n: int, k: int) -> LoadedLinear:
         if minimums:
             minimum = torch.randint(least, 64, (n, lows), generator=generator).to(dtype)
         over = (torch.rand(n, -(-k // over_group), 1 + minimums, generator=generator) + 0.5) * size / 48
-        over[:, :, 1:] *= count / 2
+        over[:, :, 1:] *= count / (2 if bits == 4 else 8)  # Other codes have both signs.
         over = over.half()
     else:
         dtype = torch.float16
         scale = ((torch.rand(n, groups, generator=generator) + 0.5) * size).half()
-        minimum = ((torch.rand(n, lows, generator=generator) - 0.2) * size * count).half()
+        low = 0.2 if bits == 4 else 0.5
+        minimum = ((torch.rand(n, lows, generator=generator) - low) * size * count).half()
     description = Packed(f"int{bits}", bits, k, group, scale_dtype=dtype, minimums=minimums, over_group=over_group)
     weight = QuantizedWeight(codes.to(torch.uint8), scale, 1, group, bits, None, None, minimum, over, over_group)
     return _loaded(description, weight)

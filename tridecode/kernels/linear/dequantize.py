@@ -37,13 +37,13 @@ def _dequantize_kernel(
     tile = tl.program_id(0) * TILES
     rows = first + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     mask = rows < end
-    word = tl.arange(0, 16)[None, :]
-    weights = weight_ptr + rows.to(tl.int64) * WORDS + tile * 16 * PIECES + word
+    word = tile * 16 * PIECES + tl.arange(0, 16)[None, :]
+    weights = weight_ptr + rows.to(tl.int64) * WORDS + word
     w, s, z, m, o = (), (), (), (), ()
     for i in tl.static_range(TILES):
         for piece in tl.static_range(PIECES):
             first_word: tl.constexpr = i * PIECES * 16 + piece * 16
-            w += (tl.load(weights + first_word, mask=mask & (tile * 16 * PIECES + first_word < WORDS), other=0),)
+            w += (tl.load(weights + first_word, mask=mask & (word + first_word < WORDS), other=0),)
         for part in tl.static_range(EACH * HALVES):
             group = tl.minimum((tile + i) * PARTS * 32 + part * (32 // HALVES), K - 1) // GROUP
             s += (tl.load(scale_ptr + rows // SCALE_ROWS * GROUPS + group, mask=mask, other=0),)
