@@ -42,8 +42,8 @@ def _dequantize_kernel(
     w, s, z, m, o = (), (), (), (), ()
     for i in tl.static_range(TILES):
         for piece in tl.static_range(PIECES):
-            first_word: tl.constexpr = i * PIECES * 16 + piece * 16
-            w += (tl.load(weights + first_word, mask=mask & (word + first_word < WORDS), other=0),)
+            words = word + (i * PIECES + piece) * 16
+            w += (tl.load(weights + (i * PIECES + piece) * 16, mask=mask & (words < WORDS), other=0),)
         for part in tl.static_range(EACH * HALVES):
             group = tl.minimum((tile + i) * PARTS * 32 + part * (32 // HALVES), K - 1) // GROUP
             s += (tl.load(scale_ptr + rows // SCALE_ROWS * GROUPS + group, mask=mask, other=0),)

@@ -197,10 +197,10 @@ def _load_words(
         ptrs = ptrs.to(tl.pointer_type(tl.int16), bitcast=True)
     else:
         ptrs = ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
+    COLUMNS: tl.constexpr = BYTES // SIZE * GROUP
     loaded = ()
     for i in tl.static_range(COUNT * SIZE // BYTES):
-        of_word: tl.constexpr = BYTES // SIZE * GROUP
-        loaded += (_load_group(T, ptrs, warp, mask, c, i * of_word, of_word),)
+        loaded += (_load_group(T, ptrs, warp, mask, c, i * COLUMNS, COLUMNS),)
     return loaded
 
 
@@ -236,9 +236,12 @@ def load_tile(T: tl.constexpr, block, c: tl.constexpr):
         sum_warp, mask = warp, block.mask_lines
     tile, scales, zeros = (), (), ()
     for i in tl.static_range(T.PIECES):
-        begin: tl.constexpr = c * WIDTH + i * PIECE
-        width: tl.constexpr = WIDTH - i * PIECE
-        tile += (_load(block.weights, offs_k, block.mask_lines, begin, width, T.LENGTH, T.MASKED, "evict_first"),)
+        tile += (
+            _load(
+                block.weights, offs_k, block.mask_lines, c * WIDTH + i * PIECE, WIDTH - i * PIECE, T.LENGTH, T.MASKED,
+                "evict_first",
+            ),
+        )  # fmt: skip
     if T.OVER > 0:
         scales = _load_words(T, block.scales, sum_warp, mask, c, T.SCALES, 1, T.GROUP)
         if T.MINIMUMS:
