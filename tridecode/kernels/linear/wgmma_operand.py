@@ -297,13 +297,7 @@ def unpack_scaled(
     OF: gl.constexpr = 64 // GROUP
     W_L: gl.constexpr = _words_layout(FORM, BLOCK_N, WARPS)
     operands = ()
-    if FORM == "int8":
-        words = gl.reshape(boxes[0].load(W_L), [BLOCK_N, 2, 8, 2])
-        words = gl.split(gl.permute(words, (0, 2, 3, 1)))
-        for j in gl.static_range(2):
-            own, low = scales[j * OF : (j + 1) * OF], lows[j * OF : (j + 1) * OF]
-            operands += (_scale_eight(words[j], own, low, BLOCK_N, WARPS, A_L),)
-    else:
+    if FORM == "int6" or FORM == "int4":
         if FORM == "int6":
             first, second = _two_words(boxes[0].load(W_L), BLOCK_N)
             third, fourth = _two_words(boxes[1].load(W_L), BLOCK_N)
@@ -314,6 +308,12 @@ def unpack_scaled(
         for j in gl.static_range(4):
             own, low = scales[j * OF : (j + 1) * OF], lows[j * OF : (j + 1) * OF]
             operands += (_scale_pairs(words[j], highs[j], own, low, FORM, BLOCK_N, WARPS, A_L),)
+    else:
+        words = gl.reshape(boxes[0].load(W_L), [BLOCK_N, 2, 8, 2])
+        words = gl.split(gl.permute(words, (0, 2, 3, 1)))
+        for j in gl.static_range(2):
+            own, low = scales[j * OF : (j + 1) * OF], lows[j * OF : (j + 1) * OF]
+            operands += (_scale_eight(words[j], own, low, BLOCK_N, WARPS, A_L),)
     return operands
 
 
