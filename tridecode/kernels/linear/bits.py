@@ -30,7 +30,7 @@ _INT4 = tl.constexpr(
     and.b32 a, w, 0x00f000f0; fma.rn.bf16x2 a, a, less, z; mov.b32 {$6, $7}, a;
     }"""
 )
-# Six bits: the low four bits of eight columns in $8, and the high two bits in the lower bytes of both halves of $9. They
+# Six bits: the low four bits of eight columns in $8, and the high two bits in the low bytes of both halves of $9. They
 # become the mantissa of 128.0. Subtracts 160.0, since the zero point is 32.
 _INT6 = tl.constexpr(
     """{

@@ -545,10 +545,11 @@ def _multiply(C: gl.constexpr, w):
 @gluon.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matmul_hopper_kernel(
     meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, minimum_ptr, over_ptr, extra_ptr, out_ptr, normed_ptr,
-    sumsq_ptr, sums_ptr, counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, BLOCK_M: gl.constexpr,
-    SUMSQ_BLOCK: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
-    SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, MINIMUMS: gl.constexpr, OVER: gl.constexpr, ROUNDS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, SPLIT: gl.constexpr, PERSISTENT: gl.constexpr, PRODUCER: gl.constexpr, LAG: gl.constexpr,
+    sumsq_ptr, sums_ptr, counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq,
+    BLOCK_M: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    FORM: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, MINIMUMS: gl.constexpr,
+    OVER: gl.constexpr, ROUNDS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    X_STAGES: gl.constexpr, SPLIT: gl.constexpr, PERSISTENT: gl.constexpr, PRODUCER: gl.constexpr, LAG: gl.constexpr,
     WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute `project` for `rows` rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
@@ -636,8 +637,9 @@ def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=F
         counter_ptr=scratch.counter if split > 1 else out, rows=rows, N=N, K=K, BLOCK_M=block_m, BLOCK_N=block_n,
         GROUP=packed.group % K if packed else 0, SCALE_ROWS=packed.rows if packed else 1, ZEROS=linear.zero is not None,
         MINIMUMS=linear.minimum is not None, OVER=packed.over_group if packed else 0,
-        ROUNDS=packed is not None and packed.group in (16, 32), FORM=form, BLOCK_K=config.block_k, STAGES=config.stages, X_STAGES=config.x_stages, SPLIT=split,
-        PERSISTENT=config.programs > 0, PRODUCER=config.producer > 0, LAG=config.lag, WARPS=config.num_warps, PDL=pdl,
+        ROUNDS=packed is not None and packed.group in (16, 32), FORM=form, BLOCK_K=config.block_k,
+        STAGES=config.stages, X_STAGES=config.x_stages, SPLIT=split, PERSISTENT=config.programs > 0,
+        PRODUCER=config.producer > 0, LAG=config.lag, WARPS=config.num_warps, PDL=pdl,
         **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Tiles of a weight and of activations, loaded into the registers from which mma reads them.
 
-A tile of a weight is WARPS * BLOCK_N lines of 32 columns, or of the words of packed.py for 128 columns of four bits, 256
-of six bits or 64 of eight bits. Four lanes of a warp have a line, 16 bytes each, or three times 16 bytes of six bits. The
-warps of a program share the columns.
+A tile of a weight is WARPS * BLOCK_N lines of 32 columns, or of the words of packed.py for 128 columns of four bits,
+256 of six bits or 64 of eight bits. Four lanes of a warp have a line, 16 bytes each, or three times 16 bytes with six
+bits. The warps of a program share the columns.
 """
 
 from collections import namedtuple
@@ -191,7 +191,7 @@ def _load_group(T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, offset: tl.c
 def _load_words(
     T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Load COUNT numbers of SIZE bytes, one for each GROUP columns, of the warps' tiles c, as words of up to 4 bytes."""
+    """Load COUNT numbers of SIZE bytes, one for each GROUP columns, of the warps' tiles c, as words of 2 or 4 bytes."""
     BYTES: tl.constexpr = 4 if COUNT * SIZE > 2 else 2
     if BYTES == 2:
         ptrs = ptrs.to(tl.pointer_type(tl.int16), bitcast=True)

@@ -62,7 +62,8 @@ _INT4_SCALED = gl.constexpr(
     shr.u32 a, $2, $3; lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;"""
     + _SCALED % ("$4", "$5", "$4", "$5")
 )
-# $4 has the high two bits of the first pair at bits 4 and 5, and those of the next pairs above. Adds 128 to the numbers.
+# $4 has the high two bits of the first pair at bits 4 and 5, and those of the other pairs above them. Adds 128 to the
+# numbers.
 _INT6_SCALED = gl.constexpr(
     """{
     .reg .b32 a, b, p;
@@ -196,15 +197,19 @@ def _selected(numbers, LIKE: gl.constexpr, BLOCK_N: gl.constexpr):
     """
     like = gl.zeros([BLOCK_N, 8], gl.float32, LIKE)
     eight = gl.broadcast(gl.arange(0, 8, gl.SliceLayout(0, LIKE))[None, :], like)[0]  # lane * 2 + part of 32 columns
-    each = ()
-    for i in gl.static_range(len(numbers)):
-        number = gl.convert_layout(numbers[i], gl.SliceLayout(1, LIKE), assert_trivial=True)[:, None]
-        each += (gl.broadcast(number, like)[0],)
     if len(numbers) == 2:
-        return gl.where(eight % 2 == 0, each[0], each[1])
+        first, second = _along_columns(numbers[0], like), _along_columns(numbers[1], like)
     else:
-        first, second = gl.where(eight < 4, each[0], each[1]), gl.where(eight < 4, each[2], each[3])
-        return gl.where(eight % 2 == 0, first, second)
+        first = gl.where(eight < 4, _along_columns(numbers[0], like), _along_columns(numbers[1], like))
+        second = gl.where(eight < 4, _along_columns(numbers[2], like), _along_columns(numbers[3], like))
+    return gl.where(eight % 2 == 0, first, second)
+
+
+@gluon.jit
+def _along_columns(number, like):
+    """Repeat a number of each row along the columns of `like`."""
+    number = gl.convert_layout(number, gl.SliceLayout(1, like.type.layout), assert_trivial=True)
+    return gl.broadcast(number[:, None], like)[0]
 
 
 @gluon.jit
@@ -296,7 +301,6 @@ def unpack_scaled(
     """
     OF: gl.constexpr = 64 // GROUP
     W_L: gl.constexpr = _words_layout(FORM, BLOCK_N, WARPS)
-    operands = ()
     if FORM == "int6" or FORM == "int4":
         if FORM == "int6":
             first, second = _two_words(boxes[0].load(W_L), BLOCK_N)
@@ -305,16 +309,19 @@ def unpack_scaled(
         else:
             words = _four_words(boxes[0].load(W_L), BLOCK_N)
             highs = words
-        for j in gl.static_range(4):
-            own, low = scales[j * OF : (j + 1) * OF], lows[j * OF : (j + 1) * OF]
-            operands += (_scale_pairs(words[j], highs[j], own, low, FORM, BLOCK_N, WARPS, A_L),)
+        return (
+            _scale_pairs(words[0], highs[0], scales[:OF], lows[:OF], FORM, BLOCK_N, WARPS, A_L),
+            _scale_pairs(words[1], highs[1], scales[OF : 2 * OF], lows[OF : 2 * OF], FORM, BLOCK_N, WARPS, A_L),
+            _scale_pairs(words[2], highs[2], scales[2 * OF : 3 * OF], lows[2 * OF : 3 * OF], FORM, BLOCK_N, WARPS, A_L),
+            _scale_pairs(words[3], highs[3], scales[3 * OF :], lows[3 * OF :], FORM, BLOCK_N, WARPS, A_L),
+        )
     else:
         words = gl.reshape(boxes[0].load(W_L), [BLOCK_N, 2, 8, 2])
-        words = gl.split(gl.permute(words, (0, 2, 3, 1)))
-        for j in gl.static_range(2):
-            own, low = scales[j * OF : (j + 1) * OF], lows[j * OF : (j + 1) * OF]
-            operands += (_scale_eight(words[j], own, low, BLOCK_N, WARPS, A_L),)
-    return operands
+        first, second = gl.split(gl.permute(words, (0, 2, 3, 1)))
+        return (
+            _scale_eight(first, scales[:OF], lows[:OF], BLOCK_N, WARPS, A_L),
+            _scale_eight(second, scales[OF:], lows[OF:], BLOCK_N, WARPS, A_L),
+        )
 
 
 @gluon.jit
