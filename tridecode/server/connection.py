@@ -96,7 +96,8 @@ class Connection(HttpToolsProtocol):
         self._wait()
 
     def connection_lost(self, exc) -> None:
-        """Forget the connection."""
+        """Forget the connection and its bytes."""
+        self._unparsed.clear()
         self._busy()
         super().connection_lost(exc)
 
