@@ -36,7 +36,8 @@ Activations = namedtuple("Activations", "ptrs order_ptr offs_k offs_m rows")
 
 @triton.constexpr_function
 def tiling(
-    N, K, FORM, GROUP, SCALE_ROWS, ZEROS, MINIMUMS, OVER, ROUNDS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS
+    N, K, FORM, GROUP, SCALE_ROWS, SCALE_TYPE, ZEROS, MINIMUMS, OVER, ROUNDS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS,
+    PROGRAMS,
 ):  # fmt: skip
     """Return the constants of a kernel that follow from the weight and the launch config.
 
@@ -58,7 +59,9 @@ def tiling(
     ROUNDS: whether weights are scaled and rounded before the product.
     ROW_SCALES: whether a row has one scale, which multiplies the whole sum.
     SCALES, MINS, ZERO_PARTS: scales, minimums and zero points of a line.
-    SCALE_LOADS: numbers that are loaded for the scales of a line. If OVER, integers are loaded as words.
+    SIZE: bytes of a scale and of a minimum if they are loaded as words, else 0.
+    FP16: whether scales of two bytes are fp16, not bf16.
+    SCALE_LOADS: numbers that are loaded for the scales of a line.
     LOADED: numbers that are loaded for the scales, the minimums and their factors.
     EACH: columns of a line that share a scale.
     HALVES: scales of a part, which is multiplied once for each: 2 for groups of 16 columns.
@@ -77,7 +80,9 @@ def tiling(
     halves = 2 if GROUP == STEP_K // 2 else 1
     scales = groups_of_line * halves if grouped else 0
     mins = groups_of_line if MINIMUMS else 0
-    scale_loads, min_loads = (-(-scales // 4), -(-mins // 4)) if OVER else (scales, mins)
+    words = scales > 1 and scales * GROUP == step and SCALE_TYPE in (tl.float16, tl.bfloat16) and K % step == 0
+    size = 1 if OVER else 2 if words else 0
+    scale_loads, min_loads = (-(-scales * size // 4), -(-mins * size // 4)) if size else (scales, mins)
     return Constants(
         N=N, K=K, GROUP=GROUP, SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, GATED=GATED, BLOCK_N=BLOCK_N, WARPS=WARPS,
         OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step, PIECES=pieces,
@@ -85,7 +90,7 @@ def tiling(
         GROUPED=grouped, ROUNDS=ROUNDS and grouped and FORM != "e4m3", ROW_SCALES=not dense and not grouped,
         SCALES=scales, HALVES=halves, EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, MINS=mins,
         MIN_GROUP=GROUP * halves, LOWS=-(-K // (GROUP * halves)), OVERS=-(-K // OVER) if OVER else 0,
-        SCALE_LOADS=scale_loads, LOADED=scale_loads + min_loads + (OVER > 0),
+        SIZE=size, FP16=SCALE_TYPE == tl.float16, SCALE_LOADS=scale_loads, LOADED=scale_loads + min_loads + (OVER > 0),
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
         # The kernel then sums the activations once for many blocks of four bits.
         ZEROS_AFTER=FORM == "int4" and not (MINIMUMS or ROUNDS) and X_AHEAD == chunks * parts and shared,
@@ -217,6 +222,12 @@ def scale_of(T: tl.constexpr, loaded, group: tl.constexpr, which: tl.constexpr):
         code = ((code & 255) ^ 0x4B000080).to(tl.float32, bitcast=True) - (2.0**23 + 128)
         bits = loaded[T.LOADED - 1] >> (16 * which)
         return code * bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif T.SIZE == 2:
+        bits = (loaded[group // 2 + which * T.SCALE_LOADS] >> (16 * (group % 2))).to(tl.int16)
+        if T.FP16:
+            return bits.to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            return bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
     else:
         return loaded[which * T.SCALE_LOADS + group].to(tl.float32)
 
@@ -242,11 +253,12 @@ def load_tile(T: tl.constexpr, block, c: tl.constexpr):
                 "evict_first",
             ),
         )  # fmt: skip
-    if T.OVER > 0:
-        scales = _load_words(T, block.scales, sum_warp, mask, c, T.SCALES, 1, T.GROUP)
+    if T.SIZE > 0:
+        scales = _load_words(T, block.scales, sum_warp, mask, c, T.SCALES, T.SIZE, T.GROUP)
         if T.MINIMUMS:
-            scales += _load_words(T, block.minimums, sum_warp, mask, c, T.MINS, 1, T.MIN_GROUP)
-        scales += _load_words(T, block.overs, sum_warp, mask, c, 1 + T.MINIMUMS, 2, T.OVER // (1 + T.MINIMUMS))
+            scales += _load_words(T, block.minimums, sum_warp, mask, c, T.MINS, T.SIZE, T.MIN_GROUP)
+        if T.OVER > 0:
+            scales += _load_words(T, block.overs, sum_warp, mask, c, 1 + T.MINIMUMS, 2, T.OVER // (1 + T.MINIMUMS))
     else:
         for i in tl.static_range(T.SCALES):
             scales += (_load_group(T, block.scales, sum_warp, mask, c, i * T.EACH, T.GROUP),)
