@@ -172,7 +172,8 @@ class Packed:
     def pack(self, tensors: dict[str, torch.Tensor], start: int, weight: QuantizedWeight) -> None:
         """Pack a weight into the rows from `start` on of tensors that `shapes` describes.
 
-        The weight may have larger groups, fewer bits or no minimums. Its values do not change.
+        The groups of the weight may be larger, its codes may have fewer bits, and it may have no minimums. Its values
+        do not change.
         """
         n = len(weight.codes)
         step = max(_SLICE // self.k, 1)

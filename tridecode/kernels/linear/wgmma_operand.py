@@ -295,11 +295,11 @@ def unpack_scaled(
     """Unpack and scale the weights of boxes to bf16: a tuple of operands [BLOCK_N, 64].
 
     Args:
-        boxes: `boxes_of` the form: [BLOCK_N, 32] or [BLOCK_N, 16] int32 in shared memory.
-        scales, lows: fp32 [BLOCK_N] for each group of columns. Each number, to which the form adds something
-            (`zero_of`), is multiplied by the scale; then the low is added.
+        boxes: `boxes_of` the form, [BLOCK_N, 32] or [BLOCK_N, 16] int32 in shared memory.
+        scales: fp32 [BLOCK_N] for each group of columns.
+        lows: fp32 [BLOCK_N] for each group, added after the multiplication. They undo what the form adds (`zero_of`).
     """
-    OF: gl.constexpr = 64 // GROUP
+    EACH: gl.constexpr = 64 // GROUP
     W_L: gl.constexpr = _words_layout(FORM, BLOCK_N, WARPS)
     if FORM == "int6" or FORM == "int4":
         if FORM == "int6":
@@ -310,17 +310,19 @@ def unpack_scaled(
             words = _four_words(boxes[0].load(W_L), BLOCK_N)
             highs = words
         return (
-            _scale_pairs(words[0], highs[0], scales[:OF], lows[:OF], FORM, BLOCK_N, WARPS, A_L),
-            _scale_pairs(words[1], highs[1], scales[OF : 2 * OF], lows[OF : 2 * OF], FORM, BLOCK_N, WARPS, A_L),
-            _scale_pairs(words[2], highs[2], scales[2 * OF : 3 * OF], lows[2 * OF : 3 * OF], FORM, BLOCK_N, WARPS, A_L),
-            _scale_pairs(words[3], highs[3], scales[3 * OF :], lows[3 * OF :], FORM, BLOCK_N, WARPS, A_L),
+            _scale_pairs(words[0], highs[0], scales[:EACH], lows[:EACH], FORM, BLOCK_N, WARPS, A_L),
+            _scale_pairs(words[1], highs[1], scales[EACH : 2 * EACH], lows[EACH : 2 * EACH], FORM, BLOCK_N, WARPS, A_L),
+            _scale_pairs(
+                words[2], highs[2], scales[2 * EACH : 3 * EACH], lows[2 * EACH : 3 * EACH], FORM, BLOCK_N, WARPS, A_L
+            ),
+            _scale_pairs(words[3], highs[3], scales[3 * EACH :], lows[3 * EACH :], FORM, BLOCK_N, WARPS, A_L),
         )
     else:
         words = gl.reshape(boxes[0].load(W_L), [BLOCK_N, 2, 8, 2])
         first, second = gl.split(gl.permute(words, (0, 2, 3, 1)))
         return (
-            _scale_eight(first, scales[:OF], lows[:OF], BLOCK_N, WARPS, A_L),
-            _scale_eight(second, scales[OF:], lows[OF:], BLOCK_N, WARPS, A_L),
+            _scale_eight(first, scales[:EACH], lows[:EACH], BLOCK_N, WARPS, A_L),
+            _scale_eight(second, scales[EACH:], lows[EACH:], BLOCK_N, WARPS, A_L),
         )
 
 
