@@ -74,7 +74,7 @@ def test_scaled_weights_are_multiplied_as_the_dequantized_matrix(scheme):
     one.linear = LoadedLinear(one.linear.matrix().bfloat16())
     expected = one.buffer(one.n)
     project_ref(*one.arguments(expected, expected, expected))
-    assert_close(out[one.runs], expected[one.runs], 2e-4)
+    assert_close(out[one.runs], expected[one.runs], 5e-4)
 
 
 @hopper_only
