@@ -52,14 +52,14 @@ def test_schemes_match_the_reference(epilogue, scheme, rows):
 
 
 @hopper_only
-@covering(2, config=CONFIGS, scheme=[*GGUF_SCHEMES, "int8"], rows=[5, 16, 33, 64])
+@covering(2, config=[*CONFIGS], scheme=[*GGUF_SCHEMES, "int8"], rows=[5, 16, 33, 64])
 def test_scaled_weights_match_the_reference(config, scheme, rows):
     """Weights of small groups are rounded to bf16."""
     product("normed_bias", scheme, 208, 2560, rows).check(CONFIGS[config], 5e-3, BF16_ROUNDING + 7e-3)
 
 
 @hopper_only
-@covering(2, scheme=GGUF_SCHEMES, epilogue=["residual", "gated"], rows=[16, 64])
+@covering(2, scheme=[*GGUF_SCHEMES], epilogue=["residual", "gated"], rows=[16, 64])
 def test_scaled_weights_match_the_reference_with_epilogues(scheme, epilogue, rows):
     config = CONFIGS["producer" if epilogue == "gated" else "split"]
     product(epilogue, scheme, 208, 2560, rows, strided=True).check(config, 5e-3, BF16_ROUNDING + 7e-3)
