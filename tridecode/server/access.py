@@ -65,7 +65,7 @@ class Access:
         """Answer a request: refuse it without the key or from another site, otherwise pass it on; log its outcome."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        record = scope["tridecode.record"] = Record()
+        record = scope.setdefault("tridecode.record", Record())
         scope["path"] = re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"
         status = 0
         closes = any(name == b"connection" and b"close" in value.lower() for name, value in scope["headers"])

@@ -68,6 +68,11 @@ class Loop:
             pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join(timeout=60)
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     # ---- the thread
 
     def _run(self) -> None:
@@ -176,6 +181,10 @@ class Loop:
         """End all calls with `error`."""
         for call in list(self._calls):
             call.end(error)
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        """Run `action` in asyncio. Any thread may call this."""
+        self._asyncio.call_soon_threadsafe(action)
 
     def call_later(self, seconds: float, action: Callable[[], None]) -> None:
         """Run `action` in asyncio after `seconds`."""

@@ -30,11 +30,12 @@ OTHER_FILES = 256  # File descriptors that are not connections of clients.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
+def bind(host: str, port: int, timeout: float | None = None, shared: bool = False) -> socket.socket:
     """Bind a socket that does not listen yet.
 
     Args:
         timeout: seconds, as in Settings. The kernel closes a connection whose client does not read for this time.
+        shared: whether other processes may listen on the same port; the kernel distributes the connections.
 
     Raises:
         TridecodeError: the address cannot be used.
@@ -45,6 +46,8 @@ def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
         )[0]
         bound = socket.socket(family, kind, proto)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted connections inherit these options.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (timeout or STALL_TIMEOUT)))

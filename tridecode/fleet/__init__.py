@@ -1,0 +1,33 @@
+"""Fleets: replicas of engines on several GPUs and machines, on Ray Serve. See docs/fleet.md.
+
+`build` is the builder for `serve run tridecode.fleet:build` and `serve deploy`.
+"""
+
+from typing import Any
+
+from .config import Config, missing, parse, read_config
+
+__all__ = ["Config", "build"]
+
+
+def build(config: Any) -> Any:
+    """Return the application of a fleet for Ray Serve.
+
+    Args:
+        config: a Config, the values of a configuration file, or {"config": path of the file}.
+
+    Raises:
+        ParameterError: a key or a value is wrong.
+        TridecodeError: a file cannot be read, or a package is absent.
+    """
+    if not isinstance(config, Config):
+        config = (
+            read_config(config["config"]) if isinstance(config, dict) and [*config] == ["config"] else parse(config)
+        )
+    try:
+        from .deployments import application
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tridecode"):
+            raise
+        raise missing(error.name or "ray") from None
+    return application(config)
