@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import warnings
 from dataclasses import replace
@@ -12,6 +13,7 @@ from ..errors import TridecodeError, brief, counted
 from .terminal import Output
 
 NAME = "fleet"  # Name of the application in Ray Serve.
+CONNECT_SECONDS = 5.0
 LATER = 1.0  # Seconds between two looks at the state of the fleet.
 
 
@@ -72,6 +74,11 @@ def connect(ray, config, verbose: bool) -> None:
     warnings.filterwarnings("ignore", module="ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = config.address or os.environ.get("RAY_ADDRESS")
+    if address is not None and (place := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address)):
+        try:  # Ray itself would try for minutes.
+            socket.create_connection((place[1], int(place[2])), CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise unreachable(address, error) from None
     level = logging.INFO if verbose else logging.ERROR
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(level)
@@ -81,8 +88,13 @@ def connect(ray, config, verbose: bool) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         if address is None:
             raise TridecodeError(f"Ray cannot start: {brief(error)}; --verbose shows more") from None
-        fix = "start it there with: ray start --head"
-        raise TridecodeError(f"no Ray cluster can be reached at {address}: {brief(error, 80)}; {fix}") from None
+        raise unreachable(address, error) from None
+
+
+def unreachable(address: str, error: Exception) -> TridecodeError:
+    """Return the error for a cluster that does not answer."""
+    fix = "start it there with: ray start --head"
+    return TridecodeError(f"no Ray cluster can be reached at {address}: {brief(error, 80)}; {fix}")
 
 
 def check_resources(ray, config) -> None:

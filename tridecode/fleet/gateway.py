@@ -223,57 +223,52 @@ class Forwarded:
         backend, counts = self._gateway.backends[self._model], self._gateway.counts
         problem: ApiError | None = None
         for attempt in range(ATTEMPTS):
-            if attempt:
-                counts[self._model, "retried"] += 1
-            replica = None
+            address = None
             try:
                 async with backend.lease(self._ticket) as address:
-                    replica = address.replica
-                    problem = await self._relay(address, send)
-                if problem is None:
-                    return
+                    counts[self._model, "retried"] += attempt
+                    return await self._relay(address, send)
             except ReplicaLost as lost:
-                log.warning("%s: the replica %s failed: %s", self._ticket.id, replica, lost)
-                problem = ApiError(503, "the replica failed; send the request again", code="replica_failed")
+                assert address is not None
+                log.warning("%s: the replica %s failed: %s", self._ticket.id, address.replica, lost)
+                self._ticket.avoid.add(address.replica)
+                problem = lost.problem or ApiError(503, "the replica failed; send it again", code="replica_failed")
+                if self._began:
+                    counts[self._model, "broken"] += 1
+                    break
             except ApiError as refused:
-                # Without a replica there is no other one for the second attempt.
-                raise (problem if problem is not None and replica is None else refused) from None
-            if replica is not None:
-                self._ticket.avoid.add(replica)
-            if self._began:
-                break
+                if address is not None or problem is None:
+                    raise refused
+                break  # There is no other replica.
         assert problem is not None
-        if self._began:
-            counts[self._model, "broken"] += 1
-        if problem.code == "queue_full":
-            raise full()
-        raise problem
+        raise full() if problem.code == "queue_full" else problem
 
-    async def _relay(self, address: Address, send) -> ApiError | None:
-        """Send the request to a replica and its response to the client; return an error that a retry may avoid.
+    async def _relay(self, address: Address, send) -> None:
+        """Send the request to a replica and its response to the client.
 
-        Raises ReplicaLost.
+        Raises:
+            ReplicaLost: the replica failed, or has an error that another one may not have.
+            ApiError: the request failed.
         """
         upstream = await Upstream.send(address, "POST", self._path, self._headers(), self._body)
         try:
             if upstream.status == 503:
                 problem = error_of(await upstream.read_all())
                 if problem.code in RETRIED:
-                    return problem
+                    raise ReplicaLost(problem.message, problem)
                 raise problem
             headers = [(name, value) for name, value in upstream.headers if name not in NOT_FORWARDED]
             kind = next((value for name, value in headers if name == b"content-type"), b"")
-            self._stream = kind.startswith(b"text/event-stream")
-            if self._headed and not self._stream:  # The first replica sent only comments, then it failed.
+            stream = kind.startswith(b"text/event-stream")
+            if self._headed and not stream:  # The first replica sent only comments, then it failed.
                 raise error_of(await upstream.read_all())
-            if not self._stream:  # A failure in the middle of it can still be repaired.
+            self._stream = stream
+            if not stream:  # The whole body first, so that a failure in the middle of it can be repaired.
                 body = await upstream.read_all()
                 self._headed = self._began = True
                 await send({"type": "http.response.start", "status": upstream.status, "headers": headers})
-                await send({"type": "http.response.body", "body": body})
-                return None
+                return await send({"type": "http.response.body", "body": body})
             await self._relay_stream(upstream, headers, send)
-            return None
         finally:
             upstream.close()
 
@@ -357,7 +352,7 @@ def error_of(body: bytes) -> ApiError:
         error = msgspec.json.decode(body)["error"]
         return ApiError(503, error["message"], error.get("param"), error.get("code") or code_of(error["message"]))
     except (msgspec.DecodeError, KeyError, TypeError):
-        return ApiError(503, "the replica failed; send the request again", code="replica_failed")
+        return ApiError(503, "the replica failed; send it again", code="replica_failed")
 
 
 def code_of(message: str) -> str | None:

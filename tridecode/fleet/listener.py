@@ -63,6 +63,7 @@ class Listener:
         """Refuse new connections, wait for running requests during the grace time, and end the thread."""
         self._server.should_exit = True
         self._thread.join(self._grace + 5)
+        gc.unfreeze()  # Otherwise extension modules report leaked objects at exit.
 
     @property
     def alive(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 MAX_HASHED = 1 << 16  # Bytes of a prompt that are hashed.
-FIRST_POSITION = 256  # The first position within a message. The others are this number times powers of two.
+FIRST_POSITION = 1024  # The first position within a message. The others are this number times powers of two.
 MESSAGES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # Messages whose ends are positions.
 ROUTERS: dict[str, Any] = {}  # Deployment -> its router in this process.
 # Fields of a body that decide where a request goes.
@@ -267,7 +267,7 @@ class Policy:
         """Return the least loaded replica with the longest prefix, or None if it has too much load."""
         names, average = self._names, (sum(loads.values()) + 1) / len(loads)
         for at in range(len(keys) - 1, -1, -1):
-            mask = self._young.get(keys[at]) or self._old.get(keys[at], 0)
+            mask = self._mask(keys[at])
             best, least = None, 0
             while mask:
                 low = mask & -mask
@@ -285,6 +285,10 @@ class Policy:
             self.moved += continues
             return None
         return None
+
+    def _mask(self, key: int) -> int:
+        """Return the replicas that have a prefix, as bits."""
+        return self._young.get(key) or self._old.get(key, 0)
 
     def _idlest(self, ticket: Ticket, loads: Mapping[str, int], keys: Sequence[int]) -> str:
         """Return the replica with the least load. The prompt decides between equal loads, in every process alike."""
@@ -317,7 +321,7 @@ class Policy:
             if mask is None:
                 mask = self._old.get(key, 0)
                 # A prefix of a conversation is not used again while the conversation continues from a longer one.
-                if mask & bit and at + 1 < len(keys) and self._old.get(keys[at + 1], 0) & bit:
+                if mask & bit and at + 1 < len(keys) and self._mask(keys[at + 1]) & bit:
                     continue
             self._young[key] = mask | bit
         if len(self._young) >= self._limit:

@@ -5,12 +5,22 @@ from dataclasses import dataclass
 
 import httptools
 
+from ..server.errors import ApiError
+
 CONNECT_SECONDS = 5.0
 MAX_BUFFERED = 1 << 18  # Bytes of a response that wait for the client before the connection stops reading.
 
 
 class ReplicaLost(Exception):
-    """The replica closed the connection before the end of its response, or it cannot be reached."""
+    """The replica closed the connection before the end of its response, cannot be reached, or refuses requests.
+
+    Args:
+        problem: the error that the replica sent, if any.
+    """
+
+    def __init__(self, message: str, problem: ApiError | None = None):
+        super().__init__(message)
+        self.problem = problem
 
 
 @dataclass(frozen=True)
