@@ -229,6 +229,15 @@ def test_one_scrape_has_the_metrics_of_all_replicas(replica):
     assert lines.count("# TYPE tridecode:slots gauge") == 1
 
 
+def test_a_gateway_that_stops_closes_connections_after_their_request(replica):
+    with gateway(bundled=Replicas(address(replica, "one"))) as client:
+        assert client.get("/health").headers.get("connection") is None
+        client.gateway.stopping = True
+        answer = client.post("/v1/chat/completions", json=GREEDY)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert client.get("/health").status_code == 503
+
+
 def test_upstream_errors_are_replica_lost():
     from tridecode.fleet.upstream import Upstream
 

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -26,6 +27,8 @@ from .replica import Replica, log_requests
 from .upstream import Address, ReplicaLost
 
 QUEUE_SECONDS = 1.0  # Seconds for which a request waits for a place on a replica.
+CONNECT_SECONDS = 5.0  # Seconds for which a new gateway waits for replicas before it listens.
+LEAVE_SECONDS = 3.0  # Seconds for which a gateway that stops still accepts connections, and closes them one by one.
 END_SECONDS = 2.0  # Seconds in which a replica reports the end of a request that has ended.
 HEALTH_SECONDS = 2.0  # Seconds between health checks.
 HEALTH_TIMEOUT = 10.0
@@ -104,7 +107,9 @@ class GatewayDeployment:
         handles: name of a model -> (name of its deployment, its handle, its keys).
     """
 
-    def __init__(self, config: Config, handles: dict[str, tuple[str, DeploymentHandle, tuple[str, ...]]]):
+    async def __init__(  # type: ignore[misc]  # Ray awaits it.
+        self, config: Config, handles: dict[str, tuple[str, DeploymentHandle, tuple[str, ...]]]
+    ):
         log_requests()
         self._backends = {name: ModelReplicas(name, *each) for name, each in handles.items()}
         settings = Settings(
@@ -116,12 +121,15 @@ class GatewayDeployment:
             cors=config.cors,
         )
         self._gateway = Gateway(self._backends, settings, config.keys, config.join_ms)
-        self._connecting = [asyncio.ensure_future(backend.connect()) for backend in self._backends.values()]
         self._listener: Listener | None = None
         if config.port is not None:
             tls = Tls(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
             shared = config.port != 0
             self._listener = Listener(self._gateway.app, settings, config.host, config.port, tls, shared=shared)
+        # A gateway that replaces another one listens when it knows the replicas. In a new fleet, none is there yet.
+        self._connecting = [asyncio.ensure_future(backend.connect()) for backend in self._backends.values()]
+        await asyncio.wait(self._connecting, timeout=CONNECT_SECONDS)
+        if self._listener is not None:
             self._listener.start()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -134,9 +142,10 @@ class GatewayDeployment:
             raise RuntimeError("the thread of the HTTP server has ended")
 
     def __del__(self) -> None:
-        """Refuse new requests, and wait for the running ones during the grace time."""
+        """Let clients go to another gateway, and wait for running requests during the grace time."""
         if (listener := self.__dict__.pop("_listener", None)) is not None:
             self._gateway.stopping = True
+            time.sleep(LEAVE_SECONDS)
             listener.stop()
 
 
@@ -195,6 +204,7 @@ def application(config: Config) -> serve.Application:
         # The gateways share one port, so they run on one node: the head of the cluster.
         ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         max_ongoing_requests=config.max_connections,
+        max_surge_percent=100,  # A new gateway starts before the old one stops; they can share the port.
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=HEALTH_TIMEOUT,
         graceful_shutdown_timeout_s=config.grace + KILL_SECONDS,

@@ -77,8 +77,8 @@ class Gateway:
         self.outcomes: Counter[str] = Counter()
         self.streams = 0  # Streams that run.
         self._page, self._page_headers = page()
-        self.stopping = False
-        middleware = [Middleware(Guard, settings=settings, ended=self._observe, keys=self._all_keys())]
+        self.stopping = False  # Whether connections are closed after their request.
+        middleware = [Middleware(Guard, settings=settings, ended=self._observe, gateway=self, keys=self._all_keys())]
         if settings.cors:
             headers = [*ID_HEADERS, "retry-after"]
             options = {"allow_origins": settings.cors, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
@@ -112,8 +112,6 @@ class Gateway:
     # ---- requests that replicas answer
 
     async def _forward(self, request: Request) -> "Forwarded":
-        if self.stopping:
-            raise ApiError(503, "this gateway is stopping", code="stopping")
         body = await read_body(request)
         try:
             fields = fields_of(body)
@@ -304,11 +302,21 @@ class Forwarded:
 
 
 class Guard(Access):
-    """Access with several keys."""
+    """Access with several keys, which closes connections while the gateway stops."""
 
-    def __init__(self, app, settings: Settings, ended, keys: tuple[str, ...]):
+    def __init__(self, app, settings: Settings, ended, gateway: Gateway, keys: tuple[str, ...]):
         super().__init__(app, settings, ended)
-        self._fleet_keys = keys
+        self._gateway, self._fleet_keys = gateway, keys
+
+    async def __call__(self, scope, receive, send) -> None:
+        """Answer a request."""
+
+        async def last(message) -> None:
+            if message["type"] == "http.response.start" and self._gateway.stopping:
+                message = message | {"headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await super().__call__(scope, receive, last)
 
     def _check(self, scope) -> None:
         if not self._fleet_keys:
