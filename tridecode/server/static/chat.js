@@ -70,13 +70,16 @@ function fail(error) {
   $("failed").hidden = false;
 }
 
-/** Request the model's name and return whether it is known. */
+/** Request the models' names and return whether one is known. The first one is used until another one is selected. */
 async function connect() {
   $("failed").hidden = true;
   try {
-    const card = (await (await checked(await request("v1/models"))).json()).data[0];
+    const cards = (await (await checked(await request("v1/models"))).json()).data;
+    const card = cards.find(each => each.id === $("models").value) ?? cards[0];
     [model, context] = [card.id, card.max_model_len];
-    $("model").textContent = `${model} · context of ${context.toLocaleString("en")}`;
+    $("models").replaceChildren(...cards.map(each => new Option(each.id, each.id, false, each === card)));
+    $("several").hidden = cards.length < 2;
+    $("model").textContent = context ? `${model} · context of ${context.toLocaleString("en")}` : model;
     $("keyed").hidden = !$("key").value;
     $("input").focus();
   } catch (error) { fail(error); }
@@ -170,9 +173,9 @@ function statistics({first, last, started, usage, reason, stopped}) {
   }
   if (first !== null) parts.push(`first token ${((first - started) / 1000).toFixed(2)} s`);
   if (usage) {
-    const used = Math.min(usage.prompt_tokens + usage.completion_tokens, context);
+    const used = Math.min(usage.prompt_tokens + usage.completion_tokens, context ?? Infinity);
     parts.push(`${count(usage.prompt_tokens_details?.cached_tokens ?? 0)} of ${count(usage.prompt_tokens)} reused`);
-    parts.push(`context ${count(used)} / ${count(context)}`);
+    parts.push(`context ${count(used)}${context ? ` / ${count(context)}` : ""}`);
   }
   if (reason === "length") parts.push("truncated at the maximum length or the end of the context");
   return parts.join(" · ");
@@ -190,6 +193,7 @@ $("input").onkeydown = event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 };
 $("key").onkeydown = event => { if (event.key === "Enter") { event.preventDefault(); connect(); } };
+$("models").onchange = connect;
 $("key").oninput = () => store("key", $("key").value);
 $("stop").onclick = () => running?.abort();
 $("retry").onclick = async () => {
