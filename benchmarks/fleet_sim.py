@@ -7,8 +7,8 @@ prompts, whose popularity falls by Zipf's law. Lengths are log-normal with the m
 geometric. A replica computes waiting prompts first, then a decode pass for all running requests. Its cache holds the
 prefixes of the conversations that it has seen last. Prints one JSON object for each size of the fleet and policy.
 
-Pass times are those of Qwen3-4B on an H100, as recorded in this repository's benchmarks: ms of a decode pass by rows,
-and ms to the first token by tokens of the prompt. Between these points the times are interpolated.
+Pass times were measured with Qwen3-4B on an H100: ms of a decode pass by rows, and ms to the first token by tokens of
+the prompt. Between these points the times are interpolated.
 """
 
 import argparse
@@ -200,7 +200,7 @@ class Simulation:
         return self.policy.choose(ticket, self.loads, SLOTS) or self.names[0]
 
     def step(self, now: float, replica: Replica) -> None:
-        """Run one pass: the prompt of a waiting request beside the others, or a decode pass."""
+        """Run one pass: the prompt of a waiting request with the running requests, or a decode pass."""
         if replica.waiting and len(replica.running) < SLOTS:
             request = replica.waiting.popleft()
             reused = min(replica.reuse(request.conversation), request.prompt - 1)

@@ -65,7 +65,7 @@ def test_an_error_names_the_key(values, argument):
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_without_keys_beside_one_with_keys(tmp_path):
+def test_keys_of_one_model_need_keys_of_the_others(tmp_path):
     (tmp_path / "keys").write_text("one\n")
     models = [BUNDLED | {"api_key_file": str(tmp_path / "keys")}, BUNDLED | {"name": "other"}]
     with pytest.raises(ParameterError) as caught:

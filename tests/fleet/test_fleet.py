@@ -125,7 +125,7 @@ def test_both_replicas_answer_alike(fleet):
     assert set(answers) == {ANSWER}
 
 
-def test_the_request_id_is_that_of_the_gateway(fleet):
+def test_a_response_has_the_request_id_of_the_gateway(fleet):
     answer = httpx.post(f"{fleet.url}/v1/chat/completions", json=GREEDY, timeout=60)
     assert answer.status_code == 200 and answer.headers["x-request-id"].startswith("req_")
 

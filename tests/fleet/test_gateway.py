@@ -87,7 +87,7 @@ def replica():
         yield running
 
 
-def test_answers_are_those_of_the_replica(replica):
+def test_the_gateway_returns_the_answers_of_the_replica(replica):
     with gateway(bundled=Replicas(address(replica, "one"))) as client:
         direct = replica.post("/v1/chat/completions", GREEDY, headers={"Authorization": "Bearer key"})
         answer = client.post("/v1/chat/completions", json=GREEDY)

@@ -364,7 +364,7 @@ def error_of(body: bytes) -> ApiError:
 
 
 def code_of(message: str) -> str | None:
-    """Return the code of an error in Anthropic's form, which has none."""
+    """Return the code of an error from its message, because Anthropic's form contains no code."""
     words = {
         "this server is stopping": "stopping",
         "the engine has failed": "engine_failed",

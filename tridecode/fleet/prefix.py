@@ -40,7 +40,7 @@ class Chain:
 
 @dataclass
 class Ticket:
-    """What the policy knows about a request.
+    """A request, as the policy sees it.
 
     Attributes:
         chain: hashes of the prompt.
@@ -211,7 +211,7 @@ class Policy:
 
         Args:
             ticket: the request. Its attribute `replica` is set.
-            loads: candidate -> requests that run or wait there, as far as others know. The policy's own count replaces
+            loads: candidate -> requests that run or wait there, as Ray reports. The policy's own count replaces
                 a smaller one.
             slots: number of requests that a replica runs at the same time.
 
@@ -257,7 +257,7 @@ class Policy:
                     table[key] = mask & others
 
     def _keys(self, ticket: Ticket) -> tuple[int, ...]:
-        """Return the hashes of a request; the last one is that of the session, if there is one."""
+        """Return the hashes of a request; the last one is the hash of the session, if the client names one."""
         if not ticket.session:
             return ticket.chain.hashes
         named = hashlib.blake2b(ticket.session.encode(errors="replace"), digest_size=8, person=b"session").digest()

@@ -28,7 +28,7 @@ class Replica:
 
     Gateways send HTTP requests to the address in `record_replica_metadata`. For each of them, a gateway also calls
     `attend`, which lasts as long as the request. Thereby Ray knows the load of the replica, waits for running requests
-    when it stops the replica, and tells gateways at once when the process dies.
+    when it stops the replica, and reports to gateways at once when the process dies.
 
     Args:
         model: the configuration.

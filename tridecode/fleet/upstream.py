@@ -25,7 +25,7 @@ class ReplicaLost(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a replica listens, the key that it requires, and its sizes."""
+    """The address of a replica, the key that it requires, and its sizes."""
 
     replica: str
     host: str
