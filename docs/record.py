@@ -32,6 +32,7 @@ COLUMNS, LINES = 110, 30
 SHELL = re.compile(r"\[\d+:\d\d\] \$ \Z")
 READY = "\x1b[?2004h"  # The prompt of the chat reads keys.
 CTRL_C = "\x03"
+KITTY = re.compile(r"\x1b\[[<>=?]\d*u")  # Sequences of kitty's keyboard protocol, which pyte would show.
 ABOUT = """\
 # The first minutes
 
@@ -64,7 +65,7 @@ class Terminal(pyte.HistoryScreen):
         super().select_graphic_rendition(*[90 if value == 2 else value for value in attributes])
 
     def write(self, text):  # pexpect writes the output of the program to this log file.
-        self.stream.feed(text)
+        self.stream.feed(KITTY.sub("", text))
 
     def flush(self):
         pass

@@ -41,7 +41,8 @@ if not torch.cuda.is_available():
 # Files that take more than about two seconds. All others are the tests of `pytest -m quick`.
 SLOW = """
     blocks/test_blocks blocks/test_declarations checkpoint/test_bundled checkpoint/test_checkpoint
-    checkpoint/test_files checkpoint/test_host_layers checkpoint/test_hub checkpoint/test_methods cli/test_bench
+    checkpoint/test_files checkpoint/test_gguf_models checkpoint/test_host_layers checkpoint/test_hub
+    checkpoint/test_methods cli/test_bench
     cli/test_bench_agents
     cli/test_bench_serve cli/test_cli cli/test_configuration cli/test_failed_turns
     cli/test_keyboard cli/test_looks cli/test_markdown cli/test_overflow cli/test_remote_chat cli/test_sessions
@@ -54,14 +55,15 @@ SLOW = """
     serve/test_scheduler serve/test_streams server/test_server server/test_server_life server/test_tool_calls
     state/test_offload step/test_batch_invariant step/test_compile step/test_long_prompts step/test_rows
     step/test_runners step/test_speculation step/test_step test_agents test_bad_input test_documents
-    text/test_encoder text/test_ready text/test_sandbox text/test_structured text/test_templates text/test_text
-    text/test_thinking text/test_tokenizer
+    text/test_encoder text/test_gguf_tokenizer text/test_ready text/test_sandbox text/test_structured
+    text/test_templates text/test_text text/test_thinking text/test_tokenizer
 """.split()
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.relative_to(TESTS).with_suffix("").as_posix() not in SLOW:
+        slow = item.path.relative_to(TESTS).with_suffix("").as_posix() in SLOW or item.get_closest_marker("download")
+        if not slow:
             item.add_marker("quick")
 
 

@@ -84,6 +84,9 @@ class FakeServer:
         if how == "500":
             respond_json(writer, 500, {"error": {"message": "out of luck", "type": "server_error", "code": None}})
             return True
+        if how == "template":
+            respond_json(writer, 400, {"error": {"message": "the chat template does not read enable_thinking"}})
+            return True
         if how == "503":
             respond_json(writer, 503, {"error": {"message": "256 requests wait already"}}, b"retry-after: 2\r\n")
             return True

@@ -379,9 +379,9 @@ REFUSED = {
     "image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
     "unknown_item": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: expected a message"),
     "unknown_parameter": ({"extra_body": {"inputs": 1}}, "did you mean input?"),
-    "unknown_field_of_text": ({"text": {"fromat": {}}}, "text: object contains unknown field fromat"),
-    "unknown_field_of_reasoning": ({"reasoning": {"efort": "low"}}, "reasoning: object contains unknown field"),
-    "format_is_number": ({"text": {"format": 5}}, "text.format: expected object"),
+    "unknown_field_of_text": ({"text": {"fromat": {}}}, "text: object contains the unknown field fromat"),
+    "unknown_field_of_reasoning": ({"reasoning": {"efort": "low"}}, "reasoning: object contains the unknown field"),
+    "format_is_number": ({"text": {"format": 5}}, "text.format: expected an object, got an integer"),
     "unknown_format_type": ({"text": {"format": {"type": "xml"}}}, "text.format: expected type text"),
     "format_without_schema": (
         {"text": {"format": {"type": "json_schema", "name": "x"}}}, 'json_schema with {"name": ..., "schema": {...}}',
@@ -390,6 +390,10 @@ REFUSED = {
     "zero_max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens must be an integer from 1"),
     "two_maxima": ({"max_output_tokens": 3, "extra_body": {"max_tokens": 4}}, "max_tokens and max_output_tokens have"),
     "return_token_ids": ({"extra_body": {"return_token_ids": True}}, "a response cannot contain them"),
+    "no_input": ({"input": openai.omit}, "input is required"),
+    "tool_of_chats": (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]}, 'tools[0]: expected {"type": "function", "name":',
+    ),
     "unknown_tool_choice": ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice: expected auto, none"),
 }  # fmt: skip
 
@@ -525,7 +529,7 @@ MESSAGES_REFUSED = {
         {"messages": [*CHAT, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f"}]}],
          "max_tokens": 1}, "the results of the tools must follow it",
     ),
-    "unknown_thinking_type": ({"thinking": {"type": "sometimes"}, "max_tokens": 1}, "thinking.type: invalid enum"),
+    "unknown_thinking_type": ({"thinking": {"type": "sometimes"}, "max_tokens": 1}, "expected enabled, adaptive or"),
     "unknown_field_of_output_config": ({"output_config": {"fromat": 1}, "max_tokens": 1}, "output_config: object"),
     "too_many_stops": ({"stop_sequences": ["a"] * 99, "max_tokens": 1}, "stop_sequences: at most 16 strings"),
     "two_lists_of_stops": ({"stop_sequences": ["a"], "stop": ["b"], "max_tokens": 1}, "stop and stop_sequences have"),
@@ -533,6 +537,9 @@ MESSAGES_REFUSED = {
         {"output_config": {"format": FORM}, "response_format": {"type": "json_object"}, "max_tokens": 1}, "set one",
     ),
     "return_token_ids": ({"return_token_ids": True, "max_tokens": 1}, "a message cannot contain them"),
+    "tool_of_chats": (
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "max_tokens": 1}, 'expected {"name": ..., "in',
+    ),
     "required_without_tools": ({"tool_choice": {"type": "any"}, "max_tokens": 1}, "there are no tools"),
     "tool_choice_without_type": ({"tool_choice": {"name": "f"}, "max_tokens": 1}, "tool_choice: expected type auto"),
     "tool_choice_with_list_as_type": ({"tool_choice": {"type": ["any"]}, "max_tokens": 1}, "expected type auto"),

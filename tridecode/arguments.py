@@ -4,6 +4,7 @@ A field of EngineOptions or SamplingParams carries an Option: its constraint, he
 configuration file, environment variables, docs, HTTP requests and generation_config.json all use the same constraint.
 """
 
+import difflib
 import operator
 import re
 import reprlib
@@ -28,6 +29,19 @@ def shown(value: object) -> str:
         return " ".join(_repr.repr(value).split())
     except ValueError:  # Python refuses to convert an integer with thousands of digits to a string.
         return f"an {type(value).__name__} of thousands of digits"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the word of `known` of which `word` may be a misspelling, or None.
+
+    Case and leading punctuation are ignored, so that --stop and /stop are not similar to every option and command.
+    """
+    bare = {name.lstrip("-/").lower(): name for name in known}
+    word = word.lstrip("-/").lower()
+    for near in difflib.get_close_matches(word, bare, cutoff=0.75):
+        if near[:1] == word[:1] or sorted(near) == sorted(word) or near in word or word in near:
+            return bare[near]
+    return None
 
 
 def listed(words: Sequence[str]) -> str:

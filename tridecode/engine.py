@@ -109,7 +109,7 @@ class Engine:
             plan.check()
         tokenizer = Tokenizer.load(path)
         plan = replace(plan, spec=with_end_of_text(plan.spec, tokenizer))
-        grammars = Grammars(tokenizer, plan.spec.vocab_size, plan.spec.stop_ids)
+        grammars = Grammars(tokenizer, plan.spec.vocab_size, plan.spec.stop_ids, plan.options.open_objects)
         callers = callers or plan.slots
         try:
             tokenizer.start(callers)
@@ -162,8 +162,9 @@ class Engine:
         runners = (lambda: self.steps), (lambda: self.prompts)  # Benchmarks replace these functions.
         policy = Policy(self.plan.chunk, options.max_queue, options.prompt_ms, self.plan.prefix_sharing)
         scheduler = Scheduler(self.model, self.tokenizer, *runners, lookahead, policy)
-        self._grammars = grammars or Grammars(self.tokenizer, self.config.vocab_size, self.config.stop_ids)
-        self._grammars.open_objects = options.open_objects
+        self._grammars = grammars or Grammars(
+            self.tokenizer, self.config.vocab_size, self.config.stop_ids, options.open_objects
+        )
         if self.model.verify:
             self._grammars.wait()  # Compilation of grammars holds the GIL, which would change the measured costs.
             self.steps.costs = measure_costs(self.steps, scheduler.slots)

@@ -71,7 +71,7 @@ class EngineOptions:
     kv_dtype: str = _option("memory", "auto", Choice(("auto", "fp8")), "dtype of K/V; auto is the model's dtype; with "
         "fp8 twice as many positions fit")
     state_dtype: str = _option("memory", "auto", Choice(("auto", "float16")), "dtype of recurrent state; auto is "
-        "float32; with float16 it needs half the memory; see docs/hybrid.md")
+        "float32. With float16 it needs half the memory, see docs/hybrid.md")
     max_seq_len: int | None = _option("memory", None, Integer(1), "maximum positions of one request (prompt and "
         "output together)", metavar="N", default_text="the maximum that fits, up to the limit of the model, or 8192 "
         "on a CPU", brief="longest conversation, in tokens")

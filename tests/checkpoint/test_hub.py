@@ -272,6 +272,45 @@ def test_plan_follows_the_downloaded_weights(hub, tmp_path):
     assert resolve("owner/untied", tmp_path / "home", hub.url, code=FACTS) == "False float32 owner/untied"
 
 
+GGUFS = ("m-Q4_0.gguf", "m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "a-F16.gguf")
+GGUFS += ("BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf", "mmproj-m-F16.gguf", "b-F16.gguf")
+
+
+def test_gguf_files(hub, tmp_path):
+    hub.repos["owner/m-gguf"] = {name: b"GGUF" + name.encode() for name in GGUFS}
+    home = tmp_path / "home"
+    path = home / "hub" / "models--owner--m-gguf" / "snapshots" / COMMIT
+    expected = {
+        "Q4_0": "m-Q4_0.gguf",
+        "q4_0": "m-Q4_0.gguf",
+        "m-Q4_K_M.gguf": "m-Q4_K_M.gguf",
+        "Q8_0": "m-Q8_0-00001-of-00002.gguf",
+        "BF16": "BF16/m-BF16-00001-of-00002.gguf",
+        "BF16/m-BF16-00002-of-00002.gguf": "BF16/m-BF16-00001-of-00002.gguf",
+    }
+    for tag, name in expected.items():
+        hub.fetched.clear()
+        assert resolve(f"owner/m-gguf:{tag}", home, hub.url) == f"path {path / name}"
+        assert {Path(each).name[:5] for each in hub.fetched} <= {Path(name).name[:5]}
+        assert resolve(f"owner/m-gguf:{tag}", home, hub.url, offline=True) == f"path {path / name}"
+    assert "m-Q4_K_M.gguf" not in hub.fetched
+    assert "has no such GGUF file; see " in resolve("owner/m-gguf:Q4", home, hub.url)
+    assert "a-F16.gguf, b-F16.gguf" in resolve("owner/m-gguf:F16", home, hub.url)
+    assert "lacks it; run once with HF_HUB_OFFLINE=0" in resolve("owner/m-gguf:Q6_K", home, hub.url, offline=True)
+
+
+def test_directory_with_a_gguf_file(tmp_path):
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    (tmp_path / "mmproj-m.gguf").write_bytes(b"GGUF")
+    assert resolve_model(tmp_path) == resolve_model(str(file)) == file
+    (tmp_path / "n.gguf").write_bytes(b"GGUF")
+    assert resolve_model(tmp_path) == tmp_path  # Its message names the files.
+    blob = tmp_path / "sha256-0123"  # A blob of ollama has no extension.
+    blob.write_bytes(b"GGUF")
+    assert resolve_model(blob) == blob
+
+
 ADAPTER = b'{"base_model_name_or_path": "owner/base"}'
 REFUSED = {
     # name: (changes to the files, None for a missing file; words that the message contains)
@@ -293,7 +332,7 @@ REFUSED = {
         {"model.safetensors.index.json": None, "adapter_config.json": ADAPTER},
         ["no model.safetensors", "LoRA adapter of 'owner/base'", "merge_and_unload"],
     ),
-    "Model-GGUF": ({"config.json": None}, ["no config.json", "GGUF files are not supported yet"]),
+    "Model-GGUF": ({"config.json": None}, ["no config.json", "give one of its GGUF files, like owner/"]),
     "pointer": (
         {"config.json": b"version https://git-lfs.github.com/spec/v1\n"},
         ["config.json: is a git-lfs pointer"],

@@ -49,18 +49,36 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_a_repository(name):
-    assert repository(name) == NAMES[name]
     id, revision = NAMES[name]
+    assert repository(name) == (id, revision, None)
     assert model_name(name) == (f"{id}@{revision}" if revision else id)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    {
+        "a/b-GGUF:Q4_K_M": ("a/b-GGUF", None, "Q4_K_M"),
+        "a/b:q8_0": ("a/b", None, "q8_0"),
+        "a/b@v1:UD-Q4_K_XL": ("a/b", "v1", "UD-Q4_K_XL"),
+        "a/b:b-Q4_0.gguf": ("a/b", None, "b-Q4_0.gguf"),
+        "a/b:BF16/b-00001-of-00002.gguf": ("a/b", None, "BF16/b-00001-of-00002.gguf"),
+        "hf.co/a/b:Q4_K_M": ("a/b", None, "Q4_K_M"),
+        SITE + "a/b-GGUF/blob/main/b-Q4_K_M.gguf": ("a/b-GGUF", None, "b-Q4_K_M.gguf"),
+        SITE + "a/b/resolve/v2/IQ4_NL/b.gguf": ("a/b", "v2", "IQ4_NL/b.gguf"),
+    }.items(),
+)
+def test_names_of_gguf_files(name, expected):
+    assert repository(name) == expected
 
 
 def test_address_on_a_mirror(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "https://hf-mirror.com")
-    assert repository("https://hf-mirror.com/Qwen/Qwen3-4B/tree/main") == ("Qwen/Qwen3-4B", None)
+    assert repository("https://hf-mirror.com/Qwen/Qwen3-4B/tree/main") == ("Qwen/Qwen3-4B", None, None)
 
 
 @pytest.mark.parametrize(
-    "name", [None, "bundled", "nothing", "a/b/c", "a/b@", "a/b@../c", "a/b@c@d", "hello world", "a/b:q4"]
+    "name",
+    [None, "bundled", "nothing", "a/b/c", "a/b@", "a/b@../c", "a/b@c@d", "hello world", "a/b:latest", "a/b.gguf"],
 )
 def test_no_repository(name):
     assert repository(name) is None
@@ -73,12 +91,11 @@ REFUSED = {
     SITE + "spaces/owner/name": "not the address of a model",
     SITE + "a/b/tree/main/sub/dir": "hf download a/b --include 'sub/dir/*'",
     SITE + "a/b/tree/..": "give a/b@REVISION",
-    SITE + "a/b-GGUF/blob/main/b-Q4_K_M.gguf": "GGUF files are not supported yet",
     "https://github.com/owner/name": "not an address on https://huggingface.co",
     "ftp://huggingface.co/a/b": "not an address on https://huggingface.co",
-    "hf.co/a/b:Q4_K_M": "names of models have no tags here",
-    "model.gguf": "GGUF files are not supported yet",
-    "some/dir/Model.GGUF": "GGUF files are not supported yet",
+    "a/b:latest": "names of models have no such tags here",
+    "model.gguf": "no such file",
+    "some/dir/Model.GGUF": "no such file",
 }
 
 
@@ -119,7 +136,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 5\n"
 IMPOSTORS = {
     "pointer": (POINTER, "git-lfs pointer, not the file; install git-lfs, run `git lfs pull` in "),
     "web page": (b"<!DOCTYPE html>\n<html class=''>", "is a web page, not the file"),
-    "gguf": (b"GGUF\x03\x00\x00\x00", "is a GGUF file, which is not supported yet"),
+    "gguf": (b"GGUF\x03\x00\x00\x00", "is a GGUF file; give its own path as the model"),
     "pickle": (b"PK\x03\x04\x00\x00", "is a PyTorch or zip file"),
 }
 FILES = (
@@ -145,7 +162,7 @@ def test_other_content_in_place_of_a_file(name, kind, copy):
     assert message.startswith(f"{file}: ") and words in message
 
 
-@pytest.mark.parametrize("content, words", IMPOSTORS.values(), ids=IMPOSTORS)
+@pytest.mark.parametrize("content, words", [IMPOSTORS[name] for name in ("pointer", "web page", "pickle")])
 def test_file_of_another_kind_as_model(content, words, tmp_path):
     file = tmp_path / "sha256-0123"  # A blob of ollama has no extension.
     file.write_bytes(content)
@@ -162,7 +179,6 @@ ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen
 CONTENTS = {
     # file: (content, words)
     "adapter_config.json": (ADAPTER, ["a LoRA adapter of 'Qwen/Qwen3-4B'", "not supported yet", "merge_and_unload"]),
-    "model-q4.gguf": ("GGUF", ["GGUF files are not supported yet"]),
     "pytorch_model-00001-of-00002.bin": ("", ["save_pretrained"]),
     "consolidated.00.pth": ("", ["Hugging Face's format"]),
     "consolidated.safetensors": ("", ["Mistral's own format"]),

@@ -183,6 +183,12 @@ def test_recorded_rows_are_read_and_have_valid_commands(path):
         assert parsed_command(row.command) == row.command
 
 
+def test_command_omits_only_automatic_choices():
+    assert " --tokenizer auto" in parsed_command("python cli.py bench speculate --texts-only --tokenizer auto")
+    assert "--tokenizer" not in parsed_command("python cli.py bench speculate --texts-only")
+    assert "auto" not in parsed_command("python cli.py bench decode --quantize int4")
+
+
 def test_tables_show_the_recorded_rows():
     readme = (ROOT / "README.md").read_text()
     assert readme.count("<!-- table: benchmarks/h200.json -->") == 1

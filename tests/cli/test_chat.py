@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from chats import as_messages
 from checkpoints import write_tiny, write_tokenizer
 
 from tridecode import Engine, SamplingParams
-from tridecode.cli.chat import saving
+from tridecode.cli.chat import saving, settings
 from tridecode.cli.chat import session as sessions
 from tridecode.cli.chat.command import converse
 from tridecode.cli.chat.conversation import Conversation
@@ -201,6 +202,13 @@ def test_quoted_blocks():
     assert unfinished('"""') and unfinished('"""a') and unfinished('"""\n""') and not unfinished('"""a""" ')
 
 
+def test_a_program_that_begins_with_a_docstring_is_not_a_block():
+    program = '"""Doc."""\nimport os\n\n\ndef f():\n    """More."""\n    return 1'
+    assert not unfinished(program) and unquoted(program) is None
+    assert not unfinished(f'"""{program}"""') and unquoted(f'"""{program}"""') == program
+    assert unfinished(f'"""\n{program}'), "the block that contains the program is still open"
+
+
 def test_block_parsing_is_linear():
     began = time.monotonic()
     (block,) = join_blocks(['"""\n', *["a line of the block\n"] * 200_000, '"""\n'])
@@ -276,6 +284,34 @@ def test_session_of_another_model_is_noted(piped, tiny):
     assert note.replace("--", "/") in piped("/load work\n", *few)[2]
     store.save(Conversation(turns=(("one", "three"),)), "bundled")
     assert "the session used" not in piped("", *few, "--resume")[2]
+
+
+def test_settings_return_with_their_session(piped, session):
+    few = ("--max-tokens", 2)
+    piped("hello\n/set temperature 0.25\n/set logit_bias 42=-1.5\n", *few, "--session", "work", "--seed", 7)
+    saved = {"max_tokens": 2, "seed": 7, "temperature": 0.25, "logit_bias": {"42": -1.5}}
+    assert sessions.Store(sessions.named("work")).load().settings == saved
+    _, out, err = piped("/set\n", "--resume", "--seed", 8)
+    assert "settings of the session: max_tokens 2, temperature 0.25, logit_bias" in err.replace("\n", " ")
+    assert re.search(r"temperature +0.25\n", err) and re.search(r'logit_bias +\{"42": -1.5\}\n', err)
+    assert re.search(r"seed +8\n", err), "the session replaced an option of the command line"
+    assert sessions.Store(sessions.named("work")).load().settings == saved, "without a turn nothing is saved"
+
+
+def test_settings_of_the_configuration_are_not_saved(session):
+    chat = session(["one"], overrides={"temperature": 0.5, "top_k": 3}, configured={"temperature": 0.5})
+    chat.handle("a")
+    assert chat.conversation.settings == {"top_k": 3}
+
+
+@pytest.mark.parametrize("setting", [{"temperature": "hot"}, {"top_k": [1]}, {"logit_bias": {"x": 1}}])
+def test_damaged_setting_of_a_session_is_reported(session, setting):
+    chat = session([])
+    chat.conversation = Conversation(settings={**setting, "unknown": 1, "seed": 3})
+    settings.restore(chat, ())
+    (name,), err = setting, chat.read()[1].replace("\n", " ")
+    assert f"{name} of the session is not restored: " in err and "settings of the session: seed 3;" in err
+    assert chat.overrides == {"seed": 3}
 
 
 def test_note_after_leaving(session):

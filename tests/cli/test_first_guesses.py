@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from tridecode.arguments import nearest
 from tridecode.cli.options import CONFIGURED, Url
 from tridecode.cli.parser import make_parser
-from tridecode.cli.terminal import nearest
 from tridecode.errors import ParameterError
 
 pytestmark = pytest.mark.usefixtures("state")
@@ -25,6 +25,9 @@ pytestmark = pytest.mark.usefixtures("state")
         "run llama3": "chat --model llama3",
         "run a/b Why?": "chat --model a/b Why?",
         "run bundled Why? --seed 3": "chat --model bundled Why? --seed 3",
+        "run bundled --verbose": "chat --model bundled --verbose",
+        "chat -c 0": "chat",
+        "serve -c 4096 --ctx-size 0": "serve",
         "list": "models",
         "ls": "models",
         "models ls": "models list",
@@ -55,6 +58,14 @@ def test_guess_works(typed, command):
     "typed, named",
     {
         "run": "run needs a model: tridecode run DIR_OR_ID; tridecode models lists the cache",
+        "run --seed 3": "run needs a model: tridecode run DIR_OR_ID; tridecode models lists the cache",
+        "chat -m": "--model needs a value: --model DIR_OR_ID",
+        "chat --system --seed 3": "--system needs a value: --system TEXT",
+        "generate --quantize": "--quantize needs a value: --quantize fp8, int8 or int4",
+        "-v": "did you mean --verbose or --version?",
+        "bench": "bench needs a name first: decode, batch,",
+        "bench -m a/b": "like tridecode bench decode --model DIR_OR_ID",
+        "config set seed 3": "config only shows the settings; edit ",
         "show": "show needs a model: tridecode show DIR_OR_ID",
         "pull": "pull needs a model: tridecode pull ID",
         "rm": "rm needs a model: tridecode rm ID",
@@ -111,10 +122,11 @@ def test_guess_works(typed, command):
         "chat -sy x": "unrecognized arguments: -sy",
         "chat a/b": "did you mean --model a/b?",
         "serve a/b": "did you mean --model a/b?",
-        "model-q4.gguf": "GGUF files are not supported yet",
-        "serve model-q4.gguf": "GGUF files are not supported yet",
-        "llama3:8b": "names of models have no tags here; give a Hugging Face id, like Qwen/Qwen3-4B",
-        "demo/tiny:Q4_K_M": "names of models have no tags here; give a Hugging Face id, like demo/tiny",
+        "model-q4.gguf": "did you mean --model model-q4.gguf?",
+        "serve model-q4.gguf": "did you mean --model model-q4.gguf?",
+        "llama3:8b": "names of models have no such tags here; give a Hugging Face id, like Qwen/Qwen3-4B",
+        "demo/tiny:latest": "no such tags here; give a Hugging Face id, like demo/tiny",
+        "demo/tiny:Q4_K_M": "did you mean --model demo/tiny:Q4_K_M?",
         "https://huggingface.co/a/b": "did you mean --model https://huggingface.co/a/b?",
     }.items(),
 )
@@ -234,3 +246,34 @@ def test_error_in_a_file_names_the_file(run, tmp_path, option, text, why):
     code, out, err = run("generate", "hi", option, file)
     assert (code, out) == (1, "") and err.startswith(f"tridecode: error: {option}") and why in err
     assert err.endswith(f"({option} is set by {file})\n") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "typed, command",
+    {
+        "": "generate",
+        "--verbose": "--verbose generate",
+        "--seed 3": "generate --seed 3",
+        "--seed 3 Summarize:": "generate --seed 3 Summarize:",
+        "--session work": "chat --session work",
+        "--port 1": "serve --port 1",
+        "Summarize:": "chat Summarize:",
+    }.items(),
+    ids=repr,
+)
+def test_text_from_a_pipe_is_a_prompt(monkeypatch, typed, command):
+    monkeypatch.setattr("tridecode.cli.parser.stdin_is_file", lambda: True)
+    typed, meant = (vars(make_parser().parse_args(each.split())) for each in (typed, command))
+    assert typed["command"] == meant["command"] and typed.get("question") == meant.get("question")
+    assert typed.get("seed") == meant.get("seed") and typed["verbose"] == meant["verbose"]
+
+
+def test_words_before_and_after_a_command(run):
+    assert run("help", "chat") == run("chat", "--help")
+    assert run("config", "show") == run("config")
+
+
+def test_completion_option_fits_a_narrow_window(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = run("--help")
+    assert "--print-completion SHELL\n" in out and max(map(len, out.splitlines())) <= 40

@@ -27,12 +27,13 @@ def test_every_sampling_option_is_an_option():
         "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1",
         "--presence-penalty", "-1", "--frequency-penalty", "0.5", "--logit-bias", "7=-1.5", "--logit-bias", "8=2",
         "--seed", "4", "--max-tokens", "9", "--stop", "a", "--stop", "b c", "--stop-token-ids", "1,2", "--ignore-eos",
-        "--logprobs", "2", "--json-schema", "f", "--regex", "r", "--choice", "a", "--grammar", "g",
+        "--min-tokens", "3", "--logprobs", "2", "--json-schema", "f", "--regex", "r", "--choice", "a", "--grammar", "g",
     ]  # fmt: skip
     given = sampling_overrides(make_parser().parse_args(["generate", *argv]))
     assert list(given) == list(SAMPLING) == list(SamplingParams.__dataclass_fields__)
     # A request can have only one response format, so all but the grammar are removed.
-    for name in ("json_schema", "regex", "choice"):
+    # Neither can be combined with min_tokens.
+    for name in ("json_schema", "regex", "choice", "min_tokens"):
         del given[name]
     params = SamplingParams(**given)
     assert params.grammar == "g"

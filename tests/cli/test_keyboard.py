@@ -1,5 +1,6 @@
 """The line editor: drafts, tall messages, the external editor, and failures."""
 
+import io
 import re
 import shutil
 import subprocess
@@ -8,11 +9,12 @@ import time
 
 import pytest
 from chats import READY, ROOT, enter, leave, leaves
+from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from tridecode.cli.chat import session as sessions
-from tridecode.cli.chat.keyboard import Keyboard
+from tridecode.cli.chat.keyboard import Keyboard, Screen
 from tridecode.cli.chat.lines import PlainReader
 from tridecode.cli.terminal import Output
 
@@ -189,3 +191,11 @@ def test_shift_enter_and_enter_during_answer(terminal, state):
     assert [user for user, _ in sessions.read(file).turns] == ["one\ntwo\nthree\nfour", "typed early\nagain"]
     shown = child.screen.getvalue()
     assert shown.count("\x1b[>1u") == shown.count("\x1b[<u") > 1, "the terminal stays in kitty's mode"
+
+
+def test_draft_is_erased_from_the_left_edge():
+    """The terminal and the editor may disagree on the columns of a character, so the cursor may be elsewhere."""
+    out = io.StringIO()
+    screen = Screen(out, lambda: Size(rows=24, columns=80), term="xterm", enable_cpr=False)
+    screen.erase_down(), screen.flush()
+    assert out.getvalue().startswith("\r") and "\x1b[J" in out.getvalue()

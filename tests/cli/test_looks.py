@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from tridecode.cli.chat.display import open_sink
+from tridecode.cli.chat.display import Display, PlainText, open_sink
 from tridecode.cli.chat.slash import COMMANDS
 from tridecode.cli.outputs import writer
 from tridecode.cli.terminal import Output
 from tridecode.cli.wrapping import Wrapped
+from tridecode.text.thinking import ThinkSplitter
 
 pexpect = pytest.importorskip("pexpect")
 
@@ -221,3 +222,26 @@ def test_chat_with_redirected_stdout_shows_prompt_mark(state):
     child.expect_exact("\n> ")
     child.sendeof()
     child.expect(pexpect.EOF)
+
+
+@pytest.mark.parametrize("kind", ["thinking", "plain"])
+def test_text_continues_at_the_left_edge_after_ctrl_z(kind):
+    output, written = Output(), []
+    output.tty, output.console = True, Console(file=io.StringIO(), width=20, _environ={})
+    output.text = output.dim = written.append
+    sink = PlainText(output)
+    shown = Display(output, sink, ThinkSplitter(kind == "thinking"), hide=False, tags=False)
+    shown.push("one two three f")
+    shown.pause(), written.clear(), shown.resume()
+    shown.push("our five six seven eight nine ")
+    assert "".join(written).startswith("four five six seven\neight")
+
+
+def test_report_of_info_wraps_between_words(run, monkeypatch):
+    monkeypatch.setattr(Output, "tty", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    _, narrow, _ = run("info", "--device", "cpu")
+    monkeypatch.setenv("COLUMNS", "500")
+    _, wide, _ = run("info", "--device", "cpu")
+    assert max(map(len, narrow.splitlines())) <= 40 and narrow.count("\n") > wide.count("\n")
+    assert narrow.split()[:20] == wide.split()[:20] and "\n             " in narrow

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from tridecode.checkpoint.names import quantization
 from tridecode.cli import models
 from tridecode.errors import CheckpointError
 
@@ -26,6 +27,7 @@ def cache(tmp_path, monkeypatch, tiny):
         for source in files:
             shutil.copy(source, snapshot)
 
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "q4.gguf").write_bytes(b"GGUF" * 100)
     add("models--Org--Tiny", *(file for file in tiny.iterdir()))
     add("models--org--quantized", tmp_path / "q4.gguf", commit="1" * 40)
@@ -42,19 +44,44 @@ def rows(run, *argv):
 
 def test_list_shows_size_and_kind(run, cache):
     shown, err = rows(run)
-    assert [*shown] == ["bundled", "org/half", "org/quantized", "org/texts", "Org/Tiny"] and str(cache) in err
+    assert [*shown] == ["bundled", "org/half", "org/quantized:q4", "org/texts", "Org/Tiny", "q4.gguf"] and str(
+        cache
+    ) in err
     assert shown["bundled"].endswith("qwen3, bfloat16, part of the program") and " MB " in shown["bundled"]
     assert " MB  qwen3" in shown["Org/Tiny"] and "no complete" not in shown["Org/Tiny"]
-    assert "400 bytes  GGUF, no complete weights that this program reads" in shown["org/quantized"]
+    assert shown["org/quantized:q4"].endswith("400 bytes  GGUF") and shown["q4.gguf"].endswith("400 bytes  GGUF")
     assert "no complete weights" in shown["org/half"] and shown["org/texts"].endswith("dataset, not a model")
     assert rows(run, "list") == (shown, err)
-    assert run("models", "--names")[:2] == run("models", "list", "--names")[:2] == (0, "bundled\nOrg/Tiny\n")
+    assert (
+        run("models", "--names")[:2]
+        == run("models", "list", "--names")[:2]
+        == (0, "bundled\norg/quantized:q4\nOrg/Tiny\nq4.gguf\n")
+    )
     found = [json.loads(line) for line in run("models", "--json")[1].splitlines()]
-    assert [each["name"] for each in found if each["usable"]] == ["bundled", "Org/Tiny"]
-    assert found[2]["bytes"] == 400 and found[2]["path"].endswith("1" * 40)
+    assert [each["name"] for each in found if each["usable"]] == [
+        "bundled", "org/quantized:q4", "Org/Tiny", "q4.gguf",
+    ]  # fmt: skip
+    assert found[2]["bytes"] == 400 and found[2]["path"].endswith("1" * 40 + "/q4.gguf")
+
+
+@pytest.mark.parametrize(
+    "file, tag",
+    {
+        "Qwen3-4B-Q4_K_M.gguf": "Q4_K_M",
+        "Llama-3.1-8B-UD-Q4_K_XL.gguf": "UD-Q4_K_XL",
+        "m.IQ4_NL.gguf": "IQ4_NL",
+        "m-BF16-00001-of-00002.gguf": "BF16",
+        "q8_0.gguf": "q8_0",
+        "model.gguf": "",
+        "Q4_K_M-model.gguf": "",
+    }.items(),
+)
+def test_quantization_in_the_name_of_a_file(file, tag):
+    assert quantization(file) == tag
 
 
 def test_empty_cache_lists_the_bundled_model(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
     monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "none"))
     assert [*rows(run)[0]] == ["bundled"]
@@ -67,14 +94,15 @@ def test_remove_is_all_or_none(run, cache):
     assert "org/half" in rows(run)[0] and "cannot be removed" in run("models", "remove", "bundled")[2]
     code, out, err = run("models", "rm", "org/half", "Org/Tiny")
     assert (code, out) == (0, "") and re.fullmatch(r"removed org/half, Org/Tiny, [\d.]+ [kM]B\n", err)
-    assert [*rows(run)[0]] == ["bundled", "org/quantized", "org/texts"]
+    assert [*rows(run)[0]] == ["bundled", "org/quantized:q4", "org/texts", "q4.gguf"]
     assert not (cache / "models--Org--Tiny").exists()
 
 
 def test_remove_takes_the_address_of_a_page(run, cache):
     assert run("models", "rm", "https://huggingface.co/org/half")[::2] == (0, "removed org/half, 828 bytes\n")
     code, _, err = run("models", "rm", "org/quantized@v1")
-    assert code == 1 and "there is no such model" in err and "org/quantized" in rows(run)[0]
+    assert code == 1 and "there is no such model" in err and "org/quantized:q4" in rows(run)[0]
+    assert "models remove org/quantized" in run("models", "rm", "org/quantized:q4")[2]
     assert "Hugging Face id, like" in run("models", "rm", "--help")[1]
 
 
@@ -83,11 +111,11 @@ def test_remove_takes_the_address_of_a_page(run, cache):
     {
         "tiny": "did you mean Org/Tiny?",
         "tinny": "did you mean Org/Tiny?",
-        "tiny:latest": "names of models have no tags here; give a Hugging Face id, like Qwen/Qwen3-4B; did you mean "
-        "Org/Tiny?",
+        "tiny:latest": "names of models have no such tags here; give a Hugging Face id, like Qwen/Qwen3-4B; did you "
+        "mean Org/Tiny?",
         "org/tinny": "did you mean Org/Tiny?",
         "other/Tiny": "did you mean Org/Tiny?",
-        "org/tiny:Q4_K_M": "names of models have no tags here; give a Hugging Face id, like org/tiny",
+        "org/tiny:7b": "names of models have no such tags here; give a Hugging Face id, like org/tiny",
         "zebra": "check the spelling",
     }.items(),
 )
@@ -115,3 +143,11 @@ def test_download_resolves_each_name(run, monkeypatch, tmp_path):
         1,
         f"a/b is in {tmp_path}/a/b\ntridecode: error: a/c: no network\n",
     )
+
+
+@pytest.mark.parametrize("width, lines", [(None, 1), (80, 1), (40, 2), (20, 2)])
+def test_line_of_a_model_fits_the_window(width, lines):
+    model = models.Cached("org/" + "x" * 30, 15_000_000, "qwen3, bfloat16, gptq", True, "")
+    found = models.rows(model, 34, width)
+    assert len(found) == lines and max(map(len, found)) <= (width or 100)
+    assert width == 20 or "qwen3, bfloat16, gptq" in found[-1]

@@ -132,6 +132,12 @@ def test_title_is_saved(session):
     assert chat.conversation.title is None
 
 
+def test_message_in_a_description_has_no_escapes(session):
+    chat = session(["one"])
+    chat.handle("It's a \U0001f469\u200d\U0001f467")
+    assert chat.describe() == "continuing 1 turn, the last was 'It's a \U0001f469\u200d\U0001f467'"
+
+
 def test_sessions_command(session):
     chat = session(["one"], store=store.Store(store.named("work")), interactive=True)
     chat.handle("Hello")
@@ -227,7 +233,8 @@ def test_tab_completes_sessions_paths_and_words(session, tmp_path, monkeypatch):
         (place / name).touch()
     monkeypatch.chdir(place)
     for typed, found in (
-        ("/ti", (3, ["/title"])),
+        ("/ti", (3, ["/title "])),
+        ("/un", (3, ["/undo"])),
         ("/load ri", (2, ["rivers", "river talk.json"])),
         ("/load river t", (7, ["river talk.json"])),
         ("/save rooms/", (6, ["rooms/blue.md"])),

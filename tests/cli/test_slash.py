@@ -93,7 +93,7 @@ def test_bare_word_suggests_command(session, word, command):
     assert f"did you mean {command}?" in chat.read()[1]
     assert chat.handle(f" {word}") and chat.engine.prompts == [as_messages(word.strip())]
     chat.handle("/edit")
-    assert chat.draft == f" {word.strip()}", "the edited message has no space before its slash"
+    assert chat.draft == (f" {word.strip()}", True), "the edited message has no space before its slash"
     chat.interactive = False
     assert chat.handle(word) and len(chat.engine.prompts) == 2, "the word was not sent as a message"
 
@@ -128,6 +128,25 @@ def test_retry_undo_and_edit(session):
     assert chat.handle("/undo") and chat.conversation.turns == (("a", "one"),)
     assert "removed 'c'; 1 turn left" in chat.read()[1]
     assert chat.handle("/edit") and "needs TEXT" in chat.read()[1]
+
+
+def test_retry_and_edit_of_a_turn_that_failed(session):
+    chat = session(["one"], PromptError("no"), PromptError("no"), ["two"], PromptError("no"), ["three"], ["four"])
+    chat.handle("a"), chat.handle("b"), chat.handle("/retry")
+    assert chat.conversation.turns == (("a", "one"),) and chat.engine.prompts[2] == as_messages("a", "one", "b")
+    chat.handle("/edit c")
+    assert chat.conversation.turns == (("a", "one"), ("c", "two")), "the edited message replaced an answered one"
+    chat.handle("/edit d"), chat.handle("/retry")
+    assert chat.conversation.turns == (("a", "one"), ("d", "three")), "the failed edit of a turn did not replace it"
+    chat.handle("/retry")
+    assert chat.conversation.turns == (("a", "one"), ("d", "four"))
+
+
+def test_edit_of_a_failed_turn_keeps_the_turn_before_it(session):
+    chat = session(["one"], PromptError("no"), ["two"], interactive=True)
+    typed, drafts = ["a", "b", "/edit", "c", "/exit"], []
+    converse(chat, SimpleNamespace(read=lambda draft: drafts.append(draft) or typed.pop(0)))
+    assert drafts == ["", "", "", "b", ""] and chat.conversation.turns == (("a", "one"), ("c", "two"))
 
 
 def test_edit_prefills_prompt(session):

@@ -365,11 +365,13 @@ REFUSED = {
     "unknown response format": ({"response_format": {"type": "xml"}}, 400, "response_format: expected type text"),
     "stored answers": ({"store": True}, 400, "store is not supported"),
     "beam search": ({"use_beam_search": True}, 400, "use_beam_search is not supported"),
+    "messages as text": ({"messages": "hi"}, 400, "messages: expected a list, got a string"),
+    "former name of tools": ({"functions": [{"name": "f"}]}, 400, "functions is not a parameter of this API"),
     "misspelled parameter": ({"temprature": 1}, 400, "did you mean temperature?"),
-    "effort as number": ({"reasoning_effort": 5}, 400, "reasoning_effort: expected str"),
+    "effort as number": ({"reasoning_effort": 5}, 400, "reasoning_effort: expected a string"),
     "unknown effort": ({"reasoning_effort": "huge"}, 400, "reasoning_effort must be one of none, minimal, low"),
-    "wrong type": ({"temperature": "hot"}, 400, "temperature: expected float, got str"),
-    "wrong type of item": ({"stop": [1]}, 400, "stop[0]: expected str, got int"),
+    "wrong type": ({"temperature": "hot"}, 400, "temperature: expected a number, got a string"),
+    "wrong type of item": ({"stop": [1]}, 400, "stop[0]: expected a string, got an integer"),
     "value out of range": ({"top_p": 2}, 400, "top_p must be a number above 0 to 1"),
     "invalid max_completion_tokens": ({"max_completion_tokens": 0}, 400, "max_completion_tokens must be"),
     "negative max_tokens": ({"max_tokens": -2}, 400, "max_tokens must be an integer from 1"),
@@ -394,7 +396,10 @@ REFUSED = {
     "top_logprobs without logprobs": ({"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
     "too many top_logprobs": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs must be"),
     "stream options without a stream": ({"stream_options": {"include_usage": True}}, 400, "needs stream"),
-    "unknown stream options": ({"stream": True, "stream_options": {"usage": True}}, 400, "stream_options"),
+    "unknown stream options": (
+        {"stream": True, "stream_options": {"usage": True}}, 400,
+        "stream_options: object contains the unknown field usage; leave it out",
+    ),
     "unknown template variable": ({"chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs: the chat"),
     "too long prompt": (
         {"messages": [{"role": "user", "content": "a b " * 3000}]}, 400, "has 6,009 tokens, the context holds 2,048"
@@ -427,6 +432,7 @@ def test_invalid_chat_request_names_parameter(served, name):
         ({"suffix": "end"}, "suffix: this model has no tokens for fill-in-the-middle"),
         ({"suffix": "end", "prompt": [5]}, "suffix needs a prompt that is text"),
         ({"best_of": 3}, "best_of is not supported"),
+        ({"prompt": 5}, "prompt: expected a string or a list, got an integer"),
         ({"messages": []}, "messages is not a parameter"),
     ],
 )  # fmt: skip
@@ -435,10 +441,31 @@ def test_invalid_completion_request_is_refused(served, wrong, message):
     assert got.status_code == 400 and message in got.json()["error"]["message"]
 
 
-def test_body_must_be_json_object(served):
-    for body in (b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}', b"nan"):
-        got = served.post("/v1/chat/completions", body)
-        assert got.status_code == 400 and got.json()["error"]["message"].startswith("the body "), body[:9]
+BODIES = {
+    b"": "is not JSON: it is empty; send an object",
+    b"{": "is not JSON: it ends before the value is complete",
+    b"[]": "must be a JSON object, got a list",
+    b'"{}"': "must be a JSON object, got a string",
+    b"null": "must be a JSON object, got null",
+    b"\xff\xfe": "is not JSON: its encoding is not UTF-8",
+    b'{"model": "caf\xe9"}': "is not JSON: its encoding is not UTF-8",
+    b"[" * 100_000: "is not JSON: ",
+    b'{"model": NaN}': 'is not JSON: invalid character at byte 10, "NaN}"',
+    b'{"n": 1, // one\n"seed": 1}': 'object keys must be strings at byte 9, "// one"; JSON has no comments',
+    b'{"model": /* which? */ "x"}': "; JSON has no comments",
+    b"{'n': 1}": "is not JSON: object keys must be strings at byte 1, \"'n': 1}\"",
+    b'{"n": 1,}': 'is not JSON: trailing comma in object at byte 8, "}"',
+}
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: ascii(body[:20]))
+def test_body_must_be_json_object(served, body):
+    got = served.post("/v1/chat/completions", body)
+    message = got.json()["error"]["message"]
+    assert got.status_code == 400 and message.startswith("the body ") and BODIES[body] in message
+
+
+def test_unknown_path_and_method_are_refused(served):
     assert served.get("/v1/embeddings").status_code == 404
     got = served.get("/v1/chat/completions")
     assert got.status_code == 405 and got.json()["error"]["message"].endswith("; use POST")

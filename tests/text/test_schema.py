@@ -4,7 +4,7 @@ import json
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tridecode import Engine, SamplingParams
@@ -32,8 +32,7 @@ def allows(engine):
 
     @cache
     def grammar(fields: str, open_objects: bool):
-        grammars = Grammars(engine.tokenizer, engine.config.vocab_size, engine.config.stop_ids)
-        grammars.open_objects = open_objects
+        grammars = Grammars(engine.tokenizer, engine.config.vocab_size, engine.config.stop_ids, open_objects)
         return grammars.of(SamplingParams(**json.loads(fields)))
 
     def allows(text, open_objects=False, **fields):
@@ -203,6 +202,8 @@ KEYWORDS = {
 
 
 @settings(max_examples=150, deadline=None)
+@example({"enum": ["a"], "format": "date"})
+@example({"type": "string", "maxLength": 0, "format": "date"})
 @given(st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in KEYWORDS.items()}))
 def test_plain_schema_compiles(allows, schema):
     if is_plain(schema):

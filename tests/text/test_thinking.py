@@ -261,7 +261,7 @@ def test_think_command_without_template_variable(piped, checkpoint, tmp_path):
     (path / "tokenizer_config.json").unlink()
     write_tokenizer(path, chat_template=CHATML)
     code, _, err = piped("/help\n/think\n", "--model", path, "--think", "off")
-    assert code == 0 and err.endswith("this model's chat template knows no thinking\n")
+    assert code == 0 and err.endswith("the chat template of this model does not support thinking\n")
     assert "switched off" not in err and "/think" not in err, (
         "/help lists /think although the template does not support it"
     )

@@ -25,6 +25,7 @@ class GatedDelta(Block):
         key_dim, value_dim: sizes of a head; powers of two.
         width: positions that the convolution reads.
         sigmoid: the gate of the output is sigmoid(z) instead of silu(z).
+        tiled: V heads that share a head of q and k are not adjacent: V head h uses head h % key_heads.
     """
 
     key_heads: int
@@ -33,11 +34,13 @@ class GatedDelta(Block):
     value_dim: int
     width: int = 4
     sigmoid: bool = False
+    tiled: bool = False
 
     @property
     def sizes(self) -> DeltaHeads:
         """The sizes as kernels take them."""
-        return DeltaHeads(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.eps, self.sigmoid)
+        sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim
+        return DeltaHeads(*sizes, self.eps, self.sigmoid, self.tiled)
 
     def linears(self) -> tuple[Linear, ...]:
         """Return in_proj, whose rows are q, k, v and z, and out_proj."""

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError
 from ..layout import MAX_STOP_IDS
+from ..models import gguf_config
 from ..models.files import present
 from ..models.generation import generation_defaults
+from ..models.gguf import read_gguf
 from ..models.reader import ConfigReader, read_json
 from .contents import advice
 
@@ -16,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def read_config(path: Path) -> "tuple[ModelSpec, dict]":
-    """Read the checkpoint in directory `path`; return its specification and config.json. Raises CheckpointError."""
+    """Read the checkpoint `path`; return its specification and config.json. Raises CheckpointError."""
+    if path.is_file():
+        gguf = read_gguf(path)
+        values = gguf_config.config_values(gguf)
+        return parse_config(values, gguf_config.generation_values(gguf), path, path), values
     source, generation = path / "config.json", path / "generation_config.json"
     if not present(source):
         fix = advice(path, "give the directory of a Hugging Face checkpoint")
@@ -25,13 +31,16 @@ def read_config(path: Path) -> "tuple[ModelSpec, dict]":
     return parse_config(values, read_json(generation) if present(generation) else None, source), values
 
 
-def parse_config(config_json: dict, generation_json: dict | None = None, source="config.json") -> "ModelSpec":
+def parse_config(
+    config_json: dict, generation_json: dict | None = None, source="config.json", generation_source=None
+) -> "ModelSpec":
     """Check a config.json, and generation_config.json if there is one, and return the specification.
 
     Args:
         config_json: the object in config.json.
         generation_json: the object in generation_config.json, or None.
         source: the name of config.json, for messages.
+        generation_source: the name of generation_config.json; None: next to config.json.
 
     Raises:
         CheckpointError: one line with the key and the expected value.
@@ -40,7 +49,7 @@ def parse_config(config_json: dict, generation_json: dict | None = None, source=
 
     read = ConfigReader(config_json, str(source))
     spec = parse_model(read)
-    generation_source = str(Path(source).with_name("generation_config.json"))
+    generation_source = str(generation_source or Path(source).with_name("generation_config.json"))
     generation = read if generation_json is None else ConfigReader(generation_json, generation_source)
     defaults, notes = generation_defaults(generation, spec.vocab_size, spec.max_position)
     readers = read, read.under("text_config"), generation

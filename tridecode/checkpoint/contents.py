@@ -4,12 +4,12 @@ from pathlib import Path
 
 from ..arguments import shown
 from ..models.reader import read_json
-from .names import GGUF, repository
+from .names import repository
 
 UNSUPPORTED = "which is not supported yet; merge it into its base model with peft's merge_and_unload, and save that"
 # Pattern of a file -> the text of the message.
 _KINDS = {
-    "*.gguf": GGUF,
+    "*.gguf": "it holds several GGUF models; give the file of one",
     "pytorch_model*.bin": ".bin files are not read; convert them with transformers' save_pretrained",
     "*.pth": ".pth files are not read; give the same model in Hugging Face's format",
     "consolidated*.safetensors": "it is in Mistral's own format; give the same model in Hugging Face's format",

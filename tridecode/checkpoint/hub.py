@@ -1,18 +1,18 @@
-"""Resolves the value of --model to a directory with the files of one checkpoint."""
+"""Resolves the value of --model to a directory with the files of one checkpoint, or to a GGUF file."""
 
 import re
 from collections.abc import Iterable
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
-from ..arguments import shown
+from ..arguments import nearest, shown
 from ..errors import CheckpointError, ParameterError, brief
 from ..models.files import open_regular, read_file
+from ..models.gguf import is_gguf, part_names
 from ..models.reader import read_json
 from .config import read_config
 from .contents import UNSUPPORTED, adapter
-from .names import BUNDLED, GGUF, Repository, not_a_name, repository
+from .names import BUNDLED, Repository, not_a_name, quantization, repository
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,15 +31,16 @@ _LONGEST_NAME = 255  # Maximum bytes of a file name on common file systems.
 
 
 def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
-    """Return the directory of `model`.
+    """Return the directory of `model`, or its GGUF file.
 
-    A local directory is returned as it is; for a repository in the Hugging Face cache, the directory of its snapshot.
-    None and the name "bundled" mean the model in the package. Any other value is a Hugging Face id ("owner/name" or
-    "owner/name@revision") or the address of its page, which is downloaded.
+    A local GGUF file or directory is returned as it is; for a repository in the Hugging Face cache, the directory of
+    its snapshot; for a directory whose only model is a GGUF file, that file. None and the name "bundled" mean the model
+    in the package. Any other value is a Hugging Face id ("owner/name" or "owner/name@revision", with ":Q4_K_M" or the
+    name of a file for GGUF) or the address of its page, which is downloaded.
 
     Only needed files are downloaded, the small ones first. Therefore no weights of an unsupported model are downloaded.
-    If `weights` is false, no weights are downloaded. huggingface_hub implements cache, token, offline mode and
-    progress bars. Raises CheckpointError.
+    If `weights` is false, no weights are downloaded, except GGUF files, which contain the rest. huggingface_hub
+    implements cache, token, offline mode and progress bars. Raises CheckpointError.
     """
     if model is None:
         return BUNDLED
@@ -56,11 +57,15 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
     except OSError as error:  # For example, the name is too long.
         raise ParameterError(f"model {shown(str(model))}: {error.strerror}; give a directory or an id") from None
     if is_directory:
-        return _snapshot_of(path)
+        snapshot = _snapshot_of(path)
+        files = gguf_files(snapshot) if not (snapshot / "config.json").exists() else []
+        return files[0] if len(files) == 1 else snapshot
     if model == BUNDLED.name:
         return BUNDLED
-    if (why := not_a_name(str(model))) == GGUF or why and not exists:
+    if not exists and (why := not_a_name(str(model))):
         raise CheckpointError(f"{model}: {why}{'' if '/' in str(model) else suggestion(str(model))}")
+    if exists and is_gguf(path):
+        return part_names(path)[0]
     if exists:
         open_regular(path).close()  # This refuses a file of another kind by its name.
         where = f"{path.parent}, " if (path.parent / "config.json").exists() else ""
@@ -70,6 +75,8 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
             f"{model}: no such directory, and not a Hugging Face id (like Qwen/Qwen3-4B); "
             f"check the spelling{suggestion(str(model))}"
         )
+    if repo.gguf:
+        return _download_gguf(repo, repo.gguf)
     small = _download(repo)
     if weights:
         fetch_weights(model, small)
@@ -95,7 +102,7 @@ def fetch_weights(model: str | Path | None, path: Path) -> None:
 
     Raises CheckpointError.
     """
-    if (repo := repository(model)) is None:
+    if (repo := repository(model)) is None or repo.gguf:
         return
     names = weight_files(path)
     if not weights_present(path):
@@ -103,6 +110,12 @@ def fetch_weights(model: str | Path | None, path: Path) -> None:
         _snapshot(repo, names, path.name)
     for name in names:
         _require(repo, path, name)
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """Return the GGUF files in a directory, of split models the first, without the files of vision models."""
+    files = (file for file in sorted(path.glob("*.gguf")) if "mmproj" not in file.name.lower())
+    return [file for file in files if part_names(file)[0] == file]
 
 
 def weight_files(path: Path) -> list[str]:
@@ -118,14 +131,27 @@ def weights_present(path: Path) -> bool:
 
 
 def cached_models() -> list[str]:
-    """Return the ids of the models whose weights are in the Hugging Face cache."""
+    """Return the names of the models whose weights are in the Hugging Face cache."""
     from huggingface_hub import constants
 
-    ids = set()
+    ids = {name for folder in Path(constants.HF_HUB_CACHE).glob("models--*--*") for name in cached_gguf(folder)}
     for file in Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/*.safetensors"):
         if (file.parent / "config.json").exists():
             ids.add("/".join(file.parents[2].name.split("--", 2)[1:]))
     return sorted(ids)
+
+
+def cached_gguf(folder: Path) -> dict[str, Path]:
+    """Return the GGUF files in a repository's directory of the cache by the names of their models."""
+    named: dict[str, Path] = {}
+    for file in sorted(folder.glob("snapshots/**/*.gguf")):
+        snapshot = folder / "snapshots" / file.relative_to(folder / "snapshots").parts[0]
+        if part_names(file)[0] == file and "mmproj" not in file.name.lower():
+            tag = quantization(file.name)
+            repo = "/".join(folder.name.split("--", 2)[1:])
+            name = f"{repo}:{tag}" if tag and f"{repo}:{tag}" not in named else f"{repo}:{file.relative_to(snapshot)}"
+            named[name] = file
+    return named
 
 
 def suggestion(name: str, known: Iterable[str] | None = None) -> str:
@@ -133,14 +159,13 @@ def suggestion(name: str, known: Iterable[str] | None = None) -> str:
 
     A model with the same part behind the slash is preferred. `known` has the ids, by default those of the cache.
     """
-    ids = {each.lower(): each for each in (cached_models() if known is None else known) if each != name}
-    word = re.sub(r":[\w.-]*$", "", name.lower())
-    short = {each.split("/")[-1]: each for each in ids}
-    near = get_close_matches(word, ids, 1, 0.75) if "/" in word else []
-    last = get_close_matches(word.split("/")[-1], short, 1, 0.75)
-    if last and (last[0] == word.split("/")[-1] or not near):
-        near = [short[last[0]]]
-    return f"; did you mean {ids[near[0]]}?" if near else ""
+    ids = [each for each in (cached_models() if known is None else known) if each != name]
+    word = re.sub(r":[\w.-]*$", "", name)
+    short, last = {each.split("/")[-1]: each for each in ids}, word.split("/")[-1]
+    similar = nearest(last, short)
+    near = nearest(word, ids) if "/" in word and (similar or "").lower() != last.lower() else None
+    near = near or (short[similar] if similar else None)
+    return f"; did you mean {near}?" if near else ""
 
 
 def shard_map(index: Path) -> dict[str, str]:
@@ -170,6 +195,37 @@ def _download(repo: Repository) -> Path:
     return small
 
 
+def _download_gguf(repo: Repository, name: str) -> Path:
+    """Download a GGUF file of a repository; return its path, of a split model that of the first part.
+
+    Args:
+        name: the name of the file, or the quantization in its name.
+    """
+    from huggingface_hub import constants
+
+    if name.endswith(".gguf"):
+        patterns = [str(part) for part in part_names(Path(name))]
+    else:
+        cases = (name, name.upper(), name.lower())
+        starts = [start + case for case in dict.fromkeys(cases) for start in ("*[-_.]", "")]
+        patterns = [start + end for start in starts for end in (".gguf", "-0*-of-0*.gguf")]
+    folder = _snapshot(repo, patterns, repo.revision)
+    candidates = {file for pattern in patterns for file in folder.rglob(PurePosixPath(pattern).name)}
+    if "/" in name:
+        candidates = {folder / name} & candidates
+    files = sorted({part_names(file)[0] for file in candidates if "mmproj" not in file.name.lower()})
+    if not files:
+        if constants.HF_HUB_OFFLINE:
+            raise CheckpointError(f"{repo}: the cached copy {folder} lacks it; run once with HF_HUB_OFFLINE=0")
+        raise CheckpointError(
+            f"{repo}: the repository has no such GGUF file; see {constants.ENDPOINT}/{repo.id}/tree/main for its files"
+        )
+    if len(files) > 1:
+        listed = ", ".join(str(file.relative_to(folder)) for file in files)
+        raise CheckpointError(f"{repo}: the repository has several of them; give one: {repo.id}:FILE, of {listed}")
+    return files[0]
+
+
 def _require(repo: Repository, path: Path, name: str) -> None:
     """Raise CheckpointError if the file is missing."""
     if (path / name).is_file():
@@ -180,7 +236,7 @@ def _require(repo: Repository, path: Path, name: str) -> None:
         raise CheckpointError(f"{repo}: the cached copy {path} lacks {name}; run once with HF_HUB_OFFLINE=0")
     fix = "choose one that does, or save it again with transformers' save_pretrained and give that directory"
     if "gguf" in repo.id.lower():
-        fix = GGUF
+        fix = f"give one of its GGUF files, like {repo.id}:Q4_K_M"
     elif lora := adapter(path):
         fix = f"it holds {lora}, {UNSUPPORTED}"
     raise CheckpointError(f"{repo}: the repository has no {name}; {fix}")

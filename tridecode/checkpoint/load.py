@@ -1,4 +1,4 @@
-"""Loads checkpoints, one or many safetensors files, into fused weights on the device.
+"""Loads checkpoints, safetensors or GGUF files, into fused weights on the device.
 
 The headers of the files are checked before memory is allocated. Then each tensor is copied to the device in small
 pieces, so that neither the host nor the device stores a second copy of the weights. Files are read instead of mapped.
@@ -10,9 +10,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,17 +27,17 @@ from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
 from .contents import adapter, advice
+from .gguf.tensors import check_type, gguf_tensors
 from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
 from .quantization.scheme import Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
+from .tensor_info import DTYPE_BYTES, TensorInfo
 from .tied import follow_files
 
 log = logging.getLogger("tridecode")
 # Keys are the dtype names of safetensors.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_DTYPE_BYTES |= {"I8": 1, "U8": 1, "F8_E4M3": 1}
 _HEADER_LIMIT = 100_000_000  # Maximum bytes of a header, as in safetensors.
 # Maximum number of dimensions of a tensor. A header of 100 MB could list millions, whose product takes minutes.
 _MAX_DIMENSIONS = 8
@@ -45,30 +45,8 @@ _COPY_BYTES = 64 * 2**20  # Maximum bytes that are copied to the device at once.
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """One entry of a safetensors header.
-
-    Args:
-        file: the file.
-        dtype: name of the dtype in safetensors.
-        shape: shape of the tensor.
-        begin: byte of the file at which the tensor begins.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
-
-
 def load_config(path: Path) -> ModelSpec:
-    """Return the specification of the checkpoint in directory `path`. Raises CheckpointError.
+    """Return the specification of the checkpoint `path`, a directory or a GGUF file. Raises CheckpointError.
 
     Weights that are present determine a dtype that config.json lacks, and whether the LM head is tied.
     """
@@ -103,7 +81,7 @@ def load_weights(
     on_host: int = 0,
     packs: bool | None = None,
 ) -> Weights:
-    """Load the checkpoint in directory `path` onto the device.
+    """Load the checkpoint `path`, a directory or a GGUF file, onto the device.
 
     Args:
         dtype: dtype of the tensors, except packed tensors.
@@ -157,14 +135,19 @@ def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
         CheckpointError: a tensor is wrong, missing, unexpected or misshapen.
     """
     infos = read_tensor_infos(path, spec)
-    for file in {info.file for info in infos.values()}:
+    for file in {info.file for info in infos.values()} if path.is_dir() else ():
         _check_with_safetensors(file)
     return infos
 
 
 def read_tensor_infos(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
     """Return the tensors as `stored_tensors` does, but check only the headers of the files."""
-    tensors, slices = _with_prefix(_tensors(path), spec), tensor_slices(spec)
+    return read_infos(path, spec, _with_prefix(_tensors(path), spec))
+
+
+def read_infos(path: Path, spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return those of a checkpoint's tensors that the model needs. Raises CheckpointError."""
+    slices = tensor_slices(spec)
     needed = {name: of for key in slices for name, of in stored(key, slices[key]).items()}
     _check(path, tensors, needed, slices, spec)
     return {name: tensors[name] for name in needed}
@@ -297,6 +280,8 @@ def _with_prefix(tensors: dict[str, TensorInfo], spec: ModelSpec) -> dict[str, T
 
 def _tensors(path: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint in `path`, read from the headers of its files."""
+    if path.is_file():
+        return gguf_tensors(path)
     if present(path / SINGLE):
         return read_header(path / SINGLE)
     index = path / INDEX
@@ -362,7 +347,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise broken(f"the header's entry of tensor {shown(name)} is malformed")
         if 8 + length + end > size:
             raise broken(f"truncated: tensor {shown(name)} ends at byte {8 + length + end:,} of a file of {size:,}")
-        if dtype in _DTYPE_BYTES and math.prod(shape) * _DTYPE_BYTES[dtype] != end - begin:
+        if dtype in DTYPE_BYTES and math.prod(shape) * DTYPE_BYTES[dtype] != end - begin:
             raise broken(f"tensor {shown(name)}, {dtype} of shape {list(shape)}, does not take {end - begin:,} bytes")
         infos[name] = TensorInfo(file, dtype, shape, 8 + length + begin)
     return infos
@@ -379,7 +364,7 @@ def _is_ignorable(name: str, spec: ModelSpec) -> bool:
 
 
 def _check(
-    path: Path, tensors: dict[str, TensorInfo], needed: dict[str, Stored], slices: dict[str, TensorSlice],
+    path: Path, tensors: Mapping[str, TensorInfo], needed: dict[str, Stored], slices: dict[str, TensorSlice],
     spec: ModelSpec,
 ) -> None:  # fmt: skip
     """Check the names, shapes and dtypes of a checkpoint's tensors. Raises CheckpointError.
@@ -425,7 +410,9 @@ def _check(
                 f"{info.file}: tensor {shown(name)} must have shape {list(of.shape)} by config.json, not "
                 f"{list(info.shape)}; check that both belong to the same model"
             )
-        if info.dtype not in of.dtypes:
+        if path.is_file():
+            check_type(info, len(of.shape))
+        elif info.dtype not in of.dtypes:
             fix = "check that config.json belongs to it"
             if of.dtypes == FLOATS:
                 fix = "use the unquantized checkpoint, or convert it with transformers' save_pretrained"

@@ -1,8 +1,10 @@
 """Loader: reads tensor slices from the files of a checkpoint into the weights on the device."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from ..errors import CheckpointError
 from ..kernels.linear.packed import QuantizedWeight
 from ..models.files import open_regular, unreadable
+from .gguf.tensors import GGUFInfo
 from .quantization.quantize import quantize
 from .quantization.scheme import Scheme
 from .slices import Target, TensorSlice, stored
@@ -54,11 +57,12 @@ class Loader:
                 quantize_into(parts, target, start + first, scaled(read_rows, tensor_slice.scale))
                 yield read.nbytes
         else:
-            n, done = tensor_slice.shape[0], 0
-            for place in parts["weight"][start : start + n].split(
-                max(self._limit // (self._tensors[name].nbytes // n), 1)
-            ):
-                yield self._load_unquantized(name, done, place, tensor_slice.scale, tensor_slice.offset)
+            n, done, info, offset = tensor_slice.shape[0], 0, self._tensors[name], tensor_slice.offset
+            step = self._limit // (info.nbytes // n)
+            if isinstance(info, GGUFInfo):
+                offset, step = offset - info.change.offset, min(step, _NUMBERS // (math.prod(info.shape) // n))
+            for place in parts["weight"][start : start + n].split(max(step, 1)):
+                yield self._load_unquantized(name, done, place, tensor_slice.scale, offset)
                 done += len(place)
 
     def _place_quantized(
@@ -115,16 +119,22 @@ class Loader:
     def _file(self, path: Path) -> BufferedReader:
         """Return the open file; open it at the first call."""
         if path not in self._files:
-            self._files[path] = self._opened.enter_context(open_regular(path))
+            self._files[path] = self._opened.enter_context(open_regular(path, gguf=True))
         return self._files[path]
 
     def read(self, name: str, first: int, count: int | None) -> torch.Tensor:
         """Read `count` rows of a tensor from row `first` on, onto the CPU; all rows if `count` is None."""
         info = self._tensors[name]
+        if isinstance(info, GGUFInfo):
+            return info.values(self._rows(name, first, info.shape[0] if count is None else count))
         shape = info.shape if count is None else (count, *info.shape[1:])
         rows = torch.empty(shape, dtype=READ[info.dtype])
         self._fill(name, first if count is not None else 0, rows)
         return rows
+
+    def _rows(self, name: str, first: int, count: int) -> torch.Tensor:
+        """Read the bytes of rows of a tensor of a GGUF file."""
+        return self._tensors[name].rows(first, count, partial(self._fill, name))
 
     def _fill(self, name: str, first: int, part: torch.Tensor) -> None:
         """Fill `part`, a contiguous tensor on the CPU, with the rows that begin at row `first`."""
@@ -140,7 +150,12 @@ class Loader:
 
     def _load_unquantized(self, name: str, first: int, place: torch.Tensor, scale: float, offset: float) -> int:
         """Fill `place` with the rows of an unquantized tensor from row `first` on. Return the bytes read."""
-        dtype = READ[self._tensors[name].dtype]
+        info = self._tensors[name]
+        if isinstance(info, GGUFInfo):
+            rows = self._rows(name, first, len(place))
+            place.copy_(scaled(info.values(rows.to(place.device)), scale, offset).view(place.shape))
+            return rows.nbytes
+        dtype = READ[info.dtype]
         plain = scale == 1 and offset == 0
         straight = place.dtype == dtype and place.device.type == "cpu" and plain and place.is_contiguous()
         part = place

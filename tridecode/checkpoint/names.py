@@ -1,4 +1,7 @@
-"""Names of models: "bundled", ids on the Hugging Face hub, with or without a revision, and addresses of its pages."""
+"""Names of models: "bundled", ids on the Hugging Face hub, with or without a revision, and addresses of its pages.
+
+An id may end in the name of a GGUF file, or in a quantization: owner/name:Q4_K_M.
+"""
 
 import os
 import re
@@ -9,21 +12,31 @@ from urllib.parse import unquote
 from ..errors import CheckpointError
 
 BUNDLED = Path(__file__).parents[1] / "bundled"  # Directory of the model in the package, which is called "bundled".
-GGUF = "GGUF files are not supported yet; give the safetensors checkpoint that the file was made from"
+NOT_A_FILE = "no such file; check the path, or give a file on the Hugging Face hub as owner/name:FILE.gguf"
 HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
-_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(\w[\w./-]*))?", re.ASCII)
+# The quantization in the name of a GGUF file, such as Q4_K_M, UD-Q6_K_XL or BF16.
+_QUANTIZATION = r"(?i:(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|MXFP4\w*|NVFP4))"
+_FILE = rf"{_QUANTIZATION}|\w[\w./-]*\.gguf"
+_ID = re.compile(rf"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(\w[\w./-]*))?(?::({_FILE}))?", re.ASCII)
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)")  # Name of a repository's directory in the cache.
 _REVISIONED = ("tree", "blob", "resolve", "raw", "commit", "commits")  # Pages whose address contains a revision.
 
 
 class Repository(NamedTuple):
-    """A model on the Hugging Face hub, at a branch, tag or commit. None is the main branch."""
+    """A model on the Hugging Face hub.
+
+    Args:
+        id: "owner/name".
+        revision: a branch, tag or commit. None is the main branch.
+        gguf: the name of a GGUF file, or the quantization in its name. None: the model has other files.
+    """
 
     id: str
     revision: str | None = None
+    gguf: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.id}@{self.revision}" if self.revision else self.id
+        return self.id + (f"@{self.revision}" if self.revision else "") + (f":{self.gguf}" if self.gguf else "")
 
 
 def repository(model: str | Path | None) -> Repository | None:
@@ -47,18 +60,28 @@ def model_name(model: str | Path | None) -> str:
 
 def not_a_name(model: str) -> str:
     """Return why a text that names a model in other programs does not name one here, with a fix; "" for other texts."""
+    if _parse_id(model):
+        return ""
     if model.lower().endswith(".gguf"):
-        return GGUF
+        return NOT_A_FILE
     if tagged := re.fullmatch(r"([\w./-]+):[\w.-]+", model):
         example = tagged[1] if _parse_id(tagged[1]) else "Qwen/Qwen3-4B"
-        return f"names of models have no tags here; give a Hugging Face id, like {example}"
+        return f"names of models have no such tags here; give a Hugging Face id, like {example}"
     return ""
 
 
+def quantization(file: str) -> str:
+    """Return the quantization in the name of a GGUF file; "" if there is none."""
+    match = re.search(rf"(?:^|[-_.])({_QUANTIZATION})(?:-\d{{5}}-of-\d{{5}})?\.gguf$", file)
+    return match[1] if match else ""
+
+
 def _parse_id(text: str) -> Repository | None:
-    """Return the repository with the id "owner/name" or "owner/name@revision", None for another text."""
+    """Return the repository that a text such as "owner/name@revision:Q4_K_M" names, None for another text."""
     match = _ID.fullmatch(text)
-    return Repository(*match.groups()) if match and ".." not in text else None
+    if not match or ".." in text or (match[1].lower().endswith(".gguf") and not match[3]):
+        return None
+    return Repository(*match.groups())
 
 
 def _path_on_hub(address: str) -> str | None:
@@ -87,9 +110,10 @@ def _parse_path(address: str, path: str) -> Repository:
     parts = [unquote(part) for part in path.strip("/").split("/")]
     owner, name, page, revision = (parts + 4 * [""])[:4]
     inside = parts[4:]
+    name, colon, tag = name.partition(":")
     if inside and inside[-1].endswith(".gguf"):
-        raise CheckpointError(f"{address}: {GGUF}")
-    repo = _parse_id(f"{owner}/{name}")
+        colon, tag = ":", "/".join(inside)
+    repo = _parse_id(f"{owner}/{name}{colon}{tag}")
     if repo is None or owner in ("datasets", "spaces", "collections", "docs", "models"):
         raise CheckpointError(f"{address}: not the address of a model; give an id (like Qwen/Qwen3-4B)")
     if page == "tree" and inside:
@@ -99,6 +123,6 @@ def _parse_path(address: str, path: str) -> Repository:
         )
     if page not in _REVISIONED or revision in ("", "main"):
         return repo
-    if (pinned := _parse_id(f"{repo}@{revision}")) is None:
+    if (pinned := _parse_id(f"{repo.id}@{revision}{colon}{tag}")) is None:
         raise CheckpointError(f"{address}: the revision {revision!r} is not a valid one; give {repo}@REVISION")
     return pinned

@@ -13,7 +13,7 @@ from .loader import Loader
 from .slices import FLOATS
 
 if TYPE_CHECKING:
-    from .load import TensorInfo
+    from .tensor_info import TensorInfo
 
 log = logging.getLogger("tridecode")
 HEAD = "lm_head.weight"

@@ -12,13 +12,13 @@ from copy import copy
 from itertools import product, takewhile
 from textwrap import wrap
 
-from ..arguments import listed
+from ..arguments import listed, nearest
 from ..checkpoint.names import BUNDLED, not_a_name
 from ..errors import ParameterError
 from ..options import OPTIONS
 from .configuration import Configuration
 from .options import GROUPS, HEADINGS, SAMPLING, Option, add_options, options_for
-from .terminal import Output, nearest
+from .terminal import Output
 from .wrapping import WHOLE, HelpFormatter
 
 # Options of ollama and llama.cpp without which this program does what they ask for.
@@ -40,6 +40,7 @@ FOREIGN_OPTIONS = {
     "--no-conversation": "tridecode generate",
     "--prompt-cache": "--session NAME",
     "--continue": "--resume",
+    "-v": "--verbose or --version",
     "-cl": "tridecode models",
     "--cache-list": "tridecode models",
     "-mu": "--model",
@@ -117,7 +118,7 @@ class Parser(argparse.ArgumentParser):
         """Return the help: common options with their short descriptions, or with `everything` all options."""
         common = [action for action in self._actions if self._is_common(action)]
         formatter = self._get_formatter()
-        formatter.add_usage(self._short_usage() if self._declared else None, self._actions, ())
+        formatter.add_usage(self._short_usage() if self._declared else self.usage, self._actions, ())
         formatter.add_text(self.description)
         order = {
             title: place for place, title in enumerate((self._positionals.title, self._optionals.title, *HEADINGS))
@@ -183,6 +184,17 @@ class Parser(argparse.ArgumentParser):
         words = (arg.split("=", 1)[0] for arg in takewhile("--".__ne__, args))
         return {self._option_string_actions[word].dest: word for word in words if word in self._option_string_actions}
 
+    def _match_argument(self, action, arg_strings_pattern):
+        """Return how many of the following arguments belong to an action. Raises argparse.ArgumentError."""
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError:
+            if not action.option_strings or action.nargs is not None:
+                raise
+            option, choices = action.option_strings[-1], [*map(str, action.choices or ["VALUE"])]
+            value = action.metavar or listed(choices)
+            raise argparse.ArgumentError(None, f"{option} needs a value: {option} {value}") from None
+
     def _get_option_tuples(self, option_string):
         """Return the options whose value follows in the same argument: -n64 is -n 64, but -ngl is not -n gl."""
         if re.fullmatch(r"-[A-Za-z]([A-Za-z]\S*)?", option_string):
@@ -192,7 +204,8 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, unknown: list[str]) -> str:
         """Return suggestions for arguments that the command does not have."""
         if len(unknown) == 1 and is_model(unknown[0]) and "--model" in self._option_string_actions:
-            return f"; {not_a_name(unknown[0]) or f'did you mean --model {unknown[0]}?'}"
+            foreign = "" if unknown[0].lower().endswith(".gguf") else not_a_name(unknown[0])
+            return f"; {foreign or f'did you mean --model {unknown[0]}?'}"
         options = list(dict.fromkeys(word.split("=")[0] for word in unknown if re.match("--?[A-Za-z]", word)))
         several, hints, meant = len(options) > 1, [], []
         if needless := [option for option in options if option in NOT_NEEDED]:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import platformdirs
 
-from ..arguments import Choice, Flag, Option, Pair
+from ..arguments import Choice, Flag, Option, Pair, nearest
 from ..errors import ParameterError, TridecodeError, as_json, brief
 from .inputs import read_bytes
 from .options import SAMPLING
-from .terminal import did_you_mean, nearest
+from .terminal import did_you_mean
 
 PREFIX = "TRIDECODE_"
 OTHER_VARIABLES = ("TRIDECODE_API_KEY",)  # Environment variables that are not options.
@@ -233,6 +233,8 @@ def line(option: Option, setting: Setting | None) -> str:
 
 def show(args, output) -> int:
     """Run `tridecode config`. An invalid setting ends the program with exit code 2, as in the other commands."""
+    if args.changes not in ([], ["show"], ["list"]):
+        args.wrong(f"config only shows the settings; edit {args.configuration.path} to change them")
     try:
         output.text("".join(f"{each}\n" for each in lines(args.configuration)))
     except ParameterError as error:

@@ -2,10 +2,13 @@
 
 import json
 import platform
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -15,9 +18,10 @@ from ..blocks.spec import ModelSpec
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import empty_weights, load_config, read_tensor_infos
 from ..checkpoint.names import model_name, repository
-from ..checkpoint.slices import host_layer_bytes, parameter_count
+from ..checkpoint.slices import FLOATS, host_layer_bytes, parameter_count
 from ..errors import CheckpointError, DeviceError
 from ..kernels.device import Device, device_of
+from ..models.gguf import read_gguf
 from ..options import EngineOptions
 from ..plan.device import find_device
 from ..plan.memory import prompt_bytes
@@ -32,6 +36,7 @@ from . import doctor
 from .explain import LOADING, with_options
 from .options import engine_options
 from .terminal import Output, counted, visible
+from .wrapping import WHOLE
 
 
 def info(args, output: Output) -> int:
@@ -46,6 +51,7 @@ def info(args, output: Output) -> int:
     problem = weights_problem(path, stored) if repository(args.model) is None else None
     report: dict[str, Any] = {
         "model": model_facts(plan.spec, model_name(args.model), str(path)) | {"problem": problem},
+        "gguf": gguf_facts(path) if path.is_file() else None,
         "memory": memory_facts(plan),
         "run": run_facts(plan),
         "prompts": prompt_facts(plan),
@@ -65,7 +71,12 @@ def info(args, output: Output) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        output.text(visible(as_text(report, plan)) + "\n" + (f"\n{render(rows)}" if args.kernels else ""))
+        text = as_text(report, plan, output.console.width if output.tty else None) + "\n"
+        if args.kernels:
+            text += f"\n{render(rows)}"
+        if report["gguf"]:
+            text += f"\n{describe_tensors(report['gguf'])}"
+        output.text(visible(text))
     return 0
 
 
@@ -97,6 +108,38 @@ def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
         "dtype": spec.dtype,
         "formats": formats(spec),
     }
+
+
+def gguf_facts(path: Path) -> dict:
+    """Return the tensors of a GGUF file by their role and type, for the report.
+
+    `bits` is the number of bits of the file's tensors for each of their numbers.
+    """
+    gguf = read_gguf(path)
+    tensors: dict[tuple[str, str, tuple[int, ...]], int] = Counter()
+    for name, tensor in gguf.tensors.items():
+        tensors[re.sub(r"^blk\.\d+\.", "", name), tensor.type.name, tensor.shape] += 1
+    numbers = sum(prod(tensor.shape) for tensor in gguf.tensors.values())
+    return {
+        "bytes": sum(tensor.nbytes for tensor in gguf.tensors.values()),
+        "bits": round(8 * sum(tensor.nbytes for tensor in gguf.tensors.values()) / numbers, 2),
+        "tensors": [
+            {"role": role, "type": type_name, "shape": list(shape), "count": count}
+            for (role, type_name, shape), count in tensors.items()
+        ],
+        "template": "tokenizer.chat_template" in gguf.values,
+        "tokenizer": [gguf.values.get(f"tokenizer.ggml.{key}") for key in ("model", "pre")],
+    }
+
+
+def describe_tensors(facts: dict) -> str:
+    """Return the table of the tensors of a GGUF file."""
+    lines = [["tensor", "type", "shape", "count", "on the device"]]
+    for each in facts["tensors"]:
+        kept = "as it is" if each["type"] in FLOATS else "expanded to the dtype of the weights"
+        lines.append([each["role"], each["type"], " x ".join(map(str, each["shape"])), str(each["count"]), kept])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines)
 
 
 def formats(spec: ModelSpec) -> list[str]:
@@ -199,8 +242,8 @@ def triton_version() -> str | None:
         return None
 
 
-def as_text(report: dict, plan: EnginePlan) -> str:
-    """Return the report as text with aligned lines."""
+def as_text(report: dict, plan: EnginePlan, width: int | None = None) -> str:
+    """Return the report as text with aligned lines, which are wrapped between words if `width` is not None."""
     model, memory, run, configs = report["model"], report["memory"], report["run"], report["launch_configs"]
     context = memory["problem"] or f"{counted(memory['context'], 'token')}"
     heads = f"{counted(model['heads'], 'head')}, {model['kv_heads']} for K/V, of {model['head_dim']}"
@@ -210,6 +253,7 @@ def as_text(report: dict, plan: EnginePlan) -> str:
         ("model", f"{model['name']}, family {model['family']}, {where}"),
         ("parameters", f"{model['parameters']:,}, {model['dtype']} in the checkpoint"),
         *([("formats", "; ".join(model["formats"]))] if model["formats"] else []),
+        *([("file", describe_file(report["gguf"]))] if report["gguf"] else []),
         ("layers", f"{model['layers']} of width {model['hidden_size']:,}; {heads}; vocabulary {model['vocab_size']:,}"),
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {describe_graphs(run)}"),
         ("kernels", describe_kernels(run, model)),
@@ -233,8 +277,18 @@ def as_text(report: dict, plan: EnginePlan) -> str:
     rows.append(("versions", ", ".join(f"{name} {value or 'none'}" for name, value in report["versions"].items())))
     rows += [("note", with_options(note, LOADING)) for note in report["notes"]]
     rows += [("warning", f"{warning['problem']}; {warning['fix']}") for warning in report["warnings"]]
-    width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
+    column = max(len(name) for name, _ in rows) + 2
+    lines = [f"{name:<{column}}{value}" for name, value in rows]
+    if width is not None:
+        lines = [fill(line, max(width, 2 * column), subsequent_indent=" " * column, **WHOLE) for line in lines]
+    return "\n".join(lines)
+
+
+def describe_file(facts: dict) -> str:
+    """Return the bits per weight, the tokenizer and the chat template of a GGUF file."""
+    tokenizer = ", ".join(filter(None, facts["tokenizer"]))
+    template = "a chat template" if facts["template"] else "no chat template"
+    return f"GGUF, {facts['bits']} bits a weight, {size(facts['bytes'])}; tokenizer {tokenizer}; {template}"
 
 
 def verdict(report: dict) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from ..checkpoint.hub import BUNDLED, cached_models, resolve_model, suggestion
+from ..checkpoint.hub import BUNDLED, cached_gguf, cached_models, gguf_files, resolve_model, suggestion
 from ..checkpoint.names import repository
 from ..errors import CheckpointError
+from ..models.gguf import part_names
 from ..models.reader import read_json
 from .chat.sessions import fitted
 from .terminal import Output
@@ -49,7 +50,7 @@ def run(args, output: Output) -> int:
 
 def show(args, output: Output) -> None:
     """Print the models as names, JSON lines or a table."""
-    models = [bundled(), *cached()]
+    models = [bundled(), *cached(), *local()]
     if args.names:
         lines = [each.name for each in models if each.usable]
     elif args.json:
@@ -57,10 +58,24 @@ def show(args, output: Output) -> None:
     else:
         longest = min(max(len(each.name) for each in models), LONGEST)
         width = output.console.width if output.tty else None
-        lines = [fitted(f"{each.name:<{longest}}  {decimal(each.bytes):>9}  {each.kind}", width) for each in models]
+        lines = [line for each in models for line in rows(each, longest, width)]
     output.text("".join(f"{line}\n" for line in lines))
     if not (args.names or args.json):
         output.note(f"--model NAME selects one; the cache is {cache_directory()}")
+
+
+def rows(model: Cached, longest: int, width: int | None) -> list[str]:
+    """Return the line of a model, or two lines if the window is too narrow for one.
+
+    Args:
+        longest: Columns for names.
+        width: Columns of the window; None if there is no window.
+    """
+    size = decimal(model.bytes)
+    line = f"{model.name:<{longest}}  {size:>9}  {model.kind}"
+    if width is None or len(line) <= width:
+        return [line]
+    return [fitted(model.name, width), fitted(f"  {size}  {model.kind}", width)]
 
 
 def bundled() -> Cached:
@@ -76,6 +91,10 @@ def cached() -> list[Cached]:
         if not repo.revisions:
             continue
         path = newest(repo)
+        if files := cached_gguf(path.parents[1]) if repo.repo_type == "model" else {}:
+            listed += [gguf(name, file) for name, file in files.items()]
+            if repo.repo_id not in usable:
+                continue
         kind = described(path) if repo.repo_type == "model" else f"{repo.repo_type}, not a model"
         works = repo.repo_type == "model" and repo.repo_id in usable
         if repo.repo_type == "model" and not works:
@@ -84,12 +103,23 @@ def cached() -> list[Cached]:
     return sorted(listed, key=lambda each: each.name.lower())
 
 
+def local() -> list[Cached]:
+    """Return the GGUF files in the working directory."""
+    return [gguf(file.name, file) for file in gguf_files(Path())]
+
+
+def gguf(name: str, file: Path) -> Cached:
+    """Return a GGUF file, or a split one by its first part."""
+    size = sum(part.stat().st_size for part in part_names(file) if part.exists())
+    return Cached(name, size, "GGUF", True, str(file))
+
+
 def described(path: Path) -> str:
     """Return the kind of the model in a directory, such as "qwen3, bfloat16"."""
     try:
         config = read_json(path / "config.json")
     except (CheckpointError, OSError):
-        return "GGUF" if any(path.rglob("*.gguf")) else "no config.json"
+        return "no config.json"
     quantization = config.get("quantization_config")
     text = config.get("text_config")
     dtypes = [each.get(name) for each in (config, text) if isinstance(each, dict) for name in ("dtype", "torch_dtype")]
@@ -114,8 +144,13 @@ def remove(names: list[str], output: Output) -> None:
 
 
 def cached_name(name: str) -> str:
-    """Return the id of the repository that a value of --model names. A name with a revision is returned unchanged."""
+    """Return the id of the repository that a value of --model names. A name with a revision is returned unchanged.
+
+    Raises CheckpointError for a GGUF file, because only whole repositories are removed.
+    """
     repo = repository(name)
+    if repo and repo.gguf:
+        raise CheckpointError(f"{name}: only whole repositories are removed: tridecode models remove {repo.id}")
     return repo.id if repo and not repo.revision else name
 
 

@@ -61,8 +61,9 @@ def _option(name: str, default, constraint: Constraint, help: str, *commands: st
 
 
 OTHERS = (
-    _option("model", None, ANY, "directory, Hugging Face id, or address of its page", *CONFIGURED, group="model",
-            metavar="DIR_OR_ID", default_text="bundled", brief="directory or Hugging Face id"),
+    _option("model", None, ANY, "directory, GGUF file, Hugging Face id, or address of its page", *CONFIGURED,
+            group="model", metavar="DIR_OR_ID", default_text="bundled",
+            brief="directory, GGUF file or Hugging Face id"),
     _option("url", None, Url(), "use the model of a server with OpenAI's API at this address; --model is "
             "then its name there (default: the first one)",
             "chat", "generate", group="remote", metavar="URL", brief="use the model of a server"),
@@ -168,7 +169,8 @@ SYNONYMS = {
     "repetition_penalty": ("--repeat-penalty",),
     "max_seq_len": ("-c", "--ctx-size", "--num-ctx"),
 }
-NO_LIMIT = "-1"  # In place of a number of tokens, as in ollama and llama.cpp.
+# Numbers that ollama and llama.cpp accept in place of a limit. They mean that the option is not set.
+NO_LIMIT = {"max_tokens": "-1", "max_seq_len": "0"}
 
 
 def options_for(command: str) -> dict[str, Option]:
@@ -208,8 +210,8 @@ def add_option(parser, option: Option, **more) -> None:
             settings["choices"] = constraint.choices
         elif not option.from_file:
             settings["type"] = reader(constraint.item if option.repeated else constraint)
-            if option.name == "max_tokens":
-                settings["type"] = limited(settings["type"])
+            if option.name in NO_LIMIT:
+                settings["type"] = limited(settings["type"], NO_LIMIT[option.name])
         if option.repeated:
             settings["action"] = "append"
     action = parser.add_argument(option.flag, **settings | more)
@@ -231,9 +233,9 @@ def reader(constraint: Constraint) -> Callable[[str], Any]:
     return read
 
 
-def limited(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a function like `read`, to which NO_LIMIT means that the option is not set."""
-    return lambda text: None if text.strip() == NO_LIMIT else read(text)
+def limited(read: Callable[[str], Any], no_limit: str) -> Callable[[str], Any]:
+    """Return a function like `read`, to which `no_limit` means that the option is not set."""
+    return lambda text: None if text.strip() == no_limit else read(text)
 
 
 def sampling_overrides(args) -> dict:

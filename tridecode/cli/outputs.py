@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from ..errors import ParameterError
 from .files import replacing
 from .terminal import Output, Visible
 
@@ -69,3 +70,11 @@ def naming(path: str):
         yield
     except OSError as error:
         raise OSError(error.errno, f"--output cannot be written ({error.strerror})", path) from None
+
+
+def new_directory(path: str) -> Path:
+    """Return the path of a directory that does not exist, or is empty. Raises ParameterError for other paths."""
+    out = Path(path)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ParameterError(f"{out}: must be a new or an empty directory")
+    return out

@@ -7,15 +7,17 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from ..arguments import listed, nearest
 from ..version import __version__
-from .bench_options import BENCH, add_benches, add_command, add_verbose
+from .bench_options import BENCH, BENCHES, add_benches, add_command, add_verbose
 from .command_line import Parser, is_model
 from .configuration import Configuration
+from .inputs import stdin_is_file
 from .options import CONFIGURED
-from .terminal import nearest
 
 ABOUT = """\
-Run open-weight language models on one GPU, or on the CPU. A question in place of COMMAND begins a chat.
+Run open-weight language models on one GPU, or on the CPU. A question in place of COMMAND begins a chat. Text from a
+pipe is answered without COMMAND.
 """
 EXAMPLES = """\
 examples:
@@ -43,8 +45,9 @@ SESSIONS = """\
 List the saved conversations, the newest first: name, date, turns, size, and the title or first words.
 """
 MODEL_CACHE = """\
-List the models that --model accepts without a download: the bundled one and those in the Hugging Face cache, with size
-and kind. --model also accepts a directory, and downloads the id of any other model.
+List the models that --model accepts without a download: the bundled one, those in the Hugging Face cache and the GGUF
+files in the working directory, with size and kind. --model also accepts a directory or another GGUF file, and downloads
+the id of any other model.
 """
 CONFIG = """\
 Show every setting as a line of the configuration file. A setting that is set has a comment with its source; the others
@@ -85,6 +88,10 @@ QUANTIZE = """\
 Write a quantized copy of an unquantized checkpoint. Weights are rounded to nearest, and the scale of each group is the
 best of a few candidates. The format is compressed-tensors, which transformers also reads; see docs/quantization.md.
 """
+CONVERT = """\
+Write a GGUF file as a Hugging Face checkpoint, which other programs can read: config.json, the weights in bfloat16, the
+tokenizer and the chat template. Values that are quantized in the file are rounded once; see docs/gguf.md.
+"""
 TUNE = """\
 Search the launch configs with which a decode pass of one model is fastest on this GPU, by the time of the whole
 captured pass. Faster configs are written to a table in the user's cache directory, which every engine on this GPU reads
@@ -103,9 +110,11 @@ MODELS = {
     "fish": "(__tridecode_models)",
     "tcsh": "d",
     "preamble": {
-        "bash": f'_tridecode_models() {{\n  compgen -d -- $1\n  compgen -W "bundled $({CACHED})" -- $1\n}}',
-        "zsh": f"_tridecode_models() {{\n  compadd -- bundled $({CACHED})\n  _files -/\n}}",
-        "fish": f"function __tridecode_models\n  echo bundled\n  sh -c '{CACHED}'\n  __fish_complete_directories\nend",
+        "bash": f"_tridecode_models() {{\n  compgen -d -- $1\n  compgen -f -X '!*.gguf' -- $1\n"
+        f'  compgen -W "bundled $({CACHED})" -- $1\n}}',
+        "zsh": f"_tridecode_models() {{\n  compadd -- bundled $({CACHED})\n  _files -g '*.gguf(-.)'\n  _files -/\n}}",
+        "fish": f"function __tridecode_models\n  echo bundled\n  sh -c '{CACHED}'\n  __fish_complete_suffix .gguf\n"
+        "  __fish_complete_directories\nend",
     },
 }
 
@@ -181,25 +190,35 @@ class Program(Parser):
         return super().parse_known_args(args, namespace)
 
     def _with_command(self, words: list[str]) -> list[str]:
-        """Return a command line that begins with a command, or with an option of the whole program."""
+        """Return a command line that begins with a command, or with an option of the whole program.
+
+        Text from a pipe or a file without a question is a prompt of `generate`, if that has the options.
+        """
         assert self._subparsers is not None
         commands: Any = self._subparsers._group_actions[0].choices
         first, *others = words or [""]
+        if not words and stdin_is_file():
+            return ["generate"]
+        if first == "bench" and (not others or re.match(r"-(?!h$|-help$|-verbose$)", others[0])):
+            self.error(f"bench needs a name first: {listed([*BENCHES])}; like tridecode bench decode --model DIR_OR_ID")
         if not words or first in commands or first.split("=")[0] in self._option_string_actions:
             return words
         if re.fullmatch(r"-\S+", first):
             typed = {word.split("=")[0] for word in takewhile("--".__ne__, words) if re.fullmatch(r"--[a-z]\S+", word)}
-            able = (each for each in CONFIGURED if typed <= commands[each]._option_string_actions.keys())
+            order = ("generate", *CONFIGURED) if stdin_is_file() else CONFIGURED
+            able = (each for each in order if typed <= commands[each]._option_string_actions.keys())
             return [next(able, "chat"), *words]
         arguments = [word for word in others if not word.startswith("-")]
-        if (command := FOREIGN.get(first)) and len(arguments) in command.arguments:
+        if first == "help" and len(others) == 1 and others[0] in commands:
+            return [others[0], "--help"]
+        leading = list(takewhile(lambda word: not word.startswith("-"), others))
+        if (command := FOREIGN.get(first)) and len(arguments) in command.arguments and bool(arguments) == bool(leading):
             return [*command.words, *others]
         if first in ("run", "show") and arguments and arguments[0] == others[0] and is_model(others[0]):
             return [*FOREIGN[first].words, *others]
         if re.search(r"\s|\?$", first):
             return ["chat", *words]
         options = {name[2:]: name for name in self._option_string_actions if name.startswith("--")}
-        leading = list(takewhile(lambda word: not word.startswith("-"), others))
         if command and len(leading) <= command.refused:
             self.error(command.problem(first))
         if near := nearest(first, [*commands, *options]):
@@ -232,16 +251,18 @@ class PrintCompletion(argparse.Action):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = Program(prog="tridecode", description=ABOUT, epilog=EXAMPLES)
+    usage = "%(prog)s [OPTIONS] COMMAND ..."
+    parser = Program(prog="tridecode", usage=usage, description=ABOUT, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"tridecode {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log to stderr, and show tracebacks")
     parser.add_argument(
         "--print-completion",
         action=PrintCompletion,
         choices=["bash", "zsh", "fish", "tcsh"],
-        help="print a completion script for commands, options and files",
+        metavar="SHELL",
+        help="print a completion script for bash, zsh, fish or tcsh",
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser, prog=parser.prog)
     add = commands.add_parser
 
     add("chat", help="talk with a model", description=CHAT, epilog=CHAT_CODES)
@@ -267,9 +288,14 @@ def make_parser() -> argparse.ArgumentParser:
     head_help = "format of the LM head (default: keep)"
     quantize.add_argument("--head", default="keep", choices=["keep", "fp8", "int8", "int4"], help=head_help)
     quantize.add_argument("--quiet", action="store_true", help="do not show a progress bar")
+    convert = add("convert", help="write a GGUF file as a Hugging Face checkpoint", description=CONVERT)
+    convert.add_argument("model", metavar="FILE", help="GGUF file, or owner/name:Q4_K_M on the Hugging Face hub")
+    convert.add_argument("out", metavar="OUT", help="directory to write; it must be new or empty")
+    convert.add_argument("--quiet", action="store_true", help="do not show a progress bar")
     add_verbose(quantize)
     configuration = Configuration()
     config = add("config", help="show the settings and their sources", description=CONFIG)
+    config.add_argument("changes", nargs="*", help=argparse.SUPPRESS)
     config.set_defaults(configuration=configuration, wrong=parser.wrong)
     for name in CONFIGURED:
         command = commands.choices[name]

@@ -11,14 +11,15 @@ from ..checkpoint.slices import linear_modules
 from ..errors import ParameterError
 from ..options import EngineOptions
 from ..plan.device import quantized
+from .outputs import new_directory
 from .terminal import Output
 
 
 def quantize(args, output: Output) -> int:
     """Run `tridecode quantize`: write a quantized copy of a checkpoint. Return the exit code."""
-    source, out = resolve_model(args.model), Path(args.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ParameterError(f"{out}: must be a new or an empty directory")
+    source, out = resolve_model(args.model), new_directory(args.out)
+    if source.is_file():
+        raise ParameterError(f"{args.model}: is a GGUF file; write it as a directory first: tridecode convert FILE DIR")
     plain = load_config(source)
     options = EngineOptions(quantize=args.to, quantize_head=args.head)
     config = quantized(options, plain)  # A wrong option raises an error before anything is written.

@@ -1,6 +1,5 @@
 """Terminal input and output: consoles, control characters, key handling, and the statistics line."""
 
-import difflib
 import logging
 import os
 import sys
@@ -10,6 +9,7 @@ from textwrap import wrap
 
 from rich.console import Console
 
+from ..arguments import nearest
 from ..errors import counted
 from .signals import in_background, suspendable
 
@@ -279,19 +279,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a question that names the word of `known` most similar to `word`, or "" if there is none."""
     near = nearest(word, known)
     return f"did you mean {near}?" if near else ""
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the word of `known` of which `word` may be a misspelling, or None.
-
-    Case and leading punctuation are ignored, so that --stop and /stop are not similar to every option and command.
-    """
-    bare = {name.lstrip("-/").lower(): name for name in known}
-    word = word.lstrip("-/").lower()
-    for near in difflib.get_close_matches(word, bare, cutoff=0.75):
-        if near[:1] == word[:1] or sorted(near) == sorted(word) or near in word or word in near:
-            return bare[near]
-    return None
 
 
 def joined(message: str, more: str) -> str:

@@ -45,6 +45,10 @@ class Wrapped:
     def _begin_line(self) -> None:
         self._column, self._indent, self._space, self._words = 0, "", "", 0
 
+    def continue_line(self) -> None:
+        """Continue at the first column, because another program used the terminal."""
+        self._column, self._space = 0, ""
+
     def __call__(self, text: str) -> None:
         """Write text, with line breaks where a word would exceed the width."""
         parts = PARTS.findall(self._word + text)

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 _SIGNATURES = {
     b"version https://git-lfs.": "is a git-lfs pointer, not the file; install git-lfs, run `git lfs pull` in {folder}",
     b"<!doctype html": "is a web page, not the file; download it from an address with /resolve/ instead of /blob/",
-    b"gguf": "is a GGUF file, which is not supported yet; use the safetensors file that it was made from",
+    b"gguf": "is a GGUF file; give its own path as the model",
     b"pk\x03\x04": "is a PyTorch or zip file; convert the checkpoint with transformers' save_pretrained",
 }
 
@@ -24,8 +24,11 @@ def present(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def open_regular(path: Path) -> BufferedReader:
+def open_regular(path: Path, gguf: bool = False) -> BufferedReader:
     """Open a regular file for reading.
+
+    Args:
+        gguf: the file may be a GGUF file.
 
     Raises:
         CheckpointError: it is a directory, a device or a pipe, or its first bytes belong to another kind of file.
@@ -42,7 +45,7 @@ def open_regular(path: Path) -> BufferedReader:
         if not regular:
             raise CheckpointError(f"{path}: is not a regular file; download the checkpoint again")
         for signature, text in _SIGNATURES.items():
-            if start.startswith(signature):
+            if start.startswith(signature) and not (gguf and signature == b"gguf"):
                 raise CheckpointError(f"{path}: {text.format(folder=path.parent)}")
         refused.pop_all()
         return os.fdopen(descriptor, "rb")

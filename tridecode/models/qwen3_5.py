@@ -84,6 +84,7 @@ def _delta(read: ConfigReader, common: dict[str, Any]) -> GatedDelta:
     return GatedDelta(
         **common, key_heads=keys, value_heads=values, key_dim=key_dim, value_dim=value_dim,
         width=read.integer("linear_conv_kernel_dim", 2, 8, default=4), sigmoid=gate == "sigmoid",
+        tiled=read.flag("linear_value_heads_tiled"),  # No config.json has this key; gguf_config.py sets it.
     )  # fmt: skip
 
 

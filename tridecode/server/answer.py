@@ -40,7 +40,7 @@ class AnswerText:
         self._in_stops = tokenizer.special_tokens_in(stops) if stops else {}
         self._stops = StopStrings(stops)
         self._answer_start = 0  # Place of the first character after the thinking.
-        self._found: list[Span] = []  # Places of content that a stop string may hide.
+        self._unshown: list[Span] = []  # Places of content that a stop string may hide.
         self._shown: list[Span] = []
 
     @property
@@ -95,7 +95,7 @@ class AnswerText:
         """Return the events of a part of the answer after the thinking. The part is the end of the text so far."""
         start = self.length - len(text)
         if self._parser is None:
-            self._found.append((start, self.length))
+            self._unshown.append((start, self.length))
             return self._show(self._stops.push(text))
         if not self._answer_start:
             self._answer_start = start
@@ -104,7 +104,7 @@ class AnswerText:
     def _find(self, events: list[Event]) -> list[Event]:
         """Return the events of the parser up to the first stop string in their text."""
         assert self._parser is not None
-        self._found += [(self._answer_start + a, self._answer_start + b) for a, b in self._parser.take_spans()]
+        self._unshown += [(self._answer_start + a, self._answer_start + b) for a, b in self._parser.take_spans()]
         kept: list[Event] = []
         for kind, text in events:
             if self.hit:
@@ -118,11 +118,11 @@ class AnswerText:
         """Return content as an event, and note its place."""
         left = len(text)
         while left:
-            start, end = self._found.pop(0)
+            start, end = self._unshown.pop(0)
             middle = min(start + left, end)
             left -= middle - start
             if middle < end:
-                self._found.insert(0, (middle, end))
+                self._unshown.insert(0, (middle, end))
             if self._shown and self._shown[-1][1] == start:
                 start = self._shown.pop()[0]
             self._shown.append((start, middle))

@@ -4,10 +4,11 @@ import json
 import logging
 import re
 import secrets
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import msgspec
 
+from ..arguments import listed
 from ..errors import as_json
 from ..results import Usage
 from ..text.prompt import Reading
@@ -41,13 +42,14 @@ FIXED_USAGE: dict[str, object] = {
     "cache_creation_input_tokens": 0, "inference_geo": None, "server_tool_use": None, "service_tier": "standard",
     "output_tokens_details": {"thinking_tokens": 0},
 }  # fmt: skip
+THINKING_TYPES = ("enabled", "adaptive", "disabled")
 log = logging.getLogger("tridecode.server")
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """The parameter `thinking`."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: str
     budget_tokens: int | None = None
     display: str | None = None
 
@@ -81,6 +83,9 @@ class MessagesRequest(Generation, kw_only=True):
         """Check the parameters of the Messages API. Raises ApiError."""
         if self.max_tokens is None and not self.counts:
             raise bad_request("max_tokens is required", "max_tokens")
+        if self.thinking is not None and self.thinking.type not in THINKING_TYPES:
+            expected = f"{listed(THINKING_TYPES)}, got {as_json(self.thinking.type)}"
+            raise bad_request(f"thinking.type: expected {expected}", "thinking")
         self.check_single_answer("a message")
         self.alias("stop_sequences", "stop")
         self.check_single_format(self.output_config.format if self.output_config else None, "output_config.format")
@@ -117,6 +122,9 @@ class MessagesRequest(Generation, kw_only=True):
             place = f"tools[{i}]"
             if not isinstance(tool, dict):
                 raise bad_request(f"{place}: expected an object, got {as_json(tool)}", "tools")
+            if tool.get("type") == "function":  # This is the form of OpenAI's API.
+                expected = '{"name": ..., "input_schema": {...}}'
+                raise bad_request(f"{place}: expected {expected}, got {as_json(tool)}", "tools")
             if tool.get("type", "custom") not in (None, "custom"):
                 log.info("ignored a tool of type %s", as_json(tool["type"])[:100])
                 continue

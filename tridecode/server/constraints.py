@@ -17,6 +17,8 @@ from .tools.toolset import Tools
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # Keys of structured_outputs about white space. JSON has a fixed layout here, which each of their values allows.
 LAYOUT = ("disable_any_whitespace", "whitespace_pattern")
+# Keywords of a schema that name its values, which need not be objects.
+NAMES_VALUES = frozenset("type const enum anyOf oneOf allOf $ref items prefixItems".split())
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
@@ -62,7 +64,8 @@ def parse_response_format(
         case None | {"type": "text"}:
             return None
         case {"type": "json_object", "schema": dict(fields)}:  # This is the form of llama.cpp.
-            return ResponseFormat("json_schema", {"type": "object"} | fields, name)
+            anything = fields.keys().isdisjoint(NAMES_VALUES)
+            return ResponseFormat("json_schema", {"type": "object"} | fields if anything else fields, name)
         case {"type": "json_object"} if value.get("schema") is None:
             return ResponseFormat("json_schema", {"type": "object"}, name)
         case {"type": "json_schema", "json_schema": {"schema": dict(fields)}} | {

@@ -87,6 +87,8 @@ INSTEAD: dict[str, tuple[str, ...]] = {
     "ebnf": ("structured_outputs",),
     "enable_thinking": ("chat_template_kwargs", "thinking"),
     "format": ("response_format",),
+    "function_call": ("tool_choice",),
+    "functions": ("tools",),
     "grammar": ("structured_outputs",),
     "guided_choice": ("structured_outputs",),
     "guided_grammar": ("structured_outputs",),
@@ -161,8 +163,8 @@ def replacement(name: str, fields) -> str | None:
     """Return advice about a parameter of another API, such as "use max_tokens"; None if there is none."""
     if name in ADVICE:
         return ADVICE[name]
-    found = next((other for other in INSTEAD.get(name, ()) if other in fields), None)
-    return found and f"use {found}"
+    instead = next((other for other in INSTEAD.get(name, ()) if other in fields), None)
+    return instead and f"use {instead}"
 
 
 def without_off_values(values: dict) -> dict:

@@ -1,13 +1,12 @@
 """Request bodies: parsing and validation. An unknown parameter is an error that names the parameter."""
 
-import difflib
 import json
 import re
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from ..arguments import shown
+from ..arguments import nearest, shown
 from ..errors import as_json
 from ..text.prompt import Reading
 from ..text.thinking import THINKING_VARIABLE
@@ -367,9 +366,9 @@ def parse_body(body: bytes, body_type: type[F]) -> F:
     try:
         values = _decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from None
+        raise _not_json(body, error) from None
     if not isinstance(values, dict):
-        raise bad_request("the body must be a JSON object")
+        raise bad_request(f"the body must be a JSON object, got {_JSON_TYPES[type(values).__name__]}")
     values = {name: value for name, value in values.items() if value is not None}
     fields = body_type.__struct_fields__
     for name in [name for name in values if name not in fields]:
@@ -387,8 +386,9 @@ def _decode(body: bytes):
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError as error:  # msgspec rejects a lone surrogate. json accepts it.
+        text = body.decode()
         try:
-            text = json.dumps(json.loads(body.decode()), ensure_ascii=False)
+            text = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
         except ValueError:
             raise error from None
         return msgspec.json.decode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
@@ -410,21 +410,51 @@ def _check_other(name: str, value, body_type: type[RequestBody]) -> None:
         only = f" (only {accepted} is accepted)" if accepted else ""
         message = f"{name} is not supported: leave it out{only}, got {as_json(value)}"
         raise bad_request(message, name, "unsupported_parameter")
-    similar = difflib.get_close_matches(name[:100], fields, n=1)
-    hint = f"did you mean {similar[0]}?" if similar else "leave it out"
+    similar = nearest(name[:100], fields)
+    hint = f"did you mean {similar}?" if similar else "leave it out"
     raise bad_request(f"{shown_name} is not a parameter of this API: {hint}", shown_name, "unknown_parameter")
 
 
+# Name of a type in errors of msgspec, or in Python -> its name in JSON.
+_JSON_TYPES = {
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "a boolean", "array": "a list",
+    "list": "a list", "object": "an object", "null": "null", "NoneType": "null",
+}  # fmt: skip
+
+
+def _not_json(body: bytes, error: Exception) -> ApiError:
+    """Return the error for a body that cannot be parsed. It shows the text at the place of the error."""
+    problem = str(error).removeprefix("JSON is malformed: ")
+    if not body.strip():
+        problem = "it is empty; send an object"
+    elif isinstance(error, UnicodeDecodeError):
+        problem = "its encoding is not UTF-8"
+    elif problem == "Input data was truncated":
+        problem = "it ends before the value is complete"
+    elif match := re.fullmatch(r"(.*) \(byte (\d+)\)", problem):
+        rest = body[int(match[2]) :][:40].decode(errors="ignore").split("\n")[0]
+        problem = f"{match[1]} at byte {match[2]}, {as_json(rest)}"
+        if rest.startswith(("//", "/*", "#")):
+            problem += "; JSON has no comments"
+    return bad_request(f"the body is not JSON: {problem}", code="invalid_json")
+
+
 def _invalid(message: str) -> ApiError:
-    """Rewrite an error of msgspec so that it begins with the parameter."""
+    """Rewrite an error of msgspec so that it begins with the parameter and names types as JSON does."""
     if missing := re.match(r"Object missing required field `(\w+)`$", message):
         return bad_request(f"{missing[1]} is required", missing[1])
     match = re.match(r"(.*) - at `(?:key in )?\$\.?(.*)`$", message, re.DOTALL)
     problem, place = match.groups() if match else (message, "")
-    problem = problem.replace("`", "").replace(" | null", "").replace(" | ", " or ")
+    problem = re.sub(r"unknown field `(.*)`", r"the unknown field \1; leave it out", problem.replace(" | null", ""))
+    problem = re.sub(r"`([\w| ]+)`", lambda types: " or ".join(map(_json_type, types[1].split(" | "))), problem)
+    problem = problem.replace("`", "")
     return bad_request(
         f"{place}: {problem[:1].lower()}{problem[1:]}" if place else problem, re.split(r"\W", place)[0] or None
     )
+
+
+def _json_type(name: str) -> str:
+    return _JSON_TYPES.get(name, name)
 
 
 def _token(key: str) -> int:

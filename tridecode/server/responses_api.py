@@ -67,7 +67,7 @@ class ResponsesRequest(Generation, kw_only=True):
     neutral: ClassVar[dict[str, list]] = NEUTRAL_IN_RESPONSES
     without_effect: ClassVar[frozenset[str]] = IGNORED_IN_RESPONSES - {"max_tool_calls"}
     renamed: ClassVar[dict[str, str]] = {"max_tokens": "max_output_tokens", "template_variables": "reasoning"}
-    input: str | list[Any] = ""
+    input: str | list[Any]
     instructions: str = ""
     max_output_tokens: int | None = None
     store: bool = False
@@ -125,6 +125,9 @@ class ResponsesRequest(Generation, kw_only=True):
                 log.info("ignored a tool of type %s", as_json(tool.get("type"))[:100])
                 continue
             place = f"tools[{i}]"
+            if "function" in tool:  # This is the form of chats.
+                expected = '{"type": "function", "name": ..., "parameters": {...}}'
+                raise bad_request(f"{place}: expected {expected}, got {as_json(tool)}", "tools")
             functions.append(parse_function(tool.get("name"), tool.get("description"), tool.get("parameters"), place))
         return apply_tool_choice(functions, self.tool_choice, self.parallel_tool_calls)
 

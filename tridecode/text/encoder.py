@@ -24,18 +24,26 @@ MAX_STEPS = 4  # Maximum steps of a normalizer or a pre-tokenizer. Each step may
 _WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
+def _letters(n: str) -> str:
+    """Return the pattern of Qwen and Llama, with runs of digits as in `n`."""
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{n}|" + _WORDS % ""
+
+
+def _cases(end: str, n: str) -> str:
+    """Return the pattern of Mistral since Nemo and of o200k, with `end` after a word and runs of digits as in `n`."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return rf"{start}{_UPPER}*{_LOWER}+{end}|{start}{_UPPER}+{_LOWER}*{end}|\p{{N}}{n}|" + _WORDS % "/"
+
+
+QWEN2, LLAMA3 = _letters(""), _letters("{1,3}")
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r" ?[^\s\p{L}\p{N}]", r" ?[^\s\p{L}\p{M}\p{N}]")
+TEKKEN, O200K = _cases("", ""), _cases(f"{_CONTRACTIONS}?", "{1,3}")
 KNOWN_PATTERNS = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
-    # Qwen and Llama.
-    *(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{n}|" + _WORDS % "" for n in ("", "{1,3}")),
-    # Mistral since Nemo, and o200k.
-    *(
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}|\p{{N}}{n}|"
-        + _WORDS % "/"
-        for end in ("", f"{_CONTRACTIONS}?")
-        for n in ("", "{1,3}")
-    ),
-}
+    QWEN2, LLAMA3, QWEN35, TEKKEN, O200K, _cases("", "{1,3}"), _cases(f"{_CONTRACTIONS}?", ""),
+}  # fmt: skip
 _NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
 

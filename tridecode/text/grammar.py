@@ -62,14 +62,13 @@ class Grammars:
         tokenizer: the tokenizer of the engine, or None. Then every grammar is refused.
         vocab_size: number of token ids of the model.
         stop_ids: ids of the tokens that end a text.
-
-    Attributes:
         open_objects: see EngineOptions.
     """
 
-    open_objects = False
-
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int]):
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: Sequence[int], open_objects: bool = False
+    ):
+        self._open_objects = open_objects
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
         self._lock = threading.Lock()
         # (parameter, source) -> grammar, in the order of last use.
@@ -172,7 +171,7 @@ class Grammars:
             raise conflict(name, " needs the package llguidance; install it: pip install llguidance") from None
         if name == "json_schema":
             grammar = LLMatcher.grammar_from_json_schema(
-                exact_schema(json.loads(source), self.open_objects), overrides=JSON_LAYOUT
+                exact_schema(json.loads(source), self._open_objects), overrides=JSON_LAYOUT
             )
         elif name == "regex":
             grammar = LLMatcher.grammar_from_regex(source)

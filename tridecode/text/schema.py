@@ -149,7 +149,7 @@ def _closed(schema: dict, names: dict[tuple[str, str], None]) -> dict:
 def _demands(schema: dict) -> dict:
     """Return a schema without keywords that demand nothing, and with bounds for its numbers."""
     made = {key: value for key, value in schema.items() if value is not None or key == "const"}
-    if made.get("format") not in FORMATS:
+    if made.get("format") not in FORMATS or "enum" in made or "const" in made:
         made.pop("format", None)
     if not str(made.get("$schema", "")).startswith(("http://json-schema.org/", "https://json-schema.org/")):
         made.pop("$schema", None)
@@ -258,6 +258,8 @@ def _well_formed(schema: dict) -> bool:
         return False
     if not all(isinstance(name, str) for name in schema.get("required", ())) or schema.get("anyOf") == []:
         return False
+    if schema.get("format") in FORMATS and {"minLength", "maxLength", "pattern"} & schema.keys():
+        return False  # Perhaps no text of the format fits.
     for low, high in _LIMITS:
         least, most = schema.get(low, 0), schema.get(high, _LIMIT)
         if type(least) is not int or type(most) is not int or not 0 <= least <= most <= _LIMIT:

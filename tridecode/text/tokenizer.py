@@ -21,6 +21,7 @@ from ..models.files import present, read_file
 from .chat_template import MAX_CHILDREN, ChatTemplate
 from .detokenizer import Detokenizer, TokenBytes
 from .encoder import Encoder, check_in_child
+from .gguf_tokenizer import load_gguf_tokenizer
 from .special_tokens import add_declared, read_settings, special_tokens
 from .thinking import CLOSE, OPEN, last_tag
 from .token_set import TokenSet
@@ -104,8 +105,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """Load the tokenizer of a checkpoint's directory. Raises CheckpointError."""
+        """Load the tokenizer of a checkpoint, a directory or a GGUF file. Raises CheckpointError."""
         path = Path(path)
+        if path.is_file():
+            stored = load_gguf_tokenizer(path)
+            template = _checked_template(stored.template, path, "tokenizer.chat_template", stored.special_tokens)
+            return cls(stored.tokenizer, stored.special_tokens, template, path)
         file = path / "tokenizer.json"
         if not present(file):
             raise CheckpointError(
@@ -462,8 +467,13 @@ def _template(path: Path, settings: dict, special_tokens: dict[str, str]) -> Cha
         value = named.get("default", next(iter(named.values()), None))
     if value is not None and not isinstance(value, str):
         raise CheckpointError(f"{file}: chat_template must be a string or a list of named templates")
-    if value is not None and len(value) > _TEMPLATE_LIMIT:
+    return _checked_template(value, file, "chat_template", special_tokens)
+
+
+def _checked_template(source: str | None, file: Path, key: str, special_tokens: dict[str, str]) -> ChatTemplate | None:
+    """Return the chat template with this source, None if there is none. Raises CheckpointError if it is too long."""
+    if source is not None and len(source) > _TEMPLATE_LIMIT:
         raise CheckpointError(
-            f"{file}: chat_template has {len(value):,} characters; at most {_TEMPLATE_LIMIT:,} are supported"
+            f"{file}: {key} has {len(source):,} characters; at most {_TEMPLATE_LIMIT:,} are supported"
         )
-    return None if value is None else ChatTemplate(value, special_tokens, file)
+    return None if source is None else ChatTemplate(source, special_tokens, file)

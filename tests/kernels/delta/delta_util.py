@@ -28,6 +28,10 @@ SIZES = cases(
         "qwen3.5-0.8b_g1", gpu=dict(key=16, value=16, key_dim=128, value_dim=128, hidden=1024),
         small=dict(key=2, value=2, key_dim=32, value_dim=32, hidden=33),
     ),
+    Case(
+        "qwen3.5-4b_gguf", gpu=dict(key=16, value=32, key_dim=128, value_dim=128, hidden=2560, tiled=True),
+        small=dict(key=2, value=6, key_dim=16, value_dim=16, hidden=48, tiled=True),
+    ),
 )  # fmt: skip
 TINY = dict(key=2, value=4, key_dim=16, value_dim=32, hidden=40)
 WIDTH = 4
@@ -47,9 +51,9 @@ class Args(NamedTuple):
     heads: DeltaHeads
 
 
-def sizes_of(sigmoid=False, *, key, value, key_dim, value_dim, hidden) -> DeltaHeads:
+def sizes_of(sigmoid=False, tiled=False, *, key, value, key_dim, value_dim, hidden) -> DeltaHeads:
     """Return the sizes of a layer. hidden is not among them."""
-    return DeltaHeads(key, value, key_dim, value_dim, 1e-6, sigmoid)
+    return DeltaHeads(key, value, key_dim, value_dim, 1e-6, sigmoid, tiled)
 
 
 def weights_of(heads: DeltaHeads, hidden: int, dtype=torch.float32) -> DeltaWeights:
@@ -81,14 +85,14 @@ def drafts_of(heads: DeltaHeads, slots: int) -> DraftRows:
 
 
 def decode_args(
-    positions, covered=None, *, queries=1, dtype=torch.float32, normed=True, drafts=False, sigmoid=False, counts=None,
-    state_dtype=torch.float32, **sizes,
+    positions, covered=None, *, queries=1, dtype=torch.float32, normed=True, drafts=False, sigmoid=False, tiled=False,
+    counts=None, state_dtype=torch.float32, **sizes,
 ) -> Args:  # fmt: skip
     """Return the arguments for requests at these positions, whose records cover `covered` positions.
 
     The records of the requests are in reverse order. The first `counts[i]` rows of request i are active.
     """
-    heads, hidden, requests = sizes_of(sigmoid, **sizes), sizes["hidden"], len(positions)
+    heads, hidden, requests = sizes_of(sigmoid, tiled, **sizes), sizes["hidden"], len(positions)
     rows = requests * queries
     meta = meta_rows(*(position + query for position in positions for query in range(queries)))
     meta[:, layout.SLOT] //= queries
@@ -125,7 +129,7 @@ def transformers_form(name: str, weights: DeltaWeights, heads: DeltaHeads, rows,
     conv = weights.conv.float().squeeze(1)
     mixed = modeling.causal_conv1d_fn(mixed.T[None], conv, activation="silu")[0].T
     q, k, v = mixed.split((heads.key_size, heads.key_size, heads.value_size), 1)
-    q, k = (part.view(1, -1, heads.key, heads.key_dim).repeat_interleave(heads.group, 2) for part in (q, k))
+    q, k = (heads.of_values(part.view(1, -1, heads.key, heads.key_dim), 2) for part in (q, k))
     b, a = x.float() @ weights.b.float().T, x.float() @ weights.a.float().T
     g = -weights.a_log.exp() * torch.nn.functional.softplus(a + weights.dt_bias)
     out, state = getattr(modeling, name)(
@@ -176,8 +180,8 @@ class PromptArgs(NamedTuple):
 
 
 def prompt_args(
-    chunks, snapshots=(), *, dtype=torch.float32, sigmoid=False, full=None, records=None, source=0, target=1,
-    state_dtype=torch.float32, **sizes
+    chunks, snapshots=(), *, dtype=torch.float32, sigmoid=False, tiled=False, full=None, records=None, source=0,
+    target=1, state_dtype=torch.float32, **sizes
 ) -> PromptArgs:  # fmt: skip
     """Return the tensors of a pass over these chunks. Chunk i goes from record 2 i (source) to 2 i + 1 (target).
 
@@ -196,7 +200,7 @@ def prompt_args(
         kept[: len(snapshots)] = torch.tensor(snapshots, dtype=torch.int32)
     tables = PromptTables(*(each.to(device) for each in (table, pairs, kept)))
     if full is None:
-        heads, hidden = sizes_of(sigmoid, **sizes), sizes["hidden"]
+        heads, hidden = sizes_of(sigmoid, tiled, **sizes), sizes["hidden"]
         weights = weights_of(heads, hidden, dtype)
         qkvz = random(rows, heads.channels + heads.value_size, dtype=dtype, seed=10)
         x = random(rows, hidden, dtype=dtype, seed=8)

@@ -7,13 +7,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
-from ...errors import CheckpointError, brief
 from ...kernels.linear.packed import QuantizedWeight
 from ...models.reader import read_json
 from .. import custom_code
+from ..shards import Shards
 from .quantize import fitted, quantize
 from .scheme import Quantization, Scheme
 
@@ -23,7 +22,6 @@ COPIED = (
     "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template.*", "licen[cs]e*", "notice*", "copying*",
     "use_policy*", "readme*", "model_card*",
 )  # fmt: skip
-SHARD = 4 * 2**30  # A file ends when it has this number of bytes. Its last tensor may exceed the limit.
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -94,22 +92,8 @@ def write(
         CheckpointError, OSError: the checkpoint cannot be written.
     """
     values, tokenizer = (_with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
-    total, done, size = sum(file.stat().st_size for file in files), 0, 0
-    shard: dict[str, torch.Tensor] = {}
-    shards, schemes, ignored, places = 0, {}, [], {}
-
-    def flush() -> None:
-        nonlocal shard, shards, size
-        if shard:
-            shards += 1
-            name = f"model-{shards:05}.safetensors"
-            try:
-                save_file(shard, out / name, metadata={"format": "pt"})
-            except SafetensorError as error:  # For example, the disk is full.
-                raise CheckpointError(f"{out / name}: cannot be written ({brief(error)})") from None
-            places.update(dict.fromkeys(shard, name))
-            shard, size = {}, 0
-
+    total, done = sum(file.stat().st_size for file in files), 0
+    shards, schemes, ignored = Shards(out), {}, []
     for file, names in files.items():
         with safe_open(file, framework="pt", device="cpu") as opened:
             stored_names = {*opened.keys()}
@@ -126,17 +110,10 @@ def write(
                     scheme = fitted(scheme, tensor.shape[1])
                     schemes[module] = scheme
                     stored = {f"{module}.{part}": value for part, value in tensors_of(quantize(tensor, scheme)).items()}
-                shard |= {part: value.contiguous() for part, value in stored.items()}
-                size += sum(value.nbytes for value in stored.values())
-                if size >= SHARD:
-                    flush()
+                shards.add(stored)
                 if progress is not None:
                     progress(done, total)
-    flush()
-    index = {"metadata": {}, "weight_map": places}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for name in set(places.values()):  # safetensors makes files that only their owner can read.
-        shutil.copymode(out / "model.safetensors.index.json", out / name)
+    shards.close()
     for other in source.iterdir():
         if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):
             shutil.copyfile(other, out / other.name)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ...errors import GenerationError, ParameterError
+from ..bench_options import BENCH_OPTIONS
 from ..explain import option
 from ..outputs import text_sink
 from ..terminal import Output
@@ -29,6 +30,7 @@ BENCHES = {
     "speculate": speculate,
     "serve": serve,
 }
+AUTOMATIC = frozenset(each.name for each in BENCH_OPTIONS if each.default == "auto")
 # Options that do not change the measured figures.
 OMITTED = ("command", "what", "verbose", "format", "output", "compare", "api_key_file")
 
@@ -81,10 +83,10 @@ def file_format(args) -> str:
 
 
 def command_of(program: str, args, **changes) -> str:
-    """Return the command line of a program with every option that affects the figures and is not "auto"."""
+    """Return the command line of a program with every option that affects the figures, without automatic choices."""
     words = program.split()
     for name, value in (vars(args) | changes).items():
-        is_set = value not in ("auto", None) and value is not False
+        is_set = value is not None and value is not False and not (value == "auto" and name in AUTOMATIC)
         if name in OMITTED or not is_set or (name == "preset" and getattr(args, "model", None)):
             continue
         words += [option(name)] if value is True else [option(name), typed(value)]

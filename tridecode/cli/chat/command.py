@@ -13,7 +13,7 @@ from ..inputs import stdin_lines, with_stdin
 from ..loading import Loader, load_engine, tokenizer_of
 from ..options import sampling_overrides
 from ..terminal import Output
-from . import saving, session
+from . import saving, session, settings
 from .completion import completed
 from .conversation import Conversation
 from .lines import PROMPT, Interrupted, PlainReader, as_typed, join_blocks, shows_editor
@@ -50,8 +50,10 @@ def chat(args, output: Output) -> int:
         plain=args.plain,
         think=args.think,
         overrides=sampling_overrides(args),
+        configured={name: value for name, value in sampling_overrides(args).items() if name in args.origins},
     )
     if store and store.saved:
+        settings.restore(talk, args.typed)
         output.note(f"session {store.name}: {talk.describe()}")
         if not args.quiet:
             saving.show_last(talk)
@@ -177,14 +179,14 @@ def converse(talk: Chat, reader, first: str | None = None) -> None:
     separate = first is not None  # Whether to print a blank line before the prompt.
     while True:
         try:
-            draft, talk.draft = talk.draft, None
+            (draft, replaces), talk.draft = talk.draft or ("", False), None
             if separate:
                 talk.output.text("\n")
             separate = False
             talk.output.redraws = not talk.plain
-            line = reader.read(draft or "")
+            line = reader.read(draft)
             leaving, separate = False, bool(line.strip())
-            if not talk.handle(line, replaces=draft is not None):
+            if not talk.handle(line, replaces):
                 return
         except EOFError:
             return

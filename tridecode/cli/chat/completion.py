@@ -15,7 +15,8 @@ def completed(typed: str, chat) -> tuple[int, list[str]]:
         return 0, []
     command, space, rest = typed.partition(" ")
     if not space:
-        return len(typed), [name for name in slash.COMMANDS if name.startswith(typed.lower())]
+        commands = (command for name, command in slash.COMMANDS.items() if name.startswith(typed.lower()))
+        return len(typed), [f"{each.name} " if each.arguments else each.name for each in commands]
     rest = rest.lstrip()
     name = slash.ALIASES.get(command.lower(), command.lower())
     candidates: Iterable[str] = slash.COMMANDS[name].words if name in slash.COMMANDS else ()
@@ -39,13 +40,13 @@ def paths(typed: str) -> Iterator[str]:
 
 
 def models(typed: str, chat) -> Iterator[str]:
-    """Yield models: those of the server, or the bundled one, cached ones and directories."""
+    """Yield models: those of the server, or the bundled one, cached ones, GGUF files and directories."""
     if chat.model.models is not None:
         yield from chat.model.models
         return
     yield BUNDLED.name
     yield from cached_models()
-    yield from (path for path in paths(typed) if path.endswith("/"))
+    yield from (path for path in paths(typed) if path.endswith(("/", ".gguf")))
 
 
 def setting_words(typed: str, chat) -> Iterable[str]:

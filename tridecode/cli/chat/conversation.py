@@ -13,6 +13,7 @@ class Conversation:
         raw: No chat template is used: the model continues the text of all turns.
         dropped: Number of turns at the beginning that are no longer sent to the model but remain in the conversation.
         title: The title in lists. None shows the first words of the conversation.
+        settings: The sampling options that were set in the chat, as JSON values.
         model: The model named in the file from which the conversation was read.
     """
 
@@ -21,6 +22,7 @@ class Conversation:
     turns: tuple[tuple[str, str], ...] = ()
     dropped: int = 0
     title: str | None = None
+    settings: dict = field(default_factory=dict)
     model: str | None = field(default=None, compare=False)
 
     def prompt(self, line: str) -> str | list[dict]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 from ...text.thinking import ANSWER, THINKING, ThinkSplitter
-from ..terminal import Output, counted
+from ..terminal import Output, both, counted
 from ..wrapping import Wrapped
 
 
@@ -37,7 +37,9 @@ class PlainText:
         """Do nothing: the printed text stays on the screen."""
 
     def resume(self) -> None:
-        """Do nothing: later text continues at the cursor."""
+        """Continue in a new row."""
+        if isinstance(self._write, Wrapped):
+            self._write.continue_line()
 
 
 class Display:
@@ -57,7 +59,7 @@ class Display:
         self._hide, self._tags = hide, tags
         self._dim = Wrapped(output.console, output.dim)
         self._open = self._ended = False  # Whether the think block has begun, and whether it has ended.
-        self.pause, self.resume = sink.pause, sink.resume
+        self.pause, self.resume = sink.pause, both(sink.resume, self._dim.continue_line)
 
     def push(self, text: str) -> None:
         """Show the next text of the answer."""

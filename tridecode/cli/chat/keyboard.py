@@ -74,10 +74,11 @@ class Screen(Vt100_Output):
         self.write_raw("\x1b[<u")
 
     def erase_down(self) -> None:
-        """Erase the screen from the cursor down."""
+        """Erase the screen from the row of the cursor down."""
         # Erase the first line separately. If tmux erases the screen from the top corner, it saves the screen to its
-        # history, and would then show the text twice.
-        self.write_raw("\x1b7\x1b[K\x1b[B\x1b[J\x1b8")
+        # history, and would then show the text twice. The carriage return matters only if the terminal and this
+        # program disagree on the columns of a character, as many do for joined emoji.
+        self.write_raw("\r\x1b7\x1b[K\x1b[B\x1b[J\x1b8")
 
 
 class Keyboard:

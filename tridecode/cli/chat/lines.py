@@ -11,16 +11,20 @@ PROMPT, CONTINUED = "> ", "… "
 
 
 def unfinished(text: str) -> bool:
-    """Return whether `text` opens a block that it does not close."""
+    """Return whether `text` opens a block that it does not close.
+
+    Text with an even number of marks is complete. It may be a program that begins with a docstring.
+    """
     ended = text.rstrip()
-    return text.startswith(MARK) and not (len(ended) >= 2 * len(MARK) and ended.endswith(MARK))
+    closed = len(ended) >= 2 * len(MARK) and ended.endswith(MARK)
+    return text.startswith(MARK) and not closed and text.count(MARK) % 2 == 1
 
 
 def unquoted(text: str) -> str | None:
     """Return the message in a block, or None if `text` is not a block. An unclosed block ends with the text."""
-    if not text.startswith(MARK):
+    body = text.removeprefix(MARK)
+    if body == text or not (unfinished(text) or text.rstrip().endswith(MARK)):
         return None
-    body = text[len(MARK) :]
     return (body if unfinished(text) else body.rstrip().removesuffix(MARK)).strip("\n")
 
 

@@ -40,6 +40,10 @@ class Model:
         """Return the default sampling parameters with `overrides` applied."""
         return SamplingParams(**overrides)
 
+    def can_switch_to(self, name: str) -> bool:
+        """Return whether `name` is another model that `switch` may accept."""
+        return name != self.name and (self.models is None or name in self.models)
+
     def check(self, option: str) -> None:
         """Raise ParameterError if the model does not support a sampling option."""
 

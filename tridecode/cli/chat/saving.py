@@ -70,8 +70,8 @@ def note_model(chat, word: str) -> None:
     Args:
         word: The command or option that selects this model.
     """
-    name, known = chat.conversation.model, chat.model.models
-    if name is not None and name != chat.model.name and (known is None or name in known):
+    name = chat.conversation.model
+    if name is not None and chat.model.can_switch_to(name):
         chat.output.note(f"the session used the model {name}; {word} {shlex.quote(name)} continues with it")
 
 
@@ -81,7 +81,7 @@ def note_return(chat, named: bool) -> None:
     Args:
         named: Name the session, even if it is the latest one.
     """
-    if chat.store and chat.conversation.turns and chat.store.saved == chat.conversation:
+    if chat.store and chat.store.holds(chat.conversation):
         latest = not named and sessions.names()[:1] == [chat.store.name]
         options = "--resume" if latest else f"--session {shlex.quote(chat.store.name)}"
         options += " --raw" if chat.conversation.raw else ""

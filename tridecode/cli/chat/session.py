@@ -93,6 +93,8 @@ def dumps(conversation: Conversation, model: str) -> str:
     content = {"format": FORMAT, "version": VERSION, "model": model, "raw": conversation.raw}
     if conversation.title is not None:
         content["title"] = conversation.title
+    if conversation.settings:
+        content["settings"] = conversation.settings
     # The text is ASCII, so that lone surrogates in typed text can be written and read again.
     return json.dumps(content | {"system": conversation.system, "turns": turns}, indent=1) + "\n"
 
@@ -127,8 +129,15 @@ def parse(content: dict) -> Conversation:
         if not isinstance(user, str) or not isinstance(assistant, str):
             raise ValueError(f"turn {number} needs the texts user and assistant")
         pairs.append((user, assistant))
-    model = content.get("model")
-    return Conversation(raw, texts[0], tuple(pairs), title=texts[1], model=model if isinstance(model, str) else None)
+    model, settings = content.get("model"), content.get("settings")
+    return Conversation(
+        raw,
+        texts[0],
+        tuple(pairs),
+        title=texts[1],
+        settings=settings if isinstance(settings, dict) else {},
+        model=model if isinstance(model, str) else None,
+    )
 
 
 def read(path: Path) -> Conversation:
@@ -178,6 +187,10 @@ class Store:
         self.saved = read(self.path)
         self._seen = stamp(self.path)
         return self.saved
+
+    def holds(self, conversation: Conversation) -> bool:
+        """Return whether the file contains `conversation`. No file contains a conversation without turns."""
+        return bool(conversation.turns) and conversation == self.saved
 
     def save(self, conversation: Conversation, model: str) -> str:
         """Save the conversation, and the name of its model. Without turns, remove the file.

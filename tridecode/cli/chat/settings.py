@@ -1,11 +1,12 @@
 """The settings of /set: sampling options, and choices of the chat."""
 
 import json
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import replace
 
 from ...arguments import Several
-from ...errors import ParameterError
+from ...errors import ParameterError, TridecodeError, brief
 from ..options import NO_LIMIT, SAMPLING, SYNONYMS
 from ..terminal import did_you_mean
 
@@ -84,9 +85,34 @@ def change(chat, typed: str, text: str) -> str:
     return name
 
 
+def changed(chat) -> dict:
+    """Return the sampling options to save with the conversation, as JSON values."""
+    values = {name: value for name, value in chat.overrides.items() if chat.configured.get(name) != value}
+    return json.loads(json.dumps(values))
+
+
+def restore(chat, typed: Container[str]) -> None:
+    """Set the sampling options that were saved with the conversation, except those on the command line, and print them.
+
+    Args:
+        typed: The names of the options on the command line.
+    """
+    restored = []
+    for name, value in chat.conversation.settings.items():
+        if name in typed or name not in NAMES:
+            continue
+        try:
+            change(chat, name, json.dumps(value))
+            restored.append(f"{name} {brief(shown(chat, name), 40)}")
+        except TridecodeError as error:
+            chat.output.note(f"{name} of the session is not restored: {error}")
+    if restored:
+        chat.output.note(f"settings of the session: {', '.join(restored)}; /set NAME default removes one")
+
+
 def parsed(name: str, text: str):
     """Return the value of a sampling option in a text: JSON, or the form of the command line. It is not checked."""
-    if text.lower() in ("none", "null") or (name == "max_tokens" and text == NO_LIMIT):
+    if text.lower() in ("none", "null") or text == NO_LIMIT.get(name):
         return None
     option = SAMPLING[name]
     value = (option.constraint.item if option.repeated else option.constraint).read(text)

@@ -130,16 +130,16 @@ def _last(chat) -> tuple[str, str]:
 
 
 def _retry(chat, rest) -> bool:
-    return chat.ask(_last(chat)[0], replaces=True, tries=chat.tries + 1)
+    return chat.ask(*(chat.unanswered or (_last(chat)[0], True, chat.tries + 1)))
 
 
 def _edit(chat, rest) -> bool:
-    message, _ = _last(chat)
+    message, replaces, _ = chat.unanswered or (_last(chat)[0], True, 0)
     if rest:
-        return chat.ask(rest, replaces=True)
+        return chat.ask(rest, replaces)
     if not chat.interactive:
         raise TridecodeError("/edit needs TEXT if there is no terminal")
-    chat.draft = literal(message)
+    chat.draft = literal(message), replaces
     return True
 
 
@@ -152,7 +152,7 @@ def _continue(chat, rest) -> bool:
 
 def _undo(chat, rest) -> None:
     message, _ = _last(chat)
-    chat.conversation, chat.tries = chat.conversation.without_last(), 0
+    chat.conversation, chat.tries, chat.unanswered = chat.conversation.without_last(), 0, None
     chat.save()
     left = len(chat.conversation.turns)
     chat.output.note(f"removed {quoted(message)}; {counted(left, 'turn')} left")
@@ -164,6 +164,7 @@ def _set(chat, rest) -> None:
     name, value = words.groups()
     if name:
         name = settings.change(chat, name, value.strip())
+        chat.change_conversation(settings=settings.changed(chat))
         chat.output.note(f"{name} is {settings.shown(chat, name)}")
         return
     for name in (*settings.names(chat), *settings.CHOICES):
@@ -191,8 +192,8 @@ def _model(chat, rest) -> None:
 def _think(chat, rest) -> None:
     if rest:
         chat.set_think(rest)
-    mode = f"thinking is {chat.think}" if chat.thinking.possible else "this model's chat template knows no thinking"
-    chat.output.note(mode)
+    unsupported = "the chat template of this model does not support thinking"
+    chat.output.note(f"thinking is {chat.think}" if chat.thinking.possible else unsupported)
 
 
 def _plain(chat, rest) -> None:
@@ -217,7 +218,7 @@ def _stats(chat, rest) -> None:
 
 def quoted(text: str) -> str:
     """Return the beginning of a message in quotation marks."""
-    return repr(brief(text, 50))
+    return f"'{brief(text, 50)}'"
 
 
 def _exit(chat, rest) -> bool:

@@ -10,12 +10,11 @@ from ...text.thinking import THINKING_VARIABLE, strip_thinking
 from ..explain import explain
 from ..signals import one_interrupt
 from ..terminal import Output, counted, joined
-from . import session, slash
+from . import session, settings, slash
 from .conversation import Conversation
 from .lines import unquoted
 from .model import Model, Thinking
 from .overflow import Overflow
-from .settings import CHOICES
 from .turn import Turn
 
 log = logging.getLogger("tridecode")
@@ -32,6 +31,7 @@ class Chat:
         plain: Whether answers are plain text.
         think: on, off or hide.
         overrides: Sampling options that are set.
+        configured: Those that the configuration file or the environment sets, which are not saved.
         params: The sampling parameters: `overrides`, and the defaults of the model.
         initial_choices: The values of CHOICES at the start of the chat.
         thinking: How the model handles the mode `think`.
@@ -39,7 +39,8 @@ class Chat:
         seed: The seed of that answer, or None if it is greedy or unknown.
         used: Upper bound of the number of tokens of the conversation, or None if it is unknown.
         tries: Number of retries of the last message.
-        draft: Text that /edit puts into the next prompt.
+        unanswered: The arguments of the latest `ask` if its turn is not kept, else None.
+        draft: Text that /edit puts into the next prompt, and whether the message then replaces the last turn.
         attached: Text of files that is sent with the next message.
         files: Stamps of the files to which /save saved the conversation, or from which /load read it.
         stopped_at: Time at which an answer, or the load of a model, was stopped.
@@ -55,6 +56,7 @@ class Chat:
     plain: bool = False
     think: str = "on"
     overrides: dict = field(default_factory=dict)
+    configured: dict = field(default_factory=dict)
     params: SamplingParams = field(init=False)
     initial_choices: dict[str, str] = field(init=False)
     thinking: Thinking = field(init=False)
@@ -62,7 +64,8 @@ class Chat:
     seed: int | None = None
     used: int | None = None
     tries: int = 0
-    draft: str | None = None
+    unanswered: tuple[str, bool, int] | None = None
+    draft: tuple[str, bool] | None = None
     attached: str = ""
     files: set = field(default_factory=set)
     stopped_at: float = float("-inf")
@@ -70,7 +73,7 @@ class Chat:
 
     def __post_init__(self):
         self.params = self.model.default_params(**self.overrides)
-        self.initial_choices = {name: getattr(self, name) for name in CHOICES}
+        self.initial_choices = {name: getattr(self, name) for name in settings.CHOICES}
         self.plain = self.plain or self.conversation.raw  # Continued text is not Markdown.
         mode, self.think = self.think, "on"
         self.set_think(mode)
@@ -124,6 +127,7 @@ class Chat:
             tries: Number of earlier answers to this message; it changes the seed.
             prefix: The answer to continue.
         """
+        self.unanswered = None if prefix else (message, replaces, tries)
         base = self.conversation.without_last() if replaces and self.conversation.turns else self.conversation
         try:
             Turn(self, message, base, prefix, tries).run()
@@ -220,7 +224,7 @@ class Chat:
         if self.attached:
             self.output.note("what was added to the next message is removed")
         self.conversation, self.last, self.used, self.tries, self.attached = conversation, None, None, 0, ""
-        self.files = set()
+        self.files, self.unanswered = set(), None
         if self.store:
             self.store.begin_new()
         return kept

@@ -16,6 +16,7 @@ from .conversation import Conversation
 from .display import Display, open_display
 from .model import Prompt
 from .overflow import fit
+from .settings import changed
 
 SEEDS = 1_000_000  # If no seed is set, a random seed below this number is used.
 COLUMNS = 80  # Maximum width of the statistics line.
@@ -108,7 +109,8 @@ class Turn:
         if not failed:
             chat.tries = self.tries
             if added or last is not None:
-                chat.conversation = self.base.plus(self.line, answer)
+                chat.conversation = replace(self.base.plus(self.line, answer), settings=changed(chat))
+                chat.unanswered = None
         try:
             (shown.abort if failed else shown.finish)()
         finally:

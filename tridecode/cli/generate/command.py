@@ -15,7 +15,8 @@ from ..graph_stats import show_graph_stats
 from ..inputs import clean, read_file
 from ..loading import load_engine
 from ..outputs import STDOUT, text_sink
-from ..terminal import Output, cut_words, speed_line
+from ..signals import suspendable
+from ..terminal import Output, both, cut_words, speed_line
 from ..waiting import Waiting
 from ..wrapping import Wrapped
 from .batch import batch
@@ -119,8 +120,9 @@ def submitted(engine: Engine, prompt: Prompt, several: Iterable, **options) -> I
 def write_text(request: Request, write: Callable[[str], None], waiting: Waiting) -> OutputChunk:
     """Write the text as it arrives. Returns the last chunk. An incomplete line is always ended."""
     wrote = False
+    resume = write.continue_line if isinstance(write, Wrapped) else lambda: None
     try:
-        with waiting:
+        with waiting, suspendable(waiting.pause, both(resume, waiting.resume)):
             for chunk in request:
                 waiting.end()
                 write(chunk.text)

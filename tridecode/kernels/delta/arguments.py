@@ -21,11 +21,17 @@ class DeltaHeads(NamedTuple):
     value_dim: int  # size of a V head; a power of two
     eps: float  # epsilon of the norm of the output
     sigmoid: bool = False  # the gate of the output is sigmoid(z) instead of silu(z)
+    tiled: bool = False  # V head h uses head h % key of q and k, instead of head h // (value // key)
 
-    @property
-    def group(self) -> int:
-        """V heads that share a head of q and k."""
-        return self.value // self.key
+    def of_values(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Repeat heads of q or k along `dim`, so that there is one for each V head."""
+        if not self.tiled:
+            return x.repeat_interleave(self.value // self.key, dim)
+        return torch.cat([x] * (self.value // self.key), dim)
+
+    def of_keys(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the heads of q or k from those for each V head, [value heads, ...]."""
+        return x[: self.key] if self.tiled else x[:: self.value // self.key]
 
     @property
     def key_size(self) -> int:

@@ -19,6 +19,7 @@ import triton.language as tl
 from ..common import interpreted, options
 from ..op import Op
 from .arguments import DeltaHeads
+from .gates import key_head_of
 from .prompt_tables import BLOCK, PromptTables, blocks_of, chunk_fields, pick, read_tables
 
 SUB = tl.constexpr(16)  # rows of the diagonal blocks that are inverted row by row
@@ -104,6 +105,7 @@ def _delta_chunks_kernel(
     chunks_ptr, mixed_ptr, rates_ptr, u_ptr, w_ptr, p_ptr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
+    TILED: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -122,7 +124,6 @@ def _delta_chunks_kernel(
         w_ptr: [rows, VALUE_HEADS * K] (output).
         p_ptr: [rows, VALUE_HEADS * BLOCK] (output): diag(exp(G)) Q K^T diag(exp(-G)) / sqrt(K), its lower part.
     """
-    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     C: tl.constexpr = 2 * KEY_HEADS * K + VALUE_HEADS * V
     blocks = blocks_of(chunks_ptr)
     ends = tl.cumsum(blocks, 0)
@@ -135,8 +136,9 @@ def _delta_chunks_kernel(
         rows, inside = block_rows(chunks_ptr, chunk, block)
         g = tl.load(rates_ptr + rows * (2 * VALUE_HEADS) + head, mask=inside, other=0.0)
         beta = tl.load(rates_ptr + rows * (2 * VALUE_HEADS) + VALUE_HEADS + head, mask=inside, other=0.0)
-        q = load_tile(mixed_ptr, rows, inside, head // GROUP * K, C, K)
-        k = load_tile(mixed_ptr, rows, inside, (KEY_HEADS + head // GROUP) * K, C, K)
+        key_head = key_head_of(head, KEY_HEADS, VALUE_HEADS, TILED)
+        q = load_tile(mixed_ptr, rows, inside, key_head * K, C, K)
+        k = load_tile(mixed_ptr, rows, inside, (KEY_HEADS + key_head) * K, C, K)
         total = tl.cumsum(g, 0)
         behind = offs[:, None] - offs[None, :]
         decay = tl.exp(tl.where(behind >= 0, total[:, None] - total[None, :], float("-inf")))
@@ -148,7 +150,7 @@ def _delta_chunks_kernel(
         v = load_tile(mixed_ptr, rows, inside, 2 * KEY_HEADS * K + head * V, C, V).to(tl.float32)
         u = dot(t, v * beta[:, None], PRECISE, INTERPRETED)
         store_tile(u_ptr, rows, inside, head * V, u, VALUE_HEADS * V, V)
-        k = load_tile(mixed_ptr, rows, inside, (KEY_HEADS + head // GROUP) * K, C, K)  # again, to save registers
+        k = load_tile(mixed_ptr, rows, inside, (KEY_HEADS + key_head) * K, C, K)  # again, to save registers
         w = dot(t, k.to(tl.float32) * (beta * tl.exp(total))[:, None], PRECISE, INTERPRETED)
         store_tile(w_ptr, rows, inside, head * K, w, VALUE_HEADS * K, K)
 
@@ -172,6 +174,7 @@ def delta_chunks(chunks, mixed, rates, u, w, p, heads: DeltaHeads, *, config: De
         p,
         heads.key,
         heads.value,
+        heads.tiled,
         heads.key_dim,
         heads.value_dim,
         config.programs,
@@ -204,7 +207,7 @@ def delta_chunks_ref(chunks, mixed, rates, u, w, p, heads: DeltaHeads):
 def block_of(mixed: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v of the rows of a block in fp32: [value heads, rows, key_dim or value_dim]."""
     q, k, v = mixed.float().split((heads.key_size, heads.key_size, heads.value_size), 1)
-    q, k = (x.unflatten(1, (heads.key, -1)).repeat_interleave(heads.group, 1).transpose(0, 1) for x in (q, k))
+    q, k = (heads.of_values(x.unflatten(1, (heads.key, -1)), 1).transpose(0, 1) for x in (q, k))
     return q, k, v.unflatten(1, (heads.value, -1)).transpose(0, 1)
 
 

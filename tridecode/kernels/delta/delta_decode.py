@@ -26,7 +26,19 @@ from ..linear.epilogue import load_partials, norm_scale
 from ..linear.project import Normed
 from ..op import Op
 from .arguments import RING, DeltaHeads, DeltaWeights, DraftRows, RecordLayer
-from .gates import L2_EPS, gated_norm, l2_norm, log_decay, norm_and_gate, rates, rounded, rounded_ref, silu, split_heads
+from .gates import (
+    L2_EPS,
+    gated_norm,
+    key_head_of,
+    l2_norm,
+    log_decay,
+    norm_and_gate,
+    rates,
+    rounded,
+    rounded_ref,
+    silu,
+    split_heads,
+)
 
 BLOCK_X = 1024  # columns of the hidden state that are multiplied at once
 POSITIONS = tl.constexpr(RING)
@@ -160,6 +172,7 @@ def _delta_decode_kernel(
     draft_k_ptr, draft_u_ptr, draft_g_ptr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
+    TILED: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     K_LOW: tl.constexpr,
@@ -199,7 +212,6 @@ def _delta_decode_kernel(
         draft_u_ptr: [slots, RING, VALUE_HEADS, V] fp32 (in and out), if DRAFTS.
         draft_g_ptr: [slots, RING, VALUE_HEADS] fp32 (in and out), if DRAFTS.
     """
-    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     C: tl.constexpr = 2 * KEY_HEADS * K + VALUE_HEADS * V
     K_HIGH: tl.constexpr = K // K_LOW
     V_HIGH: tl.constexpr = V // V_LOW
@@ -225,7 +237,7 @@ def _delta_decode_kernel(
     state = tl.load(state_ptrs, mask=state_offs * 0 < position, other=0.0).to(tl.float32)  # empty at position 0
     covered_ptr += record * VALUE_HEADS + head
     covered = tl.load(covered_ptr)
-    key_head = head // GROUP
+    key_head = key_head_of(head, KEY_HEADS, VALUE_HEADS, TILED)
     channels_q, channels_k = key_head * K + offs_k, (KEY_HEADS + key_head) * K + offs_k
     channels_v = 2 * KEY_HEADS * K + head * V + offs_v
     window_ptr += record * (POSITIONS * C)
@@ -250,7 +262,8 @@ def _delta_decode_kernel(
         draft_k_ptr += slot * (POSITIONS * KEY_HEADS * K) + key_head * K
         draft_u_ptr += slot * (POSITIONS * VALUE_HEADS * V) + head * V
         draft_g_ptr += slot * (POSITIONS * VALUE_HEADS) + head
-    shared = tl.where(head % GROUP == 0, count, 0)  # one V head writes the q and k that several share
+    writes = head < KEY_HEADS if TILED else head % (VALUE_HEADS // KEY_HEADS) == 0
+    shared = tl.where(writes, count, 0)  # one V head writes the q and k that several share
     zeros = tl.zeros([K], tl.float32)
     for first in range(0, QUERIES, BATCH):
         if not KEEP:  # they would need too many registers
@@ -375,6 +388,7 @@ def delta_decode(
         *(drafts or records),
         heads.key,
         heads.value,
+        heads.tiled,
         heads.key_dim,
         heads.value_dim,
         *_warp_tile(heads, config.num_warps, records.state),
@@ -419,7 +433,7 @@ def delta_decode_ref(
             state = states[record] = rounded_ref(advanced, records.state.dtype)
             if drafted:
                 assert drafts is not None, "drafts is None, but requests have several rows"
-                drafts.k[slot, position % RING], drafts.u[slot, position % RING] = k[:: heads.group], u
+                drafts.k[slot, position % RING], drafts.u[slot, position % RING] = heads.of_keys(k), u
                 drafts.g[slot, position % RING] = g
             else:
                 records.state[record] = state
@@ -438,7 +452,7 @@ def replayed(
     if drafts is not None:
         for at in range(int(records.covered[record, 0]), position):
             k, u, g = (part[slot, at % RING] for part in drafts)
-            k = k.repeat_interleave(heads.group, 0)
+            k = heads.of_values(k, 0)
             state = rounded_ref(state * g.exp()[:, None, None] + k[:, :, None] * u[:, None], records.state.dtype)
     return state
 

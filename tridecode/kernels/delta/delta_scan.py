@@ -9,7 +9,7 @@ from ..common import interpreted, options
 from ..op import Op
 from .arguments import DeltaHeads, RecordLayer
 from .delta_chunks import BLOCK, DeltaChunksConfig, block_of, block_rows, decays, dot, load_tile, store_tile
-from .gates import rounded, rounded_ref
+from .gates import key_head_of, rounded, rounded_ref
 from .prompt_tables import (
     RECORD_SOURCE,
     RECORD_TARGET,
@@ -43,6 +43,7 @@ def _delta_scan_kernel(
     chunks_ptr, records_ptr, snapshots_ptr, mixed_ptr, rates_ptr, u_ptr, w_ptr, p_ptr, state_ptr, covered_ptr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
+    TILED: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -71,7 +72,6 @@ def _delta_scan_kernel(
         state_ptr: [records, VALUE_HEADS, K, V] fp32 or fp16 (in and out).
         covered_ptr: [records, VALUE_HEADS] int32 (output).
     """
-    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     C: tl.constexpr = 2 * KEY_HEADS * K + VALUE_HEADS * V
     PARTS: tl.constexpr = V // BLOCK_V
     chunks = tl.sum((load_field(chunks_ptr, CHUNK_COUNT) > 0).to(tl.int32), 0)
@@ -90,8 +90,9 @@ def _delta_scan_kernel(
             g = tl.load(rates_ptr + rows * (2 * VALUE_HEADS) + head, mask=inside, other=0.0)
             total, last = tl.cumsum(g, 0), tl.sum(g, 0)
             w = load_tile(w_ptr, rows, inside, head * K, VALUE_HEADS * K, K)
-            q = load_tile(mixed_ptr, rows, inside, head // GROUP * K, C, K)
-            k = load_tile(mixed_ptr, rows, inside, (KEY_HEADS + head // GROUP) * K, C, K)
+            key_head = key_head_of(head, KEY_HEADS, VALUE_HEADS, TILED)
+            q = load_tile(mixed_ptr, rows, inside, key_head * K, C, K)
+            k = load_tile(mixed_ptr, rows, inside, (KEY_HEADS + key_head) * K, C, K)
             u = load_tile(u_ptr, rows, inside, head * V + first_v, VALUE_HEADS * V, BLOCK_V)
             p = load_tile(p_ptr, rows, inside, head * BLOCK, VALUE_HEADS * BLOCK, BLOCK)
             operand = state.to(w.dtype)
@@ -132,6 +133,7 @@ def delta_scan(
         records.covered,
         heads.key,
         heads.value,
+        heads.tiled,
         heads.key_dim,
         heads.value_dim,
         min(config.block_v, heads.value_dim),

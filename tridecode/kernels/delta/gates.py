@@ -27,6 +27,16 @@ def log_decay(a, a_log, dt_bias):
 
 
 @triton.jit
+def key_head_of(head, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, TILED: tl.constexpr):
+    """Return the head of q and k that a V head uses; see DeltaHeads.tiled."""
+    if TILED:
+        key_head = head % KEY_HEADS
+    else:
+        key_head = head // (VALUE_HEADS // KEY_HEADS)
+    return key_head
+
+
+@triton.jit
 def silu(x):
     """Return x * sigmoid(x)."""
     return x * tl.sigmoid(x)
@@ -82,5 +92,5 @@ def gated_norm(o: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, heads: Delt
 def split_heads(x: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q, k and v by head from x [..., channels]; q and k once for each V head."""
     q, k, v = x.split((heads.key_size, heads.key_size, heads.value_size), -1)
-    q, k = (part.unflatten(-1, (heads.key, heads.key_dim)).repeat_interleave(heads.group, -2) for part in (q, k))
+    q, k = (heads.of_values(part.unflatten(-1, (heads.key, heads.key_dim)), -2) for part in (q, k))
     return q, k, v.unflatten(-1, (heads.value, heads.value_dim))

@@ -1,0 +1,152 @@
+"""Models in GGUF files: what llama.cpp's converter changed is undone, for each family."""
+
+import json
+
+import pytest
+import torch
+from checkpoints import write_tiny
+from gguf_files import write_gguf
+
+from tridecode import Engine, SamplingParams
+from tridecode.checkpoint.load import load_config, load_weights
+from tridecode.errors import CheckpointError
+
+PROMPT = [3, 40, 5, 77, 120, 9, 300, 12, 250, 31]
+INTERVAL = dict(layer_types=["linear_attention", "full_attention"] * 2)
+FAMILIES = {
+    "qwen3": {},
+    "qwen3-tied": {},
+    "llama": {},
+    "qwen2": {},
+    "mistral-full": {},
+    "qwen3.5": INTERVAL,
+    "qwen3.5-g3": dict(layer_types=["linear_attention", "linear_attention", "full_attention"]),
+}
+WIDE = dict(hidden_size=320, intermediate_size=512)  # Blocks of 32 numbers divide the rows.
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    """A checkpoint, and a GGUF file of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    source = write_tiny(folder / "hf", request.param, **FAMILIES[request.param])
+    return source, write_gguf(source, folder / "model.gguf", mtp="3.5" in request.param)
+
+
+def test_scores_of_the_checkpoint(pair):
+    source, file = pair
+    with Engine.load(source, device="cpu") as one, Engine.load(file, device="cpu") as other:
+        assert other.config.family.removeprefix("llama") in (one.config.family, "")
+        torch.testing.assert_close(other.score(PROMPT), one.score(PROMPT), rtol=1e-5, atol=1e-5)
+        assert other.config.dtype == "float32" and other.config.max_position == one.config.max_position
+
+
+def test_prompt_and_tokens_of_the_checkpoint(pair):
+    source, file = pair
+    chat = [{"role": "user", "content": "Hello, 42 foxes! <|im_end|> é"}]
+    with Engine.load(source, device="cpu") as one, Engine.load(file, device="cpu") as other:
+        assert other.tokenizer.encode_chat(chat) == one.tokenizer.encode_chat(chat)
+        assert other.tokenizer.special_ids == one.tokenizer.special_ids
+        assert other.config.stop_ids == (2, 0) and other.tokenizer.eos_id == one.tokenizer.eos_id
+        answers = [
+            engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12)).token_ids for engine in (one, other)
+        ]
+        assert answers[0] == answers[1]
+
+
+def test_convert_restores_the_checkpoint(pair, run, tmp_path):
+    source, file = pair
+    out = tmp_path / "out"
+    assert run("convert", file, out, "--quiet")[0] == 0
+    from safetensors.torch import load_file
+
+    tensors = {name: x for each in sorted(out.glob("*.safetensors")) for name, x in load_file(each).items()}
+    expected = {name: x for each in sorted(source.glob("*.safetensors")) for name, x in load_file(each).items()}
+    assert tensors.keys() == expected.keys()
+    for name, x in expected.items():
+        torch.testing.assert_close(tensors[name], x, rtol=0, atol=2e-7 if "norm" in name or "A_log" in name else 0)
+    one, other = load_config(source), load_config(out)
+    assert other.layers == one.layers or other.family != one.family
+    chat = [{"role": "user", "content": "Hello"}]
+    with Engine.load(source, device="cpu") as one, Engine.load(out, device="cpu") as other:
+        assert other.tokenizer.encode_chat(chat) == one.tokenizer.encode_chat(chat)
+        torch.testing.assert_close(other.score(PROMPT), one.score(PROMPT), rtol=1e-4, atol=1e-4)
+
+
+def test_transformers_reads_the_converted_checkpoint(pair, run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    _, file = pair
+    out = tmp_path / "out"
+    assert run("convert", file, out, "--quiet")[0] == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    with Engine.load(file, device="cpu") as engine:
+        torch.testing.assert_close(engine.score(PROMPT), expected, rtol=1e-4, atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer.decode(tokenizer("Hello, fox")["input_ids"]) == "Hello, fox"
+
+
+@pytest.mark.parametrize("type_name", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("family", ["llama", "qwen3.5"])
+def test_quantized_matrices(type_name, family, tmp_path):
+    """The weights on the device are those that the gguf package computes, with the same rows undone."""
+    gguf = pytest.importorskip("gguf")
+    source = write_tiny(tmp_path / "hf", family, **WIDE, **(INTERVAL if "3.5" in family else {}))
+    file = write_gguf(source, tmp_path / "model.gguf", type_name)
+    reader = gguf.GGUFReader(file)
+    values = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    spec = load_config(file)
+    weights = load_weights(file, spec, "cpu", torch.float32)
+    assert torch.equal(weights.embed, torch.from_numpy(values["token_embd.weight"].copy()))
+    down = torch.from_numpy(values["blk.1.ffn_down.weight"].copy())
+    assert torch.equal(weights.layers[1].linears["down"].weight, down)
+    if family == "llama":
+        q = torch.from_numpy(values["blk.1.attn_q.weight"].copy())
+        q = q.view(5, 32, 2, -1).transpose(1, 2).reshape(q.shape)
+        assert torch.equal(weights.layers[1].linears["qkv"].weight[: len(q)], q)
+    assert spec.dtype == {"F16": "float16"}.get(type_name, "bfloat16")
+
+
+def test_llama3_factors_must_be_known(tmp_path):
+    source = write_tiny(tmp_path / "hf", "llama", num_hidden_layers=1)
+    file = write_gguf(source, tmp_path / "m.gguf", tensors={"rope_freqs.weight": torch.linspace(1, 3, 32)})
+    with pytest.raises(CheckpointError, match="rope_freqs.weight holds other factors"):
+        load_config(file)
+
+
+def test_yarn_and_linear_scaling(tmp_path):
+    source = write_tiny(tmp_path / "hf", "qwen3", num_hidden_layers=1)
+
+    def yarn(writer):
+        import gguf
+
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(128)
+
+    rope = load_config(write_gguf(source, tmp_path / "m.gguf", change=yarn)).layers[0].mixer.rope
+    assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 128)
+
+
+def test_sampling_defaults(tmp_path):
+    source = write_tiny(tmp_path / "hf", "qwen3", num_hidden_layers=1)
+
+    def sampling(writer):
+        writer.add_float32("general.sampling.temp", 0.6)
+        writer.add_int32("general.sampling.top_k", 20)
+
+    spec = load_config(write_gguf(source, tmp_path / "m.gguf", change=sampling))
+    assert dict(spec.generation_defaults) == {"temperature": 0.6, "top_k": 20} and not spec.notes
+
+
+def test_quantize_needs_a_directory(pair, run, tmp_path):
+    code, _, err = run("quantize", pair[1], tmp_path / "out", "--quiet")
+    assert code == 1 and "tridecode convert" in err
+
+
+def test_config_matches_the_checkpoint(pair):
+    source, file = pair
+    one, other = load_config(source), load_config(file)
+    assert {*one.stop_ids} == {*other.stop_ids} and one.vocab_size == other.vocab_size
+    assert json.loads((source / "config.json").read_text())["rms_norm_eps"] == other.eps

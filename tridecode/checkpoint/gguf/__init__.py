@@ -1,0 +1,1 @@
+"""GGUF checkpoints: their tensors by the names of Hugging Face checkpoints, and the values of their blocks."""
