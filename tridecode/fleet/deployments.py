@@ -126,7 +126,7 @@ class GatewayDeployment:
             tls = Tls(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
             shared = config.port != 0
             self._listener = Listener(self._gateway.app, settings, config.host, config.port, tls, shared=shared)
-        # A gateway that replaces another one listens when it knows the replicas. In a new fleet, replicas are still loading.
+        # A gateway that replaces another one listens when it knows the replicas. In a new fleet, they are loading.
         self._connecting = [asyncio.ensure_future(backend.connect()) for backend in self._backends.values()]
         await asyncio.wait(self._connecting, timeout=CONNECT_SECONDS)
         if self._listener is not None:
