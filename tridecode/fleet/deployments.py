@@ -27,6 +27,7 @@ from .replica import Replica, log_requests
 from .upstream import Address, ReplicaLost
 
 QUEUE_SECONDS = 1.0  # Seconds for which a request waits for a place on a replica.
+READY_SECONDS = 10.0  # The same if there is no replica, for example for a moment of an update.
 CONNECT_SECONDS = 5.0  # Seconds for which a new gateway waits for replicas before it listens.
 LEAVE_SECONDS = 3.0  # Seconds for which a gateway that stops still accepts connections, and closes them one by one.
 END_SECONDS = 2.0  # Seconds in which a replica reports the end of a request that has ended.
@@ -62,7 +63,7 @@ class ModelReplicas:
         """Yield the replica that the policy chooses, with a place reserved for the request. Raises ApiError."""
         choice = self._handle.choose_replica(ticket)
         try:
-            async with asyncio.timeout(QUEUE_SECONDS):
+            async with asyncio.timeout(QUEUE_SECONDS if self.replicas() else READY_SECONDS):
                 selection = await choice.__aenter__()
         except TimeoutError:
             self._release(ticket)
