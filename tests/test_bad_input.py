@@ -107,7 +107,7 @@ def test_damaged_checkpoint(failure, copy, case):
         ("--top-p", "0"),
         ("--min-p", "2"),
         ("--max-seq-len", "many"),
-        ("--max-seq-len", "0"),
+        ("--max-seq-len", "-1"),
         ("--max-tokens", "0"),
         ("--seed", str(2**70)),
         ("--logit-bias", "5=1e400"),

@@ -4,6 +4,8 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,11 @@ CHAT = [{"role": "user", "content": "a <|im_end|> b"}]
 
 def children() -> set[str]:
     """Return the ids of the child processes of this process."""
-    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    pids: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # The thread has ended.
+            pids.update((task / "children").read_text().split())
+    return pids
 
 
 LOADS = """
@@ -50,7 +56,8 @@ def test_closed_engines_leave_nothing():
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=True)
     processes, files, threads, memory = map(int, done.stdout.split())
     assert (processes, files, threads) == (0, 0, 0)
-    assert memory < 30 << 20  # A vocabulary that stays takes 4.5 MB, in each of the 30 engines.
+    # A vocabulary that stays takes 4.5 MB, in each of the 30 engines. The allocator keeps some memory.
+    assert memory < 70 << 20
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -67,7 +74,10 @@ def test_failed_load_leaves_no_child(monkeypatch, error, late):
         monkeypatch.setattr(tridecode.engine, "load_weights", fails)
     with pytest.raises(error) as caught:
         Engine.load(slots=4, device="cpu")
-    assert caught.value.__traceback__ and children() == before and (started or not late)
+    until = time.monotonic() + 20
+    while children() - before and time.monotonic() < until:  # The thread that uses a child ends it.
+        time.sleep(0.05)
+    assert caught.value.__traceback__ and not children() - before and (started or not late)
 
 
 def test_wait_refuses_requests_of_other_engines():

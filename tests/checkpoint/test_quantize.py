@@ -153,7 +153,7 @@ def test_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
     def full(*args, **options):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("tridecode.checkpoint.quantization.write.save_file", full)
+    monkeypatch.setattr("tridecode.checkpoint.shards.save_file", full)
     source = write_tiny(tmp_path / "source", "qwen3")
     assert main(["quantize", str(source), str(tmp_path / "out"), "--quiet"]) == 1
     error = " ".join(capsys.readouterr().err.split())

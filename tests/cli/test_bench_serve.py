@@ -48,9 +48,9 @@ def test_times_match_the_delays_of_the_server(bench, endpoint):
         load = ("--num-prompts", 6, "--max-concurrency", 3, "--output-tokens", 11, "--input-tokens", 9)
         code, row, _, err = bench(server, "--endpoint", endpoint, *load)
     assert (code, err) == (0, "")
-    # A busy machine makes times longer, but never shorter.
-    for figure, known in (("median_ttft", 100), ("median_tpot", 20), ("mean_itl", 20), ("median_e2el", 300)):
-        assert 0.9 * known < row[f"{figure}_ms"] < known + 10_000, figure
+    # A busy machine makes times longer. If it delays the first token, the times between tokens become shorter.
+    for figure, known in (("median_ttft", 90), ("median_tpot", 10), ("mean_itl", 10), ("median_e2el", 270)):
+        assert known < row[f"{figure}_ms"] < known + 10_000, figure
     assert row["mean_e2el_ms"] == pytest.approx(row["mean_ttft_ms"] + 10 * row["mean_tpot_ms"], 1e-3)
     # Three requests run at a time, so there are two rounds.
     assert 2 * 0.3 <= row["duration"] <= 6 * row["mean_e2el_ms"] / 1e3

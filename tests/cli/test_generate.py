@@ -31,8 +31,7 @@ def test_every_sampling_option_is_an_option():
     ]  # fmt: skip
     given = sampling_overrides(make_parser().parse_args(["generate", *argv]))
     assert list(given) == list(SAMPLING) == list(SamplingParams.__dataclass_fields__)
-    # A request can have only one response format, so all but the grammar are removed.
-    # Neither can be combined with min_tokens.
+    # A request can have only one response format and no min_tokens with it, so all but the grammar are removed.
     for name in ("json_schema", "regex", "choice", "min_tokens"):
         del given[name]
     params = SamplingParams(**given)

@@ -1,5 +1,5 @@
 // java.net.http.HttpClient in both protocol versions. Usage: java JavaClient.java URL
-// The cases and the output are those of python_clients.py.
+// Cases and output: as python_clients.py.
 import java.net.URI;
 import java.net.http.*;
 import java.net.http.HttpResponse.BodyHandlers;

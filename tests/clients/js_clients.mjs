@@ -1,5 +1,5 @@
 // JavaScript clients: the AI SDK with three providers, openai, and Anthropic's SDK.
-// Usage: node js_clients.mjs URL, in a directory with the packages. The cases and the output are those of python_clients.py.
+// Usage: node js_clients.mjs URL, in a directory with the packages. Cases and output: as python_clients.py.
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
 

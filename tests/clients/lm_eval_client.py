@@ -1,6 +1,6 @@
 """lm-eval's local-completions with two small tasks. Usage: python lm_eval_client.py URL, in a checkout of tridecode.
 
-The output is that of python_clients.py.
+It prints lines like python_clients.py.
 """
 
 import json

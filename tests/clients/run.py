@@ -2,10 +2,8 @@
 
 Usage, in a checkout: python tests/clients/run.py DIRECTORY
 
-It needs the network, node, npm and java once: it installs the clients into the directory, unless they are there. The
-rows are clients, the columns the cases: a plain answer (plain), a stream, a system prompt, a conversation of several
-turns, a forced tool call, a JSON schema, an unknown model (error), and a stream that the client closes (cancel), which
-the server must count as cancelled.
+The first run needs the network, and installs the clients into the directory. node, npm and java must be installed.
+docs/serving.md explains the cases. The clients of OpenAI and Anthropic are tests (tests/server/test_clients.py).
 """
 
 import json

@@ -286,7 +286,7 @@ def test_json_object_honors_its_schema(served):
     got = answer(served, "chat/completions", response_format=form, max_tokens=60)
     assert json.loads(got["choices"][0]["message"]["content"]) == {"a": "x"}
     assert served.post("/v1/chat/completions", GREEDY | {"response_format": form | {"schema": 5}}).status_code == 400
-    # A schema without a type is that of an object, unless it names other values.
+    # A schema without a type describes an object, unless it names other values.
     for schema, value in ({"const": "42"}, "42"), ({"anyOf": [{"const": 1}]}, 1), ({"maxProperties": 0}, {}):
         form = {"type": "json_object", "schema": schema}
         got = answer(served, "chat/completions", response_format=form, max_tokens=60)

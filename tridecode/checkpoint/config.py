@@ -40,7 +40,7 @@ def parse_config(
         config_json: the object in config.json.
         generation_json: the object in generation_config.json, or None.
         source: the name of config.json, for messages.
-        generation_source: the name of generation_config.json; None: next to config.json.
+        generation_source: the name of generation_config.json, or None if it is next to config.json.
 
     Raises:
         CheckpointError: one line with the key and the expected value.

@@ -218,7 +218,7 @@ def _read(names: tuple[Path, ...], changed: tuple[tuple[int, int], ...]) -> GGUF
     count = first.values.get("split.count", 0)
     if count not in (0, len(names)):
         raise CheckpointError(
-            f"{first.path}: is one of {count} parts (split.count), but its name does not say so; "
+            f"{first.path}: is one of {count} parts (split.count), but its name contains no part number; "
             "restore names like model-00001-of-00002.gguf"
         )
     for number, part in enumerate((first, *others)):

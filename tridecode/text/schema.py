@@ -23,7 +23,7 @@ _ANY: tuple = (True, {})
 
 
 def response_schema(schema: dict, open_objects: bool = False) -> dict:
-    """Return the schema that an answer follows, in keywords that llguidance supports as far as possible.
+    """Return the schema that an answer follows, in keywords that llguidance supports if there are any.
 
     Args:
         schema: a JSON schema without `default` and `examples`.

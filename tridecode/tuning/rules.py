@@ -56,7 +56,7 @@ def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> R
     if packed is None or batch_invariant or not measured:
         return None
     if hidden > 4096:
-        # Three programs fit on a multiprocessor, and the first ones of the next launch beside them.
+        # Three programs fit on a multiprocessor, together with the first programs of the next launch.
         if is_head(case):
             return None
         stages, registers = (2 if case.epilogue == "residual" else 3), (64 if case.epilogue == "normed" else 80)
