@@ -85,7 +85,7 @@ def test_scripts_never_assign_markup():
 
 
 def test_page_needs_no_key_but_its_requests_do(engine):
-    with Running(engine, api_key="right") as running:
+    with Running(engine, api_keys=("right",)) as running:
         got = running.get("/")
         assert got.status_code == 200 and got.headers["content-type"] == "text/html; charset=utf-8"
         assert got.headers["x-content-type-options"] == "nosniff" and got.content == page()[0]
@@ -162,7 +162,7 @@ def test_error_is_one_line_with_retry(chat):
     chat.run("$('temperature').value = 'warm'")
     ask(chat, QUESTION)
     chat.until("!$('failed').hidden && !running")
-    assert chat.run("$('error').textContent").startswith("temperature: expected float") and chat.errors.pop()
+    assert chat.run("$('error').textContent").startswith("temperature: expected a number") and chat.errors.pop()
     assert chat.run("$('input').value") == QUESTION and chat.run("$('log').innerText") == ""
     chat.run("$('temperature').value = '0'; $('retry').click()")
     assert answered(chat) == ANSWER
@@ -185,7 +185,7 @@ def test_conversation_survives_server_stop(chromium, engine):
 
 @in_chromium
 def test_page_requests_key_and_stores_it_for_the_tab(chromium, engine):
-    with Running(engine, api_key="right") as running:
+    with Running(engine, api_keys=("right",)) as running:
         chromium.open(running.url)
         chromium.until("!$('keyed').hidden && document.activeElement.id === 'key'")
         assert "the API key is missing or wrong" in chromium.run("$('error').textContent")

@@ -57,24 +57,11 @@ class Server:
         self.engine, self.settings, self._on_failure = engine, settings, on_failure
         self.loop = Loop(engine, settings.max_queue, settings.keep_alive)
         self.bodies = Bodies(engine.capacity, self.loop, settings.timeout)
-        self.metrics = Metrics(engine, settings.model)
+        self.metrics = Metrics(engine, settings)
         self._created = int(time.time())
         self._page, self._page_headers = page()
-        middleware = [Middleware(Access, settings=settings, ended=self.metrics.observe_outcome)]
-        if settings.cors:
-            middleware.insert(
-                0,
-                Middleware(
-                    CORSMiddleware,
-                    allow_origins=settings.cors,
-                    allow_methods=["GET", "POST"],
-                    allow_headers=["*"],
-                    expose_headers=[*ID_HEADERS, "retry-after"],
-                    allow_private_network=True,
-                ),
-            )
-        self.app = Starlette(
-            routes=[
+        self.app = make_app(
+            [
                 Route("/", self.root),
                 Route("/v1", self.paths),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -90,16 +77,9 @@ class Server:
                 Route("/metrics", self.scrape),
                 Route("/version", self.version),
             ],
-            middleware=middleware,
-            exception_handlers={
-                ApiError: handle_api_error,
-                EngineClosed: handle_api_error,
-                HTTPException: handle_http_error,
-                500: handle_internal_error,
-            },
+            settings,
+            self.metrics.observe_outcome,
         )
-
-        self.app.router.redirect_slashes = False  # Access removes the slash.
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -355,6 +335,36 @@ def serializer_options(payload: ChatRequest | CompletionRequest) -> dict:
         "continuous_usage": payload.continuous_usage,
         "with_ids": payload.return_token_ids,
     }
+
+
+def make_app(routes: list[Route], settings: Settings, ended: Callable[[str, float], None]) -> Starlette:
+    """Return an application with the access checks, the log and the errors of a server.
+
+    Args:
+        ended: called with the outcome and the seconds of every request for a generation.
+    """
+    middleware = [Middleware(Access, settings=settings, ended=ended)]
+    if settings.cors:
+        middleware.insert(
+            0,
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=[*ID_HEADERS, "retry-after"],
+                allow_private_network=True,
+            ),
+        )
+    handlers = {
+        ApiError: handle_api_error,
+        EngineClosed: handle_api_error,
+        HTTPException: handle_http_error,
+        500: handle_internal_error,
+    }
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # Access removes the slash.
+    return app
 
 
 async def handle_api_error(request: Request, error: Exception) -> Response:

@@ -73,6 +73,11 @@ class Loop:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    @property
+    def open(self) -> int:
+        """Number of requests that run or wait."""
+        return sum(call.open for call in self._calls)
+
     # ---- the thread
 
     def _run(self) -> None:
@@ -143,7 +148,7 @@ class Loop:
         if count > self._max_requests:
             needed = f"prompts times n, plus one per prompt for echo with logprobs, are {count:,} requests"
             raise bad_request(f"{needed}: this server accepts at most {self._max_requests:,} at a time; send fewer")
-        if sum(call.open for call in self._calls) + count > self._max_requests:
+        if self.open + count > self._max_requests:
             limit = counted(self._max_requests, "request")
             raise ApiError(503, f"the queue is full: {limit} running or waiting; try again later", code="queue_full")
 
@@ -181,10 +186,6 @@ class Loop:
         """End all calls with `error`."""
         for call in list(self._calls):
             call.end(error)
-
-    def call_soon(self, action: Callable[[], None]) -> None:
-        """Run `action` in asyncio. Any thread may call this."""
-        self._asyncio.call_soon_threadsafe(action)
 
     def call_later(self, seconds: float, action: Callable[[], None]) -> None:
         """Run `action` in asyncio after `seconds`."""

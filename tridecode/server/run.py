@@ -1,12 +1,14 @@
 """The server as a process: socket, uvicorn, signals and exit code."""
 
 import errno
+import gc
 import os
 import re
 import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,6 +29,7 @@ ENGINE_FAILED = 3
 SEND_BUFFER = 1 << 16
 STALL_TIMEOUT = 600  # Seconds that the send buffer may stay full if requests have no deadline.
 OTHER_FILES = 256  # File descriptors that are not connections of clients.
+SWITCH_INTERVAL = 1e-4  # Interval in seconds at which Python switches threads.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -94,6 +97,13 @@ def allow_files(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
+def prepare_threads() -> None:
+    """Let Python's threads switch more often, and garbage collections, which stop all threads, skip loaded objects."""
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    gc.collect()
+    gc.freeze()
+
+
 class Uvicorn(uvicorn.Server):
     """uvicorn with our signal handling: the first signal starts the grace time, the second one ends the process."""
 
@@ -123,7 +133,13 @@ class Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self):
-        """Install the signal handlers, and restore the previous ones at the end. nohup's choice for SIGHUP stays."""
+        """Install the signal handlers, and restore the previous ones at the end. nohup's choice for SIGHUP stays.
+
+        Only the main thread can have handlers.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         caught = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
         before = {each: signal.signal(each, self.handle_exit) for each in caught}
         try:
