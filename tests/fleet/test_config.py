@@ -3,16 +3,20 @@
 import pytest
 
 from tridecode.errors import ParameterError, TridecodeError
-from tridecode.fleet.config import Autoscaling, parse, read_config
+from tridecode.fleet.config import Config, build, read_config
 
 BUNDLED = {"model": "bundled", "gpus": 0}
+
+
+def parse(values) -> Config:
+    return build(Config, values)
 
 
 def test_defaults():
     config = parse({"models": [{"model": "Qwen/Qwen3-4B", "options": {"slots": 32, "graph_sizes": [1, 8]}}]})
     model = config.models[0]
-    assert (model.name, model.replicas, model.gpus, model.slots, model.max_requests) == ("Qwen/Qwen3-4B", 1, 1, 32, 288)
-    assert model.options["graph_sizes"] == (1, 8)
+    assert (model.name, model.least, model.gpus) == ("Qwen/Qwen3-4B", 1, 1)
+    assert model.options == {"slots": 32, "max_queue": 256, "graph_sizes": [1, 8]}
     assert (config.port, config.gateways, config.routing.policy) == (None, 1, "prefix")
 
 
@@ -27,19 +31,21 @@ def test_a_directory_is_named_by_its_last_part(tmp_path):
 
 
 def test_autoscaling():
-    model = parse({"models": [BUNDLED | {"autoscaling": {"min": 1, "max": 4}, "options": {"slots": 8}}]}).models[0]
-    assert model.autoscaling == Autoscaling(1, 4, 4.0) and model.least == 1
+    model = parse({"models": [BUNDLED | {"autoscaling": {"min": 2, "max": 4}}]}).models[0]
+    assert (model.least, model.autoscaling.max) == (2, 4)
 
 
 def test_keys_are_lines_of_a_file(tmp_path):
     (tmp_path / "keys").write_text("one\n\ntwo\n")
-    assert parse({"models": [BUNDLED], "api_key_file": str(tmp_path / "keys")}).keys == ("one", "two")
+    assert parse({"models": [BUNDLED], "api_key_file": str(tmp_path / "keys")}).api_key_file == ("one", "two")
 
 
 @pytest.mark.parametrize(
     "values, argument",
     [
-        (None, None),
+        (None, ""),
+        ({}, "models"),
+        ({"models": [3]}, "models[0]"),
         ({"modles": []}, "modles"),
         ({"models": []}, "models"),
         ({"models": [BUNDLED], "port": 70000}, "port"),
@@ -52,7 +58,8 @@ def test_keys_are_lines_of_a_file(tmp_path):
         ({"models": [BUNDLED, BUNDLED]}, "models[1].name"),
         ({"models": [BUNDLED | {"replicas": 2, "autoscaling": {"min": 1, "max": 2}}]}, "models[0].replicas"),
         ({"models": [BUNDLED | {"autoscaling": {"min": 3, "max": 2}}]}, "models[0].autoscaling.min"),
-        ({"models": [BUNDLED | {"autoscaling": {"min": 1}}]}, "models[0].autoscaling.max"),
+        ({"models": [BUNDLED | {"autoscaling": {"minimum": 1}}]}, "models[0].autoscaling.minimum"),
+        ({"models": [BUNDLED | {"api_key_file": "/nonexistent"}]}, "models[0].api_key_file"),
         ({"models": [BUNDLED], "routing": {"policy": "random"}}, "routing.policy"),
         ({"models": [BUNDLED], "ssl_keyfile": "key.pem", "port": 1}, "ssl_keyfile"),
         ({"models": [BUNDLED], "cors": [1]}, "cors"),

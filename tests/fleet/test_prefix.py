@@ -20,8 +20,9 @@ def ticket(*messages: dict, **fields) -> Ticket:
 
 
 def send(policy: Policy, ticket: Ticket, replicas=TWO, slots: int = 8, **loads: int) -> str | None:
-    """Choose a replica for a request that ends at once."""
-    chosen = policy.choose(ticket, {name: loads.get(name, 0) for name in replicas}, slots)
+    """Choose a replica for a request that ends at once, while the replicas have loads."""
+    policy.running = dict(loads)
+    chosen = policy.choose(ticket, dict.fromkeys(replicas, slots))
     policy.release(ticket)
     return chosen
 
@@ -114,42 +115,40 @@ def test_a_hot_prefix_spreads():
     policy = Policy()
     system = {"role": "system", "content": "You are helpful. " * 200}
     tickets = [ticket(system, user(f"{i}")) for i in range(40)]
-    chosen = [policy.choose(each, dict.fromkeys("abcd", 0), 16) for each in tickets]
+    chosen = [policy.choose(each, dict.fromkeys("abcd", 16)) for each in tickets]
     assert max(map(chosen.count, "abcd")) <= 13 and min(map(chosen.count, "abcd")) >= 7
 
 
 def test_different_prompts_go_to_the_shortest_queue():
     policy = Policy()
     tickets = [ticket(user(f"Question {i}" * 50)) for i in range(40)]
-    chosen = [policy.choose(each, dict.fromkeys("abcd", 0), 16) for each in tickets]
+    chosen = [policy.choose(each, dict.fromkeys("abcd", 16)) for each in tickets]
     assert all(chosen.count(name) == 10 for name in "abcd")
-    assert [policy.running(name) for name in "abcd"] == [10] * 4
+    assert policy.running == dict.fromkeys("abcd", 10)
     for each in tickets:
         policy.release(each)
-    assert [policy.running(name) for name in "abcd"] == [0] * 4
+    assert policy.running == dict.fromkeys("abcd", 0)
 
 
-def test_loads_that_others_report_count():
-    assert {send(Policy(), ticket(user(f"{i}")), a=5, b=1) for i in range(10)} == {"b"}
-
-
-def test_two_gateways_place_a_conversation_alike():
-    one, two = Policy(), Policy()
-    for i in range(20):
+def test_several_gateways_place_a_conversation_alike_unless_a_replica_has_too_much_load():
+    one, two = Policy(several=True), Policy(several=True)
+    for i in range(40):
         messages = [user(f"Question {i}")]
         chosen = send(one, ticket(*messages), replicas="abcd")
-        assert send(two, ticket(*messages, answer("Answer"), user("More")), replicas="abcd") == chosen
+        later = ticket(*messages, answer("Answer"), user("More"))
+        loads = dict.fromkeys("abcd", 4)
+        assert send(two, later, replicas="abcd", **loads | {chosen: 4}) == chosen
+        assert send(Policy(several=True), later, replicas="abcd", **loads | {chosen: 7}) != chosen
 
 
 def test_a_failed_replica_is_avoided():
     policy = Policy()
     request = ticket(user("Hello"))
-    first = policy.choose(request, dict.fromkeys(TWO, 0))
+    first = send(policy, request)
     request.avoid.add(first)
-    assert {first, policy.choose(request, dict.fromkeys(TWO, 0))} == set(TWO)
-    assert policy.running(first) == 0
+    assert {first, send(policy, request)} == set(TWO)
     request.avoid.update(TWO)
-    assert policy.choose(request, dict.fromkeys(TWO, 0)) is None
+    assert send(policy, request) is None
 
 
 def test_a_removed_replica_is_forgotten():
@@ -160,17 +159,6 @@ def test_a_removed_replica_is_forgotten():
     left = next(name for name in TWO if name != chosen)
     assert send(policy, ticket(*messages), replicas=(left, "c"), **{left: 1}) == "c"
     assert send(policy, ticket(*messages), replicas=(left, "c"), c=1) == "c"
-
-
-def test_place_corrects_a_choice():
-    policy = Policy()
-    request = ticket(user("Hello"))
-    other = "b" if policy.choose(request, dict.fromkeys(TWO, 0)) == "a" else "a"
-    policy.place(request, other)
-    assert [policy.running(name) for name in TWO] == [int(name == other) for name in TWO]
-    policy.release(request)
-    policy.release(request)
-    assert policy.running(other) == 0
 
 
 def test_memory_is_bounded_and_forgets_the_oldest():

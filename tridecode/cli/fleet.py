@@ -13,31 +13,28 @@ from ..errors import TridecodeError, brief, counted
 from .terminal import Output
 
 NAME = "fleet"  # Name of the application in Ray Serve.
+PORT = 8000
 CONNECT_SECONDS = 5.0
-LATER = 1.0  # Seconds between two looks at the state of the fleet.
 
 
 def fleet(args, output: Output) -> int:
     """Run `tridecode fleet` until it is stopped. Return the exit code."""
     try:
         from ..fleet import build
-        from ..fleet.config import missing, parse, read_config
+        from ..fleet.config import Config, missing, read_config
+        from ..fleet.config import build as build_config
         from ..server.tls import Tls
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tridecode"):
             raise
-        package = f"fleet needs the package {error.name}"
-        raise TridecodeError(f"{package}; install it: pip install 'tridecode[fleet]'") from None
-    own = [name for name in ("model", "replicas", "gpus") if getattr(args, name) is not None]
+        message = f"fleet needs the package {error.name}; install it: pip install 'tridecode[fleet]'"
+        raise TridecodeError(message) from None
+    own = {name: value for name in ("model", "replicas", "gpus") if (value := getattr(args, name)) is not None}
     if args.config and own:
-        args.refuse(f"--{own[0]} cannot be used with a file; set models in {args.config}")
-    if args.config:
-        config = read_config(args.config)
-    else:
-        model = {name: getattr(args, name) for name in own}
-        config = parse({"models": [model], "port": 8000})
+        args.refuse(f"--{next(iter(own))} cannot be used with a file; set models in {args.config}")
+    config = read_config(args.config) if args.config else build_config(Config, {"models": [own]})
     changed = {name: value for name in ("host", "port", "address") if (value := getattr(args, name)) is not None}
-    config = replace(config, **({"port": 8000} if config.port is None else {}) | changed)
+    config = replace(config, **({"port": PORT} if config.port is None else {}) | changed)
     if config.ssl_certfile:
         Tls(config.ssl_certfile, config.ssl_keyfile).check()
     try:
@@ -45,10 +42,13 @@ def fleet(args, output: Output) -> int:
         from ray import serve
     except ModuleNotFoundError as error:
         raise missing(error.name or "ray") from None
-    connect(ray, config, args.verbose)
+    connect(ray, config.address, args.verbose)
     try:
-        check_resources(ray, config)
-        run(serve, build(config), config, output)
+        if args.update:
+            update(serve, build(config), output)
+        else:
+            check_resources(ray, config)
+            run(serve, build(config), config, output)
     finally:
         ray.shutdown()
     return 0
@@ -69,32 +69,35 @@ def run(serve, application, config, output: Output) -> None:
         serve.delete(NAME)
 
 
-def connect(ray, config, verbose: bool) -> None:
+def update(serve, application, output: Output) -> None:
+    """Replace the application that runs on the cluster. Raises TridecodeError."""
+    if NAME not in serve.status().applications:
+        raise TridecodeError("no fleet runs on this cluster; start one without --update")
+    output.note("updating")
+    try:
+        serve.run(application, name=NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise TridecodeError(failure(serve, error)) from None
+
+
+def connect(ray, address: str | None, verbose: bool) -> None:
     """Connect to the Ray cluster, or start Ray on this machine. Raises TridecodeError."""
     warnings.filterwarnings("ignore", module="ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = config.address or os.environ.get("RAY_ADDRESS")
-    if address is not None and (place := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address)):
-        try:  # Ray itself would try for minutes.
-            socket.create_connection((place[1], int(place[2])), CONNECT_SECONDS).close()
-        except (OSError, OverflowError) as error:
-            raise unreachable(address, error) from None
+    address = address or os.environ.get("RAY_ADDRESS")
     level = logging.INFO if verbose else logging.ERROR
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(level)
     try:
+        if place := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address or ""):  # Ray itself tries for minutes.
+            socket.create_connection((place[1], int(place[2])), CONNECT_SECONDS).close()
         dashboard = None if address else False
         ray.init(address=address, logging_level=level, log_to_driver=verbose, include_dashboard=dashboard)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, OverflowError) as error:
         if address is None:
             raise TridecodeError(f"Ray cannot start: {brief(error)}; --verbose shows more") from None
-        raise unreachable(address, error) from None
-
-
-def unreachable(address: str, error: Exception) -> TridecodeError:
-    """Return the error for a cluster that does not answer."""
-    fix = "start it there with: ray start --head"
-    return TridecodeError(f"no Ray cluster can be reached at {address}: {brief(error, 80)}; {fix}")
+        why = f"no Ray cluster can be reached at {address}: {brief(error, 80)}"
+        raise TridecodeError(f"{why}; start it there with: ray start --head") from None
 
 
 def check_resources(ray, config) -> None:
@@ -121,11 +124,12 @@ def failure(serve, error: Exception) -> str:
 
 
 def announce(output: Output, config) -> None:
-    """Print the address of the fleet and its models."""
+    """Print the address of the fleet and its models, and a warning if anyone in the network may use it."""
     scheme = "https" if config.ssl_certfile else "http"
     host = f"[{config.host}]" if ":" in config.host else config.host
     output.note(f"serving {', '.join(model.name for model in config.models)} at {scheme}://{host}:{config.port}/v1")
-    if not config.keys and not any(model.keys for model in config.models) and config.host not in ("127.0.0.1", "::1"):
+    keys = (*config.api_key_file, *(key for model in config.models for key in model.api_key_file))
+    if not keys and config.host not in ("127.0.0.1", "::1", "localhost"):
         output.note("this fleet accepts requests without an API key; set api_key_file to require one")
     output.note("Ctrl-C stops")
 
@@ -135,8 +139,7 @@ def wait() -> None:
     stopped = threading.Event()
     before = {each: signal.signal(each, lambda *_: stopped.set()) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while not stopped.wait(LATER):
-            pass
+        stopped.wait()
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -345,6 +345,8 @@ def fleet_options(fleet) -> None:
     fleet.add_argument("--port", type=int, metavar="N", help="port to listen on (default: the file's, or 8000)")
     about = "address of a Ray cluster (default: the file's, RAY_ADDRESS, the cluster of this machine, or a new one)"
     fleet.add_argument("--address", metavar="HOST:PORT", help=about)
+    about = "update the fleet that runs on the cluster to this configuration, and exit"
+    fleet.add_argument("--update", action="store_true", help=about)
     fleet.set_defaults(refuse=fleet.error)
     add_verbose(fleet)
 

@@ -5,7 +5,8 @@
 
 from typing import Any
 
-from .config import Config, missing, parse, read_config
+from .config import Config, missing, read_config
+from .config import build as build_config
 
 __all__ = ["Config", "build"]
 
@@ -20,14 +21,12 @@ def build(config: Any) -> Any:
         ParameterError: a key or a value is wrong.
         TridecodeError: a file cannot be read, or a package is absent.
     """
-    if not isinstance(config, Config):
-        config = (
-            read_config(config["config"]) if isinstance(config, dict) and [*config] == ["config"] else parse(config)
-        )
+    if isinstance(config, dict) and [*config] == ["config"]:
+        config = read_config(config["config"])
     try:
         from .deployments import application
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tridecode"):
             raise
         raise missing(error.name or "ray") from None
-    return application(config)
+    return application(build_config(Config, config))

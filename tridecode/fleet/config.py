@@ -1,154 +1,204 @@
 """The configuration of a fleet: a YAML file or its values, checked by key. This module needs no Ray."""
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..arguments import Choice, Constraint, Flag, Integer, Number, Text, shown
+from ..arguments import (
+    Choice,
+    Constraint,
+    Flag,
+    Integer,
+    Number,
+    Several,
+    Text,
+    check_fields,
+    documented,
+    nearest,
+    option,
+    options_of,
+    shown,
+)
 from ..checkpoint.names import model_name
-from ..errors import ParameterError, TridecodeError, as_json, brief
+from ..errors import ParameterError, TridecodeError, brief, conflict
 from ..options import OPTIONS, EngineOptions
 
 TEXT = Text("a text", r"(?s).*\S.*")
+TEXTS = Several(TEXT, "a text or a list of texts", min_items=0)
 SECONDS = Number(0, 1e6)
 COUNT = Integer(1, 10_000)
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Autoscaling:
-    """Limits of a model's number of replicas, and the requests a replica for which the number is chosen."""
+class Keys(Constraint):
+    """A mapping from keys to values, which are the fields of a dataclass. With `several`, a list of such mappings."""
 
-    min: int
-    max: int
-    target: float
+    cls: type
+    several: bool = False
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return an object of the dataclass, or a tuple of them. Raises ParameterError, which names the key."""
+        if not self.several:
+            return build(self.cls, value, name)
+        if not isinstance(value, list | tuple) or not value:
+            raise ParameterError(f"{name} must be a list of at least one entry, got {shown(value)}", name, "type")
+        return tuple(build(self.cls, each, f"{name}[{number}]") for number, each in enumerate(value))
 
 
+class ApiKeys(Constraint):
+    """The path of a file with API keys, one a line. The value is a tuple of the keys."""
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        """Return the keys. Raises ParameterError."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            lines = Path(TEXT.check(name, value)).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "not UTF-8"
+            raise ParameterError(f"{name}: {value}: {why}; expected a file with a key on each line", name) from None
+        keys = tuple(line.strip() for line in lines if line.strip())
+        if not keys or not all(key.isascii() and key.isprintable() for key in keys):
+            message = f"{name}: {value}: expected a key of printable ASCII characters on each line"
+            raise ParameterError(message, name, "type")
+        return keys
+
+
+class EngineKeys(Constraint):
+    """Options of the engine, with the defaults of `serve`."""
+
+    def check(self, name: str, value: Any) -> dict[str, Any]:
+        """Return all options that are set. Raises ParameterError, which names the key."""
+        options = {name: each.defaults["serve"] for name, each in OPTIONS.items() if "serve" in each.defaults}
+        known = [name for name, each in OPTIONS.items() if "serve" in each.commands]
+        options |= _known({} if value == () else value, known, name)
+        try:
+            EngineOptions(**options)
+        except ParameterError as error:
+            raise _inside(name, error) from None
+        return options
+
+
+class Checked:
+    """A dataclass whose fields are checked on construction. Raises ParameterError."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@documented
 @dataclass(frozen=True)
-class Model:
-    """One model of the fleet.
+class Autoscaling(Checked):
+    """How Ray Serve chooses a model's number of replicas."""
 
-    Attributes:
-        name: its name for clients.
-        model: a directory, a Hugging Face id, or None for the bundled model.
-        replicas: number of replicas, without `autoscaling`.
-        gpus: GPUs of a replica, at most 1.
-        cpus: CPUs that a replica reserves.
-        keys: API keys for this model. Without any, the keys of the fleet.
-        options: options of the engine, as keywords of Engine.load.
-        timeout: seconds that a request may take; None removes the limit.
-        log_prompts: whether the replica's log contains prompts.
-        pass_seconds: seconds without a pass, while requests are active, after which a replica is replaced.
-    """
+    min: int = option(1, COUNT, "minimum number of replicas")
+    max: int = option(1, COUNT, "maximum number of replicas")
+    target: float | None = option(
+        None, Number(0.1, 1e5), "average number of requests of a replica", default_text="half of the slots"
+    )
+    up_seconds: float = option(30.0, SECONDS, "seconds for which more replicas are needed before they are started")
+    down_seconds: float = option(600.0, SECONDS, "seconds for which replicas are not needed before they are stopped")
 
-    name: str
-    model: str | None = None
-    replicas: int = 1
-    autoscaling: Autoscaling | None = None
-    gpus: float = 1.0
-    cpus: float = 1.0
-    keys: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    timeout: float | None = 600.0
-    log_prompts: bool = False
-    pass_seconds: float = 60.0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min > self.max:
+            raise ParameterError(f"min must be at most max, {self.max}, got {self.min}", "min", "range")
 
-    @property
-    def slots(self) -> int:
-        """Number of requests that a replica runs at the same time."""
-        return self.options["slots"]
 
-    @property
-    def max_requests(self) -> int:
-        """Number of requests that a replica accepts, running and waiting."""
-        return self.slots + self.options["max_queue"]
+@documented
+@dataclass(frozen=True)
+class Model(Checked):
+    """One model of a fleet."""
+
+    model: str = option("bundled", TEXT, "directory, Hugging Face id, or bundled")
+    name: str = option(None, TEXT, "name for clients", default_text="the id, or the last part of the directory")
+    replicas: int | None = option(None, COUNT, "number of replicas", default_text="1")
+    autoscaling: Autoscaling | None = option(None, Keys(Autoscaling), "limits between which Ray Serve chooses replicas")
+    gpus: float = option(None, Number(0, 1), "GPUs of a replica", default_text="1, with device: cpu 0")
+    cpus: float = option(1.0, Number(0, 1024), "CPU cores that Ray reserves for a replica")
+    options: Mapping[str, Any] = option((), EngineKeys(), "options of the engine, as for serve")
+    api_key_file: tuple[str, ...] = option(
+        (), ApiKeys(), "file with the keys for this model, one on each line", default_text="the keys of the fleet"
+    )
+    timeout: float = option(600.0, SECONDS, "seconds that a request may take; 0 removes the limit")
+    log_prompts: bool = option(False, Flag(), "whether the log of a replica contains prompts")
+    pass_seconds: float = option(
+        60.0, Number(1, 1e6), "seconds without a pass, while requests are active, after which a replica is replaced"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        directory = Path(self.model).resolve() if Path(self.model).is_dir() else None
+        derived = {
+            "model": str(directory or self.model),  # Replicas have other working directories.
+            "name": self.name or (directory.name if directory else model_name(self.model)),
+            "gpus": self.gpus if self.gpus is not None else 0.0 if self.options.get("device") == "cpu" else 1.0,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        if self.autoscaling and self.replicas:
+            raise conflict("replicas", ": autoscaling sets the number of replicas; leave one of them out")
 
     @property
     def least(self) -> int:
         """The number of replicas with which the model starts."""
-        return self.autoscaling.min if self.autoscaling else self.replicas
+        return self.autoscaling.min if self.autoscaling else self.replicas or 1
 
 
+@documented
 @dataclass(frozen=True)
-class Routing:
+class Routing(Checked):
     """How requests are distributed; see prefix.Policy."""
 
-    policy: str = "prefix"
-    spread: float = 1.25
-    entries: int = 1 << 20
+    policy: str = option("prefix", Choice(("prefix", "load")), "prefix, or load for the shortest queue only")
+    spread: float = option(
+        1.25, Number(1, 1000), "the replica with the prefix is used up to this multiple of the average load"
+    )
+    entries: int = option(1 << 20, Integer(2, 1 << 30), "number of hashes that a gateway remembers")
 
 
+@documented
 @dataclass(frozen=True)
-class Config:
-    """The configuration of a fleet.
+class Config(Checked):
+    """The configuration of a fleet."""
 
-    Attributes:
-        models: the models; the first one is the default of the page.
-        address: address of the Ray cluster; None starts Ray on this machine, or uses RAY_ADDRESS.
-        host: address on which the gateways listen.
-        port: port of the gateways; None if only Ray's proxies lead to them.
-        gateways: number of gateway processes, which share the port.
-        keys: API keys for all models.
-        routing: how requests are distributed.
-        grace: seconds that running requests may take to end when a replica or a gateway stops.
-        join_ms: with more than JOIN_STREAMS streams, milliseconds for which a gateway collects the tokens of a stream.
-        ssl_certfile, ssl_keyfile: certificate and key on the machines of the gateways.
-    """
+    models: tuple[Model, ...] = option((), Keys(Model, several=True), "the models")
+    address: str | None = option(
+        None, TEXT, "address of the Ray cluster", default_text="RAY_ADDRESS, a cluster on this machine, or a new one"
+    )
+    host: str = option("127.0.0.1", TEXT, "address on which the gateways listen")
+    port: int | None = option(
+        None, Integer(0, 65535), "port of the gateways", default_text="8000; for `serve run` only Ray's own proxies"
+    )
+    gateways: int = option(1, Integer(1, 64), "number of gateway processes, which share the port")
+    api_key_file: tuple[str, ...] = option((), ApiKeys(), "file with the keys for all models, one on each line")
+    routing: Routing = option(Routing(), Keys(Routing), "how requests are distributed")
+    grace: float = option(30.0, SECONDS, "seconds that running requests may take to end when a process stops")
+    join_ms: float = option(
+        0.0, Number(0, 10), "milliseconds for which a gateway joins the tokens of a stream, with more than 16 streams"
+    )
+    max_connections: int = option(1000, Integer(1, 1_000_000), "maximum number of connections of a gateway")
+    timeout_keep_alive: int = option(75, Integer(0, 1_000_000), "seconds for which an idle connection stays open")
+    ssl_certfile: str | None = option(None, TEXT, "certificate, on the machine of the gateways")
+    ssl_keyfile: str | None = option(None, TEXT, "key of the certificate")
+    cors: tuple[str, ...] = option((), TEXTS, "origins of web pages that may send requests")
+    allow_host: tuple[str, ...] = option((), TEXTS, "further host names that requests may have")
 
-    models: tuple[Model, ...]
-    address: str | None = None
-    host: str = "127.0.0.1"
-    port: int | None = None
-    gateways: int = 1
-    keys: tuple[str, ...] = ()
-    routing: Routing = Routing()
-    grace: float = 30.0
-    max_connections: int = 1000
-    timeout_keep_alive: int = 75
-    join_ms: float = 0.0
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    cors: tuple[str, ...] = ()
-    allow_host: tuple[str, ...] = ()
-
-
-_ROUTING: dict[str, Constraint] = {
-    "policy": Choice(("prefix", "load")),
-    "spread": Number(1, 1000),
-    "entries": Integer(2, 1 << 30),
-}
-_AUTOSCALING: dict[str, Constraint] = {"min": Integer(1, 10_000), "max": COUNT, "target": Number(0.1, 1e5)}
-_MODEL: dict[str, Constraint | None] = {
-    "name": TEXT,
-    "model": TEXT,
-    "replicas": COUNT,
-    "autoscaling": None,
-    "gpus": Number(0, 1),
-    "cpus": Number(0, 1024),
-    "api_key_file": TEXT,
-    "options": None,
-    "timeout": SECONDS,
-    "log_prompts": Flag(),
-    "pass_seconds": Number(1, 1e6),
-}
-_TOP: dict[str, Constraint | None] = {
-    "models": None,
-    "address": TEXT,
-    "host": TEXT,
-    "port": Integer(0, 65535),
-    "gateways": Integer(1, 64),
-    "api_key_file": TEXT,
-    "routing": None,
-    "grace": SECONDS,
-    "max_connections": Integer(1, 1_000_000),
-    "timeout_keep_alive": Integer(0, 1_000_000),
-    "join_ms": Number(0, 10),
-    "ssl_certfile": TEXT,
-    "ssl_keyfile": TEXT,
-    "cors": None,
-    "allow_host": None,
-}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [model.name for model in self.models]
+        for number, (name, model) in enumerate(zip(names, self.models)):
+            place = f"models[{number}]"
+            if name in names[:number]:
+                first = names.index(name)
+                raise _inside(place, conflict("name", f": {name} is the name of models[{first}], too; choose another"))
+            if not model.api_key_file and not self.api_key_file and any(each.api_key_file for each in self.models):
+                why = " must be set, because other models have keys; set it here or for all models"
+                raise _inside(place, conflict("api_key_file", why))
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise conflict("ssl_keyfile", " needs ssl_certfile")
 
 
 def read_config(path: str) -> Config:
@@ -160,11 +210,11 @@ def read_config(path: str) -> Config:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise TridecodeError(f"{path}: {error.strerror}; give a YAML file with models") from None
+        raise TridecodeError(f"{path}: {error.strerror}; expected a YAML file with models") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ParameterError(f"{path}: not YAML ({brief(error)}); correct it") from None
     try:
-        return parse(values)
+        return build(Config, {"models": None} | values if isinstance(values, dict) else values)
     except ParameterError as error:
         raise ParameterError(f"{path}: {error}", error.argument, error.code) from None
 
@@ -174,132 +224,37 @@ def missing(package: str) -> TridecodeError:
     return TridecodeError(f"fleet needs the package {package}; install it: pip install 'tridecode[fleet]'")
 
 
-def parse(values: Any) -> Config:
-    """Check the values of a configuration.
+def build(cls: type[C], value: Any, place: str = "") -> C:
+    """Return an object of a dataclass whose fields are the keys of `value`. A null counts as absent.
+
+    Args:
+        place: the key of `value` in the file.
 
     Raises:
-        ParameterError: a key or a value is wrong. The message begins with the key, and `argument` is the key.
-        TridecodeError: a file with keys cannot be read.
+        ParameterError: a key or a value is wrong. `argument` is the key in the file.
     """
-    top = _fields(values, "", _TOP)
-    models = top.pop("models", None)
-    if not isinstance(models, list) or not models:
-        raise _wrong("models", f"expected a list of one or more models, got {as_json(models)}", "type")
-    top["models"] = tuple(_model(each, f"models[{i}]") for i, each in enumerate(models))
-    names = [model.name for model in top["models"]]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            first = names.index(name)
-            raise _wrong(
-                f"models[{i}].name", f"{name} is the name of models[{first}], too; give another one", "conflict"
-            )
-    top["keys"] = _keys(top.pop("api_key_file", None), "api_key_file")
-    if any(model.keys for model in top["models"]) and not all(model.keys or top["keys"] for model in top["models"]):
-        open_model = next(i for i, model in enumerate(top["models"]) if not model.keys)
-        raise _wrong(
-            f"models[{open_model}].api_key_file",
-            "other models have keys, this one has none; set it, or api_key_file for all models",
-            "conflict",
-        )
-    if "routing" in top:
-        top["routing"] = Routing(**_fields(top["routing"], "routing", _ROUTING))
-    for name in ("cors", "allow_host"):
-        if name in top:
-            top[name] = _texts(top[name], name)
-    if top.get("ssl_keyfile") and not top.get("ssl_certfile"):
-        raise _wrong("ssl_keyfile", "needs ssl_certfile", "conflict")
-    if top.get("ssl_certfile") and top.get("port", 0) is None:
-        raise _wrong("ssl_certfile", "needs port", "conflict")
-    return Config(**top)
-
-
-def _model(value: Any, place: str) -> Model:
-    given = _fields(value, place, _MODEL)
-    source = given.pop("model", "bundled")
-    options = given.pop("options", {})
-    if not isinstance(options, dict):
-        raise _wrong(f"{place}.options", f"expected keys with values, got {as_json(options)}", "type")
-    for name in options:
-        if name not in OPTIONS or "serve" not in OPTIONS[name].commands:
-            known = [each for each, option in OPTIONS.items() if "serve" in option.commands]
-            raise _unknown(name, known, f"{place}.options")
-    serve = {name: option.defaults["serve"] for name, option in OPTIONS.items() if "serve" in option.defaults}
-    options = serve | {name: _option(name, each) for name, each in options.items() if each is not None}
+    if isinstance(value, cls):
+        return value
+    known = _known(value, [*options_of(cls)], place)
     try:
-        checked = EngineOptions(**options)
+        return cls(**{name: each for name, each in known.items() if each is not None})
     except ParameterError as error:
-        raise _wrong(f"{place}.options.{error.argument or ''}".rstrip("."), str(error), error.code) from None
-    given["options"] = options
-    if "autoscaling" in given:
-        if "replicas" in given:
-            raise _wrong(
-                f"{place}.replicas", "autoscaling sets the number of replicas; leave one of them out", "conflict"
-            )
-        limits = _fields(given["autoscaling"], f"{place}.autoscaling", _AUTOSCALING)
-        for name in ("min", "max"):
-            if name not in limits:
-                raise _wrong(f"{place}.autoscaling.{name}", "is required", "type")
-        if limits["min"] > limits["max"]:
-            raise _wrong(f"{place}.autoscaling.min", f"must be at most max, {limits['max']}", "range")
-        given["autoscaling"] = Autoscaling(limits["min"], limits["max"], limits.get("target", checked.slots / 2))
-    given["keys"] = _keys(given.pop("api_key_file", None), f"{place}.api_key_file")
-    given.setdefault("gpus", 0.0 if checked.device == "cpu" else 1.0)
-    if "timeout" in given:
-        given["timeout"] = given["timeout"] or None
-    is_directory = Path(source).is_dir()
-    given.setdefault("name", Path(source).resolve().name if is_directory else model_name(source))
-    local = str(Path(source).resolve()) if is_directory else source  # Replicas have other working directories.
-    return Model(model=local, **given)
+        raise _inside(place, error) from None
 
 
-def _option(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return OPTIONS[name].constraint.read(value)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _fields(value: Any, place: str, known: Mapping[str, Constraint | None]) -> dict[str, Any]:
-    """Return the checked values of a mapping; a null counts as absent. Values without a constraint are not checked."""
-    if not isinstance(value, dict):
-        raise _wrong(place, f"expected keys with values, like {next(iter(known))}: ..., got {as_json(value)}", "type")
-    checked = {}
-    for name, each in value.items():
+def _known(value: Any, known: list[str], place: str) -> dict[str, Any]:
+    """Return a mapping if it has only known keys. Raises ParameterError."""
+    if not isinstance(value, Mapping):
+        raise ParameterError(f"{place or 'the file'} must have keys like {known[0]}, got {shown(value)}", place, "type")
+    for name in value:
         if name not in known:
-            raise _unknown(name, known, place)
-        if each is None:
-            continue
-        constraint = known[name]
-        checked[name] = constraint.check(f"{place}.{name}".lstrip("."), each) if constraint else each
-    return checked
+            near = nearest(str(name), known)
+            fix = f"did you mean {near}?" if near else f"the keys are {', '.join(known)}"
+            raise _inside(place, ParameterError(f"there is no key {shown(name)}; {fix}", str(name), "choice"))
+    return dict(value)
 
 
-def _texts(value: Any, place: str) -> tuple[str, ...]:
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, str) for each in values):
-        raise _wrong(place, f"expected a text or a list of texts, got {as_json(value)}", "type")
-    return tuple(values)
-
-
-def _keys(path: str | None, place: str) -> tuple[str, ...]:
-    """Return the API keys in a file, one a line."""
-    if path is None:
-        return ()
-    try:
-        keys = tuple(line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise TridecodeError(f"{place}: {path}: {why}; give a file with one key a line") from None
-    if not keys or not all(key.isascii() and key.isprintable() for key in keys):
-        raise _wrong(place, f"{path}: expected one key of printable ASCII characters a line", "type")
-    return keys
-
-
-def _unknown(name: object, known: Any, place: str) -> ParameterError:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    fix = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
-    where = f"{place}: " if place else ""
-    return ParameterError(f"{where}there is no key {shown(name)}; {fix}", f"{place}.{name}".lstrip("."), "choice")
-
-
-def _wrong(place: str, problem: str, code: str | None) -> ParameterError:
-    return ParameterError(f"{place}: {problem}" if place else problem, place or None, code)
+def _inside(place: str, error: ParameterError) -> ParameterError:
+    """Return an error of a value with the key of the value."""
+    argument = f"{place}.{error.argument or ''}".strip(".")
+    return ParameterError(f"{place}: {error}" if place else str(error), argument, error.code)

@@ -1,203 +1,217 @@
-"""The fleet as an application of Ray Serve: one deployment for each model, and the gateway as the ingress."""
+"""The fleet as an application of Ray Serve: one deployment for each model, and the gateways.
+
+Ray Serve starts the processes, checks their health, replaces and scales them, and tells the gateways which replicas are
+ready. Requests do not pass through it. Each class serves HTTP in the event loop in which Ray runs its methods.
+"""
 
 import asyncio
 import hashlib
-import logging
+import os
 import re
-import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+import secrets
+from functools import partial
 from typing import Any
 
+import ray
+import uvicorn
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-from ray.serve.exceptions import RayServeException
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from ..server.errors import ApiError
+from ..engine import Engine
+from ..server.access import log_requests
+from ..server.run import Uvicorn, allow_files, bind, config, prepare_threads
 from ..server.settings import Settings
 from ..server.tls import Tls
 from .config import Config, Model
-from .gateway import Gateway, full
-from .listener import Listener
-from .prefix import ROUTERS, Ticket
-from .replica import Replica, log_requests
-from .upstream import Address, ReplicaLost
+from .gateway import Backend, Gateway
+from .prefix import Policy
+from .router import Router, replicas_needed
+from .upstream import replicas_of
 
-QUEUE_SECONDS = 1.0  # Seconds for which a request waits for a place on a replica.
-READY_SECONDS = 10.0  # The same if there is no replica, for example for a moment of an update.
+HEALTH_SECONDS = 2.0  # Seconds between health checks.
 CONNECT_SECONDS = 5.0  # Seconds for which a new gateway waits for replicas before it listens.
 LEAVE_SECONDS = 3.0  # Seconds for which a gateway that stops still accepts connections, and closes them one by one.
-END_SECONDS = 2.0  # Seconds in which a replica reports the end of a request that has ended.
-HEALTH_SECONDS = 2.0  # Seconds between health checks.
-HEALTH_TIMEOUT = 10.0
 KILL_SECONDS = 10.0  # Seconds after the grace time after which Ray ends a process.
-CONSTRUCTOR_RETRIES = 2
+STARTED_SECONDS = 0.01
+CONNECTIONS = 64  # Connections of a replica in addition to one for each request.
 GATEWAY = "gateway"
-log = logging.getLogger("tridecode.server")
 
 
-class ModelReplicas:
-    """The replicas of one model, by the handle of its deployment."""
+class Replica:
+    """The deployment of one model: an engine and its HTTP server, whose address Ray sends to the gateways.
 
-    def __init__(self, name: str, deployment: str, handle: DeploymentHandle, keys: tuple[str, ...]):
-        self.name, self.keys = name, keys
-        self._deployment, self._handle = deployment, handle.options(method_name="attend")
+    Args:
+        model: the configuration.
+        grace: seconds for running requests to end when the replica stops.
+    """
 
-    async def connect(self) -> None:
-        """Wait for the first replica. From then on, Ray sends the addresses of all replicas."""
-        ticket = Ticket()
-        async with self._handle.choose_replica(ticket):
-            self._release(ticket)
+    async def __init__(self, model: Model, grace: float):  # type: ignore[misc]  # Ray awaits it.
+        if not model.gpus:
+            os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+        log_requests()
+        self._model, self._host = model, ray.util.get_node_ip_address()
+        self.engine = Engine.load(model.model, **model.options)
+        queue = model.options["max_queue"]
+        self._settings = Settings(
+            model=model.name,
+            max_queue=queue,
+            timeout=model.timeout or None,
+            grace=grace,
+            max_connections=self.engine.slots + queue + CONNECTIONS,
+            api_keys=(secrets.token_hex(16),),  # Only processes of the Ray cluster learn the key.
+            log_prompts=model.log_prompts,
+            replica=serve.get_replica_context().replica_id.unique_id,
+        )
+        self._passes, self._progress = -1, 0.0
+        allow_files(self._settings.max_connections)
+        bound = bind(self._host, 0, self._settings.timeout)
+        self._port = bound.getsockname()[1]
+        prepare_threads()
+        self._server = Uvicorn(self.engine, self._settings, None, lambda: None)
+        self._serving = await listening(self._server, bound)
 
-    def replicas(self) -> Sequence[Address]:
-        """Return the replicas that are ready."""
-        if (router := ROUTERS.get(self._deployment)) is None:
-            return ()
-        return [_address(id.unique_id, each.replica_metadata) for id, each in list(router.curr_replicas.items())]
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return the address of the HTTP server; Ray sends it to the gateways."""
+        key = self._settings.api_keys[0]
+        sizes = {"slots": self.engine.slots, "context": self.engine.capacity}
+        return {"host": self._host, "port": self._port, "key": key} | sizes
 
-    @asynccontextmanager
-    async def lease(self, ticket: Ticket) -> AsyncIterator[Address]:
-        """Yield the replica that the policy chooses, with a place reserved for the request. Raises ApiError."""
-        choice = self._handle.choose_replica(ticket)
-        try:
-            async with asyncio.timeout(QUEUE_SECONDS if self.replicas() else READY_SECONDS):
-                selection = await choice.__aenter__()
-        except TimeoutError:
-            self._release(ticket)
-            if not self.replicas():
-                raise ApiError(503, f"no replica of {self.name} is ready; try again later", code="no_replica") from None
-            raise full() from None
-        except (RayError, RayServeException) as error:
-            self._release(ticket)
-            log.warning("%s: no replica can be chosen: %s", ticket.id, error)
-            raise ApiError(503, f"no replica of {self.name} is ready; try again later", code="no_replica") from None
-        except BaseException:
-            self._release(ticket)
-            raise
-        attending = None
-        try:
-            ROUTERS[self._deployment].policy.place(ticket, selection.replica_id)
-            attending = self._handle.dispatch(selection, ticket.id)
-            yield _address(selection.replica_id, selection.replica_metadata)
-        except ReplicaLost:
-            if attending is not None:
-                attending.cancel()
-            raise
-        finally:
-            self._release(ticket)
-            with suppress(RayError, RayServeException, TimeoutError, asyncio.CancelledError):
-                if attending is not None:
-                    async with asyncio.timeout(END_SECONDS):
-                        await attending
-            with suppress(RayError, RayServeException):
-                await choice.__aexit__(None, None, None)
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the number of requests that run or wait, for `replicas_needed`."""
+        return {"requests": self._server.http.loop.open}
 
-    def _release(self, ticket: Ticket) -> None:
-        if (router := ROUTERS.get(self._deployment)) is not None:
-            router.policy.release(ticket)
+    async def check_health(self) -> None:
+        """Check that the engine works.
+
+        Raises:
+            RuntimeError: the engine has failed, or no pass has ended for a long time although requests are active.
+        """
+        loop, now = self._server.http.loop, asyncio.get_running_loop().time()
+        if loop.failure is not None or self._serving.done() or not loop.running:
+            raise RuntimeError(f"the engine or its HTTP server has ended: {loop.failure}")
+        passes = sum(stat.count for stat in self.engine.graph_stats())
+        if passes != self._passes or not self.engine.scheduler.busy:
+            self._passes, self._progress = passes, now
+        elif now - self._progress > self._model.pass_seconds:
+            raise RuntimeError(f"no pass has ended for {now - self._progress:.0f} seconds although requests are active")
+
+    async def __del__(self) -> None:
+        """Refuse new requests, let running ones end during the grace time, and free the engine."""
+        self._server.should_exit = True
+        await self._serving
+        self.engine.close()
 
 
 class GatewayDeployment:
-    """The process of a gateway.
+    """A gateway process.
 
     Args:
-        config: the configuration, without the options of the models.
-        handles: name of a model -> (name of its deployment, its handle, its keys).
+        config: the configuration.
+        handles: the deployments of the models, in their order.
     """
 
-    async def __init__(  # type: ignore[misc]  # Ray awaits it.
-        self, config: Config, handles: dict[str, tuple[str, DeploymentHandle, tuple[str, ...]]]
-    ):
+    async def __init__(self, config: Config, handles: list[DeploymentHandle]):  # type: ignore[misc]  # As above.
         log_requests()
-        self._backends = {name: ModelReplicas(name, *each) for name, each in handles.items()}
-        settings = Settings(
-            model=next(iter(handles)),
+        routing, backends = config.routing, []
+        for model in config.models:
+            policy = Policy(routing.entries, routing.spread, routing.policy == "prefix", several=config.gateways > 1)
+            replicas = partial(replicas_of, deployment_name(model.name))
+            backends.append(Backend(model.name, replicas, policy, model.api_key_file))
+        self._settings = Settings(
+            model=config.models[0].name,
             grace=config.grace,
             allow_hosts=(*config.allow_host, config.host),
             max_connections=config.max_connections,
             timeout_keep_alive=config.timeout_keep_alive,
+            api_keys=(*config.api_key_file, *(key for backend in backends for key in backend.keys)),
             cors=config.cors,
         )
-        self._gateway = Gateway(self._backends, settings, config.keys, config.join_ms)
-        self._listener: Listener | None = None
-        if config.port is not None:
-            tls = Tls(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
-            shared = config.port != 0
-            self._listener = Listener(self._gateway.app, settings, config.host, config.port, tls, shared=shared)
+        self._gateway = Gateway(backends, self._settings, config.api_key_file, config.join_ms)
         # A gateway that replaces another one listens when it knows the replicas. In a new fleet, they are loading.
-        self._connecting = [asyncio.ensure_future(backend.connect()) for backend in self._backends.values()]
+        self._connecting = [asyncio.ensure_future(connect(handle)) for handle in handles]
         await asyncio.wait(self._connecting, timeout=CONNECT_SECONDS)
-        if self._listener is not None:
-            self._listener.start()
+        self._serving: asyncio.Task[None] | None = None
+        if config.port is not None:
+            await self._listen(config)
+
+    async def _listen(self, fleet: Config) -> None:
+        allow_files(2 * fleet.max_connections)  # A gateway has a connection to a replica for each client.
+        tls = Tls(fleet.ssl_certfile, fleet.ssl_keyfile) if fleet.ssl_certfile else None
+        bound = bind(fleet.host, fleet.port or 0, shared=fleet.port != 0)
+        prepare_threads()
+        self._server = uvicorn.Server(config(self._gateway.app, self._settings, tls))
+        self._serving = await listening(self._server, bound)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application for requests that come through Ray's proxies."""
         return self._gateway.app
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Check that the HTTP server runs. Raises RuntimeError."""
-        if self._listener is not None and not self._listener.alive:
-            raise RuntimeError("the thread of the HTTP server has ended")
+        if self._serving is not None and self._serving.done():
+            raise RuntimeError("the HTTP server has ended")
 
-    def __del__(self) -> None:
+    async def __del__(self) -> None:
         """Let clients go to another gateway, and wait for running requests during the grace time."""
-        if (listener := self.__dict__.pop("_listener", None)) is not None:
+        if self._serving is not None:
             self._gateway.stopping = True
-            time.sleep(LEAVE_SECONDS)
-            listener.stop()
+            await asyncio.sleep(LEAVE_SECONDS)
+            self._server.should_exit = True
+            await self._serving
 
 
-def _address(replica: str, metadata: dict[str, Any]) -> Address:
-    return Address(replica, **metadata)
+async def connect(handle: DeploymentHandle) -> None:
+    """Wait for the first replica. From then on, Ray sends the addresses of all replicas to `Router`."""
+    async with handle.choose_replica():
+        pass
+
+
+async def listening(server: uvicorn.Server, bound: Any) -> asyncio.Task[None]:
+    """Start a server in this event loop, and return its task when clients can connect. Raises the server's error."""
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(STARTED_SECONDS)
+    if serving.done():
+        serving.result()
+    return serving
 
 
 def deployment_name(model: str) -> str:
     """Return a name for the deployment of a model; Ray shows it, and allows few characters."""
     plain = re.sub(r"[^A-Za-z0-9_-]", "-", model)
-    return plain if plain == model else f"{plain}-{hashlib.sha256(model.encode()).hexdigest()[:6]}"
+    return plain if plain == model != GATEWAY else f"{plain}-{hashlib.sha256(model.encode()).hexdigest()[:6]}"
 
 
-def deploy_model(model: Model, config: Config) -> serve.Deployment:
+def deploy_model(model: Model, config: Config) -> serve.Application:
     """Return the deployment of one model."""
-    routing = config.routing
     scaling = model.autoscaling
-    router = RequestRouterConfig(
-        request_router_class="tridecode.fleet.router.Router",
-        request_router_kwargs={
-            "slots": model.slots,
-            "entries": routing.entries,
-            "spread": routing.spread,
-            "prefix": routing.policy == "prefix",
-        },
-    )
     limits = AutoscalingConfig(
-        min_replicas=scaling.min, max_replicas=scaling.max, target_ongoing_requests=scaling.target
+        min_replicas=scaling.min,
+        max_replicas=scaling.max,
+        target_ongoing_requests=scaling.target or model.options["slots"] / 2,
+        upscale_delay_s=scaling.up_seconds,
+        downscale_delay_s=scaling.down_seconds,
+        look_back_period_s=max(scaling.up_seconds, 1.0),
+        policy=AutoscalingPolicy(policy_function=replicas_needed),
     ) if scaling else None  # fmt: skip
-    return serve.deployment(
+    deployment = serve.deployment(
         Replica,
         name=deployment_name(model.name),
-        num_replicas=None if scaling else model.replicas,
+        num_replicas=None if scaling else model.least,
         autoscaling_config=limits,
         ray_actor_options={"num_gpus": model.gpus, "num_cpus": model.cpus},
-        max_ongoing_requests=model.max_requests,
-        request_router_config=router,
+        request_router_config=RequestRouterConfig(request_router_class=Router),
         health_check_period_s=HEALTH_SECONDS,
-        health_check_timeout_s=HEALTH_TIMEOUT,
         graceful_shutdown_timeout_s=config.grace + KILL_SECONDS,
-        graceful_shutdown_wait_loop_s=0.5,
-        max_constructor_retry_count=CONSTRUCTOR_RETRIES,
+        graceful_shutdown_wait_loop_s=0.1,
+        max_constructor_retry_count=2,
     )
+    return deployment.bind(model, config.grace)
 
 
 def application(config: Config) -> serve.Application:
     """Return the application of a fleet."""
-    handles = {
-        model.name: (deployment_name(model.name), deploy_model(model, config).bind(model, config.grace), model.keys)
-        for model in config.models
-    }
     gateway = serve.deployment(
         serve.ingress()(GatewayDeployment),
         name=GATEWAY,
@@ -207,12 +221,7 @@ def application(config: Config) -> serve.Application:
         max_ongoing_requests=config.max_connections,
         max_surge_percent=100,  # A new gateway starts before the old one stops; they can share the port.
         health_check_period_s=HEALTH_SECONDS,
-        health_check_timeout_s=HEALTH_TIMEOUT,
-        graceful_shutdown_timeout_s=config.grace + KILL_SECONDS,
+        graceful_shutdown_timeout_s=config.grace + LEAVE_SECONDS + KILL_SECONDS,
+        graceful_shutdown_wait_loop_s=0.1,
     )
-    return gateway.bind(without_models(config), handles)
-
-
-def without_models(config: Config) -> Config:
-    """Return what a gateway reads of the configuration, so that a change of a model does not restart the gateways."""
-    return replace(config, models=(), address=None)
+    return gateway.bind(config, [deploy_model(model, config) for model in config.models])

@@ -1,90 +1,134 @@
 """The gateway: an ASGI application that sends each request to a replica and its response to the client.
 
-It needs no Ray: `Backend` provides the replicas of a model.
+It needs no Ray. It does not send requests through Ray either, because that costs more than the request itself: see
+"Why a gateway" in docs/fleet.md.
 """
 
 import asyncio
-import hmac
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..server import events
-from ..server.access import ID_HEADERS, PUBLIC, Access, keys_of
-from ..server.app import handle_api_error, handle_http_error, handle_internal_error, paths_of
+from ..server.access import GENERATIONS, ID_HEADERS, matches
+from ..server.app import make_app, paths_of
 from ..server.errors import ApiError, bad_request
 from ..server.page import page
 from ..server.settings import MAX_BODY_BYTES, Settings
 from ..version import __version__
-from .metrics import merged
-from .prefix import Ticket, chain_of, fields_of
+from .prefix import Policy, Ticket, chain_of, fields_of
 from .upstream import Address, ReplicaLost, Upstream, fetch
 
-GENERATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 OTHERS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
 ATTEMPTS = 2  # A request without a token is sent to at most this many replicas.
-RETRIED = ("stopping", "engine_failed", "queue_full")  # Codes of errors that another replica may not have.
+READY_SECONDS = 10.0  # Seconds for which a request waits if there is no replica.
+LOST_SECONDS = 5.0  # Seconds for which a replica that cannot be reached gets no requests. Ray removes it meanwhile.
+LOOK_SECONDS = 0.05
+SCRAPE_SECONDS = 5.0
 NOT_FORWARDED = {b"connection", b"keep-alive", b"transfer-encoding", b"date", *(name.encode() for name in ID_HEADERS)}
-SESSION_HEADER = b"x-session-id"
+SESSION_HEADER = "x-session-id"
 JOIN_STREAMS = 16  # Number of streams above which tokens are joined.
-RETRY_AFTER = 1
 log = logging.getLogger("tridecode.server")
 
 
-class Backend(Protocol):
-    """The replicas of one model."""
+class Refused(ReplicaLost):
+    """The replica answered that it cannot run the request at present. `problem` is the error for the client."""
 
-    keys: tuple[str, ...]
+    def __init__(self, problem: ApiError):
+        super().__init__(problem.message)
+        self.problem = problem
 
-    def lease(self, ticket: Ticket) -> AbstractAsyncContextManager[Address]:
-        """Return a context in which a place on a replica is reserved for a request. Raises ApiError."""
-        ...
 
-    def replicas(self) -> Sequence[Address]:
-        """Return the replicas that are ready."""
-        ...
+class Backend:
+    """The replicas of one model.
+
+    Args:
+        name: the name of the model.
+        replicas: returns the replicas that are ready, by name: the same object until they change.
+        policy: chooses a replica.
+        keys: API keys for this model.
+    """
+
+    def __init__(
+        self, name: str, replicas: Callable[[], Mapping[str, Address]], policy: Policy, keys: tuple[str, ...] = ()
+    ):
+        self.name, self.policy, self.keys = name, policy, keys
+        self.counts: Counter[str] = Counter()  # Event -> number: "retried", "broken".
+        self._current, self._known = replicas, replicas()
+        self._lost: dict[str, float] = {}  # Replica -> when it can be tried again.
+
+    def replicas(self) -> Mapping[str, Address]:
+        """Return the replicas that are ready, by name."""
+        if (current := self._current()) is not self._known:
+            for name in self._known.keys() - current.keys():
+                self.policy.remove(name)
+            self._known = current
+        return self._known
+
+    @asynccontextmanager
+    async def lease(self, ticket: Ticket) -> AsyncIterator[Address]:
+        """Choose a replica, and count the request as running there until the end of the context. Raises ApiError."""
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            now, replicas = time.monotonic(), self.replicas()
+            slots = {name: each.slots for name, each in replicas.items() if self._lost.get(name, 0.0) <= now}
+            name = self.policy.choose(ticket, slots)
+            if name is not None:
+                break
+            if ticket.avoid or now > deadline:
+                raise ApiError(503, f"no replica of {self.name} is ready; try again later", code="no_replica")
+            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            yield replicas[name]
+        except ReplicaLost as lost:
+            ticket.avoid.add(name)
+            if not isinstance(lost, Refused):
+                self._lost[name] = time.monotonic() + LOST_SECONDS
+            raise
+        finally:
+            self.policy.release(ticket)
+
+
+FAMILIES: tuple[tuple[type, str, str, Callable[[Backend], int]], ...] = (
+    (GaugeMetricFamily, "replicas", "replicas that are ready", lambda backend: len(backend.replicas())),
+    (CounterMetricFamily, "retried", "requests sent to a second replica", lambda backend: backend.counts["retried"]),
+    (CounterMetricFamily, "broken", "streams that a failure ended", lambda backend: backend.counts["broken"]),
+    (CounterMetricFamily, "moved", "turns that left their busy replica", lambda backend: backend.policy.moved),
+)
 
 
 class Gateway:
-    """The ASGI application in front of all models; `app` is its entry.
+    """The application in front of all models; `app` is its ASGI entry.
 
     Args:
-        backends: name of a model -> its replicas.
-        settings: settings of the HTTP server.
+        backends: the replicas of each model.
+        settings: settings of the HTTP server. Its keys are those of all models and of each model.
         keys: API keys for all models. With neither these nor keys of models, requests need no key.
         join_ms: see Config.
     """
 
-    def __init__(
-        self, backends: Mapping[str, Backend], settings: Settings, keys: tuple[str, ...] = (), join_ms: float = 0.0
-    ):
-        self.backends, self.settings, self.join_seconds = backends, settings, join_ms / 1000
-        self._keys, self._created = keys, int(time.time())
-        self.counts: Counter[tuple[str, str]] = Counter()  # (model, event) -> number.
+    def __init__(self, backends: list[Backend], settings: Settings, keys: tuple[str, ...] = (), join_ms: float = 0.0):
+        self.backends = {backend.name: backend for backend in backends}
+        self.join_seconds, self._keys, self._created = join_ms / 1000, keys, int(time.time())
         self.outcomes: Counter[str] = Counter()
         self.streams = 0  # Streams that run.
-        self._page, self._page_headers = page()
         self.stopping = False  # Whether connections are closed after their request.
-        middleware = [Middleware(Guard, settings=settings, ended=self._observe, gateway=self, keys=self._all_keys())]
-        if settings.cors:
-            headers = [*ID_HEADERS, "retry-after"]
-            options = {"allow_origins": settings.cors, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-            middleware.insert(0, Middleware(CORSMiddleware, expose_headers=headers, **options))  # type: ignore[arg-type]
-        self.app = Starlette(
-            routes=[
+        self._page, self._page_headers = page()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.app = make_app(
+            [
                 Route("/", self._root),
                 Route("/v1", self._paths),
                 *(Route(path, self._forward, methods=["POST"]) for path in (*GENERATIONS, *OTHERS)),
@@ -94,17 +138,9 @@ class Gateway:
                 Route("/metrics", self._scrape),
                 Route("/version", self._version),
             ],
-            middleware=middleware,
-            exception_handlers={
-                ApiError: handle_api_error,
-                HTTPException: handle_http_error,
-                500: handle_internal_error,
-            },
+            settings,
+            self._observe,
         )
-        self.app.router.redirect_slashes = False
-
-    def _all_keys(self) -> tuple[str, ...]:
-        return (*self._keys, *(key for backend in self.backends.values() for key in backend.keys))
 
     def _observe(self, outcome: str, seconds: float) -> None:
         self.outcomes[outcome] += 1
@@ -118,43 +154,39 @@ class Gateway:
         except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):
             # The body may be compressed or wrong. A replica reads the one and names the error of the other.
             fields = {}
-        name = self._model_name(fields.get("model"), request)
-        session = request.headers.get(SESSION_HEADER.decode()) or fields.get("prompt_cache_key")
-        ticket = Ticket(
-            chain_of(fields), session if isinstance(session, str) else "", id=request.scope["tridecode.record"].id
-        )
-        return Forwarded(self, name, ticket, request, body)
+        backend = self._backend(fields.get("model"), request)
+        session = request.headers.get(SESSION_HEADER) or fields.get("prompt_cache_key")
+        ticket = Ticket(chain_of(fields), session if isinstance(session, str) else "")
+        return Forwarded(self, backend, ticket, request, body)
 
-    def _model_name(self, name: Any, request: Request) -> str:
-        """Return the name of the model, whose keys must contain that of the request. Raises ApiError."""
-        if name is None and len(self.backends) == 1:
-            name = next(iter(self.backends))  # The replica decides whether it requires the name.
-        if name is None:
-            raise bad_request(f"model is required: this server has {', '.join(self.backends)}", "model")
+    def _backend(self, name: Any, request: Request) -> Backend:
+        """Return the model of a request. Raises ApiError if it does not exist, or if the key is for another one."""
+        known = f"this server has {', '.join(self.backends)}"
+        if name is None and len(self.backends) > 1:
+            raise bad_request(f"model is required: {known}", "model")
+        name = next(iter(self.backends)) if name is None else name  # The replica decides whether it requires the name.
         if not isinstance(name, str) or (backend := self.backends.get(name)) is None:
-            known = f"this server has {', '.join(self.backends)}"
-            raise ApiError(
-                404, f"the model {json.dumps(name)[:102]} does not exist: {known}", "model", "model_not_found"
-            )
+            message = f"the model {json.dumps(name)[:102]} does not exist: {known}"
+            raise ApiError(404, message, "model", "model_not_found")
         if backend.keys and not matches(request.scope, (*backend.keys, *self._keys)):
             raise ApiError(401, f"the API key does not allow the model {name}; use another key", code="invalid_api_key")
-        return name
+        return backend
 
     # ---- requests that the gateway answers
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.backends]})
+        return JSONResponse({"object": "list", "data": [self._card(backend) for backend in self.backends.values()]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
         if name not in self.backends:
             raise ApiError(404, f"the model {json.dumps(name[:100])} does not exist", "model", "model_not_found")
-        return JSONResponse(self._card(name))
+        return JSONResponse(self._card(self.backends[name]))
 
-    def _card(self, name: str) -> dict[str, Any]:
-        context = min((each.context for each in self.backends[name].replicas()), default=None)
-        facts = {"owned_by": "tridecode", "root": name, "parent": None, "max_model_len": context}
-        return {"id": name, "object": "model", "created": self._created} | facts
+    def _card(self, backend: Backend) -> dict[str, Any]:
+        context = min((each.context for each in backend.replicas().values()), default=None)
+        facts = {"owned_by": "tridecode", "root": backend.name, "parent": None, "max_model_len": context}
+        return {"id": backend.name, "object": "model", "created": self._created} | facts
 
     async def _root(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers=self._page_headers)
@@ -163,7 +195,7 @@ class Gateway:
         return JSONResponse({"paths": paths_of(request)})
 
     async def _health(self, request: Request) -> Response:
-        """Return 200 while every model has a replica."""
+        """Return status 200 while every model has a replica."""
         replicas = {name: len(backend.replicas()) for name, backend in self.backends.items()}
         status = "stopping" if self.stopping else "ok" if all(replicas.values()) else "starting"
         return JSONResponse({"status": status, "replicas": replicas}, 200 if status == "ok" else 503)
@@ -172,30 +204,43 @@ class Gateway:
         return JSONResponse({"version": __version__})
 
     async def _scrape(self, request: Request) -> Response:
-        """Return the metrics of the gateway and of all replicas, with the label `replica`."""
+        """Return the metrics of all replicas, which have the label `replica`, and of this gateway."""
 
-        async def one(address: Address) -> tuple[str, bytes]:
+        async def one(address: Address) -> bytes:
             with suppress(ReplicaLost, TimeoutError):
-                async with asyncio.timeout(5):
-                    return address.replica, await fetch(address, "/metrics")
-            return address.replica, b""
+                async with asyncio.timeout(SCRAPE_SECONDS):
+                    return await fetch(address, "/metrics")
+            return b""
 
-        addresses = [address for backend in self.backends.values() for address in backend.replicas()]
+        addresses = [each for backend in self.backends.values() for each in backend.replicas().values()]
         texts = await asyncio.gather(*(one(address) for address in addresses))
-        ready = {name: len(backend.replicas()) for name, backend in self.backends.items()}
-        own = merged(texts, ready, self.counts, self.outcomes)
-        return Response(own, media_type="text/plain; version=0.0.4; charset=utf-8")
+        own = generate_latest(self._registry)
+        return Response(merged([*texts, own]), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def collect(self):
+        """Yield the metrics of this gateway; prometheus-client calls this for each scrape."""
+        family = CounterMetricFamily("tridecode:fleet_requests", "requests by outcome", labels=["outcome"])
+        for outcome, count in sorted(self.outcomes.items()):
+            family.add_metric([outcome], count)
+        yield family
+        for kind, name, help, value in FAMILIES:
+            family = kind(f"tridecode:fleet_{name}", help, labels=["model_name"])
+            for model, backend in self.backends.items():
+                family.add_metric([model], value(backend))
+            yield family
 
 
 class Forwarded:
     """ASGI application that sends one request to a replica, to another one if the first fails without a token."""
 
-    def __init__(self, gateway: Gateway, model: str, ticket: Ticket, request: Request, body: bytes):
-        self._gateway, self._model, self._ticket, self._body = gateway, model, ticket, body
-        self._path, self._request = request.scope["path"], request
+    def __init__(self, gateway: Gateway, backend: Backend, ticket: Ticket, request: Request, body: bytes):
+        self._gateway, self._backend, self._ticket, self._body = gateway, backend, ticket, body
+        self._path, self._id = request.scope["path"], request.scope["tridecode.record"].id
+        names = ("content-type", "content-encoding")
+        self._headers = {name: request.headers[name] for name in names if name in request.headers}
+        self._headers["X-Request-Id"] = self._id
         self._headed = False  # Whether the client has the head of the response.
         self._began = False  # Whether the client has any of the content of the response.
-        self._stream = False
 
     async def __call__(self, scope, receive, send) -> None:
         """Answer the request."""
@@ -218,66 +263,61 @@ class Forwarded:
             gone.cancel()
 
     async def _attempts(self, send) -> None:
-        backend, counts = self._gateway.backends[self._model], self._gateway.counts
+        """Send the request to one replica after the other until one answers it. Raises ApiError."""
+        counts = self._backend.counts
         problem: ApiError | None = None
         for attempt in range(ATTEMPTS):
-            address = None
             try:
-                async with backend.lease(self._ticket) as address:
-                    counts[self._model, "retried"] += attempt
+                async with self._backend.lease(self._ticket) as address:
+                    counts["retried"] += attempt
                     return await self._relay(address, send)
             except ReplicaLost as lost:
-                assert address is not None
-                log.warning("%s: the replica %s failed: %s", self._ticket.id, address.replica, lost)
-                self._ticket.avoid.add(address.replica)
-                problem = lost.problem or ApiError(503, "the replica failed; send it again", code="replica_failed")
+                log.warning("%s: a replica did not answer: %s", self._id, lost)
+                problem = ApiError(503, "the replica failed; send the request again", code="replica_failed")
+                if isinstance(lost, Refused):
+                    problem = lost.problem
                 if self._began:
-                    counts[self._model, "broken"] += 1
+                    counts["broken"] += 1
                     break
-            except ApiError as refused:
-                if address is not None or problem is None:
-                    raise refused
-                break  # There is no other replica.
+            except ApiError as none_left:
+                raise problem or none_left from None
         assert problem is not None
-        raise full() if problem.code == "queue_full" else problem
+        raise problem
 
     async def _relay(self, address: Address, send) -> None:
         """Send the request to a replica and its response to the client.
 
         Raises:
-            ReplicaLost: the replica failed, or has an error that another one may not have.
+            ReplicaLost: the replica failed, or another one may answer the request.
             ApiError: the request failed.
         """
-        upstream = await Upstream.send(address, "POST", self._path, self._headers(), self._body)
+        upstream = await Upstream.send(address, "POST", self._path, self._headers, self._body)
         try:
             if upstream.status == 503:
-                problem = error_of(await upstream.read_all())
-                if problem.code in RETRIED:
-                    raise ReplicaLost(problem.message, problem)
-                raise problem
+                raise Refused(refusal(await upstream.read_all()))
             headers = [(name, value) for name, value in upstream.headers if name not in NOT_FORWARDED]
-            kind = next((value for name, value in headers if name == b"content-type"), b"")
-            stream = kind.startswith(b"text/event-stream")
-            if self._headed and not stream:  # The first replica sent only comments, then it failed.
-                raise error_of(await upstream.read_all())
-            self._stream = stream
-            if not stream:  # The whole body first, so that a failure in the middle of it can be repaired.
-                body = await upstream.read_all()
-                self._headed = self._began = True
-                await send({"type": "http.response.start", "status": upstream.status, "headers": headers})
-                return await send({"type": "http.response.body", "body": body})
-            await self._relay_stream(upstream, headers, send)
+            if self._gateway.stopping:
+                headers.append((b"connection", b"close"))
+            start = {"type": "http.response.start", "status": upstream.status, "headers": headers}
+            if any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers):
+                return await self._relay_stream(upstream, start, send)
+            body = await upstream.read_all()  # The whole body first, because a replica that fails now can be replaced.
+            if self._headed:  # The first replica sent only comments, then it failed.
+                raise ApiError(upstream.status, msgspec.json.decode(body)["error"]["message"])
+            self._headed = self._began = True
+            await send(start)
+            await send({"type": "http.response.body", "body": body})
         finally:
             upstream.close()
 
-    async def _relay_stream(self, upstream: Upstream, headers: list[tuple[bytes, bytes]], send) -> None:
+    async def _relay_stream(self, upstream: Upstream, start: dict[str, Any], send) -> None:
         gateway = self._gateway
         gateway.streams += 1
         try:
             while data := await upstream.read():
                 if not self._headed:
                     self._headed = True
-                    await send({"type": "http.response.start", "status": upstream.status, "headers": headers})
+                    await send(start)
                 self._began = self._began or bool(data.replace(events.KEEP_ALIVE, b""))
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 if gateway.join_seconds and gateway.streams > JOIN_STREAMS:
@@ -286,50 +326,19 @@ class Forwarded:
         finally:
             gateway.streams -= 1
 
-    def _headers(self) -> dict[str, str]:
-        names = ("content-type", "content-encoding")
-        kept = {name: self._request.headers[name] for name in names if name in self._request.headers}
-        return kept | {"X-Request-Id": self._ticket.id}
-
     async def _send_error(self, problem: ApiError, scope, send) -> None:
         with suppress(OSError):
             if not self._headed:
-                headers = problem.headers | ({"Retry-After": str(RETRY_AFTER)} if problem.status == 429 else {})
-                response = JSONResponse(problem.body(self._path), problem.status, headers)
-                await response(scope, None, send)  # type: ignore[arg-type]  # It receives nothing.
-            elif self._stream:
-                await send({"type": "http.response.body", "body": error_events(problem, self._path)})
-
-
-class Guard(Access):
-    """Access with several keys, which closes connections while the gateway stops."""
-
-    def __init__(self, app, settings: Settings, ended, gateway: Gateway, keys: tuple[str, ...]):
-        super().__init__(app, settings, ended)
-        self._gateway, self._fleet_keys = gateway, keys
-
-    async def __call__(self, scope, receive, send) -> None:
-        """Answer a request."""
-
-        async def last(message) -> None:
-            if message["type"] == "http.response.start" and self._gateway.stopping:
-                message = message | {"headers": [*message.get("headers", ()), (b"connection", b"close")]}
-            await send(message)
-
-        await super().__call__(scope, receive, last)
-
-    def _check(self, scope) -> None:
-        if not self._fleet_keys:
-            return super()._check(scope)
-        if scope["path"] not in PUBLIC and not matches(scope, self._fleet_keys):
-            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
-            raise ApiError(401, message, code="invalid_api_key")
-
-
-def matches(scope, keys: Sequence[str]) -> bool:
-    """Return whether a request has one of the keys. The time does not depend on the key."""
-    sent = keys_of(scope)
-    return any([hmac.compare_digest(own.encode(), key) for own in keys for key in sent])
+                response = JSONResponse(problem.body(self._path), problem.status, problem.headers)
+                return await response(scope, None, send)  # type: ignore[arg-type]  # It receives nothing.
+            if self._path == "/v1/messages":
+                data = events.named_event(problem.body(self._path))
+            elif self._path == "/v1/responses":
+                error = {"type": "error", "code": problem.code, "message": problem.message, "param": None}
+                data = events.named_event(error)
+            else:
+                data = events.event(problem.body()) + events.DONE
+            await send({"type": "http.response.body", "body": data})
 
 
 async def read_body(request: Request) -> bytes:
@@ -349,34 +358,23 @@ async def disconnected(receive) -> None:
         pass
 
 
-def full() -> ApiError:
-    """Return the error for a request for which no replica has a place."""
-    return ApiError(429, "all queues are full; try again later", code="queue_full")
+def refusal(body: bytes) -> ApiError:
+    """Return the error for a request that a replica has refused with status 503."""
+    if b"the queue is full" in body:
+        return ApiError(429, "all queues are full; try again later", code="queue_full")
+    return ApiError(503, "no replica can run the request at present; send it again", code="no_replica")
 
 
-def error_of(body: bytes) -> ApiError:
-    """Return the error in the response of a replica."""
-    try:
-        error = msgspec.json.decode(body)["error"]
-        return ApiError(503, error["message"], error.get("param"), error.get("code") or code_of(error["message"]))
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return ApiError(503, "the replica failed; send it again", code="replica_failed")
-
-
-def code_of(message: str) -> str | None:
-    """Return the code of an error from its message, because Anthropic's form contains no code."""
-    words = {
-        "this server is stopping": "stopping",
-        "the engine has failed": "engine_failed",
-        "the queue is": "queue_full",
-    }
-    return next((code for start, code in words.items() if message.startswith(start)), None)
-
-
-def error_events(problem: ApiError, path: str) -> bytes:
-    """Return the events that end a failed stream of an API."""
-    if path == "/v1/messages":
-        return events.named_event(problem.body(path))
-    if path == "/v1/responses":
-        return events.named_event({"type": "error", "code": problem.code, "message": problem.message, "param": None})
-    return events.event(problem.body()) + events.DONE
+def merged(texts: list[bytes]) -> bytes:
+    """Return several texts in Prometheus' format as one, in which each family of metrics has its comments once."""
+    families: dict[bytes, list[bytes]] = {}
+    for text in texts:
+        own: list[bytes] = []
+        for line in text.splitlines(keepends=True):
+            if line.startswith(b"# HELP "):
+                name = line.split(b" ", 3)[2]
+                own = families.setdefault(name, [])
+                known = bool(own)
+            if not (line.startswith(b"#") and known):
+                own.append(line)
+    return b"".join(line for lines in families.values() for line in lines)

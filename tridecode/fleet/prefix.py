@@ -7,7 +7,7 @@ have computed which hashes.
 
 import hashlib
 import secrets
-import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,6 @@ import msgspec
 MAX_HASHED = 1 << 16  # Bytes of a prompt that are hashed.
 FIRST_POSITION = 1024  # The first position within a message. The others are this number times powers of two.
 MESSAGES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # Messages whose ends are positions.
-ROUTERS: dict[str, Any] = {}  # Deployment -> its router in this process.
 # Fields of a body that decide where a request goes.
 FIELDS = frozenset(
     ("model", "prompt_cache_key", "cache_salt", "tools", "system", "instructions", "messages", "input", "prompt")
@@ -55,11 +54,6 @@ class Ticket:
     avoid: set[str] = field(default_factory=set)
     id: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     replica: str | None = None
-
-
-def register(deployment: str, router: Any) -> None:
-    """Let the gateway of this process find a router. Ray copies the router's class and its globals, but not these."""
-    ROUTERS[deployment] = router
 
 
 class _Hasher:
@@ -178,160 +172,119 @@ def _canonical(value: Any) -> bytes:
 class Policy:
     """Chooses replicas: by conversation, by prefix while the load allows it, otherwise by load.
 
-    Threads may call the methods at the same time.
+    The load of a replica is the number of requests that this policy has sent there and that have not ended.
 
     Args:
         entries: maximum number of hashes that are remembered. The least recently used are forgotten.
         spread: a replica with the prefix is chosen while its load is at most `spread` times the average.
         prefix: whether prefixes and conversations count. False always chooses by load.
+        several: whether other policies choose for the same replicas. A new conversation then goes to the replica that
+            all of them would choose, while its load allows it, since its next turn may arrive at another policy.
     """
 
-    def __init__(self, entries: int = 1 << 20, spread: float = 1.25, prefix: bool = True):
-        self._limit, self._spread, self._prefix = max(entries // 2, 1), spread, prefix
+    def __init__(self, entries: int = 1 << 20, spread: float = 1.25, prefix: bool = True, several: bool = False):
+        self._limit, self._spread = max(entries // 2, 1), spread
+        self._prefix, self._several = prefix, several
         # Hash -> replicas as bits. A hash that is used moves from `_old` to `_young`; a full `_young` becomes `_old`.
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
-        self._numbers: dict[str, int] = {}  # Replica -> the number of its bit.
-        self._names: dict[int, str] = {}
-        self._seeds: dict[str, int] = {}
-        self._running: dict[str, int] = {}  # Replica -> requests that this policy has sent to it.
-        self._lock = threading.Lock()
-        self.moved = 0  # Conversations that did not continue on their replica.
+        self._bits: dict[str, int] = {}  # Replica -> its bit, which no other replica gets later.
+        self._names: dict[int, str] = {}  # The inverse.
+        self._next, self._all = 1, 0  # The bit of the next replica, and all bits of replicas that exist.
+        self.running: dict[str, int] = {}  # Replica -> its load.
+        self.moved = 0  # Conversations that left their replica because of its load.
 
     def __len__(self) -> int:
         """Return the number of hashes in memory."""
         return len(self._young) + len(self._old)
 
-    def running(self, replica: str) -> int:
-        """Return the number of requests that run on a replica."""
-        return self._running.get(replica, 0)
-
-    def choose(self, ticket: Ticket, loads: Mapping[str, int], slots: int = 1) -> str | None:
-        """Choose the replica of a request, and count the request as running there until `release`.
+    def choose(self, ticket: Ticket, replicas: Mapping[str, int]) -> str | None:
+        """Choose a replica, and count the request as running there until `release`.
 
         Args:
-            ticket: the request. Its attribute `replica` is set.
-            loads: candidate -> requests that run or wait there, as Ray reports. The policy's own count replaces
-                a smaller one.
-            slots: number of requests that a replica runs at the same time.
+            replicas: the replicas that are ready, with the number of requests that each runs at the same time.
 
         Returns:
-            None if there are no candidates.
+            None if the request has failed on all replicas.
         """
-        with self._lock:
-            self._forget_choice(ticket)
-            running = self._running
-            loads = {name: max(load, running.get(name, 0)) for name, load in loads.items() if name not in ticket.avoid}
-            if not loads:
-                return None
-            keys = self._keys(ticket)
-            chosen = self._holder(keys, ticket, loads, slots) if self._prefix else None
-            if chosen is None:
-                chosen = self._idlest(ticket, loads, keys)
-            self._use(ticket, chosen, keys)
-            return chosen
-
-    def place(self, ticket: Ticket, replica: str) -> None:
-        """Record that a request runs on another replica than the one that was chosen."""
-        if replica != ticket.replica:
-            with self._lock:
-                self._forget_choice(ticket)
-                self._use(ticket, replica, self._keys(ticket))
+        loads = {name: self.running.get(name, 0) for name in replicas if name not in ticket.avoid}
+        if not loads:
+            return None
+        hashes = ticket.chain.hashes
+        if ticket.session:  # The hash of a session is the last one.
+            named = hashlib.blake2b(ticket.session.encode(errors="replace"), digest_size=8, person=b"session").digest()
+            hashes = (*hashes, int.from_bytes(named))
+        chosen = self._holder(hashes, ticket, loads, replicas) if self._prefix else None
+        if chosen is None:
+            chosen = self._idlest(hashes, ticket, loads)
+        ticket.replica = chosen
+        self.running[chosen] = loads[chosen] + 1
+        if self._prefix:
+            self._remember(hashes, chosen)
+        return chosen
 
     def release(self, ticket: Ticket) -> None:
-        """Record that a request has ended."""
-        with self._lock:
-            self._forget_choice(ticket)
+        """Record that a request has ended on its replica."""
+        replica, ticket.replica = ticket.replica, None
+        if replica is not None:
+            self.running[replica] -= 1
 
     def remove(self, replica: str) -> None:
-        """Forget a replica that no longer exists."""
-        with self._lock:
-            self._running.pop(replica, None)
-            self._seeds.pop(replica, None)
-            if (number := self._numbers.pop(replica, None)) is None:
-                return
-            del self._names[number]
-            others = ~(1 << number)
-            for table in (self._young, self._old):
-                for key, mask in table.items():
-                    table[key] = mask & others
+        """Forget the prefixes of a replica that no longer exists."""
+        if (bit := self._bits.pop(replica, None)) is not None:
+            del self._names[bit]
+            self._all ^= bit
 
-    def _keys(self, ticket: Ticket) -> tuple[int, ...]:
-        """Return the hashes of a request; the last one is the hash of the session, if the client names one."""
-        if not ticket.session:
-            return ticket.chain.hashes
-        named = hashlib.blake2b(ticket.session.encode(errors="replace"), digest_size=8, person=b"session").digest()
-        return (*ticket.chain.hashes, int.from_bytes(named))
-
-    def _holder(self, keys: Sequence[int], ticket: Ticket, loads: Mapping[str, int], slots: int) -> str | None:
+    def _holder(
+        self, hashes: Sequence[int], ticket: Ticket, loads: Mapping[str, int], slots: Mapping[str, int]
+    ) -> str | None:
         """Return the least loaded replica with the longest prefix, or None if it has too much load."""
-        names, average = self._names, (sum(loads.values()) + 1) / len(loads)
-        for at in range(len(keys) - 1, -1, -1):
-            mask = self._mask(keys[at])
-            best, least = None, 0
+        average = (sum(loads.values()) + 1) / len(loads)
+        for at in range(len(hashes) - 1, -1, -1):
+            mask, best = self._mask(hashes[at]), None
             while mask:
                 low = mask & -mask
                 mask ^= low
-                name = names[low.bit_length() - 1]
-                load = loads.get(name)
-                if load is not None and (best is None or load < least):
-                    best, least = name, load
-            if best is None:
-                continue
-            continues = at >= ticket.chain.shared
-            # The replica of a conversation is kept while it has a free slot.
-            if least < self._spread * average or continues and least < slots:
-                return best
-            self.moved += continues
-            return None
+                name = self._names[low]
+                if name in loads and (best is None or loads[name] < loads[best]):
+                    best = name
+            if best is not None:
+                continues = at >= ticket.chain.shared
+                # The replica of a conversation is kept while it has a free slot.
+                if loads[best] < self._spread * average or continues and loads[best] < slots[best]:
+                    return best
+                self.moved += continues
+                return None
         return None
 
     def _mask(self, key: int) -> int:
         """Return the replicas that have a prefix, as bits."""
-        return self._young.get(key) or self._old.get(key, 0)
+        return (self._young.get(key) or self._old.get(key, 0)) & self._all
 
-    def _idlest(self, ticket: Ticket, loads: Mapping[str, int], keys: Sequence[int]) -> str:
+    def _idlest(self, hashes: Sequence[int], ticket: Ticket, loads: Mapping[str, int]) -> str:
         """Return the replica with the least load. The prompt decides between equal loads, in every process alike."""
-        least = min(loads.values())
-        tied = [name for name, load in loads.items() if load == least]
-        if len(tied) == 1:
-            return tied[0]
-        seed = keys[min(ticket.chain.shared, len(keys) - 1)] if keys else secrets.randbits(64)
-        return max(tied, key=lambda name: (seed ^ self._seed(name)) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+        most = min(loads.values())
+        if self._several and self._prefix:
+            most = max(most, int(self._spread * (sum(loads.values()) + 1) / len(loads)) - 1)
+        equal = [name for name, load in loads.items() if load <= most]
+        if len(equal) == 1:
+            return equal[0]
+        seed = hashes[min(ticket.chain.shared, len(hashes) - 1)] if hashes else secrets.randbits(64)
+        return max(equal, key=lambda name: hash((seed, zlib.crc32(name.encode()))))  # Python does not salt integers.
 
-    def _seed(self, name: str) -> int:
-        if (seed := self._seeds.get(name)) is None:
-            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-            seed = self._seeds[name] = int.from_bytes(digest)
-        return seed
-
-    def _use(self, ticket: Ticket, replica: str, keys: Sequence[int]) -> None:
-        ticket.replica = replica
-        self._running[replica] = self._running.get(replica, 0) + 1
-        if not self._prefix:
-            return
-        if (number := self._numbers.get(replica)) is None:
-            number = next(free for free in range(len(self._names) + 1) if free not in self._names)
-            self._numbers[replica], self._names[number] = number, replica
-        bit = 1 << number
-        for at, key in enumerate(keys):
+    def _remember(self, hashes: Sequence[int], replica: str) -> None:
+        if (bit := self._bits.get(replica, 0)) == 0:
+            bit = self._bits[replica] = self._next
+            self._names[bit], self._all, self._next = replica, self._all | bit, self._next << 1
+        for at, key in enumerate(hashes):
             mask = self._young.get(key)
             if mask is not None and mask & bit:
                 continue
             if mask is None:
                 mask = self._old.get(key, 0)
                 # A prefix of a conversation is not used again while the conversation continues from a longer one.
-                if mask & bit and at + 1 < len(keys) and self._mask(keys[at + 1]) & bit:
+                if mask & bit and at + 1 < len(hashes) and self._mask(hashes[at + 1]) & bit:
                     continue
-            self._young[key] = mask | bit
+            self._young[key] = mask & self._all | bit
         if len(self._young) >= self._limit:
             self._young, self._old = {}, self._young
-
-    def _forget_choice(self, ticket: Ticket) -> None:
-        if ticket.replica is not None:
-            left = self._running.get(ticket.replica, 0) - 1
-            if left > 0:
-                self._running[ticket.replica] = left
-            else:
-                self._running.pop(ticket.replica, None)
-            ticket.replica = None

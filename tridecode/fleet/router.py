@@ -1,44 +1,32 @@
-"""The request router that Ray Serve runs in each gateway: Ray's interface around prefix.Policy."""
+"""What Ray Serve runs elsewhere: the request router in each gateway, and the autoscaling policy in its controller.
+
+Ray copies this module by value. Therefore it contains no state, and imports little.
+"""
+
+from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from .prefix import Policy, Ticket, register
+from . import upstream
 
 
 class Router(RequestRouter):
-    """Chooses the replica of a request by its Ticket, the first argument of the call."""
+    """Stores the replicas of its deployment for the gateway, which chooses among them."""
 
-    policy: Policy
-    slots: int
-
-    def initialize_state(self, slots: int, entries: int, spread: float, prefix: bool) -> None:
-        """Create the policy. Ray calls this with the arguments in the configuration of the deployment."""
-        self.policy, self.slots = Policy(entries, spread, prefix), slots
-        register(self._deployment_id.name, self)
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Store the replicas that are ready. Ray calls this when they change."""
+        super().update_replicas(replicas)
+        facts = {each.replica_id.unique_id: dict(each.replica_metadata) for each in replicas}
+        upstream.set_replicas(self._deployment_id.name, facts)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica, then the others in case that it is full."""
-        arguments = pending_request.args if pending_request else ()
-        ticket = arguments[0] if arguments and isinstance(arguments[0], Ticket) else Ticket()
-        cache = self.replica_queue_len_cache
-        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        loads = {name: cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
-        chosen = self.policy.choose(ticket, loads, self.slots)
-        if chosen is None:  # The request has failed on all of them.
-            return []
-        others = [replica for name, replica in replicas.items() if name != chosen and name not in ticket.avoid]
-        return [[replicas[chosen]], others]
+        """Return all replicas. A gateway calls one through Ray only when it starts."""
+        return [candidate_replicas]
 
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Use these replicas from now on."""
-        left = self._replica_id_set - {replica.replica_id for replica in replicas}
-        super().update_replicas(replicas)
-        for replica_id in left:
-            self.policy.remove(replica_id.unique_id)
 
-    def on_replica_actor_died(self, replica_id) -> None:
-        """Forget a replica whose process has died."""
-        super().on_replica_actor_died(replica_id)
-        self.policy.remove(replica_id.unique_id)
+def replicas_needed(context: Any) -> tuple[float, dict[str, Any]]:
+    """Return the number of replicas with which each has the target number of requests."""
+    requests = context.aggregated_metrics.get("requests", {})
+    return sum(requests.values()) / context.config.get_target_ongoing_requests(), {}

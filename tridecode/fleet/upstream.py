@@ -1,26 +1,24 @@
-"""One request from a gateway to a replica over HTTP."""
+"""One request from a gateway to a replica over HTTP.
+
+A general client costs too much: aiohttp's adds AIOHTTP_COST to each token of each stream.
+"""
 
 import asyncio
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import httptools
 
-from ..server.errors import ApiError
-
 CONNECT_SECONDS = 5.0
-MAX_BUFFERED = 1 << 18  # Bytes of a response that wait for the client before the connection stops reading.
+# Without an answer of the other machine's kernel for about ten seconds, a connection is lost.
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000}
+READ_BYTES = 1 << 16
 
 
 class ReplicaLost(Exception):
-    """The replica closed the connection before the end of its response, cannot be reached, or refuses requests.
-
-    Args:
-        problem: the error that the replica sent, if any.
-    """
-
-    def __init__(self, message: str, problem: ApiError | None = None):
-        super().__init__(message)
-        self.problem = problem
+    """The replica cannot be reached, or closed the connection before the end of its response."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +33,28 @@ class Address:
     context: int = 0
 
 
-class Upstream(asyncio.Protocol):
-    """A connection with one request. `read` returns what has arrived of the response."""
+_replicas: dict[str, Mapping[str, Address]] = {}
+_NONE: Mapping[str, Address] = {}
 
-    _transport: asyncio.Transport
 
-    def __init__(self) -> None:
+def set_replicas(deployment: str, facts: Mapping[str, dict[str, Any]]) -> None:
+    """Set the replicas of a deployment that are ready: name -> the fields of its Address."""
+    _replicas[deployment] = {name: Address(name, **fields) for name, fields in facts.items()}
+
+
+def replicas_of(deployment: str) -> Mapping[str, Address]:
+    """Return the replicas of a deployment that are ready, by name: the same object until they change."""
+    return _replicas.get(deployment, _NONE)
+
+
+class Upstream:
+    """A connection with one request, whose response is read in parts."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.status, self.headers = 0, list[tuple[bytes, bytes]]()
+        self._reader, self._writer = reader, writer
         self._parser = httptools.HttpResponseParser(self)
-        self._parts: list[bytes] = []
-        self._size, self._complete, self._lost = 0, False, False
-        self._waiter: asyncio.Future[None] | None = None
+        self._parts, self._complete = list[bytes](), False
 
     @classmethod
     async def send(
@@ -59,16 +68,19 @@ class Upstream(asyncio.Protocol):
             "Content-Length": str(len(body)),
         }
         lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in (headers | own).items())]
-        head = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, upstream = await asyncio.get_running_loop().create_connection(cls, address.host, address.port)
+                upstream = cls(*await asyncio.open_connection(address.host, address.port))
         except (OSError, TimeoutError) as error:
-            raise ReplicaLost(str(error)) from None
+            raise ReplicaLost(f"cannot connect: {error}") from None
+        bound = upstream._writer.get_extra_info("socket")
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE.items():
+            bound.setsockopt(socket.IPPROTO_TCP, option, value)
         try:
-            upstream._transport.write(head + body)
-            while not upstream.status and not upstream._complete:
-                await upstream._wait()
+            upstream._writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body)
+            while not upstream.status:
+                await upstream._receive()
         except BaseException:
             upstream.close()
             raise
@@ -76,57 +88,29 @@ class Upstream(asyncio.Protocol):
 
     async def read(self) -> bytes:
         """Return the bytes of the body that have arrived, b"" at the end. Raises ReplicaLost."""
-        while not self._parts:
-            if self._complete:
-                return b""
-            await self._wait()
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        while not self._parts and not self._complete:
+            await self._receive()
+        data = b"".join(self._parts)
         self._parts.clear()
-        if self._size > MAX_BUFFERED:
-            self._transport.resume_reading()
-        self._size = 0
         return data
 
     async def read_all(self) -> bytes:
         """Return the whole body. Raises ReplicaLost."""
-        body = bytearray()
-        while data := await self.read():
-            body += data
-        return bytes(body)
+        while not self._complete:
+            await self._receive()
+        return b"".join(self._parts)
 
     def close(self) -> None:
         """Close the connection; the replica then cancels the request."""
-        self._transport.abort()
+        self._writer.transport.abort()
 
-    async def _wait(self) -> None:
-        if self._lost:
-            raise ReplicaLost("the connection was closed")
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    # ---- callbacks of asyncio
-
-    def connection_made(self, transport) -> None:
-        """Store the transport."""
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Parse a part of the response."""
+    async def _receive(self) -> None:
         try:
+            if not (data := await self._reader.read(READ_BYTES)):
+                raise ReplicaLost("the connection was closed")
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self._lost = True
-            self._transport.abort()
-        self._wake()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Let `read` raise an error unless the response is complete."""
-        self._lost = True
-        self._wake()
+        except (OSError, httptools.HttpParserError) as error:
+            raise ReplicaLost(str(error)) from None
 
     # ---- callbacks of the parser
 
@@ -140,10 +124,7 @@ class Upstream(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Store a part of the body."""
-        before, self._size = self._size, self._size + len(body)
         self._parts.append(body)
-        if before <= MAX_BUFFERED < self._size:
-            self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
         """Mark the end of the response."""
