@@ -1,8 +1,11 @@
 """Two replicas of the bundled model on Ray Serve, each on its own node of a cluster on this machine."""
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +21,8 @@ pytest.importorskip("ray", reason="ray is not installed: pip install 'tridecode[
 SECONDS = 240  # Only a fleet that hangs reaches this limit.
 QUESTIONS = [f"What is {i} + {i + 7}?" for i in range(10, 22)]
 MODEL = {"model": "bundled", "gpus": 0, "options": {"device": "cpu", "slots": 4, "max_queue": 2}}
+# Workers import the package of this checkout.
+PATH = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 NODE = {"num_cpus": 1, "object_store_memory": 100_000_000}
 
 
@@ -25,9 +30,8 @@ class Fleet:
     """A running fleet, whose replicas have one node each."""
 
     def __init__(self, cluster):
-        with socket.create_server(("127.0.0.1", 0)) as bound:
-            self.port = bound.getsockname()[1]
-        self.cluster, self.url = cluster, f"http://127.0.0.1:{self.port}"
+        self.cluster, self.port = cluster, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
 
     def deploy(self, **model) -> None:
@@ -96,6 +100,11 @@ class Fleet:
                 thread.result(SECONDS)
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return bound.getsockname()[1]
+
+
 def processes() -> list[int]:
     """Return the ids of the replicas' processes, which the raylets of this process have started."""
     found = []
@@ -118,12 +127,10 @@ def fleet():
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Workers import the package of this checkout.
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     cluster = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
     try:
         cluster.add_node(**NODE)
-        environment = {"env_vars": {"PYTHONPATH": path}}
+        environment = {"env_vars": {"PYTHONPATH": PATH}}
         ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
         serve.start(proxy_location="Disabled")
         running = Fleet(cluster)
@@ -183,6 +190,20 @@ def test_more_requests_than_places_are_refused_with_429(fleet):
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
     assert [answer.status_code for answer in answers if answer not in refused] == [200] * (24 - len(refused))
     assert 0 < len(refused) <= 12  # The replicas have twelve places.
+
+
+def test_serve_run_uses_the_builder(fleet, tmp_path):
+    from ray import serve
+
+    path, port = tmp_path / "fleet.yaml", free_port()
+    path.write_text(json.dumps({"models": [MODEL | {"cpus": 0, "name": "other"}], "port": port}))
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", fleet.cluster.address]
+    command += ["--name", "second", "--route-prefix", "/second", "tridecode.fleet:build", f"config={path}"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": PATH}, capture_output=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    url, body = f"http://127.0.0.1:{port}/v1/completions", {"model": "other", "prompt": "Hello", "max_tokens": 1}
+    assert httpx.post(url, json=body, timeout=SECONDS).status_code == 200
+    serve.delete("second")
 
 
 def test_a_rolling_update_fails_no_request(fleet, expected):
