@@ -52,7 +52,7 @@ class InOrder(Policy):
 def backend(name: str, *addresses: Address, keys: tuple[str, ...] = ()) -> Backend:
     """Return a model whose replicas are tried in their order."""
     replicas = {each.replica: each for each in addresses}
-    return Backend(name, lambda: replicas, InOrder(prefix=False), keys)
+    return Backend(name, lambda: replicas, InOrder(kind="load"), keys)
 
 
 def address(running: Running, name: str = "one") -> Address:

@@ -174,8 +174,13 @@ def test_memory_is_bounded_and_forgets_the_oldest():
 
 
 def test_the_policy_load_ignores_prefixes():
-    policy = Policy(prefix=False)
+    policy = Policy(kind="load")
     messages = [user("Hello"), answer("Hi"), user("More")]
     chosen = send(policy, ticket(*messages[:1]))
     assert send(policy, ticket(*messages), **{chosen: 1}) != chosen
     assert len(policy) == 0
+
+
+def test_round_robin():
+    policy = Policy(kind="round_robin")
+    assert [send(policy, ticket(user("Hello")), replicas="abc") for _ in range(6)] == [*"bcabca"]

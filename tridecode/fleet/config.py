@@ -152,7 +152,7 @@ class Model(Checked):
 class Routing(Checked):
     """How requests are distributed; see prefix.Policy."""
 
-    policy: str = option("prefix", Choice(("prefix", "load")), "prefix, or load for the shortest queue only")
+    policy: str = option("prefix", Choice(("prefix", "load", "round_robin")), "how a replica is chosen")
     spread: float = option(
         1.25, Number(1, 1000), "the replica with the prefix is used up to this multiple of the average load"
     )

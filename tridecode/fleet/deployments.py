@@ -115,7 +115,7 @@ class GatewayDeployment:
         log_requests()
         routing, backends = config.routing, []
         for model in config.models:
-            policy = Policy(routing.entries, routing.spread, routing.policy == "prefix", several=config.gateways > 1)
+            policy = Policy(routing.entries, routing.spread, routing.policy, several=config.gateways > 1)
             replicas = partial(replicas_of, deployment_name(model.name))
             backends.append(Backend(model.name, replicas, policy, model.api_key_file))
         self._settings = Settings(

@@ -177,14 +177,14 @@ class Policy:
     Args:
         entries: maximum number of hashes that are remembered. The least recently used are forgotten.
         spread: a replica with the prefix is chosen while its load is at most `spread` times the average.
-        prefix: whether prefixes and conversations count. False always chooses by load.
+        kind: "prefix", "load" without prefixes, or "round_robin", which is for comparison only.
         several: whether other policies choose for the same replicas. A new conversation then goes to the replica that
             all of them would choose, while its load allows it, since its next turn may arrive at another policy.
     """
 
-    def __init__(self, entries: int = 1 << 20, spread: float = 1.25, prefix: bool = True, several: bool = False):
+    def __init__(self, entries: int = 1 << 20, spread: float = 1.25, kind: str = "prefix", several: bool = False):
         self._limit, self._spread = max(entries // 2, 1), spread
-        self._prefix, self._several = prefix, several
+        self._kind, self._several, self._chosen = kind, several, 0
         # Hash -> replicas as bits. A hash that is used moves from `_old` to `_young`; a full `_young` becomes `_old`.
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
@@ -214,12 +214,15 @@ class Policy:
         if ticket.session:  # The hash of a session is the last one.
             named = hashlib.blake2b(ticket.session.encode(errors="replace"), digest_size=8, person=b"session").digest()
             hashes = (*hashes, int.from_bytes(named))
-        chosen = self._holder(hashes, ticket, loads, replicas) if self._prefix else None
-        if chosen is None:
+        chosen = self._holder(hashes, ticket, loads, replicas) if self._kind == "prefix" else None
+        if self._kind == "round_robin":
+            self._chosen += 1
+            chosen = [*loads][self._chosen % len(loads)]
+        elif chosen is None:
             chosen = self._idlest(hashes, ticket, loads)
         ticket.replica = chosen
         self.running[chosen] = loads[chosen] + 1
-        if self._prefix:
+        if self._kind == "prefix":
             self._remember(hashes, chosen)
         return chosen
 
@@ -264,7 +267,7 @@ class Policy:
     def _idlest(self, hashes: Sequence[int], ticket: Ticket, loads: Mapping[str, int]) -> str:
         """Return the replica with the least load. The prompt decides between equal loads, in every process alike."""
         most = min(loads.values())
-        if self._several and self._prefix:
+        if self._several and self._kind == "prefix":
             most = max(most, int(self._spread * (sum(loads.values()) + 1) / len(loads)) - 1)
         equal = [name for name, load in loads.items() if load <= most]
         if len(equal) == 1:
