@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import warnings
 from dataclasses import replace
 
@@ -55,13 +54,17 @@ def fleet(args, output: Output) -> int:
 
 
 def run(serve, application, config, output: Output) -> None:
-    """Deploy the application, and delete it when a signal arrives. Raises TridecodeError."""
+    """Deploy the application, and delete it after Ctrl-C or SIGTERM. Raises TridecodeError."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # Shells let programs in the background ignore SIGINT.
+        signal.signal(each, signal.default_int_handler)
     serve.start(proxy_location="Disabled")
     output.note(f"starting {counted(sum(model.least for model in config.models), 'replica')}")
     try:
         serve.run(application, name=NAME, route_prefix="/")
         announce(output, config)
-        wait()
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
         output.note("stopping")
     except RuntimeError as error:
         raise TridecodeError(failure(serve, error)) from None
@@ -132,14 +135,3 @@ def announce(output: Output, config) -> None:
     if not keys and config.host not in ("127.0.0.1", "::1", "localhost"):
         output.note("this fleet accepts requests without an API key; set api_key_file to require one")
     output.note("Ctrl-C stops")
-
-
-def wait() -> None:
-    """Wait for Ctrl-C or SIGTERM."""
-    stopped = threading.Event()
-    before = {each: signal.signal(each, lambda *_: stopped.set()) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        stopped.wait()
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
