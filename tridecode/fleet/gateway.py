@@ -42,14 +42,6 @@ JOIN_STREAMS = 16  # Number of streams above which tokens are joined.
 log = logging.getLogger("tridecode.server")
 
 
-class Refused(ReplicaLost):
-    """The replica answered that it cannot run the request at present. `problem` is the error for the client."""
-
-    def __init__(self, problem: ApiError):
-        super().__init__(problem.message)
-        self.problem = problem
-
-
 class Backend:
     """The replicas of one model.
 
@@ -93,7 +85,7 @@ class Backend:
             yield replicas[name]
         except ReplicaLost as lost:
             ticket.avoid.add(name)
-            if not isinstance(lost, Refused):
+            if not lost.refusal:
                 self._lost[name] = time.monotonic() + LOST_SECONDS
             raise
         finally:
@@ -273,9 +265,8 @@ class Forwarded:
                     return await self._relay(address, send)
             except ReplicaLost as lost:
                 log.warning("%s: a replica did not answer: %s", self._id, lost)
-                problem = ApiError(503, "the replica failed; send the request again", code="replica_failed")
-                if isinstance(lost, Refused):
-                    problem = lost.problem
+                failed = ApiError(503, "the replica failed; send the request again", code="replica_failed")
+                problem = lost.refusal or failed
                 if self._began:
                     counts["broken"] += 1
                     break
@@ -294,7 +285,8 @@ class Forwarded:
         upstream = await Upstream.send(address, "POST", self._path, self._headers, self._body)
         try:
             if upstream.status == 503:
-                raise Refused(refusal(await upstream.read_all()))
+                problem = refusal(await upstream.read_all())
+                raise ReplicaLost(problem.message, problem)
             headers = [(name, value) for name, value in upstream.headers if name not in NOT_FORWARDED]
             if self._gateway.stopping:
                 headers.append((b"connection", b"close"))

@@ -45,14 +45,12 @@ class Ticket:
         chain: hashes of the prompt.
         session: the conversation that the client names, or "".
         avoid: replicas that have failed this request.
-        id: identifier of the request in logs.
         replica: the replica that was chosen last, or None.
     """
 
     chain: Chain = Chain()
     session: str = ""
     avoid: set[str] = field(default_factory=set)
-    id: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     replica: str | None = None
 
 
