@@ -1,20 +1,28 @@
 """A discrete-event simulation of a fleet, with measured pass times and the policy of tridecode.fleet.
 
-    python -m benchmarks.fleet_sim --replicas 1 8 64 --rate 2
+    python -m benchmarks.fleet_sim --replicas 1 8 64 --rate 1.5
 
-Requests are turns of conversations. Conversations arrive as a Poisson process. Each begins with one of a few system
-prompts, whose popularity falls by Zipf's law. Lengths are log-normal with the means below, and the number of turns is
-geometric. A replica computes waiting prompts first, then a decode pass for all running requests. Its cache holds the
-prefixes of the conversations that it has seen last. Prints one JSON object for each size of the fleet and policy.
+The workload has the statistics of Mooncake's public trace of conversations (github.com/kvcache-ai/Mooncake,
+FAST25-release/traces), as pypi.org/project/llmtrafficlens/0.6.2 publishes them: 12,031 requests at 3.4 a second, median
+prompt 6,909 tokens, median answer 350, one prefix of 512 tokens in all prompts; an unbounded cache would hold 37.4% of
+all prompt tokens, one of 16 million tokens 34.2%, one of 4 million 18.5%. The mean number of turns and the median length
+of a message are set so that prompts have this median and this reuse. The mean pause between turns, 175 seconds, follows
+from the two smaller caches. The spread of the lengths is that of the first 76 requests of the trace: the logarithms of
+the prompts have a standard deviation of 1.07, the answers one of 212 tokens. Conversations arrive as a Poisson process.
+They end at the context length of the model.
 
-Pass times were measured with Qwen3-4B on an H100: ms of a decode pass by rows, and ms to the first token by tokens of
-the prompt. Between these points the times are interpolated.
+A replica computes waiting prompts first, while running requests continue at the pace of chunks, and then decodes. Its
+cache holds the conversations that it has seen last. Prints one JSON object for each run.
+
+Pass times were measured with Qwen3-4B on an H100: a decode pass by rows, and the time to the first token of prompts of
+64, 2,048 and 32,000 tokens, through which a parabola goes.
 """
 
 import argparse
 import heapq
 import itertools
 import json
+import math
 import random
 import time
 from bisect import bisect_left
@@ -22,41 +30,54 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tridecode.fleet.prefix import Chain, Policy, Ticket
+from tridecode.fleet import peers
+from tridecode.fleet.prefix import Chain, News, Policy, Ticket
 
+SYSTEM_TOKENS, MESSAGE_TOKENS, MESSAGE_SPREAD = 512, 4000, 1.2
+ANSWER_TOKENS, ANSWER_DEVIATION = 350, 212
+TURNS, PAUSE_SECONDS = 1.53, 175.0
+CONTEXT = 40_960
 DECODE_MS = ((1, 2.791), (8, 3.136), (32, 3.693), (64, 4.383))
-PROMPT_MS = ((1, 2.8), (64, 4.2), (2048, 27.9), (32000, 908.0))
+PROMPT_MS = 2.8, 0.01116, 5.35e-7  # Constant, and by tokens, and by squared tokens.
+CHUNK_MS = 15.0  # Time of a chunk of a prompt, in which each running request gets one token.
 SLOTS = 32
-CACHE_TOKENS = 250_000  # K/V positions of a replica.
-# Means that are often reported for Azure's trace of conversations of 2023. They were not compared with the trace.
-PROMPT_TOKENS, ANSWER_TOKENS = 1155, 211
-SYSTEMS, SYSTEM_TOKENS = 20, 600
-TURNS = 4.0  # Mean number of turns of a conversation.
-THINK_SECONDS = 10.0  # Mean time between an answer and the next turn.
+CACHE_TOKENS = 400_000  # K/V positions of 144 KiB in the memory of one H100 beside the weights.
+POLICIES = ("prefix", "load", "round_robin", "random")
 
 
-def interpolated(points: tuple[tuple[float, float], ...], x: float) -> float:
-    """Return the value at x of a line through the points."""
-    at = min(max(bisect_left(points, (x,)), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[at - 1], points[at]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+def decode_seconds(rows: int) -> float:
+    """Return the time of a decode pass, interpolated between the measured ones."""
+    at = min(max(bisect_left(DECODE_MS, (rows,)), 1), len(DECODE_MS) - 1)
+    (x0, y0), (x1, y1) = DECODE_MS[at - 1], DECODE_MS[at]
+    return (y0 + (y1 - y0) * (rows - x0) / (x1 - x0)) / 1000
+
+
+def prompt_seconds(reused: int, tokens: int) -> float:
+    """Return the time of a prompt whose first tokens are reused."""
+    constant, linear, square = PROMPT_MS
+    return (constant + linear * (tokens - reused) + square * (tokens**2 - reused**2)) / 1000
 
 
 @dataclass
 class Conversation:
-    """A conversation: its system prompt, and the lengths of its turns."""
+    """A conversation: the lengths of its turns, and what has happened.
+
+    Attributes:
+        turns: (tokens of the message, tokens of the answer, seconds before the next turn) of each turn.
+        tokens: tokens before the next message.
+        replica: the replica of the last turn.
+    """
 
     number: int
-    system: int
-    turns: list[tuple[int, int, float]]  # (new tokens of the prompt, tokens of the answer, seconds before the next)
-    done: int = 0  # Turns that have ended.
-    tokens: int = SYSTEM_TOKENS  # Tokens of the next prompt without the new ones.
+    turns: list[tuple[int, int, float]]
+    done: int = 0
+    tokens: int = SYSTEM_TOKENS
     replica: str | None = None
 
     def ticket(self) -> Ticket:
-        """Return the ticket of the next turn: the hashes of the system prompt and of the ends of the messages."""
+        """Return the ticket of the next turn: the hashes of the shared prefix and of the ends of the turns."""
         own = [hash((self.number, turn)) & (1 << 64) - 1 for turn in range(self.done + 1)]
-        return Ticket(Chain((self.system, *own), 1), id="")
+        return Ticket(Chain((0, *own), 1))
 
 
 @dataclass
@@ -64,42 +85,43 @@ class Request:
     """A turn that a replica computes."""
 
     conversation: Conversation
+    policy: Policy
     ticket: Ticket
     arrived: float
     prompt: int
     answer: int
-    generated: int = 0
 
 
 @dataclass
 class Replica:
-    """A replica: its queue, its running requests, and the prefixes in its cache."""
+    """A replica.
+
+    Attributes:
+        running: (value of `clock` at which it ends, number, request) tuples.
+        clock: tokens that a request would have got that runs since the beginning.
+        pace: seconds of a token at present; 0 while the replica is idle.
+        since: the time of `clock`.
+        prompt: the request whose prompt is computed.
+        plan: number of the present plan, so that events of earlier plans are ignored.
+        cached: conversation -> tokens, the least recently used first.
+    """
 
     waiting: deque[Request] = field(default_factory=deque)
-    running: list[Request] = field(default_factory=list)
-    cached: OrderedDict[tuple[str, int], int] = field(default_factory=OrderedDict)  # Prefix -> tokens.
+    running: list[tuple[float, int, Request]] = field(default_factory=list)
+    clock: float = 0.0
+    pace: float = 0.0
+    since: float = 0.0
+    prompt: Request | None = None
+    plan: int = 0
+    cached: OrderedDict[int, int] = field(default_factory=OrderedDict)
     size: int = 0
-    active: bool = False
-    answered: int = 0  # Tokens of answers that have ended.
-    passes: int = 0
-    rows: int = 0  # Rows of these passes.
+    tokens: int = 0  # Tokens of answers that have ended.
 
-    def reuse(self, conversation: Conversation) -> int:
-        """Return the tokens of the next prompt that the cache holds."""
-        best = 0
-        for key in (("system", conversation.system), ("own", conversation.number)):
-            if key in self.cached:
-                self.cached.move_to_end(key)
-                best = max(best, self.cached[key])
-        return best
-
-    def store(self, conversation: Conversation, tokens: int) -> None:
+    def store(self, conversation: Conversation, limit: int) -> None:
         """Cache the prefix of a conversation, and drop the least recently used ones."""
-        system = ("system", conversation.system)
-        for key, size in ((system, SYSTEM_TOKENS), (("own", conversation.number), tokens)):
-            self.size += size - self.cached.pop(key, 0)
-            self.cached[key] = size
-        while self.size > CACHE_TOKENS:
+        self.size += conversation.tokens - self.cached.pop(conversation.number, 0)
+        self.cached[conversation.number] = conversation.tokens
+        while self.size > limit:
             self.size -= self.cached.popitem(last=False)[1]
 
 
@@ -108,153 +130,186 @@ class Simulation:
 
     Args:
         replicas: number of replicas.
-        rate: conversations that begin in a second.
-        choose: "prefix", "load", "random" or "round_robin".
-        seconds: simulated time.
+        rate: requests a second.
+        kind: one of POLICIES.
+        gateways: number of gateways. Each turn arrives at any of them.
+        seconds, warm: simulated time, and its first part that is not counted.
+        cache: tokens that a replica can cache.
     """
 
-    def __init__(self, replicas: int, rate: float, choose: str, seconds: float, seed: int = 0):
-        self.random, self.seconds, self.rate = random.Random(seed), seconds, rate
+    def __init__(self, replicas: int, rate: float, kind: str, gateways: int, seconds: float, warm: float, cache: int):
+        self.random, self.routing = random.Random(0), random.Random(0)  # All policies get the same workload.
+        self.rate, self.seconds, self.warm, self.cache, self.kind = rate / TURNS, seconds, warm, cache, kind
         self.replicas = {f"r{i}": Replica() for i in range(replicas)}
-        self.loads = dict.fromkeys(self.replicas, 0)
-        self.names, self.next = list(self.replicas), itertools.cycle(self.replicas)
-        self.policy = Policy(prefix=choose == "prefix")
-        self.kind = choose
+        self.slots = dict.fromkeys(self.replicas, SLOTS)
+        several = gateways > 1
+        self.policies = [Policy(kind="load" if kind == "random" else kind, several=several) for _ in range(gateways)]
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
-        self.order, self.numbers = itertools.count(), itertools.count()
-        self.routing = random.Random(seed)  # All policies see the same workload.
+        self.numbers = itertools.count()
         self.first: list[float] = []
+        self.gaps: list[float] = []  # Mean seconds between the tokens of an answer.
         self.prompt = self.reused = self.returned = self.later = self.decisions = 0
         self.deciding = 0.0  # Seconds of this machine.
-        self.systems = [1 / (i + 1) for i in range(SYSTEMS)]
 
     def at(self, when: float, action: Callable[[float], None]) -> None:
         """Run `action` at a time."""
-        heapq.heappush(self.events, (when, next(self.order), action))
+        heapq.heappush(self.events, (when, next(self.numbers), action))
 
     def run(self) -> dict:
         """Return the figures of the run."""
         self.at(0.0, self.begin)
-        while self.events:
+        if len(self.policies) > 1:
+            self.at(peers.SECONDS, self.exchange)
+        while self.events[0][0] < self.seconds:
             now, _, action = heapq.heappop(self.events)
-            if now > self.seconds:
-                break
             action(now)
-        replicas = self.replicas.values()
-        answered = [replica.answered for replica in replicas]
-        times = sorted(self.first) or [0.0]
+        tokens, counted = [each.tokens for each in self.replicas.values()], self.seconds - self.warm
         return {
             "replicas": len(self.replicas),
             "policy": self.kind,
+            "gateways": len(self.policies),
             "requests": len(self.first),
-            "first_token_ms_p50": round(1000 * times[len(times) // 2], 1),
-            "first_token_ms_p99": round(1000 * times[int(len(times) * 0.99)], 1),
+            "first_token_ms_p50": quantile(self.first, 0.5),
+            "first_token_ms_p99": quantile(self.first, 0.99),
+            "token_ms_p50": quantile(self.gaps, 0.5),
             "reused": round(self.reused / max(self.prompt, 1), 3),
             "returned": round(self.returned / max(self.later, 1), 3),
-            "tokens_per_s": round(sum(answered) / self.seconds),
-            "rows_of_a_pass": round(
-                sum(each.rows for each in replicas) / max(sum(each.passes for each in replicas), 1), 1
-            ),
-            "most_tokens_over_mean": round(max(answered) * len(answered) / max(sum(answered), 1), 2),
-            "decisions_per_s_simulated": round(self.decisions / self.seconds),
+            "tokens_per_s": round(sum(tokens) / counted),
+            "most_tokens_over_mean": round(max(tokens) * len(tokens) / max(sum(tokens), 1), 2),
             "decisions_per_s_possible": round(self.decisions / max(self.deciding, 1e-9)),
         }
+
+    def exchange(self, now: float) -> None:
+        """Let the gateways exchange news, and schedule the next time."""
+        for number, policy in enumerate(self.policies):
+            news = policy.news()
+            for other in self.policies:
+                if other is not policy:
+                    other.hear(str(number), News(dict(news.running), news.placed), now)
+        self.at(now + peers.SECONDS, self.exchange)
+
+    # ---- the workload
 
     def begin(self, now: float) -> None:
         """Begin a conversation, and schedule the beginning of the next one."""
         self.at(now + self.random.expovariate(self.rate), self.begin)
         turns = []
-        while not turns or self.random.random() > 1 / TURNS:
-            pause = self.random.expovariate(1 / THINK_SECONDS)
-            turns.append((self.length(PROMPT_TOKENS - SYSTEM_TOKENS), self.length(ANSWER_TOKENS), pause))
-        system = self.random.choices(range(SYSTEMS), self.systems)[0]
-        self.turn(now, Conversation(next(self.numbers), system, turns))
-
-    def length(self, mean: float) -> int:
-        """Return a log-normal length."""
-        return max(int(self.random.lognormvariate(0, 1) * mean / 1.6487), 1)
+        while not turns or self.random.random() < 1 - 1 / TURNS:
+            message = int(self.random.lognormvariate(math.log(MESSAGE_TOKENS), MESSAGE_SPREAD)) + 1
+            answer = max(int(self.random.gauss(ANSWER_TOKENS, ANSWER_DEVIATION)), 1)
+            turns.append((message, answer, self.random.expovariate(1 / PAUSE_SECONDS)))
+        self.turn(now, Conversation(next(self.numbers), turns))
 
     def turn(self, now: float, conversation: Conversation) -> None:
-        """Send the next turn of a conversation to a replica."""
-        ticket, start = conversation.ticket(), time.perf_counter()
-        name = self.choose(ticket)
-        self.deciding += time.perf_counter() - start
+        """Send the next turn of a conversation to a replica, if there is one and it fits into the context."""
+        if conversation.done == len(conversation.turns):
+            return
+        message, answer, _ = conversation.turns[conversation.done]
+        if conversation.tokens + message + answer > CONTEXT:
+            return
+        policy, ticket = self.routing.choice(self.policies), conversation.ticket()
+        start = time.thread_time()
+        name = policy.choose(ticket, self.slots)
+        self.deciding += time.thread_time() - start
         self.decisions += 1
-        if conversation.done:
+        assert name is not None
+        if self.kind == "random":
+            policy.release(ticket)
+            name = self.routing.choice([*self.replicas])
+        if conversation.done and now > self.warm:
             self.later += 1
             self.returned += name == conversation.replica
         conversation.replica = name
-        new, answer, _ = conversation.turns[conversation.done]
         replica = self.replicas[name]
-        replica.waiting.append(Request(conversation, ticket, now, conversation.tokens + new, answer))
-        if not replica.active:
-            replica.active = True
-            self.step(now, replica)
+        replica.waiting.append(Request(conversation, policy, ticket, now, conversation.tokens + message, answer))
+        if replica.prompt is None:
+            self.advance(now, replica)
+            self.plan(now, replica)
 
-    def choose(self, ticket: Ticket) -> str:
-        """Return the replica of a request."""
-        if self.kind == "random":
-            return self.routing.choice(self.names)
-        if self.kind == "round_robin":
-            return next(self.next)
-        return self.policy.choose(ticket, self.loads, SLOTS) or self.names[0]
+    # ---- a replica
 
-    def step(self, now: float, replica: Replica) -> None:
-        """Run one pass: the prompt of a waiting request with the running requests, or a decode pass."""
-        if replica.waiting and len(replica.running) < SLOTS:
-            request = replica.waiting.popleft()
-            reused = min(replica.reuse(request.conversation), request.prompt - 1)
-            self.prompt += request.prompt
-            self.reused += reused
-            took = interpolated(PROMPT_MS, request.prompt) - interpolated(PROMPT_MS, max(reused, 1))
-            took = (took + interpolated(DECODE_MS, len(replica.running) + 1)) / 1000
-            replica.running.append(request)
-        elif replica.running:
-            took = interpolated(DECODE_MS, len(replica.running)) / 1000
+    def advance(self, now: float, replica: Replica) -> None:
+        """Give the running requests their tokens until `now`, and end those that are complete."""
+        if replica.pace:
+            replica.clock += (now - replica.since) / replica.pace
+        replica.since = now
+        while replica.running and replica.running[0][0] <= replica.clock + 1e-6:
+            self.end(now, replica, heapq.heappop(replica.running)[2])
+
+    def plan(self, now: float, replica: Replica) -> None:
+        """Compute the next prompt, or decode until a request ends."""
+        replica.plan += 1
+        plan, rows = replica.plan, len(replica.running)
+        if replica.waiting and rows < SLOTS:
+            request = replica.prompt = replica.waiting.popleft()
+            reused = replica.cached.get(request.conversation.number, 0) or (SYSTEM_TOKENS if replica.cached else 0)
+            if request.conversation.number in replica.cached:
+                replica.cached.move_to_end(request.conversation.number)
+            if now > self.warm:
+                self.prompt += request.prompt
+                self.reused += reused
+            replica.pace = CHUNK_MS / 1000
+            self.at(now + prompt_seconds(reused, request.prompt), lambda end: self.prompt_ended(end, replica))
+        elif rows:
+            replica.pace = decode_seconds(rows)
+            left = max(replica.running[0][0] - replica.clock, 0.0)
+            self.at(now + left * replica.pace, lambda end: self.decoded(end, replica, plan))
         else:
-            replica.active = False
-            return
-        replica.passes += 1
-        replica.rows += len(replica.running)
-        self.at(now + took, lambda end: self.ended(end, replica))
+            replica.pace = 0.0
 
-    def ended(self, now: float, replica: Replica) -> None:
-        """Give each running request a token, end those that are complete, and run the next pass."""
-        left = []
-        for request in replica.running:
-            request.generated += 1
-            if request.generated == 1:
-                self.first.append(now - request.arrived)
-            if request.generated < request.answer:
-                left.append(request)
-                continue
-            conversation = request.conversation
-            self.policy.release(request.ticket)
-            conversation.tokens = request.prompt + request.answer
-            replica.store(conversation, conversation.tokens)
-            replica.answered += request.answer
-            later = now + conversation.turns[conversation.done][2]
-            conversation.done += 1
-            if conversation.done < len(conversation.turns):
-                self.at(later, lambda when, conversation=conversation: self.turn(when, conversation))
-        replica.running = left
-        self.step(now, replica)
+    def prompt_ended(self, now: float, replica: Replica) -> None:
+        """Give a request its first token."""
+        request, replica.prompt = replica.prompt, None
+        assert request is not None
+        if now > self.warm:
+            self.first.append(now - request.arrived)
+        self.advance(now, replica)
+        request.arrived = now
+        heapq.heappush(replica.running, (replica.clock + request.answer - 1, next(self.numbers), request))
+        self.advance(now, replica)
+        self.plan(now, replica)
+
+    def decoded(self, now: float, replica: Replica, plan: int) -> None:
+        """Continue after the end of a request, unless a prompt has interrupted this plan."""
+        if plan == replica.plan:
+            self.advance(now, replica)
+            self.plan(now, replica)
+
+    def end(self, now: float, replica: Replica, request: Request) -> None:
+        """End a request, and schedule the next turn."""
+        conversation = request.conversation
+        if self.kind != "random":
+            request.policy.release(request.ticket)
+        conversation.tokens = request.prompt + request.answer
+        replica.store(conversation, self.cache)
+        if now > self.warm:
+            replica.tokens += request.answer
+            self.gaps.append((now - request.arrived) / max(request.answer - 1, 1))
+        pause = conversation.turns[conversation.done][2]
+        conversation.done += 1
+        self.at(now + pause, lambda when: self.turn(when, conversation))
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Return a quantile in ms."""
+    return round(1000 * sorted(values)[int(len(values) * share)], 1) if values else math.nan
 
 
 def main() -> None:
     """Run the simulations of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument(
-        "--rate", type=float, default=3.0, help="conversations that begin in a second, for each replica"
-    )
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--policies", nargs="+", default=["prefix", "load", "random", "round_robin"])
+    parser.add_argument("--rate", type=float, default=1.5, help="requests a second, for each replica")
+    parser.add_argument("--gateways", type=int, nargs="+", default=[1])
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--seconds", type=float, default=900.0, help="simulated time")
+    parser.add_argument("--warm", type=float, default=450.0, help="its first part, which is not counted")
+    parser.add_argument("--cache", type=int, default=CACHE_TOKENS, help="tokens that a replica can cache")
     args = parser.parse_args()
-    for replicas in args.replicas:
-        for policy in args.policies:
-            simulation = Simulation(replicas, args.rate * replicas, policy, args.seconds)
-            print(json.dumps(simulation.run()), flush=True)
+    for replicas, gateways, kind in itertools.product(args.replicas, args.gateways, args.policies):
+        rate = args.rate * replicas
+        simulation = Simulation(replicas, rate, kind, gateways, args.seconds, args.warm, args.cache)
+        print(json.dumps(simulation.run()), flush=True)
 
 
 if __name__ == "__main__":

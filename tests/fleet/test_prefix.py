@@ -2,7 +2,8 @@
 
 import json
 
-from tridecode.fleet.prefix import Chain, Policy, Ticket, chain_of, fields_of
+from tridecode.fleet.peers import Peers
+from tridecode.fleet.prefix import Chain, News, Policy, Ticket, chain_of, fields_of
 
 TWO = ("a", "b")
 
@@ -130,17 +131,6 @@ def test_different_prompts_go_to_the_shortest_queue():
     assert policy.running == dict.fromkeys("abcd", 0)
 
 
-def test_several_gateways_place_a_conversation_alike_unless_a_replica_has_too_much_load():
-    one, two = Policy(several=True), Policy(several=True)
-    for i in range(40):
-        messages = [user(f"Question {i}")]
-        chosen = send(one, ticket(*messages), replicas="abcd")
-        later = ticket(*messages, answer("Answer"), user("More"))
-        loads = dict.fromkeys("abcd", 4)
-        assert send(two, later, replicas="abcd", **loads | {chosen: 4}) == chosen
-        assert send(Policy(several=True), later, replicas="abcd", **loads | {chosen: 7}) != chosen
-
-
 def test_a_failed_replica_is_avoided():
     policy = Policy()
     request = ticket(user("Hello"))
@@ -184,3 +174,29 @@ def test_the_policy_load_ignores_prefixes():
 def test_round_robin():
     policy = Policy(kind="round_robin")
     assert [send(policy, ticket(user("Hello")), replicas="abc") for _ in range(6)] == [*"bcabca"]
+
+
+# ---- several gateways
+
+
+def test_gateways_tell_each_other_loads_and_conversations(tmp_path):
+    policies = [Policy(several=True) for _ in range(3)]
+    peers = [Peers({"model": policy}, tmp_path / "sockets", f"{i}") for i, policy in enumerate(policies)]
+    messages = [user("Hello")]
+    chosen = policies[0].choose(ticket(*messages), dict.fromkeys(TWO, 8))
+    for each in peers:
+        each.send()
+    for each in peers:
+        each.receive()
+    # The others know that this replica is busy, and that it has the conversation.
+    assert {policy.choose(ticket(user("Other")), dict.fromkeys(TWO, 8)) for policy in policies} == {*TWO} - {chosen}
+    later = ticket(*messages, answer("Hi"), user("More"))
+    assert {policy.choose(later, dict.fromkeys(TWO, 8)) for policy in policies} == {chosen}
+
+
+def test_a_gateway_that_has_ended_is_forgotten(tmp_path):
+    policy = Policy(several=True)
+    policy.hear("ended", News({"a": 5}, []), 0.0)
+    assert policy.choose(ticket(user("Hello")), dict.fromkeys(TWO, 8)) == "b"
+    policy.hear("other", News({}, []), 2.0)
+    assert policy.choose(ticket(user("Other")), dict.fromkeys(TWO, 8)) == "a"

@@ -9,7 +9,9 @@ import hashlib
 import os
 import re
 import secrets
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,6 +27,7 @@ from ..server.settings import Settings
 from ..server.tls import Tls
 from .config import Config, Model
 from .gateway import Backend, Gateway
+from .peers import Peers
 from .prefix import Policy
 from .router import Router, replicas_needed
 from .upstream import replicas_of
@@ -128,6 +131,10 @@ class GatewayDeployment:
             cors=config.cors,
         )
         self._gateway = Gateway(backends, self._settings, config.api_key_file, config.join_ms)
+        if config.gateways > 1:
+            folder = Path(tempfile.gettempdir(), f"tridecode-fleet-{config.port}")
+            peers = Peers({backend.name: backend.policy for backend in backends}, folder)
+            self._exchanging = asyncio.create_task(peers.run())
         # A gateway that replaces another one listens when it knows the replicas. In a new fleet, they are loading.
         self._connecting = [asyncio.ensure_future(connect(handle)) for handle in handles]
         await asyncio.wait(self._connecting, timeout=CONNECT_SECONDS)

@@ -8,6 +8,7 @@ have computed which hashes.
 import hashlib
 import secrets
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 MAX_HASHED = 1 << 16  # Bytes of a prompt that are hashed.
 FIRST_POSITION = 1024  # The first position within a message. The others are this number times powers of two.
 MESSAGES = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # Messages whose ends are positions.
+PEER_SECONDS = 1.0  # Seconds after which a gateway counts as ended if it tells nothing.
 # Fields of a body that decide where a request goes.
 FIELDS = frozenset(
     ("model", "prompt_cache_key", "cache_salt", "tools", "system", "instructions", "messages", "input", "prompt")
@@ -167,17 +169,28 @@ def _canonical(value: Any) -> bytes:
     return msgspec.json.encode(value, order="deterministic")
 
 
+class News(msgspec.Struct, array_like=True):
+    """What a policy tells the other gateways.
+
+    Attributes:
+        running: replica -> its load by this gateway.
+        placed: (hashes, replica) of the requests since the last news.
+    """
+
+    running: dict[str, int]
+    placed: list[tuple[tuple[int, ...], str]]
+
+
 class Policy:
     """Chooses replicas: by conversation, by prefix while the load allows it, otherwise by load.
 
-    The load of a replica is the number of requests that this policy has sent there and that have not ended.
+    The load of a replica is the number of requests that the gateways have sent there and that have not ended.
 
     Args:
         entries: maximum number of hashes that are remembered. The least recently used are forgotten.
-        spread: a replica with the prefix is chosen while its load is at most `spread` times the average.
+        spread: a replica with the prefix is chosen if it has the least load, or at most `spread` times the average.
         kind: "prefix", "load" without prefixes, or "round_robin", which is for comparison only.
-        several: whether other policies choose for the same replicas. A new conversation then goes to the replica that
-            all of them would choose, while its load allows it, since its next turn may arrive at another policy.
+        several: whether other gateways choose for the same replicas, with which `news` and `hear` exchange the state.
     """
 
     def __init__(self, entries: int = 1 << 20, spread: float = 1.25, kind: str = "prefix", several: bool = False):
@@ -189,7 +202,10 @@ class Policy:
         self._bits: dict[str, int] = {}  # Replica -> its bit, which no other replica gets later.
         self._names: dict[int, str] = {}  # The inverse.
         self._next, self._all = 1, 0  # The bit of the next replica, and all bits of replicas that exist.
-        self.running: dict[str, int] = {}  # Replica -> its load.
+        self.running: dict[str, int] = {}  # Replica -> its load by this gateway.
+        self._others: dict[str, int] = {}  # Replica -> its load by other gateways.
+        self._peers: dict[str, tuple[float, dict[str, int]]] = {}  # Gateway -> (time, its news).
+        self._placed: list[tuple[tuple[int, ...], str]] = []
         self.moved = 0  # Conversations that left their replica because of its load.
 
     def __len__(self) -> int:
@@ -205,54 +221,73 @@ class Policy:
         Returns:
             None if the request has failed on all replicas.
         """
-        loads = {name: self.running.get(name, 0) for name in replicas if name not in ticket.avoid}
+        others, avoid = self._others, ticket.avoid
+        loads = {name: self.running.get(name, 0) + others.get(name, 0) for name in replicas if name not in avoid}
         if not loads:
             return None
         hashes = ticket.chain.hashes
         if ticket.session:  # The hash of a session is the last one.
             named = hashlib.blake2b(ticket.session.encode(errors="replace"), digest_size=8, person=b"session").digest()
             hashes = (*hashes, int.from_bytes(named))
-        chosen = self._holder(hashes, ticket, loads, replicas) if self._kind == "prefix" else None
+        most = max(min(loads.values()), self._spread * (sum(loads.values()) + 1) / len(loads) - 1)
         if self._kind == "round_robin":
             self._chosen += 1
             chosen = [*loads][self._chosen % len(loads)]
-        elif chosen is None:
+        elif self._kind == "load" or (chosen := self._holder(hashes, ticket, loads, replicas, most)) is None:
             chosen = self._idlest(hashes, ticket, loads)
         ticket.replica = chosen
-        self.running[chosen] = loads[chosen] + 1
+        self.running[chosen] = self.running.get(chosen, 0) + 1
         if self._kind == "prefix":
             self._remember(hashes, chosen)
+            if self._several:
+                self._placed.append((hashes, chosen))
         return chosen
 
     def release(self, ticket: Ticket) -> None:
         """Record that a request has ended on its replica."""
         replica, ticket.replica = ticket.replica, None
         if replica is not None:
-            self.running[replica] -= 1
+            self.running[replica] = self.running.get(replica, 1) - 1
 
     def remove(self, replica: str) -> None:
-        """Forget the prefixes of a replica that no longer exists."""
+        """Forget a replica that no longer exists."""
+        self.running.pop(replica, None)
         if (bit := self._bits.pop(replica, None)) is not None:
             del self._names[bit]
             self._all ^= bit
 
+    def news(self) -> News:
+        """Return what has changed since the last call."""
+        placed, self._placed = self._placed, []
+        return News(self.running, placed)
+
+    def hear(self, peer: str, news: News, now: float) -> None:
+        """Learn what another gateway has told at a time, by time.monotonic."""
+        self._peers[peer] = now, news.running
+        self._peers = {name: each for name, each in self._peers.items() if now - each[0] < PEER_SECONDS}
+        self._others = dict(sum((Counter(running) for _, running in self._peers.values()), Counter()))
+        for hashes, replica in news.placed:
+            self._remember(hashes, replica)
+
     def _holder(
-        self, hashes: Sequence[int], ticket: Ticket, loads: Mapping[str, int], slots: Mapping[str, int]
+        self, hashes: Sequence[int], ticket: Ticket, loads: Mapping[str, int], slots: Mapping[str, int], most: float
     ) -> str | None:
-        """Return the least loaded replica with the longest prefix, or None if it has too much load."""
-        average = (sum(loads.values()) + 1) / len(loads)
+        """Return the least loaded replica with the longest prefix, or None if its load is larger than `most`.
+
+        The replica of a conversation is kept while it has a free slot.
+        """
         for at in range(len(hashes) - 1, -1, -1):
-            mask, best = self._mask(hashes[at]), None
+            mask, holders = self._mask(hashes[at]), {}
+            if mask == self._all and len(self._bits) == len(loads):  # This is much faster with many replicas.
+                mask, holders = 0, dict(loads)
             while mask:
-                low = mask & -mask
-                mask ^= low
-                name = self._names[low]
-                if name in loads and (best is None or loads[name] < loads[best]):
-                    best = name
-            if best is not None:
-                continues = at >= ticket.chain.shared
-                # The replica of a conversation is kept while it has a free slot.
-                if loads[best] < self._spread * average or continues and loads[best] < slots[best]:
+                bit = mask & -mask
+                mask ^= bit
+                if (name := self._names[bit]) in loads:
+                    holders[name] = loads[name]
+            if holders:
+                best, continues = self._idlest(hashes, ticket, holders), at >= ticket.chain.shared
+                if holders[best] <= most or continues and holders[best] < slots[best]:
                     return best
                 self.moved += continues
                 return None
@@ -264,10 +299,8 @@ class Policy:
 
     def _idlest(self, hashes: Sequence[int], ticket: Ticket, loads: Mapping[str, int]) -> str:
         """Return the replica with the least load. The prompt decides between equal loads, in every process alike."""
-        most = min(loads.values())
-        if self._several and self._kind == "prefix":
-            most = max(most, int(self._spread * (sum(loads.values()) + 1) / len(loads)) - 1)
-        equal = [name for name, load in loads.items() if load <= most]
+        least = min(loads.values())
+        equal = [name for name, load in loads.items() if load == least]
         if len(equal) == 1:
             return equal[0]
         seed = hashes[min(ticket.chain.shared, len(hashes) - 1)] if hashes else secrets.randbits(64)
