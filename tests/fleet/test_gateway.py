@@ -16,7 +16,7 @@ from tridecode.fleet import gateway as module
 from tridecode.fleet.gateway import Backend, Gateway
 from tridecode.fleet.prefix import Policy
 from tridecode.fleet.upstream import Address, ReplicaLost, Upstream
-from tridecode.server.run import bind, config
+from tridecode.server.listen import bind, config
 from tridecode.server.settings import Settings
 
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -16,7 +16,7 @@ def serve(args, output: Output) -> int:
     """Run `tridecode serve` until it is stopped. Return the exit code."""
     try:
         from ..server.access import log_requests
-        from ..server.run import allow_files, bind, prepare_threads
+        from ..server.listen import allow_files, bind, prepare_threads
         from ..server.run import serve as run
         from ..server.settings import Settings
         from ..server.tls import Tls

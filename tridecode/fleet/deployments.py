@@ -22,7 +22,8 @@ from ray.serve.handle import DeploymentHandle
 
 from ..engine import Engine
 from ..server.access import log_requests
-from ..server.run import Uvicorn, allow_files, bind, config, prepare_threads
+from ..server.listen import allow_files, bind, config, prepare_threads
+from ..server.run import Uvicorn
 from ..server.settings import Settings
 from ..server.tls import Tls
 from .config import Config, Model

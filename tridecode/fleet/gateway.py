@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from ..server import events
 from ..server.access import GENERATIONS, ID_HEADERS, matches
-from ..server.app import make_app, paths_of
+from ..server.asgi import make_app, paths_of
 from ..server.errors import ApiError, bad_request
 from ..server.page import page
 from ..server.settings import MAX_BODY_BYTES, Settings
