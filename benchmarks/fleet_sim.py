@@ -5,11 +5,11 @@
 The workload has the statistics of Mooncake's public trace of conversations (github.com/kvcache-ai/Mooncake,
 FAST25-release/traces), as pypi.org/project/llmtrafficlens/0.6.2 publishes them: 12,031 requests at 3.4 a second, median
 prompt 6,909 tokens, median answer 350, one prefix of 512 tokens in all prompts; an unbounded cache would hold 37.4% of
-all prompt tokens, one of 16 million tokens 34.2%, one of 4 million 18.5%. The mean number of turns and the median length
-of a message are set so that prompts have this median and this reuse. The mean pause between turns, 175 seconds, follows
-from the two smaller caches. The spread of the lengths is that of the first 76 requests of the trace: the logarithms of
-the prompts have a standard deviation of 1.07, the answers one of 212 tokens. Conversations arrive as a Poisson process.
-They end at the context length of the model.
+all prompt tokens, one of 16 million tokens 34.2%, one of 4 million 18.5%. The mean number of turns and the median
+message are set so that prompts have this median and this reuse. The mean pause between turns, 175 s, follows from the
+two smaller caches. The spread of the lengths is that of the first 76 requests of the trace: the logarithms of the
+prompts have a standard deviation of 1.07, the answers one of 212 tokens. Conversations arrive as a Poisson process, and
+end at the context length of the model.
 
 A replica computes waiting prompts first, while running requests continue at the pace of chunks, and then decodes. Its
 cache holds the conversations that it has seen last. Prints one JSON object for each run.
@@ -25,19 +25,21 @@ import json
 import math
 import random
 import time
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tridecode.fleet import peers
-from tridecode.fleet.prefix import Chain, News, Policy, Ticket
+from tridecode.fleet.policy import News, Policy, Ticket
+from tridecode.fleet.prefix import Chain
 
 SYSTEM_TOKENS, MESSAGE_TOKENS, MESSAGE_SPREAD = 512, 4000, 1.2
 ANSWER_TOKENS, ANSWER_DEVIATION = 350, 212
 TURNS, PAUSE_SECONDS = 1.53, 175.0
 CONTEXT = 40_960
-DECODE_MS = ((1, 2.791), (8, 3.136), (32, 3.693), (64, 4.383))
+DECODE_MS = (1, 8, 32, 64), (2.791, 3.136, 3.693, 4.383)  # Rows, and ms of a pass.
 PROMPT_MS = 2.8, 0.01116, 5.35e-7  # Constant, and by tokens, and by squared tokens.
 CHUNK_MS = 15.0  # Time of a chunk of a prompt, in which each running request gets one token.
 SLOTS = 32
@@ -47,9 +49,7 @@ POLICIES = ("prefix", "load", "round_robin", "random")
 
 def decode_seconds(rows: int) -> float:
     """Return the time of a decode pass, interpolated between the measured ones."""
-    at = min(max(bisect_left(DECODE_MS, (rows,)), 1), len(DECODE_MS) - 1)
-    (x0, y0), (x1, y1) = DECODE_MS[at - 1], DECODE_MS[at]
-    return (y0 + (y1 - y0) * (rows - x0) / (x1 - x0)) / 1000
+    return float(np.interp(rows, *DECODE_MS)) / 1000
 
 
 def prompt_seconds(reused: int, tokens: int) -> float:
@@ -60,19 +60,13 @@ def prompt_seconds(reused: int, tokens: int) -> float:
 
 @dataclass
 class Conversation:
-    """A conversation: the lengths of its turns, and what has happened.
-
-    Attributes:
-        turns: (tokens of the message, tokens of the answer, seconds before the next turn) of each turn.
-        tokens: tokens before the next message.
-        replica: the replica of the last turn.
-    """
+    """A conversation: the lengths of its turns, and what has happened."""
 
     number: int
-    turns: list[tuple[int, int, float]]
+    turns: list[tuple[int, int, float]]  # Tokens of the message, tokens of the answer, seconds before the next turn.
     done: int = 0
-    tokens: int = SYSTEM_TOKENS
-    replica: str | None = None
+    tokens: int = SYSTEM_TOKENS  # Tokens before the next message.
+    replica: str | None = None  # The replica of the last turn.
 
     def ticket(self) -> Ticket:
         """Return the ticket of the next turn: the hashes of the shared prefix and of the ends of the turns."""
@@ -94,27 +88,17 @@ class Request:
 
 @dataclass
 class Replica:
-    """A replica.
-
-    Attributes:
-        running: (value of `clock` at which it ends, number, request) tuples.
-        clock: tokens that a request would have got that runs since the beginning.
-        pace: seconds of a token at present; 0 while the replica is idle.
-        since: the time of `clock`.
-        prompt: the request whose prompt is computed.
-        plan: number of the present plan, so that events of earlier plans are ignored.
-        cached: conversation -> tokens, the least recently used first.
-    """
+    """A replica."""
 
     waiting: deque[Request] = field(default_factory=deque)
-    running: list[tuple[float, int, Request]] = field(default_factory=list)
-    clock: float = 0.0
-    pace: float = 0.0
-    since: float = 0.0
-    prompt: Request | None = None
-    plan: int = 0
-    cached: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    size: int = 0
+    running: list[tuple[float, int, Request]] = field(default_factory=list)  # The first number is `clock` at the end.
+    clock: float = 0.0  # Tokens that a request would have got that runs since the beginning.
+    pace: float = 0.0  # Seconds of a token at present; 0 while the replica is idle.
+    since: float = 0.0  # The time of `clock`.
+    prompt: Request | None = None  # The request whose prompt is computed.
+    plan: int = 0  # Number of the present plan, so that events of earlier plans are ignored.
+    cached: OrderedDict[int, int] = field(default_factory=OrderedDict)  # Conversation -> tokens.
+    size: int = 0  # Sum of these tokens.
     tokens: int = 0  # Tokens of answers that have ended.
 
     def store(self, conversation: Conversation, limit: int) -> None:
@@ -133,13 +117,13 @@ class Simulation:
         rate: requests a second.
         kind: one of POLICIES.
         gateways: number of gateways. Each turn arrives at any of them.
-        seconds, warm: simulated time, and its first part that is not counted.
+        seconds: simulated time, whose first half is not counted.
         cache: tokens that a replica can cache.
     """
 
-    def __init__(self, replicas: int, rate: float, kind: str, gateways: int, seconds: float, warm: float, cache: int):
+    def __init__(self, replicas: int, rate: float, kind: str, gateways: int, seconds: float, cache: int):
         self.random, self.routing = random.Random(0), random.Random(0)  # All policies get the same workload.
-        self.rate, self.seconds, self.warm, self.cache, self.kind = rate / TURNS, seconds, warm, cache, kind
+        self.rate, self.seconds, self.warm, self.cache, self.kind = rate / TURNS, seconds, seconds / 2, cache, kind
         self.replicas = {f"r{i}": Replica() for i in range(replicas)}
         self.slots = dict.fromkeys(self.replicas, SLOTS)
         several = gateways > 1
@@ -302,13 +286,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.5, help="requests a second, for each replica")
     parser.add_argument("--gateways", type=int, nargs="+", default=[1])
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
-    parser.add_argument("--seconds", type=float, default=900.0, help="simulated time")
-    parser.add_argument("--warm", type=float, default=450.0, help="its first part, which is not counted")
+    parser.add_argument("--seconds", type=float, default=900.0, help="simulated time; its first half is not counted")
     parser.add_argument("--cache", type=int, default=CACHE_TOKENS, help="tokens that a replica can cache")
     args = parser.parse_args()
     for replicas, gateways, kind in itertools.product(args.replicas, args.gateways, args.policies):
-        rate = args.rate * replicas
-        simulation = Simulation(replicas, rate, kind, gateways, args.seconds, args.warm, args.cache)
+        simulation = Simulation(replicas, args.rate * replicas, kind, gateways, args.seconds, args.cache)
         print(json.dumps(simulation.run()), flush=True)
 
 

@@ -41,7 +41,7 @@ class Fleet:
         from tridecode.fleet import build
 
         models = [MODEL | {"replicas": 2} | model]
-        serve.run(build({"models": models, "port": self.port}), name="fleet", route_prefix="/")
+        serve.run(build({"models": models, "port": self.port, "gateways": 2}), name="fleet", route_prefix="/")
 
     def replicas(self) -> int:
         """Return the number of replicas that the gateway knows."""

@@ -14,7 +14,7 @@ from servers import GREEDY, LONG, Running, events, slow_passes, until
 
 from tridecode.fleet import gateway as module
 from tridecode.fleet.gateway import Backend, Gateway
-from tridecode.fleet.prefix import Policy
+from tridecode.fleet.policy import Policy
 from tridecode.fleet.upstream import Address, ReplicaLost, Upstream
 from tridecode.server.listen import bind, config
 from tridecode.server.settings import Settings

@@ -3,7 +3,8 @@
 import json
 
 from tridecode.fleet.peers import Peers
-from tridecode.fleet.prefix import Chain, News, Policy, Ticket, chain_of, fields_of
+from tridecode.fleet.policy import News, Policy, Ticket
+from tridecode.fleet.prefix import Chain, chain_of, fields_of
 
 TWO = ("a", "b")
 

@@ -6,30 +6,25 @@ ready. Requests do not pass through it. Each class serves HTTP in the event loop
 
 import asyncio
 import hashlib
-import os
 import re
-import secrets
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 import uvicorn
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from ..engine import Engine
 from ..server.access import log_requests
-from ..server.listen import allow_files, bind, config, prepare_threads
-from ..server.run import Uvicorn
+from ..server.listen import allow_files, bind, config, prepare_threads, started
 from ..server.settings import Settings
 from ..server.tls import Tls
 from .config import Config, Model
 from .gateway import Backend, Gateway
 from .peers import Peers
-from .prefix import Policy
+from .policy import Policy
 from .router import Router, replicas_needed
 from .upstream import replicas_of
 
@@ -37,74 +32,7 @@ HEALTH_SECONDS = 2.0  # Seconds between health checks.
 CONNECT_SECONDS = 5.0  # Seconds for which a new gateway waits for replicas before it listens.
 LEAVE_SECONDS = 3.0  # Seconds for which a gateway that stops still accepts connections, and closes them one by one.
 KILL_SECONDS = 10.0  # Seconds after the grace time after which Ray ends a process.
-STARTED_SECONDS = 0.01
-CONNECTIONS = 64  # Connections of a replica in addition to one for each request.
 GATEWAY = "gateway"
-
-
-class Replica:
-    """The deployment of one model: an engine and its HTTP server, whose address Ray sends to the gateways.
-
-    Args:
-        model: the configuration.
-        grace: seconds for running requests to end when the replica stops.
-    """
-
-    async def __init__(self, model: Model, grace: float):  # type: ignore[misc]  # Ray awaits it.
-        if not model.gpus:
-            os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-        log_requests()
-        self._model, self._host = model, ray.util.get_node_ip_address()
-        self.engine = Engine.load(model.model, **model.options)
-        queue = model.options["max_queue"]
-        self._settings = Settings(
-            model=model.name,
-            max_queue=queue,
-            timeout=model.timeout or None,
-            grace=grace,
-            max_connections=self.engine.slots + queue + CONNECTIONS,
-            api_keys=(secrets.token_hex(16),),  # Only processes of the Ray cluster learn the key.
-            log_prompts=model.log_prompts,
-            replica=serve.get_replica_context().replica_id.unique_id,
-        )
-        self._passes, self._progress = -1, 0.0
-        allow_files(self._settings.max_connections)
-        bound = bind(self._host, 0, self._settings.timeout)
-        self._port = bound.getsockname()[1]
-        prepare_threads()
-        self._server = Uvicorn(self.engine, self._settings, None, lambda: None)
-        self._serving = await listening(self._server, bound)
-
-    def record_replica_metadata(self) -> dict[str, Any]:
-        """Return the address of the HTTP server; Ray sends it to the gateways."""
-        key = self._settings.api_keys[0]
-        sizes = {"slots": self.engine.slots, "context": self.engine.capacity}
-        return {"host": self._host, "port": self._port, "key": key} | sizes
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the number of requests that run or wait, for `replicas_needed`."""
-        return {"requests": self._server.http.loop.open}
-
-    async def check_health(self) -> None:
-        """Check that the engine works.
-
-        Raises:
-            RuntimeError: the engine has failed, or no pass has ended for a long time although requests are active.
-        """
-        loop, now = self._server.http.loop, asyncio.get_running_loop().time()
-        if loop.failure is not None or self._serving.done() or not loop.running:
-            raise RuntimeError(f"the engine or its HTTP server has ended: {loop.failure}")
-        passes = sum(stat.count for stat in self.engine.graph_stats())
-        if passes != self._passes or not self.engine.scheduler.busy:
-            self._passes, self._progress = passes, now
-        elif now - self._progress > self._model.pass_seconds:
-            raise RuntimeError(f"no pass has ended for {now - self._progress:.0f} seconds although requests are active")
-
-    async def __del__(self) -> None:
-        """Refuse new requests, let running ones end during the grace time, and free the engine."""
-        self._server.should_exit = True
-        await self._serving
-        self.engine.close()
 
 
 class GatewayDeployment:
@@ -149,7 +77,7 @@ class GatewayDeployment:
         bound = bind(fleet.host, fleet.port or 0, shared=fleet.port != 0)
         prepare_threads()
         self._server = uvicorn.Server(config(self._gateway.app, self._settings, tls))
-        self._serving = await listening(self._server, bound)
+        self._serving = await started(self._server, bound)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application for requests that come through Ray's proxies."""
@@ -175,16 +103,6 @@ async def connect(handle: DeploymentHandle) -> None:
         pass
 
 
-async def listening(server: uvicorn.Server, bound: Any) -> asyncio.Task[None]:
-    """Start a server in this event loop, and return its task when clients can connect. Raises the server's error."""
-    serving = asyncio.create_task(server.serve(sockets=[bound]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(STARTED_SECONDS)
-    if serving.done():
-        serving.result()
-    return serving
-
-
 def deployment_name(model: str) -> str:
     """Return a name for the deployment of a model; Ray shows it, and allows few characters."""
     plain = re.sub(r"[^A-Za-z0-9_-]", "-", model)
@@ -193,6 +111,8 @@ def deployment_name(model: str) -> str:
 
 def deploy_model(model: Model, config: Config) -> serve.Application:
     """Return the deployment of one model."""
+    from .replica import Replica
+
     scaling = model.autoscaling
     limits = AutoscalingConfig(
         min_replicas=scaling.min,

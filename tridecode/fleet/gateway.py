@@ -27,7 +27,8 @@ from ..server.errors import ApiError, bad_request
 from ..server.page import page
 from ..server.settings import MAX_BODY_BYTES, Settings
 from ..version import __version__
-from .prefix import Policy, Ticket, chain_of, fields_of
+from .policy import Policy, Ticket
+from .prefix import chain_of, fields_of
 from .upstream import Address, ReplicaLost, Upstream, fetch
 
 OTHERS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")

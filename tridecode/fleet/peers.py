@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from .prefix import News, Policy
+from .policy import News, Policy
 
 SECONDS = 0.05  # Seconds between two messages.
 LARGEST = 1 << 20  # Bytes of a message.

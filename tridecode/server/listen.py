@@ -1,5 +1,6 @@
 """What a server or gateway needs of its process: sockets, files, threads and uvicorn."""
 
+import asyncio
 import errno
 import gc
 import re
@@ -20,6 +21,7 @@ from .tls import Tls
 SEND_BUFFER = 1 << 16
 STALL_TIMEOUT = 600  # Seconds that the send buffer may stay full if requests have no deadline.
 OTHER_FILES = 256  # File descriptors that are not connections of clients.
+STARTED_SECONDS = 0.01  # Seconds between two looks at whether a server listens.
 SWITCH_INTERVAL = 1e-4  # Interval in seconds at which Python switches threads.
 
 
@@ -92,3 +94,13 @@ def prepare_threads() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL)
     gc.collect()
     gc.freeze()
+
+
+async def started(server: uvicorn.Server, bound: socket.socket) -> asyncio.Task[None]:
+    """Start a server in this event loop, and return its task when clients can connect. Raises the server's error."""
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(STARTED_SECONDS)
+    if serving.done():
+        serving.result()
+    return serving
