@@ -43,13 +43,14 @@ class GatewayDeployment:
         handles: the deployments of the models, in their order.
     """
 
-    async def __init__(self, config: Config, handles: list[DeploymentHandle]):  # type: ignore[misc]  # As above.
+    async def __init__(self, config: Config, handles: list[DeploymentHandle]):  # type: ignore[misc]  # Ray awaits it.
         log_requests()
         routing, backends = config.routing, []
         for model in config.models:
             policy = Policy(routing.entries, routing.spread, routing.policy, several=config.gateways > 1)
             replicas = partial(replicas_of, deployment_name(model.name))
             backends.append(Backend(model.name, replicas, policy, model.api_key_file))
+        self._serving: asyncio.Task[None] | None = None
         self._settings = Settings(
             model=config.models[0].name,
             grace=config.grace,
@@ -67,7 +68,6 @@ class GatewayDeployment:
         # A gateway that replaces another one listens when it knows the replicas. In a new fleet, they are loading.
         self._connecting = [asyncio.ensure_future(connect(handle)) for handle in handles]
         await asyncio.wait(self._connecting, timeout=CONNECT_SECONDS)
-        self._serving: asyncio.Task[None] | None = None
         if config.port is not None:
             await self._listen(config)
 

@@ -66,6 +66,7 @@ class Backend:
         if (current := self._current()) is not self._known:
             for name in self._known.keys() - current.keys():
                 self.policy.remove(name)
+                self._lost.pop(name, None)
             self._known = current
         return self._known
 

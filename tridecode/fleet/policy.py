@@ -1,8 +1,6 @@
 """The routing policy: which replica a request goes to. This module needs neither Ray nor an event loop.
 
-A prompt is described by a chain of hashes, one for each of a few positions. Each hash covers the prompt from its
-beginning, so two prompts share a hash only if they are equal up to its position. The policy remembers which replicas
-have computed which hashes.
+It remembers which replicas have computed which hashes of prompts.
 """
 
 import hashlib

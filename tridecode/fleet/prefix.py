@@ -1,4 +1,7 @@
-"""The hashes of a prompt, by which requests find the replica that has computed its beginning."""
+"""The hashes of a prompt, by which a request finds the replica that has computed its beginning.
+
+Each hash covers the prompt from its beginning, so two prompts share a hash only if they are equal up to its position.
+"""
 
 import hashlib
 from collections.abc import Mapping

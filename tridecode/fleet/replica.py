@@ -81,6 +81,7 @@ class Replica:
 
     async def __del__(self) -> None:
         """Refuse new requests, let running ones end during the grace time, and free the engine."""
-        self._server.should_exit = True
-        await self._serving
-        self.engine.close()
+        if hasattr(self, "_serving"):  # Ray also calls this if the replica could not start.
+            self._server.should_exit = True
+            await self._serving
+            self.engine.close()
