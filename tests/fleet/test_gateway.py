@@ -1,6 +1,8 @@
 """The gateway without Ray: real HTTP, with replicas that are engines or scripts."""
 
 import asyncio
+import gzip
+import json
 import socket
 import threading
 import time
@@ -103,6 +105,13 @@ def test_the_gateway_returns_the_answers_of_the_replica(replica):
         assert text == direct.json()["choices"][0]["message"]["content"]
         wrong = client.post("/v1/chat/completions", json=GREEDY | {"temperatur": 1})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperatur")
+
+
+def test_a_compressed_body(replica):
+    body, headers = gzip.compress(json.dumps(GREEDY).encode()), {"Content-Type": "application/json"}
+    with gateway(backend("bundled", address(replica)), backend("other")) as client:
+        answer = client.post("/v1/chat/completions", content=body, headers=headers | {"Content-Encoding": "gzip"})
+        assert answer.status_code == 200
 
 
 def test_models_and_unknown_models(replica):

@@ -54,6 +54,7 @@ class GatewayDeployment:
         self._settings = Settings(
             model=config.models[0].name,
             grace=config.grace,
+            timeout=max(model.timeout for model in config.models) or None,
             allow_hosts=(*config.allow_host, config.host),
             max_connections=config.max_connections,
             timeout_keep_alive=config.timeout_keep_alive,

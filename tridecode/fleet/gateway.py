@@ -23,14 +23,16 @@ from starlette.routing import Route
 from ..server import events
 from ..server.access import GENERATIONS, ID_HEADERS, matches
 from ..server.asgi import make_app, paths_of
+from ..server.bodies import Bodies
 from ..server.errors import ApiError, bad_request
 from ..server.page import page
-from ..server.settings import MAX_BODY_BYTES, Settings
+from ..server.settings import Settings
 from ..version import __version__
 from .policy import Policy, Ticket
-from .prefix import chain_of, fields_of
+from .prefix import Chain, chain_of, fields_of
 from .upstream import Address, ReplicaLost, Upstream, fetch
 
+LARGEST_CONTEXT = 1 << 20  # Tokens. A replica refuses bodies that are too long for its own context.
 OTHERS = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
 ATTEMPTS = 2  # A request without a token is sent to at most this many replicas.
 READY_SECONDS = 10.0  # Seconds for which a request waits if there is no replica.
@@ -119,6 +121,7 @@ class Gateway:
         self.streams = 0  # Streams that run.
         self.stopping = False  # Whether connections are closed after their request.
         self._page, self._page_headers = page()
+        self._bodies = Bodies(LARGEST_CONTEXT, asyncio.to_thread, settings.timeout)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.app = make_app(
@@ -142,16 +145,10 @@ class Gateway:
     # ---- requests that replicas answer
 
     async def _forward(self, request: Request) -> "Forwarded":
-        body = await read_body(request)
-        try:
-            fields = fields_of(body)
-        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):
-            # The body may be compressed or wrong. A replica reads the one and names the error of the other.
-            fields = {}
+        body, fields, chain = await self._bodies.read(request, parsed)
         backend = self._backend(fields.get("model"), request)
         session = request.headers.get(SESSION_HEADER) or fields.get("prompt_cache_key")
-        ticket = Ticket(chain_of(fields), session if isinstance(session, str) else "")
-        return Forwarded(self, backend, ticket, request, body)
+        return Forwarded(self, backend, Ticket(chain, session if isinstance(session, str) else ""), request, body)
 
     def _backend(self, name: Any, request: Request) -> Backend:
         """Return the model of a request. Raises ApiError if it does not exist, or if the key is for another one."""
@@ -230,9 +227,7 @@ class Forwarded:
     def __init__(self, gateway: Gateway, backend: Backend, ticket: Ticket, request: Request, body: bytes):
         self._gateway, self._backend, self._ticket, self._body = gateway, backend, ticket, body
         self._path, self._id = request.scope["path"], request.scope["tridecode.record"].id
-        names = ("content-type", "content-encoding")
-        self._headers = {name: request.headers[name] for name in names if name in request.headers}
-        self._headers["X-Request-Id"] = self._id
+        self._headers = {"Content-Type": "application/json", "X-Request-Id": self._id}
         self._headed = False  # Whether the client has the head of the response.
         self._began = False  # Whether the client has any of the content of the response.
 
@@ -312,7 +307,8 @@ class Forwarded:
                 if not self._headed:
                     self._headed = True
                     await send(start)
-                self._began = self._began or bool(data.replace(events.KEEP_ALIVE, b""))
+                if not self._began and data.replace(events.KEEP_ALIVE, b""):
+                    self._began, self._body = True, b""
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 if gateway.join_seconds and gateway.streams > JOIN_STREAMS:
                     await asyncio.sleep(gateway.join_seconds)
@@ -335,15 +331,13 @@ class Forwarded:
             await send({"type": "http.response.body", "body": data})
 
 
-async def read_body(request: Request) -> bytes:
-    """Return the body as it was sent. Raises ApiError if it is too long."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            size = f"{MAX_BODY_BYTES / (1 << 20):g} MiB"
-            raise ApiError(413, f"the body is longer than {size}; send a shorter one", code="body_too_large")
-    return bytes(body)
+def parsed(body: bytes) -> tuple[bytes, dict[str, Any], Chain]:
+    """Return a body, its fields that decide where it goes, and the hashes of its prompt."""
+    try:
+        fields = fields_of(body)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):
+        fields = {}  # The body is wrong, and a replica names the error.
+    return body, fields, chain_of(fields)
 
 
 async def disconnected(receive) -> None:

@@ -51,7 +51,7 @@ class Server:
     def __init__(self, engine: Engine, settings: Settings, on_failure: Callable[[], None] = lambda: None):
         self.engine, self.settings, self._on_failure = engine, settings, on_failure
         self.loop = Loop(engine, settings.max_queue, settings.keep_alive)
-        self.bodies = Bodies(engine.capacity, self.loop, settings.timeout)
+        self.bodies = Bodies(engine.capacity, self.loop.run_in_thread, settings.timeout)
         self.metrics = Metrics(engine, settings)
         self._created = int(time.time())
         self._page, self._page_headers = page()
