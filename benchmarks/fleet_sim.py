@@ -3,13 +3,13 @@
     python -m benchmarks.fleet_sim --replicas 1 8 64 --rate 1.5
 
 The workload has the statistics of Mooncake's public trace of conversations (github.com/kvcache-ai/Mooncake,
-FAST25-release/traces), as pypi.org/project/llmtrafficlens/0.6.2 publishes them: 12,031 requests at 3.4 a second, median
-prompt 6,909 tokens, median answer 350, one prefix of 512 tokens in all prompts; an unbounded cache would hold 37.4% of
-all prompt tokens, one of 16 million tokens 34.2%, one of 4 million 18.5%. The mean number of turns and the median
-message are set so that prompts have this median and this reuse. The mean pause between turns, 175 s, follows from the
-two smaller caches. The spread of the lengths is that of the first 76 requests of the trace: the logarithms of the
-prompts have a standard deviation of 1.07, the answers one of 212 tokens. Conversations arrive as a Poisson process, and
-end at the context length of the model.
+FAST25-release/traces). pypi.org/project/llmtrafficlens/0.6.2 publishes them: 12,031 requests at 3.4 a second, a median
+prompt of 6,909 tokens, a median answer of 350, one prefix of 512 tokens in all prompts. An unbounded cache would hold
+37.4% of all prompt tokens, one of 16 million tokens 34.2%, one of 4 million 18.5%. The mean number of turns and the
+median message are set so that prompts have this median and this reuse. The mean pause between turns, 175 s, follows
+from the two smaller caches. The first 76 requests of the trace give the spread: the logarithms of their prompt lengths
+have a standard deviation of 1.07, their answers one of 212 tokens. Conversations arrive as a Poisson process, and end
+at the context length of the model.
 
 A replica computes waiting prompts first, while running requests continue at the pace of chunks, and then decodes. Its
 cache holds the conversations that it has seen last. Prints one JSON object for each run.
@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tridecode.fleet import peers
-from tridecode.fleet.policy import News, Policy, Ticket
+from tridecode.fleet.policy import Policy, Report, Ticket
 from tridecode.fleet.prefix import Chain
 
 SYSTEM_TOKENS, MESSAGE_TOKENS, MESSAGE_SPREAD = 512, 4000, 1.2
@@ -43,7 +43,7 @@ DECODE_MS = (1, 8, 32, 64), (2.791, 3.136, 3.693, 4.383)  # Rows, and ms of a pa
 PROMPT_MS = 2.8, 0.01116, 5.35e-7  # Constant, and by tokens, and by squared tokens.
 CHUNK_MS = 15.0  # Time of a chunk of a prompt, in which each running request gets one token.
 SLOTS = 32
-CACHE_TOKENS = 400_000  # K/V positions of 144 KiB in the memory of one H100 beside the weights.
+CACHE_TOKENS = 400_000  # K/V positions of 144 KiB in the memory of one H100 next to the weights.
 POLICIES = ("prefix", "load", "round_robin", "random")
 
 
@@ -60,7 +60,7 @@ def prompt_seconds(reused: int, tokens: int) -> float:
 
 @dataclass
 class Conversation:
-    """A conversation: the lengths of its turns, and what has happened."""
+    """A conversation: the lengths of its turns, and its state."""
 
     number: int
     turns: list[tuple[int, int, float]]  # Tokens of the message, tokens of the answer, seconds before the next turn.
@@ -164,12 +164,12 @@ class Simulation:
         }
 
     def exchange(self, now: float) -> None:
-        """Let the gateways exchange news, and schedule the next time."""
+        """Let the gateways exchange reports, and schedule the next time."""
         for number, policy in enumerate(self.policies):
-            news = policy.news()
+            report = policy.report()
             for other in self.policies:
                 if other is not policy:
-                    other.hear(str(number), News(dict(news.running), news.placed), now)
+                    other.receive(str(number), Report(dict(report.running), report.placed), now)
         self.at(now + peers.SECONDS, self.exchange)
 
     # ---- the workload

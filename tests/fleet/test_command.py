@@ -1,4 +1,4 @@
-"""The errors of `tridecode fleet`: one line each, which says what to do."""
+"""The errors of `tridecode fleet`: one line each."""
 
 import sys
 from types import SimpleNamespace

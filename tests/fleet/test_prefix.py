@@ -3,7 +3,7 @@
 import json
 
 from tridecode.fleet.peers import Peers
-from tridecode.fleet.policy import News, Policy, Ticket
+from tridecode.fleet.policy import Policy, Report, Ticket
 from tridecode.fleet.prefix import Chain, chain_of, fields_of
 
 TWO = ("a", "b")
@@ -197,7 +197,7 @@ def test_gateways_tell_each_other_loads_and_conversations(tmp_path):
 
 def test_a_gateway_that_has_ended_is_forgotten(tmp_path):
     policy = Policy(several=True)
-    policy.hear("ended", News({"a": 5}, []), 0.0)
+    policy.receive("ended", Report({"a": 5}, []), 0.0)
     assert policy.choose(ticket(user("Hello")), dict.fromkeys(TWO, 8)) == "b"
-    policy.hear("other", News({}, []), 2.0)
+    policy.receive("other", Report({}, []), 2.0)
     assert policy.choose(ticket(user("Other")), dict.fromkeys(TWO, 8)) == "a"

@@ -1,7 +1,7 @@
 """The fleet as an application of Ray Serve: one deployment for each model, and the gateways.
 
-Ray Serve starts the processes, checks their health, replaces and scales them, and tells the gateways which replicas are
-ready. Requests do not pass through it. Each class serves HTTP in the event loop in which Ray runs its methods.
+Ray Serve starts the processes, checks their health, replaces and scales them, and sends the list of ready replicas
+to the gateways. Requests do not pass through it. Each class serves HTTP in the event loop of its other methods.
 """
 
 import asyncio

@@ -109,7 +109,7 @@ class Gateway:
 
     Args:
         backends: the replicas of each model.
-        settings: settings of the HTTP server. Its keys are those of all models and of each model.
+        settings: settings of the HTTP server. Its keys are the keys for all models and of each model.
         keys: API keys for all models. With neither these nor keys of models, requests need no key.
         join_ms: see Config.
     """

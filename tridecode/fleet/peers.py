@@ -1,4 +1,4 @@
-"""What gateways that share a port tell each other, so that each knows all loads and conversations.
+"""The exchange between gateways that share a port: each one knows all loads and conversations.
 
 A turn of a conversation may arrive at any gateway. Without this exchange, eight gateways of 64 replicas would reuse 11%
 of the prompt tokens instead of 31% (benchmarks/fleet_sim.py). The gateways run on one machine, and send datagrams
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from .policy import News, Policy
+from .policy import Policy, Report
 
 SECONDS = 0.05  # Seconds between two messages.
 LARGEST = 1 << 20  # Bytes of a message.
@@ -36,7 +36,7 @@ class Peers:
         self._own.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(str(self._own))
-        self._decode = msgspec.msgpack.Decoder(tuple[str, dict[str, News]]).decode
+        self._decode = msgspec.msgpack.Decoder(tuple[str, dict[str, Report]]).decode
 
     async def run(self) -> None:
         """Send and receive until the task is cancelled."""
@@ -52,8 +52,8 @@ class Peers:
             self._own.unlink(missing_ok=True)
 
     def send(self) -> None:
-        """Tell all others what is new."""
-        data = msgspec.msgpack.encode((self._name, {name: each.news() for name, each in self._policies.items()}))
+        """Send a report to all others."""
+        data = msgspec.msgpack.encode((self._name, {name: each.report() for name, each in self._policies.items()}))
         for path in self._own.parent.iterdir():
             if path != self._own:
                 try:
@@ -67,7 +67,7 @@ class Peers:
         """Read all messages that have arrived."""
         with suppress(BlockingIOError):
             while data := self._socket.recv(LARGEST):
-                peer, news = self._decode(data)
-                for name, each in news.items():
+                peer, reports = self._decode(data)
+                for name, each in reports.items():
                     if name in self._policies:
-                        self._policies[name].hear(peer, each, time.monotonic())
+                        self._policies[name].receive(peer, each, time.monotonic())

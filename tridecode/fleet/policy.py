@@ -14,7 +14,7 @@ import msgspec
 
 from .prefix import Chain
 
-PEER_SECONDS = 1.0  # Seconds after which a gateway counts as ended if it tells nothing.
+PEER_SECONDS = 1.0  # Seconds after which a gateway counts as ended if it sends no report.
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Ticket:
     replica: str | None = None
 
 
-class News(msgspec.Struct, array_like=True):
-    """What a policy tells the other gateways.
+class Report(msgspec.Struct, array_like=True):
+    """The state that a policy sends to the other gateways.
 
     Attributes:
         running: replica -> its load by this gateway.
-        placed: (hashes, replica) of the requests since the last news.
+        placed: (hashes, replica) of the requests since the last report.
     """
 
     running: dict[str, int]
@@ -55,7 +55,7 @@ class Policy:
         entries: maximum number of hashes that are remembered. The least recently used are forgotten.
         spread: a replica with the prefix is chosen if it has the least load, or at most `spread` times the average.
         kind: "prefix", "load" without prefixes, or "round_robin", which is for comparison only.
-        several: whether other gateways choose for the same replicas, with which `news` and `hear` exchange the state.
+        several: whether other gateways choose for the same replicas; `report` and `receive` exchange their state.
     """
 
     def __init__(self, entries: int = 1 << 20, spread: float = 1.25, kind: str = "prefix", several: bool = False):
@@ -69,7 +69,7 @@ class Policy:
         self._next, self._all = 1, 0  # The bit of the next replica, and all bits of replicas that exist.
         self.running: dict[str, int] = {}  # Replica -> its load by this gateway.
         self._others: dict[str, int] = {}  # Replica -> its load by other gateways.
-        self._peers: dict[str, tuple[float, dict[str, int]]] = {}  # Gateway -> (time, its news).
+        self._peers: dict[str, tuple[float, dict[str, int]]] = {}  # Gateway -> (time, its loads).
         self._placed: list[tuple[tuple[int, ...], str]] = []
         self.moved = 0  # Conversations that left their replica because of its load.
 
@@ -122,17 +122,17 @@ class Policy:
             del self._names[bit]
             self._all ^= bit
 
-    def news(self) -> News:
+    def report(self) -> Report:
         """Return what has changed since the last call."""
         placed, self._placed = self._placed, []
-        return News(self.running, placed)
+        return Report(self.running, placed)
 
-    def hear(self, peer: str, news: News, now: float) -> None:
-        """Learn what another gateway has told at a time, by time.monotonic."""
-        self._peers[peer] = now, news.running
+    def receive(self, peer: str, report: Report, now: float) -> None:
+        """Add the report of another gateway, which arrived at the time `now` of time.monotonic."""
+        self._peers[peer] = now, report.running
         self._peers = {name: each for name, each in self._peers.items() if now - each[0] < PEER_SECONDS}
         self._others = dict(sum((Counter(running) for _, running in self._peers.values()), Counter()))
-        for hashes, replica in news.placed:
+        for hashes, replica in report.placed:
             self._remember(hashes, replica)
 
     def _holder(

@@ -1,4 +1,4 @@
-"""What Ray Serve runs elsewhere: the request router in each gateway, and the autoscaling policy in its controller.
+"""Extensions of Ray Serve: the request router in each gateway, and the autoscaling policy in its controller.
 
 Ray copies this module by value. Therefore it contains no state, and imports little.
 """

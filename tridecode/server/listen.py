@@ -1,4 +1,4 @@
-"""What a server or gateway needs of its process: sockets, files, threads and uvicorn."""
+"""The process of a server or gateway: sockets, files, threads and uvicorn."""
 
 import asyncio
 import errno

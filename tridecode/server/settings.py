@@ -34,7 +34,7 @@ class Settings:
         allow_hosts: host names in requests that are accepted, in addition to those of this machine; "*" accepts all.
         max_connections: maximum number of open connections.
         timeout_keep_alive: seconds for which a connection without a request stays open.
-        api_keys: keys, of which requests must send one. Without keys, all requests are accepted.
+        api_keys: requests must send one of these keys. Without keys, all requests are accepted.
         cors: origins of web pages that may send requests.
         log_prompts: whether the log contains prompts.
         replica: label of the metrics of a replica behind a gateway, which also sets the identifiers of requests.
