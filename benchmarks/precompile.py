@@ -4,7 +4,8 @@
     TRITON_CACHE_DIR=/tmp/cache python -m benchmarks.precompile qwen3-4b,4096,1 qwen3-4b,1024,64,40960,int4 --count
 
 An argument is the name of a suite, whose engines it compiles for, or an engine: preset, positions of a request, slots,
-positions of all requests, and the scheme of `--quantize`. With --count the script only prints the number of kernels.
+positions of all requests, and the scheme of `--quantize` or the type of `--gguf`. With --count the script only prints
+the number of kernels.
 Copy the cache to the other machine under the same path; only *.json and *.cubin are needed.
 
 The key of a kernel in the cache contains a hash of Triton's own files, so both machines must have the same version of
@@ -22,13 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmarks.suite import SUITES, lines_of, parse
+from tridecode.checkpoint.gguf.schemes import with_file_type
 from tridecode.cli.bench.batch import cases_of
 from tridecode.cli.bench.decode import capacity_of
 from tridecode.cli.bench.measure import reserved_positions
 from tridecode.cli.precompile import planned_kernels
 from tridecode.errors import counted
 from tridecode.kernels.device import GPUS, simulated
-from tridecode.models.presets import PRESETS
+from tridecode.models.presets import GGUF_TYPES, PRESETS
 from tridecode.options import EngineOptions
 from tridecode.plan.resolve import resolve
 from tridecode.step.compiler import OfflineDriver
@@ -39,11 +41,11 @@ KERNELS: list = []  # The list is filled before the processes are forked.
 def engines_of(suite: str) -> list[tuple]:
     """Return the engine of each row of a suite that has one.
 
-    An engine is (preset, positions of a request, slots, positions of all requests or None, quantize).
+    An engine is (preset, positions of a request, slots, positions of all requests or None, quantize or gguf).
     """
     engines = []
     for args, _ in map(parse, lines_of(suite)):
-        quantize = getattr(args, "quantize", None)
+        quantize = getattr(args, "gguf", None) or getattr(args, "quantize", None)
         if args.what == "batch":
             room = [[reserved_positions(context, args.steps) for context in contexts] for _, contexts in cases_of(args)]
             engines.append((args.preset, max(map(max, room)), max(map(len, room)), max(map(sum, room)), quantize))
@@ -62,11 +64,14 @@ def engine_of(words: str) -> tuple:
 
 
 def kernels_of(preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None) -> list:
-    """Return the kernels that an engine compiles at load."""
+    """Return the kernels that an engine compiles at load. `quantize` is also a type of `--gguf`."""
+    spec = PRESETS[preset]
+    if quantize in GGUF_TYPES:
+        spec, quantize = with_file_type(spec, quantize), None
     options = EngineOptions(
         max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens, quantize=quantize, dtype="bfloat16", speculate="off"
     )
-    return planned_kernels(resolve(options, PRESETS[preset], torch.device("cuda")))
+    return planned_kernels(resolve(options, spec, torch.device("cuda")))
 
 
 def compile_one(index: int) -> None:

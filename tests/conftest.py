@@ -52,7 +52,8 @@ SLOW = """
     kernels/attention/test_prompt_attention kernels/linear/test_matmul kernels/linear/test_matvec
     kernels/linear/test_packed kernels/sampling/test_greedy kernels/sampling/test_sample
     kernels/test_prefill_ops plan/test_model_switch plan/test_threads serve/test_batch_slots serve/test_requests
-    serve/test_scheduler serve/test_streams server/test_server server/test_server_life server/test_tool_calls
+    serve/test_scheduler serve/test_streams server/test_page server/test_page_markdown
+    server/test_server server/test_server_life server/test_tool_calls
     state/test_offload step/test_batch_invariant step/test_compile step/test_long_prompts step/test_rows
     step/test_runners step/test_speculation step/test_step test_agents test_bad_input test_documents
     text/test_encoder text/test_gguf_tokenizer text/test_ready text/test_sandbox text/test_structured

@@ -17,7 +17,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..server import events
@@ -25,7 +25,7 @@ from ..server.access import GENERATIONS, ID_HEADERS, matches
 from ..server.asgi import make_app, paths_of
 from ..server.bodies import Bodies
 from ..server.errors import ApiError, bad_request
-from ..server.page import page
+from ..server.page import Page
 from ..server.settings import Settings
 from ..version import __version__
 from .policy import Policy, Ticket
@@ -120,13 +120,12 @@ class Gateway:
         self.outcomes: Counter[str] = Counter()
         self.streams = 0  # Streams that run.
         self.stopping = False  # Whether connections are closed after their request.
-        self._page, self._page_headers = page()
         self._bodies = Bodies(LARGEST_CONTEXT, asyncio.to_thread, settings.timeout)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.app = make_app(
             [
-                Route("/", self._root),
+                *Page().routes,
                 Route("/v1", self._paths),
                 *(Route(path, self._forward, methods=["POST"]) for path in (*GENERATIONS, *OTHERS)),
                 Route("/v1/models", self._models),
@@ -178,9 +177,6 @@ class Gateway:
         context = min((each.context for each in backend.replicas().values()), default=None)
         facts = {"owned_by": "tridecode", "root": backend.name, "parent": None, "max_model_len": context}
         return {"id": backend.name, "object": "model", "created": self._created} | facts
-
-    async def _root(self, request: Request) -> Response:
-        return HTMLResponse(self._page, headers=self._page_headers)
 
     async def _paths(self, request: Request) -> Response:
         return JSONResponse({"paths": paths_of(request)})

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..engine import Engine
@@ -29,7 +29,7 @@ from .errors import ApiError, api_error, bad_request
 from .loop import Loop
 from .messages import chat_messages
 from .metrics import Metrics
-from .page import page
+from .page import Page
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, F, Generation, TokenizeRequest, parse_body
 from .responses_api import ResponsesRequest, ResponsesSerializer
 from .serializers import ChatSerializer, CompletionSerializer, Serializer
@@ -54,10 +54,9 @@ class Server:
         self.bodies = Bodies(engine.capacity, self.loop.run_in_thread, settings.timeout)
         self.metrics = Metrics(engine, settings)
         self._created = int(time.time())
-        self._page, self._page_headers = page()
         self.app = make_app(
             [
-                Route("/", self.root),
+                *Page().routes,
                 Route("/v1", self.paths),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
@@ -299,10 +298,6 @@ class Server:
         name = self.settings.model
         facts = {"owned_by": "tridecode", "root": name, "parent": None, "max_model_len": self.engine.capacity}
         return {"id": name, "object": "model", "created": self._created} | facts
-
-    async def root(self, request: Request) -> Response:
-        """Handle GET /, the chat page."""
-        return HTMLResponse(self._page, headers=self._page_headers)
 
     async def health(self, request: Request) -> Response:
         """Handle GET /health."""

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import triton
 
+from ...checkpoint.gguf.schemes import with_file_type
 from ...checkpoint.load import random_weights
 from ...engine import Engine
 from ...errors import DeviceError, GenerationError, ParameterError
@@ -64,6 +65,7 @@ def preset_engine(
     configs: Mapping[int, PassConfigs] | None = None,
     pages: int | None = None,
     offload: Offload | None = None,
+    gguf: str | None = None,
     **options,
 ) -> Engine:
     """Build an engine with the shape of a public model, random weights, and a cache of random K/V.
@@ -74,6 +76,7 @@ def preset_engine(
         configs: launch configs by number of rows
         pages: pages on the device, by default as the options require
         offload: pages in host memory
+        gguf: type of the GGUF file whose types of tensors the weights have, by default none
         options: further options of the engine; by default it is in bf16 and drafts are disabled
 
     Raises:
@@ -84,7 +87,8 @@ def preset_engine(
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     device = need_gpu()
     options = {"speculate": "off", "dtype": "bfloat16"} | options
-    plan = resolve(EngineOptions(max_seq_len=capacity, **options), PRESETS[preset], device)
+    spec = PRESETS[preset] if gguf is None else with_file_type(PRESETS[preset], gguf)
+    plan = resolve(EngineOptions(max_seq_len=capacity, **options), spec, device)
     plan.check()
     weights = random_weights(plan.spec, device, plan.dtype, on_host=plan.host_layers)
     if pages is not None:
@@ -103,7 +107,7 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
     chosen = {name: value for name, value in engine_options(args).items() if name != "graph"}
     options = {"speculate": "off"} | chosen | more | {"slots": slots, "kv_tokens": kv_tokens}
     if args.model is None:
-        return preset_engine(args.preset, capacity, **options)
+        return preset_engine(args.preset, capacity, gguf=getattr(args, "gguf", None), **options)
     need_gpu()
     engine = Engine.load(args.model, device="cuda", dtype="bfloat16", max_seq_len=capacity, **options)
     engine.model.kv.fill()  # With random K/V, a pass can start at any position.
