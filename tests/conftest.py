@@ -46,7 +46,8 @@ SLOW = """
     cli/test_bench_agents
     cli/test_bench_serve cli/test_cli cli/test_configuration cli/test_failed_turns
     cli/test_keyboard cli/test_looks cli/test_markdown cli/test_overflow cli/test_remote_chat cli/test_sessions
-    cli/test_signals cli/test_terminal cli/test_waiting cli/test_windows kernels/attention/test_attention
+    cli/test_signals cli/test_terminal cli/test_waiting cli/test_windows fleet/test_fleet fleet/test_gateway
+    kernels/attention/test_attention
     kernels/attention/test_attention_queries kernels/attention/test_fp8_kv
     kernels/attention/test_prompt_attention kernels/linear/test_matmul kernels/linear/test_matvec
     kernels/linear/test_packed kernels/sampling/test_greedy kernels/sampling/test_sample
