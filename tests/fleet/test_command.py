@@ -35,6 +35,12 @@ def test_a_wrong_file(run, tmp_path):
     assert f"{path}: models[0]: there is no key 'replica'; did you mean replicas?" in one_line(run("fleet", path))
 
 
+def test_keys_of_engine_options_are_named_as_in_the_file(run, tmp_path):
+    path = tmp_path / "fleet.yaml"
+    path.write_text("models: [{options: {kv_dtyp: fp8}}]")
+    assert "did you mean kv_dtype?" in one_line(run("fleet", path))
+
+
 def test_a_wrong_number_of_replicas(run):
     assert "replicas" in one_line(run("fleet", "--replicas", "0"))
 

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from ..errors import TridecodeError, brief, counted
@@ -95,12 +96,26 @@ def connect(ray, address: str | None, verbose: bool) -> None:
         if place := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address or ""):  # Ray itself tries for minutes.
             socket.create_connection((place[1], int(place[2])), CONNECT_SECONDS).close()
         dashboard = None if address else False
-        ray.init(address=address, logging_level=level, log_to_driver=verbose, include_dashboard=dashboard)
+        with nullcontext() if verbose else silent_stderr():
+            ray.init(address=address, logging_level=level, log_to_driver=verbose, include_dashboard=dashboard)
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         if address is None:
             raise TridecodeError(f"Ray cannot start: {brief(error)}; --verbose shows more") from None
         why = f"no Ray cluster can be reached at {address}: {brief(error, 80)}"
         raise TridecodeError(f"{why}; start it there with: ray start --head") from None
+
+
+@contextmanager
+def silent_stderr():
+    """Discard what the C++ parts of Ray write to stderr."""
+    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nothing)
 
 
 def check_resources(ray, config) -> None:
