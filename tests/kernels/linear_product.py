@@ -90,7 +90,12 @@ class Product:
         stopped: rows that are not active.
         strided: whether SPARE columns separate the rows of every buffer.
         partials: number of partial sums of squares that the norm reads.
+
+    Attributes:
+        adapters: the LinearAdapters of a launch, or None.
     """
+
+    adapters = None
 
     def __init__(
         self, epilogue, linear, rows, dtype=torch.bfloat16, short=None, stopped=(1,), strided=False, partials=5
@@ -133,7 +138,8 @@ class Product:
             "gated": Gated(*norm),
             "residual": AddResidual(self.norm, normed, sumsq),
         }[self.epilogue]
-        return self.meta, self.x, self.linear, out, epilogue, self.scratch
+        adapters = () if self.adapters is None else (self.adapters,)
+        return self.meta, self.x, self.linear, out, epilogue, self.scratch, *adapters
 
     def enqueue(self, config, pdl=PDL):
         kernel_of(config).op.launch(*self.arguments(*self.outputs), config=config, pdl=pdl)

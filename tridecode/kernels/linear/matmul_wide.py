@@ -21,6 +21,7 @@ from ..common import (
     options,
 )
 from ..op import Op
+from .adapters import Adapters, adapter_arguments, expand_rows, parts_of
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
 
@@ -108,10 +109,11 @@ def _load(
 @triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matmul_wide_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr, counter_ptr, eps, stride_xm,
-    stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, BLOCK_M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+    stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr,
+    stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
+    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, SPLIT: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr,
+    A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
 
@@ -127,6 +129,7 @@ def _matmul_wide_kernel(
         extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
         sums_ptr: [rows, SPLIT * rows of all tiles] fp32 (scratch).
         counter_ptr: [tiles] int32, zero between launches (scratch).
+        b_ptr and the following: see adapter_arguments.
     """
     pid, part = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -204,6 +207,17 @@ def _matmul_wide_kernel(
         acc = tl.load(sums_ptr + offs_s, mask=runs, other=0.0, cache_modifier=".cg")
         for other in tl.static_range(1, SPLIT):
             acc += tl.load(sums_ptr + offs_s + other * PART_N, mask=runs, other=0.0, cache_modifier=".cg")
+    if ADAPTERS:
+        A = Adapters(b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
+        line = tl.arange(0, BLOCK_N)
+        first_n, up = pid * OUT_N, 0
+        if GATED:  # Eight rows of gate and the same rows of up follow each other.
+            line, up = line // 16 * 8 + line % 8, line // 8 % 2 * N
+        index = tl.load(index_ptr + offs_m, mask=offs_m < rows, other=0)
+        acc += expand_rows(
+            A, P, first_n + line + up, first_n + line < N, first_n, first_n + OUT_N, index, offs_m, offs_m < rows, TYPE
+        )  # fmt: skip
     if NORMED:
         acc = acc * scale[None, :]
     y = acc
@@ -216,7 +230,7 @@ def _matmul_wide_kernel(
         tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, tl.sum(squares, 0), mask=status == RUN)
 
 
-def matmul_wide(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
+def matmul_wide(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, config, pdl=False):
     """Compute `project` for up to 64 rows with any epilogue except Plain.
 
     Args:
@@ -227,7 +241,7 @@ def matmul_wide(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
     chunks = cdiv(K, split * config.block_k)
     tiles = cdiv(linear.out_features, config.block_n)
     _matmul_wide_kernel[(tiles, split)](
-        meta, x, linear.weight, **epilogue_arguments(linear, out, epilogue, 64),
+        meta, x, linear.weight, **epilogue_arguments(linear, out, epilogue, 64), **adapter_arguments(adapters),
         sums_ptr=scratch.sums if split > 1 else out, counter_ptr=scratch.counter if split > 1 else out,
         stride_xm=x.stride(0), stride_sums=scratch.sums.stride(0) if split > 1 else 0, rows=rows,
         BLOCK_M=max(next_power_of_2(rows), config.block_m), N=N, K=K, BLOCK_N=config.block_n,
@@ -249,4 +263,5 @@ WIDE = LinearKernel(
     WideConfig,
     _supports,
     lambda n, config: cdiv(n, config.block_n),
+    adapts=True,
 )

@@ -1,0 +1,229 @@
+"""Adapters of a linear: for each row with an adapter, B (A x) is added to the product W x.
+
+`shrink` (shrink.py) computes y = A x before the linear. The epilogues of the linear kernels add B y with the functions
+below. Each row has the number of its adapter. Number 0 means no adapter. `groups` lists the distinct adapters of a pass,
+so a program loads a tile of B once for all rows with this adapter.
+"""
+
+from collections import namedtuple
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..triton_compat import Constants
+
+RANK_STEP = 16  # Ranks are multiples of this number, which is the depth of one instruction of the tensor cores.
+STEP = tl.constexpr(RANK_STEP)
+MAX_PARTS = 3  # Maximum number of parts of a linear. Each part has a matrix A of its own.
+
+
+class LinearAdapters(NamedTuple):
+    """The adapters of one linear [n, k] on the device, and the adapters of the rows of a pass.
+
+    Args:
+        a: [adapters, ...]. A row begins with the matrix A of an adapter, [parts * rank, k].
+        b: [adapters, ...]. A row begins with the matrix B, [n, rank].
+        ranks: int32 [adapters + 1], the rank of each adapter in this linear, by its number. 0: the adapter does not
+            change this linear.
+        index: int32 [rows], the number of each row's adapter, which is in row number - 1 of a and b.
+        groups: int32 [1 + ...], the number of distinct adapters of the rows, then their numbers.
+        y: fp32 [splits, rows, ...]. A row begins with A x [parts * rank], as sums over parts of the columns.
+        k: columns of the linear.
+        ends: for each part of the linear, the row of the weight at which it ends.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    ranks: torch.Tensor
+    index: torch.Tensor
+    groups: torch.Tensor
+    y: torch.Tensor
+    k: int
+    ends: tuple[int, ...]
+
+    @property
+    def n(self) -> int:
+        """Rows of the linear."""
+        return self.ends[-1]
+
+    def matrices(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A [parts, rank, k] and B [n, rank] of an adapter."""
+        rank, parts = int(self.ranks[number]), len(self.ends)
+        a = self.a[number - 1, : parts * rank * self.k].view(parts, rank, self.k)
+        return a, self.b[number - 1, : self.n * rank].view(self.n, rank)
+
+    def product(self, row: int) -> torch.Tensor:
+        """Return B y of a row in fp32, [n]."""
+        out = torch.zeros(self.n, device=self.b.device)
+        if number := int(self.index[row]):
+            _, b = self.matrices(number)
+            begin, rank = 0, b.shape[1]
+            for part, end in enumerate(self.ends):
+                y = self.y[:, row, part * rank : (part + 1) * rank].sum(0)
+                out[begin:end] = b[begin:end].float() @ y
+                begin = end
+        return out
+
+    def used(self) -> list[int]:
+        """Return the numbers of the distinct adapters of the rows."""
+        count, *numbers = self.groups.tolist()
+        return numbers[:count]
+
+    def nbytes(self, columns: int) -> int:
+        """Return the bytes of matrices of `columns` numbers for each rank, over the distinct adapters of the rows."""
+        return sum(int(self.ranks[number]) for number in self.used()) * columns * self.a.itemsize
+
+
+def adapter_arguments(adapters: LinearAdapters | None) -> dict:
+    """Return the arguments of a linear kernel that concern adapters, by name.
+
+    Without adapters they are None, so that the compiled kernel has no such arguments.
+    """
+    if adapters is None:
+        names = "b_ptr", "ranks_ptr", "index_ptr", "groups_ptr", "y_ptr", "stride_b", "stride_ys", "stride_ym"
+        return dict.fromkeys(names) | {"ADAPTERS": False, "A_SPLITS": 0, "A_PARTS": 0, "BEGIN_1": 0, "BEGIN_2": 0}
+    return {
+        "b_ptr": adapters.b,
+        "ranks_ptr": adapters.ranks,
+        "index_ptr": adapters.index,
+        "groups_ptr": adapters.groups,
+        "y_ptr": adapters.y,
+        "stride_b": adapters.b.stride(0),
+        "stride_ys": adapters.y.stride(0),
+        "stride_ym": adapters.y.stride(1),
+        "ADAPTERS": True,
+        "A_SPLITS": len(adapters.y),
+    } | part_arguments(adapters)
+
+
+def part_arguments(adapters: LinearAdapters) -> dict:
+    """Return the number of parts of a linear, and the rows at which the second and the third part begin."""
+    begins = (*adapters.ends[:-1], adapters.n, adapters.n)
+    return {"A_PARTS": len(adapters.ends), "BEGIN_1": begins[0], "BEGIN_2": begins[1]}
+
+
+# Pointers and strides of adapter_arguments.
+Adapters = namedtuple("Adapters", "b_ptr ranks_ptr index_ptr groups_ptr y_ptr stride_b stride_ys stride_ym")
+
+
+@triton.constexpr_function
+def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2):
+    """Return the constants of a linear's adapters. GATED: a tile contains rows of both halves of the weight."""
+    return Constants(GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2)
+
+
+@triton.constexpr_function
+def _begin_of(BEGIN_1, BEGIN_2, part):
+    """Return the row of the weight at which a part begins. The part after the last one begins at a very large row."""
+    return (0, BEGIN_1, BEGIN_2, 2**30)[part]
+
+
+@triton.jit
+def _load_y(A, ptrs, mask, SPLITS: tl.constexpr):
+    """Load elements of A x, and add the sums of all parts of the columns in order."""
+    y = tl.load(ptrs, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        y += tl.load(ptrs + split * A.stride_ys, mask=mask, other=0.0)
+    return y
+
+
+@triton.jit
+def _rank_of(A, adapter):
+    """Load the rank of an adapter."""
+    return tl.multiple_of(tl.load(A.ranks_ptr + adapter), STEP)
+
+
+@triton.jit
+def _matrix_b(A, adapter):
+    """Return the pointer to the matrix B of an adapter."""
+    return A.b_ptr + (adapter - 1).to(tl.int64) * A.stride_b
+
+
+@triton.jit
+def expand_group(A, P: tl.constexpr, adapter, n, mask_n, first, end, offs_m, mask_m, TYPE: tl.constexpr):
+    """Return B y of one adapter for a tile of outputs of several rows, [BLOCK_N, BLOCK_M] fp32.
+
+    The columns of rows with another adapter have arbitrary values.
+
+    Args:
+        n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
+        first, end: if not P.GATED, n has the rows from first to end - 1.
+        offs_m, mask_m: [BLOCK_M], rows of the pass, and whether they exist.
+        TYPE: dtype of the operands of the product.
+    """
+    offs_r = tl.arange(0, STEP)
+    rank = _rank_of(A, adapter)
+    b_ptrs = _matrix_b(A, adapter) + n[:, None] * rank + offs_r[None, :]
+    y_ptrs = A.y_ptr + offs_m[None, :] * A.stride_ym + offs_r[:, None]
+    sums = tl.zeros([n.shape[0], offs_m.shape[0]], tl.float32)
+    for r in range(0, rank, STEP):
+        b = tl.load(b_ptrs + r, mask=mask_n[:, None], other=0.0).to(TYPE)
+        if P.PARTS == 1:
+            y = _load_y(A, y_ptrs + r, mask_m[None, :], P.SPLITS)
+            sums = tl.dot(b, y.to(TYPE), sums, input_precision="ieee")
+        else:
+            for part in tl.static_range(P.PARTS):
+                BEGIN: tl.constexpr = _begin_of(P.BEGIN_1, P.BEGIN_2, part)
+                END: tl.constexpr = _begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)
+                if P.GATED or ((first < END) & (end > BEGIN)):
+                    y = _load_y(A, y_ptrs + part * rank + r, mask_m[None, :], P.SPLITS)
+                    product = tl.dot(b, y.to(TYPE), input_precision="ieee")
+                    sums += tl.where(((n >= BEGIN) & (n < END))[:, None], product, 0.0)
+    return sums
+
+
+@triton.jit
+def expand_rows(A, P: tl.constexpr, n, mask_n, first, end, index, offs_m, mask_m, TYPE: tl.constexpr):
+    """Return B y of each row's adapter for a tile of outputs, [BLOCK_N, BLOCK_M] fp32; see expand_group.
+
+    The columns of rows without an adapter are 0. A selection discards the values of other adapters, which may be NaN.
+
+    Args:
+        index: [BLOCK_M], the adapters of the rows.
+    """
+    sums = tl.zeros([n.shape[0], offs_m.shape[0]], tl.float32)
+    for group in range(tl.load(A.groups_ptr)):
+        adapter = tl.load(A.groups_ptr + 1 + group)
+        own = expand_group(A, P, adapter, n, mask_n, first, end, offs_m, mask_m, TYPE)
+        sums = tl.where((index == adapter)[None, :], own, sums)
+    return sums
+
+
+@triton.jit
+def adapter_of(A, row):
+    """Return the adapter of a row and its rank, 0 for a row without an adapter."""
+    adapter = tl.load(A.index_ptr + row)
+    return adapter, _rank_of(A, adapter)
+
+
+@triton.jit
+def load_b(A, adapter, rank, n, mask_n, r):
+    """Load columns r to r + STEP - 1 of B for rows n of the weight, [BLOCK_N, STEP]. Beyond the rank they are 0."""
+    offs_r = r + tl.arange(0, STEP)[None, :]
+    ptrs = _matrix_b(A, adapter) + n[:, None] * rank + offs_r
+    return tl.load(ptrs, mask=mask_n[:, None] & (offs_r < rank), other=0.0)
+
+
+@triton.jit
+def expand_row(A, P: tl.constexpr, adapter, rank, b, n, mask_n, row):
+    """Return B y for some outputs of one row, [BLOCK_N] fp32.
+
+    Args:
+        adapter, rank: see adapter_of.
+        b: the first columns of B, from load_b.
+        n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
+    """
+    part = tl.zeros_like(n)
+    if P.PARTS > 1:
+        part += (n >= P.BEGIN_1).to(tl.int32)
+    if P.PARTS > 2:
+        part += (n >= P.BEGIN_2).to(tl.int32)
+    y_ptrs = A.y_ptr + row * A.stride_ym + part[:, None] * rank + tl.arange(0, STEP)[None, :]
+    sums = tl.zeros([n.shape[0]], tl.float32)
+    for r in range(0, rank, STEP):
+        y = _load_y(A, y_ptrs + r, mask_n[:, None], P.SPLITS)
+        sums += tl.sum(b.to(tl.float32) * y, 1)
+        b = load_b(A, adapter, rank, n, mask_n, r + STEP)
+    return sums
