@@ -7,7 +7,7 @@ from util import BF16_ROUNDING, CUDA, DEVICE, assert_close, meta_rows, norm_weig
 
 from tridecode import layout
 from tridecode.kernels.linear.packed import Packed, QuantizedWeight
-from tridecode.kernels.linear.project import AddResidual, Gated, Normed, Plain, project_ref
+from tridecode.kernels.linear.project import AddResidual, Gated, Normed, Plain, adapted_ref
 from tridecode.kernels.linear.registry import LINEAR_KERNELS
 from tridecode.kernels.linear.split_sums import make_buffers
 from tridecode.kernels.linear.weight import LoadedLinear
@@ -161,7 +161,7 @@ class Product:
         expected = [self.buffer(self.n) for _ in range(3)]
         if self.epilogue == "residual":
             expected[0].copy_(self.hidden)
-        project_ref(*self.arguments(*expected))
+        adapted_ref(*self.arguments(*expected))
         gated = self.epilogue == "gated"
         assert_close(out[runs].float(), expected[0][runs], rounded if gated else tolerance, "out")
         if self.epilogue == "residual":

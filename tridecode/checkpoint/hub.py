@@ -27,6 +27,7 @@ SMALL_FILES = (
     "chat_template.jinja",
     "adapter_config.json",
 )
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _LONGEST_NAME = 255  # Maximum bytes of a file name on common file systems.
 
 
@@ -81,6 +82,27 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
     if weights:
         fetch_weights(model, small)
     return small
+
+
+def resolve_adapter(path: str | Path) -> Path:
+    """Return the directory of a LoRA adapter. The files of a Hugging Face id are downloaded. Raises CheckpointError."""
+    if not isinstance(path, (str, Path)) or not str(path).strip():
+        raise ParameterError(
+            f"an adapter must be a directory or a Hugging Face id, got {shown(path)}", "adapters", "type"
+        )
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise CheckpointError(f"{path}: is a file; give the directory that holds {ADAPTER_FILES[0]}")
+    if (repo := repository(path)) is None or repo.gguf:
+        raise CheckpointError(
+            f"{path}: no such directory, and not a Hugging Face id; check the spelling of the adapter"
+        )
+    folder = _snapshot(repo, list(ADAPTER_FILES), repo.revision)
+    if missing := next((name for name in ADAPTER_FILES if not (folder / name).is_file()), None):
+        raise CheckpointError(f"{repo}: has no {missing}; give an adapter that peft has saved")
+    return folder
 
 
 def _snapshot_of(path: Path) -> Path:

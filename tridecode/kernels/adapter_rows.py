@@ -24,7 +24,7 @@ def _row_adapters(meta_ptr, slots_ptr, offs_m, decoding):
 
 @triton.jit
 def _adapter_rows_kernel(
-    meta_ptr, chunks_ptr, slots_ptr, index_ptr, groups_ptr, rows, decoding, BLOCK_M: tl.constexpr,
+    meta_ptr, chunks_ptr, slots_ptr, numbers_ptr, groups_ptr, rows, decoding, BLOCK_M: tl.constexpr,
     DECODING: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Write the adapters of BLOCK_M rows. The last program writes the list of distinct adapters.
@@ -36,22 +36,22 @@ def _adapter_rows_kernel(
         meta_ptr: [decoding, META_WIDTH] int32, the decoding rows, which are the first rows. Not read if DECODING is 0.
         chunks_ptr: [CHUNKS, CHUNK_WIDTH] int32, the chunks of prompts. Not read if CHUNKS is 0.
         slots_ptr: [slots] int32, the adapter of each slot.
-        index_ptr: [rows] int32 (output).
+        numbers_ptr: [rows] int32 (output).
         groups_ptr: [1 + ...] int32 (output), the number of distinct adapters, then the adapters.
     """
     pid = tl.program_id(0)
     if pid < tl.num_programs(0) - 1:
         offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)
-        index = tl.zeros([BLOCK_M], tl.int32)
+        numbers = tl.zeros([BLOCK_M], tl.int32)
         if DECODING > 0:
-            index += _row_adapters(meta_ptr, slots_ptr, offs_m, decoding)
+            numbers += _row_adapters(meta_ptr, slots_ptr, offs_m, decoding)
         if CHUNKS > 0:
             chunk = tl.arange(0, CHUNKS)[None, :] * _WIDTH
             first, count = tl.load(chunks_ptr + chunk + _FIRST), tl.load(chunks_ptr + chunk + _COUNT)
             adapter = tl.load(slots_ptr + tl.load(chunks_ptr + chunk + _SLOT))
             within = (offs_m[:, None] >= first) & (offs_m[:, None] < first + count)
-            index += tl.sum(tl.where(within, adapter, 0), 1)
-        tl.store(index_ptr + offs_m, index, mask=offs_m < rows)
+            numbers += tl.sum(tl.where(within, adapter, 0), 1)
+        tl.store(numbers_ptr + offs_m, numbers, mask=offs_m < rows)
     else:
         # The adapters of decoding rows come first, then those of chunks.
         SIZE: tl.constexpr = DECODING + CHUNKS
@@ -71,45 +71,45 @@ def _adapter_rows_kernel(
         tl.store(groups_ptr, tl.sum(distinct.to(tl.int32), 0))
 
 
-def adapter_rows(meta, chunks, slots, index, groups, *, pdl=False):
-    """Write the adapter of each row to index, and the number of distinct adapters and the adapters to groups.
+def adapter_rows(meta, chunks, slots, numbers, groups, *, pdl=False):
+    """Write the adapter of each row to numbers, and the number of distinct adapters and the adapters to groups.
 
     Args:
         meta: [decoding, META_WIDTH] int32, the first rows. None: no rows decode.
         chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32, or None in a decode pass.
         slots: [slots] int32, the adapter of each slot.
-        index: [rows] int32 (output). Rows of no request, and rows that do not run, have adapter 0.
+        numbers: [rows] int32 (output). Rows of no request, and rows that do not run, have adapter 0.
         groups: [1 + ...] int32 (output). Elements after the list keep their values.
     """
-    rows, decoding, chunk_count = len(index), 0 if meta is None else len(meta), 0 if chunks is None else MAX_CHUNKS
+    rows, decoding, chunk_count = len(numbers), 0 if meta is None else len(meta), 0 if chunks is None else MAX_CHUNKS
     # The sum of both sizes is a power of two.
     size = chunk_count or next_power_of_2(decoding)
     _adapter_rows_kernel[(cdiv(rows, BLOCK_M) + 1,)](
-        slots if meta is None else meta, slots if chunks is None else chunks, slots, index, groups, rows, decoding,
+        slots if meta is None else meta, slots if chunks is None else chunks, slots, numbers, groups, rows, decoding,
         BLOCK_M=BLOCK_M, DECODING=size if decoding else 0, CHUNKS=chunk_count, **options(4),
     )  # fmt: skip
 
 
-def adapter_rows_ref(meta, chunks, slots, index, groups) -> None:
+def adapter_rows_ref(meta, chunks, slots, numbers, groups) -> None:
     """Compute `adapter_rows` in torch."""
-    index.zero_()
+    numbers.zero_()
     found = []
     for row in [] if meta is None else running(meta, len(meta)):
-        index[row] = slots[meta[row, SLOT.value]]
-        found.append(int(index[row]))
+        numbers[row] = slots[meta[row, SLOT.value]]
+        found.append(int(numbers[row]))
     for slot, first, count, _ in [] if chunks is None else chunks.tolist():
         if count:
-            index[first : first + count] = slots[slot]
+            numbers[first : first + count] = slots[slot]
             found.append(int(slots[slot]))
     distinct = [number for number in dict.fromkeys(found) if number]
     groups[: 1 + len(distinct)] = torch.tensor([len(distinct), *distinct], dtype=torch.int32)
 
 
-def adapter_rows_bytes(meta, chunks, slots, index, groups) -> int:
+def adapter_rows_bytes(meta, chunks, slots, numbers, groups) -> int:
     """Return the bytes that a launch moves."""
-    return sum(tensor.nbytes for tensor in (meta, chunks, slots, index, groups) if tensor is not None)
+    return sum(tensor.nbytes for tensor in (meta, chunks, slots, numbers, groups) if tensor is not None)
 
 
 ADAPTER_ROWS = Op(
-    adapter_rows, adapter_rows_ref, adapter_rows_bytes, (_adapter_rows_kernel,), outputs=("index", "groups")
+    adapter_rows, adapter_rows_ref, adapter_rows_bytes, (_adapter_rows_kernel,), outputs=("numbers", "groups")
 )

@@ -75,7 +75,7 @@ def test_adapters_change_only_their_rows(form):
     """Rows without adapters, or with one of rank 0, have the bits of a pass without adapters of these rows."""
     product = with_adapters("normed", CASES[0], 8)
     out, *_ = product.launch(config_of(form))
-    product.adapters = product.adapters._replace(index=torch.zeros_like(product.adapters.index))
+    product.adapters = product.adapters._replace(numbers=torch.zeros_like(product.adapters.numbers))
     without, *_ = product.launch(config_of(form))
     for row, number in enumerate(indices(8)):
         if product.runs[row]:
@@ -133,10 +133,10 @@ def test_rows_find_their_adapters(decoding, prompts):
     if decoding > 4:
         meta[3, layout.STATUS] = layout.WAIT
     table = chunks(*prompts) if prompts else None
-    index = torch.zeros(max([decoding, *(first + count for _, first, count in prompts)]), dtype=torch.int32)
+    numbers = torch.zeros(max([decoding, *(first + count for _, first, count in prompts)]), dtype=torch.int32)
     groups = torch.zeros(1 + len(SLOTS), dtype=torch.int32)
-    args = meta, table, slots, index.to(slots.device), groups.to(slots.device)
+    args = meta, table, slots, numbers.to(slots.device), groups.to(slots.device)
     launched = check_op(ADAPTER_ROWS, args, idle=False).launched
     count = int(launched["groups"][0])
     listed = set(launched["groups"][1 : 1 + count].tolist())
-    assert listed == set(launched["index"].tolist()) - {0} and len(listed) == count
+    assert listed == set(launched["numbers"].tolist()) - {0} and len(listed) == count

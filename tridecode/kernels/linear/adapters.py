@@ -1,8 +1,8 @@
 """Adapters of a linear: for each row with an adapter, B (A x) is added to the product W x.
 
 `shrink` (shrink.py) computes y = A x before the linear. The epilogues of the linear kernels add B y with the functions
-below. Each row has the number of its adapter. Number 0 means no adapter. `groups` lists the distinct adapters of a pass,
-so a program loads a tile of B once for all rows with this adapter.
+below. Each row has the number of its adapter. Number 0 means no adapter. `groups` lists the distinct adapters of a
+pass, so a program loads a tile of B once for all rows with this adapter.
 """
 
 from collections import namedtuple
@@ -27,7 +27,7 @@ class LinearAdapters(NamedTuple):
         b: [adapters, ...]. A row begins with the matrix B, [n, rank].
         ranks: int32 [adapters + 1], the rank of each adapter in this linear, by its number. 0: the adapter does not
             change this linear.
-        index: int32 [rows], the number of each row's adapter, which is in row number - 1 of a and b.
+        numbers: int32 [rows], the number of each row's adapter, which is in row number - 1 of a and b.
         groups: int32 [1 + ...], the number of distinct adapters of the rows, then their numbers.
         y: fp32 [splits, rows, ...]. A row begins with A x [parts * rank], as sums over parts of the columns.
         k: columns of the linear.
@@ -37,7 +37,7 @@ class LinearAdapters(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     ranks: torch.Tensor
-    index: torch.Tensor
+    numbers: torch.Tensor
     groups: torch.Tensor
     y: torch.Tensor
     k: int
@@ -57,7 +57,7 @@ class LinearAdapters(NamedTuple):
     def product(self, row: int) -> torch.Tensor:
         """Return B y of a row in fp32, [n]."""
         out = torch.zeros(self.n, device=self.b.device)
-        if number := int(self.index[row]):
+        if number := int(self.numbers[row]):
             _, b = self.matrices(number)
             begin, rank = 0, b.shape[1]
             for part, end in enumerate(self.ends):
@@ -82,12 +82,12 @@ def adapter_arguments(adapters: LinearAdapters | None) -> dict:
     Without adapters they are None, so that the compiled kernel has no such arguments.
     """
     if adapters is None:
-        names = "b_ptr", "ranks_ptr", "index_ptr", "groups_ptr", "y_ptr", "stride_b", "stride_ys", "stride_ym"
+        names = "b_ptr", "ranks_ptr", "numbers_ptr", "groups_ptr", "y_ptr", "stride_b", "stride_ys", "stride_ym"
         return dict.fromkeys(names) | {"ADAPTERS": False, "A_SPLITS": 0, "A_PARTS": 0, "BEGIN_1": 0, "BEGIN_2": 0}
     return {
         "b_ptr": adapters.b,
         "ranks_ptr": adapters.ranks,
-        "index_ptr": adapters.index,
+        "numbers_ptr": adapters.numbers,
         "groups_ptr": adapters.groups,
         "y_ptr": adapters.y,
         "stride_b": adapters.b.stride(0),
@@ -105,7 +105,7 @@ def part_arguments(adapters: LinearAdapters) -> dict:
 
 
 # Pointers and strides of adapter_arguments.
-Adapters = namedtuple("Adapters", "b_ptr ranks_ptr index_ptr groups_ptr y_ptr stride_b stride_ys stride_ym")
+Adapters = namedtuple("Adapters", "b_ptr ranks_ptr numbers_ptr groups_ptr y_ptr stride_b stride_ys stride_ym")
 
 
 @triton.constexpr_function
@@ -175,26 +175,26 @@ def expand_group(A, P: tl.constexpr, adapter, n, mask_n, first, end, offs_m, mas
 
 
 @triton.jit
-def expand_rows(A, P: tl.constexpr, n, mask_n, first, end, index, offs_m, mask_m, TYPE: tl.constexpr):
+def expand_rows(A, P: tl.constexpr, n, mask_n, first, end, numbers, offs_m, mask_m, TYPE: tl.constexpr):
     """Return B y of each row's adapter for a tile of outputs, [BLOCK_N, BLOCK_M] fp32; see expand_group.
 
     The columns of rows without an adapter are 0. A selection discards the values of other adapters, which may be NaN.
 
     Args:
-        index: [BLOCK_M], the adapters of the rows.
+        numbers: [BLOCK_M], the adapters of the rows.
     """
     sums = tl.zeros([n.shape[0], offs_m.shape[0]], tl.float32)
     for group in range(tl.load(A.groups_ptr)):
         adapter = tl.load(A.groups_ptr + 1 + group)
         own = expand_group(A, P, adapter, n, mask_n, first, end, offs_m, mask_m, TYPE)
-        sums = tl.where((index == adapter)[None, :], own, sums)
+        sums = tl.where((numbers == adapter)[None, :], own, sums)
     return sums
 
 
 @triton.jit
 def adapter_of(A, row):
     """Return the adapter of a row and its rank, 0 for a row without an adapter."""
-    adapter = tl.load(A.index_ptr + row)
+    adapter = tl.load(A.numbers_ptr + row)
     return adapter, _rank_of(A, adapter)
 
 

@@ -12,7 +12,7 @@ BLOCK_M, BLOCK_N = 64, 128
 
 @triton.jit
 def _expand_kernel(
-    out_ptr, b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, stride_om, rows,
+    out_ptr, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, stride_om, rows,
     N: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr,
     BEGIN_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
@@ -22,19 +22,19 @@ def _expand_kernel(
         out_ptr: [rows, N] (input and output).
         Others: see LinearAdapters.
     """
-    A = Adapters(b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+    A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
     P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else b_ptr.dtype.element_ty
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    index = tl.load(index_ptr + offs_m, mask=offs_m < rows, other=0)
-    if tl.max(index, 0) == 0:
+    numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
+    if tl.max(numbers, 0) == 0:
         return
     out_ptrs = out_ptr + offs_m.to(tl.int64)[None, :] * stride_om + n[:, None]
     for group in range(tl.load(groups_ptr)):
         adapter = tl.load(groups_ptr + 1 + group)
-        own = index == adapter
+        own = numbers == adapter
         if tl.max(own.to(tl.int32), 0) > 0:
             product = expand_group(A, P, adapter, n, n < N, first, first + BLOCK_N, offs_m, offs_m < rows, TYPE)
             mask = own[None, :] & (n < N)[:, None]
@@ -58,7 +58,7 @@ def expand(out, adapters, *, pdl=False):
 
 def expand_ref(out, adapters) -> None:
     """Compute `expand` in torch."""
-    for row in adapters.index[: len(out)].nonzero()[:, 0].tolist():
+    for row in adapters.numbers[: len(out)].nonzero()[:, 0].tolist():
         out[row] = (out[row].float() + adapters.product(row)).to(out.dtype)
 
 

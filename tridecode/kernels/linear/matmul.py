@@ -26,7 +26,7 @@ from .adapters import Adapters, adapter_arguments, expand_rows, parts_of
 from .bits import factor, pair, raised, unpack, zero_operand, zero_point
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
 from .register_tiles import (
     STEP_COLUMNS,
     STEP_K,
@@ -75,7 +75,7 @@ class MatmulConfig(RowBlocks):
 @triton.jit
 def _matmul_kernel(
     meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps,
-    stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr,
+    stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr,
     stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
     EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     ZEROS: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
@@ -137,9 +137,9 @@ def _matmul_kernel(
     if T.ROW_SCALES:
         row_scales = load_row_scales(T, weight, pid)
     if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
         P: tl.constexpr = parts_of(EPILOGUE == "gated", A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
-        index = tl.load(index_ptr + offs_m, mask=offs_m < rows, other=0)
+        numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
         line = tl.arange(0, BLOCK_N)
     if PDL:
         gdc_wait()
@@ -246,7 +246,7 @@ def _matmul_kernel(
             mask_line = first_n + line % OUT_N < N
             lines = first_n + line % OUT_N + line // OUT_N * N  # If "gated", the second half of the lines is up.
             y += expand_rows(
-                A, P, lines, mask_line, first_n, first_n + OUT_N, index, offs_m, offs_m < rows, TYPE
+                A, P, lines, mask_line, first_n, first_n + OUT_N, numbers, offs_m, offs_m < rows, TYPE
             )  # fmt: skip
         if NORMED:
             y = y * scale[None, :]
@@ -290,7 +290,7 @@ def _supports(case, rows, device) -> bool:
 
 MATMUL = LinearKernel(
     "matmul",
-    Op(matmul, project_ref, project_bytes, (_matmul_kernel,), OUTPUTS),
+    Op(matmul, adapted_ref, adapted_bytes, (_matmul_kernel,), OUTPUTS),
     MatmulConfig,
     _supports,
     lambda n, config: config.grid(n)[1],

@@ -25,7 +25,7 @@ from ..common import (
 from ..op import Op
 from .adapters import Adapters, adapter_arguments, expand_rows, parts_of
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TilesConfig:
 @triton.jit
 def _matmul_tiles_kernel(
     meta_ptr, x_desc, weight_desc, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_om, stride_normed,
-    stride_sumsq, rows, N, n_sumsq, b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym,
+    stride_sumsq, rows, N, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym,
     K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr,
     A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
@@ -92,18 +92,18 @@ def _matmul_tiles_kernel(
                 w = w.to(tl.float32)
             up = tl.dot(x, w.T, up, input_precision="ieee")
     if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
         P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
         TYPE: tl.constexpr = tl.float32 if DOT_FP32 else b_ptr.dtype.element_ty
-        index = tl.load(index_ptr + offs_m, mask=offs_m < rows, other=0)
+        numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
         first_n, mask_m = pid * BLOCK_N, offs_m < rows
         acc += tl.trans(
-            expand_rows(A, P, offs_n, offs_n < N, first_n, first_n + BLOCK_N, index, offs_m, mask_m, TYPE)
+            expand_rows(A, P, offs_n, offs_n < N, first_n, first_n + BLOCK_N, numbers, offs_m, mask_m, TYPE)
         )  # fmt: skip
         if EPILOGUE == "gated":
             first_n += N
             up += tl.trans(
-                expand_rows(A, P, offs_n + N, offs_n < N, first_n, first_n + BLOCK_N, index, offs_m, mask_m, TYPE)
+                expand_rows(A, P, offs_n + N, offs_n < N, first_n, first_n + BLOCK_N, numbers, offs_m, mask_m, TYPE)
             )  # fmt: skip
     mask = (status == RUN)[:, None] & mask_n
     out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :]
@@ -150,7 +150,7 @@ def _supports(case, rows, device) -> bool:
 
 TILES = LinearKernel(
     "tiles",
-    Op(matmul_tiles, project_ref, project_bytes, (_matmul_tiles_kernel,), OUTPUTS),
+    Op(matmul_tiles, adapted_ref, adapted_bytes, (_matmul_tiles_kernel,), OUTPUTS),
     TilesConfig,
     _supports,
     lambda n, config: cdiv(n, config.block_n),

@@ -23,7 +23,7 @@ from ..common import (
 from ..op import Op
 from .adapters import Adapters, adapter_arguments, expand_rows, parts_of
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def _load(
 @triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matmul_wide_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr, counter_ptr, eps, stride_xm,
-    stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr,
-    stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
-    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, SPLIT: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr,
+    stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr,
+    y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, SPLIT: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr,
     A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
@@ -208,15 +208,15 @@ def _matmul_wide_kernel(
         for other in tl.static_range(1, SPLIT):
             acc += tl.load(sums_ptr + offs_s + other * PART_N, mask=runs, other=0.0, cache_modifier=".cg")
     if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
         P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
         line = tl.arange(0, BLOCK_N)
-        first_n, up = pid * OUT_N, 0
+        first_n, up, mask_m = pid * OUT_N, 0, offs_m < rows
         if GATED:  # Eight rows of gate and the same rows of up follow each other.
             line, up = line // 16 * 8 + line % 8, line // 8 % 2 * N
-        index = tl.load(index_ptr + offs_m, mask=offs_m < rows, other=0)
+        numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
         acc += expand_rows(
-            A, P, first_n + line + up, first_n + line < N, first_n, first_n + OUT_N, index, offs_m, offs_m < rows, TYPE
+            A, P, first_n + line + up, first_n + line < N, first_n, first_n + OUT_N, numbers, offs_m, mask_m, TYPE
         )  # fmt: skip
     if NORMED:
         acc = acc * scale[None, :]
@@ -259,7 +259,7 @@ def _supports(case, rows, device) -> bool:
 
 WIDE = LinearKernel(
     "wide",
-    Op(matmul_wide, project_ref, project_bytes, (_matmul_wide_kernel,), OUTPUTS),
+    Op(matmul_wide, adapted_ref, adapted_bytes, (_matmul_wide_kernel,), OUTPUTS),
     WideConfig,
     _supports,
     lambda n, config: cdiv(n, config.block_n),

@@ -13,7 +13,7 @@ from ..op import Op
 from .adapters import Adapters, adapter_arguments, adapter_of, expand_row, load_b, parts_of
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import OUTPUTS, LinearKernel, project_bytes, project_ref
+from .project import OUTPUTS, LinearKernel, adapted_bytes, adapted_ref
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexp
 @triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matvec_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_xm, stride_om, stride_normed,
-    stride_sumsq, n_sumsq, b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym,
+    stride_sumsq, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym,
     N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, SUMSQ_UNIT: tl.constexpr, EPILOGUE: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
-    PROGRAMS: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr,
-    BEGIN_2: tl.constexpr, PDL: tl.constexpr,
+    PROGRAMS: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr,
+    BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for each row separately.
 
@@ -113,7 +113,7 @@ def _matvec_kernel(
         up = load_rows(up_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
     extra = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS)
     if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
         P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
         adapter, rank = adapter_of(A, row)
         b = load_b(A, adapter, rank, offs_n, offs_n < N, 0)
@@ -187,7 +187,7 @@ def _supports(case, rows, device) -> bool:
 
 MATVEC = LinearKernel(
     "matvec",
-    Op(matvec, project_ref, project_bytes, (_matvec_kernel,), OUTPUTS),
+    Op(matvec, adapted_ref, adapted_bytes, (_matvec_kernel,), OUTPUTS),
     MatvecConfig,
     _supports,
     lambda n, config: config.grid(n)[1],

@@ -119,8 +119,13 @@ class LinearKernel:
     adapts: bool = False
 
 
-def project_ref(meta, x, linear, out, epilogue, scratch=None, adapters=None) -> None:
+def project_ref(meta, x, linear, out, epilogue, scratch=None) -> None:
     """Compute `project` in torch in fp32, row by row, for all linear kernels."""
+    adapted_ref(meta, x, linear, out, epilogue)
+
+
+def adapted_ref(meta, x, linear, out, epilogue, scratch=None, adapters=None) -> None:
+    """Compute `project` with adapters, or without them, in torch in fp32, row by row."""
     for row in running(meta, out.shape[0]):
         y = linear.matrix() @ x[row].float()
         if adapters is not None:
@@ -141,6 +146,12 @@ def project_ref(meta, x, linear, out, epilogue, scratch=None, adapters=None) -> 
             out[row] = y.to(out.dtype)
 
 
-def project_bytes(meta, x, linear, out, epilogue, scratch=None, adapters=None) -> int:
-    """Return the bytes that a launch moves: the weight once for all rows, the rows in and out, B of each adapter."""
-    return linear.nbytes + x.nbytes + out.nbytes + (adapters.nbytes(adapters.n) if adapters is not None else 0)
+def project_bytes(meta, x, linear, out, epilogue, scratch=None) -> int:
+    """Return the bytes that a launch moves: the weight once for all rows, the rows in and out."""
+    return linear.nbytes + x.nbytes + out.nbytes
+
+
+def adapted_bytes(meta, x, linear, out, epilogue, scratch=None, adapters=None) -> int:
+    """Return the bytes that a launch moves: those of `project_bytes`, and B of each adapter."""
+    own = 0 if adapters is None else adapters.nbytes(adapters.n)
+    return project_bytes(meta, x, linear, out, epilogue) + own

@@ -9,6 +9,8 @@ from ..common import cdiv, gdc_launch_dependents, gdc_wait, interpreted, next_po
 from ..op import Op
 from .adapters import RANK_STEP, STEP, LinearAdapters
 
+MAX_SPLIT = 16  # Maximum number of programs that share the columns.
+
 
 @dataclass(frozen=True)
 class ShrinkConfig:
@@ -39,7 +41,7 @@ def _load_a(a_ptr, groups_ptr, ranks_ptr, group, count, offs_r, offs_k, stride_a
     rank = tl.load(ranks_ptr + adapter)
     mask = (offs_r < PARTS * rank)[:, None]
     rows = a_ptr + (adapter - 1).to(tl.int64) * stride_a + offs_r[:, None] * K
-    tiles = ()
+    tiles: tuple = ()
     for c in tl.static_range(CHUNKS):
         columns = offs_k + c * BLOCK_K
         tiles += (tl.load(rows + columns[None, :], mask=mask & (columns < K)[None, :], other=0.0),)
@@ -48,7 +50,7 @@ def _load_a(a_ptr, groups_ptr, ranks_ptr, group, count, offs_r, offs_k, stride_a
 
 @triton.jit
 def _shrink_kernel(
-    x_ptr, a_ptr, ranks_ptr, index_ptr, groups_ptr, y_ptr, stride_xm, stride_a, stride_ys, stride_ym, rows,
+    x_ptr, a_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_xm, stride_a, stride_ys, stride_ym, rows,
     K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr,
     SPLIT: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +61,7 @@ def _shrink_kernel(
 
     Args:
         x_ptr: [rows, K].
-        a_ptr, ranks_ptr, index_ptr, groups_ptr: see LinearAdapters.
+        a_ptr, ranks_ptr, numbers_ptr, groups_ptr: see LinearAdapters.
         y_ptr: [SPLIT, rows, ...] fp32 (output).
     """
     if PDL:
@@ -70,7 +72,7 @@ def _shrink_kernel(
     offs_r = block * STEP + tl.arange(0, STEP)
     offs_k = part * (CHUNKS * BLOCK_K) + tl.arange(0, BLOCK_K)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
-    index = tl.load(index_ptr + offs_m, mask=offs_m < rows, other=0)
+    numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
     count = tl.load(groups_ptr)
     adapter, rank, tiles = _load_a(
         a_ptr, groups_ptr, ranks_ptr, group, count, offs_r, offs_k, stride_a, K, PARTS, BLOCK_K, CHUNKS
@@ -79,7 +81,7 @@ def _shrink_kernel(
         gdc_wait()
     xs = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
     while group < count:
-        own = index == adapter
+        own = numbers == adapter
         if (block * STEP < PARTS * rank) & (tl.max(own.to(tl.int32), 0) > 0):
             if BLOCK_M == 1:
                 sums = tl.zeros([STEP, BLOCK_K], tl.float32)
@@ -117,7 +119,7 @@ def shrink(x, adapters, *, config=ShrinkConfig(), pdl=False):
     blocks = parts * (adapters.b.shape[1] // adapters.n) // RANK_STEP
     programs = min(config.groups, rows, len(adapters.a))
     _shrink_kernel[(blocks * config.split, programs, cdiv(rows, block_m))](
-        x, adapters.a, adapters.ranks, adapters.index, adapters.groups, adapters.y, x.stride(0), adapters.a.stride(0),
+        x, adapters.a, adapters.ranks, adapters.numbers, adapters.groups, adapters.y, x.stride(0), adapters.a.stride(0),
         adapters.y.stride(0), adapters.y.stride(1), rows, K=K, PARTS=parts, BLOCK_M=block_m, BLOCK_K=config.block_k,
         CHUNKS=cdiv(K, config.split * config.block_k), SPLIT=config.split, PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl),
@@ -126,7 +128,7 @@ def shrink(x, adapters, *, config=ShrinkConfig(), pdl=False):
 
 def shrink_ref(x, adapters: LinearAdapters) -> None:
     """Compute `shrink` in torch. The first sum contains all columns."""
-    numbers = adapters.index[: len(x)]
+    numbers = adapters.numbers[: len(x)]
     for number in adapters.used():
         a, _ = adapters.matrices(number)
         rows = (numbers == number).nonzero()[:, 0]
