@@ -54,6 +54,7 @@ from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.registry import kernel_named
 from tridecode.kernels.take_residual import take_residual
 from tridecode.models.presets import PRESETS
+from tridecode.state.adapters import make_adapters
 from tridecode.state.kv import PAGE, make_kv_cache
 from tridecode.state.offload import Offload
 from tridecode.state.records import make_records
@@ -259,6 +260,13 @@ def meta_model(name: str, gpu: Device, capacity: int = 4096) -> DecodeModel:
     )
 
 
+def with_adapters(model: DecodeModel, max_rank: int = 64) -> DecodeModel:
+    """Return the model for passes with adapters."""
+    pool = make_adapters(model.spec, model.device, model.weights.dtype, 4, max_rank, 64, 64, 2048)
+    configs = choose_configs(model.spec, model.weights, model.gpu, adapters=True)
+    return replace(model, pool=pool, adapter_configs=configs, adapting=True)
+
+
 def recorded(run: Callable[[], None]) -> dict[tuple, Launch]:
     """Return every distinct launch of `run`."""
     launches: dict[tuple, Launch] = {}
@@ -336,6 +344,7 @@ def run_all(name: str, gpu: Device) -> None:
             decode.decode_pass(launcher(model), alike.for_rows(rows), "greedy")
     run_prompts(model, decoding=64)
     finish(launcher(model), model.for_rows(1), "greedy")
+    run_adapters(with_adapters(model))
     # These launches come next if the last layer runs for all tokens, and not only for those that are sampled.
     ws, prompt = model.for_rows(1).workspace, model.prompt
     take_residual(ws.meta, prompt.hidden, prompt.delta, model.weights.final_norm, ws.hidden, ws.normed, ws.sumsq)
@@ -347,6 +356,20 @@ def run_all(name: str, gpu: Device) -> None:
     offloaded = replace(model, kv=kv, weights=weights)
     decode.decode_pass(launch_ours, offloaded.for_rows(1), "greedy")
     read(prompt_run(model), offloaded, 132, decoding=64)
+
+
+def run_adapters(model: DecodeModel) -> None:
+    """Run passes with adapters, also in batch-invariant mode."""
+    for rows in ROWS:
+        decode.decode_pass(launcher(model), model.for_rows(rows), "greedy")
+    read(prompt_run(model), model, 132, decoding=64)
+    read(prompt_run(model), model, 68)
+    finish(launcher(model), model.for_rows(8), "greedy")
+    if model.gpu.capability == HOPPER:
+        alike = choose_configs(model.spec, model.weights, model.gpu, batch_invariant=True, adapters=True)
+        alike = replace(model, configs_by_rows=alike, adapter_configs=alike, fixed_chunk=256)
+        for rows in ROWS:
+            decode.decode_pass(launcher(model), alike.for_rows(rows), "greedy")
 
 
 def wide(model: DecodeModel) -> PassConfigs:

@@ -60,10 +60,10 @@ def _adapter_rows_kernel(
         if DECODING > 0:
             found += _row_adapters(meta_ptr, slots_ptr, offs, decoding)
         if CHUNKS > 0:
-            chunk, mask = (offs - DECODING) * _WIDTH, offs >= DECODING
-            count = tl.load(chunks_ptr + chunk + _COUNT, mask=mask, other=0)
-            slot = tl.load(chunks_ptr + chunk + _SLOT, mask=mask, other=0)
-            found += tl.load(slots_ptr + slot, mask=count > 0, other=0)
+            entries, mask = chunks_ptr + (offs - DECODING) * _WIDTH, offs >= DECODING
+            sizes = tl.load(entries + _COUNT, mask=mask, other=0)
+            slots = tl.load(entries + _SLOT, mask=mask, other=0)
+            found += tl.load(slots_ptr + slots, mask=sizes > 0, other=0)
         earlier = (found[None, :] == found[:, None]) & (offs[None, :] < offs[:, None])
         distinct = (found > 0) & (tl.max(earlier.to(tl.int32), 1) == 0)
         place = tl.cumsum(distinct.to(tl.int32), 0)

@@ -92,14 +92,14 @@ def test_nan_of_one_adapter_stays_in_its_rows(form):
 
 
 @covering(
-    2, rows=[1, 3, 64, 200] if CUDA else [1, 3, 70], case=CASES, split=[1, 3], groups=[1, 16],
+    2, rows=[1, 3, 64, 200] if CUDA else [1, 3, 70], case=CASES, split=[1, 3], steps=[1, 2], groups=[1, 16],
     dtype=[DTYPE, torch.float32],
 )  # fmt: skip
-def test_shrink_matches_the_reference(case, rows, split, groups, dtype):
+def test_shrink_matches_the_reference(case, rows, split, steps, groups, dtype):
     ends, k = case.sizes["ends"], case.sizes["k"]
     adapters = make_adapters(ends, k, RANKS, indices(rows), dtype, split)
     x = random(rows, k, dtype=dtype)
-    config = ShrinkConfig(split, 32, groups=groups)
+    config = ShrinkConfig(split, steps, 2, groups)
     # The reference stores the whole sum as the first of the sums.
     check_op(SHRINK, (x, adapters), {"config": config}, 1e-5, views={"adapters.y": lambda y: y.sum(0)})
 

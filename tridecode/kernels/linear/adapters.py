@@ -165,12 +165,12 @@ def expand_group(A, P: tl.constexpr, adapter, n, mask_n, first, end, offs_m, mas
             sums = tl.dot(b, y.to(TYPE), sums, input_precision="ieee")
         else:
             for part in tl.static_range(P.PARTS):
-                BEGIN: tl.constexpr = _begin_of(P.BEGIN_1, P.BEGIN_2, part)
-                END: tl.constexpr = _begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)
-                if P.GATED or ((first < END) & (end > BEGIN)):
+                part_begin = _begin_of(P.BEGIN_1, P.BEGIN_2, part)
+                part_end = _begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)
+                if P.GATED or ((first < part_end) & (end > part_begin)):
                     y = _load_y(A, y_ptrs + part * rank + r, mask_m[None, :], P.SPLITS)
                     product = tl.dot(b, y.to(TYPE), input_precision="ieee")
-                    sums += tl.where(((n >= BEGIN) & (n < END))[:, None], product, 0.0)
+                    sums += tl.where(((n >= part_begin) & (n < part_end))[:, None], product, 0.0)
     return sums
 
 

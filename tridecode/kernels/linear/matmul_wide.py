@@ -112,8 +112,9 @@ def _matmul_wide_kernel(
     stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr,
     y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, SPLIT: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr,
-    A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, SPLIT: tl.constexpr,
+    ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr,
+    PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
 

@@ -146,10 +146,11 @@ def _matvec_kernel(
             y += expand_row(A, P, adapter, rank, b, offs_n, offs_n < N, row)
         if NORMED:
             y = y * scale
-        if GATED:
+        if GATED and not ADAPTERS:
+            y = silu(y) * (dot_tiles(up, x, BLOCK_N, K, BLOCK_K) * scale)
+        if GATED and ADAPTERS:
             y_up = dot_tiles(up, x, BLOCK_N, K, BLOCK_K)
-            if ADAPTERS:
-                y_up += expand_row(A, P, adapter, rank, b_up, offs_n + N, offs_n < N, row)
+            y_up += expand_row(A, P, adapter, rank, b_up, offs_n + N, offs_n < N, row)
             y = silu(y) * (y_up * scale)
         if ADAPTERS and BLOCKS > PROGRAMS:
             b = load_b(A, adapter, rank, offs_next, offs_next < N, 0)
