@@ -81,10 +81,12 @@ class Adapters(Constraint):
     def accept(self, value: Any) -> dict[str, str]:
         """Return a dict from name to source. Raises Rejected for wrong types and names, and for a repeated name."""
         try:
-            pairs = list((value or {}).items() if isinstance(value, Mapping | None) else value)
+            pairs = [*(value or {}).items()] if isinstance(value, Mapping | None) else [*value]
             adapters = dict(pairs)
         except (TypeError, ValueError):
             raise Rejected("type") from None
+        if not all(isinstance(pair, tuple) for pair in pairs):
+            raise Rejected("type")
         if len(adapters) < len(pairs):
             raise Rejected("range", "every name must be different", [name for name, _ in pairs])
         for name, source in adapters.items():
@@ -151,7 +153,7 @@ class EngineOptions:
     adapters: Mapping[str, str] | None = _option("adapters", None, Adapters(), "LoRA adapter that requests select by "
         "its name: a directory that peft has saved, or a Hugging Face id; repeatable; see docs/adapters.md",
         metavar="NAME=PATH", singular="adapter", repeated=True, default_text="none", brief="LoRA adapter; repeatable")
-    adapter_memory: float | None = _option("adapters", None, Number(1e-3, 1e6), "GiB on the device for adapters; if "
+    adapter_memory: float | None = _option("adapters", None, Number(1e-4, 1e6), "GiB on the device for adapters; if "
         "it holds fewer than are loaded, the least recently used ones leave it", metavar="GIB",
         default_text="room for the adapters of --adapter")
     max_rank: int | None = _option("adapters", None, Integer(1, MAX_RANK), "largest rank of an adapter", metavar="N",
