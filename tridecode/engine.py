@@ -34,6 +34,7 @@ from .serve.driver import Driver
 from .serve.policy import Policy
 from .serve.request import Request, checked_stop_ids, scoring
 from .serve.scheduler import Scheduler
+from .state.adapters import AdapterLoad
 from .step.costs import measure_costs
 from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_passes
@@ -318,6 +319,11 @@ class Engine:
     def adapters(self) -> Mapping[str, Adapter]:
         """The loaded adapters by name."""
         return dict(self._adapters)
+
+    def adapter_load(self) -> AdapterLoad | None:
+        """Return the number of adapters on the device and of copies to it. None without memory for adapters."""
+        residents = self.scheduler.slots.adapters
+        return None if residents is None else residents.load()
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Load a LoRA adapter while requests run. Later requests select it by its name.

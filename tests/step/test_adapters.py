@@ -4,6 +4,7 @@ import pytest
 import torch
 from models import CUDA, DEVICE, tiny_config, tiny_engine
 from models_to_tune import H200, case
+
 from tridecode import SamplingParams
 from tridecode.blocks.adapter import Adapter, LowRank
 from tridecode.kernels.linear.registry import LINEAR_KERNELS

@@ -57,6 +57,7 @@ class Metrics:
         self._engine, self._model = engine, model
         # Prometheus computes rates from the first sample, so each outcome starts at zero.
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._adapters: dict[str, list[int]] = {}  # Adapter -> requests that ended, and their output tokens.
         self._prompt = self._reused = self._sampled = self._drafted = self._accepted = 0
         self._first_token, self._inter_token = Histogram(FIRST_TOKEN_BOUNDS), Histogram(INTER_TOKEN_BOUNDS)
         self._request = Histogram(REQUEST_BOUNDS)
@@ -85,9 +86,12 @@ class Metrics:
             if tokens:
                 self._inter_token.observe((now - last) / tokens, tokens)
 
-    def observe_usages(self, usages: Iterable[Usage]) -> None:
+    def observe_usages(self, usages: Iterable[Usage], adapter: str | None = None) -> None:
         """Count the usage of requests that have ended. Requests that were canceled have no usage."""
         for usage in usages:
+            if adapter is not None:
+                requests, tokens = self._adapters.get(adapter, (0, 0))
+                self._adapters[adapter] = [requests + 1, tokens + usage.completion_tokens]
             self._prompt += usage.prompt_tokens
             self._reused += usage.reused_tokens
             self._drafted += usage.drafted
@@ -148,6 +152,29 @@ class Metrics:
             family.add_metric([self._model, outcome], count)
         yield family
         yield from self._passes()
+        if (pool := self._engine.adapter_load()) is not None:
+            yield from self._adapter_families(pool)
+
+    def _adapter_families(self, pool):
+        for metric, help, value in (
+            ("adapters_loaded", "loaded adapters", len(self._engine.adapters)),
+            ("adapters_on_device", "adapters that the device holds", pool.on_device),
+            ("adapter_slots", "maximum number of adapters on the device", pool.size),
+        ):
+            family = GaugeMetricFamily(f"tridecode:{metric}", help, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
+        loads = CounterMetricFamily("tridecode:adapter_loads", "copies of adapters", labels=["model_name"])
+        loads.add_metric([self._model], pool.loads)
+        yield loads
+        labels = ["model_name", "adapter"]
+        requests = CounterMetricFamily("tridecode:adapter_requests", "requests by adapter that ended", labels=labels)
+        tokens = CounterMetricFamily("tridecode:adapter_generation_tokens", "sampled tokens of them", labels=labels)
+        for adapter, (ended, sampled) in sorted(self._adapters.items()):
+            requests.add_metric([self._model, adapter], ended)
+            tokens.add_metric([self._model, adapter], sampled)
+        yield requests
+        yield tokens
 
     def _passes(self):
         labels = ["model_name", "mode", "kind", "rows", "padded"]

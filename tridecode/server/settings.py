@@ -37,6 +37,7 @@ class Settings:
         api_key: the key that requests must send; None accepts all requests.
         cors: origins of web pages that may send requests.
         log_prompts: whether the log contains prompts.
+        adapter_root: the directory from which clients may load adapters; None: they may load none.
     """
 
     model: str
@@ -51,3 +52,4 @@ class Settings:
     api_key: str | None = None
     cors: tuple[str, ...] = ()
     log_prompts: bool = False
+    adapter_root: str | None = None

@@ -180,6 +180,14 @@ def make_adapters(
     )
 
 
+class AdapterLoad(NamedTuple):
+    """The adapters on the device: their number, the maximum, and the copies to the device so far."""
+
+    on_device: int
+    size: int
+    loads: int
+
+
 @dataclass(eq=False)
 class _Resident:
     """An adapter in the pool, or on its way there.
@@ -269,6 +277,10 @@ class Residents:
     def names(self) -> list[str]:
         """Return the names of the adapters in the pool. Any thread may call this."""
         return [held.adapter.name for held in list(self._held.values()) if held.ready]
+
+    def load(self) -> AdapterLoad:
+        """Return the number of adapters in the pool, and of copies. Any thread may call this."""
+        return AdapterLoad(len(self.names()), len(self.pool), self.loads)
 
     def assert_consistent(self, used: Collection[int]) -> None:
         """Check that no adapter is in the pool twice, and that the adapters that requests use are ready."""
