@@ -11,7 +11,7 @@ from ..models.files import open_regular, read_file
 from ..models.gguf import is_gguf, part_names
 from ..models.reader import read_json
 from .config import read_config
-from .contents import UNSUPPORTED, adapter
+from .contents import NOT_A_MODEL, adapter
 from .names import BUNDLED, Repository, not_a_name, quantization, repository
 
 SINGLE = "model.safetensors"
@@ -260,7 +260,7 @@ def _require(repo: Repository, path: Path, name: str) -> None:
     if "gguf" in repo.id.lower():
         fix = f"give one of its GGUF files, like {repo.id}:Q4_K_M"
     elif lora := adapter(path):
-        fix = f"it holds {lora}, {UNSUPPORTED}"
+        fix = f"it holds {lora}, {NOT_A_MODEL}"
     raise CheckpointError(f"{repo}: the repository has no {name}; {fix}")
 
 

@@ -1,6 +1,7 @@
 """Adapters of a server: models for clients, with endpoints that load and unload them. The endpoints are vLLM's."""
 
 import logging
+import os
 from pathlib import Path
 
 import msgspec
@@ -100,6 +101,6 @@ class Adapters:
             directory = self._root
         if not directory.is_relative_to(self._root) or directory == self._root:
             raise bad_request("lora_path must be a directory below the adapter root of this server", "lora_path")
-        if not directory.is_dir():
+        if not os.path.isdir(directory):
             raise bad_request("lora_path: there is no such directory below the adapter root", "lora_path")
         return directory
