@@ -320,10 +320,10 @@ class Engine:
         """The loaded adapters by name."""
         return dict(self._adapters)
 
-    def adapter_load(self) -> AdapterLoad | None:
-        """Return the number of adapters on the device and of copies to it. None without memory for adapters."""
+    def adapter_load(self) -> AdapterLoad:
+        """Return the number of adapters on the device, the maximum, and the number of copies to it."""
         residents = self.scheduler.slots.adapters
-        return None if residents is None else residents.load()
+        return AdapterLoad(0, 0, 0) if residents is None else residents.load()
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Load a LoRA adapter while requests run. Later requests select it by its name.

@@ -251,7 +251,7 @@ def test_malformed_adapters_are_refused_in_one_line(base, modules, tmp_path, fau
     assert "\n" not in message and word in message and len(message) < 400 + len(str(tmp_path)), message
 
 
-def test_integers_are_no_adapter(base, modules, tmp_path):
+def test_integers_are_refused(base, modules, tmp_path):
     path = write_lora(tmp_path, random_matrices(modules), dtype=torch.int32)
     with pytest.raises(CheckpointError, match="I32"):
         loaded(path, base)
@@ -263,7 +263,7 @@ def test_a_path_that_does_not_exist(base, path):
         loaded(path, base)
 
 
-def test_a_file_is_no_adapter(base, modules, tmp_path):
+def test_a_file_is_refused(base, modules, tmp_path):
     path = write_lora(tmp_path, random_matrices(modules))
     with pytest.raises(CheckpointError, match=re.escape("is a file")):
         loaded(path / "adapter_config.json", base)

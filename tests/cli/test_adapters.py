@@ -85,7 +85,7 @@ def test_the_chat_selects_adapters(files, texts, capsys, monkeypatch):
     assert "there is no adapter 'none'; the loaded ones are one, two" in err and code == 0
 
 
-def test_the_chat_without_adapters_says_how_to_load_one(files, capsys, monkeypatch):
+def test_the_chat_without_adapters_names_the_option(files, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("/adapter\n/help\n"))
     _, out, err = run(capsys, "chat", "--model", files / "base", *OPTIONS)
     assert "--adapter NAME=PATH" in err and "/adapter" not in out

@@ -77,7 +77,7 @@ def mixed(engine: Engine, texts, numbers, params=GREEDY) -> None:
 
 
 @pytest.mark.parametrize("name", ["tuned", "hybrid"])
-def test_texts_of_a_mixed_batch_are_those_of_merged_weights(name, request):
+def test_texts_of_a_mixed_batch_equal_the_texts_of_merged_weights(name, request):
     model = request.getfixturevalue(name)
     with model.load(adapters=model.sources(0, 1, 2)) as engine:
         mixed(engine, model.texts, [None, 0, 1, 2])

@@ -98,7 +98,7 @@ def _modules(
 ) -> dict[str, tuple[_Place, dict[str, str]]]:
     """Return for each module of an adapter its place in the model, and its tensors by matrix ("A", "B")."""
     places = _places(spec)
-    found: dict[str, tuple[_Place, dict[str, str]]] = {}
+    tensors_of: dict[str, tuple[_Place, dict[str, str]]] = {}
     by_place: dict[_Place, str] = {}
     prefixes = {*_PREFIXES, spec.prefix}
     for tensor, (module, matrix) in module_names(infos, str(file)).items():
@@ -111,22 +111,22 @@ def _modules(
             raise CheckpointError(f"{file}: {shown(module)} has another order in a GGUF file; {fix}")
         if by_place.setdefault(place, module) != module:
             raise CheckpointError(f"{file}: {shown(module)} and {shown(by_place[place])} are the same linear")
-        found.setdefault(module, (place, {}))[1][matrix] = tensor
-    if not found:
+        tensors_of.setdefault(module, (place, {}))[1][matrix] = tensor
+    if not tensors_of:
         raise CheckpointError(f"{file}: has no tensors")
     # The names of all linears of the model, as the adapter writes them.
-    prefix = next(iter(found)).split("layers.")[0]
+    prefix = next(iter(tensors_of)).split("layers.")[0]
     every = {place: f"{prefix}layers.{layer}.{module}" for (layer, module), place in places.items()}
     names = [by_place.get(place, name) for place, name in every.items()]
     chosen = config.matching(names)
-    for module in found:
+    for module in tensors_of:
         if module not in chosen:
             raise CheckpointError(f"{file}: has {shown(module)}, which target_modules of {CONFIG} does not select")
     for module in chosen:
-        absent = [matrix for matrix in "AB" if matrix not in found.get(module, (None, {}))[1]]
+        absent = [matrix for matrix in "AB" if matrix not in tensors_of.get(module, (None, {}))[1]]
         if absent:
             raise CheckpointError(f"{file}: lacks {module}.lora_{absent[0]}.weight, which target_modules selects")
-    return found
+    return tensors_of
 
 
 def _places(spec: ModelSpec) -> dict[tuple[int, str], _Place]:

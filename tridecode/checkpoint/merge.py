@@ -15,16 +15,16 @@ from .shards import Shards
 
 def changes(adapter: Adapter, spec: ModelSpec) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return for each module that an adapter changes the matrices B and A of its weight in the checkpoint, in fp32."""
-    found = {}
+    matrices = {}
     for (index, name), (a, b) in adapter.linears.items():
         linear = next(each for each in spec.layers[index].linears() if each.name == name)
         start = 0
         for part, own in zip(linear.parts, a, strict=True):
             rows = b[start : start + part.rows].float() / linear.scale  # The loader multiplies the weight by the scale.
             if rows.any():
-                found[spec.layer_prefix(index) + part.module] = rows, own.float()
+                matrices[spec.layer_prefix(index) + part.module] = rows, own.float()
             start += part.rows
-    return found
+    return matrices
 
 
 def merge(

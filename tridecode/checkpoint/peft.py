@@ -72,15 +72,15 @@ class PeftConfig:
 
     def matching(self, modules: Sequence[str]) -> set[str]:
         """Return the modules that the adapter changes, of those with a linear. Raises CheckpointError."""
-        found = set(modules) if self.targets is None else self._chosen("target_modules", self.targets, modules)
+        selected = set(modules) if self.targets is None else self._chosen("target_modules", self.targets, modules)
         if isinstance(self.targets, str) and self.targets.lower() == "all-linear":
-            found = set(modules)
-        found -= self._chosen("exclude_modules", self.excluded, modules)
+            selected = set(modules)
+        selected -= self._chosen("exclude_modules", self.excluded, modules)
         if self.layers is not None and not isinstance(self.targets, str):
             own = self._numbered(modules)
             exact = set(self.targets or ())
-            found = {module for module in found if module in exact or own.get(module) in self.layers}
-        return found
+            selected = {module for module in selected if module in exact or own.get(module) in self.layers}
+        return selected
 
     def scales(self, modules: Sequence[str]) -> dict[str, tuple[int, float]]:
         """Return rank and factor of each module. Raises CheckpointError."""
@@ -92,13 +92,13 @@ class PeftConfig:
             scales[module] = rank, alpha / (rank**0.5 if self.rslora else rank)
         return scales
 
-    def _chosen(self, key: str, wanted: Sequence[str] | str, modules: Sequence[str]) -> set[str]:
+    def _chosen(self, key: str, selection: Sequence[str] | str, modules: Sequence[str]) -> set[str]:
         """Return the modules that a list of names or a regular expression selects."""
-        if isinstance(wanted, str):
-            (matched,) = self._match(key, [wanted], modules) if wanted else ([],)
+        if isinstance(selection, str):
+            (matched,) = self._match(key, [selection], modules) if selection else ([],)
             return {module for module, hit in zip(modules, matched) if hit}
-        ends = tuple(f".{name}" for name in wanted)
-        return {module for module in modules if module in wanted or module.endswith(ends)}
+        ends = tuple(f".{name}" for name in selection)
+        return {module for module in modules if module in selection or module.endswith(ends)}
 
     def _numbered(self, modules: Sequence[str]) -> dict[str, int]:
         """Return the number of the layer of each module in a list that layers_pattern names."""
@@ -118,12 +118,12 @@ class PeftConfig:
         if not values:
             return {}
         hits = self._match(key, [rf"(.*\.)?({pattern})" for pattern in values], modules, list(values))
-        found: dict[str, float] = {}
+        selected: dict[str, float] = {}
         for value, hit in zip(values.values(), hits):
             for module, matched in zip(modules, hit):
                 if matched:
-                    found.setdefault(module, value)
-        return found
+                    selected.setdefault(module, value)
+        return selected
 
     def _match(
         self, key: str, patterns: Sequence[str], names: Sequence[str], written: Sequence[str] | None = None
@@ -239,11 +239,11 @@ def _numbers(read: ConfigReader, key: str, checked) -> dict:
 
 def module_names(names: Iterable[str], source: str) -> dict[str, tuple[str, str]]:
     """Return for each tensor of an adapter its module in the base model, and "A" or "B". Raises CheckpointError."""
-    found = {}
+    selected = {}
     for name in names:
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
         if not match:
             reason = "only base_model.model.MODULE.lora_A.weight and lora_B.weight are supported"
             raise CheckpointError(f"{source}: has the tensor {shown(name)}; {reason}")
-        found[name] = match[1], match[2]
-    return found
+        selected[name] = match[1], match[2]
+    return selected

@@ -117,7 +117,7 @@ class Loader:
     def _load(self, model: str | None, path: Path) -> Engine:
         # The path is already resolved. The name is for display.
         limit, own = self._limit(load_config(path)), model == self._args.model
-        engine = load_model(self._args, path, limit, self._output, adapters=own)
+        engine = load_model(self._args, path, limit, self._output, own)
         engine.name = model_name(model)
         return engine
 

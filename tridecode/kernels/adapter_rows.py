@@ -15,7 +15,7 @@ _WIDTH = tl.constexpr(CHUNK_WIDTH)
 
 @triton.jit
 def _row_adapters(meta_ptr, slots_ptr, offs_m, decoding):
-    """Return the adapters of the first `decoding` rows. Rows whose status is not RUN have none."""
+    """Return the adapters of the first `decoding` rows. For rows whose status is not RUN it is 0."""
     mask = offs_m < decoding
     status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=mask, other=-1)
     slot = tl.load(meta_ptr + offs_m * META_WIDTH + SLOT, mask=mask, other=0)
@@ -56,18 +56,18 @@ def _adapter_rows_kernel(
         # The adapters of decoding rows come first, then those of chunks.
         SIZE: tl.constexpr = DECODING + CHUNKS
         offs = tl.arange(0, SIZE)
-        found = tl.zeros([SIZE], tl.int32)
+        adapters = tl.zeros([SIZE], tl.int32)
         if DECODING > 0:
-            found += _row_adapters(meta_ptr, slots_ptr, offs, decoding)
+            adapters += _row_adapters(meta_ptr, slots_ptr, offs, decoding)
         if CHUNKS > 0:
             entries, mask = chunks_ptr + (offs - DECODING) * _WIDTH, offs >= DECODING
             sizes = tl.load(entries + _COUNT, mask=mask, other=0)
             slots = tl.load(entries + _SLOT, mask=mask, other=0)
-            found += tl.load(slots_ptr + slots, mask=sizes > 0, other=0)
-        earlier = (found[None, :] == found[:, None]) & (offs[None, :] < offs[:, None])
-        distinct = (found > 0) & (tl.max(earlier.to(tl.int32), 1) == 0)
+            adapters += tl.load(slots_ptr + slots, mask=sizes > 0, other=0)
+        earlier = (adapters[None, :] == adapters[:, None]) & (offs[None, :] < offs[:, None])
+        distinct = (adapters > 0) & (tl.max(earlier.to(tl.int32), 1) == 0)
         place = tl.cumsum(distinct.to(tl.int32), 0)
-        tl.store(groups_ptr + place, found, mask=distinct)
+        tl.store(groups_ptr + place, adapters, mask=distinct)
         tl.store(groups_ptr, tl.sum(distinct.to(tl.int32), 0))
 
 
@@ -93,15 +93,15 @@ def adapter_rows(meta, chunks, slots, numbers, groups, *, pdl=False):
 def adapter_rows_ref(meta, chunks, slots, numbers, groups) -> None:
     """Compute `adapter_rows` in torch."""
     numbers.zero_()
-    found = []
+    adapters = []
     for row in [] if meta is None else running(meta, len(meta)):
         numbers[row] = slots[meta[row, SLOT.value]]
-        found.append(int(numbers[row]))
+        adapters.append(int(numbers[row]))
     for slot, first, count, _ in [] if chunks is None else chunks.tolist():
         if count:
             numbers[first : first + count] = slots[slot]
-            found.append(int(slots[slot]))
-    distinct = [number for number in dict.fromkeys(found) if number]
+            adapters.append(int(slots[slot]))
+    distinct = [number for number in dict.fromkeys(adapters) if number]
     groups[: 1 + len(distinct)] = torch.tensor([len(distinct), *distinct], dtype=torch.int32)
 
 

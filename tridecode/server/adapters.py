@@ -61,7 +61,7 @@ class Adapters:
         """Return the names of the loaded adapters."""
         return [*self._engine.adapters]
 
-    def of(self, model: str | None) -> str | None:
+    def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request names as its model, or None for the base model."""
         return model if model in self._engine.adapters else None
 

@@ -273,12 +273,12 @@ class Server:
 
     def _name(self, model: str | None) -> str:
         """Return the name of the model that answers a request: an adapter's, or the base model's."""
-        return self.adapters.of(model) or self.settings.model
+        return self.adapters.adapter_of(model) or self.settings.model
 
     def _params(self, payload: Generation) -> list[SamplingParams]:
         """Return the sampling parameters of each of the n answers, with the seeds seed, seed + 1, ..."""
         try:
-            params = self.engine.default_params(**payload.sampling(), adapter=self.adapters.of(payload.model))
+            params = self.engine.default_params(**payload.sampling(), adapter=self.adapters.adapter_of(payload.model))
             if payload.n == 1:
                 return [params]
             first = random_seed(payload.n) if params.seed is None else params.seed

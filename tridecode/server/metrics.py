@@ -57,7 +57,8 @@ class Metrics:
         self._engine, self._model = engine, model
         # Prometheus computes rates from the first sample, so each outcome starts at zero.
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
-        self._adapters: dict[str, list[int]] = {}  # Adapter -> requests that ended, and their output tokens.
+        # Adapter -> requests that ended, and their output tokens. "" is the base model.
+        self._adapters: dict[str, tuple[int, int]] = {"": (0, 0)}
         self._prompt = self._reused = self._sampled = self._drafted = self._accepted = 0
         self._first_token, self._inter_token = Histogram(FIRST_TOKEN_BOUNDS), Histogram(INTER_TOKEN_BOUNDS)
         self._request = Histogram(REQUEST_BOUNDS)
@@ -89,9 +90,8 @@ class Metrics:
     def observe_usages(self, usages: Iterable[Usage], adapter: str | None = None) -> None:
         """Count the usage of requests that have ended. Requests that were canceled have no usage."""
         for usage in usages:
-            if adapter is not None:
-                requests, tokens = self._adapters.get(adapter, (0, 0))
-                self._adapters[adapter] = [requests + 1, tokens + usage.completion_tokens]
+            requests, tokens = self._adapters.get(adapter or "", (0, 0))
+            self._adapters[adapter or ""] = requests + 1, tokens + usage.completion_tokens
             self._prompt += usage.prompt_tokens
             self._reused += usage.reused_tokens
             self._drafted += usage.drafted
@@ -107,7 +107,7 @@ class Metrics:
 
     def collect(self):
         """Yield the metrics; prometheus-client calls this for each scrape."""
-        load = self._engine.scheduler.load()
+        load, adapters = self._engine.scheduler.load(), self._engine.adapter_load()
         gauges = {
             "num_requests_running": ("requests that have a slot", load.requests - load.waiting),
             "num_requests_waiting": ("requests that wait for a slot", load.waiting),
@@ -121,6 +121,9 @@ class Metrics:
             "kv_pages_free": ("unused K/V pages", load.free_pages),
             "snapshots": ("snapshots of recurrent state", load.snapshots),
             "snapshot_bytes": ("bytes of these snapshots", load.snapshots * self._engine.plan.snapshot_bytes),
+            "adapters": ("loaded adapters", len(self._engine.adapters)),
+            "adapters_on_device": ("adapters on the device", adapters.on_device),
+            "adapter_places": ("maximum number of adapters on the device", adapters.size),
         }
         counters = {
             "num_preemptions": ("requests that were preempted and restarted", load.preemptions),
@@ -128,6 +131,7 @@ class Metrics:
             "prefix_cache_queries": ("prompt tokens that were looked up in the prefix cache", self._prompt),
             "prefix_cache_hits": ("prompt tokens whose K/V were in the prefix cache", self._reused),
             "snapshot_hits": ("requests that resumed from a snapshot", load.snapshot_hits),
+            "adapter_loads": ("copies of adapters to the device", adapters.loads),
             "generation_tokens": ("sampled tokens", self._sampled),
             "spec_decode_num_draft_tokens": ("draft tokens of requests that ended", self._drafted),
             "spec_decode_num_accepted_tokens": ("accepted draft tokens of requests that ended", self._accepted),
@@ -152,24 +156,12 @@ class Metrics:
             family.add_metric([self._model, outcome], count)
         yield family
         yield from self._passes()
-        if (pool := self._engine.adapter_load()) is not None:
-            yield from self._adapter_families(pool)
+        yield from self._by_adapter()
 
-    def _adapter_families(self, pool):
-        for metric, help, value in (
-            ("adapters_loaded", "loaded adapters", len(self._engine.adapters)),
-            ("adapters_on_device", "adapters that the device holds", pool.on_device),
-            ("adapter_slots", "maximum number of adapters on the device", pool.size),
-        ):
-            family = GaugeMetricFamily(f"tridecode:{metric}", help, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
-        loads = CounterMetricFamily("tridecode:adapter_loads", "copies of adapters", labels=["model_name"])
-        loads.add_metric([self._model], pool.loads)
-        yield loads
+    def _by_adapter(self):
         labels = ["model_name", "adapter"]
-        requests = CounterMetricFamily("tridecode:adapter_requests", "requests by adapter that ended", labels=labels)
-        tokens = CounterMetricFamily("tridecode:adapter_generation_tokens", "sampled tokens of them", labels=labels)
+        requests = CounterMetricFamily("tridecode:adapter_requests", "requests that ended, by adapter", labels=labels)
+        tokens = CounterMetricFamily("tridecode:adapter_generation_tokens", "tokens of these answers", labels=labels)
         for adapter, (ended, sampled) in sorted(self._adapters.items()):
             requests.add_metric([self._model, adapter], ended)
             tokens.add_metric([self._model, adapter], sampled)

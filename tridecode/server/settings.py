@@ -37,7 +37,7 @@ class Settings:
         api_key: the key that requests must send; None accepts all requests.
         cors: origins of web pages that may send requests.
         log_prompts: whether the log contains prompts.
-        adapter_root: the directory from which clients may load adapters; None: they may load none.
+        adapter_root: the directory from which clients may load adapters, or None if they may not load any.
     """
 
     model: str

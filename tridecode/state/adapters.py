@@ -69,7 +69,7 @@ Places = Mapping[tuple[int, str], Place]
 
 @dataclass(frozen=True)
 class AdapterPool:
-    """The adapters of a model on its device. Adapter 0 is none; adapter i is in row i - 1 of `weights`.
+    """The adapters of a model on its device. Adapter i is in row i - 1 of `weights`. 0 means no adapter.
 
     Args:
         weights: [adapters, numbers of all linears]. A smaller rank than the maximum leaves numbers unused.
@@ -215,7 +215,7 @@ class Residents:
 
     def __init__(self, pool: AdapterPool):
         self.pool = pool
-        self._held: dict[int, _Resident] = {}  # Number of an adapter -> the adapter.
+        self._residents: dict[int, _Resident] = {}  # Number of an adapter -> the adapter.
         self._clock = 0
         self._threads = ThreadPoolExecutor(1, "tridecode-adapters")
         self.loads = 0  # Number of copies to the device so far.
@@ -228,7 +228,7 @@ class Residents:
     def acquire(self, adapter: Adapter, used: Collection[int]) -> int | None:
         """Return the number of an adapter if passes may read it. Otherwise begin to load it, and return None.
 
-        Nothing is loaded if requests use all adapters of the pool.
+        If requests use all adapters of the pool, the adapter is not loaded yet.
 
         Args:
             used: numbers of adapters that requests use.
@@ -241,42 +241,43 @@ class Residents:
             number = self._free_place(used)
             if number is None:
                 return None
-            self._held[number] = _Resident(adapter, self._tick())
-        held = self._held[number]
-        if held.loading is None:  # An interrupt may have ended an earlier call here.
+            self._residents[number] = _Resident(adapter, self._tick())
+        resident = self._residents[number]
+        if resident.loading is None:  # An interrupt may have ended an earlier call here.
             self.loads += 1
-            held.loading = self._threads.submit(self._load, number, adapter, self._passes_before())
-        if not held.ready:
+            resident.loading = self._threads.submit(self._load, number, adapter, self._passes_before())
+        if not resident.ready:
             return None
-        if error := held.loading.exception():
-            del self._held[number]
+        if error := resident.loading.exception():
+            del self._residents[number]
             raise error
-        held.used = self._tick()
+        resident.used = self._tick()
         return number
 
     @property
     def has_room(self) -> bool:
         """Whether the pool has an empty place."""
-        return len(self._held) < len(self.pool)
+        return len(self._residents) < len(self.pool)
 
     def loading(self, adapter: Adapter) -> bool:
         """Return whether an adapter is being loaded."""
         number = self._number(adapter)
-        return number is not None and not self._held[number].ready
+        return number is not None and not self._residents[number].ready
 
     def forget(self, adapter: Adapter) -> None:
         """Let an adapter leave the pool before all others, because no later request uses it."""
         if (number := self._number(adapter)) is not None:
-            self._held[number].used = -1
+            self._residents[number].used = -1
 
     def wait(self, seconds: float) -> None:
         """Wait until an adapter is loaded, at most for this time."""
-        if pending := [held.loading for held in self._held.values() if held.loading and not held.ready]:
+        copies = [resident.loading for resident in self._residents.values() if not resident.ready]
+        if pending := [each for each in copies if each is not None]:
             wait_for(pending, seconds, "FIRST_COMPLETED")
 
     def names(self) -> list[str]:
         """Return the names of the adapters in the pool. Any thread may call this."""
-        return [held.adapter.name for held in list(self._held.values()) if held.ready]
+        return [resident.adapter.name for resident in list(self._residents.values()) if resident.ready]
 
     def load(self) -> AdapterLoad:
         """Return the number of adapters in the pool, and of copies. Any thread may call this."""
@@ -284,20 +285,22 @@ class Residents:
 
     def assert_consistent(self, used: Collection[int]) -> None:
         """Check that no adapter is in the pool twice, and that the adapters that requests use are ready."""
-        adapters = [held.adapter for held in self._held.values()]
+        adapters = [resident.adapter for resident in self._residents.values()]
         assert len(set(adapters)) == len(adapters), "an adapter is in the pool twice"
-        assert set(self._held) <= set(range(1, len(self.pool) + 1))
-        assert all(self._held[number].ready for number in used if number), "a request uses an adapter that is not ready"
+        assert set(self._residents) <= set(range(1, len(self.pool) + 1))
+        assert all(self._residents[number].ready for number in used if number), (
+            "a request uses an adapter that is not ready"
+        )
 
     def _number(self, adapter: Adapter) -> int | None:
-        return next((number for number, held in self._held.items() if held.adapter is adapter), None)
+        return next((number for number, resident in self._residents.items() if resident.adapter is adapter), None)
 
     def _free_place(self, used: Collection[int]) -> int | None:
         """Return an empty place, or that of the least recently used adapter that no request uses."""
-        if empty := set(range(1, len(self.pool) + 1)) - set(self._held):
+        if empty := set(range(1, len(self.pool) + 1)) - set(self._residents):
             return min(empty)
-        idle = [number for number, held in self._held.items() if held.ready and number not in used]
-        return min(idle, key=lambda number: self._held[number].used, default=None)
+        idle = [number for number, resident in self._residents.items() if resident.ready and number not in used]
+        return min(idle, key=lambda number: self._residents[number].used, default=None)
 
     def _tick(self) -> int:
         self._clock += 1

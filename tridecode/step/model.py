@@ -167,7 +167,7 @@ class DecodeModel:
         return choice
 
     def adapters(self, layer: LoadedLayer, name: str) -> AdaptedLinear | None:
-        """Return the adapters of a linear, or None if the passes have none."""
+        """Return the adapters of a linear. None in passes without adapters."""
         if not self.adapting:
             return None
         assert self.pool is not None
@@ -373,7 +373,7 @@ class PromptState:
         return IN_TORCH
 
     def adapters(self, layer: LoadedLayer, name: str) -> AdaptedLinear | None:
-        """Return the adapters of a linear, or None if the pass has none."""
+        """Return the adapters of a linear. None in a pass without adapters."""
         if not self.model.adapting:
             return None
         assert self.model.pool is not None

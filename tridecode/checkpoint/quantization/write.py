@@ -126,7 +126,7 @@ def write(
 
 
 def copy_others(source: Path, out: Path) -> None:
-    """Copy the files of a checkpoint that are neither weights nor code, such as those of the tokenizer."""
+    """Copy the files of a checkpoint that are neither weights nor code, such as the tokenizer's."""
     for other in source.iterdir():
         if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):
             shutil.copyfile(other, out / other.name)

@@ -149,9 +149,9 @@ def expand_group(A, P: tl.constexpr, adapter, n, mask_n, first, end, offs_m, mas
 
     Args:
         n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
-        first, end: if not P.GATED, n has the rows from first to end - 1.
+        first, end: If P.GATED is False, n has the rows from first to end - 1.
         offs_m, mask_m: [BLOCK_M], rows of the pass, and whether they exist.
-        TYPE: dtype of the operands of the product.
+        TYPE: Dtype of the operands of the product.
     """
     offs_r = tl.arange(0, STEP)
     rank = _rank_of(A, adapter)
