@@ -22,7 +22,7 @@ def _row_adapters(meta_ptr, slots_ptr, offs_m, decoding):
     return tl.load(slots_ptr + slot, mask=mask & (status == RUN), other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "decoding"])
 def _adapter_rows_kernel(
     meta_ptr, chunks_ptr, slots_ptr, numbers_ptr, groups_ptr, rows, decoding, BLOCK_M: tl.constexpr,
     DECODING: tl.constexpr, CHUNKS: tl.constexpr,

@@ -106,6 +106,16 @@ class AdapterPool:
         numbers, y = own.numbers[:rows], own.y[:splits, :rows]
         return LinearAdapters(a, b, self.ranks[place.number], numbers, own.groups, y, place.linear.k, place.ends)
 
+    def fill(self, rank: int) -> None:
+        """Fill the pool with random adapters of this rank, for benchmarks. Slot i gets the first adapter."""
+        self.weights.normal_(std=1e-3)
+        self.ranks[:, 1:] = rank
+        self.assign(1)
+
+    def assign(self, count: int) -> None:
+        """Let the slots use the first `count` adapters in turn, for benchmarks."""
+        self.slots.copy_(torch.arange(len(self.slots)) % count + 1)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""
         named = {name: getattr(self, name) for name in ("weights", "ranks", "slots", "staged_ranks")}

@@ -10,7 +10,7 @@ from .adapters import Adapters, adapter_arguments, expand_group, parts_of
 BLOCK_M, BLOCK_N = 64, 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _expand_kernel(
     out_ptr, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, stride_om, rows,
     N: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr,

@@ -53,7 +53,7 @@ def _load_a(
     return adapter, rank, tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _shrink_kernel(
     x_ptr, a_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_xm, stride_a, stride_ys, stride_ym, rows,
     K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr,
