@@ -4,7 +4,8 @@
     TRITON_CACHE_DIR=/tmp/cache python -m benchmarks.precompile qwen3-4b,4096,1 qwen3-4b,1024,64,40960,int4 --count
 
 An argument is the name of a suite, whose engines it compiles for, or an engine: preset, positions of a request, slots,
-positions of all requests, and the scheme of `--quantize`. With --count the script only prints the number of kernels.
+positions of all requests, and the scheme of `--quantize` or the type of `--gguf`. With --count the script only prints
+the number of kernels.
 Copy the cache to the other machine under the same path; only *.json and *.cubin are needed.
 
 The key of a kernel in the cache contains a hash of Triton's own files, so both machines must have the same version of
@@ -28,6 +29,7 @@ from tridecode.cli.bench.measure import preset_plan
 from tridecode.cli.precompile import planned_kernels
 from tridecode.errors import counted
 from tridecode.kernels.device import GPUS, simulated
+from tridecode.models.presets import GGUF_TYPES
 from tridecode.step.compiler import OfflineDriver
 
 KERNELS: list = []  # The list is filled before the processes are forked.
@@ -36,12 +38,12 @@ KERNELS: list = []  # The list is filled before the processes are forked.
 def engines_of(suite: str) -> list[tuple]:
     """Return the engine of each row of a suite that has one.
 
-    An engine is (preset, positions of a request, slots, positions of all requests or None, quantize), and with adapters
-    also their number and rank.
+    An engine is (preset, positions of a request, slots, positions of all requests or None, quantize or gguf), and with
+    adapters also their number and rank.
     """
     engines = []
     for args, _ in map(parse, lines_of(suite)):
-        quantize = getattr(args, "quantize", None)
+        quantize = getattr(args, "gguf", None) or getattr(args, "quantize", None)
         if args.what == "batch":
             engines.append((args.preset, *room_of(args), quantize, *adapters_of(args).values()))
         elif args.what in ("decode", "stream"):
@@ -61,9 +63,15 @@ def engine_of(words: str) -> tuple:
 def kernels_of(
     preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None, *adapters: int
 ) -> list:
-    """Return the kernels that an engine compiles at load. `adapters`: their number and rank."""
+    """Return the kernels that an engine compiles at load.
+
+    Args:
+        quantize: also a type of `--gguf`
+        adapters: number and rank of the adapters
+    """
+    gguf, quantize = (quantize, None) if quantize in GGUF_TYPES else (None, quantize)
     options = {"max_seq_len": capacity, "slots": slots, "kv_tokens": kv_tokens, "quantize": quantize}
-    return planned_kernels(preset_plan(preset, torch.device("cuda"), *adapters, **options))
+    return planned_kernels(preset_plan(preset, torch.device("cuda"), gguf, *adapters, **options))
 
 
 def compile_one(index: int) -> None:

@@ -1,7 +1,10 @@
 """Measure how long hostile requests delay the stream of another client: python -m benchmarks.stalls [CASE ...].
 
 It starts a server with the bundled model on the CPU. For each case it prints the longest gap between two events of a
-stream, and the growth of the server's memory. The case `none` sends nothing.
+stream, and the growth of the server's memory. The case `none` sends nothing, and `busy` only computes.
+
+The server has two cores. With four cores or more, the clients run on the others. Otherwise they share the server's
+cores, and the process that sends has the lowest priority.
 """
 
 import gzip
@@ -52,7 +55,7 @@ def many_ids_chunked(send: Send) -> None:
 
 def largest_body(send: Send) -> None:
     """Bodies with as many values as are accepted."""
-    body = b'{"model": "bundled", "prompt": [' + b"17," * 262_000 + b"17]}"
+    body = b'{"model": "bundled", "prompt": [' + b"17," * 65_000 + b"17]}"
     for _ in range(8):
         send(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
@@ -83,8 +86,16 @@ def bomb(send: Send) -> None:
     send(f"{HEAD}Content-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
+def busy(send: Send) -> None:
+    """Compute for three seconds and send nothing."""
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        pass
+
+
 CASES: dict[str, tuple[Callable[[Send], None] | None, int]] = {  # name: (attack, number of connections)
     "none": (None, 0),
+    "busy": (busy, 1),
     "endless_header": (endless_header, 4),
     "endless_url": (endless_url, 4),
     "half_sent_heads": (lambda send: send(b"GET /health HTTP/1.1\r\nHo"), 1100),
@@ -100,6 +111,7 @@ CASES: dict[str, tuple[Callable[[Send], None] | None, int]] = {  # name: (attack
 
 def attack(port: int, case: str) -> None:
     """Send the requests of a case, and read no responses until all are sent."""
+    os.nice(19)
     work, count = CASES[case]
     clients = []
     for _ in range(count if work else 0):
@@ -136,7 +148,11 @@ def memory(pid: int, name: str) -> int:
 def main() -> None:
     """Run the cases and print a line for each."""
     argv = [sys.executable, "cli.py", "serve", "--device", "cpu", "--port", "0", "--slots", "4"]
+    cores = sorted(os.sched_getaffinity(0))
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as server:
+        if len(cores) >= 4:
+            os.sched_setaffinity(server.pid, cores[:2])
+            os.sched_setaffinity(0, cores[2:])
         try:
             line = next(line for line in server.stderr if line.startswith("serving "))
             threading.Thread(target=server.stderr.read, daemon=True).start()

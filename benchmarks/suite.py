@@ -58,6 +58,19 @@ SUITES = {
         batch --preset llama-3.1-8b --quantize fp8 --rows 1,8,16,32,64 --context 64 --runs 5
         batch --preset llama-3.1-8b --quantize int4 --rows 1,8,16,32,64 --context 64 --runs 5
     """,
+    "gguf": """
+        decode --preset qwen3-8b --gguf q4_k_m --context 64 --runs 5
+        decode --preset qwen3-8b --gguf q4_k_m --context 4096 --runs 5
+        decode --preset qwen3-8b --gguf q4_k_m --context 32000 --runs 5
+        decode --preset qwen3-8b --gguf q8_0 --context 64 --runs 5
+        decode --preset qwen3-4b --gguf q4_k_m --context 64 --runs 5
+        decode --preset llama-3.1-8b --gguf q4_k_m --context 64 --runs 5
+        batch --preset qwen3-8b --gguf q4_k_m --rows 1,8,32,64 --context 64 --runs 5
+        batch --preset qwen3-8b --gguf q8_0 --rows 1,8,32,64 --context 64 --runs 5
+        batch --preset qwen3-4b --gguf q4_k_m --rows 1,8,32,64 --context 64 --runs 5
+        prefill --preset qwen3-8b --gguf q4_k_m --prompt-tokens 64,512,2048 --runs 5
+        prefill --preset qwen3-4b --gguf q4_k_m --prompt-tokens 64,512,2048 --runs 5
+    """,
     "prompts": """
         prefill --preset qwen3-4b --prompt-tokens 64,512,2048,8192,32000 --graph MODES
         prefill --preset qwen3-4b --prompt-tokens 64 --cached 2000 --graph MODES

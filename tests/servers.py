@@ -67,16 +67,17 @@ sDijSrbdkEPihrHPVbSg81ZNQe+hpjGbHRwatXNH0yzaKEMPbygzbpNq2/VbCGg=
 
 
 class Running:
-    """A server on a free port.
+    """A server on a port of this machine.
 
     Args:
+        port: the port; 0 selects a free one.
         settings: fields of Settings; the model's name is "bundled" by default.
     """
 
-    def __init__(self, engine: Engine, **settings):
+    def __init__(self, engine: Engine, port: int = 0, **settings):
         self.engine = engine
         self.server = Server(engine, Settings(**{"model": "bundled"} | settings))
-        self._bound = bind("127.0.0.1", 0, settings.get("timeout"))
+        self._bound = bind("127.0.0.1", port, settings.get("timeout"))
         self.port = self._bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._uvicorn = uvicorn.Server(config(self.server.app, self.server.settings))

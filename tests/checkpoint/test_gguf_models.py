@@ -1,6 +1,7 @@
 """Models in GGUF files: what llama.cpp's converter changed is undone, for each family."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from checkpoints import write_tiny
 from gguf_files import write_gguf
 
 from tridecode import Engine, SamplingParams
-from tridecode.checkpoint.load import load_config, load_weights
-from tridecode.errors import CheckpointError
+from tridecode.checkpoint.gguf.schemes import with_file_type
+from tridecode.checkpoint.load import load_config, load_weights, random_weights
+from tridecode.errors import CheckpointError, ParameterError
+from tridecode.models.presets import GGUF_TYPES, PRESETS
 
 PROMPT = [3, 40, 5, 77, 120, 9, 300, 12, 250, 31]
 INTERVAL = dict(layer_types=["linear_attention", "full_attention"] * 2)
@@ -150,3 +153,71 @@ def test_config_matches_the_checkpoint(pair):
     one, other = load_config(source), load_config(file)
     assert {*one.stop_ids} == {*other.stop_ids} and one.vocab_size == other.vocab_size
     assert json.loads((source / "config.json").read_text())["rms_norm_eps"] == other.eps
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-tied", "qwen3.5"])
+def test_packed_weights(type_name, family, tmp_path):
+    """As a GPU loads them: packed tensors have the values of the weights that a CPU expands, also a tied LM head."""
+    source = write_tiny(tmp_path / "hf", family, **WIDE, **(INTERVAL if "3.5" in family else {}))
+    file = write_gguf(source, tmp_path / "model.gguf", type_name)
+    spec = load_config(file)
+    packed, expanded = (load_weights(file, spec, "cpu", torch.float32, packs=packs) for packs in (True, False))
+    assert torch.equal(packed.embed, expanded.embed) and packed.lm_head.packed is not None
+    for one, other in zip(packed.linears(), expanded.linears()):
+        assert one.packed is not None and other.packed is None
+        assert torch.equal(one.matrix(), other.weight)
+    assert (packed.lm_head.nbytes < 0.3 * expanded.lm_head.nbytes) and expanded.tied == (family == "qwen3-tied")
+
+
+def test_other_types_are_expanded_with_a_note(tmp_path):
+    source = write_tiny(tmp_path / "hf", "llama", **WIDE)
+    file = write_gguf(source, tmp_path / "model.gguf", "MXFP4")
+    spec = load_config(file)
+    assert spec.checkpoint_quantization is None
+    assert any("of the types MXFP4 are expanded to 16 bits: 0.00 instead of 0.00 GiB" in note for note in spec.notes)
+    weights = load_weights(file, spec, "cpu", torch.bfloat16, packs=True)
+    assert weights.number_types() == ["dense"]
+
+
+def test_quantize_of_a_quantized_file(tmp_path):
+    source = write_tiny(tmp_path / "hf", "llama", **WIDE)
+    file = write_gguf(source, tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(ParameterError, match="quantized already"):
+        Engine.load(file, device="cpu", quantize="int4")
+
+
+def test_types_of_a_file():
+    """The tensors of Qwen3-8B in Q4_K_M take 4.68 GiB, as llama-bench reports; the embedding is Q4_K."""
+    spec = with_file_type(PRESETS["qwen3-8b"], "q4_k_m")
+    scheme = spec.checkpoint_quantization.scheme
+    nbytes = spec.vocab_size * spec.hidden_size * 144 / 256
+    for prefix, linear in spec_linears(spec):
+        for part in linear.parts:
+            found = scheme(prefix + part.module)
+            nbytes += part.rows * linear.k // found.columns * found.nbytes
+    assert round(nbytes / 2**30, 2) == 4.68
+
+
+def spec_linears(spec):
+    layers = [(spec.layer_prefix(i), linear) for i, layer in enumerate(spec.layers) for linear in layer.linears()]
+    return [*layers, ("", spec.lm_head)]
+
+
+def test_types_of_recurrent_layers_are_refused():
+    with pytest.raises(ParameterError) as found:
+        with_file_type(PRESETS["qwen3.5-9b"], "q4_k_m")
+    assert found.value.argument == "gguf"
+
+
+@pytest.mark.parametrize("name", GGUF_TYPES)
+def test_random_weights(name):
+    spec = replace(PRESETS["qwen3-0.6b"], vocab_size=512)
+    weights = random_weights(
+        with_file_type(replace(spec, layers=spec.layers[:4]), name), "cpu", torch.bfloat16, packs=True
+    )
+    assert weights.lm_head.number_type == "int8"
+    for layer in weights.layers:
+        for linear_name, linear in layer.linears.items():
+            residual = 8 if linear_name in ("o_proj", "down") else 1
+            assert abs(linear.matrix().std() * (residual * linear.in_features) ** 0.5 - 1) < 0.02

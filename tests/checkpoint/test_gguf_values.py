@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tridecode.checkpoint.gguf.dequantize import NAMES, dequantize
+from tridecode.checkpoint.gguf.schemes import SCHEMES
 from tridecode.models.gguf import TYPES
 
 gguf = pytest.importorskip("gguf")
@@ -75,3 +76,26 @@ def test_scales_must_be_finite(name, bits):
         blocks[2, at : at + 2] = np.array([bits], dtype="<u2").view(np.uint8)
         with pytest.raises(ValueError, match="not finite"):
             dequantize(torch.from_numpy(blocks), name, SIZES[name][1])
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_packed_blocks_are_lossless(name):
+    scheme, rows, k = SCHEMES[name], 24, 512
+    data = torch.from_numpy(blocks_of(name, rows * k // scheme.columns)).reshape(rows, -1)
+    expected = dequantize(data, name, scheme.nbytes)
+    weight = scheme.read({"weight": data}, rows, k)
+    packed = scheme.packed(k, [0], torch.float16)
+    tensors = {part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in packed.shapes(rows).items()}
+    packed.pack(tensors, 0, weight)
+    for each in (weight, packed.unpack(tensors)):
+        assert torch.equal(each.dequantize().view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_packed_scales_must_be_finite(name):
+    scheme = SCHEMES[name]
+    for at in HALVES[name]:
+        blocks = blocks_of(name, 4)
+        blocks[1, at : at + 2] = (0, 126)
+        with pytest.raises(ValueError, match="not finite"):
+            scheme.read({"weight": torch.from_numpy(blocks.reshape(2, -1))}, 2, 2 * scheme.columns)

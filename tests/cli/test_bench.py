@@ -123,6 +123,9 @@ def test_options_of_the_engine(monkeypatch):
         measure.bench_engine(args, 64, **more)
     assert [each["speculate"] for each in found] == ["off", "ngram"]
     assert (found[0]["prompt_ms"], found[0]["quantize"]) == (7, "int4") and "graph" not in found[0]
+    assert found[0]["gguf"] is None
+    measure.bench_engine(make_parser().parse_args("bench decode --gguf q8_0".split()), 64)
+    assert found[2]["gguf"] == "q8_0"
 
 
 # ---- bench decode, bench batch, bench prefill and bench stream

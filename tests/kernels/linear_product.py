@@ -35,6 +35,14 @@ SCHEMES = {
     "e4m3": (8, 0, 1, False, False),
     "e4m3_blocks": (8, 128, 16, False, False),
 }
+# Schemes of GGUF files: (bits, codes, columns of a scale, minimums, columns of a factor of integer scales (0: none))
+GGUF_SCHEMES = {
+    "int4_minimums": (4, 16, 32, True, 0),
+    "int4_minimums_over": (4, 16, 32, True, 256),
+    "int8_minimums": (8, 32, 32, True, 0),
+    "int8_minimums_over": (8, 32, 32, True, 256),
+    "int8_over": (8, 64, 16, False, 256),
+}
 
 
 def kernel_of(config):
@@ -46,7 +54,9 @@ def dense(n: int, k: int, dtype=torch.bfloat16) -> LoadedLinear:
 
 
 def packed(scheme: str, n: int, k: int) -> LoadedLinear:
-    """Return a linear with random codes, in a scheme of SCHEMES. Its products are of magnitude 1."""
+    """Return a linear with random codes, in a scheme of SCHEMES or GGUF_SCHEMES. Its products are of magnitude 1."""
+    if scheme in GGUF_SCHEMES:
+        return _with_minimums(scheme, n, k)
     bits, group, rows, zeros, ordered = SCHEMES[scheme]
     number_type, generator = scheme.split("_")[0], torch.Generator().manual_seed(n + k)
     group, blocks = group or k, -(-n // rows)
@@ -61,7 +71,37 @@ def packed(scheme: str, n: int, k: int) -> LoadedLinear:
     order = torch.randperm(k, generator=generator) if ordered else None
     scale_dtype = torch.float32 if number_type == "e4m3" else torch.float16
     description = Packed(number_type, bits, k, group, rows, zeros, ordered, scale_dtype)
-    weight = QuantizedWeight(codes, scale.to(scale_dtype), rows, group, bits, zero, order)
+    return _loaded(description, QuantizedWeight(codes, scale.to(scale_dtype), rows, group, bits, zero, order))
+
+
+def _with_minimums(scheme: str, n: int, k: int) -> LoadedLinear:
+    bits, count, group, minimums, over_group = GGUF_SCHEMES[scheme]
+    generator, groups = torch.Generator().manual_seed(n + k), -(-k // group)
+    codes = torch.randint(0, count, (n, k), generator=generator)
+    if not minimums:
+        codes += 128 - count // 2
+    size, minimum, over = 2 / count * k**-0.5, None, None
+    if over_group:
+        dtype = torch.uint8 if minimums else torch.int8
+        scale = torch.randint(0 if minimums else -128, 64 if minimums else 128, (n, groups), generator=generator)
+        scale = scale.to(dtype)
+        if minimums:
+            minimum = torch.randint(0, 64, (n, groups), generator=generator).to(dtype)
+        over = (torch.rand(n, -(-k // over_group), 1 + minimums, generator=generator) + 0.5) * size / 48
+        over[:, :, 1:] *= count / 2
+        over = over.half()
+    else:
+        dtype = torch.float16
+        scale = ((torch.rand(n, groups, generator=generator) + 0.5) * size).half()
+        minimum = ((torch.rand(n, groups, generator=generator) - 0.2) * size * count).half()
+    description = Packed(f"int{bits}", bits, k, group, scale_dtype=dtype, minimums=minimums, over_group=over_group)
+    weight = QuantizedWeight(codes.to(torch.uint8), scale, 1, group, bits, None, None, minimum, over, over_group)
+    return _loaded(description, weight)
+
+
+def _loaded(description: Packed, weight: QuantizedWeight) -> LoadedLinear:
+    """Pack a weight, and check that it can be unpacked."""
+    n = len(weight.codes)
     tensors = {part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in description.shapes(n).items()}
     description.pack(tensors, 0, weight)
     linear = LoadedLinear(**{part: tensor.to(DEVICE) for part, tensor in tensors.items()}, packed=description)

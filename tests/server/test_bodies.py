@@ -4,7 +4,9 @@ import gzip
 import json
 import socket
 import threading
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx
@@ -108,6 +110,23 @@ def test_large_bodies_share_a_budget(running, monkeypatch):
     until(lambda: running.server.bodies._buffered == 0)
     assert running.post("/tokenize", large).json()["error"]["code"] == "context_length_exceeded"
     assert running.server.bodies._buffered == 0
+
+
+def test_large_bodies_are_parsed_one_at_a_time(running, monkeypatch):
+    active, most, parse = [], [], app.parse_body
+
+    def slow(body, body_type):
+        active.append(body)
+        most.append(len(active))
+        time.sleep(0.05)
+        active.remove(body)
+        return parse(body, body_type)
+
+    monkeypatch.setattr(app, "parse_body", slow)
+    large = json.dumps({"prompt": "a" * (1 << 17)}).encode()
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda _: running.post("/tokenize", large).status_code, range(4)))
+    assert got == [400] * 4 and most == [1] * 4
 
 
 # ---- types and encodings

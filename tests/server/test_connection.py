@@ -10,7 +10,7 @@ from servers import ANSWER, GREEDY, LONG, Running, slow_passes, until
 from tridecode import Engine
 from tridecode.errors import TridecodeError
 from tridecode.server import connection, run
-from tridecode.server.connection import Connection
+from tridecode.server.connection import Connection, Connections
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,14 @@ def error_of(response: bytes) -> tuple[int, dict]:
 # ---- heads
 
 
+HEAD = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 ENDLESS = {
     "header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ",
     "url": b"GET /",
     "empty_lines": None,
-    "trailer": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ",
-    "chunk_extension": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5;",
+    "trailer": CHUNKED + b"0\r\nX: ",
+    "chunk_extension": CHUNKED + b"5;",
 }
 
 
@@ -179,12 +181,24 @@ def test_other_connections_run_between_the_parts_of_a_body(running, monkeypatch)
 
     monkeypatch.setattr(Connection, "_parse", counted_parse)
     with opened(running) as client:
-        head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        client.sendall(head + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 300_000)
+        client.sendall(HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 300_000)
         client.sendall(b"2\r\n{}\r\n0\r\n\r\n")
         assert error_of(rest(client))[0] == 400
     assert len(sizes) >= 6 * 300_000 // (connection.SLICE * connection.SLICES)
     assert max(sizes) <= connection.MAX_UNPARSED + 2 * (1 << 18)
+
+
+def test_parsing_takes_a_share_of_the_time(monkeypatch):
+    now, connections = [100.0], Connections(10)
+    monkeypatch.setattr(connection.time, "monotonic", lambda: now[0])
+    parsed = 0.0
+    for _ in range(1000):
+        now[0] += connections.delay()
+        started = now[0]
+        now[0] += 0.0003
+        parsed += now[0] - started
+        connections.add(started)
+    assert parsed == pytest.approx((now[0] - 100) * connection.PARSING, rel=0.02)
 
 
 def test_pipelined_requests_wait_in_a_bounded_queue(engine, monkeypatch):
@@ -238,8 +252,15 @@ def test_http_1_0_has_no_chunks(running):
 # ---- half-closed connections
 
 
+@pytest.fixture(params=["at_once", "later"])
+def pace(request, monkeypatch):
+    """Whether received bytes are parsed at once, or wait because parsing took too much time."""
+    if request.param == "later":
+        monkeypatch.setattr(Connections, "delay", lambda self: 0.02)
+
+
 @pytest.mark.parametrize("stream", [True, False])
-def test_half_closed_client_gets_its_answer(running, stream):
+def test_half_closed_client_gets_its_answer(running, stream, pace):
     with opened(running) as client:
         client.sendall(post(GREEDY | {"stream": stream}))
         client.shutdown(socket.SHUT_WR)
@@ -272,7 +293,7 @@ def test_gone_client_cancels_its_request(engine, monkeypatch, stream):
         assert running.metric("requests_total", 'outcome="cancelled"') == 1
 
 
-def test_incomplete_request_of_a_half_closed_client_is_closed(running):
+def test_incomplete_request_of_a_half_closed_client_is_closed(running, pace):
     with opened(running) as client:
         client.sendall(post(GREEDY)[:-5])
         client.shutdown(socket.SHUT_WR)

@@ -1,16 +1,30 @@
-"""The chat page at /: its headers and content, and its behavior in a headless Chromium."""
+"""The chat page at /: its headers and files, and its behavior in a headless Chromium."""
 
+import hashlib
 import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, browser
 from servers import ANSWER, CHAT, Running, slow_passes, until
+from wire import Wire
 
-from tridecode import Engine
-from tridecode.server.page import PARTS, STATIC, page
+from tridecode import Engine, SamplingParams
+from tridecode.cli.chat.session import loads
+from tridecode.server.page import DOCUMENT_HEADERS, STATIC, TYPES, Page
 
 QUESTION = CHAT[0]["content"]
+STORY = "Tell me a short story about a snail."
+LOST = "the server is not reachable, or the connection was lost"
+MAX_BYTES = 400_000  # Size of all files of the page, with the licenses of libraries.
+OWN = [path for path in STATIC.iterdir() if path.is_file()]
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian's package chromium)")
 
 
@@ -32,186 +46,469 @@ def chromium(tmp_path_factory):
         yield running
 
 
+def opened(tab, url):
+    """Load the page and wait until it has received the model's name."""
+    tab.open(url)
+    tab.until("document.querySelector('#model')?.textContent && document.activeElement.id === 'input'")
+    return tab
+
+
 @pytest.fixture
 def chat(chromium, served):
-    """The page with an empty conversation, after it has received the model's name."""
-    chromium.window(900, 700)
-    chromium.open(served.url)
-    chromium.run("sessionStorage.clear(); turns = []; for (const name of OPTIONS) $(name).value = ''")
-    chromium.reload()
-    chromium.until("model")
+    """The page without conversations."""
+    chromium.window(1000, 700)
+    chromium.clear(served.url)
+    opened(chromium, served.url)
     chromium.errors.clear()
     yield chromium
     assert chromium.errors == [], "the browser reported script errors or blocked requests"
 
 
-def ask(chat, text):
-    """Type a message and send it."""
-    chat.until("document.activeElement.id === 'input'")
-    chat.type(text)
-    chat.press("Enter")
+@pytest.fixture
+def slowly(served, monkeypatch):
+    """Answers of the server take so long that a test can interrupt them."""
+    with monkeypatch.context() as patches:
+        slow_passes(served.engine, patches, 0.05)
+        yield
 
 
-def answered(chat, number=1):
-    """Wait for the end of the answer with this number and return its text."""
-    chat.until(f"!running && document.querySelectorAll('.stats').length === {number}")
-    return chat.run("[...document.querySelectorAll('.answer, .assistant')].at(-1).innerText")
+def select(tab, selector, value, event="change"):
+    """Give a field a value, as a user does."""
+    tab.run(f"""(field => {{ field.value = {json.dumps(value)}; field.dispatchEvent(new Event("{event}")) }})(
+        document.querySelector({json.dumps(selector)}))""")
 
 
-def shown(chat, text):
-    """Return the HTML of the nodes that the page creates for a Markdown text."""
-    code = f"(() => {{ const node = document.createElement('div'); show(node, {json.dumps(text)}); return node"
-    return chat.run(f"{code}.innerHTML }})()")
+def set_up(tab, **settings):
+    """Change settings."""
+    for name, value in settings.items():
+        select(tab, f"#{'stop-strings' if name == 'stop' else name}", value, "input")
 
 
-# ---- the document
+def ask(tab, text):
+    """Type a message, send it, and wait until it is a turn."""
+    enter(tab, text)
+    tab.until("!document.querySelector('#input').value")
 
 
-def test_page_is_one_document_without_external_resources():
-    html, headers = page()
-    text = html.decode()
-    assert not re.search(r"<(img|iframe|object|embed|base)\b|\bsrc=|@import|\burl\(|\bon\w+=", text)
-    assert re.findall(r'href="([^"]*)"', text) == ["data:,"], "the document refers to another file"
-    assert text.count("<script>") == text.count("</script>") == 2 and text.count("<style>") == 1
-    assert all(reference in (STATIC / "page.html").read_text() for reference in PARTS)
-    policy = headers["Content-Security-Policy"]
-    assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 3
+def enter(tab, text):
+    tab.run("document.querySelector('#input').focus()")
+    tab.type(text)
+    tab.press("Enter")
+
+
+def answered(tab, number=1):
+    """Wait for the end of the answer to the turn with this number and return its text."""
+    tab.until(f"document.querySelectorAll('.turn').length === {number} && document.querySelector('#stop').hidden"
+              " && document.querySelector('.turn:last-child .actions button')")  # fmt: skip
+    return text_of(tab, ".turn:last-child .assistant")
+
+
+def text_of(tab, selector):
+    return tab.run(f"document.querySelector({json.dumps(selector)}).innerText")
+
+
+def texts_of(tab, selector):
+    return tab.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(node => node.innerText)")
+
+
+def click(tab, label, within="body"):
+    """Click the last visible button with this text or label."""
+    found = f"""[...document.querySelectorAll({json.dumps(within)} + ' :is(button, summary, a)')].findLast(node =>
+        node.checkVisibility() && [node.innerText, node.ariaLabel].includes({json.dumps(label)}))"""
+    tab.until(found)
+    tab.run(f"{found}.click()")
+
+
+def partial_answer(tab, characters=20):
+    """Wait until an answer has this many characters, and return the text that is on the screen."""
+    tab.until(f"document.querySelector('.turn:last-child .assistant')?.innerText.length > {characters}")
+    return text_of(tab, ".turn:last-child .assistant")
+
+
+def errors_of(tab):
+    """Return the messages of the console, which the test expects, and forget them."""
+    tab.run("0")
+    errors, tab.errors = tab.errors, []
+    return errors
+
+
+# ---- the document and its files
+
+
+def test_document_refers_only_to_files_of_the_page():
+    page = Page()
+    assert not re.search(r"<(img|iframe|object|embed|base|style)\b|@import|\burl\(|\bon\w+=|style=", page.document)
+    assert not re.search(r"<script[^>]*>[^<]", page.document), "the document contains a script"
+    references = re.findall(r'(?:href|src)="([^"]*)"', page.document)
+    names = [name.removeprefix(f"page/{page.version}/") for name in references if name != "data:,"]
+    assert names and all((STATIC / name).is_file() for name in names)
+    assert not re.search(r"@import|\burl\(", (STATIC / "page.css").read_text())
+
+
+def test_policy_allows_no_inline_script_or_style():
+    policy = DOCUMENT_HEADERS["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "script-src 'self'; style-src 'self'" in policy
+    assert "trusted-types 'none'" in policy and "unsafe" not in policy and "sha256" not in policy
 
 
 def test_scripts_never_assign_markup():
-    for script in STATIC.glob("*.js"):
-        ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\("
-        assert not re.search(ways, script.read_text())
+    ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|setHTML|DOMParser"
+    for script in OWN:
+        assert not re.search(ways, script.read_text()), script
+
+
+def test_bundle_is_small_and_libraries_are_unchanged():
+    """VENDORED.md names the version and the hash of each file that another project wrote."""
+    files = [path for path in STATIC.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
+    known = dict(re.findall(r"`(\S+)` \| `([0-9a-f]{64})`", (STATIC / "vendor" / "VENDORED.md").read_text()))
+    libraries = {path.relative_to(STATIC / "vendor").as_posix(): path for path in files if path.parts[-2] != "static"}
+    scripts = {name: path for name, path in libraries.items() if path.suffix in TYPES}
+    assert {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in scripts.items()} == known
 
 
 def test_page_needs_no_key_but_its_requests_do(engine):
+    page = Page()
     with Running(engine, api_key="right") as running:
         got = running.get("/")
         assert got.status_code == 200 and got.headers["content-type"] == "text/html; charset=utf-8"
-        assert got.headers["x-content-type-options"] == "nosniff" and got.content == page()[0]
+        assert got.headers["x-content-type-options"] == "nosniff" and got.text == page.document
+        file = running.get(f"/page/{page.version}/chat.js")
+        assert file.status_code == 200 and file.headers["content-type"] == "text/javascript; charset=utf-8"
+        assert "immutable" in file.headers["cache-control"] and file.headers["x-content-type-options"] == "nosniff"
+        for path in ("/page/0/chat.js", f"/page/{page.version}/../page.py", f"/page/{page.version}/page.html"):
+            assert running.get(path).status_code in (401, 404)
         assert running.get("/v1/models").status_code == running.get("/page.css").status_code == 401
         assert running.post("/", {}).status_code == 405
 
 
-# ---- in a browser
+def test_settings_have_the_ranges_of_sampling_params():
+    text = (STATIC / "settings.js").read_text()
+    options = {each.name: each.metadata["option"].constraint for each in fields(SamplingParams) if each.metadata}
+    rows = re.findall(r"^  (\w+): \{label: .*?, min: (\S+), max: ([^,}]+)(.*)\},$", text, re.MULTILINE)
+    assert len(rows) == 9
+    for name, low, high, rest in rows:
+        constraint = options[name]
+        assert ("integer" in rest) == (type(constraint).__name__ == "Integer") and ("above" in rest) == getattr(
+            constraint, "above", False
+        )
+        if name != "seed":  # Numbers of JavaScript are exact up to 2**53.
+            assert (float(low), float(high.replace("TOP", str(2**31 - 1)))) == (constraint.low, constraint.high)
+
+
+# ---- a chat
 
 
 @in_chromium
-def test_chat_streams_and_shows_statistics(chat, served):
-    chat.run("$('temperature').value = '0'")
+def test_chat_streams_and_shows_statistics(chat):
+    set_up(chat, temperature="0")
     ask(chat, QUESTION)
     assert answered(chat) == ANSWER
-    parts = chat.run("document.querySelector('.stats').textContent").split(" · ")
+    parts = text_of(chat, ".turn .stats:last-of-type").split(" · ")
     assert parts[0] == "12 tokens" and parts[1].endswith(" tok/s") and parts[2].startswith("first token 0.")
     assert parts[3].endswith(" of 18 reused") and parts[4] == "context 30 / 2,048"
     ask(chat, "and plus 10?")
     assert answered(chat, 2) == "42 + 10 = 52."
-    assert not chat.run("document.querySelector('.stats:last-child').textContent").startswith("0 of")
+    assert text_of(chat, "#title") == QUESTION and chat.run("document.title") == f"{QUESTION} · tridecode"
+
+
+@pytest.fixture
+def sent(served, monkeypatch):
+    """The list of (messages, parameters) that the server receives."""
+    got, prepare, params = [], served.engine.tokenizer.prepare_chat, served.engine.default_params
+    monkeypatch.setattr(served.engine, "default_params", lambda **options: (got.append(options), params(**options))[1])
+    monkeypatch.setattr(
+        served.engine.tokenizer, "prepare_chat",
+        lambda messages, *rest, **more: (got.append(messages), prepare(messages, *rest, **more))[1],
+    )  # fmt: skip
+    return got
 
 
 @in_chromium
-def test_shift_enter_inserts_newline_and_system_message_is_sent(chat, served, monkeypatch):
-    sent, encode = [], served.engine.tokenizer.prepare_chat
-    spy = lambda messages, *rest, **more: (sent.append(messages), encode(messages, *rest, **more))[1]  # noqa: E731
-    monkeypatch.setattr(served.engine.tokenizer, "prepare_chat", spy)
-    chat.run("$('system').value = 'Be brief.'; $('max_tokens').value = '3'; $('input').focus()")
-    chat.type("Hello")
+def test_spaces_newlines_and_system_prompt_are_sent(chat, sent):
+    set_up(chat, system="Be brief.\n  Be kind.", max_tokens="3")
+    chat.type("    if x:")
     chat.press("Enter", shift=True)
-    ask(chat, "there")
+    ask(chat, "        y()  ")
     answered(chat)
-    assert sent == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello\nthere"}]]
-    assert chat.run("document.querySelector('.stats').textContent").endswith("or the end of the context")
+    system = {"role": "system", "content": "Be brief.\n  Be kind."}
+    assert sent == [{"max_tokens": 3}, [system, {"role": "user", "content": "    if x:\n        y()"}]]
+    assert text_of(chat, ".turn .remark") == "the answer was cut: the maximum length (3) was reached"
+    assert chat.run("document.querySelector('.user').textContent") == "    if x:\n        y()"
+
+
+@in_chromium
+def test_sampling_options_are_checked_and_sent(chat, sent):
+    set_up(chat, temperature="warm", top_k="1.5", top_p="0", stop="END\n###", seed="7", presence_penalty="-2")
+    enter(chat, QUESTION)
+    chat.until("document.querySelector('#settings').open && document.activeElement.id === 'temperature'")
+    assert sent == [] and chat.run("document.querySelector('#input').value") == QUESTION
+    assert texts_of(chat, "#sampling .error") == [
+        "expected a number from 0 to 100",
+        "expected a number above 0 and at most 1",
+        "expected an integer of at least 0",
+        *[""] * 6,
+    ]
+    assert chat.run("document.querySelector('#temperature').ariaInvalid") == "true"
+    set_up(chat, temperature="0", top_k="40", top_p=" ")
+    click(chat, "Close", "#settings")
+    ask(chat, "")
+    answered(chat)
+    options = {"temperature": 0, "top_k": 40, "seed": 7, "presence_penalty": -2, "stop": ["END", "###"]}
+    assert sent[0] == options
+
+
+@in_chromium
+def test_settings_stay_with_their_conversation_and_begin_the_next(chat):
+    set_up(chat, temperature="0", system="Be brief.")
+    ask(chat, QUESTION)
+    answered(chat)
+    click(chat, "New chat")
+    chat.until("!document.querySelector('.turn')")
+    assert chat.run("document.querySelector('#system').value") == "Be brief."
+    set_up(chat, system="Be kind.")
+    click(chat, QUESTION, "#list")
+    chat.until("document.querySelector('.turn')")
+    assert chat.run("document.querySelector('#system').value") == "Be brief."
+    chat.reload()
+    chat.until("document.querySelector('.turn')")
+    assert chat.run("document.querySelector('#temperature').value") == "0"
 
 
 @in_chromium
 @pytest.mark.parametrize("stop", ["Escape", "button"])
-def test_stopped_answer_is_kept(chat, served, monkeypatch, stop):
-    with monkeypatch.context() as slowly:
-        slow_passes(served.engine, slowly, 0.05)
-        ask(chat, "Tell me a short story about a snail.")
-        chat.until("turns[0]?.answer.length > 20")
-        assert chat.run("$('send').hidden && !$('stop').hidden")
-        chat.press("Escape") if stop == "Escape" else chat.run("$('stop').click()")
-        answered(chat)
+def test_stopped_answer_is_kept_and_continued(chat, served, monkeypatch, stop):
+    set_up(chat, temperature="0")
+    ask(chat, STORY)
+    whole = answered(chat)
+    with monkeypatch.context() as patches:
+        slow_passes(served.engine, patches, 0.05)
+        click(chat, "Regenerate")
+        partial_answer(chat)
+        assert chat.run("document.querySelector('#send').hidden && !document.querySelector('#stop').hidden")
+        chat.press("Escape") if stop == "Escape" else click(chat, "Stop")
+        half = answered(chat)
         until(lambda: served.metric("num_requests_running") == 0)
-    assert chat.run("document.querySelector('.stats').textContent").startswith("stopped · first token ")
-    half = chat.run("turns[0].answer")
-    ask(chat, "Hi")
-    answered(chat, 2)
-    assert chat.run("turns.length") == 2 and chat.run("turns[0].answer") == half
+    assert whole.startswith(half) and len(half) < len(whole)
+    assert text_of(chat, ".turn .stats:last-of-type").startswith("stopped · first token ")
+    click(chat, "Continue")
+    chat.until("!document.querySelector('#stop').hidden || document.querySelectorAll('.actions button').length > 4")
+    assert answered(chat) == whole
+    assert text_of(chat, ".actions .note") == "2 / 2", "the stopped version is hidden behind the one that continues it"
+
+
+# ---- failures do not lose text
 
 
 @in_chromium
-def test_conversation_survives_reload_until_new_chat(chat):
-    chat.run("$('temperature').value = '0'")
+def test_reload_during_an_answer_keeps_it(chat, slowly):
+    ask(chat, STORY)
+    seen = partial_answer(chat)
+    chat.reload()
+    kept = answered(chat)
+    assert kept.startswith(seen) and texts_of(chat, ".user") == [STORY]
+    assert "interrupted" in text_of(chat, ".turn .remark")
+    click(chat, "Continue")
+    chat.until(f"document.querySelector('.assistant').innerText.length > {len(kept)}")
+    assert partial_answer(chat).startswith(kept)
+    click(chat, "Stop")
+    answered(chat)
+
+
+@in_chromium
+def test_closed_tab_during_an_answer_keeps_it(chat, served, slowly):
+    tab = opened(chat.tab(), served.url)
+    tab.window(1000, 700)
+    ask(tab, STORY)
+    seen = partial_answer(tab)
+    tab.close()
+    until(lambda: served.metric("num_requests_running") == 0)
+    chat.reload()
+    click(chat, STORY, "#list")
+    assert answered(chat).startswith(seen)
+    click(chat, "Continue")
+    chat.until(f"document.querySelector('.assistant').innerText.length > {len(seen) + 10}")
+    click(chat, "Stop")
+    assert answered(chat).startswith(seen)
+
+
+@in_chromium
+def test_cut_network_keeps_the_answer(chat, served, slowly):
+    with Wire(served.port) as wire:
+        opened(chat, wire.url)
+        ask(chat, STORY)
+        seen = partial_answer(chat)
+        wire.cut()
+        kept = answered(chat)
+        assert kept.startswith(seen) and text_of(chat, ".turn .remark") == LOST
+        assert chat.run("document.querySelector('.remark').className") == "remark error"
+        ask(chat, "Are you there?")
+        assert answered(chat, 2) == "" and texts_of(chat, ".turn .remark") == [LOST, LOST] and errors_of(chat)
+        wire.restore()
+        chat.reload()
+        answered(chat, 2)
+        assert texts_of(chat, ".user") == [STORY, "Are you there?"] and texts_of(chat, ".assistant") == [kept, ""]
+        click(chat, "Retry")
+        chat.until("document.querySelector('.turn:last-child .assistant').innerText")
+        click(chat, "Stop")
+        answered(chat, 2)
+
+
+@in_chromium
+def test_silent_connection_counts_as_lost(chat, served, slowly):
+    assert "SILENCE = 60_000" in (STATIC / "api.js").read_text()
+    with Wire(served.port) as wire:
+        opened(chat, wire.url)
+        chat.script("window.setTimeout = (of => (work, ms) => of(work, ms === 60_000 ? 1000 : ms))(window.setTimeout)")
+        ask(chat, STORY)
+        seen = partial_answer(chat)
+        wire.silent = True
+        assert answered(chat).startswith(seen) and text_of(chat, ".turn .remark") == LOST
+
+
+@in_chromium
+def test_killed_server_loses_nothing(chromium, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def start():
+        command = [sys.executable, "cli.py", "serve", "--device", "cpu", "--port", str(port)]
+        process = subprocess.Popen(command, cwd=STATIC.parents[2], stderr=subprocess.PIPE, text=True)
+        assert any(line.startswith("serving ") for line in process.stderr)
+        return process
+
+    process = start()
+    try:
+        chromium.window(1000, 700)
+        opened(chromium, f"http://127.0.0.1:{port}")
+        set_up(chromium, temperature="0")
+        ask(chromium, STORY)
+        seen = partial_answer(chromium)
+        process.kill()
+        process.wait()
+        kept = answered(chromium)
+        assert kept.startswith(seen) and text_of(chromium, ".turn .remark") == LOST
+        process = start()
+        chromium.reload()
+        assert answered(chromium) == kept
+        click(chromium, "Continue")
+        chromium.until(f"document.querySelector('.assistant').innerText.length > {len(kept)}")
+        assert answered(chromium).startswith(kept)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+        chromium.errors.clear()
+
+
+@in_chromium
+def test_killed_browser_loses_nothing(served, slowly, tmp_path):
+    with browser(tmp_path) as first:
+        opened(first, served.url)
+        ask(first, STORY)
+        seen = partial_answer(first)
+        main = int(os.readlink(tmp_path / "SingletonLock").rpartition("-")[2])
+        os.kill(main, signal.SIGKILL)
+    (tmp_path / "SingletonLock").unlink(missing_ok=True)
+    with browser(tmp_path) as second:
+        second.window(1000, 700)
+        opened(second, served.url)
+        click(second, STORY, "#list")
+        assert answered(second).startswith(seen)
+
+
+@in_chromium
+def test_new_chat_and_second_tab_keep_conversations(chat, served):
+    set_up(chat, temperature="0")
     ask(chat, "Hi, I'm Nora!")
     first = answered(chat)
-    chat.reload()
-    assert answered(chat) == first and chat.run("$('temperature').value") == "0"
-    ask(chat, "What's my name?")
-    assert "Nora" in answered(chat, 2)
-    chat.run("$('new').click()")
-    assert chat.run("$('log').innerText") == ""
-    chat.reload()
-    chat.until("model")
-    assert chat.run("$('log').innerText") == "" and chat.run("turns.length") == 0
-
-
-@in_chromium
-def test_error_is_one_line_with_retry(chat):
-    chat.run("$('temperature').value = 'warm'")
+    click(chat, "New chat")
+    chat.until("!document.querySelector('.turn')")
     ask(chat, QUESTION)
-    chat.until("!$('failed').hidden && !running")
-    assert chat.run("$('error').textContent").startswith("temperature: expected float") and chat.errors.pop()
-    assert chat.run("$('input').value") == QUESTION and chat.run("$('log').innerText") == ""
-    chat.run("$('temperature').value = '0'; $('retry').click()")
+    answered(chat)
+    tab = opened(chat.tab(), served.url)
+    tab.window(1000, 700)
+    assert texts_of(tab, ".turn") == [] and texts_of(tab, "#list a") == [QUESTION, "Hi, I'm Nora!"]
+    click(tab, "Hi, I'm Nora!", "#list")
+    assert answered(tab) == first
+    ask(tab, "What's my name?")
+    assert "Nora" in answered(tab, 2)
+    tab.close()
+    chat.until("document.querySelector('#list a').innerText === \"Hi, I'm Nora!\"")
     assert answered(chat) == ANSWER
-    assert chat.run("$('failed').hidden && $('input').value === ''")
+    chat.run("history.back()")
+    assert "Nora" in answered(chat, 2), "the other tab's turn is missing"
 
 
 @in_chromium
-def test_conversation_survives_server_stop(chromium, engine):
-    with Running(engine) as running:
-        chromium.open(running.url)
-        chromium.until("model")
-        ask(chromium, "Hi")
-        answered(chromium)
-    ask(chromium, QUESTION)
-    chromium.until("!$('failed').hidden && !running")
-    assert chromium.run("$('error').textContent") == "the server is not reachable, or the connection was lost"
-    assert chromium.run("turns.length") == 1 and chromium.run("$('input').value") == QUESTION
-    chromium.errors.clear()
+def test_tabs_with_one_conversation_keep_both_answers(chat, served, slowly):
+    ask(chat, "Hi")
+    answered(chat)
+    tab = opened(chat.tab(), chat.run("location.href"))
+    tab.window(1000, 700)
+    answered(tab)
+    ask(chat, STORY)
+    partial_answer(chat, 5)
+    ask(tab, QUESTION)
+    partial_answer(tab, 2)
+    click(chat, "Stop")
+    answered(tab, 2)
+    tab.close()
+    chat.reload()
+    answered(chat, 2)
+    click(chat, "Previous version" if QUESTION in texts_of(chat, ".user") else "Next version")
+    both = {*texts_of(chat, ".user")}
+    click(chat, "Next version" if QUESTION not in both else "Previous version")
+    assert both | {*texts_of(chat, ".user")} == {"Hi", STORY, QUESTION}
 
 
 @in_chromium
-def test_page_requests_key_and_stores_it_for_the_tab(chromium, engine):
-    with Running(engine, api_key="right") as running:
-        chromium.open(running.url)
-        chromium.until("!$('keyed').hidden && document.activeElement.id === 'key'")
-        assert "the API key is missing or wrong" in chromium.run("$('error').textContent")
-        chromium.type("right")
-        chromium.press("Enter")
-        chromium.until("model && $('failed').hidden")
-        chromium.reload()
-        chromium.until("model")
-        ask(chromium, "Hi")
-        assert answered(chromium)
-        assert chromium.run("localStorage.length") == 0 and chromium.run("document.cookie") == ""
-    chromium.errors.clear()
+def test_draft_and_files_survive_reload_and_closed_tab(chat, served, tmp_path):
+    (tmp_path / "notes.txt").write_text("one\ntwo\n")
+    tab = opened(chat.tab(), served.url)
+    tab.window(1000, 700)
+    tab.choose_files("#chosen", tmp_path / "notes.txt")
+    tab.until("document.querySelector('#files li')")
+    tab.run("document.querySelector('#input').focus()")
+    tab.type("a long message that is not sent yet")
+    tab.reload()
+    tab.until("document.querySelector('#files li')")
+    assert tab.run("document.querySelector('#input').value") == "a long message that is not sent yet"
+    tab.close()
+    chat.reload()
+    click(chat, "Draft: a long message that is not sent yet", "#list")
+    chat.until("document.querySelector('#files li')")
+    assert chat.run("document.querySelector('#input').value") == "a long message that is not sent yet"
+    ask(chat, "")
+    answered(chat)
+    assert texts_of(chat, "#list a") == ["a long message that is not sent yet"] and texts_of(chat, "#files li") == []
 
 
-def answers(chat, status, body, headers=None):
-    """Make the page receive this response to its next request, with the body in parts of a few bytes."""
-    chat.run(f"""
-        window.originalRequest ??= request;
-        request = async () => {{
-          request = window.originalRequest;
+@in_chromium
+def test_page_works_when_the_storage_fails(chat):
+    chat.run("IDBObjectStore.prototype.put = () => { throw new DOMException('the disk is full') }; 0")
+    set_up(chat, temperature="0")
+    ask(chat, QUESTION)
+    assert answered(chat) == ANSWER
+    assert text_of(chat, "#error") == "this conversation is not saved: the disk is full"
+
+
+# ---- errors
+
+
+def answers(tab, status, body, headers=None, path="v1/chat/completions"):
+    """Make the page receive this response to its next request for a path, with the body in parts of a few bytes."""
+    tab.run(f"""
+        (original => {{ window.fetch = async (path, ...rest) => {{
+          if (path !== {json.dumps(path)}) return original(path, ...rest);
+          window.fetch = original;
           const bytes = new TextEncoder().encode({json.dumps(body)}), body = new ReadableStream({{start(to) {{
             for (let i = 0; i < bytes.length; i += 7) to.enqueue(bytes.slice(i, i + 7));
             to.close();
           }}}});
           return new Response(body, {{status: {status}, headers: {json.dumps(headers or {})}}});
-        }};
+        }} }})(window.fetch);
     """)
 
 
@@ -219,21 +516,6 @@ def stream(*choices, **last):
     """Return the events of chunks with these choices, and of a last chunk with these fields."""
     lines = [json.dumps({"choices": [choice]}) for choice in choices] + ([json.dumps(last)] if last else [])
     return "".join(f"data: {line}\n\n: keep-alive\n\n" for line in lines)
-
-
-@in_chromium
-def test_thinking_is_collapsed_above_the_answer(chat):
-    thoughts = [{"reasoning_content": text} for text in ("Hm, ", "42\u00e9?")]
-    deltas = [*thoughts, {"content": "It is"}, {"content": " **42**."}]
-    usage = {"prompt_tokens": 9, "completion_tokens": 5}
-    body = stream(*({"delta": delta} for delta in deltas), {"delta": {}, "finish_reason": "stop"})
-    answers(chat, 200, body + stream(choices=[], usage=usage) + "data: [DONE]\n\n")
-    ask(chat, QUESTION)
-    assert answered(chat) == "It is 42."
-    assert chat.run("document.querySelector('.thought').textContent") == "Hm, 42\u00e9?"
-    assert not chat.run("document.querySelector('#log details').open || document.querySelector('#log details').hidden")
-    assert chat.run("document.querySelector('.stats').textContent").startswith("5 tokens · ")
-    assert chat.run("requestOf('x').messages[1].content") == "It is **42**.", "the page sent the model's thinking back"
 
 
 @in_chromium
@@ -245,126 +527,526 @@ def test_thinking_is_collapsed_above_the_answer(chat):
     (200, stream({"delta": {"content": "Half"}}), {}, "the answer is incomplete: its stream ended early"),
     (200, "data: {\n\n", {}, "the answer of the server is not valid"),
 ])  # fmt: skip
-def test_failed_answer_is_dropped_and_can_be_retried(chat, status, body, headers, message):
+def test_failed_answer_is_one_line_and_can_be_retried(chat, status, body, headers, message):
     answers(chat, status, body, headers)
+    set_up(chat, temperature="0")
     ask(chat, QUESTION)
-    chat.until("!$('failed').hidden && !running")
-    assert chat.run("$('error').textContent") == message
-    assert chat.run("turns.length") == 0 and chat.run("$('input').value") == QUESTION
-    chat.run("$('temperature').value = '0'; $('retry').click()")
-    assert answered(chat) == ANSWER
-
-
-MARKDOWN = {
-    "*a* **b** `c*d*` ~~e~~": "<p><em>a</em> <strong>b</strong> <code>c*d*</code> <s>e</s></p>",
-    "***a***": "<p><strong><em>a</em></strong></p>",
-    "2 * 3 * 4, 2*3*4, a_b_c, /usr/*/bin/*": "<p>2 * 3 * 4, 2*3*4, a_b_c, /usr/*/bin/*</p>",
-    "**open and `open": "<p>**open and `open</p>",
-    "one\ntwo\n\nthree": "<p>one\ntwo</p><p>three</p>",
-    "# A\n###### B ##\ntext": "<h2>A</h2><h4>B</h4><p>text</p>",
-    "---": "<hr>",
-    "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
-    "- a\n  - b\n- c": "<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>",
-    "- a\n\t- b": "<ul><li>a<ul><li>b</li></ul></li></ul>",
-    "3. a\n4. b\n\ntext": '<ol start="3"><li>a</li><li>b</li></ol><p>text</p>',
-    "1. a\n\n   more\n\n2. b": '<ol start="1"><li>a<p>more</p></li><li>b</li></ol>',
-    "|a|b|\n|-|:-:|\n|1|*2*|": '<div class="table"><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr>'
-    "<td>1</td><td><em>2</em></td></tr></tbody></table></div>",
-    "a | b": "<p>a | b</p>",
-    "\\*a\\* \\q": "<p>*a* \\q</p>",
-}  # fmt: skip
+    part = answered(chat)
+    assert text_of(chat, ".turn .remark") == message and part == ("Half" if "Half" in body else "")
+    chat.reload()
+    assert answered(chat) == part and text_of(chat, ".turn .remark") == message
+    click(chat, "Regenerate" if part else "Retry")
+    chat.until(f"document.querySelector('.assistant').innerText === {json.dumps(ANSWER)}")
+    answered(chat)
+    assert texts_of(chat, ".remark:not([hidden])") == []
+    assert texts_of(chat, ".actions .note") == (["2 / 2"] if part else []), "the partial answer is a version"
 
 
 @in_chromium
-@pytest.mark.parametrize("text", MARKDOWN)
-def test_markdown(chat, text):
-    assert shown(chat, text) == MARKDOWN[text]
+def test_unanswered_message_is_not_sent_again(chat, sent):
+    answers(chat, 503, "{}")
+    ask(chat, "First")
+    answered(chat)
+    ask(chat, "Second")
+    answered(chat, 2)
+    assert sent[-1] == [{"role": "user", "content": "Second"}]
 
 
 @in_chromium
-@pytest.mark.parametrize("text", ["```python\na = '<b>'\n```\nafter", "```python\na = '<b>'", "~~~\na = '<b>'\n~~~"])
-def test_code_block_has_copy_button(chat, served, text):
-    html = shown(chat, text)
-    block = '<div class="block"><pre><code>a = \'&lt;b&gt;\'</code></pre><button type="button">Copy</button></div>'
-    assert html == block + ("<p>after</p>" if text.endswith("after") else "")
+def test_server_that_is_down_keeps_the_message(chat, engine):
+    with Running(engine) as running:
+        opened(chat, running.url)
+        port = running.port
+    chat.run("document.querySelector('#models').replaceChildren()")
+    ask(chat, QUESTION)
+    answered(chat)
+    assert text_of(chat, ".turn .remark") == LOST and errors_of(chat)
+    with Running(engine, port=port):
+        set_up(chat, temperature="0")
+        click(chat, "Retry")
+        chat.until(f"document.querySelector('.assistant').innerText === {json.dumps(ANSWER)}")
+        answered(chat)
+
+
+@in_chromium
+def test_page_requests_key_and_stores_it_for_the_tab(chromium, engine):
+    with Running(engine, api_key="right") as running:
+        chromium.open(running.url)
+        chromium.until("!document.querySelector('#keyed').hidden && document.activeElement.id === 'key'")
+        assert "the API key is missing or wrong" in text_of(chromium, "#error")
+        enter(chromium, "Hi")
+        chromium.until("document.activeElement.id === 'key'")
+        assert chromium.run("document.querySelector('#input').value") == "Hi"
+        chromium.type("right")
+        chromium.press("Enter")
+        chromium.until("document.querySelector('#model').textContent && document.querySelector('#failed').hidden")
+        chromium.reload()
+        chromium.until("document.querySelector('#model').textContent")
+        ask(chromium, "")
+        assert answered(chromium)
+        assert chromium.run("document.cookie") == "" and "right" not in chromium.run("JSON.stringify(localStorage)")
+    chromium.errors.clear()
+
+
+# ---- thinking, the context, models
+
+
+@in_chromium
+def test_thinking_is_collapsed_above_the_answer(chat, sent):
+    thoughts = [{"reasoning_content": text} for text in ("Hm, ", "42\u00e9?")]
+    deltas = [*thoughts, {"content": "It is"}, {"content": " **42**."}]
+    usage = {"prompt_tokens": 9, "completion_tokens": 5}
+    body = stream(*({"delta": delta} for delta in deltas), {"delta": {}, "finish_reason": "stop"})
+    answers(chat, 200, body + stream(choices=[], usage=usage) + "data: [DONE]\n\n")
+    set_up(chat, think="off")
+    ask(chat, QUESTION)
+    assert answered(chat) == "It is 42."
+    assert chat.run("document.querySelector('.thought').textContent") == "Hm, 42\u00e9?"
+    assert not chat.run("document.querySelector('.thinking').open || document.querySelector('.thinking').hidden")
+    ask(chat, "Thanks")
+    answered(chat, 2)
+    assert sent[-1][1] == {"role": "assistant", "content": "It is **42**."}, "the page sent the model's thinking back"
+
+
+@in_chromium
+def test_interrupted_thinking_is_kept_and_ended_when_it_continues(chat, sent):
+    answers(chat, 200, stream({"delta": {"reasoning_content": "Hm, 42"}}))
+    ask(chat, QUESTION)
+    assert answered(chat) == "" and text_of(chat, ".turn .remark").startswith("the answer is incomplete")
+    assert chat.run("document.querySelector('.thinking').open")
+    click(chat, "Continue")
+    chat.until("document.querySelector('.assistant').innerText")
+    answered(chat)
+    assert sent[-1][-1] == {"role": "assistant", "content": "", "reasoning_content": "Hm, 42"}
+    assert chat.run("document.querySelector('.thought').textContent") == "Hm, 42"
+
+
+@in_chromium
+def test_full_context_drops_oldest_turns_with_a_note(chat, sent):
+    long = "word " * 700
+    set_up(chat, max_tokens="5")
+    for number in (1, 2, 3):
+        ask(chat, f"{number} {long}")
+        answered(chat, number)
+    notes = texts_of(chat, ".turn > .stats:first-of-type")
+    assert [bool(note) for note in notes] == [False, False, True], notes
+    note = r"(more than )?[\d,]+ tokens do not fit in the context of 2,048( with room for the answer \(5\))?: "
+    assert re.fullmatch(f"{note}turn 1 is no longer sent to the model", notes[2])
+    assert [message["content"][0] for message in sent[-1] if message["role"] == "user"] == ["2", "3"]
+    assert len(texts_of(chat, ".user")) == 3
+    ask(chat, "short")
+    answered(chat, 4)
+    assert [message["content"][0] for message in sent[-1] if message["role"] == "user"] == ["2", "3", "s"]
+    set_up(chat, overflow="error")
+    ask(chat, long)
+    answered(chat, 5)
+    assert text_of(chat, ".turn:last-child .remark").startswith("this turn needs ")
+    set_up(chat, overflow="drop-oldest")
+    errors_of(chat)
+
+
+@in_chromium
+def test_message_that_exceeds_the_context_can_be_edited(chat):
+    ask(chat, "word " * 3000)
+    answered(chat)
+    remark = text_of(chat, ".turn .remark")
+    needed = r"this message alone needs (more than )?[\d,]+ tokens"
+    assert re.fullmatch(f"{needed}, the context holds 2,048; shorten it", remark)
+    click(chat, "Edit message")
+    chat.run("document.querySelector('#input').select()")
+    ask(chat, "Hi")
+    assert answered(chat) and texts_of(chat, ".user") == ["Hi"]
+    errors_of(chat)
+
+
+@in_chromium
+def test_model_can_be_selected_if_there_are_several(chat, served):
+    cards = [{"id": "bundled", "max_model_len": 2048}, {"id": "<b>other</b>", "max_model_len": 4096}]
+    answers(chat, 200, json.dumps({"data": cards}), path="v1/models")
+    chat.run("document.querySelector('#retry').click()")
+    chat.until("!document.querySelector('#models').hidden")
+    assert texts_of(chat, "#models option") == ["bundled", "<b>other</b>"]
+    assert text_of(chat, "#model") == "context of 2,048"
+    select(chat, "#models", "<b>other</b>")
+    assert text_of(chat, "#model") == "context of 4,096"
+    ask(chat, QUESTION)
+    answered(chat)
+    assert "does not exist" in text_of(chat, ".turn .remark") and errors_of(chat)
+
+
+# ---- conversations
+
+
+@in_chromium
+def test_regenerate_and_edit_add_versions(chat):
+    set_up(chat, seed="3", temperature="1")
+    ask(chat, "Tell me a joke.")
+    first = answered(chat)
+    ask(chat, "Another one.")
+    answered(chat, 2)
+    click(chat, "Regenerate", ".turn:first-child")
+    chat.until("document.querySelectorAll('.turn').length === 1")
+    second = answered(chat)
+    assert second != first and text_of(chat, ".actions .note") == "2 / 2"
+    chat.until("!document.querySelector('[aria-label=\"Previous version\"]').disabled")
+    click(chat, "Previous version")
+    assert answered(chat, 2) and text_of(chat, ".assistant") == first
+    click(chat, "Edit message", ".turn:first-child")
+    assert chat.run("document.querySelector('#input').value") == "Tell me a joke."
+    assert text_of(chat, "#editing").startswith("This replaces an earlier message.")
+    ask(chat, " Please.")
+    answered(chat)
+    assert texts_of(chat, ".user") == ["Tell me a joke. Please."] and text_of(chat, ".actions .note") == "3 / 3"
+    chat.reload()
+    answered(chat)
+    assert text_of(chat, ".actions .note") == "3 / 3" and texts_of(chat, ".user") == ["Tell me a joke. Please."]
+
+
+@in_chromium
+def test_draft_returns_after_an_edit_is_cancelled_or_sent(chat):
+    ask(chat, "Hi")
+    answered(chat)
+    chat.type("my draft")
+    for end in ("Cancel", "Send"):
+        click(chat, "Edit message")
+        assert chat.run("document.querySelector('#input').value") == "Hi"
+        click(chat, end)
+        chat.until("document.querySelector('#input').value === 'my draft'")
+    answered(chat)
+
+
+@in_chromium
+def test_conversation_is_renamed_exported_and_deleted(chat, tmp_path):
+    chat.allow_downloads(tmp_path)
+    set_up(chat, temperature="0", system="Be brief.")
+    ask(chat, QUESTION)
+    answered(chat)
+    click(chat, f"Actions for {QUESTION}")
+    click(chat, "Rename")
+    chat.until("document.querySelector('dialog[open] input')")
+    chat.run("document.querySelector('dialog[open] input').select()")
+    chat.type("Sums: a/b")
+    chat.press("Enter")
+    chat.until("document.querySelector('#list a').innerText === 'Sums: a/b'")
+    assert text_of(chat, "#title") == "Sums: a/b"
+    for label in ("Export as Markdown", "Export for the terminal chat"):
+        click(chat, "Actions for Sums: a/b")
+        click(chat, label)
+    until(lambda: {path.name for path in tmp_path.iterdir()} == {"Sums-a-b.md", "Sums-a-b.json"})
+    text = f"# Conversation\n\n## System\n\nBe brief.\n\n## User\n\n{QUESTION}\n\n## Assistant\n\n{ANSWER}\n"
+    assert (tmp_path / "Sums-a-b.md").read_text() == text
+    session = loads((tmp_path / "Sums-a-b.json").read_text())
+    assert session.turns == ((QUESTION, ANSWER),) and session.system == "Be brief." and session.title == "Sums: a/b"
+    assert session.settings == {"temperature": 0} and session.model == "bundled"
+    chat.run("document.querySelector('#list details').open = false")
+    for choice, left in (("Cancel", ["Sums: a/b"]), ("Delete", [])):
+        click(chat, "Actions for Sums: a/b")
+        click(chat, "Delete", "#list")
+        click(chat, choice, "dialog")
+        chat.until(f"document.querySelectorAll('#list a').length === {len(left)}")
+        chat.run("for (const menu of document.querySelectorAll('#list details')) menu.open = false")
+    chat.reload()
+    chat.until("document.querySelector('#model').textContent")
+    assert texts_of(chat, ".turn") == texts_of(chat, "#list a") == []
+
+
+@in_chromium
+def test_deleting_a_running_conversation_stops_it(chat, served, slowly):
+    ask(chat, STORY)
+    partial_answer(chat)
+    click(chat, f"Actions for {STORY}")
+    click(chat, "Delete", "#list")
+    click(chat, "Delete", "dialog")
+    chat.until("!document.querySelector('.turn')")
+    until(lambda: served.metric("num_requests_running") == 0)
+    chat.reload()
+    chat.until("document.querySelector('#model').textContent")
+    assert texts_of(chat, "#list a") == []
+
+
+@in_chromium
+def test_answer_continues_while_another_conversation_is_shown(chat, slowly):
+    set_up(chat, max_tokens="20")
+    ask(chat, STORY)
+    partial_answer(chat, 5)
+    click(chat, "New chat")
+    chat.until("!document.querySelector('.turn')")
+    ask(chat, "Hi")
+    answered(chat)
+    click(chat, STORY, "#list")
+    assert answered(chat) and "maximum length" in text_of(chat, ".turn .remark")
+
+
+@in_chromium
+def test_answer_and_code_are_copied(chat, served):
     chat.allow_clipboard(served.url)
-    chat.run(f"(() => {{ const node = make('div'); $('log').append(node); show(node, {json.dumps(text)}) }})()")
-    chat.run("document.querySelector('.block button').click()")
-    chat.until("document.querySelector('.block button').textContent !== 'Copy'")
-    assert chat.run("document.querySelector('.block button').textContent") == "Copied"
-
-
-UNTRUSTED = [
-    "<script>window.hit = 1</script>", "<img src=x onerror='window.hit = 1'>", "<b>bold</b> &lt; &amp;",
-    "[a](javascript:window.hit=1)", "[a](JaVaScRiPt:window.hit=1)", "[a](data:text/html,<script>1</script>)",
-    "[a]( javascript:1)", "[a](vbscript:1)", "![a](https://example.com/x.png)", "<a href='https://example.com'>x</a>",
-    "```<img src=x onerror='window.hit = 1'>\nx\n```", "|<svg onload='window.hit = 1'>|\n|-|\n|<iframe>|",
-    "[a](https://example.com/\"onclick=\"window.hit=1)", "a\u202egnp.exe",
-]  # fmt: skip
+    body = stream({"delta": {"content": "See:\n\n```python\na = 1\n```"}}) + "data: [DONE]\n\n"
+    answers(chat, 200, body)
+    ask(chat, QUESTION)
+    answered(chat)
+    for label, text in (("Copy answer", "See:\n\n```python\na = 1\n```"), ("Copy code", "a = 1")):
+        click(chat, label)
+        chat.until(f"navigator.clipboard.readText().then(text => text === {json.dumps(text)})")
+        assert "Copied" in texts_of(chat, "button")
 
 
 @in_chromium
-@pytest.mark.parametrize("text", UNTRUSTED)
-def test_model_output_never_becomes_markup(chat, text):
-    html = shown(chat, text)
-    tags = set(re.findall(r"<(\w+)", html))
-    assert tags <= {"p", "a", "div", "pre", "code", "button", "table", "thead", "tbody", "tr", "th", "td"}
-    code = f"(() => {{ const node = make('div'); show(node, {json.dumps(text)});"
-    code += " return [...node.querySelectorAll('*')].flatMap(each => each.getAttributeNames()) })()"
-    assert set(chat.run(code)) <= {"class", "href", "title", "target", "rel", "type"}
-    assert "\u202e" not in html and not chat.run("window.hit")
-    assert all(href.startswith("https://example.com/") for href in re.findall(r'href="([^"]*)"', html))
+def test_copy_works_without_the_clipboard_of_the_browser(chat):
+    """Browsers provide it only over https and on localhost."""
+    chat.run("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    chat.run("document.addEventListener('copy', () => { window.copied = document.activeElement.value })")
+    set_up(chat, temperature="0")
+    ask(chat, QUESTION)
+    answered(chat)
+    click(chat, "Copy answer")
+    chat.until(f"window.copied === {json.dumps(ANSWER)}")
+    chat.until("!document.querySelector('body > textarea')")
+
+
+# ---- attached files
 
 
 @in_chromium
-def test_links_show_target_and_send_no_referrer(chat):
-    href = "https://example.com/a_b_c"
-    link = f'<a href="{href}" title="{href}" target="_blank" rel="noopener noreferrer nofollow">'
-    assert shown(chat, f"[x]({href}) and {href}.") == f"<p>{link}x</a> and {link}{href}</a>.</p>"
-
-
-LONG = {
-    "stars": "*a " * 20_000, "backticks": "`a``" * 20_000, "brackets": "[" * 50_000, "quotes": ">" * 20_000,
-    "nested lists": "".join(" " * i + "- a\n" for i in range(500)), "dashes": "|" + "-" * 50_000 + "x\n" * 2,
-    "rule": "- " * 30_000 + "x", "one word": "a" * 200_000, "links": "https://" * 20_000,
-    "table": "|" * 20_000 + "\n|-|", "tildes": "~~a " * 20_000,
-    "fences": "```\n" * 10_001, "underscores": "_" * 50_000, "headings": "# " + " #" * 30_000 + "x",
-}  # fmt: skip
+def test_text_files_are_attached_under_their_names(chat, sent, tmp_path):
+    (tmp_path / "a b.py").write_text("x = '```'\n")
+    (tmp_path / "utf16.txt").write_text("né\n", encoding="utf-16")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    chat.choose_files("#chosen", *sorted(tmp_path.iterdir()))
+    chat.until("document.querySelectorAll('#files li').length === 2")
+    assert text_of(chat, "#error") == "image.png cannot be attached: it is not a text file"
+    assert texts_of(chat, "#files li") == ["a b.py, 10 characters Remove", "utf16.txt, 3 characters Remove"]
+    chat.run("document.querySelector('#files button').focus()")
+    chat.press("Enter")
+    chat.until("document.querySelectorAll('#files li').length === 1")
+    chat.choose_files("#chosen", tmp_path / "a b.py")
+    chat.until("document.querySelectorAll('#files li').length === 2")
+    ask(chat, "Explain:")
+    answered(chat)
+    files = "utf16.txt:\n```\nné\n```\n\na b.py:\n````\nx = '```'\n````"
+    assert sent[-1] == [{"role": "user", "content": f"Explain:\n\n{files}"}]
+    assert texts_of(chat, ".user summary") == ["utf16.txt, 3 characters", "a b.py, 10 characters"]
+    assert texts_of(chat, "#files li") == []
 
 
 @in_chromium
-@pytest.mark.parametrize("name", LONG)
-def test_pathological_text_renders_quickly(chat, name):
-    code = f"(() => {{ const start = performance.now(); show(make('div'), {json.dumps(LONG[name])});"
-    assert chat.run(f"{code} return performance.now() - start }})()") < 3000
+def test_dropped_file_is_attached(chat):
+    chat.script("""
+        const data = new DataTransfer();
+        data.items.add(new File(["dropped"], "drop.txt"));
+        document.body.dispatchEvent(new DragEvent("drop", {dataTransfer: data, bubbles: true, cancelable: true}));
+    """)
+    chat.until("document.querySelector('#files li')?.innerText === 'drop.txt, 7 characters Remove'")
+    click(chat, "Remove drop.txt")
+
+
+# ---- accessibility
 
 
 @in_chromium
-def test_incremental_rendering_equals_whole_rendering(chat):
-    text = "# A\n\n- a\n  - b\n\n```py\nx\n```\n\n|a|b|\n|-|-|\n|1|2|\n\nend **b**\n"
-    code = f"(() => {{ const node = make('div'), text = {json.dumps(text)};"
-    code += " for (let i = 0; i <= text.length; i++) show(node, text.slice(0, i)); return node.innerHTML })()"
-    assert chat.run(code) == shown(chat, text)
+def test_theme_is_selected_and_kept(chat):
+    background = "getComputedStyle(document.body.parentNode).backgroundColor"
+    assert chat.run(background) == "rgb(251, 250, 248)"
+    select(chat, "#theme", "dark")
+    assert chat.run(background) == "rgb(27, 26, 24)"
+    chat.reload()
+    assert chat.run(background) == "rgb(27, 26, 24)" and chat.run("document.querySelector('#theme').value") == "dark"
+    select(chat, "#theme", "")
+    chat.window(1000, 700, "dark")
+    assert chat.run(background) == "rgb(27, 26, 24)"
+
+
+EVERYTHING = (
+    "# Title\n\nText with `code`, [a link](https://example.com) and **bold**.\n\n> quote with [link](https://a.example)\n\n"
+    "| a | b |\n|---|---|\n| 1 | 2 |\n\n- [x] done\n\n```python x.py\n@name  # comment\ndef f(x: int) -> str:\n"
+    "    return f'a{x}' + str(12) + None\n```\n\n```diff\n-old\n+new\n```\n\n```xml\n<a b='c'>&amp;</a>\n```\n\n"
+    "```rust\nfn main() { let x: i32 = 'a'; println!(\"{}\", x); }\n```\n\n```sql\nSELECT 1 FROM t -- all\n```\n\n"
+    '```yaml\na: [1, true]\n```\n\n```bash\nx=$(ls "$HOME") # c\n```\n\n$x^2$ and\n\n$$\n\\frac{1}{2}\n$$\n'
+)
+
+
+def fill(chat):
+    """Show a conversation with each kind of element."""
+    turns = [
+        {"question": "a question", "files": [{"name": "a.txt", "text": "text"}], "answer": EVERYTHING, "thought": "Hm",
+         "state": "done", "stats": "5 tokens"},
+        {"question": "another", "answer": "half", "state": "failed", "remark": "the engine died", "note": "a note"},
+        {"question": "third", "answer": "cut", "state": "cut", "remark": "the answer was cut"},
+    ]  # fmt: skip
+    chat.script(f"""
+        const {{addTurn, newConversation, newId}} = await page("conversation"), {{save}} = await page("store");
+        const made = newConversation(newId(), {{}}, "bundled");
+        for (const turn of {json.dumps(turns)}) addTurn(made, made.leaf, turn);
+        addTurn(made, made.turns[1].id, {{question: "third again", answer: "cut"}});
+        made.leaf = made.turns[2].id;
+        made.updated = 1;
+        await save(made, made.turns);
+        location.hash = made.id;
+    """)
+    chat.until("document.querySelectorAll('.turn').length === 3")
+    chat.run("for (const each of document.querySelectorAll('#log details')) each.open = true")
+    chat.run("document.querySelector('#editing').hidden = document.querySelector('#failed').hidden = false")
+    chat.run("document.querySelector('#keyed').hidden = false")
+    chat.run("document.querySelector('#error').textContent = 'an error'")
+
+
+# Return the texts whose contrast with their background is below 4.5, and the borders of fields and buttons below 3.
+LOW_CONTRAST = r"""
+const rgb = color => color.match(/[\d.]+/g).map(Number);
+const linear = c => c <= .03928 * 255 ? c / 255 / 12.92 : ((c / 255 + .055) / 1.055) ** 2.4;
+const luminance = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b);
+const contrast = (a, b) => {
+  const [low, high] = [luminance(a), luminance(b)].sort((x, y) => x - y);
+  return (high + .05) / (low + .05);
+};
+const background = node => {
+  for (; node; node = node.parentElement) {
+    const color = rgb(getComputedStyle(node).backgroundColor);
+    if (color[3] !== 0) return color;
+  }
+};
+const low = [];
+for (const node of document.querySelectorAll("body *")) {
+  if (!node.checkVisibility() || node.matches(".unseen, option")) continue;
+  const style = getComputedStyle(node), behind = background(node);
+  const hasText = [...node.childNodes].some(child => child.nodeType === Node.TEXT_NODE && child.data.trim());
+  if ((hasText || node.matches("input, textarea, select")) && contrast(rgb(style.color), behind) < 4.5) {
+    low.push(`${node.outerHTML.slice(0, 80)} ${style.color} ${behind}`);
+  }
+  if (node.matches("#form button, textarea, select, input:not([type=checkbox])")
+      && contrast(rgb(style.borderTopColor), background(node.parentElement)) < 3) low.push(`border ${node.id}`);
+}
+for (const node of document.querySelectorAll("textarea")) {
+  if (contrast(rgb(getComputedStyle(node, "::placeholder").color), background(node)) < 4.5) low.push("placeholder");
+}
+return low;
+"""
 
 
 @in_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_phone_layout_in_both_color_schemes(chat, scheme):
-    chat.window(320, 600, scheme, phone=True)
-    text = f"{'w' * 300}\n\n```\n{'c' * 300}\n```\n\n|{'|'.join(['cell'] * 30)}|\n|{'-|' * 30}"
-    chat.run(f"draw({{question: 'a', thought: '', answer: {json.dumps(text)}, stats: ''}})")
-    assert chat.run("document.documentElement.scrollWidth") <= 320
-    light = chat.run("getComputedStyle(document.documentElement).backgroundColor") == "rgb(251, 250, 248)"
-    assert light == (scheme == "light")
+def test_contrast_in_both_themes(chat, scheme):
+    chat.window(1000, 700, scheme)
+    fill(chat)
+    assert chat.script(LOW_CONTRAST) == []
+    chat.until("document.querySelectorAll('[class^=syntax-]').length > 20")
+    assert chat.run("document.querySelectorAll('math').length") == 2
+    chat.run("document.querySelector('#settings').showModal()")
+    assert chat.script(LOW_CONTRAST) == []
 
 
 @in_chromium
-def test_keyboard_navigation_and_labels(chat):
-    focused = []
-    chat.run("$('new').focus()")
-    for _ in range(3):
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_phone_width(chat, scheme):
+    chat.window(320, 600, scheme, phone=True)
+    fill(chat)
+    text = f"{'w' * 300}\n\n```\n{'c' * 300}\n```\n\n|{'|'.join(['cell'] * 30)}|\n|{'-|' * 30}\n\n$${'x+' * 200}y$$"
+    chat.script(f"(await page('markdown')).show(document.querySelector('.assistant'), {json.dumps(text)})")
+    assert chat.run("document.documentElement.scrollWidth") <= 320
+    assert not chat.run("document.querySelector('#side').checkVisibility()")
+    click(chat, "Chats")
+    assert chat.run("document.querySelector('#side').checkVisibility() && document.activeElement.id") == "new"
+    assert chat.run("document.querySelector('#chats').ariaExpanded") == "true"
+    chat.press("Escape")
+    assert chat.run("document.activeElement.id") == "chats"
+    click(chat, "Settings")
+    assert chat.run("document.querySelector('#settings').scrollWidth") <= 320
+    assert chat.run("document.documentElement.scrollWidth") <= 320
+
+
+@in_chromium
+def test_everything_is_reachable_by_keyboard_and_labeled(chat):
+    fill(chat)
+    chat.run("document.querySelector('#new').focus()")
+    reached = []
+    for _ in range(80):
+        reached.append(chat.run("[...document.querySelectorAll('*')].indexOf(document.activeElement)"))
         chat.press("Tab")
-        focused.append(chat.run("document.activeElement.id || document.activeElement.tagName"))
-    assert focused == ["SUMMARY", "input", "send"]
-    labeled = "Array.from(document.querySelectorAll('button, input, textarea')).every(node => node.textContent.trim()"
-    assert chat.run(f"{labeled} || node.ariaLabel || node.labels?.length)")
+        if chat.run("document.activeElement === document.body"):
+            break
+    interactive = ":is(button, summary, a[href], input, textarea, select, [tabindex]):not(:disabled)"
+    expected = chat.run(f"""[...document.querySelectorAll("*")].flatMap((node, i) =>
+        node.matches({json.dumps(interactive)}) && node.checkVisibility() ? [i] : [])""")
+    assert sorted(reached) == expected and reached == expected, "the order of the focus differs from that of the page"
+    chat.run("document.querySelector('#settings').showModal()")
+    unlabeled = chat.run("""[...document.querySelectorAll("button, input, textarea, select, summary, a")]
+        .filter(node => node.checkVisibility())
+        .filter(node => !(node.textContent.trim() || node.ariaLabel || node.labels?.length))
+        .map(node => node.outerHTML)""")
+    assert unlabeled == []
+
+
+@in_chromium
+def test_dialogs_keep_the_focus_and_return_it(chat):
+    ask(chat, "Hi")
+    answered(chat)
+    chat.run("document.querySelector('#open-settings').focus()")
+    chat.press("Enter")
+    assert chat.run("document.querySelector('#settings').contains(document.activeElement)")
+    chat.press("Escape")
+    assert chat.run("document.activeElement.id") == "open-settings"
+    chat.run("document.querySelector('#list summary').focus()")
+    chat.press("Enter")
+    assert chat.run("document.querySelector('#list details').open")
+    chat.press("Escape")
+    assert chat.run("!document.querySelector('#list details').open && document.activeElement.localName") == "summary"
+
+
+@in_chromium
+def test_window_follows_the_answer_unless_the_user_scrolls(chat, slowly):
+    answers(chat, 200, stream({"delta": {"content": "paragraph\n\n" * 40}}) + "data: [DONE]\n\n")
+    ask(chat, QUESTION)
+    answered(chat)
+    set_up(chat, max_tokens="30")
+    for number, (top, is_at_end) in enumerate([("scrollY", True), ("0", False)], 2):
+        ask(chat, STORY)
+        partial_answer(chat, 5)
+        chat.run(f"scrollTo(0, {top})")
+        answered(chat, number)
+        end = chat.run("document.documentElement.scrollHeight - scrollY - innerHeight")
+        assert (end < 60) == is_at_end and (chat.run("scrollY") > 0) == is_at_end
+
+
+# ---- injection beyond Markdown, which test_page_markdown.py covers
+
+
+@in_chromium
+def test_titles_file_names_and_errors_are_text(chat, tmp_path):
+    evil = "<img src=x onerror='window.hit=1'>\u202e"
+    name = "<svg onload='window.hit=1'>.txt"
+    (tmp_path / name).write_text("<script>window.hit=1</script>")
+    chat.choose_files("#chosen", tmp_path / name)
+    chat.until("document.querySelector('#files li')")
+    answers(chat, 400, json.dumps({"error": {"message": evil}}))
+    ask(chat, evil)
+    answered(chat)
+    click(chat, f"Actions for {evil.replace(chr(0x202E), chr(0xFFFD))}")
+    click(chat, "Rename")
+    chat.run(f"document.querySelector('dialog[open] input').value = {json.dumps(evil * 2)}")
+    chat.press("Enter")
+    chat.until("document.querySelector('#list a').innerText.length > 50")
+    chat.reload()
+    answered(chat)
+    assert not chat.run("window.hit || document.querySelector('img, svg, #log script')")
+    shown = chat.run("document.body.textContent + document.title")
+    assert "\u202e" not in shown and shown.count("<img src=x") >= 4 and "<svg" in shown
+    errors_of(chat)
+
+
+@in_chromium
+def test_policy_blocks_markup_and_inline_scripts(chat):
+    blocked = """
+        const tries = [
+          () => { document.body.innerHTML = "<img src=x onerror='window.hit=1'>"; },
+          () => { document.body.append(Object.assign(document.createElement("script"), {text: "window.hit=1"})); },
+          () => { document.body.setAttribute("onclick", "window.hit=1"); document.body.click(); },
+          () => { eval("window.hit=1"); },
+        ];
+        return tries.map(each => { try { each(); return "no error"; } catch (error) { return error.name; } });
+    """
+    assert set(chat.script(blocked)) <= {"TypeError", "EvalError", "no error"}
+    assert not chat.run("window.hit") and errors_of(chat)
+
+
+def test_documents_name_the_limits():
+    text = Path(STATIC.parents[2] / "docs" / "serving.md").read_text()
+    assert f"{MAX_BYTES // 1000} KB" in text

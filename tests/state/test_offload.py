@@ -57,10 +57,30 @@ def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context
 
 
 @pytest.fixture(scope="module")
-def run_alone():
+def alone():
+    """Engine with all pages on the device."""
+    return engine_of()
+
+
+@pytest.fixture(scope="module")
+def run_alone(alone):
     """Generate with one request at a time and all pages on the device."""
-    engine = engine_of()
-    return lambda ids, params=GREEDY: engine.generate(ids, params, reuse_prefix=False).token_ids
+    return lambda ids, params=GREEDY: alone.generate(ids, params, reuse_prefix=False).token_ids
+
+
+def assert_sampled_alike(tokens, expected, prompt, engine):
+    """Check that tokens are equal.
+
+    On a GPU, passes of different sizes round differently. The first difference may be at a border: the sampler picks
+    the first token whose cumulative probability exceeds a random number.
+    """
+    different = next((i for i, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1]), None)
+    if not CUDA or different is None:
+        assert tokens == expected
+        return
+    first, last = sorted((tokens[different], expected[different]))
+    probabilities = engine.score([*prompt, *expected[:different]])[-1].softmax(-1)
+    assert probabilities[first + 1 : last].sum() < 1e-4
 
 
 def on_host(engine) -> int:
@@ -290,7 +310,7 @@ def test_any_schedule_returns_the_tokens_of_single_requests(seed, ring, run_alon
 
 @pytest.mark.parametrize("ring", [0, 4], ids=["swap", "ring"])
 @pytest.mark.parametrize("seed", range(3))
-def test_rounds_that_preempt_return_the_tokens_of_single_requests(seed, ring, run_alone):
+def test_rounds_that_preempt_return_the_tokens_of_single_requests(seed, ring, alone, run_alone):
     """Each round submits `n` answers to one or two prompts. The slots need far more pages than there are."""
     choose, rounds, preempted, resumed = random.Random(seed), 5, 0, 0
     engine = engine_of(13, ring=ring, host=9, slots=4, context=10, chunk_tokens=PAGE + PAGE // 2)
@@ -314,7 +334,7 @@ def test_rounds_that_preempt_return_the_tokens_of_single_requests(seed, ring, ru
         resumed += engine.scheduler.preemptions - before
         for request, text, params in kept:
             if request.finish_reason != "cancelled":
-                assert request.result().token_ids == run_alone(text, params)
+                assert_sampled_alike(request.result().token_ids, run_alone(text, params), text, alone)
     assert preempted > rounds // 2 and resumed > rounds, "most rounds must preempt requests"
 
 

@@ -78,7 +78,7 @@ RINGS = [f"{preset}_{scheme}" for preset in ("qwen3-4b", "qwen3-0.6b", "llama-3.
          for scheme in ("fp8", "int8", "int4")]  # fmt: skip
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.int16: "*i16", torch.uint8: "*u8",
+    torch.int16: "*i16", torch.uint8: "*u8", torch.int8: "*i8",
 }  # fmt: skip
 
 # Limits.
@@ -102,9 +102,9 @@ STACK = {
 # Spilled bytes of a matmul whose register limit lets two programs share a multiprocessor: up to 24 on Hopper for
 # rows of 8,192 columns or more, and 8 on compute capability 12.0.
 BOUNDED_STACK = 24
-# Stack bytes of prompt attention with heads of more than 128: Triton 3.9 stores 70 numbers, and Triton 3.6 up to 12,
-# with fp8 K/V only.
-WIDE_STACK = 280
+# The same for heads of more than 128. In _prompt_attention_kernel Triton 3.9 stores 70 numbers, and Triton 3.6 up to
+# 12, with fp8 K/V only. In _prompt_attention_hopper_kernel Triton 3.9 stores 6.
+WIDE_STACK = {"_prompt_attention_kernel": 280, "_prompt_attention_hopper_kernel": 24}
 # Maximum threads of a program, and maximum tensor memory columns of a multiprocessor.
 THREADS, TENSOR_MEMORY = 1024, 512
 
@@ -129,8 +129,7 @@ class Resources(NamedTuple):
 
     def excess(self, kernel: str, gpu: Device, head_dim: int = 0) -> list[str]:
         """Return the limits of the GPU that the kernel exceeds."""
-        wide = kernel == "_prompt_attention_kernel" and head_dim > 128
-        stack = WIDE_STACK if wide else STACK.get(kernel, 0)
+        stack = (STACK | WIDE_STACK if head_dim > 128 else STACK).get(kernel, 0)
         bounded = kernel == "_matmul_kernel" and 2 * self.registers * self.threads == gpu.registers
         needed = {
             # A GPU allocates registers in units of 8.
@@ -252,7 +251,7 @@ def meta_model(name: str, gpu: Device, capacity: int = 4096) -> DecodeModel:
         },
         workspace=workspace,
         verify=workspace,
-        prompt=make_prompt_buffers(spec, 2048, device, dtype, prompt_config, expanded, PAGE),
+        prompt=make_prompt_buffers(spec, 4096, device, dtype, prompt_config, expanded, PAGE),
         prompt_config=prompt_config,
         configs_by_rows=choose_configs(spec, weights, gpu),
         gpu=gpu,
@@ -307,7 +306,7 @@ def prompt_run(model: DecodeModel) -> Callable[..., None]:
 def run_prompts(model: DecodeModel, decoding: int) -> None:
     """Run prompt passes with and without decoding rows."""
     run = prompt_run(model)
-    for rows in (68, 512, 2048):  # With 512 rows there is no separate launch that adds splits.
+    for rows in (68, 512, 4096):  # With 512 rows there is no separate launch that adds splits.
         read(run, model, rows)
     read(run, model, 132, decoding=decoding)
     key_values = model.prompt.x.new_empty(2, *model.kv.k[0][0].shape)

@@ -57,6 +57,11 @@ def test_programs_follow_the_multiprocessors():
     assert attention_config(FOUR._replace(fp8=True), 64, device(90, 78)).programs == 156
 
 
+@pytest.mark.parametrize("head_dim, kv_heads, splits", [(256, 2, 64), (256, 4, 32), (128, 4, 32), (128, 8, 16)])
+def test_splits_of_one_row_fill_the_multiprocessors(head_dim, kv_heads, splits):
+    assert attention_config(FOUR._replace(head_dim=head_dim, kv_heads=kv_heads), 1, H200).splits == splits
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_batch_invariant_configs_are_the_same_for_all_rows(dtype):
     case = attention_of("qwen3-4b", dtype)
@@ -69,7 +74,7 @@ def test_attention_to_fp8_keeps_the_next_positions_in_registers(capability):
     gpu = device(capability)
     for rows in (1, 64):
         config = attention_config(FOUR._replace(fp8=True), rows, gpu)
-        assert config == fp8_config(attention_config(FOUR, rows, gpu), gpu)
+        assert config == fp8_config(attention_config(FOUR, rows, gpu), FOUR, gpu)
         assert config.block_t == config.num_warps * (32 if capability >= 90 else 16)
         assert config.converts == (capability >= 89), "config.converts does not agree with the instructions of the GPU"
         assert config.stages == 1 if rows > 1 else config.ahead == 1
@@ -108,7 +113,7 @@ def test_batch_invariant_prompt_passes_split_nothing():
     assert prompt_attention_config(H200, True, head_dim=256) == PromptAttentionConfig(
         num_warps=8, stages=2, programs=132, splits=1
     )
-    assert prompt_attention_config(H200, False, head_dim=256).hopper == 0
+    assert prompt_attention_config(H200, False, head_dim=256).hopper == 132
     assert prompt_attention_config(device(80, 108), False).programs == 216
     assert prompt_attention_config(device(0), False).programs > 0
 

@@ -23,17 +23,19 @@ from ..blocks.host_layers import HostLayers, make_host_layers
 from ..blocks.spec import ModelSpec
 from ..blocks.weights import LayerWeights, Weights
 from ..errors import CheckpointError, DeviceError, brief, counted
+from ..kernels.linear.packed import Packed, QuantizedWeight
 from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
 from .contents import adapter, advice
+from .gguf.schemes import with_block_types
 from .gguf.tensors import check_type, gguf_tensors
 from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
 from .quantization.scheme import Stored
-from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices
+from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices, tied_head_scheme
 from .tensor_info import DTYPE_BYTES, TensorInfo
-from .tied import follow_files
+from .tied import HEAD, follow_files
 
 log = logging.getLogger("tridecode")
 # Keys are the dtype names of safetensors.
@@ -62,6 +64,8 @@ def load_config(path: Path) -> ModelSpec:
         embed = tensors.get(spec.embed.tensor)
         if not has_dtype and embed is not None and embed.dtype in DTYPES:
             spec = replace(spec, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
+    if path.is_file():
+        spec = with_block_types(path, spec)
     for name, tensor_slice in tensor_slices(spec).items():
         scheme, columns = tensor_slice.scheme, tensor_slice.shape[-1]
         if scheme and scheme.rows <= 1 and scheme.group and columns % scheme.group:
@@ -108,8 +112,8 @@ def load_weights(
     total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:
-        scale = next(part for part in stored(name, slices[name]) if "scale" in part.rpartition(".")[2])
-        return DTYPES[tensors[scale].dtype]
+        parts = (part for part in stored(name, slices[name]) if "scale" in part.rpartition(".")[2])
+        return DTYPES[tensors[scale].dtype] if (scale := next(parts, None)) else torch.float16
 
     plan = targets(spec, packs, scale_dtype)
     # A dtype conversion makes a second copy of a tensor slice, which must be small compared to the weights.
@@ -125,6 +129,10 @@ def load_weights(
                 done += count
                 if progress is not None:
                     progress(done, total)
+        if HEAD in plan and (scheme := tied_head_scheme(spec)):
+            tensors[HEAD] = tensors[spec.embed.tensor]
+            for _ in loader.place(HEAD, TensorSlice(HEAD, 0, spec.embed.shape, scheme)):
+                pass
     return _assemble(spec, plan, places, host)
 
 
@@ -179,15 +187,21 @@ def random_weights(
     places, host = _allocate(plan, device, dtype, spec.num_layers, on_host)
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, target in plan.items():
-        if name == "lm_head.weight" and spec.tie_word_embeddings:
+        if name == HEAD and spec.tie_word_embeddings and target.load_scheme is not None:
             continue  # The code below copies this weight from the embedding.
+        # 2 * num_layers linears add to the residual stream, so their weights are smaller.
+        std = (target.shape[-1] * (2 * spec.num_layers if target.residual else 1)) ** -0.5
+        if target.packed is not None and target.load_scheme is None:
+            n, step = target.shape[0], max(2**24 // target.shape[1], 1)
+            for first in range(0, n, step):
+                rows = _random_rows(target.packed, min(step, n - first), std, generator)
+                target.packed.pack(places[name], first, rows)
+            continue
         tensor = place = places[name]["weight"]
         if target.load_scheme is not None or place.device.type != device.type:
             tensor = torch.empty(target.shape, dtype=dtype, device=device)
         if tensor.ndim == 2:
-            # 2 * num_layers linears add to the residual stream, so their weights are smaller.
-            branch = 2 * spec.num_layers if target.residual else 1
-            tensor.normal_(0.0, (tensor.shape[1] * branch) ** -0.5, generator=generator)
+            tensor.normal_(0.0, std, generator=generator)
         elif name.endswith("bias"):
             tensor.normal_(0.0, 0.02, generator=generator)
         else:
@@ -197,6 +211,19 @@ def random_weights(
         elif tensor is not place:
             place.copy_(tensor)
     return _assemble(spec, plan, places, host)
+
+
+def _random_rows(packed: Packed, n: int, std: float, generator: torch.Generator) -> QuantizedWeight:
+    """Return n random rows of integer codes. Their values have the standard deviation `std` and a mean near 0."""
+    size, device = 2**packed.bits, generator.device
+    step = std * 12**0.5 / size  # The standard deviation of the codes is size / sqrt(12).
+    scale = torch.full((n, -(-packed.k // packed.group)), 1.0 if packed.over_group else step, device=device)
+    over = torch.full(packed.shapes(n)["over"][0], step, device=device) if packed.over_group else None
+    return QuantizedWeight(
+        torch.randint(size, (n, packed.k), dtype=torch.uint8, device=device, generator=generator),
+        scale, 1, packed.group, packed.bits, over=over, over_group=packed.over_group,
+        minimum=scale * (size // 2) if packed.minimums else None,
+    )  # fmt: skip
 
 
 def empty_weights(
@@ -250,8 +277,9 @@ def _assemble(
     spec: ModelSpec, plan: dict[str, Target], places: dict[str, dict[str, torch.Tensor]], host: HostLayers | None
 ) -> Weights:
     """Build the model's weights from the loaded tensors."""
-    if spec.tie_word_embeddings and "lm_head.weight" in plan:  # The LM head is a quantized copy of the embedding.
-        quantize_into(places["lm_head.weight"], plan["lm_head.weight"], 0, places["embed"]["weight"])
+    # The LM head is a quantized copy of the embedding.
+    if spec.tie_word_embeddings and HEAD in plan and plan[HEAD].load_scheme:
+        quantize_into(places[HEAD], plan[HEAD], 0, places["embed"]["weight"])
 
     if host:
         places = places | {name: {"weight": tensor} for name, tensor in host.read.items()}

@@ -81,7 +81,10 @@ class Loader:
             count, tensors = min(step, n - first), {}
             for own, of in needed.items():
                 begin, end = (first // of.per, -(-(first + count) // of.per)) if of.per else (0, None)
-                rows = self.read(own, begin, None if end is None else end - begin)
+                if isinstance(self._tensors[own], GGUFInfo):
+                    rows = self._rows(own, first, count)
+                else:
+                    rows = self.read(own, begin, None if end is None else end - begin)
                 tensors[own.removeprefix(module)] = rows.to(device)
                 yield rows.nbytes
             try:

@@ -128,6 +128,8 @@ def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dty
         if each.parts:
             names = members[f"{target}.weight"]
             targets[f"{target}.weight"] = _weight_target(spec, each, names, known, packs, scale_dtype, residual)
+        elif packs and (scheme := tied_head_scheme(spec)):
+            targets[f"{target}.weight"] = Target((each.n, each.k), scheme.packed(each.k, [0], _scale_dtype(scheme)))
         elif _load_scheme(spec, prefix + target):  # The LM head is a quantized copy of the embedding.
             targets[f"{target}.weight"] = _loaded_target(spec, prefix + target, (each.n, each.k), [0], packs, residual)
         if each.bias:
@@ -162,6 +164,12 @@ def _loaded_target(
     scheme = fitted(scheme, shape[1])
     packed = scheme.packed(shape[1], starts, _scale_dtype(scheme)) if packs else None
     return Target(shape, packed, scheme, residual)
+
+
+def tied_head_scheme(spec: ModelSpec) -> Scheme | None:
+    """Return the scheme of a tied LM head that is a packed copy of the embedding in the checkpoint, or None."""
+    stored = spec.checkpoint_quantization
+    return stored.scheme("lm_head") if spec.tie_word_embeddings and stored and stored.packs_tied_head else None
 
 
 def _load_scheme(spec: ModelSpec, module: str) -> Scheme | None:

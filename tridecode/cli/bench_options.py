@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..arguments import Choice, Constraint, Flag, Integer, Number, Option, Rejected, Several
-from ..models.presets import PRESETS
+from ..models.presets import GGUF_TYPES, PRESETS
 from ..options import DEFAULT_RANK, GRAPHS, MAX_RANK, MAX_SLOTS, OPTIONS
 from .command_line import Parser
 from .options import ANY, Url
@@ -135,6 +135,10 @@ BENCH_OPTIONS = (
         exclusive="model"),
     _option("runs", 7, COUNT, RUNS, "speculate"),
     *(_shared(name, *ENGINES) for name in ("quantize", "quantize_head")),
+    _option("gguf", None, Choice(GGUF_TYPES), "random weights in the types that the tensors of such a GGUF file have",
+        "decode", "batch", "prefill", "stream", "profile", "tune", excludes={
+            "model": ((), " is for random weights; leave out --model"),
+            "quantize": ((), " cannot be used with --quantize; leave out one of them")}),
     # Drafts need 16-bit K/V, so `speculate` has no such options.
     *(_shared(name, "decode", "batch", "prefill", "stream", "profile") for name in ("kv_dtype", "state_dtype")),
     *(_shared(name, "serve", group=MIX) for name in ("quantize", "quantize_head", "kv_dtype", "state_dtype")),

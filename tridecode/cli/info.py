@@ -15,6 +15,7 @@ import torch
 
 from ..blocks.attention import Attention
 from ..blocks.spec import ModelSpec
+from ..checkpoint.gguf.schemes import SCHEMES
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import empty_weights, load_config, read_tensor_infos
 from ..checkpoint.names import model_name, repository
@@ -51,7 +52,7 @@ def info(args, output: Output) -> int:
     problem = weights_problem(path, stored) if repository(args.model) is None else None
     report: dict[str, Any] = {
         "model": model_facts(plan.spec, model_name(args.model), str(path)) | {"problem": problem},
-        "gguf": gguf_facts(path) if path.is_file() else None,
+        "gguf": gguf_facts(path, device.type == "cuda") if path.is_file() else None,
         "memory": memory_facts(plan),
         "run": run_facts(plan),
         "prompts": prompt_facts(plan),
@@ -110,10 +111,11 @@ def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
     }
 
 
-def gguf_facts(path: Path) -> dict:
+def gguf_facts(path: Path, packs: bool) -> dict:
     """Return the tensors of a GGUF file by their role and type, for the report.
 
-    `bits` is the number of bits of the file's tensors for each of their numbers.
+    `bits` is the number of bits of the file's tensors for each of their numbers. `device` is how a tensor is stored on
+    the device.
     """
     gguf = read_gguf(path)
     tensors: dict[tuple[str, str, tuple[int, ...]], int] = Counter()
@@ -124,7 +126,13 @@ def gguf_facts(path: Path) -> dict:
         "bytes": sum(tensor.nbytes for tensor in gguf.tensors.values()),
         "bits": round(8 * sum(tensor.nbytes for tensor in gguf.tensors.values()) / numbers, 2),
         "tensors": [
-            {"role": role, "type": type_name, "shape": list(shape), "count": count}
+            {
+                "role": role,
+                "type": type_name,
+                "shape": list(shape),
+                "count": count,
+                "device": stored_as(role, type_name, packs),
+            }
             for (role, type_name, shape), count in tensors.items()
         ],
         "template": "tokenizer.chat_template" in gguf.values,
@@ -132,12 +140,21 @@ def gguf_facts(path: Path) -> dict:
     }
 
 
+def stored_as(role: str, type_name: str, packs: bool) -> str:
+    """Return how a tensor is stored on the device."""
+    if type_name in FLOATS:
+        return "as it is"
+    if packs and type_name in SCHEMES and role != "token_embd.weight":
+        return f"packed, {SCHEMES[type_name].number_type}"
+    return "expanded to the dtype of the weights"
+
+
 def describe_tensors(facts: dict) -> str:
     """Return the table of the tensors of a GGUF file."""
     lines = [["tensor", "type", "shape", "count", "on the device"]]
     for each in facts["tensors"]:
-        kept = "as it is" if each["type"] in FLOATS else "expanded to the dtype of the weights"
-        lines.append([each["role"], each["type"], " x ".join(map(str, each["shape"])), str(each["count"]), kept])
+        shape = " x ".join(map(str, each["shape"]))
+        lines.append([each["role"], each["type"], shape, str(each["count"]), each["device"]])
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "".join("  ".join(map(str.ljust, line, widths)).rstrip() + "\n" for line in lines)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..blocks.spec import ModelSpec
 
+GGUF_TYPES = ("q4_k_m", "q8_0")  # Types of GGUF files that random weights can have.
 Fields = dict[str, Any]  # Arguments of dense_spec or RopeConfig, or keys of config.json.
 
 _ROPE = dict(theta=1e6)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from starlette.responses import JSONResponse
 
 from .errors import ApiError, outcome, stopping
+from .page import FILES_PATH
 from .settings import Settings
 from .sites import Sites
 
@@ -106,10 +107,12 @@ class Access:
 
     def _check(self, scope) -> None:
         """Check the key of a request; without a key of the server, check its site. Raises ApiError."""
+        path = scope["path"]
+        is_public = path in PUBLIC or path.startswith(FILES_PATH)
         if self._key is None:
-            if scope["path"] != "/health":
+            if path != "/health":
                 self._sites.check(scope)
-        elif scope["path"] not in PUBLIC and not any([hmac.compare_digest(key, self._key) for key in keys_of(scope)]):
+        elif not is_public and not any([hmac.compare_digest(key, self._key) for key in keys_of(scope)]):
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send the header Authorization: Bearer KEY",

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..arguments import listed
@@ -36,7 +36,7 @@ from .errors import ApiError, api_error, bad_request
 from .loop import Loop
 from .messages import chat_messages
 from .metrics import Metrics
-from .page import page
+from .page import Page
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, F, Generation, TokenizeRequest, parse_body
 from .responses_api import ResponsesRequest, ResponsesSerializer
 from .serializers import ChatSerializer, CompletionSerializer, Serializer
@@ -62,7 +62,6 @@ class Server:
         self.metrics = Metrics(engine, settings.model)
         self.adapters = Adapters(engine, settings, self.loop, self.bodies)
         self._created = int(time.time())
-        self._page, self._page_headers = page()
         middleware = [Middleware(Access, settings=settings, ended=self.metrics.observe_outcome)]
         if settings.cors:
             middleware.insert(
@@ -78,7 +77,7 @@ class Server:
             )
         self.app = Starlette(
             routes=[
-                Route("/", self.root),
+                *Page().routes,
                 Route("/v1", self.paths),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
@@ -337,10 +336,6 @@ class Server:
         parent = None if name == self.settings.model else self.settings.model
         facts = {"owned_by": "tridecode", "root": name, "parent": parent, "max_model_len": self.engine.capacity}
         return {"id": name, "object": "model", "created": self._created} | facts
-
-    async def root(self, request: Request) -> Response:
-        """Handle GET /, the chat page."""
-        return HTMLResponse(self._page, headers=self._page_headers)
 
     async def health(self, request: Request) -> Response:
         """Handle GET /health."""

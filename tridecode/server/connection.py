@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 import httptools
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from .access import Record
@@ -22,7 +22,9 @@ from .errors import ApiError, bad_request
 from .settings import HEAD_SECONDS, MAX_HEAD_BYTES, MAX_HEADERS
 
 SLICE = 4096  # Bytes between two checks of the limits.
-SLICES = 32  # Slices of a connection that are parsed before other connections have their turn.
+SLICES = 4  # Slices of a connection that are parsed before other connections have their turn.
+PARSING = 0.25  # Maximum share of the time that parsing takes, except in bursts, so that passes get the GIL.
+BURST_SECONDS = 0.002
 MAX_UNPARSED = 1 << 16  # Bytes that wait to be parsed before the connection stops reading.
 LINGER_SECONDS = 1.0  # Seconds in which a refused client, which may still be sending, can read the answer.
 LOG_SECONDS = 10.0  # Seconds between two log lines about the limit of connections.
@@ -42,6 +44,7 @@ class Connections:
 
     limit: int
     waiting: dict["Connection", None] = field(default_factory=dict)
+    resume_at: float = 0.0  # Time from which parsing has no debt, as time.monotonic().
     _logged: float = -LOG_SECONDS
 
     def admit(self, count: int) -> bool:
@@ -56,6 +59,14 @@ class Connections:
         if oldest is not None:
             oldest.drop()
         return oldest is not None
+
+    def add(self, started: float) -> None:
+        """Count the time of parsing since `started`."""
+        self.resume_at = max(self.resume_at, started) + (time.monotonic() - started) / PARSING
+
+    def delay(self) -> float:
+        """Return the seconds until a connection may parse again."""
+        return max(self.resume_at - BURST_SECONDS - time.monotonic(), 0.0)
 
 
 class Connection(HttpToolsProtocol):
@@ -78,6 +89,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport) -> None:
         """Accept the connection, unless there are too many."""
         super().connection_made(transport)
+        self.flow = _Flow(transport, self._unparsed)
         if not self._limits.admit(len(self.connections)):
             error = ApiError(503, "too many connections are open; try again later", code="too_many_connections")
             return self._refuse(error, linger=False)
@@ -102,18 +114,19 @@ class Connection(HttpToolsProtocol):
         if self._deadline is None and self._idle:
             self._wait()
         self._unparsed += data
-        if not self._scheduled:
-            self._parse()
-        elif len(self._unparsed) > MAX_UNPARSED:
+        if not self._scheduled and self._limits.delay() == 0:
+            return self._parse()
+        self._schedule()
+        if len(self._unparsed) > MAX_UNPARSED:
             self.flow.pause_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection open until complete requests are answered. TLS cannot."""
-        if self.scheme == "https" or self._idle or not self._unparsed and self.cycle.more_body:
+        if self.scheme == "https" or self._incomplete:
             return False
         if not self._ended:
             self._ended = True
-            if not self.pipeline and not self.cycle.response_started:
+            if not self._idle and not self.pipeline and not self.cycle.response_started:
                 self._probe(_EarlyTransport(self.cycle))
         return True
 
@@ -122,14 +135,18 @@ class Connection(HttpToolsProtocol):
     def _parse(self) -> None:
         """Parse the received bytes. Pipelined requests wait for the responses to earlier ones."""
         self._scheduled = False
+        started = time.monotonic()
         for _ in range(SLICES):
             if not self._unparsed or self._refused or self.parser is None or self.pipeline:
                 break
             part = bytes(self._unparsed[:SLICE])
             del self._unparsed[:SLICE]
             self._feed(part)
+        self._limits.add(started)
         if self._unparsed and not self._refused and not self.pipeline:
             self._schedule()
+        elif self._ended and self._incomplete and not self._refused:
+            self.transport.close()
         if len(self._unparsed) > MAX_UNPARSED:
             self.flow.pause_reading()
         elif not self._unparsed and (self._idle or len(self.cycle.body) <= HIGH_WATER_LIMIT):
@@ -138,7 +155,7 @@ class Connection(HttpToolsProtocol):
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self.loop.call_soon(self._parse)
+            self.loop.call_later(self._limits.delay(), self._parse)
 
     def _feed(self, part: bytes) -> None:
         self._silent += len(part)
@@ -276,6 +293,11 @@ class Connection(HttpToolsProtocol):
         """Whether the connection has no request that needs a response."""
         return not self.pipeline and (self.cycle is None or self.cycle.response_complete)
 
+    @property
+    def _incomplete(self) -> bool:
+        """Whether the connection can send nothing until the client sends more."""
+        return not self._unparsed and (self._idle or self.cycle.more_body)
+
     def _wait(self) -> None:
         """Wait for a head until its deadline."""
         self._limits.waiting.setdefault(self)
@@ -294,6 +316,19 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(408, message, code="timeout"))
         else:
             self.transport.close()
+
+
+class _Flow(FlowControl):
+    """The flow control of a connection, which does not read while many bytes wait to be parsed."""
+
+    def __init__(self, transport, unparsed: bytearray):
+        super().__init__(transport)
+        self._unparsed = unparsed
+
+    def resume_reading(self) -> None:
+        """Read, unless too many bytes wait to be parsed. The application calls this when it has received a body."""
+        if len(self._unparsed) <= MAX_UNPARSED:
+            super().resume_reading()
 
 
 class _EarlyTransport:

@@ -176,7 +176,7 @@ def without_off_values(values: dict) -> dict:
     for name, value in values.items():
         value = _integral(value)
         if isinstance(value, list) and name in ("stop_token_ids", "prompt", "tokens"):
-            value = [_integral_list(item) for item in value]
+            value = [_integral_list(item) for item in value] if {float, list} & set(map(type, value)) else value
         off = OFF.get(name, {})
         if isinstance(value, int | float) and not isinstance(value, bool) and value in off:
             value = off[value]
@@ -194,4 +194,6 @@ def _integral(value):
 
 
 def _integral_list(value):
-    return [_integral(item) for item in value] if isinstance(value, list) else _integral(value)
+    if not isinstance(value, list):
+        return _integral(value)
+    return [_integral(item) for item in value] if float in set(map(type, value)) else value

@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
@@ -275,12 +275,12 @@ class CompletionRequest(Generation, kw_only=True):
     def prompts(self) -> list[str | list[int]]:
         """The prompts: texts or lists of token ids. Raises ApiError."""
         items: list[str | int | list[int]] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if not items or any(type(item) is not type(items[0]) for item in items):
+        kinds = set(map(type, items))
+        if len(kinds) != 1:
             raise bad_request(
                 "prompt must be text, a list of texts, token ids or a list of lists of token ids", "prompt"
             )
-        tokens = [item for item in items if isinstance(item, int)]
-        return [tokens] if tokens else [item for item in items if not isinstance(item, int)]
+        return cast(list, [items] if kinds == {int} else items)
 
 
 class TokenizeRequest(RequestBody, kw_only=True):

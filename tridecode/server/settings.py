@@ -8,14 +8,14 @@ HEAD_SECONDS = 30.0  # Seconds in which the head of a request must arrive.
 # The limit of a body follows the context length, between these bounds.
 MIN_BODY_LIMIT, MAX_BODY_BYTES = 4 << 20, 32 << 20
 BODY_BYTES_PER_TOKEN = 64
-MIN_BODY_VALUES, BODY_VALUES_PER_TOKEN = 1 << 18, 2
+MIN_BODY_VALUES, BODY_VALUES_PER_TOKEN = 1 << 16, 2
 SMALL_BODY = 64 << 10  # Larger bodies are parsed in a thread.
 BODY_BUDGET = 16 << 20  # Bytes of large bodies that the server buffers at once, beyond SMALL_BODY of each.
 MAX_MESSAGES = 4096
 MAX_ANSWERS = 128  # Maximum number of answers of one request: its prompts multiplied by n.
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_LOGIT_BIASES = 1024
-MAX_DETOKENIZE_TOKENS = 1 << 18
+MAX_DETOKENIZE_TOKENS = 1 << 16
 TICK_SECONDS = 0.25  # Seconds between checks for deadlines and silent streams.
 FAILURE_GRACE = 5.0  # Seconds between the failure of the engine and the end of the process.
 

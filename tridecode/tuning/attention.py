@@ -32,7 +32,7 @@ def attention_config(
         config = AttentionConfig(64, 32, 4, ahead=2, short_splits=short, short_iterations=iterations)
     else:
         config = attention_rows_config(case, rows, device)
-    return fp8_config(config, device) if case.fp8 else config
+    return fp8_config(config, case, device) if case.fp8 else config
 
 
 def _share(programs: int, parts: int, limit: int = MAX_SPLITS) -> int:
@@ -44,13 +44,17 @@ def _one_row(case: AttentionCase, device: Device) -> AttentionConfig:
     """Choose the config for one row.
 
     Registers contain the tiles. Wide heads, fp32 and GPUs before Hopper therefore have smaller tiles, and fewer in
-    flight.
+    flight. The splits of a long row fill the multiprocessors.
     """
-    if case.head_dim > 128 or case.dtype == torch.float32:
-        return AttentionConfig(block_t=32, splits=16, num_warps=8)
-    if device.capability < HOPPER:
-        return AttentionConfig(block_t=64, splits=16, num_warps=8)
-    return AttentionConfig(block_t=128, splits=16, num_warps=8, ahead=2 if device.capability == HOPPER else 1)
+    wide, hopper = case.head_dim > 128, device.capability == HOPPER
+    splits = max(1 << (_share(device.multiprocessors, case.kv_heads).bit_length() - 1), 16)
+    if case.dtype == torch.float32 or (wide and not hopper):
+        return AttentionConfig(block_t=32, splits=splits, num_warps=8)
+    if wide or device.capability < HOPPER:
+        return AttentionConfig(block_t=64, splits=splits, num_warps=8)
+    config = AttentionConfig(block_t=128, splits=splits, num_warps=8, ahead=2 if hopper else 1)
+    # Up to 64 tiles, more splits cost more than they save.
+    return replace(config, short_splits=16, short_iterations=4) if splits > 16 else config
 
 
 def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> AttentionRowsConfig:
@@ -74,7 +78,9 @@ def attention_rows_config(case: AttentionCase, rows: int, device: Device) -> Att
     return AttentionRowsConfig(block_t, _share(2 * one, heads), num_warps=4, least=16, programs=2 * one, stages=5)
 
 
-def fp8_config(config: AttentionConfig | AttentionRowsConfig, device: Device) -> AttentionConfig | AttentionRowsConfig:
+def fp8_config(
+    config: AttentionConfig | AttentionRowsConfig, case: AttentionCase, device: Device
+) -> AttentionConfig | AttentionRowsConfig:
     """Adapt a config to K and V in fp8.
 
     Each warp has 32 positions, with the next ones in flight in registers, and a multiprocessor has two programs of four
@@ -82,7 +88,7 @@ def fp8_config(config: AttentionConfig | AttentionRowsConfig, device: Device) ->
     versions.
     """
     rows = isinstance(config, AttentionRowsConfig)
-    half = device.capability < HOPPER or config.block_t <= (16 if rows else 32)
+    half = device.capability < HOPPER or case.head_dim > 128 or config.block_t <= (16 if rows else 32)
     num_warps = 8 if half and not rows else 4
     block_t = num_warps * (16 if half else 32)
     adapted = replace(config, block_t=block_t, num_warps=num_warps, converts=device.capability >= 89)
@@ -136,7 +142,7 @@ def prompt_attention_config(
         heads=16,
         separate_combine=True,
         dependent=device.capability >= HOPPER,
-        hopper=device.multiprocessors if device.capability == HOPPER and not wide else 0,
+        hopper=device.multiprocessors if device.capability == HOPPER else 0,
     )
 
 

@@ -24,7 +24,7 @@ def choose_attention(case: AttentionCase, rows: int, device: Device, tables: Ite
     """
     entry = next((config for table in tables if (config := table.attention_config(case, rows, device))), None)
     if entry is None and case.fp8:
-        return fp8_config(choose_attention(case._replace(fp8=False), rows, device, tables), device)
+        return fp8_config(choose_attention(case._replace(fp8=False), rows, device, tables), case, device)
     return entry or attention_config(case, rows, device)
 
 

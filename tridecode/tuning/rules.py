@@ -202,12 +202,14 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
     # Programs take several blocks. Use the smallest number of warps that keeps the activations in 20 tiles each.
     tile = packed.tile
     warps = next((warps for warps in (2, 4) if -(-k // (tile * warps)) * tile // 32 <= 20), 0)
-    if warps and number_type != "int8" and blocks >= 2 * programs * 4 // warps:
+    if warps and number_type != "int8" and packed.group >= 64 and blocks >= 2 * programs * 4 // warps:
         return MatmulConfig(16, warps, 10, 20, programs=programs * 4 // warps)
     tiles = k // tile
     warps = 2 if k <= 3072 else 4 if k <= 8192 else 8
     while warps < 8 and blocks * warps < 4 * programs and tiles > 2 * warps:
         warps *= 2
+    if packed.group < 64:  # Many scales are in flight with each tile.
+        return MatmulConfig(16, warps, 4, 8, registers=128 if warps == 8 else 0)
     ahead = 10 if warps < 8 else 4 if number_type == "int4" else 8  # The scales of groups are in flight too.
     ahead, x_ahead = min(ahead, 6) if number_type == "int8" else ahead, 8
     if warps == 8 and device.capability > HOPPER:  # The compiler spills more on newer GPUs.

@@ -121,12 +121,16 @@ def linear_key(case: Case, rows: int) -> str:
 
 
 def scheme_name(case: Case) -> str:
-    """Return the name of the weight's scheme in tables, like "int4/128 zeros", or the dtype of a dense weight."""
+    """Return the name of the weight's scheme in tables, like "int4/128 zeros", or the dtype of a dense weight.
+
+    "over" are factors of integer scales.
+    """
     packed = case.packed
     if packed is None:
         return str(case.weight_type).removeprefix("torch.")
     group = "row" if packed.group == packed.k else packed.group
-    return f"{packed.number_type}/{group}{' zeros' * packed.zeros}{' ordered' * packed.ordered}"
+    words = {"zeros": packed.zeros, "ordered": packed.ordered, "minimums": packed.minimums, "over": packed.over_group}
+    return " ".join((f"{packed.number_type}/{group}", *(word for word, has in words.items() if has)))
 
 
 def attention_key(case: AttentionCase, rows: int) -> str:

@@ -209,7 +209,7 @@ def test_many_slots_share_a_pass():
         check(2, 1, 64, [(slot, 1 + slot % 3, slot % 5) for slot in range(layout.MAX_CHUNKS)], 0, DTYPES[0], config)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_expanded_fp8_kv(d):
     """K and V in 8 bits are expanded before attention reads them, as in prompt passes on Hopper."""
     config = replace(CONFIG, hopper=3 if CUDA and torch.cuda.get_device_capability() == (9, 0) else 0)
@@ -261,7 +261,7 @@ def launched(monkeypatch):
 
 
 @hopper_only
-@covering(2, programs=[1, 3], chunks=LAYOUTS, sizes=[(8, 8, 64), (8, 2, 128), (8, 1, 128), (16, 4, 64)])
+@covering(2, programs=[1, 3], chunks=LAYOUTS, sizes=[(8, 8, 64), (8, 2, 128), (8, 1, 128), (16, 4, 64), (8, 2, 256)])
 def test_hopper_matches_the_reference(programs, chunks, sizes, launched):
     check(*sizes, chunks, 0, torch.bfloat16, replace(CONFIG, hopper=programs))
     assert launched == [programs]
@@ -271,7 +271,7 @@ def test_hopper_matches_the_reference(programs, chunks, sizes, launched):
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.tuples(COUNTS, STARTS), min_size=1, max_size=5),
-    d=st.sampled_from([64, 128]),
+    d=st.sampled_from([64, 128, 256]),
     programs=st.integers(1, 4),
 )
 def test_hopper_with_any_layout_of_rows(lengths, d, programs):
@@ -280,7 +280,7 @@ def test_hopper_with_any_layout_of_rows(lengths, d, programs):
 
 
 @hopper_only
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_hopper_computes_the_same_bits_when_captured(d, launched):
     """There is a program for each multiprocessor. The replay has other lengths than the capture."""
     config = replace(
@@ -332,11 +332,11 @@ FITS = dict(rows=1100, heads=32, d=128, page=64, dtype=torch.bfloat16, window=0)
     [
         ({}, True), (dict(d=64), True), (dict(rows=1024), False), (dict(rows=1025), True), (dict(heads=29), False),
         (dict(d=96), False), (dict(page=16), False), (dict(dtype=torch.float16), False), (dict(window=700), False),
-        (dict(held=torch.uint8), False),
+        (dict(held=torch.uint8), False), (dict(d=256, heads=16), True), (dict(d=256, heads=14), False),
     ],
 )  # fmt: skip
 def test_launches_that_fit_hopper(other, fits):
-    """With 132 multiprocessors, at least 264 items are needed. An item is 128 rows of a head."""
+    """With 132 multiprocessors, at least 264 items are needed, or 132 with heads of 256. An item is 128 rows."""
     of = FITS | other
     q = torch.empty(of["rows"], of["heads"], of["d"], dtype=of["dtype"], device="meta")
     k = torch.empty(20, 4, of["page"], of["d"], dtype=of.get("held", of["dtype"]), device="meta")

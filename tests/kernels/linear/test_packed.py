@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from check import check_op
-from linear_product import EPILOGUES, PLAIN, SCHEMES, Product, dense, packed
+from linear_product import EPILOGUES, GGUF_SCHEMES, PLAIN, SCHEMES, Product, dense, packed
 from util import CUDA, Case, assert_close, covering, poisoned, random
 
 from tridecode.kernels.linear.dequantize import DEQUANTIZE
@@ -18,7 +18,8 @@ CASES = [
     Case("odd_rows", gpu=dict(n=1001, k=4864), small=dict(n=21, k=192)),
     Case("qwen3-0.6b_o_proj", gpu=dict(n=1024, k=2048), small=dict(n=32, k=128)),
 ]
-SCHEME = covering(1, scheme=SCHEMES.keys())
+ALL = [*SCHEMES, *GGUF_SCHEMES]
+SCHEME = covering(1, scheme=ALL)
 
 
 def config_for(scheme: str, rows: int) -> MatmulConfig:
@@ -36,7 +37,7 @@ def product(epilogue, scheme, n, k, rows, **options) -> Product:
 
 
 @covering(
-    2, scheme=SCHEMES.keys(), rows=(1, 8, 16, 64) if CUDA else (1, 3), case=CASES,
+    2, scheme=ALL, rows=(1, 8, 16, 64) if CUDA else (1, 3), case=CASES,
     epilogue=("normed_bias", "gated", "residual", *PLAIN),
 )  # fmt: skip
 def test_schemes_and_epilogues_match_the_reference(scheme, rows, case, epilogue):
@@ -54,7 +55,12 @@ CONFIGS = {
 }
 
 
-@covering(2, config=CONFIGS, scheme=["int4", "int4_ordered", "int8_zeros", "e4m3", "e4m3_blocks"], epilogue=EPILOGUES)
+@covering(
+    2,
+    config=CONFIGS,
+    scheme=["int4", "int4_ordered", "int8_zeros", "e4m3", "e4m3_blocks", *GGUF_SCHEMES],
+    epilogue=EPILOGUES,
+)
 def test_configs_match_the_reference(epilogue, scheme, config):
     product(epilogue, scheme, 44, 640, 2).check(config)
 

@@ -101,6 +101,7 @@ class Quantization:
 
     name: str
     rules: tuple[Rule, ...]
+    packs_tied_head: ClassVar[bool] = False  # A tied LM head is a packed copy of the embedding in the file.
 
     def scheme(self, module: str) -> Scheme | None:
         """Return the scheme of the weight of a module. None: it is not quantized."""

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import triton
 
+from ...checkpoint.gguf.schemes import with_file_type
 from ...checkpoint.load import random_weights
 from ...engine import Engine
 from ...errors import DeviceError, GenerationError, ParameterError
@@ -67,6 +68,7 @@ def preset_engine(
     configs: Mapping[int, PassConfigs] | None = None,
     pages: int | None = None,
     offload: Offload | None = None,
+    gguf: str | None = None,
     adapters: int = 0,
     rank: int = DEFAULT_RANK,
     **options,
@@ -79,6 +81,7 @@ def preset_engine(
         configs: launch configs by number of rows
         pages: pages on the device, by default as the options require
         offload: pages in host memory
+        gguf: type of the GGUF file whose types of tensors the weights have, by default none
         adapters: number of random adapters on the device
         rank: their rank
         options: further options of the engine; by default it is in bf16 and drafts are disabled
@@ -90,7 +93,7 @@ def preset_engine(
     if preset not in PRESETS:
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     device = need_gpu()
-    plan = preset_plan(preset, device, adapters, rank, max_seq_len=capacity, **options)
+    plan = preset_plan(preset, device, gguf, adapters, rank, max_seq_len=capacity, **options)
     plan.check()
     weights = random_weights(plan.spec, device, plan.dtype, on_host=plan.host_layers)
     if pages is not None:
@@ -103,16 +106,17 @@ def preset_engine(
 
 
 def preset_plan(
-    preset: str, device: torch.device, adapters: int = 0, rank: int = DEFAULT_RANK, **options
+    preset: str, device: torch.device, gguf: str | None = None, adapters: int = 0, rank: int = DEFAULT_RANK, **options
 ) -> EnginePlan:
     """Return the plan of an engine of `preset_engine`."""
     options = {"speculate": "off", "dtype": "bfloat16"} | options
-    plan = resolve(EngineOptions(**options), PRESETS[preset], device)
+    spec = PRESETS[preset] if gguf is None else with_file_type(PRESETS[preset], gguf)
+    plan = resolve(EngineOptions(**options), spec, device)
     if not adapters:
         return plan
     each = adapter_bytes(plan.spec, plan.dtype, aligned(rank, RANK_STEP))
     pool = {"adapter_memory": (adapters + 0.5) * each / GIB, "max_rank": rank}
-    return resolve(EngineOptions(**options | pool), PRESETS[preset], device)
+    return resolve(EngineOptions(**options | pool), spec, device)
 
 
 def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
@@ -124,7 +128,7 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
     chosen = {name: value for name, value in engine_options(args).items() if name != "graph"}
     options = {"speculate": "off"} | chosen | more | {"slots": slots, "kv_tokens": kv_tokens}
     if args.model is None:
-        return preset_engine(args.preset, capacity, **options)
+        return preset_engine(args.preset, capacity, gguf=getattr(args, "gguf", None), **options)
     need_gpu()
     engine = Engine.load(args.model, device="cuda", dtype="bfloat16", max_seq_len=capacity, **options)
     engine.model.kv.fill()  # With random K/V, a pass can start at any position.

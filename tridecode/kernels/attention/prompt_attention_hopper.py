@@ -27,9 +27,9 @@ PAGE = gl.constexpr(64)
 COLUMNS = gl.constexpr(64)
 HALF = gl.constexpr(64)  # Number of rows of a warpgroup.
 BLOCK_M = gl.constexpr(128)  # Number of rows of a work item.
-BLOCK_N = gl.constexpr(128)  # Number of positions of a tile.
-STAGES = gl.constexpr(3)  # Number of tiles of K, and also of V, that are in flight or in use.
 THREADS = gl.constexpr(2 * 128 + 32)
+# Head dimension -> positions of a tile, and tiles of K, and also of V, that are in flight or in use.
+TILES = {64: (128, 3), 128: (128, 3), 256: (64, 2)}
 # There is one named barrier for each stage, at which the warpgroups release it. Triton uses the barriers below 5.
 K_READ = gl.constexpr(5)
 V_READ = gl.constexpr(8)
@@ -104,13 +104,16 @@ def _item(i, chunk, before, chunks_ptr, total, HEADS: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(pool_desc, row0, row1, full, tile):
-    """Copy K or V of two pages, from rows row0 and row1 of the pool, to a tile of shared memory [BLOCK_N, D]."""
+    """Copy K or V of one or two pages, from rows row0 and row1 of the pool, to a tile of shared memory [BLOCK_N, D]."""
+    BLOCK_N: gl.constexpr = tile.shape[0]
     PIECES: gl.constexpr = tile.shape[1] // COLUMNS
+    PAGES: gl.constexpr = BLOCK_N // PAGE
     mbarrier.expect(full, BLOCK_N * tile.shape[1] * 2)
-    parts = reinterpret(tile, tile.dtype, [PIECES * 2, PAGE, COLUMNS], pool_desc.layout)
+    parts = reinterpret(tile, tile.dtype, [PIECES * PAGES, PAGE, COLUMNS], pool_desc.layout)
     for x in gl.static_range(PIECES):
-        async_load(pool_desc, [row0, x * COLUMNS], full, parts.index(x * 2))
-        async_load(pool_desc, [row1, x * COLUMNS], full, parts.index(x * 2 + 1))
+        async_load(pool_desc, [row0, x * COLUMNS], full, parts.index(x * PAGES))
+        if PAGES == 2:
+            async_load(pool_desc, [row1, x * COLUMNS], full, parts.index(x * PAGES + 1))
 
 
 @gluon.jit
@@ -121,6 +124,9 @@ def _copy_items(
     """Copy q of each work item, then its K and V tile by tile, from the last position to the first (producer warp)."""
     q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
     D: gl.constexpr = q_smem.shape[2]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    PAGES: gl.constexpr = BLOCK_N // PAGE
     c = 0  # Number of tiles that were copied.
     chunk = MAX_CHUNKS + 0
     before = total
@@ -141,8 +147,10 @@ def _copy_items(
             async_load(q_desc, [row, head * D], q_full.index(half), q_smem.index(half))
         for tile in range(tiles - 1, -1, -1):
             stage = c % STAGES
-            row0 = gl.load(own_table_ptr + gl.minimum(tile * 2, last)) * rows_of_page + head_row
-            row1 = gl.load(own_table_ptr + gl.minimum(tile * 2 + 1, last)) * rows_of_page + head_row
+            row0 = gl.load(own_table_ptr + gl.minimum(tile * PAGES, last)) * rows_of_page + head_row
+            row1 = row0
+            if PAGES == 2:
+                row1 = gl.load(own_table_ptr + gl.minimum(tile * PAGES + 1, last)) * rows_of_page + head_row
             if c >= STAGES:
                 _arrive_and_wait(K_READ + stage)
             _copy_tile(pool_desc, row0 + k_row, row1 + k_row, k_full.index(stage), k_smem.index(stage))
@@ -159,6 +167,7 @@ def _copy_items(
 def _softmax(s, l, m, scale, first_t, positions, MASKED: gl.constexpr):
     """Return p, l, m and the factor of the earlier sums, for scores s [HALF, BLOCK_N] of the positions from first_t."""
     S_L: gl.constexpr = s.type.layout
+    BLOCK_N: gl.constexpr = s.shape[1]
     if MASKED:
         offs_t = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_L))
         s = gl.where(offs_t[None, :] <= (positions - first_t)[:, None], s, float("-inf"))
@@ -178,6 +187,8 @@ def _tiles(acc, l, m, p, c, q, scale, first, end, tiles, positions, shared, MASK
     overlap with products.
     """
     _, k_smem, v_smem, _, _, k_full, v_full = shared
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_L: gl.constexpr = acc.type.layout
     zero = gl.zeros([HALF, BLOCK_N], gl.float32, S_L)
@@ -202,6 +213,7 @@ def _tiles(acc, l, m, p, c, q, scale, first, end, tiles, positions, shared, MASK
 @gluon.jit
 def _clear(v_tile, first_t, end):
     """Clear the entries of V at `end` or later, which are arbitrary, possibly NaN. Both warpgroups write the same."""
+    BLOCK_N: gl.constexpr = v_tile.shape[0]
     D: gl.constexpr = v_tile.shape[1]
     V_L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     for g in gl.static_range(BLOCK_N // 16):
@@ -221,6 +233,8 @@ def _attend_items(chunks_ptr, out_ptr, scale, total, shared, HEADS: gl.constexpr
     q_smem, k_smem, v_smem, q_full, q_read, k_full, v_full = shared
     TYPE: gl.constexpr = k_smem.dtype
     D: gl.constexpr = q_smem.shape[2]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW_S: gl.constexpr = gl.SliceLayout(1, S_L)
@@ -277,6 +291,8 @@ def _prompt_attention_hopper_kernel(
     HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute attention of each row to the positions of its slot up to its own.
 
@@ -292,6 +308,8 @@ def _prompt_attention_hopper_kernel(
         table_ptr: [slots, max_pages] int32.
         pool_desc: Tensor descriptor of the whole pool, [pages * rows_of_page, D] bf16.
         k_row, v_row: Rows of the pool at which K and V of this layer begin, head by head.
+        BLOCK_N: Positions of a tile, one or two pages.
+        STAGES: Number of tiles of K, and also of V, that are in flight or in use.
     """
     TYPE: gl.constexpr = out_ptr.dtype.element_ty
     TILE_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], TYPE)
@@ -329,15 +347,16 @@ def _prompt_attention_hopper_kernel(
 
 
 def fits(q, k_cache, window: int, multiprocessors: int) -> bool:
-    """Return whether the kernel supports the launch, and the launch has at least two work items per multiprocessor.
+    """Return whether the kernel supports the launch, and is faster than prompt_attention.
 
-    With fewer work items, many multiprocessors would be idle.
+    It has at least two work items per multiprocessor, or one with heads of 256. With fewer work items, many
+    multiprocessors would be idle.
     """
     rows, heads, D = q.shape
     items = cdiv(rows, BLOCK_M.value) * heads
     bf16 = q.dtype == k_cache.dtype == torch.bfloat16
-    supported = bf16 and D in (64, 128) and k_cache.shape[2] == PAGE.value and window == 0
-    return supported and items >= 2 * multiprocessors
+    supported = bf16 and D in TILES and k_cache.shape[2] == PAGE.value and window == 0
+    return supported and items >= (1 if D > 128 else 2) * multiprocessors
 
 
 def _descriptor(x, block: list[int]) -> TensorDescriptor:
@@ -362,6 +381,7 @@ def launch(chunks, q, out, kv: KVLayer, heads: Heads, programs: int) -> None:
         heads.query,
         heads.kv,
         heads.dim,
+        *TILES[heads.dim],
         num_warps=4,
         enable_fp_fusion=True,
     )

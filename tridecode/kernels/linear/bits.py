@@ -121,6 +121,19 @@ def _times(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def half_of(x, half: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return activations [lines, 32], bf16, in which only the columns half * 16 to half * 16 + 15 are not zero."""
+    inside = tl.broadcast_to(tl.arange(0, 32)[None, :] // 16 == half, x.shape)
+    if INTERPRETED:
+        return tl.where(inside, x, 0.0)
+    else:  # The compiler would select each number alone.
+        mask = tl.where(inside, -1, 0).to(tl.int16)
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
 def zero_operand(ZEROS: tl.constexpr, WARPS: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return an operand [WARPS, BLOCK_N, 32] of weights of four bits that are all -8, or -1 if ZEROS.
 

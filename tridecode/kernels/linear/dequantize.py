@@ -13,9 +13,9 @@ TILES = 4  # Number of tiles that a program converts in each of its rows.
 
 @triton.jit
 def _dequantize_kernel(
-    weight_ptr, scale_ptr, zero_ptr, order_ptr, out_ptr, first, end, K: tl.constexpr, FORM: tl.constexpr,
-    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILES: tl.constexpr, INTERPRETED: tl.constexpr,
+    weight_ptr, scale_ptr, zero_ptr, order_ptr, out_ptr, first, end, minimum_ptr, over_ptr, K: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr,
+    MINIMUMS: tl.constexpr, OVER: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Dequantize the rows [first, end) of a weight.
 
@@ -29,26 +29,49 @@ def _dequantize_kernel(
     PARTS: tl.constexpr = 4 if FORM == "int4" else 2
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     EACH: tl.constexpr = 1 if GROUP % (PARTS * 32) == 0 or GROUP >= K else PARTS  # Number of scales in a tile of a row.
+    HALVES: tl.constexpr = 2 if GROUP == 16 else 1  # Number of scales in a part.
+    OVERS: tl.constexpr = (K + OVER - 1) // OVER if OVER > 0 else 0
     WORDS: tl.constexpr = (K + PARTS * 32 - 1) // (PARTS * 32) * 16
     tile = tl.program_id(0) * TILES
     rows = first + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     mask = rows < end
     word = tl.arange(0, 16)[None, :]
     weights = weight_ptr + rows.to(tl.int64) * WORDS + tile * 16 + word
-    w, s, z = (), (), ()
+    w, s, z, m, o = (), (), (), (), ()
     for i in tl.static_range(TILES):
         w += (tl.load(weights + i * 16, mask=mask & ((tile + i) * 16 + word < WORDS), other=0),)
-        for part in tl.static_range(EACH):
-            group = tl.minimum((tile + i) * PARTS * 32 + part * 32, K - 1) // GROUP
-            s += (tl.load(scale_ptr + rows // SCALE_ROWS * GROUPS + group, mask=mask, other=0.0),)
+        for part in tl.static_range(EACH * HALVES):
+            group = tl.minimum((tile + i) * PARTS * 32 + part * (32 // HALVES), K - 1) // GROUP
+            s += (tl.load(scale_ptr + rows // SCALE_ROWS * GROUPS + group, mask=mask, other=0),)
             if ZEROS:
                 z += (tl.load(zero_ptr + rows * GROUPS + group, mask=mask, other=0),)
+            if MINIMUMS:
+                m += (tl.load(minimum_ptr + rows * GROUPS + group, mask=mask, other=0),)
+        if OVER > 0:
+            factors = over_ptr + (rows * OVERS + tl.minimum((tile + i) * PARTS * 32, K - 1) // OVER) * (1 + MINIMUMS)
+            for which in tl.static_range(1 + MINIMUMS):
+                o += (tl.load(factors + which, mask=mask, other=0.0),)
     outs = out_ptr + (rows - first).to(tl.int64) * K
     for i in tl.static_range(TILES):
         for part in tl.static_range(PARTS):
             zero = pair(z[i * EACH + part % EACH]) if ZEROS else 0
             value = unpack(w[i], zero, part, FORM, ZEROS, INTERPRETED).to(tl.float32) * factor(FORM)
-            value *= s[i * EACH + part % EACH].to(tl.float32)
+            if HALVES == 2:
+                in_first = tl.arange(0, 32)[None, :] < 16
+                scale = tl.where(in_first, s[(i * PARTS + part) * 2].to(tl.float32), s[(i * PARTS + part) * 2 + 1])
+            else:
+                scale = s[i * EACH + part % EACH].to(tl.float32)
+            if OVER > 0:
+                scale *= o[i * (1 + MINIMUMS)].to(tl.float32)
+            if MINIMUMS:
+                minimum = m[i * EACH + part % EACH].to(tl.float32)
+                if OVER > 0:
+                    minimum *= o[i * 2 + 1].to(tl.float32)
+                if FORM == "int4":  # Four bits are unpacked without their zero point, which is 8.
+                    value += 8.0
+                value = value * scale - minimum
+            else:
+                value *= scale
             columns = (tile + i) * PARTS * 32 + part * 32 + tl.arange(0, 32)[None, :]
             within = mask & (columns < K)
             if ORDERED:

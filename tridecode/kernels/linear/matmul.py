@@ -23,7 +23,7 @@ from ..common import (
 )
 from ..op import Op
 from .adapters import Adapters, adapter_arguments, expand_rows, parts_of
-from .bits import factor, pair, raised, unpack, zero_operand, zero_point
+from .bits import factor, half_of, pair, raised, unpack, zero_operand, zero_point
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
@@ -39,6 +39,7 @@ from .register_tiles import (
     load_x,
     operand,
     places,
+    scale_of,
     tiling,
 )
 
@@ -73,14 +74,28 @@ class MatmulConfig(RowBlocks):
 
 
 @triton.jit
+def _halves(
+    T: tl.constexpr, acc, tile, x, tile_scales, part: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr,
+    DOT_FP32: tl.constexpr,
+):  # fmt: skip
+    """Add the scaled sum of a part whose halves of 16 columns have different scales."""
+    for half in tl.static_range(2):
+        columns = tl.permute(operand(half_of(x, half, DOT_FP32), T.WARPS, BLOCK_M, True), (0, 2, 1)).to(TYPE)
+        zeros = tl.zeros([T.WARPS, T.BLOCK_N, BLOCK_M], tl.float32)
+        acc += tl.dot(tile, columns, zeros, input_precision="ieee") * scale_of(T, tile_scales, part * 2 + half, 0)
+    return acc
+
+
+@triton.jit
 def _matmul_kernel(
     meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps,
-    stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr,
-    stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
-    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    ZEROS: tl.constexpr, ORDERED: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
-    X_AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, FETCH: tl.constexpr, ADAPTERS: tl.constexpr,
-    A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr,
+    stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, minimum_ptr, over_ptr, b_ptr, ranks_ptr,
+    numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr,
+    OVER: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr,
+    BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, FETCH: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr,
+    A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows.
@@ -97,6 +112,8 @@ def _matmul_kernel(
         scale_ptr: [N / SCALE_ROWS, K / GROUP]. Read only if the weight is packed.
         zero_ptr: [N, K / GROUP] bf16 as int16. Read only if ZEROS.
         order_ptr: [K] int32, the column of x for each column of the weight. Read only if ORDERED.
+        minimum_ptr: [N, K / GROUP]. Read only if MINIMUMS.
+        over_ptr: [N, K / OVER, 1 + MINIMUMS] fp16, factors of scales and minimums. Read only if OVER > 0.
         extra_ptr: [N], see epilogue_arguments.
         out_ptr: [rows, N] (output).
         normed_ptr: [rows, N] (output of "residual").
@@ -109,17 +126,18 @@ def _matmul_kernel(
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
     T: tl.constexpr = tiling(
-        N, K, FORM, GROUP, SCALE_ROWS, ZEROS, EPILOGUE == "gated", BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS
-    )
+        N, K, FORM, GROUP, SCALE_ROWS, ZEROS, MINIMUMS, OVER, EPILOGUE == "gated", BLOCK_N, WARPS, X_AHEAD, BLOCKS,
+        PROGRAMS,
+    )  # fmt: skip
     OUT_N: tl.constexpr = T.OUT_N
     CHUNKS: tl.constexpr = T.CHUNKS
     PARTS: tl.constexpr = T.PARTS
     X_TILES: tl.constexpr = T.X_TILES
-    SCALES: tl.constexpr = T.SCALES
+    LOADED: tl.constexpr = T.LOADED
     ZERO_PARTS: tl.constexpr = T.ZERO_PARTS
     GROUP_PARTS: tl.constexpr = T.GROUP_PARTS
     ZEROS_AFTER: tl.constexpr = T.ZEROS_AFTER
-    weight = Weight(weight_ptr, scale_ptr, zero_ptr)
+    weight = Weight(weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr)
     w, s, z = (), (), ()
     here = block_of_rows(T, weight, pid)
     for c in tl.static_range(AHEAD):
@@ -206,23 +224,36 @@ def _matmul_kernel(
                 columns = tl.permute(operand(columns, WARPS, BLOCK_M, FORM != "dense"), (0, 2, 1)).to(TYPE)
                 if FORM == "dense":
                     tile = tiles[c]
+                elif MINIMUMS and FORM == "int4":
+                    tile = unpack(tiles[c], tl.full([1, 1], 0, tl.int32), part, FORM, True, DOT_FP32)
                 else:
                     zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS and not ZEROS_AFTER else 0
                     tile = unpack(tiles[c], zero, part, FORM, ZEROS and not ZEROS_AFTER, DOT_FP32, ZEROS_AFTER)
                 tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
-                if part % GROUP_PARTS == 0:
-                    group_sum = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32) if T.GROUPED else acc
-                    if ZEROS_AFTER:
-                        start = zero_sums[(c * PARTS + part) // GROUP_PARTS]
-                        if ZEROS:
-                            start *= zero_point(zeros[c * ZERO_PARTS + part // GROUP_PARTS % ZERO_PARTS])
-                        group_sum = start if T.GROUPED else acc + start
-                group_sum = tl.dot(tile, columns, group_sum, input_precision="ieee")
-                if (part + 1) % GROUP_PARTS == 0:
-                    if T.GROUPED:
-                        acc += group_sum * scales[c * SCALES + part // GROUP_PARTS].to(tl.float32)
-                    else:
-                        acc = group_sum
+                tile_scales = scales[c * LOADED : (c + 1) * LOADED]
+                if T.HALVES == 2:
+                    acc = _halves(T, acc, tile, x[c * PARTS + part], tile_scales, part, BLOCK_M, TYPE, DOT_FP32)
+                else:
+                    if part % GROUP_PARTS == 0:
+                        group_sum = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32) if T.GROUPED else acc
+                        x_sum = group_sum
+                        if ZEROS_AFTER:
+                            start = zero_sums[(c * PARTS + part) // GROUP_PARTS]
+                            if ZEROS:
+                                start *= zero_point(zeros[c * ZERO_PARTS + part // GROUP_PARTS % ZERO_PARTS])
+                            group_sum = start if T.GROUPED else acc + start
+                    group_sum = tl.dot(tile, columns, group_sum, input_precision="ieee")
+                    if MINIMUMS:
+                        half = tl.full([WARPS, BLOCK_N, STEP_COLUMNS // 2], 1 / factor(FORM), TYPE)
+                        ones = tl.join(half, half).reshape(WARPS, BLOCK_N, STEP_COLUMNS)
+                        x_sum = tl.dot(ones, columns, x_sum, input_precision="ieee")
+                    if (part + 1) % GROUP_PARTS == 0:
+                        if T.GROUPED:
+                            acc += group_sum * scale_of(T, tile_scales, part // GROUP_PARTS, 0)
+                            if MINIMUMS:
+                                acc -= x_sum * scale_of(T, tile_scales, part // GROUP_PARTS, 1)
+                        else:
+                            acc = group_sum
             # The tile that is AHEAD tiles later belongs to this block or to the next one.
             if c + AHEAD < CHUNKS:
                 loaded = load_tile(T, here, c + AHEAD)
@@ -230,14 +261,14 @@ def _matmul_kernel(
             elif T.SHARED:
                 loaded = (
                     tiles[c : c + 1],
-                    scales[c * SCALES : (c + 1) * SCALES],
+                    scales[c * LOADED : (c + 1) * LOADED],
                     zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
                 )
                 if block + PROGRAMS < BLOCKS:  # The branch keeps the compiler from moving loads of other tiles.
                     loaded = load_tile(T, following, c + AHEAD - CHUNKS)
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
         if T.SHARED:
-            w, s, z = tiles[CHUNKS:], scales[CHUNKS * SCALES :], zeros[CHUNKS * ZERO_PARTS :]
+            w, s, z = tiles[CHUNKS:], scales[CHUNKS * LOADED :], zeros[CHUNKS * ZERO_PARTS :]
         y = tl.sum(acc, 0) * factor(FORM, ZEROS_AFTER or FORM == "e4m3")
         if T.ROW_SCALES:
             y *= row_scales.to(tl.float32)

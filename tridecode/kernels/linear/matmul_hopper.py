@@ -523,7 +523,7 @@ def multiplies(packed) -> bool:
     """Return whether the kernel reads packed tensors of this description."""
     if packed.number_type not in COLUMNS_OF or packed.k % COLUMNS_OF[packed.number_type]:
         return False
-    return not packed.ordered and packed.group in (64, 128, packed.k)
+    return packed.plain and not packed.ordered and packed.group in (64, 128, packed.k)
 
 
 def _supports(case, rows, device) -> bool:

@@ -441,7 +441,7 @@ def matmul_ring(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
 
 def _multiplies(packed) -> bool:
     """Return whether the kernel reads packed tensors of this description."""
-    return packed.number_type in ("int4", "e4m3") and not packed.zeros and not packed.ordered
+    return packed.plain and packed.number_type in ("int4", "e4m3") and not packed.zeros and not packed.ordered
 
 
 def _supports(case, rows, device) -> bool:

@@ -18,7 +18,7 @@ _SLICE = 2**23  # Number of codes that are packed together.
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """Rows of a quantized weight whose codes are not packed. The weight is (codes - zero) * scale.
+    """Rows of a quantized weight whose codes are not packed. The weight is (codes - zero) * scale - minimum.
 
     The last block of rows or columns that share a scale may be short.
 
@@ -27,8 +27,12 @@ class QuantizedWeight:
         scale: [n / rows, k / group].
         rows, group: rows and columns that share a scale.
         bits: bits of a code.
-        zero: zero points, [n, k / group] uint8. None: half the range of the codes, or 0 for e4m3.
+        zero: zero points, [n, k / group] uint8. None: half the range of the codes, or 0 for e4m3 and with minimums.
         order: [k] int64, for each column of the codes its column in the weight. None if the columns are in order.
+        minimum: [n, k / group], or None.
+        over: [n, k / over_group, 2] fp16, by which scale and minimum are multiplied, or None. With it, scale and
+            minimum are integers. The last axis is 1 without minimums.
+        over_group: columns that share a factor in `over`.
     """
 
     codes: torch.Tensor
@@ -38,25 +42,39 @@ class QuantizedWeight:
     bits: int
     zero: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    minimum: torch.Tensor | None = None
+    over: torch.Tensor | None = None
+    over_group: int = 0
 
     def part(self, first: int, end: int) -> "QuantizedWeight":
         """Return the rows from `first`, the first row of a block, to `end` - 1."""
         scale = self.scale[first // self.rows : -(-end // self.rows)]
-        zero = None if self.zero is None else self.zero[first:end]
-        return replace(self, codes=self.codes[first:end], scale=scale, zero=zero)
+        zero, minimum, over = (
+            None if each is None else each[first:end] for each in (self.zero, self.minimum, self.over)
+        )
+        return replace(self, codes=self.codes[first:end], scale=scale, zero=zero, minimum=minimum, over=over)
 
     def dequantize(self) -> torch.Tensor:
         """Return the weight in fp32, [n, k]."""
         n, k = self.codes.shape
         value = self.codes.float()
-        if self.codes.dtype == torch.uint8:
+        if self.codes.dtype == torch.uint8 and self.minimum is None:
             value -= 2 ** (self.bits - 1) if self.zero is None else expand(self.zero, 1, self.group, n, k)
-        value *= expand(self.scale.float(), self.rows, self.group, n, k)
+        value *= expand(self._factor(self.scale, 0), self.rows, self.group, n, k)
+        if self.minimum is not None:
+            value -= expand(self._factor(self.minimum, 1), 1, self.group, n, k)
         if self.order is None:
             return value
         placed = torch.empty_like(value)
         placed[:, self.order] = value
         return placed
+
+    def _factor(self, each: torch.Tensor, which: int) -> torch.Tensor:
+        """Return scales or minimums in fp32."""
+        if self.over is None:
+            return each.float()
+        over = self.over[:, :, which].float()
+        return each.float() * over.repeat_interleave(self.over_group // self.group, 1)[:, : each.shape[1]]
 
 
 def expand(blocks: torch.Tensor, rows: int, group: int, n: int, k: int) -> torch.Tensor:
@@ -76,7 +94,9 @@ class Packed:
         rows: rows that share a scale.
         zeros: each row of a group has a zero point.
         ordered: the columns are in an order that a tensor stores.
-        scale_dtype: dtype of the scales.
+        scale_dtype: dtype of the scales, and of the minimums.
+        minimums: each row of a group has a minimum, which is subtracted.
+        over_group: columns whose scales and minimums, which are integers, share factors in fp16; 0 if there are none.
     """
 
     number_type: str
@@ -87,6 +107,13 @@ class Packed:
     zeros: bool = False
     ordered: bool = False
     scale_dtype: torch.dtype = torch.float32
+    minimums: bool = False
+    over_group: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the scales are the only numbers besides the codes, zero points and the order."""
+        return not self.minimums and not self.over_group
 
     @property
     def tile(self) -> int:
@@ -104,6 +131,10 @@ class Packed:
             shapes["zero"] = (n, groups), torch.bfloat16
         if self.ordered:
             shapes["order"] = (self.k,), torch.int32
+        if self.minimums:
+            shapes["minimum"] = (n, groups), self.scale_dtype
+        if self.over_group:
+            shapes["over"] = (n, -(-self.k // self.over_group), 1 + self.minimums), torch.float16
         return shapes
 
     def pack(self, tensors: dict[str, torch.Tensor], start: int, weight: QuantizedWeight) -> None:
@@ -122,6 +153,9 @@ class Packed:
         if self.zeros:
             assert weight.zero is not None
             tensors["zero"][start : start + n] = self.offset(weight.zero)
+        for name in ("minimum", "over"):
+            if name in tensors:
+                tensors[name][start : start + n] = getattr(weight, name)
         if self.ordered and weight.order is not None:
             tensors["order"].copy_(weight.order)
 
@@ -133,7 +167,7 @@ class Packed:
         """Pack codes [n, k] into words, int32 [n, words]."""
         n = len(codes)
         codes = codes.view(torch.uint8)
-        if self.number_type == "int8":
+        if self.number_type == "int8" and not self.minimums:  # Two's complement.
             codes = codes ^ 128
         padded = torch.nn.functional.pad(codes, (0, -self.k % self.tile))
         # Dimensions: tile, chunk of 32 columns, lane, word of the lane's eight columns, place in a half word, element
@@ -174,7 +208,7 @@ class Packed:
         codes = parts.view(shape).permute(0, 1, 3, 2, 4, 5, 6).reshape(n, -1)[:, : self.k]
         if self.number_type == "e4m3":
             return codes.contiguous().view(torch.float8_e4m3fn)
-        return codes ^ 128 if self.number_type == "int8" else codes
+        return codes ^ 128 if self.number_type == "int8" and not self.minimums else codes
 
     def unpack(self, tensors: dict[str, torch.Tensor]) -> QuantizedWeight:
         """Return the weight that `pack` packed into the tensors."""
@@ -184,4 +218,7 @@ class Packed:
             zero = (zero * 64 if self.bits == 4 else zero + 128).to(torch.uint8)
         order = tensors["order"].long() if self.ordered else None
         codes = self.unpack_codes(tensors["weight"])
-        return QuantizedWeight(codes, tensors["scale"], self.rows, self.group, self.bits, zero, order)
+        return QuantizedWeight(
+            codes, tensors["scale"], self.rows, self.group, self.bits, zero, order, tensors.get("minimum"),
+            tensors.get("over"), self.over_group,
+        )  # fmt: skip

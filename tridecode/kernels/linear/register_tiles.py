@@ -15,14 +15,15 @@ STEP_K = 32  # Number of columns of four lanes, which load 16 bytes each.
 STEP_COLUMNS = tl.constexpr(STEP_K)
 
 
-# Pointers to a weight, its scales [N / SCALE_ROWS, GROUPS] and its zero points [N, GROUPS]; see packed.py.
-Weight = namedtuple("Weight", "weight_ptr scale_ptr zero_ptr")
+# Pointers to a weight, its scales [N / SCALE_ROWS, GROUPS], its zero points and its minimums [N, GROUPS], and the
+# factors [N, OVERS, 1 + MINIMUMS] of scales and minimums; see packed.py.
+Weight = namedtuple("Weight", "weight_ptr scale_ptr zero_ptr minimum_ptr over_ptr")
 # Pointers to a block of rows of a weight:
 # - weights: [lines, LINE], the first tile
-# - scales: [1, BLOCK_N, 1], the first group of the rows of the sums
+# - scales, minimums, overs: [1, BLOCK_N, 1], the first group of the rows of the sums
 # - zeros: like scales if ZEROS_AFTER, else [lines, 1]
 # - mask_lines, mask_sums: whether the rows exist
-Block = namedtuple("Block", "weights scales zeros mask_lines mask_sums")
+Block = namedtuple("Block", "weights scales zeros minimums overs mask_lines mask_sums")
 # Activations as tiles:
 # - ptrs: [WARPS * BLOCK_M, 32], pointers to the first tile
 # - order_ptr: [K] int32, the column of x for each column of the weight
@@ -33,7 +34,9 @@ Activations = namedtuple("Activations", "ptrs order_ptr offs_k offs_m rows")
 
 
 @triton.constexpr_function
-def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS):
+def tiling(
+    N, K, FORM, GROUP, SCALE_ROWS, ZEROS, MINIMUMS, OVER, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS
+):  # fmt: skip
     """Return the constants of a kernel that follow from the weight and the launch config.
 
     The weight is [N, K], or [2 * N, K] if GATED.
@@ -52,6 +55,11 @@ def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD,
     tiles.
     ROW_SCALES: whether a row has one scale, which multiplies the whole sum.
     SCALES, ZERO_PARTS: scales and zero points that are loaded with a line.
+    LOADED: numbers that are loaded with a line besides zero points. If OVER, integer scales are loaded as one word, and
+    minimums as another.
+    EACH: columns of a line that share a scale.
+    HALVES: scales of a part, which is multiplied once for each: 2 for groups of 16 columns.
+    OVERS: groups of OVER columns in a row.
     GROUP_PARTS: parts that are added before they are scaled.
     ZEROS_AFTER: whether zero points are subtracted from the sums instead of from the weight.
     """
@@ -61,14 +69,18 @@ def tiling(N, K, FORM, GROUP, SCALE_ROWS, ZEROS, GATED, BLOCK_N, WARPS, X_AHEAD,
     line, step = 32 if dense else 16, parts * 32
     chunks = -(-K // (WARPS * step))
     grouped, groups_of_line = not dense and GROUP < K, parts if GROUP < step else 1
+    halves = 2 if GROUP == STEP_K // 2 else 1
+    scales = groups_of_line * halves if grouped else 0
     return Constants(
         N=N, K=K, GROUP=GROUP, SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, GATED=GATED, BLOCK_N=BLOCK_N, WARPS=WARPS,
         OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step,
         LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
-        GROUPED=grouped, ROW_SCALES=not dense and not grouped, SCALES=groups_of_line if grouped else 0,
+        GROUPED=grouped, ROW_SCALES=not dense and not grouped, SCALES=scales, HALVES=halves,
+        EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, OVERS=-(-K // OVER) if OVER else 0,
+        LOADED=2 + MINIMUMS if OVER else scales * (1 + MINIMUMS),
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
         # The kernel then sums the activations once for many blocks of four bits.
-        ZEROS_AFTER=FORM == "int4" and X_AHEAD == chunks * parts and shared,
+        ZEROS_AFTER=FORM == "int4" and not MINIMUMS and X_AHEAD == chunks * parts and shared,
     )  # fmt: skip
 
 
@@ -147,39 +159,80 @@ def block_of_rows(T: tl.constexpr, w, block):
         lines + (warp * T.LINE + tl.arange(0, T.LINE)[None, :]),
         w.scale_ptr + (sum_rows + block * T.OUT_N) // T.SCALE_ROWS * T.GROUPS,
         w.zero_ptr + ((sum_rows if T.ZEROS_AFTER else rows) + block * T.OUT_N) * T.GROUPS,
+        w.minimum_ptr + (sum_rows + block * T.OUT_N) * T.GROUPS,
+        w.over_ptr + (sum_rows + block * T.OUT_N) * (T.OVERS * (1 + T.MINIMUMS)),
         block * T.OUT_N + line % T.OUT_N < T.N,
         block * T.OUT_N + sum_n % T.OUT_N < T.N,
     )
 
 
 @triton.jit
-def _load_group(T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, part: tl.constexpr):
-    """Load the values of the groups that contain a part of the warps' tiles c."""
-    column = (c * T.WARPS + warp) * T.STEP + part * STEP_COLUMNS
+def _load_group(T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, offset: tl.constexpr, GROUP: tl.constexpr):
+    """Load the values of the groups of GROUP columns that contain column `offset` of the warps' tiles c."""
+    column = (c * T.WARPS + warp) * T.STEP + offset
     if (c + 1) * T.WARPS * T.STEP > T.K:
-        return tl.load(ptrs + column // T.GROUP, mask=mask & (column < T.K), other=0)
+        return tl.load(ptrs + column // GROUP, mask=mask & (column < T.K), other=0)
     elif T.MASKED:
-        return tl.load(ptrs + column // T.GROUP, mask=mask)
+        return tl.load(ptrs + column // GROUP, mask=mask)
     else:
-        return tl.load(ptrs + column // T.GROUP)
+        return tl.load(ptrs + column // GROUP)
+
+
+@triton.jit
+def _words(ptrs, size: tl.constexpr):
+    """Return pointers to words of 2 or 4 bytes."""
+    if size == 2:
+        return ptrs.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        return ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def scale_of(T: tl.constexpr, loaded, group: tl.constexpr, which: tl.constexpr):
+    """Return the scale (which = 0) or the minimum (1) of a group of a tile, fp32 [WARPS, BLOCK_N, 1].
+
+    Args:
+        loaded: the numbers that `load_tile` returned for the tile.
+    """
+    if T.OVER > 0:
+        code = loaded[which].to(tl.int32) >> (8 * group)
+        code = code & 255 if T.MINIMUMS else code.to(tl.int8)  # Without minimums, scales have a sign.
+        bits = loaded[1 + T.MINIMUMS] >> (16 * which)
+        return code.to(tl.float32) * bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return loaded[which * T.SCALES + group].to(tl.float32)
 
 
 @triton.jit
 def load_tile(T: tl.constexpr, block, c: tl.constexpr):
-    """Load the warps' tiles c of a block: tuples of the weight, of the groups' scales and of their zero points."""
+    """Load the warps' tiles c of a block: tuples of the weight, of the groups' scales and of their zero points.
+
+    The scales are followed by the minimums, then by the factors of scales and minimums.
+    """
     WIDTH: tl.constexpr = T.WARPS * T.LINE
     _, warp = places(T.WARPS, T.BLOCK_N)
     offs_k = warp * T.LINE + tl.arange(0, T.LINE)[None, :]
     sum_warp = tl.arange(0, T.WARPS)[:, None, None]
     tile = _load(block.weights, offs_k, block.mask_lines, c * WIDTH, WIDTH, T.LENGTH, T.MASKED, "evict_first")
     scales, zeros = (), ()
-    for part in tl.static_range(T.SCALES):
-        scales += (_load_group(T, block.scales, sum_warp, block.mask_sums, c, part),)
+    if T.OVER > 0:
+        scales += (_load_group(T, _words(block.scales, T.SCALES), sum_warp, block.mask_sums, c, 0, T.STEP),)
+        if T.MINIMUMS:
+            scales += (_load_group(T, _words(block.minimums, T.SCALES), sum_warp, block.mask_sums, c, 0, T.STEP),)
+            scales += (_load_group(T, _words(block.overs, 4), sum_warp, block.mask_sums, c, 0, T.OVER),)
+        else:
+            scales += (_load_group(T, _words(block.overs, 2), sum_warp, block.mask_sums, c, 0, T.OVER),)
+    else:
+        for i in tl.static_range(T.SCALES):
+            scales += (_load_group(T, block.scales, sum_warp, block.mask_sums, c, i * T.EACH, T.GROUP),)
+        if T.MINIMUMS:
+            for i in tl.static_range(T.SCALES):
+                scales += (_load_group(T, block.minimums, sum_warp, block.mask_sums, c, i * T.EACH, T.GROUP),)
     for part in tl.static_range(T.ZERO_PARTS):
         if T.ZEROS_AFTER:
-            zeros += (_load_group(T, block.zeros, sum_warp, block.mask_sums, c, part),)
+            zeros += (_load_group(T, block.zeros, sum_warp, block.mask_sums, c, part * STEP_COLUMNS, T.GROUP),)
         else:
-            zeros += (_load_group(T, block.zeros, warp, block.mask_lines, c, part),)
+            zeros += (_load_group(T, block.zeros, warp, block.mask_lines, c, part * STEP_COLUMNS, T.GROUP),)
     return (tile,), scales, zeros
 
 
@@ -203,6 +256,10 @@ def fetch_block(T: tl.constexpr, w, block):
             _fetch(w.scale_ptr + first * T.GROUPS, rows * SCALE_BYTES)
         if T.ZEROS:
             _fetch(w.zero_ptr + first * T.GROUPS, rows * (T.GROUPS * 2))
+        if T.MINIMUMS:
+            _fetch(w.minimum_ptr + first * T.GROUPS, rows * SCALE_BYTES)
+        if T.OVER > 0:
+            _fetch(w.over_ptr + first * (T.OVERS * (1 + T.MINIMUMS)), rows * (T.OVERS * (1 + T.MINIMUMS) * 2))
 
 
 @triton.jit

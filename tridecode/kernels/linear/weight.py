@@ -15,7 +15,7 @@ class LoadedLinear:
     Args:
         weight: [out_features, in_features], or the words of a packed tensor.
         bias: [out_features] or None.
-        scale, zero, order: the other parts of a packed tensor, or None.
+        scale, zero, order, minimum, over: the other parts of a packed tensor, or None.
         packed: the description of the packed tensor. None: the weight is dense.
     """
 
@@ -25,6 +25,8 @@ class LoadedLinear:
     zero: torch.Tensor | None = None
     order: torch.Tensor | None = None
     packed: Packed | None = None
+    minimum: torch.Tensor | None = None
+    over: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         shape = [self.out_features, self.in_features]
@@ -52,7 +54,7 @@ class LoadedLinear:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are not None, by name."""
-        names = ("weight", "bias", "scale", "zero", "order")
+        names = ("weight", "bias", "scale", "zero", "order", "minimum", "over")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def arguments(self, placeholder: torch.Tensor) -> dict:
@@ -66,12 +68,16 @@ class LoadedLinear:
             "scale_ptr": placeholder if packed is None else self.scale,
             "zero_ptr": placeholder if self.zero is None else self.zero.view(torch.int16),
             "order_ptr": placeholder if self.order is None else self.order,
+            "minimum_ptr": placeholder if self.minimum is None else self.minimum,
+            "over_ptr": placeholder if self.over is None else self.over,
             "K": self.in_features,
             "FORM": self.number_type,
             "GROUP": self.in_features if packed is None else packed.group,
             "SCALE_ROWS": 1 if packed is None else packed.rows,
             "ZEROS": self.zero is not None,
             "ORDERED": self.order is not None,
+            "MINIMUMS": self.minimum is not None,
+            "OVER": 0 if packed is None else packed.over_group,
         }
 
     def matrix(self) -> torch.Tensor:

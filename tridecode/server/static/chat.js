@@ -1,211 +1,264 @@
-"use strict";
-// The chat of the page with its own server.
+// The page: the shown conversation, running answers, and what the buttons do.
 
-const $ = id => document.getElementById(id), OPTIONS = ["system", "temperature", "max_tokens"];
-let turns = [], model = null, context = null, running = null, failed = "";  // failed: the message that Retry sends again
+import {explained, key, models} from "./api.js";
+import {answer} from "./answer.js";
+import * as composer from "./composer.js";
+import {addTurn, newConversation, newId, showVersion} from "./conversation.js";
+import {$, count, visible} from "./dom.js";
+import * as panel from "./panel.js";
+import * as sidebar from "./sidebar.js";
+import {announce, coalesced, list, listen, load, loadDraft, remove, save} from "./store.js";
+import {drawAll, drawTurn} from "./view.js";
 
-function store(name, value) {
-  try { sessionStorage.setItem(`tridecode.${name}`, value); } catch { /* The storage is full or disabled. */ }
-}
-function stored(name) { try { return sessionStorage.getItem(`tridecode.${name}`); } catch { return null; } }
+const FRAME = 40;  // ms between frames of a running answer
+let current = null;  // the shown conversation
+let cards = [];  // the models
+const runs = new Map();  // id of a turn that runs in this tab -> {conversation, controller}
 
-function save() {
-  const options = Object.fromEntries(OPTIONS.map(name => [name, $(name).value]));
-  store("chat", JSON.stringify({turns: turns.filter(turn => turn.answer || turn.thought), options}));
-}
+const card = () => cards.find(each => each.id === current.model) ?? cards[0];
+const isRunning = turn => runs.has(turn.id);
+const runsOf = id => [...runs.values()].filter(run => run.conversation.id === id);
 
-function restore() {
-  $("key").value = stored("key") ?? "";
-  try {
-    const saved = JSON.parse(stored("chat"));
-    for (const name of OPTIONS) $(name).value = saved.options[name];
-    for (const turn of saved.turns) {
-      turn.stats ||= "stopped";  // the reload interrupted the answer
-      turns.push(turn);
-      draw(turn);
-    }
-  } catch { /* The storage is empty or has another format. */ }
-}
+// ---- the server
 
-/** Append the nodes of a turn, {question, answer, thought, stats}, to the log and return them. */
-function draw(turn) {
-  const thought = make("div", [], {className: "thought"});
-  const nodes = {
-    question: make("div", turn.question, {className: "user"}), thought,
-    thinking: make("details", [make("summary", "Thinking"), thought]),
-    answer: make("div", [], {className: "assistant"}), stats: make("p", [], {className: "stats"}),
-  };
-  $("log").append(nodes.question, nodes.thinking, nodes.answer, nodes.stats);
-  update(turn, nodes);
-  return nodes;
-}
-
-function update(turn, nodes) {
-  const bottom = document.documentElement, low = bottom.scrollHeight - scrollY - innerHeight < 60;
-  nodes.thinking.hidden = !turn.thought;
-  nodes.thought.textContent = turn.thought;
-  show(nodes.answer, turn.answer);
-  nodes.stats.textContent = turn.stats;
-  if (low) scrollTo(0, bottom.scrollHeight);
-}
-
-function request(path, body, signal) {
-  const headers = $("key").value ? {Authorization: `Bearer ${$("key").value}`} : {};
-  if (body) headers["Content-Type"] = "application/json";
-  return fetch(path, {method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal});
-}
-
-async function checked(response) {
-  if (response.ok) return response;
-  const message = (await response.json().catch(() => null))?.error?.message || response.statusText || "an error";
-  const wait = response.headers.get("Retry-After");
-  if (response.status === 401) { $("keyed").hidden = false; $("key").focus(); }
-  throw new Error(`${message}${wait ? `; retry after ${wait} s` : ""} (${response.status})`);
-}
-
-function fail(error) {
-  const lost = "the server is not reachable, or the connection was lost";
-  const unreadable = "the answer of the server is not valid";
-  $("error").textContent = {TypeError: lost, SyntaxError: unreadable}[error.name] ?? error.message;  // from fetch, from JSON.parse
+function fail(message) {
+  $("error").textContent = visible(message);
+  $("retry").hidden = cards.length > 0;
   $("failed").hidden = false;
 }
 
-/** Request the model's name and return whether it is known. */
+/** Request the models and return whether one is known. */
 async function connect() {
   $("failed").hidden = true;
   try {
-    const card = (await (await checked(await request("v1/models"))).json()).data[0];
-    [model, context] = [card.id, card.max_model_len];
-    $("model").textContent = `${model} · context of ${context.toLocaleString("en")}`;
-    $("keyed").hidden = !$("key").value;
-    $("input").focus();
-  } catch (error) { fail(error); }
-  return model !== null;
+    cards = await models();
+    $("keyed").hidden = !key.get();
+  } catch (error) { fail(explained(error)); }
+  drawModel();
+  return cards.length > 0;
 }
 
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = "";;) {
-    const {done, value} = await reader.read();
-    if (done) throw new Error("the answer is incomplete: its stream ended early");
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("data: [DONE]")) return;
-      if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
-    }
-  }
+function drawModel() {
+  $("models").replaceChildren(...cards.map(({id}) => new Option(visible(id), id, false, id === card().id)));
+  $("models").hidden = cards.length < 2;
+  const context = cards.length && card().max_model_len ? `context of ${count(card().max_model_len)}` : "";
+  $("model").textContent = [cards.length === 1 && visible(card().id), context].filter(Boolean).join(" · ");
 }
 
-/** Return the body of a request with the turns so far and a new question. */
-function requestOf(question) {
-  const value = name => $(name).value.trim(), messages = [];
-  if (value("system")) messages.push({role: "system", content: value("system")});
-  for (const turn of turns) {
-    messages.push({role: "user", content: turn.question}, {role: "assistant", content: turn.answer});
-  }
-  messages.push({role: "user", content: question});
-  const body = {model, messages, stream: true, stream_options: {include_usage: true}};
-  for (const name of ["temperature", "max_tokens"]) {
-    // A value that is not a number is sent unchanged, and the server reports the error.
-    if (value(name)) body[name] = isFinite(value(name)) ? Number(value(name)) : value(name);
-  }
-  return body;
-}
+// ---- conversations
 
-async function ask(question) {
-  const turn = {question, answer: "", thought: "", stats: ""}, body = requestOf(question);
-  const nodes = draw(turn), started = performance.now();
-  let first = null, last = null, usage = null, reason = null, drawing = 0, pause = 40, problem = null;
-  const redraw = () => {
-    const begin = performance.now();
-    drawing = 0;
-    update(turn, nodes);
-    pause = Math.max(40, 4 * (performance.now() - begin));  // ms; at most a fifth of the time is spent on drawing
-  };
-  running = new AbortController();
-  failed = "";
-  $("log").setAttribute("aria-busy", "true");
-  $("stop").hidden = false; $("send").hidden = true; $("failed").hidden = true;
+/** Show the conversation whose id is in the address of the page. */
+async function open() {
+  let id = location.hash.slice(1);
+  if (!/^[0-9a-f]{24}$/.test(id)) {
+    id = newId();
+    history.replaceState(null, "", `#${id}`);
+  }
+  let [saved, draft] = [runsOf(id)[0]?.conversation, null];
+  try { [saved, draft] = await Promise.all([saved ?? load(id), loadDraft(id)]); } catch (error) { failStorage(error); }
+  if (id !== location.hash.slice(1)) return;  // Another conversation was opened meanwhile.
+  current = saved ?? newConversation(id, latest().settings, latest().model);
+  panel.fill(current.settings);
+  composer.open(id, draft);
+  redraw();
+  drawModel();
+  sidebar.close();
   scrollTo(0, document.documentElement.scrollHeight);
-  turns.push(turn);
-  try {
-    const response = await checked(await request("v1/chat/completions", body, running.signal));
-    for await (const event of events(response)) {
-      if (event.error) throw new Error(event.error.message);
-      usage = event.usage ?? usage;
-      for (const {delta, finish_reason} of event.choices ?? []) {
-        if (delta.reasoning_content && !turn.thought) nodes.thinking.open = true;
-        if (delta.content && !turn.answer) nodes.thinking.open = false;
-        turn.thought += delta.reasoning_content ?? "";
-        turn.answer += delta.content ?? "";
-        reason = finish_reason ?? reason;
-        if (delta.content || delta.reasoning_content) { last = performance.now(); first ??= last; }
-      }
-      drawing ||= setTimeout(redraw, pause);
-    }
-  } catch (error) { problem = error; }
-  clearTimeout(drawing);
-  const stopped = running.signal.aborted;
-  running = null;
-  turn.stats = statistics({first, last, started, usage, reason, stopped});
-  if (problem && !stopped || stopped && !turn.answer) {  // drop the turn
-    turns = turns.filter(other => other !== turn);
-    for (const node of [nodes.question, nodes.thinking, nodes.answer, nodes.stats]) node.remove();
-    $("input").value ||= question;
-    if (!stopped) { failed = question; fail(problem); }
-  } else update(turn, nodes);
-  $("log").removeAttribute("aria-busy");
-  $("stop").hidden = true; $("send").hidden = false;
-  save();
-  $("input").focus();
+  focusInput();
+  await drawList();
 }
 
-function statistics({first, last, started, usage, reason, stopped}) {
-  const parts = stopped ? ["stopped"] : [], count = n => n.toLocaleString("en");
-  if (usage) {
-    const tokens = usage.completion_tokens, rate = (tokens - 1) / (last - first) * 1000;
-    parts.push(`${count(tokens)} token${tokens === 1 ? "" : "s"}`);
-    if (isFinite(rate) && rate > 0) parts.push(`${rate >= 100 ? count(Math.round(rate)) : rate.toFixed(1)} tok/s`);
+const failStorage = error => fail(`the storage of the browser fails: ${error.message}`);
+
+/** Focus the field for a message, except where this shows the keyboard of a phone. */
+function focusInput() {
+  if (!matchMedia("(pointer: coarse)").matches) $("input").focus();
+}
+
+/** The settings and the model that were chosen last, for new conversations. */
+function latest() {
+  try { return JSON.parse(localStorage.getItem("tridecode.latest")) ?? {}; } catch { return {}; }
+}
+
+function redraw() {
+  drawAll(current, isRunning, actions);
+  drawState();
+}
+
+function drawState() {
+  const runs = runsOf(current.id).length > 0, title = visible(current.title) || "New chat";
+  $("title").textContent = title;
+  document.title = `${title} · tridecode`;
+  $("stop").hidden = !runs;
+  $("send").hidden = runs;
+  runs ? $("log").setAttribute("aria-busy", "true") : $("log").removeAttribute("aria-busy");
+}
+
+const drawList = coalesced(async () => {
+  try {
+    const loaded = id => id === current.id ? current : load(id);
+    sidebar.draw(await list(), current.id, {load: loaded, rename, remove: discard});
+  } catch (error) { failStorage(error); }
+});
+
+/** Save a conversation and the turns that changed. An error is shown, and the conversation stays on the screen. */
+async function keep(conversation, changed) {
+  try {
+    await save(conversation, changed);
+  } catch (error) { fail(`this conversation is not saved: ${error.message}`); }
+}
+
+async function saved(conversation, changed = []) {
+  await keep(conversation, changed);
+  announce(conversation.id);
+  await drawList();
+}
+
+async function rename(id, title) {
+  const conversation = id === current.id ? current : runsOf(id)[0]?.conversation ?? await load(id);
+  if (!conversation) return;
+  Object.assign(conversation, {title, isNamed: true});
+  drawState();
+  await saved(conversation);
+}
+
+async function discard(id) {
+  for (const run of runsOf(id)) { run.discarded = true; run.controller.abort(); }
+  await remove(id).catch(failStorage);
+  announce(id);
+  if (id === current.id) location.hash = newId(); else await drawList();
+}
+
+/** Take over the turns that another tab has saved. */
+async function merge(id) {
+  await drawList();
+  if (id !== current.id) return;
+  const other = await load(id).catch(() => null);
+  if (!other || id !== current.id) return;
+  const turns = other.turns.map(turn => isRunning(turn) ? current.turns.find(own => own.id === turn.id) : turn);
+  const ids = new Set(turns.map(turn => turn.id)), unsaved = current.turns.filter(turn => !ids.has(turn.id));
+  const {title, isNamed} = other, leaf = current.leaf ?? other.leaf;
+  Object.assign(current, {turns: [...turns, ...unsaved], title, isNamed, leaf});
+  redraw();
+}
+
+// ---- answers
+
+/** Receive the answer of a turn. Each frame is saved before it is drawn, so nothing on the screen is lost. */
+async function run(conversation, turn) {
+  const controller = new AbortController(), entry = {conversation, controller, discarded: false};
+  const live = {...turn}, model = card();
+  let pause = FRAME, timer = 0;
+  runs.set(turn.id, entry);
+  conversation.updated = Date.now();
+  conversation.model = model.id;
+  const frame = coalesced(async () => {
+    const begin = performance.now(), snapshot = {...live};
+    if (!entry.discarded) await keep(conversation, [snapshot]);
+    Object.assign(turn, snapshot);
+    if (conversation === current) drawTurn(conversation, turn, isRunning, actions);
+    pause = Math.max(FRAME, 4 * (performance.now() - begin));  // At most a fifth of the time is spent on frames.
+  });
+  if (conversation === current) redraw();
+  scrollTo(0, document.documentElement.scrollHeight);
+  await saved(conversation, [turn]);
+  await answer(conversation, live, model, controller.signal, () => {
+    timer ||= setTimeout(() => { timer = 0; frame(); }, pause);
+  });
+  clearTimeout(timer);
+  await frame();
+  runs.delete(turn.id);
+  conversation.updated = Date.now();
+  if (!entry.discarded) await saved(conversation, [turn]);
+  if (conversation === current) {
+    drawTurn(conversation, turn, isRunning, actions);
+    drawState();
+    if (document.activeElement === document.body) focusInput();  // The focused button is no longer there.
   }
-  if (first !== null) parts.push(`first token ${((first - started) / 1000).toFixed(2)} s`);
-  if (usage) {
-    const used = Math.min(usage.prompt_tokens + usage.completion_tokens, context);
-    parts.push(`${count(usage.prompt_tokens_details?.cached_tokens ?? 0)} of ${count(usage.prompt_tokens)} reused`);
-    parts.push(`context ${count(used)} / ${count(context)}`);
-  }
-  if (reason === "length") parts.push("truncated at the maximum length or the end of the context");
-  return parts.join(" · ");
+  if (turn.state === "failed") refresh();
+}
+
+/** Request the models again, because a server that was started again may have another one. */
+async function refresh() {
+  try { cards = await models(); } catch { return; }
+  drawModel();
 }
 
 async function send() {
-  const question = $("input").value;
-  if (running || !question.trim() || model === null && !await connect()) return;
-  $("input").value = "";
-  await ask(question.trim());
+  const message = composer.message(), conversation = current;
+  if (!message || !await canRun(conversation)) return;
+  const {edits, ...fields} = message, edited = conversation.turns.find(turn => turn.id === edits);
+  const turn = addTurn(conversation, edited ? edited.parent : conversation.leaf, fields);
+  const running = run(conversation, turn);  // This saves the turn before the draft is deleted.
+  composer.clear(conversation.id);
+  $("failed").hidden = true;
+  await running;
 }
 
-$("form").onsubmit = event => { event.preventDefault(); send(); };
-$("input").onkeydown = event => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+/** Return whether an answer of the shown conversation can begin. */
+async function canRun(conversation) {
+  if (runsOf(conversation.id).length || !panel.isValid(conversation.settings)) return false;
+  if (!cards.length && !await connect()) return false;
+  return conversation === current && !runsOf(conversation.id).length;
+}
+
+const actions = {
+  edit: composer.edit,
+  showVersion(turn) {
+    showVersion(current, turn);
+    redraw();
+    saved(current);
+  },
+  /** Answer a message again, as a new version unless there is no answer yet. */
+  regenerate: turn => again(turn, turn.answer || turn.thought || turn.state === "running" ? {} : null),
+  /** Continue an answer, as a new version that hides the old one. */
+  resume: turn => again(turn, {answer: turn.answer, thought: turn.thought, dropped: turn.dropped, continues: turn.id}),
 };
+
+async function again(turn, fields) {
+  const {parent, question, files} = turn, conversation = current;
+  if (!await canRun(conversation)) return;
+  await run(conversation, fields ? addTurn(conversation, parent, {question, files, ...fields}) : turn);
+}
+
+// ---- events
+
+const stop = () => { for (const run of runsOf(current.id)) run.controller.abort(); };
+
+composer.setUp(send, fail);
+sidebar.setUp();
+panel.setUp((name, value) => {
+  current.settings[name] = value;
+  remember();
+});
+$("models").onchange = () => {
+  current.model = $("models").value;
+  drawModel();
+  remember();
+};
+
+/** Store the settings for new conversations, and with the conversation if it has turns. */
+function remember() {
+  try {
+    localStorage.setItem("tridecode.latest", JSON.stringify({settings: current.settings, model: current.model}));
+  } catch { /* The storage is disabled. */ }
+  if (current.turns.length) keep(current, []);
+}
+
+document.addEventListener("unauthorized", () => {
+  $("keyed").hidden = false;
+  $("key").focus();
+});
+$("key").value = key.get();
+$("key").oninput = () => key.set($("key").value);
 $("key").onkeydown = event => { if (event.key === "Enter") { event.preventDefault(); connect(); } };
-$("key").oninput = () => store("key", $("key").value);
-$("stop").onclick = () => running?.abort();
-$("retry").onclick = async () => {
-  if (running || model === null && !await connect() || !failed) return;
-  if ($("input").value === failed) $("input").value = "";
-  ask(failed);
-};
-$("new").onclick = () => {
-  running?.abort();
-  turns = [];
-  $("log").replaceChildren();
-  $("failed").hidden = true;
-  save();
-  $("input").focus();
-};
-addEventListener("keydown", event => { if (event.key === "Escape" && !event.isComposing) running?.abort(); });
-addEventListener("pagehide", save);
-restore();
-connect();
+$("retry").onclick = connect;
+$("stop").onclick = stop;
+$("new").onclick = () => { location.hash = newId(); };
+addEventListener("keydown", event => {
+  if (event.key === "Escape" && !event.isComposing && !document.querySelector("dialog[open]")) stop();
+});
+addEventListener("hashchange", open);
+listen(merge);
+await open();
+await connect();

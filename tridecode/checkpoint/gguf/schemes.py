@@ -1,0 +1,196 @@
+"""Schemes of GGUF files: block types whose codes kernels read as packed tensors, without loss.
+
+| types | codes | scale | minimum |
+|---|---|---|---|
+| Q4_0 | 4 bits | fp16 for 32 columns | |
+| Q4_1 | 4 bits | fp16 for 32 columns | fp16 for 32 columns |
+| Q4_K | 4 bits | 6 bits for 32 columns, times fp16 for 256 | as the scale |
+| Q5_0, Q8_0, IQ4_NL | 8 bits | fp16 for 32 columns | |
+| Q5_1 | 8 bits | fp16 for 32 columns | fp16 for 32 columns |
+| Q5_K | 8 bits | 6 bits for 32 columns, times fp16 for 256 | as the scale |
+| Q6_K | 8 bits | 8 bits for 16 columns, times fp16 for 256 | |
+
+Codes of 5 and 6 bits take 8, and the values of IQ4_NL are codes of 8 bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import torch
+
+from ...blocks.spec import ModelSpec
+from ...errors import conflict, counted
+from ...kernels.linear.packed import Packed, QuantizedWeight
+from ..quantization.scheme import Quantization, Scheme, Stored
+from .dequantize import IQ4_VALUES, codes_q5, codes_q5_k, codes_q6_k, half, nibbles, scale_codes
+from .tensors import FLOATS, gguf_tensors
+
+HEAD = "lm_head"
+_OVER = 256  # Columns of a block of Q4_K, Q5_K and Q6_K.
+
+
+@dataclass(frozen=True)
+class BlockScheme(Scheme):
+    """The scheme of a block type.
+
+    Args:
+        type: name of the type.
+        columns, nbytes: columns and bytes of a block.
+        minimums: groups have minimums.
+    """
+
+    type: str = ""
+    columns: int = 32
+    nbytes: int = 0
+    minimums: bool = False
+
+    def tensors(self, n: int, k: int) -> dict[str, Stored]:
+        """Return the tensor that stores a weight [n, k]: weight."""
+        return {"weight": Stored((n, k), (self.type,))}
+
+    def read(self, tensors: dict[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
+        """Return the weight [n, k] in rows of blocks, uint8. Raises ValueError if a number is not finite."""
+        blocks = tensors["weight"].reshape(-1, self.nbytes)
+        codes, scale, minimum, over = _PARTS[self.type](blocks)
+        for number in (scale, minimum, over):
+            if number is not None and number.is_floating_point() and not number.isfinite().all():
+                raise ValueError(f"a block of {self.type} holds a number that is not finite")
+        rows = (None if each is None else each.view(n, -1) for each in (codes, scale, minimum))
+        own_codes, own_scale, own_minimum = rows
+        assert own_codes is not None and own_scale is not None
+        factors = None if over is None else over.view(n, k // _OVER, -1)
+        over_group = 0 if over is None else _OVER
+        return QuantizedWeight(
+            own_codes, own_scale, 1, self.group, self.bits, minimum=own_minimum, over=factors, over_group=over_group
+        )
+
+    def packed(self, k: int, starts: list[int], scale_dtype: torch.dtype) -> Packed:
+        """Return the packed tensor for a weight of k columns."""
+        over = _OVER if self.columns == _OVER else 0
+        dtype = torch.float16 if not over else torch.uint8 if self.minimums else torch.int8
+        return Packed(
+            self.number_type, self.bits, k, self.group, scale_dtype=dtype, minimums=self.minimums, over_group=over
+        )
+
+    def describe(self) -> str:
+        """Return the name of the type."""
+        return self.type
+
+
+@dataclass(frozen=True)
+class BlockTypes(Quantization):
+    """The schemes of the modules of a GGUF file. The type is a property of each tensor."""
+
+    modules: tuple[tuple[str, BlockScheme], ...] = ()
+    packs_tied_head = True
+
+    @cached_property
+    def _by_module(self) -> dict[str, BlockScheme]:
+        return dict(self.modules)
+
+    def scheme(self, module: str) -> Scheme | None:
+        """Return the scheme of the weight of a module. None: it is not quantized, or it is expanded."""
+        return self._by_module.get(module)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """The distinct schemes."""
+        return list(dict.fromkeys(self._by_module.values()))
+
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # codes, scale, minimum, over
+
+
+def _fp16(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    return half(blocks, at).half()
+
+
+def _overs(blocks: torch.Tensor, *places: int) -> torch.Tensor:
+    return torch.cat([_fp16(blocks, at) for at in places], 1)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> Parts:
+    values = torch.tensor([128 + value for value in IQ4_VALUES], dtype=torch.uint8, device=blocks.device)
+    return values[nibbles(blocks[:, 2:], 16).long()], _fp16(blocks, 0), None, None
+
+
+def _k_scales(blocks: torch.Tensor, codes: torch.Tensor) -> Parts:
+    scales, minimums = scale_codes(blocks[:, 4:16])
+    return codes, scales, minimums, _overs(blocks, 0, 2)
+
+
+# Codes of 8 bits without minimums have 128 added.
+_PARTS: dict[str, Callable[[torch.Tensor], Parts]] = {
+    "Q4_0": lambda blocks: (nibbles(blocks[:, 2:], 16), _fp16(blocks, 0), None, None),
+    "Q4_1": lambda blocks: (nibbles(blocks[:, 4:], 16), _fp16(blocks, 0), -_fp16(blocks, 2), None),
+    "Q5_0": lambda blocks: (codes_q5(blocks, 2) + 112, _fp16(blocks, 0), None, None),
+    "Q5_1": lambda blocks: (codes_q5(blocks, 4), _fp16(blocks, 0), -_fp16(blocks, 2), None),
+    "Q8_0": lambda blocks: (blocks[:, 2:] ^ 128, _fp16(blocks, 0), None, None),
+    "IQ4_NL": _iq4_nl,
+    "Q4_K": lambda blocks: _k_scales(blocks, nibbles(blocks[:, 16:], 32)),
+    "Q5_K": lambda blocks: _k_scales(blocks, codes_q5_k(blocks)),
+    "Q6_K": lambda blocks: (
+        codes_q6_k(blocks) + 96, blocks[:, 192:208].contiguous().view(torch.int8), None, _overs(blocks, 208),
+    ),
+}  # fmt: skip
+SCHEMES = {
+    name: BlockScheme(bits, group=group, type=name, columns=columns, nbytes=nbytes, minimums=minimums)
+    for name, bits, group, columns, nbytes, minimums in (
+        ("Q4_0", 4, 32, 32, 18, False), ("Q4_1", 4, 32, 32, 20, True), ("Q5_0", 8, 32, 32, 22, False),
+        ("Q5_1", 8, 32, 32, 24, True), ("Q8_0", 8, 32, 32, 34, False), ("IQ4_NL", 8, 32, 32, 18, False),
+        ("Q4_K", 4, 32, 256, 144, True), ("Q5_K", 8, 32, 256, 176, True), ("Q6_K", 8, 16, 256, 210, False),
+    )
+}  # fmt: skip
+
+
+def with_file_type(spec: ModelSpec, name: str) -> ModelSpec:
+    """Return a specification of a dense model with the types of a file of GGUF_TYPES. Raises ParameterError.
+
+    Source: llama.cpp, src/llama-quant.cpp.
+    """
+    if spec.recurrent:
+        raise conflict("gguf", ": the types of recurrent layers are not known; choose a dense preset")
+    count, eighth = spec.num_layers, spec.num_layers // 8
+
+    def scheme(k: int, more_bits: bool) -> BlockScheme:
+        if name == "q8_0":
+            return SCHEMES["Q8_0"]
+        return SCHEMES[("Q5_0", "Q8_0")[more_bits] if k % _OVER else ("Q4_K", "Q6_K")[more_bits]]
+
+    pairs = [(HEAD, scheme(spec.lm_head.k, True))]
+    for i, layer in enumerate(spec.layers):
+        fine = i < eighth or i >= 7 * count // 8 or (i - eighth) % 3 == 2
+        for linear in layer.linears():
+            for part in linear.parts:
+                more_bits = fine and part.module.endswith(("v_proj", "down_proj"))
+                pairs.append((spec.layer_prefix(i) + part.module, scheme(linear.k, more_bits)))
+    return replace(spec, checkpoint_quantization=BlockTypes(name, (), tuple(pairs)))
+
+
+def with_block_types(path: Path, spec: ModelSpec) -> ModelSpec:
+    """Return the specification with the schemes of the modules whose types kernels read, and a note about others.
+
+    Raises:
+        CheckpointError: the file is malformed.
+    """
+    infos = gguf_tensors(path)
+    linears = [(spec.layer_prefix(i), linear) for i, layer in enumerate(spec.layers) for linear in layer.linears()]
+    modules = [prefix + part.module for prefix, linear in [*linears, ("", spec.lm_head)] for part in linear.parts]
+    if spec.tie_word_embeddings:
+        modules.append(HEAD)
+        infos[f"{HEAD}.weight"] = infos[spec.embed.tensor]
+    types_of_modules = [(module, infos[f"{module}.weight"].dtype) for module in modules if f"{module}.weight" in infos]
+    pairs = tuple((module, SCHEMES[name]) for module, name in types_of_modules if name in SCHEMES)
+    others = [info for info in infos.values() if info.dtype not in (*SCHEMES, *FLOATS)]
+    if others:
+        names, numbers = ", ".join(sorted({info.dtype for info in others})), sum(prod(info.shape) for info in others)
+        stored = sum(info.nbytes for info in others)
+        note = (
+            f"{counted(len(others), 'tensor')} of the types {names} are expanded to 16 bits: "
+            f"{2 * numbers / 2**30:.2f} instead of {stored / 2**30:.2f} GiB"
+        )
+        spec = replace(spec, notes=(*spec.notes, note))
+    return replace(spec, checkpoint_quantization=BlockTypes("gguf", (), pairs) if pairs else None)

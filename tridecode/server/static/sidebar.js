@@ -1,0 +1,68 @@
+// The list of conversations.
+
+import {asMarkdown, asSession} from "./conversation.js";
+import {$, ask, button, download, make, visible} from "./dom.js";
+
+/** Set up the buttons that show and hide the list on a narrow window. */
+export function setUp() {
+  const set = isOpen => {
+    document.body.classList.toggle("listed", isOpen);
+    $("chats").ariaExpanded = String(isOpen);
+    (isOpen ? $("new") : $("chats")).focus();
+  };
+  $("chats").onclick = () => set(!document.body.classList.contains("listed"));
+  $("hide").onclick = () => set(false);
+  $("side").onkeydown = event => { if (event.key === "Escape") set(false); };
+}
+
+export function close() {
+  document.body.classList.remove("listed");
+  $("chats").ariaExpanded = "false";
+}
+
+/** Draw the list. `actions` has the functions load (a conversation by its id), rename and remove. */
+export function draw(cards, current, actions) {
+  const focused = document.activeElement.closest?.("#list li")?.dataset.id;
+  $("list").replaceChildren(...cards.map(card => item(card, card.id === current, actions)));
+  if (focused) document.querySelector(`#list li[data-id="${CSS.escape(focused)}"] a`)?.focus();
+}
+
+function item({id, title, updated}, isCurrent, actions) {
+  const name = visible(title) || "Untitled";
+  const date = updated ? `\n${new Date(updated).toLocaleString()}` : "";
+  const link = make("a", {href: `#${id}`, title: name + date}, name);
+  if (isCurrent) link.ariaCurrent = "page";
+  const summary = make("summary", {ariaLabel: `Actions for ${name}`}, "⋯");
+  const action = (label, work) => button(label, () => {
+    menu.open = false;
+    summary.focus();
+    return work();
+  });
+  const menu = make("details", {name: "actions"}, summary, make("div", {className: "menu"},
+    ...updated ? [
+      action("Rename", async () => {
+        const chosen = await ask("Title of this conversation", "Rename", title);
+        if (chosen?.trim()) await actions.rename(id, chosen.trim());
+      }),
+      action("Export as Markdown", () => exported(id, ".md", asMarkdown, actions)),
+      action("Export for the terminal chat", () => exported(id, ".json", asSession, actions)),
+    ] : [],
+    action("Delete", async () => {
+      if (await ask(`Delete “${name}”? It cannot be restored.`, "Delete")) await actions.remove(id);
+    })));
+  menu.onkeydown = event => {
+    if (event.key !== "Escape" || !menu.open) return;
+    event.stopPropagation();
+    menu.open = false;
+    summary.focus();
+  };
+  const made = make("li", {}, link, menu);
+  made.dataset.id = id;
+  return made;
+}
+
+async function exported(id, suffix, convert, actions) {
+  const conversation = await actions.load(id);
+  const name = conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60);
+  download((name || "conversation") + suffix, convert(conversation));
+}
