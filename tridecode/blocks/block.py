@@ -338,7 +338,7 @@ def project(
         run(name, choice.kernel.op, *arguments, config=choice.config)
         return
     run(f"{name}_shrink", SHRINK, x, adapted.adapters, config=adapted.config)
-    if choice.kernel.adapts:
+    if choice.kernel.adapts(choice.config):
         run(name, choice.kernel.op, *arguments, adapted.adapters, config=choice.config)
     else:
         run(name, choice.kernel.op, *arguments, config=choice.config)

@@ -43,10 +43,10 @@ def choose(
     if entry := listed(tables, case, rows, device, adapters):
         return entry
     for kernel in LINEAR_KERNELS:
-        if kernel.supports(case, rows, device) and (kernel.adapts or not adapters):
-            if kernel.name not in RULES:
-                return Choice(kernel, kernel.config())
-            if config := RULES[kernel.name](case, rows, device, batch_invariant):
+        if kernel.supports(case, rows, device):
+            ruled = kernel.name in RULES
+            config = RULES[kernel.name](case, rows, device, batch_invariant) if ruled else kernel.config()
+            if config and (not adapters or kernel.adapts(config)):
                 return Choice(kernel, config)
     raise ValueError(f"no kernel supports {rows} rows with {case}")
 

@@ -16,6 +16,7 @@ from ..triton_compat import Constants
 
 RANK_STEP = 16  # Ranks are multiples of this number, which is the depth of one instruction of the tensor cores.
 STEP = tl.constexpr(RANK_STEP)
+TOGETHER = tl.constexpr(4)  # Number of adapters in a group, whose columns of B are in one product.
 MAX_PARTS = 3  # Maximum number of parts of a linear. Each part has a matrix A of its own.
 
 
@@ -109,13 +110,18 @@ Adapters = namedtuple("Adapters", "b_ptr ranks_ptr numbers_ptr groups_ptr y_ptr 
 
 
 @triton.constexpr_function
-def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2):
-    """Return the constants of a linear's adapters. GATED: a tile contains rows of both halves of the weight."""
-    return Constants(GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2)
+def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2, SOME=False):
+    """Return the constants of a linear's adapters.
+
+    Args:
+        GATED: A tile contains rows of both halves of the weight.
+        SOME: A tile of rows may lack adapters of the pass.
+    """
+    return Constants(GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, SOME=SOME)
 
 
 @triton.constexpr_function
-def _begin_of(BEGIN_1, BEGIN_2, part):
+def begin_of(BEGIN_1, BEGIN_2, part):
     """Return the row of the weight at which a part begins. The part after the last one begins at a very large row."""
     return (0, BEGIN_1, BEGIN_2, 2**30)[part]
 
@@ -142,52 +148,77 @@ def _matrix_b(A, adapter):
 
 
 @triton.jit
-def expand_group(A, P: tl.constexpr, adapter, n, mask_n, first, end, offs_m, mask_m, TYPE: tl.constexpr):
-    """Return B y of one adapter for a tile of outputs of several rows, [BLOCK_N, BLOCK_M] fp32.
+def load_group(A, P: tl.constexpr, numbers, first, r, n, mask_n):
+    """Load columns r to r + STEP - 1 of B of a group of adapters for rows n of the weight.
 
-    The columns of rows with another adapter have arbitrary values.
-
-    Args:
-        n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
-        first, end: If P.GATED is False, n has the rows from first to end - 1.
-        offs_m, mask_m: [BLOCK_M], rows of the pass, and whether they exist.
-        TYPE: Dtype of the operands of the product.
-    """
-    offs_r = tl.arange(0, STEP)
-    rank = _rank_of(A, adapter)
-    b_ptrs = _matrix_b(A, adapter) + n[:, None] * rank + offs_r[None, :]
-    y_ptrs = A.y_ptr + offs_m[None, :] * A.stride_ym + offs_r[:, None]
-    sums = tl.zeros([n.shape[0], offs_m.shape[0]], tl.float32)
-    for r in range(0, rank, STEP):
-        b = tl.load(b_ptrs + r, mask=mask_n[:, None], other=0.0).to(TYPE)
-        if P.PARTS == 1:
-            y = _load_y(A, y_ptrs + r, mask_m[None, :], P.SPLITS)
-            sums = tl.dot(b, y.to(TYPE), sums, input_precision="ieee")
-        else:
-            for part in tl.static_range(P.PARTS):
-                part_begin = _begin_of(P.BEGIN_1, P.BEGIN_2, part)
-                part_end = _begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)
-                if P.GATED or ((first < part_end) & (end > part_begin)):
-                    y = _load_y(A, y_ptrs + part * rank + r, mask_m[None, :], P.SPLITS)
-                    product = tl.dot(b, y.to(TYPE), input_precision="ieee")
-                    sums += tl.where(((n >= part_begin) & (n < part_end))[:, None], product, 0.0)
-    return sums
-
-
-@triton.jit
-def expand_rows(A, P: tl.constexpr, n, mask_n, first, end, numbers, offs_m, mask_m, TYPE: tl.constexpr):
-    """Return B y of each row's adapter for a tile of outputs, [BLOCK_N, BLOCK_M] fp32; see expand_group.
-
-    The columns of rows without an adapter are 0. A selection discards the values of other adapters, which may be NaN.
+    Return the numbers of the adapters [TOGETHER], and [BLOCK_N, TOGETHER, STEP]. Beyond the list, an adapter is 0.
+    Columns beyond its rank are 0.
 
     Args:
         numbers: [BLOCK_M], the adapters of the rows.
+        first: place of the first adapter in the list.
     """
-    sums = tl.zeros([n.shape[0], offs_m.shape[0]], tl.float32)
-    for group in range(tl.load(A.groups_ptr)):
-        adapter = tl.load(A.groups_ptr + 1 + group)
-        own = expand_group(A, P, adapter, n, mask_n, first, end, offs_m, mask_m, TYPE)
-        sums = tl.where((numbers == adapter)[None, :], own, sums)
+    place = first + tl.arange(0, TOGETHER)
+    adapter = tl.load(A.groups_ptr + 1 + place, mask=place < tl.load(A.groups_ptr), other=0)
+    rank = tl.multiple_of(tl.load(A.ranks_ptr + adapter), (STEP,))
+    offs_r = r + tl.arange(0, STEP)
+    ptrs = A.b_ptr + ((adapter - 1).to(tl.int64) * A.stride_b)[None, :, None]
+    ptrs += n[:, None, None] * rank[None, :, None] + offs_r[None, None, :]
+    mask = r < rank
+    if P.SOME:  # Other tiles of rows have the other adapters.
+        mask &= tl.max((numbers[:, None] == adapter[None, :]).to(tl.int32), 0) > 0
+    return adapter, tl.load(ptrs, mask=mask_n[:, None, None] & mask[None, :, None], other=0.0)
+
+
+@triton.jit
+def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_m, TYPE: tl.constexpr):
+    """Return B y of each row's adapter for a tile of outputs, [BLOCK_N, BLOCK_M] fp32.
+
+    One product has the columns of B of several adapters. A row has zeros for the columns of other adapters, so its sum
+    does not depend on them. All numbers of an adapter are finite.
+
+    Args:
+        group: the first group of adapters, from load_group.
+        n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
+        first, end: If P.GATED is False, n has the rows from first to end - 1.
+        numbers: [BLOCK_M], the adapters of the rows.
+        offs_m: [BLOCK_M], rows of the pass.
+        TYPE: Dtype of the operands of the product.
+    """
+    DEPTH: tl.constexpr = TOGETHER * STEP
+    BLOCK_N: tl.constexpr = n.shape[0]
+    BLOCK_M: tl.constexpr = offs_m.shape[0]
+    rank = tl.load(A.ranks_ptr + numbers)
+    count, largest = tl.load(A.groups_ptr), tl.max(rank, 0)
+    y_ptrs = A.y_ptr + offs_m[None, :] * A.stride_ym + tl.arange(0, STEP)[:, None]
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for r in range(0, largest, STEP):
+        ys = ()
+        for part in tl.static_range(P.PARTS):
+            mask_m = r < rank
+            if P.PARTS > 1 and not P.GATED:
+                mask_m &= (first < begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)) & (
+                    end > begin_of(P.BEGIN_1, P.BEGIN_2, part)
+                )
+            ys += (_load_y(A, y_ptrs + part * rank[None, :] + r, mask_m[None, :], P.SPLITS).to(TYPE),)
+        for place in range(0, count, TOGETHER):
+            adapter, b = group
+            last = place + TOGETHER >= count
+            group = load_group(
+                A, P, numbers, tl.where(last, 0, place + TOGETHER), tl.where(last, r + STEP, r), n, mask_n
+            )  # fmt: skip
+            own = (numbers[None, :] == adapter[:, None]) & (adapter > 0)[:, None]
+            if not P.SOME or tl.max(own.to(tl.int32).reshape(TOGETHER * BLOCK_M), 0) > 0:
+                columns = b.reshape(BLOCK_N, DEPTH).to(TYPE)
+                for part in tl.static_range(P.PARTS):
+                    part_begin = begin_of(P.BEGIN_1, P.BEGIN_2, part)
+                    part_end = begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)
+                    if P.PARTS == 1 or P.GATED or ((first < part_end) & (end > part_begin)):
+                        y = tl.where(own[:, None, :], ys[part][None, :, :], 0.0).reshape(DEPTH, BLOCK_M)
+                        of_part = columns
+                        if P.PARTS > 1:
+                            of_part = tl.where(((n >= part_begin) & (n < part_end))[:, None], columns, 0.0)
+                        sums = tl.dot(of_part, y.to(TYPE), sums, input_precision="ieee")
     return sums
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..common import cdiv, interpreted, options
 from ..op import Op
-from .adapters import Adapters, adapter_arguments, expand_group, parts_of
+from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
 
 BLOCK_M, BLOCK_N = 64, 128
 
@@ -23,7 +23,7 @@ def _expand_kernel(
         Others: see LinearAdapters.
     """
     A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
-    P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
+    P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2, True)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else b_ptr.dtype.element_ty
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
@@ -31,15 +31,12 @@ def _expand_kernel(
     numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
     if tl.max(numbers, 0) == 0:
         return
+    group = load_group(A, P, numbers, 0, 0, n, n < N)
+    product = expand_rows(A, P, group, n, n < N, first, first + BLOCK_N, numbers, offs_m, TYPE)
     out_ptrs = out_ptr + offs_m.to(tl.int64)[None, :] * stride_om + n[:, None]
-    for group in range(tl.load(groups_ptr)):
-        adapter = tl.load(groups_ptr + 1 + group)
-        own = numbers == adapter
-        if tl.max(own.to(tl.int32), 0) > 0:
-            product = expand_group(A, P, adapter, n, n < N, first, first + BLOCK_N, offs_m, offs_m < rows, TYPE)
-            mask = own[None, :] & (n < N)[:, None]
-            out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32) + product
-            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+    mask = (numbers > 0)[None, :] & (n < N)[:, None]
+    out = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32) + product
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def expand(out, adapters, *, pdl=False):

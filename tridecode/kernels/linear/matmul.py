@@ -22,7 +22,7 @@ from ..common import (
     options,
 )
 from ..op import Op
-from .adapters import Adapters, adapter_arguments, expand_rows, parts_of
+from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
 from .bits import factor, half_of, pair, raised, unpack, zero_operand, zero_point
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
@@ -158,7 +158,10 @@ def _matmul_kernel(
         A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
         P: tl.constexpr = parts_of(EPILOGUE == "gated", A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
         numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
-        line = tl.arange(0, BLOCK_N)
+        # If "gated", the second half of the lines is up.
+        line = tl.arange(0, BLOCK_N) % OUT_N
+        line_n = line + tl.arange(0, BLOCK_N) // OUT_N * N
+        group = load_group(A, P, numbers, 0, 0, pid * OUT_N + line_n, pid * OUT_N + line < N)
     if PDL:
         gdc_wait()
     line_m, warp_m = places(WARPS, BLOCK_M)
@@ -274,11 +277,13 @@ def _matmul_kernel(
             y *= row_scales.to(tl.float32)
         if ADAPTERS:
             first_n = block * OUT_N
-            mask_line = first_n + line % OUT_N < N
-            lines = first_n + line % OUT_N + line // OUT_N * N  # If "gated", the second half of the lines is up.
+            mask_line = first_n + line < N
             y += expand_rows(
-                A, P, lines, mask_line, first_n, first_n + OUT_N, numbers, offs_m, offs_m < rows, TYPE
+                A, P, group, first_n + line_n, mask_line, first_n, first_n + OUT_N, numbers, offs_m, TYPE
             )  # fmt: skip
+            if BLOCKS > PROGRAMS:
+                first_n += PROGRAMS * OUT_N
+                group = load_group(A, P, numbers, 0, 0, first_n + line_n, first_n + line < N)
         if NORMED:
             y = y * scale[None, :]
         if EPILOGUE == "gated":
@@ -325,5 +330,5 @@ MATMUL = LinearKernel(
     MatmulConfig,
     _supports,
     lambda n, config: config.grid(n)[1],
-    adapts=True,
+    adapts=lambda config: True,
 )

@@ -23,7 +23,7 @@ from ..common import (
     options,
 )
 from ..op import Op
-from .adapters import Adapters, adapter_arguments, expand_rows, parts_of
+from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
 
@@ -74,6 +74,11 @@ def _matmul_tiles_kernel(
     some = tl.max((status == RUN).to(tl.int32), 0)
     mask_n = (offs_n < N)[None, :]
     extra = load_extra(extra_ptr, offs_n[None, :], N, EPILOGUE, HAS_BIAS)
+    if ADAPTERS:
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
+        first_n, numbers = pid * BLOCK_N, tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
+        group = load_group(A, P, numbers, 0, 0, offs_n, offs_n < N)
     if PDL:
         gdc_wait()
     if some == 0:
@@ -92,18 +97,15 @@ def _matmul_tiles_kernel(
                 w = w.to(tl.float32)
             up = tl.dot(x, w.T, up, input_precision="ieee")
     if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
-        P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
         TYPE: tl.constexpr = tl.float32 if DOT_FP32 else b_ptr.dtype.element_ty
-        numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
-        first_n, mask_m = pid * BLOCK_N, offs_m < rows
         acc += tl.trans(
-            expand_rows(A, P, offs_n, offs_n < N, first_n, first_n + BLOCK_N, numbers, offs_m, mask_m, TYPE)
+            expand_rows(A, P, group, offs_n, offs_n < N, first_n, first_n + BLOCK_N, numbers, offs_m, TYPE)
         )  # fmt: skip
         if EPILOGUE == "gated":
             first_n += N
+            group = load_group(A, P, numbers, 0, 0, offs_n + N, offs_n < N)
             up += tl.trans(
-                expand_rows(A, P, offs_n + N, offs_n < N, first_n, first_n + BLOCK_N, numbers, offs_m, mask_m, TYPE)
+                expand_rows(A, P, group, offs_n + N, offs_n < N, first_n, first_n + BLOCK_N, numbers, offs_m, TYPE)
             )  # fmt: skip
     mask = (status == RUN)[:, None] & mask_n
     out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :]
@@ -154,5 +156,5 @@ TILES = LinearKernel(
     TilesConfig,
     _supports,
     lambda n, config: cdiv(n, config.block_n),
-    adapts=True,
+    adapts=lambda config: True,
 )

@@ -21,7 +21,7 @@ from ..common import (
     options,
 )
 from ..op import Op
-from .adapters import Adapters, adapter_arguments, expand_rows, parts_of
+from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
 
@@ -164,6 +164,16 @@ def _matmul_wide_kernel(
     offs_n = pid * OUT_N + tl.arange(0, OUT_N)[:, None]
     mask_n = offs_n < N
     extra = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS)
+    if ADAPTERS:
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
+        first_n = pid * OUT_N
+        line, half = tl.arange(0, BLOCK_N), 0
+        if GATED:  # Eight rows of gate and the same rows of up follow each other.
+            line, half = line // 16 * 8 + line % 8, line // 8 % 2 * N
+        mask_line = (first_n + line < N) & (part == 0)  # The first program of those that share columns adds them.
+        numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
+        group = load_group(A, P, numbers, 0, 0, first_n + line + half, mask_line)
     if PDL:
         gdc_wait()
     if some == 0:
@@ -191,6 +201,11 @@ def _matmul_wide_kernel(
         acc = tl.dot(_weights(w[c], WARPS, BLOCK_N, BLOCK_K).to(TYPE), columns, acc, input_precision="ieee")
         if c + AHEAD < CHUNKS:
             w += (_load(weights, lines, offs_wk, c + AHEAD, K, BLOCK_K, WHOLE, MASKED, "evict_first"),)
+    if ADAPTERS:
+        if SPLIT == 1 or part == 0:
+            acc += expand_rows(
+                A, P, group, first_n + line + half, mask_line, first_n, first_n + OUT_N, numbers, offs_m, TYPE
+            )  # fmt: skip
     if SPLIT > 1:
         offs_s = offs_m[None, :] * stride_sums + pid * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         PART_N: tl.constexpr = (N + OUT_N - 1) // OUT_N * BLOCK_N
@@ -208,17 +223,6 @@ def _matmul_wide_kernel(
         acc = tl.load(sums_ptr + offs_s, mask=runs, other=0.0, cache_modifier=".cg")
         for other in tl.static_range(1, SPLIT):
             acc += tl.load(sums_ptr + offs_s + other * PART_N, mask=runs, other=0.0, cache_modifier=".cg")
-    if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
-        P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
-        line = tl.arange(0, BLOCK_N)
-        first_n, up, mask_m = pid * OUT_N, 0, offs_m < rows
-        if GATED:  # Eight rows of gate and the same rows of up follow each other.
-            line, up = line // 16 * 8 + line % 8, line // 8 % 2 * N
-        numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
-        acc += expand_rows(
-            A, P, first_n + line + up, first_n + line < N, first_n, first_n + OUT_N, numbers, offs_m, mask_m, TYPE
-        )  # fmt: skip
     if NORMED:
         acc = acc * scale[None, :]
     y = acc
@@ -264,5 +268,5 @@ WIDE = LinearKernel(
     WideConfig,
     _supports,
     lambda n, config: cdiv(n, config.block_n),
-    adapts=True,
+    adapts=lambda config: True,
 )

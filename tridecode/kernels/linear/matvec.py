@@ -192,5 +192,5 @@ MATVEC = LinearKernel(
     MatvecConfig,
     _supports,
     lambda n, config: config.grid(n)[1],
-    adapts=True,
+    adapts=lambda config: True,
 )

@@ -108,7 +108,7 @@ class LinearKernel:
         supports: supports(case, rows, device) returns whether the kernel computes the case in passes of `rows` rows on
             the device. x has the dtype of a dense weight.
         partials: partials(n, config) returns the number of partial sums that AddResidual writes for n outputs.
-        adapts: whether the epilogue can add adapters.
+        adapts: adapts(config) returns whether the epilogue can add adapters.
     """
 
     name: str
@@ -116,7 +116,7 @@ class LinearKernel:
     config: type
     supports: Callable[[Case, int, Device], bool]
     partials: Callable[[int, Any], int]
-    adapts: bool = False
+    adapts: Callable[[Any], bool] = lambda config: False
 
 
 def project_ref(meta, x, linear, out, epilogue, scratch=None) -> None:
