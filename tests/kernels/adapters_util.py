@@ -5,7 +5,7 @@ from util import DEVICE, poisoned, random
 
 from tridecode.kernels.linear.adapters import LinearAdapters
 
-MAX_RANK = 48
+MAX_RANK = 64
 
 
 def make_adapters(

@@ -1,16 +1,20 @@
 """Adapters in the kernels of linears: shrink, the epilogues that add B y, expand, and the adapters of rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from adapters_util import make_adapters
 from check import check_op
 from linear_product import EPILOGUES, TOLERANCE, Product, dense, packed
+from test_matmul_hopper import hopper_only
 from util import CUDA, Case, covering, meta_rows, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.adapter_rows import ADAPTER_ROWS
 from tridecode.kernels.linear.expand import EXPAND
 from tridecode.kernels.linear.matmul import MatmulConfig
+from tridecode.kernels.linear.matmul_hopper import HopperConfig
 from tridecode.kernels.linear.matmul_tiles import TilesConfig
 from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.matvec import MatvecConfig
@@ -32,7 +36,7 @@ CASES = [
     Case("odd_parts", gpu=dict(ends=(1001, 1009, 2018), k=1032), small=dict(ends=(13, 21, 44), k=72)),
     Case("one_part", gpu=dict(ends=(1024,), k=3072), small=dict(ends=(37,), k=104)),
 ]
-RANKS = [16, 48, 0, 32]
+RANKS = [16, 48, 0, 32, 16, 64]
 
 
 def config_of(form: str):
@@ -40,8 +44,8 @@ def config_of(form: str):
 
 
 def indices(rows: int) -> list[int]:
-    """Return the adapters of rows: 0 (none), 1, 2, 3 (of rank 0) and 4, in an irregular order."""
-    return [(2, 0, 4, 2, 3, 1, 1)[row % 7] for row in range(rows)] if rows > 1 else [2]
+    """Return the adapters of rows, in an irregular order: 0 (none), 3 (of rank 0), and others in two groups."""
+    return [(2, 0, 4, 5, 3, 1, 6, 2, 1, 0, 5)[row % 11] for row in range(rows)] if rows > 1 else [2]
 
 
 def with_adapters(epilogue, case, rows, dtype=DTYPE, linear=None, splits=2) -> Product:
@@ -60,6 +64,34 @@ def with_adapters(epilogue, case, rows, dtype=DTYPE, linear=None, splits=2) -> P
 @covering(2, form=FORMS.keys(), rows=[1, 3, 8, 33, 64] if CUDA else [1, 3, 8], case=CASES, epilogue=EPILOGUES)
 def test_epilogues_add_the_adapters(case, rows, form, epilogue):
     with_adapters(epilogue, case, rows).check(config_of(form), max(TOLERANCE, ROUNDED), ROUNDED + 3e-3)
+
+
+HOPPER_FORMS = {
+    "few_rows": HopperConfig(64, 128, 4, 4),
+    "lag": HopperConfig(128, 64, 4, 4, lag=1),
+    "producer": HopperConfig(64, 64, 8, 4, producer=1, registers=80),
+    "gated": HopperConfig(128, 64, 4, 4, num_warps=8, lag=1, producer=1, registers=80),
+    "split": HopperConfig(64, 64, 8, 4, split=4),
+    "eight_warps": HopperConfig(64, 128, 4, 2, split=4, num_warps=8),
+}
+
+
+@hopper_only
+@covering(2, form=HOPPER_FORMS.keys(), rows=[1, 17, 32, 64], case=CASES, epilogue=EPILOGUES)
+def test_epilogues_on_hopper_add_the_adapters(case, rows, form, epilogue):
+    config = HOPPER_FORMS[form]
+    if epilogue == "gated":
+        config = replace(config, split=1)
+    with_adapters(epilogue, case, rows, torch.bfloat16).check(config, max(TOLERANCE, ROUNDED), ROUNDED + 3e-3)
+
+
+@hopper_only
+@covering(1, scheme=["int4_groups_of_128", "int8_zeros", "e4m3"], epilogue=EPILOGUES, rows=[17, 64])
+def test_quantized_weights_on_hopper_have_adapters(scheme, epilogue, rows):
+    case = Case("quantized", gpu=dict(ends=(512, 640, 768), k=1024), small={})
+    n = case.sizes["ends"][-1] * (2 if epilogue == "gated" else 1)
+    product = with_adapters(epilogue, case, rows, linear=packed(scheme, n, case.sizes["k"]))
+    product.check(HopperConfig(64, 256, 3, 2), max(TOLERANCE, ROUNDED), ROUNDED + 3e-3)
 
 
 @covering(1, scheme=["int4", "int8_zeros", "e4m3"], epilogue=EPILOGUES)
@@ -83,9 +115,10 @@ def test_adapters_change_only_their_rows(form):
 
 
 @covering(1, form=FORMS.keys())
-def test_nan_of_one_adapter_stays_in_its_rows(form):
+def test_nan_of_one_row_stays_in_the_row(form):
+    """Adapters have finite numbers, but A x of another request may be NaN."""
     product = with_adapters("normed", CASES[0], 8)
-    product.adapters.b[3] = float("nan")
+    product.adapters.y[:, [row for row in range(8) if indices(8)[row] == 4]] = float("nan")
     out, *_ = product.launch(config_of(form))
     nan = [row for row in range(8) if product.runs[row] and out[row].isnan().any()]
     assert nan == [row for row, number in enumerate(indices(8)) if number == 4 and product.runs[row]]

@@ -195,12 +195,12 @@ def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_
     for r in range(0, largest, STEP):
         ys = ()
         for part in tl.static_range(P.PARTS):
-            mask_m = r < rank
+            own_rank = rank
             if P.PARTS > 1 and not P.GATED:
-                mask_m &= (first < begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)) & (
-                    end > begin_of(P.BEGIN_1, P.BEGIN_2, part)
-                )
-            ys += (_load_y(A, y_ptrs + part * rank[None, :] + r, mask_m[None, :], P.SPLITS).to(TYPE),)
+                part_begin = begin_of(P.BEGIN_1, P.BEGIN_2, part)
+                part_end = begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)
+                own_rank = tl.where((first < part_end) & (end > part_begin), rank, 0)
+            ys += (_load_y(A, y_ptrs + part * rank[None, :] + r, (r < own_rank)[None, :], P.SPLITS).to(TYPE),)
         for place in range(0, count, TOGETHER):
             adapter, b = group
             last = place + TOGETHER >= count
@@ -214,11 +214,11 @@ def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_
                     part_begin = begin_of(P.BEGIN_1, P.BEGIN_2, part)
                     part_end = begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)
                     if P.PARTS == 1 or P.GATED or ((first < part_end) & (end > part_begin)):
-                        y = tl.where(own[:, None, :], ys[part][None, :, :], 0.0).reshape(DEPTH, BLOCK_M)
+                        y = tl.where(own[:, None, :], ys[part][None, :, :], 0.0).to(TYPE).reshape(DEPTH, BLOCK_M)
                         of_part = columns
                         if P.PARTS > 1:
                             of_part = tl.where(((n >= part_begin) & (n < part_end))[:, None], columns, 0.0)
-                        sums = tl.dot(of_part, y.to(TYPE), sums, input_precision="ieee")
+                        sums = tl.dot(of_part, y, sums, input_precision="ieee")
     return sums
 
 

@@ -49,7 +49,7 @@ def expand(out, adapters, *, pdl=False):
     rows, N = out.shape
     _expand_kernel[(cdiv(N, BLOCK_N), cdiv(rows, BLOCK_M))](
         out, **adapter_arguments(adapters), stride_om=out.stride(0), rows=rows, N=N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        DOT_FP32=interpreted(), **options(4),
+        DOT_FP32=interpreted(), **options(8),
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from ..op import Op
 from ..triton_compat import Constants, async_load, barrier, reinterpret
 from .adapters import Adapters, adapter_arguments
 from .epilogue import epilogue_arguments
-from .gluon_adapters import add_adapters, load_group
+from .gluon_adapters import add_adapters, fetch_adapters
 from .gluon_epilogue import Outputs, any_row_runs, finish, load_partials, load_status, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, Gated, LinearKernel, adapted_bytes, adapted_ref
 from .tma_ring import PRODUCER_REGISTERS, barriers
@@ -404,7 +404,7 @@ def _multiply(C: gl.constexpr, w):
     ACC_L: gl.constexpr = _sums_layout(C.BLOCK_M, C.BLOCK_N, C.WARPS)
     some = any_row_runs(w.outputs, C.BLOCK_M, C.WARPS)
     if C.ADAPTERS:
-        group = load_group(C, w, w.pid % w.tiles, 0, 0)
+        fetch_adapters(C, w, w.pid % w.tiles)
     if C.PDL:
         gdc_wait()
     if not C.PRODUCER:
@@ -427,10 +427,13 @@ def _multiply(C: gl.constexpr, w):
                 acc = _sums(C, w, iteration * w.n, ACC_L)
             else:
                 acc = _packed_sums(C, w, tile, iteration * w.n, ACC_L)
+            squares = partials
             if C.ADAPTERS:
+                if C.NORMED and C.SPLIT == 1:  # Their sums take fewer registers.
+                    squares = gl.sum(partials, 1)[:, None]
                 if C.SPLIT == 1 or w.pid < w.tiles:
-                    acc = add_adapters(C, w, acc, group, tile)
-            _end(C, w, acc, tile, partials, ACC_L)
+                    acc = add_adapters(C, w, acc, tile)
+            _end(C, w, acc, tile, squares, ACC_L)
 
 
 @gluon.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.

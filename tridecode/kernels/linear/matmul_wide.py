@@ -164,16 +164,6 @@ def _matmul_wide_kernel(
     offs_n = pid * OUT_N + tl.arange(0, OUT_N)[:, None]
     mask_n = offs_n < N
     extra = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS)
-    if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
-        P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
-        first_n = pid * OUT_N
-        line, half = tl.arange(0, BLOCK_N), 0
-        if GATED:  # Eight rows of gate and the same rows of up follow each other.
-            line, half = line // 16 * 8 + line % 8, line // 8 % 2 * N
-        mask_line = (first_n + line < N) & (part == 0)  # The first program of those that share columns adds them.
-        numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
-        group = load_group(A, P, numbers, 0, 0, first_n + line + half, mask_line)
     if PDL:
         gdc_wait()
     if some == 0:
@@ -202,10 +192,17 @@ def _matmul_wide_kernel(
         if c + AHEAD < CHUNKS:
             w += (_load(weights, lines, offs_wk, c + AHEAD, K, BLOCK_K, WHOLE, MASKED, "evict_first"),)
     if ADAPTERS:
-        if SPLIT == 1 or part == 0:
-            acc += expand_rows(
-                A, P, group, first_n + line + half, mask_line, first_n, first_n + OUT_N, numbers, offs_m, TYPE
-            )  # fmt: skip
+        if SPLIT == 1 or part == 0:  # One of the programs that share the columns adds them.
+            A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+            P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
+            line, half = tl.arange(0, BLOCK_N), 0
+            if GATED:  # Eight rows of gate and the same rows of up follow each other.
+                line, half = line // 16 * 8 + line % 8, line // 8 % 2 * N
+            first_n, exists = pid * OUT_N, pid * OUT_N + line < N
+            line += first_n + half
+            numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
+            group = load_group(A, P, numbers, 0, 0, line, exists)
+            acc += expand_rows(A, P, group, line, exists, first_n, first_n + OUT_N, numbers, offs_m, TYPE)
     if SPLIT > 1:
         offs_s = offs_m[None, :] * stride_sums + pid * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         PART_N: tl.constexpr = (N + OUT_N - 1) // OUT_N * BLOCK_N
