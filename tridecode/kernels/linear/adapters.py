@@ -193,7 +193,7 @@ def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_
     y_ptrs = A.y_ptr + offs_m[None, :] * A.stride_ym + tl.arange(0, STEP)[:, None]
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for r in range(0, largest, STEP):
-        ys = ()
+        ys: tuple = ()
         for part in tl.static_range(P.PARTS):
             own_rank = rank
             if P.PARTS > 1 and not P.GATED:
