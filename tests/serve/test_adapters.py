@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from checkpoints import write_tiny
+from gguf_files import write_gguf
 from lora import merge, modules_of, random_matrices, write_lora
 
 from tridecode import Engine, SamplingParams
@@ -82,6 +83,21 @@ def test_texts_of_a_mixed_batch_equal_the_texts_of_merged_weights(name, request)
     with model.load(adapters=model.sources(0, 1, 2)) as engine:
         mixed(engine, model.texts, [None, 0, 1, 2])
         assert {stat.kind for stat in engine.graph_stats()} >= {"greedy+adapters", "prompt+adapters"}
+
+
+def test_gguf_files_have_the_adapters_of_their_checkpoints(tmp_path):
+    """A GGUF file of a Llama model has rows of q and k in another order, which the loader restores."""
+    model = Tuned(tmp_path, "llama", 1)
+    file = write_gguf(model.base, tmp_path / "model.gguf")
+    with Engine.load(file, device="cpu", max_seq_len=256, speculate="off", adapters=model.sources(0)) as engine:
+        mixed(engine, model.texts, [None, 0])
+
+
+def test_recurrent_layers_of_gguf_files_refuse_adapters(hybrid, tmp_path):
+    """The V heads of a GGUF file keep the order of the file."""
+    file = write_gguf(hybrid.base, tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="Hugging Face checkpoint"):
+        Engine.load(file, device="cpu", max_seq_len=256, adapters=hybrid.sources(0))
 
 
 def test_passes_without_adapters_have_their_own_form(tuned):

@@ -14,7 +14,7 @@ from ..kernels.delta.delta_decode import DeltaConfig
 from ..kernels.delta.prompt_tables import PromptTables
 from ..kernels.linear.adapters import LinearAdapters
 from ..kernels.linear.expand import EXPAND
-from ..kernels.linear.project import NAMES, AddResidual, Epilogue, LinearKernel
+from ..kernels.linear.project import NAMES, AddResidual, Epilogue, LinearKernel, Plain
 from ..kernels.linear.shrink import SHRINK, ShrinkConfig
 from ..kernels.linear.weight import LoadedLinear
 from ..kernels.op import Op
@@ -341,6 +341,7 @@ def project(
     if choice.kernel.adapts(choice.config):
         run(name, choice.kernel.op, *arguments, adapted.adapters, config=choice.config)
     else:
+        assert isinstance(epilogue, Plain), f"{choice.kernel.name} cannot add adapters before its epilogue"
         run(name, choice.kernel.op, *arguments, config=choice.config)
         run(f"{name}_expand", EXPAND, out, adapted.adapters)
 

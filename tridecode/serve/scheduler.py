@@ -22,7 +22,7 @@ from .policy import Policy
 from .queue import Queue
 from .request import Request
 
-ADAPTER_SECONDS = 0.01  # Maximum time of a step that waits for an adapter. Other threads submit requests between steps.
+ADAPTER_SECONDS = 0.01  # Maximum time that a step waits for an adapter. Other threads submit requests between steps.
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,11 +149,12 @@ class Scheduler:
         while self._in_flight and (slots := self._in_flight[0].slots) and not any(slot.busy for slot in slots):
             self._in_flight.popleft()
         self._await_masks()
-        self._await_adapters()
         while len(self._in_flight) <= self.lookahead and self._enqueue():
             pass
         if self._in_flight:
             self._drain()
+        elif self.slots.adapters is not None and not self.queue.admitted:
+            self.slots.adapters.wait(ADAPTER_SECONDS)  # The waiting requests need adapters that are being loaded.
         self._incomplete = False
         self.queue.release_references()
 
@@ -324,11 +325,6 @@ class Scheduler:
             except GenerationError as error:
                 slot.request.end("error", str(error))
                 self.queue.finish(slot.ref)
-
-    def _await_adapters(self) -> None:
-        """If nothing else can run, wait briefly for an adapter that a waiting request needs."""
-        if self.slots.adapters is not None and not (self._in_flight or self.queue.admitted):
-            self.slots.adapters.wait(ADAPTER_SECONDS)
 
     def _drain(self) -> None:
         """Wait for the oldest pass and append its tokens to their requests.

@@ -19,9 +19,9 @@ import torch
 from ..blocks.adapter import Adapter
 from ..blocks.declarations import Linear
 from ..blocks.spec import ModelSpec
-from ..kernels.linear.adapters import MAX_PARTS, LinearAdapters
+from ..kernels.linear.adapters import MAX_PARTS, RANK_STEP, LinearAdapters
 from ..kernels.linear.shrink import MAX_SPLIT
-from ..tensors import short_repr
+from ..tensors import aligned, short_repr
 
 STAGED_BYTES = 2**23  # Bytes of each of two staging buffers, through which adapters are copied to the device.
 log = logging.getLogger("tridecode")
@@ -107,9 +107,9 @@ class AdapterPool:
         return LinearAdapters(a, b, self.ranks[place.number], numbers, own.groups, y, place.linear.k, place.ends)
 
     def fill(self, rank: int) -> None:
-        """Fill the pool with random adapters of this rank, for benchmarks. Slot i gets the first adapter."""
+        """Fill the pool with random adapters of this rank, for benchmarks. All slots get the first adapter."""
         self.weights.normal_(std=1e-3)
-        self.ranks[:, 1:] = rank
+        self.ranks[:, 1:] = aligned(rank, RANK_STEP)
         self.assign(1)
 
     def assign(self, count: int) -> None:
