@@ -193,14 +193,15 @@ def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_
     y_ptrs = A.y_ptr + offs_m[None, :] * A.stride_ym + tl.arange(0, STEP)[:, None]
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for r in range(0, largest, STEP):
-        ys: tuple = ()
+        ys = ()
         for part in tl.static_range(P.PARTS):
             own_rank = rank
             if P.PARTS > 1 and not P.GATED:
                 part_begin = begin_of(P.BEGIN_1, P.BEGIN_2, part)
                 part_end = begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)
                 own_rank = tl.where((first < part_end) & (end > part_begin), rank, 0)
-            ys += (_load_y(A, y_ptrs + part * rank[None, :] + r, (r < own_rank)[None, :], P.SPLITS).to(TYPE),)
+            ptrs = y_ptrs + part * rank[None, :] + r
+            ys += (_load_y(A, ptrs, (r < own_rank)[None, :], P.SPLITS).to(TYPE),)  # type: ignore[assignment]
         for place in range(0, count, TOGETHER):
             adapter, b = group
             last = place + TOGETHER >= count

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..triton_compat import barrier, reinterpret
+from ..triton_compat import async_load_pointers, barrier, reinterpret
 from .adapters import STEP, TOGETHER, begin_of
 
 
@@ -83,7 +83,7 @@ def _copy_b(C: gl.constexpr, w, tile, part, first, r, stage):
     mask = gl.reshape(mask, [C.BLOCK_N, TOGETHER * STEP])
     # The rows of B are multiples of 32 bytes.
     ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [16, 16]), [1, 8])
-    async_copy.async_load(_b_stage(C, w, stage), ptrs, mask=gl.max_constancy(mask, [1, 8]))
+    async_load_pointers(_b_stage(C, w, stage), ptrs, mask=gl.max_constancy(mask, [1, 8]))
     async_copy.commit_group()
 
 
