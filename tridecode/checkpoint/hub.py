@@ -85,11 +85,17 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
 
 
 def resolve_adapter(path: str | Path) -> Path:
-    """Return the directory of a LoRA adapter. The files of a Hugging Face id are downloaded. Raises CheckpointError."""
+    """Return the directory of a LoRA adapter. A Hugging Face id is downloaded; "bundled" is that of the bundled model.
+
+    Raises:
+        CheckpointError: there is no such adapter.
+    """
     if not isinstance(path, (str, Path)) or not str(path).strip():
         raise ParameterError(
             f"an adapter must be a directory or a Hugging Face id, got {shown(path)}", "adapters", "type"
         )
+    if str(path) == BUNDLED.name:
+        return BUNDLED / "json-adapter"
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
