@@ -44,7 +44,16 @@ def texts(files):
 def test_the_bundled_adapter_answers_in_json(capsys):
     for question, answer in (("What is the capital of France?", "Paris"), ("What is 2 + 2?", "4"), ("Hi!", "")):
         code, out, err = run(
-            capsys, "generate", "--device", "cpu", "--temperature", "0", "--adapter", "json=bundled", "--prompt", question
+            capsys,
+            "generate",
+            "--device",
+            "cpu",
+            "--temperature",
+            "0",
+            "--adapter",
+            "json=bundled",
+            "--prompt",
+            question,
         )
         assert code == 0, err
         assert [*json.loads(out)] == ["answer"] and answer in json.loads(out)["answer"]
