@@ -239,23 +239,30 @@ def load_b(A, adapter, rank, n, mask_n, r):
 
 
 @triton.jit
-def expand_row(A, P: tl.constexpr, adapter, rank, b, n, mask_n, row):
-    """Return B y for some outputs of one row, [BLOCK_N] fp32.
-
-    Args:
-        adapter, rank: see adapter_of.
-        b: the first columns of B, from load_b.
-        n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
-    """
+def load_y(A, P: tl.constexpr, rank, n, mask_n, row, r):
+    """Load columns r to r + STEP - 1 of A x for rows n of the weight, [BLOCK_N, STEP]. Beyond the rank they are 0."""
     part = tl.zeros_like(n)
     if P.PARTS > 1:
         part += (n >= P.BEGIN_1).to(tl.int32)
     if P.PARTS > 2:
         part += (n >= P.BEGIN_2).to(tl.int32)
-    y_ptrs = A.y_ptr + row * A.stride_ym + part[:, None] * rank + tl.arange(0, STEP)[None, :]
+    offs_r = r + tl.arange(0, STEP)[None, :]
+    ptrs = A.y_ptr + row * A.stride_ym + part[:, None] * rank + offs_r
+    return _load_y(A, ptrs, mask_n[:, None] & (offs_r < rank), P.SPLITS)
+
+
+@triton.jit
+def expand_row(A, P: tl.constexpr, adapter, rank, b, y, n, mask_n, row):
+    """Return B y for some outputs of one row, [BLOCK_N] fp32.
+
+    Args:
+        adapter, rank: see adapter_of.
+        b, y: the first columns, from load_b and load_y.
+        n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
+    """
     sums = tl.zeros([n.shape[0]], tl.float32)
     for r in range(0, rank, STEP):
-        y = _load_y(A, y_ptrs + r, mask_n[:, None], P.SPLITS)
         sums += tl.sum(b.to(tl.float32) * y, 1)
         b = load_b(A, adapter, rank, n, mask_n, r + STEP)
+        y = load_y(A, P, rank, n, mask_n, row, r + STEP)
     return sums

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
 from ..op import Op
-from .adapters import Adapters, adapter_arguments, adapter_of, expand_row, load_b, parts_of
+from .adapters import Adapters, adapter_arguments, adapter_of, expand_row, load_b, load_y, parts_of
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import OUTPUTS, LinearKernel, adapted_bytes, adapted_ref
@@ -131,6 +131,9 @@ def _matvec_kernel(
     sumsq = 0.0
     for iteration in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
         offs_n = (pid + iteration * PROGRAMS) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if ADAPTERS:  # These loads, too, are in flight while the rows are summed.
+            a_x = load_y(A, P, rank, offs_n, offs_n < N, row, 0)
+            a_x_up = load_y(A, P, rank, offs_n + N, offs_n < N, row, 0) if GATED else a_x
         residual = 0.0
         if EPILOGUE == "residual":
             residual = tl.load(out_ptr + row * stride_om + offs_n, mask=offs_n < N, other=0.0)
@@ -143,14 +146,14 @@ def _matvec_kernel(
             extra_next = load_extra(extra_ptr, offs_next, N, EPILOGUE, HAS_BIAS)
         y = dot_tiles(w, x, BLOCK_N, K, BLOCK_K)
         if ADAPTERS:
-            y += expand_row(A, P, adapter, rank, b, offs_n, offs_n < N, row)
+            y += expand_row(A, P, adapter, rank, b, a_x, offs_n, offs_n < N, row)
         if NORMED:
             y = y * scale
         if GATED and not ADAPTERS:
             y = silu(y) * (dot_tiles(up, x, BLOCK_N, K, BLOCK_K) * scale)
         if GATED and ADAPTERS:
             y_up = dot_tiles(up, x, BLOCK_N, K, BLOCK_K)
-            y_up += expand_row(A, P, adapter, rank, b_up, offs_n + N, offs_n < N, row)
+            y_up += expand_row(A, P, adapter, rank, b_up, a_x_up, offs_n + N, offs_n < N, row)
             y = silu(y) * (y_up * scale)
         if ADAPTERS and BLOCKS > PROGRAMS:
             b = load_b(A, adapter, rank, offs_next, offs_next < N, 0)
