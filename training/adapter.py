@@ -1,6 +1,6 @@
 """Train the LoRA adapter of the bundled model that answers in JSON, on one CPU core.
 
-    python training/adapter.py --out tests/artifacts/json-adapter --minutes 8
+    python training/adapter.py --out tridecode/bundled/json-adapter
 
 The chats are those of the generator. Each reply becomes {"answer": reply}. The adapter changes all linears, and is
 written as the peft library saves it.
@@ -108,10 +108,10 @@ def save(adapted: dict[str, Adapted], out: Path, rank: int, alpha: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of an optimizer step")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of an optimizer step")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -122,22 +122,18 @@ def main() -> None:
     adapted = adapt(model, options.rank, alpha)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    started, losses, step = time.monotonic(), [], 0
-    for tokens, targets in batches(options.seed, options.tokens):
-        progress = (time.monotonic() - started) / (60 * options.minutes)
-        if progress >= 1:
-            break
-        optimizer.param_groups[0]["lr"] = options.learning_rate * rate_at(progress)
+    started, losses = time.monotonic(), []
+    for step, (tokens, targets) in zip(range(options.steps), batches(options.seed, options.tokens)):
+        optimizer.param_groups[0]["lr"] = options.learning_rate * rate_at(step / options.steps)
         loss = model(tokens, targets) / (targets != IGNORE).sum()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        step += 1
-        if step % 20 == 0:
-            mean = sum(losses[-20:]) / 20
-            print(f"step {step}, {time.monotonic() - started:.0f} s: loss {mean:.4f}", flush=True)
+        if len(losses) % 20 == 0:
+            mean, seconds = sum(losses[-20:]) / 20, time.monotonic() - started
+            print(f"step {len(losses)}, {seconds:.0f} s: loss {mean:.4f}", flush=True)
     save(adapted, options.out, options.rank, alpha)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from adapters_util import make_adapters
 from check import check_op
-from linear_product import EPILOGUES, TOLERANCE, Product, dense, packed
+from linear_product import EPILOGUES, GGUF_SCHEMES, TOLERANCE, Product, dense, packed
 from test_matmul_hopper import hopper_only
 from util import CUDA, Case, covering, meta_rows, poisoned, random
 
@@ -94,9 +94,10 @@ def test_quantized_weights_on_hopper_have_adapters(scheme, epilogue, rows):
     product.check(HopperConfig(64, 256, 3, 2), max(TOLERANCE, ROUNDED), ROUNDED + 3e-3)
 
 
-@covering(1, scheme=["int4", "int8_zeros", "e4m3"], epilogue=EPILOGUES)
+@covering(1, scheme=["int4", "int8_zeros", "e4m3", *GGUF_SCHEMES], epilogue=EPILOGUES)
 def test_quantized_weights_have_adapters(scheme, epilogue):
-    case = Case("quantized", gpu=dict(ends=(512, 640, 768), k=1024), small=dict(ends=(16, 32, 48), k=128))
+    k = 256 if scheme in GGUF_SCHEMES else 128
+    case = Case("quantized", gpu=dict(ends=(512, 640, 768), k=1024), small=dict(ends=(16, 32, 48), k=k))
     n = case.sizes["ends"][-1] * (2 if epilogue == "gated" else 1)
     product = with_adapters(epilogue, case, 5, linear=packed(scheme, n, case.sizes["k"]))
     product.check(config_of("matmul"), max(TOLERANCE, ROUNDED), ROUNDED + 3e-3)
