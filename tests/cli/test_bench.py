@@ -178,7 +178,7 @@ def test_rows_with_adapters_are_compared_with_the_pass_without(capsys, monkeypat
     rows = json.loads(out.split("\n")[-2])["rows"]
     found = [(row["rows"], row["adapters"], row["rank"]) for row in rows]
     assert code == 0 and found == [(1, 1, 8), (4, 1, 8), (4, 3, 8)]
-    # Of each adapter a pass reads A and B of qkv, o, gate_up and down in two layers.
+    # A pass reads A and B of qkv, o, gate_up and down of each adapter in two layers.
     numbers = 8 * (3 * 96 + 512 + 256 + 96 + 2 * 96 + 320 + 160 + 96)
     assert rows[2]["bytes_per_step"] - rows[1]["bytes_per_step"] == 2 * 2 * numbers * DTYPE.itemsize
     for row in rows:
