@@ -257,12 +257,16 @@ def expand_row(A, P: tl.constexpr, adapter, rank, b, y, n, mask_n, row):
 
     Args:
         adapter, rank: see adapter_of.
-        b, y: the first columns, from load_b and load_y.
+        b, y: the first columns, from load_b and load_y. If y is None, each step loads its own, which needs fewer
+            registers.
         n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
     """
     sums = tl.zeros([n.shape[0]], tl.float32)
     for r in range(0, rank, STEP):
-        sums += tl.sum(b.to(tl.float32) * y, 1)
+        if y is None:
+            sums += tl.sum(b.to(tl.float32) * load_y(A, P, rank, n, mask_n, row, r), 1)
+        else:
+            sums += tl.sum(b.to(tl.float32) * y, 1)
+            y = load_y(A, P, rank, n, mask_n, row, r + STEP)
         b = load_b(A, adapter, rank, n, mask_n, r + STEP)
-        y = load_y(A, P, rank, n, mask_n, row, r + STEP)
     return sums

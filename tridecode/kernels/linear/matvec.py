@@ -131,9 +131,8 @@ def _matvec_kernel(
     sumsq = 0.0
     for iteration in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
         offs_n = (pid + iteration * PROGRAMS) * BLOCK_N + tl.arange(0, BLOCK_N)
-        if ADAPTERS:  # These loads, too, are in flight while the rows are summed.
-            a_x = load_y(A, P, rank, offs_n, offs_n < N, row, 0)
-            a_x_up = load_y(A, P, rank, offs_n + N, offs_n < N, row, 0) if GATED else a_x
+        if ADAPTERS:  # With rows of gate and of up, there are too few registers.
+            a_x = None if GATED else load_y(A, P, rank, offs_n, offs_n < N, row, 0)
         residual = 0.0
         if EPILOGUE == "residual":
             residual = tl.load(out_ptr + row * stride_om + offs_n, mask=offs_n < N, other=0.0)
@@ -153,7 +152,7 @@ def _matvec_kernel(
             y = silu(y) * (dot_tiles(up, x, BLOCK_N, K, BLOCK_K) * scale)
         if GATED and ADAPTERS:
             y_up = dot_tiles(up, x, BLOCK_N, K, BLOCK_K)
-            y_up += expand_row(A, P, adapter, rank, b_up, a_x_up, offs_n + N, offs_n < N, row)
+            y_up += expand_row(A, P, adapter, rank, b_up, a_x, offs_n + N, offs_n < N, row)
             y = silu(y) * (y_up * scale)
         if ADAPTERS and BLOCKS > PROGRAMS:
             b = load_b(A, adapter, rank, offs_next, offs_next < N, 0)
