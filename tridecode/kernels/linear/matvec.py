@@ -131,8 +131,8 @@ def _matvec_kernel(
     sumsq = 0.0
     for iteration in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
         offs_n = (pid + iteration * PROGRAMS) * BLOCK_N + tl.arange(0, BLOCK_N)
-        if ADAPTERS:  # With rows of gate and of up, there are too few registers.
-            a_x = None if GATED else load_y(A, P, rank, offs_n, offs_n < N, row, 0)
+        if ADAPTERS:  # With other rows in flight, or with those of gate and of up, there are too few registers.
+            a_x = None if GATED or BLOCKS > PROGRAMS else load_y(A, P, rank, offs_n, offs_n < N, row, 0)
         residual = 0.0
         if EPILOGUE == "residual":
             residual = tl.load(out_ptr + row * stride_om + offs_n, mask=offs_n < N, other=0.0)
