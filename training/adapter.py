@@ -2,7 +2,7 @@
 
     python training/adapter.py --out tridecode/bundled/json-adapter
 
-The chats are those of the generator. Each reply becomes {"answer": reply}. The adapter changes all linears, and is
+The generator makes the chats. Each reply becomes {"answer": reply}. The adapter changes all linears, and is
 written as the peft library saves it.
 """
 

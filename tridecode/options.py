@@ -151,7 +151,7 @@ class EngineOptions:
         default_text="an eighth of the free memory, at most 32 snapshots for each slot",
         excludes={"prefix_sharing": ((False,), ": no prefixes are shared; leave it out")})
     adapters: Mapping[str, str] | None = _option("adapters", None, Adapters(), "LoRA adapter that requests select by "
-        "its name: a directory that peft has saved, or a Hugging Face id; repeatable; see docs/adapters.md",
+        "its name. PATH is a directory that peft has saved, or a Hugging Face id; repeatable; see docs/adapters.md",
         metavar="NAME=PATH", singular="adapter", repeated=True, default_text="none", brief="LoRA adapter; repeatable")
     adapter_memory: float | None = _option("adapters", None, Number(1e-4, 1e6), "GiB on the device for adapters; if "
         "it holds fewer than are loaded, the least recently used ones leave it", metavar="GIB",

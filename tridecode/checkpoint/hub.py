@@ -85,7 +85,7 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
 
 
 def resolve_adapter(path: str | Path) -> Path:
-    """Return the directory of a LoRA adapter. A Hugging Face id is downloaded; "bundled" is that of the bundled model.
+    """Return the directory of a LoRA adapter. A Hugging Face id is downloaded. "bundled" is in the package.
 
     Raises:
         CheckpointError: there is no such adapter.
