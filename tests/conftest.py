@@ -45,16 +45,16 @@ SLOW = """
     checkpoint/test_hub checkpoint/test_methods cli/test_adapters cli/test_bench cli/test_bench_agents
     cli/test_bench_serve cli/test_cli cli/test_configuration cli/test_failed_turns cli/test_keyboard cli/test_looks
     cli/test_markdown cli/test_overflow cli/test_remote_chat cli/test_sessions cli/test_signals cli/test_terminal
-    cli/test_waiting cli/test_windows kernels/attention/test_attention kernels/attention/test_attention_queries
-    kernels/attention/test_fp8_kv kernels/attention/test_prompt_attention kernels/linear/test_adapters
-    kernels/linear/test_matmul kernels/linear/test_matvec kernels/linear/test_packed kernels/sampling/test_greedy
-    kernels/sampling/test_sample kernels/test_prefill_ops plan/test_model_switch plan/test_threads
-    serve/test_adapters serve/test_batch_slots serve/test_requests serve/test_scheduler serve/test_streams
-    server/test_adapters server/test_page server/test_page_markdown server/test_server server/test_server_life
-    server/test_tool_calls state/test_offload step/test_adapters step/test_batch_invariant step/test_compile
-    step/test_long_prompts step/test_rows step/test_runners step/test_speculation step/test_step test_agents
-    test_bad_input test_documents text/test_encoder text/test_gguf_tokenizer text/test_ready text/test_sandbox
-    text/test_structured text/test_templates text/test_text text/test_thinking text/test_tokenizer
+    cli/test_waiting cli/test_windows fleet/test_fleet fleet/test_gateway kernels/attention/test_attention
+    kernels/attention/test_attention_queries kernels/attention/test_fp8_kv kernels/attention/test_prompt_attention
+    kernels/linear/test_adapters kernels/linear/test_matmul kernels/linear/test_matvec kernels/linear/test_packed
+    kernels/sampling/test_greedy kernels/sampling/test_sample kernels/test_prefill_ops plan/test_model_switch
+    plan/test_threads serve/test_adapters serve/test_batch_slots serve/test_requests serve/test_scheduler
+    serve/test_streams server/test_adapters server/test_page server/test_page_markdown server/test_server
+    server/test_server_life server/test_tool_calls state/test_offload step/test_adapters step/test_batch_invariant
+    step/test_compile step/test_long_prompts step/test_rows step/test_runners step/test_speculation step/test_step
+    test_agents test_bad_input test_documents text/test_encoder text/test_gguf_tokenizer text/test_ready
+    text/test_sandbox text/test_structured text/test_templates text/test_text text/test_thinking text/test_tokenizer
 """.split()
 
 

@@ -173,7 +173,7 @@ def test_without_a_root_there_are_no_endpoints(root):
 
 def test_a_key_protects_the_endpoints(root):
     with Engine.load(device="cpu", slots=2, adapter_memory=0.2) as engine:
-        with Running(engine, adapter_root=str(root), api_key="secret") as running:
+        with Running(engine, adapter_root=str(root), api_keys=("secret",)) as running:
             body = {"lora_name": "x", "lora_path": "a1"}
             url = f"{running.url}/v1/load_lora_adapter"
             assert httpx.post(url, json=body).status_code == 401 and not engine.adapters

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import struct
 import time
 
 import pytest
@@ -186,6 +187,22 @@ def test_other_connections_run_between_the_parts_of_a_body(running, monkeypatch)
         assert error_of(rest(client))[0] == 400
     assert len(sizes) >= 6 * 300_000 // (connection.SLICE * connection.SLICES)
     assert max(sizes) <= connection.MAX_UNPARSED + 2 * (1 << 18)
+
+
+def test_bytes_of_a_lost_connection_are_not_parsed(running, monkeypatch):
+    parses = []
+    parse = Connection._parse
+    monkeypatch.setattr(Connections, "delay", lambda self: 0.02)
+    monkeypatch.setattr(Connection, "_parse", lambda self: (parses.append(self), parse(self)))
+    with opened(running) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000)
+        until(lambda: parses)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # Close by a reset.
+    until(lambda: not running.connections())
+    time.sleep(0.1)  # A round that is scheduled already.
+    count = len(parses)
+    time.sleep(0.3)
+    assert len(parses) == count
 
 
 def test_parsing_takes_a_share_of_the_time(monkeypatch):

@@ -20,6 +20,7 @@ FUNCTIONS = {  # Command -> (module of this package, function).
     "chat": ("chat.command", "chat"),
     "generate": ("generate.command", "generate"),
     "serve": ("serve", "serve"),
+    "fleet": ("fleet", "fleet"),
     "sessions": ("sessions", "run"),
     "models": ("models", "run"),
     "info": ("info", "info"),

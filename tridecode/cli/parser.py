@@ -65,6 +65,11 @@ After Ctrl-C or SIGTERM, running requests may finish within the grace time; a se
 SERVE_CODES = """\
 Exit codes: 0 stopped, 1 error, 2 wrong options, 3 the engine failed, 130 or 143 stopped at once.
 """
+FLEET = """\
+Serve models on several GPUs and machines with Ray Serve: CONFIG is a YAML file, or --model and --replicas describe one
+model. Requests go to the replica that holds their prefix. docs/fleet.md describes the file.
+After Ctrl-C or SIGTERM, running requests may finish within the grace time.
+"""
 INFO = """\
 Show the model, the memory plan, the GPU, versions, and how the engine would run. Weights are neither loaded nor, for a
 Hugging Face id, downloaded.
@@ -268,6 +273,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("generate", help="answer one prompt, or a file of prompts", description=GENERATE, epilog=GENERATE_CODES)
     about = "serve a model over HTTP with OpenAI's and Anthropic's APIs"
     add("serve", help=about, description=SERVE, epilog=SERVE_CODES)
+    about = "serve models on several GPUs and machines"
+    fleet_options(add("fleet", help=about, description=FLEET))
     about = "list, download and remove models of the Hugging Face cache"
     model_options(add("models", help=about, description=MODEL_CACHE))
     about = "list, show, rename, delete and export saved conversations"
@@ -337,6 +344,22 @@ def model_options(models) -> None:
     words = "remove models from the cache; if one does not exist, an error names it and none is removed"
     remove = actions.add_parser("remove", aliases=["rm", "delete"], help=words)
     remove.add_argument("names", nargs="+", metavar="ID", help=about)
+
+
+def fleet_options(fleet) -> None:
+    """Add the arguments of `fleet`."""
+    fleet.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file that describes the fleet")
+    fleet.add_argument("--model", metavar="DIR_OR_ID", help="model, without CONFIG (default: bundled)")
+    fleet.add_argument("--replicas", type=int, metavar="N", help="number of replicas, without CONFIG (default: 1)")
+    fleet.add_argument("--gpus", type=float, metavar="N", help="GPUs of a replica, without CONFIG: 1 or 0 (default: 1)")
+    fleet.add_argument("--host", metavar="HOST", help="address to listen on (default: the file's, or 127.0.0.1)")
+    fleet.add_argument("--port", type=int, metavar="N", help="port to listen on (default: the file's, or 8000)")
+    about = "address of a Ray cluster (default: the file's, RAY_ADDRESS, the cluster of this machine, or a new one)"
+    fleet.add_argument("--address", metavar="HOST:PORT", help=about)
+    about = "update the fleet that runs on the cluster to this configuration, and exit"
+    fleet.add_argument("--update", action="store_true", help=about)
+    fleet.set_defaults(refuse=fleet.error)
+    add_verbose(fleet)
 
 
 def session_options(sessions) -> None:

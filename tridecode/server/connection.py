@@ -26,6 +26,7 @@ SLICES = 4  # Slices of a connection that are parsed before other connections ha
 PARSING = 0.25  # Maximum share of the time that parsing takes, except in bursts, so that passes get the GIL.
 BURST_SECONDS = 0.002
 MAX_UNPARSED = 1 << 16  # Bytes that wait to be parsed before the connection stops reading.
+PIPELINE_SECONDS = 0.002  # Pause before each pipelined request, so that passes get the GIL.
 LINGER_SECONDS = 1.0  # Seconds in which a refused client, which may still be sending, can read the answer.
 LOG_SECONDS = 10.0  # Seconds between two log lines about the limit of connections.
 PROBE_SECONDS = 1.0  # Seconds between two probes of a client that ended its side of the connection.
@@ -81,6 +82,7 @@ class Connection(HttpToolsProtocol):
         self._silent = 0  # Bytes that were parsed since the last part of a body, or the end of a head or message.
         self._in_head = False  # Whether a head has begun.
         self._deadline: asyncio.TimerHandle | None = None  # The deadline of the head.
+        self._pipelined = False  # Whether the next request has waited for the response to another one.
         self._refused = False  # Whether further bytes are dropped.
         self._ended = False  # Whether the client has ended its side of the connection.
 
@@ -96,7 +98,8 @@ class Connection(HttpToolsProtocol):
         self._wait()
 
     def connection_lost(self, exc) -> None:
-        """Forget the connection."""
+        """Forget the connection and its bytes."""
+        self._unparsed.clear()
         self._busy()
         super().connection_lost(exc)
 
@@ -223,6 +226,8 @@ class Connection(HttpToolsProtocol):
 
     async def _answer(self, scope, receive, send) -> None:
         """Run the application. Clients of HTTP/1.0 cannot read chunks, so the end of the connection ends the body."""
+        if self._pipelined:
+            await asyncio.sleep(PIPELINE_SECONDS)
         if scope["http_version"] == "1.1":
             return await self._asgi(scope, receive, send)
         cycle: RequestResponseCycle = send.__self__
@@ -240,6 +245,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Continue with the next request, or wait for it."""
+        self._pipelined = bool(self.pipeline)
         super().on_response_complete()
         if not self._idle or self.transport.is_closing():
             return
