@@ -30,6 +30,14 @@ def test_a_directory_is_named_by_its_last_part(tmp_path):
     assert (model.name, model.model) == ("small", str(tmp_path / "small"))
 
 
+def test_directories_of_adapters_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    model = parse({"models": [{"options": {"adapters": {"sql": "own", "json": "bundled"}}}]}).models[0]
+    assert model.options["adapters"] == {"sql": str(tmp_path / "own"), "json": "bundled"}
+    assert model.adapters == ("sql", "json")
+
+
 def test_autoscaling():
     model = parse({"models": [BUNDLED | {"autoscaling": {"min": 2, "max": 4}}]}).models[0]
     assert (model.least, model.autoscaling.max) == (2, 4)
@@ -56,6 +64,12 @@ def test_keys_are_lines_of_a_file(tmp_path):
         ({"models": [BUNDLED | {"options": {"slots": 0}}]}, "models[0].options.slots"),
         ({"models": [BUNDLED | {"options": []}]}, "models[0].options"),
         ({"models": [BUNDLED, BUNDLED]}, "models[1].name"),
+        ({"models": [BUNDLED | {"options": {"adapters": {"bundled": "x"}}}]}, "models[0].options.adapters"),
+        ({"models": [BUNDLED | {"options": {"adapters": ["x"]}}]}, "models[0].options.adapters"),
+        (
+            {"models": [{"name": name, "options": {"adapters": {"json": "bundled"}}} for name in "ab"]},
+            "models[1].options.adapters",
+        ),
         ({"models": [BUNDLED | {"replicas": 2, "autoscaling": {"min": 1, "max": 2}}]}, "models[0].replicas"),
         ({"models": [BUNDLED | {"autoscaling": {"min": 3, "max": 2}}]}, "models[0].autoscaling.min"),
         ({"models": [BUNDLED | {"autoscaling": {"minimum": 1}}]}, "models[0].autoscaling.minimum"),

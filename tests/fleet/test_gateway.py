@@ -51,10 +51,10 @@ class InOrder(Policy):
         return next(iter(loads))
 
 
-def backend(name: str, *addresses: Address, keys: tuple[str, ...] = ()) -> Backend:
+def backend(name: str, *addresses: Address, keys: tuple[str, ...] = (), adapters: tuple[str, ...] = ()) -> Backend:
     """Return a model whose replicas are tried in their order."""
     replicas = {each.replica: each for each in addresses}
-    return Backend(name, lambda: replicas, InOrder(kind="load"), keys)
+    return Backend(name, lambda: replicas, InOrder(kind="load"), keys, adapters)
 
 
 def address(running: Running, name: str = "one") -> Address:
@@ -85,7 +85,7 @@ def replica():
     from tridecode import Engine
 
     with (
-        Engine.load(slots=2, max_queue=1) as engine,
+        Engine.load(slots=2, max_queue=1, adapters={"json": "bundled"}) as engine,
         Running(engine, api_keys=("key",), max_queue=1, replica="label") as running,
     ):
         yield running
@@ -127,6 +127,17 @@ def test_models_and_unknown_models(replica):
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
         assert client.post("/v1/chat/completions", json={"messages": []}).json()["error"]["param"] == "model"
         assert client.get("/health").json() == {"status": "starting", "replicas": {"bundled": 1, "other": 0}}
+
+
+def test_adapters_are_models(replica):
+    with gateway(backend("bundled", address(replica), adapters=("json",)), backend("other")) as client:
+        cards = client.get("/v1/models").json()["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [
+            ("bundled", None), ("json", "bundled"), ("other", None),
+        ]  # fmt: skip
+        assert client.get("/v1/models/json").json()["root"] == "json"
+        answer = client.post("/v1/chat/completions", json=GREEDY | {"model": "json", "max_tokens": 60}).json()
+        assert answer["model"] == "json" and "answer" in json.loads(answer["choices"][0]["message"]["content"])
 
 
 def test_keys_of_the_fleet_and_of_a_model(replica):

@@ -224,10 +224,10 @@ def test_incomplete_body_times_out(engine):
 def test_failed_prompt_pass_ends_only_its_request(engine, monkeypatch):
     read = engine.prompts.read
 
-    def fails(chunks, tokens, decoding):
+    def fails(chunks, tokens, *rest):
         if tokens > 100:
             raise MemoryError
-        read(chunks, tokens, decoding)
+        read(chunks, tokens, *rest)
 
     monkeypatch.setattr(engine.prompts, "read", fails)
     with Running(engine) as running:

@@ -28,6 +28,7 @@ FUNCTIONS = {  # Command -> (module of this package, function).
     "precompile": ("precompile", "precompile"),
     "quantize": ("quantize", "quantize"),
     "convert": ("convert", "convert"),
+    "merge": ("merge", "merge"),
     "config": ("configuration", "show"),
     "bench": ("bench.run", "run"),
     "profile": ("profile.command", "run"),

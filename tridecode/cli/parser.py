@@ -92,6 +92,10 @@ CONVERT = """\
 Write a GGUF file as a Hugging Face checkpoint, which other programs can read: config.json, the weights in bfloat16, the
 tokenizer and the chat template. Values that are quantized in the file are rounded once; see docs/gguf.md.
 """
+MERGE = """\
+Write a checkpoint with a LoRA adapter merged into its weights. Other programs can read it, and it is as fast as the
+base model. To serve several adapters of one model at the same time, use --adapter of chat, generate and serve.
+"""
 TUNE = """\
 Search the launch configs with which a decode pass of one model is fastest on this GPU, by the time of the whole
 captured pass. Faster configs are written to a table in the user's cache directory, which every engine on this GPU reads
@@ -292,6 +296,13 @@ def make_parser() -> argparse.ArgumentParser:
     convert.add_argument("model", metavar="FILE", help="GGUF file, or owner/name:Q4_K_M on the Hugging Face hub")
     convert.add_argument("out", metavar="OUT", help="directory to write; it must be new or empty")
     convert.add_argument("--quiet", action="store_true", help="do not show a progress bar")
+    merge = add("merge", help="write a checkpoint that contains an adapter", description=MERGE)
+    merge.add_argument("model", metavar="MODEL", help=source)
+    merge.add_argument("out", metavar="OUT", help="directory to write; it must be new or empty")
+    about = "adapter: a directory that peft has saved, or a Hugging Face id"
+    merge.add_argument("--adapter", required=True, metavar="PATH", help=about)
+    merge.add_argument("--quiet", action="store_true", help="do not show a progress bar")
+    add_verbose(merge)
     add_verbose(quantize)
     configuration = Configuration()
     config = add("config", help="show the settings and their sources", description=CONFIG)

@@ -31,6 +31,11 @@ def serve(args, output: Output) -> int:
     if args.ssl_certfile:
         tls = Tls(args.ssl_certfile, args.ssl_keyfile)
         tls.check()
+    names = {name for name, _ in args.adapters or ()}
+    if args.adapter_root and not names and args.adapter_memory is None:
+        args.refuse("--adapter-root needs --adapter-memory GIB, the memory for adapters on the device")
+    if args.adapter_root and not Path(args.adapter_root).is_dir():
+        args.refuse(f"--adapter-root: there is no directory {args.adapter_root}")
     key = api_key(args.api_key_file, output)
     settings = Settings(
         model=args.served_model_name or public_name(args.model),
@@ -44,7 +49,10 @@ def serve(args, output: Output) -> int:
         allow_hosts=(*(args.allow_host or ()), args.host),
         max_connections=args.max_connections,
         timeout_keep_alive=args.timeout_keep_alive,
+        adapter_root=args.adapter_root,
     )
+    if settings.model in names:
+        args.refuse(f"--adapter {settings.model}: this is the name of the base model; choose another one")
     allow_files(settings.max_connections)
     bound = bind(args.host, args.port, settings.timeout)
     engine = load_model(args, args.model, args.max_seq_len, output)
@@ -66,6 +74,8 @@ def announce(output: Output, engine: Engine, settings, address: tuple, scheme: s
     host, port = address[:2]
     place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     output.note(f"serving {settings.model} at {place}/v1")
+    if engine.adapters:
+        output.note(f"with adapters as models: {', '.join(engine.adapters)}")
     local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)  # A browser cannot open an address that means all.
     output.note(f"open {f'{scheme}://{local}:{port}' if local else place} in a browser to chat")
     if not settings.api_keys and not ip_address(host).is_loopback:

@@ -131,15 +131,24 @@ class Model(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         directory = Path(self.model).resolve() if Path(self.model).is_dir() else None
-        derived = {
+        derived: dict[str, Any] = {
             "model": str(directory or self.model),  # Replicas have other working directories.
             "name": self.name or (directory.name if directory else model_name(self.model)),
             "gpus": self.gpus if self.gpus is not None else 0.0 if self.options.get("device") == "cpu" else 1.0,
         }
+        if adapters := self.options.get("adapters"):
+            paths = {name: Path(source) for name, source in adapters.items()}
+            own = {name: str(path.resolve()) if path.is_dir() else adapters[name] for name, path in paths.items()}
+            derived["options"] = {**self.options, "adapters": own}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         if self.autoscaling and self.replicas:
             raise conflict("replicas", ": autoscaling sets the number of replicas; leave one of them out")
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the model's adapters, which are models for clients."""
+        return tuple(self.options.get("adapters") or ())
 
     @property
     def least(self) -> int:
@@ -188,12 +197,12 @@ class Config(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = [model.name for model in self.models]
-        for number, (name, model) in enumerate(zip(names, self.models)):
+        names: dict[str, int] = {}  # Name for clients -> the number of the model.
+        for number, model in enumerate(self.models):
             place = f"models[{number}]"
-            if name in names[:number]:
-                first = names.index(name)
-                raise _inside(place, conflict("name", f": {name} is the name of models[{first}], too; choose another"))
+            for key, name in ("name", model.name), *(("options.adapters", each) for each in model.adapters):
+                if (first := names.setdefault(name, number)) != number or (key != "name" and name == model.name):
+                    raise _inside(place, conflict(key, f": {name} is the name of models[{first}], too; choose another"))
             if not model.api_key_file and not self.api_key_file and any(each.api_key_file for each in self.models):
                 why = " must be set, because other models have keys; set it here or for all models"
                 raise _inside(place, conflict("api_key_file", why))

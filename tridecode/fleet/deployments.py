@@ -49,7 +49,7 @@ class GatewayDeployment:
         for model in config.models:
             policy = Policy(routing.entries, routing.spread, routing.policy, several=config.gateways > 1)
             replicas = partial(replicas_of, deployment_name(model.name))
-            backends.append(Backend(model.name, replicas, policy, model.api_key_file))
+            backends.append(Backend(model.name, replicas, policy, model.api_key_file, model.adapters))
         self._serving: asyncio.Task[None] | None = None
         self._settings = Settings(
             model=config.models[0].name,

@@ -53,12 +53,14 @@ class Backend:
         replicas: returns the replicas that are ready, by name: the same object until they change.
         policy: chooses a replica.
         keys: API keys for this model.
+        adapters: names of its adapters, which requests may name as their model.
     """
 
     def __init__(
-        self, name: str, replicas: Callable[[], Mapping[str, Address]], policy: Policy, keys: tuple[str, ...] = ()
-    ):
-        self.name, self.policy, self.keys = name, policy, keys
+        self, name: str, replicas: Callable[[], Mapping[str, Address]], policy: Policy, keys: tuple[str, ...] = (),
+        adapters: tuple[str, ...] = (),
+    ):  # fmt: skip
+        self.name, self.policy, self.keys, self.adapters = name, policy, keys, adapters
         self.counts: Counter[str] = Counter()  # Event -> number: "retried", "broken".
         self._current, self._known = replicas, replicas()
         self._lost: dict[str, float] = {}  # Replica -> when it can be tried again.
@@ -116,6 +118,7 @@ class Gateway:
 
     def __init__(self, backends: list[Backend], settings: Settings, keys: tuple[str, ...] = (), join_ms: float = 0.0):
         self.backends = {backend.name: backend for backend in backends}
+        self._named = {name: each for each in backends for name in (each.name, *each.adapters)}
         self.join_seconds, self._keys, self._created = join_ms / 1000, keys, int(time.time())
         self.outcomes: Counter[str] = Counter()
         self.streams = 0  # Streams that run.
@@ -151,11 +154,11 @@ class Gateway:
 
     def _backend(self, name: Any, request: Request) -> Backend:
         """Return the model of a request. Raises ApiError if it does not exist, or if the key is for another one."""
-        known = f"this server has {', '.join(self.backends)}"
+        known = f"this server has {', '.join(self._named)}"
         if name is None and len(self.backends) > 1:
             raise bad_request(f"model is required: {known}", "model")
         name = next(iter(self.backends)) if name is None else name  # The replica decides whether it requires the name.
-        if not isinstance(name, str) or (backend := self.backends.get(name)) is None:
+        if not isinstance(name, str) or (backend := self._named.get(name)) is None:
             message = f"the model {json.dumps(name)[:102]} does not exist: {known}"
             raise ApiError(404, message, "model", "model_not_found")
         if backend.keys and not matches(request.scope, (*backend.keys, *self._keys)):
@@ -165,18 +168,20 @@ class Gateway:
     # ---- requests that the gateway answers
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card(backend) for backend in self.backends.values()]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._named]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        if name not in self.backends:
+        if name not in self._named:
             raise ApiError(404, f"the model {json.dumps(name[:100])} does not exist", "model", "model_not_found")
-        return JSONResponse(self._card(self.backends[name]))
+        return JSONResponse(self._card(name))
 
-    def _card(self, backend: Backend) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
+        backend = self._named[name]
         context = min((each.context for each in backend.replicas().values()), default=None)
-        facts = {"owned_by": "tridecode", "root": backend.name, "parent": None, "max_model_len": context}
-        return {"id": backend.name, "object": "model", "created": self._created} | facts
+        parent = None if name == backend.name else backend.name
+        facts = {"owned_by": "tridecode", "root": name, "parent": parent, "max_model_len": context}
+        return {"id": name, "object": "model", "created": self._created} | facts
 
     async def _paths(self, request: Request) -> Response:
         return JSONResponse({"paths": paths_of(request)})

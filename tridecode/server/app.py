@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..arguments import listed
 from ..engine import Engine
 from ..errors import TridecodeError
 from ..sampling import SamplingParams, random_seed
@@ -19,6 +20,7 @@ from ..text.fill import fill_ends, fill_prompt
 from ..text.prompt import Encoded
 from ..text.tokenizer import Tokenizer
 from ..version import __version__
+from .adapters import Adapters
 from .anthropic_api import CountRequest, MessagesRequest, MessagesSerializer
 from .asgi import make_app, paths_of
 from .bodies import Bodies
@@ -53,6 +55,7 @@ class Server:
         self.loop = Loop(engine, settings.max_queue, settings.keep_alive)
         self.bodies = Bodies(engine.capacity, self.loop.run_in_thread, settings.timeout)
         self.metrics = Metrics(engine, settings)
+        self.adapters = Adapters(engine, settings, self.loop, self.bodies)
         self._created = int(time.time())
         self.app = make_app(
             [
@@ -70,6 +73,7 @@ class Server:
                 Route("/health", self.health),
                 Route("/metrics", self.scrape),
                 Route("/version", self.version),
+                *self.adapters.routes(),
             ],
             settings,
             self.metrics.observe_outcome,
@@ -94,7 +98,7 @@ class Server:
 
     def _chat_plan(self, payload: ChatRequest) -> Plan:
         tools = openai_tools(payload.tools, payload.tool_choice, payload.parallel_tool_calls)
-        serializer = ChatSerializer(self.settings.model, self.tokenizer, **serializer_options(payload))
+        serializer = ChatSerializer(self._name(payload.model), self.tokenizer, **serializer_options(payload))
         messages, variables = chat_messages(payload.messages), payload.variables(self.tokenizer)
         return self._conversation(payload, serializer, messages, tools, variables)
 
@@ -198,7 +202,7 @@ class Server:
 
         return Plan(
             payload,
-            CompletionSerializer(self.settings.model, tokenizer, **serializer_options(payload)),
+            CompletionSerializer(self._name(payload.model), tokenizer, **serializer_options(payload)),
             lambda: [self.engine.prepare(text, None, payload.reading) for text in texts],
             params,
             choice,
@@ -232,17 +236,23 @@ class Server:
         return await self.bodies.read(request, lambda body: parse_body(body, body_type))
 
     def _check_model(self, model: str | None, required: bool = False) -> None:
-        if self.settings.any_model or model == self.settings.model or not (model or required):
+        names = [self.settings.model, *self.adapters.names()]
+        if self.settings.any_model or model in names or not (model or required):
             return
+        there = f"this server has {listed(names).replace(' or ', ' and ') if len(names) < 10 else names[0]}"
         if not model:
-            raise bad_request(f"model is required: this server has {self.settings.model}", "model")
-        message = f"the model {json.dumps(model[:100])} does not exist: this server has {self.settings.model}"
+            raise bad_request(f"model is required: {there}", "model")
+        message = f"the model {json.dumps(model[:100])} does not exist: {there}"
         raise ApiError(404, message, "model", "model_not_found")
+
+    def _name(self, model: str | None) -> str:
+        """Return the name of the model that answers a request: an adapter's, or the base model's."""
+        return self.adapters.adapter_of(model) or self.settings.model
 
     def _params(self, payload: Generation) -> list[SamplingParams]:
         """Return the sampling parameters of each of the n answers, with the seeds seed, seed + 1, ..."""
         try:
-            params = self.engine.default_params(**payload.sampling())
+            params = self.engine.default_params(**payload.sampling(), adapter=self.adapters.adapter_of(payload.model))
             if payload.n == 1:
                 return [params]
             first = random_seed(payload.n) if params.seed is None else params.seed
@@ -287,16 +297,19 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         """Handle GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        names = [self.settings.model, *self.adapters.names()]
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """Handle GET /v1/models/NAME."""
-        self._check_model(request.path_params["model"])
-        return JSONResponse(self._card())
+        name = request.path_params["model"]
+        self._check_model(name)
+        return JSONResponse(self._card(self._name(name)))
 
-    def _card(self) -> dict:
-        name = self.settings.model
-        facts = {"owned_by": "tridecode", "root": name, "parent": None, "max_model_len": self.engine.capacity}
+    def _card(self, name: str) -> dict:
+        """Return the description of the base model or of an adapter, whose parent is the base model."""
+        parent = None if name == self.settings.model else self.settings.model
+        facts = {"owned_by": "tridecode", "root": name, "parent": parent, "max_model_len": self.engine.capacity}
         return {"id": name, "object": "model", "created": self._created} | facts
 
     async def health(self, request: Request) -> Response:

@@ -60,6 +60,8 @@ class Metrics:
         self._labels = {"model_name": settings.model} | ({"replica": settings.replica} if settings.replica else {})
         # Prometheus computes rates from the first sample, so each outcome starts at zero.
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        # Adapter -> requests that ended, and their output tokens. "" is the base model.
+        self._adapters: dict[str, tuple[int, int]] = {"": (0, 0)}
         self._prompt = self._reused = self._sampled = self._drafted = self._accepted = 0
         self._first_token, self._inter_token = Histogram(FIRST_TOKEN_BOUNDS), Histogram(INTER_TOKEN_BOUNDS)
         self._request = Histogram(REQUEST_BOUNDS)
@@ -88,9 +90,11 @@ class Metrics:
             if tokens:
                 self._inter_token.observe((now - last) / tokens, tokens)
 
-    def observe_usages(self, usages: Iterable[Usage]) -> None:
+    def observe_usages(self, usages: Iterable[Usage], adapter: str | None = None) -> None:
         """Count the usage of requests that have ended. Requests that were canceled have no usage."""
         for usage in usages:
+            requests, tokens = self._adapters.get(adapter or "", (0, 0))
+            self._adapters[adapter or ""] = requests + 1, tokens + usage.completion_tokens
             self._prompt += usage.prompt_tokens
             self._reused += usage.reused_tokens
             self._drafted += usage.drafted
@@ -106,7 +110,7 @@ class Metrics:
 
     def collect(self):
         """Yield the metrics; prometheus-client calls this for each scrape."""
-        load = self._engine.scheduler.load()
+        load, adapters = self._engine.scheduler.load(), self._engine.adapter_load()
         gauges = {
             "num_requests_running": ("requests that have a slot", load.requests - load.waiting),
             "num_requests_waiting": ("requests that wait for a slot", load.waiting),
@@ -120,6 +124,9 @@ class Metrics:
             "kv_pages_free": ("unused K/V pages", load.free_pages),
             "snapshots": ("snapshots of recurrent state", load.snapshots),
             "snapshot_bytes": ("bytes of these snapshots", load.snapshots * self._engine.plan.snapshot_bytes),
+            "adapters": ("loaded adapters", len(self._engine.adapters)),
+            "adapters_on_device": ("adapters on the device", adapters.on_device),
+            "adapter_places": ("maximum number of adapters on the device", adapters.size),
         }
         counters = {
             "num_preemptions": ("requests that were preempted and restarted", load.preemptions),
@@ -127,6 +134,7 @@ class Metrics:
             "prefix_cache_queries": ("prompt tokens that were looked up in the prefix cache", self._prompt),
             "prefix_cache_hits": ("prompt tokens whose K/V were in the prefix cache", self._reused),
             "snapshot_hits": ("requests that resumed from a snapshot", load.snapshot_hits),
+            "adapter_loads": ("copies of adapters to the device", adapters.loads),
             "generation_tokens": ("sampled tokens", self._sampled),
             "spec_decode_num_draft_tokens": ("draft tokens of requests that ended", self._drafted),
             "spec_decode_num_accepted_tokens": ("accepted draft tokens of requests that ended", self._accepted),
@@ -151,6 +159,17 @@ class Metrics:
             family.add_metric([*values, outcome], count)
         yield family
         yield from self._passes()
+        yield from self._by_adapter()
+
+    def _by_adapter(self):
+        labels, values = [*self._labels, "adapter"], [*self._labels.values()]
+        requests = CounterMetricFamily("tridecode:adapter_requests", "requests that ended, by adapter", labels=labels)
+        tokens = CounterMetricFamily("tridecode:adapter_generation_tokens", "tokens of these answers", labels=labels)
+        for adapter, (ended, sampled) in sorted(self._adapters.items()):
+            requests.add_metric([*values, adapter], ended)
+            tokens.add_metric([*values, adapter], sampled)
+        yield requests
+        yield tokens
 
     def _passes(self):
         names, values = [*self._labels], [*self._labels.values()]

@@ -37,6 +37,7 @@ class Settings:
         api_keys: requests must send one of these keys. Without keys, all requests are accepted.
         cors: origins of web pages that may send requests.
         log_prompts: whether the log contains prompts.
+        adapter_root: the directory from which clients may load adapters, or None if they may not load any.
         replica: label of the metrics of a replica behind a gateway, which also sets the identifiers of requests.
     """
 
@@ -52,4 +53,5 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
     log_prompts: bool = False
+    adapter_root: str | None = None
     replica: str = ""
