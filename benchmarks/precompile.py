@@ -23,16 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmarks.suite import SUITES, lines_of, parse
-from tridecode.checkpoint.gguf.schemes import with_file_type
-from tridecode.cli.bench.batch import cases_of
+from tridecode.cli.bench.batch import adapters_of, room_of
 from tridecode.cli.bench.decode import capacity_of
-from tridecode.cli.bench.measure import reserved_positions
+from tridecode.cli.bench.measure import preset_plan
 from tridecode.cli.precompile import planned_kernels
 from tridecode.errors import counted
 from tridecode.kernels.device import GPUS, simulated
-from tridecode.models.presets import GGUF_TYPES, PRESETS
-from tridecode.options import EngineOptions
-from tridecode.plan.resolve import resolve
+from tridecode.models.presets import GGUF_TYPES
 from tridecode.step.compiler import OfflineDriver
 
 KERNELS: list = []  # The list is filled before the processes are forked.
@@ -41,14 +38,14 @@ KERNELS: list = []  # The list is filled before the processes are forked.
 def engines_of(suite: str) -> list[tuple]:
     """Return the engine of each row of a suite that has one.
 
-    An engine is (preset, positions of a request, slots, positions of all requests or None, quantize or gguf).
+    An engine is (preset, positions of a request, slots, positions of all requests or None, quantize or gguf), and with
+    adapters also their number and rank.
     """
     engines = []
     for args, _ in map(parse, lines_of(suite)):
         quantize = getattr(args, "gguf", None) or getattr(args, "quantize", None)
         if args.what == "batch":
-            room = [[reserved_positions(context, args.steps) for context in contexts] for _, contexts in cases_of(args)]
-            engines.append((args.preset, max(map(max, room)), max(map(len, room)), max(map(sum, room)), quantize))
+            engines.append((args.preset, *room_of(args), quantize, *adapters_of(args).values()))
         elif args.what in ("decode", "stream"):
             engines.append((args.preset, capacity_of(args), 1, None, quantize))
         elif args.what == "prefill":
@@ -63,15 +60,18 @@ def engine_of(words: str) -> tuple:
     return preset, capacity, slots, kv_tokens, quantize
 
 
-def kernels_of(preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None) -> list:
-    """Return the kernels that an engine compiles at load. `quantize` is also a type of `--gguf`."""
-    spec = PRESETS[preset]
-    if quantize in GGUF_TYPES:
-        spec, quantize = with_file_type(spec, quantize), None
-    options = EngineOptions(
-        max_seq_len=capacity, slots=slots, kv_tokens=kv_tokens, quantize=quantize, dtype="bfloat16", speculate="off"
-    )
-    return planned_kernels(resolve(options, spec, torch.device("cuda")))
+def kernels_of(
+    preset: str, capacity: int, slots: int, kv_tokens: int | None, quantize: str | None, *adapters: int
+) -> list:
+    """Return the kernels that an engine compiles at load.
+
+    Args:
+        quantize: also a type of `--gguf`
+        adapters: number and rank of the adapters
+    """
+    gguf, quantize = (quantize, None) if quantize in GGUF_TYPES else (None, quantize)
+    options = {"max_seq_len": capacity, "slots": slots, "kv_tokens": kv_tokens, "quantize": quantize}
+    return planned_kernels(preset_plan(preset, torch.device("cuda"), gguf, *adapters, **options))
 
 
 def compile_one(index: int) -> None:

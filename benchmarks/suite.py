@@ -44,6 +44,12 @@ SUITES = {
         batch --preset qwen3-0.6b --rows 1,2,4,8,16,32,64 --context 64
         batch --preset qwen3-0.6b --rows 8 --context 64 --sampling all
     """,
+    "adapters": """
+        batch --preset qwen3-4b --rows 1,8,32,64 --context 64 --random-adapters 1,16,64
+        batch --preset qwen3-4b --rows 1 --context 64 --random-adapters 1 --rank 64
+        batch --preset llama-3.1-8b --rows 1,8,32,64 --context 64 --random-adapters 1
+        batch --preset llama-3.1-8b --rows 1 --context 64 --random-adapters 1 --rank 64
+    """,
     "few-bits": """
         batch --preset qwen3-0.6b --quantize fp8 --rows 1,8,16,32,64 --context 64 --runs 5
         batch --preset qwen3-0.6b --quantize int4 --rows 1,8,16,32,64 --context 64 --runs 5

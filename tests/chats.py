@@ -21,7 +21,7 @@ class Script:
     """An engine with scripted answers: lists of texts, exceptions, or pairs of texts and finish_reason."""
 
     name, capacity, notes, backend, graph = "script", 100, (), "triton", "full"
-    plan = SimpleNamespace(ngram=None)
+    plan, adapters = SimpleNamespace(ngram=None), {}
     device, config = SimpleNamespace(type="cpu"), SimpleNamespace(max_position=100)
     tokenizer = SimpleNamespace(
         encode=lambda text, context=None: list(text),

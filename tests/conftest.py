@@ -40,23 +40,22 @@ if not torch.cuda.is_available():
 
 # Files that take more than about two seconds. All others are the tests of `pytest -m quick`.
 SLOW = """
-    blocks/test_blocks blocks/test_declarations checkpoint/test_bundled checkpoint/test_checkpoint
-    checkpoint/test_files checkpoint/test_gguf_models checkpoint/test_host_layers checkpoint/test_hub
-    checkpoint/test_methods cli/test_bench
-    cli/test_bench_agents
-    cli/test_bench_serve cli/test_cli cli/test_configuration cli/test_failed_turns
-    cli/test_keyboard cli/test_looks cli/test_markdown cli/test_overflow cli/test_remote_chat cli/test_sessions
-    cli/test_signals cli/test_terminal cli/test_waiting cli/test_windows kernels/attention/test_attention
-    kernels/attention/test_attention_queries kernels/attention/test_fp8_kv
-    kernels/attention/test_prompt_attention kernels/linear/test_matmul kernels/linear/test_matvec
-    kernels/linear/test_packed kernels/sampling/test_greedy kernels/sampling/test_sample
-    kernels/test_prefill_ops plan/test_model_switch plan/test_threads serve/test_batch_slots serve/test_requests
-    serve/test_scheduler serve/test_streams server/test_page server/test_page_markdown
-    server/test_server server/test_server_life server/test_tool_calls
-    state/test_offload step/test_batch_invariant step/test_compile step/test_long_prompts step/test_rows
-    step/test_runners step/test_speculation step/test_step test_agents test_bad_input test_documents
-    text/test_encoder text/test_gguf_tokenizer text/test_ready text/test_sandbox text/test_structured
-    text/test_templates text/test_text text/test_thinking text/test_tokenizer
+    blocks/test_blocks blocks/test_declarations checkpoint/test_adapter_files checkpoint/test_bundled
+    checkpoint/test_checkpoint checkpoint/test_files checkpoint/test_gguf_models checkpoint/test_host_layers
+    checkpoint/test_hub checkpoint/test_methods cli/test_adapter_options cli/test_bench cli/test_bench_agents
+    cli/test_bench_serve cli/test_cli cli/test_configuration cli/test_failed_turns cli/test_keyboard cli/test_looks
+    cli/test_markdown cli/test_overflow cli/test_remote_chat cli/test_sessions cli/test_signals cli/test_terminal
+    cli/test_waiting cli/test_windows fleet/test_fleet fleet/test_gateway kernels/attention/test_attention
+    kernels/attention/test_attention_queries kernels/attention/test_fp8_kv kernels/attention/test_prompt_attention
+    kernels/linear/test_adapter_kernels kernels/linear/test_matmul kernels/linear/test_matvec
+    kernels/linear/test_packed kernels/sampling/test_greedy kernels/sampling/test_sample kernels/test_prefill_ops
+    plan/test_model_switch plan/test_threads serve/test_adapter_requests serve/test_batch_slots serve/test_requests
+    serve/test_scheduler serve/test_streams server/test_adapter_models server/test_page server/test_page_markdown
+    server/test_server server/test_server_life server/test_tool_calls state/test_offload step/test_adapter_passes
+    step/test_batch_invariant step/test_compile step/test_long_prompts step/test_rows step/test_runners
+    step/test_speculation step/test_step test_agents test_bad_input test_documents text/test_encoder
+    text/test_gguf_tokenizer text/test_ready text/test_sandbox text/test_structured text/test_templates
+    text/test_text text/test_thinking text/test_tokenizer
 """.split()
 
 

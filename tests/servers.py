@@ -12,7 +12,7 @@ import uvicorn
 
 from tridecode import Engine
 from tridecode.server.app import Server
-from tridecode.server.run import bind, config
+from tridecode.server.listen import bind, config
 from tridecode.server.settings import Settings
 
 CHAT = [{"role": "user", "content": "What is 17 + 25?"}]

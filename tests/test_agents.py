@@ -566,7 +566,7 @@ def test_request_id_in_client_and_log(claude, client, caplog):
 
 
 def test_x_api_key_header_is_accepted():
-    with Engine.load(device="cpu") as engine, Running(engine, any_model=True, api_key="secret") as running:
+    with Engine.load(device="cpu") as engine, Running(engine, any_model=True, api_keys=("secret",)) as running:
         good = anthropic.Anthropic(base_url=running.url, api_key="secret", max_retries=0)
         assert good.messages.count_tokens(model="m", messages=CHAT).input_tokens == 18
         bad = anthropic.Anthropic(base_url=running.url, api_key="wrong", max_retries=0)

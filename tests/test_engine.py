@@ -76,7 +76,7 @@ def test_generation_ends_at_the_context(engine):
 def test_interrupt_in_prefill_leaves_the_engine_consistent(engine, monkeypatch):
     expected = engine.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
 
-    def interrupted(chunks, tokens, decoding):
+    def interrupted(chunks, tokens, *rest):
         prefill(engine.model, 0, 2, chunks[0].slot)
         raise KeyboardInterrupt
 

@@ -70,6 +70,7 @@ ROOMS |= {name: BASE for name in BASE}
 ENGINE = {"options", "plan", "serve", "step", "state", "checkpoint", "text", "blocks", "tuning"}
 ROOMS["engine"] = ENGINE
 ROOMS["server"] = {"engine", "options", "serve", "text", "plan"}
+ROOMS["fleet"] = {"server", "engine", "options", "checkpoint"}
 
 
 def room(module: str) -> str:

@@ -310,6 +310,7 @@ class Option:
         defaults: name of a command, or of an option that is set -> the default that then replaces `default`.
         default_text: the default in words.
         metavar: placeholder of the value in the help.
+        singular: the name of the flag if it is not that of the field, because the flag sets one value of several.
         repeated: the command line collects several values in a list.
         from_file: the command line takes the name of a file that contains the value.
         exclusive: name of a set of options; only one of them may be set.
@@ -330,6 +331,7 @@ class Option:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     default_text: str = ""
     metavar: str | None = None
+    singular: str = ""
     repeated: bool = False
     from_file: bool = False
     exclusive: str = ""
@@ -341,7 +343,7 @@ class Option:
     def flag(self) -> str:
         """The flag on the command line: --name, or --no-name for a flag that is on by default."""
         negative = isinstance(self.constraint, Flag) and self.default is True
-        return f"--{'no-' if negative else ''}{self.name.replace('_', '-')}"
+        return f"--{'no-' if negative else ''}{(self.singular or self.name).replace('_', '-')}"
 
     @property
     def flag_help(self) -> str:

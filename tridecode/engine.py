@@ -13,14 +13,16 @@ from weakref import WeakValueDictionary
 import torch
 
 from .arguments import Flag, Integer, Text, function, mapping, shown
+from .blocks.adapter import Adapter
 from .blocks.spec import ModelSpec
 from .blocks.weights import Weights
+from .checkpoint.adapters import load_adapter
 from .checkpoint.hub import fetch_weights, resolve_model
 from .checkpoint.load import load_config, load_weights
 from .checkpoint.names import model_name
 from .errors import CheckpointError, GenerationError, ParameterError, PromptError, conflict, counted
 from .layout import MAX_STOP_IDS, NGRAM
-from .options import EngineOptions
+from .options import ADAPTER, EngineOptions
 from .plan import threads
 from .plan.device import find_device
 from .plan.graphs import GraphPlan
@@ -32,6 +34,7 @@ from .serve.driver import Driver
 from .serve.policy import Policy
 from .serve.request import Request, checked_stop_ids, scoring
 from .serve.scheduler import Scheduler
+from .state.adapters import AdapterLoad
 from .step.costs import measure_costs
 from .step.dispatch import Dispatcher, GraphStat
 from .step.graphs import make_passes
@@ -116,9 +119,12 @@ class Engine:
             if callers > 1:
                 grammars.start()
             cores = threads.FreeCores()
+            adapters = [load_adapter(*each, plan.spec, plan.dtype) for each in (plan.options.adapters or {}).items()]
             weights = load_weights(path, plan.spec, device, plan.dtype, progress, plan.host_layers)
             name = model_name(model)
             engine = cls.build(plan, weights, tokenizer, name, compiling=compiling, grammars=grammars)
+            for adapter in adapters:
+                engine._add_adapter(adapter)
             engine.threads = threads.choose(plan.memory.weights, cores) if device.type == "cpu" else None
             if callers > 1:
                 engine.warm_up()
@@ -169,6 +175,7 @@ class Engine:
             self._grammars.wait()  # Compilation of grammars holds the GIL, which would change the measured costs.
             self.steps.costs = measure_costs(self.steps, scheduler.slots)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
+        self._adapters: dict[str, Adapter] = {}
         _engines[id(self)] = self
 
     def warm_up(self) -> None:
@@ -308,6 +315,76 @@ class Engine:
         limits = self.config.vocab_size, self.capacity, self.config.max_position
         return prompt_ids(prompt, variables, self.tokenizer, *limits, reading)
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The loaded adapters by name."""
+        return dict(self._adapters)
+
+    def adapter_load(self) -> AdapterLoad:
+        """Return the number of adapters on the device, the maximum, and the number of copies to it."""
+        residents = self.scheduler.slots.adapters
+        return AdapterLoad(0, 0, 0) if residents is None else residents.load()
+
+    def load_adapter(self, name: str, path: str | Path) -> Adapter:
+        """Load a LoRA adapter while requests run. Later requests select it by its name.
+
+        It is kept in host memory. When a request needs it, it is copied to the device; if that is full, it replaces the
+        least recently used adapter there.
+
+        Args:
+            path: a directory that the peft library has saved, or a Hugging Face id.
+
+        Raises:
+            CheckpointError: the adapter is malformed, is of an unsupported kind, or does not fit the model.
+            ParameterError: the name is in use, or the engine has no memory for adapters.
+        """
+        ADAPTER.check("adapter", name)
+        self._check_new_adapter(name)
+        adapter = load_adapter(name, path, self.config, self.plan.dtype)
+        if adapter.rank > self.plan.adapters.max_rank:
+            message = f"{path}: the adapter has rank {adapter.rank}, and max_rank is {self.plan.adapters.max_rank}"
+            raise CheckpointError(f"{message}; load the engine with max_rank {adapter.rank}")
+        self._add_adapter(adapter)
+        return adapter
+
+    def _check_new_adapter(self, name: str) -> None:
+        """Raise ParameterError if no adapter of this name can be added."""
+        if self._open().pool is None:
+            raise conflict("adapter", ": the engine has no memory for adapters; load it with adapter_memory")
+        if name in self._adapters:
+            raise conflict("adapter", f": {name} is loaded already; unload it first")
+
+    def _add_adapter(self, adapter: Adapter) -> None:
+        """Make an adapter available to requests, and copy it to the device if that has an empty place."""
+
+        def prefetch(scheduler: Scheduler) -> None:
+            self._check_new_adapter(adapter.name)
+            self._adapters[adapter.name] = adapter
+            scheduler.slots.prefetch_adapter(adapter)
+
+        self._driver.exclusively(prefetch)
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter. Requests that were submitted before still use it.
+
+        Raises:
+            ParameterError: there is no adapter of this name.
+        """
+
+        def remove(scheduler: Scheduler) -> None:
+            adapter = self._adapter(name)
+            del self._adapters[name]
+            scheduler.slots.forget_adapter(adapter)
+
+        self._driver.exclusively(remove)
+
+    def _adapter(self, name: str) -> Adapter:
+        """Return a loaded adapter. Raises ParameterError."""
+        if (adapter := self._adapters.get(name)) is None:
+            known = f"the loaded ones are {', '.join(self._adapters)}" if self._adapters else "none is loaded"
+            raise ParameterError(f"adapter: there is no adapter {shown(name)}; {known}", "adapter", "choice")
+        return adapter
+
     def submit(
         self,
         prompt: Prompt,
@@ -317,10 +394,12 @@ class Engine:
         template_variables: dict[str, Any] | None = None,
         cache_salt: str = "",
         reader: Callable[[], Reader] | None = None,
+        adapter: str | None = None,
     ) -> Request:
         """Add a request to the queue, from any thread. See Request, and `stream` for the other arguments.
 
         Args:
+            adapter: the name of a LoRA adapter, in place of that of `params`.
             cache_salt: the request shares K/V only with requests that have the same salt.
             reader: returns a new reader, which searches the answer for the stop strings, such as in the text after the
                 thinking only. The output chunks then contain the whole text, with a stop string.
@@ -328,7 +407,7 @@ class Engine:
         Raises:
             PromptError, ParameterError, QueueFull, EngineClosed.
         """
-        request = self._request(prompt, params, reuse_prefix, template_variables, cache_salt)
+        request = self._request(prompt, params, reuse_prefix, template_variables, cache_salt, adapter)
         request.reader = reader
         return self._driver.submit(request)
 
@@ -378,10 +457,13 @@ class Engine:
         reuse_prefix: bool,
         template_variables: dict[str, Any] | None,
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> Request:
         started = time.perf_counter()
         self._open()
         params = self._params(params)
+        name = params.adapter if adapter is None else ADAPTER.check("adapter", adapter)
+        own_adapter = None if name is None else self._adapter(name)
         FLAG.check("reuse_prefix", reuse_prefix)
         try:
             tokens, chat, _ = self.prepare(prompt, template_variables)
@@ -398,7 +480,8 @@ class Engine:
             params = replace(params, seed=random_seed())
         limit = min(len(tokens) + (params.max_tokens or self.capacity), self.capacity + 1)
         own = tokens[:]  # The request needs a copy, because several requests may use the same encoded prompt.
-        return Request(own, params, stop_ids, limit, started, not chat, reuse_prefix, salt, grammar)
+        key = salt if own_adapter is None else (own_adapter.serial, salt)  # K/V depend on the adapter.
+        return Request(own, params, stop_ids, limit, started, not chat, reuse_prefix, key, grammar, own_adapter)
 
     def generate(
         self,
@@ -469,13 +552,15 @@ class Engine:
             raise GenerationError("score was cancelled before it computed all logits")
         return logits
 
-    def submit_score(self, prompt: Prompt, logprobs: int) -> Request:
-        """Submit a request that only scores its prompt.
+    def submit_score(self, prompt: Prompt, logprobs: int, adapter: str | None = None) -> Request:
+        """Submit a request that only scores its prompt, with an adapter if one is named.
 
         Its chunks contain the logprob of each prompt token after the first, and the `logprobs` most likely tokens at
         each position. The last chunk has those for the token that would follow the prompt.
         """
-        return self._driver.submit(scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs))
+        own_adapter = None if adapter is None else self._adapter(adapter)
+        request = scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs, adapter=own_adapter)
+        return self._driver.submit(request)
 
     def synchronize(self) -> None:
         """Wait until all enqueued passes have run."""
@@ -530,4 +615,5 @@ def model_of(plan: EnginePlan, weights: Weights, configs: Mapping[int, PassConfi
         plan.chunk, batch_invariant=plan.options.batch_invariant, offload=plan.offload,
         speculate=plan.ngram is not None, ngram=plan.ngram or NGRAM,
         torch_prompt_attention=plan.graphs.torch_prompt_attention, snapshots=plan.snapshots,
+        adapters=plan.adapters.count, max_rank=plan.adapters.max_rank,
     )  # fmt: skip

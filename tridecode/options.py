@@ -4,7 +4,8 @@ The command line, config.toml, environment variables, `tridecode config`, shell 
 generated from the fields below. This module must not import torch, so that `--help` is fast.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from .arguments import (
     Integer,
     Number,
     Pair,
+    Rejected,
     Several,
     Text,
     check_fields,
@@ -41,6 +43,58 @@ NO_PROMPT_GRAPHS = ("none", "full_decode_only"), ': no prompt pass is captured w
 SIZES = Several(Integer(1), "ascending integers from {0.each.low:,} to {0.each.high:,}, like 1, 2, 4", ascending=True)
 SLOTS = replace(SIZES, each=Integer(1, MAX_SLOTS))
 DEVICE = Text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:[0-9]{1,4})?")
+MAX_RANK = 256  # Largest rank of an adapter.
+DEFAULT_RANK = 16  # Default of max_rank without adapters.
+ADAPTER = Text("a name of letters, digits and ._:/-, at most 100, like sql", r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}")
+
+
+@dataclass(frozen=True)
+class AdapterItem(Constraint):
+    """The name of an adapter and its source, NAME=PATH on the command line."""
+
+    expects = "NAME=PATH, like sql=./sql-adapter"
+
+    def accept(self, value: Any) -> tuple[str, str]:
+        """Return the pair of name and source. Raises Rejected."""
+        if not isinstance(value, tuple):
+            raise Rejected("type")
+        ((name, source),) = Adapters().accept([value]).items()
+        return name, source
+
+    def read(self, text: str) -> tuple[str, str] | str:
+        """Return the pair of a text such as sql=./sql-adapter, or the text itself."""
+        name, equals, source = text.partition("=")
+        return (name.strip(), source) if equals else text
+
+
+@dataclass(frozen=True)
+class Adapters(Constraint):
+    """A mapping of names of adapters to directories or Hugging Face ids."""
+
+    expects = "a mapping of names to directories or Hugging Face ids"
+
+    @property
+    def item(self) -> Constraint:
+        """The constraint of one pair of name and source."""
+        return AdapterItem()
+
+    def accept(self, value: Any) -> dict[str, str]:
+        """Return a dict from name to source. Raises Rejected for wrong types and names, and for a repeated name."""
+        try:
+            pairs = [*(value or {}).items()] if isinstance(value, Mapping | None) else [*value]
+            adapters = dict(pairs)
+        except (TypeError, ValueError):
+            raise Rejected("type") from None
+        if not all(isinstance(pair, tuple) for pair in pairs):
+            raise Rejected("type")
+        if len(adapters) < len(pairs):
+            raise Rejected("range", "every name must be different", [name for name, _ in pairs])
+        for name, source in adapters.items():
+            if not isinstance(name, str) or not re.fullmatch(ADAPTER.pattern, name):
+                raise Rejected("type", f"every name must be {ADAPTER.expected}", name)
+            if not str(source).strip() or isinstance(source, bool | int | float | list | dict | None):
+                raise Rejected("type", f"{name} must have a directory or a Hugging Face id", source)
+        return {name: str(source) for name, source in adapters.items()}
 
 
 def _option(group: str, default: Any, constraint: Constraint, help: str, **more: Any) -> Any:
@@ -96,6 +150,14 @@ class EngineOptions:
         "recurrent state, from which later requests with the same prefix resume; see docs/sharing.md", metavar="GIB",
         default_text="an eighth of the free memory, at most 32 snapshots for each slot",
         excludes={"prefix_sharing": ((False,), ": no prefixes are shared; leave it out")})
+    adapters: Mapping[str, str] | None = _option("adapters", None, Adapters(), "LoRA adapter that requests select by "
+        "its name. PATH is a directory that peft has saved, or a Hugging Face id; repeatable; see docs/adapters.md",
+        metavar="NAME=PATH", singular="adapter", repeated=True, default_text="none", brief="LoRA adapter; repeatable")
+    adapter_memory: float | None = _option("adapters", None, Number(1e-4, 1e6), "GiB on the device for adapters; if "
+        "it holds fewer than are loaded, the least recently used ones leave it", metavar="GIB",
+        default_text="room for the adapters of --adapter")
+    max_rank: int | None = _option("adapters", None, Integer(1, MAX_RANK), "largest rank of an adapter", metavar="N",
+        default_text=f"that of the adapters of --adapter, or {DEFAULT_RANK}")
     graph: str = _option("graphs", "full", Choice(GRAPHS),
         "how passes are captured as CUDA graphs (docs/graphs.md)",
         aliases={"--no-prompt-graphs": ("full_decode_only", "the same as --graph full_decode_only")})

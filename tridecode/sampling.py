@@ -160,6 +160,8 @@ class SamplingParams:
     logprobs: int | None = _option(None, Integer(0, MAX_LOGPROBS), "report the logprob of each token and of the N most "
         "likely ones; on the command line with --json", metavar="N", commands=("generate",), unsaved=("generate",),
         default_text="none")
+    adapter: str | None = option(None, NON_EMPTY, "the name of a LoRA adapter that the engine has loaded; see "
+        "docs/adapters.md", default_text="none")
     json_schema: Mapping[str, Any] | str | None = _format(Schema(), "the answer is JSON that this schema allows; on "
         "the command line a file, or the schema itself if it begins with {",
         metavar="FILE",

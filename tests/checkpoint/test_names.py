@@ -178,7 +178,7 @@ def test_file_of_a_checkpoint_names_its_directory(copy):
 ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-4B"})
 CONTENTS = {
     # file: (content, words)
-    "adapter_config.json": (ADAPTER, ["a LoRA adapter of 'Qwen/Qwen3-4B'", "not supported yet", "merge_and_unload"]),
+    "adapter_config.json": (ADAPTER, ["a LoRA adapter of 'Qwen/Qwen3-4B'", "--adapter NAME=PATH"]),
     "pytorch_model-00001-of-00002.bin": ("", ["save_pretrained"]),
     "consolidated.00.pth": ("", ["Hugging Face's format"]),
     "consolidated.safetensors": ("", ["Mistral's own format"]),

@@ -165,6 +165,32 @@ def test_batch_has_a_row_for_each_number_of_requests_at_each_context(bench):
     assert rows[1]["bytes_per_step"] - rows[0]["bytes_per_step"] == 2 * 21 * kv
 
 
+def test_rows_with_adapters_are_compared_with_the_pass_without(capsys, monkeypatch):
+    def make(args, *sizes, adapters=0, rank=16):
+        engine = engine_of(*sizes, adapter_memory=0.01, max_rank=rank)
+        assert len(engine.model.pool) >= adapters == 3
+        engine.model.pool.fill(rank)
+        return engine
+
+    bench = bench_on_tiny_engines(capsys, monkeypatch, "batch", make=make)
+    argv = "batch --rows 1,4 --context 20 --steps 2 --runs 2 --rank 8 --random-adapters 1,3"
+    code, out, _ = bench(*argv.split())
+    rows = json.loads(out.split("\n")[-2])["rows"]
+    found = [(row["rows"], row["adapters"], row["rank"]) for row in rows]
+    assert code == 0 and found == [(1, 1, 8), (4, 1, 8), (4, 3, 8)]
+    # A pass reads A and B of qkv, o, gate_up and down of each adapter in two layers.
+    numbers = 8 * (3 * 96 + 512 + 256 + 96 + 2 * 96 + 320 + 160 + 96)
+    assert rows[2]["bytes_per_step"] - rows[1]["bytes_per_step"] == 2 * 2 * numbers * DTYPE.itemsize
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["us_per_step"] / row["plain_us"], 1e-3)
+        assert row["ratio_of_bytes"] > 1
+        assert make_parser().parse_args(row["command"].split()[2:]).random_adapters == (row["adapters"],)
+    engine = bench.made[0]
+    engine.synchronize()
+    assert sorted(engine.model.pool.slots.tolist()) == [1, 1, 2, 3]
+    assert {(stat.kind, stat.rows) for stat in engine.graph_stats()} >= {("greedy+adapters", 4), ("greedy", 4)}
+
+
 def test_a_mix_of_contexts_names_its_rows(bench):
     code, out, _ = bench("batch", "--context", "90+5x2", "--steps", "2", "--runs", "1")
     row = json.loads(out.split("\n")[-2])

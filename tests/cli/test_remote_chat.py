@@ -115,7 +115,7 @@ def test_too_long_turn(run_chat, served):
 
 
 def test_api_key(piped, tmp_path, monkeypatch):
-    with Engine.load(device="cpu") as engine, Running(engine, api_key="right") as running:
+    with Engine.load(device="cpu") as engine, Running(engine, api_keys=("right",)) as running:
         ask = lambda *argv: piped(QUESTION, "--url", running.url, "--temperature", 0, *argv)  # noqa: E731
         monkeypatch.delenv("TRIDECODE_API_KEY", raising=False)
         code, _, err = ask()

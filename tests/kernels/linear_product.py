@@ -7,7 +7,7 @@ from util import BF16_ROUNDING, CUDA, DEVICE, assert_close, meta_rows, norm_weig
 
 from tridecode import layout
 from tridecode.kernels.linear.packed import Packed, QuantizedWeight
-from tridecode.kernels.linear.project import AddResidual, Gated, Normed, Plain, project_ref
+from tridecode.kernels.linear.project import AddResidual, Gated, Normed, Plain, adapted_ref
 from tridecode.kernels.linear.registry import LINEAR_KERNELS
 from tridecode.kernels.linear.split_sums import make_buffers
 from tridecode.kernels.linear.weight import LoadedLinear
@@ -131,7 +131,12 @@ class Product:
         stopped: rows that are not active.
         strided: whether SPARE columns separate the rows of every buffer.
         partials: number of partial sums of squares that the norm reads.
+
+    Attributes:
+        adapters: the LinearAdapters of a launch, or None.
     """
+
+    adapters = None
 
     def __init__(
         self, epilogue, linear, rows, dtype=torch.bfloat16, short=None, stopped=(1,), strided=False, partials=5
@@ -174,7 +179,8 @@ class Product:
             "gated": Gated(*norm),
             "residual": AddResidual(self.norm, normed, sumsq),
         }[self.epilogue]
-        return self.meta, self.x, self.linear, out, epilogue, self.scratch
+        adapters = () if self.adapters is None else (self.adapters,)
+        return self.meta, self.x, self.linear, out, epilogue, self.scratch, *adapters
 
     def enqueue(self, config, pdl=PDL):
         kernel_of(config).op.launch(*self.arguments(*self.outputs), config=config, pdl=pdl)
@@ -196,7 +202,7 @@ class Product:
         expected = [self.buffer(self.n) for _ in range(3)]
         if self.epilogue == "residual":
             expected[0].copy_(self.hidden)
-        project_ref(*self.arguments(*expected))
+        adapted_ref(*self.arguments(*expected))
         gated = self.epilogue == "gated"
         assert_close(out[runs].float(), expected[0][runs], rounded if gated else tolerance, "out")
         if self.epilogue == "residual":

@@ -296,10 +296,10 @@ def test_request_with_nan_fails_alone(small, run_alone):
 def test_prompt_without_memory_fails_alone(small, run_alone, monkeypatch):
     read = small.prompts.read
 
-    def full(chunks, tokens, decoding):
+    def full(chunks, tokens, *rest):
         if any(chunk.end == 17 for chunk in chunks):
             raise RuntimeError("CUDA out of memory")
-        read(chunks, tokens, decoding)
+        read(chunks, tokens, *rest)
 
     monkeypatch.setattr(small.prompts, "read", full)
     good = small.submit(prompt_of(0, 20), params_of("greedy", 20))
@@ -318,10 +318,10 @@ def test_failed_request_yields_its_earlier_tokens(run_alone, monkeypatch):
     engine = engine_of(slots=2, page=16, pages=7)
     read, got = engine.prompts.read, []
 
-    def full(chunks, tokens, decoding):
+    def full(chunks, tokens, *rest):
         if engine.scheduler.preemptions:
             raise RuntimeError("CUDA out of memory")
-        read(chunks, tokens, decoding)
+        read(chunks, tokens, *rest)
 
     monkeypatch.setattr(engine.prompts, "read", full)
     requests = [engine.submit(prompt_of(base, 30), params_of("greedy", 60), reuse_prefix=False) for base in range(2)]
@@ -387,9 +387,9 @@ def reader():
         engine, log = engine_of(slots=slots, page=16, chunk_tokens=chunk), []
         read = engine.prompts.read
 
-        def logged(chunks, tokens, decoding):
+        def logged(chunks, tokens, decoding, *rest):
             log.append((tuple(chunks), tokens, decoding))
-            read(chunks, tokens, decoding)
+            read(chunks, tokens, decoding, *rest)
 
         engine.prompts.read = logged
         return engine, log

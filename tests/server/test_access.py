@@ -39,7 +39,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def locked(engine):
-    with Running(engine, api_key=RIGHT) as locked:
+    with Running(engine, api_keys=(RIGHT,)) as locked:
         yield locked
 
 

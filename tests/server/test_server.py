@@ -516,7 +516,7 @@ def test_unexpected_error_has_each_apis_form_and_is_counted(served, monkeypatch,
 
 
 def test_key_protects_all_paths_but_health(served):
-    with Running(served.engine, api_key="s3cret-ü") as locked:
+    with Running(served.engine, api_keys=("s3cret-ü",)) as locked:
         assert locked.get("/health").status_code == 200
         for path in ("/v1/models", "/metrics", "/version", "/nothing"):
             assert locked.get(path).status_code == 401
@@ -529,7 +529,7 @@ def test_key_protects_all_paths_but_health(served):
 
 def test_cors_allows_only_listed_origins(served):
     asks = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
-    with Running(served.engine, api_key="k", cors=("https://chat.example",)) as open_to:
+    with Running(served.engine, api_keys=("k",), cors=("https://chat.example",)) as open_to:
         for running, allowed in ((served, None), (open_to, "https://chat.example")):
             got = running.client()._client.options(f"{running.url}/v1/chat/completions", headers=asks)
             assert got.headers.get("access-control-allow-origin") == allowed

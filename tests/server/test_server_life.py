@@ -224,10 +224,10 @@ def test_incomplete_body_times_out(engine):
 def test_failed_prompt_pass_ends_only_its_request(engine, monkeypatch):
     read = engine.prompts.read
 
-    def fails(chunks, tokens, decoding):
+    def fails(chunks, tokens, *rest):
         if tokens > 100:
             raise MemoryError
-        read(chunks, tokens, decoding)
+        read(chunks, tokens, *rest)
 
     monkeypatch.setattr(engine.prompts, "read", fails)
     with Running(engine) as running:
@@ -585,10 +585,10 @@ def test_engine_failure_exits_with_code_3():
     code = (
         "import sys, threading, httpx\n"
         "from tridecode import Engine\n"
-        "from tridecode.server import run\n"
+        "from tridecode.server import listen, run\n"
         "from tridecode.server.settings import Settings\n"
         "run.FAILURE_GRACE = 1.0\n"
-        "engine, bound = Engine.load(device='cpu', slots=2), run.bind('127.0.0.1', 0)\n"
+        "engine, bound = Engine.load(device='cpu', slots=2), listen.bind('127.0.0.1', 0)\n"
         "engine.steps.replay = lambda *args: 1 / 0\n"
         "url = f'http://127.0.0.1:{bound.getsockname()[1]}'\n"
         "def ask():\n"

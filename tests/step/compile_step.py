@@ -54,6 +54,7 @@ from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.registry import kernel_named
 from tridecode.kernels.take_residual import take_residual
 from tridecode.models.presets import PRESETS
+from tridecode.state.adapters import make_adapters
 from tridecode.state.kv import PAGE, make_kv_cache
 from tridecode.state.offload import Offload
 from tridecode.state.records import make_records
@@ -93,10 +94,12 @@ LARGE = {  # Kernels that may exceed SHARED, because the kernels that run at the
 # up to four numbers that are used at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to
 # eight 16-bit numbers in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in
 # _delta_chunks_kernel. Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with
-# 62 to 100 registers. In a pass with drafts delta_decode stores up to 14 numbers.
+# 62 to 100 registers. In a pass with drafts delta_decode stores up to 14 numbers. With adapters, _matvec_kernel and
+# _matmul_wide_kernel store up to two numbers.
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
     "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56, "_matmul_tiles_kernel": 8,
+    "_matvec_kernel": 8, "_matmul_wide_kernel": 8,
 }  # fmt: skip
 # Spilled bytes of a matmul whose register limit lets two programs share a multiprocessor: up to 24 on Hopper for
 # rows of 8,192 columns or more, and 8 on compute capability 12.0.
@@ -258,6 +261,13 @@ def meta_model(name: str, gpu: Device, capacity: int = 4096) -> DecodeModel:
     )
 
 
+def with_adapters(model: DecodeModel, max_rank: int = 64) -> DecodeModel:
+    """Return the model for passes with adapters."""
+    pool = make_adapters(model.spec, model.device, model.weights.dtype, 4, max_rank, 64, 64, 2048)
+    configs = choose_configs(model.spec, model.weights, model.gpu, adapters=True)
+    return replace(model, pool=pool, adapter_configs=configs, adapting=True)
+
+
 def recorded(run: Callable[[], None]) -> dict[tuple, Launch]:
     """Return every distinct launch of `run`."""
     launches: dict[tuple, Launch] = {}
@@ -335,6 +345,7 @@ def run_all(name: str, gpu: Device) -> None:
             decode.decode_pass(launcher(model), alike.for_rows(rows), "greedy")
     run_prompts(model, decoding=64)
     finish(launcher(model), model.for_rows(1), "greedy")
+    run_adapters(with_adapters(model))
     # These launches come next if the last layer runs for all tokens, and not only for those that are sampled.
     ws, prompt = model.for_rows(1).workspace, model.prompt
     take_residual(ws.meta, prompt.hidden, prompt.delta, model.weights.final_norm, ws.hidden, ws.normed, ws.sumsq)
@@ -346,6 +357,20 @@ def run_all(name: str, gpu: Device) -> None:
     offloaded = replace(model, kv=kv, weights=weights)
     decode.decode_pass(launch_ours, offloaded.for_rows(1), "greedy")
     read(prompt_run(model), offloaded, 132, decoding=64)
+
+
+def run_adapters(model: DecodeModel) -> None:
+    """Run passes with adapters, also in batch-invariant mode."""
+    for rows in ROWS:
+        decode.decode_pass(launcher(model), model.for_rows(rows), "greedy")
+    read(prompt_run(model), model, 132, decoding=64)
+    read(prompt_run(model), model, 68)
+    finish(launcher(model), model.for_rows(8), "greedy")
+    if model.gpu.capability == HOPPER:
+        alike = choose_configs(model.spec, model.weights, model.gpu, batch_invariant=True, adapters=True)
+        alike = replace(model, configs_by_rows=alike, adapter_configs=alike, fixed_chunk=256)
+        for rows in ROWS:
+            decode.decode_pass(launcher(model), alike.for_rows(rows), "greedy")
 
 
 def wide(model: DecodeModel) -> PassConfigs:

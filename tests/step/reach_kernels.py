@@ -4,6 +4,8 @@ It plans engines for absent GPUs, and lists all their decode passes, and prompt 
 it prints the number of kernels that are compiled at load, and the names of the kernels that are missing.
 """
 
+from itertools import product
+
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -28,6 +30,7 @@ ENGINES = [
     ("h200", "qwen3-4b", {"slots": 64, "quantize": "int4", "kv_dtype": "fp8"}),
     ("h100", "qwen3-0.6b", {"slots": 8, "batch_invariant": True}),
     ("rtx-4090", "qwen3-0.6b", {"slots": 4}),
+    ("h200", "qwen3-0.6b", {"slots": 32, "adapter_memory": 1.0, "max_rank": 64}),
 ]
 
 
@@ -45,7 +48,7 @@ def main() -> None:
             steps = [decode_list(model, batch) for batch in batches]
             steps += [finish_list(model, batch) for batch in batches if batch.tokens == 1 and not model.fixed_chunk]
             lengths = sorted({*range(1, plan.chunk, 37), *graphs.prompt_sizes, plan.chunk})
-            reads = [PromptDescriptor(length, rows) for length in lengths for rows in decoding_rows(model)]
+            reads = [PromptDescriptor(*read) for read in product(lengths, decoding_rows(model), model.adapter_forms)]
             needed = kernels_of(steps, forked(model, launcher(model)), META)
             needed += kernels_of(
                 [read_list(model, read) for read in reads], prompt_run(model, graphs.prompt_attention), META

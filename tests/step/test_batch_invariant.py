@@ -214,7 +214,7 @@ def test_position_always_has_the_same_row(monkeypatch):
     long = prompt_of(0, CHUNK + PAGE + 3)
     run(engine, [(long, "greedy", 20), (long[: PAGE + 2], "greedy", 20)], [4, 0])
     engine.generate(long[: CHUNK + PAGE + 2], params_of("greedy"))
-    assert [(chunks, tokens, decoding) for chunks, tokens, decoding in log] == [
+    assert [args[:3] for args in log] == [
         ([Chunk(0, 0, CHUNK, 0)], CHUNK, 0),
         ([Chunk(0, 0, PAGE + 2, CHUNK)], PAGE + 2, 0),
         ([Chunk(1, PAGE % CHUNK, 1, PAGE)], 1, 0),

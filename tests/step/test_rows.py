@@ -209,7 +209,7 @@ def test_dispatch_pads_to_the_next_size_and_counts():
     dispatcher = Dispatcher("full", (1, 4))
     for rows, mode, padded in ((1, "full", 1), (3, "full", 4), (3, "full", 4), (5, "none", 5)):
         planned, batch = dispatcher.plan("greedy", rows)
-        dispatcher.count("greedy", rows, False, 1, batch, planned)
+        dispatcher.count(rows, batch, planned)
         assert (planned, batch.rows) == (mode, padded)
     rows = [(s.rows, s.padded, s.padding, s.mode, s.count) for s in dispatcher.stats()]
     assert rows == [(1, 1, 0, "full", 1), (3, 4, 1, "full", 2), (5, 5, 0, "none", 1)]

@@ -185,11 +185,11 @@ def test_buffers_that_moved_are_reported_before_a_pass():
 def test_prompt_sizes_are_captured_from_the_largest_and_up_to_a_limit():
     engine = engine_of("full", slots=1)
     prompts = engine.prompts
-    assert not prompts.seconds and prompts.capture_next() and [*prompts.seconds] == [(32, 0)]
+    assert not prompts.seconds and prompts.capture_next() and [*prompts.seconds] == [(32, 0, False)]
     prompts.capture_all(8)
-    assert [*prompts.seconds] == [(32, 0), (8, 0)] and not prompts.capture_next()
+    assert [*prompts.seconds] == [(32, 0, False), (8, 0, False)] and not prompts.capture_next()
     prompts = engine_of("full").prompts
-    assert [*prompts.seconds] == [(32, 0), (32, 3), (8, 0), (8, 3)] and not prompts.capture_next()
+    assert [key[:2] for key in prompts.seconds] == [(32, 0), (32, 3), (8, 0), (8, 3)] and not prompts.capture_next()
     assert [prompts.decoding(rows) for rows in (0, 1, 3)] == [0, 3, 3]
     assert prompts.tokens_within(1.0, 0, 100) == 32 and prompts.tokens_within(1e-9, 0, 100) == 8
     assert not engine_of("full_decode_only").prompts.seconds
@@ -204,7 +204,7 @@ def test_one_slot_captures_a_prompt_size_at_its_second_use(caplog):
     reads = [(s.rows, s.padded, s.mode, s.count) for s in engine.graph_stats() if s.kind == "prompt"]
     launched, captured = [(5, 5, "none", 1), (20, 20, "none", 1)], [(20, 32, "full", 1), (25, 32, "full", 1)]
     assert reads == [*launched, *captured, (40, 40, "none", 2)]
-    assert [*engine.prompts.seconds] == [(32, 0)]
+    assert [*engine.prompts.seconds] == [(32, 0, False)]
     assert "captured a pass of 32 prompt tokens and 0 decoding rows (full) in " in caplog.text
     assert "a pass of 32 prompt tokens and 0 decoding rows takes 1.00 ms without attention" in caplog.text
 
@@ -213,7 +213,7 @@ def test_fixed_chunks_end_in_decode_passes():
     build = dict(slots=2, sizes=(2,), prompts=(64,), chunk_tokens=64, batch_invariant=True, page=None)
     plain, engine = engine_of(**build), engine_of("full", **build)
     found = [each.generate(ids(100), GREEDY, reuse_prefix=False).token_ids for each in (plain, engine)]
-    assert found[0] == found[1] and [*engine.prompts.seconds] == [(64, 0)]
+    assert found[0] == found[1] and [*engine.prompts.seconds] == [(64, 0, False)]
     reads = [(s.rows, s.padded, s.mode, s.count) for s in engine.graph_stats() if s.kind == "prompt"]
     assert reads == [(35, 64, "full", 1), (64, 64, "full", 1)]
 

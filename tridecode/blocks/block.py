@@ -12,7 +12,10 @@ from ..kernels.delta.arguments import DraftRows, RecordLayer
 from ..kernels.delta.delta_chunks import DeltaChunksConfig
 from ..kernels.delta.delta_decode import DeltaConfig
 from ..kernels.delta.prompt_tables import PromptTables
-from ..kernels.linear.project import NAMES, AddResidual, Epilogue, LinearKernel
+from ..kernels.linear.adapters import LinearAdapters
+from ..kernels.linear.expand import EXPAND
+from ..kernels.linear.project import NAMES, AddResidual, Epilogue, LinearKernel, Plain
+from ..kernels.linear.shrink import SHRINK, ShrinkConfig
 from ..kernels.linear.weight import LoadedLinear
 from ..kernels.op import Op
 from .declarations import Buffer, Linear, Pages, Recurrent, Weight
@@ -92,6 +95,13 @@ class AttentionPlan(NamedTuple):
     writes_first: bool = False
 
 
+class AdaptedLinear(NamedTuple):
+    """The adapters of a linear in a pass, and the launch config of `shrink`."""
+
+    adapters: LinearAdapters
+    config: ShrinkConfig
+
+
 class Chosen(Protocol):
     """A kernel for a linear and its launch config (tuning/configs.py: Choice)."""
 
@@ -129,6 +139,10 @@ class PassState(Protocol):
 
     def choice(self, linear: LoadedLinear, epilogue: str) -> Chosen:
         """Return the kernel and launch config for a linear and an epilogue."""
+        ...
+
+    def adapters(self, layer: LoadedLayer, name: str) -> AdaptedLinear | None:
+        """Return the adapters of a linear. None in a pass without adapters."""
         ...
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
@@ -259,6 +273,11 @@ class Block:
     # set this to False.
     cuts_prompt: ClassVar[bool] = False
 
+    @property
+    def reordered(self) -> bool:
+        """Whether rows or columns of the linears have another order than in a Hugging Face checkpoint."""
+        return False
+
     def inner(self) -> tuple["Block", ...]:
         """Return the blocks that this block calls. It declares their linears, weights and states as its own."""
         return ()
@@ -310,10 +329,21 @@ class Block:
 def project(
     run: Run, state: PassState, layer: LoadedLayer, name: str, x: torch.Tensor, out: torch.Tensor, epilogue: Epilogue
 ) -> None:
-    """Multiply x by the layer's linear `name`, into out."""
+    """Multiply x by the layer's linear `name`, into out. In a pass with adapters, add those of the rows."""
     linear = layer.linears[name]
     choice = state.choice(linear, NAMES[type(epilogue)])
-    run(name, choice.kernel.op, state.meta, x, linear, out, epilogue, state.scratch, config=choice.config)
+    arguments: tuple[object, ...] = (state.meta, x, linear, out, epilogue, state.scratch)
+    adapted = state.adapters(layer, name)
+    if adapted is None:
+        run(name, choice.kernel.op, *arguments, config=choice.config)
+        return
+    run(f"{name}_shrink", SHRINK, x, adapted.adapters, config=adapted.config)
+    if choice.kernel.adapts(choice.config):
+        run(name, choice.kernel.op, *arguments, adapted.adapters, config=choice.config)
+    else:
+        assert isinstance(epilogue, Plain), f"{choice.kernel.name} cannot add adapters before its epilogue"
+        run(name, choice.kernel.op, *arguments, config=choice.config)
+        run(f"{name}_expand", EXPAND, out, adapted.adapters)
 
 
 def add_residual(

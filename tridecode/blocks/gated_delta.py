@@ -37,6 +37,11 @@ class GatedDelta(Block):
     tiled: bool = False
 
     @property
+    def reordered(self) -> bool:
+        """Whether the V heads have another order than in a Hugging Face checkpoint."""
+        return self.tiled
+
+    @property
     def sizes(self) -> DeltaHeads:
         """The sizes as kernels take them."""
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim

@@ -6,7 +6,7 @@ from ..arguments import shown
 from ..models.reader import read_json
 from .names import repository
 
-UNSUPPORTED = "which is not supported yet; merge it into its base model with peft's merge_and_unload, and save that"
+NOT_A_MODEL = "which is not a whole model; give its base model with --model, and it with --adapter NAME=PATH"
 # Pattern of a file -> the text of the message.
 _KINDS = {
     "*.gguf": "it holds several GGUF models; give the file of one",
@@ -36,7 +36,7 @@ def advice(path: Path, otherwise: str) -> str:
         CheckpointError: a file cannot be read.
     """
     if lora := adapter(path):
-        return f"it holds {lora}, {UNSUPPORTED}"
+        return f"it holds {lora}, {NOT_A_MODEL}"
     for pattern, text in _KINDS.items():
         if any(path.glob(pattern)):
             return text

@@ -11,7 +11,7 @@ from ..models.files import open_regular, read_file
 from ..models.gguf import is_gguf, part_names
 from ..models.reader import read_json
 from .config import read_config
-from .contents import UNSUPPORTED, adapter
+from .contents import NOT_A_MODEL, adapter
 from .names import BUNDLED, Repository, not_a_name, quantization, repository
 
 SINGLE = "model.safetensors"
@@ -27,6 +27,7 @@ SMALL_FILES = (
     "chat_template.jinja",
     "adapter_config.json",
 )
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _LONGEST_NAME = 255  # Maximum bytes of a file name on common file systems.
 
 
@@ -81,6 +82,33 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
     if weights:
         fetch_weights(model, small)
     return small
+
+
+def resolve_adapter(path: str | Path) -> Path:
+    """Return the directory of a LoRA adapter. A Hugging Face id is downloaded. "bundled" is in the package.
+
+    Raises:
+        CheckpointError: there is no such adapter.
+    """
+    if not isinstance(path, (str, Path)) or not str(path).strip():
+        raise ParameterError(
+            f"an adapter must be a directory or a Hugging Face id, got {shown(path)}", "adapters", "type"
+        )
+    if str(path) == BUNDLED.name:
+        return BUNDLED / "json-adapter"
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise CheckpointError(f"{path}: is a file; give the directory that holds {ADAPTER_FILES[0]}")
+    if (repo := repository(path)) is None or repo.gguf:
+        raise CheckpointError(
+            f"{path}: no such directory, and not a Hugging Face id; check the spelling of the adapter"
+        )
+    folder = _snapshot(repo, list(ADAPTER_FILES), repo.revision)
+    if missing := next((name for name in ADAPTER_FILES if not (folder / name).is_file()), None):
+        raise CheckpointError(f"{repo}: has no {missing}; give an adapter that peft has saved")
+    return folder
 
 
 def _snapshot_of(path: Path) -> Path:
@@ -238,7 +266,7 @@ def _require(repo: Repository, path: Path, name: str) -> None:
     if "gguf" in repo.id.lower():
         fix = f"give one of its GGUF files, like {repo.id}:Q4_K_M"
     elif lora := adapter(path):
-        fix = f"it holds {lora}, {UNSUPPORTED}"
+        fix = f"it holds {lora}, {NOT_A_MODEL}"
     raise CheckpointError(f"{repo}: the repository has no {name}; {fix}")
 
 

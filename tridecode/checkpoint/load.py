@@ -108,7 +108,7 @@ def load_weights(
         if skipped:
             log.info("%s: tensors that are not used: %s", path, ", ".join(skipped))
     if lora := adapter(path):
-        log.warning("%s: also holds %s, which is not used: adapters are not supported yet", path, lora)
+        log.warning("%s: also holds %s, which is not used without --adapter NAME=%s", path, lora, path)
     total = sum(info.nbytes for info in tensors.values())
 
     def scale_dtype(name: str) -> torch.dtype:

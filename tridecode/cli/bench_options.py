@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..arguments import Choice, Constraint, Flag, Integer, Number, Option, Rejected, Several
 from ..models.presets import GGUF_TYPES, PRESETS
-from ..options import GRAPHS, MAX_SLOTS, OPTIONS
+from ..options import DEFAULT_RANK, GRAPHS, MAX_RANK, MAX_SLOTS, OPTIONS
 from .command_line import Parser
 from .options import ANY, Url
 
@@ -177,6 +177,11 @@ BENCH_OPTIONS = (
         default_text="as the run needs"),
     _option("sampling", "greedy", Choice(("greedy", "temperature", "all")), "kind of sampling; 'all' enables every "
         "filter", "decode", "batch", "stream"),
+    _option("random_adapters", None, Several(Integer(1, 1024)), "numbers of random adapters that the rows use in turn; "
+        "the table has a line for each, and compares it with the pass without adapters", "batch", metavar="N,N",
+        excludes={"model": ((), " cannot be used with --model; use --preset")}),
+    _option("rank", None, Integer(1, MAX_RANK), "rank of the random adapters", "batch", metavar="R",
+        default_text=str(DEFAULT_RANK), needs=("random_adapters", " needs --random-adapters")),
     _option("ablate", False, Flag(), "also time the pass without workspace, without graph and without dependent launch",
         "decode"),
     _option("host", (1.0, 0.5, 0.0), Several(Number(0, 1)), "shares of the K/V in host memory; the table has lines for "

@@ -157,8 +157,8 @@ def converted(option: Option, value, place: str):
             raise ParameterError(f"{place}: expected true or false, got {as_json(value)}")
         return value
     if option.repeated:
-        if isinstance(value, dict) and option.name == "logit_bias":
-            value = [f"{key}={bias}" for key, bias in value.items()]
+        if isinstance(value, dict) and option.name in ("logit_bias", "adapters"):
+            value = [f"{key}={each}" for key, each in value.items()]
         return [one(option, each, place) for each in (value if isinstance(value, list) else [value])]
     if isinstance(value, list) and not any(isinstance(each, list | dict) for each in value):
         value = ",".join(map(str, value))
@@ -196,8 +196,8 @@ def toml(option: Option, value) -> str:
     if isinstance(option.constraint, Pair):
         value = ":".join(map(str, value))
     if isinstance(value, tuple | list):
-        if value and isinstance(value[0], tuple):  # The option is logit_bias.
-            return "{" + ", ".join(f"{key} = {bias}" for key, bias in value) + "}"
+        if value and isinstance(value[0], tuple):  # The option is logit_bias or adapters.
+            return "{" + ", ".join(f"{json.dumps(key)} = {json.dumps(each)}" for key, each in value) + "}"
         value = list(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")  # TOML requires this escape.
 

@@ -10,13 +10,14 @@ from .terminal import one_line
 LOADING = ("model", *OPTIONS)  # Arguments of Engine.load that are options of the command line.
 
 
-def explain(error: Exception, arguments: Iterable[str] = ()) -> str:
+def explain(error: Exception, arguments: Iterable[str] | None = ()) -> str:
     """Return one line about any error. For an error of the program it mentions --verbose.
 
     arguments: Python arguments that were set by options, in addition to LOADING. The line names these options instead.
+        None if all arguments are keys of a file.
     """
     if isinstance(error, TridecodeError):
-        return one_line(with_options(str(error), (*LOADING, *arguments)))
+        return one_line(str(error) if arguments is None else with_options(str(error), (*LOADING, *arguments)))
     if type(error).__name__ == "OutOfMemoryError":  # Torch raises this error on a GPU.
         return "out of memory; choose a smaller --max-seq-len or model"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):

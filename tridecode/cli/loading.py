@@ -19,6 +19,9 @@ from .explain import LOADING, with_options
 from .options import engine_options, sampling_overrides
 from .terminal import Output
 
+# Options for another model than that of the command line, whose adapters do not fit it.
+WITHOUT_ADAPTERS = {"adapters": None, "adapter_memory": None, "max_rank": None}
+
 
 def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
     """Load the model with a progress bar, show the engine's notes, and return engine and sampling parameters."""
@@ -27,13 +30,20 @@ def load_engine(args, output: Output) -> tuple[Engine, SamplingParams]:
     engine = load_model(args, args.model, args.max_seq_len, output)
     if args.command == "chat" or args.verbose:
         show_defaults(engine, overrides, output)
-    return engine, engine.default_params(**overrides)
+    return engine, engine.default_params(**overrides, adapter=first_adapter(engine))
 
 
-def load_model(args, model: str | Path | None, max_seq_len: int | None, output: Output) -> Engine:
-    """Load `model` (None: bundled) with the engine's options of the command line."""
+def first_adapter(engine: Engine) -> str | None:
+    """Return the name of the adapter that answers use, unless the user selects another one."""
+    return next(iter(engine.adapters), None)
+
+
+def load_model(
+    args, model: str | Path | None, max_seq_len: int | None, output: Output, adapters: bool = True
+) -> Engine:
+    """Load `model` (None: bundled) with the engine's options of the command line, with or without its adapters."""
     with output.loading() as progress:
-        options = engine_options(args) | {"max_seq_len": max_seq_len}
+        options = engine_options(args) | {"max_seq_len": max_seq_len} | ({} if adapters else WITHOUT_ADAPTERS)
         callers = None if args.command == "serve" else 1  # All other commands submit requests from one thread.
         engine = Engine.load(model, progress=progress.weights, compiling=progress.kernels, callers=callers, **options)
     for note in engine.notes:
@@ -98,7 +108,7 @@ class Loader:
 
     def _plan(self, path: Path) -> EnginePlan:
         spec = load_config(path)
-        options = EngineOptions(**engine_options(self._args) | {"max_seq_len": self._limit(spec)})
+        options = EngineOptions(**engine_options(self._args) | {"max_seq_len": self._limit(spec)} | WITHOUT_ADAPTERS)
         return resolve(options, spec, find_device(options))
 
     def _limit(self, spec: ModelSpec) -> int | None:
@@ -106,7 +116,8 @@ class Loader:
 
     def _load(self, model: str | None, path: Path) -> Engine:
         # The path is already resolved. The name is for display.
-        engine = load_model(self._args, path, self._limit(load_config(path)), self._output)
+        limit, own = self._limit(load_config(path)), model == self._args.model
+        engine = load_model(self._args, path, limit, self._output, own)
         engine.name = model_name(model)
         return engine
 

@@ -20,6 +20,7 @@ FUNCTIONS = {  # Command -> (module of this package, function).
     "chat": ("chat.command", "chat"),
     "generate": ("generate.command", "generate"),
     "serve": ("serve", "serve"),
+    "fleet": ("fleet", "fleet"),
     "sessions": ("sessions", "run"),
     "models": ("models", "run"),
     "info": ("info", "info"),
@@ -27,6 +28,7 @@ FUNCTIONS = {  # Command -> (module of this package, function).
     "precompile": ("precompile", "precompile"),
     "quantize": ("quantize", "quantize"),
     "convert": ("convert", "convert"),
+    "merge": ("merge", "merge"),
     "config": ("configuration", "show"),
     "bench": ("bench.run", "run"),
     "profile": ("profile.command", "run"),
@@ -85,7 +87,8 @@ def guarded(argv: list[str] | None) -> int:
     except Exception as error:
         if args is not None and args.verbose:
             logging.getLogger("tridecode").exception("%s failed", args.command)
-        why = explain(error, [name for name in (*SAMPLING, "n") if hasattr(args, name)])
+        in_file = args is not None and args.command == "fleet"
+        why = explain(error, None if in_file else [name for name in (*SAMPLING, "n") if hasattr(args, name)])
         for name, origin in getattr(args, "origins", {}).items():
             why += f" ({option(name)} is set by {origin})" if re.match(rf"{option(name)}\b", why) else ""
         if isinstance(error, DeviceError) and args is not None and args.command in NEED_GPU:

@@ -151,6 +151,9 @@ OTHERS = (
     _option("allow_host", None, HOST, "host name that requests may use, in addition to those of this machine, or *; "
             "repeatable; a server with a key accepts all", "serve", group="server", metavar="NAME", repeated=True,
             default_text="none", brief="host name that requests may use"),
+    _option("adapter_root", None, ANY, "directory below which clients may load adapters with POST "
+            "/v1/load_lora_adapter; without it they may load none", "serve", group="server", metavar="DIR",
+            default_text="none"),
     _option("log_prompts", False, Flag(), "also log prompts; answers are never logged", "serve", group="server"),
     _once("graph_stats", False, Flag(), "at the end, print a table of the passes by rows and mode to stderr",
           "chat", "generate", group="output"),

@@ -65,6 +65,11 @@ After Ctrl-C or SIGTERM, running requests may finish within the grace time; a se
 SERVE_CODES = """\
 Exit codes: 0 stopped, 1 error, 2 wrong options, 3 the engine failed, 130 or 143 stopped at once.
 """
+FLEET = """\
+Serve models on several GPUs and machines with Ray Serve: CONFIG is a YAML file, or --model and --replicas describe one
+model. Requests go to the replica that holds their prefix. docs/fleet.md describes the file.
+After Ctrl-C or SIGTERM, running requests may finish within the grace time.
+"""
 INFO = """\
 Show the model, the memory plan, the GPU, versions, and how the engine would run. Weights are neither loaded nor, for a
 Hugging Face id, downloaded.
@@ -86,6 +91,10 @@ best of a few candidates. The format is compressed-tensors, which transformers a
 CONVERT = """\
 Write a GGUF file as a Hugging Face checkpoint, which other programs can read: config.json, the weights in bfloat16, the
 tokenizer and the chat template. Values that are quantized in the file are rounded once; see docs/gguf.md.
+"""
+MERGE = """\
+Write a checkpoint with a LoRA adapter merged into its weights. Other programs can read it, and it is as fast as the
+base model. To serve several adapters of one model at the same time, use --adapter of chat, generate and serve.
 """
 TUNE = """\
 Search the launch configs with which a decode pass of one model is fastest on this GPU, by the time of the whole
@@ -264,6 +273,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("generate", help="answer one prompt, or a file of prompts", description=GENERATE, epilog=GENERATE_CODES)
     about = "serve a model over HTTP with OpenAI's and Anthropic's APIs"
     add("serve", help=about, description=SERVE, epilog=SERVE_CODES)
+    about = "serve models on several GPUs and machines"
+    fleet_options(add("fleet", help=about, description=FLEET))
     about = "list, download and remove models of the Hugging Face cache"
     model_options(add("models", help=about, description=MODEL_CACHE))
     about = "list, show, rename, delete and export saved conversations"
@@ -285,6 +296,13 @@ def make_parser() -> argparse.ArgumentParser:
     convert.add_argument("model", metavar="FILE", help="GGUF file, or owner/name:Q4_K_M on the Hugging Face hub")
     convert.add_argument("out", metavar="OUT", help="directory to write; it must be new or empty")
     convert.add_argument("--quiet", action="store_true", help="do not show a progress bar")
+    merge = add("merge", help="write a checkpoint that contains an adapter", description=MERGE)
+    merge.add_argument("model", metavar="MODEL", help=source)
+    merge.add_argument("out", metavar="OUT", help="directory to write; it must be new or empty")
+    about = "adapter: a directory that peft has saved, or a Hugging Face id"
+    merge.add_argument("--adapter", required=True, metavar="PATH", help=about)
+    merge.add_argument("--quiet", action="store_true", help="do not show a progress bar")
+    add_verbose(merge)
     add_verbose(quantize)
     configuration = Configuration()
     config = add("config", help="show the settings and their sources", description=CONFIG)
@@ -326,6 +344,22 @@ def model_options(models) -> None:
     words = "remove models from the cache; if one does not exist, an error names it and none is removed"
     remove = actions.add_parser("remove", aliases=["rm", "delete"], help=words)
     remove.add_argument("names", nargs="+", metavar="ID", help=about)
+
+
+def fleet_options(fleet) -> None:
+    """Add the arguments of `fleet`."""
+    fleet.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file that describes the fleet")
+    fleet.add_argument("--model", metavar="DIR_OR_ID", help="model, without CONFIG (default: bundled)")
+    fleet.add_argument("--replicas", type=int, metavar="N", help="number of replicas, without CONFIG (default: 1)")
+    fleet.add_argument("--gpus", type=float, metavar="N", help="GPUs of a replica, without CONFIG: 1 or 0 (default: 1)")
+    fleet.add_argument("--host", metavar="HOST", help="address to listen on (default: the file's, or 127.0.0.1)")
+    fleet.add_argument("--port", type=int, metavar="N", help="port to listen on (default: the file's, or 8000)")
+    about = "address of a Ray cluster (default: the file's, RAY_ADDRESS, the cluster of this machine, or a new one)"
+    fleet.add_argument("--address", metavar="HOST:PORT", help=about)
+    about = "update the fleet that runs on the cluster to this configuration, and exit"
+    fleet.add_argument("--update", action="store_true", help=about)
+    fleet.set_defaults(refuse=fleet.error)
+    add_verbose(fleet)
 
 
 def session_options(sessions) -> None:

@@ -1,8 +1,6 @@
 """`tridecode serve`: the HTTP server."""
 
 import gc
-import logging
-import sys
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -13,13 +11,12 @@ from .api_key import VARIABLE, api_key
 from .loading import load_model
 from .terminal import Output, counted
 
-SWITCH_INTERVAL = 1e-4  # Interval in seconds at which Python switches threads.
-
 
 def serve(args, output: Output) -> int:
     """Run `tridecode serve` until it is stopped. Return the exit code."""
     try:
-        from ..server.run import allow_files, bind
+        from ..server.access import log_requests
+        from ..server.listen import allow_files, bind, prepare_threads
         from ..server.run import serve as run
         from ..server.settings import Settings
         from ..server.tls import Tls
@@ -34,26 +31,33 @@ def serve(args, output: Output) -> int:
     if args.ssl_certfile:
         tls = Tls(args.ssl_certfile, args.ssl_keyfile)
         tls.check()
+    names = {name for name, _ in args.adapters or ()}
+    if args.adapter_root and not names and args.adapter_memory is None:
+        args.refuse("--adapter-root needs --adapter-memory GIB, the memory for adapters on the device")
+    if args.adapter_root and not Path(args.adapter_root).is_dir():
+        args.refuse(f"--adapter-root: there is no directory {args.adapter_root}")
+    key = api_key(args.api_key_file, output)
     settings = Settings(
         model=args.served_model_name or public_name(args.model),
         any_model=args.any_model,
         max_queue=args.max_queue,
         timeout=args.timeout or None,
         grace=args.grace,
-        api_key=api_key(args.api_key_file, output),
+        api_keys=(key,) if key else (),
         cors=tuple(args.cors or ()),
         log_prompts=args.log_prompts,
         allow_hosts=(*(args.allow_host or ()), args.host),
         max_connections=args.max_connections,
         timeout_keep_alive=args.timeout_keep_alive,
+        adapter_root=args.adapter_root,
     )
+    if settings.model in names:
+        args.refuse(f"--adapter {settings.model}: this is the name of the base model; choose another one")
     allow_files(settings.max_connections)
     bound = bind(args.host, args.port, settings.timeout)
     engine = load_model(args, args.model, args.max_seq_len, output)
     log_requests()
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    gc.collect()
-    gc.freeze()  # Garbage collections stop all threads. They can skip the loaded objects, which stay until the end.
+    prepare_threads()
 
     def ready() -> None:
         announce(output, engine, settings, bound.getsockname(), "https" if tls else "http")
@@ -70,9 +74,11 @@ def announce(output: Output, engine: Engine, settings, address: tuple, scheme: s
     host, port = address[:2]
     place = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     output.note(f"serving {settings.model} at {place}/v1")
+    if engine.adapters:
+        output.note(f"with adapters as models: {', '.join(engine.adapters)}")
     local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)  # A browser cannot open an address that means all.
     output.note(f"open {f'{scheme}://{local}:{port}' if local else place} in a browser to chat")
-    if settings.api_key is None and not ip_address(host).is_loopback:
+    if not settings.api_keys and not ip_address(host).is_loopback:
         output.note(f"this server accepts requests without an API key; set {VARIABLE} to require one")
     output.note(f"{counted(engine.slots, 'request')} at a time, a context of {engine.capacity:,}; Ctrl-C stops")
 
@@ -80,13 +86,3 @@ def announce(output: Output, engine: Engine, settings, address: tuple, scheme: s
 def public_name(model: str | None) -> str:
     """Return the model's name for clients: a Hugging Face id, or the last part of a directory's path."""
     return Path(model).resolve().name if model and Path(model).is_dir() else model_name(model)
-
-
-def log_requests() -> None:
-    """Log a line for each request to stderr."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    for name in ("tridecode.server", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.handlers[:], logger.propagate = [handler], False
-        logger.setLevel(logging.INFO if name == "tridecode.server" else logging.ERROR)

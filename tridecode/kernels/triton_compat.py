@@ -2,10 +2,12 @@
 
 import triton.language as tl
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .common import interpreted
 
+async_load_pointers = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret

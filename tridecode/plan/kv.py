@@ -14,7 +14,9 @@ from ..options import EngineOptions
 from ..state.kv import PAGE
 from ..state.offload import BUFFERS, Offload, min_pages, page_bytes
 from ..state.records import snapshot_bytes
+from ..step.model import verify_rows
 from . import memory
+from .adapters import NO_ADAPTERS, AdapterPlan, with_adapters
 from .graphs import GraphPlan
 from .memory import GIB, MemoryPlan, plan_memory
 
@@ -65,12 +67,14 @@ def plan_kv(
     graphs: GraphPlan,
     host_layers: int = 0,
     drafts: bool = False,
+    adapters: AdapterPlan = NO_ADAPTERS,
 ) -> KVPlan:
     """Plan the K/V of a model.
 
     Args:
         host_layers: number of last layers with weights in host memory.
         drafts: whether passes can verify drafts.
+        adapters: the pool of adapters.
 
     Raises:
         ParameterError: options contradict the model.
@@ -78,14 +82,18 @@ def plan_kv(
     """
     how = options.slots, options.chunk, graphs.torch_prompt_attention, host_layers
     rows, invariant = max(graphs.sizes), options.batch_invariant
+    own = max(options.slots, rows)
+    largest = max(own, verify_rows(own) if drafts else 0), min(options.chunk, options.slots * spec.max_position) + own
     if options.max_seq_len is not None:
         Integer(1, spec.max_position, "the model's limit of ").check("max_seq_len", options.max_seq_len)
     if options.kv_offload is not None:
         plan = plan_memory(spec, dtype, device, *how, batch_invariant=invariant, rows=rows)
+        plan = with_adapters(plan, adapters, spec, dtype, device, *largest)
         plan, snapshots = plan_snapshots(options, spec, dtype, plan, device)
         kv = _offloaded(options, spec, dtype, device, page or PAGE, plan, host_layers)
         return replace(kv, snapshots=snapshots)
     plan = plan_memory(spec, dtype, device, *how, drafts, invariant, rows)
+    plan = with_adapters(plan, adapters, spec, dtype, device, *largest)
     plan, snapshots = plan_snapshots(options, spec, dtype, plan, device)
     capacity, notes = plan_capacity(options, plan, device)
     slots = options.slots

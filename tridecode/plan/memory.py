@@ -49,6 +49,7 @@ class MemoryPlan:
         buffers: bytes within `fixed` for prompt passes.
         scratch: bytes within `fixed` that CUDA graphs and libraries allocate.
         snapshots: bytes within `fixed` for snapshots of recurrent state.
+        adapters: bytes within `fixed` for adapters.
     """
 
     free: int
@@ -64,6 +65,7 @@ class MemoryPlan:
     buffers: int = 0
     scratch: int = 0
     snapshots: int = 0
+    adapters: int = 0
 
     def pools(self, capacity: int, kv_tokens: int) -> dict[str, int]:
         """Return the bytes of each pool.
@@ -74,8 +76,7 @@ class MemoryPlan:
         """
         pools = {"weights": self.weights, "kv": kv_tokens * self.kv_per_token}
         others = {"prompts": self.buffers, "graphs": self.scratch}
-        if self.snapshots:
-            pools["snapshots"] = self.snapshots
+        pools |= {name: size for name in ("snapshots", "adapters") if (size := getattr(self, name))}
         rest = self.needed(capacity, kv_tokens) - sum(pools.values()) - sum(others.values())
         return pools | {"workspace": rest} | others
 

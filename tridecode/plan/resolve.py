@@ -12,6 +12,7 @@ from ..options import QUANTIZE, EngineOptions
 from ..state.offload import Offload, min_pages
 from ..state.records import snapshot_bytes
 from ..step.model import rope_keys
+from .adapters import NO_ADAPTERS, AdapterPlan, plan_adapters
 from .device import quantized, resolve_dtype
 from .graphs import GraphPlan, plan_drafts, plan_graphs, prompt_pass_sizes
 from .kv import KVPlan, page_size, plan_host_layers, plan_kv
@@ -37,6 +38,7 @@ class EnginePlan:
         chunk: maximum number of prompt tokens in one pass.
         capacity: as in KVPlan, or 0 if there is a problem.
         kv_tokens, page, pages, offload, snapshots: as in KVPlan.
+        adapters: the pool of adapters on the device.
         notes: messages for the user.
         problem: reason why the plan does not fit the device, with advice; None if it fits.
     """
@@ -58,6 +60,7 @@ class EnginePlan:
     pages: int | None = None
     offload: Offload | None = None
     snapshots: int = 0
+    adapters: AdapterPlan = NO_ADAPTERS
     notes: tuple[str, ...] = ()
     problem: str | None = None
 
@@ -102,8 +105,8 @@ class EnginePlan:
     def pools(self) -> dict[str, int]:
         """Bytes of the device by pool.
 
-        The pools are weights, kv, snapshots (if the model has recurrent state), workspace, prompts (buffers of prompt
-        passes), and graphs (with allocations of libraries).
+        The pools are weights, kv, snapshots (if the model has recurrent state), adapters (if there are any), workspace,
+        prompts (buffers of prompt passes), and graphs (with allocations of libraries).
         """
         return self.memory.pools(self.capacity, self.kv_tokens)
 
@@ -124,9 +127,10 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
     graphs = plan_graphs(options, backend, spec, dtype, device)
     ngram, why = plan_drafts(options, graphs, weight_bytes(spec, dtype, device.type == "cuda", 0))
     page, host_layers, problem = page_size(backend, options), 0, None
+    adapters = plan_adapters(options, spec, dtype)
     try:
         host_layers = plan_host_layers(options, spec, dtype)
-        kv = plan_kv(options, spec, dtype, device, page, graphs, host_layers, ngram is not None)
+        kv = plan_kv(options, spec, dtype, device, page, graphs, host_layers, ngram is not None, adapters)
     except DeviceError as error:
         how = (
             options.slots,
@@ -168,6 +172,7 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
         pages=kv.pages,
         offload=kv.offload,
         snapshots=kv.snapshots,
+        adapters=adapters,
         notes=tuple(notes),
         problem=problem,
     )

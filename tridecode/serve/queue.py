@@ -3,6 +3,7 @@
 import weakref
 from array import array
 from collections import Counter, deque
+from collections.abc import Hashable
 
 from ..layout import OWN_ROW, SCAN
 from ..state.offloaded_slots import OffloadedSlots
@@ -59,19 +60,36 @@ class Queue:
         for slot in [*self.admitted]:
             slot.request = None
 
-    def _next(self) -> Request | None:
-        """Return the first waiting request, or None."""
-        while self.waiting:
-            ref = self.waiting[0]
-            if ref in self.requests and (request := ref()) is not None:
-                return request
-            self.waiting.popleft()
+    def _next(self) -> tuple[Request, int] | None:
+        """Return the first waiting request that can start, and the number of its adapter, or None.
+
+        A request whose adapter is being loaded lets later ones pass. If requests use all adapters on the device, later
+        requests wait too, so that each request starts at some time.
+        """
+        for ref in [*self.waiting]:
+            request = ref() if ref in self.requests else None
+            if request is None:
+                self.waiting.remove(ref)
+            elif request.adapter is None:
+                return request, 0
+            else:
+                try:
+                    number = self.slots.acquire_adapter(request.adapter)
+                except Exception as error:  # For example, the GPU is lost. Only this request fails.
+                    request.failure = error
+                    self.finish(ref)
+                    continue
+                if number is not None:
+                    return request, number
+                if not self.slots.loads_adapter(request.adapter):
+                    return None
         return None
 
     def admit(self) -> bool:
-        """Give the first waiting request a slot and pages for its prompt; return whether that was possible."""
-        if (request := self._next()) is None or all(slot.busy for slot in self.slots):
+        """Give the first waiting request that can start a slot and pages; return whether that was possible."""
+        if (following := self._next()) is None or all(slot.busy for slot in self.slots):
             return False
+        request, adapter = following
         slots, tokens, ref = self.slots, request.tokens, request.ref
         if self._blocked == (
             ref,
@@ -86,7 +104,8 @@ class Queue:
             self._blocked = ref, slots.pages.changes, [*self.reading]
             return False
         self._blocked = None
-        self.waiting.popleft()
+        self.waiting.remove(ref)
+        slots.set_adapter(slot, adapter)
         slot.tokens, slot.ref, slot.request = tokens, ref, request
         slot.read, slot.position, slot.end = slot.filled, position, request.limit - 1
         slots.plan_snapshots(slot, position, chat=not request.continues)
@@ -102,7 +121,7 @@ class Queue:
         slots.write_tokens(slot, tokens, min(needed * slots.page, slot.end))
         return True
 
-    def _prefix_is_pending(self, ids: "array[int]", salt: str) -> bool:
+    def _prefix_is_pending(self, ids: "array[int]", salt: Hashable) -> bool:
         """Return whether a prompt that is being read will soon add pages to the cache that match more of `ids`.
 
         If so, the request waits for these pages. If the model has recurrent state, the running prompt also takes a

@@ -4,7 +4,7 @@ import time
 import warnings
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -21,6 +21,7 @@ from ..text.stop_strings import Reader, StopStrings
 from ..text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from ..blocks.adapter import Adapter
     from ..blocks.spec import ModelSpec
     from ..text.detokenizer import Detokenizer
     from .driver import Driver
@@ -49,8 +50,9 @@ class Request:
     started: float  # time.perf_counter() at submission.
     continues: bool = False  # Whether the output continues the text of the prompt. In a chat it does not.
     reuse_prefix: bool = True
-    salt: str = ""  # The request shares K/V only with requests of the same salt.
+    salt: Hashable = ""  # The request shares K/V only with requests of the same salt.
     grammar: Grammar | None = None  # The grammar that the output must follow.
+    adapter: "Adapter | None" = None  # The salt of the request then contains the number of the adapter.
     # Whether the request is a score. Each pass then predicts the next prompt token, and each chunk contains that token.
     scores: bool = False
     reader: Callable[[], Reader] | None = (
@@ -235,11 +237,16 @@ class Request:
 
 
 def scoring(
-    ids: "array[int]", started: float, logprobs: int | None = None, logits: torch.Tensor | None = None
-) -> Request:
+    ids: "array[int]", started: float, logprobs: int | None = None, logits: torch.Tensor | None = None,
+    adapter: "Adapter | None" = None,
+) -> Request:  # fmt: skip
     """Return a request for the probability of each token of `ids`, as logits or as log-probabilities."""
     params = SamplingParams(temperature=0, seed=0, logprobs=logprobs)
-    return Request(ids, params, (), len(ids) + 1, started, reuse_prefix=False, scores=True, logits=logits)
+    salt = "" if adapter is None else (adapter.serial, "")
+    return Request(
+        ids, params, (), len(ids) + 1, started, reuse_prefix=False, salt=salt, adapter=adapter, scores=True,
+        logits=logits,
+    )  # fmt: skip
 
 
 def step_kind(params: SamplingParams) -> str:

@@ -22,6 +22,8 @@ from .policy import Policy
 from .queue import Queue
 from .request import Request
 
+ADAPTER_SECONDS = 0.01  # Maximum time that a step waits for an adapter. Other threads submit requests between steps.
+
 
 @dataclass(frozen=True, eq=False)
 class Pass:
@@ -84,7 +86,7 @@ class Scheduler:
         self._model, self._ring, self.lookahead = model, Ring(model), lookahead
         self._steps, self._prompts = steps, prompts
         self._policy, self._chunk = policy, min(policy.chunk_tokens, self.slots.max_prompt_tokens())
-        self._fixed = model.fixed_chunk
+        self._fixed, self._forms = model.fixed_chunk, model.adapter_forms
         self._in_flight: deque[Pass] = deque()
         self._incomplete = False  # Whether an operation has begun and has not finished.
         self.answered = False  # Whether a request has ended by itself. Captures in idle time wait for this.
@@ -151,6 +153,8 @@ class Scheduler:
             pass
         if self._in_flight:
             self._drain()
+        elif self.slots.adapters is not None and not self.queue.admitted:
+            self.slots.adapters.wait(ADAPTER_SECONDS)  # The waiting requests need adapters that are being loaded.
         self._incomplete = False
         self.queue.release_references()
 
@@ -220,8 +224,13 @@ class Scheduler:
             chunks.append(Chunk(slot.number, first, count, slot.read))
             first += count
         self.slots.write_chunks(chunks)
-        prompts.read(chunks, sum(chunk.count for chunk in chunks), decoding)
+        adapters = self._adapting([*(slot for slot, _ in chosen), *self.queue.rows[:rows]])
+        prompts.read(chunks, sum(chunk.count for chunk in chunks), decoding, adapters)
         return chunks
+
+    def _adapting(self, slots: list[Slot]) -> bool:
+        """Return whether a pass of these slots has adapters."""
+        return True in self._forms and (False not in self._forms or any(slot.adapter for slot in slots))
 
     def _finish_chunks(self, chosen: list[tuple[Slot, int]], chunks: list[Chunk]) -> None:
         """Publish the pages that an enqueued pass fills. A slot whose prompt is complete gets a row."""
@@ -274,13 +283,14 @@ class Scheduler:
         """
         kind = slots[0].request.kind if len(slots) == 1 else max((s.request.kind for s in slots), key=KINDS.index)
         count, masked, rows = slots[-1].row + 1, any(slot.mask for slot in slots), 1
+        adapters = self._adapting(slots)
         self.slots.before_pass()
         if ends_prompts:
-            self._prompts().finish(kind, count, masked)
+            self._prompts().finish(kind, count, masked, adapters)
         else:
             if self._model.verify and not masked and all(slot.request.logits is None for slot in slots):
-                rows = self._steps().tokens(kind, count, [slot.drafts for slot in slots])
-            self._steps().replay(kind, count, masked, rows)
+                rows = self._steps().tokens(kind, count, [slot.drafts for slot in slots], adapters)
+            self._steps().replay(kind, count, masked, rows, adapters)
         for slot in slots:
             if slot.request.logits is not None:
                 position = slot.position + slot.in_flight

@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.responses import JSONResponse
@@ -22,6 +22,16 @@ PUBLIC = ("/", "/v1", "/health")
 GENERATIONS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 ID_HEADERS = ("x-request-id", "request-id")  # Headers that the clients of OpenAI and Anthropic read.
 log = logging.getLogger("tridecode.server")
+
+
+def log_requests() -> None:
+    """Log a line for each request to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    for name in ("tridecode.server", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers[:], logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if name == "tridecode.server" else logging.ERROR)
 
 
 @dataclass
@@ -58,7 +68,7 @@ class Access:
             ended: called with the outcome and the seconds of every request for a generation.
         """
         self._app, self._ended = app, ended
-        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._keys, self._keep_ids = settings.api_keys, bool(settings.replica)
         self._sites = Sites(settings.allow_hosts, settings.cors)
         self._keep_alive = b"keep-alive", f"timeout={settings.timeout_keep_alive}".encode()
 
@@ -67,6 +77,8 @@ class Access:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         record = scope["tridecode.record"] = Record()
+        if self._keep_ids and (id := dict(scope["headers"]).get(ID_HEADERS[0].encode())):
+            record.id = id.decode("latin-1")
         scope["path"] = re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"
         status = 0
         closes = any(name == b"connection" and b"close" in value.lower() for name, value in scope["headers"])
@@ -109,15 +121,20 @@ class Access:
         """Check the key of a request; without a key of the server, check its site. Raises ApiError."""
         path = scope["path"]
         is_public = path in PUBLIC or path.startswith(FILES_PATH)
-        if self._key is None:
+        if not self._keys:
             if path != "/health":
                 self._sites.check(scope)
-        elif not is_public and not any([hmac.compare_digest(key, self._key) for key in keys_of(scope)]):
+        elif not is_public and not matches(scope, self._keys):
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
             )
+
+
+def matches(scope, keys: Sequence[str]) -> bool:
+    """Return whether a request has one of the keys. The time does not depend on the key."""
+    return any([hmac.compare_digest(key, own.encode()) for key in keys_of(scope) for own in keys])
 
 
 def keys_of(scope) -> list[bytes]:

@@ -2,30 +2,27 @@
 
 import json
 import logging
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..arguments import listed
 from ..engine import Engine
-from ..errors import EngineClosed, TridecodeError
+from ..errors import TridecodeError
 from ..sampling import SamplingParams, random_seed
 from ..text.fill import fill_ends, fill_prompt
 from ..text.prompt import Encoded
 from ..text.tokenizer import Tokenizer
 from ..version import __version__
-from .access import ID_HEADERS, Access
+from .adapters import Adapters
 from .anthropic_api import CountRequest, MessagesRequest, MessagesSerializer
+from .asgi import make_app, paths_of
 from .bodies import Bodies
 from .call import Call, Plan
 from .choice import Choice, Output
@@ -56,24 +53,12 @@ class Server:
     def __init__(self, engine: Engine, settings: Settings, on_failure: Callable[[], None] = lambda: None):
         self.engine, self.settings, self._on_failure = engine, settings, on_failure
         self.loop = Loop(engine, settings.max_queue, settings.keep_alive)
-        self.bodies = Bodies(engine.capacity, self.loop, settings.timeout)
-        self.metrics = Metrics(engine, settings.model)
+        self.bodies = Bodies(engine.capacity, self.loop.run_in_thread, settings.timeout)
+        self.metrics = Metrics(engine, settings)
+        self.adapters = Adapters(engine, settings, self.loop, self.bodies)
         self._created = int(time.time())
-        middleware = [Middleware(Access, settings=settings, ended=self.metrics.observe_outcome)]
-        if settings.cors:
-            middleware.insert(
-                0,
-                Middleware(
-                    CORSMiddleware,
-                    allow_origins=settings.cors,
-                    allow_methods=["GET", "POST"],
-                    allow_headers=["*"],
-                    expose_headers=[*ID_HEADERS, "retry-after"],
-                    allow_private_network=True,
-                ),
-            )
-        self.app = Starlette(
-            routes=[
+        self.app = make_app(
+            [
                 *Page().routes,
                 Route("/v1", self.paths),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -88,17 +73,11 @@ class Server:
                 Route("/health", self.health),
                 Route("/metrics", self.scrape),
                 Route("/version", self.version),
+                *self.adapters.routes(),
             ],
-            middleware=middleware,
-            exception_handlers={
-                ApiError: handle_api_error,
-                EngineClosed: handle_api_error,
-                HTTPException: handle_http_error,
-                500: handle_internal_error,
-            },
+            settings,
+            self.metrics.observe_outcome,
         )
-
-        self.app.router.redirect_slashes = False  # Access removes the slash.
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -119,7 +98,7 @@ class Server:
 
     def _chat_plan(self, payload: ChatRequest) -> Plan:
         tools = openai_tools(payload.tools, payload.tool_choice, payload.parallel_tool_calls)
-        serializer = ChatSerializer(self.settings.model, self.tokenizer, **serializer_options(payload))
+        serializer = ChatSerializer(self._name(payload.model), self.tokenizer, **serializer_options(payload))
         messages, variables = chat_messages(payload.messages), payload.variables(self.tokenizer)
         return self._conversation(payload, serializer, messages, tools, variables)
 
@@ -223,7 +202,7 @@ class Server:
 
         return Plan(
             payload,
-            CompletionSerializer(self.settings.model, tokenizer, **serializer_options(payload)),
+            CompletionSerializer(self._name(payload.model), tokenizer, **serializer_options(payload)),
             lambda: [self.engine.prepare(text, None, payload.reading) for text in texts],
             params,
             choice,
@@ -257,17 +236,23 @@ class Server:
         return await self.bodies.read(request, lambda body: parse_body(body, body_type))
 
     def _check_model(self, model: str | None, required: bool = False) -> None:
-        if self.settings.any_model or model == self.settings.model or not (model or required):
+        names = [self.settings.model, *self.adapters.names()]
+        if self.settings.any_model or model in names or not (model or required):
             return
+        there = f"this server has {listed(names).replace(' or ', ' and ') if len(names) < 10 else names[0]}"
         if not model:
-            raise bad_request(f"model is required: this server has {self.settings.model}", "model")
-        message = f"the model {json.dumps(model[:100])} does not exist: this server has {self.settings.model}"
+            raise bad_request(f"model is required: {there}", "model")
+        message = f"the model {json.dumps(model[:100])} does not exist: {there}"
         raise ApiError(404, message, "model", "model_not_found")
+
+    def _name(self, model: str | None) -> str:
+        """Return the name of the model that answers a request: an adapter's, or the base model's."""
+        return self.adapters.adapter_of(model) or self.settings.model
 
     def _params(self, payload: Generation) -> list[SamplingParams]:
         """Return the sampling parameters of each of the n answers, with the seeds seed, seed + 1, ..."""
         try:
-            params = self.engine.default_params(**payload.sampling())
+            params = self.engine.default_params(**payload.sampling(), adapter=self.adapters.adapter_of(payload.model))
             if payload.n == 1:
                 return [params]
             first = random_seed(payload.n) if params.seed is None else params.seed
@@ -312,16 +297,19 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         """Handle GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        names = [self.settings.model, *self.adapters.names()]
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """Handle GET /v1/models/NAME."""
-        self._check_model(request.path_params["model"])
-        return JSONResponse(self._card())
+        name = request.path_params["model"]
+        self._check_model(name)
+        return JSONResponse(self._card(self._name(name)))
 
-    def _card(self) -> dict:
-        name = self.settings.model
-        facts = {"owned_by": "tridecode", "root": name, "parent": None, "max_model_len": self.engine.capacity}
+    def _card(self, name: str) -> dict:
+        """Return the description of the base model or of an adapter, whose parent is the base model."""
+        parent = None if name == self.settings.model else self.settings.model
+        facts = {"owned_by": "tridecode", "root": name, "parent": parent, "max_model_len": self.engine.capacity}
         return {"id": name, "object": "model", "created": self._created} | facts
 
     async def health(self, request: Request) -> Response:
@@ -350,46 +338,3 @@ def serializer_options(payload: ChatRequest | CompletionRequest) -> dict:
         "continuous_usage": payload.continuous_usage,
         "with_ids": payload.return_token_ids,
     }
-
-
-async def handle_api_error(request: Request, error: Exception) -> Response:
-    """Return the response for an ApiError or a closed engine; raise other errors again."""
-    if (problem := api_error(error, None)) is None:
-        raise error
-    return JSONResponse(problem.body(request.url.path), problem.status, problem.headers)
-
-
-async def handle_http_error(request: Request, error: Exception) -> Response:
-    """Return the response for an unknown path or method."""
-    assert isinstance(error, HTTPException)
-    path, message = request.url.path, str(error.detail)
-    if error.status_code == 404:
-        end = ending(path)
-        similar = (each for each in paths_of(request) if each.split()[1].removeprefix("/v1").startswith(end))
-        near = next(similar, "") if end != "/" else ""
-        message = f"this path does not exist; {f'did you mean {near}?' if near else 'GET /v1 lists the paths'}"
-    elif error.status_code == 405:
-        message = (
-            f"this path does not support {request.method}; use {(error.headers or {}).get('Allow', 'another method')}"
-        )
-    return JSONResponse(ApiError(error.status_code, message).body(request.url.path), error.status_code, error.headers)
-
-
-def paths_of(request: Request) -> list[str]:
-    """Return the methods and paths of the server, such as "POST /v1/completions"."""
-    return [
-        f"{'POST' if 'POST' in route.methods else 'GET'} {route.path.replace(':path', '')}"
-        for route in request.app.routes
-    ]
-
-
-def ending(path: str) -> str:
-    """Return a path without the prefixes that clients add by mistake: /v1 twice, /api, or another path before /v1."""
-    return "/" + re.sub(r"^/+(.*/)?(v1|api)/+|^/+|/+$", "", path)
-
-
-async def handle_internal_error(request: Request, error: Exception) -> Response:
-    """Return the response for an unexpected error, without its detail."""
-    body = ApiError(500, "internal error; the server's log has the details").body(request.url.path)
-    # Starlette sends this response outside of Access, which adds the headers to all other responses.
-    return JSONResponse(body, 500, request.scope["tridecode.record"].headers)

@@ -3,13 +3,12 @@
 import asyncio
 import time
 import zlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from .errors import ApiError, bad_request
-from .loop import Loop
 from .settings import (
     BODY_BUDGET,
     BODY_BYTES_PER_TOKEN,
@@ -32,14 +31,16 @@ class Bodies:
 
     Args:
         context: context length, in tokens.
-        loop: runs functions in threads.
+        run_in_thread: runs a function in a thread and returns its result.
         timeout: seconds in which a body must arrive; None removes the limit.
     """
 
-    def __init__(self, context: int, loop: Loop, timeout: float | None):
+    def __init__(
+        self, context: int, run_in_thread: Callable[[Callable[[], Any]], Awaitable[Any]], timeout: float | None
+    ):
         self.max_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_LIMIT, BODY_BYTES_PER_TOKEN * context))
         self.max_values = max(MIN_BODY_VALUES, BODY_VALUES_PER_TOKEN * context)
-        self._loop, self._timeout = loop, timeout
+        self._run_in_thread, self._timeout = run_in_thread, timeout
         self.budget = max(BODY_BUDGET, self.max_bytes)
         self._parsing = asyncio.Lock()  # Held while a large body is parsed.
         self._buffered = 0  # Bytes of large bodies that are not parsed yet.
@@ -68,9 +69,9 @@ class Bodies:
             await self._parsing.acquire()
             started = time.monotonic()
             try:
-                return await self._loop.run_in_thread(lambda: parse(self._checked(body, encoding)))
+                return await self._run_in_thread(lambda: parse(self._checked(body, encoding)))
             finally:
-                self._loop.call_later(time.monotonic() - started, self._parsing.release)
+                asyncio.get_running_loop().call_later(time.monotonic() - started, self._parsing.release)
         except TimeoutError:
             raise ApiError(
                 408, "the body did not arrive within the time limit of this server; send it again", code="timeout"

@@ -99,7 +99,7 @@ class Call:
             self._cancel()
             self._loop.remove(self)
             usages = [choice.usage for choice in self._choices]
-            self._metrics.observe_usages(usages)
+            self._metrics.observe_usages(usages, self._plan.params[0].adapter)
             prompt, output = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
             record.tokens = f", {prompt} + {output} tokens"
 
@@ -124,8 +124,8 @@ class Call:
             engine.submit(prompt, params, reuse_prefix=reuse, cache_salt=salt, reader=choice.reader)
             for prompt, params, choice in zip(each, fields, self._choices)
         ]
-        scored = prompts if payload.scores_prompt else ()
-        return answers + [engine.submit_score(prompt, plan.params[0].logprobs or 0) for prompt in scored]
+        scored, first = prompts if payload.scores_prompt else (), plan.params[0]
+        return answers + [engine.submit_score(prompt, first.logprobs or 0, first.adapter) for prompt in scored]
 
     def attach(self, requests: list[Request]) -> None:
         """Set the submitted requests; cancel them if the call has ended in the meantime."""

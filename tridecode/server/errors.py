@@ -5,9 +5,9 @@ from pathlib import Path
 
 from ..errors import EngineClosed, GenerationError, ParameterError, PromptError, QueueFull, TooLong
 
-RETRY_AFTER = 1  # Seconds that the server sends with status 503.
+RETRY_AFTER = 1  # Seconds that the server sends with status 429 and 503.
 ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-             503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
+             429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -31,7 +31,7 @@ class ApiError(Exception):
             return {"WWW-Authenticate": "Bearer"}
         if self.code == "unsupported_encoding":
             return {"Accept-Encoding": "gzip, deflate"}
-        return {"Retry-After": str(RETRY_AFTER)} if self.status == 503 else {}
+        return {"Retry-After": str(RETRY_AFTER)} if self.status in (429, 503) else {}
 
     def body(self, path: str = "") -> dict:
         """Return the body of the response, in Anthropic's form on its paths, else in OpenAI's."""
@@ -39,7 +39,8 @@ class ApiError(Exception):
             default = "invalid_request_error" if self.status < 500 else "api_error"
             kind = ANTHROPIC.get(self.status, default)
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+        kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+                 429: "rate_limit_error"}  # fmt: skip
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = kinds.get(self.status, default)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -68,6 +68,16 @@ class Loop:
             pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join(timeout=60)
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def open(self) -> int:
+        """Number of requests that run or wait."""
+        return sum(call.open for call in self._calls)
+
     # ---- the thread
 
     def _run(self) -> None:
@@ -138,7 +148,7 @@ class Loop:
         if count > self._max_requests:
             needed = f"prompts times n, plus one per prompt for echo with logprobs, are {count:,} requests"
             raise bad_request(f"{needed}: this server accepts at most {self._max_requests:,} at a time; send fewer")
-        if sum(call.open for call in self._calls) + count > self._max_requests:
+        if self.open + count > self._max_requests:
             limit = counted(self._max_requests, "request")
             raise ApiError(503, f"the queue is full: {limit} running or waiting; try again later", code="queue_full")
 

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from ..engine import Engine
 from ..results import Usage
+from .settings import Settings
 
 OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "unavailable", "failed")
 # Upper bounds of the histogram buckets in seconds.
@@ -53,10 +54,14 @@ class Histogram:
 class Metrics:
     """Metrics of one server; `text` is the body of /metrics."""
 
-    def __init__(self, engine: Engine, model: str):
-        self._engine, self._model = engine, model
+    def __init__(self, engine: Engine, settings: Settings):
+        self._engine = engine
+        # Labels of every sample.
+        self._labels = {"model_name": settings.model} | ({"replica": settings.replica} if settings.replica else {})
         # Prometheus computes rates from the first sample, so each outcome starts at zero.
         self._outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        # Adapter -> requests that ended, and their output tokens. "" is the base model.
+        self._adapters: dict[str, tuple[int, int]] = {"": (0, 0)}
         self._prompt = self._reused = self._sampled = self._drafted = self._accepted = 0
         self._first_token, self._inter_token = Histogram(FIRST_TOKEN_BOUNDS), Histogram(INTER_TOKEN_BOUNDS)
         self._request = Histogram(REQUEST_BOUNDS)
@@ -85,9 +90,11 @@ class Metrics:
             if tokens:
                 self._inter_token.observe((now - last) / tokens, tokens)
 
-    def observe_usages(self, usages: Iterable[Usage]) -> None:
+    def observe_usages(self, usages: Iterable[Usage], adapter: str | None = None) -> None:
         """Count the usage of requests that have ended. Requests that were canceled have no usage."""
         for usage in usages:
+            requests, tokens = self._adapters.get(adapter or "", (0, 0))
+            self._adapters[adapter or ""] = requests + 1, tokens + usage.completion_tokens
             self._prompt += usage.prompt_tokens
             self._reused += usage.reused_tokens
             self._drafted += usage.drafted
@@ -103,7 +110,7 @@ class Metrics:
 
     def collect(self):
         """Yield the metrics; prometheus-client calls this for each scrape."""
-        load = self._engine.scheduler.load()
+        load, adapters = self._engine.scheduler.load(), self._engine.adapter_load()
         gauges = {
             "num_requests_running": ("requests that have a slot", load.requests - load.waiting),
             "num_requests_waiting": ("requests that wait for a slot", load.waiting),
@@ -117,6 +124,9 @@ class Metrics:
             "kv_pages_free": ("unused K/V pages", load.free_pages),
             "snapshots": ("snapshots of recurrent state", load.snapshots),
             "snapshot_bytes": ("bytes of these snapshots", load.snapshots * self._engine.plan.snapshot_bytes),
+            "adapters": ("loaded adapters", len(self._engine.adapters)),
+            "adapters_on_device": ("adapters on the device", adapters.on_device),
+            "adapter_places": ("maximum number of adapters on the device", adapters.size),
         }
         counters = {
             "num_preemptions": ("requests that were preempted and restarted", load.preemptions),
@@ -124,6 +134,7 @@ class Metrics:
             "prefix_cache_queries": ("prompt tokens that were looked up in the prefix cache", self._prompt),
             "prefix_cache_hits": ("prompt tokens whose K/V were in the prefix cache", self._reused),
             "snapshot_hits": ("requests that resumed from a snapshot", load.snapshot_hits),
+            "adapter_loads": ("copies of adapters to the device", adapters.loads),
             "generation_tokens": ("sampled tokens", self._sampled),
             "spec_decode_num_draft_tokens": ("draft tokens of requests that ended", self._drafted),
             "spec_decode_num_accepted_tokens": ("accepted draft tokens of requests that ended", self._accepted),
@@ -133,30 +144,42 @@ class Metrics:
             "inter_token_latency_seconds": ("between the tokens of an answer", self._inter_token),
             "e2e_request_latency_seconds": ("from a request's arrival to its last token", self._request),
         }
-        name = {"model_name": self._model}
+        names, values = [*self._labels], [*self._labels.values()]
         for kind, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for metric, (help, value) in numbers.items():
-                family = kind(f"tridecode:{metric}", help, labels=list(name))
-                family.add_metric(list(name.values()), value)
+                family = kind(f"tridecode:{metric}", help, labels=names)
+                family.add_metric(values, value)
                 yield family
         for metric, (help, histogram) in histograms.items():
-            seconds = HistogramMetricFamily(f"tridecode:{metric}", help, labels=list(name))
-            seconds.add_metric(list(name.values()), histogram.buckets(), histogram.sum)
+            seconds = HistogramMetricFamily(f"tridecode:{metric}", help, labels=names)
+            seconds.add_metric(values, histogram.buckets(), histogram.sum)
             yield seconds
-        family = CounterMetricFamily("tridecode:requests", "requests by outcome", labels=[*name, "outcome"])
+        family = CounterMetricFamily("tridecode:requests", "requests by outcome", labels=[*names, "outcome"])
         for outcome, count in sorted(self._outcomes.items()):
-            family.add_metric([self._model, outcome], count)
+            family.add_metric([*values, outcome], count)
         yield family
         yield from self._passes()
+        yield from self._by_adapter()
+
+    def _by_adapter(self):
+        labels, values = [*self._labels, "adapter"], [*self._labels.values()]
+        requests = CounterMetricFamily("tridecode:adapter_requests", "requests that ended, by adapter", labels=labels)
+        tokens = CounterMetricFamily("tridecode:adapter_generation_tokens", "tokens of these answers", labels=labels)
+        for adapter, (ended, sampled) in sorted(self._adapters.items()):
+            requests.add_metric([*values, adapter], ended)
+            tokens.add_metric([*values, adapter], sampled)
+        yield requests
+        yield tokens
 
     def _passes(self):
-        labels = ["model_name", "mode", "kind", "rows", "padded"]
+        names, values = [*self._labels], [*self._labels.values()]
+        labels = [*names, "mode", "kind", "rows", "padded"]
         passes = CounterMetricFamily("tridecode:passes", "passes by mode, kind and rows", labels=labels)
         padding = 0
         for stat in self._engine.graph_stats():
-            passes.add_metric([self._model, stat.mode, stat.kind, str(stat.rows), str(stat.padded)], stat.count)
+            passes.add_metric([*values, stat.mode, stat.kind, str(stat.rows), str(stat.padded)], stat.count)
             padding += stat.padding * stat.count
         yield passes
-        family = CounterMetricFamily("tridecode:padding_rows", "padding rows of passes", labels=labels[:1])
-        family.add_metric([self._model], padding)
+        family = CounterMetricFamily("tridecode:padding_rows", "padding rows of passes", labels=names)
+        family.add_metric(values, padding)
         yield family

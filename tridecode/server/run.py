@@ -1,94 +1,24 @@
-"""The server as a process: socket, uvicorn, signals and exit code."""
+"""The server as a process: signals and exit code."""
 
-import errno
 import os
-import re
-import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any, cast
 
 import uvicorn
 
 from ..engine import Engine
-from ..errors import TridecodeError
 from .app import Server
-from .connection import Connection, Connections
 from .errors import stopping
+from .listen import config
 from .settings import FAILURE_GRACE, Settings
 from .tls import Tls
 
 ENGINE_FAILED = 3
-# Bytes of a response that the kernel buffers. If the buffer is full, tokens wait and are sent together.
-SEND_BUFFER = 1 << 16
-STALL_TIMEOUT = 600  # Seconds that the send buffer may stay full if requests have no deadline.
-OTHER_FILES = 256  # File descriptors that are not connections of clients.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def bind(host: str, port: int, timeout: float | None = None) -> socket.socket:
-    """Bind a socket that does not listen yet.
-
-    Args:
-        timeout: seconds, as in Settings. The kernel closes a connection whose client does not read for this time.
-
-    Raises:
-        TridecodeError: the address cannot be used.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, proto)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit these options.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (timeout or STALL_TIMEOUT)))
-        bound.bind(address)
-        return bound
-    except OSError as error:
-        fix = "; choose another port with --port N" if error.errno == errno.EADDRINUSE else ""
-        if both := re.fullmatch(r"([^:]+|\[.*\]):(\d+)", host):
-            fix = f"; use --host {both[1].strip('[]')} --port {both[2]}"
-        raise TridecodeError(f"cannot listen on {host}, port {port}: {error.strerror}{fix}") from None
-
-
-def config(app, settings: Settings, tls: Tls | None = None) -> uvicorn.Config:
-    """Return the configuration of uvicorn for an ASGI application."""
-    protocol = partial(Connection, limits=Connections(settings.max_connections))
-    return uvicorn.Config(
-        app,
-        http=cast(Any, protocol),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=settings.timeout_keep_alive,
-        timeout_graceful_shutdown=int(settings.grace) + 2,
-        ssl_certfile=tls.certificate if tls else None,
-        ssl_keyfile=tls.key if tls else None,
-    )
-
-
-def allow_files(connections: int) -> None:
-    """Raise the limit of open files of this process for a number of connections.
-
-    Raises:
-        TridecodeError: the system does not allow as many.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = connections + OTHER_FILES
-    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
-        fix = f"use --max-connections {max(hard - OTHER_FILES, 1)}, or raise the limit with ulimit -n"
-        raise TridecodeError(f"{connections} connections need {needed} open files, the system allows {hard}: {fix}")
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class Uvicorn(uvicorn.Server):
@@ -120,7 +50,13 @@ class Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self):
-        """Install the signal handlers, and restore the previous ones at the end. nohup's choice for SIGHUP stays."""
+        """Install the signal handlers, and restore the previous ones at the end. nohup's choice for SIGHUP stays.
+
+        Only the main thread can have handlers.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         caught = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
         before = {each: signal.signal(each, self.handle_exit) for each in caught}
         try:

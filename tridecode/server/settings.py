@@ -34,9 +34,11 @@ class Settings:
         allow_hosts: host names in requests that are accepted, in addition to those of this machine; "*" accepts all.
         max_connections: maximum number of open connections.
         timeout_keep_alive: seconds for which a connection without a request stays open.
-        api_key: the key that requests must send; None accepts all requests.
+        api_keys: requests must send one of these keys. Without keys, all requests are accepted.
         cors: origins of web pages that may send requests.
         log_prompts: whether the log contains prompts.
+        adapter_root: the directory from which clients may load adapters, or None if they may not load any.
+        replica: label of the metrics of a replica behind a gateway, which also sets the identifiers of requests.
     """
 
     model: str
@@ -48,6 +50,8 @@ class Settings:
     allow_hosts: tuple[str, ...] = ()
     max_connections: int = 1000
     timeout_keep_alive: int = 75
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
     log_prompts: bool = False
+    adapter_root: str | None = None
+    replica: str = ""

@@ -1,7 +1,7 @@
 """OffloadedSlots: slots whose pages are on the device or in host memory, and move between the two."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
 
@@ -102,7 +102,7 @@ class OffloadedSlots(Slots):
         self._free_ring = [place for place in reversed(range(self._offload.plan.ring)) if place not in places]
         self._refreshed_at = self.pages.changes
 
-    def admit(self, ids: "array[int]", positions: int, salt: str = "") -> Slot | None:
+    def admit(self, ids: "array[int]", positions: int, salt: Hashable = "") -> Slot | None:
         """Assign an idle slot to a request as `Slots.admit`, and copy its pages on the host to the device."""
         self._refresh()
         slot = super().admit(ids, positions, salt)

@@ -1,7 +1,7 @@
 """PrefixCache: a tree of K/V pages and of snapshots of recurrent state, indexed by the tokens before them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
@@ -109,12 +109,12 @@ class PrefixCache:
 
     def __init__(self, pool: PagePool, page: int, snapshots: SnapshotPool | None = None):
         self._pool, self._page, self._snapshots = pool, page, snapshots
-        self._roots: dict[str, Node] = {}  # by salt
+        self._roots: dict[Hashable, Node] = {}  # by salt
         self._clock = self._entries = 0  # the clock counts requests
         self._nodes = self._idle = 0  # number of nodes in the tree, and of nodes without users
         self._evictable: list[tuple[int, int, Node]] = []  # a heap (priority, entry, leaf); some entries are outdated
 
-    def match(self, ids: Sequence[int], salt: str = "") -> Match:
+    def match(self, ids: Sequence[int], salt: Hashable = "") -> Match:
         """Return the longest cached prefix of `ids` among requests with the same salt.
 
         For models with recurrent state, the prefix ends at a snapshot.
@@ -122,7 +122,7 @@ class PrefixCache:
         match = self._match_pages(ids, salt)
         return match if self._snapshots is None else self._up_to_snapshot(match, ids, salt)
 
-    def _up_to_snapshot(self, match: Match, ids: Sequence[int], salt: str) -> Match:
+    def _up_to_snapshot(self, match: Match, ids: Sequence[int], salt: Hashable) -> Match:
         """Return the longest prefix of `match`, a match of pages, that ends at a snapshot.
 
         The page that contains the end of the match may have siblings that match less, but have a snapshot.
@@ -145,7 +145,7 @@ class PrefixCache:
         whole, common = divmod(at, self._page)
         return Match(match.nodes[:whole], node if common else None, common, node.snapshots[at], match)
 
-    def _match_pages(self, ids: Sequence[int], salt: str) -> Match:
+    def _match_pages(self, ids: Sequence[int], salt: Hashable) -> Match:
         """Return the longest prefix of `ids` that has pages."""
         tokens, page = packed(ids).tobytes(), self._page * TOKEN
         node, nodes, first = self._roots.get(salt), [], 0
@@ -196,7 +196,7 @@ class PrefixCache:
         self,
         ids: Sequence[int],
         pages: Sequence[int],
-        salt: str = "",
+        salt: Hashable = "",
         extends_leaf: bool = False,
         known_node: Node | None = None,
         snapshots: Sequence[Snapshot] = (),
@@ -334,7 +334,7 @@ class PrefixCache:
             self._remove(member)
         return snapshots
 
-    def forget(self, ids: Sequence[int], salt: str = "") -> None:
+    def forget(self, ids: Sequence[int], salt: Hashable = "") -> None:
         """Remove the nodes whose pages have the first tokens of `ids`, and all their descendants."""
         match = self._match_pages(ids, salt)
         if first := match.nodes[0] if match.nodes else match.tail:

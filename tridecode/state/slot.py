@@ -1,6 +1,7 @@
 """Slot: the place of one active request on the device."""
 
 from array import array
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,8 @@ class Slot:
     shared: int = 0  # Number of positions in the first pages, which other slots may also read.
     node: Node | None = None  # The last node of the prefix tree that the slot uses.
     extends_leaf: bool = False  # Match.extends_leaf of the match at admission.
-    salt: str = ""
+    salt: Hashable = ""
+    adapter: int = 0  # The number of the request's adapter on the device.
     full: int = 0  # Number of leading pages that are no longer written. OffloadedSlots may move them.
 
     # The recurrent state, if the model has any.

@@ -1,7 +1,7 @@
 """Slots: the places of active requests on the device, and the writes that fill them in stream order."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from .. import layout
 from ..layout import MAX_SNAPSHOTS, Chunk, packed
 from ..sampling import SamplingParams
+from .adapters import AdapterPool, Residents
 from .kv import KVCache
 from .pages import PagePool
 from .prefix import Node, PrefixCache
@@ -19,6 +20,7 @@ from .slot import Slot
 from .snapshots import Snapshot, SnapshotPool, last_messages, snapshot_positions
 
 if TYPE_CHECKING:
+    from ..blocks.adapter import Adapter
     from ..step.workspace import PromptBuffers, Workspace
 
 
@@ -43,6 +45,11 @@ class SlotModel(Protocol):
     @property
     def recurrent(self) -> RecordPool | None:
         """The records of layers with recurrent state, or None."""
+        ...
+
+    @property
+    def pool(self) -> AdapterPool | None:
+        """The adapters on the device, or None."""
         ...
 
     @property
@@ -116,6 +123,7 @@ class Slots:
         self.snapshots = SnapshotPool(len(self), model.recurrent.snapshots) if model.recurrent else None
         self.cache = PrefixCache(self.pages, self.page, self.snapshots)
         self.reset_records()
+        self.adapters = Residents(model.pool) if model.pool is not None else None
         ws = model.workspace
         several = max(len(self), STAGED_WRITES)  # One pass may start a request in every slot.
         self._texts = StagingBuffer(ws.tokens, model.kv.page_table, count=several)
@@ -151,7 +159,7 @@ class Slots:
         """Return the number of pages that are free or can be evicted from the prefix tree."""
         return self.pages.free + self.cache.evictable()
 
-    def admit(self, ids: "array[int]", positions: int, salt: str = "") -> Slot | None:
+    def admit(self, ids: "array[int]", positions: int, salt: Hashable = "") -> Slot | None:
         """Assign an idle slot to a request whose tokens start with `ids`; return None if too few pages are available.
 
         The slot shares the pages that hold the longest cached prefix of `ids`; its `filled` is the length of that
@@ -291,6 +299,40 @@ class Slots:
             for slot, records in zip(self, self.snapshots.recover(self.cache.snapshots())):
                 slot.records = records
 
+    def acquire_adapter(self, adapter: "Adapter") -> int | None:
+        """Return the number of an adapter on the device. If it is not there, begin to load it, and return None.
+
+        Raises:
+            RuntimeError: the adapter could not be copied to the device.
+        """
+        assert self.adapters is not None
+        return self.adapters.acquire(adapter, self.used_adapters())
+
+    def prefetch_adapter(self, adapter: "Adapter") -> None:
+        """Begin to load an adapter if the device has an empty place."""
+        if self.adapters is not None and self.adapters.has_room:
+            self.acquire_adapter(adapter)
+
+    def forget_adapter(self, adapter: "Adapter") -> None:
+        """Let an adapter leave the device before all others."""
+        if self.adapters is not None:
+            self.adapters.forget(adapter)
+
+    def loads_adapter(self, adapter: "Adapter") -> bool:
+        """Return whether an adapter is being loaded."""
+        return self.adapters is not None and self.adapters.loading(adapter)
+
+    def used_adapters(self) -> set[int]:
+        """Return the numbers of the adapters of active requests."""
+        return {slot.adapter for slot in self if slot.busy}
+
+    @torch.inference_mode()
+    def set_adapter(self, slot: Slot, number: int) -> None:
+        """Let the next passes of a slot use this adapter, in stream order."""
+        slot.adapter = number
+        if self.adapters is not None:
+            self.adapters.pool.slots[slot.number].fill_(number)
+
     def invalidate(self, slot: Slot) -> None:
         """Remove the K/V and snapshots that the slot reused or computed from the prefix tree."""
         slot.filled = 0
@@ -325,6 +367,8 @@ class Slots:
         """
         self.cache.assert_consistent(slot.node for slot in self)
         self.pages.assert_consistent([*(slot.pages for slot in self), self.cache.pages()])
+        if self.adapters is not None:
+            self.adapters.assert_consistent(self.used_adapters())
         if self.snapshots is not None:
             records = [snapshot.record for slot in self for snapshot in (*slot.snapshots, *slot.taking)]
             records += [record for slot in self for record in slot.records]

@@ -27,7 +27,8 @@ def measure_costs(steps: DecodePasses, slots: Slots) -> Costs:
     for (kind, params), requests in product(PARAMS.items(), steps.dispatcher.sizes):
         room = min(kv.capacity, kv.positions // kv.page // requests * kv.page)
         position = min(POSITION, room - known - 1)
-        replays = {rows: steps.graphs.get(BatchDescriptor(kind, requests, rows)) for rows in QUERIES}
+        keys = {rows: BatchDescriptor(kind, requests, rows, adapters=steps.model.adapter_forms[0]) for rows in QUERIES}
+        replays = {rows: steps.graphs.get(key) for rows, key in keys.items()}
         if position < 0 or requests > len(slots) or not any(replays[rows] for rows in QUERIES[1:]):
             continue
         seconds[kind, requests] = {}

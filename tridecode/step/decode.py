@@ -3,7 +3,8 @@
 Each block lists its own launches (blocks/attention.py, blocks/mlp.py). Embedding, LM head and sampling are here. No
 launch allocates, synchronizes or reads back. Kernels read the values that change between passes from the meta buffer,
 so the whole pass is captured once as a CUDA graph and replayed. The argument `run` launches, captures or records a
-line, or runs its reference (run.py).
+line, or runs its reference (run.py). In a pass of a model made by `with_adapters`, the first launch finds the adapters
+of the rows, and a launch before each linear computes A x (kernels/linear/adapters.py).
 
 `kind` and `masked` are fixed in a captured pass. `kind` is "greedy", "sample" or "logprobs" (sample, and report the
 most likely tokens). `masked` means that some rows may sample only the tokens that their masks allow. A model made by
@@ -12,6 +13,7 @@ EXPAND_DRAFTS gives each draft a row, and ACCEPT keeps the drafts up to the firs
 """
 
 from ..blocks.block import Residual, Run
+from ..kernels.adapter_rows import ADAPTER_ROWS
 from ..kernels.embed import EMBED, embed_partials
 from ..kernels.linear.project import Normed
 from ..kernels.sampling.accept import ACCEPT
@@ -33,6 +35,7 @@ def decode_pass(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> No
     fetch_first(run, m, m.meta, m.spec.page_layers)
     if m.requests is not None:
         draft(run, m, m.requests)
+    find_adapters(run, m)
     residual = embed(run, m)
     for layer, declared in zip(m.layers, m.spec.layers):
         weights_fetched(run, m, layer.index)
@@ -49,6 +52,13 @@ def draft(run: Run, m: DecodeModel, own: Workspace) -> None:
     run("draft", DRAFT, own.meta, own.tokens, own.draft_keys, own.draft_counter, max_drafts, m.ngram)
     if m.queries > 1:
         run("expand_drafts", EXPAND_DRAFTS, own.meta, own.samp, ws.meta, ws.samp)
+
+
+def find_adapters(run: Run, m: DecodeModel) -> None:
+    """List the launch that finds the adapters of the rows, if the pass has adapters."""
+    if m.adapting and m.pool is not None:
+        own = m.pool.decode
+        run("adapters", ADAPTER_ROWS, m.meta, None, m.pool.slots, own.numbers[: m.rows], own.groups)
 
 
 def embed(run: Run, m: DecodeModel) -> Residual:

@@ -60,10 +60,12 @@ class BatchDescriptor:
     rows: int  # Number of requests.
     tokens: int = 1  # Number of rows of each request. It is more than one if the pass verifies drafts.
     masked: bool = False  # Whether requests may have masks.
+    adapters: bool = False  # Whether requests may have adapters.
 
     def __str__(self) -> str:
         each = f" of {self.tokens} tokens" * (self.tokens > 1)
-        return f"a pass of {counted(self.rows, 'row')}{each}{' with masks' * self.masked}"
+        parts = [name for name in ("masks", "adapters") if getattr(self, {"masks": "masked"}.get(name, name))]
+        return f"a pass of {counted(self.rows, 'row')}{each}{' with ' * bool(parts)}{' and '.join(parts)}"
 
 
 class PromptDescriptor(NamedTuple):
@@ -71,9 +73,11 @@ class PromptDescriptor(NamedTuple):
 
     tokens: int  # Number of prompt tokens.
     decoding: int  # Number of rows that decode in the same pass.
+    adapters: bool = False  # Whether requests may have adapters.
 
     def __str__(self) -> str:
-        return f"a pass of {counted(self.tokens, 'prompt token')} and {counted(self.decoding, 'decoding row')}"
+        rows = f"{counted(self.tokens, 'prompt token')} and {counted(self.decoding, 'decoding row')}"
+        return f"a pass of {rows}{' with adapters' * self.adapters}"
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,9 @@ class GraphStat:
     """Number of passes of one kind, size and mode.
 
     Attributes:
-        kind: the kind of sampling, with "+mask" if rows have masks, and with "x2" to "x8" if every request has that
-            number of rows to verify drafts. A pass that reads prompts is "prompt", or "mixed" if rows also decode.
+        kind: the kind of sampling, with "+mask" if rows have masks, with "+adapters" if rows have adapters, and with
+            "x2" to "x8" if every request has that number of rows to verify drafts. A pass that reads prompts is
+            "prompt", or "mixed" if rows also decode.
     """
 
     kind: str
@@ -165,22 +170,26 @@ class Dispatcher:
             self.prompt_mode = "piecewise"
         self._counts: Counter[tuple[str, int, int, str]] = Counter()
 
-    def plan(self, kind: str, rows: int, masked: bool = False, tokens: int = 1) -> tuple[str, BatchDescriptor]:
+    def plan(
+        self, kind: str, rows: int, masked: bool = False, tokens: int = 1, adapters: bool = False
+    ) -> tuple[str, BatchDescriptor]:
         """Return the mode and the batch of a decode pass. It is padded to the next size, or unpadded in mode none."""
         mode, padded = _next_size(self.decode_mode, self.sizes, rows)
-        return mode, BatchDescriptor(kind, padded, tokens, masked)
+        return mode, BatchDescriptor(kind, padded, tokens, masked, adapters)
 
-    def count(self, kind: str, rows: int, masked: bool, tokens: int, batch: BatchDescriptor, mode: str) -> None:
-        """Count a decode pass."""
-        self._counts[kind + "+mask" * masked + f" x{tokens}" * (tokens > 1), rows, batch.rows, mode] += 1
+    def count(self, rows: int, batch: BatchDescriptor, mode: str) -> None:
+        """Count a decode pass of `rows` requests."""
+        kind = batch.kind + "+mask" * batch.masked + "+adapters" * batch.adapters
+        self._counts[kind + f" x{batch.tokens}" * (batch.tokens > 1), rows, batch.rows, mode] += 1
 
     def plan_prompt(self, tokens: int) -> tuple[str, int]:
         """Return the mode and the tokens of a prompt pass. It is padded to the next size, or unpadded in mode none."""
         return _next_size(self.prompt_mode, self.prompts, tokens)
 
-    def count_prompt(self, tokens: int, decoding: int, padded: int, mode: str) -> None:
-        """Count a prompt pass."""
-        self._counts["mixed" if decoding else "prompt", tokens, padded, mode] += 1
+    def count_prompt(self, tokens: int, batch: PromptDescriptor, mode: str) -> None:
+        """Count a prompt pass of `tokens` tokens."""
+        kind = ("mixed" if batch.decoding else "prompt") + "+adapters" * batch.adapters
+        self._counts[kind, tokens, batch.tokens, mode] += 1
 
     def stats(self) -> list[GraphStat]:
         """Return the counts of all passes so far, by kind and rows."""

@@ -138,20 +138,26 @@ def launcher(model: DecodeModel) -> Run:
 
 def decode_list(model: DecodeModel, batch: BatchDescriptor) -> Lines:
     """Return the list of a decode pass. A pass with masks cannot verify drafts, because masks arrive one at a time."""
-    verifies = model.verify and not batch.masked
+    verifies, model = model.verify and not batch.masked, model.with_adapters(batch.adapters)
     view = model.for_queries(batch.rows, batch.tokens) if verifies else model.for_rows(batch.rows)
     return lambda run: decode.decode_pass(run, view, batch.kind, batch.masked)
 
 
-def first_batches(sizes: Sequence[int], kinds: Sequence[str] = decode.KINDS) -> list[BatchDescriptor]:
-    """Return the passes without masks and drafts. The largest come first, because smaller ones reuse their memory."""
-    return [BatchDescriptor(kind, rows) for rows in sorted(sizes, reverse=True) for kind in kinds]
+def first_batches(
+    sizes: Sequence[int], kinds: Sequence[str] = decode.KINDS, forms: Sequence[bool] = (False,)
+) -> list[BatchDescriptor]:
+    """Return the passes without masks and drafts. The largest come first, because smaller ones reuse their memory.
+
+    forms: whether passes have adapters.
+    """
+    ordered = sorted(sizes, reverse=True)
+    return [BatchDescriptor(kind, rows, adapters=form) for rows in ordered for form in forms for kind in kinds]
 
 
 def decode_batches(model: DecodeModel, sizes: Sequence[int]) -> list[BatchDescriptor]:
     """Return all decode passes of these sizes: without masks, with masks, and those that verify drafts."""
     batches = []
-    for batch in first_batches(sizes):
+    for batch in first_batches(sizes, forms=model.adapter_forms):
         queries = [tokens for tokens in QUERIES[1:] if model.verify and tokens <= max_queries(batch.rows)]
         batches += [batch, replace(batch, masked=True), *(replace(batch, tokens=tokens) for tokens in queries)]
     return batches
@@ -191,21 +197,25 @@ class DecodePasses(PassRunner[BatchDescriptor]):
                 for batch in batches:  # Passes with masks or drafts may remain without a graph.
                     self.try_capture(batch) if batch.masked or batch.tokens > 1 else self.capture(batch)
 
-    def tokens(self, kind: str, rows: int, drafts: Sequence[Acceptance]) -> int:
+    def tokens(self, kind: str, rows: int, drafts: Sequence[Acceptance], adapters: bool = False) -> int:
         """Return the number of rows that each of `rows` requests should have in the next pass.
 
         Only captured passes are chosen.
 
-        drafts: the acceptance of each request's drafts.
+        Args:
+            drafts: the acceptance of each request's drafts.
+            adapters: whether the pass has adapters.
         """
         if not self.model.verify or not any(each.requested_drafts for each in drafts):
             return 1
-        mode, batch = self.dispatcher.plan(kind, rows)
+        mode, batch = self.dispatcher.plan(kind, rows, adapters=adapters)
         allowed = [tokens for tokens in QUERIES if mode == "none" or self.graphs.get(replace(batch, tokens=tokens))]
         costs = self.costs.get(("greedy" if kind == "greedy" else "sample", batch.rows))
         return best_queries(costs or typical_costs(batch.rows), drafts, allowed)
 
-    def replay(self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1) -> None:
+    def replay(
+        self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1, adapters: bool = False
+    ) -> None:
         """Enqueue a pass of the first `rows` requests (default: all) on the current stream, with `tokens` rows each.
 
         The pass may be padded with requests beyond these, which must not run.
@@ -214,10 +224,10 @@ class DecodePasses(PassRunner[BatchDescriptor]):
             moved = [name for name, a in self.model.addresses().items() if self._addresses.get(name) != a]
             assert not moved, f"buffers moved since capture: {', '.join(moved)}"
         rows = rows or self.model.rows
-        mode, batch = self.dispatcher.plan(kind, rows, masked, tokens)
+        mode, batch = self.dispatcher.plan(kind, rows, masked, tokens, adapters)
         if not self.graphs.get(batch):
             mode = "none"
-        self.dispatcher.count(kind, rows, masked, tokens, batch, mode)
+        self.dispatcher.count(rows, batch, mode)
         self.enqueue(mode, batch)
 
 

@@ -1,13 +1,13 @@
 """DecodeModel: all tensors that the passes read and write, at addresses that never change."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from ..blocks.attention import Attention
-from ..blocks.block import AttentionPlan, Block, LoadedLayer, Run
+from ..blocks.block import AdaptedLinear, AttentionPlan, Block, LoadedLayer, Run
 from ..blocks.rope import RopeConfig, rope_tables
 from ..blocks.spec import NORM_NAMES, ModelSpec
 from ..blocks.weights import Weights
@@ -27,10 +27,12 @@ from ..kernels.linear.torch_linear import TORCH
 from ..kernels.linear.weight import LoadedLinear
 from ..kernels.transfer.fetch import FetchConfig
 from ..layout import NGRAM
+from ..state.adapters import AdapterPool, make_adapters
 from ..state.kv import KVCache, make_kv_cache
 from ..state.offload import Offload
 from ..state.records import RecordPool, make_records
 from ..tensors import short_repr
+from ..tuning.adapters import shrink_config
 from ..tuning.attention import attention_rows_config, prompt_attention_config, queries_config
 from ..tuning.configs import AttentionCase, Choice, PassConfigs
 from ..tuning.delta import delta_config, delta_prompt_configs
@@ -67,6 +69,9 @@ class DecodeModel:
         requests: in a pass that verifies drafts (for_queries), the workspace with one row for each request.
         ngram: largest and smallest number of tokens that must match for a draft.
         recurrent: the records of layers with recurrent state, or None.
+        pool: the adapters, or None.
+        adapter_configs: as configs_by_rows, for passes with adapters. Empty without a pool.
+        adapting: whether the passes have adapters.
     """
 
     spec: ModelSpec
@@ -84,6 +89,9 @@ class DecodeModel:
     requests: Workspace | None = None
     ngram: tuple[int, int] = NGRAM
     recurrent: RecordPool | None = None
+    pool: AdapterPool | None = None
+    adapter_configs: Mapping[int, PassConfigs] = field(default_factory=dict)
+    adapting: bool = False
 
     def __repr__(self) -> str:
         facts = {"family": self.spec.family, "layers": self.spec.num_layers, "capacity": self.kv.capacity}
@@ -158,6 +166,14 @@ class DecodeModel:
             choice = self._choices[key] = self.configs.linears[linear_case(linear, epilogue)]
         return choice
 
+    def adapters(self, layer: LoadedLayer, name: str) -> AdaptedLinear | None:
+        """Return the adapters of a linear. None in passes without adapters."""
+        if not self.adapting:
+            return None
+        assert self.pool is not None
+        config = shrink_config(layer.linears[name].in_features, self.rows, self.fixed_chunk > 0)
+        return AdaptedLinear(self.pool.linear(layer.index, name, self.rows, False, config.split), config)
+
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
         """Return K and V of a layer."""
         at = layer.page_index
@@ -206,7 +222,20 @@ class DecodeModel:
     @property
     def configs(self) -> PassConfigs:
         """Launch configs of a pass of all rows."""
-        return self.configs_by_rows[self.configs_for]
+        return (self.adapter_configs if self.adapting else self.configs_by_rows)[self.configs_for]
+
+    @property
+    def adapter_forms(self) -> tuple[bool, ...]:
+        """The forms of passes: without adapters, with adapters, or both.
+
+        In batch-invariant mode all passes have the same form, because the kernels of the two forms may round
+        differently.
+        """
+        return (False,) if self.pool is None else (True,) if self.fixed_chunk else (False, True)
+
+    def with_adapters(self, adapting: bool = True) -> "DecodeModel":
+        """Return the same model for passes with adapters, or without them."""
+        return self if adapting == self.adapting else replace(self, adapting=adapting)
 
     @property
     def cases(self) -> dict[str, Case]:
@@ -272,6 +301,8 @@ class DecodeModel:
             tensors |= {f"records.{name}": t for name, t in self.recurrent.tensors().items()}
         if self.kv.offload:
             tensors |= {name: getattr(self.kv.offload, name) for name in ("cells", "host", "tables", "fetched")}
+        if self.pool:
+            tensors |= {f"adapters.{name}": t for name, t in self.pool.tensors().items()}
         if host := self.weights.host:
             tensors |= {"host_layers": host.source[0], "places": host.places}
         return {name: t.data_ptr() for name, t in tensors.items()}
@@ -341,6 +372,15 @@ class PromptState:
         """Return torch's matrix product, which computes all linears of prompt passes."""
         return IN_TORCH
 
+    def adapters(self, layer: LoadedLayer, name: str) -> AdaptedLinear | None:
+        """Return the adapters of a linear. None in a pass without adapters."""
+        if not self.model.adapting:
+            return None
+        assert self.model.pool is not None
+        rows = len(self.own.hidden)
+        config = shrink_config(layer.linears[name].in_features, rows, self.model.fixed_chunk > 0, prompt=True)
+        return AdaptedLinear(self.model.pool.linear(layer.index, name, rows, True, config.split), config)
+
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
         """Return K and V of a layer."""
         return self.model.kv_layer(layer)
@@ -402,13 +442,18 @@ def linear_cases(spec: ModelSpec, weights: Weights) -> dict[str, Case]:
 
 
 def choose_configs(
-    spec: ModelSpec, weights: Weights, gpu: Device, batch_invariant: bool = False, user_table: bool = False
-) -> dict[int, PassConfigs]:
-    """Choose kernels and launch configs for all linears and attention of a model, by rows of a pass."""
+    spec: ModelSpec, weights: Weights, gpu: Device, batch_invariant: bool = False, user_table: bool = False,
+    adapters: bool = False,
+) -> dict[int, PassConfigs]:  # fmt: skip
+    """Choose kernels and launch configs for all linears and attention of a model, by rows of a pass.
+
+    Args:
+        adapters: the linears of layers have adapters.
+    """
     cases = linear_cases(spec, weights).values()
     blocks = [block for block in spec.blocks() if isinstance(block, Attention)]
     attention = {attention_case(block, weights.dtype, spec.fp8_kv) for block in blocks}
-    return resolve_configs(cases, attention, weights.dtype, gpu, batch_invariant, user_table)
+    return resolve_configs(cases, attention, weights.dtype, gpu, batch_invariant, user_table, adapters)
 
 
 def expands_kv(spec: ModelSpec, device: torch.device, batch_invariant: bool, torch_prompt_attention: bool) -> bool:
@@ -426,7 +471,8 @@ def make_model(
     spec: ModelSpec, weights: Weights, capacity: int, slots: int = 1, page: int | None = None,
     configs: Mapping[int, PassConfigs] | None = None, pages: int | None = None, rows: int | None = None,
     prompt_rows: int = 2048, batch_invariant: bool = False, offload: Offload | None = None, speculate: bool = False,
-    ngram: tuple[int, int] = NGRAM, torch_prompt_attention: bool = False, snapshots: int = 0,
+    ngram: tuple[int, int] = NGRAM, torch_prompt_attention: bool = False, snapshots: int = 0, adapters: int = 0,
+    max_rank: int = 0,
 ) -> DecodeModel:  # fmt: skip
     """Allocate the state of a model whose weights are loaded, for `slots` of `capacity` K/V positions.
 
@@ -440,6 +486,8 @@ def make_model(
         ngram: see DecodeModel.
         torch_prompt_attention: whether torch computes the attention of prompts. Then no K and V are expanded.
         snapshots: number of snapshots of recurrent state.
+        adapters: number of adapters on the device.
+        max_rank: largest rank of an adapter.
     """
     device, dtype = weights.device, weights.dtype
     gpu = device_of(device)
@@ -454,6 +502,12 @@ def make_model(
     if kv.rings:  # Attention then waits for more than the previous kernel.
         prompt_config = replace(prompt_config, dependent=False)
     expanded = len(kv.pool) if expands_kv(spec, device, batch_invariant, torch_prompt_attention) else 0  # Unit: pages.
+    pool: AdapterPool | None = None
+    adapter_configs: Mapping[int, PassConfigs] = {}
+    if adapters:
+        largest = max(rows, verifying), prompt_rows + rows
+        pool = make_adapters(spec, device, dtype, adapters, max_rank, slots, *largest)
+        adapter_configs = configs or choose_configs(spec, weights, gpu, batch_invariant, user_table=True, adapters=True)
     return DecodeModel(
         spec=spec,
         weights=weights,
@@ -468,6 +522,8 @@ def make_model(
         verify=replace(first_rows(workspace, verifying), meta=meta, samp=samp) if speculate else None,
         ngram=ngram,
         recurrent=make_records(spec, device, dtype, slots, speculate, snapshots),
+        pool=pool,
+        adapter_configs=adapter_configs,
     )
 
 

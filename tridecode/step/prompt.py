@@ -16,6 +16,7 @@ import torch
 
 from ..blocks.block import PromptResidual, Residual, Run
 from ..blocks.spec import NORM_NAMES
+from ..kernels.adapter_rows import ADAPTER_ROWS
 from ..kernels.add_norm import ADD_NORM
 from ..kernels.embed_rows import EMBED_ROWS
 from ..kernels.take_residual import TAKE_RESIDUAL
@@ -38,6 +39,9 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
     fetched = m.spec.page_layers - cut  # If the last layer is cut, `finish` fetches its pages.
     state = PromptState(m, own, m.for_rows(decoding) if decoding else None, fetched)
     hosted.fetch_first(run, m, None, fetched)
+    if m.adapting and m.pool is not None:
+        rows_of, meta = m.pool.prompt, m.meta[:decoding] if decoding else None
+        run("adapters", ADAPTER_ROWS, meta, own.chunks, m.pool.slots, rows_of.numbers[:rows], rows_of.groups)
     run("embed", EMBED_ROWS, own.chunks, m.meta, m.workspace.tokens, m.weights.embed, own.hidden, decoding)
     residual = PromptResidual(own.hidden, own.x)
     for layer, declared in zip(m.layers, m.spec.layers):
@@ -59,6 +63,7 @@ def finish(run: Run, m: DecodeModel, kind: str, masked: bool = False) -> None:
     """
     ws, layer, declared = m.workspace, m.layers[-1], m.spec.layers[-1]
     residual = Residual(ws.hidden, ws.normed, ws.sumsq)
+    decode.find_adapters(run, m)
     if not declared.mixer.cuts_prompt:
         norm = m.weights.final_norm
         run("take_rows", TAKE_RESIDUAL, ws.meta, m.prompt.hidden, m.prompt.delta, norm, *residual[:3])

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count, takewhile
+from itertools import count, product, takewhile
 
 from ..kernels.attention.torch_attention import BLOCK_ATTENTION, torch_attention
 from ..kernels.op import Op
@@ -38,13 +38,13 @@ def decoding_rows(model: DecodeModel) -> tuple[int, ...]:
 
 def read_list(model: DecodeModel, batch: PromptDescriptor) -> Lines:
     """Return the list of `read`. In batch-invariant mode every pass has the same number of rows."""
-    rows = model.fixed_chunk or batch.decoding + batch.tokens
-    return lambda run: prompt.read(run, model, rows, batch.decoding)
+    rows, view = model.fixed_chunk or batch.decoding + batch.tokens, model.with_adapters(batch.adapters)
+    return lambda run: prompt.read(run, view, rows, batch.decoding)
 
 
 def finish_list(model: DecodeModel, batch: BatchDescriptor) -> Lines:
     """Return the list of `finish`."""
-    view = model.for_rows(batch.rows)
+    view = model.with_adapters(batch.adapters).for_rows(batch.rows)
     return lambda run: prompt.finish(run, view, batch.kind, batch.masked)
 
 
@@ -55,7 +55,8 @@ def first_reads(model: DecodeModel) -> list[Lines]:
     """
     limit = model.prompt.rows - model.rows
     sizes = [*takewhile(lambda size: size < limit, (4 << i for i in count())), limit]
-    return [read_list(model, PromptDescriptor(tokens, rows)) for tokens in sizes for rows in decoding_rows(model)]
+    rows = decoding_rows(model)
+    return [read_list(model, PromptDescriptor(*batch)) for batch in product(sizes, rows, model.adapter_forms)]
 
 
 class PromptPasses(PassRunner[PromptDescriptor]):
@@ -87,10 +88,12 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         self.seconds: dict[PromptDescriptor, float] = {}  # Seconds of each captured prompt pass without attention.
         self._missed: set[PromptDescriptor] | None = set() if len(model.workspace.tokens) == 1 else None
         sizes = self.dispatcher.prompts if self.mode != "none" else ()
-        self._sizes = [PromptDescriptor(size, rows) for size in reversed(sizes) for rows in decoding_rows(model)]
+        keys = product(reversed(sizes), decoding_rows(model), model.adapter_forms)
+        self._sizes = [PromptDescriptor(*key) for key in keys]
         if steps.place is not None:
             # With fixed chunks, decode passes sample the first tokens.
-            batches = [] if model.fixed_chunk else first_batches(self.dispatcher.sizes)
+            sizes, forms = self.dispatcher.sizes, model.adapter_forms
+            batches = [] if model.fixed_chunk else first_batches(sizes, forms=forms)
             ends = [replace(batch, masked=masked) for batch in batches for masked in (False, True)]
             with idle(model):
                 if not steps.compiled:
@@ -116,7 +119,9 @@ class PromptPasses(PassRunner[PromptDescriptor]):
             seconds: the time that the pass may take.
             start: position of the first token.
         """
-        timed = sorted((tokens, spent) for (tokens, decoding), spent in self.seconds.items() if decoding)
+        form = self.model.adapter_forms[0]
+        timed = [(key.tokens, spent) for key, spent in self.seconds.items() if key.decoding and key.adapters == form]
+        timed.sort()
         if not timed:
             return limit
         pair = self.model.prompt_pair_flops / ATTENTION_RATE  # Unit: seconds.
@@ -149,20 +154,20 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         used, spent = free - self.place.free_memory(), time.perf_counter() - started
         log.info("captured %d prompt passes in %.1f s, %.0f MiB", len(self.seconds) - before, spent, used / 2**20)
 
-    def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0) -> None:
+    def read(self, chunks: Sequence[Chunk], tokens: int, decoding: int = 0, adapters: bool = False) -> None:
         """Enqueue a pass of `tokens` prompt tokens and `decoding` rows. The table on the device contains its chunks."""
         mode, padded = self.dispatcher.plan_prompt(tokens)
-        batch = PromptDescriptor(padded, decoding)
+        batch = PromptDescriptor(padded, decoding, adapters)
         if self._missed is not None and mode != "none" and batch not in self.graphs:
             if batch in self._missed:
                 self.try_capture(batch)
             self._missed.add(batch)
         if self.graphs.get(batch) is None:
-            mode, batch = "none", PromptDescriptor(tokens, decoding)
-        self.dispatcher.count_prompt(tokens, decoding, batch.tokens, mode)
+            mode, batch = "none", PromptDescriptor(tokens, decoding, adapters)
+        self.dispatcher.count_prompt(tokens, batch, mode)
         self.chunks[:] = chunks
         self.enqueue(mode, batch)
 
-    def finish(self, kind: str, rows: int, masked: bool = False) -> None:
+    def finish(self, kind: str, rows: int, masked: bool = False, adapters: bool = False) -> None:
         """Enqueue the end of that pass, which samples a token for each of the first `rows` rows."""
-        self._ends.enqueue(*self.dispatcher.plan(kind, rows, masked))
+        self._ends.enqueue(*self.dispatcher.plan(kind, rows, masked, adapters=adapters))

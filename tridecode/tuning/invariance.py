@@ -35,18 +35,19 @@ def order_of_sums(case: Case, choice: Choice) -> tuple:
 
 
 def invariant_choices(
-    case: Case, rows_of_passes: Sequence[int], device: Device, tables: Sequence[Table]
+    case: Case, rows_of_passes: Sequence[int], device: Device, tables: Sequence[Table], adapters: bool = False
 ) -> dict[int, Choice]:
     """Choose a kernel and a config for each maximum number of rows, so that all choices have the same order of sums.
 
     The rules choose the kernel. The table's entry for the largest number of rows with this kernel decides the order.
-    Other entries are used if they have the same order.
+    Other entries are used if they have the same order. With `adapters`, only kernels whose epilogues add adapters are
+    chosen.
     """
-    ruled = {rows: choose(case, rows, device, batch_invariant=True) for rows in rows_of_passes}
+    ruled = {rows: choose(case, rows, device, (), True, adapters) for rows in rows_of_passes}
     max_rows = max(rows_of_passes)
     entries = {}
     for rows in rows_of_passes:
-        entry = listed(tables, case, rows, device)
+        entry = listed(tables, case, rows, device, adapters)
         if entry and entry.kernel == ruled[max_rows].kernel:
             if isinstance(entry.config, WideConfig | MatmulConfig):  # Tiles of eight rows use another instruction.
                 entry = replace(entry, config=replace(entry.config, block_m=16))

@@ -27,8 +27,9 @@ LARGE = 2**16  # With this number of outputs, each multiprocessor has many tiles
 
 
 def choose(
-    case: Case, rows: int, device: Device, tables: Sequence[Table] = (), batch_invariant: bool = False
-) -> Choice:
+    case: Case, rows: int, device: Device, tables: Sequence[Table] = (), batch_invariant: bool = False,
+    adapters: bool = False,
+) -> Choice:  # fmt: skip
     """Choose the kernel and launch config of a linear.
 
     The choice is the entry of the first table that has one. Otherwise it is the first kernel that supports the case and
@@ -37,14 +38,15 @@ def choose(
     Args:
         rows: rows of the largest pass that the choice is for.
         batch_invariant: the rules add the sums of a row in one order for 16, 32 and 64 rows.
+        adapters: choose only kernels whose epilogues add adapters.
     """
-    if entry := listed(tables, case, rows, device):
+    if entry := listed(tables, case, rows, device, adapters):
         return entry
     for kernel in LINEAR_KERNELS:
         if kernel.supports(case, rows, device):
-            if kernel.name not in RULES:
-                return Choice(kernel, kernel.config())
-            if config := RULES[kernel.name](case, rows, device, batch_invariant):
+            ruled = kernel.name in RULES
+            config = RULES[kernel.name](case, rows, device, batch_invariant) if ruled else kernel.config()
+            if config and (not adapters or kernel.adapts(config)):
                 return Choice(kernel, config)
     raise ValueError(f"no kernel supports {rows} rows with {case}")
 

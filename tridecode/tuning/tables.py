@@ -172,9 +172,10 @@ def _check_linear(config: Any, case: Case, key: str) -> None:
         raise TableError(f"split of {key!r} must be 1")
 
 
-def listed(tables: Iterable[Table], case: Case, rows: int, device: Device) -> Choice | None:
-    """Return the choice of the first table that has one."""
-    return next((entry for table in tables if (entry := table.linear(case, rows, device))), None)
+def listed(tables: Iterable[Table], case: Case, rows: int, device: Device, adapters: bool = False) -> Choice | None:
+    """Return the choice of the first table that has one, with adapters of a kernel whose epilogue adds them."""
+    entries = (entry for table in tables if (entry := table.linear(case, rows, device)))
+    return next((entry for entry in entries if not adapters or entry.kernel.adapts(entry.config)), None)
 
 
 def package_tables(device: Device) -> list[Table]:

@@ -91,7 +91,7 @@ def write(
     Raises:
         CheckpointError, OSError: the checkpoint cannot be written.
     """
-    values, tokenizer = (_with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
+    values, tokenizer = (with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
     total, done = sum(file.stat().st_size for file in files), 0
     shards, schemes, ignored = Shards(out), {}, []
     for file, names in files.items():
@@ -114,9 +114,7 @@ def write(
                 if progress is not None:
                     progress(done, total)
     shards.close()
-    for other in source.iterdir():
-        if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):
-            shutil.copyfile(other, out / other.name)
+    copy_others(source, out)
     if repo and custom_code.KEY in tokenizer:
         (out / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
     tied = "lm_head" not in modules
@@ -127,7 +125,14 @@ def write(
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _with_code(source: Path, out: Path, name: str, repo: str | None) -> dict:
+def copy_others(source: Path, out: Path) -> None:
+    """Copy the files of a checkpoint that are neither weights nor code, such as the tokenizer's."""
+    for other in source.iterdir():
+        if other.is_file() and any(fnmatchcase(other.name.lower(), pattern) for pattern in COPIED):
+            shutil.copyfile(other, out / other.name)
+
+
+def with_code(source: Path, out: Path, name: str, repo: str | None) -> dict:
     """Return the object in a configuration file. Copy the Python files that it names, or add `repo` to the names."""
     values = read_json(source / name) if (source / name).exists() else {}
     if repo:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ...errors import ParameterError
+from ...options import DEFAULT_RANK
 from ..bench_options import contexts_of
 from ..terminal import counted
 from .decode import PassRow, pass_figures
@@ -17,7 +18,7 @@ from .measure import (
     step_bytes,
     time_decode,
 )
-from .rows import Row
+from .rows import Row, column
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -28,32 +29,63 @@ class BatchRow(PassRow):
 
     bench = "batch"
     header = "batch"
+    adapters: int | None = column("adapters", default=None)
+    rank: int | None = None
+    plain_us: float | None = column("without", kept=2, default=None)
+    ratio: float | None = column("ratio", 3, kept=4, default=None)
+    ratio_of_bytes: float | None = column("ratio of bytes", 3, kept=4, default=None)
 
     def selectors(self):
-        """Return the options that make the bench measure only this row: --rows and --context."""
-        return {"rows": None if isinstance(self.context, str) else [self.rows], "context": [self.context]}
+        """Return the options that make the bench measure only this row: --rows, --context and --random-adapters."""
+        rows = None if isinstance(self.context, str) else [self.rows]
+        return {"rows": rows, "context": [self.context], "random_adapters": self.adapters and [self.adapters]}
 
 
 def batch(args, output) -> list[Row]:
-    """Return a row for each number of --rows at each --context, and one for each mix. One engine runs all."""
-    cases = cases_of(args)
-    room = [[reserved_positions(context, args.steps) for context in contexts] for _, contexts in cases]
-    engine = bench_engine(args, max(map(max, room)), max(map(len, room)), max(map(sum, room)))
+    """Return a row for each number of --rows at each --context, and one for each mix. One engine runs all.
+
+    With --random-adapters, each has a row for each number of adapters that is not greater than its requests.
+    """
+    cases, counts, rank = cases_of(args), args.random_adapters or (0,), args.rank or DEFAULT_RANK
+    engine = bench_engine(args, *room_of(args), **adapters_of(args))
     bandwidth, params = read_bandwidth(engine.device), SAMPLING[args.sampling]
 
-    def times(contexts: list[int]) -> list[float]:
-        seconds = time_decode(engine, contexts, args.steps, args.runs, params, len(contexts))
+    def times(contexts: list[int], adapters: int = 0) -> list[float]:
+        seconds = time_decode(engine, contexts, args.steps, args.runs, params, len(contexts), adapters=adapters)
         check_running(engine, counted(len(contexts), "row"), len(contexts))
         return seconds
 
     one_row = {context: 1e6 * median(times([context])) for context in {max(contexts) for _, contexts in cases}}
     rows: list[Row] = []
     for name, contexts in cases:
-        nbytes = step_bytes(engine, contexts, args.steps)
-        figures = pass_figures("us_per_step", times(contexts), nbytes, bandwidth, len(contexts))
-        figures |= {"rows": len(contexts), "context": name, "one_row_us": one_row[max(contexts)]}
-        rows.append(make_row(BatchRow, engine, args, **figures))
+        for adapters in counts:
+            if adapters <= len(contexts):
+                plain = median(times(contexts)) if adapters else None
+                nbytes = step_bytes(engine, contexts, args.steps, adapters, rank)
+                figures = pass_figures("us_per_step", times(contexts, adapters), nbytes, bandwidth, len(contexts))
+                figures |= {"rows": len(contexts), "context": name, "one_row_us": one_row[max(contexts)]}
+                if plain is not None:
+                    figures |= {
+                        "adapters": adapters,
+                        "rank": rank,
+                        "plain_us": 1e6 * plain,
+                        "ratio": figures["us_per_step"] / plain / 1e6,
+                        "ratio_of_bytes": nbytes / step_bytes(engine, contexts, args.steps),
+                    }
+                rows.append(make_row(BatchRow, engine, args, **figures))
     return rows
+
+
+def room_of(args) -> tuple[int, int, int]:
+    """Return the positions of the longest request, the number of requests, and the positions of all of them."""
+    room = [[reserved_positions(context, args.steps) for context in contexts] for _, contexts in cases_of(args)]
+    return max(map(max, room)), max(map(len, room)), max(map(sum, room))
+
+
+def adapters_of(args) -> dict[str, int]:
+    """Return the arguments of `bench_engine` for --random-adapters."""
+    counts = args.random_adapters
+    return {"adapters": max(counts), "rank": args.rank or DEFAULT_RANK} if counts else {}
 
 
 def cases_of(args) -> list[tuple[int | str, list[int]]]:

@@ -14,17 +14,20 @@ from ...checkpoint.gguf.schemes import with_file_type
 from ...checkpoint.load import random_weights
 from ...engine import Engine
 from ...errors import DeviceError, GenerationError, ParameterError
+from ...kernels.linear.adapters import RANK_STEP
 from ...layout import RUN, STATUS
 from ...models.presets import PRESETS
-from ...options import EngineOptions
-from ...plan.memory import free_memory
-from ...plan.resolve import resolve
+from ...options import DEFAULT_RANK, EngineOptions
+from ...plan.memory import GIB, free_memory
+from ...plan.resolve import EnginePlan, resolve
 from ...sampling import SamplingParams
+from ...state.adapters import adapter_bytes
 from ...state.kv import PAGE, kv_bytes_per_token
 from ...state.offload import Offload
 from ...step.dispatch import Dispatcher
 from ...step.graphs import DecodePasses, make_passes
 from ...step.prompt_graphs import PromptPasses, make_prompts
+from ...tensors import aligned
 from ...tuning.configs import PassConfigs
 from ...version import __version__
 from ..options import engine_options
@@ -66,6 +69,8 @@ def preset_engine(
     pages: int | None = None,
     offload: Offload | None = None,
     gguf: str | None = None,
+    adapters: int = 0,
+    rank: int = DEFAULT_RANK,
     **options,
 ) -> Engine:
     """Build an engine with the shape of a public model, random weights, and a cache of random K/V.
@@ -77,6 +82,8 @@ def preset_engine(
         pages: pages on the device, by default as the options require
         offload: pages in host memory
         gguf: type of the GGUF file whose types of tensors the weights have, by default none
+        adapters: number of random adapters on the device
+        rank: their rank
         options: further options of the engine; by default it is in bf16 and drafts are disabled
 
     Raises:
@@ -86,16 +93,30 @@ def preset_engine(
     if preset not in PRESETS:
         raise ParameterError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     device = need_gpu()
-    options = {"speculate": "off", "dtype": "bfloat16"} | options
-    spec = PRESETS[preset] if gguf is None else with_file_type(PRESETS[preset], gguf)
-    plan = resolve(EngineOptions(max_seq_len=capacity, **options), spec, device)
+    plan = preset_plan(preset, device, gguf, adapters, rank, max_seq_len=capacity, **options)
     plan.check()
     weights = random_weights(plan.spec, device, plan.dtype, on_host=plan.host_layers)
     if pages is not None:
         plan = replace(plan, pages=pages, offload=offload)
     engine = Engine.build(plan, weights, name=preset, configs=configs)
     engine.model.kv.fill()
+    if engine.model.pool is not None:
+        engine.model.pool.fill(rank)
     return engine
+
+
+def preset_plan(
+    preset: str, device: torch.device, gguf: str | None = None, adapters: int = 0, rank: int = DEFAULT_RANK, **options
+) -> EnginePlan:
+    """Return the plan of an engine of `preset_engine`."""
+    options = {"speculate": "off", "dtype": "bfloat16"} | options
+    spec = PRESETS[preset] if gguf is None else with_file_type(PRESETS[preset], gguf)
+    plan = resolve(EngineOptions(**options), spec, device)
+    if not adapters:
+        return plan
+    each = adapter_bytes(plan.spec, plan.dtype, aligned(rank, RANK_STEP))
+    pool = {"adapter_memory": (adapters + 0.5) * each / GIB, "max_rank": rank}
+    return resolve(EngineOptions(**options | pool), spec, device)
 
 
 def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = None, **more) -> Engine:
@@ -167,6 +188,7 @@ def time_decode(
     params: SamplingParams = GREEDY,
     rows: int = 1,
     before: Callable[[], None] = lambda: None,
+    adapters: int = 0,
 ) -> list[float]:
     """Return the seconds per decode pass of each run.
 
@@ -178,13 +200,16 @@ def time_decode(
         params: sampling parameters
         rows: number of requests
         before: called before each run, after the state was reset and outside the timed region
+        adapters: number of adapters that the rows use; 0 times passes without adapters
     """
 
     def prepare() -> None:
         rewind(engine, context, params, rows)
+        if adapters and engine.model.pool is not None:
+            engine.model.pool.assign(adapters)
         before()
 
-    return time_runs(partial(enqueue, engine, params, rows), runs, prepare, steps)
+    return time_runs(partial(enqueue, engine, params, rows, adapters=adapters > 0), runs, prepare, steps)
 
 
 def check_running(engine: Engine, name: str, rows: int = 1) -> None:
@@ -201,15 +226,20 @@ def reserved_positions(context: int, steps: int) -> int:
     return (-(-(context + steps + 2) // PAGE) + 1) * PAGE
 
 
-def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
+def step_bytes(
+    engine: Engine, context: int | Sequence[int], steps: int, adapters: int = 0, rank: int = DEFAULT_RANK
+) -> int:
     """Return the bytes that a decode pass must move: the weights, the K/V of the requests, and their state in and out.
 
-    The embedding counts only if it is also the LM head, because a pass reads one row of it per token.
+    The embedding counts only if it is also the LM head, because a pass reads one row of it per token. An adapter counts
+    once.
 
     Args:
         engine: the engine whose passes are counted
         context: tokens before the first pass, of one request or of each request
         steps: number of passes; K/V is counted at their mean position, in all layers
+        adapters: number of adapters that the requests use
+        rank: their rank
     """
     weights = engine.model.weights
     embed = 0 if weights.tied else weights.embed.numel() * weights.dtype.itemsize
@@ -218,7 +248,8 @@ def step_bytes(engine: Engine, context: int | Sequence[int], steps: int) -> int:
     recurrent = engine.model.recurrent
     state = sum(layer.state[0].nbytes for layer in recurrent.layers) if recurrent else 0
     kv = positions * kv_bytes_per_token(engine.config, weights.dtype)
-    return int(weights.nbytes() - embed + kv + 2 * len(contexts) * state)
+    lora = adapters * adapter_bytes(engine.model.spec, weights.dtype, rank)
+    return int(weights.nbytes() - embed + kv + 2 * len(contexts) * state + lora)
 
 
 def read_bandwidth(device: torch.device) -> float:

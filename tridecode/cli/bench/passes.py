@@ -45,17 +45,18 @@ def _rewind(scheduler: Scheduler, positions: list[int], params: SamplingParams, 
     rewind_slots(scheduler.slots, positions, params, known)
 
 
-def enqueue(engine: Engine, params: SamplingParams, rows: int = 1, tokens: int = 1) -> None:
+def enqueue(engine: Engine, params: SamplingParams, rows: int = 1, tokens: int = 1, adapters: bool = False) -> None:
     """Enqueue one pass and return; on a GPU the pass may still run then.
 
     Args:
         params: sampling parameters, which select the kind of pass
         rows: number of requests in the pass
         tokens: rows of each request, where the engine speculates
+        adapters: whether the pass applies adapters
 
     Raises:
         EngineClosed: the engine is closed
     """
     engine._open()
     threads.use(engine.threads)
-    engine.steps.replay(step_kind(params), rows, tokens=tokens)
+    engine.steps.replay(step_kind(params), rows, tokens=tokens, adapters=adapters)

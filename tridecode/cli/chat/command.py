@@ -10,7 +10,7 @@ from ...options import OPTIONS
 from ..api_key import api_key
 from ..graph_stats import show_graph_stats
 from ..inputs import stdin_lines, with_stdin
-from ..loading import Loader, load_engine, tokenizer_of
+from ..loading import Loader, first_adapter, load_engine, tokenizer_of
 from ..options import sampling_overrides
 from ..terminal import Output
 from . import saving, session, settings
@@ -97,6 +97,8 @@ def open_model(args, output: Output, interactive: bool) -> Model:
         engine.encode([{"role": "user", "content": "Hello"}])
     if engine.device.type == "cpu":
         output.note("running on the CPU")
+    if engine.adapters:
+        output.note(f"adapter {first_adapter(engine)}; /adapter selects another one, or none")
     return LocalModel(engine, Loader(args, output), captures=interactive)
 
 

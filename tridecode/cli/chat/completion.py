@@ -49,6 +49,11 @@ def models(typed: str, chat) -> Iterator[str]:
     yield from (path for path in paths(typed) if path.endswith(("/", ".gguf")))
 
 
+def adapters(typed: str, chat) -> Iterable[str]:
+    """Return the adapters, and "-" for none."""
+    return (*chat.model.adapters, "-")
+
+
 def setting_words(typed: str, chat) -> Iterable[str]:
     """Return settings, or after a setting its values."""
     name, space, _ = typed.partition(" ")
@@ -67,6 +72,7 @@ ARGUMENTS: dict[str, Callable[[str, object], Iterable[str]]] = {
     "/sessions": lambda typed, chat: sessions.names() if " " in typed else ("rename ", "delete "),
     "/set": setting_words,
     "/model": models,
+    "/adapter": adapters,
 }
 # Commands whose only argument is the rest of the line, with its spaces.
 SINGLE_ARGUMENT = ("/file", "/load", "/save", "/export", "/model")

@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -16,7 +17,7 @@ from ...sampling import SamplingParams
 from ...text.thinking import CLOSE, OPEN, THINKING_VARIABLE
 from ..bench.measure import step_bytes
 from ..bench.read import measure_read_bandwidth
-from ..loading import Loader, tokenizer_of
+from ..loading import Loader, first_adapter, tokenizer_of
 from .model import Model, Prompt, Thinking
 
 MIN_BYTES = 2**28  # Minimum bytes to read for a measurement of the bandwidth. Every cache is smaller.
@@ -47,6 +48,7 @@ class LocalModel(Model):
         self.engine, self.loaded = engine, True
         self.name, self.device, self.capacity = engine.name, engine.device, engine.capacity
         self.largest = engine.config.max_position
+        self.adapters, self.adapter = [*engine.adapters], first_adapter(engine)
         if self._captures:
             self._idle = IdleCapture(engine)
 
@@ -74,6 +76,7 @@ class LocalModel(Model):
         self, prompt: Prompt, params: SamplingParams, overrides: Collection[str], thinking: Thinking, prefix: str = ""
     ) -> Iterator[OutputChunk]:
         """Yield the engine's answer in chunks. If the answer begins with `prefix`, yield what follows it."""
+        params = replace(params, adapter=self.adapter)
         if isinstance(prompt, str):
             return self.engine.stream(prompt + prefix, params)
         if prefix:
@@ -102,6 +105,7 @@ class LocalModel(Model):
         engine = self.engine
         drafts = "ngram {}:{}".format(*engine.plan.ngram) if engine.plan.ngram else "off"
         name = f"model {engine.name} on {engine.device}"
+        name += f" with adapter {self.adapter}" if self.adapter else ""
         row = f"{name}, backend {engine.backend}, graph {engine.graph}, speculation {drafts}"
         return [row, *(gpu_lines(engine, last) if engine.device.type == "cuda" else [])]
 

@@ -34,6 +34,8 @@ class Model:
     counts = True  # Whether the model supports `count`.
     continues = True  # Whether `stream` supports a prefix.
     seeds = True  # Whether an answer without a seed gets a random seed, which is shown.
+    adapters: Sequence[str] = ()  # Names of the adapters that `adapter` may be.
+    adapter: str | None = None  # The adapter that answers use.
     loaded = True  # False if `switch` failed and could not load the old model again.
 
     def default_params(self, **overrides) -> SamplingParams:

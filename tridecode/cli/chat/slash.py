@@ -97,7 +97,8 @@ def _help(chat, rest) -> None:
     for title, group in GROUPS.items():
         chat.output.print_line(title, "bold")
         for command in group:
-            if command.name != "/think" or chat.thinking.possible:
+            hidden = {"/think": not chat.thinking.possible, "/adapter": not chat.model.adapters}
+            if not hidden.get(command.name):
                 chat.output.entry(f"{command.name} {command.arguments}", command.help)
     chat.output.print_line("Keys", "bold")
     for key, what in KEYS.items():
@@ -189,6 +190,18 @@ def _model(chat, rest) -> None:
     chat.output.note(f"{chat.model.name} on {chat.model.device}: {chat.describe_capacity()}")
 
 
+def _adapter(chat, rest) -> None:
+    names = chat.model.adapters
+    if not names:
+        raise TridecodeError("no adapter is loaded; begin the chat with --adapter NAME=PATH")
+    if rest:
+        if rest not in (*names, "-"):
+            raise TridecodeError(f"there is no adapter {quoted(rest)}; the loaded ones are {', '.join(names)}")
+        chat.model.adapter = None if rest == "-" else rest
+    others = ", ".join(name for name in names if name != chat.model.adapter)
+    chat.output.note(f"adapter {chat.model.adapter or 'none'}" + (f"; also loaded: {others}" if others else ""))
+
+
 def _think(chat, rest) -> None:
     if rest:
         chat.set_think(rest)
@@ -249,6 +262,7 @@ GROUPS = {
     ],
     "Model": [
         Command("/model", "[PATH_OR_ID]", "switch the model (bundled is built in), or show it", _model),
+        Command("/adapter", "[NAME]", "answer with a LoRA adapter; - for none; no NAME: show it", _adapter),
         Command("/think", "[on|off|hide]", "switch thinking on or off, hide it, or show the mode", _think),
         Command("/set", "[NAME VALUE]", "set sampling, stats, ...; VALUE may be default", _set),
         Command("/stats", "", "show the model, its speed, memory and context", _stats),

@@ -22,10 +22,11 @@ from ..common import (
     options,
 )
 from ..op import Op
+from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
 from .bits import factor, half_of, pair, raised, unpack, zero_operand, zero_point
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
 from .register_tiles import (
     STEP_COLUMNS,
     STEP_K,
@@ -100,12 +101,14 @@ def _ones(T: tl.constexpr, FORM: tl.constexpr, TYPE: tl.constexpr):
 @triton.jit
 def _matmul_kernel(
     meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps,
-    stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, minimum_ptr, over_ptr, BLOCK_M: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr,
-    MINIMUMS: tl.constexpr, OVER: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, FETCH: tl.constexpr,
-    PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+    stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, minimum_ptr, over_ptr, b_ptr, ranks_ptr,
+    numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr,
+    OVER: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+    X_AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, FETCH: tl.constexpr, ADAPTERS: tl.constexpr,
+    A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr,
+    DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows.
 
@@ -127,6 +130,7 @@ def _matmul_kernel(
         out_ptr: [rows, N] (output).
         normed_ptr: [rows, N] (output of "residual").
         sumsq_ptr: [rows, n_sumsq] fp32, partial sums of squares (output of "residual").
+        b_ptr and the following: see adapter_arguments.
     """
     pid = tl.program_id(0)
     if PDL:
@@ -163,6 +167,14 @@ def _matmul_kernel(
     extra, row_scales = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS), 0.0
     if T.ROW_SCALES:
         row_scales = load_row_scales(T, weight, pid)
+    if ADAPTERS:
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        P: tl.constexpr = parts_of(EPILOGUE == "gated", A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
+        numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
+        # If "gated", the second half of the lines is up.
+        line = tl.arange(0, BLOCK_N) % OUT_N
+        line_n = line + tl.arange(0, BLOCK_N) // OUT_N * N
+        group = load_group(A, P, numbers, 0, 0, pid * OUT_N + line_n, pid * OUT_N + line < N)
     if PDL:
         gdc_wait()
     line_m, warp_m = places(WARPS, BLOCK_M)
@@ -283,6 +295,15 @@ def _matmul_kernel(
         y = tl.sum(acc, 0) * factor(FORM, ZEROS_AFTER or FORM == "e4m3")
         if T.ROW_SCALES:
             y *= row_scales.to(tl.float32)
+        if ADAPTERS:
+            first_n = block * OUT_N
+            mask_line = first_n + line < N
+            y += expand_rows(
+                A, P, group, first_n + line_n, mask_line, first_n, first_n + OUT_N, numbers, offs_m, TYPE
+            )  # fmt: skip
+            if BLOCKS > PROGRAMS:
+                first_n += PROGRAMS * OUT_N
+                group = load_group(A, P, numbers, 0, 0, first_n + line_n, first_n + line < N)
         if NORMED:
             y = y * scale[None, :]
         if EPILOGUE == "gated":
@@ -299,14 +320,14 @@ def _matmul_kernel(
         tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, tl.sum(squares, 0), mask=status == RUN)
 
 
-def matmul(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
+def matmul(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, config, pdl=False):
     """Compute `project` for up to 64 rows."""
     packed, (rows, N) = linear.packed, out.shape
     parts = 1 if packed is None else packed.tile // STEP_K
     tiles = cdiv(linear.in_features, parts * STEP_K * config.num_warps)  # Number of tiles of a row for each warp.
     blocks, programs = config.grid(linear.out_features)
     _matmul_kernel[(programs,)](
-        meta, x, **linear.arguments(out),
+        meta, x, **linear.arguments(out), **adapter_arguments(adapters),
         # 64 is the minimum of SUMSQ_BLOCK. With tiles of 16 rows or more, the kernel always adds at least 64 partial
         # sums of squares, so that the order of the additions does not depend on the number of rows.
         **epilogue_arguments(linear, out, epilogue, 64 if config.block_m > 8 else 1), stride_xm=x.stride(0), rows=rows,
@@ -326,8 +347,9 @@ def _supports(case, rows, device) -> bool:
 
 MATMUL = LinearKernel(
     "matmul",
-    Op(matmul, project_ref, project_bytes, (_matmul_kernel,), OUTPUTS),
+    Op(matmul, adapted_ref, adapted_bytes, (_matmul_kernel,), OUTPUTS),
     MatmulConfig,
     _supports,
     lambda n, config: config.grid(n)[1],
+    adapts=lambda config: True,
 )

@@ -38,9 +38,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..common import RUN, cdiv, gdc_launch_dependents, gdc_wait, next_power_of_2, options
 from ..op import Op
 from ..triton_compat import Constants, async_load, barrier, reinterpret
+from .adapters import Adapters, adapter_arguments
 from .epilogue import epilogue_arguments
+from .gluon_adapters import add_adapters, fetch_adapters
 from .gluon_epilogue import Outputs, any_row_runs, finish, load_partials, load_status, norm_scale, silu
-from .project import MAX_ROWS, OUTPUTS, Gated, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, Gated, LinearKernel, adapted_bytes, adapted_ref
 from .tma_ring import PRODUCER_REGISTERS, barriers
 from .wgmma_operand import COLUMNS, COLUMNS_OF, boxes_of, columns_of, unpack, unpack_scaled, zero_of
 
@@ -88,10 +90,11 @@ MIN_ROWS = 16  # Minimum number of rows of a tile of the activations.
 # - begin, n: first tile along the columns, and number of tiles of this program
 # - iterations: number of tiles of this program along the rows
 # - total: iterations * n
+# - adapters: see adapter_arguments
 _Work = namedtuple(
     "_Work",
     "x_desc weight_desc scale_ptr zero_ptr minimum_ptr over_ptr sums_ptr counter_ptr outputs N K w_ring x_ring w_full "
-    "x_full free pid tiles begin n iterations total",
+    "x_full free pid tiles begin n iterations total adapters",
 )
 
 
@@ -515,6 +518,8 @@ def _multiply(C: gl.constexpr, w):
     """Run the warps that multiply."""
     ACC_L: gl.constexpr = _sums_layout(C.BLOCK_M, C.BLOCK_N, C.WARPS)
     some = any_row_runs(w.outputs, C.BLOCK_M, C.WARPS)
+    if C.ADAPTERS:
+        fetch_adapters(C, w, w.pid % w.tiles)
     if C.PDL:
         gdc_wait()
     if not C.PRODUCER:
@@ -539,18 +544,26 @@ def _multiply(C: gl.constexpr, w):
                 acc = _scaled_sums(C, w, tile, iteration * w.n, ACC_L)
             else:
                 acc = _packed_sums(C, w, tile, iteration * w.n, ACC_L)
-            _end(C, w, acc, tile, partials, ACC_L)
+            squares = partials
+            if C.ADAPTERS:
+                if C.NORMED and C.SPLIT == 1:  # Their sums take fewer registers.
+                    squares = gl.sum(partials, 1)[:, None]
+                if C.SPLIT == 1 or w.pid < w.tiles:
+                    acc = add_adapters(C, w, acc, tile)
+            _end(C, w, acc, tile, squares, ACC_L)
 
 
 @gluon.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matmul_hopper_kernel(
     meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, minimum_ptr, over_ptr, extra_ptr, out_ptr, normed_ptr,
-    sumsq_ptr, sums_ptr, counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq,
-    BLOCK_M: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
-    FORM: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, MINIMUMS: gl.constexpr,
-    OVER: gl.constexpr, ROUNDS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    sumsq_ptr, sums_ptr, counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, b_ptr,
+    ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: gl.constexpr,
+    SUMSQ_BLOCK: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, MINIMUMS: gl.constexpr, OVER: gl.constexpr, ROUNDS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     X_STAGES: gl.constexpr, SPLIT: gl.constexpr, PERSISTENT: gl.constexpr, PRODUCER: gl.constexpr, LAG: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
+    WARPS: gl.constexpr, ADAPTERS: gl.constexpr, A_SPLITS: gl.constexpr, A_PARTS: gl.constexpr, BEGIN_1: gl.constexpr,
+    BEGIN_2: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute `project` for `rows` rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
 
@@ -569,6 +582,7 @@ def _matmul_hopper_kernel(
         extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
         sums_ptr: [SPLIT * tiles, rows, BLOCK_N] fp32 (scratch).
         counter_ptr: [tiles] int32, zero between launches (scratch).
+        b_ptr and the following: see adapter_arguments. Not if PERSISTENT.
     """
     if PDL:
         gdc_launch_dependents()
@@ -577,7 +591,8 @@ def _matmul_hopper_kernel(
         BLOCK_M=BLOCK_M, SUMSQ_BLOCK=SUMSQ_BLOCK, EPILOGUE=EPILOGUE, HAS_BIAS=HAS_BIAS, FORM=FORM, GROUP=GROUP,
         SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, MINIMUMS=MINIMUMS, MIN_GROUP=GROUP if GROUP > 32 else 32, OVER=OVER,
         ROUNDS=ROUNDS, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, X_STAGES=X_STAGES,
-        SPLIT=SPLIT, PERSISTENT=PERSISTENT, PRODUCER=PRODUCER, LAG=LAG, WARPS=WARPS, PDL=PDL,
+        SPLIT=SPLIT, PERSISTENT=PERSISTENT, PRODUCER=PRODUCER, LAG=LAG, WARPS=WARPS, ADAPTERS=ADAPTERS,
+        A_SPLITS=A_SPLITS, A_PARTS=A_PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, PDL=PDL,
     )  # fmt: skip
     TILE_L: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WEIGHTS_L: gl.constexpr = gl.NVMMASharedLayout(C.BOX_BYTES, 16 if FORM == "dense" else 32, 2)
@@ -604,6 +619,7 @@ def _matmul_hopper_kernel(
     w = _Work(
         x_desc, weight_desc, scale_ptr, zero_ptr, minimum_ptr, over_ptr, sums_ptr, counter_ptr, outputs, N, K, w_ring,
         x_ring, w_full, x_full, free, pid, tiles, begin, n, iterations, iterations * n,
+        Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym),
     )  # fmt: skip
     for c in gl.static_range(STAGES):
         if c < w.total:
@@ -614,7 +630,7 @@ def _matmul_hopper_kernel(
         _multiply(C, w)
 
 
-def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
+def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, config, pdl=False):
     """Compute `project` for up to 64 rows with any epilogue except Plain.
 
     Args:
@@ -633,7 +649,8 @@ def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=F
         _descriptor(linear.weight, block_n // 2 if isinstance(epilogue, Gated) else block_n, boxes_of(form)[1]),
         out if packed is None else linear.scale, out if linear.zero is None else linear.zero,
         out if linear.minimum is None else linear.minimum, out if linear.over is None else linear.over,
-        **epilogue_arguments(linear, out, epilogue, 64), sums_ptr=scratch.sums if split > 1 else out,
+        **epilogue_arguments(linear, out, epilogue, 64), **adapter_arguments(adapters),
+        sums_ptr=scratch.sums if split > 1 else out,
         counter_ptr=scratch.counter if split > 1 else out, rows=rows, N=N, K=K, BLOCK_M=block_m, BLOCK_N=block_n,
         GROUP=packed.group % K if packed else 0, SCALE_ROWS=packed.rows if packed else 1, ZEROS=linear.zero is not None,
         MINIMUMS=linear.minimum is not None, OVER=packed.over_group if packed else 0,
@@ -672,8 +689,9 @@ def _supports(case, rows, device) -> bool:
 
 HOPPER = LinearKernel(
     "hopper",
-    Op(matmul_hopper, project_ref, project_bytes, (_matmul_hopper_kernel,), OUTPUTS),
+    Op(matmul_hopper, adapted_ref, adapted_bytes, (_matmul_hopper_kernel,), OUTPUTS),
     HopperConfig,
     _supports,
     lambda n, config: cdiv(n, config.block_n),
+    lambda config: not config.programs and min(config.stages, config.x_stages) > 1,
 )

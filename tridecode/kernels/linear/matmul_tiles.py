@@ -23,8 +23,9 @@ from ..common import (
     options,
 )
 from ..op import Op
+from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ class TilesConfig:
 @triton.jit
 def _matmul_tiles_kernel(
     meta_ptr, x_desc, weight_desc, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_om, stride_normed,
-    stride_sumsq, rows, N, n_sumsq, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+    stride_sumsq, rows, N, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym,
+    K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr,
+    A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for `rows` rows. A program computes BLOCK_N outputs of all rows.
 
@@ -61,6 +63,7 @@ def _matmul_tiles_kernel(
         x_desc: Tensor descriptor of [BLOCK_M, K], in tiles [BLOCK_M, BLOCK_K].
         weight_desc: Tensor descriptor of [N, K], or [2 * N, K] if "gated", in tiles [BLOCK_N, BLOCK_K].
         extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
+        b_ptr and the following: see adapter_arguments.
     """
     pid = tl.program_id(0)
     if PDL:
@@ -71,6 +74,11 @@ def _matmul_tiles_kernel(
     some = tl.max((status == RUN).to(tl.int32), 0)
     mask_n = (offs_n < N)[None, :]
     extra = load_extra(extra_ptr, offs_n[None, :], N, EPILOGUE, HAS_BIAS)
+    if ADAPTERS:
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
+        first_n, numbers = pid * BLOCK_N, tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
+        group = load_group(A, P, numbers, 0, 0, offs_n, offs_n < N)
     if PDL:
         gdc_wait()
     if some == 0:
@@ -88,6 +96,17 @@ def _matmul_tiles_kernel(
             if DOT_FP32:
                 w = w.to(tl.float32)
             up = tl.dot(x, w.T, up, input_precision="ieee")
+    if ADAPTERS:
+        TYPE: tl.constexpr = tl.float32 if DOT_FP32 else b_ptr.dtype.element_ty
+        acc += tl.trans(
+            expand_rows(A, P, group, offs_n, offs_n < N, first_n, first_n + BLOCK_N, numbers, offs_m, TYPE)
+        )  # fmt: skip
+        if EPILOGUE == "gated":
+            first_n += N
+            group = load_group(A, P, numbers, 0, 0, offs_n + N, offs_n < N)
+            up += tl.trans(
+                expand_rows(A, P, group, offs_n + N, offs_n < N, first_n, first_n + BLOCK_N, numbers, offs_m, TYPE)
+            )  # fmt: skip
     mask = (status == RUN)[:, None] & mask_n
     out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :]
     normed_ptrs = normed_ptr + offs_m[:, None] * stride_normed + offs_n[None, :]
@@ -106,7 +125,7 @@ def _matmul_tiles_kernel(
         tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, tl.sum(squares, 1), mask=status == RUN)
 
 
-def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
+def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, config, pdl=False):
     """Compute `project` for up to 64 rows with any epilogue except Plain.
 
     Args:
@@ -119,8 +138,9 @@ def matmul_tiles(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fa
     _matmul_tiles_kernel[(cdiv(N, config.block_n),)](
         meta, TensorDescriptor.from_tensor(whole, [block_m, config.block_k]),
         TensorDescriptor.from_tensor(linear.weight, [config.block_n, config.block_k]),
-        **epilogue_arguments(linear, out, epilogue), rows=rows, N=N, K=K, BLOCK_M=block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, STAGES=config.stages, PDL=pdl, DOT_FP32=interpreted(), **options(config.num_warps, pdl),
+        **epilogue_arguments(linear, out, epilogue), **adapter_arguments(adapters), rows=rows, N=N, K=K,
+        BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages, PDL=pdl,
+        DOT_FP32=interpreted(), **options(config.num_warps, pdl),
     )  # fmt: skip
 
 
@@ -132,8 +152,9 @@ def _supports(case, rows, device) -> bool:
 
 TILES = LinearKernel(
     "tiles",
-    Op(matmul_tiles, project_ref, project_bytes, (_matmul_tiles_kernel,), OUTPUTS),
+    Op(matmul_tiles, adapted_ref, adapted_bytes, (_matmul_tiles_kernel,), OUTPUTS),
     TilesConfig,
     _supports,
     lambda n, config: cdiv(n, config.block_n),
+    adapts=lambda config: True,
 )

@@ -21,8 +21,9 @@ from ..common import (
     options,
 )
 from ..op import Op
+from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, project_bytes, project_ref
+from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,11 @@ def _load(
 @triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matmul_wide_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr, counter_ptr, eps, stride_xm,
-    stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, BLOCK_M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr,
+    y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, SPLIT: tl.constexpr,
+    ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr,
     PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows, in tiles [BLOCK_N, BLOCK_K] of the weight.
@@ -127,6 +130,7 @@ def _matmul_wide_kernel(
         extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
         sums_ptr: [rows, SPLIT * rows of all tiles] fp32 (scratch).
         counter_ptr: [tiles] int32, zero between launches (scratch).
+        b_ptr and the following: see adapter_arguments.
     """
     pid, part = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -187,6 +191,18 @@ def _matmul_wide_kernel(
         acc = tl.dot(_weights(w[c], WARPS, BLOCK_N, BLOCK_K).to(TYPE), columns, acc, input_precision="ieee")
         if c + AHEAD < CHUNKS:
             w += (_load(weights, lines, offs_wk, c + AHEAD, K, BLOCK_K, WHOLE, MASKED, "evict_first"),)
+    if ADAPTERS:
+        if SPLIT == 1 or part == 0:  # One of the programs that share the columns adds them.
+            A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+            P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
+            line, half = tl.arange(0, BLOCK_N), 0
+            if GATED:  # Eight rows of gate and the same rows of up follow each other.
+                line, half = line // 16 * 8 + line % 8, line // 8 % 2 * N
+            first_n, exists = pid * OUT_N, pid * OUT_N + line < N
+            line += first_n + half
+            numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
+            group = load_group(A, P, numbers, 0, 0, line, exists)
+            acc += expand_rows(A, P, group, line, exists, first_n, first_n + OUT_N, numbers, offs_m, TYPE)
     if SPLIT > 1:
         offs_s = offs_m[None, :] * stride_sums + pid * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         PART_N: tl.constexpr = (N + OUT_N - 1) // OUT_N * BLOCK_N
@@ -216,7 +232,7 @@ def _matmul_wide_kernel(
         tl.store(sumsq_ptr + offs_m * stride_sumsq + pid, tl.sum(squares, 0), mask=status == RUN)
 
 
-def matmul_wide(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
+def matmul_wide(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, config, pdl=False):
     """Compute `project` for up to 64 rows with any epilogue except Plain.
 
     Args:
@@ -227,7 +243,7 @@ def matmul_wide(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
     chunks = cdiv(K, split * config.block_k)
     tiles = cdiv(linear.out_features, config.block_n)
     _matmul_wide_kernel[(tiles, split)](
-        meta, x, linear.weight, **epilogue_arguments(linear, out, epilogue, 64),
+        meta, x, linear.weight, **epilogue_arguments(linear, out, epilogue, 64), **adapter_arguments(adapters),
         sums_ptr=scratch.sums if split > 1 else out, counter_ptr=scratch.counter if split > 1 else out,
         stride_xm=x.stride(0), stride_sums=scratch.sums.stride(0) if split > 1 else 0, rows=rows,
         BLOCK_M=max(next_power_of_2(rows), config.block_m), N=N, K=K, BLOCK_N=config.block_n,
@@ -245,8 +261,9 @@ def _supports(case, rows, device) -> bool:
 
 WIDE = LinearKernel(
     "wide",
-    Op(matmul_wide, project_ref, project_bytes, (_matmul_wide_kernel,), OUTPUTS),
+    Op(matmul_wide, adapted_ref, adapted_bytes, (_matmul_wide_kernel,), OUTPUTS),
     WideConfig,
     _supports,
     lambda n, config: cdiv(n, config.block_n),
+    adapts=lambda config: True,
 )

@@ -10,9 +10,10 @@ import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
 from ..op import Op
+from .adapters import Adapters, adapter_arguments, adapter_of, expand_row, load_b, load_y, parts_of
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
-from .project import OUTPUTS, LinearKernel, project_bytes, project_ref
+from .project import OUTPUTS, LinearKernel, adapted_bytes, adapted_ref
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,11 @@ def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexp
 @triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matvec_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_xm, stride_om, stride_normed,
-    stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, SUMSQ_UNIT: tl.constexpr,
-    EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
-    PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    stride_sumsq, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym,
+    N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, SUMSQ_UNIT: tl.constexpr, EPILOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
+    PROGRAMS: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr,
+    BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for each row separately.
 
@@ -94,6 +97,7 @@ def _matvec_kernel(
         weight_ptr: [N, K], or [2 * N, K] if "gated".
         extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
         n_sumsq: Number of partial sums in units of SUMSQ_UNIT, which is SUMSQ_BLOCK if there are exactly that many.
+        b_ptr and the following: see adapter_arguments.
     """
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     GATED: tl.constexpr = EPILOGUE == "gated"
@@ -108,6 +112,12 @@ def _matvec_kernel(
     if GATED:
         up = load_rows(up_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
     extra = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS)
+    if ADAPTERS:
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
+        adapter, rank = adapter_of(A, row)
+        b = load_b(A, adapter, rank, offs_n, offs_n < N, 0)
+        b_up = load_b(A, adapter, rank, offs_n + N, offs_n < N, 0) if GATED else b
     if PDL:
         gdc_wait()
     if status != RUN:
@@ -121,6 +131,8 @@ def _matvec_kernel(
     sumsq = 0.0
     for iteration in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
         offs_n = (pid + iteration * PROGRAMS) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if ADAPTERS:  # With other rows in flight, or with those of gate and of up, there are too few registers.
+            a_x = None if GATED or BLOCKS > PROGRAMS else load_y(A, P, rank, offs_n, offs_n < N, row, 0)
         residual = 0.0
         if EPILOGUE == "residual":
             residual = tl.load(out_ptr + row * stride_om + offs_n, mask=offs_n < N, other=0.0)
@@ -132,10 +144,19 @@ def _matvec_kernel(
                 up_next = load_rows(up_ptr, offs_next, N, K, BLOCK_K, True)
             extra_next = load_extra(extra_ptr, offs_next, N, EPILOGUE, HAS_BIAS)
         y = dot_tiles(w, x, BLOCK_N, K, BLOCK_K)
+        if ADAPTERS:
+            y += expand_row(A, P, adapter, rank, b, a_x, offs_n, offs_n < N, row)
         if NORMED:
             y = y * scale
-        if GATED:
+        if GATED and not ADAPTERS:
             y = silu(y) * (dot_tiles(up, x, BLOCK_N, K, BLOCK_K) * scale)
+        if GATED and ADAPTERS:
+            y_up = dot_tiles(up, x, BLOCK_N, K, BLOCK_K)
+            y_up += expand_row(A, P, adapter, rank, b_up, a_x, offs_n + N, offs_n < N, row)
+            y = silu(y) * (y_up * scale)
+        if ADAPTERS and BLOCKS > PROGRAMS:
+            b = load_b(A, adapter, rank, offs_next, offs_next < N, 0)
+            b_up = load_b(A, adapter, rank, offs_next + N, offs_next < N, 0) if GATED else b
         mask_n, out_ptrs = offs_n < N, out_ptr + row * stride_om + offs_n
         normed_ptrs = normed_ptr + row * stride_normed + offs_n
         squares = finish(y, out_ptrs, normed_ptrs, extra, residual, mask_n, mask_n, EPILOGUE, HAS_BIAS)
@@ -146,7 +167,7 @@ def _matvec_kernel(
         tl.store(sumsq_ptr + row * stride_sumsq + pid, sumsq)
 
 
-def matvec(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
+def matvec(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, config, pdl=False):
     """Compute `project` for any number of rows, one after the other."""
     rows, N = out.shape
     blocks, programs = config.grid(N)
@@ -156,9 +177,9 @@ def matvec(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
     unit = sumsq_block if n_sumsq == sumsq_block else 1 if n_sumsq % 4 else 4
     arguments["n_sumsq"] //= unit
     _matvec_kernel[(programs, rows)](
-        meta, x, linear.weight, **arguments, SUMSQ_UNIT=unit, stride_xm=x.stride(0), N=N, K=linear.in_features,
-        BLOCK_N=config.block_n, BLOCK_K=256 * config.num_warps, BLOCKS=blocks, PROGRAMS=programs, PDL=pdl,
-        **options(config.num_warps, pdl, config.registers),
+        meta, x, linear.weight, **arguments, **adapter_arguments(adapters), SUMSQ_UNIT=unit, stride_xm=x.stride(0),
+        N=N, K=linear.in_features, BLOCK_N=config.block_n, BLOCK_K=256 * config.num_warps, BLOCKS=blocks,
+        PROGRAMS=programs, PDL=pdl, **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 
@@ -169,8 +190,9 @@ def _supports(case, rows, device) -> bool:
 
 MATVEC = LinearKernel(
     "matvec",
-    Op(matvec, project_ref, project_bytes, (_matvec_kernel,), OUTPUTS),
+    Op(matvec, adapted_ref, adapted_bytes, (_matvec_kernel,), OUTPUTS),
     MatvecConfig,
     _supports,
     lambda n, config: config.grid(n)[1],
+    adapts=lambda config: True,
 )

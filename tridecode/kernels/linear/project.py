@@ -1,6 +1,7 @@
 """project: a matrix product with a weight, followed by an epilogue. Every linear kernel implements it.
 
-A kernel is launched as `op.launch(meta, x, linear, out, epilogue, scratch, config=..., pdl=...)`.
+A kernel is launched as `op.launch(meta, x, linear, out, epilogue, scratch, config=..., pdl=...)`. Kernels that support
+adapters (`LinearKernel.adapts`) take `adapters` after scratch.
 
 Args:
     meta: int32 [rows, META_WIDTH], the rows of the pass.
@@ -9,6 +10,7 @@ Args:
     out: [rows, n]; with Gated [rows, n / 2]. Output.
     epilogue: one of the types below.
     scratch: buffers for split-k sums or for a dequantized weight. None if the kernel needs none.
+    adapters: LinearAdapters whose y `shrink` has written. Each row's B y is added to x @ weight.T. None: no adapters.
 """
 
 from collections.abc import Callable
@@ -106,6 +108,7 @@ class LinearKernel:
         supports: supports(case, rows, device) returns whether the kernel computes the case in passes of `rows` rows on
             the device. x has the dtype of a dense weight.
         partials: partials(n, config) returns the number of partial sums that AddResidual writes for n outputs.
+        adapts: adapts(config) returns whether the epilogue can add adapters.
     """
 
     name: str
@@ -113,12 +116,20 @@ class LinearKernel:
     config: type
     supports: Callable[[Case, int, Device], bool]
     partials: Callable[[int, Any], int]
+    adapts: Callable[[Any], bool] = lambda config: False
 
 
 def project_ref(meta, x, linear, out, epilogue, scratch=None) -> None:
     """Compute `project` in torch in fp32, row by row, for all linear kernels."""
+    adapted_ref(meta, x, linear, out, epilogue)
+
+
+def adapted_ref(meta, x, linear, out, epilogue, scratch=None, adapters=None) -> None:
+    """Compute `project` with adapters, or without them, in torch in fp32, row by row."""
     for row in running(meta, out.shape[0]):
         y = linear.matrix() @ x[row].float()
+        if adapters is not None:
+            y += adapters.product(row)
         if isinstance(epilogue, Normed | Gated):
             y *= torch.rsqrt(epilogue.sumsq[row, : epilogue.partials].sum() / x.shape[1] + epilogue.eps)
         if isinstance(epilogue, Gated):
@@ -138,3 +149,9 @@ def project_ref(meta, x, linear, out, epilogue, scratch=None) -> None:
 def project_bytes(meta, x, linear, out, epilogue, scratch=None) -> int:
     """Return the bytes that a launch moves: the weight once for all rows, the rows in and out."""
     return linear.nbytes + x.nbytes + out.nbytes
+
+
+def adapted_bytes(meta, x, linear, out, epilogue, scratch=None, adapters=None) -> int:
+    """Return the bytes that a launch moves: those of `project_bytes`, and B of each adapter."""
+    own = 0 if adapters is None else adapters.nbytes(adapters.n)
+    return project_bytes(meta, x, linear, out, epilogue) + own

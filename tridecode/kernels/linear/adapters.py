@@ -1,0 +1,272 @@
+"""Adapters of a linear: for each row with an adapter, B (A x) is added to the product W x.
+
+`shrink` (shrink.py) computes y = A x before the linear. The epilogues of the linear kernels add B y with the functions
+below. Each row has the number of its adapter. Number 0 means no adapter. `groups` lists the distinct adapters of a
+pass, so a program loads a tile of B once for all rows with this adapter.
+"""
+
+from collections import namedtuple
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..triton_compat import Constants
+
+RANK_STEP = 16  # Ranks are multiples of this number, which is the depth of one instruction of the tensor cores.
+STEP = tl.constexpr(RANK_STEP)
+TOGETHER = tl.constexpr(4)  # Number of adapters in a group, whose columns of B are in one product.
+MAX_PARTS = 3  # Maximum number of parts of a linear. Each part has a matrix A of its own.
+
+
+class LinearAdapters(NamedTuple):
+    """The adapters of one linear [n, k] on the device, and the adapters of the rows of a pass.
+
+    Args:
+        a: [adapters, ...]. A row begins with the matrix A of an adapter, [parts * rank, k].
+        b: [adapters, ...]. A row begins with the matrix B, [n, rank].
+        ranks: int32 [adapters + 1], the rank of each adapter in this linear, by its number. 0: the adapter does not
+            change this linear.
+        numbers: int32 [rows], the number of each row's adapter, which is in row number - 1 of a and b.
+        groups: int32 [1 + ...], the number of distinct adapters of the rows, then their numbers.
+        y: fp32 [splits, rows, ...]. A row begins with A x [parts * rank], as sums over parts of the columns.
+        k: columns of the linear.
+        ends: for each part of the linear, the row of the weight at which it ends.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    ranks: torch.Tensor
+    numbers: torch.Tensor
+    groups: torch.Tensor
+    y: torch.Tensor
+    k: int
+    ends: tuple[int, ...]
+
+    @property
+    def n(self) -> int:
+        """Rows of the linear."""
+        return self.ends[-1]
+
+    def matrices(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A [parts, rank, k] and B [n, rank] of an adapter."""
+        rank, parts = int(self.ranks[number]), len(self.ends)
+        a = self.a[number - 1, : parts * rank * self.k].view(parts, rank, self.k)
+        return a, self.b[number - 1, : self.n * rank].view(self.n, rank)
+
+    def product(self, row: int) -> torch.Tensor:
+        """Return B y of a row in fp32, [n]."""
+        out = torch.zeros(self.n, device=self.b.device)
+        if number := int(self.numbers[row]):
+            _, b = self.matrices(number)
+            begin, rank = 0, b.shape[1]
+            for part, end in enumerate(self.ends):
+                y = self.y[:, row, part * rank : (part + 1) * rank].sum(0)
+                out[begin:end] = b[begin:end].float() @ y
+                begin = end
+        return out
+
+    def used(self) -> list[int]:
+        """Return the numbers of the distinct adapters of the rows."""
+        count, *numbers = self.groups.tolist()
+        return numbers[:count]
+
+    def nbytes(self, columns: int) -> int:
+        """Return the bytes of matrices of `columns` numbers for each rank, over the distinct adapters of the rows."""
+        return sum(int(self.ranks[number]) for number in self.used()) * columns * self.a.itemsize
+
+
+def adapter_arguments(adapters: LinearAdapters | None) -> dict:
+    """Return the arguments of a linear kernel that concern adapters, by name.
+
+    Without adapters they are None, so that the compiled kernel has no such arguments.
+    """
+    if adapters is None:
+        names = "b_ptr", "ranks_ptr", "numbers_ptr", "groups_ptr", "y_ptr", "stride_b", "stride_ys", "stride_ym"
+        return dict.fromkeys(names) | {"ADAPTERS": False, "A_SPLITS": 0, "A_PARTS": 0, "BEGIN_1": 0, "BEGIN_2": 0}
+    return {
+        "b_ptr": adapters.b,
+        "ranks_ptr": adapters.ranks,
+        "numbers_ptr": adapters.numbers,
+        "groups_ptr": adapters.groups,
+        "y_ptr": adapters.y,
+        "stride_b": adapters.b.stride(0),
+        "stride_ys": adapters.y.stride(0),
+        "stride_ym": adapters.y.stride(1),
+        "ADAPTERS": True,
+        "A_SPLITS": len(adapters.y),
+    } | part_arguments(adapters)
+
+
+def part_arguments(adapters: LinearAdapters) -> dict:
+    """Return the number of parts of a linear, and the rows at which the second and the third part begin."""
+    begins = (*adapters.ends[:-1], adapters.n, adapters.n)
+    return {"A_PARTS": len(adapters.ends), "BEGIN_1": begins[0], "BEGIN_2": begins[1]}
+
+
+# Pointers and strides of adapter_arguments.
+Adapters = namedtuple("Adapters", "b_ptr ranks_ptr numbers_ptr groups_ptr y_ptr stride_b stride_ys stride_ym")
+
+
+@triton.constexpr_function
+def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2, SOME=False):
+    """Return the constants of a linear's adapters.
+
+    Args:
+        GATED: A tile contains rows of both halves of the weight.
+        SOME: A tile of rows may lack adapters of the pass.
+    """
+    return Constants(GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, SOME=SOME)
+
+
+@triton.constexpr_function
+def begin_of(BEGIN_1, BEGIN_2, part):
+    """Return the row of the weight at which a part begins. The part after the last one begins at a very large row."""
+    return (0, BEGIN_1, BEGIN_2, 2**30)[part]
+
+
+@triton.jit
+def _load_y(A, ptrs, mask, SPLITS: tl.constexpr):
+    """Load elements of A x, and add the sums of all parts of the columns in order."""
+    y = tl.load(ptrs, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        y += tl.load(ptrs + split * A.stride_ys, mask=mask, other=0.0)
+    return y
+
+
+@triton.jit
+def _rank_of(A, adapter):
+    """Load the rank of an adapter."""
+    return tl.multiple_of(tl.load(A.ranks_ptr + adapter), STEP)
+
+
+@triton.jit
+def _matrix_b(A, adapter):
+    """Return the pointer to the matrix B of an adapter."""
+    return A.b_ptr + (adapter - 1).to(tl.int64) * A.stride_b
+
+
+@triton.jit
+def load_group(A, P: tl.constexpr, numbers, first, r, n, mask_n):
+    """Load columns r to r + STEP - 1 of B of a group of adapters for rows n of the weight.
+
+    Return the numbers of the adapters [TOGETHER], and [BLOCK_N, TOGETHER, STEP]. Beyond the list, an adapter is 0.
+    Columns beyond its rank are 0.
+
+    Args:
+        numbers: [BLOCK_M], the adapters of the rows.
+        first: place of the first adapter in the list.
+    """
+    place = first + tl.arange(0, TOGETHER)
+    adapter = tl.load(A.groups_ptr + 1 + place, mask=place < tl.load(A.groups_ptr), other=0)
+    rank = tl.multiple_of(tl.load(A.ranks_ptr + adapter), (STEP,))
+    offs_r = r + tl.arange(0, STEP)
+    ptrs = A.b_ptr + ((adapter - 1).to(tl.int64) * A.stride_b)[None, :, None]
+    ptrs += n[:, None, None] * rank[None, :, None] + offs_r[None, None, :]
+    mask = r < rank
+    if P.SOME:  # Other tiles of rows have the other adapters.
+        mask &= tl.max((numbers[:, None] == adapter[None, :]).to(tl.int32), 0) > 0
+    return adapter, tl.load(ptrs, mask=mask_n[:, None, None] & mask[None, :, None], other=0.0)
+
+
+@triton.jit
+def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_m, TYPE: tl.constexpr):
+    """Return B y of each row's adapter for a tile of outputs, [BLOCK_N, BLOCK_M] fp32.
+
+    One product has the columns of B of several adapters. A row has zeros for the columns of other adapters, so its sum
+    does not depend on them. All numbers of an adapter are finite.
+
+    Args:
+        group: the first group of adapters, from load_group.
+        n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
+        first, end: If P.GATED is False, n has the rows from first to end - 1.
+        numbers: [BLOCK_M], the adapters of the rows.
+        offs_m: [BLOCK_M], rows of the pass.
+        TYPE: Dtype of the operands of the product.
+    """
+    DEPTH: tl.constexpr = TOGETHER * STEP
+    BLOCK_N: tl.constexpr = n.shape[0]
+    BLOCK_M: tl.constexpr = offs_m.shape[0]
+    rank = tl.load(A.ranks_ptr + numbers)
+    count, largest = tl.load(A.groups_ptr), tl.max(rank, 0)
+    y_ptrs = A.y_ptr + offs_m[None, :] * A.stride_ym + tl.arange(0, STEP)[:, None]
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for r in range(0, largest, STEP):
+        ys = ()
+        for part in tl.static_range(P.PARTS):
+            own_rank = rank
+            if P.PARTS > 1 and not P.GATED:
+                part_begin = begin_of(P.BEGIN_1, P.BEGIN_2, part)
+                part_end = begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)
+                own_rank = tl.where((first < part_end) & (end > part_begin), rank, 0)
+            ptrs = y_ptrs + part * rank[None, :] + r
+            ys += (_load_y(A, ptrs, (r < own_rank)[None, :], P.SPLITS).to(TYPE),)  # type: ignore[assignment]
+        for place in range(0, count, TOGETHER):
+            adapter, b = group
+            last = place + TOGETHER >= count
+            group = load_group(
+                A, P, numbers, tl.where(last, 0, place + TOGETHER), tl.where(last, r + STEP, r), n, mask_n
+            )  # fmt: skip
+            own = (numbers[None, :] == adapter[:, None]) & (adapter > 0)[:, None]
+            if not P.SOME or tl.max(own.to(tl.int32).reshape(TOGETHER * BLOCK_M), 0) > 0:
+                columns = b.reshape(BLOCK_N, DEPTH).to(TYPE)
+                for part in tl.static_range(P.PARTS):
+                    part_begin = begin_of(P.BEGIN_1, P.BEGIN_2, part)
+                    part_end = begin_of(P.BEGIN_1, P.BEGIN_2, part + 1)
+                    if P.PARTS == 1 or P.GATED or ((first < part_end) & (end > part_begin)):
+                        y = tl.where(own[:, None, :], ys[part][None, :, :], 0.0).to(TYPE).reshape(DEPTH, BLOCK_M)
+                        of_part = columns
+                        if P.PARTS > 1:
+                            of_part = tl.where(((n >= part_begin) & (n < part_end))[:, None], columns, 0.0)
+                        sums = tl.dot(of_part, y, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def adapter_of(A, row):
+    """Return the adapter of a row and its rank, 0 for a row without an adapter."""
+    adapter = tl.load(A.numbers_ptr + row)
+    return adapter, _rank_of(A, adapter)
+
+
+@triton.jit
+def load_b(A, adapter, rank, n, mask_n, r):
+    """Load columns r to r + STEP - 1 of B for rows n of the weight, [BLOCK_N, STEP]. Beyond the rank they are 0."""
+    offs_r = r + tl.arange(0, STEP)[None, :]
+    ptrs = _matrix_b(A, adapter) + n[:, None] * rank + offs_r
+    return tl.load(ptrs, mask=mask_n[:, None] & (offs_r < rank), other=0.0)
+
+
+@triton.jit
+def load_y(A, P: tl.constexpr, rank, n, mask_n, row, r):
+    """Load columns r to r + STEP - 1 of A x for rows n of the weight, [BLOCK_N, STEP]. Beyond the rank they are 0."""
+    part = tl.zeros_like(n)
+    if P.PARTS > 1:
+        part += (n >= P.BEGIN_1).to(tl.int32)
+    if P.PARTS > 2:
+        part += (n >= P.BEGIN_2).to(tl.int32)
+    offs_r = r + tl.arange(0, STEP)[None, :]
+    ptrs = A.y_ptr + row * A.stride_ym + part[:, None] * rank + offs_r
+    return _load_y(A, ptrs, mask_n[:, None] & (offs_r < rank), P.SPLITS)
+
+
+@triton.jit
+def expand_row(A, P: tl.constexpr, adapter, rank, b, y, n, mask_n, row):
+    """Return B y for some outputs of one row, [BLOCK_N] fp32.
+
+    Args:
+        adapter, rank: see adapter_of.
+        b, y: the first columns, from load_b and load_y. If y is None, each step loads its own, which needs fewer
+            registers.
+        n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
+    """
+    sums = tl.zeros([n.shape[0]], tl.float32)
+    for r in range(0, rank, STEP):
+        if y is None:
+            sums += tl.sum(b.to(tl.float32) * load_y(A, P, rank, n, mask_n, row, r), 1)
+        else:
+            sums += tl.sum(b.to(tl.float32) * y, 1)
+            y = load_y(A, P, rank, n, mask_n, row, r + STEP)
+        b = load_b(A, adapter, rank, n, mask_n, r + STEP)
+    return sums
