@@ -167,7 +167,7 @@ def test_packed_weights(type_name, family, tmp_path):
     for one, other in zip(packed.linears(), expanded.linears()):
         assert one.packed is not None and other.packed is None
         assert torch.equal(one.matrix(), other.weight)
-    assert (packed.lm_head.nbytes < 0.3 * expanded.lm_head.nbytes) and expanded.tied == (family == "qwen3-tied")
+    assert (packed.lm_head.nbytes < 0.35 * expanded.lm_head.nbytes) and expanded.tied == (family == "qwen3-tied")
 
 
 def test_other_types_are_expanded_with_a_note(tmp_path):
@@ -216,7 +216,7 @@ def test_random_weights(name):
     weights = random_weights(
         with_file_type(replace(spec, layers=spec.layers[:4]), name), "cpu", torch.bfloat16, packs=True
     )
-    assert weights.lm_head.number_type == "int8"
+    assert weights.lm_head.number_type == ("int6" if name == "q4_k_m" else "int8")
     for layer in weights.layers:
         for linear_name, linear in layer.linears.items():
             residual = 8 if linear_name in ("o_proj", "down") else 1

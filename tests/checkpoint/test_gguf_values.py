@@ -91,6 +91,26 @@ def test_packed_blocks_are_lossless(name):
         assert torch.equal(each.dequantize().view(torch.int32), expected.view(torch.int32))
 
 
+@pytest.mark.parametrize("names", [
+    ("Q4_K", "Q6_K"), ("Q6_K", "Q5_K"), ("Q5_0", "Q8_0"), ("Q4_0", "Q4_1"), ("Q5_1", "Q4_0"), ("Q8_0", "Q4_1", "Q5_0"),
+])  # fmt: skip
+def test_parts_of_several_types_are_lossless(names):
+    rows, k = 24, 512
+    packed = SCHEMES[names[0]].common({SCHEMES[name] for name in names}, k)
+    shapes = packed.shapes(rows * len(names))
+    tensors = {part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in shapes.items()}
+    expected = []
+    for i, name in enumerate(names):
+        data = torch.from_numpy(blocks_of(name, rows * k // SCHEMES[name].columns)).reshape(rows, -1)
+        packed.pack(tensors, i * rows, SCHEMES[name].read({"weight": data}, rows, k))
+        expected.append(dequantize(data, name, SCHEMES[name].nbytes))
+    assert torch.equal(packed.unpack(tensors).dequantize().view(torch.int32), torch.cat(expected).view(torch.int32))
+
+
+def test_types_with_and_without_factors_of_scales_have_no_common_packed_tensor():
+    assert SCHEMES["Q4_K"].common({SCHEMES["Q4_K"], SCHEMES["Q8_0"]}, 512) is None
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_packed_scales_must_be_finite(name):
     scheme = SCHEMES[name]

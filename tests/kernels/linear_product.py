@@ -39,9 +39,12 @@ SCHEMES = {
 GGUF_SCHEMES = {
     "int4_minimums": (4, 16, 32, True, 0),
     "int4_minimums_over": (4, 16, 32, True, 256),
-    "int8_minimums": (8, 32, 32, True, 0),
-    "int8_minimums_over": (8, 32, 32, True, 256),
-    "int8_over": (8, 64, 16, False, 256),
+    "int6_minimums": (6, 64, 32, True, 0),
+    "int6_minimums_over": (6, 64, 32, True, 256),
+    "int6_minimums_over_16": (6, 64, 16, True, 256),
+    "int6_over": (6, 64, 16, False, 256),
+    "int8_minimums": (8, 256, 32, True, 0),
+    "int8_minimums_over": (8, 256, 16, True, 256),
 }
 
 
@@ -77,23 +80,21 @@ def packed(scheme: str, n: int, k: int) -> LoadedLinear:
 def _with_minimums(scheme: str, n: int, k: int) -> LoadedLinear:
     bits, count, group, minimums, over_group = GGUF_SCHEMES[scheme]
     generator, groups = torch.Generator().manual_seed(n + k), -(-k // group)
-    codes = torch.randint(0, count, (n, k), generator=generator)
-    if not minimums:
-        codes += 128 - count // 2
+    codes, lows = torch.randint(0, count, (n, k), generator=generator), -(-k // max(group, 32))
     size, minimum, over = 2 / count * k**-0.5, None, None
     if over_group:
-        dtype = torch.uint8 if minimums else torch.int8
-        scale = torch.randint(0 if minimums else -128, 64 if minimums else 128, (n, groups), generator=generator)
-        scale = scale.to(dtype)
+        dtype, least = torch.int8, 0 if bits == 4 else -64
+        scale = torch.randint(least, 64, (n, groups), generator=generator).to(dtype)
         if minimums:
-            minimum = torch.randint(0, 64, (n, groups), generator=generator).to(dtype)
+            minimum = torch.randint(least, 64, (n, lows), generator=generator).to(dtype)
         over = (torch.rand(n, -(-k // over_group), 1 + minimums, generator=generator) + 0.5) * size / 48
-        over[:, :, 1:] *= count / 2
+        over[:, :, 1:] *= count / (2 if bits == 4 else 8)  # Other codes have both signs.
         over = over.half()
     else:
         dtype = torch.float16
         scale = ((torch.rand(n, groups, generator=generator) + 0.5) * size).half()
-        minimum = ((torch.rand(n, groups, generator=generator) - 0.2) * size * count).half()
+        low = 0.2 if bits == 4 else 0.5
+        minimum = ((torch.rand(n, lows, generator=generator) - low) * size * count).half()
     description = Packed(f"int{bits}", bits, k, group, scale_dtype=dtype, minimums=minimums, over_group=over_group)
     weight = QuantizedWeight(codes.to(torch.uint8), scale, 1, group, bits, None, None, minimum, over, over_group)
     return _loaded(description, weight)

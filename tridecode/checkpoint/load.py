@@ -23,7 +23,7 @@ from ..blocks.host_layers import HostLayers, make_host_layers
 from ..blocks.spec import ModelSpec
 from ..blocks.weights import LayerWeights, Weights
 from ..errors import CheckpointError, DeviceError, brief, counted
-from ..kernels.linear.packed import Packed, QuantizedWeight
+from ..kernels.linear.packed import Packed, QuantizedWeight, own_zero
 from ..kernels.linear.weight import LoadedLinear
 from ..models.files import open_regular, present, unique, unreadable
 from .config import read_config
@@ -217,12 +217,14 @@ def _random_rows(packed: Packed, n: int, std: float, generator: torch.Generator)
     """Return n random rows of integer codes. Their values have the standard deviation `std` and a mean near 0."""
     size, device = 2**packed.bits, generator.device
     step = std * 12**0.5 / size  # The standard deviation of the codes is size / sqrt(12).
-    scale = torch.full((n, -(-packed.k // packed.group)), 1.0 if packed.over_group else step, device=device)
+    factor = 1.0 if packed.over_group else step
+    scale = torch.full((n, -(-packed.k // packed.group)), factor, device=device)
     over = torch.full(packed.shapes(n)["over"][0], step, device=device) if packed.over_group else None
+    low = size // 2 - own_zero(packed.bits, packed.minimums)
     return QuantizedWeight(
         torch.randint(size, (n, packed.k), dtype=torch.uint8, device=device, generator=generator),
         scale, 1, packed.group, packed.bits, over=over, over_group=packed.over_group,
-        minimum=scale * (size // 2) if packed.minimums else None,
+        minimum=torch.full(packed.shapes(n)["minimum"][0], low * factor, device=device) if packed.minimums else None,
     )  # fmt: skip
 
 

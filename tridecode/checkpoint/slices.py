@@ -110,8 +110,8 @@ def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dty
     """Return all tensors on the device, by name.
 
     Args:
-        packs: a quantized weight becomes a packed tensor if all its slices have one scheme. All other quantized weights
-            are dequantized.
+        packs: a quantized weight becomes a packed tensor if all its slices have one scheme, or schemes with a common
+            packed tensor. All other quantized weights are dequantized.
         scale_dtype: returns the dtype of a slice's scales, by the slice's name in the checkpoint.
     """
     known = tensor_slices(spec)
@@ -147,8 +147,10 @@ def _weight_target(
     if schemes == {None}:
         return _loaded_target(spec, names[0].removesuffix(".weight"), shape, starts, packs, residual)
     scheme = own[0].scheme
-    if scheme is None or len(schemes) > 1 or not packs:
+    if scheme is None or None in schemes or not packs:
         return Target(shape, residual=residual)
+    if len(schemes) > 1:
+        return Target(shape, scheme.common({each for each in schemes if each}, linear.k), residual=residual)
     dtypes = {scale_dtype(name) for name in names} if scale_dtype else {_scale_dtype(scheme)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return Target(shape, scheme.packed(linear.k, starts, dtype), residual=residual)

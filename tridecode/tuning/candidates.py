@@ -20,7 +20,7 @@ from ..kernels.linear.project import Case
 from ..kernels.linear.registry import LINEAR_KERNELS
 from ..kernels.linear.split_sums import MAX_SPLIT
 from .configs import AttentionCase, PassConfigs, is_head
-from .rules import hopper_rule, packed_matmul_rule, programs_at_once
+from .rules import hopper_rule, packed_matmul_rule, programs_at_once, row_bytes
 from .tables import VALUES
 
 Part = Case | AttentionCase
@@ -223,16 +223,16 @@ def packed_hopper_candidates(case: Case, packed: Packed, rows: int, device: Devi
     """Yield the config of the rule, then others whose tiles fit in shared memory."""
     if rows <= 8:
         return
-    columns, high = COLUMNS_OF[packed.number_type], max(rows, 16)
+    columns, high, nbytes = COLUMNS_OF[packed.number_type], max(rows, 16), row_bytes(packed)
     yield from filter(None, [hopper_rule(case, rows, device, False)])
     for (block_n, stages, x_stages), (producer, registers) in product(HOPPER_PACKED, HOPPER_WAYS[high]):
-        if _hopper_bytes(block_n, columns, stages, x_stages, high, 128) + 2048 > device.shared_memory:
+        if _hopper_bytes(block_n, columns, stages, x_stages, high, nbytes) + 2048 > device.shared_memory:
             continue
         warps = dict(num_warps=block_n // 16, producer=producer, registers=registers)
         config = HopperConfig(block_n, columns, stages, x_stages, **warps)
         limit = 1
         if case.epilogue != "gated" and not is_head(case):
-            fit = programs_at_once(config, high, device) // -(-case.n // block_n)
+            fit = programs_at_once(config, high, device, nbytes) // -(-case.n // block_n)
             limit = max(min(fit, MAX_SPLIT, case.k // columns), 1)
         yield from (replace(config, split=split) for split in (limit, limit - 1, limit // 2) if split > 0)
 

@@ -139,9 +139,10 @@ def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> Hop
         config = HopperConfig(64, columns, 3, 3, producer=1, registers=112)
     else:
         config = HopperConfig(64, columns, 4, 4, producer=1, registers=112 if scales > 4 else 80)
-    tiles, fit = -(-case.n // config.block_n), programs_at_once(config, rows, device)
+    nbytes = row_bytes(packed)
+    tiles, fit = -(-case.n // config.block_n), programs_at_once(config, rows, device, nbytes)
     if gated and fit < tiles and rows <= 32:
-        config = _in_one_wave(config, case.n, rows, device)
+        config = _in_one_wave(config, case.n, rows, device, nbytes)
     elif not gated and not head:
         least = 640 if rows > 16 else columns  # Minimum columns of a program.
         config = replace(config, split=max(min(fit // tiles, MAX_SPLIT, case.k // least), 1))
@@ -154,7 +155,7 @@ def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> Hop
     return config
 
 
-def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device) -> HopperConfig:
+def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device, nbytes: int) -> HopperConfig:
     """Return a config with which all programs run at a time, for at most 32 rows, or `config` if there is none."""
     if config.block_k == 256:  # A multiprocessor runs three programs.
         other = replace(config, stages=4, x_stages=2, producer=0, registers=168)
@@ -162,12 +163,17 @@ def _in_one_wave(config: HopperConfig, n: int, rows: int, device: Device) -> Hop
         other = replace(config, registers=64)
     else:  # The number of programs is halved.
         other = HopperConfig(128, config.block_k, 4, 4, num_warps=8, producer=1, registers=80)
-    return other if programs_at_once(other, rows, device) * other.block_n >= n else config
+    return other if programs_at_once(other, rows, device, nbytes) * other.block_n >= n else config
 
 
-def programs_at_once(config: HopperConfig, rows: int, device: Device) -> int:
-    """Return how many programs with a packed tensor run on the device at a time."""
-    tiles = config.stages * 128 * config.block_n + config.x_stages * 2 * config.block_k * max(rows, 16)
+def row_bytes(packed: Packed) -> int:
+    """Return the bytes of a row of COLUMNS_OF columns."""
+    return 192 if packed.bits == 6 else 128
+
+
+def programs_at_once(config: HopperConfig, rows: int, device: Device, nbytes: int) -> int:
+    """Return how many programs with a packed tensor run on the device at a time. nbytes: see `row_bytes`."""
+    tiles = config.stages * nbytes * config.block_n + config.x_stages * 2 * config.block_k * max(rows, 16)
     warps = config.num_warps + 4 * config.producer  # The producer warp takes the registers of four warps.
     by_registers = device.registers // (32 * warps * config.registers)
     return device.multiprocessors * min(device.shared_memory_each // (tiles + 2048), by_registers)
@@ -196,7 +202,9 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
     number_type, k, blocks = packed.number_type, case.k, -(-case.n // 16)
     programs = 2 * device.multiprocessors
     if rows > 16:  # The sums leave few registers for tiles in flight.
-        return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1)
+        return MatmulConfig(16, 8 if rows > 32 else 4, 1, 1, rounds=rows > 32 and packed.group < 64)
+    if rows > 8 and packed.group < 64:  # The scales of many groups are in flight with each tile.
+        return MatmulConfig(16, 4, 4, 4, 168, fetch=1)
     if rows > 8:  # If there are enough blocks, a multiprocessor runs four programs.
         return MatmulConfig(16, 4, 10, 8, fetch=1) if blocks < programs else MatmulConfig(16, 4, 4, 4, 128, fetch=1)
     # Programs take several blocks. Use the smallest number of warps that keeps the activations in 20 tiles each.
@@ -208,8 +216,9 @@ def packed_matmul_rule(case: Case, packed: Packed, rows: int, device: Device, ba
     warps = 2 if k <= 3072 else 4 if k <= 8192 else 8
     while warps < 8 and blocks * warps < 4 * programs and tiles > 2 * warps:
         warps *= 2
-    if packed.group < 64:  # Many scales are in flight with each tile.
-        return MatmulConfig(16, warps, 4, 8, registers=128 if warps == 8 else 0)
+    if packed.group < 64:
+        ahead, x_ahead = (2, 4) if number_type == "int6" else (3, 6)  # A tile of six bits has more columns.
+        return MatmulConfig(16, warps, ahead, x_ahead, registers=168 if number_type == "int6" and warps < 8 else 128)
     ahead = 10 if warps < 8 else 4 if number_type == "int4" else 8  # The scales of groups are in flight too.
     ahead, x_ahead = min(ahead, 6) if number_type == "int8" else ahead, 8
     if warps == 8 and device.capability > HOPPER:  # The compiler spills more on newer GPUs.

@@ -3,11 +3,13 @@
 from functools import partial
 
 import pytest
-from linear_product import Product, check_alike, check_captured, packed, same
+from linear_product import GGUF_SCHEMES, Product, check_alike, check_captured, packed, same
 from test_matmul_hopper import hopper_only
-from util import covering
+from util import BF16_ROUNDING, assert_close, covering
 
 from tridecode.kernels.linear.matmul_hopper import HopperConfig
+from tridecode.kernels.linear.project import project_ref
+from tridecode.kernels.linear.weight import LoadedLinear
 
 SCHEMES = {
     "int4": ["int4_groups_of_128", "int4", "int4_zeros", "int4_a_row"],
@@ -47,6 +49,32 @@ def test_configs_match_the_reference(name, scheme):
 def test_schemes_match_the_reference(epilogue, scheme, rows):
     config = CONFIGS["one" if epilogue == "gated" else "split"]
     product(epilogue, scheme, 208, 2560, rows, strided=True).check(config)
+
+
+@hopper_only
+@covering(2, config=[*CONFIGS], scheme=[*GGUF_SCHEMES, "int8"], rows=[5, 16, 33, 64])
+def test_scaled_weights_match_the_reference(config, scheme, rows):
+    """Weights of small groups are rounded to bf16."""
+    product("normed_bias", scheme, 208, 2560, rows).check(CONFIGS[config], 5e-3, BF16_ROUNDING + 7e-3)
+
+
+@hopper_only
+@covering(2, scheme=[*GGUF_SCHEMES], epilogue=["residual", "gated"], rows=[16, 64])
+def test_scaled_weights_match_the_reference_with_epilogues(scheme, epilogue, rows):
+    config = CONFIGS["producer" if epilogue == "gated" else "split"]
+    product(epilogue, scheme, 208, 2560, rows, strided=True).check(config, 5e-3, BF16_ROUNDING + 7e-3)
+
+
+@hopper_only
+@pytest.mark.parametrize("scheme", ["int4_minimums_over", "int6_over"])
+def test_scaled_weights_are_multiplied_as_the_dequantized_matrix(scheme):
+    """With bf16 weights in the reference, only the order of sums differs."""
+    one = product("normed", scheme, 208, 2560, 33)
+    out = one.launch(CONFIGS["producer"])[0]
+    one.linear = LoadedLinear(one.linear.matrix().bfloat16())
+    expected = one.buffer(one.n)
+    project_ref(*one.arguments(expected, expected, expected))
+    assert_close(out[one.runs], expected[one.runs], 5e-4)
 
 
 @hopper_only
@@ -91,7 +119,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(scheme, epilogue):
     check_alike(for_rows(64), for_rows, {16: few, 32: few, 64: most})
 
 
-@pytest.mark.parametrize("scheme", ["int4_groups_of_32", "int4_ordered", "int8"])
+@pytest.mark.parametrize("scheme", ["int4_groups_of_32", "int4_ordered"])
 def test_launch_rejects_unsupported_weights(scheme):
     with pytest.raises(ValueError):
         product("normed", scheme, 64, 512, 16).enqueue(CONFIGS["one"])

@@ -4,13 +4,16 @@
 |---|---|---|---|
 | Q4_0 | 4 bits | fp16 for 32 columns | |
 | Q4_1 | 4 bits | fp16 for 32 columns | fp16 for 32 columns |
-| Q4_K | 4 bits | 6 bits for 32 columns, times fp16 for 256 | as the scale |
-| Q5_0, Q8_0, IQ4_NL | 8 bits | fp16 for 32 columns | |
-| Q5_1 | 8 bits | fp16 for 32 columns | fp16 for 32 columns |
-| Q5_K | 8 bits | 6 bits for 32 columns, times fp16 for 256 | as the scale |
-| Q6_K | 8 bits | 8 bits for 16 columns, times fp16 for 256 | |
+| Q4_K | 4 bits | 8 bits for 32 columns, times fp16 for 256 | as the scale |
+| Q5_0 | 6 bits | fp16 for 32 columns | |
+| Q5_1 | 6 bits | fp16 for 32 columns | fp16 for 32 columns |
+| Q5_K | 6 bits | 8 bits for 32 columns, times fp16 for 256 | as the scale |
+| Q6_K | 6 bits | 8 bits for 16 columns, times fp16 for 256 | |
+| Q8_0, IQ4_NL | 8 bits | fp16 for 32 columns | |
 
-Codes of 5 and 6 bits take 8, and the values of IQ4_NL are codes of 8 bits.
+Codes of 5 bits take 6, scales of 6 bits take 8, and the values of IQ4_NL are codes of 8 bits. If the parts of a linear
+have different types, all parts have the codes with the most bits (at least 6), the smallest groups, and minimums if one
+of them has minimums (`common`).
 """
 
 from collections.abc import Callable
@@ -62,18 +65,36 @@ class BlockScheme(Scheme):
         own_codes, own_scale, own_minimum = rows
         assert own_codes is not None and own_scale is not None
         factors = None if over is None else over.view(n, k // _OVER, -1)
-        over_group = 0 if over is None else _OVER
         return QuantizedWeight(
-            own_codes, own_scale, 1, self.group, self.bits, minimum=own_minimum, over=factors, over_group=over_group
-        )
+            own_codes, own_scale, 1, self.group, self.bits, minimum=own_minimum, over=factors,
+            over_group=self.over_group,
+        )  # fmt: skip
 
     def packed(self, k: int, starts: list[int], scale_dtype: torch.dtype) -> Packed:
         """Return the packed tensor for a weight of k columns."""
-        over = _OVER if self.columns == _OVER else 0
-        dtype = torch.float16 if not over else torch.uint8 if self.minimums else torch.int8
+        dtype = torch.int8 if self.over_group else torch.float16
         return Packed(
-            self.number_type, self.bits, k, self.group, scale_dtype=dtype, minimums=self.minimums, over_group=over
-        )
+            self.number_type, self.bits, k, self.group, scale_dtype=dtype, minimums=self.minimums,
+            over_group=self.over_group,
+        )  # fmt: skip
+
+    def common(self, others: "set[Scheme]", k: int) -> Packed | None:
+        """Return the packed tensor for parts of several types, or None if some have factors of scales and some not."""
+        own = self.packed(k, [0], torch.float16)
+        for other in others - {self}:
+            if not isinstance(other, BlockScheme) or other.over_group != self.over_group:
+                return None
+            bits = max(own.bits, other.bits, 6)
+            own = replace(
+                own, number_type=f"int{bits}", bits=bits, group=min(own.group, other.group),
+                minimums=own.minimums or other.minimums,
+            )  # fmt: skip
+        return own
+
+    @property
+    def over_group(self) -> int:
+        """Columns that share a factor of integer scales, or 0."""
+        return _OVER if self.columns == _OVER else 0
 
     def describe(self) -> str:
         """Return the name of the type."""
@@ -122,26 +143,26 @@ def _k_scales(blocks: torch.Tensor, codes: torch.Tensor) -> Parts:
     return codes, scales, minimums, _overs(blocks, 0, 2)
 
 
-# Codes of 8 bits without minimums have 128 added.
+# Codes of 8 bits have 128 added, and codes of 6 bits 32.
 _PARTS: dict[str, Callable[[torch.Tensor], Parts]] = {
     "Q4_0": lambda blocks: (nibbles(blocks[:, 2:], 16), _fp16(blocks, 0), None, None),
     "Q4_1": lambda blocks: (nibbles(blocks[:, 4:], 16), _fp16(blocks, 0), -_fp16(blocks, 2), None),
-    "Q5_0": lambda blocks: (codes_q5(blocks, 2) + 112, _fp16(blocks, 0), None, None),
-    "Q5_1": lambda blocks: (codes_q5(blocks, 4), _fp16(blocks, 0), -_fp16(blocks, 2), None),
+    "Q5_0": lambda blocks: (codes_q5(blocks, 2) + 16, _fp16(blocks, 0), None, None),
+    "Q5_1": lambda blocks: (codes_q5(blocks, 4) + 32, _fp16(blocks, 0), -_fp16(blocks, 2), None),
     "Q8_0": lambda blocks: (blocks[:, 2:] ^ 128, _fp16(blocks, 0), None, None),
     "IQ4_NL": _iq4_nl,
     "Q4_K": lambda blocks: _k_scales(blocks, nibbles(blocks[:, 16:], 32)),
-    "Q5_K": lambda blocks: _k_scales(blocks, codes_q5_k(blocks)),
+    "Q5_K": lambda blocks: _k_scales(blocks, codes_q5_k(blocks) + 32),
     "Q6_K": lambda blocks: (
-        codes_q6_k(blocks) + 96, blocks[:, 192:208].contiguous().view(torch.int8), None, _overs(blocks, 208),
+        codes_q6_k(blocks), blocks[:, 192:208].contiguous().view(torch.int8), None, _overs(blocks, 208),
     ),
 }  # fmt: skip
 SCHEMES = {
     name: BlockScheme(bits, group=group, type=name, columns=columns, nbytes=nbytes, minimums=minimums)
     for name, bits, group, columns, nbytes, minimums in (
-        ("Q4_0", 4, 32, 32, 18, False), ("Q4_1", 4, 32, 32, 20, True), ("Q5_0", 8, 32, 32, 22, False),
-        ("Q5_1", 8, 32, 32, 24, True), ("Q8_0", 8, 32, 32, 34, False), ("IQ4_NL", 8, 32, 32, 18, False),
-        ("Q4_K", 4, 32, 256, 144, True), ("Q5_K", 8, 32, 256, 176, True), ("Q6_K", 8, 16, 256, 210, False),
+        ("Q4_0", 4, 32, 32, 18, False), ("Q4_1", 4, 32, 32, 20, True), ("Q5_0", 6, 32, 32, 22, False),
+        ("Q5_1", 6, 32, 32, 24, True), ("Q8_0", 8, 32, 32, 34, False), ("IQ4_NL", 8, 32, 32, 18, False),
+        ("Q4_K", 4, 32, 256, 144, True), ("Q5_K", 6, 32, 256, 176, True), ("Q6_K", 6, 16, 256, 210, False),
     )
 }  # fmt: skip
 

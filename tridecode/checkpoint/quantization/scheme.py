@@ -34,7 +34,7 @@ class Scheme(ABC):
     """How one weight is quantized. The file of each method defines how its schemes are stored.
 
     Args:
-        bits: bits of a code, 4 or 8.
+        bits: bits of a code: 4, 6 or 8.
         floating: the codes are e4m3. Otherwise they are integers.
         group: columns that share a scale; 0 for all.
         rows: rows that share a scale; 0 for all.
@@ -83,6 +83,10 @@ class Scheme(ABC):
         """Return the packed tensor for a weight of k columns whose slices begin at the rows `starts`."""
         rows = gcd(*starts, self.rows) if self.rows > 1 else 1
         return Packed(self.number_type, self.bits, k, self.group or k, rows, self.zeros, self.ordered, scale_dtype)
+
+    def common(self, others: "set[Scheme]", k: int) -> Packed | None:
+        """Return the packed tensor for a weight of k columns whose parts have several schemes, or None."""
+        return None
 
 
 Rule = tuple[str | Pattern, Scheme | None]

@@ -30,6 +30,22 @@ _INT4 = tl.constexpr(
     and.b32 a, w, 0x00f000f0; fma.rn.bf16x2 a, a, less, z; mov.b32 {$6, $7}, a;
     }"""
 )
+# Six bits: the low four bits of eight columns in $8, and the high two bits in the low bytes of both halves of $9. They
+# become the mantissa of 128.0. Subtracts 160.0, since the zero point is 32.
+_INT6 = tl.constexpr(
+    """{
+    .reg .b32 a, h, one, less;
+    mov.b32 one, 0x3f803f80; mov.b32 less, 0xc320c320;
+    shl.b32 h, $9, 4; lop3.b32 h, h, 0x00300030, 0x43004300, 0xea;
+    lop3.b32 a, $8, 0x000f000f, h, 0xea; fma.rn.bf16x2 a, a, one, less; mov.b32 {$0, $1}, a;
+    shl.b32 h, $9, 2; lop3.b32 h, h, 0x00300030, 0x43004300, 0xea; shr.u32 a, $8, 4;
+    lop3.b32 a, a, 0x000f000f, h, 0xea; fma.rn.bf16x2 a, a, one, less; mov.b32 {$2, $3}, a;
+    lop3.b32 h, $9, 0x00300030, 0x43004300, 0xea; shr.u32 a, $8, 8;
+    lop3.b32 a, a, 0x000f000f, h, 0xea; fma.rn.bf16x2 a, a, one, less; mov.b32 {$4, $5}, a;
+    shr.u32 h, $9, 2; lop3.b32 h, h, 0x00300030, 0x43004300, 0xea; shr.u32 a, $8, 12;
+    lop3.b32 a, a, 0x000f000f, h, 0xea; fma.rn.bf16x2 a, a, one, less; mov.b32 {$6, $7}, a;
+    }"""
+)
 # Two's complement: the low seven bits become the mantissa of 128.0. Subtracts 128.0, or 256.0 if the sign bit is set.
 _INT8 = tl.constexpr(
     """{
@@ -170,19 +186,31 @@ def unpack(
     activations. RAISED weights of four bits still contain their zero points.
 
     Args:
-        words: [lines, 16] int32, the tiles.
+        words: the tiles as a tuple of [lines, 16] int32: three for codes of six bits, else one.
         zero: [lines, 1] int32, `pair` of the zero point that packed.py stores. Read only if ZEROS.
     """
-    first, second = tl.split(words.reshape(words.shape[0], 4, 2, 2))
-    if FORM == "int4":
-        low, high = tl.split(first if part % 2 == 0 else second)
-        return _eight(low if part < 2 else high, zero, ZEROS, INTERPRETED, RAISED)
+    if FORM == "int6":
+        first, second = tl.split(words[2].reshape(words[2].shape[0], 4, 2, 2))
+        even, odd = tl.split(first if part // 2 % 2 == 0 else second)
+        high = even if part < 4 else odd
+        return _six(_word_of(words[part // 4], part % 4), high if part % 2 == 0 else high >> 8, INTERPRETED)
+    elif FORM == "int4":
+        return _eight(_word_of(words[0], part), zero, ZEROS, INTERPRETED, RAISED)
     else:
+        first, second = tl.split(words[0].reshape(words[0].shape[0], 4, 2, 2))
         low, high = tl.split(first)
         other_low, other_high = tl.split(second)
         a, b, c, d = _four(low if part == 0 else high, zero, FORM, ZEROS, INTERPRETED)
         e, f, g, h = _four(other_low if part == 0 else other_high, zero, FORM, ZEROS, INTERPRETED)
         return _in_order(a, b, c, d, e, f, g, h)
+
+
+@triton.jit
+def _word_of(words, part: tl.constexpr):
+    """Return the words [lines, 4] of a part from tiles [lines, 16] of four bits."""
+    first, second = tl.split(words.reshape(words.shape[0], 4, 2, 2))
+    low, high = tl.split(first if part % 2 == 0 else second)
+    return low if part < 2 else high
 
 
 @triton.jit
@@ -237,6 +265,30 @@ def _eight(words, zero, ZEROS: tl.constexpr, INTERPRETED: tl.constexpr, RAISED: 
             is_pure=True, pack=1,
         )  # fmt: skip
     return _in_order(_bf16(a), _bf16(b), _bf16(c), _bf16(d), _bf16(e), _bf16(f), _bf16(g), _bf16(h))
+
+
+@triton.jit
+def _six_bits(words, high, PLACE: tl.constexpr, HIGH: tl.constexpr):
+    """Unpack one column of six bits to fp32."""
+    return (((words >> PLACE) & 15) + ((high >> HIGH) & 3) * 16).to(tl.float32) - 32.0
+
+
+@triton.jit
+def _six(words, high, INTERPRETED: tl.constexpr):
+    """Unpack eight columns of each word [lines, 4] of six bits; see _INT6."""
+    if INTERPRETED:
+        a, b = _six_bits(words, high, 0, 0), _six_bits(words, high, 16, 16)
+        c, d = _six_bits(words, high, 4, 2), _six_bits(words, high, 20, 18)
+        e, f = _six_bits(words, high, 8, 4), _six_bits(words, high, 24, 20)
+        g, h = _six_bits(words, high, 12, 6), _six_bits(words, high, 28, 22)
+        return _in_order(a, b, c, d, e, f, g, h)
+    else:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _INT6, _EVERY_4, [words, high],
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        return _in_order(_bf16(a), _bf16(b), _bf16(c), _bf16(d), _bf16(e), _bf16(f), _bf16(g), _bf16(h))
 
 
 @triton.jit

@@ -120,10 +120,10 @@ def _parts(C: gl.constexpr, w, tile):
 
 @gluon.jit
 def _b_stage(C: gl.constexpr, w, stage):
-    """Return the first 128 bytes of each row of a stage of the weight, as [BLOCK_N, 64]."""
+    """Return one of two buffers [BLOCK_N, 64] for B in the memory of the weight, whose tiles are no longer needed."""
     L: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    parts = reinterpret(w.w_ring.index(stage), w.x_ring.dtype, [C.STAGE_PARTS, C.BLOCK_N, TOGETHER * STEP], L)
-    return parts.index(0)
+    PARTS: gl.constexpr = C.STAGES * C.BOXES * C.BOX_BYTES // 128
+    return reinterpret(w.w_ring, w.x_ring.dtype, [PARTS, C.BLOCK_N, TOGETHER * STEP], L).index(stage)
 
 
 @gluon.jit

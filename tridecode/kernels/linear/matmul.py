@@ -39,6 +39,7 @@ from .register_tiles import (
     load_x,
     operand,
     places,
+    rounded,
     scale_of,
     tiling,
 )
@@ -61,6 +62,8 @@ class MatmulConfig(RowBlocks):
         block_m: Minimum number of rows of a tile of activations.
         programs: Number of programs that share the rows; 0: one for each block.
         fetch: Number of blocks of packed weights in flight to the L2 cache, including the one in registers.
+        rounds: Scale packed weights of integers and round them to the dtype of the activations before the product.
+            Otherwise the scales multiply the sums of groups, for each row of activations.
     """
 
     block_n: int = 16
@@ -71,6 +74,7 @@ class MatmulConfig(RowBlocks):
     block_m: int = 8
     programs: int = 0
     fetch: int = 0
+    rounds: bool = False
 
 
 @triton.jit
@@ -87,15 +91,23 @@ def _halves(
 
 
 @triton.jit
+def _ones(T: tl.constexpr, FORM: tl.constexpr, TYPE: tl.constexpr):
+    """Return an operand [WARPS, BLOCK_N, 32] whose products, times `factor(FORM)`, are sums of activations."""
+    half = tl.full([T.WARPS, T.BLOCK_N, STEP_COLUMNS // 2], 1 / factor(FORM), TYPE)
+    # Joined as unpacked weights are: both products then take the activations in one layout.
+    return tl.join(half, half).reshape(T.WARPS, T.BLOCK_N, STEP_COLUMNS)
+
+
+@triton.jit
 def _matmul_kernel(
     meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps,
     stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, minimum_ptr, over_ptr, b_ptr, ranks_ptr,
     numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr,
     GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr,
-    OVER: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr,
-    BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, FETCH: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr,
-    A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr,
+    OVER: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+    X_AHEAD: tl.constexpr, BLOCKS: tl.constexpr, PROGRAMS: tl.constexpr, FETCH: tl.constexpr, ADAPTERS: tl.constexpr,
+    A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for up to BLOCK_M rows.
@@ -112,7 +124,7 @@ def _matmul_kernel(
         scale_ptr: [N / SCALE_ROWS, K / GROUP]. Read only if the weight is packed.
         zero_ptr: [N, K / GROUP] bf16 as int16. Read only if ZEROS.
         order_ptr: [K] int32, the column of x for each column of the weight. Read only if ORDERED.
-        minimum_ptr: [N, K / GROUP]. Read only if MINIMUMS.
+        minimum_ptr: [N, K / max(GROUP, 32)]. Read only if MINIMUMS.
         over_ptr: [N, K / OVER, 1 + MINIMUMS] fp16, factors of scales and minimums. Read only if OVER > 0.
         extra_ptr: [N], see epilogue_arguments.
         out_ptr: [rows, N] (output).
@@ -126,13 +138,14 @@ def _matmul_kernel(
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
     T: tl.constexpr = tiling(
-        N, K, FORM, GROUP, SCALE_ROWS, ZEROS, MINIMUMS, OVER, EPILOGUE == "gated", BLOCK_N, WARPS, X_AHEAD, BLOCKS,
-        PROGRAMS,
+        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, ROUNDS,
+        EPILOGUE == "gated", BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS,
     )  # fmt: skip
     OUT_N: tl.constexpr = T.OUT_N
     CHUNKS: tl.constexpr = T.CHUNKS
     PARTS: tl.constexpr = T.PARTS
     X_TILES: tl.constexpr = T.X_TILES
+    PIECES: tl.constexpr = T.PIECES
     LOADED: tl.constexpr = T.LOADED
     ZERO_PARTS: tl.constexpr = T.ZERO_PARTS
     GROUP_PARTS: tl.constexpr = T.GROUP_PARTS
@@ -228,14 +241,23 @@ def _matmul_kernel(
                 if FORM == "dense":
                     tile = tiles[c]
                 elif MINIMUMS and FORM == "int4":
-                    tile = unpack(tiles[c], tl.full([1, 1], 0, tl.int32), part, FORM, True, DOT_FP32)
+                    tile = unpack(tiles[c : c + 1], tl.full([1, 1], 0, tl.int32), part, FORM, True, DOT_FP32)
                 else:
                     zero = pair(zeros[c * ZERO_PARTS + part % ZERO_PARTS]) if ZEROS and not ZEROS_AFTER else 0
-                    tile = unpack(tiles[c], zero, part, FORM, ZEROS and not ZEROS_AFTER, DOT_FP32, ZEROS_AFTER)
-                tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
+                    words = tiles[c * PIECES : (c + 1) * PIECES]
+                    tile = unpack(words, zero, part, FORM, ZEROS and not ZEROS_AFTER, DOT_FP32, ZEROS_AFTER)
                 tile_scales = scales[c * LOADED : (c + 1) * LOADED]
-                if T.HALVES == 2:
+                if T.ROUNDS:
+                    tile = rounded(T, tile, tile_scales, part, factor(FORM), x_ptr.dtype.element_ty)
+                tile = operand(tile, WARPS, BLOCK_N, FORM != "dense").to(TYPE)
+                if T.ROUNDS:
+                    acc = tl.dot(tile, columns, acc, input_precision="ieee")
+                elif T.HALVES == 2:
                     acc = _halves(T, acc, tile, x[c * PARTS + part], tile_scales, part, BLOCK_M, TYPE, DOT_FP32)
+                    if MINIMUMS:
+                        zeros_m = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+                        x_sum = tl.dot(_ones(T, FORM, TYPE), columns, zeros_m, input_precision="ieee")
+                        acc -= x_sum * scale_of(T, tile_scales, part, 1)
                 else:
                     if part % GROUP_PARTS == 0:
                         group_sum = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32) if T.GROUPED else acc
@@ -247,9 +269,7 @@ def _matmul_kernel(
                             group_sum = start if T.GROUPED else acc + start
                     group_sum = tl.dot(tile, columns, group_sum, input_precision="ieee")
                     if MINIMUMS:
-                        half = tl.full([WARPS, BLOCK_N, STEP_COLUMNS // 2], 1 / factor(FORM), TYPE)
-                        ones = tl.join(half, half).reshape(WARPS, BLOCK_N, STEP_COLUMNS)
-                        x_sum = tl.dot(ones, columns, x_sum, input_precision="ieee")
+                        x_sum = tl.dot(_ones(T, FORM, TYPE), columns, x_sum, input_precision="ieee")
                     if (part + 1) % GROUP_PARTS == 0:
                         if T.GROUPED:
                             acc += group_sum * scale_of(T, tile_scales, part // GROUP_PARTS, 0)
@@ -263,7 +283,7 @@ def _matmul_kernel(
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
             elif T.SHARED:
                 loaded = (
-                    tiles[c : c + 1],
+                    tiles[c * PIECES : (c + 1) * PIECES],
                     scales[c * LOADED : (c + 1) * LOADED],
                     zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
                 )
@@ -271,7 +291,7 @@ def _matmul_kernel(
                     loaded = load_tile(T, following, c + AHEAD - CHUNKS)
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
         if T.SHARED:
-            w, s, z = tiles[CHUNKS:], scales[CHUNKS * LOADED :], zeros[CHUNKS * ZERO_PARTS :]
+            w, s, z = tiles[CHUNKS * PIECES :], scales[CHUNKS * LOADED :], zeros[CHUNKS * ZERO_PARTS :]
         y = tl.sum(acc, 0) * factor(FORM, ZEROS_AFTER or FORM == "e4m3")
         if T.ROW_SCALES:
             y *= row_scales.to(tl.float32)
@@ -313,6 +333,7 @@ def matmul(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, confi
         **epilogue_arguments(linear, out, epilogue, 64 if config.block_m > 8 else 1), stride_xm=x.stride(0), rows=rows,
         BLOCK_M=max(next_power_of_2(rows), config.block_m), N=N, BLOCK_N=config.block_n, WARPS=config.num_warps,
         AHEAD=min(config.ahead, tiles), X_AHEAD=min(config.x_ahead, tiles * parts), BLOCKS=blocks, PROGRAMS=programs,
+        ROUNDS=config.rounds,
         # Bulk copies need addresses that are multiples of 16 bytes. Devices with dependent launch support bulk copies.
         FETCH=config.fetch if pdl and packed is not None and N % 8 == 0 else 0, PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl, config.registers),

@@ -44,7 +44,7 @@ from .gluon_adapters import add_adapters, fetch_adapters
 from .gluon_epilogue import Outputs, any_row_runs, finish, load_partials, load_status, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, Gated, LinearKernel, adapted_bytes, adapted_ref
 from .tma_ring import PRODUCER_REGISTERS, barriers
-from .wgmma_operand import COLUMNS, COLUMNS_OF, columns_of, unpack
+from .wgmma_operand import COLUMNS, COLUMNS_OF, boxes_of, columns_of, unpack, unpack_scaled, zero_of
 
 
 @dataclass(frozen=True)
@@ -93,23 +93,36 @@ MIN_ROWS = 16  # Minimum number of rows of a tile of the activations.
 # - adapters: see adapter_arguments
 _Work = namedtuple(
     "_Work",
-    "x_desc weight_desc scale_ptr zero_ptr sums_ptr counter_ptr outputs N K w_ring x_ring w_full x_full free pid tiles "
-    "begin n iterations total adapters",
+    "x_desc weight_desc scale_ptr zero_ptr minimum_ptr over_ptr sums_ptr counter_ptr outputs N K w_ring x_ring w_full "
+    "x_full free pid tiles begin n iterations total adapters",
 )
 
 
 @gluon.constexpr_function
 def _constants(**constexprs):
-    """Return the constexprs of the kernel, with others that follow from them.
+    """Return the constexprs of the kernel, with GATED, NORMED, and OUT_N, the outputs of a tile.
 
-    OUT_N: outputs of a tile.
-    STAGE_PARTS: parts of 128 bytes of a row of the weight in a stage.
+    TMA copies BOXES boxes of a tile of the weight, each with BOX_BYTES bytes of its rows.
     """
     gated, block_n = constexprs["EPILOGUE"] == "gated", constexprs["BLOCK_N"]
     normed = gated or constexprs["EPILOGUE"] == "normed"
-    parts = constexprs["BLOCK_K"] // columns_of(constexprs["FORM"])
-    out_n = block_n // 2 if gated else block_n
-    return Constants(**constexprs, GATED=gated, NORMED=normed, OUT_N=out_n, STAGE_PARTS=parts)
+    form = str(constexprs["FORM"])
+    boxes, nbytes = boxes_of(form)
+    return Constants(
+        **constexprs, GATED=gated, NORMED=normed, OUT_N=block_n // 2 if gated else block_n, BOX_BYTES=nbytes,
+        BOXES=constexprs["BLOCK_K"] // columns_of(form) * boxes,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _box(C: gl.constexpr, w, stage, i: gl.constexpr):
+    """Return box i of a stage of the weight, [BLOCK_N, columns]."""
+    SIDE: gl.constexpr = w.weight_desc.block_type.shape[1]
+    if C.FORM == "int6":
+        return w.w_ring.index(stage * C.BOXES + i)
+    else:
+        shape: gl.constexpr = [C.BOXES, C.BLOCK_N, SIDE]
+        return reinterpret(w.w_ring.index(stage), w.w_ring.dtype, shape, w.weight_desc.layout).index(i)
 
 
 @gluon.jit
@@ -117,24 +130,23 @@ def _copy_weights(C: gl.constexpr, w, c):
     """Copy tile c of the weight into its stage.
 
     The stage's barrier also counts the activations if both rings have the same number of stages. In shared memory, a
-    tile is stored in parts of 128 bytes of its rows. If "gated", the rows of gate precede those of up.
+    tile is stored in boxes. If "gated", the rows of gate precede those of up.
     """
     HALVES: gl.constexpr = 2 if C.GATED else 1
-    PARTS: gl.constexpr = C.BLOCK_K // columns_of(C.FORM)
     SIDE: gl.constexpr = w.weight_desc.block_type.shape[1]
     X_ROWS: gl.constexpr = C.BLOCK_M if C.STAGES == C.X_STAGES else 0
     stage = c % C.STAGES
     if C.PERSISTENT:
-        row, part = (w.pid + c // w.n * gl.num_programs(0)) * C.OUT_N, c % w.n * PARTS
+        row, part = (w.pid + c // w.n * gl.num_programs(0)) * C.OUT_N, c % w.n * C.BOXES
     else:
-        row, part = w.pid % w.tiles * C.OUT_N, (w.begin + c) * PARTS
-    mbarrier.expect(w.w_full.index(stage), C.OUT_N * HALVES * PARTS * 128 + X_ROWS * C.BLOCK_K * 2)
-    shape: gl.constexpr = [PARTS * HALVES, C.OUT_N, SIDE]
-    parts = reinterpret(w.w_ring.index(stage), w.w_ring.dtype, shape, w.weight_desc.layout)
-    for x in gl.static_range(PARTS):
+        row, part = w.pid % w.tiles * C.OUT_N, (w.begin + c) * C.BOXES
+    mbarrier.expect(w.w_full.index(stage), C.OUT_N * HALVES * C.BOXES * C.BOX_BYTES + X_ROWS * C.BLOCK_K * 2)
+    shape: gl.constexpr = [HALVES, C.OUT_N, SIDE]
+    for i in gl.static_range(C.BOXES):
+        halves = reinterpret(_box(C, w, stage, i), w.w_ring.dtype, shape, w.weight_desc.layout)
         for half in gl.static_range(HALVES):
-            place = [row + half * w.N, (part + x) * SIDE]
-            async_load(w.weight_desc, place, w.w_full.index(stage), parts.index(x * HALVES + half))
+            place = [row + half * w.N, (part + i) * SIDE]
+            async_load(w.weight_desc, place, w.w_full.index(stage), halves.index(half))
 
 
 @gluon.jit
@@ -289,12 +301,11 @@ def _packed_sums(C: gl.constexpr, w, tile, first, ACC_L: gl.constexpr):
             next_scales = _all_groups(C, w, tile, following, _scale_of, ROWS_L)
             next_zeros = _all_groups(C, w, tile, following, _offset_of, ROWS_L) if C.ZEROS else next_scales
         _await(C, w, c)
-        parts_i32 = reinterpret(w.w_ring.index(stage), gl.int32, [PARTS, C.BLOCK_N, 32], w.weight_desc.layout)
         x_shape: gl.constexpr = [PARTS * OPERANDS, C.BLOCK_M, COLUMNS]
         xs = reinterpret(w.x_ring.index(x_stage), w.x_ring.dtype, x_shape, w.x_desc.layout)
         for i in gl.static_range(PARTS):
             offsets = _offsets(C, zeros, i * OPERANDS, ROWS_L)
-            operands = unpack(parts_i32.index(i), offsets, C.FORM, C.BLOCK_N, C.WARPS, A_L)
+            operands = unpack(_box(C, w, stage, i), offsets, C.FORM, C.BLOCK_N, C.WARPS, A_L)
             for j in gl.static_range(OPERANDS):
                 x = xs.index(i * OPERANDS + j).permute((1, 0))
                 if C.GROUP > 0:
@@ -315,6 +326,110 @@ def _packed_sums(C: gl.constexpr, w, tile, first, ACC_L: gl.constexpr):
             _copy_next(C, w, c)
         scales, zeros = next_scales, next_zeros
     return acc if C.GROUP > 0 else acc * scales[0][:, None]
+
+
+@gluon.jit
+def _load_words(C: gl.constexpr, w, ptr, row, c, BYTES: gl.constexpr, GROUP: gl.constexpr):
+    """Load the numbers of BYTES bytes, one for each GROUP columns, of tile c along the columns, as words."""
+    WORDS: gl.constexpr = C.BLOCK_K * BYTES // (GROUP * 4)
+    ptrs = ptr.to(gl.pointer_type(gl.int32), bitcast=True) + row * (w.K * BYTES // (GROUP * 4)) + c * WORDS
+    loaded = ()
+    for i in gl.static_range(WORDS):
+        loaded += (gl.load(ptrs + i),)
+    return loaded
+
+
+@gluon.jit
+def _load_scales(C: gl.constexpr, w, tile, c, L: gl.constexpr):
+    """Load the scales of small groups, the minimums and the factors of both for tile c along the columns.
+
+    Returns a tuple of three tuples of int32 [BLOCK_N].
+    """
+    row, _ = _rows_and_groups(C, w, tile, L)
+    c = gl.minimum(c, w.K // C.BLOCK_K - 1)
+    BYTES: gl.constexpr = 1 if C.OVER > 0 else 2
+    scales, minimums, overs = _load_words(C, w, w.scale_ptr, row, c, BYTES, C.GROUP), (), ()
+    if C.MINIMUMS:
+        minimums = _load_words(C, w, w.minimum_ptr, row, c, BYTES, C.MIN_GROUP)
+    if C.OVER > 0:
+        at = row * (w.K // C.OVER) + c * C.BLOCK_K // C.OVER
+        if C.MINIMUMS:
+            overs = (gl.load(w.over_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + at),)
+        else:
+            overs = (gl.load(w.over_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + at).to(gl.int32),)
+    return scales, minimums, overs
+
+
+@gluon.jit
+def _half(word, which: gl.constexpr):
+    """Return one of the two fp16 numbers of a word, fp32."""
+    return (word >> (which * 16)).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def _number(C: gl.constexpr, words, i: gl.constexpr, over):
+    """Return scale or minimum i of `_load_words`, fp32 [BLOCK_N]. over: its factor."""
+    if C.OVER > 0:
+        # The code with 128 added becomes the mantissa of 2 ** 23.
+        code = ((words[i // 4] >> (i % 4 * 8)) & 255) ^ 0x4B000080
+        return (code.to(gl.float32, bitcast=True) - (2.0**23 + 128)) * over
+    else:
+        return _half(words[i // 2], i % 2)
+
+
+@gluon.jit
+def _scales_and_lows(C: gl.constexpr, loaded):
+    """Return the arguments of `unpack_scaled` for all groups of a tile, from the result of `_load_scales`."""
+    over, minimum_over = 0.0, 0.0
+    if C.OVER > 0:
+        over = _half(loaded[2][0], 0)
+        minimum_over = _half(loaded[2][0], 1)
+    scales, lows = (), ()
+    for i in gl.static_range(C.BLOCK_K // C.GROUP):
+        scale = _number(C, loaded[0], i, over)
+        low = scale * -zero_of(C.FORM, C.MINIMUMS)
+        if C.MINIMUMS:
+            low -= _number(C, loaded[1], i * C.GROUP // C.MIN_GROUP, minimum_over)
+        scales, lows = scales + (scale,), lows + (low,)
+    return scales, lows
+
+
+@gluon.jit
+def _scaled_sums(C: gl.constexpr, w, tile, first, ACC_L: gl.constexpr):
+    """Compute `_sums` for a packed weight of small groups, which is scaled and becomes bf16 in registers."""
+    A_L: gl.constexpr = gl.DotOperandLayout(0, ACC_L, 2)
+    ROWS_L: gl.constexpr = gl.SliceLayout(1, ACC_L)
+    PARTS: gl.constexpr = C.BLOCK_K // columns_of(C.FORM)
+    BOXES: gl.constexpr = C.BOXES // PARTS
+    OPERANDS: gl.constexpr = columns_of(C.FORM) // COLUMNS
+    GROUPS: gl.constexpr = columns_of(C.FORM) // C.GROUP
+    acc = gl.zeros([C.BLOCK_N, C.BLOCK_M], gl.float32, ACC_L)
+    loaded = _load_scales(C, w, tile, w.begin, ROWS_L)
+    for c in range(first, first + w.n):
+        stage, x_stage = c % C.STAGES, c % C.X_STAGES
+        # The next scales are in flight while this tile is multiplied.
+        next_loaded = _load_scales(C, w, tile, w.begin + c - first + 1, ROWS_L)
+        _await(C, w, c)
+        x_shape: gl.constexpr = [PARTS * OPERANDS, C.BLOCK_M, COLUMNS]
+        xs = reinterpret(w.x_ring.index(x_stage), w.x_ring.dtype, x_shape, w.x_desc.layout)
+        scales, lows = _scales_and_lows(C, loaded)
+        for i in gl.static_range(PARTS):
+            boxes = ()
+            for box in gl.static_range(BOXES):
+                boxes += (_box(C, w, stage, i * BOXES + box),)
+            own, low = scales[i * GROUPS : (i + 1) * GROUPS], lows[i * GROUPS : (i + 1) * GROUPS]
+            operands = unpack_scaled(boxes, own, low, C.FORM, C.GROUP, C.BLOCK_N, C.WARPS, A_L)
+            for j in gl.static_range(OPERANDS):
+                x = xs.index(i * OPERANDS + j).permute((1, 0))
+                acc = warpgroup_mma(operands[j], x, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        if C.PRODUCER:
+            mbarrier.arrive(w.free.index(stage), count=1)
+        else:
+            barrier()
+            _copy_next(C, w, c)
+        loaded = next_loaded
+    return acc
 
 
 @gluon.constexpr_function
@@ -425,6 +540,8 @@ def _multiply(C: gl.constexpr, w):
             tile = w.pid % w.tiles + iteration * gl.num_programs(0)
             if C.FORM == "dense":
                 acc = _sums(C, w, iteration * w.n, ACC_L)
+            elif C.ROUNDS:
+                acc = _scaled_sums(C, w, tile, iteration * w.n, ACC_L)
             else:
                 acc = _packed_sums(C, w, tile, iteration * w.n, ACC_L)
             squares = partials
@@ -438,11 +555,12 @@ def _multiply(C: gl.constexpr, w):
 
 @gluon.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matmul_hopper_kernel(
-    meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr,
-    counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, b_ptr, ranks_ptr, numbers_ptr,
-    groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: gl.constexpr,
+    meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, minimum_ptr, over_ptr, extra_ptr, out_ptr, normed_ptr,
+    sumsq_ptr, sums_ptr, counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, b_ptr,
+    ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: gl.constexpr,
     SUMSQ_BLOCK: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
-    SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, MINIMUMS: gl.constexpr, OVER: gl.constexpr, ROUNDS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     X_STAGES: gl.constexpr, SPLIT: gl.constexpr, PERSISTENT: gl.constexpr, PRODUCER: gl.constexpr, LAG: gl.constexpr,
     WARPS: gl.constexpr, ADAPTERS: gl.constexpr, A_SPLITS: gl.constexpr, A_PARTS: gl.constexpr, BEGIN_1: gl.constexpr,
     BEGIN_2: gl.constexpr, PDL: gl.constexpr,
@@ -458,8 +576,9 @@ def _matmul_hopper_kernel(
         x_desc: Tensor descriptor of [BLOCK_M, K] in blocks of 64 columns. The first `rows` rows exist.
         weight_desc: Tensor descriptor of [N, K], or [2 * N, K] if "gated", in blocks of 128 bytes. FORM is "dense" or a
             number type of packed.py. A packed weight has no order of columns.
-        scale_ptr: [N / SCALE_ROWS, K / GROUP]. GROUP is 64, 128, or 0 for all columns.
+        scale_ptr: [N / SCALE_ROWS, K / GROUP]. GROUP is 64, 128, or 0 for all columns; 16 or 32 if ROUNDS.
         zero_ptr: [N, K / GROUP]. Read only if ZEROS.
+        minimum_ptr, over_ptr: see _matmul_kernel. Read only if ROUNDS.
         extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
         sums_ptr: [SPLIT * tiles, rows, BLOCK_N] fp32 (scratch).
         counter_ptr: [tiles] int32, zero between launches (scratch).
@@ -470,14 +589,17 @@ def _matmul_hopper_kernel(
     gl.static_assert(SPLIT == 1 or not (PERSISTENT or EPILOGUE == "gated"))
     C: gl.constexpr = _constants(
         BLOCK_M=BLOCK_M, SUMSQ_BLOCK=SUMSQ_BLOCK, EPILOGUE=EPILOGUE, HAS_BIAS=HAS_BIAS, FORM=FORM, GROUP=GROUP,
-        SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, X_STAGES=X_STAGES,
+        SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, MINIMUMS=MINIMUMS, MIN_GROUP=GROUP if GROUP > 32 else 32, OVER=OVER,
+        ROUNDS=ROUNDS, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, X_STAGES=X_STAGES,
         SPLIT=SPLIT, PERSISTENT=PERSISTENT, PRODUCER=PRODUCER, LAG=LAG, WARPS=WARPS, ADAPTERS=ADAPTERS,
         A_SPLITS=A_SPLITS, A_PARTS=A_PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, PDL=PDL,
     )  # fmt: skip
     TILE_L: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    WEIGHTS_L: gl.constexpr = gl.NVMMASharedLayout(128, 16 if FORM == "dense" else 32, 2)
-    LENGTH: gl.constexpr = BLOCK_K // columns_of(FORM) * weight_desc.block_type.shape[1]
-    w_ring = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, BLOCK_N, LENGTH], WEIGHTS_L)
+    WEIGHTS_L: gl.constexpr = gl.NVMMASharedLayout(C.BOX_BYTES, 16 if FORM == "dense" else 32, 2)
+    # The number of boxes of six bits is not a power of two.
+    APART: gl.constexpr = C.BOXES if FORM == "int6" else 1
+    LENGTH: gl.constexpr = C.BOXES // APART * weight_desc.block_type.shape[1]
+    w_ring = gl.allocate_shared_memory(weight_desc.dtype, [STAGES * APART, BLOCK_N, LENGTH], WEIGHTS_L)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [X_STAGES, BLOCK_M, BLOCK_K], TILE_L)
     w_full = barriers(STAGES)
     x_full = barriers(X_STAGES) if STAGES != X_STAGES else w_full
@@ -495,8 +617,8 @@ def _matmul_hopper_kernel(
         meta_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_om, stride_normed, stride_sumsq, n_sumsq, rows
     )
     w = _Work(
-        x_desc, weight_desc, scale_ptr, zero_ptr, sums_ptr, counter_ptr, outputs, N, K, w_ring, x_ring, w_full, x_full,
-        free, pid, tiles, begin, n, iterations, iterations * n,
+        x_desc, weight_desc, scale_ptr, zero_ptr, minimum_ptr, over_ptr, sums_ptr, counter_ptr, outputs, N, K, w_ring,
+        x_ring, w_full, x_full, free, pid, tiles, begin, n, iterations, iterations * n,
         Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym),
     )  # fmt: skip
     for c in gl.static_range(STAGES):
@@ -519,34 +641,41 @@ def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, adapters=None, *
     if packed is not None and not multiplies(packed):
         raise ValueError(f"matmul_hopper does not support weights of the form {packed}")
     block_m, block_n = max(next_power_of_2(rows), MIN_ROWS), config.block_n
-    split, tiles = config.split, cdiv(linear.out_features, block_n)
+    split, tiles, form = config.split, cdiv(linear.out_features, block_n), linear.number_type
     # If a tile exceeded the buffer, the copy would be slower. It is faster to include rows that are not used.
     whole = torch.as_strided(x, (block_m, K), (x.stride(0), 1))
     _matmul_hopper_kernel[(config.programs or tiles * split,)](
         meta, _descriptor(whole, block_m),
-        _descriptor(linear.weight, block_n // 2 if isinstance(epilogue, Gated) else block_n),
+        _descriptor(linear.weight, block_n // 2 if isinstance(epilogue, Gated) else block_n, boxes_of(form)[1]),
         out if packed is None else linear.scale, out if linear.zero is None else linear.zero,
+        out if linear.minimum is None else linear.minimum, out if linear.over is None else linear.over,
         **epilogue_arguments(linear, out, epilogue, 64), **adapter_arguments(adapters),
         sums_ptr=scratch.sums if split > 1 else out,
         counter_ptr=scratch.counter if split > 1 else out, rows=rows, N=N, K=K, BLOCK_M=block_m, BLOCK_N=block_n,
         GROUP=packed.group % K if packed else 0, SCALE_ROWS=packed.rows if packed else 1, ZEROS=linear.zero is not None,
-        FORM=linear.number_type, BLOCK_K=config.block_k, STAGES=config.stages, X_STAGES=config.x_stages, SPLIT=split,
-        PERSISTENT=config.programs > 0, PRODUCER=config.producer > 0, LAG=config.lag, WARPS=config.num_warps, PDL=pdl,
+        MINIMUMS=linear.minimum is not None, OVER=packed.over_group if packed else 0,
+        ROUNDS=packed is not None and packed.group in (16, 32), FORM=form, BLOCK_K=config.block_k,
+        STAGES=config.stages, X_STAGES=config.x_stages, SPLIT=split, PERSISTENT=config.programs > 0,
+        PRODUCER=config.producer > 0, LAG=config.lag, WARPS=config.num_warps, PDL=pdl,
         **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 
-def _descriptor(tensor, rows: int):
-    """Return a descriptor of tiles of `rows` rows of 128 bytes."""
-    block = [rows, 128 // tensor.itemsize]
-    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(128, 8 * tensor.itemsize, 2))
+def _descriptor(tensor, rows: int, nbytes: int = 128):
+    """Return a descriptor of boxes of `rows` rows of `nbytes` bytes."""
+    block = [rows, nbytes // tensor.itemsize]
+    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout(nbytes, 8 * tensor.itemsize, 2))
 
 
 def multiplies(packed) -> bool:
     """Return whether the kernel reads packed tensors of this description."""
     if packed.number_type not in COLUMNS_OF or packed.k % COLUMNS_OF[packed.number_type]:
         return False
-    return packed.plain and not packed.ordered and packed.group in (64, 128, packed.k)
+    if packed.ordered:
+        return False
+    if packed.group in (16, 32):
+        return packed.number_type != "e4m3" and not packed.zeros and packed.scale_dtype in (torch.float16, torch.int8)
+    return packed.plain and packed.number_type != "int6" and packed.group in (64, 128, packed.k)
 
 
 def _supports(case, rows, device) -> bool:

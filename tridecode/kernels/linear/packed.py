@@ -4,8 +4,11 @@ A row is divided into tiles of 16 words: 128 columns of 4 bits, or 64 columns of
 tile, 16 bytes each. A lane has eight adjacent columns of each 32, as it has of 16-bit weights and of activations
 (register_tiles.py). Columns 0 and 1 of these eight are at the same bits of the two halves of one word. The same is true
 of columns 2 and 3, 4 and 5, and 6 and 7. Operations on both halves at once make the pairs of bf16 that tensor cores
-read (bits.py). A half contains
-two e4m3 codes. The bits of the first are at their place in bf16; the second has the remaining bits.
+read (bits.py). A half contains two e4m3 codes. The bits of the first are at their place in bf16; the second has the
+remaining bits.
+
+A tile of codes of 6 bits has 256 columns and 48 words: the low four bits as two tiles of codes of four bits, then 16
+words with the high two bits. A lane has four of these words, each for eight columns of two successive 32.
 """
 
 from dataclasses import dataclass, replace
@@ -27,9 +30,10 @@ class QuantizedWeight:
         scale: [n / rows, k / group].
         rows, group: rows and columns that share a scale.
         bits: bits of a code.
-        zero: zero points, [n, k / group] uint8. None: half the range of the codes, or 0 for e4m3 and with minimums.
+        zero: zero points, [n, k / group] uint8. None: half the range of the codes, or 0 for e4m3 and for codes of four
+            bits with minimums.
         order: [k] int64, for each column of the codes its column in the weight. None if the columns are in order.
-        minimum: [n, k / group], or None.
+        minimum: [n, k / max(group, 32)], or None.
         over: [n, k / over_group, 2] fp16, by which scale and minimum are multiplied, or None. With it, scale and
             minimum are integers. The last axis is 1 without minimums.
         over_group: columns that share a factor in `over`.
@@ -58,23 +62,29 @@ class QuantizedWeight:
         """Return the weight in fp32, [n, k]."""
         n, k = self.codes.shape
         value = self.codes.float()
-        if self.codes.dtype == torch.uint8 and self.minimum is None:
-            value -= 2 ** (self.bits - 1) if self.zero is None else expand(self.zero, 1, self.group, n, k)
+        if self.codes.dtype == torch.uint8:
+            value -= self.own_zero if self.zero is None else expand(self.zero, 1, self.group, n, k)
         value *= expand(self._factor(self.scale, 0), self.rows, self.group, n, k)
         if self.minimum is not None:
-            value -= expand(self._factor(self.minimum, 1), 1, self.group, n, k)
+            value -= expand(self._factor(self.minimum, 1), 1, minimum_group(self.group), n, k)
         if self.order is None:
             return value
         placed = torch.empty_like(value)
         placed[:, self.order] = value
         return placed
 
+    @property
+    def own_zero(self) -> int:
+        """The zero point of integers whose zero points are not stored."""
+        return own_zero(self.bits, self.minimum is not None)
+
     def _factor(self, each: torch.Tensor, which: int) -> torch.Tensor:
         """Return scales or minimums in fp32."""
         if self.over is None:
             return each.float()
         over = self.over[:, :, which].float()
-        return each.float() * over.repeat_interleave(self.over_group // self.group, 1)[:, : each.shape[1]]
+        group = minimum_group(self.group) if which else self.group
+        return each.float() * over.repeat_interleave(self.over_group // group, 1)[:, : each.shape[1]]
 
 
 def expand(blocks: torch.Tensor, rows: int, group: int, n: int, k: int) -> torch.Tensor:
@@ -82,12 +92,34 @@ def expand(blocks: torch.Tensor, rows: int, group: int, n: int, k: int) -> torch
     return blocks.repeat_interleave(rows, 0)[:n].repeat_interleave(group, 1)[:, :k]
 
 
+def minimum_group(group: int) -> int:
+    """Return the number of columns that share a minimum."""
+    return max(group, 32)
+
+
+def own_zero(bits: int, minimums: bool) -> int:
+    """Return the zero point of integers whose zero points are not stored."""
+    return 0 if bits == 4 and minimums else 2 ** (bits - 1)
+
+
+def _dimensions(bits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes of a tile of codes in the order of the columns, and the order of the dimensions in words.
+
+    In words the order is row, tile, lane, word of the lane, planes (one dimension, or two for 2 bits), element of the
+    pair.
+    """
+    if bits == 2:  # Two successive chunks of 32 columns, chunk of these, lane, pair, element.
+        return (4, 2, 4, 4, 2), (0, 1, 4, 2, 3, 5, 6)
+    planes = 16 // bits  # Chunk of 32 columns, lane, word of the lane's eight columns, pair, element.
+    return (planes, 4, 4 // planes, planes, 2), (0, 1, 3, 2, 4, 5, 6)
+
+
 @dataclass(frozen=True)
 class Packed:
     """The description of a packed tensor: codes packed into words, scales and zero points of a weight.
 
     Args:
-        number_type: "int4", "int8" or "e4m3".
+        number_type: "int4", "int6", "int8" or "e4m3".
         bits: bits of a code.
         k: columns of the weight.
         group: columns that share a scale; k for all.
@@ -118,13 +150,13 @@ class Packed:
     @property
     def tile(self) -> int:
         """Number of columns in a tile."""
-        return WORDS * 32 // self.bits
+        return 256 if self.bits == 6 else WORDS * 32 // self.bits
 
     def shapes(self, n: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each tensor of a weight of n rows."""
         groups = -(-self.k // self.group)
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "weight": ((n, -(-self.k // self.tile) * WORDS), torch.int32),
+            "weight": ((n, -(-self.k // self.tile) * (self.tile * self.bits // 32)), torch.int32),
             "scale": ((-(-n // self.rows), groups), self.scale_dtype),
         }
         if self.zeros:
@@ -132,30 +164,40 @@ class Packed:
         if self.ordered:
             shapes["order"] = (self.k,), torch.int32
         if self.minimums:
-            shapes["minimum"] = (n, groups), self.scale_dtype
+            shapes["minimum"] = (n, -(-self.k // minimum_group(self.group))), self.scale_dtype
         if self.over_group:
             shapes["over"] = (n, -(-self.k // self.over_group), 1 + self.minimums), torch.float16
         return shapes
 
     def pack(self, tensors: dict[str, torch.Tensor], start: int, weight: QuantizedWeight) -> None:
-        """Pack a weight into the rows from `start` on of tensors that `shapes` describes."""
+        """Pack a weight into the rows from `start` on of tensors that `shapes` describes.
+
+        The groups of the weight may be larger, its codes may have fewer bits, and it may have no minimums. Its values
+        do not change.
+        """
         n = len(weight.codes)
         step = max(_SLICE // self.k, 1)
+        up = own_zero(self.bits, self.minimums) - weight.own_zero if self.bits != weight.bits else 0
         for first in range(0, n, step):
             part = weight.codes[first : first + step]
+            part = part + up if up else part
             tensors["weight"][start + first : start + first + len(part)] = self.pack_codes(part)
         groups = tensors["scale"].shape[1]
         scale = weight.scale
-        if weight.rows > 1:
+        if weight.rows > 1 or weight.group > self.group:
             scale = expand(scale, weight.rows, weight.group // self.group, n, groups)
         rows = tensors["scale"][start // self.rows : -(-(start + n) // self.rows)]
         rows.copy_((scale if weight.rows == 1 else scale[:: self.rows]).to(rows.dtype))
         if self.zeros:
             assert weight.zero is not None
             tensors["zero"][start : start + n] = self.offset(weight.zero)
-        for name in ("minimum", "over"):
-            if name in tensors:
-                tensors[name][start : start + n] = getattr(weight, name)
+        if self.minimums:
+            minimum = tensors["minimum"][start : start + n]
+            minimum.copy_(weight.minimum) if weight.minimum is not None else minimum.zero_()
+        if self.over_group:
+            assert weight.over is not None
+            over = tensors["over"][start : start + n].zero_()
+            over[:, :, : weight.over.shape[2]] = weight.over
         if self.ordered and weight.order is not None:
             tensors["order"].copy_(weight.order)
 
@@ -167,32 +209,37 @@ class Packed:
         """Pack codes [n, k] into words, int32 [n, words]."""
         n = len(codes)
         codes = codes.view(torch.uint8)
-        if self.number_type == "int8" and not self.minimums:  # Two's complement.
+        if self.number_type == "int8":  # Two's complement.
             codes = codes ^ 128
         padded = torch.nn.functional.pad(codes, (0, -self.k % self.tile))
-        # Dimensions: tile, chunk of 32 columns, lane, word of the lane's eight columns, place in a half word, element
-        # of the pair.
-        planes = 16 // self.bits
-        shape = (n, -1, self.tile // 32, 4, 4 // planes, planes, 2)
-        parts = padded.view(shape).permute(0, 1, 3, 2, 4, 5, 6).to(torch.int32)
-        words = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=codes.device)
-        for plane in range(planes):
-            for element in range(2):
-                words |= self._placed(parts[..., plane, element], plane) << (16 * element)
-        return words.reshape(n, -1)
+        if self.bits != 6:
+            return self._words(padded, self.bits).view(n, -1)
+        low, high = self._words(padded & 15, 4), self._words(padded >> 4, 2)
+        return torch.cat((low.view(n, -1, 2 * WORDS), high.view(n, -1, WORDS)), 2).view(n, -1)
 
-    def _placed(self, codes: torch.Tensor, plane: int) -> torch.Tensor:
+    def _words(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
+        """Pack codes of 2, 4 or 8 bits into words, int32 [n, tiles, lanes, words of a lane]."""
+        shape, order = _dimensions(bits)
+        parts = codes.view(len(codes), -1, *shape).permute(order)
+        parts = parts.reshape(*parts.shape[:3], -1, 16 // bits, 2).to(torch.int32)
+        words = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=codes.device)
+        for plane in range(16 // bits):
+            for element in range(2):
+                words |= self._placed(parts[..., plane, element], plane, bits) << (16 * element)
+        return words
+
+    def _placed(self, codes: torch.Tensor, plane: int, bits: int) -> torch.Tensor:
         """Move int32 codes to the bits of a half word that contain the codes of a plane."""
         if self.number_type != "e4m3":
-            return codes << (self.bits * plane)
+            return codes << (bits * plane)
         if plane == 0:
             return (codes & 128) << 8 | (codes & 127) << 4
         return (codes & 112) << 8 | (codes & 128) << 4 | codes & 15
 
-    def _taken(self, halves: torch.Tensor, plane: int) -> torch.Tensor:
+    def _taken(self, halves: torch.Tensor, plane: int, bits: int) -> torch.Tensor:
         """Return the codes of a plane from half words, uint8. The inverse of `_placed`."""
         if self.number_type != "e4m3":
-            codes = halves >> (self.bits * plane) & (2**self.bits - 1)
+            codes = halves >> (bits * plane) & (2**bits - 1)
         elif plane == 0:
             codes = halves >> 8 & 128 | halves >> 4 & 127
         else:
@@ -201,14 +248,23 @@ class Packed:
 
     def unpack_codes(self, words: torch.Tensor) -> torch.Tensor:
         """Return the codes [n, k] that `pack_codes` packed into the words."""
-        n, planes = len(words), 16 // self.bits
-        places = [(plane, element) for plane in range(planes) for element in range(2)]
-        parts = torch.stack([self._taken(words >> (16 * element), plane) for plane, element in places], -1)
-        shape = (n, -1, 4, self.tile // 32, 4 // planes, planes, 2)
-        codes = parts.view(shape).permute(0, 1, 3, 2, 4, 5, 6).reshape(n, -1)[:, : self.k]
+        if self.bits == 6:
+            tiles = words.view(len(words), -1, 3 * WORDS)
+            low, high = self._codes(tiles[:, :, : 2 * WORDS], 4), self._codes(tiles[:, :, 2 * WORDS :], 2)
+            return (low | high << 4)[:, : self.k]
+        codes = self._codes(words, self.bits)[:, : self.k]
         if self.number_type == "e4m3":
             return codes.contiguous().view(torch.float8_e4m3fn)
-        return codes ^ 128 if self.number_type == "int8" and not self.minimums else codes
+        return codes ^ 128 if self.number_type == "int8" else codes
+
+    def _codes(self, words: torch.Tensor, bits: int) -> torch.Tensor:
+        """Return the codes [n, columns] that `_words` packed into the words."""
+        shape, order = _dimensions(bits)
+        places = [(plane, element) for plane in range(16 // bits) for element in range(2)]
+        parts = torch.stack([self._taken(words >> (16 * element), plane, bits) for plane, element in places], -1)
+        packed = [shape[dimension - 2] for dimension in order[2:]]
+        inverse = [order.index(dimension) for dimension in range(len(order))]
+        return parts.view(len(words), -1, *packed).permute(inverse).reshape(len(words), -1)
 
     def unpack(self, tensors: dict[str, torch.Tensor]) -> QuantizedWeight:
         """Return the weight that `pack` packed into the tensors."""

@@ -1,7 +1,8 @@
 """Tiles of a weight and of activations, loaded into the registers from which mma reads them.
 
-A tile of a weight is WARPS * BLOCK_N lines of 32 columns, or of the words of packed.py for 128 columns of four bits or
-64 of eight bits. Four lanes of a warp have a line, 16 bytes each. The warps of a program share the columns.
+A tile of a weight is WARPS * BLOCK_N lines of 32 columns, or of the words of packed.py for 128 columns of four bits,
+256 of six bits or 64 of eight bits. Four lanes of a warp have a line, 16 bytes each, or three times 16 bytes with six
+bits. The warps of a program share the columns.
 """
 
 from collections import namedtuple
@@ -15,12 +16,12 @@ STEP_K = 32  # Number of columns of four lanes, which load 16 bytes each.
 STEP_COLUMNS = tl.constexpr(STEP_K)
 
 
-# Pointers to a weight, its scales [N / SCALE_ROWS, GROUPS], its zero points and its minimums [N, GROUPS], and the
-# factors [N, OVERS, 1 + MINIMUMS] of scales and minimums; see packed.py.
+# Pointers to a weight, its scales [N / SCALE_ROWS, GROUPS], its zero points [N, GROUPS], its minimums [N, LOWS], and
+# the factors [N, OVERS, 1 + MINIMUMS] of scales and minimums; see packed.py.
 Weight = namedtuple("Weight", "weight_ptr scale_ptr zero_ptr minimum_ptr over_ptr")
 # Pointers to a block of rows of a weight:
 # - weights: [lines, LINE], the first tile
-# - scales, minimums, overs: [1, BLOCK_N, 1], the first group of the rows of the sums
+# - scales, minimums, overs: [1, BLOCK_N, 1], the first group of the rows of the sums, or [lines, 1] if ROUNDS
 # - zeros: like scales if ZEROS_AFTER, else [lines, 1]
 # - mask_lines, mask_sums: whether the rows exist
 Block = namedtuple("Block", "weights scales zeros minimums overs mask_lines mask_sums")
@@ -35,7 +36,8 @@ Activations = namedtuple("Activations", "ptrs order_ptr offs_k offs_m rows")
 
 @triton.constexpr_function
 def tiling(
-    N, K, FORM, GROUP, SCALE_ROWS, ZEROS, MINIMUMS, OVER, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS
+    N, K, FORM, GROUP, SCALE_ROWS, SCALE_TYPE, ZEROS, MINIMUMS, OVER, ROUNDS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS,
+    PROGRAMS,
 ):  # fmt: skip
     """Return the constants of a kernel that follow from the weight and the launch config.
 
@@ -46,41 +48,52 @@ def tiling(
     SHARED: whether a program takes several blocks.
     PARTS: parts of 32 columns in a line of a tile.
     LINE: elements of a line in memory.
+    PIECES: loads of a line, each of LINE / PIECES elements.
     STEP: columns of a line.
     LENGTH: elements of a row in memory.
     CHUNKS: tiles of a block.
     X_TILES: tiles of activations.
     GROUPS: groups of GROUP columns in a row.
     GROUPED: whether a row has several scales. They multiply the sums of tiles or, for smaller groups, of parts of
-    tiles.
+    tiles, or the weights if ROUNDS.
+    ROUNDS: whether weights are scaled and rounded before the product.
     ROW_SCALES: whether a row has one scale, which multiplies the whole sum.
-    SCALES, ZERO_PARTS: scales and zero points that are loaded with a line.
-    LOADED: numbers that are loaded with a line besides zero points. If OVER, integer scales are loaded as one word, and
-    minimums as another.
+    SCALES, MINS, ZERO_PARTS: scales, minimums and zero points of a line.
+    SIZE: bytes of a scale and of a minimum if they are loaded as words, else 0.
+    FP16: whether scales of two bytes are fp16, not bf16.
+    SCALE_LOADS: numbers that are loaded for the scales of a line.
+    LOADED: numbers that are loaded for the scales, the minimums and their factors.
     EACH: columns of a line that share a scale.
     HALVES: scales of a part, which is multiplied once for each: 2 for groups of 16 columns.
+    MIN_GROUP, LOWS: columns that share a minimum, and such groups in a row.
     OVERS: groups of OVER columns in a row.
-    GROUP_PARTS: parts that are added before they are scaled.
+    GROUP_PARTS: parts that share a scale.
     ZEROS_AFTER: whether zero points are subtracted from the sums instead of from the weight.
     """
     dense, shared = FORM == "dense", BLOCKS > PROGRAMS
     out_n = BLOCK_N // 2 if GATED else BLOCK_N
-    parts = 1 if dense else 4 if FORM == "int4" else 2
-    line, step = 32 if dense else 16, parts * 32
+    parts = 1 if dense else {"int4": 4, "int6": 8}.get(FORM, 2)
+    pieces, step = 3 if FORM == "int6" else 1, parts * 32
+    line = 32 if dense else 16 * pieces
     chunks = -(-K // (WARPS * step))
     grouped, groups_of_line = not dense and GROUP < K, parts if GROUP < step else 1
     halves = 2 if GROUP == STEP_K // 2 else 1
     scales = groups_of_line * halves if grouped else 0
+    mins = groups_of_line if MINIMUMS else 0
+    words = scales > 1 and scales * GROUP == step and SCALE_TYPE in (tl.float16, tl.bfloat16) and K % step == 0
+    size = 1 if OVER else 2 if words else 0
+    scale_loads, min_loads = (-(-scales * size // 4), -(-mins * size // 4)) if size else (scales, mins)
     return Constants(
         N=N, K=K, GROUP=GROUP, SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, GATED=GATED, BLOCK_N=BLOCK_N, WARPS=WARPS,
-        OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step,
+        OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step, PIECES=pieces,
         LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
-        GROUPED=grouped, ROW_SCALES=not dense and not grouped, SCALES=scales, HALVES=halves,
-        EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, OVERS=-(-K // OVER) if OVER else 0,
-        LOADED=2 + MINIMUMS if OVER else scales * (1 + MINIMUMS),
+        GROUPED=grouped, ROUNDS=ROUNDS and grouped and FORM != "e4m3", ROW_SCALES=not dense and not grouped,
+        SCALES=scales, HALVES=halves, EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, MINS=mins,
+        MIN_GROUP=GROUP * halves, LOWS=-(-K // (GROUP * halves)), OVERS=-(-K // OVER) if OVER else 0,
+        SIZE=size, FP16=SCALE_TYPE == tl.float16, SCALE_LOADS=scale_loads, LOADED=scale_loads + min_loads + (OVER > 0),
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
         # The kernel then sums the activations once for many blocks of four bits.
-        ZEROS_AFTER=FORM == "int4" and not MINIMUMS and X_AHEAD == chunks * parts and shared,
+        ZEROS_AFTER=FORM == "int4" and not (MINIMUMS or ROUNDS) and X_AHEAD == chunks * parts and shared,
     )  # fmt: skip
 
 
@@ -155,12 +168,13 @@ def block_of_rows(T: tl.constexpr, w, block):
     if T.GATED:
         rows, sum_rows = line % T.OUT_N + line // T.OUT_N * T.N, sum_n % T.OUT_N + sum_n // T.OUT_N * T.N
     lines = w.weight_ptr + (rows + block * T.OUT_N).to(tl.int64) * T.LENGTH
+    scale_rows = rows if T.ROUNDS else sum_rows
     return Block(
-        lines + (warp * T.LINE + tl.arange(0, T.LINE)[None, :]),
-        w.scale_ptr + (sum_rows + block * T.OUT_N) // T.SCALE_ROWS * T.GROUPS,
+        lines + (warp * T.LINE + tl.arange(0, T.LINE // T.PIECES)[None, :]),
+        w.scale_ptr + (scale_rows + block * T.OUT_N) // T.SCALE_ROWS * T.GROUPS,
         w.zero_ptr + ((sum_rows if T.ZEROS_AFTER else rows) + block * T.OUT_N) * T.GROUPS,
-        w.minimum_ptr + (sum_rows + block * T.OUT_N) * T.GROUPS,
-        w.over_ptr + (sum_rows + block * T.OUT_N) * (T.OVERS * (1 + T.MINIMUMS)),
+        w.minimum_ptr + (scale_rows + block * T.OUT_N) * T.LOWS,
+        w.over_ptr + (scale_rows + block * T.OUT_N) * (T.OVERS * (1 + T.MINIMUMS)),
         block * T.OUT_N + line % T.OUT_N < T.N,
         block * T.OUT_N + sum_n % T.OUT_N < T.N,
     )
@@ -179,28 +193,43 @@ def _load_group(T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, offset: tl.c
 
 
 @triton.jit
-def _words(ptrs, size: tl.constexpr):
-    """Return pointers to words of 2 or 4 bytes."""
-    if size == 2:
-        return ptrs.to(tl.pointer_type(tl.int16), bitcast=True)
+def _load_words(
+    T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr
+):
+    """Load COUNT numbers of SIZE bytes, one for each GROUP columns, of the warps' tiles c, as words of 2 or 4 bytes."""
+    BYTES: tl.constexpr = 4 if COUNT * SIZE > 2 else 2
+    if BYTES == 2:
+        ptrs = ptrs.to(tl.pointer_type(tl.int16), bitcast=True)
     else:
-        return ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
+        ptrs = ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
+    COLUMNS: tl.constexpr = BYTES // SIZE * GROUP
+    loaded = ()
+    for i in tl.static_range(COUNT * SIZE // BYTES):
+        loaded += (_load_group(T, ptrs, warp, mask, c, i * COLUMNS, COLUMNS),)
+    return loaded
 
 
 @triton.jit
 def scale_of(T: tl.constexpr, loaded, group: tl.constexpr, which: tl.constexpr):
-    """Return the scale (which = 0) or the minimum (1) of a group of a tile, fp32 [WARPS, BLOCK_N, 1].
+    """Return the scale (which = 0) or the minimum (1) of a group of a tile, fp32 [WARPS, BLOCK_N, 1] or [lines, 1].
 
     Args:
         loaded: the numbers that `load_tile` returned for the tile.
     """
     if T.OVER > 0:
-        code = loaded[which].to(tl.int32) >> (8 * group)
-        code = code & 255 if T.MINIMUMS else code.to(tl.int8)  # Without minimums, scales have a sign.
-        bits = loaded[1 + T.MINIMUMS] >> (16 * which)
-        return code.to(tl.float32) * bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        code = loaded[group // 4 + which * T.SCALE_LOADS].to(tl.int32) >> (8 * (group % 4))
+        # The code with 128 added becomes the mantissa of 2 ** 23. This is faster than an instruction that converts it.
+        code = ((code & 255) ^ 0x4B000080).to(tl.float32, bitcast=True) - (2.0**23 + 128)
+        bits = loaded[T.LOADED - 1] >> (16 * which)
+        return code * bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif T.SIZE == 2:
+        bits = (loaded[group // 2 + which * T.SCALE_LOADS] >> (16 * (group % 2))).to(tl.int16)
+        if T.FP16:
+            return bits.to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            return bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
     else:
-        return loaded[which * T.SCALES + group].to(tl.float32)
+        return loaded[which * T.SCALE_LOADS + group].to(tl.float32)
 
 
 @triton.jit
@@ -211,29 +240,55 @@ def load_tile(T: tl.constexpr, block, c: tl.constexpr):
     """
     WIDTH: tl.constexpr = T.WARPS * T.LINE
     _, warp = places(T.WARPS, T.BLOCK_N)
-    offs_k = warp * T.LINE + tl.arange(0, T.LINE)[None, :]
-    sum_warp = tl.arange(0, T.WARPS)[:, None, None]
-    tile = _load(block.weights, offs_k, block.mask_lines, c * WIDTH, WIDTH, T.LENGTH, T.MASKED, "evict_first")
-    scales, zeros = (), ()
-    if T.OVER > 0:
-        scales += (_load_group(T, _words(block.scales, T.SCALES), sum_warp, block.mask_sums, c, 0, T.STEP),)
+    PIECE: tl.constexpr = T.LINE // T.PIECES
+    offs_k = warp * T.LINE + tl.arange(0, PIECE)[None, :]
+    sum_warp, mask = tl.arange(0, T.WARPS)[:, None, None], block.mask_sums
+    if T.ROUNDS:
+        sum_warp, mask = warp, block.mask_lines
+    tile, scales, zeros = (), (), ()
+    for i in tl.static_range(T.PIECES):
+        tile += (
+            _load(
+                block.weights, offs_k, block.mask_lines, c * WIDTH + i * PIECE, WIDTH - i * PIECE, T.LENGTH, T.MASKED,
+                "evict_first",
+            ),
+        )  # fmt: skip
+    if T.SIZE > 0:
+        scales = _load_words(T, block.scales, sum_warp, mask, c, T.SCALES, T.SIZE, T.GROUP)
         if T.MINIMUMS:
-            scales += (_load_group(T, _words(block.minimums, T.SCALES), sum_warp, block.mask_sums, c, 0, T.STEP),)
-            scales += (_load_group(T, _words(block.overs, 4), sum_warp, block.mask_sums, c, 0, T.OVER),)
-        else:
-            scales += (_load_group(T, _words(block.overs, 2), sum_warp, block.mask_sums, c, 0, T.OVER),)
+            scales += _load_words(T, block.minimums, sum_warp, mask, c, T.MINS, T.SIZE, T.MIN_GROUP)
+        if T.OVER > 0:
+            scales += _load_words(T, block.overs, sum_warp, mask, c, 1 + T.MINIMUMS, 2, T.OVER // (1 + T.MINIMUMS))
     else:
         for i in tl.static_range(T.SCALES):
-            scales += (_load_group(T, block.scales, sum_warp, block.mask_sums, c, i * T.EACH, T.GROUP),)
+            scales += (_load_group(T, block.scales, sum_warp, mask, c, i * T.EACH, T.GROUP),)
         if T.MINIMUMS:
-            for i in tl.static_range(T.SCALES):
-                scales += (_load_group(T, block.minimums, sum_warp, block.mask_sums, c, i * T.EACH, T.GROUP),)
+            for i in tl.static_range(T.MINS):
+                scales += (_load_group(T, block.minimums, sum_warp, mask, c, i * T.MIN_GROUP, T.MIN_GROUP),)
     for part in tl.static_range(T.ZERO_PARTS):
         if T.ZEROS_AFTER:
             zeros += (_load_group(T, block.zeros, sum_warp, block.mask_sums, c, part * STEP_COLUMNS, T.GROUP),)
         else:
             zeros += (_load_group(T, block.zeros, warp, block.mask_lines, c, part * STEP_COLUMNS, T.GROUP),)
-    return (tile,), scales, zeros
+    return tile, scales, zeros
+
+
+@triton.jit
+def rounded(T: tl.constexpr, tile, loaded, part: tl.constexpr, FACTOR: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the weights of a part in DTYPE, each rounded once.
+
+    Args:
+        tile: the unpacked codes [lines, 32].
+        loaded: as for `scale_of`.
+        FACTOR: number by which the caller multiplies the products.
+    """
+    scale = scale_of(T, loaded, part * T.HALVES // T.GROUP_PARTS, 0)
+    if T.HALVES == 2:
+        scale = tl.where(tl.arange(0, 32)[None, :] < 16, scale, scale_of(T, loaded, part * 2 + 1, 0))
+    weights = tile.to(tl.float32) * scale
+    if T.MINIMUMS:
+        weights -= scale_of(T, loaded, part // T.GROUP_PARTS, 1) * (1 / FACTOR)
+    return weights.to(DTYPE)
 
 
 @triton.jit
