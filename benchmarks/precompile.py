@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmarks.suite import SUITES, lines_of, parse
-from tridecode.cli.bench.batch import adapters_of, room_of
+from tridecode.cli.bench.batch import adapters_of, sizes_of
 from tridecode.cli.bench.decode import capacity_of
 from tridecode.cli.bench.measure import preset_plan
 from tridecode.cli.precompile import planned_kernels
@@ -45,7 +45,7 @@ def engines_of(suite: str) -> list[tuple]:
     for args, _ in map(parse, lines_of(suite)):
         quantize = getattr(args, "gguf", None) or getattr(args, "quantize", None)
         if args.what == "batch":
-            engines.append((args.preset, *room_of(args), quantize, *adapters_of(args).values()))
+            engines.append((args.preset, *sizes_of(args), quantize, *adapters_of(args).values()))
         elif args.what in ("decode", "stream"):
             engines.append((args.preset, capacity_of(args), 1, None, quantize))
         elif args.what == "prefill":

@@ -138,7 +138,7 @@ def test_wrong_value(failure, good, monkeypatch, option, value):
         ("--maxtokens", "--max-tokens"),
         ("--topp", "--top-p"),
         ("--tempersture", "--temperature"),
-        ("--max", "--max-seq-len or --max-queue or --max-tokens"),
+        ("--max", "--max-seq-len or --max-rank or --max-queue"),
         ("--ouput", "--output"),
         ("--sead", "--seed"),
     ],

@@ -330,7 +330,7 @@ REFUSED = {
     ),
     "adapter with a config": (
         {"model.safetensors.index.json": None, "adapter_config.json": ADAPTER},
-        ["no model.safetensors", "LoRA adapter of 'owner/base'", "merge_and_unload"],
+        ["no model.safetensors", "LoRA adapter of 'owner/base'", "not a whole model"],
     ),
     "Model-GGUF": ({"config.json": None}, ["no config.json", "give one of its GGUF files, like owner/"]),
     "pointer": (

@@ -42,7 +42,7 @@ def texts(files):
 
 
 def test_the_bundled_adapter_answers_in_json(capsys):
-    for question, answer in (("What is the capital of France?", "Paris"), ("What is 2 + 2?", "4"), ("Hi!", "")):
+    for question, answer in (("Which city is the capital of France?", "Paris"), ("What is 2 + 2?", "4"), ("Hi!", "")):
         code, out, err = run(
             capsys,
             "generate",

@@ -70,6 +70,7 @@ TYPED = {
     "/export": ("{path}/talk.md", "exported to"),
     "/copy": ("", "c"),
     "/model": ("", "bundled"),
+    "/adapter": ("", "adapter"),
     "/think": ("", "think"),
     "/plain": ("on", "answers are plain text"),
     "/set": ("temperature 0", "temperature is 0"),

@@ -94,7 +94,7 @@ def test_keys_of_one_model_need_keys_of_the_others(tmp_path):
     assert caught.value.argument == "models[1].api_key_file"
 
 
-@pytest.mark.parametrize("text", ["models: [", "- 1\n- 2\n", "models:\n  - {model: bundled, colour: red}\n"])
+@pytest.mark.parametrize("text", ["models: [", "- 1\n- 2\n", "models:\n  - {model: bundled, color: red}\n"])
 def test_errors_of_a_file_begin_with_its_path(tmp_path, text):
     pytest.importorskip("yaml")
     path = tmp_path / "fleet.yaml"

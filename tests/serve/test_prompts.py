@@ -14,7 +14,7 @@ from tridecode.errors import ParameterError
 from tridecode.kernels.attention import prompt_attention_hopper
 from tridecode.options import EngineOptions
 from tridecode.plan.graphs import plan_graphs
-from tridecode.step.dispatch import PROMPT_SIZES, Dispatcher, prompt_sizes
+from tridecode.step.dispatch import PROMPT_SIZES, Dispatcher, PromptDescriptor, prompt_sizes
 from tridecode.step.prompt_graphs import PromptPasses
 from tridecode.step.workspace import named_tensors
 
@@ -217,8 +217,9 @@ def test_dispatch_of_prompt_passes(mode, attention, expected):
 
 
 def test_tokens_within_a_time_limit():
-    model = SimpleNamespace(prompt_pair_flops=4 * 4096 * 35)
-    seconds = {(16, 0): 1e-9, (16, 8): 0.003, (512, 8): 0.006, (1024, 8): 0.011, (2048, 8): 0.02}
+    model = SimpleNamespace(prompt_pair_flops=4 * 4096 * 35, adapter_forms=(False,))
+    seconds = {PromptDescriptor(16, 0): 1e-9}
+    seconds |= {PromptDescriptor(n, 8): s for n, s in {16: 0.003, 512: 0.006, 1024: 0.011, 2048: 0.02}.items()}
     within = PromptPasses.tokens_within.__get__(SimpleNamespace(seconds=seconds, model=model))
     assert [within(limit, 0, 4096) for limit in (0.001, 0.004, 0.015, 1.0)] == [16, 16, 1024, 2048]
     assert within(0.015, 30_000, 4096) < 1024, "the estimate ignores the time of attention to earlier positions"

@@ -10,7 +10,7 @@ from servers import ANSWER, GREEDY, LONG, Running, slow_passes, until
 
 from tridecode import Engine
 from tridecode.errors import TridecodeError
-from tridecode.server import connection, run
+from tridecode.server import connection, listen
 from tridecode.server.connection import Connection, Connections
 
 
@@ -147,13 +147,13 @@ def test_connections_with_requests_are_not_closed_at_the_limit(engine, monkeypat
 
 def test_limit_of_open_files_follows_the_limit_of_connections(monkeypatch):
     changed = []
-    monkeypatch.setattr(run.resource, "getrlimit", lambda kind: (1024, 4096))
-    monkeypatch.setattr(run.resource, "setrlimit", lambda kind, limits: changed.append(limits))
-    run.allow_files(500)
-    run.allow_files(2000)
-    assert changed == [(2000 + run.OTHER_FILES, 4096)]
+    monkeypatch.setattr(listen.resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(listen.resource, "setrlimit", lambda kind, limits: changed.append(limits))
+    listen.allow_files(500)
+    listen.allow_files(2000)
+    assert changed == [(2000 + listen.OTHER_FILES, 4096)]
     with pytest.raises(TridecodeError, match="--max-connections 3840"):
-        run.allow_files(4000)
+        listen.allow_files(4000)
 
 
 def test_idle_connection_is_kept_for_the_announced_time(running):

@@ -169,7 +169,7 @@ def test_bundle_is_small_and_libraries_are_unchanged():
 
 def test_page_needs_no_key_but_its_requests_do(engine):
     page = Page()
-    with Running(engine, api_key="right") as running:
+    with Running(engine, api_keys=("right",)) as running:
         got = running.get("/")
         assert got.status_code == 200 and got.headers["content-type"] == "text/html; charset=utf-8"
         assert got.headers["x-content-type-options"] == "nosniff" and got.text == page.document
@@ -232,7 +232,7 @@ def test_spaces_newlines_and_system_prompt_are_sent(chat, sent):
     ask(chat, "        y()  ")
     answered(chat)
     system = {"role": "system", "content": "Be brief.\n  Be kind."}
-    assert sent == [{"max_tokens": 3}, [system, {"role": "user", "content": "    if x:\n        y()"}]]
+    assert sent == [{"max_tokens": 3, "adapter": None}, [system, {"role": "user", "content": "    if x:\n        y()"}]]
     assert text_of(chat, ".turn .remark") == "the answer was cut: the maximum length (3) was reached"
     assert chat.run("document.querySelector('.user').textContent") == "    if x:\n        y()"
 
@@ -255,7 +255,7 @@ def test_sampling_options_are_checked_and_sent(chat, sent):
     ask(chat, "")
     answered(chat)
     options = {"temperature": 0, "top_k": 40, "seed": 7, "presence_penalty": -2, "stop": ["END", "###"]}
-    assert sent[0] == options
+    assert sent[0] == options | {"adapter": None}
 
 
 @in_chromium
@@ -570,7 +570,7 @@ def test_server_that_is_down_keeps_the_message(chat, engine):
 
 @in_chromium
 def test_page_requests_key_and_stores_it_for_the_tab(chromium, engine):
-    with Running(engine, api_key="right") as running:
+    with Running(engine, api_keys=("right",)) as running:
         chromium.open(running.url)
         chromium.until("!document.querySelector('#keyed').hidden && document.activeElement.id === 'key'")
         assert "the API key is missing or wrong" in text_of(chromium, "#error")

@@ -95,11 +95,11 @@ LARGE = {  # Kernels that may exceed SHARED, because the kernels that run at the
 # eight 16-bit numbers in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in
 # _delta_chunks_kernel. Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with
 # 62 to 100 registers. In a pass with drafts delta_decode stores up to 14 numbers. With adapters, _matvec_kernel and
-# _matmul_wide_kernel store up to two numbers.
+# _matmul_wide_kernel store up to four numbers.
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
     "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56, "_matmul_tiles_kernel": 8,
-    "_matvec_kernel": 8, "_matmul_wide_kernel": 8,
+    "_matvec_kernel": 16, "_matmul_wide_kernel": 16,
 }  # fmt: skip
 # Spilled bytes of a matmul whose register limit lets two programs share a multiprocessor: up to 24 on Hopper for
 # rows of 8,192 columns or more, and 8 on compute capability 12.0.

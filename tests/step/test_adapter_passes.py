@@ -81,6 +81,8 @@ def test_no_buffer_of_the_pool_moves():
 
 def test_rows_of_a_pass_find_their_adapters_on_the_device():
     engine = adapted_engine()
+    while engine.adapter_load().on_device < 2:  # A request without an adapter would start alone.
+        engine.scheduler.slots.adapters.wait(1)
     requests = [engine.submit(PROMPT, GREEDY, adapter=name) for name in ("b", None, "a")]
     engine.wait(requests[:1])
     rows, groups = engine.model.pool.decode.numbers.tolist(), engine.model.pool.decode.groups.tolist()

@@ -136,8 +136,8 @@ def failure(serve, error: Exception) -> str:
     if (application := serve.status().applications.get(NAME)) is not None:
         messages = [each.message for each in application.deployments.values() if each.message] + messages
     for message in messages:
-        if found := re.findall(r"^(?:\S*\.)?(?:\w*Error): (.+)$", message, re.MULTILINE):
-            return f"a replica cannot start: {brief(found[-1])}"
+        if errors := re.findall(r"^(?:\S*\.)?(?:\w*Error): (.+)$", message, re.MULTILINE):
+            return f"a replica cannot start: {brief(errors[-1])}"
     return f"the fleet cannot start: {brief(messages[0])}"
 
 

@@ -46,7 +46,7 @@ def choose(
         if kernel.supports(case, rows, device):
             ruled = kernel.name in RULES
             config = RULES[kernel.name](case, rows, device, batch_invariant) if ruled else kernel.config()
-            if config and (not adapters or kernel.adapts(config)):
+            if (config or not ruled) and (not adapters or kernel.adapts(config)):
                 return Choice(kernel, config)
     raise ValueError(f"no kernel supports {rows} rows with {case}")
 

@@ -52,9 +52,11 @@ def test_schemes_match_the_reference(epilogue, scheme, rows):
 
 
 @hopper_only
-@covering(2, config=[*CONFIGS], scheme=[*GGUF_SCHEMES, "int8"], rows=[5, 16, 33, 64])
+@covering(
+    2, config=[name for name in CONFIGS if name != "two_pieces"], scheme=[*GGUF_SCHEMES, "int8"], rows=[5, 16, 33, 64]
+)
 def test_scaled_weights_match_the_reference(config, scheme, rows):
-    """Weights of small groups are rounded to bf16."""
+    """Weights of small groups are rounded to bf16. A tile has one factor at most, which is for 256 columns."""
     product("normed_bias", scheme, 208, 2560, rows).check(CONFIGS[config], 5e-3, BF16_ROUNDING + 7e-3)
 
 

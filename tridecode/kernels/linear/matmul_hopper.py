@@ -352,6 +352,7 @@ def _load_scales(C: gl.constexpr, w, tile, c, L: gl.constexpr):
     if C.MINIMUMS:
         minimums = _load_words(C, w, w.minimum_ptr, row, c, BYTES, C.MIN_GROUP)
     if C.OVER > 0:
+        gl.static_assert(C.OVER % C.BLOCK_K == 0, "a tile has several factors")
         at = row * (w.K // C.OVER) + c * C.BLOCK_K // C.OVER
         if C.MINIMUMS:
             overs = (gl.load(w.over_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + at),)
