@@ -53,7 +53,7 @@ class Policy:
 
     Args:
         entries: maximum number of hashes that are remembered. The least recently used are forgotten.
-        spread: a replica with the prefix is chosen if it has the least load, or at most `spread` times the average.
+        spread: a replica with the prefix is chosen if it has the least load, or at max_load `spread` times the average.
         kind: "prefix", "load" without prefixes, or "round_robin", which is for comparison only.
         several: whether other gateways choose for the same replicas; `report` and `receive` exchange their state.
     """
@@ -95,11 +95,11 @@ class Policy:
             named = hashlib.blake2b(ticket.session.encode(errors="replace"), digest_size=8, person=b"session").digest()
             hashes = (*hashes, int.from_bytes(named))
         chosen: str | None = None
-        most = max(min(loads.values()), self._spread * (sum(loads.values()) + 1) / len(loads) - 1)
+        max_load = max(min(loads.values()), self._spread * (sum(loads.values()) + 1) / len(loads) - 1)
         if self._kind == "round_robin":
             self._chosen += 1
             chosen = [*loads][self._chosen % len(loads)]
-        elif self._kind == "load" or (chosen := self._holder(hashes, ticket, loads, replicas, most)) is None:
+        elif self._kind == "load" or (chosen := self._holder(hashes, ticket, loads, replicas, max_load)) is None:
             chosen = self._idlest(hashes, ticket, loads)
         ticket.replica = chosen
         self.running[chosen] = self.running.get(chosen, 0) + 1
@@ -136,9 +136,9 @@ class Policy:
             self._remember(hashes, replica)
 
     def _holder(
-        self, hashes: Sequence[int], ticket: Ticket, loads: Mapping[str, int], slots: Mapping[str, int], most: float
+        self, hashes: Sequence[int], ticket: Ticket, loads: Mapping[str, int], slots: Mapping[str, int], max_load: float
     ) -> str | None:
-        """Return the least loaded replica with the longest prefix, or None if its load is larger than `most`.
+        """Return the least loaded replica with the longest prefix, or None if its load is larger than `max_load`.
 
         The replica of a conversation is kept while it has a free slot.
         """
@@ -153,7 +153,7 @@ class Policy:
                     holders[name] = loads[name]
             if holders:
                 best, continues = self._idlest(hashes, ticket, holders), at >= ticket.chain.shared
-                if holders[best] <= most or continues and holders[best] < slots[best]:
+                if holders[best] <= max_load or continues and holders[best] < slots[best]:
                     return best
                 self.moved += continues
                 return None

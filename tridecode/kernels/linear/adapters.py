@@ -257,8 +257,8 @@ def expand_row(A, P: tl.constexpr, adapter, rank, b, y, n, mask_n, row):
 
     Args:
         adapter, rank: see adapter_of.
-        b, y: the first columns, from load_b and load_y. If y is None, each step loads its own, which needs fewer
-            registers.
+        b: the first columns of B, from load_b.
+        y: the first columns of A x, from load_y. If it is None, each step loads its own, which needs fewer registers.
         n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
     """
     sums = tl.zeros([n.shape[0]], tl.float32)
