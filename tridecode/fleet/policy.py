@@ -53,7 +53,7 @@ class Policy:
 
     Args:
         entries: maximum number of hashes that are remembered. The least recently used are forgotten.
-        spread: a replica with the prefix is chosen if it has the least load, or at max_load `spread` times the average.
+        spread: a replica with the prefix is chosen if it has the least load, or at most `spread` times the average.
         kind: "prefix", "load" without prefixes, or "round_robin", which is for comparison only.
         several: whether other gateways choose for the same replicas; `report` and `receive` exchange their state.
     """
