@@ -195,7 +195,7 @@ def test_bytes_of_a_lost_connection_are_not_parsed(running, monkeypatch):
     monkeypatch.setattr(Connections, "delay", lambda self: 0.02)
     monkeypatch.setattr(Connection, "_parse", lambda self: (parses.append(self), parse(self)))
     with opened(running) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000)
+        client.sendall(CHUNKED + b"1\r\n \r\n" * 10_000)  # Several rounds of a body.
         until(lambda: parses)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # Close by a reset.
     until(lambda: not running.connections())
