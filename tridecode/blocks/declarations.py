@@ -13,10 +13,18 @@ class Part:
     Args:
         module: name in the layer, without ".weight", for example "self_attn.q_proj".
         rows: number of rows.
+        stacked: number of matrices in the module's tensor, which is named as the module and has three dimensions; 0
+            for a tensor of two dimensions.
     """
 
     module: str
     rows: int
+    stacked: int = 0
+
+    @property
+    def tensor(self) -> str:
+        """Name of the tensor in the layer."""
+        return self.module if self.stacked else f"{self.module}.weight"
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,9 @@ class Linear:
             (see kernels/linear/project.py).
         bias: every part has a bias. Only the epilogue normed allows one.
         scale: factor that the loader multiplies into weight and bias.
+        experts: number of experts whose weights follow each other in the rows; 0 if all rows are one weight. The ops
+            of kernels/moe multiply by the weights of experts, not `project`.
+        active: number of experts that a row uses.
     """
 
     name: str
@@ -40,6 +51,8 @@ class Linear:
     epilogue: str
     bias: bool = False
     scale: float = 1.0
+    experts: int = 0
+    active: int = 0
 
     def __post_init__(self) -> None:
         if self.bias and self.epilogue != "normed":

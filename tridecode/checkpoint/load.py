@@ -55,7 +55,7 @@ def load_config(path: Path) -> ModelSpec:
     path = Path(path)
     spec, values = read_config(path)
     has_dtype = values.get("dtype") is not None or values.get("torch_dtype") is not None
-    if spec.tie_word_embeddings or not has_dtype:
+    if spec.tie_word_embeddings or not has_dtype or spec.has_experts:
         try:
             tensors = _with_prefix(_tensors(path), spec) if weights_present(path) else {}
         except CheckpointError:  # `load_weights` reports it.
@@ -158,7 +158,10 @@ def read_infos(path: Path, spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -
     slices = tensor_slices(spec)
     needed = {name: of for key in slices for name, of in stored(key, slices[key]).items()}
     _check(path, tensors, needed, slices, spec)
-    return {name: tensors[name] for name in needed}
+    # The matrices of a stacked tensor follow each other in memory, so it is read as one matrix.
+    flat = {name: of.shape for name, of in slices.items() if of.stacked}
+    infos = {name: tensors[name] for name in needed}
+    return infos | {name: replace(infos[name], shape=shape) for name, shape in flat.items()}
 
 
 def _check_with_safetensors(file: Path) -> None:

@@ -24,6 +24,7 @@ class TensorSlice:
         scheme: the scheme of the weight in the checkpoint, or None.
         scale: factor that the loader multiplies in.
         offset: number that the loader adds before that.
+        stacked: number of matrices in the checkpoint tensor, which then has three dimensions; 0 for two dimensions.
     """
 
     target: str
@@ -32,6 +33,7 @@ class TensorSlice:
     scheme: Scheme | None = None
     scale: float = 1.0
     offset: float = 0.0
+    stacked: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
         for part in each.parts:
             module, shape = prefix + part.module, (part.rows, each.k)
             scheme = spec.checkpoint_quantization.scheme(module) if spec.checkpoint_quantization else None
-            slices[f"{module}.weight"] = TensorSlice(f"{target}.weight", start, shape, scheme, each.scale)
+            slices[prefix + part.tensor] = TensorSlice(
+                f"{target}.weight", start, shape, scheme, each.scale, stacked=part.stacked
+            )
             if each.bias:
                 slices[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=each.scale)
             start += part.rows
@@ -101,7 +105,8 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
 def stored(name: str, tensor_slice: TensorSlice) -> dict[str, Stored]:
     """Return the checkpoint tensors that store a slice, by name. The largest comes first."""
     if tensor_slice.scheme is None:
-        return {name: Stored(tensor_slice.shape, FLOATS)}
+        n, stacked = tensor_slice.shape[0], tensor_slice.stacked
+        return {name: Stored((stacked, n // stacked, *tensor_slice.shape[1:]) if stacked else tensor_slice.shape, FLOATS)}
     module = name.removesuffix("weight")
     return {module + suffix: tensor for suffix, tensor in tensor_slice.scheme.tensors(*tensor_slice.shape).items()}
 

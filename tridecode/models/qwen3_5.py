@@ -11,6 +11,7 @@ from ..blocks.gated_delta import GatedDelta
 from ..blocks.mlp import MLP
 from ..blocks.spec import Layer, ModelSpec
 from .dense import read_dtype, read_rope, read_sizes, refuse_other_layers
+from .experts import read_experts
 from .reader import ConfigReader
 
 SKIPPED = ("model.visual.", "mtp.")
@@ -31,6 +32,8 @@ def parse(read: ConfigReader) -> ModelSpec:
         read = ConfigReader(text, read.source, "text_config.")
     refuse_other_layers(read)
     read.values.setdefault("head_dim", 256)
+    if "num_experts" in read.values:  # There is no MLP.
+        read.values.setdefault("intermediate_size", 1)
     sizes = read_sizes(read)
     rope = read_rope(read, sizes, PARTIAL)
     eps = read.number("rms_norm_eps", 1e-30, 1, default=1e-6)
@@ -40,14 +43,19 @@ def parse(read: ConfigReader) -> ModelSpec:
         rope=rope, qk_norm=True, gate=read.flag("attn_output_gate", default=True),
     )  # fmt: skip
     mixers: dict[str, Block] = {"full_attention": attention, "linear_attention": _delta(read, common)}
-    mlp = MLP(**common, intermediate=sizes["intermediate_size"])
+    experts = "num_experts" in read.values
+    ffn = (
+        read_experts(read, common, shared=True, normalize=True)
+        if experts
+        else MLP(**common, intermediate=sizes["intermediate_size"])
+    )
     bos = read.token_ids("bos_token_id", sizes["vocab_size"])
     return ModelSpec(
-        family="qwen3_5",
+        family="qwen3_5_moe" if experts else "qwen3_5",
         hidden_size=sizes["hidden_size"],
         vocab_size=sizes["vocab_size"],
         max_position=rope.max_position(sizes["max_position"]),
-        layers=tuple(Layer(mixers[kind], mlp) for kind in _kinds(read, sizes["num_layers"])),
+        layers=tuple(Layer(mixers[kind], ffn) for kind in _kinds(read, sizes["num_layers"])),
         eps=eps,
         tie_word_embeddings=whole.flag("tie_word_embeddings") or read.flag("tie_word_embeddings"),
         prefix="model.language_model." if nested else "model.",

@@ -115,7 +115,8 @@ def prefill_flops(spec: ModelSpec, tokens: int, cached: int = 0) -> int:
         for block in layer.blocks:
             for linear in block.linears():
                 whole = not cut or (block is layer.mixer and linear.epilogue != "residual")
-                flops += 2 * linear.n * linear.k * (tokens if whole else 1)
+                rows = linear.n * linear.active // linear.experts if linear.experts else linear.n
+                flops += 2 * rows * linear.k * (tokens if whole else 1)
             if pair := block.pair_flops():
                 window = getattr(block, "window", 0) or end
                 positions = 0 if cut else seen(end - 1, window) - seen(cached, window)

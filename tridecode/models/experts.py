@@ -1,0 +1,47 @@
+"""Mixtures of experts: the keys of config.json that the families share."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..blocks.block import Block
+from ..blocks.moe import MoE
+from ..blocks.spec import Layer, ModelSpec
+from ..errors import CheckpointError
+from .reader import ConfigReader, is_integer
+
+MAX_EXPERTS = 1024
+
+
+def read_experts(read: ConfigReader, common: dict[str, Any], shared: bool, normalize: bool | None = None) -> MoE:
+    """Return the block that the keys of a config.json describe. Raises CheckpointError.
+
+    Args:
+        common: arguments of every block.
+        shared: the family has a shared expert.
+        normalize: whether the weights of the chosen experts are divided by their sum. None: norm_topk_prob decides.
+    """
+    count = read.integer("num_experts" if "num_experts" in read.values else "num_local_experts", 1, MAX_EXPERTS)
+    top_k = read.integer("num_experts_per_tok", 1, MAX_EXPERTS)
+    if top_k > count:
+        raise read.fail("num_experts_per_tok", f"at most the number of experts ({count})")
+    inner = read.integer("moe_intermediate_size", 1, 2**20)
+    if shared and (width := read.integer("shared_expert_intermediate_size", 0, 2**20, default=inner)) != inner:
+        raise CheckpointError(
+            f"{read.source}: {read.prefix}shared_expert_intermediate_size must equal moe_intermediate_size ({inner}), "
+            f"got {width}: a shared expert of another width is not supported"
+        )
+    if normalize is None:
+        normalize = read.flag("norm_topk_prob")
+    return MoE(**common, experts=count, top_k=top_k, intermediate=inner, normalize=normalize, shared=shared)
+
+
+def with_experts(read: ConfigReader, spec: ModelSpec, experts: Block) -> ModelSpec:
+    """Return the specification with experts in the layers that mlp_only_layers and decoder_sparse_step select."""
+    only = read.get("mlp_only_layers", [])
+    if not isinstance(only, list) or not all(is_integer(layer) for layer in only):
+        raise read.fail("mlp_only_layers", "a list of numbers of layers")
+    step = read.integer("decoder_sparse_step", 1, 2**31 - 1, default=1)
+    layers = tuple(
+        layer if i in only or (i + 1) % step else Layer(layer.mixer, experts) for i, layer in enumerate(spec.layers)
+    )
+    return replace(spec, layers=layers)
