@@ -52,14 +52,14 @@ def route_args(sizes, hidden, rows, dtype=torch.float32, chunks=None, decoding=N
 @pytest.mark.parametrize("config", ROUTE_CONFIGS.values(), ids=ROUTE_CONFIGS)
 def test_route_matches_reference(sizes, hidden, dtype, rows, config):
     args = route_args(sizes, hidden, rows, dtype)
-    check_op(ROUTE, args, dict(config=config), {"routes.logits": 2e-6, "routes.ids": 0.0, "routes.weights": 2e-5})
+    check_op(ROUTE, args, dict(config=config), {"routes.logits": 5e-6, "routes.ids": 0.0, "routes.weights": 2e-5})
 
 
 @pytest.mark.parametrize("config", ROUTE_CONFIGS.values(), ids=ROUTE_CONFIGS)
 def test_idle_rows_get_no_routes(config):
     sizes, hidden = SIZES["not normalized, shared"]
     args = route_args(sizes, hidden, 5, idle=(0, 3))
-    check_op(ROUTE, args, dict(config=config), {"routes.logits": 2e-6, "routes.ids": 0.0, "routes.weights": 2e-5})
+    check_op(ROUTE, args, dict(config=config), {"routes.logits": 5e-6, "routes.ids": 0.0, "routes.weights": 2e-5})
 
 
 @pytest.mark.parametrize("decoding", [0, 3])
@@ -68,7 +68,7 @@ def test_rows_of_a_prompt_pass_without_a_token_have_no_experts(decoding):
     chunks = chunk_table(Chunk(4, 5, 2, 0), Chunk(5, 8, 9, 64))
     args = route_args(sizes, hidden, 23, chunks=chunks, decoding=decoding, idle=(1,)[: decoding], normed=False)
     config = dict(config=ROUTE_CONFIGS["tiles"])
-    routes = check_op(ROUTE, args, config, {"routes.logits": 2e-6, "routes.weights": 2e-5}, idle=False).launched["routes"]
+    routes = check_op(ROUTE, args, config, {"routes.logits": 5e-6, "routes.weights": 2e-5}, idle=False).launched["routes"]
     tokens = (set(range(decoding)) - {1}) | {5, 6} | set(range(8, 17))
     assert {row for row, ids in enumerate(routes.ids.tolist()) if ids[0] >= 0} == tokens
 
