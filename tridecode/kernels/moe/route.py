@@ -256,6 +256,4 @@ def route_bytes(meta, chunks, x, router: Router, normed: Normed | None, routes: 
     return x.nbytes + router.experts.nbytes + shared + sum(each.nbytes for each in routes)
 
 
-ROUTE = Op(
-    route, route_ref, route_bytes, (_route_kernel,), outputs=("routes.logits", "routes.ids", "routes.weights")
-)
+ROUTE = Op(route, route_ref, route_bytes, (_route_kernel,), outputs=("routes.logits", "routes.ids", "routes.weights"))

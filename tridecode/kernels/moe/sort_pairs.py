@@ -79,7 +79,7 @@ def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int, *,
     pairs = ids.numel()
     _sort_pairs_kernel[(sizes.stored,)](
         ids if meta is None else meta, ids, *sorted_pairs, pairs, sizes.used, meta is not None, sizes.stored,
-        next_power_of_2(sizes.stored), tile, min(next_power_of_2(pairs), 1024), pdl, **options(4, pdl),
+        next_power_of_2(sizes.stored), tile, min(next_power_of_2(pairs), 4096), pdl, **options(4 if pairs <= 1024 else 16, pdl),
     )  # fmt: skip
 
 
@@ -100,7 +100,9 @@ def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int
         first += count
     sorted_pairs.count.view(-1)[0] = len(tiles)
     if tiles:
-        sorted_pairs.tiles.view(-1, TILE_FIELDS)[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32, device=ids.device)
+        sorted_pairs.tiles.view(-1, TILE_FIELDS)[: len(tiles)] = torch.tensor(
+            tiles, dtype=torch.int32, device=ids.device
+        )
 
 
 def sort_pairs_bytes(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int) -> int:
