@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..kernels.linear.project import AddResidual, Gated, Normed
+from ..kernels.linear.weight import LoadedLinear
 from ..kernels.moe.add_experts import ADD_EXPERTS
 from ..kernels.moe.arguments import TILE_FIELDS, Experts, PairTiles, Router, Routes
 from ..kernels.moe.expert_rows import DOWN_ROWS, GATE_UP_ROWS
 from ..kernels.moe.expert_tiles import DOWN_TILES, GATE_UP_TILES
 from ..kernels.moe.route import ROUTE
-from ..kernels.linear.weight import LoadedLinear
 from ..kernels.moe.sort_pairs import SORT_PAIRS
 from .block import Block, DecodeState, LoadedLayer, PassState, PromptResidual, PromptState, Residual, Run
 from .declarations import Buffer, Linear, Part, Weight
