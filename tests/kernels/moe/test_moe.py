@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from check import check_op
-from moe_util import EPS, POISON, chunk_table, dense, empty_routes, empty_tiles, meta_of, partial_sums, random_routes
+from moe_util import EPS, chunk_table, dense, empty_routes, empty_tiles, meta_of, partial_sums, random_routes
 from util import BF16_ROUNDING, CUDA, DEVICE, norm_weight, poisoned, random
 
 from tridecode.kernels.linear.project import AddResidual, Gated, Normed
@@ -141,7 +141,8 @@ def test_rows_match_reference(sizes, hidden, dtype, rows, config):
     programs = config.programs(hidden)
     check_op(
         DOWN_ROWS, (meta, act, linear, routes, out, epilogue, sizes), dict(config=config),
-        {"out": 2e-6, "epilogue.normed": TOLERANCE[dtype], "epilogue.sumsq": 2e-5}, accumulates=("out", "epilogue.sumsq"),
+        {"out": 2e-6, "epilogue.normed": TOLERANCE[dtype], "epilogue.sumsq": 2e-5},
+        accumulates=("out", "epilogue.sumsq"),
         views={"epilogue.sumsq": lambda sums: sums[:, :programs].nan_to_num(0.0).sum(1)},
     )  # fmt: skip
 
