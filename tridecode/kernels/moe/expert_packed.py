@@ -7,7 +7,6 @@ linear/matmul.py. For many rows, the programs multiply larger tiles, whose weigh
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
@@ -307,7 +306,7 @@ def _down_packed_kernel(
 ):  # fmt: skip
     """Add the weighted products of the experts of a row to the residual stream, and prepare the next norm.
 
-    The warps of a program share the tiles of the rows of all experts: the row of one expert follows that of another.
+    The warps of a program share the tiles of the rows of all experts.
 
     Grid: (cdiv(N, BLOCK_N), rows). A program computes BLOCK_N columns. It reads the ids before its wait: the kernel
     before it started it after they were written.
@@ -327,8 +326,7 @@ def _down_packed_kernel(
         N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, ROUNDS and FORM != "e4m3",
         False, BLOCK_N, WARPS, X_AHEAD, 1, 1,
     )  # fmt: skip
-    TILES: tl.constexpr = T.LENGTH // T.LINE  # Tiles of a row of one expert.
-    CHUNKS: tl.constexpr = (USED * TILES + WARPS - 1) // WARPS
+    CHUNKS: tl.constexpr = (USED * (T.LENGTH // T.LINE) + WARPS - 1) // WARPS
     pid, row = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -337,48 +335,18 @@ def _down_packed_kernel(
         offs_n, offs_m = pid * BLOCK_N + tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_M)[None, :]
         norm = tl.load(norm_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
         ids = ids_ptr + row * USED
+        experts = Weight(weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr)
         w, s, z, r = (), (), (), ()
         for c in tl.static_range(CHUNKS):
-            WHOLE: tl.constexpr = K % T.STEP == 0 and (c + 1) * WARPS <= USED * TILES
-            line_n, warp = places(WARPS, BLOCK_N)
-            tile, mask, rows = _rows_of_tiles(T, ids, c * WARPS + warp, pid * BLOCK_N + line_n, USED, TILES)
-            sums_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)[None, :, None]
-            sum_place = c * WARPS + tl.arange(0, WARPS)[:, None, None]
-            sum_tile, mask_sums, sum_rows = _rows_of_tiles(T, ids, sum_place, sums_n, USED, TILES)
-            scale_rows = rows if T.ROUNDS else sum_rows
-            here = Block(
-                weight_ptr + rows * T.LENGTH + tile * T.LINE + tl.arange(0, T.LINE // T.PIECES)[None, :],
-                scale_ptr + scale_rows // SCALE_ROWS * T.GROUPS,
-                zero_ptr + rows * T.GROUPS,
-                minimum_ptr + scale_rows * T.LOWS,
-                over_ptr + scale_rows * (T.OVERS * (1 + MINIMUMS)),
-                mask,
-                mask_sums,
-            )
-            for i in tl.static_range(T.PIECES):
-                piece = here.weights + i * (T.LINE // T.PIECES)
-                if WHOLE and not T.MASKED:
-                    w += (tl.load(piece, eviction_policy="evict_first"),)
-                else:
-                    w += (tl.load(piece, mask=mask, other=0, eviction_policy="evict_first"),)
-            if T.ROUNDS:
-                s += load_scales(T, here, tile * T.STEP, mask, WHOLE)
-            else:
-                s += load_scales(T, here, sum_tile * T.STEP, mask_sums, WHOLE)
-            for i in tl.static_range(T.ZERO_PARTS):
-                z += (load_group(T, here.zeros, tile * T.STEP + i * STEP_COLUMNS, mask, WHOLE, GROUP),)
-            exists = sum_place < USED * TILES
-            factors = tl.load(routes_ptr + row * USED + sum_place // TILES, mask=exists, other=0.0)
-            if T.ROW_SCALES:
-                factors = factors * tl.load(scale_ptr + sum_rows // SCALE_ROWS, mask=mask_sums, other=0.0).to(tl.float32)
-            r += (factors,)
+            loaded = _load_tiles(T, experts, ids, routes_ptr + row * USED, c, pid * BLOCK_N, USED)
+            w, s, z, r = w + loaded[0], s + loaded[1], z + loaded[2], r + loaded[3]
         if PDL:
             gdc_wait()
         _, warp_m = places(WARPS, BLOCK_M)
         xs = x_ptr + row * stride_xm
         x = ()
         for i in tl.static_range(X_AHEAD):
-            x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, i, USED, TILES, ORDERED),)
+            x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, i, USED, ORDERED),)
         mask = (offs_n < N) & (offs_m < 1)
         out_ptrs = out_ptr + row * stride_om + offs_n + offs_m * 0
         y = tl.load(out_ptrs, mask=mask, other=0.0)
@@ -386,8 +354,7 @@ def _down_packed_kernel(
         for c in tl.static_range(CHUNKS):
             for part in tl.static_range(T.PARTS):
                 if c * T.PARTS + part + X_AHEAD < CHUNKS * T.PARTS:
-                    i: tl.constexpr = c * T.PARTS + part + X_AHEAD
-                    x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, i, USED, TILES, ORDERED),)
+                    x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, c * T.PARTS + part + X_AHEAD, USED, ORDERED),)
             acc = _add_tile(
                 T, acc, w[c * T.PIECES : (c + 1) * T.PIECES], s[c * T.LOADED : (c + 1) * T.LOADED],
                 z[c * T.ZERO_PARTS : (c + 1) * T.ZERO_PARTS], x[c * T.PARTS : (c + 1) * T.PARTS], r[c], FORM, BLOCK_M,
@@ -402,37 +369,97 @@ def _down_packed_kernel(
         gdc_wait()
 
 
+@triton.constexpr_function
+def _whole(k, step, tiles, warps, used, c):
+    """Return whether tile c of every warp exists and has no column beyond k; see `_place`."""
+    chunks = -(-used * tiles // warps)
+    exist = warps * (chunks // tiles) <= used if chunks % tiles == 0 else (c + 1) * warps <= used * tiles
+    return exist and k % step == 0
+
+
 @triton.jit
-def _rows_of_tiles(T: tl.constexpr, ids, place, offs_n, USED: tl.constexpr, TILES: tl.constexpr):
-    """Return the tile within the row of an expert, whether it exists, and the number of the row among all experts.
+def _place(T: tl.constexpr, c: tl.constexpr, warp, USED: tl.constexpr):
+    """Return the expert of the row of which a warp takes tile c, and the number of the tile in the expert's row.
+
+    If the numbers allow, a warp takes whole rows. Otherwise all warps share the tiles of each row.
+    """
+    TILES: tl.constexpr = T.LENGTH // T.LINE
+    CHUNKS: tl.constexpr = (USED * TILES + T.WARPS - 1) // T.WARPS
+    if CHUNKS % TILES == 0:
+        return warp * (CHUNKS // TILES) + c // TILES, c % TILES
+    else:
+        return (c * T.WARPS + warp) // TILES, (c * T.WARPS + warp) % TILES
+
+
+@triton.jit
+def _rows_of_experts(T: tl.constexpr, ids, place, offs_n, USED: tl.constexpr):
+    """Return the numbers of rows offs_n of an expert among the rows of all experts, and whether they exist.
 
     Args:
         ids: pointer to the ids of the USED experts.
-        place: the number of the tile, counted through the TILES tiles of each of the experts.
-        offs_n: rows of an expert.
+        place: number of the id.
     """
-    exists = place < USED * TILES
-    expert = tl.load(ids + place // TILES, mask=exists, other=0).to(tl.int64)
-    return place % TILES, exists & (offs_n < T.N), expert * T.N + offs_n
+    expert = tl.load(ids + place, mask=place < USED, other=0).to(tl.int64)
+    return expert * T.N + offs_n, (place < USED) & (offs_n < T.N)
+
+
+@triton.jit
+def _load_tiles(T: tl.constexpr, experts, ids, routes, c: tl.constexpr, first_n, USED: tl.constexpr):
+    """Load the warps' tiles c of rows of all experts of a row of the pass; see `load_tile`.
+
+    The result also has the factors of the products: the weights of the experts, times the scales of rows that have one.
+    """
+    WHOLE: tl.constexpr = _whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, c)
+    PIECE: tl.constexpr = T.LINE // T.PIECES
+    line_n, warp = places(T.WARPS, T.BLOCK_N)
+    place, tile = _place(T, c, warp, USED)
+    rows, mask = _rows_of_experts(T, ids, place, first_n + line_n, USED)
+    sum_place, sum_tile = _place(T, c, tl.arange(0, T.WARPS)[:, None, None], USED)
+    sum_rows, mask_sums = _rows_of_experts(T, ids, sum_place, first_n + tl.arange(0, T.BLOCK_N)[None, :, None], USED)
+    scale_tile, mask_scales, scale_rows = sum_tile, mask_sums, sum_rows
+    if T.ROUNDS:
+        scale_tile, mask_scales, scale_rows = tile, mask, rows
+    here = Block(
+        experts.weight_ptr + rows * T.LENGTH + tile * T.LINE + tl.arange(0, PIECE)[None, :],
+        experts.scale_ptr + scale_rows // T.SCALE_ROWS * T.GROUPS,
+        experts.zero_ptr + rows * T.GROUPS,
+        experts.minimum_ptr + scale_rows * T.LOWS,
+        experts.over_ptr + scale_rows * (T.OVERS * (1 + T.MINIMUMS)),
+        mask,
+        mask_sums,
+    )
+    words, zeros = (), ()
+    for i in tl.static_range(T.PIECES):
+        if WHOLE and not T.MASKED:
+            words += (tl.load(here.weights + i * PIECE, eviction_policy="evict_first"),)
+        else:
+            words += (tl.load(here.weights + i * PIECE, mask=mask, other=0, eviction_policy="evict_first"),)
+    scales = load_scales(T, here, scale_tile * T.STEP, mask_scales, WHOLE)
+    for i in tl.static_range(T.ZERO_PARTS):
+        zeros += (load_group(T, here.zeros, tile * T.STEP + i * STEP_COLUMNS, mask, WHOLE, T.GROUP),)
+    factors = tl.load(routes + sum_place, mask=sum_place < USED, other=0.0)
+    if T.ROW_SCALES:
+        row_scales = tl.load(experts.scale_ptr + sum_rows // T.SCALE_ROWS, mask=mask_sums, other=0.0)
+        factors = factors * row_scales.to(tl.float32)
+    return words, scales, zeros, (factors,)
 
 
 @triton.jit
 def _load_x_of_tiles(
-    T: tl.constexpr, xs, order_ptr, warp, i: tl.constexpr, USED: tl.constexpr, TILES: tl.constexpr,
-    ORDERED: tl.constexpr,
+    T: tl.constexpr, xs, order_ptr, warp, i: tl.constexpr, USED: tl.constexpr, ORDERED: tl.constexpr
 ):  # fmt: skip
-    """Load the activations for part i % PARTS of the warps' tiles i // PARTS, of a row that all experts of it share.
+    """Load the activations for part i % PARTS of the warps' tiles i // PARTS; see `_load_tiles`.
 
     Args:
         xs: pointer to the activations, [USED * K].
     """
-    place = i // T.PARTS * T.WARPS + warp
-    column = place % TILES * T.STEP + i % T.PARTS * STEP_COLUMNS + tl.arange(0, STEP_COLUMNS)[None, :]
-    WHOLE: tl.constexpr = T.K % T.STEP == 0 and (i // T.PARTS + 1) * T.WARPS <= USED * TILES
-    mask = (place < USED * TILES) & (column < T.K)
+    WHOLE: tl.constexpr = _whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, i // T.PARTS)
+    place, tile = _place(T, i // T.PARTS, warp, USED)
+    column = tl.arange(0, STEP_COLUMNS)[None, :] + (tile * T.STEP + i % T.PARTS * STEP_COLUMNS)
+    mask = (place < USED) & (column < T.K)
     if ORDERED:
         column = tl.load(order_ptr + column, mask=mask, other=0)
-    x_ptrs = xs + place // TILES * T.K + column
+    x_ptrs = xs + place * T.K + column
     if WHOLE:
         return tl.load(x_ptrs)
     else:
