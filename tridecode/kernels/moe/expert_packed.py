@@ -622,9 +622,10 @@ def _prompt_packed_kernel(
         weight = _of_expert(T, experts, expert, ROWS)
         here = block_of_rows(T, weight, block)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        scales, zeros = _load_groups(T, here, tl.zeros([1, 1], tl.int32), WHOLE)
+        begin = tl.zeros([1, 1], tl.int32)
+        scales, zeros = _load_groups(T, here, begin, WHOLE)
         for k in tl.range(0, K, T.STEP, num_stages=STAGES):
-            following = _load_groups(T, here, tl.minimum(k + T.STEP, (T.CHUNKS - 1) * T.STEP), WHOLE)
+            following = _load_groups(T, here, tl.minimum(begin + (k + T.STEP), (T.CHUNKS - 1) * T.STEP), WHOLE)
             words = ()
             for i in tl.static_range(T.PIECES):
                 words_ptrs = here.weights + (k // T.STEP * T.LINE + i * (T.LINE // T.PIECES))
