@@ -494,6 +494,43 @@ def test_page_works_when_the_storage_fails(chat):
     assert text_of(chat, "#error") == "this conversation is not saved: the disk is full"
 
 
+@in_chromium
+def test_turns_that_were_not_saved_are_saved_later(chat):
+    put = "IDBObjectStore.prototype.put"
+    set_up(chat, temperature="0")
+    ask(chat, "Hi")
+    answered(chat)
+    chat.run(f"window.put = {put}; {put} = () => {{ throw new DOMException('the disk is full') }}; 0")
+    ask(chat, QUESTION)
+    answered(chat, 2)
+    assert text_of(chat, "#error") == "this conversation is not saved: the disk is full"
+    chat.run(f"{put} = window.put; 0")
+    ask(chat, "and plus 10?")
+    answered(chat, 3)
+    assert chat.run("document.querySelector('#failed').hidden")
+    chat.reload()
+    answered(chat, 3)
+    assert texts_of(chat, ".user") == ["Hi", QUESTION, "and plus 10?"] and texts_of(chat, ".assistant")[1] == ANSWER
+
+
+@in_chromium
+def test_idle_tab_shows_turns_of_another_tab_and_keeps_its_draft(chat, served):
+    ask(chat, "Hi")
+    answered(chat)
+    tab = opened(chat.tab(), chat.run("location.href"))
+    tab.window(1000, 700)
+    answered(tab)
+    tab.run("document.querySelector('#input').focus()")
+    tab.type("my draft")
+    ask(chat, QUESTION)
+    answered(chat, 2)
+    tab.until("document.querySelectorAll('.turn').length === 2")
+    tab.reload()
+    answered(tab, 2)
+    assert tab.run("document.querySelector('#input').value") == "my draft"
+    tab.close()
+
+
 # ---- errors
 
 

@@ -13,6 +13,8 @@ import {drawAll, drawTurn} from "./view.js";
 const FRAME = 40;  // ms between frames of a running answer
 let current = null;  // the shown conversation
 let cards = [];  // the models
+const unsaved = new Map();  // id of a conversation -> its turns that are not saved yet, by their id
+const failing = new Set();  // ids of the conversations that could not be saved
 const runs = new Map();  // id of a turn that runs in this tab -> {conversation, controller}
 
 const card = () => cards.find(each => each.id === current.model) ?? cards[0];
@@ -101,11 +103,21 @@ const drawList = coalesced(async () => {
   } catch (error) { failStorage(error); }
 });
 
-/** Save a conversation and the turns that changed. An error is shown, and the conversation stays on the screen. */
+/** Save a conversation, the turns that changed and those that an earlier call could not save. An error is shown. */
 async function keep(conversation, changed) {
+  const {id} = conversation, waiting = unsaved.get(id) ?? new Map();
+  unsaved.set(id, waiting);
+  for (const turn of changed) waiting.set(turn.id, turn);
+  const all = [...waiting.values()];
   try {
-    await save(conversation, changed);
-  } catch (error) { fail(`this conversation is not saved: ${error.message}`); }
+    await save(conversation, all);
+    for (const turn of all) if (waiting.get(turn.id) === turn) waiting.delete(turn.id);
+    if (failing.delete(id) && !failing.size) $("failed").hidden = true;
+  } catch (error) {
+    for (const turn of all) if (!waiting.has(turn.id)) waiting.set(turn.id, turn);
+    failing.add(id);
+    fail(`this conversation is not saved: ${error.message}`);
+  }
 }
 
 async function saved(conversation, changed = []) {
@@ -135,10 +147,14 @@ async function merge(id) {
   if (id !== current.id) return;
   const other = await load(id).catch(() => null);
   if (!other || id !== current.id) return;
-  const turns = other.turns.map(turn => isRunning(turn) ? current.turns.find(own => own.id === turn.id) : turn);
-  const ids = new Set(turns.map(turn => turn.id)), unsaved = current.turns.filter(turn => !ids.has(turn.id));
-  const {title, isNamed} = other, leaf = current.leaf ?? other.leaf;
-  Object.assign(current, {turns: [...turns, ...unsaved], title, isNamed, leaf});
+  const turns = other.turns.map(turn => isRunning(turn) ? current.turns.find(each => each.id === turn.id) : turn);
+  const ids = new Set(turns.map(turn => turn.id)), own = current.turns.filter(turn => !ids.has(turn.id));
+  const {title, isNamed} = other;
+  let leaf = current.leaf ?? other.leaf;
+  const following = id => turns.findLast(turn => turn.parent === id && turn.state !== "running");
+  for (let next = following(leaf); next; next = following(next.id)) leaf = next.id;
+  Object.assign(current, {turns: [...turns, ...own], title, isNamed, leaf});
+  composer.keep();
   redraw();
 }
 

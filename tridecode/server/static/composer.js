@@ -36,6 +36,11 @@ function changed() {
   return save();
 }
 
+/** Save the draft again, because another tab has deleted or replaced it. */
+export function keep() {
+  if (draft.text || draft.files.length) save();
+}
+
 /** Show the saved draft of a conversation. */
 export function open(id, saved) {
   const opened = draft = {text: "", files: [], edits: null, held: null, ...saved, id};
