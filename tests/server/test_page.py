@@ -625,6 +625,53 @@ def test_page_requests_key_and_stores_it_for_the_tab(chromium, engine):
     chromium.errors.clear()
 
 
+@in_chromium
+@pytest.mark.parametrize("key", ["\u201cright\u201d", "right\u200b", " right "])
+def test_key_with_other_characters_is_explained(chromium, engine, key):
+    with Running(engine, api_keys=("right",)) as running:
+        chromium.clear(running.url)
+        chromium.open(running.url)
+        chromium.until("!document.querySelector('#keyed').hidden && document.activeElement.id === 'key'")
+        chromium.type(key)
+        chromium.press("Enter")
+        if key.strip() == "right":
+            chromium.until("document.activeElement.id === 'input' && document.querySelector('#model').textContent")
+        else:
+            chromium.until("document.querySelector('#error').innerText.includes('not printable ASCII')")
+            assert chromium.run("document.activeElement.id") == "key"
+    chromium.errors.clear()
+
+
+@in_chromium
+def test_page_behind_a_proxy_that_changes_host_shows_the_reason(chromium, served):
+    """Requests that send Origin are refused there, but the files of the page are not."""
+    with Wire(served.port, host="10.0.0.7") as wire:
+        opened(chromium, wire.url)
+        ask(chromium, QUESTION)
+        answered(chromium)
+        assert "may not use this server; start it with --cors" in text_of(chromium, ".turn .remark")
+    chromium.errors.clear()
+
+
+@in_chromium
+def test_request_during_an_answer_is_refused_with_a_reason(chat, slowly):
+    set_up(chat, max_tokens="30")
+    ask(chat, "Hi")
+    answered(chat)
+    ask(chat, STORY)
+    partial_answer(chat, 5)
+    enter(chat, "next")
+    reason = "an answer of this conversation is running: wait for its end, or stop it"
+    chat.until(f"document.querySelector('#error').innerText === {json.dumps(reason)}")
+    chat.run("document.querySelector('#error').textContent = ''")
+    click(chat, "Regenerate", ".turn:first-child")
+    chat.until(f"document.querySelector('#error').innerText === {json.dumps(reason)}")
+    assert len(texts_of(chat, ".turn")) == 2 and chat.run("document.querySelector('#input').value") == "next"
+    click(chat, "Stop")
+    answered(chat, 2)
+    assert chat.run("document.querySelector('#failed').hidden")
+
+
 # ---- thinking, the context, models
 
 

@@ -11,6 +11,7 @@ import {announce, coalesced, list, listen, load, loadDraft, remove, save} from "
 import {drawAll, drawTurn} from "./view.js";
 
 const FRAME = 40;  // ms between frames of a running answer
+const BUSY = "an answer of this conversation is running: wait for its end, or stop it";
 let current = null;  // the shown conversation
 let cards = [];  // the models
 const unsaved = new Map();  // id of a conversation -> its turns that are not saved yet, by their id
@@ -189,6 +190,7 @@ async function run(conversation, turn) {
   if (conversation === current) {
     drawTurn(conversation, turn, isRunning, actions);
     drawState();
+    if ($("error").textContent === BUSY) $("failed").hidden = true;
     if (document.activeElement === document.body) focusInput();  // The focused button is no longer there.
   }
   if (turn.state === "failed") refresh();
@@ -213,7 +215,11 @@ async function send() {
 
 /** Return whether an answer of the shown conversation can begin. */
 async function canRun(conversation) {
-  if (runsOf(conversation.id).length || !panel.isValid(conversation.settings)) return false;
+  if (runsOf(conversation.id).length) {
+    fail(BUSY);
+    return false;
+  }
+  if (!panel.isValid(conversation.settings)) return false;
   if (!cards.length && !await connect()) return false;
   return conversation === current && !runsOf(conversation.id).length;
 }
@@ -267,7 +273,12 @@ document.addEventListener("unauthorized", () => {
 });
 $("key").value = key.get();
 $("key").oninput = () => key.set($("key").value);
-$("key").onkeydown = event => { if (event.key === "Enter") { event.preventDefault(); connect(); } };
+$("key").onkeydown = async event => {
+  if (event.key !== "Enter") return;
+  event.preventDefault();
+  await connect();
+  if ($("failed").hidden) $("input").focus();
+};
 $("retry").onclick = connect;
 $("stop").onclick = stop;
 $("new").onclick = () => { location.hash = newId(); };
