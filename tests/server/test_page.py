@@ -862,6 +862,20 @@ def test_answer_continues_while_another_conversation_is_shown(chat, slowly):
 
 
 @in_chromium
+def test_titles_split_no_character(chat):
+    text = "x" * 59 + "\U0001f600 and more"
+    enter(chat, "")
+    chat.type(text)
+    chat.reload()
+    chat.until("document.querySelector('#list a')")
+    assert texts_of(chat, "#list a") == [f"Draft: {'x' * 59}"]
+    set_up(chat, max_tokens="2")
+    ask(chat, "")
+    answered(chat)
+    assert texts_of(chat, "#list a") == [f"{'x' * 59}\u2026"]
+
+
+@in_chromium
 def test_answer_and_code_are_copied(chat, served):
     chat.allow_clipboard(served.url)
     body = stream({"delta": {"content": "See:\n\n```python\na = 1\n```"}}) + "data: [DONE]\n\n"

@@ -1,7 +1,7 @@
 // The list of conversations.
 
 import {asMarkdown, asSession} from "./conversation.js";
-import {$, ask, button, download, make, visible} from "./dom.js";
+import {$, ask, beginning, button, download, make, visible} from "./dom.js";
 
 /** Set up the buttons that show and hide the list on a narrow window. */
 export function setUp() {
@@ -63,6 +63,6 @@ function item({id, title, updated}, isCurrent, actions) {
 
 async function exported(id, suffix, convert, actions) {
   const conversation = await actions.load(id);
-  const name = conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60);
+  const name = beginning(conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, ""), 60);
   download((name || "conversation") + suffix, convert(conversation));
 }
