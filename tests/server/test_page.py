@@ -901,6 +901,40 @@ def test_copy_works_without_the_clipboard_of_the_browser(chat):
     chat.until("!document.querySelector('body > textarea')")
 
 
+@in_chromium
+def test_menu_is_shown_whole_and_closes_with_a_click_elsewhere(chat):
+    chat.script("""
+        const {addTurn, newConversation, newId} = await page("conversation"), {save} = await page("store");
+        for (let i = 0; i < 30; i++) {
+          const made = newConversation(newId(), {}, "bundled");
+          addTurn(made, null, {question: `chat ${i}`, answer: "a", state: "done"});
+          made.updated = i + 1;
+          await save(made, made.turns);
+        }
+    """)
+    chat.reload()
+    chat.until("document.querySelectorAll('#list li').length === 30")
+    chat.run("document.querySelector('#list li:last-child summary').click()")
+    chat.until("document.querySelector('#list details[open] .menu').getBoundingClientRect().bottom < innerHeight + 1")
+    chat.run("document.querySelector('main').click()")
+    assert not chat.run("document.querySelector('#list details[open]')")
+
+
+@in_chromium
+def test_focus_stays_in_the_list_after_a_conversation_is_deleted(chat):
+    for text in ("Hi", QUESTION):
+        ask(chat, text)
+        answered(chat)
+        click(chat, "New chat")
+        chat.until("!document.querySelector('.turn')")
+    chat.run("document.querySelector('#list li:last-child summary').focus()")
+    chat.press("Enter")
+    click(chat, "Delete", "#list")
+    click(chat, "Delete", "dialog")
+    chat.until("document.querySelectorAll('#list a').length === 1")
+    assert chat.run("document.activeElement.id") == "new"
+
+
 # ---- attached files
 
 

@@ -12,7 +12,16 @@ export function setUp() {
   };
   $("chats").onclick = () => set(!document.body.classList.contains("listed"));
   $("hide").onclick = () => set(false);
-  $("side").onkeydown = event => { if (event.key === "Escape") set(false); };
+  $("side").onkeydown = event => {
+    if (event.key !== "Escape" || !document.body.classList.contains("listed")) return;
+    event.stopPropagation();  // Escape also stops an answer.
+    set(false);
+  };
+  $("list").addEventListener("click", event => { if (event.target.closest("[aria-current]")) set(false); });
+  document.addEventListener("click", event => {
+    const menu = document.querySelector("#list details[open]");
+    if (menu && !menu.contains(event.target)) menu.open = false;
+  });
 }
 
 export function close() {
@@ -24,7 +33,7 @@ export function close() {
 export function draw(cards, current, actions) {
   const focused = document.activeElement.closest?.("#list li")?.dataset.id;
   $("list").replaceChildren(...cards.map(card => item(card, card.id === current, actions)));
-  if (focused) document.querySelector(`#list li[data-id="${CSS.escape(focused)}"] a`)?.focus();
+  if (focused) (document.querySelector(`#list li[data-id="${CSS.escape(focused)}"] a`) ?? $("new")).focus();
 }
 
 function item({id, title, updated}, isCurrent, actions) {
@@ -50,6 +59,7 @@ function item({id, title, updated}, isCurrent, actions) {
     action("Delete", async () => {
       if (await ask(`Delete “${name}”? It cannot be restored.`, "Delete")) await actions.remove(id);
     })));
+  menu.ontoggle = () => { if (menu.open) menu.lastChild.scrollIntoView({block: "nearest"}); };
   menu.onkeydown = event => {
     if (event.key !== "Escape" || !menu.open) return;
     event.stopPropagation();
