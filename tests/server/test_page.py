@@ -961,6 +961,32 @@ def test_text_files_are_attached_under_their_names(chat, sent, tmp_path):
 
 
 @in_chromium
+def test_many_files_leave_room_for_the_message(chat, tmp_path):
+    names = [f"{i}.txt" for i in range(30)] + ["n" * 200 + ".txt"]
+    for name in names:
+        (tmp_path / name).write_text("text")
+    chat.window(320, 500, phone=True)
+    chat.choose_files("#chosen", *sorted(tmp_path.iterdir()))
+    chat.until("document.querySelectorAll('#files li').length === 31")
+    form, header = (f"document.querySelector('{name}').getBoundingClientRect()" for name in ("#form", "header"))
+    assert chat.run(f"{form}.top >= {header}.bottom && {form}.bottom <= innerHeight")
+    assert chat.run("document.documentElement.scrollWidth") <= 320
+    chat.run("document.querySelector('#files li:first-child button').focus()")
+    assert chat.run(f"document.activeElement.getBoundingClientRect().top >= {form}.top")
+
+
+@in_chromium
+def test_long_message_scrolls_in_its_own_box(chat):
+    answers(chat, 200, stream({"delta": {"content": "ok"}}) + "data: [DONE]\n\n")
+    chat.run("document.querySelector('#input').value = 'line\\n'.repeat(100)")
+    ask(chat, "end")
+    answered(chat)
+    box = "document.querySelector('.user .long')"
+    assert chat.run(f"{box}.clientHeight < {box}.scrollHeight && {box}.tabIndex === 0")
+    assert chat.run("document.documentElement.scrollHeight") < 1500
+
+
+@in_chromium
 def test_dropped_file_is_attached(chat):
     chat.script("""
         const data = new DataTransfer();
