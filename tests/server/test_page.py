@@ -786,6 +786,54 @@ def test_regenerate_and_edit_add_versions(chat):
     assert text_of(chat, ".actions .note") == "3 / 3" and texts_of(chat, ".user") == ["Tell me a joke. Please."]
 
 
+def fill_versions(chat):
+    """Show a conversation with two versions of the fifth turn, each with later turns. The first one is longer."""
+    chat.script("""
+        const {addTurn, newConversation, newId} = await page("conversation"), {save} = await page("store");
+        const made = newConversation(newId(), {}, "bundled"), text = "paragraph\\n\\n";
+        const add = (question, times) =>
+          addTurn(made, made.leaf, {question, answer: text.repeat(times), state: "done"});
+        for (let i = 0; i < 4; i++) add(`question ${i}`, 5);
+        const parent = made.leaf;
+        for (const [version, times] of [["first", 12], ["second", 5]]) {
+          made.leaf = parent;
+          for (let i = 4; i < 12; i++) add(i === 4 ? "question 4" : `${version} ${i}`, times);
+        }
+        made.updated = 1;
+        await save(made, made.turns);
+        location.hash = made.id;
+    """)
+    chat.until("document.querySelectorAll('.turn').length === 12")
+
+
+@in_chromium
+def test_arrows_of_versions_keep_place_and_focus(chat):
+    fill_versions(chat)
+    chat.run("document.querySelector('[aria-label=\"Previous version\"]').focus()")
+    place = "document.querySelector('[aria-label=\"Previous version\"]').getBoundingClientRect().top"
+    top = chat.run(place)
+    for version, focused in (("first", "Next version"), ("second", "Previous version")):
+        chat.press("Enter")
+        chat.until(f"document.querySelectorAll('.user')[5].innerText === '{version} 5'")
+        assert chat.run("document.activeElement.ariaLabel") == focused and abs(chat.run(place) - top) < 2
+
+
+@in_chromium
+def test_layout_of_a_long_conversation_is_read_rarely(chat):
+    """The browser computes the layout of the whole document for each reading between changes."""
+    fill_versions(chat)
+    readings = chat.script("""
+        const root = document.documentElement, {drawAll} = await page("view"), {load} = await page("store");
+        const conversation = await load(location.hash.slice(1));
+        let readings = 0;
+        Object.defineProperty(root, "scrollHeight", {configurable: true, get: () => ++readings});
+        drawAll(conversation, () => false, {});
+        delete root.scrollHeight;
+        return readings;
+    """)
+    assert 0 < readings <= 2
+
+
 @in_chromium
 def test_draft_returns_after_an_edit_is_cancelled_or_sent(chat):
     ask(chat, "Hi")
@@ -1109,6 +1157,66 @@ def test_phone_width(chat, scheme):
     click(chat, "Settings")
     assert chat.run("document.querySelector('#settings').scrollWidth") <= 320
     assert chat.run("document.documentElement.scrollWidth") <= 320
+
+
+@in_chromium
+def test_list_of_a_phone_closes_without_stopping_the_answer(chat, slowly):
+    chat.window(360, 640, phone=True)
+    ask(chat, STORY)
+    partial_answer(chat, 5)
+    click(chat, "Chats")
+    chat.press("Escape")
+    assert not chat.run("document.querySelector('#side').checkVisibility() || document.querySelector('#stop').hidden")
+    click(chat, "Chats")
+    click(chat, STORY, "#list")
+    assert not chat.run("document.querySelector('#side').checkVisibility()")
+    click(chat, "Stop")
+    answered(chat)
+    chat.window(1000, 700)
+
+
+@in_chromium
+def test_title_has_room_on_a_phone_with_several_models(chat):
+    chat.window(360, 640, phone=True)
+    cards = [{"id": name, "max_model_len": 2048} for name in ("bundled", "a-model-with-a-long-name")]
+    answers(chat, 200, json.dumps({"data": cards}), path="v1/models")
+    chat.run("document.querySelector('#retry').click()")
+    chat.until("!document.querySelector('#models').hidden")
+    assert chat.run("document.querySelector('#title').clientWidth") > 100
+    assert chat.run("document.documentElement.scrollWidth") <= 360
+    chat.window(1000, 700)
+
+
+@in_chromium
+def test_right_to_left_text_has_its_direction(chat):
+    hebrew = "\u05e9\u05dc\u05d5\u05dd!"
+    markdown = f"## {hebrew}\n\n{hebrew} `f(x);`\n\n- {hebrew}\n\n```\nf(x);\n```\n\nEnglish!"
+    answers(chat, 200, stream({"delta": {"content": markdown}}) + "data: [DONE]\n\n")
+    ask(chat, hebrew)
+    answered(chat)
+    chat.type(hebrew)
+    for selector in (".user", ".assistant", ".assistant ul", "#title", "#list a", "#input"):
+        direction = chat.run(f"getComputedStyle(document.querySelector({json.dumps(selector)})).direction")
+        assert direction == "rtl", selector
+    for selector in (".assistant .block", ".assistant pre", ".assistant p code"):
+        direction = chat.run(f"getComputedStyle(document.querySelector({json.dumps(selector)})).direction")
+        assert direction == "ltr", selector
+    places = chat.run("""[...document.querySelectorAll(".assistant > p")].map(node => {
+        const range = document.createRange(), box = node.getBoundingClientRect();
+        range.selectNodeContents(node);
+        const text = range.getBoundingClientRect();
+        return text.left - box.left > box.right - text.right ? "right" : "left";
+    })""")
+    assert places == ["right", "left"]
+
+
+@in_chromium
+def test_keyboards_of_phones_have_a_minus_sign_where_it_is_needed(chat):
+    modes = chat.run("Object.fromEntries([...document.querySelectorAll('#sampling input')]"
+                     ".map(each => [each.id, each.inputMode]))")  # fmt: skip
+    assert {name for name, mode in modes.items() if mode == "text"} == {
+        "presence_penalty", "frequency_penalty", "seed"}  # fmt: skip
+    assert modes["temperature"] == "decimal" and modes["top_k"] == "numeric"
 
 
 @in_chromium

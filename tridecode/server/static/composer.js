@@ -52,7 +52,7 @@ function redraw() {
   $("input").value = draft.text;
   $("editing").hidden = !draft.edits;
   $("files").replaceChildren(...draft.files.map((file, i) => make("li", {},
-    `${visible(file.name)}, ${count(file.text.length, "character")} `,
+    make("bdi", {}, visible(file.name)), `, ${count(file.text.length, "character")} `,
     button("Remove", () => { draft.files.splice(i, 1); redraw(); save(); $("input").focus(); },
       {ariaLabel: `Remove ${visible(file.name)}`}))));
 }

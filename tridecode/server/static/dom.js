@@ -56,7 +56,7 @@ export function download(name, text) {
 
 /** Show a modal dialog with a text, and a field if `value` is a string. Return the value or true, null if cancelled. */
 export function ask(title, action, value = null) {
-  const field = make("input", {value: value ?? "", autocomplete: "off", hidden: value === null});
+  const field = make("input", {value: value ?? "", autocomplete: "off", dir: "auto", hidden: value === null});
   field.setAttribute("aria-label", title);
   const dialog = make("dialog", {}, make("form", {method: "dialog"}, make("p", {}, title), field,
     make("div", {className: "row end"}, button("Cancel", () => dialog.close()),

@@ -39,7 +39,7 @@ export function draw(cards, current, actions) {
 function item({id, title, updated}, isCurrent, actions) {
   const name = visible(title) || "Untitled";
   const date = updated ? `\n${new Date(updated).toLocaleString()}` : "";
-  const link = make("a", {href: `#${id}`, title: name + date}, name);
+  const link = make("a", {href: `#${id}`, title: name + date, dir: "auto"}, name);
   if (isCurrent) link.ariaCurrent = "page";
   const summary = make("summary", {ariaLabel: `Actions for ${name}`}, "⋯");
   const action = (label, work) => button(label, () => {

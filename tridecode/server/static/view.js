@@ -27,15 +27,15 @@ function following(change) {  // The layout is read once for all turns, because 
 }
 
 function section(turn) {
-  const thought = make("div", {className: "thought"});
+  const thought = make("div", {className: "thought", dir: "auto"});
   const nodes = {
-    question: make("div", {className: "user"}), note: make("p", {className: "stats"}),
+    question: make("div", {className: "user", dir: "auto"}), note: make("p", {className: "stats"}),
     thinking: make("details", {className: "thinking", hidden: true}, make("summary", {}, "Thinking"), thought), thought,
-    answer: make("div", {className: "assistant"}), remark: make("p", {className: "remark"}),
+    answer: make("div", {className: "assistant", dir: "auto"}), remark: make("p", {className: "remark"}),
     stats: make("p", {className: "stats"}), actions: make("div", {className: "actions"}),
   };
   nodes.remark.setAttribute("role", "status");
-  nodes.question.append(visible(turn.question));
+  nodes.question.append(questionText(visible(turn.question)));
   for (const file of turn.files) {
     const size = `, ${count(file.text.length, "character")}`;
     const summary = make("summary", {dir: "ltr"}, make("bdi", {}, visible(file.name)), size);
