@@ -187,3 +187,10 @@ def test_merge_refuses_what_it_cannot_write(files, capsys, tmp_path, fault):
         model = tmp_path / "int8"
     code, _, err = run(capsys, "merge", model, out, "--adapter", adapter)
     assert code == 1 and err.count("\n") == 1 and err.startswith("tridecode: error: "), err
+
+
+def test_clients_load_adapters_only_with_an_api_key(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("TRIDECODE_API_KEY", raising=False)
+    options = "--adapter-root", tmp_path, "--adapter-memory", "0.1"
+    code, out, err = run(capsys, "serve", *options)
+    assert code == 2 and "--adapter-root needs an API key; set TRIDECODE_API_KEY or --api-key-file" in err and not out
