@@ -187,3 +187,11 @@ def test_merge_refuses_what_it_cannot_write(files, capsys, tmp_path, fault):
         model = tmp_path / "int8"
     code, _, err = run(capsys, "merge", model, out, "--adapter", adapter)
     assert code == 1 and err.count("\n") == 1 and err.startswith("tridecode: error: "), err
+
+
+def test_clients_load_adapters_only_with_an_api_key(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("TRIDECODE_API_KEY", raising=False)
+    options = "--adapter-root", tmp_path, "--adapter-memory", "0.1"
+    with pytest.raises(SystemExit) as exit:
+        run(capsys, "serve", *options)
+    assert exit.value.code == 2 and "--adapter-root needs an API key" in capsys.readouterr().err
