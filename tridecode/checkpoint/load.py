@@ -32,7 +32,7 @@ from .gguf.schemes import with_block_types
 from .gguf.tensors import check_type, gguf_tensors
 from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
-from .quantization.scheme import Stored
+from .quantization.scheme import Scheme, Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices, tied_head_scheme
 from .tensor_info import DTYPE_BYTES, TensorInfo
 from .tied import HEAD, follow_files
@@ -67,13 +67,26 @@ def load_config(path: Path) -> ModelSpec:
     if path.is_file():
         spec = with_block_types(path, spec)
     for name, tensor_slice in tensor_slices(spec).items():
-        scheme, columns = tensor_slice.scheme, tensor_slice.shape[-1]
-        if scheme and scheme.rows <= 1 and scheme.group and columns % scheme.group:
-            raise CheckpointError(
-                f"{path / 'config.json'}: quantization_config: groups of {scheme.group} do not divide the "
-                f"{counted(columns, 'column')} of {name}; check that both belong together"
-            )
+        if tensor_slice.scheme and (problem := _problem(tensor_slice, tensor_slice.scheme)):
+            raise CheckpointError(f"{path / 'config.json'}: quantization_config: {name}: {problem}")
     return spec
+
+
+def _problem(tensor_slice: TensorSlice, scheme: Scheme) -> str:
+    """Return why the loader cannot read a quantized slice, with a fix; "" if it can."""
+    columns, rows = tensor_slice.shape[-1], scheme.rows
+    if scheme.rows <= 1 and scheme.group and columns % scheme.group:
+        of = counted(columns, "column")
+        return f"groups of {scheme.group} do not divide its {of}; check that both belong together"
+    if tensor_slice.stacked:
+        return (
+            "a quantized tensor that contains all experts is not supported; "
+            "use the unquantized checkpoint, or one with a tensor for each expert"
+        )
+    if rows > 1 and any(length % rows for length in tensor_slice.groups):
+        lengths = ", ".join(str(length) for length in dict.fromkeys(tensor_slice.groups))
+        return f"blocks of {rows} rows do not divide its runs of {lengths} rows; use the unquantized checkpoint"
+    return ""
 
 
 def load_weights(
@@ -438,6 +451,12 @@ def _check(
         )
     for name, of in needed.items():
         info = tensors[name]
+        stacked = name in slices and slices[name].stacked
+        if stacked and info.shape != of.shape and info.shape == (of.shape[0], *of.shape[:0:-1]):
+            raise CheckpointError(
+                f"{info.file}: the matrices of tensor {shown(name)} are transposed ({list(info.shape)} instead of "
+                f"{list(of.shape)}), which is not supported; convert it with transformers' save_pretrained"
+            )
         if _shape(info.shape) != _shape(of.shape):
             raise CheckpointError(
                 f"{info.file}: tensor {shown(name)} must have shape {list(of.shape)} by config.json, not "

@@ -7,7 +7,8 @@ from ..blocks.shared_expert import SharedExpert
 from ..blocks.spec import Layer, ModelSpec
 from .reader import ConfigReader, is_integer
 
-MAX_EXPERTS = 1024
+MAX_EXPERTS = 1024  # Maximum experts of a layer.
+MAX_ALL = 2**17  # Maximum experts of a model. The loader lists their tensors before it has seen a file.
 MAX_WIDTH = 2**20
 
 
@@ -20,7 +21,8 @@ def with_experts(read: ConfigReader, spec: ModelSpec, shared: bool, normalize: b
         shared: the family has a shared expert. It is stored as one more expert if it has the width of the experts.
         normalize: whether the weights of the chosen experts are divided by their sum. None: norm_topk_prob decides.
     """
-    count = read.integer("num_experts" if "num_experts" in read.values else "num_local_experts", 1, MAX_EXPERTS)
+    key, most = "num_experts" if "num_experts" in read.values else "num_local_experts", MAX_ALL // spec.num_layers
+    count = read.integer(key, 1, min(MAX_EXPERTS, most))
     top_k = read.integer("num_experts_per_tok", 1, MAX_EXPERTS)
     if top_k > count:
         raise read.fail("num_experts_per_tok", f"at most the number of experts ({count})")
