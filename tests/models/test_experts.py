@@ -113,19 +113,24 @@ def test_invalid_values_are_refused_by_name(changes, words):
 
 WINDOWS = {
     "qwen3-moe": (dict(sliding_window=16, use_sliding_window=True), [16, 16, 16]),
-    "qwen2-moe": (dict(sliding_window=16, use_sliding_window=True, max_window_layers=3, num_hidden_layers=4), [16, 0] * 2),
+    "qwen2-moe": (
+        dict(sliding_window=16, use_sliding_window=True, max_window_layers=3, num_hidden_layers=4),
+        [16, 0] * 2,
+    ),
 }
 
 
 @pytest.mark.parametrize("family", WINDOWS)
 def test_windows_agree_with_transformers(family, tmp_path):
     changes, windows = WINDOWS[family]
-    check(write_tiny(tmp_path, family, **changes), lambda spec: [layer.mixer.window for layer in spec.layers] == windows)
+    check(
+        write_tiny(tmp_path, family, **changes), lambda spec: [layer.mixer.window for layer in spec.layers] == windows
+    )
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_stacked_tensors_agree_with_transformers(family, tmp_path):
-    """transformers writes a tensor for each expert. Other checkpoints have one tensor for all experts."""
+    """By default transformers writes a tensor for each expert. Other checkpoints have one tensor for all experts."""
     path = write_tiny(tmp_path, family, stacked=True)
     check(path, lambda spec: all(not isinstance(ffn, MoE) or ffn.stacked for ffn in (each.ffn for each in spec.layers)))
 

@@ -1,6 +1,7 @@
 """Mixtures of experts: the keys of config.json that the families share."""
 
 from dataclasses import replace
+from typing import Any
 
 from ..blocks.moe import MoE
 from ..blocks.shared_expert import SharedExpert
@@ -32,7 +33,7 @@ def with_experts(read: ConfigReader, spec: ModelSpec, shared: bool, normalize: b
     step = read.integer("decoder_sparse_step", 1, 2**31 - 1, default=1)
     inner = read.integer("moe_intermediate_size", 1, MAX_WIDTH)
     width = read.integer("shared_expert_intermediate_size", 1, MAX_WIDTH) if shared else 0
-    common = dict(hidden=spec.hidden_size, eps=spec.eps, norm_offset=spec.norm_offset)
+    common: dict[str, Any] = dict(hidden=spec.hidden_size, eps=spec.eps, norm_offset=spec.norm_offset)
     experts = MoE(
         **common, experts=count, top_k=top_k, intermediate=inner,
         normalize=read.flag("norm_topk_prob") if normalize is None else normalize, shared=width == inner,
