@@ -2,16 +2,17 @@
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from ..kernels.linear.project import AddResidual, Gated, Normed
+from ..kernels.linear.weight import LoadedLinear
 from ..kernels.moe.add_experts import ADD_EXPERTS
 from ..kernels.moe.arguments import TILE_FIELDS, Experts, PairTiles, Router, Routes
 from ..kernels.moe.expert_rows import DOWN_ROWS, GATE_UP_ROWS
 from ..kernels.moe.expert_tiles import DOWN_TILES, GATE_UP_TILES
 from ..kernels.moe.route import ROUTE
-from ..kernels.linear.weight import LoadedLinear
 from ..kernels.moe.sort_pairs import SORT_PAIRS
 from .block import Block, DecodeState, LoadedLayer, PassState, PromptResidual, PromptState, Residual, Run
 from .declarations import Buffer, Linear, Part, Weight
@@ -51,6 +52,10 @@ class MoE(Block):
 
     def linears(self) -> tuple[Linear, ...]:
         """Return gate_up and down, whose rows are those of one expert after the other. A shared expert is the last."""
+        return self._linears
+
+    @cached_property
+    def _linears(self) -> tuple[Linear, ...]:  # They have hundreds of parts.
         (count, used), inner, hidden = (self.sizes.stored, self.sizes.used), self.intermediate, self.hidden
         each = [f"mlp.experts.{expert}" for expert in range(self.experts)]
         gate_up: list[Part] = []
@@ -63,10 +68,13 @@ class MoE(Block):
             gate_up += (Part(f"{expert}.gate_proj", inner), Part(f"{expert}.up_proj", inner))
             down.append(Part(f"{expert}.down_proj", hidden))
         return (
-            Linear("experts_gate_up", 2 * inner * count, hidden, tuple(gate_up), "gated", experts=count, active=used),
+            Linear(
+                "experts_gate_up", 2 * inner * count, hidden, tuple(gate_up), "gated", experts=count, active=used,
+                always=int(self.shared),
+            ),
             Linear(
                 "experts_down", hidden * count, inner, tuple(down), "residual", scale=self.residual_scale,
-                experts=count, active=used,
+                experts=count, active=used, always=int(self.shared),
             ),
         )  # fmt: skip
 
