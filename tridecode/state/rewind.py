@@ -22,7 +22,7 @@ def rewind_slots(slots: Slots, positions: list[int], params: SamplingParams, kno
     Raises:
         OutOfPages: the positions need more pages than the pool has.
     """
-    capacity, page, vocab = slots.model.kv.capacity, slots.page, slots.model.spec.vocab_size
+    capacity, page, vocab = slots.model.kv.capacity, slots.page, slots.model.workspace.counts.shape[1]
     slots.recover()
     slots.cache.clear()
     slots.reset_records()
