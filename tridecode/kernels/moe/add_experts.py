@@ -29,21 +29,22 @@ def _add_experts_kernel(
     offs = tl.arange(0, BLOCK)
     mask = offs < N
     if RESIDUAL:
-        has = tl.load(meta_ptr + row * META_WIDTH + STATUS) == RUN
+        status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
         norm = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     out_ptrs = out_ptr + row.to(tl.int64) * stride_om + offs
+    mask_x = mask
     if RESIDUAL:
-        if has == 0:
+        if status != RUN:
             return
         y = tl.load(out_ptrs, mask=mask, other=0.0)
     else:
-        has = tl.load(ids_ptr + row * USED) >= 0
+        mask_x = offs < tl.where(tl.load(ids_ptr + row * USED) < 0, 0, N)
         y = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(USED):
-        x = tl.load(x_ptr + (row.to(tl.int64) * USED + i) * N + offs, mask=mask & has, other=0.0)
+        x = tl.load(x_ptr + (row.to(tl.int64) * USED + i) * N + offs, mask=mask_x, other=0.0)
         y += x.to(tl.float32)
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
     if RESIDUAL:

@@ -68,7 +68,7 @@ def _sort_pairs_kernel(
 
 
 def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int, *, pdl=False):
-    """Sort the pairs of all rows by expert. Pairs of one expert keep their order.
+    """Sort the pairs of all rows by expert. Pairs of one expert keep their order. Without pairs, count is 0.
 
     Args:
         meta: int32 [rows, META_WIDTH]: rows that do not run have no pairs. None: the ids of rows without a token are -1.
@@ -89,8 +89,6 @@ def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int
     if meta is not None:
         idle = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         idle[running(meta, len(ids))] = False
-        if bool(idle.all()):
-            return
         ids[idle] = -1
     flat = ids.flatten().long()
     order = flat.sort(stable=True).indices[int((flat < 0).sum()) :]
