@@ -120,7 +120,11 @@ def moe_reference(block: MoE, w: dict[str, torch.Tensor], x: torch.Tensor) -> to
         weights = torch.cat((weights, (x @ w["shared_gate"].T).sigmoid()), 1)
         ids = torch.cat((ids, torch.full_like(ids[:, :1], block.experts)), 1)
     gate, up = torch.einsum("tenk,tk->ten", gate_up[ids], x).chunk(2, 2)
-    return torch.einsum("te,tenk,tek->tn", weights, down[ids], silu(gate) * up)
+    out = torch.einsum("te,tenk,tek->tn", weights, down[ids], silu(gate) * up)
+    if block.apart is None:
+        return out
+    gate, up = (x @ w["shared_gate_up"].T).chunk(2, -1)
+    return out + (x @ w["shared_gate"].T).sigmoid() * ((silu(gate) * up) @ w["shared_down"].T)
 
 
 def delta_reference(block: GatedDelta, w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:

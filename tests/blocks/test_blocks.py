@@ -8,6 +8,7 @@ from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
 from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.shared_expert import SharedExpert
 from tridecode.blocks.spec import Layer
 
 COMMON = dict(hidden=96, rope=RopeConfig(theta=1e4))
@@ -36,6 +37,9 @@ def test_attention_and_mlp_agree_with_their_references():
 EXPERTS = {
     "weights with sum 1": dict(experts=6, top_k=2, intermediate=48),
     "a shared expert": dict(experts=6, top_k=2, intermediate=48, normalize=False, shared=True),
+    "a wide shared expert": dict(
+        experts=6, top_k=2, intermediate=48, normalize=False, apart=SharedExpert(hidden=96, intermediate=112)
+    ),
     "one expert a row, odd numbers": dict(experts=13, top_k=1, intermediate=40, normalize=False),
     "every expert": dict(experts=4, top_k=4, intermediate=32),
 }

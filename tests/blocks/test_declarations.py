@@ -14,6 +14,7 @@ from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
 from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.shared_expert import SharedExpert
 from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.load import empty_weights
 from tridecode.checkpoint.quantization.quantize import rules
@@ -42,6 +43,8 @@ MIXTURE = (Layer(GATED, MoE(**EXPERTS)), HYBRID[2], Layer(DELTA, MoE(**EXPERTS))
 SPECS |= {"tiny experts": ModelSpec("qwen3_5_moe", 96, 331, 512, MIXTURE, norm_offset=1.0)}
 STACKED = tuple(replace(layer, ffn=replace(layer.ffn, stacked=True)) for layer in (MIXTURE[0], MIXTURE[2]))
 SPECS |= {"tiny stacked experts": ModelSpec("qwen3_5_moe", 96, 331, 512, STACKED, norm_offset=1.0)}
+WIDE = MoE(**EXPERTS | dict(shared=False), apart=SharedExpert(**COMMON, intermediate=80))
+SPECS |= {"tiny wide shared expert": ModelSpec("qwen2_moe", 96, 331, 512, (Layer(GATED, WIDE),) * 2, norm_offset=1.0)}
 EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 FIELDS = dict(hidden=96, heads=4, kv_heads=2, head_dim=64)
 
@@ -81,7 +84,8 @@ def test_rows_of_a_linear_are_the_sum_of_its_parts(spec):
         assert linear.epilogue in ("normed", "gated", "residual")
     for layer in spec.layers:
         for block in layer.blocks:
-            assert [linear.epilogue for linear in block.linears()].count("residual") == 1
+            ends = [linear.epilogue for linear in block.linears()].count("residual")
+            assert ends == 1 + len(block.inner())
             for linear in block.linears():
                 stream = linear.n // (linear.experts or 1) if linear.epilogue == "residual" else linear.k
                 assert stream == block.hidden == spec.hidden_size
@@ -121,9 +125,10 @@ def test_linear_modules_are_the_matrices_without_the_embedding(spec):
     attention = 4 * spec.num_layers - len(spec.recurrent)
     mixtures = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoE)]
     mlps = spec.num_layers - len(mixtures)
-    experts = sum(2 if ffn.stacked else 3 * ffn.experts for ffn in mixtures) + 3 * sum(ffn.shared for ffn in mixtures)
+    shared = sum(ffn.shared or ffn.apart is not None for ffn in mixtures)
+    experts = sum(2 if ffn.stacked else 3 * ffn.experts for ffn in mixtures) + 3 * shared
     assert len(modules) == attention + 3 * mlps + experts + (not spec.tie_word_embeddings)
-    assert len(gates) == 2 * len(spec.recurrent) + sum(1 + ffn.shared for ffn in mixtures)
+    assert len(gates) == 2 * len(spec.recurrent) + len(mixtures) + shared
 
 
 @EVERY_SPEC

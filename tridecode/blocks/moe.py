@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from ..kernels.add_norm import ADD_NORM
 from ..kernels.linear.project import AddResidual, Gated, Normed
 from ..kernels.linear.weight import LoadedLinear
 from ..kernels.moe.add_experts import ADD_EXPERTS
@@ -16,6 +17,7 @@ from ..kernels.moe.route import ROUTE
 from ..kernels.moe.sort_pairs import SORT_PAIRS
 from .block import Block, DecodeState, LoadedLayer, PassState, PromptResidual, PromptState, Residual, Run
 from .declarations import Buffer, Linear, Part, Weight
+from .shared_expert import SharedExpert
 
 STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # tensors that contain the weights of all experts
 
@@ -30,6 +32,7 @@ class MoE(Block):
         intermediate: width of gate, of up and of their product, in each expert.
         normalize: the weights of the chosen experts are divided by their sum.
         shared: there is a shared expert of the same width. Every row uses it, with the sigmoid of a gate as its weight.
+        apart: the shared expert, if it has another width; `shared` is then false.
         stacked: the checkpoint stores the weights of all experts in one tensor.
     """
 
@@ -39,6 +42,7 @@ class MoE(Block):
     intermediate: int
     normalize: bool = True
     shared: bool = False
+    apart: SharedExpert | None = None
     stacked: bool = False
 
     @property
@@ -49,6 +53,10 @@ class MoE(Block):
     def stored_as(self, tensors: Container[str], prefix: str) -> "MoE":
         """Return the block that names the tensors of a checkpoint: one for each expert, or one for all experts."""
         return replace(self, stacked=prefix + STACKED[0] in tensors)
+
+    def inner(self) -> tuple[Block, ...]:
+        """Return the shared expert if it has another width than the experts."""
+        return () if self.apart is None else (self.apart,)
 
     def linears(self) -> tuple[Linear, ...]:
         """Return gate_up and down, whose rows are those of one expert after the other. A shared expert is the last."""
@@ -76,13 +84,14 @@ class MoE(Block):
                 "experts_down", hidden * count, inner, tuple(down), "residual", scale=self.residual_scale,
                 experts=count, active=used, always=int(self.shared),
             ),
+            *(linear for block in self.inner() for linear in block.linears()),
         )  # fmt: skip
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the router, and the gate of the shared expert."""
         router = Weight("router", "mlp.gate.weight", (self.experts, self.hidden))
         gate = Weight("shared_gate", "mlp.shared_expert_gate.weight", (1, self.hidden))
-        return (router, gate) if self.shared else (router,)
+        return (router, gate) if self.shared or self.apart else (router,)
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Return the activations of a decode pass."""
@@ -121,12 +130,14 @@ class MoE(Block):
                 "experts_gate_up", GATE_UP_ROWS, meta, residual.normed, gate_up, routes, own["experts_act"], gated,
                 sizes, config=up_config,
             )  # fmt: skip
+            self._shared(run, state, layer, residual)
             run(
                 "experts_down", DOWN_ROWS, meta, own["experts_act"], down, routes, residual.hidden, epilogue, sizes,
                 config=down_config,
             )  # fmt: skip
             return residual._replace(partials=down_config.programs(self.hidden))
         self._experts(run, state, layer, residual.normed, normed, routes, meta)
+        self._shared(run, state, layer, residual)
         run("add_experts", ADD_EXPERTS, meta, own["experts_out"], routes, residual.hidden, epilogue, sizes)
         return residual._replace(partials=1)
 
@@ -136,8 +147,20 @@ class MoE(Block):
         meta = None if state.decoding is None else state.decoding.meta
         routes = self._route(run, state, layer, meta, state.chunks, residual.normed, None)
         self._experts(run, state, layer, residual.normed, None, routes, None)
+        if self.apart is not None:  # The norm that add_norm computes is not read.
+            shared = self.apart.prompt(run, state, layer, residual).pending
+            norm = layer.weights["ffn_norm"]
+            run("add_shared", ADD_NORM, residual.hidden, shared, norm, residual.normed, self.eps)
         run("add_experts", ADD_EXPERTS, None, own["experts_out"], routes, state.delta, None, self.sizes)
         return residual._replace(pending=state.delta)
+
+    def _shared(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> None:
+        """List the shared expert, if it has another width.
+
+        Its down overwrites the norm that the router and gate_up of the experts read, so it follows them.
+        """
+        if self.apart is not None:
+            self.apart.decode(run, state, layer, residual)
 
     def _route(
         self, run: Run, state: PassState, layer: LoadedLayer, meta: torch.Tensor | None, chunks: torch.Tensor | None,
@@ -146,7 +169,7 @@ class MoE(Block):
         """List the router. Return the experts of the rows."""
         own = state.buffers(self)
         routes = Routes(own["router_logits"], own["expert_ids"], own["expert_weights"])
-        router = Router(layer.weights["router"], layer.weights.get("shared_gate"))
+        router = Router(layer.weights["router"], layer.weights["shared_gate"] if self.shared else None)
         run(
             "route", ROUTE, meta, chunks, x, router, normed, routes, own["route_counter"], self.sizes,
             config=state.experts(self).route,

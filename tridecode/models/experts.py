@@ -5,11 +5,12 @@ from typing import Any
 
 from ..blocks.block import Block
 from ..blocks.moe import MoE
+from ..blocks.shared_expert import SharedExpert
 from ..blocks.spec import Layer, ModelSpec
-from ..errors import CheckpointError
 from .reader import ConfigReader, is_integer
 
 MAX_EXPERTS = 1024
+MAX_WIDTH = 2**20
 
 
 def read_experts(read: ConfigReader, common: dict[str, Any], shared: bool, normalize: bool | None = None) -> MoE:
@@ -17,22 +18,22 @@ def read_experts(read: ConfigReader, common: dict[str, Any], shared: bool, norma
 
     Args:
         common: arguments of every block.
-        shared: the family has a shared expert.
+        shared: the family has a shared expert. It is stored as one more expert if it has the width of the experts.
         normalize: whether the weights of the chosen experts are divided by their sum. None: norm_topk_prob decides.
     """
     count = read.integer("num_experts" if "num_experts" in read.values else "num_local_experts", 1, MAX_EXPERTS)
     top_k = read.integer("num_experts_per_tok", 1, MAX_EXPERTS)
     if top_k > count:
         raise read.fail("num_experts_per_tok", f"at most the number of experts ({count})")
-    inner = read.integer("moe_intermediate_size", 1, 2**20)
-    if shared and (width := read.integer("shared_expert_intermediate_size", 0, 2**20, default=inner)) != inner:
-        raise CheckpointError(
-            f"{read.source}: {read.prefix}shared_expert_intermediate_size must equal moe_intermediate_size ({inner}), "
-            f"got {width}: a shared expert of another width is not supported"
-        )
+    inner = read.integer("moe_intermediate_size", 1, MAX_WIDTH)
     if normalize is None:
         normalize = read.flag("norm_topk_prob")
-    return MoE(**common, experts=count, top_k=top_k, intermediate=inner, normalize=normalize, shared=shared)
+    width = read.integer("shared_expert_intermediate_size", 1, MAX_WIDTH) if shared else 0
+    apart = SharedExpert(**common, intermediate=width) if width not in (0, inner) else None
+    return MoE(
+        **common, experts=count, top_k=top_k, intermediate=inner, normalize=normalize, shared=width == inner,
+        apart=apart,
+    )  # fmt: skip
 
 
 def with_experts(read: ConfigReader, spec: ModelSpec, experts: Block) -> ModelSpec:
