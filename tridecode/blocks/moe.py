@@ -184,7 +184,7 @@ class MoE(Block):
         own, sizes, configs = state.buffers(self), self.sizes, state.experts(self)
         tiles, (gate_up, down) = PairTiles(own["pairs"], own["pair_tiles"], own["tile_count"]), _linears(layer)
         up_config, down_config = configs.tiles
-        run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes, up_config.block_m)
+        run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes, up_config.tile)
         run(
             "experts_gate_up", GATE_UP_TILES, x, gate_up, tiles, routes, own["experts_act"], normed, sizes,
             config=up_config,

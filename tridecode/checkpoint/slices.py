@@ -106,7 +106,9 @@ def stored(name: str, tensor_slice: TensorSlice) -> dict[str, Stored]:
     """Return the checkpoint tensors that store a slice, by name. The largest comes first."""
     if tensor_slice.scheme is None:
         n, stacked = tensor_slice.shape[0], tensor_slice.stacked
-        return {name: Stored((stacked, n // stacked, *tensor_slice.shape[1:]) if stacked else tensor_slice.shape, FLOATS)}
+        return {
+            name: Stored((stacked, n // stacked, *tensor_slice.shape[1:]) if stacked else tensor_slice.shape, FLOATS)
+        }
     module = name.removesuffix("weight")
     return {module + suffix: tensor for suffix, tensor in tensor_slice.scheme.tensors(*tensor_slice.shape).items()}
 

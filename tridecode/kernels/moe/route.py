@@ -216,10 +216,12 @@ def route(
     _route_kernel[(programs, cdiv(rows, config.block_m))](
         routes.ids if meta is None else meta, routes.ids if chunks is None else chunks, x, router.experts,
         router.experts if router.shared is None else router.shared, *routes, counter, sumsq, eps, x.stride(0),
-        sumsq.stride(0), n_sumsq, rows, sizes.count, K, sizes.top_k, sizes.shared, sizes.normalize, normed is not None,
-        next_power_of_2(max(n_sumsq, 1)), 0 if meta is None else len(meta), chunks is not None, config.block_m,
-        config.block_n, config.block_k, next_power_of_2(sizes.count), next_power_of_2(sizes.top_k), config.stages, programs, pdl, interpreted(),
-        **options(config.num_warps, pdl),
+        sumsq.stride(0), n_sumsq, rows, E=sizes.count, K=K, TOP_K=sizes.top_k, SHARED=sizes.shared,
+        NORMALIZE=sizes.normalize, NORMED=normed is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
+        DECODING=0 if meta is None else len(meta), CHUNKS=chunks is not None, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_E=next_power_of_2(sizes.count),
+        BLOCK_USED=next_power_of_2(sizes.top_k), STAGES=config.stages, PROGRAMS=programs, PDL=pdl,
+        DOT_FP32=interpreted(), **options(config.num_warps, pdl),
     )  # fmt: skip
 
 
@@ -256,6 +258,4 @@ def route_bytes(meta, chunks, x, router: Router, normed: Normed | None, routes: 
     return x.nbytes + router.experts.nbytes + shared + sum(each.nbytes for each in routes)
 
 
-ROUTE = Op(
-    route, route_ref, route_bytes, (_route_kernel,), outputs=("routes.logits", "routes.ids", "routes.weights")
-)
+ROUTE = Op(route, route_ref, route_bytes, (_route_kernel,), outputs=("routes.logits", "routes.ids", "routes.weights"))
