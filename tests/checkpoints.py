@@ -203,12 +203,49 @@ FAMILIES = {
         num_experts_per_tok=2,
         rope_parameters=_THETA | {"partial_rotary_factor": 0.25},
     ),
+    "qwen3-next": dict(
+        architecture="Qwen3Next",
+        num_hidden_layers=3,
+        intermediate_size=304,
+        mlp_only_layers=[1],
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        moe_intermediate_size=80,
+        shared_expert_intermediate_size=80,
+        num_experts=7,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        rope_parameters=_THETA | {"partial_rotary_factor": 0.25},
+    ),
+    "qwen3-next-wide": dict(
+        architecture="Qwen3Next",
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=80,
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=32,
+        linear_value_head_dim=64,
+        layer_types=["full_attention", "linear_attention"],
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=112,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+        rope_parameters=_THETA | {"partial_rotary_factor": 0.5},
+    ),
 }
 
 
-DENSE = [name for name in FAMILIES if not name.startswith("qwen3.5") and "-moe" not in name]
 HYBRID = [name for name in FAMILIES if name.startswith(("qwen3.5", "qwen3-next"))]
-EXPERTS = [name for name in FAMILIES if "-moe" in name or name.startswith("qwen3-next")]
+EXPERTS = [name for name in FAMILIES if "num_experts" in FAMILIES[name]]
+DENSE = [name for name in FAMILIES if name not in HYBRID + EXPERTS]
 
 
 def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides) -> Path:

@@ -15,11 +15,14 @@ class Part:
         rows: number of rows.
         stacked: number of matrices in the module's tensor, which is named as the module and has three dimensions; 0
             for a tensor of two dimensions.
+        groups: the lengths of the runs of rows that alternate in the checkpoint. On the device, all runs of the first
+            length come first, then those of the second. Empty: the rows are in order.
     """
 
     module: str
     rows: int
     stacked: int = 0
+    groups: tuple[int, ...] = ()
 
     @property
     def tensor(self) -> str:
@@ -78,6 +81,7 @@ class Weight:
         offset: number that the loader adds. Zero-centered norms store their weight minus 1.
         dtype: "weights" (the dtype of the model's weights) or "float32".
         transposed: the first axis is contiguous in memory.
+        groups: as in Part.
     """
 
     name: str
@@ -87,6 +91,7 @@ class Weight:
     offset: float = 0.0
     dtype: str = "weights"
     transposed: bool = False
+    groups: tuple[int, ...] = ()
 
 
 def norm_weight(name: str, tensor: str, size: int, offset: float, scale: float = 1.0) -> Weight:

@@ -25,6 +25,7 @@ class TensorSlice:
         scale: factor that the loader multiplies in.
         offset: number that the loader adds before that.
         stacked: number of matrices in the checkpoint tensor, which then has three dimensions; 0 for two dimensions.
+        groups: lengths of runs of rows, as in Part.
     """
 
     target: str
@@ -34,6 +35,27 @@ class TensorSlice:
     scale: float = 1.0
     offset: float = 0.0
     stacked: int = 0
+    groups: tuple[int, ...] = ()
+
+    def runs(self, first: int = 0, count: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """Yield (row in the checkpoint, row of the target, number of rows) of each run of rows that stay neighbors.
+
+        Args:
+            first, count: the rows of the checkpoint to yield; by default all.
+        """
+        end = self.shape[0] if count is None else first + count
+        if not self.groups:
+            yield first, self.start + first, end - first
+            return
+        size = sum(self.groups)
+        number = self.shape[0] // size
+        for group in range(first // size, -(-end // size)):
+            row, target = group * size, self.start
+            for length in self.groups:
+                begin, stop = max(row, first), min(row + length, end)
+                if begin < stop:
+                    yield begin, target + group * length + begin - row, stop - begin
+                row, target = row + length, target + number * length
 
 
 @dataclass(frozen=True)
@@ -87,14 +109,16 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
     slices = {}
     for target, prefix, each in declared(spec):
         if isinstance(each, Weight):
-            slices[prefix + each.tensor] = TensorSlice(target, 0, each.shape, None, each.scale, each.offset)
+            slices[prefix + each.tensor] = TensorSlice(
+                target, 0, each.shape, None, each.scale, each.offset, groups=each.groups
+            )
             continue
         start = 0
         for part in each.parts:
             module, shape = prefix + part.module, (part.rows, each.k)
             scheme = spec.checkpoint_quantization.scheme(module) if spec.checkpoint_quantization else None
             slices[prefix + part.tensor] = TensorSlice(
-                f"{target}.weight", start, shape, scheme, each.scale, stacked=part.stacked
+                f"{target}.weight", start, shape, scheme, each.scale, stacked=part.stacked, groups=part.groups
             )
             if each.bias:
                 slices[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=each.scale)
@@ -105,10 +129,8 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
 def stored(name: str, tensor_slice: TensorSlice) -> dict[str, Stored]:
     """Return the checkpoint tensors that store a slice, by name. The largest comes first."""
     if tensor_slice.scheme is None:
-        n, stacked = tensor_slice.shape[0], tensor_slice.stacked
-        return {
-            name: Stored((stacked, n // stacked, *tensor_slice.shape[1:]) if stacked else tensor_slice.shape, FLOATS)
-        }
+        shape, stacked = tensor_slice.shape, tensor_slice.stacked
+        return {name: Stored((stacked, shape[0] // stacked, shape[1]) if stacked else shape, FLOATS)}
     module = name.removesuffix("weight")
     return {module + suffix: tensor for suffix, tensor in tensor_slice.scheme.tensors(*tensor_slice.shape).items()}
 
@@ -150,7 +172,11 @@ def _weight_target(
 ) -> Target:  # fmt: skip
     """Return the target of a weight whose slices are `names`."""
     own = [known[name] for name in names]
-    shape, schemes, starts = (linear.n, linear.k), {of.scheme for of in own}, [of.start for of in own]
+    shape, schemes, starts = (
+        (linear.n, linear.k),
+        {of.scheme for of in own},
+        [start for of in own for _, start, _ in of.runs()],
+    )
     if schemes == {None}:
         return _loaded_target(spec, names[0].removesuffix(".weight"), shape, starts, packs, residual)
     scheme = own[0].scheme

@@ -2,12 +2,11 @@
 
 from ..blocks.spec import ModelSpec
 from .dense import parse_dense
-from .experts import read_experts, with_experts
+from .experts import with_experts
 from .reader import ConfigReader
 
 
 def parse(read: ConfigReader) -> ModelSpec:
     """Return the specification that a config.json describes. Raises CheckpointError."""
-    spec = parse_dense(read, "qwen2_moe", qkv_bias=read.flag("qkv_bias", default=True), windows="upper")
-    common = dict(hidden=spec.hidden_size, eps=spec.eps)
-    return with_experts(read, spec, read_experts(read, common, shared=True))
+    spec = parse_dense(read, "qwen2_moe", qkv_bias=read.flag("qkv_bias", default=True), windows="even")
+    return with_experts(read, spec, shared=True)
