@@ -2,6 +2,7 @@
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -59,6 +60,10 @@ class MoE(Block):
 
     def linears(self) -> tuple[Linear, ...]:
         """Return gate_up and down, whose rows are those of one expert after the other. A shared expert is the last."""
+        return self._linears
+
+    @cached_property
+    def _linears(self) -> tuple[Linear, ...]:  # They have hundreds of parts.
         (count, used), inner, hidden = (self.sizes.stored, self.sizes.used), self.intermediate, self.hidden
         each = [f"mlp.experts.{expert}" for expert in range(self.experts)]
         gate_up: list[Part] = []
@@ -71,10 +76,13 @@ class MoE(Block):
             gate_up += (Part(f"{expert}.gate_proj", inner), Part(f"{expert}.up_proj", inner))
             down.append(Part(f"{expert}.down_proj", hidden))
         return (
-            Linear("experts_gate_up", 2 * inner * count, hidden, tuple(gate_up), "gated", experts=count, active=used),
+            Linear(
+                "experts_gate_up", 2 * inner * count, hidden, tuple(gate_up), "gated", experts=count, active=used,
+                always=int(self.shared),
+            ),
             Linear(
                 "experts_down", hidden * count, inner, tuple(down), "residual", scale=self.residual_scale,
-                experts=count, active=used,
+                experts=count, active=used, always=int(self.shared),
             ),
             *(linear for block in self.inner() for linear in block.linears()),
         )  # fmt: skip
