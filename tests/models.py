@@ -6,8 +6,9 @@ from dataclasses import replace
 import torch
 
 from tridecode.blocks.attention import Attention
+from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import RopeConfig
-from tridecode.blocks.spec import ModelSpec
+from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.load import random_weights
 from tridecode.engine import Engine
 from tridecode.kernels.attention.attention import AttentionConfig
@@ -48,8 +49,13 @@ def configs_of(spec: ModelSpec, weights, by_role: dict, attention) -> PassConfig
     return PassConfigs(linears, {attention_case(b, weights.dtype, spec.fp8_kv): attention for b in blocks})
 
 
-def tiny_config(layer_types=None, sliding_window=None, **overrides) -> ModelSpec:
-    """A small decoder. layer_types: "full_attention" or "sliding_attention" for each layer."""
+def tiny_config(layer_types=None, sliding_window=None, experts=None, **overrides) -> ModelSpec:
+    """A small decoder.
+
+    Args:
+        layer_types: "full_attention" or "sliding_attention" for each layer.
+        experts: settings of a mixture of experts in all layers but the second, which has an MLP. None: no experts.
+    """
     fields = dict(
         family="qwen3",
         hidden_size=96,
@@ -66,9 +72,14 @@ def tiny_config(layer_types=None, sliding_window=None, **overrides) -> ModelSpec
     )
     if layer_types is not None:
         fields["windows"] = tuple(sliding_window if kind == "sliding_attention" else 0 for kind in layer_types)
-    return dense_spec(**fields | overrides)
+    spec = dense_spec(**fields | overrides)
+    if experts is None:
+        return spec
+    ffn = MoE(hidden=spec.hidden_size, eps=spec.eps, **experts)
+    return replace(spec, layers=tuple(each if i == 1 else Layer(each.mixer, ffn) for i, each in enumerate(spec.layers)))
 
 
+EXPERTS = dict(experts=6, top_k=2, intermediate=48, shared=True)
 FAMILIES = {
     "qwen3": {},
     "llama3": dict(
@@ -88,6 +99,11 @@ FAMILIES = {
         sliding_window=24,
         layer_types=("sliding_attention",) * 2,
     ),
+    "experts": dict(family="qwen2_moe", experts=EXPERTS),
+}
+# Overrides of tiny_config, for tests with and without experts.
+BOTH = {
+    name: {key: value for key, value in FAMILIES[name].items() if key == "experts"} for name in ("qwen3", "experts")
 }
 
 

@@ -151,6 +151,7 @@ def test_every_captured_size_has_the_same_logits(many, rows):
         for count in (1, rows):
             many.model.kv.pool.copy_(page.expand_as(many.model.kv.pool))
             rewind(many, [position] * count, SamplingParams(temperature=0.0, seed=1), count)
+            many.model.workspace.tokens.zero_()  # All rows have the same tokens.
             for _ in range(3):
                 enqueue(many, SamplingParams(temperature=0.0, seed=1), count)
             many.synchronize()

@@ -1,8 +1,8 @@
-"""MoE: a mixture of experts, gated feed-forwards of which a router chooses a few for each row."""
+"""MoE: a mixture of experts. A router chooses a few of these gated feed-forwards for each row."""
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 
@@ -52,15 +52,41 @@ class MoE(Block):
 
     def stored_as(self, tensors: Container[str], prefix: str) -> "MoE":
         """Return the block that names the tensors of a checkpoint: one for each expert, or one for all experts."""
-        return replace(self, stacked=prefix + STACKED[0] in tensors)
+        stacked = prefix + STACKED[0] in tensors
+        return self if stacked == self.stacked else replace(self, stacked=stacked)
 
     def inner(self) -> tuple[Block, ...]:
         """Return the shared expert if it has another width than the experts."""
         return () if self.apart is None else (self.apart,)
 
     def linears(self) -> tuple[Linear, ...]:
-        """Return gate_up and down, whose rows are those of one expert after the other. A shared expert is the last."""
-        return _linears(self)
+        """Return gate_up and down. They contain the rows of one expert after the other; a shared expert is the last."""
+        return self._linears
+
+    @cached_property
+    def _linears(self) -> tuple[Linear, ...]:  # They have hundreds of parts.
+        (count, used), inner, hidden = (self.sizes.stored, self.sizes.used), self.intermediate, self.hidden
+        each = [f"mlp.experts.{expert}" for expert in range(self.experts)]
+        gate_up: list[Part] = []
+        down: list[Part] = []
+        if self.stacked:
+            gate_up.append(Part(STACKED[0], 2 * inner * self.experts, self.experts))
+            down.append(Part(STACKED[1], hidden * self.experts, self.experts))
+            each.clear()
+        for expert in [*each, *["mlp.shared_expert"] * self.shared]:
+            gate_up += (Part(f"{expert}.gate_proj", inner), Part(f"{expert}.up_proj", inner))
+            down.append(Part(f"{expert}.down_proj", hidden))
+        return (
+            Linear(
+                "experts_gate_up", 2 * inner * count, hidden, tuple(gate_up), "gated", experts=count, active=used,
+                always=int(self.shared),
+            ),
+            Linear(
+                "experts_down", hidden * count, inner, tuple(down), "residual", scale=self.residual_scale,
+                experts=count, active=used, always=int(self.shared),
+            ),
+            *(linear for block in self.inner() for linear in block.linears()),
+        )  # fmt: skip
 
     def weights(self) -> tuple[Weight, ...]:
         """Return the router, and the gate of the shared expert."""
@@ -98,7 +124,7 @@ class MoE(Block):
         normed = Normed(residual.sumsq, residual.partials, self.eps)
         epilogue = AddResidual(residual.next_norm, residual.normed, residual.sumsq)
         routes = self._route(run, state, layer, state.meta, None, residual.normed, normed)
-        meta, (gate_up, down) = state.meta, _loaded(layer)
+        meta, (gate_up, down) = state.meta, _linears(layer)
         if configs.rows is not None:
             gated, (up_config, down_config) = Gated(*normed), configs.rows
             run(
@@ -157,9 +183,9 @@ class MoE(Block):
     ) -> None:  # fmt: skip
         """List the order of the pairs and their products, which are written to experts_out."""
         own, sizes, configs = state.buffers(self), self.sizes, state.experts(self)
-        tiles, (gate_up, down) = PairTiles(own["pairs"], own["pair_tiles"], own["tile_count"]), _loaded(layer)
+        tiles, (gate_up, down) = PairTiles(own["pairs"], own["pair_tiles"], own["tile_count"]), _linears(layer)
         up_config, down_config = configs.tiles
-        run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes, up_config.block_m)
+        run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes, up_config.tile)
         run(
             "experts_gate_up", GATE_UP_TILES, x, gate_up, tiles, routes, own["experts_act"], normed, sizes,
             config=up_config,
@@ -170,29 +196,5 @@ class MoE(Block):
         )  # fmt: skip
 
 
-def _loaded(layer: LoadedLayer) -> tuple[LoadedLinear, LoadedLinear]:
+def _linears(layer: LoadedLayer) -> tuple[LoadedLinear, LoadedLinear]:
     return layer.linears["experts_gate_up"], layer.linears["experts_down"]
-
-
-@lru_cache(16)  # There may be thousands of parts, and every loop over the declarations calls this.
-def _linears(block: MoE) -> tuple[Linear, ...]:
-    """Return the linears of a block."""
-    (count, used), inner, hidden = (block.sizes.stored, block.sizes.used), block.intermediate, block.hidden
-    each = [f"mlp.experts.{expert}" for expert in range(block.experts)]
-    gate_up: list[Part] = []
-    down: list[Part] = []
-    if block.stacked:
-        gate_up.append(Part(STACKED[0], 2 * inner * block.experts, block.experts))
-        down.append(Part(STACKED[1], hidden * block.experts, block.experts))
-        each.clear()
-    for expert in [*each, *["mlp.shared_expert"] * block.shared]:
-        gate_up += (Part(f"{expert}.gate_proj", inner), Part(f"{expert}.up_proj", inner))
-        down.append(Part(f"{expert}.down_proj", hidden))
-    return (
-        Linear("experts_gate_up", 2 * inner * count, hidden, tuple(gate_up), "gated", experts=count, active=used),
-        Linear(
-            "experts_down", hidden * count, inner, tuple(down), "residual", scale=block.residual_scale,
-            experts=count, active=used,
-        ),
-        *(linear for other in block.inner() for linear in other.linears()),
-    )  # fmt: skip

@@ -179,7 +179,8 @@ class DecodeModel:
 
     def experts(self, block: MoE) -> ExpertsConfig:
         """Return the launch configs of a mixture of experts."""
-        return experts_config(block.sizes, self.rows, self.gpu, self.fixed_chunk > 0)
+        size = self.weights.dtype.itemsize
+        return experts_config(block.sizes, self.rows, self.gpu, self.fixed_chunk > 0, itemsize=size)
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
         """Return K and V of a layer."""
@@ -390,8 +391,9 @@ class PromptState:
 
     def experts(self, block: MoE) -> ExpertsConfig:
         """Return the launch configs of a mixture of experts."""
-        model = self.model
-        return experts_config(block.sizes, len(self.own.hidden), model.gpu, model.fixed_chunk > 0, prompt=True)
+        model, rows = self.model, len(self.own.hidden)
+        size = model.weights.dtype.itemsize
+        return experts_config(block.sizes, rows, model.gpu, model.fixed_chunk > 0, prompt=True, itemsize=size)
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
         """Return K and V of a layer."""

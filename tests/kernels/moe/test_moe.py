@@ -1,9 +1,11 @@
 """Ops of mixtures of experts against their references."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from check import check_op
-from moe_util import EPS, POISON, chunk_table, dense, empty_routes, empty_tiles, meta_of, partial_sums, random_routes
+from moe_util import EPS, chunk_table, dense, empty_routes, empty_tiles, meta_of, partial_sums, random_routes
 from util import BF16_ROUNDING, CUDA, DEVICE, norm_weight, poisoned, random
 
 from tridecode.kernels.linear.project import AddResidual, Gated, Normed
@@ -52,23 +54,25 @@ def route_args(sizes, hidden, rows, dtype=torch.float32, chunks=None, decoding=N
 @pytest.mark.parametrize("config", ROUTE_CONFIGS.values(), ids=ROUTE_CONFIGS)
 def test_route_matches_reference(sizes, hidden, dtype, rows, config):
     args = route_args(sizes, hidden, rows, dtype)
-    check_op(ROUTE, args, dict(config=config), {"routes.logits": 2e-6, "routes.ids": 0.0, "routes.weights": 2e-5})
+    check_op(ROUTE, args, dict(config=config), {"routes.logits": 5e-6, "routes.ids": 0.0, "routes.weights": 2e-5})
 
 
 @pytest.mark.parametrize("config", ROUTE_CONFIGS.values(), ids=ROUTE_CONFIGS)
 def test_idle_rows_get_no_routes(config):
     sizes, hidden = SIZES["not normalized, shared"]
     args = route_args(sizes, hidden, 5, idle=(0, 3))
-    check_op(ROUTE, args, dict(config=config), {"routes.logits": 2e-6, "routes.ids": 0.0, "routes.weights": 2e-5})
+    check_op(ROUTE, args, dict(config=config), {"routes.logits": 5e-6, "routes.ids": 0.0, "routes.weights": 2e-5})
 
 
 @pytest.mark.parametrize("decoding", [0, 3])
 def test_rows_of_a_prompt_pass_without_a_token_have_no_experts(decoding):
     sizes, hidden = SIZES["one of four, shared"]
     chunks = chunk_table(Chunk(4, 5, 2, 0), Chunk(5, 8, 9, 64))
-    args = route_args(sizes, hidden, 23, chunks=chunks, decoding=decoding, idle=(1,)[: decoding], normed=False)
+    args = route_args(sizes, hidden, 23, chunks=chunks, decoding=decoding, idle=(1,)[:decoding], normed=False)
     config = dict(config=ROUTE_CONFIGS["tiles"])
-    routes = check_op(ROUTE, args, config, {"routes.logits": 2e-6, "routes.weights": 2e-5}, idle=False).launched["routes"]
+    routes = check_op(ROUTE, args, config, {"routes.logits": 5e-6, "routes.weights": 2e-5}, idle=False).launched[
+        "routes"
+    ]
     tokens = (set(range(decoding)) - {1}) | {5, 6} | set(range(8, 17))
     assert {row for row, ids in enumerate(routes.ids.tolist()) if ids[0] >= 0} == tokens
 
@@ -137,7 +141,8 @@ def test_rows_match_reference(sizes, hidden, dtype, rows, config):
     programs = config.programs(hidden)
     check_op(
         DOWN_ROWS, (meta, act, linear, routes, out, epilogue, sizes), dict(config=config),
-        {"out": 2e-6, "epilogue.normed": TOLERANCE[dtype], "epilogue.sumsq": 2e-5}, accumulates=("out", "epilogue.sumsq"),
+        {"out": 2e-6, "epilogue.normed": TOLERANCE[dtype], "epilogue.sumsq": 2e-5},
+        accumulates=("out", "epilogue.sumsq"),
         views={"epilogue.sumsq": lambda sums: sums[:, :programs].nan_to_num(0.0).sum(1)},
     )  # fmt: skip
 
@@ -146,22 +151,24 @@ def test_rows_match_reference(sizes, hidden, dtype, rows, config):
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("prompt", [False, True], ids=["decode", "prompt"])
-def test_tiles_match_reference(sizes, hidden, dtype, rows, prompt):
+@pytest.mark.parametrize("extra", [0, 16])
+def test_tiles_match_reference(sizes, hidden, dtype, rows, prompt, extra):
     without = (2,)[: rows // 3]
     routes, tiles = random_routes(rows, sizes, without), empty_tiles(rows, sizes)
-    SORT_PAIRS.ref(None, routes.ids, tiles, sizes, TILES.block_m)
+    config = replace(TILES, extra_m=extra)
+    SORT_PAIRS.ref(None, routes.ids, tiles, sizes, config.tile)
     x = random(rows, hidden, dtype=dtype)
     normed = None if prompt else Normed(partial_sums(x), 3, EPS)
     linear = dense(sizes.stored * 2 * sizes.intermediate, hidden, dtype)
     act = poisoned(rows, sizes.used * sizes.intermediate, dtype=dtype)
     args = x, linear, tiles, routes, act, normed, sizes
-    check_op(GATE_UP_TILES, args, dict(config=TILES), TOLERANCE[dtype])
+    check_op(GATE_UP_TILES, args, dict(config=config), TOLERANCE[dtype])
 
     act = random(rows, sizes.used * sizes.intermediate, dtype=dtype, seed=3)
     linear = dense(sizes.stored * hidden, sizes.intermediate, dtype, seed=4)
     out = poisoned(rows, sizes.used * hidden, dtype=dtype if prompt else torch.float32)
     tolerance = TOLERANCE[dtype] if prompt else 2e-5
-    check_op(DOWN_TILES, (act, linear, tiles, routes, out, sizes), dict(config=TILES), tolerance)
+    check_op(DOWN_TILES, (act, linear, tiles, routes, out, sizes), dict(config=config), tolerance)
 
 
 @EVERY_SIZE
@@ -170,7 +177,9 @@ def test_experts_are_added(sizes, hidden, dtype):
     rows = 5
     x, routes = random(rows, sizes.used * hidden, dtype=dtype), random_routes(rows, sizes, (3,))
     x[3] = float("nan")
-    check_op(ADD_EXPERTS, (None, x, routes, poisoned(rows, hidden, dtype=dtype), None, sizes), tolerance=TOLERANCE[dtype])
+    check_op(
+        ADD_EXPERTS, (None, x, routes, poisoned(rows, hidden, dtype=dtype), None, sizes), tolerance=TOLERANCE[dtype]
+    )
     out = random(rows, hidden, seed=5)
     epilogue = AddResidual(norm_weight(hidden, dtype), poisoned(rows, hidden, dtype=dtype), poisoned(rows, hidden))
     check_op(

@@ -12,7 +12,7 @@ class ExpertsConfig(NamedTuple):
 
     Args:
         route: of the router.
-        tiles: of gate_up and down in tiles of pairs, with equal block_m.
+        tiles: of gate_up and down in tiles of pairs, of equal sizes.
         rows: of gate_up and down for each row separately. If it is not None, the pass uses them.
     """
 

@@ -130,7 +130,9 @@ def _down_rows_kernel(
         gdc_wait()
 
 
-def gate_up_rows(meta, x, linear: LoadedLinear, routes: Routes, out, gated: Gated, sizes: Experts, *, config, pdl=False):
+def gate_up_rows(
+    meta, x, linear: LoadedLinear, routes: Routes, out, gated: Gated, sizes: Experts, *, config, pdl=False
+):
     """Compute silu(gate) * up of the experts of each row.
 
     Args:
@@ -159,7 +161,9 @@ def gate_up_rows_ref(meta, x, linear: LoadedLinear, routes: Routes, out, gated: 
             out[row, columns] = (gate * gate.sigmoid() * up).to(out.dtype)
 
 
-def down_rows(meta, x, linear: LoadedLinear, routes: Routes, out, epilogue: AddResidual, sizes: Experts, *, config, pdl=False):
+def down_rows(
+    meta, x, linear: LoadedLinear, routes: Routes, out, epilogue: AddResidual, sizes: Experts, *, config, pdl=False
+):
     """Add the products of each row with its experts, times their weights, to the residual stream.
 
     Args:

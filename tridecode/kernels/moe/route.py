@@ -36,12 +36,14 @@ class RouteConfig:
         block_m: Rows of a program: 1, or a multiple of 16 for products on tensor cores.
         block_n: Experts of a program. If it is less than all, the last program of the rows chooses.
         block_k: Columns of a step.
+        stages: Steps in flight, with tensor cores.
     """
 
     block_m: int = 1
     block_n: int = 4
     block_k: int = 1024
     num_warps: int = 4
+    stages: int = 3
 
 
 @triton.jit
@@ -63,35 +65,41 @@ def _has_token(meta_ptr, chunks_ptr, offs_m, rows, DECODING: tl.constexpr, CHUNK
 @triton.jit
 def _choose(
     logits, has, offs_m, mask_m, ids_ptr, weights_ptr, E: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
-    NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Store the TOP_K experts of each row with the largest logits, and their weights. Ties take the lowest index.
 
-    The loop computes softmax as it goes. logits: fp32 [BLOCK_M, BLOCK_E]; columns from E on are ignored. A NaN becomes
-    the smallest logit, so that the indices are valid, and makes the weights of its row NaN.
+    One reduction finds both the largest logit and its index: a key is the logit, as an integer of the same order, then
+    the index from the end. logits: fp32 [rows, BLOCK_E]; columns from E on are ignored. A NaN becomes the smallest
+    logit, so that the indices are valid, and makes the weights of its row NaN.
     """
-    offs_e = tl.arange(0, BLOCK_E)[None, :]
-    broken = tl.max(((logits != logits) & (offs_e < E)).to(tl.int32), 1) > 0
-    left = tl.where(logits == logits, logits, -3e38)
-    left = tl.where(offs_e < E, tl.maximum(left, -3e38), -float("inf"))
-    top = tl.max(left, 1)
-    total = tl.sum(tl.where(offs_e < E, tl.exp(left - top[:, None]), 0.0), 1)
-    if NORMALIZE:
-        chosen = tl.zeros([BLOCK_M], tl.float32)
-        rest = left
-        for _ in tl.static_range(TOP_K):
-            best = tl.max(rest, 1)
-            index = tl.min(tl.where(rest == best[:, None], offs_e, BLOCK_E), 1)
-            chosen += tl.exp(best - top)
-            rest = tl.where(offs_e == index[:, None], -float("inf"), rest)
-        total = chosen
+    offs_e, offs_k = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    nan = (logits != logits) & (offs_e < E)
+    valid = tl.maximum(tl.where(nan, -3e38, logits), -3e38)
+    bits = valid.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    keys = tl.where(offs_e < E, (ordered << 32) | (BLOCK_E - 1 - offs_e).to(tl.int64), -(2**63))
+    ids = tl.zeros_like(offs_k + offs_m[:, None])
+    chosen = tl.full(ids.shape, -float("inf"), tl.float32)
     for i in tl.static_range(TOP_K):
-        best = tl.max(left, 1)
-        index = tl.min(tl.where(left == best[:, None], offs_e, BLOCK_E), 1)
-        weight = tl.where(broken, float("nan"), tl.exp(best - top) / total)
-        tl.store(ids_ptr + offs_m * USED + i, tl.where(has, index, -1), mask=mask_m)
-        tl.store(weights_ptr + offs_m * USED + i, tl.where(has, weight, 0.0), mask=mask_m)
-        left = tl.where(offs_e == index[:, None], -float("inf"), left)
+        best = tl.max(keys, 1)[:, None]
+        keys = tl.where(keys == best, -(2**63), keys)
+        high = (best >> 32).to(tl.int32)
+        logit = tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
+        ids = tl.where(offs_k == i, BLOCK_E - 1 - (best & (BLOCK_E - 1)).to(tl.int32), ids)
+        chosen = tl.where(offs_k == i, logit, chosen)
+    top = tl.max(chosen, 1)[:, None]
+    exponentials = tl.exp(chosen - top)
+    if NORMALIZE:
+        total = tl.sum(exponentials, 1)[:, None]
+    else:
+        total = tl.sum(tl.where(offs_e < E, tl.exp(valid - top), 0.0), 1)[:, None]
+    broken = tl.max(nan.to(tl.int32), 1)[:, None] > 0
+    weights = tl.where(broken, float("nan"), exponentials / total)
+    places = offs_m[:, None] * USED + offs_k
+    mask = mask_m[:, None] & (offs_k < TOP_K)
+    tl.store(ids_ptr + places, tl.where(has[:, None], ids, -1), mask=mask)
+    tl.store(weights_ptr + places, tl.where(has[:, None], weights, 0.0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_sumsq", "rows"])
@@ -100,7 +108,8 @@ def _route_kernel(
     stride_xm, stride_sumsq, n_sumsq, rows, E: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     SHARED: tl.constexpr, NORMALIZE: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
     DECODING: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_USED: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute the logits of BLOCK_M rows for BLOCK_N experts. The last program of the rows chooses their experts.
 
@@ -156,7 +165,7 @@ def _route_kernel(
         logits = tl.sum(acc, 1)[None, :]
     else:
         logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in range(0, K, BLOCK_K):
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             mask_k = k + offs_k < K
             x = tl.load(xs + (k + offs_k)[None, :], mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             mask = mask_k[:, None] & (offs_n < STORED)[None, :]
@@ -179,7 +188,7 @@ def _route_kernel(
         stored = mask_m
     else:
         stored = has
-    _choose(all_logits, has, offs_m, stored, ids_ptr, weights_ptr, E, TOP_K, USED, NORMALIZE, BLOCK_M, BLOCK_E)
+    _choose(all_logits, has, offs_m, stored, ids_ptr, weights_ptr, E, TOP_K, USED, NORMALIZE, BLOCK_E, BLOCK_USED)
     if SHARED:
         gate = tl.load(logits_ptr + offs_m.to(tl.int64) * STORED + E, mask=has, other=0.0, cache_modifier=".cg")
         tl.store(ids_ptr + offs_m * USED + TOP_K, tl.where(has, E, -1), mask=stored)
@@ -207,10 +216,12 @@ def route(
     _route_kernel[(programs, cdiv(rows, config.block_m))](
         routes.ids if meta is None else meta, routes.ids if chunks is None else chunks, x, router.experts,
         router.experts if router.shared is None else router.shared, *routes, counter, sumsq, eps, x.stride(0),
-        sumsq.stride(0), n_sumsq, rows, sizes.count, K, sizes.top_k, sizes.shared, sizes.normalize, normed is not None,
-        next_power_of_2(max(n_sumsq, 1)), 0 if meta is None else len(meta), chunks is not None, config.block_m,
-        config.block_n, config.block_k, next_power_of_2(sizes.count), programs, pdl, interpreted(),
-        **options(config.num_warps, pdl),
+        sumsq.stride(0), n_sumsq, rows, E=sizes.count, K=K, TOP_K=sizes.top_k, SHARED=sizes.shared,
+        NORMALIZE=sizes.normalize, NORMED=normed is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
+        DECODING=0 if meta is None else len(meta), CHUNKS=chunks is not None, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_E=next_power_of_2(sizes.count),
+        BLOCK_USED=next_power_of_2(sizes.top_k), STAGES=config.stages, PROGRAMS=programs, PDL=pdl,
+        DOT_FP32=interpreted(), **options(config.num_warps, pdl),
     )  # fmt: skip
 
 
@@ -247,6 +258,4 @@ def route_bytes(meta, chunks, x, router: Router, normed: Normed | None, routes: 
     return x.nbytes + router.experts.nbytes + shared + sum(each.nbytes for each in routes)
 
 
-ROUTE = Op(
-    route, route_ref, route_bytes, (_route_kernel,), outputs=("routes.logits", "routes.ids", "routes.weights")
-)
+ROUTE = Op(route, route_ref, route_bytes, (_route_kernel,), outputs=("routes.logits", "routes.ids", "routes.weights"))

@@ -71,15 +71,17 @@ def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int, *,
     """Sort the pairs of all rows by expert. Pairs of one expert keep their order. Without pairs, count is 0.
 
     Args:
-        meta: int32 [rows, META_WIDTH]: rows that do not run have no pairs. None: the ids of rows without a token are -1.
+        meta: int32 [rows, META_WIDTH]: rows that do not run have no pairs. None: rows without a token
+            have the ids -1.
         ids: int32 [rows, used experts].
         sorted_pairs: outputs.
         tile: maximum number of pairs of a tile.
     """
     pairs = ids.numel()
+    warps = 4 if pairs <= 1024 else 16
     _sort_pairs_kernel[(sizes.stored,)](
         ids if meta is None else meta, ids, *sorted_pairs, pairs, sizes.used, meta is not None, sizes.stored,
-        next_power_of_2(sizes.stored), tile, min(next_power_of_2(pairs), 1024), pdl, **options(4, pdl),
+        next_power_of_2(sizes.stored), tile, min(next_power_of_2(pairs), 4096), pdl, **options(warps, pdl),
     )  # fmt: skip
 
 
@@ -100,7 +102,9 @@ def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int
         first += count
     sorted_pairs.count.view(-1)[0] = len(tiles)
     if tiles:
-        sorted_pairs.tiles.view(-1, TILE_FIELDS)[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32, device=ids.device)
+        sorted_pairs.tiles.view(-1, TILE_FIELDS)[: len(tiles)] = torch.tensor(
+            tiles, dtype=torch.int32, device=ids.device
+        )
 
 
 def sort_pairs_bytes(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int) -> int:
