@@ -389,7 +389,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             numbers = (*shape, begin, end)
             valid = isinstance(dtype, str) and len(shape) <= _MAX_DIMENSIONS and begin <= end
-            valid = valid and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+            valid = valid and {*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63
         except (KeyError, TypeError, ValueError):
             valid = False
         if not valid:
@@ -454,6 +454,7 @@ def _check(
             f"{tensors[extra[0]].file}: tensor {shown(extra[0])}{more} does not belong to a {spec.family} model of "
             f"{size}; check config.json, or remove it from the file"
         )
+    gguf = path.is_file()
     for name, of in needed.items():
         info = tensors[name]
         stacked = name in slices and slices[name].stacked
@@ -467,7 +468,7 @@ def _check(
                 f"{info.file}: tensor {shown(name)} must have shape {list(of.shape)} by config.json, not "
                 f"{list(info.shape)}; check that both belong to the same model"
             )
-        if path.is_file():
+        if gguf:
             check_type(info, len(of.shape))
         elif info.dtype not in of.dtypes:
             fix = "check that config.json belongs to it"
