@@ -194,6 +194,8 @@ def random_weights(
             continue  # The code below copies this weight from the embedding.
         # 2 * num_layers linears add to the residual stream, so their weights are smaller.
         std = (target.shape[-1] * (2 * spec.num_layers if target.residual else 1)) ** -0.5
+        if name == "embed" and spec.has_experts and not spec.tie_word_embeddings:
+            std = 1.0  # The residual streams of the tokens of a prompt differ, so they choose different experts.
         if target.packed is not None and target.load_scheme is None:
             n, step = target.shape[0], max(2**24 // target.shape[1], 1)
             for first in range(0, n, step):

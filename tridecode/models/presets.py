@@ -65,9 +65,7 @@ def _hybrid(
         linear_num_value_heads=value_heads,
     )  # fmt: skip
     kind = "Qwen3_5Moe" if "num_experts" in more else "Qwen3_5"
-    return dict(
-        architectures=[f"{kind}ForConditionalGeneration"], text_config=text | more, tie_word_embeddings=tied
-    )
+    return dict(architectures=[f"{kind}ForConditionalGeneration"], text_config=text | more, tie_word_embeddings=tied)
 
 
 def _qwen3_moe(positions: int, theta: float) -> Fields:
