@@ -1,4 +1,4 @@
-"""MoE: a mixture of experts, gated feed-forwards of which a router chooses a few for each row."""
+"""MoE: a mixture of experts. A router chooses a few of these gated feed-forwards for each row."""
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -52,14 +52,15 @@ class MoE(Block):
 
     def stored_as(self, tensors: Container[str], prefix: str) -> "MoE":
         """Return the block that names the tensors of a checkpoint: one for each expert, or one for all experts."""
-        return replace(self, stacked=prefix + STACKED[0] in tensors)
+        stacked = prefix + STACKED[0] in tensors
+        return self if stacked == self.stacked else replace(self, stacked=stacked)
 
     def inner(self) -> tuple[Block, ...]:
         """Return the shared expert if it has another width than the experts."""
         return () if self.apart is None else (self.apart,)
 
     def linears(self) -> tuple[Linear, ...]:
-        """Return gate_up and down, whose rows are those of one expert after the other. A shared expert is the last."""
+        """Return gate_up and down. They contain the rows of one expert after the other; a shared expert is the last."""
         return self._linears
 
     @cached_property

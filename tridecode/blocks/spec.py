@@ -140,8 +140,9 @@ class ModelSpec:
 
     def stored_as(self, tensors: Container[str]) -> "ModelSpec":
         """Return the specification of the same model whose blocks name the tensors that a checkpoint has."""
-        layers = tuple(layer.stored_as(tensors, self.layer_prefix(i)) for i, layer in enumerate(self.layers))
-        return replace(self, layers=layers)
+        layers = [layer.stored_as(tensors, self.layer_prefix(i)) for i, layer in enumerate(self.layers)]
+        equal: dict[Layer, Layer] = {}  # Equal layers are one object, because blocks keep their declarations.
+        return replace(self, layers=tuple(equal.setdefault(layer, layer) for layer in layers))
 
     @property
     def num_layers(self) -> int:

@@ -74,11 +74,10 @@ def unique(refusal: Callable[[str], Exception]) -> Callable[[list[tuple[str, Any
     """Return an object_pairs_hook for JSON. It raises refusal(name) if an object has a name twice."""
 
     def hook(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        items: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in items:
-                raise refusal(name)
-            items[name] = value
+        items = dict(pairs)
+        if len(items) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise refusal(next(name for i, name in enumerate(names) if name in names[:i]))
         return items
 
     return hook
