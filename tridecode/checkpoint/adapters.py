@@ -105,7 +105,7 @@ def _modules(
         match = _MODULE.fullmatch(module)
         place = places.get((int(match[2]), match[3])) if match and match[1] in prefixes else None
         if place is None:
-            raise CheckpointError(f"{file}: {shown(module)} is not a linear of the model that adapters can change")
+            raise CheckpointError(f"{file}: {shown(module)} {_why_not(spec, match)}")
         if any(block.reordered and place.linear in block.linears() for block in spec.layers[place.layer].blocks):
             fix = "give the model as a Hugging Face checkpoint"
             raise CheckpointError(f"{file}: {shown(module)} has another order in a GGUF file; {fix}")
@@ -129,11 +129,22 @@ def _modules(
     return tensors_of
 
 
+def _why_not(spec: ModelSpec, match: re.Match[str] | None) -> str:
+    """Return why adapters cannot change a module. match: the match of its name with _MODULE."""
+    if match and int(match[2]) < spec.num_layers:
+        experts = (linear for linear in spec.layers[int(match[2])].linears() if linear.experts)
+        owners = {part.module.split(".")[0] for linear in experts for part in linear.parts}
+        if match[3].split(".")[0] in owners:
+            fix = "exclude it when training, or merge the adapter with peft's merge_and_unload"
+            return f"belongs to a mixture of experts, which adapters cannot change; {fix}"
+    return "is not a linear of the model that adapters can change"
+
+
 def _places(spec: ModelSpec) -> dict[tuple[int, str], _Place]:
-    """Return the part of a linear that each module of a layer is."""
+    """Return the part of a linear that each module of a layer is, without experts."""
     places = {}
     for index, layer in enumerate(spec.layers):
-        for linear in layer.linears():
+        for linear in (each for each in layer.linears() if not each.experts):
             start = 0
             for number, part in enumerate(linear.parts):
                 places[index, part.module] = _Place(index, linear, number, start, part.rows)
