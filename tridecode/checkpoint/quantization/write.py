@@ -84,7 +84,7 @@ def matrices(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     if tensor.ndim != 3:
         return {name: tensor}
     owner, _, kind = name.rpartition(".")
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
     for expert, matrix in enumerate(tensor):
         parts = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
         names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
@@ -113,7 +113,9 @@ def write(
     """
     values, tokenizer = (with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
     total, done = sum(file.stat().st_size for file in files), 0
-    shards, schemes, ignored, others = Shards(out), {}, [], []
+    shards, schemes = Shards(out), {}
+    ignored: list[str] = []
+    others: list[str] = []
     for file, names in files.items():
         with safe_open(file, framework="pt", device="cpu") as opened:
             stored_names = {*opened.keys()}
