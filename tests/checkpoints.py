@@ -274,7 +274,7 @@ def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, stacked=Fals
     model = model.to(dtype)
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=list(STOP_IDS))
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    # transformers writes a tensor for each expert, unless it is told to keep its own form.
+    # By default transformers writes a tensor for each expert. Its own form has one for all experts.
     size = total + 1 if shards == 1 else math.ceil(total / shards)
     model.save_pretrained(path, max_shard_size=size, save_original_format=not stacked)
     write_tokenizer(path)

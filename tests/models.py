@@ -8,6 +8,7 @@ import torch
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.shared_expert import SharedExpert
 from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.load import random_weights
 from tridecode.engine import Engine
@@ -44,7 +45,8 @@ def configs_of(spec: ModelSpec, weights, by_role: dict, attention) -> PassConfig
     """Return launch configs for a model. `by_role` maps the role of a linear, such as qkv, to its config."""
     kernels = {kernel.config: kernel for kernel in LINEAR_KERNELS}
     cases = linear_cases(spec, weights)
-    linears = {case: Choice(kernels[type(by_role[role])], by_role[role]) for role, case in cases.items()}
+    by_case = {case: by_role[role.removeprefix("shared_")] for role, case in cases.items()}
+    linears = {case: Choice(kernels[type(config)], config) for case, config in by_case.items()}
     blocks = [block for block in spec.blocks() if isinstance(block, Attention)]
     return PassConfigs(linears, {attention_case(b, weights.dtype, spec.fp8_kv): attention for b in blocks})
 
@@ -100,6 +102,9 @@ FAMILIES = {
         layer_types=("sliding_attention",) * 2,
     ),
     "experts": dict(family="qwen2_moe", experts=EXPERTS),
+    "wide shared expert": dict(
+        family="qwen2_moe", experts=EXPERTS | dict(shared=False, apart=SharedExpert(hidden=96, intermediate=112))
+    ),
 }
 # Overrides of tiny_config, for tests with and without experts.
 BOTH = {

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tridecode.checkpoint import load as checkpoint
 from tridecode.checkpoint.load import load_config, load_weights
+from tridecode.checkpoint.loader import Loader
 from tridecode.errors import CheckpointError
 
 BLOCKS = dict(linear_key_head_dim=128, linear_value_head_dim=128, linear_num_value_heads=4)
@@ -41,6 +42,22 @@ def test_both_forms_of_experts_give_the_same_weights(family, written):
     assert specs[0] != specs[1] and each.tensors().keys() == whole.tensors().keys()
     for name, tensor in each.tensors().items():
         assert torch.equal(tensor, whole.tensors()[name]), name
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["each", "stacked"])
+def test_experts_are_read_in_small_pieces(stacked, written, monkeypatch):
+    """The host stores no second copy of a tensor, which has gigabytes in a large model."""
+    read, sizes = Loader._fill, []
+
+    def fill(self, name, first, part):
+        sizes.append(part.nbytes)
+        return read(self, name, first, part)
+
+    monkeypatch.setattr(Loader, "_fill", fill)
+    path = written(FAMILY, stacked)
+    load_weights(path, load_config(path), "cpu", torch.bfloat16)
+    assert sum(sizes) == sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    assert max(sizes) <= 2**16
 
 
 def test_experts_follow_each_other(written):

@@ -80,8 +80,8 @@ def test_no_pattern_needs_exponential_time(pattern):
 
 
 NAMES = frozenset(("lm_head", "model.layers.1.mlp.gate", "conv1d"))
-WHERE = {
-    # module: the values of `where` with which NAMES contain it
+MATCHES = {
+    # module: the kinds of lists with which NAMES contain it
     "lm_head": {"whole", "end", "path", "inside"},
     "model.layers.1.mlp.gate": {"whole", "end", "path", "inside"},
     "model.layers.1.mlp.gate_proj": {"inside"},
@@ -92,13 +92,12 @@ WHERE = {
 }
 
 
-@pytest.mark.parametrize("where", ["whole", "end", "path", "inside"])
-def test_lists_of_names(where):
-    names = Names(NAMES, where)
-    assert [module for module in WHERE if names.match(module)] == [
-        name for name, kinds in WHERE.items() if where in kinds
-    ]
-    assert not Names(frozenset(), where).match("lm_head")
+@pytest.mark.parametrize("kind", ["whole", "end", "path", "inside"])
+def test_lists_of_names(kind):
+    names = Names(NAMES, kind)
+    expected = [module for module, kinds in MATCHES.items() if kind in kinds]
+    assert [module for module in MATCHES if names.match(module)] == expected
+    assert not Names(frozenset(), kind).match("lm_head")
 
 
 @pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "[", "(?=a)", r"(a)\1", "\\", "(?:.{1000})" * 500])

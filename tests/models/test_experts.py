@@ -130,7 +130,7 @@ def test_windows_agree_with_transformers(family, tmp_path):
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_stacked_tensors_agree_with_transformers(family, tmp_path):
-    """By default transformers writes a tensor for each expert. Other checkpoints have one tensor for all experts."""
+    """Compare the form of checkpoints that transformers does not write by default: one tensor for all experts."""
     path = write_tiny(tmp_path, family, stacked=True)
     check(path, lambda spec: all(not isinstance(ffn, MoE) or ffn.stacked for ffn in (each.ffn for each in spec.layers)))
 

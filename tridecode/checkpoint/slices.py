@@ -41,7 +41,7 @@ class TensorSlice(NamedTuple):
         """Yield (row in the checkpoint, row of the target, number of rows) of each run of rows that stay neighbors.
 
         Args:
-            first, count: the rows of the checkpoint to yield; by default all.
+            first, count: the rows of the checkpoint to yield. By default all rows.
         """
         end = self.shape[0] if count is None else first + count
         if not self.groups:

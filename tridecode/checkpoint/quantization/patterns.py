@@ -33,25 +33,25 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Names:
-    """Names in a list of modules. The time of a match does not depend on their number, unless `where` is "inside".
+    """Names in a list of modules. The time of a match does not depend on their number, unless `kind` is "inside".
 
     Args:
-        where: "whole": the name of the module is in the list. "end" and "path": a name in the list is at the end of the
+        kind: "whole": the name of the module is in the list. "end" and "path": a name in the list is at the end of the
             name of the module, or anywhere in it, with a dot or an end of the name before and after it. "inside": it is
             anywhere in it.
     """
 
     names: frozenset[str]
-    where: str
+    kind: str
 
     def match(self, name: str) -> bool:
         """Return whether the list contains the name of a module."""
-        if self.where == "whole":
+        if self.kind == "whole":
             return name in self.names
-        if self.where == "inside":
+        if self.kind == "inside":
             return any(each in name for each in self.names)
         parts = name.split(".")
-        ends = range(0 if self.where == "path" else len(parts) - 1, len(parts))
+        ends = range(0 if self.kind == "path" else len(parts) - 1, len(parts))
         return any(
             ".".join(parts[first : end + 1]) in self.names
             for end in ends
