@@ -147,8 +147,8 @@ class PassState(Protocol):
         """Return the adapters of a linear. None in a pass without adapters."""
         ...
 
-    def experts(self, block: "MoE") -> ExpertsConfig:
-        """Return the launch configs of a mixture of experts."""
+    def experts(self, block: "MoE", layer: LoadedLayer) -> ExpertsConfig:
+        """Return the launch configs of a mixture of experts in a layer."""
         ...
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
@@ -281,7 +281,7 @@ class Block:
 
     @property
     def reordered(self) -> bool:
-        """Whether rows or columns of the linears have another order than in a Hugging Face checkpoint."""
+        """Whether rows or columns have another order than in a Hugging Face checkpoint, which no part describes."""
         return False
 
     def stored_as(self, tensors: Container[str], prefix: str) -> "Block":

@@ -20,6 +20,7 @@ from .hub import resolve_adapter
 from .load import DTYPES, read_header
 from .loader import Loader
 from .peft import CONFIG, WEIGHTS, PeftConfig, module_names, read_peft_config
+from .slices import TensorSlice
 from .tensor_info import TensorInfo
 
 _MODULE = re.compile(r"(.*?)layers\.(\d{1,6})\.(.+)", re.ASCII)
@@ -43,6 +44,11 @@ class _Place:
     part: int
     start: int
     rows: int
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (row of the module, row of the linear, number of rows) of each run of rows that stay neighbors."""
+        shape, groups = (self.rows, self.linear.k), self.linear.parts[self.part].groups
+        return TensorSlice("", self.start, shape, groups=groups).runs()
 
 
 def adapter_rank(path: str | Path) -> int:
@@ -86,7 +92,8 @@ def load_adapter(name: str, path: str | Path, spec: ModelSpec, dtype: torch.dtyp
                 a, b = (loader.read(modules[module][1][matrix], 0, None).float() for matrix in "AB")
                 filled = matrices.a[place.part], matrices.b[place.start : place.start + place.rows]
                 filled[0][:own] = a
-                filled[1][:, :own] = b * (factor * linear.scale)
+                for row, target, count in place.runs():
+                    matrices.b[target : target + count, :own] = b[row : row + count] * (factor * linear.scale)
                 if not all(tensor.isfinite().all() for tensor in filled):
                     raise CheckpointError(f"{file}: {module} has NaN or infinite numbers; download the file again")
             linears[key] = matrices
