@@ -147,8 +147,8 @@ class PassState(Protocol):
         """Return the adapters of a linear. None in a pass without adapters."""
         ...
 
-    def experts(self, block: "MoE") -> ExpertsConfig:
-        """Return the launch configs of a mixture of experts."""
+    def experts(self, block: "MoE", layer: LoadedLayer) -> ExpertsConfig:
+        """Return the launch configs of a mixture of experts in a layer."""
         ...
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:

@@ -7,12 +7,12 @@ from functools import cached_property
 import torch
 
 from ..kernels.add_norm import ADD_NORM
+from ..kernels.linear.packed import Packed
 from ..kernels.linear.project import AddResidual, Gated, Normed
 from ..kernels.linear.weight import LoadedLinear
 from ..kernels.moe.add_experts import ADD_EXPERTS
 from ..kernels.moe.arguments import TILE_FIELDS, Experts, PairTiles, Router, Routes
-from ..kernels.moe.expert_rows import DOWN_ROWS, GATE_UP_ROWS
-from ..kernels.moe.expert_tiles import DOWN_TILES, GATE_UP_TILES
+from ..kernels.moe.config import OPS
 from ..kernels.moe.route import ROUTE
 from ..kernels.moe.sort_pairs import SORT_PAIRS
 from .block import Block, DecodeState, LoadedLayer, PassState, PromptResidual, PromptState, Residual, Run
@@ -88,6 +88,18 @@ class MoE(Block):
             *(linear for block in self.inner() for linear in block.linears()),
         )  # fmt: skip
 
+    def packed(self, layer: LoadedLayer) -> tuple[Packed | None, Packed | None]:
+        """Return the descriptions of the packed weights of gate_up and down in a layer, None for dense weights.
+
+        Raises:
+            ValueError: a scale belongs to rows of several experts.
+        """
+        gate_up, down = _linears(layer)
+        for name, linear, rows in (("gate_up", gate_up, 2 * self.intermediate), ("down", down, self.hidden)):
+            if linear.packed and rows % linear.packed.rows:
+                raise ValueError(f"blocks of {linear.packed.rows} rows do not divide the {rows} rows of {name}")
+        return gate_up.packed, down.packed
+
     def weights(self) -> tuple[Weight, ...]:
         """Return the router, and the gate of the shared expert."""
         router = Weight("router", "mlp.gate.weight", (self.experts, self.hidden))
@@ -119,7 +131,7 @@ class MoE(Block):
 
     def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
         """List the router, gate_up with the activation, and down. With several rows, sort the pairs first."""
-        own, sizes, configs = state.buffers(self), self.sizes, state.experts(self)
+        own, sizes, configs = state.buffers(self), self.sizes, state.experts(self, layer)
         assert residual.next_norm is not None
         normed = Normed(residual.sumsq, residual.partials, self.eps)
         epilogue = AddResidual(residual.next_norm, residual.normed, residual.sumsq)
@@ -128,12 +140,12 @@ class MoE(Block):
         if configs.rows is not None:
             gated, (up_config, down_config) = Gated(*normed), configs.rows
             run(
-                "experts_gate_up", GATE_UP_ROWS, meta, residual.normed, gate_up, routes, own["experts_act"], gated,
+                "experts_gate_up", OPS[type(up_config)][0], meta, residual.normed, gate_up, routes, own["experts_act"], gated,
                 sizes, config=up_config,
             )  # fmt: skip
             self._shared(run, state, layer, residual)
             run(
-                "experts_down", DOWN_ROWS, meta, own["experts_act"], down, routes, residual.hidden, epilogue, sizes,
+                "experts_down", OPS[type(down_config)][1], meta, own["experts_act"], down, routes, residual.hidden, epilogue, sizes,
                 config=down_config,
             )  # fmt: skip
             return residual._replace(partials=down_config.programs(self.hidden))
@@ -173,7 +185,7 @@ class MoE(Block):
         router = Router(layer.weights["router"], layer.weights["shared_gate"] if self.shared else None)
         run(
             "route", ROUTE, meta, chunks, x, router, normed, routes, own["route_counter"], self.sizes,
-            config=state.experts(self).route,
+            config=state.experts(self, layer).route,
         )  # fmt: skip
         return routes
 
@@ -182,16 +194,16 @@ class MoE(Block):
         meta: torch.Tensor | None,
     ) -> None:  # fmt: skip
         """List the order of the pairs and their products, which are written to experts_out."""
-        own, sizes, configs = state.buffers(self), self.sizes, state.experts(self)
+        own, sizes, configs = state.buffers(self), self.sizes, state.experts(self, layer)
         tiles, (gate_up, down) = PairTiles(own["pairs"], own["pair_tiles"], own["tile_count"]), _linears(layer)
         up_config, down_config = configs.tiles
         run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes, up_config.tile)
         run(
-            "experts_gate_up", GATE_UP_TILES, x, gate_up, tiles, routes, own["experts_act"], normed, sizes,
+            "experts_gate_up", OPS[type(up_config)][0], x, gate_up, tiles, routes, own["experts_act"], normed, sizes,
             config=up_config,
         )  # fmt: skip
         run(
-            "experts_down", DOWN_TILES, own["experts_act"], down, tiles, routes, own["experts_out"], sizes,
+            "experts_down", OPS[type(down_config)][1], own["experts_act"], down, tiles, routes, own["experts_out"], sizes,
             config=down_config,
         )  # fmt: skip
 

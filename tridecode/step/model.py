@@ -177,10 +177,10 @@ class DecodeModel:
         config = shrink_config(layer.linears[name].in_features, self.rows, self.fixed_chunk > 0)
         return AdaptedLinear(self.pool.linear(layer.index, name, self.rows, False, config.split), config)
 
-    def experts(self, block: MoE) -> ExpertsConfig:
-        """Return the launch configs of a mixture of experts."""
-        size = self.weights.dtype.itemsize
-        return experts_config(block.sizes, self.rows, self.gpu, self.fixed_chunk > 0, itemsize=size)
+    def experts(self, block: MoE, layer: LoadedLayer) -> ExpertsConfig:
+        """Return the launch configs of a mixture of experts in a layer."""
+        size, packed = self.weights.dtype.itemsize, block.packed(layer)
+        return experts_config(block.sizes, self.rows, self.gpu, self.fixed_chunk > 0, itemsize=size, packed=packed)
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
         """Return K and V of a layer."""
@@ -389,11 +389,11 @@ class PromptState:
         config = shrink_config(layer.linears[name].in_features, rows, self.model.fixed_chunk > 0, prompt=True)
         return AdaptedLinear(self.model.pool.linear(layer.index, name, rows, True, config.split), config)
 
-    def experts(self, block: MoE) -> ExpertsConfig:
-        """Return the launch configs of a mixture of experts."""
+    def experts(self, block: MoE, layer: LoadedLayer) -> ExpertsConfig:
+        """Return the launch configs of a mixture of experts in a layer."""
         model, rows = self.model, len(self.own.hidden)
-        size = model.weights.dtype.itemsize
-        return experts_config(block.sizes, rows, model.gpu, model.fixed_chunk > 0, prompt=True, itemsize=size)
+        size, packed = model.weights.dtype.itemsize, block.packed(layer)
+        return experts_config(block.sizes, rows, model.gpu, model.fixed_chunk > 0, True, size, packed)
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
         """Return K and V of a layer."""

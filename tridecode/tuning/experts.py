@@ -4,8 +4,10 @@ from dataclasses import replace
 from functools import cache
 
 from ..kernels.device import Device
+from ..kernels.linear.packed import Packed
 from ..kernels.moe.arguments import Experts
-from ..kernels.moe.config import ExpertsConfig
+from ..kernels.moe.config import AnyRows, AnyTiles, ExpertsConfig
+from ..kernels.moe.expert_packed import PackedPromptConfig, PackedRowsConfig, PackedTilesConfig
 from ..kernels.moe.expert_rows import RowsConfig
 from ..kernels.moe.expert_tiles import TilesConfig
 from ..kernels.moe.route import RouteConfig
@@ -17,14 +19,16 @@ FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs
 
 @cache
 def experts_config(
-    sizes: Experts, rows: int, gpu: Device, batch_invariant: bool, prompt: bool = False, itemsize: int = 2
-) -> ExpertsConfig:
+    sizes: Experts, rows: int, gpu: Device, batch_invariant: bool, prompt: bool = False, itemsize: int = 2,
+    packed: tuple[Packed | None, Packed | None] = (None, None),
+) -> ExpertsConfig:  # fmt: skip
     """Choose the launch configs for passes of `rows` rows. They were measured on an H100.
 
     Args:
         batch_invariant: the order of the sums of a row does not depend on the number of rows.
         prompt: whether the pass is a prompt pass.
         itemsize: bytes of an element of the weights.
+        packed: the descriptions of the packed weights of gate_up and down, None for dense weights.
     """
     programs = gpu.multiprocessors or PROGRAMS
     expected = 0 if batch_invariant else rows * sizes.top_k / sizes.count
@@ -38,13 +42,36 @@ def experts_config(
     else:
         gate_up = TilesConfig(128, 128, 64, 4, 8, 2 * programs, extra_m=32)
         down = TilesConfig(128, 64, 64, 4, 4, 2 * programs, extra_m=32)
-    tiles = fitted(gate_up, 2, gpu, itemsize), fitted(down, 1, gpu, itemsize)
+    tiles: tuple[AnyTiles, AnyTiles] = fitted(gate_up, 2, gpu, itemsize), fitted(down, 1, gpu, itemsize)
+    if any(packed):
+        tiles = _packed_tiles(packed, expected, prompt, programs, gpu, itemsize)
     if prompt and not batch_invariant:
         return ExpertsConfig(RouteConfig(16, 128 if rows >= 1024 else 16, 128, 4), tiles)
     configs = ExpertsConfig(RouteConfig(16, 16, 64, 4, stages=6), tiles)
     if batch_invariant or rows > MAX_ROWS:
         return configs
-    return configs._replace(route=RouteConfig(1, 4, 1024, 4), rows=(RowsConfig(2, 4), RowsConfig(2, 1)))
+    each = packed_rows(packed[0], True), packed_rows(packed[1], False)
+    return configs._replace(route=RouteConfig(1, 4, 1024, 4), rows=each)
+
+
+def packed_rows(packed: Packed | None, gate_up: bool) -> AnyRows:
+    """Choose the launch config of gate_up or down for one row. packed: its packed weight, or None."""
+    if packed is None:
+        return RowsConfig(2, 4 if gate_up else 1)
+    return PackedRowsConfig(32 if gate_up else 16, 8, 8)
+
+
+def _packed_tiles(
+    packed: tuple[Packed | None, Packed | None], expected: float, prompt: bool, programs: int, gpu: Device, itemsize: int
+) -> tuple[AnyTiles, AnyTiles]:
+    """Choose the launch configs of gate_up and down, at least one of which has packed weights."""
+    if prompt:
+        block_m = 16 if expected <= FEW else 32 if expected <= 2.5 * FEW else 64 if expected <= 8 * FEW else 128
+        own: AnyTiles = PackedPromptConfig(block_m, 128, 3, 8, programs)
+    else:
+        own = PackedTilesConfig(32, 4, 4, block_m=16, max_programs=4 * programs)
+    dense = TilesConfig(own.tile, 64, 64, 3, 4, 2 * programs)
+    return tuple(own if each else fitted(dense, 2 - i, gpu, itemsize) for i, each in enumerate(packed))
 
 
 def fitted(config: TilesConfig, weights: int, gpu: Device, itemsize: int) -> TilesConfig:

@@ -38,12 +38,12 @@ if CUDA:
     }
 SMALL = next(iter(SIZES))
 ROWS = {
-    "one warp": PackedRowsConfig(16, 1, 2),
+    "one warp, shared": PackedRowsConfig(16, 1, 2, max_programs=3),
     "two warps": PackedRowsConfig(32, 2, 64),
-    "four warps, rounded": PackedRowsConfig(16, 4, 1, rounds=True),
+    "four warps, rounded, shared": PackedRowsConfig(16, 4, 16, max_programs=5, rounds=True),
 }
 TILES = {
-    "tiles of 16": PackedTilesConfig(32, 2, 4, block_m=16, max_programs=3),
+    "tiles of 16": PackedTilesConfig(32, 2, 64, block_m=16, max_programs=3),
     "tiles of 8, rounded": PackedTilesConfig(16, 1, 1, rounds=True, block_m=8, max_programs=2),
     "prompt": PackedPromptConfig(16, 32, 2, 4, 3),
 }

@@ -5,9 +5,9 @@ loaded into the registers from which mma reads them, and the warps of a program 
 linear/matmul.py. For many rows, the programs multiply larger tiles, whose weights are scaled and rounded first.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
@@ -57,9 +57,10 @@ class PackedRowsConfig:
     """Launch config of a product of one row with the packed weights of its experts.
 
     Attributes:
-        block_n: Rows of the weight of a program, a multiple of 16. gate_up counts gate and up together.
+        block_n: Rows of the weight in a block, a multiple of 16. gate_up counts gate and up together.
         x_ahead: Parts of 32 columns of the activations that a warp prefetches.
         registers: Maximum number of registers of a thread; 0: no limit.
+        max_programs: Number of programs of gate_up that share the blocks; 0: one for each block.
         rounds: Scale integers and round them to bf16 before the product. Otherwise the scales multiply the sums of
             groups. Weights with minimums or groups of 16 columns are always rounded.
     """
@@ -68,10 +69,11 @@ class PackedRowsConfig:
     num_warps: int = 4
     x_ahead: int = 16
     registers: int = 0
+    max_programs: int = 0
     rounds: bool = False
 
     def programs(self, n: int) -> int:
-        """Return the number of programs for n rows of a weight. Each of down stores one partial sum of squares."""
+        """Return the number of blocks of n rows of a weight. Each of down stores one partial sum of squares."""
         return cdiv(n, self.block_n)
 
 
@@ -81,11 +83,11 @@ class PackedTilesConfig(PackedRowsConfig):
 
     Attributes:
         block_m: Maximum number of pairs of a tile, a multiple of 8.
-        max_programs: Number of programs, which share the tiles.
+        max_programs: Number of programs, which share the blocks of all tiles.
     """
 
-    block_m: int = 16
     max_programs: int = 132
+    block_m: int = 16
 
     @property
     def tile(self) -> int:
@@ -192,13 +194,70 @@ def _finish(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask_m[None, :] & (offs_n < T.N))
 
 
+# Pointers that select the pairs of a tile; see _expert_packed_kernel.
+Pairs = namedtuple("Pairs", "meta_ptr pairs_ptr tiles_ptr")
+# Activations and the partial sums of their squares.
+Inputs = namedtuple("Inputs", "x_ptr order_ptr sumsq_ptr stride_xm stride_sumsq n_sumsq eps")
+
+
+@triton.jit
+def _entry(P, tile, USED: tl.constexpr, SORTED: tl.constexpr):
+    """Return the expert of a tile of pairs, the place of its first pair, and the number of pairs."""
+    if SORTED:
+        entry = P.tiles_ptr + tile * _FIELDS
+        return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    else:
+        runs = tl.load(P.meta_ptr + tile // USED * META_WIDTH + STATUS) == RUN
+        return tl.where(runs, tl.load(P.tiles_ptr + tile), 0), tile, tl.where(runs, 1, 0)
+
+
+@triton.jit
+def _load_pairs(
+    T: tl.constexpr, P, X, first, count, USED: tl.constexpr, GATED: tl.constexpr, SORTED: tl.constexpr,
+    ORDERED: tl.constexpr, BLOCK_M: tl.constexpr, X_AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Return the pairs of a tile, [BLOCK_M], their activations, and the first X_AHEAD parts of these."""
+    line_m, warp_m = places(T.WARPS, BLOCK_M)
+    offs_m, offs_k = tl.arange(0, BLOCK_M), warp_m * T.STEP + tl.arange(0, STEP_COLUMNS)[None, :]
+    if SORTED:
+        pairs = tl.load(P.pairs_ptr + first + offs_m, mask=offs_m < count, other=0)
+        pairs_x = tl.load(P.pairs_ptr + first + tl.minimum(line_m, count - 1))
+    else:
+        pairs = first + offs_m * 0
+        pairs_x = first
+    rows_x = pairs_x // USED if GATED else pairs_x
+    xs = X.x_ptr + rows_x.to(tl.int64) * X.stride_xm + offs_k
+    x = ()
+    for i in tl.static_range(X_AHEAD):
+        x += (load_x(T, Activations(xs, X.order_ptr, offs_k, 0, 1), i, ORDERED),)
+    return pairs, xs, x
+
+
+@triton.jit
+def _norms(
+    X, pairs, count, K: tl.constexpr, USED: tl.constexpr, SORTED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Return 1 / root mean square of the rows of pairs, [1, BLOCK_M]."""
+    mask_m, rows = tl.arange(0, BLOCK_M) < count, pairs // USED
+    if not SORTED:  # There is one pair.
+        mask_m, rows = True, tl.max(rows, 0)
+        partials = load_partials(X.sumsq_ptr, rows, mask_m, X.stride_sumsq, X.n_sumsq, SUMSQ_BLOCK)
+        return norm_scale(tl.sum(partials, 0), K, X.eps) + tl.zeros([1, BLOCK_M], tl.float32)
+    else:
+        partials = load_partials(
+            X.sumsq_ptr, rows[:, None], mask_m[:, None], X.stride_sumsq, X.n_sumsq, SUMSQ_BLOCK
+        )  # fmt: skip
+        return norm_scale(tl.sum(partials, 1), K, X.eps)[None, :]
+
+
 @triton.jit(do_not_specialize=["n_sumsq"])
 def _expert_packed_kernel(
     meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, minimum_ptr, over_ptr, out_ptr, pairs_ptr, tiles_ptr,
     count_ptr, routes_ptr, sumsq_ptr, eps, stride_xm, stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr,
     USED: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, FORM: tl.constexpr,
     GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr,
-    OVER: tl.constexpr, ROUNDS: tl.constexpr, SORTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OVER: tl.constexpr, ROUNDS: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WARPS: tl.constexpr, X_AHEAD: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of pairs by the weights of their experts, and store the results by pair.
@@ -207,16 +266,18 @@ def _expert_packed_kernel(
     silu(gate) * up. Otherwise it is [N, K], there is a row for each pair, and the result is multiplied by the weight
     of the pair.
 
-    Grid: (PROGRAMS,). If SORTED, each program takes every PROGRAMS-th product of a tile of pairs and BLOCK_N rows of
-    the weight. Otherwise it takes one product of a pair and BLOCK_N rows. The kernel lets its successor start after its
-    own wait, so that the successor may read the ids before its wait.
+    Grid: (PROGRAMS,). The programs share the blocks of BLOCK_N rows of the weights of all tiles of pairs. The blocks of
+    a program follow each other. While it multiplies one block, it loads the next one into the same registers. If all
+    parts of the activations are in flight at once, they stay in registers for the blocks of a tile. The kernel lets its
+    successor start after its own wait, so that the successor may read the ids before its wait.
 
     Args:
-        meta_ptr: [rows, META_WIDTH] int32. Read only without SORTED.
+        meta_ptr: [rows, META_WIDTH] int32. Read only if TILES > 0.
         x_ptr: [rows, K] if GATED, else [pairs, K].
         weight_ptr and the following: the weights of all experts; see _matmul_kernel.
         out_ptr: [pairs, N] (output).
-        pairs_ptr, tiles_ptr, count_ptr: see PairTiles. Without SORTED, tiles_ptr is the experts of the pairs, int32.
+        pairs_ptr, tiles_ptr, count_ptr: see PairTiles. If TILES > 0, each of TILES pairs is a tile, and tiles_ptr
+            is the experts of the pairs, int32.
         routes_ptr: [pairs] fp32. Read only without GATED.
         sumsq_ptr: partial sums of squares of the rows. Read only if NORMED.
     """
@@ -228,73 +289,94 @@ def _expert_packed_kernel(
     )  # fmt: skip
     BLOCKS: tl.constexpr = (N + T.OUT_N - 1) // T.OUT_N
     ROWS: tl.constexpr = 2 * N if GATED else N
+    SORTED: tl.constexpr = TILES == 0
+    SHARED: tl.constexpr = SORTED or TILES * BLOCKS > PROGRAMS
+    CARRIED: tl.constexpr = X_AHEAD == T.X_TILES or not SHARED
+    FIRST: tl.constexpr = X_AHEAD if CARRIED else 0
+    PIECES: tl.constexpr = T.PIECES
+    LOADED: tl.constexpr = T.LOADED
+    ZERO_PARTS: tl.constexpr = T.ZERO_PARTS
     experts = Weight(weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr)
-    line_m, warp_m = places(WARPS, BLOCK_M)
-    offs_m = tl.arange(0, BLOCK_M)
+    P = Pairs(meta_ptr, pairs_ptr, tiles_ptr)
+    X = Inputs(x_ptr, order_ptr, sumsq_ptr, stride_xm, stride_sumsq, n_sumsq, eps)
+    _, warp_m = places(WARPS, BLOCK_M)
     offs_k = warp_m * T.STEP + tl.arange(0, STEP_COLUMNS)[None, :]
     pid = tl.program_id(0)
-    if not SORTED:
-        status = tl.load(meta_ptr + pid // (BLOCKS * USED) * META_WIDTH + STATUS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    total = tl.load(count_ptr) * BLOCKS if SORTED else TILES * BLOCKS
+    each = (total + PROGRAMS - 1) // PROGRAMS
+    begin, end = pid * each, tl.minimum(pid * each + each, total)
+    if begin >= end:
+        return
+    expert, first, count = _entry(P, begin // BLOCKS, USED, SORTED)
+    if not SORTED:
+        pairs, xs, first_x = _load_pairs(T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, FIRST)
+    weight = _of_expert(T, experts, expert, ROWS)
+    here, row_scales = block_of_rows(T, weight, begin % BLOCKS), 0.0
+    w, s, z = (), (), ()
+    for c in tl.static_range(T.CHUNKS):
+        tile = load_tile(T, here, c)
+        w, s, z = w + tile[0], s + tile[1], z + tile[2]
+    if T.ROW_SCALES:
+        row_scales = load_row_scales(T, weight, begin % BLOCKS)
     if SORTED:
-        items = tl.load(count_ptr) * BLOCKS
-    else:
-        items = tl.where(status == RUN, pid + 1, pid)
-    for item in range(pid, items, PROGRAMS):
-        block = item % BLOCKS
-        if SORTED:
-            entry = tiles_ptr + item // BLOCKS * _FIELDS
-            expert, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-            mask_m = offs_m < count
-            pairs = tl.load(pairs_ptr + first + offs_m, mask=mask_m, other=0)
-            pairs_x = tl.load(pairs_ptr + first + tl.minimum(line_m, count - 1))
-        else:
-            expert = tl.load(tiles_ptr + item // BLOCKS)
-            mask_m = offs_m < 1
-            pairs = item // BLOCKS + tl.zeros_like(offs_m)
-            pairs_x = item // BLOCKS
-        rows_x = pairs_x // USED if GATED else pairs_x
-        xs = x_ptr + rows_x.to(tl.int64) * stride_xm + offs_k
-        activations = Activations(xs, order_ptr, offs_k, 0, 1)
-        x, norm = (), 1.0
-        if not SORTED:
+        pairs, xs, first_x = _load_pairs(T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, FIRST)
+    norm = tl.zeros([1, BLOCK_M], tl.float32)
+    if NORMED:
+        norm = _norms(X, pairs, count, K, USED, SORTED, SUMSQ_BLOCK, BLOCK_M)
+    expert_next = expert
+    if SHARED:
+        expert_next, _, _ = _entry(P, tl.minimum(begin + 1, end - 1) // BLOCKS, USED, SORTED)
+    for item in range(begin, end):
+        x, activations = first_x, Activations(xs, order_ptr, offs_k, 0, 1)
+        if not CARRIED:
+            x = ()
             for i in tl.static_range(X_AHEAD):
                 x += (load_x(T, activations, i, ORDERED),)
-        weight = _of_expert(T, experts, expert, ROWS)
-        here = block_of_rows(T, weight, block)
-        w, s, z = (), (), ()
-        for c in tl.static_range(T.CHUNKS):
-            tile = load_tile(T, here, c)
-            w, s, z = w + tile[0], s + tile[1], z + tile[2]
-        if T.ROW_SCALES:
-            row_scales = load_row_scales(T, weight, block)
-        if SORTED:
-            for i in tl.static_range(X_AHEAD):
-                x += (load_x(T, activations, i, ORDERED),)
-        if NORMED:
-            if SORTED:
-                rows_m = (pairs // USED)[:, None]
-                partials = load_partials(sumsq_ptr, rows_m, mask_m[:, None], stride_sumsq, n_sumsq, SUMSQ_BLOCK)
-                norm = norm_scale(tl.sum(partials, 1), K, eps)[None, :]
-            else:
-                partials = load_partials(sumsq_ptr, rows_x, True, stride_sumsq, n_sumsq, SUMSQ_BLOCK)
-                norm = norm_scale(tl.sum(partials, 0), K, eps)
+        following, row_scales_next, after = here, row_scales, tl.minimum(item + 1, end - 1)
+        if SHARED:
+            weight = _of_expert(T, experts, expert_next, ROWS)
+            following = block_of_rows(T, weight, after % BLOCKS)
+            if T.ROW_SCALES:
+                row_scales_next = load_row_scales(T, weight, after % BLOCKS)
+            expert_next, _, _ = _entry(P, tl.minimum(item + 2, end - 1) // BLOCKS, USED, SORTED)
+        tiles, scales, zeros = w, s, z
         acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
         for c in tl.static_range(T.CHUNKS):
             for part in tl.static_range(T.PARTS):
                 if c * T.PARTS + part + X_AHEAD < T.X_TILES:
                     x += (load_x(T, activations, c * T.PARTS + part + X_AHEAD, ORDERED),)
+            loaded = (
+                tiles[c * PIECES : (c + 1) * PIECES],
+                scales[c * LOADED : (c + 1) * LOADED],
+                zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
+            )
             acc = _add_tile(
-                T, acc, w[c * T.PIECES : (c + 1) * T.PIECES], s[c * T.LOADED : (c + 1) * T.LOADED],
-                z[c * T.ZERO_PARTS : (c + 1) * T.ZERO_PARTS], x[c * T.PARTS : (c + 1) * T.PARTS], 1.0, FORM, BLOCK_M,
-                False, DTYPE, TYPE, DOT_FP32,
+                T, acc, loaded[0], loaded[1], loaded[2], x[c * T.PARTS : (c + 1) * T.PARTS], 1.0, FORM, BLOCK_M, False,
+                DTYPE, TYPE, DOT_FP32,
             )  # fmt: skip
+            if SHARED:
+                if item + 1 < end:  # The branch keeps the compiler from moving loads of other tiles.
+                    loaded = load_tile(T, following, c)
+                tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
+        if SHARED:
+            w, s, z = tiles[T.CHUNKS * PIECES :], scales[T.CHUNKS * LOADED :], zeros[T.CHUNKS * ZERO_PARTS :]
         y = tl.sum(acc, 0) * factor(FORM, FORM == "e4m3")
         if T.ROW_SCALES:
             y *= row_scales.to(tl.float32)
-        _finish(T, y, pairs, mask_m, block, norm, routes_ptr, out_ptr, GATED, NORMED, BLOCK_M)
+        mask_m = tl.arange(0, BLOCK_M) < count
+        _finish(T, y, pairs, mask_m, item % BLOCKS, norm, routes_ptr, out_ptr, GATED, NORMED, BLOCK_M)
+        row_scales = row_scales_next
+        if SHARED:
+            if after // BLOCKS != item // BLOCKS:
+                _, first, count = _entry(P, after // BLOCKS, USED, SORTED)
+                pairs, xs, first_x = _load_pairs(
+                    T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, FIRST
+                )  # fmt: skip
+                if NORMED:
+                    norm = _norms(X, pairs, count, K, USED, SORTED, SUMSQ_BLOCK, BLOCK_M)
 
 
 @triton.jit
@@ -307,7 +389,7 @@ def _down_packed_kernel(
 ):  # fmt: skip
     """Add the weighted products of the experts of a row to the residual stream, and prepare the next norm.
 
-    The warps of a program share the tiles of the rows of all experts: the row of one expert follows that of another.
+    The warps of a program share the tiles of the rows of all experts.
 
     Grid: (cdiv(N, BLOCK_N), rows). A program computes BLOCK_N columns. It reads the ids before its wait: the kernel
     before it started it after they were written.
@@ -327,8 +409,7 @@ def _down_packed_kernel(
         N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, ROUNDS and FORM != "e4m3",
         False, BLOCK_N, WARPS, X_AHEAD, 1, 1,
     )  # fmt: skip
-    TILES: tl.constexpr = T.LENGTH // T.LINE  # Tiles of a row of one expert.
-    CHUNKS: tl.constexpr = (USED * TILES + WARPS - 1) // WARPS
+    CHUNKS: tl.constexpr = (USED * (T.LENGTH // T.LINE) + WARPS - 1) // WARPS
     pid, row = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -337,48 +418,18 @@ def _down_packed_kernel(
         offs_n, offs_m = pid * BLOCK_N + tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_M)[None, :]
         norm = tl.load(norm_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
         ids = ids_ptr + row * USED
+        experts = Weight(weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr)
         w, s, z, r = (), (), (), ()
         for c in tl.static_range(CHUNKS):
-            WHOLE: tl.constexpr = K % T.STEP == 0 and (c + 1) * WARPS <= USED * TILES
-            line_n, warp = places(WARPS, BLOCK_N)
-            tile, mask, rows = _rows_of_tiles(T, ids, c * WARPS + warp, pid * BLOCK_N + line_n, USED, TILES)
-            sums_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)[None, :, None]
-            sum_place = c * WARPS + tl.arange(0, WARPS)[:, None, None]
-            sum_tile, mask_sums, sum_rows = _rows_of_tiles(T, ids, sum_place, sums_n, USED, TILES)
-            scale_rows = rows if T.ROUNDS else sum_rows
-            here = Block(
-                weight_ptr + rows * T.LENGTH + tile * T.LINE + tl.arange(0, T.LINE // T.PIECES)[None, :],
-                scale_ptr + scale_rows // SCALE_ROWS * T.GROUPS,
-                zero_ptr + rows * T.GROUPS,
-                minimum_ptr + scale_rows * T.LOWS,
-                over_ptr + scale_rows * (T.OVERS * (1 + MINIMUMS)),
-                mask,
-                mask_sums,
-            )
-            for i in tl.static_range(T.PIECES):
-                piece = here.weights + i * (T.LINE // T.PIECES)
-                if WHOLE and not T.MASKED:
-                    w += (tl.load(piece, eviction_policy="evict_first"),)
-                else:
-                    w += (tl.load(piece, mask=mask, other=0, eviction_policy="evict_first"),)
-            if T.ROUNDS:
-                s += load_scales(T, here, tile * T.STEP, mask, WHOLE)
-            else:
-                s += load_scales(T, here, sum_tile * T.STEP, mask_sums, WHOLE)
-            for i in tl.static_range(T.ZERO_PARTS):
-                z += (load_group(T, here.zeros, tile * T.STEP + i * STEP_COLUMNS, mask, WHOLE, GROUP),)
-            exists = sum_place < USED * TILES
-            factors = tl.load(routes_ptr + row * USED + sum_place // TILES, mask=exists, other=0.0)
-            if T.ROW_SCALES:
-                factors = factors * tl.load(scale_ptr + sum_rows // SCALE_ROWS, mask=mask_sums, other=0.0).to(tl.float32)
-            r += (factors,)
+            loaded = _load_tiles(T, experts, ids, routes_ptr + row * USED, c, pid * BLOCK_N, USED)
+            w, s, z, r = w + loaded[0], s + loaded[1], z + loaded[2], r + loaded[3]
         if PDL:
             gdc_wait()
         _, warp_m = places(WARPS, BLOCK_M)
         xs = x_ptr + row * stride_xm
         x = ()
         for i in tl.static_range(X_AHEAD):
-            x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, i, USED, TILES, ORDERED),)
+            x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, i, USED, ORDERED),)
         mask = (offs_n < N) & (offs_m < 1)
         out_ptrs = out_ptr + row * stride_om + offs_n + offs_m * 0
         y = tl.load(out_ptrs, mask=mask, other=0.0)
@@ -386,8 +437,7 @@ def _down_packed_kernel(
         for c in tl.static_range(CHUNKS):
             for part in tl.static_range(T.PARTS):
                 if c * T.PARTS + part + X_AHEAD < CHUNKS * T.PARTS:
-                    i: tl.constexpr = c * T.PARTS + part + X_AHEAD
-                    x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, i, USED, TILES, ORDERED),)
+                    x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, c * T.PARTS + part + X_AHEAD, USED, ORDERED),)
             acc = _add_tile(
                 T, acc, w[c * T.PIECES : (c + 1) * T.PIECES], s[c * T.LOADED : (c + 1) * T.LOADED],
                 z[c * T.ZERO_PARTS : (c + 1) * T.ZERO_PARTS], x[c * T.PARTS : (c + 1) * T.PARTS], r[c], FORM, BLOCK_M,
@@ -402,37 +452,97 @@ def _down_packed_kernel(
         gdc_wait()
 
 
+@triton.constexpr_function
+def _whole(k, step, tiles, warps, used, c):
+    """Return whether tile c of every warp exists and has no column beyond k; see `_place`."""
+    chunks = -(-used * tiles // warps)
+    exist = warps * (chunks // tiles) <= used if chunks % tiles == 0 else (c + 1) * warps <= used * tiles
+    return exist and k % step == 0
+
+
 @triton.jit
-def _rows_of_tiles(T: tl.constexpr, ids, place, offs_n, USED: tl.constexpr, TILES: tl.constexpr):
-    """Return the tile within the row of an expert, whether it exists, and the number of the row among all experts.
+def _place(T: tl.constexpr, c: tl.constexpr, warp, USED: tl.constexpr):
+    """Return the expert of the row of which a warp takes tile c, and the number of the tile in the expert's row.
+
+    If the numbers allow, a warp takes whole rows. Otherwise all warps share the tiles of each row.
+    """
+    TILES: tl.constexpr = T.LENGTH // T.LINE
+    CHUNKS: tl.constexpr = (USED * TILES + T.WARPS - 1) // T.WARPS
+    if CHUNKS % TILES == 0:
+        return warp * (CHUNKS // TILES) + c // TILES, c % TILES
+    else:
+        return (c * T.WARPS + warp) // TILES, (c * T.WARPS + warp) % TILES
+
+
+@triton.jit
+def _rows_of_experts(T: tl.constexpr, ids, place, offs_n, USED: tl.constexpr):
+    """Return the numbers of rows offs_n of an expert among the rows of all experts, and whether they exist.
 
     Args:
         ids: pointer to the ids of the USED experts.
-        place: the number of the tile, counted through the TILES tiles of each of the experts.
-        offs_n: rows of an expert.
+        place: number of the id.
     """
-    exists = place < USED * TILES
-    expert = tl.load(ids + place // TILES, mask=exists, other=0).to(tl.int64)
-    return place % TILES, exists & (offs_n < T.N), expert * T.N + offs_n
+    expert = tl.load(ids + place, mask=place < USED, other=0).to(tl.int64)
+    return expert * T.N + offs_n, (place < USED) & (offs_n < T.N)
+
+
+@triton.jit
+def _load_tiles(T: tl.constexpr, experts, ids, routes, c: tl.constexpr, first_n, USED: tl.constexpr):
+    """Load the warps' tiles c of rows of all experts of a row of the pass; see `load_tile`.
+
+    The result also has the factors of the products: the weights of the experts, times the scales of rows that have one.
+    """
+    WHOLE: tl.constexpr = _whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, c)
+    PIECE: tl.constexpr = T.LINE // T.PIECES
+    line_n, warp = places(T.WARPS, T.BLOCK_N)
+    place, tile = _place(T, c, warp, USED)
+    rows, mask = _rows_of_experts(T, ids, place, first_n + line_n, USED)
+    sum_place, sum_tile = _place(T, c, tl.arange(0, T.WARPS)[:, None, None], USED)
+    sum_rows, mask_sums = _rows_of_experts(T, ids, sum_place, first_n + tl.arange(0, T.BLOCK_N)[None, :, None], USED)
+    scale_tile, mask_scales, scale_rows = sum_tile, mask_sums, sum_rows
+    if T.ROUNDS:
+        scale_tile, mask_scales, scale_rows = tile, mask, rows
+    here = Block(
+        experts.weight_ptr + rows * T.LENGTH + tile * T.LINE + tl.arange(0, PIECE)[None, :],
+        experts.scale_ptr + scale_rows // T.SCALE_ROWS * T.GROUPS,
+        experts.zero_ptr + rows * T.GROUPS,
+        experts.minimum_ptr + scale_rows * T.LOWS,
+        experts.over_ptr + scale_rows * (T.OVERS * (1 + T.MINIMUMS)),
+        mask,
+        mask_sums,
+    )
+    words, zeros = (), ()
+    for i in tl.static_range(T.PIECES):
+        if WHOLE and not T.MASKED:
+            words += (tl.load(here.weights + i * PIECE, eviction_policy="evict_first"),)
+        else:
+            words += (tl.load(here.weights + i * PIECE, mask=mask, other=0, eviction_policy="evict_first"),)
+    scales = load_scales(T, here, scale_tile * T.STEP, mask_scales, WHOLE)
+    for i in tl.static_range(T.ZERO_PARTS):
+        zeros += (load_group(T, here.zeros, tile * T.STEP + i * STEP_COLUMNS, mask, WHOLE, T.GROUP),)
+    factors = tl.load(routes + sum_place, mask=sum_place < USED, other=0.0)
+    if T.ROW_SCALES:
+        row_scales = tl.load(experts.scale_ptr + sum_rows // T.SCALE_ROWS, mask=mask_sums, other=0.0)
+        factors = factors * row_scales.to(tl.float32)
+    return words, scales, zeros, (factors,)
 
 
 @triton.jit
 def _load_x_of_tiles(
-    T: tl.constexpr, xs, order_ptr, warp, i: tl.constexpr, USED: tl.constexpr, TILES: tl.constexpr,
-    ORDERED: tl.constexpr,
+    T: tl.constexpr, xs, order_ptr, warp, i: tl.constexpr, USED: tl.constexpr, ORDERED: tl.constexpr
 ):  # fmt: skip
-    """Load the activations for part i % PARTS of the warps' tiles i // PARTS, of a row that all experts of it share.
+    """Load the activations for part i % PARTS of the warps' tiles i // PARTS; see `_load_tiles`.
 
     Args:
         xs: pointer to the activations, [USED * K].
     """
-    place = i // T.PARTS * T.WARPS + warp
-    column = place % TILES * T.STEP + i % T.PARTS * STEP_COLUMNS + tl.arange(0, STEP_COLUMNS)[None, :]
-    WHOLE: tl.constexpr = T.K % T.STEP == 0 and (i // T.PARTS + 1) * T.WARPS <= USED * TILES
-    mask = (place < USED * TILES) & (column < T.K)
+    WHOLE: tl.constexpr = _whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, i // T.PARTS)
+    place, tile = _place(T, i // T.PARTS, warp, USED)
+    column = tl.arange(0, STEP_COLUMNS)[None, :] + (tile * T.STEP + i % T.PARTS * STEP_COLUMNS)
+    mask = (place < USED) & (column < T.K)
     if ORDERED:
         column = tl.load(order_ptr + column, mask=mask, other=0)
-    x_ptrs = xs + place // TILES * T.K + column
+    x_ptrs = xs + place * T.K + column
     if WHOLE:
         return tl.load(x_ptrs)
     else:
@@ -524,17 +634,19 @@ def _warp_parts(linear: LoadedLinear, k: int, num_warps: int) -> int:
     return cdiv(k, packed.tile * num_warps) * (packed.tile // STEP_COLUMNS.value)
 
 
-def _expert_packed(
-    meta, x, linear, pairs, tiles, count, routes, out, norm, gated, sizes, config, pdl, n, block_m, programs
-) -> None:
+def _expert_packed(meta, x, linear, tiles, routes, out, norm, gated, sizes, config, pdl, n, block_m, pairs) -> None:
     sumsq, n_sumsq, eps = norm or (out, 0, 0.0)
     k = linear.in_features
+    programs = config.max_programs
+    if pairs:
+        blocks = pairs * config.programs(2 * n if gated else n)
+        programs = min(programs or blocks, blocks)
     _expert_packed_kernel[(programs,)](
-        meta, x, **linear.arguments(out), out_ptr=out, pairs_ptr=pairs, tiles_ptr=tiles, count_ptr=count,
-        routes_ptr=routes.weights, sumsq_ptr=sumsq, eps=eps, stride_xm=x.stride(0) if gated else k,
-        stride_sumsq=sumsq.stride(0), n_sumsq=n_sumsq, N=n, USED=sizes.used, GATED=gated, NORMED=norm is not None,
-        SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)), ROUNDS=_rounds(linear, config), SORTED=block_m > 0,
-        BLOCK_M=block_m or _LINES, BLOCK_N=config.block_n, WARPS=config.num_warps,
+        meta, x, **linear.arguments(out), out_ptr=out, pairs_ptr=tiles.pairs, tiles_ptr=tiles.tiles,
+        count_ptr=tiles.count, routes_ptr=routes.weights, sumsq_ptr=sumsq, eps=eps,
+        stride_xm=x.stride(0) if gated else k, stride_sumsq=sumsq.stride(0), n_sumsq=n_sumsq, N=n, USED=sizes.used,
+        GATED=gated, NORMED=norm is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
+        ROUNDS=_rounds(linear, config), TILES=pairs, BLOCK_M=block_m, BLOCK_N=config.block_n, WARPS=config.num_warps,
         X_AHEAD=min(config.x_ahead, _warp_parts(linear, k, config.num_warps)), PROGRAMS=programs, PDL=pdl,
         DOT_FP32=interpreted(), **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
@@ -545,11 +657,10 @@ def gate_up_packed_rows(
     pdl=False,
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of each row, as `gate_up_rows`."""
-    n = sizes.intermediate
-    programs = len(x) * sizes.used * config.programs(2 * n)
+    tiles = PairTiles(routes.ids, routes.ids, routes.ids)
     _expert_packed(
-        meta, x, linear, routes.ids, routes.ids, routes.ids, routes, out, gated, True, sizes, config, pdl, n, 0,
-        programs,
+        meta, x, linear, tiles, routes, out, gated, True, sizes, config, pdl, sizes.intermediate, _LINES,
+        len(x) * sizes.used,
     )  # fmt: skip
 
 
@@ -579,8 +690,8 @@ def gate_up_packed_tiles(
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of each row, as `gate_up_tiles`, for a few rows."""
     _expert_packed(
-        routes.ids, x, linear, *tiles, routes, out, normed, True, sizes, config, pdl, sizes.intermediate,
-        config.block_m, config.max_programs,
+        routes.ids, x, linear, tiles, routes, out, normed, True, sizes, config, pdl, sizes.intermediate,
+        config.block_m, 0,
     )  # fmt: skip
 
 
@@ -590,8 +701,8 @@ def down_packed_tiles(
 ):  # fmt: skip
     """Multiply silu(gate) * up of each pair by its expert's weight and its own, as `down_tiles`, for a few rows."""
     _expert_packed(
-        routes.ids, x, linear, *tiles, routes, out, None, False, sizes, config, pdl, out.shape[1] // sizes.used,
-        config.block_m, config.max_programs,
+        routes.ids, x, linear, tiles, routes, out, None, False, sizes, config, pdl, out.shape[1] // sizes.used,
+        config.block_m, 0,
     )  # fmt: skip
 
 
