@@ -30,7 +30,7 @@ GATES = 7 * 96  # Parameters of the router and of the gate of the shared expert.
 
 
 def test_a_pass_reads_distinct_experts():
-    """The first layer has six experts, of which a row uses two, and a shared one. The second layer has an MLP."""
+    """The first layer has six experts and a shared one. A row uses two of the six. The second layer has an MLP."""
     engine = tiny_engine(dtype=torch.bfloat16, experts=EXPERTS, tie_word_embeddings=False)
     fixed = 2 * OTHERS + MLP + GATES + 96 + 331 * 96
     for rows, used in ((1, 2), (2, 6 * (1 - (2 / 3) ** 2)), (7, 6 * (1 - (2 / 3) ** 7))):
@@ -50,7 +50,7 @@ def test_flops_count_the_experts_of_a_token():
 
 
 def mixture(**build):
-    """Return an engine of four layers of 32 experts, of which a row uses four."""
+    """Return an engine of four layers of 32 experts. A row uses four experts."""
     attention = Attention(hidden=96, rope=RopeConfig(theta=1e4), heads=4, kv_heads=2, head_dim=64)
     spec = spec_of(*[Layer(attention, MoE(hidden=96, experts=32, top_k=4, intermediate=16))] * 4)
     return build_engine(spec, random_weights(spec, DEVICE, torch.float32), 256, graph="none", **build)
@@ -98,7 +98,9 @@ def test_drafts_are_priced_by_distinct_experts():
     """A pass of eight rows of a mixture costs several times as much as one row, so few drafts are worth verifying."""
     engine = mixture()
     costs, dense = engine.steps.costs_of("greedy", 1), typical_costs(1)
-    share = 4 * 4 * 3 * 96 * 16 * 4 / measure.bytes_read(engine.config, engine.model.weights, 1)  # of four experts
+    share = (
+        4 * 4 * 3 * 96 * 16 * 4 / measure.bytes_read(engine.config, engine.model.weights, 1)
+    )  # share of four experts
     ratio = 32 * (1 - 0.875**8) / 4
     assert costs[1] == 1 and costs[8] == pytest.approx(dense[8] + share * (ratio - 1))
     assert tiny_engine().steps.costs_of("greedy", 1) == dense

@@ -51,16 +51,16 @@ def _prompt(model: DecodeModel, rows: int) -> list[Launch]:
 
 
 def _rows(prefix: str, passes: Mapping[int, Iterable[Launch]]) -> list[KernelRow]:
-    """Return the rows of passes by their size. Of sizes with equal configs, only the largest has a row."""
-    found: dict[tuple, list[KernelRow]] = {}
+    """Return the rows of passes by their size. Only the largest of several sizes with equal configs has a row."""
+    rows_of: dict[tuple, list[KernelRow]] = {}
     for size, launches in passes.items():
         for row in (_row(prefix, size, launch) for launch in launches if _has_config(launch)):
-            same = found.setdefault(row[:4], [])
+            same = rows_of.setdefault(row[:4], [])
             if same and (same[-1].kernel, same[-1].config) == (row.kernel, row.config):
                 same.pop()
             if row not in same:  # Layers repeat.
                 same.append(row)
-    return [row for rows in found.values() for row in rows]
+    return [row for rows in rows_of.values() for row in rows]
 
 
 def _has_config(launch: Launch) -> bool:
@@ -69,7 +69,7 @@ def _has_config(launch: Launch) -> bool:
 
 
 def _row(prefix: str, size: int, launch: Launch) -> KernelRow:
-    """Return the row of a launch. n and k are those of the router, or of the weight of one expert."""
+    """Return the row of a launch. n and k are the sizes of the router, or of the weight of one expert."""
     sizes = next(arg for arg in launch.args if isinstance(arg, Experts))
     config, kernel = asdict(launch.options["config"]), launch.op.launch.__name__
     for arg in launch.args:

@@ -119,9 +119,9 @@ def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
 def expert_facts(spec: ModelSpec, dtype: torch.dtype, packs: bool) -> dict | None:
     """Return the sizes of the mixtures of experts, or None for a model without experts.
 
-    `of_token` is the number of experts that a token uses, of `experts`, both with a shared one, which `shared` counts.
-    `active_parameters` are those that a token uses. `bytes` are those of all experts on the device, and
-    `bytes_of_pass` those of all weights that a pass of one row reads.
+    A token uses `of_token` of `experts`. Both numbers include the `shared` ones, and so do the `active_parameters`.
+    `bytes` is the size of all experts on the device, and `bytes_of_pass` the size of all weights that a pass of one row
+    reads.
     """
     linears = [linear for linear in spec.linears() if linear.experts]
     if not linears:

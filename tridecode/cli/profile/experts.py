@@ -191,12 +191,12 @@ def show(report: dict, name: str, output: Output) -> None:
     headers = [
         "layer",
         "experts",
-        "of a token",
+        "used by a token",
         "never chosen",
         "busiest",
         "its share %",
         "times the mean",
-        "of a pass",
+        "experts of a pass",
     ]
     cells = [
         [
