@@ -101,9 +101,12 @@ FAMILIES = {
         sliding_window=24,
         layer_types=("sliding_attention",) * 2,
     ),
-    "experts": dict(family="qwen2_moe", experts=EXPERTS),
+    "experts": dict(family="qwen2_moe", qk_norm=False, qkv_bias=True, experts=EXPERTS),
     "wide shared expert": dict(
-        family="qwen2_moe", experts=EXPERTS | dict(shared=False, apart=SharedExpert(hidden=96, intermediate=112))
+        family="qwen2_moe",
+        qk_norm=False,
+        qkv_bias=True,
+        experts=EXPERTS | dict(shared=False, apart=SharedExpert(hidden=96, intermediate=112)),
     ),
 }
 # Overrides of tiny_config, for tests with and without experts.

@@ -359,6 +359,13 @@ def test_auto_drafts_only_for_models_that_are_large_enough(monkeypatch):
     assert plan_drafts(EngineOptions(speculate="ngram"), graphs, MIN_WEIGHT_BYTES - 1) == (NGRAM, None)
 
 
+def test_experts_that_a_row_does_not_use_do_not_count():
+    assert tiny_config().active_share == 1
+    spec = tiny_config(num_layers=1, experts=dict(experts=8, top_k=2, intermediate=48))
+    idle, others = 6 * 3 * 96 * 48, 96 * 512 + 256 * 96 + 331 * 96
+    assert spec.active_share == pytest.approx(1 - idle / (others + idle * 8 / 6))
+
+
 def test_an_engine_follows_its_plan(monkeypatch):
     """The bundled model is too small for auto. The memory of drafts is planned, also for the choice of auto."""
     options = dict(device=str(DEVICE), max_seq_len=64)

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from io import BufferedReader
@@ -76,8 +77,8 @@ def unique(refusal: Callable[[str], Exception]) -> Callable[[list[tuple[str, Any
     def hook(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         items = dict(pairs)
         if len(items) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise refusal(next(name for i, name in enumerate(names) if name in names[:i]))
+            counts = Counter(name for name, _ in pairs)
+            raise refusal(next(name for name, count in counts.items() if count > 1))
         return items
 
     return hook
