@@ -43,6 +43,8 @@ def experts_config(
         gate_up = TilesConfig(128, 128, 64, 4, 8, 2 * programs, extra_m=32)
         down = TilesConfig(128, 64, 64, 4, 4, 2 * programs, extra_m=32)
     tiles: tuple[AnyTiles, AnyTiles] = fitted(gate_up, 2, gpu, itemsize), fitted(down, 1, gpu, itemsize)
+    if batch_invariant and not gpu.capability:  # Products of torch on a CPU depend on their number of rows.
+        tiles = TilesConfig(1, 64, 128, 3, 4, programs), TilesConfig(1, 64, 128, 3, 4, programs)
     if any(packed):
         tiles = _packed_tiles(packed, expected, prompt, programs, gpu, itemsize)
     if prompt and not batch_invariant:
