@@ -140,13 +140,13 @@ class MoE(Block):
         if configs.rows is not None:
             gated, (up_config, down_config) = Gated(*normed), configs.rows
             run(
-                "experts_gate_up", OPS[type(up_config)][0], meta, residual.normed, gate_up, routes, own["experts_act"], gated,
-                sizes, config=up_config,
+                "experts_gate_up", OPS[type(up_config)][0], meta, residual.normed, gate_up, routes, own["experts_act"],
+                gated, sizes, config=up_config,
             )  # fmt: skip
             self._shared(run, state, layer, residual)
             run(
-                "experts_down", OPS[type(down_config)][1], meta, own["experts_act"], down, routes, residual.hidden, epilogue, sizes,
-                config=down_config,
+                "experts_down", OPS[type(down_config)][1], meta, own["experts_act"], down, routes, residual.hidden,
+                epilogue, sizes, config=down_config,
             )  # fmt: skip
             return residual._replace(partials=down_config.programs(self.hidden))
         self._experts(run, state, layer, residual.normed, normed, routes, meta)
@@ -203,8 +203,8 @@ class MoE(Block):
             config=up_config,
         )  # fmt: skip
         run(
-            "experts_down", OPS[type(down_config)][1], own["experts_act"], down, tiles, routes, own["experts_out"], sizes,
-            config=down_config,
+            "experts_down", OPS[type(down_config)][1], own["experts_act"], down, tiles, routes, own["experts_out"],
+            sizes, config=down_config,
         )  # fmt: skip
 
 

@@ -64,8 +64,9 @@ def packed_rows(packed: Packed | None, gate_up: bool) -> AnyRows:
 
 
 def _packed_tiles(
-    packed: tuple[Packed | None, Packed | None], expected: float, prompt: bool, programs: int, gpu: Device, itemsize: int
-) -> tuple[AnyTiles, AnyTiles]:
+    packed: tuple[Packed | None, Packed | None], expected: float, prompt: bool, programs: int, gpu: Device,
+    itemsize: int,
+) -> tuple[AnyTiles, AnyTiles]:  # fmt: skip
     """Choose the launch configs of gate_up and down, at least one of which has packed weights."""
     if prompt:
         block_m = 16 if expected <= FEW else 32 if expected <= 2.5 * FEW else 64 if expected <= 8 * FEW else 128
@@ -73,7 +74,8 @@ def _packed_tiles(
     else:
         own = PackedTilesConfig(32, 4, 4, block_m=16, max_programs=4 * programs)
     dense = TilesConfig(own.tile, 64, 64, 3, 4, 2 * programs)
-    return tuple(own if each else fitted(dense, 2 - i, gpu, itemsize) for i, each in enumerate(packed))
+    gate_up = own if packed[0] else fitted(dense, 2, gpu, itemsize)
+    return gate_up, own if packed[1] else fitted(dense, 1, gpu, itemsize)
 
 
 def fitted(config: TilesConfig, weights: int, gpu: Device, itemsize: int) -> TilesConfig:
