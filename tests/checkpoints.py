@@ -132,17 +132,128 @@ FAMILIES = {
         tie_word_embeddings=True,
         rope_parameters=_THETA | {"partial_rotary_factor": 0.5},
     ),
+    "qwen3-moe": dict(
+        architecture="Qwen3Moe",
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        intermediate_size=304,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        moe_intermediate_size=80,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        rope_parameters=_THETA | {"rope_theta": 1000000.0},
+    ),
+    "qwen3-moe-step": dict(
+        architecture="Qwen3Moe",
+        decoder_sparse_step=2,
+        intermediate_size=272,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=80,
+        moe_intermediate_size=112,
+        num_experts=5,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        rope_parameters=_THETA | {"rope_theta": 1000000.0},
+    ),
+    "qwen2-moe": dict(
+        architecture="Qwen2Moe",
+        hidden_size=256,
+        intermediate_size=304,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=80,
+        shared_expert_intermediate_size=208,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+        rope_parameters=_THETA | {"rope_theta": 1000000.0},
+    ),
+    "qwen2-moe-equal": dict(
+        architecture="Qwen2Moe",
+        hidden_size=256,
+        intermediate_size=304,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        moe_intermediate_size=96,
+        shared_expert_intermediate_size=96,
+        num_experts=4,
+        num_experts_per_tok=1,
+        norm_topk_prob=False,
+        rope_parameters=_THETA | {"rope_theta": 1000000.0},
+    ),
+    "qwen3.5-moe": dict(
+        architecture="Qwen3_5MoeText",
+        causal="Qwen3_5MoeForCausalLM",
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        moe_intermediate_size=80,
+        shared_expert_intermediate_size=80,
+        num_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=_THETA | {"partial_rotary_factor": 0.25},
+    ),
+    "qwen3-next": dict(
+        architecture="Qwen3Next",
+        num_hidden_layers=3,
+        intermediate_size=304,
+        mlp_only_layers=[1],
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        moe_intermediate_size=80,
+        shared_expert_intermediate_size=80,
+        num_experts=7,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        rope_parameters=_THETA | {"partial_rotary_factor": 0.25},
+    ),
+    "qwen3-next-wide": dict(
+        architecture="Qwen3Next",
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=80,
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=32,
+        linear_value_head_dim=64,
+        layer_types=["full_attention", "linear_attention"],
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=112,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+        rope_parameters=_THETA | {"partial_rotary_factor": 0.5},
+    ),
 }
 
 
-DENSE = [name for name in FAMILIES if not name.startswith("qwen3.5")]
+HYBRID = [name for name in FAMILIES if name.startswith(("qwen3.5", "qwen3-next"))]
+EXPERTS = [name for name in FAMILIES if "num_experts" in FAMILIES[name]]
+DENSE = [name for name in FAMILIES if name not in HYBRID + EXPERTS]
 
 
-def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides) -> Path:
+def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, stacked=False, **overrides) -> Path:
     """Write a tiny checkpoint of `family` (a key of FAMILIES) into directory `path`; returns the directory.
 
     `overrides` replace entries of config.json. With `shards` > 1 the tensors are split over at least that many files.
-    Skips the test where transformers is not installed.
+    With `stacked` the experts of a layer are one tensor, instead of one for each. Skips the test where transformers is
+    not installed.
     """
     import pytest
 
@@ -163,7 +274,9 @@ def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides)
     model = model.to(dtype)
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=list(STOP_IDS))
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.save_pretrained(path, max_shard_size=total + 1 if shards == 1 else math.ceil(total / shards))
+    # By default transformers writes a tensor for each expert. Its own form has one for all experts.
+    size = total + 1 if shards == 1 else math.ceil(total / shards)
+    model.save_pretrained(path, max_shard_size=size, save_original_format=not stacked)
     write_tokenizer(path)
     return path
 
@@ -178,7 +291,11 @@ def randomise(model, seed: int) -> None:
             parameter.copy_(noise * 0.15)
         elif parameter.ndim == 2:
             gain = 2.0 if name.startswith("lm_head") else 1.0
+            # The gaps between the logits of a router must be larger than the errors of fp32.
+            gain = 3.0 if name.endswith("mlp.gate.weight") else gain
             parameter.copy_(noise * (gain / math.sqrt(parameter.shape[1])))
+        elif ".experts." in name:  # [experts, rows, columns]
+            parameter.copy_(noise / math.sqrt(parameter.shape[2]))
         elif name.endswith("bias"):
             parameter.copy_(noise * 0.5)
         else:

@@ -2,13 +2,17 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_5_text": "qwen35"}
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_5_text": "qwen35",
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe",
+}  # fmt: skip
 NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -16,7 +20,9 @@ NAMES = {
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
-    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias", "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
 
 
@@ -33,7 +39,9 @@ def converted(name, x, config):
     if kind in ("llama", "mistral") and name.split(".")[-2] in ("q_proj", "k_proj"):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         return x.view(heads, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
-    if kind != "qwen3_5_text":
+    if name.endswith("shared_expert_gate.weight"):
+        return x.squeeze(0)
+    if not kind.startswith("qwen3_5"):
         return x
     if "linear_attn." in name:
         size, first = (
@@ -64,9 +72,28 @@ def stored_name(name, config):
         return f"blk.{layer}.{NAMES[inside]}"
     module, suffix = inside.rpartition(".")[::2]
     stored = NAMES[module]
-    if stored == "ffn_norm" and config["model_type"] == "qwen3_5_text":
+    if stored == "ffn_norm" and config["model_type"].startswith("qwen3_5"):
         stored = "post_attention_norm"
     return f"blk.{layer}.{stored}.{suffix}"
+
+
+def stacked(weights, fused=False):
+    """Return the tensors of a checkpoint in which one tensor stacks those of all experts, as `stored_name` names them.
+
+    fused: gate and up of an expert are one matrix.
+    """
+    experts, others = {}, {}
+    for name, x in weights.items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
+        if match:
+            experts.setdefault((int(match[1]), match[3]), {})[int(match[2])] = x
+        else:
+            others[name] = x
+    made = {key: torch.stack([x for _, x in sorted(own.items())]) for key, own in experts.items()}
+    if fused:
+        for layer in {layer for layer, _ in made}:
+            made[layer, "gate_up"] = torch.cat((made.pop((layer, "gate")), made.pop((layer, "up"))), 1)
+    return others, {f"blk.{layer}.ffn_{which}_exps.weight": x for (layer, which), x in made.items()}
 
 
 def rope_factors(config):
@@ -111,7 +138,14 @@ def add_sizes(writer, config, layers) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(layers)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_experts", config.get("num_local_experts")))
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if "shared_expert_intermediate_size" in config:
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -122,7 +156,7 @@ def add_sizes(writer, config, layers) -> None:
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope["rope_type"] == "llama3":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if config["model_type"] == "qwen3_5_text":
+    if config["model_type"].startswith("qwen3_5"):
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(config["linear_key_head_dim"])
         writer.add_ssm_group_count(config["linear_num_key_heads"])
@@ -131,7 +165,10 @@ def add_sizes(writer, config, layers) -> None:
         writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
 
 
-def write_gguf(source: Path, path: Path, type_name: str = "F32", mtp: bool = False, change=None, tensors=None) -> Path:
+def write_gguf(
+    source: Path, path: Path, type_name: str = "F32", mtp: bool = False, change=None, tensors=None,
+    fused: bool = False,
+) -> Path:  # fmt: skip
     """Write the checkpoint in directory `source` as a GGUF file; return its path.
 
     Args:
@@ -139,6 +176,7 @@ def write_gguf(source: Path, path: Path, type_name: str = "F32", mtp: bool = Fal
         mtp: add a block that predicts several tokens.
         change: change(writer) adds keys.
         tensors: values by name in the file; they replace those of the checkpoint.
+        fused: gate and up of an expert are one matrix.
     """
     gguf = pytest.importorskip("gguf")
     from safetensors.torch import load_file
@@ -156,7 +194,9 @@ def write_gguf(source: Path, path: Path, type_name: str = "F32", mtp: bool = Fal
         change(writer)
     kind = gguf.GGMLQuantizationType[type_name]
     columns = gguf.GGML_QUANT_SIZES[kind][0]
-    written = {stored_name(name, config): converted(name, x.float(), config) for name, x in weights.items()}
+    others, experts = stacked(weights, fused)
+    written = {stored_name(name, config): converted(name, x.float(), config) for name, x in others.items()}
+    written |= {name: x.float() for name, x in experts.items()}
     if config["rope_parameters"]["rope_type"] == "llama3":
         written["rope_freqs.weight"] = rope_factors(config)
     if mtp:
@@ -164,7 +204,7 @@ def write_gguf(source: Path, path: Path, type_name: str = "F32", mtp: bool = Fal
         written[f"blk.{layers}.attn_q.weight"] = torch.randn(64, 64)
     for name, x in (written | (tensors or {})).items():
         data = x.contiguous().numpy()
-        fits = x.ndim == 2 and x.shape[-1] % columns == 0 and "conv1d" not in name
+        fits = x.ndim in (2, 3) and "gate_inp" not in name and x.shape[-1] % columns == 0 and "conv1d" not in name
         own = kind if fits else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quants.quantize(data, own), raw_dtype=own)
     writer.write_header_to_file()

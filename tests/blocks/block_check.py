@@ -12,6 +12,7 @@ from tridecode.blocks.attention import Attention
 from tridecode.blocks.block import Block
 from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
+from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import rope_tables
 from tridecode.blocks.spec import NORM_NAMES, Layer, ModelSpec
 from tridecode.blocks.weights import Weights
@@ -108,6 +109,24 @@ def mlp_reference(block: MLP, w: dict[str, torch.Tensor], x: torch.Tensor) -> to
     return (silu(gate) * up) @ w["down"].T
 
 
+def moe_reference(block: MoE, w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    inner, stored = block.intermediate, block.experts + block.shared
+    gate_up = w["experts_gate_up"].view(stored, 2 * inner, block.hidden)
+    down = w["experts_down"].view(stored, block.hidden, inner)
+    weights, ids = (x @ w["router"].T).softmax(1).topk(block.top_k, 1)
+    if block.normalize:
+        weights = weights / weights.sum(1, keepdim=True)
+    if block.shared:
+        weights = torch.cat((weights, (x @ w["shared_gate"].T).sigmoid()), 1)
+        ids = torch.cat((ids, torch.full_like(ids[:, :1], block.experts)), 1)
+    gate, up = torch.einsum("tenk,tk->ten", gate_up[ids], x).chunk(2, 2)
+    out = torch.einsum("te,tenk,tek->tn", weights, down[ids], silu(gate) * up)
+    if block.apart is None:
+        return out
+    gate, up = (x @ w["shared_gate_up"].T).chunk(2, -1)
+    return out + (x @ w["shared_gate"].T).sigmoid() * ((silu(gate) * up) @ w["shared_down"].T)
+
+
 def delta_reference(block: GatedDelta, w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     tokens, keys, values = len(x), block.key_heads, block.value_heads
     mixed, z = (x @ w["in_proj"].T).split([block.sizes.channels, block.sizes.value_size], 1)
@@ -132,4 +151,5 @@ REFERENCES: dict[type, Reference] = {
     Attention: attention_reference,
     GatedDelta: delta_reference,
     MLP: mlp_reference,
+    MoE: moe_reference,
 }

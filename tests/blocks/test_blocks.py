@@ -6,7 +6,9 @@ from block_check import REFERENCES, check_block
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
+from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.shared_expert import SharedExpert
 from tridecode.blocks.spec import Layer
 
 COMMON = dict(hidden=96, rope=RopeConfig(theta=1e4))
@@ -30,6 +32,41 @@ def test_attention_agrees_with_its_reference(settings):
 def test_attention_and_mlp_agree_with_their_references():
     attention = Attention(**COMMON, heads=4, kv_heads=2, head_dim=64)
     check_block(Layer(attention, MLP(hidden=96, intermediate=160)), references=REFERENCES)
+
+
+EXPERTS = {
+    "weights with sum 1": dict(experts=6, top_k=2, intermediate=48),
+    "a shared expert": dict(experts=6, top_k=2, intermediate=48, normalize=False, shared=True),
+    "a wide shared expert": dict(
+        experts=6, top_k=2, intermediate=48, normalize=False, apart=SharedExpert(hidden=96, intermediate=112)
+    ),
+    "one expert a row, odd numbers": dict(experts=13, top_k=1, intermediate=40, normalize=False),
+    "every expert": dict(experts=4, top_k=4, intermediate=32),
+}
+
+
+@pytest.mark.parametrize("settings", EXPERTS.values(), ids=EXPERTS)
+def test_experts_agree_with_their_reference(settings):
+    attention = Attention(**COMMON, heads=4, kv_heads=2, head_dim=64)
+    check_block(Layer(attention, MoE(hidden=96, **settings)), references=REFERENCES)
+
+
+@pytest.mark.parametrize("last", ["experts", "mlp"])
+def test_layers_with_and_without_experts_agree_with_their_references(last):
+    attention, mlp = Attention(**COMMON, heads=4, kv_heads=2, head_dim=64), MLP(hidden=96, intermediate=160)
+    experts = [MoE(hidden=96, experts=count, top_k=3, intermediate=48) for count in (6, 9)]
+    layers = [Layer(attention, ffn) for ffn in (experts[0], mlp, experts[1])]
+    check_block(*(layers if last == "experts" else reversed(layers[:2])), references=REFERENCES)
+
+
+def test_gated_delta_and_experts_agree_with_their_references():
+    experts = MoE(hidden=96, experts=6, top_k=2, intermediate=48, shared=True)
+    delta = GatedDelta(hidden=96, key_heads=2, value_heads=4, key_dim=32, value_dim=16)
+    attention = Attention(**COMMON, heads=4, kv_heads=2, head_dim=64, gate=True)
+    check_block(
+        Layer(delta, experts), Layer(delta, experts), Layer(attention, experts), references=REFERENCES,
+        bf16_tolerance=6e-2,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("sigmoid", [False, True], ids=["swish", "sigmoid"])

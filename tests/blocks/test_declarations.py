@@ -12,7 +12,9 @@ from tridecode.blocks.attention import Attention
 from tridecode.blocks.declarations import Linear, Pages, Weight
 from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
+from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.shared_expert import SharedExpert
 from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.load import empty_weights
 from tridecode.checkpoint.quantization.quantize import rules
@@ -36,6 +38,13 @@ GATED = Attention(**COMMON, heads=2, kv_heads=1, head_dim=64, qk_norm=True, gate
 DELTA = GatedDelta(**COMMON, key_heads=2, value_heads=4, key_dim=32, value_dim=16)
 HYBRID = tuple(Layer(mixer, MLP(**COMMON, intermediate=160)) for mixer in (DELTA, DELTA, GATED, DELTA))
 SPECS |= {"tiny hybrid": ModelSpec("qwen3_5", 96, 331, 512, HYBRID, norm_offset=1.0)}
+EXPERTS = dict(**COMMON, experts=6, top_k=2, intermediate=48, shared=True)
+MIXTURE = (Layer(GATED, MoE(**EXPERTS)), HYBRID[2], Layer(DELTA, MoE(**EXPERTS)), Layer(DELTA, MoE(**EXPERTS)))
+SPECS |= {"tiny experts": ModelSpec("qwen3_5_moe", 96, 331, 512, MIXTURE, norm_offset=1.0)}
+STACKED = tuple(replace(layer, ffn=replace(layer.ffn, stacked=True)) for layer in (MIXTURE[0], MIXTURE[2]))
+SPECS |= {"tiny stacked experts": ModelSpec("qwen3_5_moe", 96, 331, 512, STACKED, norm_offset=1.0)}
+WIDE = MoE(**EXPERTS | dict(shared=False), apart=SharedExpert(**COMMON, intermediate=80))
+SPECS |= {"tiny wide shared expert": ModelSpec("qwen2_moe", 96, 331, 512, (Layer(GATED, WIDE),) * 2, norm_offset=1.0)}
 EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 FIELDS = dict(hidden=96, heads=4, kv_heads=2, head_dim=64)
 
@@ -75,9 +84,10 @@ def test_rows_of_a_linear_are_the_sum_of_its_parts(spec):
         assert linear.epilogue in ("normed", "gated", "residual")
     for layer in spec.layers:
         for block in layer.blocks:
-            assert [linear.epilogue for linear in block.linears()].count("residual") == 1
+            ends = [linear.epilogue for linear in block.linears()].count("residual")
+            assert ends == 1 + len(block.inner())
             for linear in block.linears():
-                stream = linear.n if linear.epilogue == "residual" else linear.k
+                stream = linear.n // (linear.experts or 1) if linear.epilogue == "residual" else linear.k
                 assert stream == block.hidden == spec.hidden_size
 
 
@@ -105,12 +115,21 @@ def test_tensor_slices_cover_every_tensor_once(spec):
 def test_linear_modules_are_the_matrices_without_the_embedding(spec):
     matrices = {name for name, of in tensor_slices(spec).items() if len(of.shape) == 2}
     # These linears are small, so they stay in bf16.
-    gates = {name for name in matrices if name.endswith(("in_proj_a.weight", "in_proj_b.weight"))}
-    assert {f"{module}.weight" for module in linear_modules(spec)} == matrices - gates - {spec.embed.tensor}
-    assert ("lm_head" in linear_modules(spec)) != spec.tie_word_embeddings
-    fewer = len(spec.recurrent)  # A recurrent layer has in_proj_qkv, in_proj_z and out_proj instead of q, k, v and o.
-    assert len(linear_modules(spec)) == 7 * spec.num_layers - fewer + (not spec.tie_word_embeddings)
-    assert len(gates) == 2 * fewer
+    small = ("in_proj_a", "in_proj_b", "in_proj_ba", "mlp.gate", "mlp.shared_expert_gate")
+    gates = {name for name in matrices if name.removesuffix(".weight").endswith(small)}
+    modules = linear_modules(spec)
+    stacked = {module for module in modules if module in matrices}  # Such a tensor is named as its module.
+    assert {f"{module}.weight" for module in modules - stacked} | stacked == matrices - gates - {spec.embed.tensor}
+    assert ("lm_head" in modules) != spec.tie_word_embeddings
+    # A recurrent layer has in_proj_qkv, in_proj_z and out_proj instead of q, k, v and o, or in_proj_qkvz and out_proj.
+    deltas = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDelta)]
+    attention = 4 * spec.num_layers - sum(1 + delta.grouped for delta in deltas)
+    mixtures = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoE)]
+    mlps = spec.num_layers - len(mixtures)
+    shared = sum(ffn.shared or ffn.apart is not None for ffn in mixtures)
+    experts = sum(2 if ffn.stacked else 3 * ffn.experts for ffn in mixtures) + 3 * shared
+    assert len(modules) == attention + 3 * mlps + experts + (not spec.tie_word_embeddings)
+    assert len(gates) == sum(2 - delta.grouped for delta in deltas) + len(mixtures) + shared
 
 
 @EVERY_SPEC
@@ -150,7 +169,8 @@ class Used(dict):
 def test_passes_use_all_declared_buffers_linears_and_weights(spec):
     """Passes cannot use other tensors, because a tensor exists only if it is declared."""
     weights = empty_weights(spec, "meta", torch.bfloat16)
-    model = make_model(spec, weights, 256, page=64)
+    # Passes of one or two rows use fewer buffers of experts.
+    model = make_model(spec, weights, 256, page=64, slots=4 if spec.has_experts else 1)
     decode = {block: Used(own) for block, own in model.workspace.blocks.items()}
     prompt = {block: Used(own) for block, own in model.prompt.blocks.items()}
     model.workspace.blocks.update(decode)
@@ -161,7 +181,8 @@ def test_passes_use_all_declared_buffers_linears_and_weights(spec):
     assert {name: roles[name] for name in declared_linears} == declared_linears
     for block, own in decode.items():
         assert own.names == {buffer.name for buffer in block.buffers()} == own.keys()
-    used = {id(arg) for launch in recorder.launches for arg in tensors_of(launch.args)}
+    args = [arg for launch in recorder.launches for arg in tensors_of(launch.args)]
+    used = {id(each) for arg in args for each in (arg, arg._base)}  # A launch may read a part of a tensor.
     missing = [name for name, tensor in weights.tensors().items() if id(tensor) not in used]
     assert missing == []
 

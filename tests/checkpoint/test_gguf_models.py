@@ -23,6 +23,9 @@ FAMILIES = {
     "qwen2": {},
     "mistral-full": {},
     "qwen3.5": INTERVAL,
+    "qwen3-moe": {},
+    "qwen2-moe": {},
+    "qwen3.5-moe": {},
     "qwen3.5-g3": dict(layer_types=["linear_attention", "linear_attention", "full_attention"]),
 }
 WIDE = dict(hidden_size=320, intermediate_size=512)  # Blocks of 32 numbers divide the rows.
@@ -221,3 +224,17 @@ def test_random_weights(name):
         for linear_name, linear in layer.linears.items():
             residual = 8 if linear_name in ("o_proj", "down") else 1
             assert abs(linear.matrix().std() * (residual * linear.in_features) ** 0.5 - 1) < 0.02
+
+
+def test_gate_and_up_of_an_expert_may_be_one_matrix(tmp_path):
+    source = write_tiny(tmp_path / "hf", "qwen3-moe")
+    file = write_gguf(source, tmp_path / "model.gguf", fused=True)
+    with Engine.load(source, device="cpu") as one, Engine.load(file, device="cpu") as other:
+        torch.testing.assert_close(other.score(PROMPT), one.score(PROMPT), rtol=1e-5, atol=1e-5)
+
+
+def test_tensor_of_too_many_experts_is_one_line(tmp_path):
+    source = write_tiny(tmp_path / "hf", "qwen3-moe")
+    many = {"blk.0.ffn_up_exps.weight": torch.zeros(2000, 1, 192)}
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up_exps\.weight.*cannot have the shape \[2000, 1, 192\]"):
+        load_config(write_gguf(source, tmp_path / "model.gguf", tensors=many))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoints import FAMILIES, write_tiny
+from checkpoints import EXPERTS, FAMILIES, HYBRID, write_tiny
 from models import CUDA, DEVICE
 from util import assert_close, relative_rms
 
@@ -72,7 +72,8 @@ def check_contract(path, rows=(1,), median=False, **options):
     """For each number in `rows`, score as many texts in one pass, and check the first, the middle and the last text.
 
     median: see `errors`. A gated delta net normalizes the output of each head. If this output is almost 0, one rounding
-        changes the whole distribution. With the small heads of tiny models, a few such tokens dominate the mean.
+        changes the whole distribution. With the small heads of tiny models, a few such tokens dominate the mean. The
+        same is true of tokens for which rounding makes a router choose other experts.
     options: fields of EngineOptions.
     """
     generator = torch.Generator().manual_seed(6)
@@ -112,7 +113,7 @@ def scores(path, texts, **options):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_no_worse_than_transformers_bf16(tiny, family):
-    check_contract(tiny(family), rows=(1, 8 if CUDA else 3), median=CUDA and family.startswith("qwen3.5"))
+    check_contract(tiny(family), rows=(1, 8 if CUDA else 3), median=CUDA and family in HYBRID + EXPERTS)
 
 
 @pytest.mark.skipif(not CUDA, reason="real widths run on a GPU only")

@@ -72,7 +72,7 @@ from gpus import GPUS
 
 MODULES = [import_module(module.name) for module in walk_packages(kernels.__path__, f"{kernels.__name__}.")]
 ROWS = (1, 8, 16, 64)  # Numbers of rows of the decode passes.
-LARGE_PRESETS = "qwen3-14b", "qwen3.5-9b", "qwen3.5-27b"
+LARGE_PRESETS = "qwen3-14b", "qwen3.5-9b", "qwen3.5-27b", *(name for name in PRESETS if name.endswith("a3b"))
 DENSE = [f"{preset}{suffix}" for preset in PRESETS if preset not in LARGE_PRESETS for suffix in ("", "_fp8", "_int4")]
 RINGS = [f"{preset}_{scheme}" for preset in ("qwen3-4b", "qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b")
          for scheme in ("fp8", "int8", "int4")]  # fmt: skip

@@ -1,6 +1,6 @@
 """Block: one part of a layer (a mixer or a feed-forward), and the interface between blocks and passes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -17,11 +17,13 @@ from ..kernels.linear.expand import EXPAND
 from ..kernels.linear.project import NAMES, AddResidual, Epilogue, LinearKernel, Plain
 from ..kernels.linear.shrink import SHRINK, ShrinkConfig
 from ..kernels.linear.weight import LoadedLinear
+from ..kernels.moe.config import ExpertsConfig
 from ..kernels.op import Op
 from .declarations import Buffer, Linear, Pages, Recurrent, Weight
 
 if TYPE_CHECKING:
     from .attention import Attention
+    from .moe import MoE
 
 Run = Callable[..., None]  # run(role, op, *arguments, **options) executes one launch of a list; see step/run.py.
 
@@ -143,6 +145,10 @@ class PassState(Protocol):
 
     def adapters(self, layer: LoadedLayer, name: str) -> AdaptedLinear | None:
         """Return the adapters of a linear. None in a pass without adapters."""
+        ...
+
+    def experts(self, block: "MoE", layer: LoadedLayer) -> ExpertsConfig:
+        """Return the launch configs of a mixture of experts in a layer."""
         ...
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
@@ -275,8 +281,12 @@ class Block:
 
     @property
     def reordered(self) -> bool:
-        """Whether rows or columns of the linears have another order than in a Hugging Face checkpoint."""
+        """Whether rows or columns have another order than in a Hugging Face checkpoint, which no part describes."""
         return False
+
+    def stored_as(self, tensors: Container[str], prefix: str) -> "Block":
+        """Return the block that names the tensors of a checkpoint, for blocks that are stored in several ways."""
+        return self
 
     def inner(self) -> tuple["Block", ...]:
         """Return the blocks that this block calls. It declares their linears, weights and states as its own."""

@@ -13,10 +13,21 @@ class Part:
     Args:
         module: name in the layer, without ".weight", for example "self_attn.q_proj".
         rows: number of rows.
+        stacked: number of matrices in the module's tensor, which is named as the module and has three dimensions; 0
+            for a tensor of two dimensions.
+        groups: the lengths of the runs of rows that alternate in the checkpoint. On the device, all runs of the first
+            length come first, then those of the second. Empty: the rows are in order.
     """
 
     module: str
     rows: int
+    stacked: int = 0
+    groups: tuple[int, ...] = ()
+
+    @property
+    def tensor(self) -> str:
+        """Name of the tensor in the layer."""
+        return self.module if self.stacked else f"{self.module}.weight"
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,10 @@ class Linear:
             (see kernels/linear/project.py).
         bias: every part has a bias. Only the epilogue normed allows one.
         scale: factor that the loader multiplies into weight and bias.
+        experts: number of experts whose weights follow each other in the rows; 0 if all rows are one weight. The ops
+            of kernels/moe multiply by the weights of experts, not `project`.
+        active: number of experts that a row uses.
+        always: number of experts that every row uses, such as a shared one. `experts` and `active` include them.
     """
 
     name: str
@@ -40,10 +55,18 @@ class Linear:
     epilogue: str
     bias: bool = False
     scale: float = 1.0
+    experts: int = 0
+    active: int = 0
+    always: int = 0
 
     def __post_init__(self) -> None:
         if self.bias and self.epilogue != "normed":
             raise ValueError(f"{self.name}: a linear with the epilogue {self.epilogue} has no bias")
+
+    def experts_of(self, rows: int) -> float:
+        """Return the expected number of distinct experts of `rows` rows, if all experts are equally likely."""
+        chosen, others = self.active - self.always, self.experts - self.always
+        return self.always + others * (1 - (1 - chosen / others) ** rows)
 
 
 @dataclass(frozen=True)
@@ -58,6 +81,7 @@ class Weight:
         offset: number that the loader adds. Zero-centered norms store their weight minus 1.
         dtype: "weights" (the dtype of the model's weights) or "float32".
         transposed: the first axis is contiguous in memory.
+        groups: as in Part.
     """
 
     name: str
@@ -67,6 +91,7 @@ class Weight:
     offset: float = 0.0
     dtype: str = "weights"
     transposed: bool = False
+    groups: tuple[int, ...] = ()
 
 
 def norm_weight(name: str, tensor: str, size: int, offset: float, scale: float = 1.0) -> Weight:

@@ -26,6 +26,8 @@ class GatedDelta(Block):
         width: positions that the convolution reads.
         sigmoid: the gate of the output is sigmoid(z) instead of silu(z).
         tiled: V heads that share a head of q and k are not adjacent: V head h uses head h % key_heads.
+        grouped: the checkpoint stores the rows of each head of q and k together: in_proj_qkvz contains its q, k, v and
+            z, in_proj_ba its b and a.
     """
 
     key_heads: int
@@ -35,10 +37,11 @@ class GatedDelta(Block):
     width: int = 4
     sigmoid: bool = False
     tiled: bool = False
+    grouped: bool = False
 
     @property
     def reordered(self) -> bool:
-        """Whether the V heads have another order than in a Hugging Face checkpoint."""
+        """Whether the rows have another order than in a Hugging Face checkpoint, which no part describes."""
         return self.tiled
 
     @property
@@ -50,7 +53,10 @@ class GatedDelta(Block):
     def linears(self) -> tuple[Linear, ...]:
         """Return in_proj, whose rows are q, k, v and z, and out_proj."""
         channels, size = self.sizes.channels, self.sizes.value_size
-        parts = Part("linear_attn.in_proj_qkv", channels), Part("linear_attn.in_proj_z", size)
+        parts: tuple[Part, ...] = Part("linear_attn.in_proj_qkv", channels), Part("linear_attn.in_proj_z", size)
+        if self.grouped:
+            groups = (self.key_dim, self.key_dim, size // self.key_heads, size // self.key_heads)
+            parts = (Part("linear_attn.in_proj_qkvz", channels + size, groups=groups),)
         return (
             Linear("in_proj", channels + size, self.hidden, parts, "normed"),
             Linear(
@@ -62,6 +68,13 @@ class GatedDelta(Block):
     def weights(self) -> tuple[Weight, ...]:
         """Return the convolution, the projections of the gates and their constants, and the norm of the output."""
         heads = self.value_heads
+        gates: tuple[Weight, ...] = (
+            Weight("b", "linear_attn.in_proj_b.weight", (heads, self.hidden)),
+            Weight("a", "linear_attn.in_proj_a.weight", (heads, self.hidden)),
+        )
+        if self.grouped:
+            groups = (heads // self.key_heads,) * 2
+            gates = (Weight("ba", "linear_attn.in_proj_ba.weight", (2 * heads, self.hidden), groups=groups),)
         return (
             Weight(
                 "conv",
@@ -69,8 +82,7 @@ class GatedDelta(Block):
                 (self.sizes.channels, 1, self.width),
                 transposed=True,
             ),  # fmt: skip
-            Weight("b", "linear_attn.in_proj_b.weight", (heads, self.hidden)),
-            Weight("a", "linear_attn.in_proj_a.weight", (heads, self.hidden)),
+            *gates,
             Weight("a_log", "linear_attn.A_log", (heads,), dtype="float32"),
             Weight("dt_bias", "linear_attn.dt_bias", (heads,), dtype="float32"),
             Weight("delta_norm", "linear_attn.norm.weight", (self.value_dim,), dtype="float32"),
@@ -136,4 +148,6 @@ class GatedDelta(Block):
 
 
 def _weights(layer: LoadedLayer) -> DeltaWeights:
-    return DeltaWeights(*(layer.weights[name] for name in ("conv", "b", "a", "a_log", "dt_bias", "delta_norm")))
+    own = layer.weights
+    b, a = own["ba"].chunk(2) if "ba" in own else (own["b"], own["a"])
+    return DeltaWeights(own["conv"], b, a, own["a_log"], own["dt_bias"], own["delta_norm"])

@@ -1,6 +1,7 @@
 """MLP: a gated feed-forward with SiLU."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..kernels.linear.project import Gated, Plain
 from ..kernels.silu_mul import SILU_MUL
@@ -18,15 +19,17 @@ class MLP(Block):
 
     norm: str = "post_attention_layernorm"
     intermediate: int
+    module: ClassVar[str] = "mlp"  # Prefix of the modules in the checkpoint.
+    role: ClassVar[str] = ""  # Prefix of the names of the linears.
 
     def linears(self) -> tuple[Linear, ...]:
         """Return gate_up, whose rows are gate and up, and down."""
-        inner = self.intermediate
-        halves = (Part("mlp.gate_proj", inner), Part("mlp.up_proj", inner))
+        inner, module, role = self.intermediate, self.module, self.role
+        halves = (Part(f"{module}.gate_proj", inner), Part(f"{module}.up_proj", inner))
         return (
-            Linear("gate_up", 2 * inner, self.hidden, halves, "gated"),
+            Linear(f"{role}gate_up", 2 * inner, self.hidden, halves, "gated"),
             Linear(
-                "down", self.hidden, inner, (Part("mlp.down_proj", self.hidden),), "residual",
+                f"{role}down", self.hidden, inner, (Part(f"{module}.down_proj", self.hidden),), "residual",
                 scale=self.residual_scale,
             ),
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """ModelSpec: the description of a model. A family creates it from config.json, and the rest of the engine reads it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,10 @@ class Layer:
     def recurrent(self) -> Recurrent | None:
         """Return the declaration of the layer's recurrent state, or None."""
         return next((state for state in self._states() if isinstance(state, Recurrent)), None)
+
+    def stored_as(self, tensors: Container[str], prefix: str) -> "Layer":
+        """Return the layer whose blocks name the tensors that a checkpoint has. prefix: the layer's prefix there."""
+        return Layer(*(block.stored_as(tensors, prefix) for block in self.blocks))
 
     def _states(self) -> "Iterator[Pages | Recurrent]":
         return (state for block in self.blocks for state in block.states())
@@ -128,6 +132,24 @@ class ModelSpec:
     def layer_prefix(self, index: int) -> str:
         """Return the prefix of the tensor names of a layer in the checkpoint."""
         return f"{self.prefix}layers.{index}."
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts."""
+        return any(linear.experts for block in self.blocks() for linear in block.linears())
+
+    @property
+    def active_share(self) -> float:
+        """Share of the linears' weights that a row uses: less than 1 if there are experts."""
+        linears = [*self.linears()]
+        idle = sum(each.n * each.k * (each.experts - each.active) // each.experts for each in linears if each.experts)
+        return 1 - idle / sum(each.n * each.k for each in linears)
+
+    def stored_as(self, tensors: Container[str]) -> "ModelSpec":
+        """Return the specification of the same model whose blocks name the tensors that a checkpoint has."""
+        layers = [layer.stored_as(tensors, self.layer_prefix(i)) for i, layer in enumerate(self.layers)]
+        equal: dict[Layer, Layer] = {}  # Equal layers are one object, because blocks keep their declarations.
+        return replace(self, layers=tuple(equal.setdefault(layer, layer) for layer in layers))
 
     @property
     def num_layers(self) -> int:

@@ -45,7 +45,7 @@ class Loader:
 
     def place(self, name: str, tensor_slice: TensorSlice) -> Iterator[int]:
         """Load one slice. Yield the bytes of each read."""
-        target, parts, start = self._plan[tensor_slice.target], self.places[tensor_slice.target], tensor_slice.start
+        target, parts = self._plan[tensor_slice.target], self.places[tensor_slice.target]
         if (scheme := tensor_slice.scheme) is not None:
             yield from self._place_quantized(name, tensor_slice, scheme, target, parts)
         elif target.load_scheme is not None:
@@ -53,17 +53,19 @@ class Loader:
             step = max(min(_NUMBERS, self._limit) // k, 1)
             for first in range(0, n, step):
                 read = self.read(name, first, min(step, n - first))
-                read_rows = read.to(parts["weight"].device)
-                quantize_into(parts, target, start + first, scaled(read_rows, tensor_slice.scale))
+                rows = scaled(read.to(parts["weight"].device), tensor_slice.scale)
+                for row, place, count in tensor_slice.runs(first, len(rows)):
+                    quantize_into(parts, target, place, rows[row - first : row - first + count])
                 yield read.nbytes
         else:
-            n, done, info, offset = tensor_slice.shape[0], 0, self._tensors[name], tensor_slice.offset
+            n, info, offset = tensor_slice.shape[0], self._tensors[name], tensor_slice.offset
             step = self._limit // (info.nbytes // n)
             if isinstance(info, GGUFInfo):
                 offset, step = offset - info.change.offset, min(step, _NUMBERS // (math.prod(info.shape) // n))
-            for place in parts["weight"][start : start + n].split(max(step, 1)):
-                yield self._load_unquantized(name, done, place, tensor_slice.scale, offset)
-                done += len(place)
+            for row, start, count in tensor_slice.runs():
+                for place in parts["weight"][start : start + count].split(max(step, 1)):
+                    yield self._load_unquantized(name, row, place, tensor_slice.scale, offset)
+                    row += len(place)
 
     def _place_quantized(
         self, name: str, tensor_slice: TensorSlice, scheme: Scheme, target: Target, parts: dict[str, torch.Tensor]
@@ -93,14 +95,16 @@ class Loader:
                 raise CheckpointError(f"{self._tensors[own].file}: {module[:-1]}: {error}") from None
             if tensor_slice.scale != 1:
                 weight = replace(weight, scale=weight.scale.float() * tensor_slice.scale)
-            start = tensor_slice.start + first
-            if target.packed is None:
-                place = parts["weight"][start : start + count]
-                for begin in range(0, count, inner := max(_NUMBERS // k // BLOCK * BLOCK, BLOCK)):
-                    place[begin : begin + inner] = weight.part(begin, min(begin + inner, count)).dequantize()
-            else:
+            if target.packed is not None:
                 self._check_order(name, tensor_slice, weight, parts)
-                target.packed.pack(parts, start, weight)
+            for row, start, length in tensor_slice.runs(first, count):
+                run = weight.part(row - first, row - first + length)
+                if target.packed is not None:
+                    target.packed.pack(parts, start, run)
+                    continue
+                place = parts["weight"][start : start + length]
+                for begin in range(0, length, inner := max(_NUMBERS // k // BLOCK * BLOCK, BLOCK)):
+                    place[begin : begin + inner] = run.part(begin, min(begin + inner, length)).dequantize()
 
     def _check_order(self, name: str, tensor_slice: TensorSlice, weight: QuantizedWeight, parts: dict) -> None:
         """Check that all parts of a linear have the same order of columns. Raises CheckpointError."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,14 +17,15 @@ from .quantization.scheme import Scheme, Stored
 FLOATS = ("F32", "F16", "BF16")
 
 
-@dataclass(frozen=True)
-class TensorSlice:
+class TensorSlice(NamedTuple):
     """Destination of a checkpoint tensor: rows `start` to `start + shape[0]` of the device tensor `target`.
 
     Args:
         scheme: the scheme of the weight in the checkpoint, or None.
         scale: factor that the loader multiplies in.
         offset: number that the loader adds before that.
+        stacked: number of matrices in the checkpoint tensor, which then has three dimensions; 0 for two dimensions.
+        groups: lengths of runs of rows, as in Part.
     """
 
     target: str
@@ -32,6 +34,28 @@ class TensorSlice:
     scheme: Scheme | None = None
     scale: float = 1.0
     offset: float = 0.0
+    stacked: int = 0
+    groups: tuple[int, ...] = ()
+
+    def runs(self, first: int = 0, count: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """Yield (row in the checkpoint, row of the target, number of rows) of each run of rows that stay neighbors.
+
+        Args:
+            first, count: the rows of the checkpoint to yield. By default all rows.
+        """
+        end = self.shape[0] if count is None else first + count
+        if not self.groups:
+            yield first, self.start + first, end - first
+            return
+        size = sum(self.groups)
+        number = self.shape[0] // size
+        for group in range(first // size, -(-end // size)):
+            row, target = group * size, self.start
+            for length in self.groups:
+                begin, stop = max(row, first), min(row + length, end)
+                if begin < stop:
+                    yield begin, target + group * length + begin - row, stop - begin
+                row, target = row + length, target + number * length
 
 
 @dataclass(frozen=True)
@@ -85,13 +109,17 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
     slices = {}
     for target, prefix, each in declared(spec):
         if isinstance(each, Weight):
-            slices[prefix + each.tensor] = TensorSlice(target, 0, each.shape, None, each.scale, each.offset)
+            slices[prefix + each.tensor] = TensorSlice(
+                target, 0, each.shape, None, each.scale, each.offset, groups=each.groups
+            )
             continue
         start = 0
         for part in each.parts:
             module, shape = prefix + part.module, (part.rows, each.k)
             scheme = spec.checkpoint_quantization.scheme(module) if spec.checkpoint_quantization else None
-            slices[f"{module}.weight"] = TensorSlice(f"{target}.weight", start, shape, scheme, each.scale)
+            slices[prefix + part.tensor] = TensorSlice(
+                f"{target}.weight", start, shape, scheme, each.scale, stacked=part.stacked, groups=part.groups
+            )
             if each.bias:
                 slices[f"{module}.bias"] = TensorSlice(f"{target}.bias", start, (part.rows,), scale=each.scale)
             start += part.rows
@@ -101,7 +129,8 @@ def tensor_slices(spec: ModelSpec) -> dict[str, TensorSlice]:
 def stored(name: str, tensor_slice: TensorSlice) -> dict[str, Stored]:
     """Return the checkpoint tensors that store a slice, by name. The largest comes first."""
     if tensor_slice.scheme is None:
-        return {name: Stored(tensor_slice.shape, FLOATS)}
+        shape, stacked = tensor_slice.shape, tensor_slice.stacked
+        return {name: Stored((stacked, shape[0] // stacked, shape[1]) if stacked else shape, FLOATS)}
     module = name.removesuffix("weight")
     return {module + suffix: tensor for suffix, tensor in tensor_slice.scheme.tensors(*tensor_slice.shape).items()}
 
@@ -131,7 +160,7 @@ def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dty
         elif packs and (scheme := tied_head_scheme(spec)):
             targets[f"{target}.weight"] = Target((each.n, each.k), scheme.packed(each.k, [0], _scale_dtype(scheme)))
         elif _load_scheme(spec, prefix + target):  # The LM head is a quantized copy of the embedding.
-            targets[f"{target}.weight"] = _loaded_target(spec, prefix + target, (each.n, each.k), [0], packs, residual)
+            targets[f"{target}.weight"] = _loaded_target(spec, prefix + target, (each.n, each.k), [], packs, residual)
         if each.bias:
             targets[f"{target}.bias"] = Target((each.n,))
     return targets
@@ -143,9 +172,9 @@ def _weight_target(
 ) -> Target:  # fmt: skip
     """Return the target of a weight whose slices are `names`."""
     own = [known[name] for name in names]
-    shape, schemes, starts = (linear.n, linear.k), {of.scheme for of in own}, [of.start for of in own]
+    shape, schemes = (linear.n, linear.k), {of.scheme for of in own}
     if schemes == {None}:
-        return _loaded_target(spec, names[0].removesuffix(".weight"), shape, starts, packs, residual)
+        return _loaded_target(spec, names[0].removesuffix(".weight"), shape, own, packs, residual)
     scheme = own[0].scheme
     if scheme is None or None in schemes or not packs:
         return Target(shape, residual=residual)
@@ -153,18 +182,23 @@ def _weight_target(
         return Target(shape, scheme.common({each for each in schemes if each}, linear.k), residual=residual)
     dtypes = {scale_dtype(name) for name in names} if scale_dtype else {_scale_dtype(scheme)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return Target(shape, scheme.packed(linear.k, starts, dtype), residual=residual)
+    return Target(shape, scheme.packed(linear.k, _starts(own), dtype), residual=residual)
+
+
+def _starts(slices: list[TensorSlice]) -> list[int]:
+    """Return the rows of the target at which runs of rows begin."""
+    return [start for of in slices for _, start, _ in of.runs()]
 
 
 def _loaded_target(
-    spec: ModelSpec, module: str, shape: tuple[int, int], starts: list[int], packs: bool, residual: bool
+    spec: ModelSpec, module: str, shape: tuple[int, int], slices: list[TensorSlice], packs: bool, residual: bool
 ) -> Target:
     """Return the target of a weight that is not quantized in the checkpoint; the loader may quantize it."""
     scheme = _load_scheme(spec, module)
     if scheme is None:
         return Target(shape, residual=residual)
     scheme = fitted(scheme, shape[1])
-    packed = scheme.packed(shape[1], starts, _scale_dtype(scheme)) if packs else None
+    packed = scheme.packed(shape[1], _starts(slices), _scale_dtype(scheme)) if packs else None
     return Target(shape, packed, scheme, residual)
 
 

@@ -29,6 +29,8 @@ def follow_files(spec: ModelSpec, tensors: "dict[str, TensorInfo]") -> ModelSpec
     Args:
         tensors: the tensors of the files by name.
     """
+    if spec.has_experts and tensors:
+        spec = spec.stored_as(tensors)
     if not spec.tie_word_embeddings or HEAD not in tensors:
         return spec
     if spec.embed.tensor not in tensors:

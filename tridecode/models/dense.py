@@ -71,8 +71,9 @@ def parse_dense(
     Args:
         qk_norm, qkv_bias: properties of the family that config.json does not contain.
         windows: the layers with a sliding window. "none": no layer. "all": every layer, unless sliding_window is null.
-            "upper": if use_sliding_window is true, the layers from max_window_layers on, or the layers that
-            layer_types lists.
+            The others apply if use_sliding_window is true. "used": every layer. "upper": the layers from
+            max_window_layers on. "even": the layers below it with even numbers. With the last two, layer_types may list
+            other layers.
 
     Raises:
         CheckpointError: one line with the key and the expected value.
@@ -142,18 +143,20 @@ def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max
 
     A window that covers the whole context also counts as full attention.
     """
-    window, first = None, num_layers
+    window, sliding = None, range(0)
     if windows == "all" and read.values.get("sliding_window", MISTRAL_WINDOW) is not None:
-        window, first = read.integer("sliding_window", 1, 2**31 - 1, default=MISTRAL_WINDOW), 0
-    if windows == "upper" and read.flag("use_sliding_window"):
+        window, sliding = read.integer("sliding_window", 1, 2**31 - 1, default=MISTRAL_WINDOW), range(num_layers)
+    if windows in ("used", "upper", "even") and read.flag("use_sliding_window"):
         window = read.integer("sliding_window", 1, 2**31 - 1)
         first = read.integer("max_window_layers", 0, 2**31 - 1, default=28)
-    types = tuple("sliding_attention" if i >= first else "full_attention" for i in range(num_layers))
+        chosen = {"used": range(num_layers), "upper": range(first, num_layers), "even": range(0, first, 2)}
+        sliding = chosen[windows]
+    types = tuple("sliding_attention" if i in sliding else "full_attention" for i in range(num_layers))
     if (kinds := read.get("layer_types")) is not None:
         known = ("full_attention", "sliding_attention")
         if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
             raise read.fail("layer_types", f"a list of {num_layers} (num_hidden_layers) out of {', '.join(known)}")
-        if windows != "upper" and tuple(kinds) != types:
+        if windows not in ("upper", "even") and tuple(kinds) != types:
             raise CheckpointError(
                 f"{read.source}: layer_types must be all {types[0]} in a {family} model with sliding_window "
                 f"{as_json(window)}; remove the key"

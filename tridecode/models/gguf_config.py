@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 from .gguf import GGUF
 from .reader import ConfigReader
 
+MAX_EXPERTS = 1024
 EMBED, HEAD, ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
 MATRIX_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _END = (
@@ -43,6 +44,16 @@ _HYBRID = {
     "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+# Tensors that stack a matrix of each expert, and the modules whose rows follow each other in such a matrix.
+_STACKED = {
+    "ffn_gate_exps": ("gate_proj",), "ffn_up_exps": ("up_proj",), "ffn_down_exps": ("down_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
 }  # fmt: skip
 _NAMES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}  # Whole names, without a suffix.
 _V_HEADS = ("in_proj_qkv.", "in_proj_z.", "in_proj_a.", "in_proj_b.", "A_log", "dt_bias", "conv1d.")
@@ -89,12 +100,16 @@ class Architecture:
         modules: part of a tensor's name -> module of a layer.
         permuted: whether rows of q and k are permuted for a rotary embedding of neighboring columns.
         hybrid: whether the model has layers with a gated delta net, and norms that are stored with 1 added.
+        experts: whether layers have a mixture of experts.
+        normalizes: whether the weights of the chosen experts are divided by their sum.
     """
 
     name: str
     modules: Mapping[str, str] = field(default_factory=lambda: _MODULES)
     permuted: bool = False
     hybrid: bool = False
+    experts: bool = False
+    normalizes: bool = True
 
 
 ARCHITECTURES = {
@@ -102,6 +117,9 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen35": Architecture("Qwen3_5ForCausalLM", {**_MODULES, **_HYBRID}, hybrid=True),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", {**_MODULES, **_EXPERTS}, experts=True, normalizes=False),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_MODULES, **_EXPERTS}, experts=True),
+    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", {**_MODULES, **_HYBRID, **_EXPERTS}, hybrid=True, experts=True),
 }
 
 
@@ -132,7 +150,7 @@ def config_values(gguf: GGUF, tiled: bool = True) -> dict[str, Any]:
     prefix = gguf.values["general.architecture"]
     if EMBED not in gguf.tensors:
         raise CheckpointError(f"{gguf.path}: tensor {EMBED} is missing; use another copy of the file")
-    if read.get(f"{prefix}.expert_count", 0) != 0:
+    if not known.experts and read.get(f"{prefix}.expert_count", 0) != 0:
         raise CheckpointError(f"{gguf.path}: holds a mixture of experts, which is not supported in GGUF files")
     heads = read.integer(f"{prefix}.attention.head_count", 1, 4096)
     hidden = read.integer(f"{prefix}.embedding_length", 1, 2**20)
@@ -147,7 +165,7 @@ def config_values(gguf: GGUF, tiled: bool = True) -> dict[str, Any]:
     values = {
         "architectures": [known.name],
         "hidden_size": hidden,
-        "intermediate_size": read.integer(f"{prefix}.feed_forward_length", 1, 2**20),
+        "intermediate_size": read.integer(f"{prefix}.feed_forward_length", 1, 2**20, 1 if known.experts else None),
         "num_hidden_layers": layers - skipped,
         "num_attention_heads": heads,
         "num_key_value_heads": read.integer(f"{prefix}.attention.head_count_kv", 1, 4096, heads),
@@ -161,6 +179,8 @@ def config_values(gguf: GGUF, tiled: bool = True) -> dict[str, Any]:
     }
     if known.hybrid:
         values |= _delta(read, prefix, tiled)
+    if known.experts:
+        values |= _mixture(gguf, read, prefix, known)
     bos = read.get("tokenizer.ggml.bos_token_id")
     return values if bos is None else values | {"bos_token_id": bos}
 
@@ -198,6 +218,24 @@ def _delta(read: ConfigReader, prefix: str, tiled: bool) -> dict[str, Any]:
         "linear_conv_kernel_dim": read.integer(f"{prefix}.ssm.conv_kernel", 2, 8),
         "full_attention_interval": read.integer(f"{prefix}.full_attention_interval", 1, 2**31 - 1, 4),
         **({"linear_value_heads_tiled": True} if tiled and values != keys else {}),
+    }
+
+
+def _mixture(gguf: GGUF, read: ConfigReader, prefix: str, known: Architecture) -> dict[str, Any]:
+    """Return the keys of the layers with a mixture of experts. The layers without a router have an MLP."""
+    inner = read.integer(f"{prefix}.expert_feed_forward_length", 1, 2**20)
+    shared = f"{prefix}.expert_shared_feed_forward_length"
+    return {
+        "num_experts": read.integer(f"{prefix}.expert_count", 1, MAX_EXPERTS),
+        "num_experts_per_tok": read.integer(f"{prefix}.expert_used_count", 1, MAX_EXPERTS),
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": read.integer(shared, 1, 2**20, inner),
+        "norm_topk_prob": known.normalizes,
+        "mlp_only_layers": [
+            i
+            for i in range(gguf.values[f"{prefix}.block_count"])
+            if f"blk.{i}.ffn_gate_inp.weight" not in gguf.tensors and f"blk.{i}.ffn_gate.weight" in gguf.tensors
+        ],
     }
 
 
@@ -281,6 +319,16 @@ def _name(name: str, known: Architecture, layers: int) -> str | None:
     if known.hybrid and match[2] in _NAMES:
         return f"model.layers.{match[1]}.{_NAMES[match[2]]}"
     return f"model.layers.{match[1]}.{known.modules[inside]}.{suffix}" if inside in known.modules else name
+
+
+def stacked_modules(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the prefix of the experts in a checkpoint and the modules that a tensor of all experts contains.
+
+    The modules are () for other tensors.
+    """
+    match = re.fullmatch(r"blk\.(\d{1,5})\.(ffn_\w+_exps)\.weight", name, re.ASCII)
+    modules = _STACKED.get(match[2], ()) if match else ()
+    return f"model.layers.{match[1]}.mlp.experts." if match else "", modules
 
 
 def change(gguf: GGUF, name: str, config: dict[str, Any]) -> Change:

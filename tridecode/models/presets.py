@@ -56,22 +56,49 @@ _QWEN3_5 = dict(
 )  # fmt: skip
 
 
-def _hybrid(hidden: int, inter: int, layers: int, heads: int, kv_heads: int, value_heads: int, tied: bool) -> Fields:
+def _hybrid(
+    hidden: int, layers: int, heads: int, kv_heads: int, value_heads: int, tied: bool = False, **more: Any
+) -> Fields:
     """Return the config.json of a Qwen3.5 model."""
     text = _QWEN3_5 | dict(
-        hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, linear_num_value_heads=value_heads,
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        linear_num_value_heads=value_heads,
     )  # fmt: skip
-    return dict(text_config=text, tie_word_embeddings=tied)
+    kind = "Qwen3_5Moe" if "num_experts" in more else "Qwen3_5"
+    return dict(architectures=[f"{kind}ForConditionalGeneration"], text_config=text | more, tie_word_embeddings=tied)
 
 
-_HYBRIDS = {
-    "qwen3.5-0.8b": _hybrid(1024, 3584, 24, 8, 2, 16, tied=True),
-    "qwen3.5-2b": _hybrid(2048, 6144, 24, 8, 2, 16, tied=True),
-    "qwen3.5-4b": _hybrid(2560, 9216, 32, 16, 4, 32, tied=True),
-    "qwen3.5-9b": _hybrid(4096, 12288, 32, 16, 4, 32, tied=False),
-    "qwen3.5-27b": _hybrid(5120, 17408, 64, 24, 4, 48, tied=False),
-}
+def _qwen3_moe(positions: int, theta: float) -> Fields:
+    """Return the config.json of a Qwen3 model of 30B parameters with experts."""
+    return dict(
+        architectures=["Qwen3MoeForCausalLM"], vocab_size=151936, hidden_size=2048, intermediate_size=6144,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        max_position_embeddings=positions, rope_theta=theta, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, norm_topk_prob=True,
+    )  # fmt: skip
+
+
+# Each value has the form of a config.json.
+_CONFIGS = {
+    "qwen3.5-0.8b": _hybrid(1024, 24, 8, 2, 16, tied=True, intermediate_size=3584),
+    "qwen3.5-2b": _hybrid(2048, 24, 8, 2, 16, tied=True, intermediate_size=6144),
+    "qwen3.5-4b": _hybrid(2560, 32, 16, 4, 32, tied=True, intermediate_size=9216),
+    "qwen3.5-9b": _hybrid(4096, 32, 16, 4, 32, intermediate_size=12288),
+    "qwen3.5-27b": _hybrid(5120, 64, 24, 4, 48, intermediate_size=17408),
+    "qwen3-30b-a3b": _qwen3_moe(40960, 1e6),
+    "qwen3-coder-30b-a3b": _qwen3_moe(262144, 1e7),
+    "qwen3.6-35b-a3b": _hybrid(
+        2048, 40, 16, 2, 32, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
+    "qwen3-next-80b-a3b": dict(
+        architectures=["Qwen3NextForCausalLM"], vocab_size=151936, hidden_size=2048, intermediate_size=5120,
+        num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=2, head_dim=256,
+        max_position_embeddings=262144, rope_theta=1e7, partial_rotary_factor=0.25, linear_num_value_heads=32,
+        num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        norm_topk_prob=True,
+    ),
+}  # fmt: skip
 
 
 class Presets(Mapping[str, "ModelSpec"]):
@@ -81,10 +108,10 @@ class Presets(Mapping[str, "ModelSpec"]):
         return _spec(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*_PRESETS, *_HYBRIDS))
+        return iter((*_PRESETS, *_CONFIGS))
 
     def __len__(self) -> int:
-        return len(_PRESETS) + len(_HYBRIDS)
+        return len(_PRESETS) + len(_CONFIGS)
 
 
 @cache
@@ -92,11 +119,11 @@ def _spec(name: str) -> "ModelSpec":
     """Build a preset."""
     from ..blocks.rope import RopeConfig
     from .dense import dense_spec
-    from .qwen3_5 import parse
     from .reader import ConfigReader
+    from .registry import parse_model
 
-    if name in _HYBRIDS:
-        return parse(ConfigReader(_HYBRIDS[name], name))
+    if name in _CONFIGS:
+        return parse_model(ConfigReader(dict(_CONFIGS[name]), name))
     fields = _PRESETS[name]
     return dense_spec(**fields | {"rope": RopeConfig(**fields["rope"])})
 

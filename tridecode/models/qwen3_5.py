@@ -3,6 +3,7 @@
 Only the text model is built: the vision model and the layer that predicts several tokens are skipped.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from ..blocks.attention import Attention
@@ -11,6 +12,7 @@ from ..blocks.gated_delta import GatedDelta
 from ..blocks.mlp import MLP
 from ..blocks.spec import Layer, ModelSpec
 from .dense import read_dtype, read_rope, read_sizes, refuse_other_layers
+from .experts import with_experts
 from .reader import ConfigReader
 
 SKIPPED = ("model.visual.", "mtp.")
@@ -29,6 +31,23 @@ def parse(read: ConfigReader) -> ModelSpec:
         above = {key: value for key, value in read.values.items() if key in ("dtype", "torch_dtype")}
         text = {**above, **read.under("text_config").values}
         read = ConfigReader(text, read.source, "text_config.")
+    if experts := "num_experts" in read.values:
+        read.values.setdefault("intermediate_size", 1)  # There is no MLP.
+    spec = parse_hybrid(read, "qwen3_5_moe" if experts else "qwen3_5")
+    spec = with_experts(read, spec, shared=True, normalize=True) if experts else spec
+    return replace(
+        spec,
+        tie_word_embeddings=whole.flag("tie_word_embeddings") or spec.tie_word_embeddings,
+        prefix="model.language_model." if nested else spec.prefix,
+    )
+
+
+def parse_hybrid(read: ConfigReader, family: str, grouped: bool = False) -> ModelSpec:
+    """Return the specification with an MLP in every layer. Raises CheckpointError.
+
+    Args:
+        grouped: see GatedDelta.
+    """
     refuse_other_layers(read)
     read.values.setdefault("head_dim", 256)
     sizes = read_sizes(read)
@@ -39,18 +58,17 @@ def parse(read: ConfigReader) -> ModelSpec:
         **common, heads=sizes["num_heads"], kv_heads=sizes["num_kv_heads"], head_dim=sizes["head_dim"],
         rope=rope, qk_norm=True, gate=read.flag("attn_output_gate", default=True),
     )  # fmt: skip
-    mixers: dict[str, Block] = {"full_attention": attention, "linear_attention": _delta(read, common)}
+    mixers: dict[str, Block] = {"full_attention": attention, "linear_attention": _delta(read, common, grouped)}
     mlp = MLP(**common, intermediate=sizes["intermediate_size"])
     bos = read.token_ids("bos_token_id", sizes["vocab_size"])
     return ModelSpec(
-        family="qwen3_5",
+        family=family,
         hidden_size=sizes["hidden_size"],
         vocab_size=sizes["vocab_size"],
         max_position=rope.max_position(sizes["max_position"]),
         layers=tuple(Layer(mixers[kind], mlp) for kind in _kinds(read, sizes["num_layers"])),
         eps=eps,
-        tie_word_embeddings=whole.flag("tie_word_embeddings") or read.flag("tie_word_embeddings"),
-        prefix="model.language_model." if nested else "model.",
+        tie_word_embeddings=read.flag("tie_word_embeddings"),
         dtype=read_dtype(read),
         bos_id=bos[0] if bos else None,
         norm_offset=1.0,
@@ -70,7 +88,7 @@ def _kinds(read: ConfigReader, layers: int) -> list[str]:
     return kinds
 
 
-def _delta(read: ConfigReader, common: dict[str, Any]) -> GatedDelta:
+def _delta(read: ConfigReader, common: dict[str, Any], grouped: bool) -> GatedDelta:
     """Return the block of the layers without full attention."""
     keys = read.integer("linear_num_key_heads", 1, 4096, default=16)
     values = read.integer("linear_num_value_heads", 1, 4096, default=32)
@@ -83,7 +101,7 @@ def _delta(read: ConfigReader, common: dict[str, Any]) -> GatedDelta:
     gate = read.choice("output_gate_type", ("swish", "sigmoid"), "swish")
     return GatedDelta(
         **common, key_heads=keys, value_heads=values, key_dim=key_dim, value_dim=value_dim,
-        width=read.integer("linear_conv_kernel_dim", 2, 8, default=4), sigmoid=gate == "sigmoid",
+        width=read.integer("linear_conv_kernel_dim", 2, 8, default=4), sigmoid=gate == "sigmoid", grouped=grouped,
         tiled=read.flag("linear_value_heads_tiled"),  # No config.json has this key; gguf_config.py sets it.
     )  # fmt: skip
 

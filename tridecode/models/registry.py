@@ -1,7 +1,7 @@
 """The families: mappings from architecture and model_type in config.json to the function that parses it."""
 
 from ..blocks.spec import ModelSpec
-from . import llama, mistral, qwen2, qwen3, qwen3_5
+from . import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from .reader import ConfigReader
 
 FAMILIES = {
@@ -9,8 +9,13 @@ FAMILIES = {
     "LlamaForCausalLM": llama.parse,
     "MistralForCausalLM": mistral.parse,
     "Qwen2ForCausalLM": qwen2.parse,
+    "Qwen2MoeForCausalLM": qwen2_moe.parse,
+    "Qwen3MoeForCausalLM": qwen3_moe.parse,
+    "Qwen3NextForCausalLM": qwen3_next.parse,
     "Qwen3_5ForConditionalGeneration": qwen3_5.parse,
     "Qwen3_5ForCausalLM": qwen3_5.parse,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5.parse,
+    "Qwen3_5MoeForCausalLM": qwen3_5.parse,
 }
 MODEL_TYPES = {
     "qwen3": qwen3.parse,
@@ -19,6 +24,11 @@ MODEL_TYPES = {
     "qwen2": qwen2.parse,
     "qwen3_5": qwen3_5.parse,
     "qwen3_5_text": qwen3_5.parse,
+    "qwen2_moe": qwen2_moe.parse,
+    "qwen3_moe": qwen3_moe.parse,
+    "qwen3_next": qwen3_next.parse,
+    "qwen3_5_moe": qwen3_5.parse,
+    "qwen3_5_moe_text": qwen3_5.parse,
 }
 
 

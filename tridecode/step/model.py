@@ -8,6 +8,7 @@ import torch
 
 from ..blocks.attention import Attention
 from ..blocks.block import AdaptedLinear, AttentionPlan, Block, LoadedLayer, Run
+from ..blocks.moe import MoE
 from ..blocks.rope import RopeConfig, rope_tables
 from ..blocks.spec import NORM_NAMES, ModelSpec
 from ..blocks.weights import Weights
@@ -25,6 +26,7 @@ from ..kernels.device import Device, device_of
 from ..kernels.linear.project import Case
 from ..kernels.linear.torch_linear import TORCH
 from ..kernels.linear.weight import LoadedLinear
+from ..kernels.moe.config import ExpertsConfig
 from ..kernels.transfer.fetch import FetchConfig
 from ..layout import NGRAM
 from ..state.adapters import AdapterPool, make_adapters
@@ -36,6 +38,7 @@ from ..tuning.adapters import shrink_config
 from ..tuning.attention import attention_rows_config, prompt_attention_config, queries_config
 from ..tuning.configs import AttentionCase, Choice, PassConfigs
 from ..tuning.delta import delta_config, delta_prompt_configs
+from ..tuning.experts import experts_config
 from ..tuning.resolve import resolve_configs
 from . import hosted
 from .dispatch import max_queries
@@ -173,6 +176,11 @@ class DecodeModel:
         assert self.pool is not None
         config = shrink_config(layer.linears[name].in_features, self.rows, self.fixed_chunk > 0)
         return AdaptedLinear(self.pool.linear(layer.index, name, self.rows, False, config.split), config)
+
+    def experts(self, block: MoE, layer: LoadedLayer) -> ExpertsConfig:
+        """Return the launch configs of a mixture of experts in a layer."""
+        size, packed = self.weights.dtype.itemsize, block.packed(layer)
+        return experts_config(block.sizes, self.rows, self.gpu, self.fixed_chunk > 0, itemsize=size, packed=packed)
 
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
         """Return K and V of a layer."""
@@ -381,6 +389,12 @@ class PromptState:
         config = shrink_config(layer.linears[name].in_features, rows, self.model.fixed_chunk > 0, prompt=True)
         return AdaptedLinear(self.model.pool.linear(layer.index, name, rows, True, config.split), config)
 
+    def experts(self, block: MoE, layer: LoadedLayer) -> ExpertsConfig:
+        """Return the launch configs of a mixture of experts in a layer."""
+        model, rows = self.model, len(self.own.hidden)
+        size, packed = model.weights.dtype.itemsize, block.packed(layer)
+        return experts_config(block.sizes, rows, model.gpu, model.fixed_chunk > 0, True, size, packed)
+
     def kv_layer(self, layer: LoadedLayer) -> KVLayer:
         """Return K and V of a layer."""
         return self.model.kv_layer(layer)
@@ -431,10 +445,13 @@ def linear_case(linear: LoadedLinear, epilogue: str) -> Case:
 
 
 def linear_cases(spec: ModelSpec, weights: Weights) -> dict[str, Case]:
-    """Return the cases of all linears by name. If layers differ, the name of a later case contains its layer."""
+    """Return the cases of all linears by name, without those of experts.
+
+    If layers differ, the name of a later case contains its layer.
+    """
     cases: dict[str, Case] = {}
     for index, (layer, loaded) in enumerate(zip(spec.layers, weights.layers)):
-        for linear in layer.linears():
+        for linear in (each for each in layer.linears() if not each.experts):
             case = linear_case(loaded.linears[linear.name], linear.epilogue)
             if cases.setdefault(linear.name, case) != case and case not in cases.values():
                 cases[f"{linear.name} of layer {index}"] = case

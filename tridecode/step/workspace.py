@@ -103,7 +103,7 @@ def make_workspace(
         return tiled(*buffer.shape) if buffer.tile else real(rows, *buffer.shape, dtype=dtypes[buffer.dtype])
 
     meta, samp = make_states(rows, device)
-    cases = {Case(linear.n, linear.k, dtype, linear.epilogue) for linear in spec.linears()}
+    cases = {Case(linear.n, linear.k, dtype, linear.epilogue) for linear in spec.linears() if not linear.experts}
     widest = max(case.n for case in cases if not is_head(case))
     return Workspace(
         meta=meta,
@@ -210,6 +210,8 @@ def make_prompt_buffers(
         return torch.empty(rows, *shape, dtype=dtype, device=device)
 
     def activations(buffer: Buffer) -> torch.Tensor:
+        if buffer.dtype == "int32":  # Counters are zero between launches.
+            return torch.zeros(rows, *buffer.shape, dtype=torch.int32, device=device)
         return real(*buffer.shape, dtype={"weights": dtype, "float32": torch.float32}[buffer.dtype])
 
     def table(*shape) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from ...arguments import shown
 from ...errors import CheckpointError
 from ...models import gguf_config
-from ...models.gguf import BlockType, read_gguf
+from ...models.gguf import BlockType, GGUFTensor, read_gguf
 from ...models.gguf_config import NONE, Change, Order
 from ..tensor_info import TensorInfo
 from .dequantize import NAMES, dequantize
@@ -108,12 +108,35 @@ def gguf_tensors(path: Path, tiled: bool = True) -> dict[str, TensorInfo]:
         if name is None:
             continue
         tensor = gguf.tensors[stored]
+        if len(tensor.shape) == 3 and gguf_config.stacked_modules(stored)[1]:
+            infos |= _of_experts(stored, tensor)
+            continue
         change = gguf_config.change(gguf, name, config) if name != stored else NONE
         for order, count in ((change.rows, tensor.shape[0]), (change.columns, tensor.shape[-1])):
             if order and (count - order.kept) % (order.a * order.b * order.size):
                 raise CheckpointError(f"{path}: tensor {shown(stored)} cannot have the shape {list(tensor.shape)}")
-        infos[name] = GGUFInfo(tensor.file, tensor.type.name, tensor.shape, tensor.begin, stored, tensor.type, change)
+        # The gate of a shared expert is stored with one dimension.
+        shape = (1, *tensor.shape) if name.endswith("shared_expert_gate.weight") else tensor.shape
+        infos[name] = GGUFInfo(tensor.file, tensor.type.name, shape, tensor.begin, stored, tensor.type, change)
     return infos
+
+
+def _of_experts(name: str, tensor: GGUFTensor) -> dict[str, TensorInfo]:
+    """Return the matrices of a tensor that stacks those of all experts, by their names in a checkpoint."""
+    prefix, modules = gguf_config.stacked_modules(name)
+    count, n, k = tensor.shape
+    if count > gguf_config.MAX_EXPERTS or n % len(modules):
+        raise CheckpointError(f"{tensor.file}: tensor {shown(name)} cannot have the shape {list(tensor.shape)}")
+    n //= len(modules)
+    size = tensor.nbytes // (count * len(modules))
+    places = ((expert, i) for expert in range(count) for i in range(len(modules)))
+    return {
+        f"{prefix}{expert}.{modules[i]}.weight": GGUFInfo(
+            tensor.file, tensor.type.name, (n, k), tensor.begin + (expert * len(modules) + i) * size, name,
+            tensor.type, NONE,
+        )
+        for expert, i in places
+    }  # fmt: skip
 
 
 def check_type(info: TensorInfo, dimensions: int) -> None:

@@ -54,7 +54,10 @@ def write_checkpoint(path: Path, out: Path, progress: Callable[[int, int], None]
 
 
 def _model_type(architecture: str) -> str:
-    return {"Qwen3_5ForCausalLM": "qwen3_5_text"}.get(architecture, architecture.removesuffix("ForCausalLM").lower())
+    """Return the model_type of an architecture, for example "qwen3_5_moe_text" for Qwen3_5MoeForCausalLM."""
+    name = architecture.removesuffix("ForCausalLM")
+    kind = name.replace("Moe", "_moe").lower()
+    return f"{kind}_text" if name.startswith("Qwen3_5") else kind
 
 
 def _tensor(loader: Loader, name: str, info: GGUFInfo) -> torch.Tensor:

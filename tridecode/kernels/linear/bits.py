@@ -93,6 +93,7 @@ _TIMES = """{
     fma.rn.bf16x2 $0, $1, up, minus_zero;
     }"""
 _TIMES_2_64, _TIMES_2_60 = tl.constexpr(_TIMES % "0x5f805f80"), tl.constexpr(_TIMES % "0x5d805d80")
+_TIMES_2_120 = tl.constexpr(_TIMES % "0x7b807b80")
 _EVERY_4_RAISED = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
 _EVERY_4 = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r")
 _EVERY_8 = tl.constexpr("=h,=h,=h,=h,r")
@@ -128,6 +129,15 @@ def raised(x, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
         return tl.permute(both, (0, 1, 3, 2)).reshape(x.shape[0], 32)
     else:
         return x
+
+
+@triton.jit
+def raised_weights(tile, INTERPRETED: tl.constexpr):
+    """Multiply unpacked e4m3 weights, bf16, by `factor("e4m3")`. The result is exact."""
+    if INTERPRETED:
+        return tile * 2.0**120
+    else:
+        return _times(tile, _TIMES_2_120)
 
 
 @triton.jit

@@ -138,8 +138,8 @@ def _matmul_kernel(
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
     T: tl.constexpr = tiling(
-        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, ROUNDS,
-        EPILOGUE == "gated", BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS,
+        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER,
+        ROUNDS and FORM != "e4m3", EPILOGUE == "gated", BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS,
     )  # fmt: skip
     OUT_N: tl.constexpr = T.OUT_N
     CHUNKS: tl.constexpr = T.CHUNKS

@@ -87,7 +87,7 @@ def tiling(
         N=N, K=K, GROUP=GROUP, SCALE_ROWS=SCALE_ROWS, ZEROS=ZEROS, GATED=GATED, BLOCK_N=BLOCK_N, WARPS=WARPS,
         OUT_N=out_n, MASKED=N % out_n != 0, SHARED=shared, PARTS=parts, LINE=line, STEP=step, PIECES=pieces,
         LENGTH=K if dense else -(-K // step) * line, CHUNKS=chunks, X_TILES=chunks * parts, GROUPS=-(-K // GROUP),
-        GROUPED=grouped, ROUNDS=ROUNDS and grouped and FORM != "e4m3", ROW_SCALES=not dense and not grouped,
+        GROUPED=grouped, ROUNDS=ROUNDS and grouped, ROW_SCALES=not dense and not grouped,
         SCALES=scales, HALVES=halves, EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, MINS=mins,
         MIN_GROUP=GROUP * halves, LOWS=-(-K // (GROUP * halves)), OVERS=-(-K // OVER) if OVER else 0,
         SIZE=size, FP16=SCALE_TYPE == tl.float16, SCALE_LOADS=scale_loads, LOADED=scale_loads + min_loads + (OVER > 0),
@@ -181,10 +181,9 @@ def block_of_rows(T: tl.constexpr, w, block):
 
 
 @triton.jit
-def _load_group(T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, offset: tl.constexpr, GROUP: tl.constexpr):
-    """Load the values of the groups of GROUP columns that contain column `offset` of the warps' tiles c."""
-    column = (c * T.WARPS + warp) * T.STEP + offset
-    if (c + 1) * T.WARPS * T.STEP > T.K:
+def load_group(T: tl.constexpr, ptrs, column, mask, WHOLE: tl.constexpr, GROUP: tl.constexpr):
+    """Load the values of the groups of GROUP columns that contain `column`. WHOLE: the columns exist."""
+    if not WHOLE:
         return tl.load(ptrs + column // GROUP, mask=mask & (column < T.K), other=0)
     elif T.MASKED:
         return tl.load(ptrs + column // GROUP, mask=mask)
@@ -194,9 +193,10 @@ def _load_group(T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, offset: tl.c
 
 @triton.jit
 def _load_words(
-    T: tl.constexpr, ptrs, warp, mask, c: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr
-):
-    """Load COUNT numbers of SIZE bytes, one for each GROUP columns, of the warps' tiles c, as words of 2 or 4 bytes."""
+    T: tl.constexpr, ptrs, column, mask, WHOLE: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Load COUNT numbers of SIZE bytes, one for each GROUP columns from `column` on, as words of 2 or 4 bytes."""
     BYTES: tl.constexpr = 4 if COUNT * SIZE > 2 else 2
     if BYTES == 2:
         ptrs = ptrs.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -205,8 +205,34 @@ def _load_words(
     COLUMNS: tl.constexpr = BYTES // SIZE * GROUP
     loaded = ()
     for i in tl.static_range(COUNT * SIZE // BYTES):
-        loaded += (_load_group(T, ptrs, warp, mask, c, i * COLUMNS, COLUMNS),)
+        loaded += (load_group(T, ptrs, column + i * COLUMNS, mask, WHOLE, COLUMNS),)
     return loaded
+
+
+@triton.jit
+def load_scales(T: tl.constexpr, block, column, mask, WHOLE: tl.constexpr):
+    """Load the scales of lines that begin at `column`, then the minimums, then the factors of both. See `scale_of`.
+
+    Args:
+        block: a Block, of which the pointers to these numbers are read.
+        mask: whether the rows exist.
+        WHOLE: all columns of the lines exist.
+    """
+    scales = ()
+    if T.SIZE > 0:
+        scales = _load_words(T, block.scales, column, mask, WHOLE, T.SCALES, T.SIZE, T.GROUP)
+        if T.MINIMUMS:
+            scales += _load_words(T, block.minimums, column, mask, WHOLE, T.MINS, T.SIZE, T.MIN_GROUP)
+        if T.OVER > 0:
+            PAIR: tl.constexpr = 1 + T.MINIMUMS
+            scales += _load_words(T, block.overs, column, mask, WHOLE, PAIR, 2, T.OVER // PAIR)
+    else:
+        for i in tl.static_range(T.SCALES):
+            scales += (load_group(T, block.scales, column + i * T.EACH, mask, WHOLE, T.GROUP),)
+        if T.MINIMUMS:
+            for i in tl.static_range(T.MINS):
+                scales += (load_group(T, block.minimums, column + i * T.MIN_GROUP, mask, WHOLE, T.MIN_GROUP),)
+    return scales
 
 
 @triton.jit
@@ -245,7 +271,7 @@ def load_tile(T: tl.constexpr, block, c: tl.constexpr):
     sum_warp, mask = tl.arange(0, T.WARPS)[:, None, None], block.mask_sums
     if T.ROUNDS:
         sum_warp, mask = warp, block.mask_lines
-    tile, scales, zeros = (), (), ()
+    tile, zeros = (), ()
     for i in tl.static_range(T.PIECES):
         tile += (
             _load(
@@ -253,38 +279,36 @@ def load_tile(T: tl.constexpr, block, c: tl.constexpr):
                 "evict_first",
             ),
         )  # fmt: skip
-    if T.SIZE > 0:
-        scales = _load_words(T, block.scales, sum_warp, mask, c, T.SCALES, T.SIZE, T.GROUP)
-        if T.MINIMUMS:
-            scales += _load_words(T, block.minimums, sum_warp, mask, c, T.MINS, T.SIZE, T.MIN_GROUP)
-        if T.OVER > 0:
-            scales += _load_words(T, block.overs, sum_warp, mask, c, 1 + T.MINIMUMS, 2, T.OVER // (1 + T.MINIMUMS))
-    else:
-        for i in tl.static_range(T.SCALES):
-            scales += (_load_group(T, block.scales, sum_warp, mask, c, i * T.EACH, T.GROUP),)
-        if T.MINIMUMS:
-            for i in tl.static_range(T.MINS):
-                scales += (_load_group(T, block.minimums, sum_warp, mask, c, i * T.MIN_GROUP, T.MIN_GROUP),)
+    WHOLE: tl.constexpr = (c + 1) * T.WARPS * T.STEP <= T.K
+    scales = load_scales(T, block, (c * T.WARPS + sum_warp) * T.STEP, mask, WHOLE)
     for part in tl.static_range(T.ZERO_PARTS):
         if T.ZEROS_AFTER:
-            zeros += (_load_group(T, block.zeros, sum_warp, block.mask_sums, c, part * STEP_COLUMNS, T.GROUP),)
+            column = (c * T.WARPS + sum_warp) * T.STEP + part * STEP_COLUMNS
+            zeros += (load_group(T, block.zeros, column, block.mask_sums, WHOLE, T.GROUP),)
         else:
-            zeros += (_load_group(T, block.zeros, warp, block.mask_lines, c, part * STEP_COLUMNS, T.GROUP),)
+            column = (c * T.WARPS + warp) * T.STEP + part * STEP_COLUMNS
+            zeros += (load_group(T, block.zeros, column, block.mask_lines, WHOLE, T.GROUP),)
     return tile, scales, zeros
 
 
 @triton.jit
-def rounded(T: tl.constexpr, tile, loaded, part: tl.constexpr, FACTOR: tl.constexpr, DTYPE: tl.constexpr):
+def rounded(
+    T: tl.constexpr, tile, loaded, part: tl.constexpr, FACTOR: tl.constexpr, DTYPE: tl.constexpr,
+    RAISE: tl.constexpr = 1.0,
+):  # fmt: skip
     """Return the weights of a part in DTYPE, each rounded once.
 
     Args:
         tile: the unpacked codes [lines, 32].
         loaded: as for `scale_of`.
         FACTOR: number by which the caller multiplies the products.
+        RAISE: number by which the codes are multiplied.
     """
     scale = scale_of(T, loaded, part * T.HALVES // T.GROUP_PARTS, 0)
     if T.HALVES == 2:
         scale = tl.where(tl.arange(0, 32)[None, :] < 16, scale, scale_of(T, loaded, part * 2 + 1, 0))
+    if RAISE != 1:
+        scale *= RAISE
     weights = tile.to(tl.float32) * scale
     if T.MINIMUMS:
         weights -= scale_of(T, loaded, part // T.GROUP_PARTS, 1) * (1 / FACTOR)

@@ -80,6 +80,15 @@ class LoadedLinear:
             "OVER": 0 if packed is None else packed.over_group,
         }
 
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """Return `count` rows of the weight in fp32, from row `first` on. Both are multiples of packed.rows."""
+        if self.packed is None:
+            return self.weight[first : first + count].float()
+        part = {name: tensor[first : first + count] for name, tensor in self.tensors().items() if name != "order"}
+        assert self.scale is not None
+        part["scale"] = self.scale[first // self.packed.rows : -(-(first + count) // self.packed.rows)]
+        return self.packed.unpack(part | ({} if self.order is None else {"order": self.order})).dequantize()
+
     def matrix(self) -> torch.Tensor:
         """Return the weight in fp32, [out_features, in_features]. A packed tensor is dequantized."""
         return self.weight.float() if self.packed is None else self.packed.unpack(self.tensors()).dequantize()

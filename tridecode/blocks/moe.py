@@ -1,0 +1,212 @@
+"""MoE: a mixture of experts. A router chooses a few of these gated feed-forwards for each row."""
+
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ..kernels.add_norm import ADD_NORM
+from ..kernels.linear.packed import Packed
+from ..kernels.linear.project import AddResidual, Gated, Normed
+from ..kernels.linear.weight import LoadedLinear
+from ..kernels.moe.add_experts import ADD_EXPERTS
+from ..kernels.moe.arguments import TILE_FIELDS, Experts, PairTiles, Router, Routes
+from ..kernels.moe.config import OPS
+from ..kernels.moe.route import ROUTE
+from ..kernels.moe.sort_pairs import SORT_PAIRS
+from .block import Block, DecodeState, LoadedLayer, PassState, PromptResidual, PromptState, Residual, Run
+from .declarations import Buffer, Linear, Part, Weight
+from .shared_expert import SharedExpert
+
+STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # tensors that contain the weights of all experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE(Block):
+    """Settings of a mixture of experts, and its launches.
+
+    Args:
+        experts: number of experts, without the shared one.
+        top_k: number of experts that the router chooses for a row.
+        intermediate: width of gate, of up and of their product, in each expert.
+        normalize: the weights of the chosen experts are divided by their sum.
+        shared: there is a shared expert of the same width. Every row uses it, with the sigmoid of a gate as its weight.
+        apart: the shared expert, if it has another width; `shared` is then false.
+        stacked: the checkpoint stores the weights of all experts in one tensor.
+    """
+
+    norm: str = "post_attention_layernorm"
+    experts: int
+    top_k: int
+    intermediate: int
+    normalize: bool = True
+    shared: bool = False
+    apart: SharedExpert | None = None
+    stacked: bool = False
+
+    @property
+    def sizes(self) -> Experts:
+        """The sizes as kernels take them."""
+        return Experts(self.experts, self.top_k, self.intermediate, self.normalize, self.shared)
+
+    def stored_as(self, tensors: Container[str], prefix: str) -> "MoE":
+        """Return the block that names the tensors of a checkpoint: one for each expert, or one for all experts."""
+        stacked = prefix + STACKED[0] in tensors
+        return self if stacked == self.stacked else replace(self, stacked=stacked)
+
+    def inner(self) -> tuple[Block, ...]:
+        """Return the shared expert if it has another width than the experts."""
+        return () if self.apart is None else (self.apart,)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Return gate_up and down. They contain the rows of one expert after the other; a shared expert is the last."""
+        return self._linears
+
+    @cached_property
+    def _linears(self) -> tuple[Linear, ...]:  # They have hundreds of parts.
+        (count, used), inner, hidden = (self.sizes.stored, self.sizes.used), self.intermediate, self.hidden
+        each = [f"mlp.experts.{expert}" for expert in range(self.experts)]
+        gate_up: list[Part] = []
+        down: list[Part] = []
+        if self.stacked:
+            gate_up.append(Part(STACKED[0], 2 * inner * self.experts, self.experts))
+            down.append(Part(STACKED[1], hidden * self.experts, self.experts))
+            each.clear()
+        for expert in [*each, *["mlp.shared_expert"] * self.shared]:
+            gate_up += (Part(f"{expert}.gate_proj", inner), Part(f"{expert}.up_proj", inner))
+            down.append(Part(f"{expert}.down_proj", hidden))
+        return (
+            Linear(
+                "experts_gate_up", 2 * inner * count, hidden, tuple(gate_up), "gated", experts=count, active=used,
+                always=int(self.shared),
+            ),
+            Linear(
+                "experts_down", hidden * count, inner, tuple(down), "residual", scale=self.residual_scale,
+                experts=count, active=used, always=int(self.shared),
+            ),
+            *(linear for block in self.inner() for linear in block.linears()),
+        )  # fmt: skip
+
+    def packed(self, layer: LoadedLayer) -> tuple[Packed | None, Packed | None]:
+        """Return the descriptions of the packed weights of gate_up and down in a layer, None for dense weights.
+
+        Raises:
+            ValueError: a scale belongs to rows of several experts.
+        """
+        gate_up, down = _linears(layer)
+        for name, linear, rows in (("gate_up", gate_up, 2 * self.intermediate), ("down", down, self.hidden)):
+            if linear.packed and rows % linear.packed.rows:
+                raise ValueError(f"blocks of {linear.packed.rows} rows do not divide the {rows} rows of {name}")
+        return gate_up.packed, down.packed
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Return the router, and the gate of the shared expert."""
+        router = Weight("router", "mlp.gate.weight", (self.experts, self.hidden))
+        gate = Weight("shared_gate", "mlp.shared_expert_gate.weight", (1, self.hidden))
+        return (router, gate) if self.shared or self.apart else (router,)
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Return the activations of a decode pass."""
+        return self._buffers("activation", "float32")
+
+    def prompt_buffers(self) -> tuple[Buffer, ...]:
+        """Return the activations of a prompt pass."""
+        return self._buffers("weights", "weights")
+
+    def _buffers(self, act: str, outs: str) -> tuple[Buffer, ...]:
+        """Return the buffers of a pass: the experts of each row, the order of the pairs, and the products."""
+        used = self.sizes.used
+        return (
+            Buffer("router_logits", (self.sizes.stored,), "float32"),
+            Buffer("expert_ids", (used,), "int32"),
+            Buffer("expert_weights", (used,), "float32"),
+            Buffer("route_counter", (1,), "int32"),
+            Buffer("pairs", (used,), "int32"),
+            Buffer("pair_tiles", (used, TILE_FIELDS), "int32"),
+            Buffer("tile_count", (1,), "int32"),
+            Buffer("experts_act", (used * self.intermediate,), act),
+            Buffer("experts_out", (used * self.hidden,), outs),
+        )
+
+    def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
+        """List the router, gate_up with the activation, and down. With several rows, sort the pairs first."""
+        own, sizes, configs = state.buffers(self), self.sizes, state.experts(self, layer)
+        assert residual.next_norm is not None
+        normed = Normed(residual.sumsq, residual.partials, self.eps)
+        epilogue = AddResidual(residual.next_norm, residual.normed, residual.sumsq)
+        routes = self._route(run, state, layer, state.meta, None, residual.normed, normed)
+        meta, (gate_up, down) = state.meta, _linears(layer)
+        if configs.rows is not None:
+            gated, (up_config, down_config) = Gated(*normed), configs.rows
+            run(
+                "experts_gate_up", OPS[type(up_config)][0], meta, residual.normed, gate_up, routes, own["experts_act"],
+                gated, sizes, config=up_config,
+            )  # fmt: skip
+            self._shared(run, state, layer, residual)
+            run(
+                "experts_down", OPS[type(down_config)][1], meta, own["experts_act"], down, routes, residual.hidden,
+                epilogue, sizes, config=down_config,
+            )  # fmt: skip
+            return residual._replace(partials=down_config.programs(self.hidden))
+        self._experts(run, state, layer, residual.normed, normed, routes, meta)
+        self._shared(run, state, layer, residual)
+        run("add_experts", ADD_EXPERTS, meta, own["experts_out"], routes, residual.hidden, epilogue, sizes)
+        return residual._replace(partials=1)
+
+    def prompt(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> PromptResidual:
+        """List the router, the order of the pairs, gate_up with the activation, down, and the sum of the experts."""
+        own = state.buffers(self)
+        meta = None if state.decoding is None else state.decoding.meta
+        routes = self._route(run, state, layer, meta, state.chunks, residual.normed, None)
+        self._experts(run, state, layer, residual.normed, None, routes, None)
+        if self.apart is not None:  # The norm that add_norm computes is not read.
+            shared = self.apart.prompt(run, state, layer, residual).pending
+            norm = layer.weights["ffn_norm"]
+            run("add_shared", ADD_NORM, residual.hidden, shared, norm, residual.normed, self.eps)
+        run("add_experts", ADD_EXPERTS, None, own["experts_out"], routes, state.delta, None, self.sizes)
+        return residual._replace(pending=state.delta)
+
+    def _shared(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> None:
+        """List the shared expert, if it has another width.
+
+        Its down overwrites the norm that the router and gate_up of the experts read, so it follows them.
+        """
+        if self.apart is not None:
+            self.apart.decode(run, state, layer, residual)
+
+    def _route(
+        self, run: Run, state: PassState, layer: LoadedLayer, meta: torch.Tensor | None, chunks: torch.Tensor | None,
+        x: torch.Tensor, normed: Normed | None,
+    ) -> Routes:  # fmt: skip
+        """List the router. Return the experts of the rows."""
+        own = state.buffers(self)
+        routes = Routes(own["router_logits"], own["expert_ids"], own["expert_weights"])
+        router = Router(layer.weights["router"], layer.weights["shared_gate"] if self.shared else None)
+        run(
+            "route", ROUTE, meta, chunks, x, router, normed, routes, own["route_counter"], self.sizes,
+            config=state.experts(self, layer).route,
+        )  # fmt: skip
+        return routes
+
+    def _experts(
+        self, run: Run, state: PassState, layer: LoadedLayer, x: torch.Tensor, normed: Normed | None, routes: Routes,
+        meta: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """List the order of the pairs and their products, which are written to experts_out."""
+        own, sizes, configs = state.buffers(self), self.sizes, state.experts(self, layer)
+        tiles, (gate_up, down) = PairTiles(own["pairs"], own["pair_tiles"], own["tile_count"]), _linears(layer)
+        up_config, down_config = configs.tiles
+        run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes, up_config.tile)
+        run(
+            "experts_gate_up", OPS[type(up_config)][0], x, gate_up, tiles, routes, own["experts_act"], normed, sizes,
+            config=up_config,
+        )  # fmt: skip
+        run(
+            "experts_down", OPS[type(down_config)][1], own["experts_act"], down, tiles, routes, own["experts_out"],
+            sizes, config=down_config,
+        )  # fmt: skip
+
+
+def _linears(layer: LoadedLayer) -> tuple[LoadedLinear, LoadedLinear]:
+    return layer.linears["experts_gate_up"], layer.linears["experts_down"]

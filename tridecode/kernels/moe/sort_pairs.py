@@ -1,0 +1,118 @@
+"""sort_pairs: sorts the pairs of rows and experts by expert, and divides them into tiles."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
+from ..op import Op
+from .arguments import TILE_FIELDS, Experts, PairTiles
+
+_FIELDS = tl.constexpr(TILE_FIELDS)
+
+
+@triton.jit
+def _load_ids(meta_ptr, ids_ptr, offs, pairs, USED: tl.constexpr, HAS_META: tl.constexpr):
+    """Load the experts of pairs offs. The result is -1 for pairs that do not exist."""
+    mask = offs < pairs
+    if HAS_META:
+        status = tl.load(meta_ptr + offs // USED * META_WIDTH + STATUS, mask=mask, other=-1)
+        mask = mask & (status == RUN)
+    return tl.load(ids_ptr + offs, mask=mask, other=-1)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _sort_pairs_kernel(
+    meta_ptr, ids_ptr, pairs_ptr, tiles_ptr, count_ptr, pairs, USED: tl.constexpr, HAS_META: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the pairs of one expert, in their order, and its tiles. Every program counts the pairs of all experts.
+
+    Grid: (EXPERTS,).
+
+    Args:
+        meta_ptr: [rows, META_WIDTH] int32. Read only if HAS_META.
+        ids_ptr: [pairs] int32.
+        pairs_ptr: [pairs] int32 (output).
+        tiles_ptr: [pairs, TILE_FIELDS] int32 (output).
+        count_ptr: [1] int32 (output).
+    """
+    expert = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    offs_e = tl.arange(0, BLOCK_E)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for begin in range(0, pairs, BLOCK):
+        ids = _load_ids(meta_ptr, ids_ptr, begin + tl.arange(0, BLOCK), pairs, USED, HAS_META)
+        counts += tl.histogram(tl.maximum(ids, 0), BLOCK_E, mask=ids >= 0)
+    tiles = (counts + TILE - 1) // TILE
+    first = tl.sum(tl.where(offs_e < expert, counts, 0), 0)
+    first_tile = tl.sum(tl.where(offs_e < expert, tiles, 0), 0)
+    own = tl.sum(tl.where(offs_e == expert, counts, 0), 0)
+    if expert == 0:
+        tl.store(count_ptr, tl.sum(tiles, 0))
+    for begin in range(0, own, TILE):
+        entry = tiles_ptr + (first_tile + begin // TILE) * _FIELDS
+        tl.store(entry, expert)
+        tl.store(entry + 1, first + begin)
+        tl.store(entry + 2, tl.minimum(own - begin, TILE))
+    if own == 0:
+        return
+    for begin in range(0, pairs, BLOCK):
+        offs = begin + tl.arange(0, BLOCK)
+        ids = _load_ids(meta_ptr, ids_ptr, offs, pairs, USED, HAS_META)
+        own_pairs = (ids == expert).to(tl.int32)
+        tl.store(pairs_ptr + first + tl.cumsum(own_pairs, 0) - 1, offs, mask=own_pairs > 0)
+        first += tl.sum(own_pairs, 0)
+
+
+def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int, *, pdl=False):
+    """Sort the pairs of all rows by expert. Pairs of one expert keep their order. Without pairs, count is 0.
+
+    Args:
+        meta: int32 [rows, META_WIDTH]: rows that do not run have no pairs. None: rows without a token
+            have the ids -1.
+        ids: int32 [rows, used experts].
+        sorted_pairs: outputs.
+        tile: maximum number of pairs of a tile.
+    """
+    pairs = ids.numel()
+    warps = 4 if pairs <= 1024 else 16
+    _sort_pairs_kernel[(sizes.stored,)](
+        ids if meta is None else meta, ids, *sorted_pairs, pairs, sizes.used, meta is not None, sizes.stored,
+        next_power_of_2(sizes.stored), tile, min(next_power_of_2(pairs), 4096), pdl, **options(warps, pdl),
+    )  # fmt: skip
+
+
+def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int) -> None:
+    """Compute `sort_pairs` in torch."""
+    ids = ids.clone()
+    if meta is not None:
+        idle = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        idle[running(meta, len(ids))] = False
+        ids[idle] = -1
+    flat = ids.flatten().long()
+    order = flat.sort(stable=True).indices[int((flat < 0).sum()) :]
+    sorted_pairs.pairs.view(-1)[: len(order)] = order.int()
+    counts = torch.bincount(flat[flat >= 0], minlength=sizes.stored).tolist()
+    tiles, first = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [(expert, first + begin, min(count - begin, tile)) for begin in range(0, count, tile)]
+        first += count
+    sorted_pairs.count.view(-1)[0] = len(tiles)
+    if tiles:
+        sorted_pairs.tiles.view(-1, TILE_FIELDS)[: len(tiles)] = torch.tensor(
+            tiles, dtype=torch.int32, device=ids.device
+        )
+
+
+def sort_pairs_bytes(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int) -> int:
+    """Return the bytes that a launch moves."""
+    return ids.nbytes + sorted_pairs.pairs.nbytes + sorted_pairs.tiles.nbytes
+
+
+SORT_PAIRS = Op(
+    sort_pairs, sort_pairs_ref, sort_pairs_bytes, (_sort_pairs_kernel,),
+    outputs=("sorted_pairs.pairs", "sorted_pairs.tiles", "sorted_pairs.count"),
+)  # fmt: skip
