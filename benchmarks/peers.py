@@ -13,6 +13,7 @@ import torch
 from benchmarks.rows import PeersRow, options, run
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.mlp import MLP
+from tridecode.blocks.moe import MoE
 from tridecode.blocks.spec import ModelSpec
 from tridecode.cli.bench.decode import capacity_of, pass_figures
 from tridecode.cli.bench.measure import preset_engine, read_bandwidth, run_facts, step_bytes, time_decode
@@ -62,16 +63,30 @@ def peer_model(spec: ModelSpec, device, dtype: torch.dtype):
     """Return the model of transformers for a ModelSpec, with random weights created on `device`."""
     import transformers
 
-    architecture = next(name for name in FAMILIES if name.lower().startswith(spec.family + "for"))
+    family = spec.family.replace("_", "")
+    architecture = next(name for name in FAMILIES if name.lower().startswith(f"{family}for"))
     settings = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**peer_settings(spec))
     with torch.device(device):
         return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype).eval()
 
 
 def peer_settings(spec: ModelSpec) -> dict:
-    """Return the entries of config.json for a dense decoder."""
-    attention, mlp = spec.layers[0].blocks
-    assert isinstance(attention, Attention) and isinstance(mlp, MLP)
+    """Return the entries of config.json for a decoder with attention in all layers."""
+    attention, feed_forwards = spec.layers[0].mixer, [layer.ffn for layer in spec.layers]
+    assert isinstance(attention, Attention)
+    experts = {}
+    if mixture := next((each for each in feed_forwards if isinstance(each, MoE)), None):
+        experts = {
+            "num_experts": mixture.experts,
+            "num_experts_per_tok": mixture.top_k,
+            "moe_intermediate_size": mixture.intermediate,
+            "norm_topk_prob": mixture.normalize,
+            "mlp_only_layers": [number for number, each in enumerate(feed_forwards) if isinstance(each, MLP)],
+        }
+        if mixture.shared or mixture.apart:
+            experts["shared_expert_intermediate_size"] = (mixture.apart or mixture).intermediate
+    mlp = next((each for each in feed_forwards if isinstance(each, MLP)), mixture)
+    assert mlp is not None
     settings = attention.rope
     rope = {"rope_type": settings.kind, "rope_theta": settings.theta}
     if settings.kind == "llama3":
@@ -81,7 +96,7 @@ def peer_settings(spec: ModelSpec) -> dict:
             "high_freq_factor": settings.high_freq_factor,
             "original_max_position_embeddings": settings.original_max_position,
         }
-    return {
+    return experts | {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": mlp.intermediate,

@@ -71,6 +71,16 @@ SUITES = {
         prefill --preset qwen3-8b --gguf q4_k_m --prompt-tokens 64,512,2048 --runs 5
         prefill --preset qwen3-4b --gguf q4_k_m --prompt-tokens 64,512,2048 --runs 5
     """,
+    "experts": """
+        batch --preset qwen3-30b-a3b --rows 1,8,32,64 --context 64 --runs 5
+        prefill --preset qwen3-30b-a3b --prompt-tokens 64,512,2048 --runs 5
+        decode --preset qwen3-30b-a3b --context 8000 --runs 5
+        batch --preset qwen3-30b-a3b --quantize int4 --rows 1,8,32,64 --context 64 --runs 5
+        batch --preset qwen3-30b-a3b --quantize fp8 --rows 1,8,32,64 --context 64 --runs 5
+        batch --preset qwen3.6-35b-a3b --rows 1,8,32,64 --context 64 --runs 5
+        prefill --preset qwen3.6-35b-a3b --prompt-tokens 64,512,2048 --runs 5
+        batch --preset qwen3.6-35b-a3b --quantize int4 --rows 1,8,32,64 --context 64 --runs 5
+    """,
     "prompts": """
         prefill --preset qwen3-4b --prompt-tokens 64,512,2048,8192,32000 --graph MODES
         prefill --preset qwen3-4b --prompt-tokens 64 --cached 2000 --graph MODES

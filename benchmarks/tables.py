@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
     "README.md",
     "docs/benchmarks.md",
+    "docs/experts.md",
     "docs/gguf.md",
     "docs/hybrid.md",
     "docs/offload.md",

@@ -248,11 +248,12 @@ EXPERTS = [name for name in FAMILIES if "num_experts" in FAMILIES[name]]
 DENSE = [name for name in FAMILIES if name not in HYBRID + EXPERTS]
 
 
-def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides) -> Path:
+def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, stacked=False, **overrides) -> Path:
     """Write a tiny checkpoint of `family` (a key of FAMILIES) into directory `path`; returns the directory.
 
     `overrides` replace entries of config.json. With `shards` > 1 the tensors are split over at least that many files.
-    Skips the test where transformers is not installed.
+    With `stacked` the experts of a layer are one tensor, instead of one for each. Skips the test where transformers is
+    not installed.
     """
     import pytest
 
@@ -273,7 +274,9 @@ def write_tiny(path, family, dtype=torch.float32, shards=1, seed=0, **overrides)
     model = model.to(dtype)
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=list(STOP_IDS))
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.save_pretrained(path, max_shard_size=total + 1 if shards == 1 else math.ceil(total / shards))
+    # By default transformers writes a tensor for each expert. Its own form has one for all experts.
+    size = total + 1 if shards == 1 else math.ceil(total / shards)
+    model.save_pretrained(path, max_shard_size=size, save_original_format=not stacked)
     write_tokenizer(path)
     return path
 

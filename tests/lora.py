@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 DENSE = (*QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-DELTA = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj")
+DELTA = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_z", "linear_attn.out_proj")
 
 
 def modules_of(checkpoint: Path, names: Sequence[str] = (*DENSE, *DELTA)) -> dict[str, torch.Size]:

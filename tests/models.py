@@ -6,8 +6,10 @@ from dataclasses import replace
 import torch
 
 from tridecode.blocks.attention import Attention
+from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import RopeConfig
-from tridecode.blocks.spec import ModelSpec
+from tridecode.blocks.shared_expert import SharedExpert
+from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.load import random_weights
 from tridecode.engine import Engine
 from tridecode.kernels.attention.attention import AttentionConfig
@@ -43,13 +45,19 @@ def configs_of(spec: ModelSpec, weights, by_role: dict, attention) -> PassConfig
     """Return launch configs for a model. `by_role` maps the role of a linear, such as qkv, to its config."""
     kernels = {kernel.config: kernel for kernel in LINEAR_KERNELS}
     cases = linear_cases(spec, weights)
-    linears = {case: Choice(kernels[type(by_role[role])], by_role[role]) for role, case in cases.items()}
+    by_case = {case: by_role[role.removeprefix("shared_")] for role, case in cases.items()}
+    linears = {case: Choice(kernels[type(config)], config) for case, config in by_case.items()}
     blocks = [block for block in spec.blocks() if isinstance(block, Attention)]
     return PassConfigs(linears, {attention_case(b, weights.dtype, spec.fp8_kv): attention for b in blocks})
 
 
-def tiny_config(layer_types=None, sliding_window=None, **overrides) -> ModelSpec:
-    """A small decoder. layer_types: "full_attention" or "sliding_attention" for each layer."""
+def tiny_config(layer_types=None, sliding_window=None, experts=None, **overrides) -> ModelSpec:
+    """A small decoder.
+
+    Args:
+        layer_types: "full_attention" or "sliding_attention" for each layer.
+        experts: settings of a mixture of experts in all layers but the second, which has an MLP. None: no experts.
+    """
     fields = dict(
         family="qwen3",
         hidden_size=96,
@@ -66,9 +74,14 @@ def tiny_config(layer_types=None, sliding_window=None, **overrides) -> ModelSpec
     )
     if layer_types is not None:
         fields["windows"] = tuple(sliding_window if kind == "sliding_attention" else 0 for kind in layer_types)
-    return dense_spec(**fields | overrides)
+    spec = dense_spec(**fields | overrides)
+    if experts is None:
+        return spec
+    ffn = MoE(hidden=spec.hidden_size, eps=spec.eps, **experts)
+    return replace(spec, layers=tuple(each if i == 1 else Layer(each.mixer, ffn) for i, each in enumerate(spec.layers)))
 
 
+EXPERTS = dict(experts=6, top_k=2, intermediate=48, shared=True)
 FAMILIES = {
     "qwen3": {},
     "llama3": dict(
@@ -88,6 +101,17 @@ FAMILIES = {
         sliding_window=24,
         layer_types=("sliding_attention",) * 2,
     ),
+    "experts": dict(family="qwen2_moe", qk_norm=False, qkv_bias=True, experts=EXPERTS),
+    "wide shared expert": dict(
+        family="qwen2_moe",
+        qk_norm=False,
+        qkv_bias=True,
+        experts=EXPERTS | dict(shared=False, apart=SharedExpert(hidden=96, intermediate=112)),
+    ),
+}
+# Overrides of tiny_config, for tests with and without experts.
+BOTH = {
+    name: {key: value for key, value in FAMILIES[name].items() if key == "experts"} for name in ("qwen3", "experts")
 }
 
 

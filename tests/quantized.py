@@ -23,7 +23,7 @@ def write_quantized(
     write_tiny(path, family, **sizes)
     rng = np.random.default_rng(0)
     tensors, truth = load_file(path / "model.safetensors"), {}
-    linears = ("_proj.weight", "lm_head.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+    linears = ("_proj.weight", "lm_head.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
     for name in [n for n in tensors if n.endswith(linears)]:
         module = name.removesuffix(".weight")
         if any(word in module for word in skip):

@@ -9,6 +9,7 @@ from checkpoints import write_tiny
 from models import CUDA, DEVICE, tiny_engine
 
 from tridecode import Engine, SamplingParams
+from tridecode.blocks.shared_expert import SharedExpert
 from tridecode.checkpoint.hub import BUNDLED
 from tridecode.checkpoint.load import load_config, load_weights
 from tridecode.errors import GenerationError, ParameterError, PromptError, TooLong
@@ -209,6 +210,27 @@ def test_failed_request_leaves_nothing_in_the_cache(poisoned, prompt):
             "the failed request left pages in the cache, or removed pages that it had not used"
         )
         assert after.token_ids == poisoned.generate(PROMPT, GREEDY, reuse_prefix=False).token_ids
+
+
+@pytest.mark.parametrize("shared", [dict(shared=True), dict(apart=SharedExpert(hidden=96, intermediate=112))], ids=str)
+def test_a_router_with_nan_ends_only_its_request(shared):
+    """The router chooses the experts of a row whose logits are NaN too, and rows of other requests use them."""
+    experts = dict(experts=6, top_k=2, intermediate=48) | shared
+    engine = tiny_engine(seed=3, tie_word_embeddings=False, experts=experts, build=dict(slots=4))
+    prompts = [PROMPT, [11, 12, 13] * 9, [200, 201, 202, 7]]
+    expected = [engine.generate(prompt, GREEDY, reuse_prefix=False).token_ids for prompt in prompts]
+    engine.model.weights.embed[POISON] = float("nan")
+    late = expected[0][1]  # The first request fails in the decode pass after this token.
+    assert not any(late in tokens for tokens in (*prompts, *expected[1:]))
+    engine.model.weights.embed[late] = float("nan")
+    prompts.insert(2, [*PROMPT[:3], POISON, 7])
+    with engine:
+        requests = [engine.submit(prompt, GREEDY, reuse_prefix=False) for prompt in prompts]
+        results = [request.result() for request in requests]
+    assert [result.finish_reason for result in results] == ["error", "length", "error", "length"]
+    assert results[0].token_ids == expected[0][:2] and "step 3" in results[0].error
+    assert "NaN" in results[2].error and results[2].token_ids == ()
+    assert [results[1].token_ids, results[3].token_ids] == expected[1:]
 
 
 def test_tokens_before_a_failed_step_are_not_cached(poisoned):

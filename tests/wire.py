@@ -1,5 +1,6 @@
 """A network between a client and a server of a test, which the test can cut."""
 
+import re
 import socket
 import struct
 import threading
@@ -8,13 +9,17 @@ import threading
 class Wire:
     """A port that forwards connections to another port of this machine.
 
+    Args:
+        port: the other port.
+        host: value of the header Host of the forwarded requests, as a proxy sets it; None keeps the header.
+
     Attributes:
         url: address of the port.
         silent: whether data is discarded, as by a network that fails without a sign.
     """
 
-    def __init__(self, port: int):
-        self._to, self._sockets, self.silent = port, [], False
+    def __init__(self, port: int, host: str | None = None):
+        self._to, self._host, self._sockets, self.silent = port, host, [], False
         self._is_cut = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -63,6 +68,8 @@ class Wire:
     def _forward(self, source: socket.socket, target: socket.socket) -> None:
         try:
             while data := source.recv(1 << 16):
+                if self._host:
+                    data = re.sub(rb"(?i)\r\nhost: [^\r]*", f"\r\nHost: {self._host}".encode(), data)
                 if not self.silent:
                     target.sendall(data)
             target.shutdown(socket.SHUT_WR)

@@ -115,20 +115,21 @@ def test_tensor_slices_cover_every_tensor_once(spec):
 def test_linear_modules_are_the_matrices_without_the_embedding(spec):
     matrices = {name for name, of in tensor_slices(spec).items() if len(of.shape) == 2}
     # These linears are small, so they stay in bf16.
-    small = ("in_proj_a.weight", "in_proj_b.weight", "mlp.gate.weight", "shared_expert_gate.weight")
-    gates = {name for name in matrices if name.endswith(small)}
+    small = ("in_proj_a", "in_proj_b", "in_proj_ba", "mlp.gate", "mlp.shared_expert_gate")
+    gates = {name for name in matrices if name.removesuffix(".weight").endswith(small)}
     modules = linear_modules(spec)
     stacked = {module for module in modules if module in matrices}  # Such a tensor is named as its module.
     assert {f"{module}.weight" for module in modules - stacked} | stacked == matrices - gates - {spec.embed.tensor}
     assert ("lm_head" in modules) != spec.tie_word_embeddings
-    # A recurrent layer has in_proj_qkv, in_proj_z and out_proj instead of q, k, v and o.
-    attention = 4 * spec.num_layers - len(spec.recurrent)
+    # A recurrent layer has in_proj_qkv, in_proj_z and out_proj instead of q, k, v and o, or in_proj_qkvz and out_proj.
+    deltas = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDelta)]
+    attention = 4 * spec.num_layers - sum(1 + delta.grouped for delta in deltas)
     mixtures = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoE)]
     mlps = spec.num_layers - len(mixtures)
     shared = sum(ffn.shared or ffn.apart is not None for ffn in mixtures)
     experts = sum(2 if ffn.stacked else 3 * ffn.experts for ffn in mixtures) + 3 * shared
     assert len(modules) == attention + 3 * mlps + experts + (not spec.tie_word_embeddings)
-    assert len(gates) == 2 * len(spec.recurrent) + len(mixtures) + shared
+    assert len(gates) == sum(2 - delta.grouped for delta in deltas) + len(mixtures) + shared
 
 
 @EVERY_SPEC
@@ -180,7 +181,8 @@ def test_passes_use_all_declared_buffers_linears_and_weights(spec):
     assert {name: roles[name] for name in declared_linears} == declared_linears
     for block, own in decode.items():
         assert own.names == {buffer.name for buffer in block.buffers()} == own.keys()
-    used = {id(arg) for launch in recorder.launches for arg in tensors_of(launch.args)}
+    args = [arg for launch in recorder.launches for arg in tensors_of(launch.args)]
+    used = {id(each) for arg in args for each in (arg, arg._base)}  # A launch may read a part of a tensor.
     missing = [name for name, tensor in weights.tensors().items() if id(tensor) not in used]
     assert missing == []
 

@@ -120,6 +120,34 @@ def test_recurrent_blocks_have_adapters(tmp_path):
     assert {"in_proj", "out_proj"} <= {name for _, name in adapter.linears}
 
 
+def test_layers_with_experts_have_adapters_of_their_attention(tmp_path):
+    """`all-linear` means the linears outside the experts, and those of the second layer's MLP."""
+    base = write_tiny(tmp_path / "mixture", "qwen3-moe")
+    some = {name: shape for name, shape in modules_of(base).items() if ".experts." not in name}
+    adapter = check(base, tmp_path, random_matrices(some), 2.0, target_modules="all-linear")
+    assert {name for layer, name in adapter.linears if layer == 1} == {"qkv", "o_proj", "gate_up", "down"}
+    assert {name for layer, name in adapter.linears if layer != 1} == {"qkv", "o_proj"}
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe-equal", "qwen2-moe"])
+@pytest.mark.parametrize(
+    "module", ["experts.3.gate_proj", "experts.0.down_proj", "gate", "shared_expert.up_proj", "shared_expert_gate"]
+)
+def test_adapters_of_experts_are_refused_by_name(tmp_path, family, module):
+    base = write_tiny(tmp_path / "mixture", family)
+    name = f"model.layers.0.mlp.{module}"
+    shapes = load_file(base / "model.safetensors")
+    if family == "qwen2-moe" and module == "shared_expert.up_proj":  # It has another width, so it is a linear.
+        own = random_matrices({name: shapes[f"{name}.weight"].shape})
+        adapter = loaded(write_lora(tmp_path / "adapter", own, target_modules=[name]), base)
+        assert adapter.linears.keys() == {(0, "shared_gate_up")}
+        return
+    some = {name: (8, 192)} if f"{name}.weight" not in shapes else {name: shapes[f"{name}.weight"].shape}
+    with pytest.raises(CheckpointError) as refused:
+        loaded(write_lora(tmp_path / "adapter", random_matrices(some)), base)
+    assert f"{name}' belongs to a mixture of experts" in str(refused.value) and "\n" not in str(refused.value)
+
+
 def test_names_of_a_model_with_vision(base, modules, tmp_path):
     renamed = {name.replace("model.layers", "model.language_model.layers"): shape for name, shape in modules.items()}
     loaded(write_lora(tmp_path, random_matrices(renamed)), base)

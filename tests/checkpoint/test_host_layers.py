@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoints import write_tiny
-from models import CUDA, DEVICE, build_engine, planned, slowed, tiny_config, tiny_engine, use_h100
+from models import BOTH, CUDA, DEVICE, build_engine, planned, slowed, tiny_config, tiny_engine, use_h100
 from util import assert_close, covering
 
 from tridecode import Engine, SamplingParams
@@ -35,9 +35,9 @@ LAYERS = 6
 LINEARS = ("qkv", "o_proj", "gate_up", "down")
 
 
-def engine_of(on_host=0, offload=None, pages=None, **more):
+def engine_of(on_host=0, offload=None, pages=None, family="qwen3", **more):
     build = dict(page=PAGE, pages=pages, offload=offload, chunk_tokens=5 * PAGE) | more
-    fields = dict(num_layers=LAYERS, max_position=16 * PAGE, capacity=16 * PAGE, on_host=on_host)
+    fields = dict(num_layers=LAYERS, max_position=16 * PAGE, capacity=16 * PAGE, on_host=on_host) | BOTH[family]
     if CUDA:
         fields |= dict(head_dim=128, num_heads=8, num_kv_heads=2)
     else:
@@ -53,21 +53,26 @@ def tokens_and_logprobs(engine, params, prompt=PROMPT):
 
 
 @pytest.fixture(scope="module")
-def on_device():
-    return engine_of()
+def on_device(request):
+    return engine_of(family=getattr(request, "param", "qwen3"))
 
 
+WITH_EXPERTS = pytest.mark.parametrize("family, on_device", [*zip(BOTH, BOTH)], indirect=["on_device"], ids=BOTH)
+
+
+@WITH_EXPERTS
 @covering(1, graph=["full", "piecewise", "none"] if CUDA else ["none"], on_host=[3, 4, 5, LAYERS])
-def test_tokens_do_not_depend_on_the_location_of_weights(graph, on_host, on_device):
+def test_tokens_do_not_depend_on_the_location_of_weights(graph, on_host, family, on_device):
     """The same kernels read the same numbers, so results are bit-equal."""
-    engine = engine_of(on_host, graph=graph)
+    engine = engine_of(on_host, graph=graph, family=family)
     for params in (GREEDY, SAMPLED):
         for prompt in (PROMPT, PROMPT[:5]):
             assert tokens_and_logprobs(engine, params, prompt) == tokens_and_logprobs(on_device, params, prompt)
 
 
-def test_weights_and_pages_on_the_host_together(on_device):
-    engine = engine_of(4, Offload(host=40, ring=16), pages=8, chunk_tokens=5 * PAGE)
+@WITH_EXPERTS
+def test_weights_and_pages_on_the_host_together(family, on_device):
+    engine = engine_of(4, Offload(host=40, ring=16), pages=8, chunk_tokens=5 * PAGE, family=family)
     assert tokens_and_logprobs(engine, GREEDY) == tokens_and_logprobs(on_device, GREEDY)
     assert tokens_and_logprobs(engine, SAMPLED) == tokens_and_logprobs(on_device, SAMPLED)
 
@@ -109,10 +114,11 @@ def lists(kind):
     return prompt
 
 
+@pytest.mark.parametrize("family", BOTH)
 @pytest.mark.parametrize("kind", ["decode", "prompt"])
 @pytest.mark.parametrize("on_host", [3, LAYERS])
-def test_fetch_order_of_weights(on_host, kind):
-    model = engine_of(on_host).model
+def test_fetch_order_of_weights(on_host, kind, family):
+    model = engine_of(on_host, family=family).model
     host, recorder = model.weights.host, Recorder()
     lists(kind)(recorder, model)
     buffers = {target.data_ptr(): None for target in host.target}
@@ -123,20 +129,22 @@ def test_fetch_order_of_weights(on_host, kind):
             layer = next(i for i, source in enumerate(host.source) if source.data_ptr() == line.args[2].data_ptr())
             address = line.args[3].data_ptr()
             before = buffers[address]
-            assert before is None or (before, "down") in reads, "a buffer was refilled before its last reader ran"
+            down = (before, "down") in reads or (before, "experts_down") in reads
+            assert before is None or down, "a buffer was refilled before its last reader ran"
             buffers[address] = layer
             waited.discard(address)
         elif line.role == "fetched":
             waited.add(line.args[0].data_ptr())
-        elif line.role in LINEARS:
+        elif line.role.removeprefix("experts_") in LINEARS:
             linear = next(arg for arg in line.args if isinstance(arg, LoadedLinear))
-            layer = sum(role == line.role for _, role in reads) - (LAYERS - on_host)
+            own = line.role.removeprefix("experts_")
+            layer = sum(role.removeprefix("experts_") == own for _, role in reads) - (LAYERS - on_host)
             if layer >= 0:
                 address = host.target[layer].data_ptr()
                 assert address <= linear.weight.data_ptr() < address + host.target[layer].nbytes
                 assert buffers[address] == layer and address in waited
             reads.append((layer, line.role))
-    assert [role for _, role in reads] == [*LINEARS] * LAYERS
+    assert [role.removeprefix("experts_") for _, role in reads] == [*LINEARS] * LAYERS
 
 
 class Stream:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tridecode.checkpoint.load import load_config, load_weights
 from tridecode.checkpoint.quantization.methods import parse
-from tridecode.checkpoint.quantization.patterns import Pattern
+from tridecode.checkpoint.quantization.patterns import Names, Pattern
 from tridecode.engine import Engine
 from tridecode.errors import CheckpointError
 from tridecode.models.reader import ConfigReader
@@ -77,6 +77,27 @@ def test_invalid_dynamic_rules_are_refused(dynamic, words):
 )
 def test_no_pattern_needs_exponential_time(pattern):
     assert not Pattern(pattern).match(PREFIX + "47.linear_attn.in_proj_qkv")
+
+
+NAMES = frozenset(("lm_head", "model.layers.1.mlp.gate", "conv1d"))
+MATCHES = {
+    # module: the kinds of lists with which NAMES contain it
+    "lm_head": {"whole", "end", "path", "inside"},
+    "model.layers.1.mlp.gate": {"whole", "end", "path", "inside"},
+    "model.layers.1.mlp.gate_proj": {"inside"},
+    "language.model.layers.1.mlp.gate": {"end", "path", "inside"},
+    "model.layers.1.mlp.gate.inner": {"path", "inside"},
+    "model.layers.0.conv1d": {"end", "path", "inside"},
+    "model.layers.11.mlp.gate": set(),
+}
+
+
+@pytest.mark.parametrize("kind", ["whole", "end", "path", "inside"])
+def test_lists_of_names(kind):
+    names = Names(NAMES, kind)
+    expected = [module for module, kinds in MATCHES.items() if kind in kinds]
+    assert [module for module in MATCHES if names.match(module)] == expected
+    assert not Names(frozenset(), kind).match("lm_head")
 
 
 @pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "[", "(?=a)", r"(a)\1", "\\", "(?:.{1000})" * 500])

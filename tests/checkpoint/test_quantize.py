@@ -8,7 +8,7 @@ import torch
 from checkpoints import write_tiny
 from quantized import WIDTHS, write_quantized
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from util import relative_rms
 
 from tridecode.checkpoint.custom_code import code_files
@@ -16,7 +16,7 @@ from tridecode.checkpoint.hub import BUNDLED
 from tridecode.checkpoint.load import load_config, load_weights, random_weights
 from tridecode.checkpoint.quantization.quantize import SCHEMES, fitted, quantize, rules
 from tridecode.checkpoint.quantization.write import write
-from tridecode.checkpoint.slices import weight_bytes
+from tridecode.checkpoint.slices import tensor_slices, weight_bytes
 from tridecode.cli.main import main
 from tridecode.engine import Engine
 from tridecode.errors import ParameterError
@@ -53,8 +53,11 @@ def test_groups_divide_the_columns():
 
 @pytest.mark.parametrize(
     "scheme, family",
-    [("fp8", "qwen3"), ("int8", "qwen2"), ("int4", "qwen3-tied"), ("fp8", "qwen3.5"), ("int4", "qwen3.5")],
-)
+    [
+        ("fp8", "qwen3"), ("int8", "qwen2"), ("int4", "qwen3-tied"), ("fp8", "qwen3.5"), ("int4", "qwen3.5"),
+        ("fp8", "qwen2-moe"), ("int8", "qwen3-moe"), ("int4", "qwen3.5-moe"),
+    ],
+)  # fmt: skip
 def test_loading_and_packing_agree(scheme, family, tmp_path):
     config = device.quantized(EngineOptions(quantize=scheme), load_config(write_tiny(tmp_path, family)))
     packed = load_weights(tmp_path, config, "cpu", torch.float32, packs=True)
@@ -124,6 +127,63 @@ def test_written_hybrid_checkpoint_keeps_gates_and_convolutions(scheme, tmp_path
     made = Engine.load(source, device="cpu", quantize=scheme, quantize_head="keep").score(ids)
     assert torch.equal(Engine.load(out, device="cpu").score(ids), made)
     assert 0 < relative_rms(made, Engine.load(source, device="cpu").score(ids)) < 0.7
+
+
+def stack_experts(path) -> None:
+    """Store the weights of all experts of a layer in one tensor, as some published checkpoints do."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for owner in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
+        count = len({name for name in tensors if name.startswith(f"{owner}.experts.") and "down_proj" in name})
+        parts = {
+            part: torch.stack([tensors.pop(f"{owner}.experts.{expert}.{part}.weight") for expert in range(count)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[f"{owner}.experts.gate_up_proj"] = torch.cat((parts["gate_proj"], parts["up_proj"]), 1)
+        tensors[f"{owner}.experts.down_proj"] = parts["down_proj"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "scheme, family, listed, form",
+    [
+        ("int4", "qwen3-moe", True, "separate"), ("int4", "qwen3-moe", False, "stacked"),
+        ("fp8", "qwen2-moe-equal", False, "separate"), ("int8", "qwen2-moe", True, "stacked"),
+    ],
+)  # fmt: skip
+def test_written_experts_are_quantized_and_their_routers_are_not(scheme, family, listed, form, tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("tridecode.checkpoint.quantization.write.MAX_LISTED", 10**6 if listed else 5)
+    source, out = write_tiny(tmp_path / "source", family), tmp_path / "out"
+    before = load_file(source / "model.safetensors")
+    if form == "stacked":
+        stack_experts(source)
+    assert main(["quantize", str(source), str(out), "--to", scheme, "--quiet"]) == 0
+    after = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    same = {name for name in before if name in after and after[name].dtype == before[name].dtype}
+    kept = {name for name in same if torch.equal(after[name], before[name])}
+    linears = {name for name in before if name.endswith("_proj.weight")}
+    assert kept == before.keys() - linears and any(name.endswith("mlp.gate.weight") for name in kept)
+    entry = json.loads((out / "config.json").read_text())["quantization_config"]
+    targets = [target for group in entry["config_groups"].values() for target in group["targets"]]
+    assert ("Linear" in targets) is not listed
+    assert any("mlp.gate" in module for module in entry["ignore"]) is not listed
+
+    ids = [3, 40, 5, 106, 7, 250, 33]
+    made = Engine.load(source, device="cpu", quantize=scheme, quantize_head="keep").score(ids)
+    assert torch.equal(Engine.load(out, device="cpu").score(ids), made)
+    # transformers computes the same with the dequantized weights.
+    config = load_config(out)
+    weights, slices = load_weights(out, config, "cpu", torch.float32), tensor_slices(config)
+    stored = weights.tensors()
+    plain = {
+        name: (stored[of.target] - of.offset)[of.start : of.start + of.shape[0]].clone() for name, of in slices.items()
+    }
+    save_file(plain, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    with torch.no_grad():
+        assert relative_rms(made, model(torch.tensor([ids])).logits[0]) < 1e-5
 
 
 def test_invalid_checkpoint_is_refused_before_writing(tmp_path, capsys):

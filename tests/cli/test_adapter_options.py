@@ -167,12 +167,20 @@ def test_merge_writes_the_sum(files, capsys, tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_merge_keeps_the_dtype(capsys, tmp_path):
-    base = write_tiny(tmp_path / "base", "llama", dtype=torch.bfloat16, num_hidden_layers=1)
-    write_lora(tmp_path / "a", random_matrices(modules_of(base)))
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "qwen3-next"])
+def test_merge_keeps_the_dtype(family, capsys, tmp_path):
+    base = write_tiny(tmp_path / "base", family, dtype=torch.bfloat16)
+    write_lora(tmp_path / "a", matrices := random_matrices(modules_of(base)))
     assert run(capsys, "merge", base, tmp_path / "out", "--adapter", tmp_path / "a")[0] == 0
-    tensors = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
-    assert {tensor.dtype for each in tensors for tensor in each.values()} == {torch.bfloat16}
+    found = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(file)
+    expected = load_file(merge(base, tmp_path / "expected", matrices) / "model.safetensors")
+    assert found.keys() == expected.keys() and {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    for name, tensor in expected.items():  # Sums are rounded to the nearest number in both.
+        torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-3)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items() if ".experts." in name)
+    assert load_config(tmp_path / "out").has_experts == (family != "llama")
 
 
 @pytest.mark.parametrize("fault", ["no_adapter", "not_empty", "quantized"])
@@ -187,3 +195,11 @@ def test_merge_refuses_what_it_cannot_write(files, capsys, tmp_path, fault):
         model = tmp_path / "int8"
     code, _, err = run(capsys, "merge", model, out, "--adapter", adapter)
     assert code == 1 and err.count("\n") == 1 and err.startswith("tridecode: error: "), err
+
+
+def test_clients_load_adapters_only_with_an_api_key(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("TRIDECODE_API_KEY", raising=False)
+    options = "--adapter-root", tmp_path, "--adapter-memory", "0.1"
+    with pytest.raises(SystemExit) as exit:
+        run(capsys, "serve", *options)
+    assert exit.value.code == 2 and "--adapter-root needs an API key" in capsys.readouterr().err

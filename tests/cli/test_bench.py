@@ -21,7 +21,7 @@ from tridecode.errors import GenerationError, ParameterError
 from tridecode.layout import POSITION, RUN, STATUS
 from tridecode.options import GRAPHS
 from tridecode.sampling import SamplingParams
-from tridecode.step.dispatch import MODES
+from tridecode.step.dispatch import MODES, PromptDescriptor
 from tridecode.step.graphs import DecodePasses, launcher
 from tridecode.step.run import Allocating
 
@@ -244,7 +244,7 @@ def test_a_prompt_with_a_shorter_cached_prefix_is_not_timed(bench):
 def test_every_size_of_every_mode_is_captured_before_it_is_timed():
     engine = tiny_engine(capacity=300)
     modes = measure.make_runners(engine, ["full", "full_and_piecewise", "full_decode_only"])
-    assert modes["full"].prompts is engine.prompts and engine.prompts.seconds.keys() > {(64, 0)}
+    assert modes["full"].prompts is engine.prompts and engine.prompts.seconds.keys() > {PromptDescriptor(64, 0)}
     assert modes["full_and_piecewise"].prompts.seconds.keys() == engine.prompts.seconds.keys()
     for mode, expected in zip(modes, ("full", "piecewise", "none")):
         with measure.running(engine, *modes[mode]) as prompt_modes:

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_tiny
 from models import CUDA, planned, use_h100
+from safetensors.torch import load_file
 
 from tridecode import Engine, SamplingParams, __version__
 from tridecode.checkpoint.load import load_config
@@ -247,6 +249,28 @@ def test_info_counts_without_loading(run, tiny, monkeypatch):
     assert code == 0 and err == ""
     rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert rows["parameters"].startswith(f"{parameters:,}") and f"tridecode {__version__}" in rows["versions"]
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe-equal"])
+def test_info_counts_experts(run, family, tmp_path):
+    path = write_tiny(tmp_path, family)
+    shapes = {name: tensor.numel() for name, tensor in load_file(path / "model.safetensors").items()}
+    experts = sum(size for name, size in shapes.items() if ".experts." in name)
+    shared = sum(size for name, size in shapes.items() if ".shared_expert." in name)
+    code, out, _ = run("info", "--model", path, "--json", "--device", "cpu")
+    report, total = json.loads(out), sum(shapes.values())
+    facts = report["experts"]
+    count, used, layers = (6, 2, 2) if family == "qwen3-moe" else (4, 1, 2)
+    with_shared = int(shared > 0)
+    assert (facts["experts"], facts["of_token"]) == (count + with_shared, used + with_shared) and code == 0
+    assert facts["layers"] == layers and facts["shared"] == with_shared
+    assert facts["active_parameters"] == total - experts * (count - used) // count
+    assert facts["bytes"] == 4 * (experts + shared)
+    embed = shapes["model.embed_tokens.weight"]
+    assert facts["bytes_of_pass"] == 4 * (facts["active_parameters"] - embed)
+    rows = dict(line.split(maxsplit=1) for line in run("info", "--model", path)[1].splitlines())
+    assert rows["experts"].startswith(f"{used + with_shared} of {count + with_shared}")
+    assert "experts" not in run("info", "--model", "bundled")[1]
 
 
 @pytest.mark.parametrize("left, why", [(None, "no model.safetensors and no"), (2000, "model.safetensors: truncated: ")])

@@ -135,7 +135,7 @@ import sys, torch
 from tridecode import cli as commands
 from tridecode.step.prompt_graphs import PromptPasses
 
-def read(self, chunks, tokens, decoding):
+def read(self, chunks, tokens, *others):
     if tokens > 40:  # the second turn
         torch.zeros(1, device=self.model.device)[torch.tensor([9], device=self.model.device)]
 

@@ -1,11 +1,13 @@
 """`info` reports the sources of launch configs, for GPUs that this machine does not have."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from gpus import GPUS
 
+from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.cli import doctor
 from tridecode.cli.info import config_facts, describe_configs, kernel_choices
 from tridecode.kernels.linear.matvec import MatvecConfig
@@ -64,6 +66,23 @@ def test_info_names_the_user_table():
     assert facts["choices"] == {"user table": 1, "table": 0, "rule": 29} and not facts["tune"]
     assert facts["user_table"] == str(path)
     assert describe_configs(facts) == f"your table {path} for 1, rules for 29 of 30 choices"
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_kernels_of_experts_have_one_line_for_each_config(quantize):
+    spec = replace(PRESETS["qwen3-30b-a3b"], load_quantization=quantize and rules(quantize, "fp8"))
+    rows = kernel_choices(spec, torch.bfloat16, GPUS["h100"], experts=True)
+    own = [row for row in rows if row not in kernel_choices(spec, torch.bfloat16, GPUS["h100"])]
+    roles = {row.role: (row.n, row.k) for row in own}
+    sizes = {"route": (128, 2048), "experts_gate_up": (1536, 2048), "experts_down": (2048, 768)}
+    assert roles == sizes | {f"prompt {role}": size for role, size in sizes.items()}
+    for role in roles:
+        same = [row for row in own if row.role == role]
+        assert same[-1].rows == (2048 if role.startswith("prompt ") else 64)
+        assert [row.rows for row in same] == sorted({row.rows for row in same})
+        assert all(one[5:7] != other[5:7] for one, other in zip(same, same[1:])), "two lines have the same config"
+        assert {row.format for row in same} == {"int4/128" if quantize and "experts" in role else "bfloat16"}
+    assert all(row.config for row in own)
 
 
 @pytest.fixture

@@ -64,6 +64,16 @@ def test_list_shows_size_and_kind(run, cache):
     assert found[2]["bytes"] == 400 and found[2]["path"].endswith("1" * 40 + "/q4.gguf")
 
 
+def test_models_with_experts_are_described(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 128, "dtype": "bfloat16"}))
+    assert models.described(tmp_path) == "qwen3_moe, 128 experts, bfloat16"
+    config.write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": {"num_experts": 256}}))
+    assert models.described(tmp_path) == "qwen3_5_moe, 256 experts"
+    config.write_text(json.dumps({"model_type": "qwen3", "num_experts": "many"}))
+    assert models.described(tmp_path) == "qwen3"
+
+
 @pytest.mark.parametrize(
     "file, tag",
     {

@@ -151,6 +151,7 @@ def test_keys_of_the_fleet_and_of_a_model(replica):
 
         assert [status(key, "bundled") for key in (None, "wrong", "own", "all")] == [401, 401, 200, 200]
         assert status("all", "other") != 401  # The replica has another name, so it answers 404.
+        assert status("own", "other") == 401
         assert client.get("/v1/models").status_code == 401
         assert client.get("/health").status_code == 200
 

@@ -72,8 +72,8 @@ def check_contract(path, rows=(1,), median=False, **options):
     """For each number in `rows`, score as many texts in one pass, and check the first, the middle and the last text.
 
     median: see `errors`. A gated delta net normalizes the output of each head. If this output is almost 0, one rounding
-        changes the whole distribution. With the small heads of tiny models, a few such tokens dominate the mean. So do
-        tokens for which rounding makes a router choose other experts.
+        changes the whole distribution. With the small heads of tiny models, a few such tokens dominate the mean. The
+        same is true of tokens for which rounding makes a router choose other experts.
     options: fields of EngineOptions.
     """
     generator = torch.Generator().manual_seed(6)

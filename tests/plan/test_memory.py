@@ -93,7 +93,7 @@ def test_plan_counts_the_bytes_of_a_slot():
 
 
 @covering(
-    2, preset=["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-7b", "mistral-7b"],
+    2, preset=["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-7b", "mistral-7b", "qwen3-30b-a3b"],
     sizes=[(1, 8192, 2048), (1, 100, 2048), (16, 4096, 512), (64, 1024, 8192)], dtype=[torch.bfloat16, torch.float32],
 )  # fmt: skip
 def test_plan_matches_the_allocation(monkeypatch, preset, sizes, dtype):

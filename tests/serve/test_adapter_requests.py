@@ -59,6 +59,12 @@ def hybrid(tmp_path_factory):
     return Tuned(tmp_path_factory.mktemp("hybrid"), "qwen3.5", 3)
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A model with experts. Adapters change its attention, and the MLP of its second layer."""
+    return Tuned(tmp_path_factory.mktemp("mixture"), "qwen3-moe", 3)
+
+
 def room_for(model: Tuned, count: int) -> dict:
     """Return options for a device with room for `count` adapters of every rank."""
     size = adapter_bytes(load_config(model.base), torch.float32, 32)
@@ -77,7 +83,13 @@ def mixed(engine: Engine, texts, numbers, params=GREEDY) -> None:
     engine.scheduler.assert_consistent()
 
 
-@pytest.mark.parametrize("name", ["tuned", "hybrid"])
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory):
+    """A model with experts and recurrent layers, whose projections have the rows of each head together."""
+    return Tuned(tmp_path_factory.mktemp("grouped"), "qwen3-next", 3)
+
+
+@pytest.mark.parametrize("name", ["tuned", "hybrid", "mixture", "grouped"])
 def test_texts_of_a_mixed_batch_equal_the_texts_of_merged_weights(name, request):
     model = request.getfixturevalue(name)
     with model.load(adapters=model.sources(0, 1, 2)) as engine:

@@ -316,6 +316,19 @@ def test_close_ends_a_pending_score_with_an_error(engine):
     assert "score was cancelled" in str(cancelled) and not isinstance(cancelled, EngineClosed)
 
 
+def test_stepping_threads_pause_for_close():
+    """A thread that steps sees that another thread waits in close, and pauses after its step."""
+    with build(1) as own:
+        thread, end = threading.Thread(target=own.close), time.monotonic() + 10
+        with stepping(own):
+            thread.start()
+            while thread.ident not in own._driver._waiting_threads:
+                assert time.monotonic() < end
+                time.sleep(0.001)
+        thread.join(30)
+        assert not own._driver._waiting_threads and own._driver.scheduler is None
+
+
 def test_score_in_one_thread_during_a_stream_in_another(engine, run_alone):
     expected, results = engine.score(PROMPTS[3]), []
     thread = threading.Thread(target=lambda: results.append(engine.score(PROMPTS[3])))

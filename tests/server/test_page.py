@@ -494,6 +494,43 @@ def test_page_works_when_the_storage_fails(chat):
     assert text_of(chat, "#error") == "this conversation is not saved: the disk is full"
 
 
+@in_chromium
+def test_turns_that_were_not_saved_are_saved_later(chat):
+    put = "IDBObjectStore.prototype.put"
+    set_up(chat, temperature="0")
+    ask(chat, "Hi")
+    answered(chat)
+    chat.run(f"window.put = {put}; {put} = () => {{ throw new DOMException('the disk is full') }}; 0")
+    ask(chat, QUESTION)
+    answered(chat, 2)
+    assert text_of(chat, "#error") == "this conversation is not saved: the disk is full"
+    chat.run(f"{put} = window.put; 0")
+    ask(chat, "and plus 10?")
+    answered(chat, 3)
+    assert chat.run("document.querySelector('#failed').hidden")
+    chat.reload()
+    answered(chat, 3)
+    assert texts_of(chat, ".user") == ["Hi", QUESTION, "and plus 10?"] and texts_of(chat, ".assistant")[1] == ANSWER
+
+
+@in_chromium
+def test_idle_tab_shows_turns_of_another_tab_and_keeps_its_draft(chat, served):
+    ask(chat, "Hi")
+    answered(chat)
+    tab = opened(chat.tab(), chat.run("location.href"))
+    tab.window(1000, 700)
+    answered(tab)
+    tab.run("document.querySelector('#input').focus()")
+    tab.type("my draft")
+    ask(chat, QUESTION)
+    answered(chat, 2)
+    tab.until("document.querySelectorAll('.turn').length === 2")
+    tab.reload()
+    answered(tab, 2)
+    assert tab.run("document.querySelector('#input').value") == "my draft"
+    tab.close()
+
+
 # ---- errors
 
 
@@ -586,6 +623,53 @@ def test_page_requests_key_and_stores_it_for_the_tab(chromium, engine):
         assert answered(chromium)
         assert chromium.run("document.cookie") == "" and "right" not in chromium.run("JSON.stringify(localStorage)")
     chromium.errors.clear()
+
+
+@in_chromium
+@pytest.mark.parametrize("key", ["\u201cright\u201d", "right\u200b", " right "])
+def test_key_with_other_characters_is_explained(chromium, engine, key):
+    with Running(engine, api_keys=("right",)) as running:
+        chromium.clear(running.url)
+        chromium.open(running.url)
+        chromium.until("!document.querySelector('#keyed').hidden && document.activeElement.id === 'key'")
+        chromium.type(key)
+        chromium.press("Enter")
+        if key.strip() == "right":
+            chromium.until("document.activeElement.id === 'input' && document.querySelector('#model').textContent")
+        else:
+            chromium.until("document.querySelector('#error').innerText.includes('not printable ASCII')")
+            assert chromium.run("document.activeElement.id") == "key"
+    chromium.errors.clear()
+
+
+@in_chromium
+def test_page_behind_a_proxy_that_changes_host_shows_the_reason(chromium, served):
+    """Requests that send Origin are refused there, but the files of the page are not."""
+    with Wire(served.port, host="10.0.0.7") as wire:
+        opened(chromium, wire.url)
+        ask(chromium, QUESTION)
+        answered(chromium)
+        assert "may not use this server; start it with --cors" in text_of(chromium, ".turn .remark")
+    chromium.errors.clear()
+
+
+@in_chromium
+def test_request_during_an_answer_is_refused_with_a_reason(chat, slowly):
+    set_up(chat, max_tokens="30")
+    ask(chat, "Hi")
+    answered(chat)
+    ask(chat, STORY)
+    partial_answer(chat, 5)
+    enter(chat, "next")
+    reason = "an answer of this conversation is running: wait for its end, or stop it"
+    chat.until(f"document.querySelector('#error').innerText === {json.dumps(reason)}")
+    chat.run("document.querySelector('#error').textContent = ''")
+    click(chat, "Regenerate", ".turn:first-child")
+    chat.until(f"document.querySelector('#error').innerText === {json.dumps(reason)}")
+    assert len(texts_of(chat, ".turn")) == 2 and chat.run("document.querySelector('#input').value") == "next"
+    click(chat, "Stop")
+    answered(chat, 2)
+    assert chat.run("document.querySelector('#failed').hidden")
 
 
 # ---- thinking, the context, models
@@ -702,6 +786,54 @@ def test_regenerate_and_edit_add_versions(chat):
     assert text_of(chat, ".actions .note") == "3 / 3" and texts_of(chat, ".user") == ["Tell me a joke. Please."]
 
 
+def fill_versions(chat):
+    """Show a conversation with two versions of the fifth turn, each with later turns. The first one is longer."""
+    chat.script("""
+        const {addTurn, newConversation, newId} = await page("conversation"), {save} = await page("store");
+        const made = newConversation(newId(), {}, "bundled"), text = "paragraph\\n\\n";
+        const add = (question, times) =>
+          addTurn(made, made.leaf, {question, answer: text.repeat(times), state: "done"});
+        for (let i = 0; i < 4; i++) add(`question ${i}`, 5);
+        const parent = made.leaf;
+        for (const [version, times] of [["first", 12], ["second", 5]]) {
+          made.leaf = parent;
+          for (let i = 4; i < 12; i++) add(i === 4 ? "question 4" : `${version} ${i}`, times);
+        }
+        made.updated = 1;
+        await save(made, made.turns);
+        location.hash = made.id;
+    """)
+    chat.until("document.querySelectorAll('.turn').length === 12")
+
+
+@in_chromium
+def test_arrows_of_versions_keep_place_and_focus(chat):
+    fill_versions(chat)
+    chat.run("document.querySelector('[aria-label=\"Previous version\"]').focus()")
+    place = "document.querySelector('[aria-label=\"Previous version\"]').getBoundingClientRect().top"
+    top = chat.run(place)
+    for version, focused in (("first", "Next version"), ("second", "Previous version")):
+        chat.press("Enter")
+        chat.until(f"document.querySelectorAll('.user')[5].innerText === '{version} 5'")
+        assert chat.run("document.activeElement.ariaLabel") == focused and abs(chat.run(place) - top) < 2
+
+
+@in_chromium
+def test_layout_of_a_long_conversation_is_read_rarely(chat):
+    """The browser computes the layout of the whole document for each reading between changes."""
+    fill_versions(chat)
+    readings = chat.script("""
+        const root = document.documentElement, {drawAll} = await page("view"), {load} = await page("store");
+        const conversation = await load(location.hash.slice(1));
+        let readings = 0;
+        Object.defineProperty(root, "scrollHeight", {configurable: true, get: () => ++readings});
+        drawAll(conversation, () => false, {});
+        delete root.scrollHeight;
+        return readings;
+    """)
+    assert 0 < readings <= 2
+
+
 @in_chromium
 def test_draft_returns_after_an_edit_is_cancelled_or_sent(chat):
     ask(chat, "Hi")
@@ -778,6 +910,20 @@ def test_answer_continues_while_another_conversation_is_shown(chat, slowly):
 
 
 @in_chromium
+def test_titles_split_no_character(chat):
+    text = "x" * 59 + "\U0001f600 and more"
+    enter(chat, "")
+    chat.type(text)
+    chat.reload()
+    chat.until("document.querySelector('#list a')")
+    assert texts_of(chat, "#list a") == [f"Draft: {'x' * 59}"]
+    set_up(chat, max_tokens="2")
+    ask(chat, "")
+    answered(chat)
+    assert texts_of(chat, "#list a") == [f"{'x' * 59}\u2026"]
+
+
+@in_chromium
 def test_answer_and_code_are_copied(chat, served):
     chat.allow_clipboard(served.url)
     body = stream({"delta": {"content": "See:\n\n```python\na = 1\n```"}}) + "data: [DONE]\n\n"
@@ -803,6 +949,40 @@ def test_copy_works_without_the_clipboard_of_the_browser(chat):
     chat.until("!document.querySelector('body > textarea')")
 
 
+@in_chromium
+def test_menu_is_shown_whole_and_closes_with_a_click_elsewhere(chat):
+    chat.script("""
+        const {addTurn, newConversation, newId} = await page("conversation"), {save} = await page("store");
+        for (let i = 0; i < 30; i++) {
+          const made = newConversation(newId(), {}, "bundled");
+          addTurn(made, null, {question: `chat ${i}`, answer: "a", state: "done"});
+          made.updated = i + 1;
+          await save(made, made.turns);
+        }
+    """)
+    chat.reload()
+    chat.until("document.querySelectorAll('#list li').length === 30")
+    chat.run("document.querySelector('#list li:last-child summary').click()")
+    chat.until("document.querySelector('#list details[open] .menu').getBoundingClientRect().bottom < innerHeight + 1")
+    chat.run("document.querySelector('main').click()")
+    assert not chat.run("document.querySelector('#list details[open]')")
+
+
+@in_chromium
+def test_focus_stays_in_the_list_after_a_conversation_is_deleted(chat):
+    for text in ("Hi", QUESTION):
+        ask(chat, text)
+        answered(chat)
+        click(chat, "New chat")
+        chat.until("!document.querySelector('.turn')")
+    chat.run("document.querySelector('#list li:last-child summary').focus()")
+    chat.press("Enter")
+    click(chat, "Delete", "#list")
+    click(chat, "Delete", "dialog")
+    chat.until("document.querySelectorAll('#list a').length === 1")
+    assert chat.run("document.activeElement.id") == "new"
+
+
 # ---- attached files
 
 
@@ -826,6 +1006,32 @@ def test_text_files_are_attached_under_their_names(chat, sent, tmp_path):
     assert sent[-1] == [{"role": "user", "content": f"Explain:\n\n{files}"}]
     assert texts_of(chat, ".user summary") == ["utf16.txt, 3 characters", "a b.py, 10 characters"]
     assert texts_of(chat, "#files li") == []
+
+
+@in_chromium
+def test_many_files_leave_room_for_the_message(chat, tmp_path):
+    names = [f"{i}.txt" for i in range(30)] + ["n" * 200 + ".txt"]
+    for name in names:
+        (tmp_path / name).write_text("text")
+    chat.window(320, 500, phone=True)
+    chat.choose_files("#chosen", *sorted(tmp_path.iterdir()))
+    chat.until("document.querySelectorAll('#files li').length === 31")
+    form, header = (f"document.querySelector('{name}').getBoundingClientRect()" for name in ("#form", "header"))
+    assert chat.run(f"{form}.top >= {header}.bottom && {form}.bottom <= innerHeight")
+    assert chat.run("document.documentElement.scrollWidth") <= 320
+    chat.run("document.querySelector('#files li:first-child button').focus()")
+    assert chat.run(f"document.activeElement.getBoundingClientRect().top >= {form}.top")
+
+
+@in_chromium
+def test_long_message_scrolls_in_its_own_box(chat):
+    answers(chat, 200, stream({"delta": {"content": "ok"}}) + "data: [DONE]\n\n")
+    chat.run("document.querySelector('#input').value = 'line\\n'.repeat(100)")
+    ask(chat, "end")
+    answered(chat)
+    box = "document.querySelector('.user .long')"
+    assert chat.run(f"{box}.clientHeight < {box}.scrollHeight && {box}.tabIndex === 0")
+    assert chat.run("document.documentElement.scrollHeight") < 1500
 
 
 @in_chromium
@@ -951,6 +1157,66 @@ def test_phone_width(chat, scheme):
     click(chat, "Settings")
     assert chat.run("document.querySelector('#settings').scrollWidth") <= 320
     assert chat.run("document.documentElement.scrollWidth") <= 320
+
+
+@in_chromium
+def test_list_of_a_phone_closes_without_stopping_the_answer(chat, slowly):
+    chat.window(360, 640, phone=True)
+    ask(chat, STORY)
+    partial_answer(chat, 5)
+    click(chat, "Chats")
+    chat.press("Escape")
+    assert not chat.run("document.querySelector('#side').checkVisibility() || document.querySelector('#stop').hidden")
+    click(chat, "Chats")
+    click(chat, STORY, "#list")
+    assert not chat.run("document.querySelector('#side').checkVisibility()")
+    click(chat, "Stop")
+    answered(chat)
+    chat.window(1000, 700)
+
+
+@in_chromium
+def test_title_has_room_on_a_phone_with_several_models(chat):
+    chat.window(360, 640, phone=True)
+    cards = [{"id": name, "max_model_len": 2048} for name in ("bundled", "a-model-with-a-long-name")]
+    answers(chat, 200, json.dumps({"data": cards}), path="v1/models")
+    chat.run("document.querySelector('#retry').click()")
+    chat.until("!document.querySelector('#models').hidden")
+    assert chat.run("document.querySelector('#title').clientWidth") > 100
+    assert chat.run("document.documentElement.scrollWidth") <= 360
+    chat.window(1000, 700)
+
+
+@in_chromium
+def test_right_to_left_text_has_its_direction(chat):
+    hebrew = "\u05e9\u05dc\u05d5\u05dd!"
+    markdown = f"## {hebrew}\n\n{hebrew} `f(x);`\n\n- {hebrew}\n\n```\nf(x);\n```\n\nEnglish!"
+    answers(chat, 200, stream({"delta": {"content": markdown}}) + "data: [DONE]\n\n")
+    ask(chat, hebrew)
+    answered(chat)
+    chat.type(hebrew)
+    for selector in (".user", ".assistant", ".assistant ul", "#title", "#list a", "#input"):
+        direction = chat.run(f"getComputedStyle(document.querySelector({json.dumps(selector)})).direction")
+        assert direction == "rtl", selector
+    for selector in (".assistant .block", ".assistant pre", ".assistant p code"):
+        direction = chat.run(f"getComputedStyle(document.querySelector({json.dumps(selector)})).direction")
+        assert direction == "ltr", selector
+    places = chat.run("""[...document.querySelectorAll(".assistant > p")].map(node => {
+        const range = document.createRange(), box = node.getBoundingClientRect();
+        range.selectNodeContents(node);
+        const text = range.getBoundingClientRect();
+        return text.left - box.left > box.right - text.right ? "right" : "left";
+    })""")
+    assert places == ["right", "left"]
+
+
+@in_chromium
+def test_keyboards_of_phones_have_a_minus_sign_where_it_is_needed(chat):
+    modes = chat.run("Object.fromEntries([...document.querySelectorAll('#sampling input')]"
+                     ".map(each => [each.id, each.inputMode]))")  # fmt: skip
+    assert {name for name, mode in modes.items() if mode == "text"} == {
+        "presence_penalty", "frequency_penalty", "seed"}  # fmt: skip
+    assert modes["temperature"] == "decimal" and modes["top_k"] == "numeric"
 
 
 @in_chromium

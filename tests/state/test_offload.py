@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import CUDA, DEVICE, no_allocations, planned, slowed, tiny_engine, use_h100
+from models import BOTH, CUDA, DEVICE, no_allocations, planned, slowed, tiny_engine, use_h100
 from util import assert_close, covering
 
 from tridecode import Engine, SamplingParams
@@ -38,7 +38,9 @@ PAGE = 64 if CUDA else 16
 LONG = [(11 * i + i // 7) % 300 for i in range(9 * PAGE + 5)]
 
 
-def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context=16, on_host=0, **build):
+def engine_of(
+    pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context=16, on_host=0, family="qwen3", **build
+):
     """Build an engine whose slots have `context` pages.
 
     Args:
@@ -49,6 +51,7 @@ def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context
     if pages is not None:
         build["offload"] = Offload(host, ring, buffers)
     fields = dict(capacity=context * PAGE, max_position=16 * PAGE, num_layers=layers, tie_word_embeddings=False)
+    fields |= BOTH[family]
     dtype = build.pop("dtype", torch.float32)
     engine = tiny_engine(dtype=dtype, build=build, on_host=on_host, **fields)
     # A second thread would cost more time than it saves, because the operations of a tiny model are short.
@@ -57,9 +60,9 @@ def engine_of(pages=None, ring=0, host=40, slots=1, buffers=2, layers=3, context
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone(request):
     """Engine with all pages on the device."""
-    return engine_of()
+    return engine_of(family=getattr(request, "param", "qwen3"))
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +91,10 @@ def on_host(engine) -> int:
     return len(engine.scheduler.slots._ring_place)
 
 
+@pytest.mark.parametrize("family, alone", [*zip(BOTH, BOTH)], indirect=["alone"], ids=BOTH)
 @covering(1, pages=[4, 5, 8, 11, 16], buffers=[2, 3])
-def test_tokens_do_not_depend_on_the_location_of_pages(pages, buffers, run_alone):
-    engine = engine_of(pages, ring=16, buffers=buffers)
+def test_tokens_do_not_depend_on_the_location_of_pages(pages, buffers, family, run_alone):
+    engine = engine_of(pages, ring=16, buffers=buffers, family=family)
     for params in (GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=2 * PAGE, ignore_eos=True)):
         request = engine.submit(LONG, params, reuse_prefix=False)
         most = 0

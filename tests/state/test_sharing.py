@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import tiny_engine
+from models import BOTH, tiny_engine
 
 from tridecode import SamplingParams
 from tridecode.errors import ParameterError
@@ -11,9 +11,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SYSTEM = [(11 * i) % 300 for i in range(70)]
 
 
-def engine_of(slots=4, **build):
+def engine_of(slots=4, family="qwen3", **build):
     build |= {"slots": slots, "page": 16}
-    engine = tiny_engine(dtype=torch.float32, capacity=256, tie_word_embeddings=False, build=build)
+    engine = tiny_engine(dtype=torch.float32, capacity=256, tie_word_embeddings=False, build=build, **BOTH[family])
     # A second thread would cost more time than it saves, because the operations of a tiny model are short.
     engine.threads = 1
     return engine
@@ -25,8 +25,8 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def run_alone():
-    engine = engine_of(1)
+def run_alone(request):
+    engine = engine_of(1, getattr(request, "param", "qwen3"))
     return lambda ids, params=GREEDY: engine.generate(ids, params, reuse_prefix=False).token_ids
 
 
@@ -35,7 +35,12 @@ def computed(engine) -> int:
     return sum(stat.rows * stat.count for stat in engine.graph_stats() if stat.kind in ("prompt", "mixed"))
 
 
-def test_common_prefix_of_concurrent_requests_is_computed_once(engine, run_alone):
+WITH_EXPERTS = pytest.mark.parametrize("family, run_alone", [*zip(BOTH, BOTH)], indirect=["run_alone"], ids=BOTH)
+
+
+@WITH_EXPERTS
+def test_common_prefix_of_concurrent_requests_is_computed_once(family, run_alone):
+    engine = engine_of(family=family)
     prompts = [[*SYSTEM, 200 + i, 7, 9] for i in range(6)]
     results = engine.generate_many(prompts, GREEDY)
     assert [result.token_ids for result in results] == [run_alone(prompt) for prompt in prompts]
@@ -77,9 +82,10 @@ def test_side_requests_do_not_evict_a_conversation_from_a_small_pool(run_alone):
     engine.scheduler.assert_consistent()
 
 
-def test_preempted_request_reuses_its_remaining_pages(run_alone, monkeypatch):
+@WITH_EXPERTS
+def test_preempted_request_reuses_its_remaining_pages(family, run_alone, monkeypatch):
     """Two requests need more pages than the pool has. The younger one recomputes only the evicted pages."""
-    engine, log = engine_of(2, pages=17), []
+    engine, log = engine_of(2, family, pages=17), []
     slots, admit = engine.scheduler.slots, engine.scheduler.slots.admit
 
     def logged(ids, *rest):

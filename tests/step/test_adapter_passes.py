@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import CUDA, DEVICE, tiny_config, tiny_engine
+from models import BOTH, CUDA, DEVICE, tiny_config, tiny_engine
 from models_to_tune import H200, case
 
 from tridecode import SamplingParams
@@ -18,7 +18,7 @@ PROMPT = [(7 * i + 3) % 300 for i in range(20)]
 
 
 def random_adapter(spec, name: str, rank: int, seed: int, dtype=torch.float32) -> Adapter:
-    """Return an adapter of all linears."""
+    """Return an adapter of all linears without experts."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape, scale):
@@ -30,12 +30,14 @@ def random_adapter(spec, name: str, rank: int, seed: int, dtype=torch.float32) -
         )
         for index, layer in enumerate(spec.layers)
         for each in layer.linears()
+        if not each.experts
     }
     return Adapter(name, "", linears)
 
 
-def adapted_engine(backend="auto", slots=3, **options):
-    engine = tiny_engine(backend, build=dict(slots=slots, adapter_memory=0.02, max_rank=32, **options))
+def adapted_engine(backend="auto", slots=3, family="qwen3", **options):
+    build = dict(slots=slots, adapter_memory=0.02, max_rank=32, **options)
+    engine = tiny_engine(backend, build=build, **BOTH[family])
     dtype = engine.model.weights.dtype
     for name, rank, seed in ("a", 16, 1), ("b", 32, 2):
         engine._add_adapter(random_adapter(engine.config, name, rank, seed, dtype))
@@ -48,12 +50,13 @@ def answers(engine) -> list[tuple[int, ...]]:
     return [request.result().token_ids for request in requests]
 
 
-def test_kernels_compute_the_texts_of_the_references():
+@pytest.mark.parametrize("family", BOTH)
+def test_kernels_compute_the_texts_of_the_references(family):
     """All passes have adapters: prompt passes, prompt passes with decoding rows, and decode passes."""
-    expected = answers(adapted_engine("torch"))
+    expected = answers(adapted_engine("torch", family=family))
     assert len(set(expected)) == 3
     if not CUDA:
-        assert answers(adapted_engine("triton")) == expected
+        assert answers(adapted_engine("triton", family=family)) == expected
 
 
 def test_verified_drafts_have_the_adapters_of_their_requests():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CUDA, H100, tiny_config, tiny_engine
+from models import BOTH, CUDA, H100, tiny_config, tiny_engine
 
 from tridecode import Engine, SamplingParams
 from tridecode.checkpoint.load import empty_weights
@@ -41,25 +41,26 @@ PARAMS = {
 }
 
 
-def engine_of(slots=SLOTS, quantized=None, **build) -> Engine:
+def engine_of(slots=SLOTS, quantized=None, family="qwen3", **build) -> Engine:
     """Return an engine in batch-invariant mode."""
     build |= {"slots": slots, "page": PAGE, "chunk_tokens": CHUNK, "batch_invariant": True}
     engine = tiny_engine(
-        capacity=CAPACITY, max_position=CAPACITY, tie_word_embeddings=False, build=build, **quantized or {}
-    )
+        capacity=CAPACITY, max_position=CAPACITY, tie_word_embeddings=False, build=build,
+        **(quantized or {}) | BOTH[family],
+    )  # fmt: skip
     engine.threads = 1
     return engine
 
 
 @pytest.fixture(scope="module")
-def many():
-    return engine_of()
+def many(request):
+    return engine_of(family=getattr(request, "param", "qwen3"))
 
 
 @pytest.fixture(scope="module")
-def single():
+def single(request):
     """Return a function that runs a request as the only one of an engine, without a cached prefix."""
-    engine = engine_of(1)
+    engine = engine_of(1, family=getattr(request, "param", "qwen3"))
 
     @cache
     def single(ids, kind="greedy", tokens=8):
@@ -100,6 +101,9 @@ def run(engine: Engine, submitted, steps) -> list:
     return results
 
 
+WITH_EXPERTS = pytest.mark.parametrize("many, single", [*zip(BOTH, BOTH)], indirect=True, ids=BOTH)
+
+
 # ---- SGLang's three cases
 
 
@@ -115,6 +119,7 @@ def test_single(many, single):
         )
 
 
+@WITH_EXPERTS
 def test_mixed(many, single):
     """Run short and long prompts with all kinds of sampling, which start and end at different times."""
     draw = random.Random(1)
@@ -127,6 +132,7 @@ def test_mixed(many, single):
         assert results == [single(*each) for each in submitted], f"trial {trial}"
 
 
+@WITH_EXPERTS
 def test_prefix(many, single):
     """Run prompts with a common prefix of any length, which may be cached."""
     draw = random.Random(2)
@@ -151,6 +157,7 @@ def test_every_captured_size_has_the_same_logits(many, rows):
         for count in (1, rows):
             many.model.kv.pool.copy_(page.expand_as(many.model.kv.pool))
             rewind(many, [position] * count, SamplingParams(temperature=0.0, seed=1), count)
+            many.model.workspace.tokens.zero_()  # All rows have the same tokens.
             for _ in range(3):
                 enqueue(many, SamplingParams(temperature=0.0, seed=1), count)
             many.synchronize()
@@ -160,8 +167,12 @@ def test_every_captured_size_has_the_same_logits(many, rows):
 
 @pytest.mark.parametrize(
     "quantized",
-    [dict(load_quantization=rules("int4", "fp8")), dict(load_quantization=rules("fp8", "fp8"), fp8_kv=True)],
-    ids=["int4", "fp8"],
+    [
+        dict(load_quantization=rules("int4", "fp8")),
+        dict(load_quantization=rules("fp8", "fp8"), fp8_kv=True),
+        dict(load_quantization=rules("int4", "fp8")) | BOTH["experts"],
+    ],
+    ids=["int4", "fp8", "int4 experts"],
 )
 def test_quantized_weights_and_kv(quantized):
     single, several = engine_of(1, quantized), engine_of(quantized=quantized)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import captures
 import pytest
 import torch
-from models import CUDA, tiny_engine
+from models import BOTH, CUDA, tiny_engine
 from triton.runtime.errors import OutOfResources
 
 from tridecode import SamplingParams, layout
@@ -39,9 +39,10 @@ def ids(n: int, base: int = 1) -> list[int]:
     return [(base * 41 + 13 * i) % 300 for i in range(n)]
 
 
-def engine_of(mode="none", slots=3, sizes=SIZES, prompts=PROMPTS, attention=None, **build):
+def engine_of(mode="none", slots=3, sizes=SIZES, prompts=PROMPTS, attention=None, family="qwen3", **build):
     """An engine whose passes are captured in `mode`. `captures.install` must have been called."""
-    engine = tiny_engine("torch", "none", torch.float32, 128, build={"slots": slots, "page": 16} | build)
+    build = {"slots": slots, "page": 16} | build
+    engine = tiny_engine("torch", "none", torch.float32, 128, build=build, **BOTH[family])
     engine.threads = 1
     if mode != "none":
         dispatcher = Dispatcher(mode, sizes, prompts)
@@ -107,9 +108,10 @@ def cpu_graphs(monkeypatch):
 # ---- modes
 
 
+@pytest.mark.parametrize("family", BOTH)
 @pytest.mark.parametrize("mode", CAPTURED)
-def test_every_mode_generates_the_texts_of_launched_passes(mode):
-    plain, engine = engine_of(), engine_of(mode)
+def test_every_mode_generates_the_texts_of_launched_passes(mode, family):
+    plain, engine = (engine_of(each, family=family) for each in ("none", mode))
     at_load, prompts = engine.steps.captures, [ids(n, n) for n in (5, 20, 1, 30)]
     results = [each.generate_many(prompts, [*PARAMS, GREEDY], reuse_prefix=False) for each in (plain, engine)]
     assert [r.token_ids for r in results[1]] == [r.token_ids for r in results[0]]
@@ -124,10 +126,11 @@ def test_every_mode_generates_the_texts_of_launched_passes(mode):
     assert set(engine.steps.place.modes) == {*MODES[mode]} - {"none"}
 
 
+@pytest.mark.parametrize("family", BOTH)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", CAPTURED)
-def test_a_graph_is_bit_equal_to_launches_of_the_same_key(mode, kind):
-    assert_same(passes(engine_of(mode), kind), passes(engine_of(), kind))
+def test_a_graph_is_bit_equal_to_launches_of_the_same_key(mode, kind, family):
+    assert_same(passes(engine_of(mode, family=family), kind), passes(engine_of(family=family), kind))
 
 
 def test_passes_are_padded_to_captured_sizes_and_larger_ones_are_launched():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CUDA, DEVICE, begin, interpreter_configs, no_allocations, tiny_config, tiny_engine, use_h100
+from models import BOTH, CUDA, DEVICE, begin, interpreter_configs, no_allocations, tiny_config, tiny_engine, use_h100
 from servers import Running
 
 from tridecode import Engine, SamplingParams, layout
@@ -44,10 +44,11 @@ PROMPTS = [
 ]
 
 
-def engine_of(slots=1, in_flight=1, speculate="ngram", capacity=CAPACITY, dtype=torch.float32, **build):
+def engine_of(slots=1, in_flight=1, speculate="ngram", capacity=CAPACITY, dtype=torch.float32, family="qwen3", **build):
     """Return an engine whose text repeats itself."""
     build |= {"slots": slots, "speculate": speculate}
-    engine = tiny_engine(dtype=dtype, capacity=capacity, tie_word_embeddings=False, num_layers=1, build=build)
+    model = dict(tie_word_embeddings=False, num_layers=1) | BOTH[family]
+    engine = tiny_engine(dtype=dtype, capacity=capacity, build=build, **model)
     # The CPU makes the random weights, so that they are equal on all machines.
     weights = engine.model.weights.tensors()
     for name, tensor in random_weights(engine.config, torch.device("cpu"), dtype, seed=0).tensors().items():
@@ -61,9 +62,9 @@ def engine_of(slots=1, in_flight=1, speculate="ngram", capacity=CAPACITY, dtype=
 
 
 @pytest.fixture(scope="module")
-def plain_result():
+def plain_result(request):
     """Return a function that generates a text without speculation, as the only request of an engine."""
-    engine, results = engine_of(speculate="off"), {}
+    engine, results = engine_of(speculate="off", family=getattr(request, "param", "qwen3")), {}
 
     def generate(prompt, params):
         key = tuple(prompt), repr(params)
@@ -108,8 +109,9 @@ def test_text_equals_text_without_drafts(engine, plain_result, kind):
     assert accepted > 15, "fewer drafts were accepted than expected"
 
 
-def test_text_does_not_depend_on_other_requests(plain_result):
-    engine = engine_of(slots=4, page=16)
+@pytest.mark.parametrize("family, plain_result", [*zip(BOTH, BOTH)], indirect=["plain_result"], ids=BOTH)
+def test_text_does_not_depend_on_other_requests(family, plain_result):
+    engine = engine_of(slots=4, page=16, family=family)
     params = [replace(each, max_tokens=60) for each in PARAMS.values()]
     requests = [engine.submit(prompt, each) for each in params for prompt in PROMPTS]
     expected = [plain_result(prompt, each) for each in params for prompt in PROMPTS]
@@ -355,6 +357,13 @@ def test_auto_drafts_only_for_models_that_are_large_enough(monkeypatch):
     ngram, why = plan_drafts(EngineOptions(), graphs, MIN_WEIGHT_BYTES - 1)
     assert ngram is None and why.startswith("pays for models of 128 MiB or more")
     assert plan_drafts(EngineOptions(speculate="ngram"), graphs, MIN_WEIGHT_BYTES - 1) == (NGRAM, None)
+
+
+def test_experts_that_a_row_does_not_use_do_not_count():
+    assert tiny_config().active_share == 1
+    spec = tiny_config(num_layers=1, experts=dict(experts=8, top_k=2, intermediate=48))
+    idle, others = 6 * 3 * 96 * 48, 96 * 512 + 256 * 96 + 331 * 96
+    assert spec.active_share == pytest.approx(1 - idle / (others + idle * 8 / 6))
 
 
 def test_an_engine_follows_its_plan(monkeypatch):

@@ -12,7 +12,7 @@ from threading import Event
 import captures
 import numpy as np
 import pytest
-from checkpoints import sentencepiece
+from checkpoints import sentencepiece, write_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CUDA
@@ -66,6 +66,21 @@ def test_answer_has_requested_format(bundled, name, kind):
     result = bundled.generate(CHAT, params_with(name, **KINDS[kind]))
     assert result.finish_reason == "stop" and FORMATS[name][1](result.text), result
     assert {stat.kind for stat in bundled.graph_stats()} >= {("sample" if kind == "sampled" else kind) + "+mask"}
+
+
+def test_models_with_experts_have_formats(tmp_path):
+    """Concurrent requests, with and without formats, give the same texts as alone."""
+    several = [
+        params_with("json_schema", seed=1),
+        SamplingParams(temperature=0, max_tokens=30),
+        params_with("choice", seed=2),
+        params_with("regex", temperature=0),
+    ]
+    with Engine.load(write_tiny(tmp_path, "qwen3-moe"), slots=4, batch_invariant=CUDA, speculate="off") as engine:
+        alone = [engine.generate(CHAT, params).text for params in several]
+        assert [result.text for result in engine.generate_many([CHAT] * len(several), several)] == alone
+    for name, text in (("json_schema", alone[0]), ("choice", alone[2]), ("regex", alone[3])):
+        assert FORMATS[name][1](text), text
 
 
 def test_end_of_format_ends_answer_with_ignore_eos(bundled):

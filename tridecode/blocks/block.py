@@ -281,7 +281,7 @@ class Block:
 
     @property
     def reordered(self) -> bool:
-        """Whether rows or columns of the linears have another order than in a Hugging Face checkpoint."""
+        """Whether rows or columns have another order than in a Hugging Face checkpoint, which no part describes."""
         return False
 
     def stored_as(self, tensors: Container[str], prefix: str) -> "Block":

@@ -45,6 +45,7 @@ class Linear:
         experts: number of experts whose weights follow each other in the rows; 0 if all rows are one weight. The ops
             of kernels/moe multiply by the weights of experts, not `project`.
         active: number of experts that a row uses.
+        always: number of experts that every row uses, such as a shared one. `experts` and `active` include them.
     """
 
     name: str
@@ -56,10 +57,16 @@ class Linear:
     scale: float = 1.0
     experts: int = 0
     active: int = 0
+    always: int = 0
 
     def __post_init__(self) -> None:
         if self.bias and self.epilogue != "normed":
             raise ValueError(f"{self.name}: a linear with the epilogue {self.epilogue} has no bias")
+
+    def experts_of(self, rows: int) -> float:
+        """Return the expected number of distinct experts of `rows` rows, if all experts are equally likely."""
+        chosen, others = self.active - self.always, self.experts - self.always
+        return self.always + others * (1 - (1 - chosen / others) ** rows)
 
 
 @dataclass(frozen=True)

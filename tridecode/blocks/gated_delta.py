@@ -41,8 +41,8 @@ class GatedDelta(Block):
 
     @property
     def reordered(self) -> bool:
-        """Whether the rows have another order than in a Hugging Face checkpoint."""
-        return self.tiled or self.grouped
+        """Whether the rows have another order than in a Hugging Face checkpoint, which no part describes."""
+        return self.tiled
 
     @property
     def sizes(self) -> DeltaHeads:

@@ -1,7 +1,8 @@
-"""MoE: a mixture of experts, gated feed-forwards of which a router chooses a few for each row."""
+"""MoE: a mixture of experts. A router chooses a few of these gated feed-forwards for each row."""
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -51,14 +52,19 @@ class MoE(Block):
 
     def stored_as(self, tensors: Container[str], prefix: str) -> "MoE":
         """Return the block that names the tensors of a checkpoint: one for each expert, or one for all experts."""
-        return replace(self, stacked=prefix + STACKED[0] in tensors)
+        stacked = prefix + STACKED[0] in tensors
+        return self if stacked == self.stacked else replace(self, stacked=stacked)
 
     def inner(self) -> tuple[Block, ...]:
         """Return the shared expert if it has another width than the experts."""
         return () if self.apart is None else (self.apart,)
 
     def linears(self) -> tuple[Linear, ...]:
-        """Return gate_up and down, whose rows are those of one expert after the other. A shared expert is the last."""
+        """Return gate_up and down. They contain the rows of one expert after the other; a shared expert is the last."""
+        return self._linears
+
+    @cached_property
+    def _linears(self) -> tuple[Linear, ...]:  # They have hundreds of parts.
         (count, used), inner, hidden = (self.sizes.stored, self.sizes.used), self.intermediate, self.hidden
         each = [f"mlp.experts.{expert}" for expert in range(self.experts)]
         gate_up: list[Part] = []
@@ -71,10 +77,13 @@ class MoE(Block):
             gate_up += (Part(f"{expert}.gate_proj", inner), Part(f"{expert}.up_proj", inner))
             down.append(Part(f"{expert}.down_proj", hidden))
         return (
-            Linear("experts_gate_up", 2 * inner * count, hidden, tuple(gate_up), "gated", experts=count, active=used),
+            Linear(
+                "experts_gate_up", 2 * inner * count, hidden, tuple(gate_up), "gated", experts=count, active=used,
+                always=int(self.shared),
+            ),
             Linear(
                 "experts_down", hidden * count, inner, tuple(down), "residual", scale=self.residual_scale,
-                experts=count, active=used,
+                experts=count, active=used, always=int(self.shared),
             ),
             *(linear for block in self.inner() for linear in block.linears()),
         )  # fmt: skip
@@ -131,13 +140,13 @@ class MoE(Block):
         if configs.rows is not None:
             gated, (up_config, down_config) = Gated(*normed), configs.rows
             run(
-                "experts_gate_up", OPS[type(up_config)][0], meta, residual.normed, gate_up, routes, own["experts_act"], gated,
-                sizes, config=up_config,
+                "experts_gate_up", OPS[type(up_config)][0], meta, residual.normed, gate_up, routes, own["experts_act"],
+                gated, sizes, config=up_config,
             )  # fmt: skip
             self._shared(run, state, layer, residual)
             run(
-                "experts_down", OPS[type(down_config)][1], meta, own["experts_act"], down, routes, residual.hidden, epilogue, sizes,
-                config=down_config,
+                "experts_down", OPS[type(down_config)][1], meta, own["experts_act"], down, routes, residual.hidden,
+                epilogue, sizes, config=down_config,
             )  # fmt: skip
             return residual._replace(partials=down_config.programs(self.hidden))
         self._experts(run, state, layer, residual.normed, normed, routes, meta)
@@ -194,8 +203,8 @@ class MoE(Block):
             config=up_config,
         )  # fmt: skip
         run(
-            "experts_down", OPS[type(down_config)][1], own["experts_act"], down, tiles, routes, own["experts_out"], sizes,
-            config=down_config,
+            "experts_down", OPS[type(down_config)][1], own["experts_act"], down, tiles, routes, own["experts_out"],
+            sizes, config=down_config,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""SharedExpert: the gated feed-forward that every row uses beside a mixture of experts."""
+"""SharedExpert: the gated feed-forward that every row uses in addition to a mixture of experts."""
 
 from dataclasses import dataclass
 

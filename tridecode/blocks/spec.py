@@ -138,10 +138,18 @@ class ModelSpec:
         """Whether a layer has experts."""
         return any(linear.experts for block in self.blocks() for linear in block.linears())
 
+    @property
+    def active_share(self) -> float:
+        """Share of the linears' weights that a row uses: less than 1 if there are experts."""
+        linears = [*self.linears()]
+        idle = sum(each.n * each.k * (each.experts - each.active) // each.experts for each in linears if each.experts)
+        return 1 - idle / sum(each.n * each.k for each in linears)
+
     def stored_as(self, tensors: Container[str]) -> "ModelSpec":
         """Return the specification of the same model whose blocks name the tensors that a checkpoint has."""
-        layers = tuple(layer.stored_as(tensors, self.layer_prefix(i)) for i, layer in enumerate(self.layers))
-        return replace(self, layers=layers)
+        layers = [layer.stored_as(tensors, self.layer_prefix(i)) for i, layer in enumerate(self.layers)]
+        equal: dict[Layer, Layer] = {}  # Equal layers are one object, because blocks keep their declarations.
+        return replace(self, layers=tuple(equal.setdefault(layer, layer) for layer in layers))
 
     @property
     def num_layers(self) -> int:

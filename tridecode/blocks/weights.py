@@ -9,6 +9,7 @@ import torch
 from ..kernels.linear.weight import LoadedLinear
 from ..tensors import short_repr
 from .host_layers import HostLayers
+from .spec import ModelSpec
 
 
 class LayerWeights(NamedTuple):
@@ -77,3 +78,17 @@ class Weights:
     def nbytes(self) -> int:
         """Return the bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+
+def bytes_read(spec: ModelSpec, weights: Weights, rows: int) -> float:
+    """Return the bytes of the weights that a decode pass of `rows` rows reads.
+
+    Experts count by the expected number of distinct ones. The embedding counts only if it is also the LM head, because
+    a pass reads one row of it per token.
+    """
+    total = float(weights.nbytes() - (0 if weights.tied else weights.embed.nbytes))
+    for layer, loaded in zip(spec.layers, weights.layers):
+        for linear in layer.linears():
+            if linear.experts:
+                total -= loaded.linears[linear.name].nbytes * (1 - linear.experts_of(rows) / linear.experts)
+    return total

@@ -20,6 +20,7 @@ from .hub import resolve_adapter
 from .load import DTYPES, read_header
 from .loader import Loader
 from .peft import CONFIG, WEIGHTS, PeftConfig, module_names, read_peft_config
+from .slices import TensorSlice
 from .tensor_info import TensorInfo
 
 _MODULE = re.compile(r"(.*?)layers\.(\d{1,6})\.(.+)", re.ASCII)
@@ -43,6 +44,11 @@ class _Place:
     part: int
     start: int
     rows: int
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (row of the module, row of the linear, number of rows) of each run of rows that stay neighbors."""
+        shape, groups = (self.rows, self.linear.k), self.linear.parts[self.part].groups
+        return TensorSlice("", self.start, shape, groups=groups).runs()
 
 
 def adapter_rank(path: str | Path) -> int:
@@ -86,7 +92,8 @@ def load_adapter(name: str, path: str | Path, spec: ModelSpec, dtype: torch.dtyp
                 a, b = (loader.read(modules[module][1][matrix], 0, None).float() for matrix in "AB")
                 filled = matrices.a[place.part], matrices.b[place.start : place.start + place.rows]
                 filled[0][:own] = a
-                filled[1][:, :own] = b * (factor * linear.scale)
+                for row, target, count in place.runs():
+                    matrices.b[target : target + count, :own] = b[row : row + count] * (factor * linear.scale)
                 if not all(tensor.isfinite().all() for tensor in filled):
                     raise CheckpointError(f"{file}: {module} has NaN or infinite numbers; download the file again")
             linears[key] = matrices
@@ -105,7 +112,7 @@ def _modules(
         match = _MODULE.fullmatch(module)
         place = places.get((int(match[2]), match[3])) if match and match[1] in prefixes else None
         if place is None:
-            raise CheckpointError(f"{file}: {shown(module)} is not a linear of the model that adapters can change")
+            raise CheckpointError(f"{file}: {shown(module)} {_why_not(spec, match)}")
         if any(block.reordered and place.linear in block.linears() for block in spec.layers[place.layer].blocks):
             fix = "give the model as a Hugging Face checkpoint"
             raise CheckpointError(f"{file}: {shown(module)} has another order in a GGUF file; {fix}")
@@ -129,11 +136,22 @@ def _modules(
     return tensors_of
 
 
+def _why_not(spec: ModelSpec, match: re.Match[str] | None) -> str:
+    """Return why adapters cannot change a module. match: the match of its name with _MODULE."""
+    if match and int(match[2]) < spec.num_layers:
+        experts = (linear for linear in spec.layers[int(match[2])].linears() if linear.experts)
+        owners = {part.module.split(".")[0] for linear in experts for part in linear.parts}
+        if match[3].split(".")[0] in owners:
+            fix = "exclude it when training, or merge the adapter with peft's merge_and_unload"
+            return f"belongs to a mixture of experts, which adapters cannot change; {fix}"
+    return "is not a linear of the model that adapters can change"
+
+
 def _places(spec: ModelSpec) -> dict[tuple[int, str], _Place]:
-    """Return the part of a linear that each module of a layer is."""
+    """Return the part of a linear that each module of a layer is, without experts."""
     places = {}
     for index, layer in enumerate(spec.layers):
-        for linear in layer.linears():
+        for linear in (each for each in layer.linears() if not each.experts):
             start = 0
             for number, part in enumerate(linear.parts):
                 places[index, part.module] = _Place(index, linear, number, start, part.rows)

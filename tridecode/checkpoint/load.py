@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..arguments import shown
 from ..blocks.host_layers import HostLayers, make_host_layers
+from ..blocks.moe import MoE
 from ..blocks.spec import ModelSpec
 from ..blocks.weights import LayerWeights, Weights
 from ..errors import CheckpointError, DeviceError, brief, counted
@@ -32,7 +33,7 @@ from .gguf.schemes import with_block_types
 from .gguf.tensors import check_type, gguf_tensors
 from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
-from .quantization.scheme import Stored
+from .quantization.scheme import Scheme, Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices, tied_head_scheme
 from .tensor_info import DTYPE_BYTES, TensorInfo
 from .tied import HEAD, follow_files
@@ -67,13 +68,26 @@ def load_config(path: Path) -> ModelSpec:
     if path.is_file():
         spec = with_block_types(path, spec)
     for name, tensor_slice in tensor_slices(spec).items():
-        scheme, columns = tensor_slice.scheme, tensor_slice.shape[-1]
-        if scheme and scheme.rows <= 1 and scheme.group and columns % scheme.group:
-            raise CheckpointError(
-                f"{path / 'config.json'}: quantization_config: groups of {scheme.group} do not divide the "
-                f"{counted(columns, 'column')} of {name}; check that both belong together"
-            )
+        if tensor_slice.scheme and (problem := _problem(tensor_slice, tensor_slice.scheme)):
+            raise CheckpointError(f"{path / 'config.json'}: quantization_config: {name}: {problem}")
     return spec
+
+
+def _problem(tensor_slice: TensorSlice, scheme: Scheme) -> str:
+    """Return why the loader cannot read a quantized slice, with a fix; "" if it can."""
+    columns, rows = tensor_slice.shape[-1], scheme.rows
+    if scheme.rows <= 1 and scheme.group and columns % scheme.group:
+        of = counted(columns, "column")
+        return f"groups of {scheme.group} do not divide its {of}; check that both belong together"
+    if tensor_slice.stacked:
+        return (
+            "a quantized tensor that contains all experts is not supported; "
+            "use the unquantized checkpoint, or one with a tensor for each expert"
+        )
+    if rows > 1 and any(length % rows for length in tensor_slice.groups):
+        lengths = ", ".join(str(length) for length in dict.fromkeys(tensor_slice.groups))
+        return f"blocks of {rows} rows do not divide its runs of {lengths} rows; use the unquantized checkpoint"
+    return ""
 
 
 def load_weights(
@@ -194,6 +208,8 @@ def random_weights(
             continue  # The code below copies this weight from the embedding.
         # 2 * num_layers linears add to the residual stream, so their weights are smaller.
         std = (target.shape[-1] * (2 * spec.num_layers if target.residual else 1)) ** -0.5
+        if name == "embed" and spec.has_experts and not spec.tie_word_embeddings:
+            std = 1.0  # The residual streams of the tokens of a prompt differ, so they choose different experts.
         if target.packed is not None and target.load_scheme is None:
             n, step = target.shape[0], max(2**24 // target.shape[1], 1)
             for first in range(0, n, step):
@@ -373,7 +389,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             numbers = (*shape, begin, end)
             valid = isinstance(dtype, str) and len(shape) <= _MAX_DIMENSIONS and begin <= end
-            valid = valid and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+            valid = valid and {*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**63
         except (KeyError, TypeError, ValueError):
             valid = False
         if not valid:
@@ -432,18 +448,27 @@ def _check(
         raise CheckpointError(f"{path}: tensor {shown(missing[0])} is missing{more}; {fix}")
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
+        layers, experts = counted(spec.num_layers, "layer"), {b.experts for b in spec.blocks() if isinstance(b, MoE)}
+        size = f"{layers} and {counted(max(experts), 'expert')}" if experts else layers
         raise CheckpointError(
             f"{tensors[extra[0]].file}: tensor {shown(extra[0])}{more} does not belong to a {spec.family} model of "
-            f"{counted(spec.num_layers, 'layer')}; check config.json, or remove it from the file"
+            f"{size}; check config.json, or remove it from the file"
         )
+    gguf = path.is_file()
     for name, of in needed.items():
         info = tensors[name]
+        stacked = name in slices and slices[name].stacked
+        if stacked and info.shape != of.shape and info.shape == (of.shape[0], *of.shape[:0:-1]):
+            raise CheckpointError(
+                f"{info.file}: the matrices of tensor {shown(name)} are transposed ({list(info.shape)} instead of "
+                f"{list(of.shape)}), which is not supported; convert it with transformers' save_pretrained"
+            )
         if _shape(info.shape) != _shape(of.shape):
             raise CheckpointError(
                 f"{info.file}: tensor {shown(name)} must have shape {list(of.shape)} by config.json, not "
                 f"{list(info.shape)}; check that both belong to the same model"
             )
-        if path.is_file():
+        if gguf:
             check_type(info, len(of.shape))
         elif info.dtype not in of.dtypes:
             fix = "check that config.json belongs to it"

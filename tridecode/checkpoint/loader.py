@@ -98,13 +98,13 @@ class Loader:
             if target.packed is not None:
                 self._check_order(name, tensor_slice, weight, parts)
             for row, start, length in tensor_slice.runs(first, count):
-                rows = weight.part(row - first, row - first + length)
+                run = weight.part(row - first, row - first + length)
                 if target.packed is not None:
-                    target.packed.pack(parts, start, rows)
+                    target.packed.pack(parts, start, run)
                     continue
                 place = parts["weight"][start : start + length]
                 for begin in range(0, length, inner := max(_NUMBERS // k // BLOCK * BLOCK, BLOCK)):
-                    place[begin : begin + inner] = rows.part(begin, min(begin + inner, length)).dequantize()
+                    place[begin : begin + inner] = run.part(begin, min(begin + inner, length)).dequantize()
 
     def _check_order(self, name: str, tensor_slice: TensorSlice, weight: QuantizedWeight, parts: dict) -> None:
         """Check that all parts of a linear have the same order of columns. Raises CheckpointError."""

@@ -11,6 +11,7 @@ from ..blocks.adapter import Adapter
 from ..blocks.spec import ModelSpec
 from .quantization.write import copy_others, with_code
 from .shards import Shards
+from .slices import TensorSlice
 
 
 def changes(adapter: Adapter, spec: ModelSpec) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -20,7 +21,10 @@ def changes(adapter: Adapter, spec: ModelSpec) -> dict[str, tuple[torch.Tensor, 
         linear = next(each for each in spec.layers[index].linears() if each.name == name)
         start = 0
         for part, own in zip(linear.parts, a, strict=True):
-            rows = b[start : start + part.rows].float() / linear.scale  # The loader multiplies the weight by the scale.
+            rows = torch.empty(part.rows, b.shape[1])
+            for row, target, count in TensorSlice("", start, (part.rows, linear.k), groups=part.groups).runs():
+                # The loader multiplies the weight by the scale.
+                rows[row : row + count] = b[target : target + count].float() / linear.scale
             if rows.any():
                 matrices[spec.layer_prefix(index) + part.module] = rows, own.float()
             start += part.rows

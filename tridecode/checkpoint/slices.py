@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,7 @@ from .quantization.scheme import Scheme, Stored
 FLOATS = ("F32", "F16", "BF16")
 
 
-@dataclass(frozen=True)
-class TensorSlice:
+class TensorSlice(NamedTuple):
     """Destination of a checkpoint tensor: rows `start` to `start + shape[0]` of the device tensor `target`.
 
     Args:
@@ -41,7 +41,7 @@ class TensorSlice:
         """Yield (row in the checkpoint, row of the target, number of rows) of each run of rows that stay neighbors.
 
         Args:
-            first, count: the rows of the checkpoint to yield; by default all.
+            first, count: the rows of the checkpoint to yield. By default all rows.
         """
         end = self.shape[0] if count is None else first + count
         if not self.groups:
@@ -160,7 +160,7 @@ def targets(spec: ModelSpec, packs: bool, scale_dtype: Callable[[str], torch.dty
         elif packs and (scheme := tied_head_scheme(spec)):
             targets[f"{target}.weight"] = Target((each.n, each.k), scheme.packed(each.k, [0], _scale_dtype(scheme)))
         elif _load_scheme(spec, prefix + target):  # The LM head is a quantized copy of the embedding.
-            targets[f"{target}.weight"] = _loaded_target(spec, prefix + target, (each.n, each.k), [0], packs, residual)
+            targets[f"{target}.weight"] = _loaded_target(spec, prefix + target, (each.n, each.k), [], packs, residual)
         if each.bias:
             targets[f"{target}.bias"] = Target((each.n,))
     return targets
@@ -172,13 +172,9 @@ def _weight_target(
 ) -> Target:  # fmt: skip
     """Return the target of a weight whose slices are `names`."""
     own = [known[name] for name in names]
-    shape, schemes, starts = (
-        (linear.n, linear.k),
-        {of.scheme for of in own},
-        [start for of in own for _, start, _ in of.runs()],
-    )
+    shape, schemes = (linear.n, linear.k), {of.scheme for of in own}
     if schemes == {None}:
-        return _loaded_target(spec, names[0].removesuffix(".weight"), shape, starts, packs, residual)
+        return _loaded_target(spec, names[0].removesuffix(".weight"), shape, own, packs, residual)
     scheme = own[0].scheme
     if scheme is None or None in schemes or not packs:
         return Target(shape, residual=residual)
@@ -186,18 +182,23 @@ def _weight_target(
         return Target(shape, scheme.common({each for each in schemes if each}, linear.k), residual=residual)
     dtypes = {scale_dtype(name) for name in names} if scale_dtype else {_scale_dtype(scheme)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return Target(shape, scheme.packed(linear.k, starts, dtype), residual=residual)
+    return Target(shape, scheme.packed(linear.k, _starts(own), dtype), residual=residual)
+
+
+def _starts(slices: list[TensorSlice]) -> list[int]:
+    """Return the rows of the target at which runs of rows begin."""
+    return [start for of in slices for _, start, _ in of.runs()]
 
 
 def _loaded_target(
-    spec: ModelSpec, module: str, shape: tuple[int, int], starts: list[int], packs: bool, residual: bool
+    spec: ModelSpec, module: str, shape: tuple[int, int], slices: list[TensorSlice], packs: bool, residual: bool
 ) -> Target:
     """Return the target of a weight that is not quantized in the checkpoint; the loader may quantize it."""
     scheme = _load_scheme(spec, module)
     if scheme is None:
         return Target(shape, residual=residual)
     scheme = fitted(scheme, shape[1])
-    packed = scheme.packed(shape[1], starts, _scale_dtype(scheme)) if packs else None
+    packed = scheme.packed(shape[1], _starts(slices), _scale_dtype(scheme)) if packs else None
     return Target(shape, packed, scheme, residual)
 
 

@@ -203,6 +203,8 @@ BENCH_OPTIONS = (
     # profile and tune.
     _option("output", None, ANY, "also write pictures (SVG), Chrome traces and figures to DIR", "profile",
         metavar="DIR"),
+    _option("experts", None, ANY, "instead: count how often --prompt-tokens tokens of the text in FILE (- is stdin) "
+        "choose each expert, and the experts of a pass of --rows rows, on any machine", "profile", metavar="FILE"),
     _option("minutes", 5.0, Number(0, 24 * 60, above=True), "time limit of the search in minutes", "tune",
         metavar="M"),
 )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 
 from ..blocks.attention import Attention
 from ..blocks.spec import ModelSpec
+from ..blocks.weights import bytes_read
 from ..checkpoint.gguf.schemes import SCHEMES
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import empty_weights, load_config, read_tensor_infos
@@ -34,6 +35,7 @@ from ..tuning.report import KernelRow, kernel_rows, render
 from ..tuning.tables import package_tables, table_path
 from ..version import __version__
 from . import doctor
+from .expert_kernels import expert_rows
 from .explain import LOADING, with_options
 from .options import engine_options
 from .terminal import Output, counted, visible
@@ -52,6 +54,7 @@ def info(args, output: Output) -> int:
     problem = weights_problem(path, stored) if repository(args.model) is None else None
     report: dict[str, Any] = {
         "model": model_facts(plan.spec, model_name(args.model), str(path)) | {"problem": problem},
+        "experts": expert_facts(plan.spec, plan.dtype, device.type == "cuda"),
         "gguf": gguf_facts(path, device.type == "cuda") if path.is_file() else None,
         "memory": memory_facts(plan),
         "run": run_facts(plan),
@@ -68,6 +71,8 @@ def info(args, output: Output) -> int:
     if args.kernels:
         if not rows:
             raise DeviceError("--kernels needs an NVIDIA GPU, since a CPU runs the references; none is used here")
+        if plan.spec.has_experts:
+            rows = kernel_choices(plan.spec, plan.dtype, gpu, options.batch_invariant, experts=True)
         report["kernels"] = [row._asdict() for row in rows]
     if args.json:
         print(json.dumps(report))
@@ -108,6 +113,35 @@ def model_facts(spec: ModelSpec, name: str, path: str) -> dict:
         "max_position": spec.max_position,
         "dtype": spec.dtype,
         "formats": formats(spec),
+    }
+
+
+def expert_facts(spec: ModelSpec, dtype: torch.dtype, packs: bool) -> dict | None:
+    """Return the sizes of the mixtures of experts, or None for a model without experts.
+
+    A token uses `of_token` of `experts`. Both numbers include the `shared` ones, and so do the `active_parameters`.
+    `bytes` is the size of all experts on the device, and `bytes_of_pass` the size of all weights that a pass of one row
+    reads.
+    """
+    linears = [linear for linear in spec.linears() if linear.experts]
+    if not linears:
+        return None
+    weights, first = empty_weights(spec, "meta", dtype, packs=packs), linears[0]
+    idle = sum(linear.n * linear.k * (linear.experts - linear.active) // linear.experts for linear in linears)
+    loaded = (
+        each.linears[linear.name]
+        for layer, each in zip(spec.layers, weights.layers)
+        for linear in layer.linears()
+        if linear.experts
+    )
+    return {
+        "layers": sum(any(linear.experts for linear in layer.linears()) for layer in spec.layers),
+        "experts": first.experts,
+        "of_token": first.active,
+        "shared": first.always,
+        "active_parameters": parameter_count(spec) - idle,
+        "bytes": sum(each.nbytes for each in loaded),
+        "bytes_of_pass": int(bytes_read(spec, weights, 1)),
     }
 
 
@@ -272,6 +306,7 @@ def as_text(report: dict, plan: EnginePlan, width: int | None = None) -> str:
         *([("formats", "; ".join(model["formats"]))] if model["formats"] else []),
         *([("file", describe_file(report["gguf"]))] if report["gguf"] else []),
         ("layers", f"{model['layers']} of width {model['hidden_size']:,}; {heads}; vocabulary {model['vocab_size']:,}"),
+        *([("experts", describe_experts(report["experts"], model["layers"]))] if report["experts"] else []),
         ("would run", f"{run['device']}, backend {run['backend']}, {run['dtype']}, {describe_graphs(run)}"),
         ("kernels", describe_kernels(run, model)),
         *([("configs", f"launch configs: {describe_configs(configs)}")] if configs else []),
@@ -330,8 +365,17 @@ def describe_kernels(run: dict, model: dict) -> str:
     """Return the launches of a decode pass, or the note that PyTorch runs it."""
     if run["backend"] == "torch":
         return "none of its own: PyTorch's"
-    linears = ", ".join(model["linears"])
+    linears = ", ".join(model["linears"]).replace("experts_gate_up", "route, experts_gate_up")
     return f"Triton: embed, {model['layers']} x (attention, {linears}), lm_head, sample"
+
+
+def describe_experts(facts: dict, layers: int) -> str:
+    """Return the number of experts, and the parameters and bytes that a token uses."""
+    where = "every layer" if facts["layers"] == layers else f"{facts['layers']} of {layers} layers"
+    shared = " with a shared one" * facts["shared"]
+    used = f"{facts['of_token']} of {facts['experts']}{shared} for a token"
+    reads = f"{size(facts['bytes'])} of the weights; a pass of one row reads {size(facts['bytes_of_pass'])}"
+    return f"{used}, in {where}; {facts['active_parameters']:,} parameters for a token; {reads}"
 
 
 def describe_weights(memory: dict) -> str:
@@ -409,11 +453,17 @@ def size(count: int) -> str:
     return counted(count, "byte")
 
 
-def kernel_choices(spec: ModelSpec, dtype: torch.dtype, gpu: Device, batch_invariant: bool = False) -> list[KernelRow]:
-    """Return the choices for a model on a GPU. No memory is allocated for the weights."""
+def kernel_choices(
+    spec: ModelSpec, dtype: torch.dtype, gpu: Device, batch_invariant: bool = False, experts: bool = False
+) -> list[KernelRow]:
+    """Return the choices for a model on a GPU. No memory is allocated for the weights.
+
+    experts: include the kernels of experts.
+    """
     weights = empty_weights(spec, "meta", dtype, packs=True)
     configs = choose_configs(spec, weights, gpu, batch_invariant, user_table=True)
-    return kernel_rows(linear_cases(spec, weights), configs)
+    rows = kernel_rows(linear_cases(spec, weights), configs)
+    return rows + expert_rows(spec, weights, configs, gpu, batch_invariant) if experts else rows
 
 
 def config_facts(rows: Sequence[KernelRow], gpu: Device, batch_invariant: bool = False) -> dict:

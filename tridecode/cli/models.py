@@ -15,6 +15,7 @@ from ..models.reader import read_json
 from .chat.sessions import fitted
 from .terminal import Output
 
+EXPERTS = ("num_experts", "num_local_experts")  # Keys of config.json with the number of experts.
 LONGEST = 60  # Columns for names. A longer name shifts the rest of its line.
 
 
@@ -124,7 +125,9 @@ def described(path: Path) -> str:
     text = config.get("text_config")
     dtypes = [each.get(name) for each in (config, text) if isinstance(each, dict) for name in ("dtype", "torch_dtype")]
     weights = quantization.get("quant_method") if isinstance(quantization, dict) else next(filter(None, dtypes), None)
-    return ", ".join(str(word)[:40] for word in (config.get("model_type"), weights) if word) or "unknown kind"
+    counts = [each.get(name) for each in (config, text) if isinstance(each, dict) for name in EXPERTS]
+    experts = next((f"{count} experts" for count in counts if isinstance(count, int) and count > 0), None)
+    return ", ".join(str(word)[:40] for word in (config.get("model_type"), experts, weights) if word) or "unknown kind"
 
 
 def remove(names: list[str], output: Output) -> None:

@@ -82,7 +82,7 @@ the same version of Triton.
 PROFILE = """\
 Show the time of each kernel of a decode pass and of a prompt chunk, from the GPU's activity records, and compare it
 with the read bandwidth that is measured in the same run. Prints tables and, as the last line, one JSON object. Needs a
-GPU. docs/profile.md defines the figures.
+GPU, except with --experts. docs/profile.md defines the figures.
 """
 QUANTIZE = """\
 Write a quantized copy of an unquantized checkpoint. Weights are rounded to nearest, and the scale of each group is the

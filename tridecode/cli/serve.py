@@ -37,6 +37,8 @@ def serve(args, output: Output) -> int:
     if args.adapter_root and not Path(args.adapter_root).is_dir():
         args.refuse(f"--adapter-root: there is no directory {args.adapter_root}")
     key = api_key(args.api_key_file, output)
+    if args.adapter_root and not key:
+        args.refuse(f"--adapter-root needs an API key; set {VARIABLE} or --api-key-file")
     settings = Settings(
         model=args.served_model_name or public_name(args.model),
         any_model=args.any_model,

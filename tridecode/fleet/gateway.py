@@ -161,7 +161,8 @@ class Gateway:
         if not isinstance(name, str) or (backend := self._named.get(name)) is None:
             message = f"the model {json.dumps(name)[:102]} does not exist: {known}"
             raise ApiError(404, message, "model", "model_not_found")
-        if backend.keys and not matches(request.scope, (*backend.keys, *self._keys)):
+        keys = (*backend.keys, *self._keys)  # Without either, no model has keys.
+        if keys and not matches(request.scope, keys):
             raise ApiError(401, f"the API key does not allow the model {name}; use another key", code="invalid_api_key")
         return backend
 

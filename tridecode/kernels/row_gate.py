@@ -71,7 +71,7 @@ def row_gate(meta, x, gate, normed: Normed | None, out, *, pdl=False):
 def row_gate_ref(meta, x, gate, normed: Normed | None, out) -> None:
     """Compute `row_gate` in torch in fp32."""
     rows = slice(None) if meta is None else torch.tensor(running(meta, len(out)), dtype=torch.long, device=out.device)
-    logits = x[rows].float() @ gate[0].float()
+    logits = (x[rows].float() * gate[0].float()).sum(1)
     if normed is not None:
         sums = normed.sumsq[rows, : normed.partials].sum(1)
         logits = logits * torch.rsqrt(sums / x.shape[1] + normed.eps)

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from io import BufferedReader
@@ -74,11 +75,10 @@ def unique(refusal: Callable[[str], Exception]) -> Callable[[list[tuple[str, Any
     """Return an object_pairs_hook for JSON. It raises refusal(name) if an object has a name twice."""
 
     def hook(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        items: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in items:
-                raise refusal(name)
-            items[name] = value
+        items = dict(pairs)
+        if len(items) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            raise refusal(next(name for name, count in counts.items() if count > 1))
         return items
 
     return hook

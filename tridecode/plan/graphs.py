@@ -89,7 +89,7 @@ def plan_drafts(options: EngineOptions, graphs: GraphPlan, weights: int) -> tupl
     """Decide whether an engine drafts.
 
     Args:
-        weights: bytes of the model's weights.
+        weights: bytes of the weights that a pass of one row reads.
 
     Returns: The maximum and minimum number of tokens that must match for a draft, or None for no drafts. The second
     result is the reason if the engine decided against drafts, as a phrase that follows "it".

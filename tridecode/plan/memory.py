@@ -249,7 +249,7 @@ def plan_memory(
     rows, scratch = min(chunk, slots * spec.max_position) + largest, SCRATCH[device.type]
     if device.type == "cpu":  # Temporary tensors of the references, for each row.
         layers = ((linear for linear in layer.linears() if linear.epilogue == "residual") for layer in spec.layers)
-        inner = max(sum(linear.k for linear in linears) for linears in layers)
+        inner = max(sum(linear.k * max(linear.active, 1) for linear in linears) for linears in layers)
         scratch += 16 * rows * (inner + spec.pages.width)
         weights += on_host * host_layer_bytes(spec, dtype)
     buffers = prompt_bytes(spec, dtype, rows, device)

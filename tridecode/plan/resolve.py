@@ -125,7 +125,8 @@ def resolve(options: EngineOptions, spec: ModelSpec, device: torch.device) -> En
     spec = quantized(options, spec)
     dtype = resolve_dtype(options.dtype, spec, device)
     graphs = plan_graphs(options, backend, spec, dtype, device)
-    ngram, why = plan_drafts(options, graphs, weight_bytes(spec, dtype, device.type == "cuda", 0))
+    weights = weight_bytes(spec, dtype, device.type == "cuda", 0)
+    ngram, why = plan_drafts(options, graphs, int(weights * spec.active_share))
     page, host_layers, problem = page_size(backend, options), 0, None
     adapters = plan_adapters(options, spec, dtype)
     try:

@@ -193,13 +193,18 @@ class Driver:
 
     def close(self) -> None:
         """Cancel all requests; later ones raise EngineClosed."""
-        with self._lock:
-            if self.scheduler is not None:
-                try:
-                    self._catch_up(self.scheduler)
-                    self.scheduler.cancel_all()
-                finally:
-                    self.scheduler = None  # Release the memory of the scheduler.
+        me = threading.get_ident()
+        self._waiting_threads.add(me)  # A thread that steps then pauses after its step.
+        try:
+            with self._lock:
+                if self.scheduler is not None:
+                    try:
+                        self._catch_up(self.scheduler)
+                        self.scheduler.cancel_all()
+                    finally:
+                        self.scheduler = None  # Release the memory of the scheduler.
+        finally:
+            self._waiting_threads.discard(me)
 
 
 def failed(error: Exception) -> Result:

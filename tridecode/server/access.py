@@ -123,7 +123,9 @@ class Access:
         is_public = path in PUBLIC or path.startswith(FILES_PATH)
         if not self._keys:
             if path != "/health":
-                self._sites.check(scope)
+                # Browsers send Origin for module scripts, and a proxy may change Host. Without its files, the page
+                # could not show why its requests are refused.
+                self._sites.check(scope, any_origin=path.startswith(FILES_PATH))
         elif not is_public and not matches(scope, self._keys):
             raise ApiError(
                 401,

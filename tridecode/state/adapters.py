@@ -141,11 +141,11 @@ class AdapterPool:
 
 
 def places_of(spec: ModelSpec, max_rank: int) -> tuple[dict[tuple[int, str], Place], int]:
-    """Return the place of each linear in an adapter's row of the pool, and the numbers of the row."""
+    """Return the place of each linear without experts in an adapter's row of the pool, and the numbers of the row."""
     places: dict[tuple[int, str], Place] = {}
     at = 0
     for index, layer in enumerate(spec.layers):
-        for linear in layer.linears():
+        for linear in (each for each in layer.linears() if not each.experts):
             assert len(linear.parts) <= MAX_PARTS, f"{linear.name} has {len(linear.parts)} parts"
             b = at + len(linear.parts) * max_rank * linear.k
             end = b + linear.n * max_rank

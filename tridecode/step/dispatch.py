@@ -4,7 +4,7 @@ Source: the CUDA graph modes, the dispatcher and the batch descriptor of vLLM.
 """
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -109,9 +109,15 @@ def graph_sizes(slots: int, sizes: Sequence[int] | None = None) -> tuple[int, ..
     return tuple(size for size in SIZES if size < slots) + (min(slots, SIZES[-1]),)
 
 
-def typical_costs(requests: int) -> dict[int, float]:
-    """Map the possible rows of each request to the relative cost of a pass of `requests` requests."""
-    return dict(zip(QUERIES, next((costs for limit, costs in COSTS.items() if limit >= requests), (1.0,))))
+def typical_costs(requests: int, bytes_read: Callable[[int], float] = lambda rows: 1.0) -> dict[int, float]:
+    """Map the possible rows of each request to the relative cost of a pass of `requests` requests.
+
+    Args:
+        bytes_read: bytes of the weights that a pass of a number of rows reads. More rows use more experts.
+    """
+    costs = next((costs for limit, costs in COSTS.items() if limit >= requests), (1.0,))
+    one = bytes_read(requests)
+    return {rows: cost + bytes_read(requests * rows) / one - 1 for rows, cost in zip(QUERIES, costs)}
 
 
 def max_queries(requests: int) -> int:

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, lru_cache, partial
@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from ..blocks.weights import bytes_read
 from ..errors import brief
 from ..kernels.attention.attention import attention_bytes, attention_ref
 from ..kernels.op import Op
@@ -186,6 +187,8 @@ class DecodePasses(PassRunner[BatchDescriptor]):
         super().__init__(model, partial(decode_list, model), run or launcher(model), mode, place, attention, between)
         self.compiled = compiled
         self.costs: Costs = {}  # The costs of greedy and sampling passes. Empty if they were not measured.
+        read = cache(partial(bytes_read, model.spec, model.weights))
+        self._typical = cache(partial(typical_costs, bytes_read=read))
         self.check_addresses = False  # For debugging: check before each pass that no buffer has moved.
         self._addresses = model.addresses()
         if place:
@@ -210,8 +213,12 @@ class DecodePasses(PassRunner[BatchDescriptor]):
             return 1
         mode, batch = self.dispatcher.plan(kind, rows, adapters=adapters)
         allowed = [tokens for tokens in QUERIES if mode == "none" or self.graphs.get(replace(batch, tokens=tokens))]
-        costs = self.costs.get(("greedy" if kind == "greedy" else "sample", batch.rows))
-        return best_queries(costs or typical_costs(batch.rows), drafts, allowed)
+        return best_queries(self.costs_of(kind, batch.rows), drafts, allowed)
+
+    def costs_of(self, kind: str, requests: int) -> Mapping[int, float]:
+        """Return the costs of passes of `requests` requests by their rows of each request, measured if possible."""
+        measured = self.costs.get(("greedy" if kind == "greedy" else "sample", requests))
+        return measured or self._typical(requests)
 
     def replay(
         self, kind: str, rows: int | None = None, masked: bool = False, tokens: int = 1, adapters: bool = False

@@ -131,9 +131,11 @@ def test_nan_of_one_row_stays_in_the_row(form):
 )  # fmt: skip
 def test_shrink_matches_the_reference(case, rows, split, steps, groups, dtype):
     ends, k = case.sizes["ends"], case.sizes["k"]
+    if dtype == torch.float32:
+        k = min(k, 1024)  # The limit of a program in a decode pass. The loop is unrolled, and fp32 compiles slowly.
     adapters = make_adapters(ends, k, RANKS, indices(rows), dtype, split)
     x = random(rows, k, dtype=dtype)
-    config = ShrinkConfig(split, steps, 2, groups)
+    config = ShrinkConfig(split, steps, (8 if rows > 32 else 4) if CUDA else 2, groups)
     # The reference stores the whole sum as the first of the sums.
     check_op(SHRINK, (x, adapters), {"config": config}, 1e-5, views={"adapters.y": lambda y: y.sum(0)})
 

@@ -1,11 +1,11 @@
 """AWQ, version gemm: 4 bits. Words [in_features, out_features / 8] contain eight columns each, in a special order."""
 
-import re
 from dataclasses import dataclass
 
 import torch
 
 from ...kernels.linear.packed import QuantizedWeight
+from .patterns import Names
 from .scheme import Quantization, Scheme, Stored, unpack_words
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # The place of each column in a word.
@@ -40,8 +40,8 @@ def parse(read) -> Quantization:
     if type(group) is not int or group not in (-1, 32, 64, 128):
         raise read.fail("group_size", "32, 64, 128 or -1")
     scheme = AwqScheme(4, group=max(group, 0), zeros=read.flag("zero_point", True))
-    skipped = [(re.escape(name), None) for name in ("lm_head", *read.names("modules_to_not_convert"))]
-    return Quantization("awq", (*skipped, ("", scheme)))
+    skipped = Names(frozenset(("lm_head", *read.names("modules_to_not_convert"))), "inside")
+    return Quantization("awq", ((skipped, None), ("", scheme)))
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,12 @@ If a checkpoint also declares quantized activations, they stay in 16 bits, becau
 limits the speed of a pass.
 """
 
-import re
 from dataclasses import dataclass
 
 import torch
 
 from ...kernels.linear.packed import QuantizedWeight
-from .patterns import Pattern
+from .patterns import Names, Pattern
 from .scheme import Quantization, Rule, Scheme, Stored, column_order, unpack_words, untrusted
 
 FLOATS = ("BF16", "F16", "F32")
@@ -78,19 +77,20 @@ def parse(read) -> Quantization:
     groups = read.get("config_groups", {})
     if not isinstance(groups, dict) or not groups:
         raise read.fail("config_groups", "an object with at least one group")
-    rules: list[Rule] = [(_pattern(read, "ignore", name), None) for name in read.names("ignore")]
+    rules = _rules(read, "ignore", None)
     for name in groups:
         group = read.under("config_groups").under(name)
         scheme = _scheme(group if group.get("format") else read, group.under("weights"))
-        rules += [(_pattern(group, "targets", target), scheme) for target in group.names("targets")]
+        rules += _rules(group, "targets", scheme)
     return Quantization("compressed-tensors", tuple(rules))
 
 
-def _pattern(read, key: str, name: str) -> str | Pattern:
-    """Return the pattern for a name in a list of modules."""
-    if name == "Linear":
-        return ""
-    return untrusted(read, key, name[3:]) if name.startswith("re:") else f"^{re.escape(name)}$"
+def _rules(read, key: str, scheme: Scheme | None) -> list[Rule]:
+    """Return the rules for a list of modules."""
+    names = read.names(key)
+    expressions = [untrusted(read, key, name[3:]) for name in names if name.startswith("re:")]
+    patterns: list[str | Names | Pattern] = [Names(frozenset(names), "whole"), *expressions]
+    return [(pattern, scheme) for pattern in ([""] if "Linear" in names else patterns)]
 
 
 def _scheme(owner, weights) -> Scheme:

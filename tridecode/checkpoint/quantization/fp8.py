@@ -1,11 +1,11 @@
 """Block-wise fp8 of transformers: e4m3 codes in blocks of 128 x 128. weight_scale_inv contains their scales."""
 
-import re
 from dataclasses import dataclass
 
 import torch
 
 from ...kernels.linear.packed import QuantizedWeight
+from .patterns import Names
 from .scheme import Quantization, Scheme, Stored
 
 BLOCK = 128
@@ -34,6 +34,5 @@ def parse(read) -> Quantization:
     if read.get("fmt", "e4m3") != "e4m3":
         raise read.fail("fmt", '"e4m3"')
     scheme = Fp8Scheme(8, floating=True, group=BLOCK, rows=BLOCK)
-    names = read.names("modules_to_not_convert")
-    skipped = [(rf"(^|\.){re.escape(name)}($|\.)", None) for name in ("lm_head", *names)]
-    return Quantization("fp8", (*skipped, ("", scheme)))
+    skipped = Names(frozenset(("lm_head", *read.names("modules_to_not_convert"))), "path")
+    return Quantization("fp8", ((skipped, None), ("", scheme)))

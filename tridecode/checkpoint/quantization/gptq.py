@@ -3,7 +3,6 @@
 It stores words [in_features * bits / 32, out_features] and the group of each column.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from ...kernels.linear.packed import QuantizedWeight
+from .patterns import Names
 from .scheme import Quantization, Rule, Scheme, Stored, column_order, unpack_words, untrusted
 
 OVERRIDES = ("bits", "group_size", "desc_act", "sym")
@@ -55,18 +55,18 @@ def parse(read) -> Quantization:
     names = read.names("modules_to_not_convert")
     if not read.flag("lm_head", False):
         names = ["lm_head", *names]
-    excluded = [(re.escape(name), None) for name in names]
-    return Quantization("gptq", (*excluded, *_dynamic(read, base), *((each, base) for each in _quantized(read))))
+    excluded: Rule = Names(frozenset(names), "inside"), None
+    return Quantization("gptq", (excluded, *_dynamic(read, base), (_quantized(read), base)))
 
 
-def _quantized(read) -> list[str]:
-    """Return patterns of the modules that are quantized: those of modules_in_block_to_quantize, or all."""
+def _quantized(read) -> str | Names:
+    """Return the pattern of the modules that are quantized: those of modules_in_block_to_quantize, or all."""
     listed = read.get("modules_in_block_to_quantize", [])
     parts = [part if isinstance(part, list) else [part] for part in listed] if isinstance(listed, list) else [[None]]
     names: list[Any] = [name for part in parts for name in part]
     if not all(isinstance(name, str) for name in names):
         raise read.fail("modules_in_block_to_quantize", "a list of lists of names")
-    return [rf"(^|\.){re.escape(name)}$" for name in names] or [""]
+    return Names(frozenset(names), "end") if names else ""
 
 
 def _dynamic(read, base: GptqScheme) -> Iterator[Rule]:

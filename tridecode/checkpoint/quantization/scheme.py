@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ import torch
 
 from ...arguments import shown
 from ...kernels.linear.packed import Packed, QuantizedWeight
-from .patterns import Pattern
+from .patterns import Names, Pattern
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Scheme(ABC):
         return None
 
 
-Rule = tuple[str | Pattern, Scheme | None]
+Rule = tuple[str | Names | Pattern, Scheme | None]
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Quantization:
     Args:
         name: the method of config.json, or the scheme that `--quantize` names.
         rules: pairs of a pattern and a scheme. The first pattern found in the name of a module decides. If its scheme
-            is None, or if no pattern is found, the weight is not quantized. A pattern that a checkpoint contains is a
-            Pattern, which must match at the start of the name.
+            is None, or if no pattern is found, the weight is not quantized. Patterns that a checkpoint contains are
+            Names, or a Pattern, which must match at the start of the name.
     """
 
     name: str
@@ -109,7 +109,15 @@ class Quantization:
 
     def scheme(self, module: str) -> Scheme | None:
         """Return the scheme of the weight of a module. None: it is not quantized."""
-        return next((scheme for pattern, scheme in self.rules if _matches(pattern, module)), None)
+        if module not in self._known:
+            rules = self.rules
+            self._known[module] = next((scheme for pattern, scheme in rules if _matches(pattern, module)), None)
+        return self._known[module]
+
+    @cached_property
+    def _known(self) -> dict[str, Scheme | None]:
+        """The schemes of the modules that were looked up before. Models with experts have tens of thousands."""
+        return {}
 
     @property
     def schemes(self) -> list[Scheme]:
@@ -117,9 +125,8 @@ class Quantization:
         return list(dict.fromkeys(scheme for _, scheme in self.rules if scheme is not None))
 
 
-@lru_cache(2**16)
-def _matches(pattern: str | Pattern, module: str) -> bool:
-    return pattern.match(module) if isinstance(pattern, Pattern) else bool(_compiled(pattern).search(module))
+def _matches(pattern: str | Names | Pattern, module: str) -> bool:
+    return bool(_compiled(pattern).search(module)) if isinstance(pattern, str) else pattern.match(module)
 
 
 _compiled = lru_cache(re.compile)

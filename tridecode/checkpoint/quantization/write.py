@@ -23,6 +23,8 @@ COPIED = (
     "use_policy*", "readme*", "model_card*",
 )  # fmt: skip
 
+MAX_LISTED = 1000  # Maximum number of modules that a group lists by name.
+
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes [n, k] into int32 words [n, k * bits / 32].
@@ -47,16 +49,21 @@ def tensors_of(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
     }
 
 
-def described(schemes: dict[str, Scheme], ignored: list[str]) -> dict:
+def described(schemes: dict[str, Scheme], ignored: list[str], others: list[str]) -> dict:
     """Return the quantization_config for config.json.
 
     Args:
         schemes: the scheme of each quantized module.
         ignored: modules that are not quantized.
+        others: further modules that are not quantized. They need no entry if the targets are listed by name.
     """
     by_scheme: dict[Scheme, list[str]] = {}
     for module, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(module)
+    largest = max(by_scheme, key=lambda scheme: len(by_scheme[scheme]), default=None)
+    if largest and len(by_scheme[largest]) > MAX_LISTED:  # The last group has all modules that no other rule names.
+        del by_scheme[largest]
+        by_scheme[largest], ignored = ["Linear"], [*ignored, *others]
     groups = {}
     for i, (scheme, modules) in enumerate(by_scheme.items()):
         format_name = "float-quantized" if scheme.floating else "pack-quantized"
@@ -70,6 +77,19 @@ def described(schemes: dict[str, Scheme], ignored: list[str]) -> dict:
         "quant_method": "compressed-tensors", "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed", "config_groups": groups, "ignore": ignored,
     }  # fmt: skip
+
+
+def matrices(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a weight as matrices by their names. A tensor of all experts becomes the weights of each expert."""
+    if tensor.ndim != 3:
+        return {name: tensor}
+    owner, _, kind = name.rpartition(".")
+    weights: dict[str, torch.Tensor] = {}
+    for expert, matrix in enumerate(tensor):
+        parts = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
+        names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        weights |= {f"{owner}.{expert}.{part}.weight": rows for part, rows in zip(names, parts, strict=True)}
+    return weights
 
 
 def write(
@@ -93,24 +113,29 @@ def write(
     """
     values, tokenizer = (with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
     total, done = sum(file.stat().st_size for file in files), 0
-    shards, schemes, ignored = Shards(out), {}, []
+    shards, schemes = Shards(out), {}
+    ignored: list[str] = []
+    others: list[str] = []
     for file, names in files.items():
         with safe_open(file, framework="pt", device="cpu") as opened:
             stored_names = {*opened.keys()}
             for name in names:
                 # The name in the file may lack the prefix.
                 stored_name = name if name in stored_names else name.removeprefix("model.")
-                tensor, module = opened.get_tensor(stored_name), name.removesuffix(".weight")
-                done += tensor.nbytes
-                scheme = rules.scheme(module) if name.endswith(".weight") and module in modules else None
-                if scheme is None:
-                    ignored += [module] if module == "lm_head" else []
-                    stored = {name: tensor}
-                else:
-                    scheme = fitted(scheme, tensor.shape[1])
-                    schemes[module] = scheme
-                    stored = {f"{module}.{part}": value for part, value in tensors_of(quantize(tensor, scheme)).items()}
-                shards.add(stored)
+                whole, owner = opened.get_tensor(stored_name), name.removesuffix(".weight")
+                done += whole.nbytes
+                linear = owner in modules
+                for weight, tensor in (matrices(name, whole) if linear else {name: whole}).items():
+                    module = weight.removesuffix(".weight")
+                    scheme = rules.scheme(module) if linear else None
+                    if scheme is None:
+                        if tensor.ndim == 2:
+                            (ignored if module == "lm_head" else others).append(module)
+                        shards.add({weight: tensor})
+                        continue
+                    schemes[module] = scheme = fitted(scheme, tensor.shape[1])
+                    parts = tensors_of(quantize(tensor, scheme))
+                    shards.add({f"{module}.{part}": value for part, value in parts.items()})
                 if progress is not None:
                     progress(done, total)
     shards.close()
@@ -121,7 +146,7 @@ def write(
     for keys in (values, values.get("text_config")):
         if keys and "tie_word_embeddings" in keys:
             keys["tie_word_embeddings"] = tied
-    config = values | {"quantization_config": described(schemes, ["lm_head"] if tied else ignored)}
+    config = values | {"quantization_config": described(schemes, ["lm_head"] if tied else ignored, others)}
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 

@@ -12,6 +12,7 @@ from .measure import (
     SAMPLING,
     bench_engine,
     check_running,
+    experts_of,
     make_row,
     read_bandwidth,
     reserved_positions,
@@ -64,6 +65,7 @@ def batch(args, output) -> list[Row]:
                 nbytes = step_bytes(engine, contexts, args.steps, adapters, rank)
                 figures = pass_figures("us_per_step", times(contexts, adapters), nbytes, bandwidth, len(contexts))
                 figures |= {"rows": len(contexts), "context": name, "one_row_us": one_row[max(contexts)]}
+                figures["experts"] = experts_of(engine, len(contexts))
                 if plain is not None:
                     figures |= {
                         "adapters": adapters,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from .ablate import ladder
-from .measure import GREEDY, SAMPLING, bench_engine, make_row, read_bandwidth, step_bytes, time_decode
+from .measure import GREEDY, SAMPLING, bench_engine, experts_of, make_row, read_bandwidth, step_bytes, time_decode
 from .rows import Row, column
 from .timing import spread
 
@@ -25,6 +25,7 @@ class PassRow(Row):
     us_p95: float = column("p95", kept=2)
     one_row_us: float | None = column("one row", kept=2, default=None)
     tokens_per_second: float = column("tokens per second", kept=1)
+    experts: float | None = column("experts of a layer", 1, kept=1, default=None)
     bytes_per_step: int = column("GB per step", 3, 1e-9)
     read_bandwidth_gbs: float = column("read GB/s", kept=1)
     pct_bandwidth: float = column("% of bandwidth", 1, kept=1)
@@ -47,6 +48,7 @@ def decode(args, output) -> list[Row]:
     bandwidth = read_bandwidth(engine.device)
     times = time_decode(engine, args.context, args.steps, args.runs, SAMPLING[args.sampling])
     figures = pass_figures("us_per_token", times, step_bytes(engine, args.context, args.steps), bandwidth)
+    figures["experts"] = experts_of(engine, 1)
     if args.sampling != "greedy":
         greedy = time_decode(engine, args.context, args.steps, args.runs, GREEDY)
         figures["us_over_greedy"] = 1e6 * (median(times) - median(greedy))

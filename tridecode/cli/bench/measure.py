@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
 import torch
 import triton
 
+from ...blocks.weights import bytes_read
 from ...checkpoint.gguf.schemes import with_file_type
 from ...checkpoint.load import random_weights
 from ...engine import Engine
@@ -231,8 +232,8 @@ def step_bytes(
 ) -> int:
     """Return the bytes that a decode pass must move: the weights, the K/V of the requests, and their state in and out.
 
-    The embedding counts only if it is also the LM head, because a pass reads one row of it per token. An adapter counts
-    once.
+    The embedding counts only if it is also the LM head, because a pass reads one row of it per token. Experts count by
+    the expected number of distinct ones. An adapter counts once.
 
     Args:
         engine: the engine whose passes are counted
@@ -242,14 +243,23 @@ def step_bytes(
         rank: their rank
     """
     weights = engine.model.weights
-    embed = 0 if weights.tied else weights.embed.numel() * weights.dtype.itemsize
     contexts = [context] if isinstance(context, int) else context
     positions = sum(contexts) + len(contexts) * (steps - 1) / 2
     recurrent = engine.model.recurrent
     state = sum(layer.state[0].nbytes for layer in recurrent.layers) if recurrent else 0
     kv = positions * kv_bytes_per_token(engine.config, weights.dtype)
     lora = adapters * adapter_bytes(engine.model.spec, weights.dtype, rank)
-    return int(weights.nbytes() - embed + kv + 2 * len(contexts) * state + lora)
+    return int(bytes_read(engine.model.spec, weights, len(contexts)) + kv + 2 * len(contexts) * state + lora)
+
+
+def experts_of(engine: Engine, rows: int) -> float | None:
+    """Return the expected number of distinct experts that a pass of `rows` rows uses in a layer with experts.
+
+    It is None for a model without experts.
+    """
+    # Two linears of a layer have the same experts.
+    counts = [linear.experts_of(rows) for linear in engine.config.linears() if linear.experts]
+    return fmean(counts) if counts else None
 
 
 def read_bandwidth(device: torch.device) -> float:

@@ -8,11 +8,12 @@ from statistics import median
 import torch
 
 from ...blocks.spec import ModelSpec
+from ...blocks.weights import bytes_read
 from ...engine import Engine
 from ...errors import GenerationError
 from ...results import Result
 from ..terminal import counted
-from .measure import GREEDY, bench_engine, make_row, make_runners, matmul_rate, running
+from .measure import GREEDY, bench_engine, make_row, make_runners, matmul_rate, read_bandwidth, running
 from .rows import Row, column
 from .timing import WARM_UP, spread, time_runs
 
@@ -35,22 +36,29 @@ class PrefillRow(Row):
     flops: int = column("TFLOP", 2, 1e-12)
     matmul_tflops: float = column("matmul TFLOP/s", kept=1)
     pct_matmul: float = column("% of matmul rate", 1, kept=1)
+    weight_bytes: int | None = column("GB of weights", 3, 1e-9, default=None)
+    read_bandwidth_gbs: float | None = column("read GB/s", kept=1, default=None)
+    pct_limit: float | None = column("% of limit", 1, kept=1, default=None)
 
 
 def prefill(args, output) -> list[Row]:
     """Return a row for each length of --prompt-tokens in each mode of --graph. One engine runs all of them."""
     engine = bench_engine(args, args.capacity or args.cached + max(args.prompt_tokens) + 1)
-    rate = matmul_rate(engine.device)
+    rate, bandwidth = matmul_rate(engine.device), read_bandwidth(engine.device)
     rows: list[Row] = []
     modes = make_runners(engine, args.graph)
     for tokens in args.prompt_tokens:
         flops = prefill_flops(engine.config, tokens, args.cached)
+        weights = chunk_weights(engine, tokens)
+        limit = sum(max(flops * rows / tokens / rate, size / bandwidth) for rows, size in weights)
         for mode, runners in modes.items():
             with running(engine, *runners) as prompt_modes:
                 device, host = time_prefill(engine, tokens, args.runs, args.cached)
             figures = {"prompt_tokens": tokens, "graph": mode, "reads": prompt_modes()}
             figures |= spread("prefill_ms", device, 1e3) | {"ttft_ms": 1e3 * median(host), "flops": flops}
             figures |= {"matmul_tflops": rate / 1e12, "pct_matmul": 100 * flops / median(device) / rate}
+            figures |= {"weight_bytes": int(sum(size for _, size in weights)), "read_bandwidth_gbs": bandwidth / 1e9}
+            figures["pct_limit"] = 100 * limit / median(device)
             rows.append(make_row(PrefillRow, engine, args, **figures))
     return rows
 
@@ -122,6 +130,16 @@ def prefill_flops(spec: ModelSpec, tokens: int, cached: int = 0) -> int:
                 positions = 0 if cut else seen(end - 1, window) - seen(cached, window)
                 flops += pair * (positions + min(end, window))
     return flops
+
+
+def chunk_weights(engine: Engine, tokens: int) -> list[tuple[int, float]]:
+    """Return the rows of each pass that reads a prompt of `tokens` tokens, and the bytes of weights that it reads.
+
+    Even a short prompt uses most of the experts.
+    """
+    chunk = engine.plan.chunk
+    rows = [min(chunk, tokens - first) for first in range(0, tokens, chunk)]
+    return [(count, bytes_read(engine.config, engine.model.weights, count)) for count in rows]
 
 
 def seen(tokens: int, window: int) -> int:

@@ -1,6 +1,6 @@
 """bench speculate: the cost of passes that verify drafts, the tokens accepted on fixed texts, and the speed-up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -111,13 +111,14 @@ def speculate(args, output) -> list[Row]:
     return [
         *costs,
         make_row(DraftRow, engine, args, variant="draft", draft_us=us),
-        *(play(text, one_request=one_request, **facts) for text in loaded),
+        *(play(text, one_request=one_request, costs=engine.steps.costs_of("greedy", 1), **facts) for text in loaded),
     ]
 
 
 def text_row(
-    text: Text, tokenizer: Tokenizer, ngram: tuple[int, int], one_request: PassesRow | None = None, **facts
-) -> TextRow:
+    text: Text, tokenizer: Tokenizer, ngram: tuple[int, int], one_request: PassesRow | None = None,
+    costs: Mapping[int, float] | None = None, **facts,
+) -> TextRow:  # fmt: skip
     """Play a text back through the drafter.
 
     Args:
@@ -125,10 +126,11 @@ def text_row(
         tokenizer: tokenizer of the text
         ngram: range of n-gram lengths that the drafter compares
         one_request: the times of passes of one request, from which the speed-up follows; None omits the speed-up
+        costs: see `simulate`
         facts: further fields of the row
     """
     sampled = tokenizer.encode(text.sampled)
-    counts, tokens = simulate(tokenizer.encode(text.before), sampled, ngram), len(sampled)
+    counts, tokens = simulate(tokenizer.encode(text.before), sampled, ngram, costs), len(sampled)
     figures: dict[str, Any] = {"tokens": tokens, "tokens_per_pass": tokens / counts.total()}
     figures |= {f"passes_{rows}": counts[rows] for rows in QUERIES}
     if one_request is not None:

@@ -6,6 +6,7 @@ different versions are comparable.
 """
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,13 +63,16 @@ def texts() -> list[Text]:
     ]
 
 
-def simulate(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> Counter:
+def simulate(
+    before: list[int], sampled: list[int], ngram: tuple[int, int], costs: Mapping[int, float] | None = None
+) -> Counter:
     """Return how many passes one request needs to sample the tokens `sampled`, by number of rows per pass.
 
     Args:
         before: token ids of the prompt
         sampled: token ids that the request samples
         ngram: range of n-gram lengths that the drafter compares, as in `EngineOptions`
+        costs: costs of passes by their number of rows, by default those of a model without experts
     """
     text = before + sampled
     meta = torch.zeros(1, layout.META_WIDTH, dtype=torch.int32)
@@ -84,7 +88,7 @@ def simulate(before: list[int], sampled: list[int], ngram: tuple[int, int]) -> C
         while len(unread) >= LAG:
             decided, entry = unread.popleft()
             drafts.learn(decided, entry.drafted, entry.following, entry.requested_drafts)
-        queries = best_queries(typical_costs(1), [drafts])
+        queries = best_queries(costs or typical_costs(1), [drafts])
         position, step = int(meta[0, layout.POSITION]), int(meta[0, layout.STEP])
         DRAFT.ref(meta, tokens, keys, counter, max(queries - 1, 1), ngram)
         following = text[position + 1 : position + 1 + queries]

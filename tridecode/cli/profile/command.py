@@ -22,6 +22,7 @@ from ..bench.passes import enqueue, rewind
 from ..bench.rows import print_table
 from ..terminal import Output, counted
 from . import draw
+from .experts import experts
 from .records import Span, chained, read_records, record_on_gpu, separate_spans, split_steps, summarize, typical
 
 STEPS, DROPPED = 20, 4  # Number of recorded decode passes that count, and of those before them that do not count.
@@ -40,6 +41,8 @@ COLUMNS = {  # Header -> (key of a role, format).
 
 def run(args, output: Output) -> int:
     """Run `profile`: print a table for a decode pass, a table for a prompt chunk, and one JSON line."""
+    if args.experts is not None:
+        return experts(args, output)
     need_gpu("profile")
     if args.prompt_tokens > CHUNK:
         raise ParameterError(f"--prompt-tokens must be at most {CHUNK}, one chunk, got {args.prompt_tokens}")

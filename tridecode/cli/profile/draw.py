@@ -10,6 +10,10 @@ WIDTH, LEFT, RIGHT = 1000, 20, 20
 LANES, LANE = 3, 18  # Number of rows for overlapping launches, and height of a row in pixels.
 COLORS = ("#d9822b", "#c75c7f", "#8a8f98", "#9a6fc9", "#b59a3c", "#7f9a3b", "#3aa08f", "#4c8bd6")
 OTHER_COLOR = "#6f8299"  # Color of further roles.
+LEVELS = (  # Largest number of choices of an expert, relative to the mean; name; opacity.
+    (0, "never", 0.04), (0.25, "up to 1/4", 0.15), (0.5, "up to 1/2", 0.3), (1, "up to 1", 0.45), (2, "up to 2", 0.6),
+    (4, "up to 4", 0.8), (float("inf"), "more", 1),
+)  # fmt: skip
 STYLE = """\
 <style>
 text { font: 12px sans-serif; fill: #1f2328 } .title { font-weight: bold }
@@ -91,6 +95,30 @@ def track(title: str, spans: Sequence[Span], top: float, colors: dict[str, str],
         place = LEFT + (WIDTH - LEFT - RIGHT) * i / 5
         parts.append(text(place, base + 14, words, f'class="dim" text-anchor="{anchor}"'))
     return parts
+
+
+def loads(title: str, layers: Sequence[dict]) -> str:
+    """Draw a line of cells for each layer, one for each expert. The color shows how often tokens choose the expert."""
+    left, top, height = 70, 76, 12
+    cell = (WIDTH - left - RIGHT) / max(layer["experts"] for layer in layers)
+    levels: dict[int, list[str]] = {level: [] for level in range(len(LEVELS))}
+    parts = [text(LEFT, 24, title, 'class="title"')]
+    for row, layer in enumerate(layers):
+        y, mean = top + row * height, sum(layer["counts"]) / layer["experts"]
+        parts.append(text(left - 8, y + 10, str(layer["layer"]), 'class="dim" text-anchor="end"'))
+        for expert, count in enumerate(layer["counts"]):
+            level = next(i for i, (limit, _, _) in enumerate(LEVELS) if count <= limit * mean)
+            levels[level].append(f"M{left + expert * cell:.1f} {y}h{cell - 0.3:.1f}v{height - 1}h-{cell - 0.3:.1f}z")
+    for (_, words, opacity), cells, x in zip(LEVELS, levels.values(), range(left, WIDTH, 110)):
+        look = f'fill="{COLORS[-1]}" opacity="{opacity}"'
+        parts.append(f'<rect x="{x}" y="42" width="12" height="12" {look}/>')
+        parts.append(text(x + 17, 52, words))
+        if cells:
+            parts.append(f'<path {look} d="{"".join(cells)}"/>')
+    bottom = top + len(layers) * height
+    note = "A line for each layer, a cell for each expert. Color: its choices, relative to the mean of the layer."
+    parts.append(text(left, bottom + 18, note, 'class="dim"'))
+    return page(bottom + 30, parts)
 
 
 def shares(title: str, kernels: Sequence[dict]) -> str:

@@ -85,6 +85,7 @@ class LoadedLinear:
         if self.packed is None:
             return self.weight[first : first + count].float()
         part = {name: tensor[first : first + count] for name, tensor in self.tensors().items() if name != "order"}
+        assert self.scale is not None
         part["scale"] = self.scale[first // self.packed.rows : -(-(first + count) // self.packed.rows)]
         return self.packed.unpack(part | ({} if self.order is None else {"order": self.order})).dequantize()
 

@@ -13,7 +13,7 @@ class Experts(NamedTuple):
     A shared expert is stored as one more expert after the others. Every row uses it.
     """
 
-    count: int  # number of experts, without a shared one
+    count: int  # type: ignore[assignment] # number of experts, without a shared one
     top_k: int  # number of experts that the router chooses for a row
     intermediate: int  # width of an expert
     normalize: bool = True  # the weights of the chosen experts are divided by their sum
@@ -53,4 +53,4 @@ class PairTiles(NamedTuple):
 
     pairs: torch.Tensor  # int32 [rows, used experts]
     tiles: torch.Tensor  # int32 [rows, used experts, TILE_FIELDS]
-    count: torch.Tensor  # int32 [rows, 1]: the first element is the number of tiles
+    count: torch.Tensor  # type: ignore[assignment] # int32 [rows, 1]: the first element is the number of tiles

@@ -226,7 +226,7 @@ def route(
 
 
 def route_ref(meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: Experts) -> None:
-    """Compute `route` in torch in fp32."""
+    """Compute `route` in torch in fp32. Logits are computed row by row, so other rows do not change their bits."""
     rows = [] if meta is None else running(meta, len(meta))
     if chunks is not None:
         routes.ids.fill_(-1)
@@ -239,14 +239,15 @@ def route_ref(meta, chunks, x, router: Router, normed: Normed | None, routes: Ro
     if normed is not None:
         squares = normed.sumsq[at, : normed.partials].sum(1, keepdim=True)
         own = own * torch.rsqrt(squares / x.shape[1] + normed.eps)
-    logits = own @ router.experts.float().T
+    matrix = router.experts.float()
+    logits = torch.stack([matrix @ row for row in own])
     probabilities = logits.softmax(1)
     ids = logits.nan_to_num(-3e38).sort(dim=1, descending=True, stable=True).indices[:, : sizes.top_k]
     weights = probabilities.gather(1, ids)
     if sizes.normalize:
         weights = weights / weights.sum(1, keepdim=True)
     if router.shared is not None:
-        gate = own @ router.shared.float().T
+        gate = (own * router.shared.float()).sum(1, keepdim=True)
         logits, ids = torch.cat((logits, gate), 1), torch.cat((ids, torch.full_like(ids[:, :1], sizes.count)), 1)
         weights = torch.cat((weights, gate.sigmoid()), 1)
     routes.logits[at], routes.ids[at], routes.weights[at] = logits, ids.int(), weights

@@ -62,9 +62,9 @@ def _sort_pairs_kernel(
     for begin in range(0, pairs, BLOCK):
         offs = begin + tl.arange(0, BLOCK)
         ids = _load_ids(meta_ptr, ids_ptr, offs, pairs, USED, HAS_META)
-        mine = (ids == expert).to(tl.int32)
-        tl.store(pairs_ptr + first + tl.cumsum(mine, 0) - 1, offs, mask=mine > 0)
-        first += tl.sum(mine, 0)
+        own_pairs = (ids == expert).to(tl.int32)
+        tl.store(pairs_ptr + first + tl.cumsum(own_pairs, 0) - 1, offs, mask=own_pairs > 0)
+        first += tl.sum(own_pairs, 0)
 
 
 def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int, *, pdl=False):

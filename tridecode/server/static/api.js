@@ -11,11 +11,17 @@ export class ServerError extends Error {
 /** The API key, which is stored for this tab only. */
 export const key = {
   get() { try { return sessionStorage.getItem("tridecode.key") ?? ""; } catch { return ""; } },
-  set(value) { try { sessionStorage.setItem("tridecode.key", value); } catch { /* The storage is disabled. */ } },
+  set(value) {
+    try { sessionStorage.setItem("tridecode.key", value.trim()); } catch { /* The storage is disabled. */ }
+  },
 };
 
 /** Send a request and return its response. Raises ServerError unless its status is 200. */
 async function request(path, body, signal) {
+  if (/[^ -~]/.test(key.get())) {
+    document.dispatchEvent(new Event("unauthorized"));
+    throw new ServerError("the API key contains a character that is not printable ASCII");
+  }
   const headers = key.get() ? {Authorization: `Bearer ${key.get()}`} : {};
   if (body) headers["Content-Type"] = "application/json";
   const method = body ? "POST" : "GET";

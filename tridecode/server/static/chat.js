@@ -11,8 +11,11 @@ import {announce, coalesced, list, listen, load, loadDraft, remove, save} from "
 import {drawAll, drawTurn} from "./view.js";
 
 const FRAME = 40;  // ms between frames of a running answer
+const BUSY = "an answer of this conversation is running: wait for its end, or stop it";
 let current = null;  // the shown conversation
 let cards = [];  // the models
+const unsaved = new Map();  // id of a conversation -> its turns that are not saved yet, by their id
+const failing = new Set();  // ids of the conversations that could not be saved
 const runs = new Map();  // id of a turn that runs in this tab -> {conversation, controller}
 
 const card = () => cards.find(each => each.id === current.model) ?? cards[0];
@@ -101,11 +104,21 @@ const drawList = coalesced(async () => {
   } catch (error) { failStorage(error); }
 });
 
-/** Save a conversation and the turns that changed. An error is shown, and the conversation stays on the screen. */
+/** Save a conversation, the turns that changed and those that an earlier call could not save. An error is shown. */
 async function keep(conversation, changed) {
+  const {id} = conversation, waiting = unsaved.get(id) ?? new Map();
+  unsaved.set(id, waiting);
+  for (const turn of changed) waiting.set(turn.id, turn);
+  const all = [...waiting.values()];
   try {
-    await save(conversation, changed);
-  } catch (error) { fail(`this conversation is not saved: ${error.message}`); }
+    await save(conversation, all);
+    for (const turn of all) if (waiting.get(turn.id) === turn) waiting.delete(turn.id);
+    if (failing.delete(id) && !failing.size) $("failed").hidden = true;
+  } catch (error) {
+    for (const turn of all) if (!waiting.has(turn.id)) waiting.set(turn.id, turn);
+    failing.add(id);
+    fail(`this conversation is not saved: ${error.message}`);
+  }
 }
 
 async function saved(conversation, changed = []) {
@@ -135,10 +148,14 @@ async function merge(id) {
   if (id !== current.id) return;
   const other = await load(id).catch(() => null);
   if (!other || id !== current.id) return;
-  const turns = other.turns.map(turn => isRunning(turn) ? current.turns.find(own => own.id === turn.id) : turn);
-  const ids = new Set(turns.map(turn => turn.id)), unsaved = current.turns.filter(turn => !ids.has(turn.id));
-  const {title, isNamed} = other, leaf = current.leaf ?? other.leaf;
-  Object.assign(current, {turns: [...turns, ...unsaved], title, isNamed, leaf});
+  const turns = other.turns.map(turn => isRunning(turn) ? current.turns.find(each => each.id === turn.id) : turn);
+  const ids = new Set(turns.map(turn => turn.id)), own = current.turns.filter(turn => !ids.has(turn.id));
+  const {title, isNamed} = other;
+  let leaf = current.leaf ?? other.leaf;
+  const following = id => turns.findLast(turn => turn.parent === id && turn.state !== "running");
+  for (let next = following(leaf); next; next = following(next.id)) leaf = next.id;
+  Object.assign(current, {turns: [...turns, ...own], title, isNamed, leaf});
+  composer.keep();
   redraw();
 }
 
@@ -173,6 +190,7 @@ async function run(conversation, turn) {
   if (conversation === current) {
     drawTurn(conversation, turn, isRunning, actions);
     drawState();
+    if ($("error").textContent === BUSY) $("failed").hidden = true;
     if (document.activeElement === document.body) focusInput();  // The focused button is no longer there.
   }
   if (turn.state === "failed") refresh();
@@ -197,7 +215,11 @@ async function send() {
 
 /** Return whether an answer of the shown conversation can begin. */
 async function canRun(conversation) {
-  if (runsOf(conversation.id).length || !panel.isValid(conversation.settings)) return false;
+  if (runsOf(conversation.id).length) {
+    fail(BUSY);
+    return false;
+  }
+  if (!panel.isValid(conversation.settings)) return false;
   if (!cards.length && !await connect()) return false;
   return conversation === current && !runsOf(conversation.id).length;
 }
@@ -251,7 +273,12 @@ document.addEventListener("unauthorized", () => {
 });
 $("key").value = key.get();
 $("key").oninput = () => key.set($("key").value);
-$("key").onkeydown = event => { if (event.key === "Enter") { event.preventDefault(); connect(); } };
+$("key").onkeydown = async event => {
+  if (event.key !== "Enter") return;
+  event.preventDefault();
+  await connect();
+  if ($("failed").hidden) $("input").focus();
+};
 $("retry").onclick = connect;
 $("stop").onclick = stop;
 $("new").onclick = () => { location.hash = newId(); };

@@ -36,6 +36,11 @@ function changed() {
   return save();
 }
 
+/** Save the draft again, because another tab has deleted or replaced it. */
+export function keep() {
+  if (draft.text || draft.files.length) save();
+}
+
 /** Show the saved draft of a conversation. */
 export function open(id, saved) {
   const opened = draft = {text: "", files: [], edits: null, held: null, ...saved, id};
@@ -47,7 +52,7 @@ function redraw() {
   $("input").value = draft.text;
   $("editing").hidden = !draft.edits;
   $("files").replaceChildren(...draft.files.map((file, i) => make("li", {},
-    `${visible(file.name)}, ${count(file.text.length, "character")} `,
+    make("bdi", {}, visible(file.name)), `, ${count(file.text.length, "character")} `,
     button("Remove", () => { draft.files.splice(i, 1); redraw(); save(); $("input").focus(); },
       {ariaLabel: `Remove ${visible(file.name)}`}))));
 }

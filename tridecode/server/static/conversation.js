@@ -3,7 +3,7 @@
 // the remark explains it. The note lists turns that are no longer sent, `dropped` is their number. `used` is the number
 // of tokens up to the end of the answer, and `continues` the id of the turn whose answer the turn continues.
 
-import {visible} from "./dom.js";
+import {beginning, visible} from "./dom.js";
 import {completed, sampling} from "./settings.js";
 
 const TITLE = 60;  // characters
@@ -31,7 +31,7 @@ export function addTurn(conversation, parent, fields) {
 
 function firstWords({question, files}) {
   const words = visible(question || files[0]?.name || "").trim().split(/\s+/).join(" ");
-  return words.length > TITLE ? `${words.slice(0, TITLE)}…` : words;
+  return words.length > TITLE ? `${beginning(words, TITLE)}…` : words;
 }
 
 /** Return the turns from the first one to the turn with the id `last`. */

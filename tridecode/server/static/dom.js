@@ -15,6 +15,9 @@ export function button(label, onclick, properties = {}) {
 
 export const count = (n, unit = "") => `${n.toLocaleString("en")}${unit && ` ${unit}${n === 1 ? "" : "s"}`}`;
 
+/** Return the beginning of a text, not more than `length` UTF-16 units. No character outside the BMP is split. */
+export const beginning = (text, length) => text.slice(0, length).replace(/[\ud800-\udbff]$/, "");
+
 const C0 = /[\x00-\x08\x0b-\x1f]/g, OTHERS = /[\x80-\x9f\u202a-\u202e\u2066-\u2069]/g;
 
 /** Replace control characters, and those that change the direction of text, by symbols, as the terminal does. */
@@ -53,7 +56,7 @@ export function download(name, text) {
 
 /** Show a modal dialog with a text, and a field if `value` is a string. Return the value or true, null if cancelled. */
 export function ask(title, action, value = null) {
-  const field = make("input", {value: value ?? "", autocomplete: "off", hidden: value === null});
+  const field = make("input", {value: value ?? "", autocomplete: "off", dir: "auto", hidden: value === null});
   field.setAttribute("aria-label", title);
   const dialog = make("dialog", {}, make("form", {method: "dialog"}, make("p", {}, title), field,
     make("div", {className: "row end"}, button("Cancel", () => dialog.close()),

@@ -8,8 +8,10 @@ const field = name => $({stop: "stop-strings"}[name] ?? name);
 
 /** Set up the dialog. `changed` receives the name and the value of a setting that was changed and is valid. */
 export function setUp(changed) {
-  for (const [name, {label, integer}] of Object.entries(SAMPLING)) {
-    const input = make("input", {id: name, inputMode: integer ? "numeric" : "decimal", autocomplete: "off"});
+  for (const [name, {label, integer, min}] of Object.entries(SAMPLING)) {
+    // The keyboards for numbers of some phones have no minus sign.
+    const inputMode = min < 0 ? "text" : integer ? "numeric" : "decimal";
+    const input = make("input", {id: name, inputMode, autocomplete: "off"});
     $("sampling").append(make("label", {}, label, input));
   }
   for (const name of NAMES) {

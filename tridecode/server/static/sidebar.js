@@ -1,7 +1,7 @@
 // The list of conversations.
 
 import {asMarkdown, asSession} from "./conversation.js";
-import {$, ask, button, download, make, visible} from "./dom.js";
+import {$, ask, beginning, button, download, make, visible} from "./dom.js";
 
 /** Set up the buttons that show and hide the list on a narrow window. */
 export function setUp() {
@@ -12,7 +12,16 @@ export function setUp() {
   };
   $("chats").onclick = () => set(!document.body.classList.contains("listed"));
   $("hide").onclick = () => set(false);
-  $("side").onkeydown = event => { if (event.key === "Escape") set(false); };
+  $("side").onkeydown = event => {
+    if (event.key !== "Escape" || !document.body.classList.contains("listed")) return;
+    event.stopPropagation();  // Escape also stops an answer.
+    set(false);
+  };
+  $("list").addEventListener("click", event => { if (event.target.closest("[aria-current]")) set(false); });
+  document.addEventListener("click", event => {
+    const menu = document.querySelector("#list details[open]");
+    if (menu && !menu.contains(event.target)) menu.open = false;
+  });
 }
 
 export function close() {
@@ -24,13 +33,13 @@ export function close() {
 export function draw(cards, current, actions) {
   const focused = document.activeElement.closest?.("#list li")?.dataset.id;
   $("list").replaceChildren(...cards.map(card => item(card, card.id === current, actions)));
-  if (focused) document.querySelector(`#list li[data-id="${CSS.escape(focused)}"] a`)?.focus();
+  if (focused) (document.querySelector(`#list li[data-id="${CSS.escape(focused)}"] a`) ?? $("new")).focus();
 }
 
 function item({id, title, updated}, isCurrent, actions) {
   const name = visible(title) || "Untitled";
   const date = updated ? `\n${new Date(updated).toLocaleString()}` : "";
-  const link = make("a", {href: `#${id}`, title: name + date}, name);
+  const link = make("a", {href: `#${id}`, title: name + date, dir: "auto"}, name);
   if (isCurrent) link.ariaCurrent = "page";
   const summary = make("summary", {ariaLabel: `Actions for ${name}`}, "⋯");
   const action = (label, work) => button(label, () => {
@@ -50,6 +59,7 @@ function item({id, title, updated}, isCurrent, actions) {
     action("Delete", async () => {
       if (await ask(`Delete “${name}”? It cannot be restored.`, "Delete")) await actions.remove(id);
     })));
+  menu.ontoggle = () => { if (menu.open) menu.lastChild.scrollIntoView({block: "nearest"}); };
   menu.onkeydown = event => {
     if (event.key !== "Escape" || !menu.open) return;
     event.stopPropagation();
@@ -63,6 +73,6 @@ function item({id, title, updated}, isCurrent, actions) {
 
 async function exported(id, suffix, convert, actions) {
   const conversation = await actions.load(id);
-  const name = conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60);
+  const name = beginning(conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, ""), 60);
   download((name || "conversation") + suffix, convert(conversation));
 }

@@ -1,6 +1,8 @@
 // Conversations and drafts in the browser's IndexedDB. A conversation is one record, and each of its turns another one.
 // A tab writes only the turns that it changed, so tabs with the same conversation do not overwrite each other's turns.
 
+import {beginning} from "./dom.js";
+
 const STORES = ["conversations", "turns", "drafts"];
 const channel = new BroadcastChannel("tridecode");
 const database = new Promise((resolve, reject) => {
@@ -55,7 +57,7 @@ export function list() {
     });
     const known = new Set(cards.map(card => card.id));
     const unsent = (await others).filter(({id}) => !known.has(id));
-    const title = ({text, files}) => `Draft: ${text.slice(0, 60) || files[0]?.name}`;
+    const title = ({text, files}) => `Draft: ${beginning(text, 60) || files[0]?.name}`;
     return [...unsent.map(draft => ({id: draft.id, title: title(draft)})), ...cards];
   });
 }

@@ -5,29 +5,42 @@ import {$, button, copy, count, make, visible} from "./dom.js";
 import {show} from "./markdown.js";
 
 const INTERRUPTED = "this answer was interrupted, or another tab is receiving it", WAITING = "waiting for the answer";
+const LONG = 3000, LONG_LINES = 30;  // Characters and lines of a message that scrolls in its own box.
 const drawn = new Map();  // id of a shown turn -> its nodes
 
 /** Draw all turns. `actions` has the functions regenerate, edit, resume and showVersion of a turn. */
 export function drawAll(conversation, isRunning, actions) {
   drawn.clear();
-  const turns = path(conversation);
-  $("log").replaceChildren(...turns.map(turn => section(turn)));
-  for (const turn of turns) drawTurn(conversation, turn, isRunning, actions);
+  const turns = path(conversation), top = scrollY;
+  following(() => {
+    $("log").replaceChildren(...turns.map(turn => section(turn)));
+    for (const turn of turns) fill(conversation, turn, isRunning, actions);
+    scrollTo(0, top);
+  });
+}
+
+/** Change the log. The window follows the text if it shows the end. */
+function following(change) {  // The layout is read once for all turns, because a change makes the browser compute it.
+  const bottom = document.documentElement, isLow = bottom.scrollHeight - scrollY - innerHeight < 60;
+  change();
+  if (isLow) scrollTo(0, bottom.scrollHeight);
 }
 
 function section(turn) {
-  const thought = make("div", {className: "thought"});
+  const thought = make("div", {className: "thought", dir: "auto"});
   const nodes = {
-    question: make("div", {className: "user"}), note: make("p", {className: "stats"}),
+    question: make("div", {className: "user", dir: "auto"}), note: make("p", {className: "stats"}),
     thinking: make("details", {className: "thinking", hidden: true}, make("summary", {}, "Thinking"), thought), thought,
-    answer: make("div", {className: "assistant"}), remark: make("p", {className: "remark"}),
+    answer: make("div", {className: "assistant", dir: "auto"}), remark: make("p", {className: "remark"}),
     stats: make("p", {className: "stats"}), actions: make("div", {className: "actions"}),
   };
   nodes.remark.setAttribute("role", "status");
-  nodes.question.append(visible(turn.question));
+  nodes.question.append(questionText(visible(turn.question)));
   for (const file of turn.files) {
-    const summary = make("summary", {}, `${visible(file.name)}, ${count(file.text.length, "character")}`);
-    nodes.question.append(make("details", {}, summary, make("pre", {tabIndex: 0}, visible(file.text))));
+    const size = `, ${count(file.text.length, "character")}`;
+    const summary = make("summary", {dir: "ltr"}, make("bdi", {}, visible(file.name)), size);
+    const text = make("pre", {tabIndex: 0, dir: "auto"}, visible(file.text));
+    nodes.question.append(make("details", {}, summary, text));
   }
   drawn.set(turn.id, nodes);
   return make("section", {className: "turn"}, make("h2", {className: "unseen"}, "You"), nodes.question, nodes.note,
@@ -35,11 +48,19 @@ function section(turn) {
     nodes.actions);
 }
 
-/** Draw the present text of a turn, if it is shown. The window follows the text if it shows the end. */
+/** Return the text of a message, in a box that scrolls if it is long. */
+function questionText(text) {
+  const isLong = text.length > LONG || text.split("\n", LONG_LINES).length === LONG_LINES;
+  return isLong ? make("div", {className: "long", tabIndex: 0}, text) : text;
+}
+
+/** Draw the present text of a turn, if it is shown. */
 export function drawTurn(conversation, turn, isRunning, actions) {
-  const nodes = drawn.get(turn.id), bottom = document.documentElement;
-  if (!nodes) return;
-  const isLow = bottom.scrollHeight - scrollY - innerHeight < 60, runs = isRunning(turn);
+  if (drawn.has(turn.id)) following(() => fill(conversation, turn, isRunning, actions));
+}
+
+function fill(conversation, turn, isRunning, actions) {
+  const nodes = drawn.get(turn.id), runs = isRunning(turn);
   if (runs && turn.thought && !turn.answer && nodes.thinking.hidden) nodes.thinking.open = true;
   if (runs && turn.answer && !nodes.answer.hasChildNodes()) nodes.thinking.open = false;
   nodes.thinking.hidden = !turn.thought;
@@ -53,7 +74,6 @@ export function drawTurn(conversation, turn, isRunning, actions) {
   if (runs !== nodes.runs) nodes.actions.replaceChildren(...runs ? [] : buttons(conversation, turn, actions));
   nodes.runs = runs;
   for (const node of [nodes.note, nodes.remark, nodes.stats, nodes.actions]) node.hidden = !node.hasChildNodes();
-  if (isLow) scrollTo(0, bottom.scrollHeight);
 }
 
 /** Return the buttons below a turn: its versions, copy, regenerate or retry, edit, continue. */
@@ -62,7 +82,7 @@ function buttons(conversation, turn, actions) {
   const hasText = turn.answer || turn.thought, isLast = turn.id === conversation.leaf;
   if (all.length > 1) {
     const step = (label, ariaLabel, other) =>
-      button(label, () => actions.showVersion(other), {ariaLabel, disabled: !other});
+      button(label, event => switchTo(other, event.target, actions), {ariaLabel, disabled: !other});
     const number = make("span", {className: "note"}, `${at + 1} / ${all.length}`);
     made.push(step("‹", "Previous version", all[at - 1]), number, step("›", "Next version", all[at + 1]));
   }
@@ -71,4 +91,15 @@ function buttons(conversation, turn, actions) {
   if (turn.answer) made.push(button("Copy", event => copy(turn.answer, event.target), {ariaLabel: "Copy answer"}));
   made.push(button("Edit", () => actions.edit(turn), {ariaLabel: "Edit message"}));
   return made;
+}
+
+/** Show another version of a turn. The arrow that was pressed keeps its place in the window, and the focus. */
+function switchTo(other, pressed, actions) {
+  const {top} = pressed.getBoundingClientRect();
+  actions.showVersion(other);
+  const arrows = [...drawn.get(other.id).actions.querySelectorAll("[aria-label$=' version']")];
+  const same = arrows.find(arrow => arrow.ariaLabel === pressed.ariaLabel);
+  if (!same) return;  // This version is running.
+  scrollBy(0, same.getBoundingClientRect().top - top);
+  (same.disabled ? arrows.find(arrow => arrow !== same) : same).focus({preventScroll: true});
 }
