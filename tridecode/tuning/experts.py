@@ -125,9 +125,10 @@ def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfi
 
 def _prompt(packed: Packed, block_m: int, gpu: Device, programs: int) -> PackedPromptConfig:
     """Choose the most stages, then the largest tiles, that fit into the shared memory of a program."""
-    config = PackedPromptConfig(block_m, 128, 3, 8, 2 * programs)
-    columns, words = packed.tile * 2, packed.tile * packed.bits // 8
-    while gpu.shared_memory and config.stages * (config.block_m * columns + 128 * words) > gpu.shared_memory - 2**12:
+    block_n = 128 if gpu.capability in (90, 100) else 64  # Without wgmma the sums leave fewer registers.
+    config = PackedPromptConfig(block_m, block_n, 3, 8, 2 * programs)
+    columns, words, available = packed.tile * 2, packed.tile * packed.bits // 8, gpu.shared_memory - 2**12
+    while gpu.shared_memory and config.stages * (config.block_m * columns + block_n * words) > available:
         smaller = dict(stages=2) if config.stages > 2 else dict(block_m=config.block_m // 2)
         config = replace(config, **smaller)
     return config
