@@ -110,7 +110,7 @@ def _packed_tiles(
 
 
 def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfig:
-    """Choose the fewest warps whose registers hold the tiles of a block, and as many programs as run at a time."""
+    """Choose the smallest number of warps whose registers hold a block, and as many programs as run at a time."""
     few = next((warps for warps in (2, 4) if _words(packed, warps) <= 4), None)
     warps = few or (4 if _words(packed, 4) <= 8 else 8)
     registers = 0
