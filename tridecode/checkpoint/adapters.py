@@ -20,7 +20,7 @@ from .hub import resolve_adapter
 from .load import DTYPES, read_header
 from .loader import Loader
 from .peft import CONFIG, WEIGHTS, PeftConfig, module_names, read_peft_config
-from .slices import TensorSlice
+from .slices import runs
 from .tensor_info import TensorInfo
 
 _MODULE = re.compile(r"(.*?)layers\.(\d{1,6})\.(.+)", re.ASCII)
@@ -46,9 +46,8 @@ class _Place:
     rows: int
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (row of the module, row of the linear, number of rows) of each run of rows that stay neighbors."""
-        shape, groups = (self.rows, self.linear.k), self.linear.parts[self.part].groups
-        return TensorSlice("", self.start, shape, groups=groups).runs()
+        """Yield (row of the module, row of the linear, number of rows) of each run of rows; see slices.py."""
+        return runs(self.linear.parts[self.part].groups, self.start, self.rows)
 
 
 def adapter_rank(path: str | Path) -> int:

@@ -11,7 +11,7 @@ from ..blocks.adapter import Adapter
 from ..blocks.spec import ModelSpec
 from .quantization.write import copy_others, with_code
 from .shards import Shards
-from .slices import TensorSlice
+from .slices import runs
 
 
 def changes(adapter: Adapter, spec: ModelSpec) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -22,7 +22,7 @@ def changes(adapter: Adapter, spec: ModelSpec) -> dict[str, tuple[torch.Tensor, 
         start = 0
         for part, own in zip(linear.parts, a, strict=True):
             rows = torch.empty(part.rows, b.shape[1])
-            for row, target, count in TensorSlice("", start, (part.rows, linear.k), groups=part.groups).runs():
+            for row, target, count in runs(part.groups, start, part.rows):
                 # The loader multiplies the weight by the scale.
                 rows[row : row + count] = b[target : target + count].float() / linear.scale
             if rows.any():

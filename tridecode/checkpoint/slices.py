@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,24 +39,34 @@ class TensorSlice(NamedTuple):
     groups: tuple[int, ...] = ()
 
     def runs(self, first: int = 0, count: int | None = None) -> Iterator[tuple[int, int, int]]:
-        """Yield (row in the checkpoint, row of the target, number of rows) of each run of rows that stay neighbors.
+        """Yield the runs of `count` rows from row `first` of the checkpoint on, by default of all; see `runs`."""
+        return runs(self.groups, self.start, self.shape[0], first, count)
 
-        Args:
-            first, count: the rows of the checkpoint to yield. By default all rows.
-        """
-        end = self.shape[0] if count is None else first + count
-        if not self.groups:
-            yield first, self.start + first, end - first
-            return
-        size = sum(self.groups)
-        number = self.shape[0] // size
-        for group in range(first // size, -(-end // size)):
-            row, target = group * size, self.start
-            for length in self.groups:
-                begin, stop = max(row, first), min(row + length, end)
-                if begin < stop:
-                    yield begin, target + group * length + begin - row, stop - begin
-                row, target = row + length, target + number * length
+
+def runs(
+    groups: tuple[int, ...], start: int, rows: int, first: int = 0, count: int | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (row in the checkpoint, row on the device, number of rows) of each run of rows that stay neighbors.
+
+    Args:
+        groups: lengths of runs of rows, as in Part.
+        start: first row on the device.
+        rows: number of rows of the module.
+        first, count: the rows of the checkpoint to yield. By default all rows.
+    """
+    end = rows if count is None else first + count
+    if not groups:
+        yield first, start + first, end - first
+        return
+    size = sum(groups)
+    number = rows // size
+    for group in range(first // size, -(-end // size)):
+        row, target = group * size, start
+        for length in groups:
+            begin, stop = max(row, first), min(row + length, end)
+            if begin < stop:
+                yield begin, target + group * length + begin - row, stop - begin
+            row, target = row + length, target + number * length
 
 
 @dataclass(frozen=True)
@@ -223,6 +234,7 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(math.prod(of.shape) for of in tensor_slices(spec).values())
 
 
+@lru_cache(maxsize=8)  # A plan needs the same number several times.
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, packs: bool = False, on_host: int = 0) -> int:
     """Return the bytes of the weights on the device. Weights that are not packed have the dtype `dtype`.
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from ..arguments import shown
 from ..errors import CheckpointError
+from .experts import MAX_EXPERTS
 from .gguf import GGUF
 from .reader import ConfigReader
 
-MAX_EXPERTS = 1024
 EMBED, HEAD, ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
 MATRIX_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _END = (

@@ -31,7 +31,7 @@ def experts_config(
         packed: the descriptions of the packed weights of gate_up and down, None for dense weights.
     """
     programs = gpu.multiprocessors or PROGRAMS
-    expected = 0 if batch_invariant else rows * sizes.top_k / sizes.count
+    expected = 0 if batch_invariant else rows * sizes.top_k / sizes.experts
     if expected <= FEW:
         gate_up = TilesConfig(16, 64, 256, 3, 4, 4 * programs)
         down = TilesConfig(16, 64, 128, 3, 4, 2 * programs)

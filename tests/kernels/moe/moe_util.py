@@ -35,7 +35,8 @@ def random_routes(rows: int, sizes: Experts, without: tuple[int, ...] = (), seed
     generator = torch.Generator().manual_seed(seed)
     routes = empty_routes(rows, sizes)
     for row in range(rows):
-        ids = torch.randperm(sizes.count, generator=generator)[: sizes.top_k].tolist() + [sizes.count] * sizes.shared
+        chosen = torch.randperm(sizes.experts, generator=generator)[: sizes.top_k].tolist()
+        ids = chosen + [sizes.experts] * sizes.shared
         routes.ids[row] = torch.tensor([-1] * sizes.used if row in without else ids, dtype=torch.int32)
     routes.weights.copy_(torch.rand(rows, sizes.used, generator=generator) * 0.9 + 0.1)
     return routes

@@ -39,7 +39,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: BF16_ROUNDING + 1e-3}
 def route_args(sizes, hidden, rows, dtype=torch.float32, chunks=None, decoding=None, idle=(), normed=True):
     x = random(rows, hidden, dtype=dtype)
     router = Router(
-        random(sizes.count, hidden, dtype=dtype, scale=2 * hidden**-0.5, seed=1),
+        random(sizes.experts, hidden, dtype=dtype, scale=2 * hidden**-0.5, seed=1),
         random(1, hidden, dtype=dtype, scale=hidden**-0.5, seed=2) if sizes.shared else None,
     )
     meta = meta_of(rows if decoding is None else decoding, idle) if decoding != 0 else None
@@ -96,7 +96,7 @@ def test_a_row_with_nan_chooses_valid_experts(config):
     x[1, 7] = float("nan")
     ROUTE.launch(meta, chunks, x, router, normed, routes, counter, sizes, config=config)
     assert sorted(set(routes.ids[1].tolist())) == sorted(routes.ids[1].tolist())
-    assert all(0 <= expert < sizes.count for expert in routes.ids[1].tolist())
+    assert all(0 <= expert < sizes.experts for expert in routes.ids[1].tolist())
     assert routes.weights[1].isnan().all() and routes.weights[[0, 2]].isfinite().all()
 
 
@@ -113,7 +113,7 @@ def test_pairs_are_sorted(sizes, hidden, rows, tile, prompt):
 def test_idle_rows_have_no_tiles():
     sizes, tiles = Experts(6, 2, 48), empty_tiles(3, Experts(6, 2, 48))
     SORT_PAIRS.launch(meta_of(3, (0, 1, 2)), random_routes(3, sizes).ids, tiles, sizes, 16)
-    assert tiles.count[0].item() == 0
+    assert tiles.number[0].item() == 0
 
 
 def test_pairs_of_one_expert_fill_several_blocks():

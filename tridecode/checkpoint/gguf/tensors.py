@@ -10,6 +10,7 @@ import torch
 from ...arguments import shown
 from ...errors import CheckpointError
 from ...models import gguf_config
+from ...models.experts import MAX_EXPERTS
 from ...models.gguf import BlockType, GGUFTensor, read_gguf
 from ...models.gguf_config import NONE, Change, Order
 from ..tensor_info import TensorInfo
@@ -108,8 +109,9 @@ def gguf_tensors(path: Path, tiled: bool = True) -> dict[str, TensorInfo]:
         if name is None:
             continue
         tensor = gguf.tensors[stored]
-        if len(tensor.shape) == 3 and gguf_config.stacked_modules(stored)[1]:
-            infos |= _of_experts(stored, tensor)
+        prefix, modules = gguf_config.stacked_modules(stored)
+        if modules and len(tensor.shape) == 3:
+            infos |= _expert_matrices(stored, tensor, prefix, modules)
             continue
         change = gguf_config.change(gguf, name, config) if name != stored else NONE
         for order, count in ((change.rows, tensor.shape[0]), (change.columns, tensor.shape[-1])):
@@ -121,11 +123,14 @@ def gguf_tensors(path: Path, tiled: bool = True) -> dict[str, TensorInfo]:
     return infos
 
 
-def _of_experts(name: str, tensor: GGUFTensor) -> dict[str, TensorInfo]:
-    """Return the matrices of a tensor that stacks those of all experts, by their names in a checkpoint."""
-    prefix, modules = gguf_config.stacked_modules(name)
+def _expert_matrices(name: str, tensor: GGUFTensor, prefix: str, modules: tuple[str, ...]) -> dict[str, TensorInfo]:
+    """Return the matrices of a tensor that stacks those of all experts, by their names in a checkpoint.
+
+    Args:
+        prefix, modules: see `stacked_modules`.
+    """
     count, n, k = tensor.shape
-    if count > gguf_config.MAX_EXPERTS or n % len(modules):
+    if count > MAX_EXPERTS or n % len(modules):
         raise CheckpointError(f"{tensor.file}: tensor {shown(name)} cannot have the shape {list(tensor.shape)}")
     n //= len(modules)
     size = tensor.nbytes // (count * len(modules))

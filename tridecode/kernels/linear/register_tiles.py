@@ -214,7 +214,7 @@ def load_scales(T: tl.constexpr, block, column, mask, WHOLE: tl.constexpr):
     """Load the scales of lines that begin at `column`, then the minimums, then the factors of both. See `scale_of`.
 
     Args:
-        block: a Block, of which the pointers to these numbers are read.
+        block: a Block, which contains the pointers to these numbers.
         mask: whether the rows exist.
         WHOLE: all columns of the lines exist.
     """

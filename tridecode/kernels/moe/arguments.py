@@ -13,7 +13,7 @@ class Experts(NamedTuple):
     A shared expert is stored as one more expert after the others. Every row uses it.
     """
 
-    count: int  # type: ignore[assignment] # number of experts, without a shared one
+    experts: int  # number of experts, without a shared one
     top_k: int  # number of experts that the router chooses for a row
     intermediate: int  # width of an expert
     normalize: bool = True  # the weights of the chosen experts are divided by their sum
@@ -22,7 +22,7 @@ class Experts(NamedTuple):
     @property
     def stored(self) -> int:
         """Number of experts, with a shared one."""
-        return self.count + self.shared
+        return self.experts + self.shared
 
     @property
     def used(self) -> int:
@@ -53,4 +53,4 @@ class PairTiles(NamedTuple):
 
     pairs: torch.Tensor  # int32 [rows, used experts]
     tiles: torch.Tensor  # int32 [rows, used experts, TILE_FIELDS]
-    count: torch.Tensor  # type: ignore[assignment] # int32 [rows, 1]: the first element is the number of tiles
+    number: torch.Tensor  # int32 [rows, 1]: the first element is the number of tiles

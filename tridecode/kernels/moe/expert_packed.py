@@ -60,7 +60,7 @@ class PackedRowsConfig:
         block_n: Rows of the weight in a block, a multiple of 16. gate_up counts gate and up together.
         x_ahead: Parts of 32 columns of the activations that a warp prefetches.
         registers: Maximum number of registers of a thread; 0: no limit.
-        max_programs: Number of programs of gate_up that share the blocks; 0: one for each block.
+        max_programs: Number of programs of gate_up, which share the blocks. 0 launches one for each block.
         rounds: Scale integers and round them to bf16 before the product. Otherwise the scales multiply the sums of
             groups. Weights with minimums or groups of 16 columns are always rounded.
     """
@@ -119,7 +119,7 @@ class PackedPromptConfig:
 
 
 @triton.jit
-def _of_expert(T: tl.constexpr, w, expert, ROWS: tl.constexpr):
+def _expert_weight(T: tl.constexpr, w, expert, ROWS: tl.constexpr):
     """Return the Weight of one expert, of ROWS rows, from that of all."""
     first = expert.to(tl.int64) * ROWS
     return Weight(
@@ -313,7 +313,7 @@ def _expert_packed_kernel(
     expert, first, count = _entry(P, begin // BLOCKS, USED, SORTED)
     if not SORTED:
         pairs, xs, first_x = _load_pairs(T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, FIRST)
-    weight = _of_expert(T, experts, expert, ROWS)
+    weight = _expert_weight(T, experts, expert, ROWS)
     here, row_scales = block_of_rows(T, weight, begin % BLOCKS), 0.0
     w, s, z = (), (), ()
     for c in tl.static_range(T.CHUNKS):
@@ -337,7 +337,7 @@ def _expert_packed_kernel(
                 x += (load_x(T, activations, i, ORDERED),)
         following, row_scales_next, after = here, row_scales, tl.minimum(item + 1, end - 1)
         if SHARED:
-            weight = _of_expert(T, experts, expert_next, ROWS)
+            weight = _expert_weight(T, experts, expert_next, ROWS)
             following = block_of_rows(T, weight, after % BLOCKS)
             if T.ROW_SCALES:
                 row_scales_next = load_row_scales(T, weight, after % BLOCKS)
@@ -453,7 +453,7 @@ def _down_packed_kernel(
 
 
 @triton.constexpr_function
-def _whole(k, step, tiles, warps, used, c):
+def _tile_is_whole(k, step, tiles, warps, used, c):
     """Return whether tile c of every warp exists and has no column beyond k; see `_place`."""
     chunks = -(-used * tiles // warps)
     exist = warps * (chunks // tiles) <= used if chunks % tiles == 0 else (c + 1) * warps <= used * tiles
@@ -462,7 +462,7 @@ def _whole(k, step, tiles, warps, used, c):
 
 @triton.jit
 def _place(T: tl.constexpr, c: tl.constexpr, warp, USED: tl.constexpr):
-    """Return the expert of the row of which a warp takes tile c, and the number of the tile in the expert's row.
+    """Return the place of tile c of a warp: the number of the expert in the row, and that of the tile in its row.
 
     If the numbers allow, a warp takes whole rows. Otherwise all warps share the tiles of each row.
     """
@@ -492,7 +492,7 @@ def _load_tiles(T: tl.constexpr, experts, ids, routes, c: tl.constexpr, first_n,
 
     The result also has the factors of the products: the weights of the experts, times the scales of rows that have one.
     """
-    WHOLE: tl.constexpr = _whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, c)
+    WHOLE: tl.constexpr = _tile_is_whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, c)
     PIECE: tl.constexpr = T.LINE // T.PIECES
     line_n, warp = places(T.WARPS, T.BLOCK_N)
     place, tile = _place(T, c, warp, USED)
@@ -536,7 +536,7 @@ def _load_x_of_tiles(
     Args:
         xs: pointer to the activations, [USED * K].
     """
-    WHOLE: tl.constexpr = _whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, i // T.PARTS)
+    WHOLE: tl.constexpr = _tile_is_whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, i // T.PARTS)
     place, tile = _place(T, i // T.PARTS, warp, USED)
     column = tl.arange(0, STEP_COLUMNS)[None, :] + (tile * T.STEP + i % T.PARTS * STEP_COLUMNS)
     mask = (place < USED) & (column < T.K)
@@ -583,7 +583,7 @@ def _prompt_packed_kernel(
         pairs = tl.load(pairs_ptr + first + offs_m, mask=mask_m, other=0)
         rows = pairs // USED if GATED else pairs
         x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
-        weight = _of_expert(T, experts, expert, ROWS)
+        weight = _expert_weight(T, experts, expert, ROWS)
         here = block_of_rows(T, weight, block)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for k in tl.range(0, K, T.STEP, num_stages=STAGES):
@@ -643,7 +643,7 @@ def _expert_packed(meta, x, linear, tiles, routes, out, norm, gated, sizes, conf
         programs = min(programs or blocks, blocks)
     _expert_packed_kernel[(programs,)](
         meta, x, **linear.arguments(out), out_ptr=out, pairs_ptr=tiles.pairs, tiles_ptr=tiles.tiles,
-        count_ptr=tiles.count, routes_ptr=routes.weights, sumsq_ptr=sumsq, eps=eps,
+        count_ptr=tiles.number, routes_ptr=routes.weights, sumsq_ptr=sumsq, eps=eps,
         stride_xm=x.stride(0) if gated else k, stride_sumsq=sumsq.stride(0), n_sumsq=n_sumsq, N=n, USED=sizes.used,
         GATED=gated, NORMED=norm is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
         ROUNDS=_rounds(linear, config), TILES=pairs, BLOCK_M=block_m, BLOCK_N=config.block_n, WARPS=config.num_warps,
@@ -709,7 +709,7 @@ def down_packed_tiles(
 def _prompt_packed(x, linear, tiles, routes, out, normed, gated, sizes, config, pdl, n) -> None:
     sumsq, n_sumsq, eps = normed or (out, 0, 0.0)
     _prompt_packed_kernel[(config.programs,)](
-        x, **linear.arguments(out), out_ptr=out, pairs_ptr=tiles.pairs, tiles_ptr=tiles.tiles, count_ptr=tiles.count,
+        x, **linear.arguments(out), out_ptr=out, pairs_ptr=tiles.pairs, tiles_ptr=tiles.tiles, count_ptr=tiles.number,
         routes_ptr=routes.weights, sumsq_ptr=sumsq, eps=eps, stride_xm=x.stride(0) if gated else linear.in_features,
         stride_sumsq=sumsq.stride(0), n_sumsq=n_sumsq, N=n, USED=sizes.used, GATED=gated, NORMED=normed is not None,
         SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)), BLOCK_M=config.block_m, BLOCK_N=config.block_n,

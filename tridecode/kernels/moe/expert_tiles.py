@@ -200,7 +200,7 @@ def down_tiles(
 
 def _listed(tiles: PairTiles) -> list[tuple[int, torch.Tensor]]:
     """Return the expert of each tile and its pairs."""
-    entries = tiles.tiles.view(-1, TILE_FIELDS)[: int(tiles.count.view(-1)[0])].tolist()
+    entries = tiles.tiles.view(-1, TILE_FIELDS)[: int(tiles.number.view(-1)[0])].tolist()
     pairs = tiles.pairs.view(-1).long()
     return [(expert, pairs[first : first + count]) for expert, first, count in entries]
 

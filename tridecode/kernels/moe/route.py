@@ -69,9 +69,12 @@ def _choose(
 ):  # fmt: skip
     """Store the TOP_K experts of each row with the largest logits, and their weights. Ties take the lowest index.
 
-    One reduction finds both the largest logit and its index: a key is the logit, as an integer of the same order, then
-    the index from the end. logits: fp32 [rows, BLOCK_E]; columns from E on are ignored. A NaN becomes the smallest
-    logit, so that the indices are valid, and makes the weights of its row NaN.
+    One reduction finds both the largest logit and its index. It compares keys of 64 bits. The high half of a key is the
+    logit as an integer of the same order. The low half is BLOCK_E - 1 - index. A NaN becomes the smallest logit, so the
+    indices are valid. The weights of its row become NaN.
+
+    Args:
+        logits: fp32 [rows, BLOCK_E]. Columns from E on are ignored.
     """
     offs_e, offs_k = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     nan = (logits != logits) & (offs_e < E)
@@ -216,10 +219,10 @@ def route(
     _route_kernel[(programs, cdiv(rows, config.block_m))](
         routes.ids if meta is None else meta, routes.ids if chunks is None else chunks, x, router.experts,
         router.experts if router.shared is None else router.shared, *routes, counter, sumsq, eps, x.stride(0),
-        sumsq.stride(0), n_sumsq, rows, E=sizes.count, K=K, TOP_K=sizes.top_k, SHARED=sizes.shared,
+        sumsq.stride(0), n_sumsq, rows, E=sizes.experts, K=K, TOP_K=sizes.top_k, SHARED=sizes.shared,
         NORMALIZE=sizes.normalize, NORMED=normed is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
         DECODING=0 if meta is None else len(meta), CHUNKS=chunks is not None, BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_E=next_power_of_2(sizes.count),
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_E=next_power_of_2(sizes.experts),
         BLOCK_USED=next_power_of_2(sizes.top_k), STAGES=config.stages, PROGRAMS=programs, PDL=pdl,
         DOT_FP32=interpreted(), **options(config.num_warps, pdl),
     )  # fmt: skip
@@ -248,7 +251,7 @@ def route_ref(meta, chunks, x, router: Router, normed: Normed | None, routes: Ro
         weights = weights / weights.sum(1, keepdim=True)
     if router.shared is not None:
         gate = (own * router.shared.float()).sum(1, keepdim=True)
-        logits, ids = torch.cat((logits, gate), 1), torch.cat((ids, torch.full_like(ids[:, :1], sizes.count)), 1)
+        logits, ids = torch.cat((logits, gate), 1), torch.cat((ids, torch.full_like(ids[:, :1], sizes.experts)), 1)
         weights = torch.cat((weights, gate.sigmoid()), 1)
     routes.logits[at], routes.ids[at], routes.weights[at] = logits, ids.int(), weights
 

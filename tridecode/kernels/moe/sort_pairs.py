@@ -100,7 +100,7 @@ def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int
     for expert, count in enumerate(counts):
         tiles += [(expert, first + begin, min(count - begin, tile)) for begin in range(0, count, tile)]
         first += count
-    sorted_pairs.count.view(-1)[0] = len(tiles)
+    sorted_pairs.number.view(-1)[0] = len(tiles)
     if tiles:
         sorted_pairs.tiles.view(-1, TILE_FIELDS)[: len(tiles)] = torch.tensor(
             tiles, dtype=torch.int32, device=ids.device
@@ -114,5 +114,5 @@ def sort_pairs_bytes(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: i
 
 SORT_PAIRS = Op(
     sort_pairs, sort_pairs_ref, sort_pairs_bytes, (_sort_pairs_kernel,),
-    outputs=("sorted_pairs.pairs", "sorted_pairs.tiles", "sorted_pairs.count"),
+    outputs=("sorted_pairs.pairs", "sorted_pairs.tiles", "sorted_pairs.number"),
 )  # fmt: skip
