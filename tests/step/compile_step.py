@@ -42,6 +42,7 @@ from tridecode import kernels
 from tridecode.blocks.attention import Attention
 from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
+from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import RopeConfig
 from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.load import empty_weights
@@ -88,18 +89,20 @@ SHARED = 48 * 1024
 LARGE = {  # Kernels that may exceed SHARED, because the kernels that run at the same time exceed it too.
     "_matmul_tiles_kernel", "_attention_rows_kernel", "_matmul_hopper_kernel", "_matmul_ring_kernel",
     "_prompt_attention_kernel", "_prompt_splits_kernel", "_prompt_attention_hopper_kernel", "_expand_kv_kernel",
-    "_delta_scan_kernel",
+    "_delta_scan_kernel", "_route_kernel", "_expert_tiles_kernel", "_prompt_packed_kernel",
 }  # fmt: skip
 # Stack bytes of a thread. Loops over tiles must not use the stack. Triton 3.9 stores part of an item's first tile, and
 # up to four numbers that are used at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to
 # eight 16-bit numbers in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in
 # _delta_chunks_kernel. Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with
 # 62 to 100 registers. In a pass with drafts delta_decode stores up to 14 numbers. With adapters, _matvec_kernel and
-# _matmul_wide_kernel store up to four numbers.
+# _matmul_wide_kernel store up to four numbers. Tiles of experts store up to 130 numbers on GPUs without wgmma, and up
+# to 14 with packed weights. Triton 3.9 stores four numbers of _expert_packed_kernel.
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
     "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56, "_matmul_tiles_kernel": 8,
-    "_matvec_kernel": 16, "_matmul_wide_kernel": 16,
+    "_matvec_kernel": 16, "_matmul_wide_kernel": 16, "_expert_tiles_kernel": 520, "_prompt_packed_kernel": 56,
+    "_expert_packed_kernel": 16,
 }  # fmt: skip
 # Spilled bytes of a matmul whose register limit lets two programs share a multiprocessor: up to 24 on Hopper for
 # rows of 8,192 columns or more, and 8 on compute capability 12.0.
@@ -217,12 +220,20 @@ def hybrid(hidden: int, intermediate: int, heads: int, kv_heads: int, value_head
     return ModelSpec("qwen3_5", hidden, 248320, 262144, layers, tie_word_embeddings=True, norm_offset=1.0)
 
 
+def mixture(**settings) -> ModelSpec:
+    """Return two layers of Qwen3-0.6B with mixtures of experts as in Qwen3-30B-A3B."""
+    spec = PRESETS["qwen3-0.6b"]
+    experts = MoE(hidden=spec.hidden_size, experts=128, top_k=8, intermediate=768, **settings)
+    return replace(spec, layers=(replace(spec.layers[0], ffn=experts),) * 2)
+
+
 OTHERS = {
     f"head_dim_{d}": odd_heads(head_dim=d, heads=heads, kv_heads=kv)
     for d, heads, kv in ((80, 5, 1), (96, 24, 8), (256, 8, 1))
 } | {"group_16": odd_heads(heads=32, kv_heads=2)} | {
     "qwen3.5-0.8b": hybrid(1024, 3584, 8, 2, 16), "qwen3.5-4b": hybrid(2560, 9216, 16, 4, 32),
     "qwen3.5-27b": hybrid(5120, 17408, 24, 4, 48),
+    "moe": mixture(), "moe_shared": mixture(shared=True),
 }  # fmt: skip
 
 

@@ -20,15 +20,18 @@ FOLDER = Path(kernels.__path__[0])
 # Kernels that are compiled only for compute capability 9.0.
 PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "prompt_attention_hopper", "expand_kv")}
 HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", *PROMPTS}
+# Kernels that only quantized models launch.
+OF_QUANTIZED = {"_dequantize_kernel", "_expert_packed_kernel", "_down_packed_kernel", "_prompt_packed_kernel"}
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
 QUANTIZED = "qwen3-0.6b_int4"  # The LM head of this model is e4m3.
 HYBRID = "qwen3.5-0.8b"
+MIXTURES = "moe", "moe_shared_int4"
 # (model, GPU, passes). For some GPUs all passes are compiled, of models that together use every kernel. For each
 # other GPU only the most common passes of a small model are compiled. `compile_step.py` compiles other combinations.
 CASES = [
-    (("qwen3-4b", HYBRID, QUANTIZED, "qwen3-4b_kv8"), ("h100",), "all"),
-    (("head_dim_80", HYBRID, QUANTIZED), ("rtx-5090",), "all"),
-    (("head_dim_80", HYBRID), ("rtx-3090",), "all"),
+    (("qwen3-4b", HYBRID, QUANTIZED, "qwen3-4b_kv8", *MIXTURES), ("h100",), "all"),
+    (("head_dim_80", HYBRID, QUANTIZED, *MIXTURES), ("rtx-5090",), "all"),
+    (("head_dim_80", HYBRID, "moe"), ("rtx-3090",), "all"),
     ((QUANTIZED,), ("a100", "rtx-4090", "b200"), "common"),
 ]
 
@@ -62,7 +65,7 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(models, gpus, passes
     # Common passes contain these kernels and others.
     expected = {"_matmul_kernel", "_attention_kernel", "_dequantize_kernel", "_draft_kernel"}
     if passes == "all":
-        expected = KERNELS - (set() if QUANTIZED in models else {"_dequantize_kernel"})
+        expected = KERNELS - (set() if QUANTIZED in models else OF_QUANTIZED)
     for gpu in gpus:
         lines_by_rows = {kernel for _, kernel, name, *_ in map(str.split, lines) if name == gpu}
         possible = KERNELS - (HOPPER if gpu != "h100" else set())

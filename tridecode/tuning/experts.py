@@ -46,36 +46,92 @@ def experts_config(
     if batch_invariant and not gpu.capability:  # Products of torch on a CPU depend on their number of rows.
         tiles = TilesConfig(1, 64, 128, 3, 4, programs), TilesConfig(1, 64, 128, 3, 4, programs)
     if any(packed):
-        tiles = _packed_tiles(packed, expected, prompt, programs, gpu, itemsize)
+        tiles = _packed_tiles(packed, expected, prompt, gpu, itemsize)
     if prompt and not batch_invariant:
         return ExpertsConfig(RouteConfig(16, 128 if rows >= 1024 else 16, 128, 4), tiles)
     configs = ExpertsConfig(RouteConfig(16, 16, 64, 4, stages=6), tiles)
     if batch_invariant or rows > MAX_ROWS:
         return configs
-    each = packed_rows(packed[0], True), packed_rows(packed[1], False)
-    return configs._replace(route=RouteConfig(1, 4, 1024, 4), rows=each)
+    gate_up_rows, down_rows = _rows(packed[0], True, sizes.used), _rows(packed[1], False, sizes.used)
+    if gate_up_rows is None or down_rows is None:
+        return configs
+    return configs._replace(route=RouteConfig(1, 4, 1024, 4), rows=(gate_up_rows, down_rows))
 
 
-def packed_rows(packed: Packed | None, gate_up: bool) -> AnyRows:
-    """Choose the launch config of gate_up or down for one row. packed: its packed weight, or None."""
+def _rows(packed: Packed | None, gate_up: bool, used: int) -> AnyRows | None:
+    """Choose the launch config of gate_up or down for one row. None: the row is a tile of its own.
+
+    Args:
+        packed: the packed weight, or None.
+        used: number of experts of a row.
+    """
     if packed is None:
         return RowsConfig(2, 4 if gate_up else 1)
-    return PackedRowsConfig(32 if gate_up else 16, 8, 8)
+    if gate_up:  # All tiles of the weight and of the activations are in flight.
+        if packed.k > 2560:
+            return PackedRowsConfig(16, 8)
+        return PackedRowsConfig(32 if _words(packed, 4) <= 4 and _is_simple(packed) else 16, 4, registers=168)
+    warps = 8 if _words(packed, 8, used) <= 12 else 16
+    if _words(packed, warps, used) > 96 // warps:
+        return None
+    return PackedRowsConfig(16, warps, 8, 168 if warps == 8 and _has_row_scales(packed) else 0)
+
+
+def _words(packed: Packed, warps: int, rows: int = 1) -> int:
+    """Return how many times a warp loads words of eight rows of a weight, times `rows`."""
+    return -(-rows * -(-packed.k // packed.tile) // warps) * (3 if packed.bits == 6 else 1)
+
+
+def _has_row_scales(packed: Packed) -> bool:
+    """Return whether a row of the weight has one scale, and no zero point."""
+    return packed.group >= packed.k and not packed.zeros
+
+
+def _is_simple(packed: Packed) -> bool:
+    """Return whether few numbers are loaded with the codes."""
+    return packed.plain and not packed.zeros and packed.group >= 64
 
 
 def _packed_tiles(
-    packed: tuple[Packed | None, Packed | None], expected: float, prompt: bool, programs: int, gpu: Device,
-    itemsize: int,
-) -> tuple[AnyTiles, AnyTiles]:  # fmt: skip
+    packed: tuple[Packed | None, Packed | None], expected: float, prompt: bool, gpu: Device, itemsize: int
+) -> tuple[AnyTiles, AnyTiles]:
     """Choose the launch configs of gate_up and down, at least one of which has packed weights."""
+    programs = gpu.multiprocessors or PROGRAMS
     if prompt:
         block_m = 16 if expected <= FEW else 32 if expected <= 2.5 * FEW else 64 if expected <= 8 * FEW else 128
-        own: AnyTiles = PackedPromptConfig(block_m, 128, 3, 8, programs)
+        configs = [_prompt(each, block_m, gpu, programs) for each in packed if each]
+        tile = min(config.block_m for config in configs)
+        own: list[AnyTiles] = [replace(config, block_m=tile) for config in configs]
     else:
-        own = PackedTilesConfig(32, 4, 4, block_m=16, max_programs=4 * programs)
-    dense = TilesConfig(own.tile, 64, 64, 3, 4, 2 * programs)
-    gate_up = own if packed[0] else fitted(dense, 2, gpu, itemsize)
-    return gate_up, own if packed[1] else fitted(dense, 1, gpu, itemsize)
+        tile = 8 if expected <= 4 and all(packed) else 16
+        own = [_decode_tiles(each, tile, gpu) for each in packed if each]
+    dense = fitted(TilesConfig(tile, 64, 64, 3, 4, 2 * programs), 2, gpu, itemsize)
+    return own.pop(0) if packed[0] else dense, own.pop() if packed[1] else dense
+
+
+def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfig:
+    """Choose the smallest number of warps whose registers hold a block, and as many programs as run at a time."""
+    few = next((warps for warps in (2, 4) if _words(packed, warps) <= 4), None)
+    warps = few or (4 if _words(packed, 4) <= 8 else 8)
+    registers = 0
+    if few and _is_simple(packed) and block_m == 8:
+        registers = 128 if _has_row_scales(packed) else 168
+    fit = gpu.registers // (32 * warps * (registers or 255))
+    ahead = 2 if packed.bits == 6 else 8
+    block_n = 32 if _is_simple(packed) or block_m == 8 else 16
+    programs = gpu.multiprocessors * fit or PROGRAMS
+    return PackedTilesConfig(block_n, warps, 4, registers, programs, ahead, block_m=block_m)
+
+
+def _prompt(packed: Packed, block_m: int, gpu: Device, programs: int) -> PackedPromptConfig:
+    """Choose the most stages, then the largest tiles, that fit into the shared memory of a program."""
+    block_n = 128 if gpu.capability in (90, 100) else 64  # Without wgmma the sums leave fewer registers.
+    config = PackedPromptConfig(block_m, block_n, 3, 8, 2 * programs)
+    columns, words, available = packed.tile * 2, packed.tile * packed.bits // 8, gpu.shared_memory - 2**12
+    while gpu.shared_memory and config.stages * (config.block_m * columns + block_n * words) > available:
+        smaller = dict(stages=2) if config.stages > 2 else dict(block_m=config.block_m // 2)
+        config = replace(config, **smaller)
+    return config
 
 
 def fitted(config: TilesConfig, weights: int, gpu: Device, itemsize: int) -> TilesConfig:

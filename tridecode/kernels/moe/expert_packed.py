@@ -61,6 +61,7 @@ class PackedRowsConfig:
         x_ahead: Parts of 32 columns of the activations that a warp prefetches.
         registers: Maximum number of registers of a thread; 0: no limit.
         max_programs: Number of programs of gate_up, which share the blocks. 0 launches one for each block.
+        ahead: Tiles of the weight of gate_up that a warp has in flight. down loads all tiles at once.
         rounds: Scale integers and round them to bf16 before the product. Otherwise the scales multiply the sums of
             groups. Weights with minimums or groups of 16 columns are always rounded.
     """
@@ -70,6 +71,7 @@ class PackedRowsConfig:
     x_ahead: int = 16
     registers: int = 0
     max_programs: int = 0
+    ahead: int = 64
     rounds: bool = False
 
     def programs(self, n: int) -> int:
@@ -258,7 +260,8 @@ def _expert_packed_kernel(
     USED: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, FORM: tl.constexpr,
     GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr,
     OVER: tl.constexpr, ROUNDS: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr, X_AHEAD: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+    WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of pairs by the weights of their experts, and store the results by pair.
 
@@ -267,9 +270,9 @@ def _expert_packed_kernel(
     of the pair.
 
     Grid: (PROGRAMS,). The programs share the blocks of BLOCK_N rows of the weights of all tiles of pairs. The blocks of
-    a program follow each other. While it multiplies one block, it loads the next one into the same registers. If all
-    parts of the activations are in flight at once, they stay in registers for the blocks of a tile. The kernel lets its
-    successor start after its own wait, so that the successor may read the ids before its wait.
+    a program follow each other. AHEAD tiles of the weight are in flight: while a program multiplies one block, it loads
+    the next one. If all parts of the activations are in flight at once, they stay in registers for the blocks of a
+    tile. The kernel lets its successor start after its own wait, so that the successor may read the ids before that.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. Read only if TILES > 0.
@@ -316,7 +319,7 @@ def _expert_packed_kernel(
     weight = _expert_weight(T, experts, expert, ROWS)
     here, row_scales = block_of_rows(T, weight, begin % BLOCKS), 0.0
     w, s, z = (), (), ()
-    for c in tl.static_range(T.CHUNKS):
+    for c in tl.static_range(AHEAD):
         tile = load_tile(T, here, c)
         w, s, z = w + tile[0], s + tile[1], z + tile[2]
     if T.ROW_SCALES:
@@ -326,6 +329,10 @@ def _expert_packed_kernel(
     norm = tl.zeros([1, BLOCK_M], tl.float32)
     if NORMED:
         norm = _norms(X, pairs, count, K, USED, SORTED, SUMSQ_BLOCK, BLOCK_M)
+    # The condition is tested after the loads. The branch keeps the compiler from moving loads behind products.
+    if not SHARED:
+        if count == 0:
+            return
     expert_next = expert
     if SHARED:
         expert_next, _, _ = _entry(P, tl.minimum(begin + 1, end - 1) // BLOCKS, USED, SORTED)
@@ -357,9 +364,13 @@ def _expert_packed_kernel(
                 T, acc, loaded[0], loaded[1], loaded[2], x[c * T.PARTS : (c + 1) * T.PARTS], 1.0, FORM, BLOCK_M, False,
                 DTYPE, TYPE, DOT_FP32,
             )  # fmt: skip
-            if SHARED:
+            # The tile that is AHEAD tiles later belongs to this block or to the next one.
+            if c + AHEAD < T.CHUNKS:
+                loaded = load_tile(T, here, c + AHEAD)
+                tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
+            elif SHARED:
                 if item + 1 < end:  # The branch keeps the compiler from moving loads of other tiles.
-                    loaded = load_tile(T, following, c)
+                    loaded = load_tile(T, following, c + AHEAD - T.CHUNKS)
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
         if SHARED:
             w, s, z = tiles[T.CHUNKS * PIECES :], scales[T.CHUNKS * LOADED :], zeros[T.CHUNKS * ZERO_PARTS :]
@@ -370,6 +381,7 @@ def _expert_packed_kernel(
         _finish(T, y, pairs, mask_m, item % BLOCKS, norm, routes_ptr, out_ptr, GATED, NORMED, BLOCK_M)
         row_scales = row_scales_next
         if SHARED:
+            here = following
             if after // BLOCKS != item // BLOCKS:
                 _, first, count = _entry(P, after // BLOCKS, USED, SORTED)
                 pairs, xs, first_x = _load_pairs(
@@ -469,7 +481,7 @@ def _place(T: tl.constexpr, c: tl.constexpr, warp, USED: tl.constexpr):
     TILES: tl.constexpr = T.LENGTH // T.LINE
     CHUNKS: tl.constexpr = (USED * TILES + T.WARPS - 1) // T.WARPS
     if CHUNKS % TILES == 0:
-        return warp * (CHUNKS // TILES) + c // TILES, c % TILES
+        return warp * (CHUNKS // TILES) + c // TILES, warp * 0 + c % TILES
     else:
         return (c * T.WARPS + warp) // TILES, (c * T.WARPS + warp) % TILES
 
@@ -549,6 +561,30 @@ def _load_x_of_tiles(
         return tl.load(x_ptrs, mask=mask, other=0.0)
 
 
+@triton.jit
+def _load_groups(T: tl.constexpr, block, column, WHOLE: tl.constexpr):
+    """Load the scales and the zero points of lines that begin at `column`."""
+    scales, zeros = load_scales(T, block, column, block.mask_lines, WHOLE), ()
+    for i in tl.static_range(T.ZERO_PARTS):
+        zeros += (load_group(T, block.zeros, column + i * STEP_COLUMNS, block.mask_lines, WHOLE, T.GROUP),)
+    return scales, zeros
+
+
+@triton.jit
+def _weights(
+    T: tl.constexpr, words, scales, zeros, part: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr,
+    DOT_FP32: tl.constexpr,
+):  # fmt: skip
+    """Return a part of lines, [lines, 32], scaled and rounded, or unscaled if a row has one scale."""
+    tile = _codes(T, words, zeros, part, FORM, DOT_FP32)
+    if T.ROUNDS:
+        return rounded(T, tile, scales, part, 1.0, DTYPE, factor(FORM))
+    elif FORM == "e4m3":
+        return raised_weights(tile, DOT_FP32)
+    else:
+        return tile
+
+
 @triton.jit(do_not_specialize=["n_sumsq"])
 def _prompt_packed_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, minimum_ptr, over_ptr, out_ptr, pairs_ptr, tiles_ptr, count_ptr,
@@ -575,7 +611,7 @@ def _prompt_packed_kernel(
         gdc_wait()
         gdc_launch_dependents()
     experts = Weight(weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr)
-    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, STEP_COLUMNS)[None, :]
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, 2 * STEP_COLUMNS)[None, :]
     for item in range(tl.program_id(0), tl.load(count_ptr) * BLOCKS, PROGRAMS):
         entry = tiles_ptr + item // BLOCKS * _FIELDS
         expert, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
@@ -586,28 +622,27 @@ def _prompt_packed_kernel(
         weight = _expert_weight(T, experts, expert, ROWS)
         here = block_of_rows(T, weight, block)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        begin = tl.zeros([1, 1], tl.int32)
+        scales, zeros = _load_groups(T, here, begin, WHOLE)
         for k in tl.range(0, K, T.STEP, num_stages=STAGES):
-            words, zeros = (), ()
+            following = _load_groups(T, here, tl.minimum(begin + (k + T.STEP), (T.CHUNKS - 1) * T.STEP), WHOLE)
+            words = ()
             for i in tl.static_range(T.PIECES):
                 words_ptrs = here.weights + (k // T.STEP * T.LINE + i * (T.LINE // T.PIECES))
                 words += (tl.load(words_ptrs, mask=here.mask_lines, other=0),)
-            scales = load_scales(T, here, k, here.mask_lines, WHOLE)
-            for i in tl.static_range(T.ZERO_PARTS):
-                zeros += (load_group(T, here.zeros, k + i * STEP_COLUMNS, here.mask_lines, WHOLE, GROUP),)
-            for part in tl.static_range(T.PARTS):
-                column = k + part * STEP_COLUMNS + offs_k
+            for pair_of_parts in tl.static_range(T.PARTS // 2):
+                column = k + pair_of_parts * (2 * STEP_COLUMNS) + offs_k
                 mask = mask_m[:, None]
                 if not WHOLE:
                     mask = mask & (column < K)
                 if ORDERED:
                     column = tl.load(order_ptr + column, mask=column < K, other=0)
                 x = tl.load(x_ptrs + column, mask=mask, other=0.0)
-                tile = _codes(T, words, zeros, part, FORM, DOT_FP32)
-                if T.ROUNDS:
-                    tile = rounded(T, tile, scales, part, 1.0, DTYPE, factor(FORM))
-                elif FORM == "e4m3":
-                    tile = raised_weights(tile, DOT_FP32)
+                first_part = _weights(T, words, scales, zeros, pair_of_parts * 2, FORM, DTYPE, DOT_FP32)
+                second_part = _weights(T, words, scales, zeros, pair_of_parts * 2 + 1, FORM, DTYPE, DOT_FP32)
+                tile = tl.permute(tl.join(first_part, second_part), (0, 2, 1)).reshape(BLOCK_N, 2 * STEP_COLUMNS)
                 acc = tl.dot(tile.to(TYPE), tl.trans(x.to(TYPE)), acc, input_precision="ieee")
+            scales, zeros = following[0], following[1]
         y = acc
         if T.ROW_SCALES:
             row_scales = load_row_scales(T, weight, block).to(tl.float32)
@@ -647,6 +682,7 @@ def _expert_packed(meta, x, linear, tiles, routes, out, norm, gated, sizes, conf
         stride_xm=x.stride(0) if gated else k, stride_sumsq=sumsq.stride(0), n_sumsq=n_sumsq, N=n, USED=sizes.used,
         GATED=gated, NORMED=norm is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
         ROUNDS=_rounds(linear, config), TILES=pairs, BLOCK_M=block_m, BLOCK_N=config.block_n, WARPS=config.num_warps,
+        AHEAD=min(config.ahead, cdiv(k, linear.packed.tile * config.num_warps)),
         X_AHEAD=min(config.x_ahead, _warp_parts(linear, k, config.num_warps)), PROGRAMS=programs, PDL=pdl,
         DOT_FP32=interpreted(), **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip

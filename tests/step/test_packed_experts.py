@@ -1,0 +1,64 @@
+"""Passes of a model with quantized experts: kernels against references."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from block_check import spec_of
+from models import CUDA, DEVICE, build_engine, interpreter_configs
+from util import assert_close
+
+from tridecode import SamplingParams
+from tridecode.blocks.attention import Attention
+from tridecode.blocks.moe import MoE
+from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.spec import Layer
+from tridecode.blocks.weights import Weights
+from tridecode.checkpoint.load import random_weights
+from tridecode.checkpoint.quantization.quantize import rules
+from tridecode.kernels.linear.weight import LoadedLinear
+
+ATTENTION = Attention(hidden=128, heads=2, kv_heads=1, head_dim=64, rope=RopeConfig(1e4))
+LAYER = Layer(ATTENTION, MoE(hidden=128, experts=4, top_k=2, intermediate=64, shared=True))
+IDS = [(7 * i) % 331 for i in range(6)]
+
+
+def quantized_weights(scheme: str) -> tuple:
+    """Return a model and its weights. Without a GPU, only the experts are packed."""
+    spec = spec_of(LAYER, LAYER, load_quantization=rules(scheme, "keep"))
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    weights = random_weights(spec, DEVICE, dtype, packs=True)
+    assert all(layer.linears["experts_gate_up"].packed for layer in weights.layers)
+    return spec, weights if CUDA else replace(weights, layers=tuple(map(with_dense_attention, weights.layers)))
+
+
+def with_dense_attention(layer):
+    linears = {
+        name: linear if name.startswith("experts") else LoadedLinear(linear.matrix())
+        for name, linear in layer.linears.items()
+    }
+    return layer._replace(linears=linears)
+
+
+def engines(spec, weights: Weights, **options):
+    configs = None if CUDA else interpreter_configs(spec, weights)
+    kernels = build_engine(spec, weights, 64, "triton", "none", configs, **options)
+    return kernels, build_engine(spec, weights, 64, "torch", "none", **options)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8", "fp8"])
+def test_passes_agree_with_their_references(scheme):
+    spec, weights = quantized_weights(scheme)
+    kernels, references = engines(spec, weights, slots=4)
+    tolerance = 2e-2 if CUDA else 1e-4
+    assert_close(kernels.score(IDS), references.score(IDS), tolerance, "decode passes of one row")
+    greedy = SamplingParams(temperature=0.0, max_tokens=1)
+    for engine in (kernels, references):
+        engine.generate(IDS, greedy, reuse_prefix=False)
+    found, expected = (engine.model.workspace.logits[0] for engine in (kernels, references))
+    assert_close(found, expected, tolerance, "a prompt pass")
+    prompts = [IDS[i:] + IDS[:i] for i in range(4)]
+    for engine in (kernels, references):
+        engine.generate_many(prompts, replace(greedy, max_tokens=3, ignore_eos=True))
+    found, expected = (engine.model.workspace.logits for engine in (kernels, references))
+    assert_close(found, expected, tolerance, "decode passes of several rows")
