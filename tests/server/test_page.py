@@ -969,6 +969,22 @@ def test_menu_is_shown_whole_and_closes_with_a_click_elsewhere(chat):
 
 
 @in_chromium
+def test_menu_stays_open_when_another_tab_changes_the_list(chat):
+    ask(chat, "Hi")
+    answered(chat)
+    chat.run("document.querySelector('#list summary').focus()")
+    chat.press("Enter")
+    chat.until("document.querySelector('#list details').open")
+    chat.run("window.earlier = document.querySelector('#list li')")
+    chat.run("new BroadcastChannel('tridecode').postMessage(location.hash.slice(1))")
+    chat.until("!window.earlier.isConnected")
+    assert chat.run("document.querySelector('#list details').open")
+    assert chat.run("document.activeElement.ariaLabel") == "Actions for Hi"
+    chat.press("Tab")
+    assert chat.run("document.activeElement.innerText") == "Rename"
+
+
+@in_chromium
 def test_focus_stays_in_the_list_after_a_conversation_is_deleted(chat):
     for text in ("Hi", QUESTION):
         ask(chat, text)

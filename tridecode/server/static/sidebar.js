@@ -29,11 +29,21 @@ export function close() {
   $("chats").ariaExpanded = "false";
 }
 
-/** Draw the list. `actions` has the functions load (a conversation by its id), rename and remove. */
+/**
+ * Draw the list. An open menu stays open, and the focus stays at the same control of the same conversation.
+ * `actions` has the functions load (a conversation by its id), rename and remove.
+ */
 export function draw(cards, current, actions) {
-  const focused = document.activeElement.closest?.("#list li")?.dataset.id;
+  const controls = made => [...made?.querySelectorAll("a, summary, button") ?? []];
+  const focused = document.activeElement.closest?.("#list li");
+  const position = controls(focused).indexOf(document.activeElement);
+  const opened = document.querySelector("#list details[open]")?.closest("li").dataset.id;
   $("list").replaceChildren(...cards.map(card => item(card, card.id === current, actions)));
-  if (focused) (document.querySelector(`#list li[data-id="${CSS.escape(focused)}"] a`) ?? $("new")).focus();
+  const inList = id => document.querySelector(`#list li[data-id="${CSS.escape(id)}"]`);
+  if (opened && inList(opened)) inList(opened).querySelector("details").open = true;
+  if (!focused) return;
+  const found = controls(inList(focused.dataset.id));
+  (found[position] ?? found[0] ?? $("new")).focus();
 }
 
 function item({id, title, updated}, isCurrent, actions) {
