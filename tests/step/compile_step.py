@@ -44,6 +44,7 @@ from tridecode.blocks.gated_delta import GatedDelta
 from tridecode.blocks.mlp import MLP
 from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import RopeConfig
+from tridecode.blocks.shared_expert import SharedExpert
 from tridecode.blocks.spec import Layer, ModelSpec
 from tridecode.checkpoint.load import empty_weights
 from tridecode.checkpoint.quantization.quantize import rules
@@ -233,7 +234,7 @@ OTHERS = {
 } | {"group_16": odd_heads(heads=32, kv_heads=2)} | {
     "qwen3.5-0.8b": hybrid(1024, 3584, 8, 2, 16), "qwen3.5-4b": hybrid(2560, 9216, 16, 4, 32),
     "qwen3.5-27b": hybrid(5120, 17408, 24, 4, 48),
-    "moe": mixture(), "moe_shared": mixture(shared=True),
+    "moe": mixture(apart=SharedExpert(hidden=1024, intermediate=1024)), "moe_shared": mixture(shared=True),
 }  # fmt: skip
 
 

@@ -30,10 +30,10 @@ SIZES = {
     "two of three, shared": (Experts(3, 2, 64, shared=True), 144),
     "one of two": (Experts(2, 1, 48), 96),
 }
-if CUDA:
+if CUDA:  # The widths of these models, with fewer experts, so that several test processes fit on one GPU.
     SIZES |= {
-        "Qwen3-30B-A3B": (Experts(128, 8, 768), 2048),
-        "Qwen3.6-35B-A3B": (Experts(256, 8, 512, shared=True), 2048),
+        "Qwen3-30B-A3B": (Experts(16, 8, 768), 2048),
+        "Qwen3.6-35B-A3B": (Experts(16, 8, 512, shared=True), 2048),
         "704 columns": (Experts(16, 4, 704), 2816),
     }
 SMALL = next(iter(SIZES))
