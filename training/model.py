@@ -46,6 +46,10 @@ class Config:
         """Return the mixer of layer `i`, and its name in a checkpoint."""
         return "self_attn", Attention(self)
 
+    def feed_forward(self) -> nn.Module:
+        """Return the feed-forward block of a layer."""
+        return MLP(self.hidden_size, self.intermediate_size)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding to the first columns of x [batch, length, heads, head_dim].
@@ -84,11 +88,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Feed-forward block with SiLU gate."""
 
-    def __init__(self, config: Config):
+    def __init__(self, hidden: int, width: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.up_proj = nn.Linear(hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -101,7 +105,7 @@ class Layer(nn.Module):
         super().__init__()
         self.mixer, mixer = config.mixer(i)
         self.add_module(self.mixer, mixer)
-        self.mlp, self.dropout = MLP(config), dropout
+        self.mlp, self.dropout = config.feed_forward(), dropout
         self.input_layernorm, self.post_attention_layernorm = config.norm(), config.norm()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,7 +5,8 @@
 
 DATA is the output of prepare.py. Each stage writes OUT/<stage>.pt and resumes from it when it is started again. Its
 best weights are in OUT/<stage>.safetensors, from which fine-tuning starts. They have the names of a Hugging Face
-checkpoint, so no conversion is needed. --model qwen3.5 trains a model with recurrent layers (hybrid_model.py).
+checkpoint, so no conversion is needed. --model qwen3.5 trains a model with recurrent layers (hybrid_model.py), and
+--model qwen3-moe one with mixtures of experts (moe_model.py).
 """
 
 import argparse
@@ -20,11 +21,13 @@ import numpy as np
 import torch
 from hybrid_model import HybridConfig
 from model import IGNORE, Config, LanguageModel
+from moe_model import MoEConfig, imbalance
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 LEARN = 0x8000
-MODELS = {"qwen3": Config, "qwen3.5": HybridConfig}
+MODELS = {"qwen3": Config, "qwen3.5": HybridConfig, "qwen3-moe": MoEConfig}
+BALANCE = 0.01  # factor of the load balancing loss of experts
 MULTIPLE = 64  # padded rows have a multiple of this length, which the chunks of a recurrent layer need
 GROUP = 128  # columns that share a scale in int4
 # Fine-tuning pads documents of similar length to the same length. These are the maximum lengths.
@@ -140,7 +143,7 @@ def held_out_bits(model: nn.Module, folder: Path, end_of_text: int, device: str,
 
 def quantized_weights(model: LanguageModel) -> list[nn.Parameter]:
     """Return the weights that `tridecode quantize` quantizes: the linears of the layers."""
-    gates = ("in_proj_a.weight", "in_proj_b.weight")
+    gates = ("in_proj_a.weight", "in_proj_b.weight", "mlp.gate.weight")
     layers = model.model["layers"].named_parameters()
     return [weight for name, weight in layers if weight.dim() == 2 and not name.endswith(gates)]
 
@@ -287,13 +290,14 @@ def train(options: argparse.Namespace) -> None:
             group["lr"] = options.learning_rate * rate_at(progress)
         batches = documents.batches(stage, state["step"], options)
         marked = sum(int((targets != IGNORE).sum()) for _, targets in batches)
+        total = sum(tokens.size for tokens, _ in batches)
         step_loss = torch.zeros((), device=device)
         with rounded_to_int4(quantized):
             for tokens, targets in batches:
                 tokens, targets = to_device(tokens, device), to_device(targets, device)
                 with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
                     loss = model(tokens, targets) / marked
-                loss.backward()
+                (loss + BALANCE * tokens.numel() / total * imbalance(model)).backward()
                 step_loss += loss.detach()
                 state["tokens"] += tokens.numel()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
