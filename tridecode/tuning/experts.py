@@ -117,10 +117,10 @@ def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfi
     if few and _is_simple(packed) and block_m == 8:
         registers = 128 if _has_row_scales(packed) else 168
     fit = gpu.registers // (32 * warps * (registers or 255))
-    ahead = 2 if packed.bits == 6 else 8
+    stages = 2 if packed.bits == 6 else 8
     block_n = 32 if _is_simple(packed) or block_m == 8 else 16
     programs = gpu.multiprocessors * fit or PROGRAMS
-    return PackedTilesConfig(block_n, warps, 4, registers, programs, ahead, block_m=block_m)
+    return PackedTilesConfig(block_n, warps, 4, registers, programs, stages, block_m=block_m)
 
 
 def _prompt(packed: Packed, block_m: int, gpu: Device, programs: int) -> PackedPromptConfig:

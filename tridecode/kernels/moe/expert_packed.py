@@ -61,7 +61,7 @@ class PackedRowsConfig:
         x_ahead: Parts of 32 columns of the activations that a warp prefetches.
         registers: Maximum number of registers of a thread; 0: no limit.
         max_programs: Number of programs of gate_up, which share the blocks. 0 launches one for each block.
-        ahead: Tiles of the weight of gate_up that a warp has in flight. down loads all tiles at once.
+        stages: Tiles of the weight of gate_up that a warp has in flight. down loads all tiles at once.
         rounds: Scale integers and round them to bf16 before the product. Otherwise the scales multiply the sums of
             groups. Weights with minimums or groups of 16 columns are always rounded.
     """
@@ -71,7 +71,7 @@ class PackedRowsConfig:
     x_ahead: int = 16
     registers: int = 0
     max_programs: int = 0
-    ahead: int = 64
+    stages: int = 64
     rounds: bool = False
 
     def programs(self, n: int) -> int:
@@ -260,7 +260,7 @@ def _expert_packed_kernel(
     USED: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, FORM: tl.constexpr,
     GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr,
     OVER: tl.constexpr, ROUNDS: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, X_AHEAD: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of pairs by the weights of their experts, and store the results by pair.
@@ -270,9 +270,9 @@ def _expert_packed_kernel(
     of the pair.
 
     Grid: (PROGRAMS,). The programs share the blocks of BLOCK_N rows of the weights of all tiles of pairs. The blocks of
-    a program follow each other. AHEAD tiles of the weight are in flight: while a program multiplies one block, it loads
-    the next one. If all parts of the activations are in flight at once, they stay in registers for the blocks of a
-    tile. The kernel lets its successor start after its own wait, so that the successor may read the ids before that.
+    a program follow each other. STAGES tiles of the weight are in flight: while a program multiplies one block, it
+    loads the next one. If all parts of the activations are in flight at once, they stay in registers for the blocks of
+    a tile. The kernel lets its successor start after its own wait, so the successor may read the ids before its own.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. Read only if TILES > 0.
@@ -319,7 +319,7 @@ def _expert_packed_kernel(
     weight = _expert_weight(T, experts, expert, ROWS)
     here, row_scales = block_of_rows(T, weight, begin % BLOCKS), 0.0
     w, s, z = (), (), ()
-    for c in tl.static_range(AHEAD):
+    for c in tl.static_range(STAGES):
         tile = load_tile(T, here, c)
         w, s, z = w + tile[0], s + tile[1], z + tile[2]
     if T.ROW_SCALES:
@@ -364,13 +364,13 @@ def _expert_packed_kernel(
                 T, acc, loaded[0], loaded[1], loaded[2], x[c * T.PARTS : (c + 1) * T.PARTS], 1.0, FORM, BLOCK_M, False,
                 DTYPE, TYPE, DOT_FP32,
             )  # fmt: skip
-            # The tile that is AHEAD tiles later belongs to this block or to the next one.
-            if c + AHEAD < T.CHUNKS:
-                loaded = load_tile(T, here, c + AHEAD)
+            # The tile that is STAGES tiles later belongs to this block or to the next one.
+            if c + STAGES < T.CHUNKS:
+                loaded = load_tile(T, here, c + STAGES)
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
             elif SHARED:
                 if item + 1 < end:  # The branch keeps the compiler from moving loads of other tiles.
-                    loaded = load_tile(T, following, c + AHEAD - T.CHUNKS)
+                    loaded = load_tile(T, following, c + STAGES - T.CHUNKS)
                 tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
         if SHARED:
             w, s, z = tiles[T.CHUNKS * PIECES :], scales[T.CHUNKS * LOADED :], zeros[T.CHUNKS * ZERO_PARTS :]
@@ -682,7 +682,7 @@ def _expert_packed(meta, x, linear, tiles, routes, out, norm, gated, sizes, conf
         stride_xm=x.stride(0) if gated else k, stride_sumsq=sumsq.stride(0), n_sumsq=n_sumsq, N=n, USED=sizes.used,
         GATED=gated, NORMED=norm is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
         ROUNDS=_rounds(linear, config), TILES=pairs, BLOCK_M=block_m, BLOCK_N=config.block_n, WARPS=config.num_warps,
-        AHEAD=min(config.ahead, cdiv(k, linear.packed.tile * config.num_warps)),
+        STAGES=min(config.stages, cdiv(k, linear.packed.tile * config.num_warps)),
         X_AHEAD=min(config.x_ahead, _warp_parts(linear, k, config.num_warps)), PROGRAMS=programs, PDL=pdl,
         DOT_FP32=interpreted(), **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
