@@ -315,6 +315,16 @@ def test_broken_shards(case, copy_of, monkeypatch):
     check_refused(copy_of("llama", 3), *BROKEN_SHARDED[case], monkeypatch)
 
 
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_file_that_cannot_be_mapped(error, written, monkeypatch):
+    def fail(*_, **__):
+        raise error("Cannot allocate memory (os error 12)")
+
+    monkeypatch.setattr(checkpoint, "safe_open", fail)
+    words = ["model.safetensors", "cannot be mapped into memory", "os error 12", "ulimit"]
+    check_refused(written("llama"), lambda _: None, words, monkeypatch)
+
+
 def test_no_config(tmp_path):
     with pytest.raises(CheckpointError, match="no config.json; give the directory"):
         load_config(tmp_path)

@@ -187,6 +187,9 @@ def _check_with_safetensors(file: Path) -> None:
         raise CheckpointError(f"{file}: cannot be read ({brief(error)}); download the file again") from None
     except OSError as error:
         raise unreadable(file, error) from None
+    except (MemoryError, RuntimeError) as error:  # The library maps the whole file.
+        reason = f"cannot be mapped into memory ({brief(error)})"
+        raise CheckpointError(f"{file}: {reason}; raise the limit of virtual memory (ulimit -v)") from None
 
 
 @torch.no_grad()
