@@ -12,7 +12,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_5_text": "qwen35",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
 }  # fmt: skip
+HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -23,6 +25,7 @@ NAMES = {
     "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias", "mlp.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba",
 }  # fmt: skip
 
 
@@ -41,8 +44,10 @@ def converted(name, x, config):
         return x.view(heads, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
     if name.endswith("shared_expert_gate.weight"):
         return x.squeeze(0)
-    if not kind.startswith("qwen3_5"):
+    if kind not in HYBRID:
         return x
+    if "linear_attn." in name and kind == "qwen3_next":
+        return x.squeeze(1) if "conv1d" in name else -x.exp() if "A_log" in name else x
     if "linear_attn." in name:
         size, first = (
             config["linear_value_head_dim"],
@@ -72,7 +77,7 @@ def stored_name(name, config):
         return f"blk.{layer}.{NAMES[inside]}"
     module, suffix = inside.rpartition(".")[::2]
     stored = NAMES[module]
-    if stored == "ffn_norm" and config["model_type"].startswith("qwen3_5"):
+    if stored == "ffn_norm" and config["model_type"] in HYBRID:
         stored = "post_attention_norm"
     return f"blk.{layer}.{stored}.{suffix}"
 
@@ -94,6 +99,17 @@ def stacked(weights, fused=False):
         for layer in {layer for layer, _ in made}:
             made[layer, "gate_up"] = torch.cat((made.pop((layer, "gate")), made.pop((layer, "up"))), 1)
     return others, {f"blk.{layer}.ffn_{which}_exps.weight": x for (layer, which), x in made.items()}
+
+
+def split_qkvz(written, config):
+    """Replace in_proj_qkvz, which has the rows of each K head together, by q, k and v of all heads, and z."""
+    keys, values, size = (config[f"linear_{n}"] for n in ("num_key_heads", "num_value_heads", "key_head_dim"))
+    own = values // keys * config["linear_value_head_dim"]
+    for name in [name for name in written if name.endswith(".ssm_in.weight")]:
+        heads = written.pop(name).unflatten(0, (keys, -1)).split((size, size, own, own), 1)
+        q, k, v, z = (part.flatten(0, 1) for part in heads)
+        written[name.replace("ssm_in", "attn_qkv")] = torch.cat((q, k, v))
+        written[name.replace("ssm_in", "attn_gate")] = z
 
 
 def rope_factors(config):
@@ -156,7 +172,7 @@ def add_sizes(writer, config, layers) -> None:
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope["rope_type"] == "llama3":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if config["model_type"].startswith("qwen3_5"):
+    if config["model_type"] in HYBRID:
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(config["linear_key_head_dim"])
         writer.add_ssm_group_count(config["linear_num_key_heads"])
@@ -167,7 +183,7 @@ def add_sizes(writer, config, layers) -> None:
 
 def write_gguf(
     source: Path, path: Path, type_name: str = "F32", mtp: bool = False, change=None, tensors=None,
-    fused: bool = False,
+    fused: bool = False, split: bool = True,
 ) -> Path:  # fmt: skip
     """Write the checkpoint in directory `source` as a GGUF file; return its path.
 
@@ -177,6 +193,7 @@ def write_gguf(
         change: change(writer) adds keys.
         tensors: values by name in the file; they replace those of the checkpoint.
         fused: gate and up of an expert are one matrix.
+        split: the rows of in_proj_qkvz are in two tensors, as in files of today's llama.cpp.
     """
     gguf = pytest.importorskip("gguf")
     from safetensors.torch import load_file
@@ -197,6 +214,8 @@ def write_gguf(
     others, experts = stacked(weights, fused)
     written = {stored_name(name, config): converted(name, x.float(), config) for name, x in others.items()}
     written |= {name: x.float() for name, x in experts.items()}
+    if split and config["model_type"] == "qwen3_next":
+        split_qkvz(written, config)
     if config["rope_parameters"]["rope_type"] == "llama3":
         written["rope_freqs.weight"] = rope_factors(config)
     if mtp:

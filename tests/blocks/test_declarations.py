@@ -123,13 +123,13 @@ def test_linear_modules_are_the_matrices_without_the_embedding(spec):
     assert ("lm_head" in modules) != spec.tie_word_embeddings
     # A recurrent layer has in_proj_qkv, in_proj_z and out_proj instead of q, k, v and o, or in_proj_qkvz and out_proj.
     deltas = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDelta)]
-    attention = 4 * spec.num_layers - sum(1 + delta.grouped for delta in deltas)
+    attention = 4 * spec.num_layers - sum(1 + delta.grouped_qkvz for delta in deltas)
     mixtures = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoE)]
     mlps = spec.num_layers - len(mixtures)
     shared = sum(ffn.shared or ffn.apart is not None for ffn in mixtures)
     experts = sum(2 if ffn.stacked else 3 * ffn.experts for ffn in mixtures) + 3 * shared
     assert len(modules) == attention + 3 * mlps + experts + (not spec.tie_word_embeddings)
-    assert len(gates) == sum(2 - delta.grouped for delta in deltas) + len(mixtures) + shared
+    assert len(gates) == sum(2 - delta.grouped_ba for delta in deltas) + len(mixtures) + shared
 
 
 @EVERY_SPEC

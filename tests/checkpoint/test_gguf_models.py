@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen3-moe": {},
     "qwen2-moe": {},
     "qwen3.5-moe": {},
+    "qwen3-next": dict(layer_types=["linear_attention", "linear_attention", "full_attention"]),
     "qwen3.5-g3": dict(layer_types=["linear_attention", "linear_attention", "full_attention"]),
 }
 WIDE = dict(hidden_size=320, intermediate_size=512)  # Blocks of 32 numbers divide the rows.
@@ -229,6 +230,14 @@ def test_random_weights(name):
 def test_gate_and_up_of_an_expert_may_be_one_matrix(tmp_path):
     source = write_tiny(tmp_path / "hf", "qwen3-moe")
     file = write_gguf(source, tmp_path / "model.gguf", fused=True)
+    with Engine.load(source, device="cpu") as one, Engine.load(file, device="cpu") as other:
+        torch.testing.assert_close(other.score(PROMPT), one.score(PROMPT), rtol=1e-5, atol=1e-5)
+
+
+def test_qkvz_of_a_recurrent_layer_may_be_one_tensor(tmp_path):
+    """Files of llama.cpp from before 2026 have it."""
+    source = write_tiny(tmp_path / "hf", "qwen3-next", **FAMILIES["qwen3-next"])
+    file = write_gguf(source, tmp_path / "model.gguf", split=False)
     with Engine.load(source, device="cpu") as one, Engine.load(file, device="cpu") as other:
         torch.testing.assert_close(other.score(PROMPT), one.score(PROMPT), rtol=1e-5, atol=1e-5)
 

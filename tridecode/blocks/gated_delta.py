@@ -26,8 +26,8 @@ class GatedDelta(Block):
         width: positions that the convolution reads.
         sigmoid: the gate of the output is sigmoid(z) instead of silu(z).
         tiled: V heads that share a head of q and k are not adjacent: V head h uses head h % key_heads.
-        grouped: the checkpoint stores the rows of each head of q and k together: in_proj_qkvz contains its q, k, v and
-            z, in_proj_ba its b and a.
+        grouped_qkvz: the checkpoint stores q, k, v and z of each head of q and k together, in in_proj_qkvz.
+        grouped_ba: likewise b and a, in in_proj_ba.
     """
 
     key_heads: int
@@ -37,7 +37,8 @@ class GatedDelta(Block):
     width: int = 4
     sigmoid: bool = False
     tiled: bool = False
-    grouped: bool = False
+    grouped_qkvz: bool = False
+    grouped_ba: bool = False
 
     @property
     def reordered(self) -> bool:
@@ -54,7 +55,7 @@ class GatedDelta(Block):
         """Return in_proj, whose rows are q, k, v and z, and out_proj."""
         channels, size = self.sizes.channels, self.sizes.value_size
         parts: tuple[Part, ...] = Part("linear_attn.in_proj_qkv", channels), Part("linear_attn.in_proj_z", size)
-        if self.grouped:
+        if self.grouped_qkvz:
             groups = (self.key_dim, self.key_dim, size // self.key_heads, size // self.key_heads)
             parts = (Part("linear_attn.in_proj_qkvz", channels + size, groups=groups),)
         return (
@@ -72,7 +73,7 @@ class GatedDelta(Block):
             Weight("b", "linear_attn.in_proj_b.weight", (heads, self.hidden)),
             Weight("a", "linear_attn.in_proj_a.weight", (heads, self.hidden)),
         )
-        if self.grouped:
+        if self.grouped_ba:
             groups = (heads // self.key_heads,) * 2
             gates = (Weight("ba", "linear_attn.in_proj_ba.weight", (2 * heads, self.hidden), groups=groups),)
         return (

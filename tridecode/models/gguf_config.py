@@ -44,6 +44,7 @@ _HYBRID = {
     "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+    "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba",
 }  # fmt: skip
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -100,6 +101,7 @@ class Architecture:
         modules: part of a tensor's name -> module of a layer.
         permuted: whether rows of q and k are permuted for a rotary embedding of neighboring columns.
         hybrid: whether the model has layers with a gated delta net, and norms that are stored with 1 added.
+        tiled: whether V heads that share a head of q and k are not adjacent.
         experts: whether layers have a mixture of experts.
         normalizes: whether the weights of the chosen experts are divided by their sum.
     """
@@ -108,6 +110,7 @@ class Architecture:
     modules: Mapping[str, str] = field(default_factory=lambda: _MODULES)
     permuted: bool = False
     hybrid: bool = False
+    tiled: bool = False
     experts: bool = False
     normalizes: bool = True
 
@@ -116,10 +119,13 @@ ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", permuted=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen35": Architecture("Qwen3_5ForCausalLM", {**_MODULES, **_HYBRID}, hybrid=True),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", {**_MODULES, **_HYBRID}, hybrid=True, tiled=True),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", {**_MODULES, **_EXPERTS}, experts=True, normalizes=False),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_MODULES, **_EXPERTS}, experts=True),
-    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", {**_MODULES, **_HYBRID, **_EXPERTS}, hybrid=True, experts=True),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM", {**_MODULES, **_HYBRID, **_EXPERTS}, hybrid=True, tiled=True, experts=True
+    ),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", {**_MODULES, **_HYBRID, **_EXPERTS}, hybrid=True, experts=True),
 }
 
 
@@ -137,11 +143,12 @@ def architecture(gguf: GGUF) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def config_values(gguf: GGUF, tiled: bool = True) -> dict[str, Any]:
+def config_values(gguf: GGUF, as_stored: bool = True) -> dict[str, Any]:
     """Return the config.json of a file.
 
     Args:
-        tiled: V heads of a gated delta net keep the order that they have in the file.
+        as_stored: the rows of a gated delta net have the order of the file instead of that of a Hugging Face
+            checkpoint. Two keys describe it, which no config.json has.
 
     Raises:
         CheckpointError: the architecture is not supported, or a key is missing or invalid.
@@ -178,7 +185,11 @@ def config_values(gguf: GGUF, tiled: bool = True) -> dict[str, Any]:
         "dtype": _dtype(gguf),
     }
     if known.hybrid:
-        values |= _delta(read, prefix, tiled)
+        values |= _delta(read, prefix)
+        if as_stored and known.tiled and values["linear_num_value_heads"] != values["linear_num_key_heads"]:
+            values["linear_value_heads_tiled"] = True
+        if as_stored and not known.tiled and any(name.endswith(".attn_gate.weight") for name in gguf.tensors):
+            values["linear_qkvz_split"] = True
     if known.experts:
         values |= _mixture(gguf, read, prefix, known)
     bos = read.get("tokenizer.ggml.bos_token_id")
@@ -203,7 +214,7 @@ def _dtype(gguf: GGUF) -> str:
     return MATRIX_TYPES.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
 
 
-def _delta(read: ConfigReader, prefix: str, tiled: bool) -> dict[str, Any]:
+def _delta(read: ConfigReader, prefix: str) -> dict[str, Any]:
     """Return the keys of the layers with a gated delta net."""
     values = read.integer(f"{prefix}.ssm.time_step_rank", 1, 4096)
     keys = read.integer(f"{prefix}.ssm.group_count", 1, 4096)
@@ -217,7 +228,6 @@ def _delta(read: ConfigReader, prefix: str, tiled: bool) -> dict[str, Any]:
         "linear_value_head_dim": size // values,
         "linear_conv_kernel_dim": read.integer(f"{prefix}.ssm.conv_kernel", 2, 8),
         "full_attention_interval": read.integer(f"{prefix}.full_attention_interval", 1, 2**31 - 1, 4),
-        **({"linear_value_heads_tiled": True} if tiled and values != keys else {}),
     }
 
 
@@ -345,7 +355,7 @@ def change(gguf: GGUF, name: str, config: dict[str, Any]) -> Change:
         return NONE
     rows = columns = None
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    if keys != values and not config.get("linear_value_heads_tiled") and "linear_attn." in name:
+    if known.tiled and keys != values and not config.get("linear_value_heads_tiled") and "linear_attn." in name:
         size, kept = config["linear_value_head_dim"], 2 * keys * config["linear_key_head_dim"]
         if "out_proj" in name:
             columns = Order(keys, values // keys, size)

@@ -42,11 +42,11 @@ def parse(read: ConfigReader) -> ModelSpec:
     )
 
 
-def parse_hybrid(read: ConfigReader, family: str, grouped: bool = False) -> ModelSpec:
+def parse_hybrid(read: ConfigReader, family: str, **grouped: bool) -> ModelSpec:
     """Return the specification with an MLP in every layer. Raises CheckpointError.
 
     Args:
-        grouped: see GatedDelta.
+        grouped: grouped_qkvz and grouped_ba of GatedDelta.
     """
     refuse_other_layers(read)
     read.values.setdefault("head_dim", 256)
@@ -58,7 +58,7 @@ def parse_hybrid(read: ConfigReader, family: str, grouped: bool = False) -> Mode
         **common, heads=sizes["num_heads"], kv_heads=sizes["num_kv_heads"], head_dim=sizes["head_dim"],
         rope=rope, qk_norm=True, gate=read.flag("attn_output_gate", default=True),
     )  # fmt: skip
-    mixers: dict[str, Block] = {"full_attention": attention, "linear_attention": _delta(read, common, grouped)}
+    mixers: dict[str, Block] = {"full_attention": attention, "linear_attention": _delta(read, common | grouped)}
     mlp = MLP(**common, intermediate=sizes["intermediate_size"])
     bos = read.token_ids("bos_token_id", sizes["vocab_size"])
     return ModelSpec(
@@ -88,7 +88,7 @@ def _kinds(read: ConfigReader, layers: int) -> list[str]:
     return kinds
 
 
-def _delta(read: ConfigReader, common: dict[str, Any], grouped: bool) -> GatedDelta:
+def _delta(read: ConfigReader, common: dict[str, Any]) -> GatedDelta:
     """Return the block of the layers without full attention."""
     keys = read.integer("linear_num_key_heads", 1, 4096, default=16)
     values = read.integer("linear_num_value_heads", 1, 4096, default=32)
@@ -101,7 +101,7 @@ def _delta(read: ConfigReader, common: dict[str, Any], grouped: bool) -> GatedDe
     gate = read.choice("output_gate_type", ("swish", "sigmoid"), "swish")
     return GatedDelta(
         **common, key_heads=keys, value_heads=values, key_dim=key_dim, value_dim=value_dim,
-        width=read.integer("linear_conv_kernel_dim", 2, 8, default=4), sigmoid=gate == "sigmoid", grouped=grouped,
+        width=read.integer("linear_conv_kernel_dim", 2, 8, default=4), sigmoid=gate == "sigmoid",
         tiled=read.flag("linear_value_heads_tiled"),  # No config.json has this key; gguf_config.py sets it.
     )  # fmt: skip
 

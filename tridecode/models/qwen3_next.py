@@ -8,4 +8,6 @@ from .reader import ConfigReader
 
 def parse(read: ConfigReader) -> ModelSpec:
     """Return the specification that a config.json describes. Raises CheckpointError."""
-    return with_experts(read, parse_hybrid(read, "qwen3_next", grouped=True), shared=True)
+    split = read.flag("linear_qkvz_split")  # No config.json has this key; gguf_config.py sets it.
+    spec = parse_hybrid(read, "qwen3_next", grouped_qkvz=not split, grouped_ba=True)
+    return with_experts(read, spec, shared=True)

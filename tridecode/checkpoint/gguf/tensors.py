@@ -93,17 +93,17 @@ def original_order(order: Order, count: int) -> torch.Tensor:
     return torch.cat((torch.arange(order.kept), moved))
 
 
-def gguf_tensors(path: Path, tiled: bool = True) -> dict[str, TensorInfo]:
+def gguf_tensors(path: Path, as_stored: bool = True) -> dict[str, TensorInfo]:
     """Return the tensors of a GGUF file by their names in a Hugging Face checkpoint.
 
     Args:
-        tiled: as for `config_values`.
+        as_stored: as for `config_values`.
 
     Raises:
         CheckpointError: the file is malformed, or the model is not supported.
     """
     gguf = read_gguf(path)
-    config = gguf_config.config_values(gguf, tiled)
+    config = gguf_config.config_values(gguf, as_stored)
     infos: dict[str, TensorInfo] = {}
     for stored, name in gguf_config.names(gguf).items():
         if name is None:

@@ -1,7 +1,7 @@
 """Writing of a GGUF file as a Hugging Face checkpoint: config.json, generation_config.json and the tensors."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,11 +9,12 @@ import torch
 
 from ...models import gguf_config
 from ...models.gguf import read_gguf
-from ..config import parse_config
+from ..config import parse_config, read_config
 from ..load import read_infos
 from ..loader import Loader
 from ..shards import Shards
-from ..slices import tensor_slices
+from ..slices import TensorSlice, runs, tensor_slices
+from ..tensor_info import TensorInfo
 from .tensors import FLOATS, GGUFInfo, gguf_tensors
 
 _NUMBERS = 2**24  # Maximum elements that are dequantized at once.
@@ -31,18 +32,18 @@ def write_checkpoint(path: Path, out: Path, progress: Callable[[int, int], None]
         CheckpointError, OSError: the file cannot be read, or the checkpoint cannot be written.
     """
     gguf = read_gguf(path)
-    values, generation = gguf_config.config_values(gguf, tiled=False), gguf_config.generation_values(gguf)
-    spec = parse_config(values, generation, path, path)
-    slices = tensor_slices(spec)
-    infos = read_infos(path, spec, gguf_tensors(path, tiled=False))
+    values, generation = gguf_config.config_values(gguf, as_stored=False), gguf_config.generation_values(gguf)
+    slices = tensor_slices(parse_config(values, generation, path, path))
+    infos = read_infos(path, read_config(path)[0], gguf_tensors(path, as_stored=False))
     total, done = sum(info.nbytes for info in infos.values()), 0
     shards = Shards(out)
     with ExitStack() as opened:
         loader = Loader(infos, {}, {}, 0, opened)
-        for name, info in sorted(infos.items(), key=lambda item: (item[1].file, item[1].begin)):
-            assert isinstance(info, GGUFInfo)
-            shards.add({name: _tensor(loader, name, info).view(slices[name].shape)})
-            done += info.nbytes
+        sources = {name: _sources(name, infos) for name in slices}
+        for name in sorted(sources, key=lambda name: (infos[sources[name][0]].file, infos[sources[name][0]].begin)):
+            parts = [_tensor(loader, source, infos[source]) for source in sources[name]]
+            shards.add({name: _joined(parts, slices[name])})
+            done += sum(infos[source].nbytes for source in sources[name])
             if progress is not None:
                 progress(done, total)
     shards.close()
@@ -56,12 +57,29 @@ def write_checkpoint(path: Path, out: Path, progress: Callable[[int, int], None]
 def _model_type(architecture: str) -> str:
     """Return the model_type of an architecture, for example "qwen3_5_moe_text" for Qwen3_5MoeForCausalLM."""
     name = architecture.removesuffix("ForCausalLM")
-    kind = name.replace("Moe", "_moe").lower()
+    kind = name.replace("Moe", "_moe").replace("Next", "_next").lower()
     return f"{kind}_text" if name.startswith("Qwen3_5") else kind
 
 
-def _tensor(loader: Loader, name: str, info: GGUFInfo) -> torch.Tensor:
-    """Return a tensor of the Hugging Face checkpoint, in the dtype of the file or in bf16."""
+def _sources(name: str, infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the names, as in `infos`, of the tensors of the file that have the rows of a tensor of the checkpoint."""
+    return [name] if name in infos else [name.replace("in_proj_qkvz", part) for part in ("in_proj_qkv", "in_proj_z")]
+
+
+def _joined(parts: list[torch.Tensor], of: TensorSlice) -> torch.Tensor:
+    """Return a tensor of the checkpoint. Two parts are q, k and v, and z; the checkpoint stores them by heads of q."""
+    if len(parts) == 1:
+        return parts[0].view(of.shape)
+    rows = torch.cat(parts)
+    tensor = torch.empty_like(rows)
+    for row, source, count in runs(of.groups, 0, of.shape[0]):
+        tensor[row : row + count] = rows[source : source + count]
+    return tensor
+
+
+def _tensor(loader: Loader, name: str, info: TensorInfo) -> torch.Tensor:
+    """Return a tensor of the file by its name in a Hugging Face checkpoint, in the dtype of the file or in bf16."""
+    assert isinstance(info, GGUFInfo)
     dtype = FLOATS.get(info.dtype, torch.bfloat16)
     rows = info.shape[0]
     tensor = torch.empty(info.shape, dtype=dtype)

@@ -14,6 +14,7 @@ const FRAME = 40;  // ms between frames of a running answer
 const BUSY = "an answer of this conversation is running: wait for its end, or stop it";
 let current = null;  // the shown conversation
 let cards = [];  // the models
+let connects = 0;  // number of calls of connect
 const unsaved = new Map();  // id of a conversation -> its turns that are not saved yet, by their id
 const failing = new Set();  // ids of the conversations that could not be saved
 const runs = new Map();  // id of a turn that runs in this tab -> {conversation, controller}
@@ -30,13 +31,14 @@ function fail(message) {
   $("failed").hidden = false;
 }
 
-/** Request the models and return whether one is known. */
+/** Request the models and return whether one is known. The errors of earlier calls are not shown after a later call. */
 async function connect() {
+  const call = ++connects;
   $("failed").hidden = true;
   try {
     cards = await models();
     $("keyed").hidden = !key.get();
-  } catch (error) { fail(explained(error)); }
+  } catch (error) { if (call === connects) fail(explained(error)); }
   drawModel();
   return cards.length > 0;
 }
