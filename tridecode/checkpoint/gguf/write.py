@@ -66,13 +66,13 @@ def _sources(name: str, infos: Mapping[str, TensorInfo]) -> list[str]:
     return [name] if name in infos else [name.replace("in_proj_qkvz", part) for part in ("in_proj_qkv", "in_proj_z")]
 
 
-def _joined(parts: list[torch.Tensor], of: TensorSlice) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor], whole: TensorSlice) -> torch.Tensor:
     """Return a tensor of the checkpoint. Two parts are q, k and v, and z; the checkpoint stores them by heads of q."""
     if len(parts) == 1:
-        return parts[0].view(of.shape)
+        return parts[0].view(whole.shape)
     rows = torch.cat(parts)
     tensor = torch.empty_like(rows)
-    for row, source, count in runs(of.groups, 0, of.shape[0]):
+    for row, source, count in runs(whole.groups, 0, whole.shape[0]):
         tensor[row : row + count] = rows[source : source + count]
     return tensor
 
