@@ -626,6 +626,24 @@ def test_page_requests_key_and_stores_it_for_the_tab(chromium, engine):
 
 
 @in_chromium
+def test_late_error_of_an_earlier_request_is_not_shown(chat):
+    chat.run("""
+        (async original => {
+          let calls = 0;
+          window.fetch = async (path, ...rest) => {
+            if (!String(path).includes("v1/models")) return original(path, ...rest);
+            const call = ++calls;
+            if (call === 1) await new Promise(done => setTimeout(done, 300));
+            return Response.json({error: {message: `error of call ${call}`}}, {status: 500});
+          };
+          for (let i = 0; i < 2; i++) document.querySelector("#retry").click();
+          await new Promise(done => setTimeout(done, 600));
+        })(window.fetch)
+    """)
+    assert text_of(chat, "#error") == "error of call 2 (500)"
+
+
+@in_chromium
 @pytest.mark.parametrize("key", ["\u201cright\u201d", "right\u200b", " right "])
 def test_key_with_other_characters_is_explained(chromium, engine, key):
     with Running(engine, api_keys=("right",)) as running:
