@@ -54,13 +54,8 @@ def test_published_configs():
     spec = parse_config(NEXT)
     assert [isinstance(layer.mixer, GatedDelta) for layer in spec.layers] == [True, True, True, False] * 12
     delta, attention, ffn = spec.layers[0].mixer, spec.layers[3].mixer, spec.layers[0].ffn
-    assert (
-        delta.grouped_qkvz
-        and delta.grouped_ba
-        and attention.gate
-        and attention.rope.columns(256) == 64
-        and spec.norm_offset == 1.0
-    )
+    assert delta.grouped_qkvz and delta.grouped_ba
+    assert attention.gate and attention.rope.columns(256) == 64 and spec.norm_offset == 1.0
     assert (ffn.experts, ffn.top_k, ffn.normalize, ffn.shared, ffn.apart) == (512, 10, True, True, None)
     assert {block.norm_offset for block in spec.blocks()} == {1.0}
 

@@ -39,11 +39,10 @@ def write_checkpoint(path: Path, out: Path, progress: Callable[[int, int], None]
     shards = Shards(out)
     with ExitStack() as opened:
         loader = Loader(infos, {}, {}, 0, opened)
-        sources = {name: _sources(name, infos) for name in slices}
-        for name in sorted(sources, key=lambda name: (infos[sources[name][0]].file, infos[sources[name][0]].begin)):
-            parts = [_tensor(loader, source, infos[source]) for source in sources[name]]
-            shards.add({name: _joined(parts, slices[name])})
-            done += sum(infos[source].nbytes for source in sources[name])
+        sources = [(name, _sources(name, infos)) for name in slices]
+        for name, stored in sorted(sources, key=lambda item: (infos[item[1][0]].file, infos[item[1][0]].begin)):
+            shards.add({name: _joined([_tensor(loader, part, infos[part]) for part in stored], slices[name])})
+            done += sum(infos[part].nbytes for part in stored)
             if progress is not None:
                 progress(done, total)
     shards.close()
@@ -62,17 +61,21 @@ def _model_type(architecture: str) -> str:
 
 
 def _sources(name: str, infos: Mapping[str, TensorInfo]) -> list[str]:
-    """Return the names, as in `infos`, of the tensors of the file that have the rows of a tensor of the checkpoint."""
+    """Return the keys of `infos` whose tensors contain the rows of tensor `name` of the checkpoint."""
     return [name] if name in infos else [name.replace("in_proj_qkvz", part) for part in ("in_proj_qkv", "in_proj_z")]
 
 
-def _joined(parts: list[torch.Tensor], whole: TensorSlice) -> torch.Tensor:
-    """Return a tensor of the checkpoint. Two parts are q, k and v, and z; the checkpoint stores them by heads of q."""
+def _joined(parts: list[torch.Tensor], tensor_slice: TensorSlice) -> torch.Tensor:
+    """Return a tensor of the checkpoint from its parts in the file.
+
+    A file stores in_proj_qkvz as two parts: the rows of q, k and v of all heads, and those of z. The checkpoint stores
+    the rows of one head after the other.
+    """
     if len(parts) == 1:
-        return parts[0].view(whole.shape)
+        return parts[0].view(tensor_slice.shape)
     rows = torch.cat(parts)
     tensor = torch.empty_like(rows)
-    for row, source, count in runs(whole.groups, 0, whole.shape[0]):
+    for row, source, count in runs(tensor_slice.groups, 0, tensor_slice.shape[0]):
         tensor[row : row + count] = rows[source : source + count]
     return tensor
 

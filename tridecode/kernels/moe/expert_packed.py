@@ -272,7 +272,8 @@ def _expert_packed_kernel(
     Grid: (PROGRAMS,). The programs share the blocks of BLOCK_N rows of the weights of all tiles of pairs. The blocks of
     a program follow each other. STAGES tiles of the weight are in flight: while a program multiplies one block, it
     loads the next one. If all parts of the activations are in flight at once, they stay in registers for the blocks of
-    a tile. The kernel lets its successor start after its own wait, so the successor may read the ids before its own.
+    a tile. The kernel lets its successor start after its own wait, so the successor may read the ids before its
+    own wait.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. Read only if TILES > 0.
