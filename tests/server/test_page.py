@@ -924,6 +924,7 @@ def test_answer_continues_while_another_conversation_is_shown(chat, slowly):
     ask(chat, "Hi")
     answered(chat)
     click(chat, STORY, "#list")
+    chat.until(f"document.querySelector('.user').innerText === {json.dumps(STORY)}")
     assert answered(chat) and "maximum length" in text_of(chat, ".turn .remark")
 
 
