@@ -7,9 +7,11 @@ from ..kernels.device import Device
 from ..kernels.linear.packed import Packed
 from ..kernels.moe.arguments import Experts
 from ..kernels.moe.config import AnyRows, AnyTiles, ExpertsConfig
-from ..kernels.moe.expert_packed import PackedPromptConfig, PackedRowsConfig, PackedTilesConfig
+from ..kernels.moe.expert_packed import PackedTilesConfig
 from ..kernels.moe.expert_rows import RowsConfig
 from ..kernels.moe.expert_tiles import TilesConfig
+from ..kernels.moe.expert_weight import PackedRowsConfig
+from ..kernels.moe.prompt_packed import PackedPromptConfig
 from ..kernels.moe.route import RouteConfig
 
 MAX_ROWS = 2  # Rows of a decode pass that are computed separately. They rarely share an expert.

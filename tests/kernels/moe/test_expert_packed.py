@@ -12,17 +12,15 @@ from util import BF16_ROUNDING, CUDA, covering, norm_weight, poisoned, random
 from tridecode.kernels.linear.project import AddResidual, Gated, Normed
 from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.kernels.moe.arguments import Experts
+from tridecode.kernels.moe.down_packed import DOWN_PACKED_ROWS
 from tridecode.kernels.moe.expert_packed import (
-    DOWN_PACKED_PROMPT,
-    DOWN_PACKED_ROWS,
     DOWN_PACKED_TILES,
-    GATE_UP_PACKED_PROMPT,
     GATE_UP_PACKED_ROWS,
     GATE_UP_PACKED_TILES,
-    PackedPromptConfig,
-    PackedRowsConfig,
     PackedTilesConfig,
 )
+from tridecode.kernels.moe.expert_weight import PackedRowsConfig
+from tridecode.kernels.moe.prompt_packed import DOWN_PACKED_PROMPT, GATE_UP_PACKED_PROMPT, PackedPromptConfig
 from tridecode.kernels.moe.sort_pairs import SORT_PAIRS
 
 EVERY_SCHEME = pytest.mark.parametrize("scheme", [*SCHEMES, *GGUF_SCHEMES])

@@ -3,19 +3,12 @@
 from typing import NamedTuple
 
 from ..op import Op
-from .expert_packed import (
-    DOWN_PACKED_PROMPT,
-    DOWN_PACKED_ROWS,
-    DOWN_PACKED_TILES,
-    GATE_UP_PACKED_PROMPT,
-    GATE_UP_PACKED_ROWS,
-    GATE_UP_PACKED_TILES,
-    PackedPromptConfig,
-    PackedRowsConfig,
-    PackedTilesConfig,
-)
+from .down_packed import DOWN_PACKED_ROWS
+from .expert_packed import DOWN_PACKED_TILES, GATE_UP_PACKED_ROWS, GATE_UP_PACKED_TILES, PackedTilesConfig
 from .expert_rows import DOWN_ROWS, GATE_UP_ROWS, RowsConfig
 from .expert_tiles import DOWN_TILES, GATE_UP_TILES, TilesConfig
+from .expert_weight import PackedRowsConfig
+from .prompt_packed import DOWN_PACKED_PROMPT, GATE_UP_PACKED_PROMPT, PackedPromptConfig
 from .route import RouteConfig
 
 AnyRows = RowsConfig | PackedRowsConfig

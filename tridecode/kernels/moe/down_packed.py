@@ -1,0 +1,210 @@
+"""down_packed: the product of down for one or a few rows, with packed weights of experts.
+
+The warps of a program share the tiles of all experts of a row. All of them are loaded before the wait.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common import META_WIDTH, RUN, STATUS, cdiv, gdc_launch_dependents, gdc_wait, interpreted, options
+from ..linear.bits import factor
+from ..linear.project import AddResidual
+from ..linear.register_tiles import STEP_COLUMNS, Block, Weight, load_group, load_scales, places, tiling
+from ..linear.weight import LoadedLinear
+from ..op import Op
+from .arguments import Experts, Routes
+from .expert_rows import OUTPUTS, down_rows_ref, expert_rows_bytes
+from .expert_weight import LINES, PackedRowsConfig, add_tile, rounds, warp_parts
+
+
+@triton.jit
+def _down_packed_kernel(
+    meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, minimum_ptr, over_ptr, ids_ptr, routes_ptr, norm_ptr,
+    out_ptr, normed_ptr, sumsq_ptr, stride_xm, stride_om, stride_normed, stride_sumsq, N: tl.constexpr, K: tl.constexpr,
+    USED: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
+    ORDERED: tl.constexpr, MINIMUMS: tl.constexpr, OVER: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WARPS: tl.constexpr, X_AHEAD: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+):  # fmt: skip
+    """Add the weighted products of the experts of a row to the residual stream, and prepare the next norm.
+
+    The warps of a program share the tiles of the rows of all experts.
+
+    Grid: (cdiv(N, BLOCK_N), rows). A program computes BLOCK_N columns. It reads the ids before its wait: the kernel
+    before it started it after they were written.
+
+    Args:
+        x_ptr: [rows, USED * K].
+        weight_ptr and the following: the weights of all experts, [experts, N, K]; see _matmul_kernel.
+        ids_ptr, routes_ptr: [rows, USED], the experts and their weights.
+        norm_ptr: [N], the weight of the next norm.
+        out_ptr: [rows, N] fp32, the residual stream, updated in place.
+        normed_ptr: [rows, N] (output), out * norm.
+        sumsq_ptr: [rows, programs] fp32 (output), partial sums of out ** 2.
+    """
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    TYPE: tl.constexpr = tl.float32 if DOT_FP32 else DTYPE
+    T: tl.constexpr = tiling(
+        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, ROUNDS and FORM != "e4m3",
+        False, BLOCK_N, WARPS, X_AHEAD, 1, 1,
+    )  # fmt: skip
+    CHUNKS: tl.constexpr = (USED * (T.LENGTH // T.LINE) + WARPS - 1) // WARPS
+    pid, row = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
+    if status == RUN:
+        offs_n, offs_m = pid * BLOCK_N + tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_M)[None, :]
+        norm = tl.load(norm_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+        ids = ids_ptr + row * USED
+        experts = Weight(weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr)
+        w, s, z, r = (), (), (), ()
+        for c in tl.static_range(CHUNKS):
+            loaded = _load_tiles(T, experts, ids, routes_ptr + row * USED, c, pid * BLOCK_N, USED)
+            w, s, z, r = w + loaded[0], s + loaded[1], z + loaded[2], r + loaded[3]
+        if PDL:
+            gdc_wait()
+        _, warp_m = places(WARPS, BLOCK_M)
+        xs = x_ptr + row * stride_xm
+        x = ()
+        for i in tl.static_range(X_AHEAD):
+            x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, i, USED, ORDERED),)
+        mask = (offs_n < N) & (offs_m < 1)
+        out_ptrs = out_ptr + row * stride_om + offs_n + offs_m * 0
+        y = tl.load(out_ptrs, mask=mask, other=0.0)
+        acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            for part in tl.static_range(T.PARTS):
+                if c * T.PARTS + part + X_AHEAD < CHUNKS * T.PARTS:
+                    x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, c * T.PARTS + part + X_AHEAD, USED, ORDERED),)
+            acc = add_tile(
+                T, acc, w[c * T.PIECES : (c + 1) * T.PIECES], s[c * T.LOADED : (c + 1) * T.LOADED],
+                z[c * T.ZERO_PARTS : (c + 1) * T.ZERO_PARTS], x[c * T.PARTS : (c + 1) * T.PARTS], r[c], FORM, BLOCK_M,
+                True, DTYPE, TYPE, DOT_FP32,
+            )  # fmt: skip
+        y += tl.sum(acc, 0) * factor(FORM, FORM == "e4m3")
+        tl.store(out_ptrs, y, mask=mask)
+        normed_ptrs = normed_ptr + row * stride_normed + offs_n + offs_m * 0
+        tl.store(normed_ptrs, (y * norm).to(normed_ptr.dtype.element_ty), mask=mask)
+        tl.store(sumsq_ptr + row * stride_sumsq + pid, tl.sum(tl.where(mask, y * y, 0.0)))
+    elif PDL:
+        gdc_wait()
+
+
+@triton.constexpr_function
+def _tile_is_whole(k, step, tiles, warps, used, c):
+    """Return whether tile c of every warp exists and has no column beyond k; see `_place`."""
+    chunks = -(-used * tiles // warps)
+    exist = warps * (chunks // tiles) <= used if chunks % tiles == 0 else (c + 1) * warps <= used * tiles
+    return exist and k % step == 0
+
+
+@triton.jit
+def _place(T: tl.constexpr, c: tl.constexpr, warp, USED: tl.constexpr):
+    """Return the place of tile c of a warp: the number of the expert in the row, and that of the tile in its row.
+
+    If the numbers allow, a warp takes whole rows. Otherwise all warps share the tiles of each row.
+    """
+    TILES: tl.constexpr = T.LENGTH // T.LINE
+    CHUNKS: tl.constexpr = (USED * TILES + T.WARPS - 1) // T.WARPS
+    if CHUNKS % TILES == 0:
+        return warp * (CHUNKS // TILES) + c // TILES, warp * 0 + c % TILES
+    else:
+        return (c * T.WARPS + warp) // TILES, (c * T.WARPS + warp) % TILES
+
+
+@triton.jit
+def _rows_of_experts(T: tl.constexpr, ids, place, offs_n, USED: tl.constexpr):
+    """Return the numbers of rows offs_n of an expert among the rows of all experts, and whether they exist.
+
+    Args:
+        ids: pointer to the ids of the USED experts.
+        place: number of the id.
+    """
+    expert = tl.load(ids + place, mask=place < USED, other=0).to(tl.int64)
+    return expert * T.N + offs_n, (place < USED) & (offs_n < T.N)
+
+
+@triton.jit
+def _load_tiles(T: tl.constexpr, experts, ids, routes, c: tl.constexpr, first_n, USED: tl.constexpr):
+    """Load the warps' tiles c of rows of all experts of a row of the pass; see `load_tile`.
+
+    The result also has the factors of the products: the weights of the experts, times the scales of rows that have one.
+    """
+    WHOLE: tl.constexpr = _tile_is_whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, c)
+    PIECE: tl.constexpr = T.LINE // T.PIECES
+    line_n, warp = places(T.WARPS, T.BLOCK_N)
+    place, tile = _place(T, c, warp, USED)
+    rows, mask = _rows_of_experts(T, ids, place, first_n + line_n, USED)
+    sum_place, sum_tile = _place(T, c, tl.arange(0, T.WARPS)[:, None, None], USED)
+    sum_rows, mask_sums = _rows_of_experts(T, ids, sum_place, first_n + tl.arange(0, T.BLOCK_N)[None, :, None], USED)
+    scale_tile, mask_scales, scale_rows = sum_tile, mask_sums, sum_rows
+    if T.ROUNDS:
+        scale_tile, mask_scales, scale_rows = tile, mask, rows
+    here = Block(
+        experts.weight_ptr + rows * T.LENGTH + tile * T.LINE + tl.arange(0, PIECE)[None, :],
+        experts.scale_ptr + scale_rows // T.SCALE_ROWS * T.GROUPS,
+        experts.zero_ptr + rows * T.GROUPS,
+        experts.minimum_ptr + scale_rows * T.LOWS,
+        experts.over_ptr + scale_rows * (T.OVERS * (1 + T.MINIMUMS)),
+        mask,
+        mask_sums,
+    )
+    words, zeros = (), ()
+    for i in tl.static_range(T.PIECES):
+        if WHOLE and not T.MASKED:
+            words += (tl.load(here.weights + i * PIECE, eviction_policy="evict_first"),)
+        else:
+            words += (tl.load(here.weights + i * PIECE, mask=mask, other=0, eviction_policy="evict_first"),)
+    scales = load_scales(T, here, scale_tile * T.STEP, mask_scales, WHOLE)
+    for i in tl.static_range(T.ZERO_PARTS):
+        zeros += (load_group(T, here.zeros, tile * T.STEP + i * STEP_COLUMNS, mask, WHOLE, T.GROUP),)
+    factors = tl.load(routes + sum_place, mask=sum_place < USED, other=0.0)
+    if T.ROW_SCALES:
+        row_scales = tl.load(experts.scale_ptr + sum_rows // T.SCALE_ROWS, mask=mask_sums, other=0.0)
+        factors = factors * row_scales.to(tl.float32)
+    return words, scales, zeros, (factors,)
+
+
+@triton.jit
+def _load_x_of_tiles(
+    T: tl.constexpr, xs, order_ptr, warp, i: tl.constexpr, USED: tl.constexpr, ORDERED: tl.constexpr
+):  # fmt: skip
+    """Load the activations for part i % PARTS of the warps' tiles i // PARTS; see `_load_tiles`.
+
+    Args:
+        xs: pointer to the activations, [USED * K].
+    """
+    WHOLE: tl.constexpr = _tile_is_whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, i // T.PARTS)
+    place, tile = _place(T, i // T.PARTS, warp, USED)
+    column = tl.arange(0, STEP_COLUMNS)[None, :] + (tile * T.STEP + i % T.PARTS * STEP_COLUMNS)
+    mask = (place < USED) & (column < T.K)
+    if ORDERED:
+        column = tl.load(order_ptr + column, mask=mask, other=0)
+    x_ptrs = xs + place * T.K + column
+    if WHOLE:
+        return tl.load(x_ptrs)
+    else:
+        return tl.load(x_ptrs, mask=mask, other=0.0)
+
+
+def down_packed_rows(
+    meta, x, linear: LoadedLinear, routes: Routes, out, epilogue: AddResidual, sizes: Experts, *,
+    config: PackedRowsConfig, pdl=False,
+):  # fmt: skip
+    """Add the products of each row with its experts, times their weights, to the residual stream, as `down_rows`."""
+    rows, n = out.shape
+    packed = linear.packed
+    assert packed is not None
+    tiles = cdiv(linear.in_features, packed.tile) * sizes.used
+    _down_packed_kernel[(config.programs(n), rows)](
+        meta, x, **linear.arguments(out), ids_ptr=routes.ids, routes_ptr=routes.weights, norm_ptr=epilogue.norm,
+        out_ptr=out, normed_ptr=epilogue.normed, sumsq_ptr=epilogue.sumsq, stride_xm=x.stride(0),
+        stride_om=out.stride(0), stride_normed=epilogue.normed.stride(0), stride_sumsq=epilogue.sumsq.stride(0), N=n,
+        USED=sizes.used, ROUNDS=rounds(linear, config), BLOCK_M=LINES, BLOCK_N=config.block_n,
+        WARPS=config.num_warps,
+        X_AHEAD=min(config.x_ahead, warp_parts(linear, tiles * packed.tile, config.num_warps)), PDL=pdl,
+        DOT_FP32=interpreted(), **options(config.num_warps, pdl, config.registers),
+    )  # fmt: skip
+
+
+DOWN_PACKED_ROWS = Op(down_packed_rows, down_rows_ref, expert_rows_bytes, (_down_packed_kernel,), OUTPUTS)
