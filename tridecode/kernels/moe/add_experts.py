@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
-from ..linear.project import AddResidual
+from ..linear.project import OUTPUTS, AddResidual
 from ..op import Op
 from .arguments import Experts, Routes
-from .expert_rows import OUTPUTS, prepare_norm
+from .expert_rows import prepare_norm
 
 
 @triton.jit

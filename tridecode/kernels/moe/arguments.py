@@ -3,8 +3,11 @@
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
-TILE_FIELDS = 3  # Fields of an entry of the table of tiles: expert, first pair, number of pairs.
+TILE_FIELDS = 3  # Fields of an entry of the table of tiles: expert, place of the first pair, number of pairs.
+FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 class Experts(NamedTuple):
@@ -38,19 +41,35 @@ class Router(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """The experts of each row. A shared expert is the last of a row."""
+    """The experts of each row, and the weights by which their products are multiplied.
+
+    A row and one of its experts are a pair. Pair p is expert p % used of row p // used. A shared expert is the last of
+    a row.
+    """
 
     logits: torch.Tensor  # fp32 [rows, stored experts]
-    ids: torch.Tensor  # int32 [rows, used experts]; -1 in rows without a token
-    weights: torch.Tensor  # fp32 [rows, used experts]
+    ids: torch.Tensor  # int32 [rows, used experts], numbers of experts; -1 in rows without a token
+    weights: torch.Tensor  # fp32 [rows, used experts], the weights of the pairs
 
 
 class PairTiles(NamedTuple):
-    """The pairs of a row and an expert of the row, sorted by expert, and their division into tiles.
+    """The pairs of all rows sorted by expert, and the table of tiles, which divides them. See `Routes`.
 
-    Pair p is expert p % used of row p // used. A tile has pairs of one expert.
+    A tile of pairs has one expert, and its pairs are adjacent in `pairs`.
     """
 
     pairs: torch.Tensor  # int32 [rows, used experts]
     tiles: torch.Tensor  # int32 [rows, used experts, TILE_FIELDS]
     number: torch.Tensor  # int32 [rows, 1]: the first element is the number of tiles
+
+
+@triton.jit
+def load_entry(tiles_ptr, tile):
+    """Return the expert of a tile of pairs, the place of its first pair, and its number of pairs.
+
+    Args:
+        tiles_ptr: the table of tiles.
+        tile: number of the tile.
+    """
+    entry = tiles_ptr + tile * FIELDS
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)

@@ -1,6 +1,6 @@
-"""down_packed: the product of down for one or a few rows, with packed weights of experts.
+"""down_packed: the product of down for passes of one or two rows, with packed weights of experts.
 
-The warps of a program share the tiles of all experts of a row. All of them are loaded before the wait.
+The warps of a program share the weight tiles of all experts of a row. A program loads all of them before its wait.
 """
 
 import triton
@@ -8,13 +8,126 @@ import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, cdiv, gdc_launch_dependents, gdc_wait, interpreted, options
 from ..linear.bits import factor
-from ..linear.project import AddResidual
+from ..linear.project import OUTPUTS, AddResidual
 from ..linear.register_tiles import STEP_COLUMNS, Block, Weight, load_group, load_scales, places, tiling
 from ..linear.weight import LoadedLinear
 from ..op import Op
 from .arguments import Experts, Routes
-from .expert_rows import OUTPUTS, down_rows_ref, expert_rows_bytes
-from .expert_weight import LINES, PackedRowsConfig, add_tile, rounds, warp_parts
+from .expert_rows import down_rows_ref, expert_rows_bytes
+from .expert_weight import MIN_BLOCK_M, PackedRowsConfig, add_tile, rounds, warp_parts
+
+
+@triton.constexpr_function
+def _tile_is_whole(k, step, tiles, warps, used, c):
+    """Return whether tile c of every warp exists and has no column beyond k; see `_place`.
+
+    Args:
+        step: columns of a tile.
+        tiles: tiles of a row of an expert's weight.
+        used: number of experts of a row of the pass.
+    """
+    chunks = -(-used * tiles // warps)
+    exist = warps * (chunks // tiles) <= used if chunks % tiles == 0 else (c + 1) * warps <= used * tiles
+    return exist and k % step == 0
+
+
+@triton.jit
+def _place(T: tl.constexpr, c: tl.constexpr, warp, USED: tl.constexpr):
+    """Return the place of tile c of a warp: the place of its expert in the row of ids, and its own in the expert's row.
+
+    If the numbers allow, a warp takes whole rows of experts. Otherwise all warps share the tiles of each row.
+    """
+    TILES: tl.constexpr = T.LENGTH // T.LINE
+    CHUNKS: tl.constexpr = (USED * TILES + T.WARPS - 1) // T.WARPS  # Tiles of a warp.
+    if CHUNKS % TILES == 0:
+        return warp * (CHUNKS // TILES) + c // TILES, warp * 0 + c % TILES
+    else:
+        return (c * T.WARPS + warp) // TILES, (c * T.WARPS + warp) % TILES
+
+
+@triton.jit
+def _rows_of_experts(T: tl.constexpr, ids, place, offs_n, USED: tl.constexpr):
+    """Return the numbers of rows offs_n of an expert among the rows of all experts, and whether they exist.
+
+    Args:
+        ids: pointer to the ids of the USED experts.
+        place: place of the expert's id.
+    """
+    expert = tl.load(ids + place, mask=place < USED, other=0).to(tl.int64)
+    return expert * T.N + offs_n, (place < USED) & (offs_n < T.N)
+
+
+@triton.jit
+def _load_tiles(T: tl.constexpr, experts, ids, routes, c: tl.constexpr, first_n, USED: tl.constexpr):
+    """Load tile c of each warp, for the experts of one row of the pass.
+
+    Return words, scales and zero points as `load_tile` does, and a tuple of one tensor [WARPS, BLOCK_N, 1]: the factors
+    of the products. A factor is the weight of the pair, times the scale of a row of the weight that has one scale.
+
+    Args:
+        experts: the Weight of all experts.
+        ids, routes: pointers to the ids of the row's experts and to their weights.
+        first_n: first row of the block in the weight of each expert.
+    """
+    WHOLE: tl.constexpr = _tile_is_whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, c)
+    PIECE: tl.constexpr = T.LINE // T.PIECES
+    line_n, warp = places(T.WARPS, T.BLOCK_N)
+    place, tile = _place(T, c, warp, USED)
+    rows, mask = _rows_of_experts(T, ids, place, first_n + line_n, USED)
+    # The same for the layout of the sums, whose axes are the warps and the rows of the block.
+    sum_place, sum_tile = _place(T, c, tl.arange(0, T.WARPS)[:, None, None], USED)
+    sum_rows, mask_sums = _rows_of_experts(T, ids, sum_place, first_n + tl.arange(0, T.BLOCK_N)[None, :, None], USED)
+    scale_tile, mask_scales, scale_rows = sum_tile, mask_sums, sum_rows
+    if T.ROUNDS:
+        scale_tile, mask_scales, scale_rows = tile, mask, rows
+    block = Block(
+        experts.weight_ptr + rows * T.LENGTH + tile * T.LINE + tl.arange(0, PIECE)[None, :],
+        experts.scale_ptr + scale_rows // T.SCALE_ROWS * T.GROUPS,
+        experts.zero_ptr + rows * T.GROUPS,
+        experts.minimum_ptr + scale_rows * T.LOWS,
+        experts.over_ptr + scale_rows * (T.OVERS * (1 + T.MINIMUMS)),
+        mask,
+        mask_sums,
+    )
+    words, zeros = (), ()
+    for i in tl.static_range(T.PIECES):
+        if WHOLE and not T.MASKED:
+            words += (tl.load(block.weights + i * PIECE, eviction_policy="evict_first"),)
+        else:
+            words += (tl.load(block.weights + i * PIECE, mask=mask, other=0, eviction_policy="evict_first"),)
+    scales = load_scales(T, block, scale_tile * T.STEP, mask_scales, WHOLE)
+    for i in tl.static_range(T.ZERO_PARTS):
+        zeros += (load_group(T, block.zeros, tile * T.STEP + i * STEP_COLUMNS, mask, WHOLE, T.GROUP),)
+    factors = tl.load(routes + sum_place, mask=sum_place < USED, other=0.0)
+    if T.ROW_SCALES:
+        row_scales = tl.load(experts.scale_ptr + sum_rows // T.SCALE_ROWS, mask=mask_sums, other=0.0)
+        factors = factors * row_scales.to(tl.float32)
+    return words, scales, zeros, (factors,)
+
+
+@triton.jit
+def _load_x_of_tiles(
+    T: tl.constexpr, xs, order_ptr, warp, i: tl.constexpr, USED: tl.constexpr, ORDERED: tl.constexpr
+):  # fmt: skip
+    """Load the activations for part i % PARTS of tile i // PARTS of each warp: [WARPS * BLOCK_M, 32].
+
+    Every row of the tensor cores' operand has the same activations. Only the first one is stored.
+
+    Args:
+        xs: pointer to the activations of the row of the pass, [USED * K].
+        warp: [WARPS * BLOCK_M, 1], the warp of each line; see `places`.
+    """
+    WHOLE: tl.constexpr = _tile_is_whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, i // T.PARTS)
+    place, tile = _place(T, i // T.PARTS, warp, USED)
+    column = tl.arange(0, STEP_COLUMNS)[None, :] + (tile * T.STEP + i % T.PARTS * STEP_COLUMNS)
+    mask = (place < USED) & (column < T.K)
+    if ORDERED:
+        column = tl.load(order_ptr + column, mask=mask, other=0)
+    x_ptrs = xs + place * T.K + column
+    if WHOLE:
+        return tl.load(x_ptrs)
+    else:
+        return tl.load(x_ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -27,10 +140,8 @@ def _down_packed_kernel(
 ):  # fmt: skip
     """Add the weighted products of the experts of a row to the residual stream, and prepare the next norm.
 
-    The warps of a program share the tiles of the rows of all experts.
-
-    Grid: (cdiv(N, BLOCK_N), rows). A program computes BLOCK_N columns. It reads the ids before its wait: the kernel
-    before it started it after they were written.
+    Grid: (cdiv(N, BLOCK_N), rows). A program computes BLOCK_N columns of the residual stream. It reads the ids before
+    its wait: the kernel before it started it after they were written.
 
     Args:
         x_ptr: [rows, USED * K].
@@ -47,7 +158,7 @@ def _down_packed_kernel(
         N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, ROUNDS and FORM != "e4m3",
         False, BLOCK_N, WARPS, X_AHEAD, 1, 1,
     )  # fmt: skip
-    CHUNKS: tl.constexpr = (USED * (T.LENGTH // T.LINE) + WARPS - 1) // WARPS
+    CHUNKS: tl.constexpr = (USED * (T.LENGTH // T.LINE) + WARPS - 1) // WARPS  # Weight tiles of a warp.
     pid, row = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -57,10 +168,10 @@ def _down_packed_kernel(
         norm = tl.load(norm_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
         ids = ids_ptr + row * USED
         experts = Weight(weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr)
-        w, s, z, r = (), (), (), ()
+        words, scales, zeros, factors = (), (), (), ()
         for c in tl.static_range(CHUNKS):
-            loaded = _load_tiles(T, experts, ids, routes_ptr + row * USED, c, pid * BLOCK_N, USED)
-            w, s, z, r = w + loaded[0], s + loaded[1], z + loaded[2], r + loaded[3]
+            tile = _load_tiles(T, experts, ids, routes_ptr + row * USED, c, pid * BLOCK_N, USED)
+            words, scales, zeros, factors = words + tile[0], scales + tile[1], zeros + tile[2], factors + tile[3]
         if PDL:
             gdc_wait()
         _, warp_m = places(WARPS, BLOCK_M)
@@ -77,9 +188,9 @@ def _down_packed_kernel(
                 if c * T.PARTS + part + X_AHEAD < CHUNKS * T.PARTS:
                     x += (_load_x_of_tiles(T, xs, order_ptr, warp_m, c * T.PARTS + part + X_AHEAD, USED, ORDERED),)
             acc = add_tile(
-                T, acc, w[c * T.PIECES : (c + 1) * T.PIECES], s[c * T.LOADED : (c + 1) * T.LOADED],
-                z[c * T.ZERO_PARTS : (c + 1) * T.ZERO_PARTS], x[c * T.PARTS : (c + 1) * T.PARTS], r[c], FORM, BLOCK_M,
-                True, DTYPE, TYPE, DOT_FP32,
+                T, acc, words[c * T.PIECES : (c + 1) * T.PIECES], scales[c * T.LOADED : (c + 1) * T.LOADED],
+                zeros[c * T.ZERO_PARTS : (c + 1) * T.ZERO_PARTS], x[c * T.PARTS : (c + 1) * T.PARTS], factors[c], FORM,
+                BLOCK_M, True, DTYPE, TYPE, DOT_FP32,
             )  # fmt: skip
         y += tl.sum(acc, 0) * factor(FORM, FORM == "e4m3")
         tl.store(out_ptrs, y, mask=mask)
@@ -88,103 +199,6 @@ def _down_packed_kernel(
         tl.store(sumsq_ptr + row * stride_sumsq + pid, tl.sum(tl.where(mask, y * y, 0.0)))
     elif PDL:
         gdc_wait()
-
-
-@triton.constexpr_function
-def _tile_is_whole(k, step, tiles, warps, used, c):
-    """Return whether tile c of every warp exists and has no column beyond k; see `_place`."""
-    chunks = -(-used * tiles // warps)
-    exist = warps * (chunks // tiles) <= used if chunks % tiles == 0 else (c + 1) * warps <= used * tiles
-    return exist and k % step == 0
-
-
-@triton.jit
-def _place(T: tl.constexpr, c: tl.constexpr, warp, USED: tl.constexpr):
-    """Return the place of tile c of a warp: the number of the expert in the row, and that of the tile in its row.
-
-    If the numbers allow, a warp takes whole rows. Otherwise all warps share the tiles of each row.
-    """
-    TILES: tl.constexpr = T.LENGTH // T.LINE
-    CHUNKS: tl.constexpr = (USED * TILES + T.WARPS - 1) // T.WARPS
-    if CHUNKS % TILES == 0:
-        return warp * (CHUNKS // TILES) + c // TILES, warp * 0 + c % TILES
-    else:
-        return (c * T.WARPS + warp) // TILES, (c * T.WARPS + warp) % TILES
-
-
-@triton.jit
-def _rows_of_experts(T: tl.constexpr, ids, place, offs_n, USED: tl.constexpr):
-    """Return the numbers of rows offs_n of an expert among the rows of all experts, and whether they exist.
-
-    Args:
-        ids: pointer to the ids of the USED experts.
-        place: number of the id.
-    """
-    expert = tl.load(ids + place, mask=place < USED, other=0).to(tl.int64)
-    return expert * T.N + offs_n, (place < USED) & (offs_n < T.N)
-
-
-@triton.jit
-def _load_tiles(T: tl.constexpr, experts, ids, routes, c: tl.constexpr, first_n, USED: tl.constexpr):
-    """Load the warps' tiles c of rows of all experts of a row of the pass; see `load_tile`.
-
-    The result also has the factors of the products: the weights of the experts, times the scales of rows that have one.
-    """
-    WHOLE: tl.constexpr = _tile_is_whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, c)
-    PIECE: tl.constexpr = T.LINE // T.PIECES
-    line_n, warp = places(T.WARPS, T.BLOCK_N)
-    place, tile = _place(T, c, warp, USED)
-    rows, mask = _rows_of_experts(T, ids, place, first_n + line_n, USED)
-    sum_place, sum_tile = _place(T, c, tl.arange(0, T.WARPS)[:, None, None], USED)
-    sum_rows, mask_sums = _rows_of_experts(T, ids, sum_place, first_n + tl.arange(0, T.BLOCK_N)[None, :, None], USED)
-    scale_tile, mask_scales, scale_rows = sum_tile, mask_sums, sum_rows
-    if T.ROUNDS:
-        scale_tile, mask_scales, scale_rows = tile, mask, rows
-    here = Block(
-        experts.weight_ptr + rows * T.LENGTH + tile * T.LINE + tl.arange(0, PIECE)[None, :],
-        experts.scale_ptr + scale_rows // T.SCALE_ROWS * T.GROUPS,
-        experts.zero_ptr + rows * T.GROUPS,
-        experts.minimum_ptr + scale_rows * T.LOWS,
-        experts.over_ptr + scale_rows * (T.OVERS * (1 + T.MINIMUMS)),
-        mask,
-        mask_sums,
-    )
-    words, zeros = (), ()
-    for i in tl.static_range(T.PIECES):
-        if WHOLE and not T.MASKED:
-            words += (tl.load(here.weights + i * PIECE, eviction_policy="evict_first"),)
-        else:
-            words += (tl.load(here.weights + i * PIECE, mask=mask, other=0, eviction_policy="evict_first"),)
-    scales = load_scales(T, here, scale_tile * T.STEP, mask_scales, WHOLE)
-    for i in tl.static_range(T.ZERO_PARTS):
-        zeros += (load_group(T, here.zeros, tile * T.STEP + i * STEP_COLUMNS, mask, WHOLE, T.GROUP),)
-    factors = tl.load(routes + sum_place, mask=sum_place < USED, other=0.0)
-    if T.ROW_SCALES:
-        row_scales = tl.load(experts.scale_ptr + sum_rows // T.SCALE_ROWS, mask=mask_sums, other=0.0)
-        factors = factors * row_scales.to(tl.float32)
-    return words, scales, zeros, (factors,)
-
-
-@triton.jit
-def _load_x_of_tiles(
-    T: tl.constexpr, xs, order_ptr, warp, i: tl.constexpr, USED: tl.constexpr, ORDERED: tl.constexpr
-):  # fmt: skip
-    """Load the activations for part i % PARTS of the warps' tiles i // PARTS; see `_load_tiles`.
-
-    Args:
-        xs: pointer to the activations, [USED * K].
-    """
-    WHOLE: tl.constexpr = _tile_is_whole(T.K, T.STEP, T.LENGTH // T.LINE, T.WARPS, USED, i // T.PARTS)
-    place, tile = _place(T, i // T.PARTS, warp, USED)
-    column = tl.arange(0, STEP_COLUMNS)[None, :] + (tile * T.STEP + i % T.PARTS * STEP_COLUMNS)
-    mask = (place < USED) & (column < T.K)
-    if ORDERED:
-        column = tl.load(order_ptr + column, mask=mask, other=0)
-    x_ptrs = xs + place * T.K + column
-    if WHOLE:
-        return tl.load(x_ptrs)
-    else:
-        return tl.load(x_ptrs, mask=mask, other=0.0)
 
 
 def down_packed_rows(
@@ -200,7 +214,7 @@ def down_packed_rows(
         meta, x, **linear.arguments(out), ids_ptr=routes.ids, routes_ptr=routes.weights, norm_ptr=epilogue.norm,
         out_ptr=out, normed_ptr=epilogue.normed, sumsq_ptr=epilogue.sumsq, stride_xm=x.stride(0),
         stride_om=out.stride(0), stride_normed=epilogue.normed.stride(0), stride_sumsq=epilogue.sumsq.stride(0), N=n,
-        USED=sizes.used, ROUNDS=rounds(linear, config), BLOCK_M=LINES, BLOCK_N=config.block_n,
+        USED=sizes.used, ROUNDS=rounds(linear, config), BLOCK_M=MIN_BLOCK_M, BLOCK_N=config.block_n,
         WARPS=config.num_warps,
         X_AHEAD=min(config.x_ahead, warp_parts(linear, tiles * packed.tile, config.num_warps)), PDL=pdl,
         DOT_FP32=interpreted(), **options(config.num_warps, pdl, config.registers),

@@ -1,8 +1,10 @@
 """expert_packed: the products of a few rows with packed weights of experts.
 
-The pairs of a row and an expert are sorted into tiles of one expert or, in passes of one or two rows, each is a tile.
-Tiles of a weight are loaded into the registers from which mma reads them, and the warps of a program share the columns,
-as in linear/matmul.py.
+gate_up and down multiply tiles of pairs that `sort_pairs` lists. In passes of one or two rows, gate_up takes each pair
+as a tile of its own, and nothing is sorted (SINGLE_PAIRS); down is in down_packed.py.
+
+Weight tiles are loaded into the registers from which mma reads them, and the warps of a program share the columns, as
+in linear/matmul.py.
 """
 
 from collections import namedtuple
@@ -38,12 +40,18 @@ from ..linear.register_tiles import (
 )
 from ..linear.weight import LoadedLinear
 from ..op import Op
-from .arguments import TILE_FIELDS, Experts, PairTiles, Routes
+from .arguments import Experts, PairTiles, Routes, load_entry
 from .expert_rows import expert_rows_bytes, gate_up_rows_ref
 from .expert_tiles import down_tiles_ref, expert_tiles_bytes, gate_up_tiles_ref
-from .expert_weight import LINES, PackedRowsConfig, add_tile, finish, rounds, warp_parts, weight_of_expert
-
-_FIELDS = tl.constexpr(TILE_FIELDS)
+from .expert_weight import (
+    MIN_BLOCK_M,
+    PackedRowsConfig,
+    add_tile,
+    rounds,
+    store_products,
+    warp_parts,
+    weight_of_expert,
+)
 
 
 @dataclass(frozen=True)
@@ -65,18 +73,20 @@ class PackedTilesConfig(PackedRowsConfig):
 
 
 # Pointers that select the pairs of a tile; see _expert_packed_kernel.
-Pairs = namedtuple("Pairs", "meta_ptr pairs_ptr tiles_ptr")
-
+PairPointers = namedtuple("PairPointers", "meta_ptr pairs_ptr tiles_ptr")
 # Activations and the partial sums of their squares.
 Inputs = namedtuple("Inputs", "x_ptr order_ptr sumsq_ptr stride_xm stride_sumsq n_sumsq eps")
 
 
 @triton.jit
 def _entry(P, tile, USED: tl.constexpr, SORTED: tl.constexpr):
-    """Return the expert of a tile of pairs, the place of its first pair, and the number of pairs."""
+    """Return the expert of a tile of pairs, the place of its first pair, and its number of pairs.
+
+    Without SORTED, the number of the tile is that of its pair. It has 0 pairs, and some expert, if its row does not
+    run.
+    """
     if SORTED:
-        entry = P.tiles_ptr + tile * _FIELDS
-        return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        return load_entry(P.tiles_ptr, tile)
     else:
         runs = tl.load(P.meta_ptr + tile // USED * META_WIDTH + STATUS) == RUN
         return tl.where(runs, tl.load(P.tiles_ptr + tile), 0), tile, tl.where(runs, 1, 0)
@@ -85,9 +95,16 @@ def _entry(P, tile, USED: tl.constexpr, SORTED: tl.constexpr):
 @triton.jit
 def _load_pairs(
     T: tl.constexpr, P, X, first, count, USED: tl.constexpr, GATED: tl.constexpr, SORTED: tl.constexpr,
-    ORDERED: tl.constexpr, BLOCK_M: tl.constexpr, X_AHEAD: tl.constexpr,
+    ORDERED: tl.constexpr, BLOCK_M: tl.constexpr, X_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the pairs of a tile, [BLOCK_M], their activations, and the first X_AHEAD parts of these."""
+    """Load the pairs of a tile, and the first parts of their activations.
+
+    Return the pairs [BLOCK_M], pointers to the first part of the activations [WARPS * BLOCK_M, 32], and a tuple of the
+    first X_PARTS parts. Pairs beyond the tile have number 0 and the activations of its last pair.
+
+    Args:
+        first, count: see `_entry`.
+    """
     line_m, warp_m = places(T.WARPS, BLOCK_M)
     offs_m, offs_k = tl.arange(0, BLOCK_M), warp_m * T.STEP + tl.arange(0, STEP_COLUMNS)[None, :]
     if SORTED:
@@ -99,7 +116,7 @@ def _load_pairs(
     rows_x = pairs_x // USED if GATED else pairs_x
     xs = X.x_ptr + rows_x.to(tl.int64) * X.stride_xm + offs_k
     x = ()
-    for i in tl.static_range(X_AHEAD):
+    for i in tl.static_range(X_PARTS):
         x += (load_x(T, Activations(xs, X.order_ptr, offs_k, 0, 1), i, ORDERED),)
     return pairs, xs, x
 
@@ -128,31 +145,31 @@ def _expert_packed_kernel(
     count_ptr, routes_ptr, sumsq_ptr, eps, stride_xm, stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr,
     USED: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, FORM: tl.constexpr,
     GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr,
-    OVER: tl.constexpr, ROUNDS: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OVER: tl.constexpr, ROUNDS: tl.constexpr, SINGLE_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WARPS: tl.constexpr, STAGES: tl.constexpr, X_AHEAD: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the rows of pairs by the weights of their experts, and store the results by pair.
+    """Multiply the rows of each tile of pairs by the weight of its expert, and store the results by pair.
 
     With GATED, the weight of an expert is [2 * N, K], the rows are rows of the pass, and the result is
     silu(gate) * up. Otherwise it is [N, K], there is a row for each pair, and the result is multiplied by the weight
     of the pair.
 
-    Grid: (PROGRAMS,). The programs share the blocks of BLOCK_N rows of the weights of all tiles of pairs. The blocks of
-    a program follow each other. STAGES tiles of the weight are in flight: while a program multiplies one block, it
-    loads the next one. If all parts of the activations are in flight at once, they stay in registers for the blocks of
-    a tile. The kernel lets its successor start after its own wait, so the successor may read the ids before its
-    own wait.
+    Grid: (PROGRAMS,). An item is the product of a tile of pairs and a block of BLOCK_N rows of the weight. The items of
+    a program follow each other. STAGES weight tiles are in flight: while a program multiplies the last tiles of an
+    item, it loads the first of the next one. The kernel lets its successor start after its own wait, so the successor
+    may read the ids before its own wait.
 
     Args:
-        meta_ptr: [rows, META_WIDTH] int32. Read only if TILES > 0.
+        meta_ptr: [rows, META_WIDTH] int32. Read only if SINGLE_PAIRS > 0.
         x_ptr: [rows, K] if GATED, else [pairs, K].
         weight_ptr and the following: the weights of all experts; see _matmul_kernel.
         out_ptr: [pairs, N] (output).
-        pairs_ptr, tiles_ptr, count_ptr: see PairTiles. If TILES > 0, each of TILES pairs is a tile, and tiles_ptr
-            is the experts of the pairs, int32.
+        pairs_ptr, tiles_ptr, count_ptr: see PairTiles. If SINGLE_PAIRS > 0, only tiles_ptr is read. It is then the
+            experts of the pairs, [SINGLE_PAIRS] int32.
         routes_ptr: [pairs] fp32. Read only without GATED.
         sumsq_ptr: partial sums of squares of the rows. Read only if NORMED.
+        SINGLE_PAIRS: number of pairs, each of which is a tile. 0: the pairs are sorted into tiles.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else DTYPE
@@ -162,15 +179,19 @@ def _expert_packed_kernel(
     )  # fmt: skip
     BLOCKS: tl.constexpr = (N + T.OUT_N - 1) // T.OUT_N
     ROWS: tl.constexpr = 2 * N if GATED else N
-    SORTED: tl.constexpr = TILES == 0
-    SHARED: tl.constexpr = SORTED or TILES * BLOCKS > PROGRAMS
-    CARRIED: tl.constexpr = X_AHEAD == T.X_TILES or not SHARED
-    FIRST: tl.constexpr = X_AHEAD if CARRIED else 0
+    SORTED: tl.constexpr = SINGLE_PAIRS == 0
+    # Whether a program may have several items.
+    SHARED: tl.constexpr = SORTED or SINGLE_PAIRS * BLOCKS > PROGRAMS
+    # Whether activations are loaded once for all items of a tile of pairs. If X_AHEAD is less than all parts, only the
+    # parts in flight fit into registers, and each item loads them again.
+    X_KEPT: tl.constexpr = X_AHEAD == T.X_TILES or not SHARED
+    X_PARTS: tl.constexpr = X_AHEAD if X_KEPT else 0
+    # Numbers of tensors of a weight tile; see load_tile.
     PIECES: tl.constexpr = T.PIECES
     LOADED: tl.constexpr = T.LOADED
     ZERO_PARTS: tl.constexpr = T.ZERO_PARTS
     experts = Weight(weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr)
-    P = Pairs(meta_ptr, pairs_ptr, tiles_ptr)
+    P = PairPointers(meta_ptr, pairs_ptr, tiles_ptr)
     X = Inputs(x_ptr, order_ptr, sumsq_ptr, stride_xm, stride_sumsq, n_sumsq, eps)
     _, warp_m = places(WARPS, BLOCK_M)
     offs_k = warp_m * T.STEP + tl.arange(0, STEP_COLUMNS)[None, :]
@@ -178,24 +199,25 @@ def _expert_packed_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    total = tl.load(count_ptr) * BLOCKS if SORTED else TILES * BLOCKS
+    total = tl.load(count_ptr) * BLOCKS if SORTED else SINGLE_PAIRS * BLOCKS
     each = (total + PROGRAMS - 1) // PROGRAMS
     begin, end = pid * each, tl.minimum(pid * each + each, total)
     if begin >= end:
         return
     expert, first, count = _entry(P, begin // BLOCKS, USED, SORTED)
     if not SORTED:
-        pairs, xs, first_x = _load_pairs(T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, FIRST)
+        pairs, xs, first_x = _load_pairs(T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, X_PARTS)
     weight = weight_of_expert(T, experts, expert, ROWS)
-    here, row_scales = block_of_rows(T, weight, begin % BLOCKS), 0.0
-    w, s, z = (), (), ()
+    block, row_scales = block_of_rows(T, weight, begin % BLOCKS), 0.0
+    # The weight tiles of the next item that are in flight.
+    next_words, next_scales, next_zeros = (), (), ()
     for c in tl.static_range(STAGES):
-        tile = load_tile(T, here, c)
-        w, s, z = w + tile[0], s + tile[1], z + tile[2]
+        loaded = load_tile(T, block, c)
+        next_words, next_scales, next_zeros = next_words + loaded[0], next_scales + loaded[1], next_zeros + loaded[2]
     if T.ROW_SCALES:
         row_scales = load_row_scales(T, weight, begin % BLOCKS)
     if SORTED:
-        pairs, xs, first_x = _load_pairs(T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, FIRST)
+        pairs, xs, first_x = _load_pairs(T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, X_PARTS)
     norm = tl.zeros([1, BLOCK_M], tl.float32)
     if NORMED:
         norm = _norms(X, pairs, count, K, USED, SORTED, SUMSQ_BLOCK, BLOCK_M)
@@ -203,78 +225,91 @@ def _expert_packed_kernel(
     if not SHARED:
         if count == 0:
             return
-    expert_next = expert
-    if SHARED:
-        expert_next, _, _ = _entry(P, tl.minimum(begin + 1, end - 1) // BLOCKS, USED, SORTED)
+    next_expert = expert
+    if SHARED:  # An expert is loaded one item before its weight.
+        next_expert, _, _ = _entry(P, tl.minimum(begin + 1, end - 1) // BLOCKS, USED, SORTED)
     for item in range(begin, end):
         x, activations = first_x, Activations(xs, order_ptr, offs_k, 0, 1)
-        if not CARRIED:
+        if not X_KEPT:
             x = ()
             for i in tl.static_range(X_AHEAD):
                 x += (load_x(T, activations, i, ORDERED),)
-        following, row_scales_next, after = here, row_scales, tl.minimum(item + 1, end - 1)
+        # After the last item these are its own.
+        next_block, next_row_scales, next_item = block, row_scales, tl.minimum(item + 1, end - 1)
         if SHARED:
-            weight = weight_of_expert(T, experts, expert_next, ROWS)
-            following = block_of_rows(T, weight, after % BLOCKS)
+            weight = weight_of_expert(T, experts, next_expert, ROWS)
+            next_block = block_of_rows(T, weight, next_item % BLOCKS)
             if T.ROW_SCALES:
-                row_scales_next = load_row_scales(T, weight, after % BLOCKS)
-            expert_next, _, _ = _entry(P, tl.minimum(item + 2, end - 1) // BLOCKS, USED, SORTED)
-        tiles, scales, zeros = w, s, z
+                next_row_scales = load_row_scales(T, weight, next_item % BLOCKS)
+            next_expert, _, _ = _entry(P, tl.minimum(item + 2, end - 1) // BLOCKS, USED, SORTED)
+        words, scales, zeros = next_words, next_scales, next_zeros
         acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
         for c in tl.static_range(T.CHUNKS):
             for part in tl.static_range(T.PARTS):
                 if c * T.PARTS + part + X_AHEAD < T.X_TILES:
                     x += (load_x(T, activations, c * T.PARTS + part + X_AHEAD, ORDERED),)
-            loaded = (
-                tiles[c * PIECES : (c + 1) * PIECES],
+            tile = (
+                words[c * PIECES : (c + 1) * PIECES],
                 scales[c * LOADED : (c + 1) * LOADED],
                 zeros[c * ZERO_PARTS : (c + 1) * ZERO_PARTS],
             )
             acc = add_tile(
-                T, acc, loaded[0], loaded[1], loaded[2], x[c * T.PARTS : (c + 1) * T.PARTS], 1.0, FORM, BLOCK_M, False,
+                T, acc, tile[0], tile[1], tile[2], x[c * T.PARTS : (c + 1) * T.PARTS], 1.0, FORM, BLOCK_M, False,
                 DTYPE, TYPE, DOT_FP32,
             )  # fmt: skip
-            # The tile that is STAGES tiles later belongs to this block or to the next one.
+            # The tile that is STAGES tiles later belongs to this item or to the next one.
             if c + STAGES < T.CHUNKS:
-                loaded = load_tile(T, here, c + STAGES)
-                tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
+                tile = load_tile(T, block, c + STAGES)
+                words, scales, zeros = words + tile[0], scales + tile[1], zeros + tile[2]
             elif SHARED:
                 if item + 1 < end:  # The branch keeps the compiler from moving loads of other tiles.
-                    loaded = load_tile(T, following, c + STAGES - T.CHUNKS)
-                tiles, scales, zeros = tiles + loaded[0], scales + loaded[1], zeros + loaded[2]
+                    tile = load_tile(T, next_block, c + STAGES - T.CHUNKS)
+                words, scales, zeros = words + tile[0], scales + tile[1], zeros + tile[2]
         if SHARED:
-            w, s, z = tiles[T.CHUNKS * PIECES :], scales[T.CHUNKS * LOADED :], zeros[T.CHUNKS * ZERO_PARTS :]
+            next_words, next_scales = words[T.CHUNKS * PIECES :], scales[T.CHUNKS * LOADED :]
+            next_zeros = zeros[T.CHUNKS * ZERO_PARTS :]
         y = tl.sum(acc, 0) * factor(FORM, FORM == "e4m3")
         if T.ROW_SCALES:
             y *= row_scales.to(tl.float32)
         mask_m = tl.arange(0, BLOCK_M) < count
-        finish(T, y, pairs, mask_m, item % BLOCKS, norm, routes_ptr, out_ptr, GATED, NORMED, BLOCK_M)
-        row_scales = row_scales_next
+        store_products(T, y, pairs, mask_m, item % BLOCKS, norm, routes_ptr, out_ptr, GATED, NORMED, BLOCK_M)
+        row_scales = next_row_scales
         if SHARED:
-            here = following
-            if after // BLOCKS != item // BLOCKS:
-                _, first, count = _entry(P, after // BLOCKS, USED, SORTED)
+            block = next_block
+            if next_item // BLOCKS != item // BLOCKS:  # The next item has another tile of pairs.
+                _, first, count = _entry(P, next_item // BLOCKS, USED, SORTED)
                 pairs, xs, first_x = _load_pairs(
-                    T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, FIRST
+                    T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, X_PARTS
                 )  # fmt: skip
                 if NORMED:
                     norm = _norms(X, pairs, count, K, USED, SORTED, SUMSQ_BLOCK, BLOCK_M)
 
 
-def _expert_packed(meta, x, linear, tiles, routes, out, norm, gated, sizes, config, pdl, n, block_m, pairs) -> None:
+def _launch(
+    meta, x, linear, tiles, routes, out, norm: Gated | Normed | None, sizes, config: PackedRowsConfig, pdl, *,
+    gated: bool, block_m: int, single_pairs: int = 0,
+) -> None:  # fmt: skip
+    """Launch the kernel.
+
+    Args:
+        meta: read only if single_pairs > 0.
+        norm: the partial sums for the division by the root mean square, or None.
+        gated: whether the product is that of gate_up.
+        block_m, single_pairs: BLOCK_M and SINGLE_PAIRS of the kernel.
+    """
     sumsq, n_sumsq, eps = norm or (out, 0, 0.0)
-    k = linear.in_features
+    k, n = linear.in_features, out.shape[1] // sizes.used
     programs = config.max_programs
-    if pairs:
-        blocks = pairs * config.programs(2 * n if gated else n)
-        programs = min(programs or blocks, blocks)
+    if single_pairs:
+        items = single_pairs * config.programs(2 * n if gated else n)
+        programs = min(programs or items, items)
     _expert_packed_kernel[(programs,)](
         meta, x, **linear.arguments(out), out_ptr=out, pairs_ptr=tiles.pairs, tiles_ptr=tiles.tiles,
         count_ptr=tiles.number, routes_ptr=routes.weights, sumsq_ptr=sumsq, eps=eps,
         stride_xm=x.stride(0) if gated else k, stride_sumsq=sumsq.stride(0), n_sumsq=n_sumsq, N=n, USED=sizes.used,
         GATED=gated, NORMED=norm is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
-        ROUNDS=rounds(linear, config), TILES=pairs, BLOCK_M=block_m, BLOCK_N=config.block_n, WARPS=config.num_warps,
-        STAGES=min(config.stages, cdiv(k, linear.packed.tile * config.num_warps)),
+        ROUNDS=rounds(linear, config), SINGLE_PAIRS=single_pairs, BLOCK_M=block_m, BLOCK_N=config.block_n,
+        WARPS=config.num_warps, STAGES=min(config.stages, cdiv(k, linear.packed.tile * config.num_warps)),
         X_AHEAD=min(config.x_ahead, warp_parts(linear, k, config.num_warps)), PROGRAMS=programs, PDL=pdl,
         DOT_FP32=interpreted(), **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
@@ -285,10 +320,10 @@ def gate_up_packed_rows(
     pdl=False,
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of each row, as `gate_up_rows`."""
-    tiles = PairTiles(routes.ids, routes.ids, routes.ids)
-    _expert_packed(
-        meta, x, linear, tiles, routes, out, gated, True, sizes, config, pdl, sizes.intermediate, LINES,
-        len(x) * sizes.used,
+    tiles = PairTiles(routes.ids, routes.ids, routes.ids)  # Only `tiles` is read.
+    _launch(
+        meta, x, linear, tiles, routes, out, gated, sizes, config, pdl, gated=True, block_m=MIN_BLOCK_M,
+        single_pairs=len(x) * sizes.used,
     )  # fmt: skip
 
 
@@ -297,9 +332,8 @@ def gate_up_packed_tiles(
     config: PackedTilesConfig, pdl=False,
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of each row, as `gate_up_tiles`, for a few rows."""
-    _expert_packed(
-        routes.ids, x, linear, tiles, routes, out, normed, True, sizes, config, pdl, sizes.intermediate,
-        config.block_m, 0,
+    _launch(
+        routes.ids, x, linear, tiles, routes, out, normed, sizes, config, pdl, gated=True, block_m=config.block_m
     )  # fmt: skip
 
 
@@ -308,9 +342,8 @@ def down_packed_tiles(
     pdl=False,
 ):  # fmt: skip
     """Multiply silu(gate) * up of each pair by its expert's weight and its own, as `down_tiles`, for a few rows."""
-    _expert_packed(
-        routes.ids, x, linear, tiles, routes, out, None, False, sizes, config, pdl, out.shape[1] // sizes.used,
-        config.block_m, 0,
+    _launch(
+        routes.ids, x, linear, tiles, routes, out, None, sizes, config, pdl, gated=False, block_m=config.block_m
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from ..common import (
 )
 from ..linear.epilogue import load_partials, norm_scale, silu
 from ..linear.matvec import dot_tiles, load_tiles
-from ..linear.project import AddResidual, Gated
+from ..linear.project import OUTPUTS, AddResidual, Gated
 from ..linear.weight import LoadedLinear
 from ..op import Op
 from .arguments import Experts, Routes
@@ -204,6 +204,5 @@ def expert_rows_bytes(meta, x, linear: LoadedLinear, routes: Routes, out, epilog
     return linear.nbytes // sizes.stored * used + x.nbytes + out.nbytes
 
 
-OUTPUTS = ("out", "epilogue.normed", "epilogue.sumsq")
 GATE_UP_ROWS = Op(gate_up_rows, gate_up_rows_ref, expert_rows_bytes, (_gate_up_rows_kernel,), outputs=("out",))
 DOWN_ROWS = Op(down_rows, down_rows_ref, expert_rows_bytes, (_down_rows_kernel,), OUTPUTS)

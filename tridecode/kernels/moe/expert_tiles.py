@@ -16,9 +16,7 @@ from ..linear.epilogue import load_partials, norm_scale, silu
 from ..linear.project import Normed
 from ..linear.weight import LoadedLinear
 from ..op import Op
-from .arguments import TILE_FIELDS, Experts, PairTiles, Routes
-
-_FIELDS = tl.constexpr(TILE_FIELDS)
+from .arguments import TILE_FIELDS, Experts, PairTiles, Routes, load_entry
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,7 @@ def _expert_tiles_kernel(
     offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     X = Rows(x_ptr, pairs_ptr, sumsq_ptr, stride_xm, stride_sumsq)
     for item in range(tl.program_id(0), tl.load(count_ptr) * BLOCKS, PROGRAMS):
-        entry = tiles_ptr + item // BLOCKS * _FIELDS
-        expert, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        expert, first, count = load_entry(tiles_ptr, item // BLOCKS)
         first_n = item % BLOCKS * BLOCK_N
         row_n = expert * WEIGHT_ROWS + first_n
         pairs, x_ptrs, mask_m = _gather(X, first, offs_m, offs_k, count, USED, GATED)

@@ -6,9 +6,7 @@ import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
 from ..op import Op
-from .arguments import TILE_FIELDS, Experts, PairTiles
-
-_FIELDS = tl.constexpr(TILE_FIELDS)
+from .arguments import FIELDS, TILE_FIELDS, Experts, PairTiles
 
 
 @triton.jit
@@ -53,7 +51,7 @@ def _sort_pairs_kernel(
     if expert == 0:
         tl.store(count_ptr, tl.sum(tiles, 0))
     for begin in range(0, own, TILE):
-        entry = tiles_ptr + (first_tile + begin // TILE) * _FIELDS
+        entry = tiles_ptr + (first_tile + begin // TILE) * FIELDS
         tl.store(entry, expert)
         tl.store(entry + 1, first + begin)
         tl.store(entry + 2, tl.minimum(own - begin, TILE))
