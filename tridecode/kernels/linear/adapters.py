@@ -2,7 +2,10 @@
 
 `shrink` (shrink.py) computes y = A x before the linear. The epilogues of the linear kernels add B y with the functions
 below. Each row has the number of its adapter. Number 0 means no adapter. `groups` lists the distinct adapters of a
-pass, so a program loads a tile of B once for all rows with this adapter.
+pass, so a program loads a tile of B once for all rows with this adapter. TOGETHER successive adapters of this list are
+a group, whose columns of B are operands of one product.
+
+Names in kernels: n is a row of the weight, and thus a row of B; r is a column of B, and thus an element of y.
 """
 
 from collections import namedtuple
@@ -16,15 +19,18 @@ from ..triton_compat import Constants
 
 RANK_STEP = 16  # Ranks are multiples of this number, which is the depth of one instruction of the tensor cores.
 STEP = tl.constexpr(RANK_STEP)
-TOGETHER = tl.constexpr(4)  # Number of adapters in a group, whose columns of B are in one product.
+TOGETHER = tl.constexpr(4)  # Number of adapters in a group.
 MAX_PARTS = 3  # Maximum number of parts of a linear. Each part has a matrix A of its own.
 
 
 class LinearAdapters(NamedTuple):
     """The adapters of one linear [n, k] on the device, and the adapters of the rows of a pass.
 
+    A part of the linear is the rows that come from one module of the checkpoint, such as q of qkv.
+
     Args:
-        a: [adapters, ...]. A row begins with the matrix A of an adapter, [parts * rank, k].
+        a: [adapters, ...], in the dtype of the activations, as b. A row begins with the matrices A of an adapter, one
+            for each part: [parts * rank, k].
         b: [adapters, ...]. A row begins with the matrix B, [n, rank].
         ranks: int32 [adapters + 1], the rank of each adapter in this linear, by its number. 0: the adapter does not
             change this linear.
@@ -32,7 +38,7 @@ class LinearAdapters(NamedTuple):
         groups: int32 [1 + ...], the number of distinct adapters of the rows, then their numbers.
         y: fp32 [splits, rows, ...]. A row begins with A x [parts * rank], as sums over parts of the columns.
         k: columns of the linear.
-        ends: for each part of the linear, the row of the weight at which it ends.
+        ends: for each part, the row of the weight at which it ends.
     """
 
     a: torch.Tensor
@@ -111,11 +117,13 @@ Adapters = namedtuple("Adapters", "b_ptr ranks_ptr numbers_ptr groups_ptr y_ptr 
 
 @triton.constexpr_function
 def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2, SOME=False):
-    """Return the constants of a linear's adapters.
+    """Return the constants P of a linear's adapters.
 
     Args:
         GATED: A tile contains rows of both halves of the weight.
-        SOME: A tile of rows may lack adapters of the pass.
+        SPLITS: number of sums in y for each element of A x.
+        PARTS, BEGIN_1, BEGIN_2: see part_arguments.
+        SOME: A program has some of the rows of the pass, so it may have no row with an adapter of the list.
     """
     return Constants(GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, SOME=SOME)
 
@@ -128,7 +136,7 @@ def begin_of(BEGIN_1, BEGIN_2, part):
 
 @triton.jit
 def _load_y(A, ptrs, mask, SPLITS: tl.constexpr):
-    """Load elements of A x, and add the sums of all parts of the columns in order."""
+    """Load elements of A x. Their SPLITS sums are added in order, so that the result does not vary."""
     y = tl.load(ptrs, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
         y += tl.load(ptrs + split * A.stride_ys, mask=mask, other=0.0)
@@ -148,15 +156,16 @@ def _matrix_b(A, adapter):
 
 
 @triton.jit
-def load_group(A, P: tl.constexpr, numbers, first, r, n, mask_n):
+def load_b_group(A, P: tl.constexpr, numbers, first, r, n, mask_n):
     """Load columns r to r + STEP - 1 of B of a group of adapters for rows n of the weight.
 
-    Return the numbers of the adapters [TOGETHER], and [BLOCK_N, TOGETHER, STEP]. Beyond the list, an adapter is 0.
-    Columns beyond its rank are 0.
+    Return the numbers of the adapters [TOGETHER], and their columns [BLOCK_N, TOGETHER, STEP]. Beyond the list, an
+    adapter is 0. Columns beyond its rank are 0.
 
     Args:
         numbers: [BLOCK_M], the adapters of the rows.
         first: place of the first adapter in the list.
+        n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
     """
     place = first + tl.arange(0, TOGETHER)
     adapter = tl.load(A.groups_ptr + 1 + place, mask=place < tl.load(A.groups_ptr), other=0)
@@ -165,7 +174,7 @@ def load_group(A, P: tl.constexpr, numbers, first, r, n, mask_n):
     ptrs = A.b_ptr + ((adapter - 1).to(tl.int64) * A.stride_b)[None, :, None]
     ptrs += n[:, None, None] * rank[None, :, None] + offs_r[None, None, :]
     mask = r < rank
-    if P.SOME:  # Other tiles of rows have the other adapters.
+    if P.SOME:  # Do not load matrices of adapters that only rows of other programs have.
         mask &= tl.max((numbers[:, None] == adapter[None, :]).to(tl.int32), 0) > 0
     return adapter, tl.load(ptrs, mask=mask_n[:, None, None] & mask[None, :, None], other=0.0)
 
@@ -175,12 +184,12 @@ def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_
     """Return B y of each row's adapter for a tile of outputs, [BLOCK_N, BLOCK_M] fp32.
 
     One product has the columns of B of several adapters. A row has zeros for the columns of other adapters, so its sum
-    does not depend on them. All numbers of an adapter are finite.
+    does not depend on them, because all numbers of an adapter are finite.
 
     Args:
-        group: the first group of adapters, from load_group.
+        group: the first group of adapters, from load_b_group. Each step loads the group of the next step.
         n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
-        first, end: If P.GATED is False, n has the rows from first to end - 1.
+        first, end: If P.GATED is False, n has the rows from first to end - 1, so a part without them is skipped.
         numbers: [BLOCK_M], the adapters of the rows.
         offs_m: [BLOCK_M], rows of the pass.
         TYPE: Dtype of the operands of the product.
@@ -205,7 +214,7 @@ def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_
         for place in range(0, count, TOGETHER):
             adapter, b = group
             last = place + TOGETHER >= count
-            group = load_group(
+            group = load_b_group(
                 A, P, numbers, tl.where(last, 0, place + TOGETHER), tl.where(last, r + STEP, r), n, mask_n
             )  # fmt: skip
             own = (numbers[None, :] == adapter[:, None]) & (adapter > 0)[:, None]
@@ -240,7 +249,10 @@ def load_b(A, adapter, rank, n, mask_n, r):
 
 @triton.jit
 def load_y(A, P: tl.constexpr, rank, n, mask_n, row, r):
-    """Load columns r to r + STEP - 1 of A x for rows n of the weight, [BLOCK_N, STEP]. Beyond the rank they are 0."""
+    """Load elements r to r + STEP - 1 of A x of the parts of rows n of the weight, [BLOCK_N, STEP] fp32.
+
+    Beyond the rank they are 0.
+    """
     part = tl.zeros_like(n)
     if P.PARTS > 1:
         part += (n >= P.BEGIN_1).to(tl.int32)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..common import cdiv, interpreted, options
 from ..op import Op
-from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
+from .adapters import Adapters, adapter_arguments, expand_rows, load_b_group, parts_of
 
 BLOCK_M, BLOCK_N = 64, 128
 
@@ -31,7 +31,7 @@ def _expand_kernel(
     numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
     if tl.max(numbers, 0) == 0:
         return
-    group = load_group(A, P, numbers, 0, 0, n, n < N)
+    group = load_b_group(A, P, numbers, 0, 0, n, n < N)
     product = expand_rows(A, P, group, n, n < N, first, first + BLOCK_N, numbers, offs_m, TYPE)
     out_ptrs = out_ptr + offs_m.to(tl.int64)[None, :] * stride_om + n[:, None]
     mask = (numbers > 0)[None, :] & (n < N)[:, None]

@@ -22,7 +22,7 @@ from ..common import (
     options,
 )
 from ..op import Op
-from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
+from .adapters import Adapters, adapter_arguments, expand_rows, load_b_group, parts_of
 from .bits import factor, half_of, pair, raised, unpack, zero_operand, zero_point
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
@@ -174,7 +174,7 @@ def _matmul_kernel(
         # If "gated", the second half of the lines is up.
         line = tl.arange(0, BLOCK_N) % OUT_N
         line_n = line + tl.arange(0, BLOCK_N) // OUT_N * N
-        group = load_group(A, P, numbers, 0, 0, pid * OUT_N + line_n, pid * OUT_N + line < N)
+        group = load_b_group(A, P, numbers, 0, 0, pid * OUT_N + line_n, pid * OUT_N + line < N)
     if PDL:
         gdc_wait()
     line_m, warp_m = places(WARPS, BLOCK_M)
@@ -303,7 +303,7 @@ def _matmul_kernel(
             )  # fmt: skip
             if BLOCKS > PROGRAMS:
                 first_n += PROGRAMS * OUT_N
-                group = load_group(A, P, numbers, 0, 0, first_n + line_n, first_n + line < N)
+                group = load_b_group(A, P, numbers, 0, 0, first_n + line_n, first_n + line < N)
         if NORMED:
             y = y * scale[None, :]
         if EPILOGUE == "gated":

@@ -23,7 +23,7 @@ from ..common import (
     options,
 )
 from ..op import Op
-from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
+from .adapters import Adapters, adapter_arguments, expand_rows, load_b_group, parts_of
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
 
@@ -78,7 +78,7 @@ def _matmul_tiles_kernel(
         A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
         P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
         first_n, numbers = pid * BLOCK_N, tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
-        group = load_group(A, P, numbers, 0, 0, offs_n, offs_n < N)
+        group = load_b_group(A, P, numbers, 0, 0, offs_n, offs_n < N)
     if PDL:
         gdc_wait()
     if some == 0:
@@ -103,7 +103,7 @@ def _matmul_tiles_kernel(
         )  # fmt: skip
         if EPILOGUE == "gated":
             first_n += N
-            group = load_group(A, P, numbers, 0, 0, offs_n + N, offs_n < N)
+            group = load_b_group(A, P, numbers, 0, 0, offs_n + N, offs_n < N)
             up += tl.trans(
                 expand_rows(A, P, group, offs_n + N, offs_n < N, first_n, first_n + BLOCK_N, numbers, offs_m, TYPE)
             )  # fmt: skip

@@ -21,7 +21,7 @@ from ..common import (
     options,
 )
 from ..op import Op
-from .adapters import Adapters, adapter_arguments, expand_rows, load_group, parts_of
+from .adapters import Adapters, adapter_arguments, expand_rows, load_b_group, parts_of
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import MAX_ROWS, OUTPUTS, SHORT, LinearKernel, adapted_bytes, adapted_ref
 
@@ -201,7 +201,7 @@ def _matmul_wide_kernel(
             first_n, exists = pid * OUT_N, pid * OUT_N + line < N
             line += first_n + half
             numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
-            group = load_group(A, P, numbers, 0, 0, line, exists)
+            group = load_b_group(A, P, numbers, 0, 0, line, exists)
             acc += expand_rows(A, P, group, line, exists, first_n, first_n + OUT_N, numbers, offs_m, TYPE)
     if SPLIT > 1:
         offs_s = offs_m[None, :] * stride_sums + pid * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
