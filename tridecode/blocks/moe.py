@@ -31,8 +31,9 @@ class MoE(Block):
         top_k: number of experts that the router chooses for a row.
         intermediate: width of gate, of up and of their product, in each expert.
         normalize: the weights of the chosen experts are divided by their sum.
-        shared: there is a shared expert of the same width. Every row uses it, with the sigmoid of a gate as its weight.
-        apart: the shared expert, if it has another width; `shared` is then false.
+        shared: there is a shared expert of the same width, which is stored as one more expert. Every row uses it, with
+            the sigmoid of a gate as its weight.
+        apart: the shared expert, if it has another width, and therefore linears of its own; `shared` is then false.
         stacked: the checkpoint stores the weights of all experts in one tensor.
     """
 
@@ -64,18 +65,20 @@ class MoE(Block):
         return self._linears
 
     @cached_property
-    def _linears(self) -> tuple[Linear, ...]:  # They have hundreds of parts.
-        (count, used), inner, hidden = (self.sizes.stored, self.sizes.used), self.intermediate, self.hidden
-        each = [f"mlp.experts.{expert}" for expert in range(self.experts)]
+    def _linears(self) -> tuple[Linear, ...]:  # Cached, because they have hundreds of parts.
+        count, used, inner, hidden = self.sizes.stored, self.sizes.used, self.intermediate, self.hidden
         gate_up: list[Part] = []
         down: list[Part] = []
+        modules = [f"mlp.experts.{expert}" for expert in range(self.experts)]
         if self.stacked:
             gate_up.append(Part(STACKED[0], 2 * inner * self.experts, self.experts))
             down.append(Part(STACKED[1], hidden * self.experts, self.experts))
-            each.clear()
-        for expert in [*each, *["mlp.shared_expert"] * self.shared]:
-            gate_up += (Part(f"{expert}.gate_proj", inner), Part(f"{expert}.up_proj", inner))
-            down.append(Part(f"{expert}.down_proj", hidden))
+            modules = []
+        if self.shared:
+            modules.append("mlp.shared_expert")
+        for module in modules:
+            gate_up += (Part(f"{module}.gate_proj", inner), Part(f"{module}.up_proj", inner))
+            down.append(Part(f"{module}.down_proj", hidden))
         return (
             Linear(
                 "experts_gate_up", 2 * inner * count, hidden, tuple(gate_up), "gated", experts=count, active=used,
@@ -94,7 +97,7 @@ class MoE(Block):
         Raises:
             ValueError: a scale belongs to rows of several experts.
         """
-        gate_up, down = _linears(layer)
+        gate_up, down = _loaded(layer)
         for name, linear, rows in (("gate_up", gate_up, 2 * self.intermediate), ("down", down, self.hidden)):
             if linear.packed and rows % linear.packed.rows:
                 raise ValueError(f"blocks of {linear.packed.rows} rows do not divide the {rows} rows of {name}")
@@ -115,7 +118,12 @@ class MoE(Block):
         return self._buffers("weights", "weights")
 
     def _buffers(self, act: str, outs: str) -> tuple[Buffer, ...]:
-        """Return the buffers of a pass: the experts of each row, the order of the pairs, and the products."""
+        """Return the buffers of a pass: the experts of each row, the order of the pairs, and the products.
+
+        Args:
+            act: dtype of silu(gate) * up, as in `Buffer`.
+            outs: dtype of the products with down.
+        """
         used = self.sizes.used
         return (
             Buffer("router_logits", (self.sizes.stored,), "float32"),
@@ -131,28 +139,27 @@ class MoE(Block):
 
     def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
         """List the router, gate_up with the activation, and down. With several rows, sort the pairs first."""
-        own, sizes, configs = state.buffers(self), self.sizes, state.experts(self, layer)
+        own, sizes, configs, meta = state.buffers(self), self.sizes, state.experts(self, layer), state.meta
         assert residual.next_norm is not None
         normed = Normed(residual.sumsq, residual.partials, self.eps)
-        epilogue = AddResidual(residual.next_norm, residual.normed, residual.sumsq)
-        routes = self._route(run, state, layer, state.meta, None, residual.normed, normed)
-        meta, (gate_up, down) = state.meta, _linears(layer)
-        if configs.rows is not None:
-            gated, (up_config, down_config) = Gated(*normed), configs.rows
-            run(
-                "experts_gate_up", OPS[type(up_config)][0], meta, residual.normed, gate_up, routes, own["experts_act"],
-                gated, sizes, config=up_config,
-            )  # fmt: skip
+        add = AddResidual(residual.next_norm, residual.normed, residual.sumsq)
+        routes = self._route(run, state, layer, meta, None, residual.normed, normed)
+        if configs.rows is None:
+            self._experts(run, state, layer, residual.normed, normed, routes, meta)
             self._shared(run, state, layer, residual)
-            run(
-                "experts_down", OPS[type(down_config)][1], meta, own["experts_act"], down, routes, residual.hidden,
-                epilogue, sizes, config=down_config,
-            )  # fmt: skip
-            return residual._replace(partials=down_config.programs(self.hidden))
-        self._experts(run, state, layer, residual.normed, normed, routes, meta)
+            run("add_experts", ADD_EXPERTS, meta, own["experts_out"], routes, residual.hidden, add, sizes)
+            return residual._replace(partials=1)
+        (gate_up, down), (up_config, down_config) = _loaded(layer), configs.rows
+        run(
+            "experts_gate_up", OPS[type(up_config)].gate_up, meta, residual.normed, gate_up, routes,
+            own["experts_act"], Gated(*normed), sizes, config=up_config,
+        )  # fmt: skip
         self._shared(run, state, layer, residual)
-        run("add_experts", ADD_EXPERTS, meta, own["experts_out"], routes, residual.hidden, epilogue, sizes)
-        return residual._replace(partials=1)
+        run(
+            "experts_down", OPS[type(down_config)].down, meta, own["experts_act"], down, routes, residual.hidden, add,
+            sizes, config=down_config,
+        )  # fmt: skip
+        return residual._replace(partials=down_config.programs(self.hidden))
 
     def prompt(self, run: Run, state: PromptState, layer: LoadedLayer, residual: PromptResidual) -> PromptResidual:
         """List the router, the order of the pairs, gate_up with the activation, down, and the sum of the experts."""
@@ -160,7 +167,7 @@ class MoE(Block):
         meta = None if state.decoding is None else state.decoding.meta
         routes = self._route(run, state, layer, meta, state.chunks, residual.normed, None)
         self._experts(run, state, layer, residual.normed, None, routes, None)
-        if self.apart is not None:  # The norm that add_norm computes is not read.
+        if self.apart is not None:  # add_norm adds the output to hidden. Its norm is overwritten before it is read.
             shared = self.apart.prompt(run, state, layer, residual).pending
             norm = layer.weights["ffn_norm"]
             run("add_shared", ADD_NORM, residual.hidden, shared, norm, residual.normed, self.eps)
@@ -168,9 +175,9 @@ class MoE(Block):
         return residual._replace(pending=state.delta)
 
     def _shared(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> None:
-        """List the shared expert, if it has another width.
+        """List the shared expert, if it has another width. It adds its output to the residual stream.
 
-        Its down overwrites the norm that the router and gate_up of the experts read, so it follows them.
+        Its down writes residual.normed, which the router and gate_up of the experts read, so it follows them.
         """
         if self.apart is not None:
             self.apart.decode(run, state, layer, residual)
@@ -179,7 +186,11 @@ class MoE(Block):
         self, run: Run, state: PassState, layer: LoadedLayer, meta: torch.Tensor | None, chunks: torch.Tensor | None,
         x: torch.Tensor, normed: Normed | None,
     ) -> Routes:  # fmt: skip
-        """List the router. Return the experts of the rows."""
+        """List the router. Return the experts of the rows.
+
+        Args:
+            meta, chunks, x, normed: see `route`.
+        """
         own = state.buffers(self)
         routes = Routes(own["router_logits"], own["expert_ids"], own["expert_weights"])
         router = Router(layer.weights["router"], layer.weights["shared_gate"] if self.shared else None)
@@ -193,20 +204,26 @@ class MoE(Block):
         self, run: Run, state: PassState, layer: LoadedLayer, x: torch.Tensor, normed: Normed | None, routes: Routes,
         meta: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """List the order of the pairs and their products, which are written to experts_out."""
+        """List the order of the pairs and their products in tiles, which are written to experts_out.
+
+        Args:
+            x, normed: see `gate_up_tiles`.
+            meta: see `sort_pairs`.
+        """
         own, sizes, configs = state.buffers(self), self.sizes, state.experts(self, layer)
-        tiles, (gate_up, down) = PairTiles(own["pairs"], own["pair_tiles"], own["tile_count"]), _linears(layer)
+        tiles, (gate_up, down) = PairTiles(own["pairs"], own["pair_tiles"], own["tile_count"]), _loaded(layer)
         up_config, down_config = configs.tiles
         run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes, up_config.tile)
         run(
-            "experts_gate_up", OPS[type(up_config)][0], x, gate_up, tiles, routes, own["experts_act"], normed, sizes,
-            config=up_config,
+            "experts_gate_up", OPS[type(up_config)].gate_up, x, gate_up, tiles, routes, own["experts_act"], normed,
+            sizes, config=up_config,
         )  # fmt: skip
         run(
-            "experts_down", OPS[type(down_config)][1], own["experts_act"], down, tiles, routes, own["experts_out"],
+            "experts_down", OPS[type(down_config)].down, own["experts_act"], down, tiles, routes, own["experts_out"],
             sizes, config=down_config,
         )  # fmt: skip
 
 
-def _linears(layer: LoadedLayer) -> tuple[LoadedLinear, LoadedLinear]:
+def _loaded(layer: LoadedLayer) -> tuple[LoadedLinear, LoadedLinear]:
+    """Return the loaded weights of gate_up and down."""
     return layer.linears["experts_gate_up"], layer.linears["experts_down"]

@@ -13,23 +13,32 @@ from .route import RouteConfig
 
 AnyRows = RowsConfig | PackedRowsConfig
 AnyTiles = TilesConfig | PackedTilesConfig | PackedPromptConfig
-# The ops of gate_up and down by the type of their launch config.
-OPS: dict[type, tuple[Op, Op]] = {
-    RowsConfig: (GATE_UP_ROWS, DOWN_ROWS),
-    TilesConfig: (GATE_UP_TILES, DOWN_TILES),
-    PackedRowsConfig: (GATE_UP_PACKED_ROWS, DOWN_PACKED_ROWS),
-    PackedTilesConfig: (GATE_UP_PACKED_TILES, DOWN_PACKED_TILES),
-    PackedPromptConfig: (GATE_UP_PACKED_PROMPT, DOWN_PACKED_PROMPT),
+
+
+class ExpertOps(NamedTuple):
+    """The ops of the two products of an expert. Both take launch configs of one type."""
+
+    gate_up: Op
+    down: Op
+
+
+OPS: dict[type, ExpertOps] = {
+    RowsConfig: ExpertOps(GATE_UP_ROWS, DOWN_ROWS),
+    TilesConfig: ExpertOps(GATE_UP_TILES, DOWN_TILES),
+    PackedRowsConfig: ExpertOps(GATE_UP_PACKED_ROWS, DOWN_PACKED_ROWS),
+    PackedTilesConfig: ExpertOps(GATE_UP_PACKED_TILES, DOWN_PACKED_TILES),
+    PackedPromptConfig: ExpertOps(GATE_UP_PACKED_PROMPT, DOWN_PACKED_PROMPT),
 }
 
 
 class ExpertsConfig(NamedTuple):
-    """The launch configs of a pass.
+    """The launch configs of the ops of a mixture of experts, for passes of one size.
 
     Args:
         route: of the router.
-        tiles: of gate_up and down in tiles of pairs, of equal sizes.
-        rows: of gate_up and down for each row separately. If it is not None, the pass uses them.
+        tiles: of gate_up and of down in tiles of pairs. Both have the same maximum number of pairs (`tile`).
+        rows: of gate_up and of down for each row separately, or None. If they exist, decode passes use them instead of
+            `tiles`.
     """
 
     route: RouteConfig
