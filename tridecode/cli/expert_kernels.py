@@ -77,5 +77,5 @@ def _row(prefix: str, size: int, launch: Launch) -> KernelRow:
             case = linear_case(arg, "plain")
             columns = case.n // sizes.stored, case.k, scheme_name(case)
         elif isinstance(arg, Router):
-            columns = *arg.experts.shape, str(arg.experts.dtype).removeprefix("torch.")
+            columns = *arg.weight.shape, str(arg.weight.dtype).removeprefix("torch.")
     return KernelRow(prefix + launch.role, *columns, size, kernel, config, "rule")

@@ -84,8 +84,8 @@ def test_rows_of_a_prompt_pass_without_a_token_have_no_experts(decoding):
 def test_equal_logits_choose_the_lowest_expert(config):
     sizes, hidden = Experts(7, 4, 32), 64
     args = route_args(sizes, hidden, 2)
-    args[3].experts[:] = args[3].experts[:1]
-    args[3].experts[5] *= 2  # The first row prefers it or likes it least.
+    args[3].weight[:] = args[3].weight[:1]
+    args[3].weight[5] *= 2  # The first row prefers it or likes it least.
     routes = args[5]
     ROUTE.launch(*args, config=config)
     best = [[5, 0, 1, 2] if logits[5] > logits[0] else [0, 1, 2, 3] for logits in routes.logits.tolist()]

@@ -36,8 +36,8 @@ class Experts(NamedTuple):
 class Router(NamedTuple):
     """The weights of the router."""
 
-    experts: torch.Tensor  # [experts, hidden]
-    shared: torch.Tensor | None = None  # [1, hidden], the gate of the shared expert
+    weight: torch.Tensor  # [experts, hidden]
+    shared_gate: torch.Tensor | None = None  # [1, hidden], the gate of the shared expert
 
 
 class Routes(NamedTuple):

@@ -33,7 +33,7 @@ def _tile_is_whole(k, step, tiles, warps, used, c):
 
 @triton.jit
 def _place(T: tl.constexpr, c: tl.constexpr, warp, USED: tl.constexpr):
-    """Return the place of tile c of a warp: the place of its expert in the row of ids, and its own in the expert's row.
+    """Return the place of tile c of a warp: that of its expert's id, and that of the tile in the expert's row.
 
     If the numbers allow, a warp takes whole rows of experts. Otherwise all warps share the tiles of each row.
     """

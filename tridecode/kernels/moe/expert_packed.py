@@ -82,8 +82,8 @@ Inputs = namedtuple("Inputs", "x_ptr order_ptr sumsq_ptr stride_xm stride_sumsq 
 def _entry(P, tile, USED: tl.constexpr, SORTED: tl.constexpr):
     """Return the expert of a tile of pairs, the place of its first pair, and its number of pairs.
 
-    Without SORTED, the number of the tile is that of its pair. It has 0 pairs, and some expert, if its row does not
-    run.
+    Without SORTED, tile i consists of pair i. If the row of this pair does not run, the tile has no pairs, and its
+    expert is arbitrary.
     """
     if SORTED:
         return load_entry(P.tiles_ptr, tile)
@@ -294,7 +294,7 @@ def _launch(
     Args:
         meta: read only if single_pairs > 0.
         norm: the partial sums for the division by the root mean square, or None.
-        gated: whether the product is that of gate_up.
+        gated: True for gate_up, False for down.
         block_m, single_pairs: BLOCK_M and SINGLE_PAIRS of the kernel.
     """
     sumsq, n_sumsq, eps = norm or (out, 0, 0.0)

@@ -1,4 +1,4 @@
-"""expert_rows: the products of a row with the weights of its experts, for passes of one or a few rows.
+"""expert_rows: the products of each row with the dense weights of its experts, for passes of one or two rows.
 
 A weight is read once for each row that uses it. As in matvec.py, whole rows of the weight are tiles in registers.
 """
@@ -55,9 +55,11 @@ def _gate_up_rows_kernel(
     may read the ids before its wait.
 
     Args:
+        x_ptr: [rows, K], the residual stream times the norm's weight.
         weight_ptr: [experts, 2 * N, K], gate before up.
         ids_ptr: [rows, USED] int32.
         out_ptr: [rows, USED * N] (output).
+        sumsq_ptr: partial sums of squares of the residual stream.
     """
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     pid, row = tl.program_id(0), tl.program_id(1)
@@ -192,7 +194,7 @@ def down_rows_ref(meta, x, linear: LoadedLinear, routes: Routes, out, epilogue: 
 
 
 def prepare_norm(row: int, out, epilogue: AddResidual) -> None:
-    """Write normed and one partial sum of squares of a row, for references."""
+    """Write the outputs of AddResidual other than `out` for a row, as references do: normed, and one partial sum."""
     epilogue.normed[row] = (out[row] * epilogue.norm.float()).to(epilogue.normed.dtype)
     epilogue.sumsq[row] = 0
     epilogue.sumsq[row, 0] = out[row].square().sum()

@@ -1,4 +1,4 @@
-"""expert_tiles: the products of many rows with the weights of their experts, in tiles of pairs of one expert.
+"""expert_tiles: the products of rows with the dense weights of their experts, in tiles of pairs of one expert.
 
 A fixed number of programs walks the tiles that `sort_pairs` lists. A weight is read once for each tile that uses it.
 """
@@ -47,12 +47,17 @@ class TilesConfig:
         return self.block_m + self.extra_m
 
 
-Rows = namedtuple("Rows", "x_ptr pairs_ptr sumsq_ptr stride_xm stride_sumsq")  # pointers to the rows of a pass
+# The sorted pairs, the activations, and the partial sums of their squares; see _expert_tiles_kernel.
+Inputs = namedtuple("Inputs", "x_ptr pairs_ptr sumsq_ptr stride_xm stride_sumsq")
 
 
 @triton.jit
 def _gather(X, first, offs_m, offs_k, count, USED: tl.constexpr, GATED: tl.constexpr):
-    """Return the pairs offs_m of a tile, pointers to the first columns of their rows, and whether they exist [m, 1]."""
+    """Return the pairs offs_m of a tile [m], pointers to the first columns of their rows [m, k], and a mask [m, 1].
+
+    Args:
+        first, count: place of the tile's first pair, and its number of pairs.
+    """
     pairs = tl.load(X.pairs_ptr + first + offs_m, mask=offs_m < count, other=0)
     rows = pairs // USED if GATED else pairs
     return pairs, X.x_ptr + rows.to(tl.int64)[:, None] * X.stride_xm + offs_k[None, :], (offs_m < count)[:, None]
@@ -71,7 +76,14 @@ def _finish(
     X, acc, up, pairs, mask_m, offs_n, n_sumsq, eps, routes_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr,
     USED: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of pairs from their sums [n, m]."""
+    """Store the results of pairs.
+
+    Args:
+        acc, up: fp32 [n, m], the products. With GATED, acc is gate. Otherwise up is not read.
+        pairs: [m].
+        mask_m: [m, 1], whether the pairs exist.
+        offs_n: [n, 1], columns of the output.
+    """
     mask_m = tl.trans(mask_m)
     if GATED:
         if NORMED:
@@ -117,7 +129,7 @@ def _expert_tiles_kernel(
         gdc_wait()
         gdc_launch_dependents()
     offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    X = Rows(x_ptr, pairs_ptr, sumsq_ptr, stride_xm, stride_sumsq)
+    X = Inputs(x_ptr, pairs_ptr, sumsq_ptr, stride_xm, stride_sumsq)
     for item in range(tl.program_id(0), tl.load(count_ptr) * BLOCKS, PROGRAMS):
         expert, first, count = load_entry(tiles_ptr, item // BLOCKS)
         first_n = item % BLOCKS * BLOCK_N

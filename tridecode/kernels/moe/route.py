@@ -48,8 +48,12 @@ class RouteConfig:
 
 @triton.jit
 def _has_token(meta_ptr, chunks_ptr, offs_m, rows, DECODING: tl.constexpr, CHUNKS: tl.constexpr):
-    """Return which of the rows offs_m have a token: [rows]. The first DECODING rows are rows of meta."""
-    has = (offs_m < 0) & (offs_m >= 0)
+    """Return which of the rows offs_m have a token, [BLOCK_M].
+
+    The first DECODING rows are rows of meta. They have a token if they run. With CHUNKS, other rows have one if they
+    are rows of a chunk.
+    """
+    has = (offs_m < 0) & (offs_m >= 0)  # False for all rows.
     if DECODING > 0:
         status = tl.load(meta_ptr + offs_m * META_WIDTH + STATUS, mask=offs_m < DECODING, other=-1)
         has = status == RUN
@@ -65,7 +69,7 @@ def _has_token(meta_ptr, chunks_ptr, offs_m, rows, DECODING: tl.constexpr, CHUNK
 @triton.jit
 def _choose(
     logits, has, offs_m, mask_m, ids_ptr, weights_ptr, E: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
-    NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
 ):  # fmt: skip
     """Store the TOP_K experts of each row with the largest logits, and their weights. Ties take the lowest index.
 
@@ -74,9 +78,12 @@ def _choose(
     indices are valid. The weights of its row become NaN.
 
     Args:
-        logits: fp32 [rows, BLOCK_E]. Columns from E on are ignored.
+        logits: fp32 [BLOCK_M, BLOCK_E]. Columns from E on are ignored.
+        has: [BLOCK_M], whether a row has a token. The ids of other rows become -1, and their weights 0.
+        offs_m, mask_m: [BLOCK_M], the rows, and whether to store their experts.
+        BLOCK_E, BLOCK_TOP: powers of two that are at least E and TOP_K.
     """
-    offs_e, offs_k = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    offs_e, offs_k = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_TOP)[None, :]
     nan = (logits != logits) & (offs_e < E)
     valid = tl.maximum(tl.where(nan, -3e38, logits), -3e38)
     bits = valid.to(tl.int32, bitcast=True)
@@ -111,7 +118,7 @@ def _route_kernel(
     stride_xm, stride_sumsq, n_sumsq, rows, E: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     SHARED: tl.constexpr, NORMALIZE: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
     DECODING: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_USED: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute the logits of BLOCK_M rows for BLOCK_N experts. The last program of the rows chooses their experts.
@@ -126,7 +133,8 @@ def _route_kernel(
         shared_ptr: [1, K]. Read only if SHARED.
         logits_ptr: [rows, E + SHARED] fp32 (output).
         ids_ptr, weights_ptr: [rows, TOP_K + SHARED] (outputs).
-        counter_ptr: [cdiv(rows, BLOCK_M)] int32, zero between launches.
+        counter_ptr: [cdiv(rows, BLOCK_M)] int32, zero between launches. It counts the programs of BLOCK_M rows whose
+            logits are stored.
         sumsq_ptr: partial sums of squares. Read only if NORMED.
     """
     STORED: tl.constexpr = E + SHARED
@@ -179,7 +187,7 @@ def _route_kernel(
     logits_ptrs = logits_ptr + offs_m.to(tl.int64)[:, None] * STORED
     mask = has[:, None] & (offs_n < STORED)[None, :]
     tl.store(logits_ptrs + offs_n[None, :], logits * scale, mask=mask)
-    tl.debug_barrier()
+    tl.debug_barrier()  # All threads have stored their logits before one of them counts the program.
     if PROGRAMS > 1:
         if tl.atomic_add(counter_ptr + block, 1) < PROGRAMS - 1:
             return
@@ -188,14 +196,14 @@ def _route_kernel(
     mask = has[:, None] & (offs_e < E)[None, :]
     all_logits = tl.load(logits_ptrs + offs_e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
     if CHUNKS:
-        stored = mask_m
+        mask_stored = mask_m
     else:
-        stored = has
-    _choose(all_logits, has, offs_m, stored, ids_ptr, weights_ptr, E, TOP_K, USED, NORMALIZE, BLOCK_E, BLOCK_USED)
+        mask_stored = has
+    _choose(all_logits, has, offs_m, mask_stored, ids_ptr, weights_ptr, E, TOP_K, USED, NORMALIZE, BLOCK_E, BLOCK_TOP)
     if SHARED:
         gate = tl.load(logits_ptr + offs_m.to(tl.int64) * STORED + E, mask=has, other=0.0, cache_modifier=".cg")
-        tl.store(ids_ptr + offs_m * USED + TOP_K, tl.where(has, E, -1), mask=stored)
-        tl.store(weights_ptr + offs_m * USED + TOP_K, tl.where(has, tl.sigmoid(gate), 0.0), mask=stored)
+        tl.store(ids_ptr + offs_m * USED + TOP_K, tl.where(has, E, -1), mask=mask_stored)
+        tl.store(weights_ptr + offs_m * USED + TOP_K, tl.where(has, tl.sigmoid(gate), 0.0), mask=mask_stored)
 
 
 def route(
@@ -217,13 +225,13 @@ def route(
     programs = cdiv(sizes.stored, config.block_n)
     sumsq, n_sumsq, eps = (routes.logits, 0, 0.0) if normed is None else normed
     _route_kernel[(programs, cdiv(rows, config.block_m))](
-        routes.ids if meta is None else meta, routes.ids if chunks is None else chunks, x, router.experts,
-        router.experts if router.shared is None else router.shared, *routes, counter, sumsq, eps, x.stride(0),
+        routes.ids if meta is None else meta, routes.ids if chunks is None else chunks, x, router.weight,
+        router.weight if router.shared_gate is None else router.shared_gate, *routes, counter, sumsq, eps, x.stride(0),
         sumsq.stride(0), n_sumsq, rows, E=sizes.experts, K=K, TOP_K=sizes.top_k, SHARED=sizes.shared,
         NORMALIZE=sizes.normalize, NORMED=normed is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
         DECODING=0 if meta is None else len(meta), CHUNKS=chunks is not None, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_E=next_power_of_2(sizes.experts),
-        BLOCK_USED=next_power_of_2(sizes.top_k), STAGES=config.stages, PROGRAMS=programs, PDL=pdl,
+        BLOCK_TOP=next_power_of_2(sizes.top_k), STAGES=config.stages, PROGRAMS=programs, PDL=pdl,
         DOT_FP32=interpreted(), **options(config.num_warps, pdl),
     )  # fmt: skip
 
@@ -242,15 +250,15 @@ def route_ref(meta, chunks, x, router: Router, normed: Normed | None, routes: Ro
     if normed is not None:
         squares = normed.sumsq[at, : normed.partials].sum(1, keepdim=True)
         own = own * torch.rsqrt(squares / x.shape[1] + normed.eps)
-    matrix = router.experts.float()
+    matrix = router.weight.float()
     logits = torch.stack([matrix @ row for row in own])
     probabilities = logits.softmax(1)
     ids = logits.nan_to_num(-3e38).sort(dim=1, descending=True, stable=True).indices[:, : sizes.top_k]
     weights = probabilities.gather(1, ids)
     if sizes.normalize:
         weights = weights / weights.sum(1, keepdim=True)
-    if router.shared is not None:
-        gate = (own * router.shared.float()).sum(1, keepdim=True)
+    if router.shared_gate is not None:
+        gate = (own * router.shared_gate.float()).sum(1, keepdim=True)
         logits, ids = torch.cat((logits, gate), 1), torch.cat((ids, torch.full_like(ids[:, :1], sizes.experts)), 1)
         weights = torch.cat((weights, gate.sigmoid()), 1)
     routes.logits[at], routes.ids[at], routes.weights[at] = logits, ids.int(), weights
@@ -258,8 +266,8 @@ def route_ref(meta, chunks, x, router: Router, normed: Normed | None, routes: Ro
 
 def route_bytes(meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: Experts) -> int:
     """Return the bytes that a launch moves."""
-    shared = 0 if router.shared is None else router.shared.nbytes
-    return x.nbytes + router.experts.nbytes + shared + sum(each.nbytes for each in routes)
+    shared = 0 if router.shared_gate is None else router.shared_gate.nbytes
+    return x.nbytes + router.weight.nbytes + shared + sum(each.nbytes for each in routes)
 
 
 ROUTE = Op(route, route_ref, route_bytes, (_route_kernel,), outputs=("routes.logits", "routes.ids", "routes.weights"))

@@ -11,7 +11,7 @@ from .arguments import FIELDS, TILE_FIELDS, Experts, PairTiles
 
 @triton.jit
 def _load_ids(meta_ptr, ids_ptr, offs, pairs, USED: tl.constexpr, HAS_META: tl.constexpr):
-    """Load the experts of pairs offs. The result is -1 for pairs that do not exist."""
+    """Load the experts of pairs offs. The result is -1 for pairs that do not exist or whose row does not run."""
     mask = offs < pairs
     if HAS_META:
         status = tl.load(meta_ptr + offs // USED * META_WIDTH + STATUS, mask=mask, other=-1)
@@ -24,16 +24,19 @@ def _sort_pairs_kernel(
     meta_ptr, ids_ptr, pairs_ptr, tiles_ptr, count_ptr, pairs, USED: tl.constexpr, HAS_META: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the pairs of one expert, in their order, and its tiles. Every program counts the pairs of all experts.
+    """Write the pairs of one expert, in their order, and its tiles.
 
-    Grid: (EXPERTS,).
+    Grid: (EXPERTS,). Every program counts the pairs of all experts. The experts before its own determine the places of
+    its pairs and tiles, so no program waits for another.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. Read only if HAS_META.
-        ids_ptr: [pairs] int32.
+        ids_ptr: [pairs] int32, the experts of the pairs; see Routes.
         pairs_ptr: [pairs] int32 (output).
         tiles_ptr: [pairs, TILE_FIELDS] int32 (output).
-        count_ptr: [1] int32 (output).
+        count_ptr: [1] int32 (output), the number of tiles.
+        TILE: maximum number of pairs of a tile.
+        BLOCK: number of pairs that are read together.
     """
     expert = tl.program_id(0)
     if PDL:
@@ -66,13 +69,13 @@ def _sort_pairs_kernel(
 
 
 def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int, *, pdl=False):
-    """Sort the pairs of all rows by expert. Pairs of one expert keep their order. Without pairs, count is 0.
+    """Sort the pairs of all rows by expert. Pairs of one expert keep their order. Without pairs, there are 0 tiles.
 
     Args:
         meta: int32 [rows, META_WIDTH]: rows that do not run have no pairs. None: rows without a token
             have the ids -1.
         ids: int32 [rows, used experts].
-        sorted_pairs: outputs.
+        sorted_pairs: the sorted pairs and their tiles (outputs).
         tile: maximum number of pairs of a tile.
     """
     pairs = ids.numel()
