@@ -34,8 +34,8 @@ _MAX_PARTS = 999
 _LISTED = 4096  # Arrays of at most this many numbers are part of the values.
 # Types of values -> format of struct. 8 is a string, 9 an array.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-_FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
-_LEAST = 32  # Minimum bytes of a tensor's entry.
+_U32, _FLOAT, _BOOL, _STRING, _ARRAY, _U64 = 4, 6, 7, 8, 9, 10
+_LEAST = 12  # Minimum bytes of a key or of a tensor's entry: the length of its name, and its type.
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
@@ -108,7 +108,13 @@ class GGUFTensor(NamedTuple):
 
 
 class _Array(NamedTuple):
-    """An array in the metadata that is not part of the values: type and number of its elements, and their place."""
+    """An array in the metadata that is not part of the values.
+
+    Args:
+        kind: type of its elements.
+        size: number of its elements.
+        begin: byte of the header at which they begin.
+    """
 
     kind: int
     size: int
@@ -120,12 +126,13 @@ class GGUF:
 
     Attributes:
         path: the file, or the first one.
-        values: the metadata by key: numbers, strings, and short lists of numbers.
+        values: the metadata by key: numbers, strings, and short lists of numbers. Other arrays are read by `strings`
+            and `numbers`.
         tensors: the tensors by name.
     """
 
-    def __init__(self, path: Path, values: dict[str, Any], tensors: dict[str, GGUFTensor], data: bytes):
-        self.path, self.values, self.tensors, self._data = path, values, tensors, data
+    def __init__(self, path: Path, values: dict[str, Any], tensors: dict[str, GGUFTensor], header: bytes):
+        self.path, self.values, self.tensors, self._header = path, values, tensors, header
 
     def reader(self) -> ConfigReader:
         """Return the reader of the values."""
@@ -144,7 +151,7 @@ class GGUF:
         if not isinstance(array, _Array) or array.kind != _STRING:
             raise self._malformed(key, "an array of strings")
         try:
-            return [text.decode() for text in _strings(self._data, array.begin, array.size)]
+            return [text.decode() for text in _strings(self._header, array.begin, array.size)]
         except UnicodeDecodeError:
             raise self._malformed(key, "an array of strings in UTF-8") from None
 
@@ -155,7 +162,7 @@ class GGUF:
             return array or []
         if not isinstance(array, _Array) or array.kind not in _NUMBERS:
             raise self._malformed(key, "an array of numbers")
-        return list(struct.unpack_from(f"<{array.size}{_NUMBERS[array.kind]}", self._data, array.begin))
+        return list(struct.unpack_from(f"<{array.size}{_NUMBERS[array.kind]}", self._header, array.begin))
 
     def floats(self, name: str) -> list[float]:
         """Return the numbers of a small tensor in F32. Raises CheckpointError."""
@@ -176,7 +183,7 @@ class GGUF:
 
 
 def _strings(data: bytes, at: int, count: int) -> Iterator[bytes]:
-    """Yield the strings of an array whose bounds are checked."""
+    """Yield `count` strings that begin at byte `at`. Their bounds are already checked."""
     length = struct.Struct("<Q").unpack_from
     for _ in range(count):
         end = at + 8 + length(data, at)[0]
@@ -213,7 +220,11 @@ def read_gguf(path: Path) -> GGUF:
 
 @lru_cache(maxsize=2)  # A load reads the metadata several times.
 def _read(names: tuple[Path, ...], changed: tuple[tuple[int, int], ...]) -> GGUF:
-    """Read files that were last changed at `changed`."""
+    """Read the files of a model.
+
+    Args:
+        changed: sizes and times of the last change, a part of the cache's key.
+    """
     first, *others = (_Header(name).parsed() for name in names)
     count = first.values.get("split.count", 0)
     if count not in (0, len(names)):
@@ -240,10 +251,13 @@ def _read(names: tuple[Path, ...], changed: tuple[tuple[int, int], ...]) -> GGUF
 
 
 class _Header:
-    """The parser of one file's header."""
+    """The parser of one file's header: the bytes before the data of the tensors."""
+
+    _file: BufferedReader
+    _size: int  # Bytes of the file.
 
     def __init__(self, path: Path):
-        self._path, self._at, self._data = path, 0, b""
+        self._path, self._at, self._data = path, 0, b""  # `_at` is the next byte of `_data` to parse.
 
     def parsed(self) -> GGUF:
         """Read the header. Raises CheckpointError."""
@@ -255,13 +269,15 @@ class _Header:
         except OSError as error:
             raise unreadable(self._path, error) from None
 
-    _file: BufferedReader
-
     def _broken(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: {reason}; use another copy of the file")
 
     def _need(self, end: int, what: str) -> None:
-        """Read more of the file if the first `end` bytes are not read yet."""
+        """Read more of the file if its first `end` bytes are not read yet. Raises CheckpointError if it is shorter.
+
+        Args:
+            what: name of the item that ends at byte `end`, for messages.
+        """
         if end > self._size:
             raise self._broken(f"truncated: {what} ends at byte {end:,} of a file of {self._size:,}")
         while end > len(self._data):
@@ -288,6 +304,7 @@ class _Header:
         self._at = at
 
     def _number(self, kind: int, what: str) -> Any:
+        """Read a number or a bool of a type of _NUMBERS."""
         form = "<" + _NUMBERS[kind]
         value = struct.unpack(form, self._take(struct.calcsize(form), what))[0]
         if kind == _BOOL:
@@ -297,7 +314,7 @@ class _Header:
         return shortest(value) if kind == _FLOAT else value
 
     def _string(self, what: str, limit: int | None = None) -> str:
-        length = self._number(10, what)
+        length = self._number(_U64, what)
         if limit is not None and length > limit:
             raise self._broken(f"{what} has {counted(length, 'byte')}, at most {limit:,} are allowed")
         try:
@@ -308,20 +325,20 @@ class _Header:
     def _parse(self) -> GGUF:
         if self._take(4, "the first word") != MAGIC:
             raise self._broken("is not a GGUF file")
-        if (version := self._number(4, "the version")) not in VERSIONS:
+        if (version := self._number(_U32, "the version")) not in VERSIONS:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
                 raise self._broken("is written for big-endian machines, which is not supported")
             raise self._broken(f"has version {version}; versions {' and '.join(map(str, VERSIONS))} are supported")
-        tensors, keys = self._number(10, "the number of tensors"), self._number(10, "the number of keys")
+        tensors, keys = self._number(_U64, "the number of tensors"), self._number(_U64, "the number of keys")
         for count, what in ((tensors, "tensor"), (keys, "key")):
-            if count > min(_MAX_COUNT, self._size // 12):
+            if count > min(_MAX_COUNT, self._size // _LEAST):
                 raise self._broken(f"cannot hold {counted(count, what)}")
         values: dict[str, Any] = {}
         for i in range(keys):
             key = self._string(f"the name of key {i}", _MAX_KEY)
             if key in values:
                 raise self._broken(f"the key {shown(key)} occurs twice")
-            values[key] = self._value(self._number(4, f"the type of {shown(key)}"), shown(key))
+            values[key] = self._value(self._number(_U32, f"the type of {shown(key)}"), shown(key))
         alignment = values.get("general.alignment", 32)
         valid = type(alignment) is int and 8 <= alignment <= _MAX_ALIGNMENT
         if not valid or alignment & (alignment - 1):
@@ -330,13 +347,14 @@ class _Header:
         return GGUF(self._path, values, infos, self._data[: self._at])
 
     def _value(self, kind: int, what: str) -> Any:
+        """Read a value of the metadata. Arrays that are not part of the values become an _Array."""
         if kind in _NUMBERS:
             return self._number(kind, what)
         if kind == _STRING:
             return self._string(what)
         if kind != _ARRAY:
             raise self._broken(f"{what} has the unknown type {kind}")
-        kind, count = self._number(4, what), self._number(10, what)
+        kind, count = self._number(_U32, what), self._number(_U64, what)
         if kind == _ARRAY:
             raise self._broken(f"{what} is an array of arrays, which is not supported")
         if kind != _STRING and kind not in _NUMBERS:
@@ -351,9 +369,9 @@ class _Header:
         if count > _LISTED:
             return _Array(kind, count, begin)
         numbers = struct.unpack(f"<{count}{_NUMBERS[kind]}", items)
-        return (
-            [bool(n) for n in numbers] if kind == _BOOL else list(map(shortest, numbers) if kind == _FLOAT else numbers)
-        )
+        if kind == _BOOL:
+            return [bool(number) for number in numbers]
+        return [shortest(number) for number in numbers] if kind == _FLOAT else list(numbers)
 
     def _tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:
         """Read the entries of the tensors, and check that their data are in the file and do not overlap."""
@@ -363,11 +381,11 @@ class _Header:
             what = f"tensor {shown(name)}"
             if name in entries:
                 raise self._broken(f"{what} occurs twice")
-            dimensions = self._number(4, what)
+            dimensions = self._number(_U32, what)
             if not 1 <= dimensions <= _MAX_DIMENSIONS:
                 raise self._broken(f"{what} has {counted(dimensions, 'dimension')}, 1 to {_MAX_DIMENSIONS} are allowed")
-            shape = tuple(self._number(10, what) for _ in range(dimensions))[::-1]
-            number, offset = self._number(4, what), self._number(10, what)
+            shape = tuple(self._number(_U64, what) for _ in range(dimensions))[::-1]
+            number, offset = self._number(_U32, what), self._number(_U64, what)
             if number not in TYPES:
                 raise self._broken(f"{what} has the unknown type {number}")
             kind = TYPES[number]
@@ -376,7 +394,7 @@ class _Header:
             if offset % alignment:
                 raise self._broken(f"{what} begins at {offset:,}, which is not a multiple of {alignment}")
             entries[name] = kind, shape, offset
-        start = -(-self._at // alignment) * alignment
+        start = -(-self._at // alignment) * alignment  # Offsets count from here.
         tensors = {
             name: GGUFTensor(self._path, kind, shape, start + offset) for name, (kind, shape, offset) in entries.items()
         }

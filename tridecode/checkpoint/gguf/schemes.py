@@ -27,12 +27,13 @@ import torch
 from ...blocks.spec import ModelSpec
 from ...errors import conflict, counted
 from ...kernels.linear.packed import Packed, QuantizedWeight
+from ...models.gguf import TYPES
 from ..quantization.scheme import Quantization, Scheme, Stored
 from .dequantize import IQ4_VALUES, codes_q5, codes_q5_k, codes_q6_k, half, nibbles, scale_codes
 from .tensors import FLOATS, gguf_tensors
 
 HEAD = "lm_head"
-_OVER = 256  # Columns of a block of Q4_K, Q5_K and Q6_K.
+_OVER = 256  # Columns of a block of Q4_K, Q5_K and Q6_K, whose scales share a factor; see `QuantizedWeight.over`.
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class BlockScheme(Scheme):
     Args:
         type: name of the type.
         columns, nbytes: columns and bytes of a block.
-        minimums: groups have minimums.
+        minimums: groups have minimums, which are subtracted.
     """
 
     type: str = ""
@@ -122,14 +123,17 @@ class BlockTypes(Quantization):
         return list(dict.fromkeys(self._by_module.values()))
 
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # codes, scale, minimum, over
+# Parts of a QuantizedWeight, with a row for each block: codes, scale, minimum, over.
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def _fp16(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Return the number at byte `at` of each block, fp16 [blocks, 1]."""
     return half(blocks, at).half()
 
 
 def _overs(blocks: torch.Tensor, *places: int) -> torch.Tensor:
+    """Return the factors of integer scales and minimums at bytes `places`, fp16 [blocks, places]."""
     return torch.cat([_fp16(blocks, at) for at in places], 1)
 
 
@@ -139,11 +143,13 @@ def _iq4_nl(blocks: torch.Tensor) -> Parts:
 
 
 def _k_scales(blocks: torch.Tensor, codes: torch.Tensor) -> Parts:
+    """Return the parts of Q4_K and Q5_K."""
     scales, minimums = scale_codes(blocks[:, 4:16])
     return codes, scales, minimums, _overs(blocks, 0, 2)
 
 
-# Codes of 8 bits have 128 added, and codes of 6 bits 32.
+# Stored codes are not negative: codes of 8 bits have 128 added, and codes of 6 bits 32. Minimums are subtracted, but
+# Q4_1 and Q5_1 store numbers that are added.
 _PARTS: dict[str, Callable[[torch.Tensor], Parts]] = {
     "Q4_0": lambda blocks: (nibbles(blocks[:, 2:], 16), _fp16(blocks, 0), None, None),
     "Q4_1": lambda blocks: (nibbles(blocks[:, 4:], 16), _fp16(blocks, 0), -_fp16(blocks, 2), None),
@@ -157,18 +163,28 @@ _PARTS: dict[str, Callable[[torch.Tensor], Parts]] = {
         codes_q6_k(blocks), blocks[:, 192:208].contiguous().view(torch.int8), None, _overs(blocks, 208),
     ),
 }  # fmt: skip
+_BLOCK_TYPES = {block.name: block for block in TYPES.values()}
 SCHEMES = {
-    name: BlockScheme(bits, group=group, type=name, columns=columns, nbytes=nbytes, minimums=minimums)
-    for name, bits, group, columns, nbytes, minimums in (
-        ("Q4_0", 4, 32, 32, 18, False), ("Q4_1", 4, 32, 32, 20, True), ("Q5_0", 6, 32, 32, 22, False),
-        ("Q5_1", 6, 32, 32, 24, True), ("Q8_0", 8, 32, 32, 34, False), ("IQ4_NL", 8, 32, 32, 18, False),
-        ("Q4_K", 4, 32, 256, 144, True), ("Q5_K", 6, 32, 256, 176, True), ("Q6_K", 6, 16, 256, 210, False),
+    name: BlockScheme(
+        bits, group=group, type=name, columns=_BLOCK_TYPES[name].columns, nbytes=_BLOCK_TYPES[name].nbytes,
+        minimums=minimums,
+    )
+    for name, bits, group, minimums in (
+        ("Q4_0", 4, 32, False), ("Q4_1", 4, 32, True), ("Q5_0", 6, 32, False), ("Q5_1", 6, 32, True),
+        ("Q8_0", 8, 32, False), ("IQ4_NL", 8, 32, False), ("Q4_K", 4, 32, True), ("Q5_K", 6, 32, True),
+        ("Q6_K", 6, 16, False),
     )
 }  # fmt: skip
 
 
 def with_file_type(spec: ModelSpec, name: str) -> ModelSpec:
-    """Return a specification of a dense model with the types of a file of GGUF_TYPES. Raises ParameterError.
+    """Return a specification of a dense model with the types that llama.cpp gives the tensors of a file.
+
+    Args:
+        name: one of GGUF_TYPES: "q8_0", or "q4_k_m", which gives some layers more bits.
+
+    Raises:
+        ParameterError: the model has recurrent layers.
 
     Source: llama.cpp, src/llama-quant.cpp.
     """
@@ -183,10 +199,10 @@ def with_file_type(spec: ModelSpec, name: str) -> ModelSpec:
 
     pairs = [(HEAD, scheme(spec.lm_head.k, True))]
     for i, layer in enumerate(spec.layers):
-        fine = i < eighth or i >= 7 * count // 8 or (i - eighth) % 3 == 2
+        in_larger_layer = i < eighth or i >= 7 * count // 8 or (i - eighth) % 3 == 2
         for linear in layer.linears():
             for part in linear.parts:
-                more_bits = fine and part.module.endswith(("v_proj", "down_proj"))
+                more_bits = in_larger_layer and part.module.endswith(("v_proj", "down_proj"))
                 pairs.append((spec.layer_prefix(i) + part.module, scheme(linear.k, more_bits)))
     return replace(spec, checkpoint_quantization=BlockTypes(name, (), tuple(pairs)))
 
