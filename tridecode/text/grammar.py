@@ -297,7 +297,6 @@ _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "
 _ANNOTATIONS = ("default", "examples")  # Keywords that do not restrict an answer.
 # The direction in which a bound becomes stricter.
 _TIGHTER = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
-_MAX_NUMBER = MAX_NUMBER
 # For schemas within Lark. `exact_schema` removes annotations, but a $ref may refer to one. After this renaming, the
 # check includes them.
 _LARK_SCHEMA_DECODER = json.JSONDecoder(
@@ -374,7 +373,7 @@ def _number(value) -> bool:
 
 def _check_magnitude(place: str, value):
     """Return `value`. Raises ParameterError if it is a number of more than 63 bits."""
-    if _number(value) and abs(value) > _MAX_NUMBER:
+    if _number(value) and abs(value) > MAX_NUMBER:
         raise _refused(f"{place}: numbers of up to 63 bits are supported, got {shown(value)}")
     return value
 
@@ -384,7 +383,7 @@ def _check_constant(value, depth: int):
     _check_depth(depth)
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_constant(item, depth - 1)
-    if _number(value) and (abs(value) > _MAX_NUMBER or int(float(value)) != int(value)):
+    if _number(value) and (abs(value) > MAX_NUMBER or int(float(value)) != int(value)):
         raise _refused(f"the number {shown(value)} is too large to be represented exactly; use a smaller number")
     return value
 
@@ -398,7 +397,7 @@ def _check_depth(depth: int) -> None:
 def _tightened(name: str, value):
     """Return a bound that is representable: `value`, or the next tighter number."""
     direction = _TIGHTER[name]
-    value = _check_magnitude(name, max(value, -_MAX_NUMBER) if direction > 0 else min(value, _MAX_NUMBER))
+    value = _check_magnitude(name, max(value, -MAX_NUMBER) if direction > 0 else min(value, MAX_NUMBER))
     if isinstance(value, float):
         return value
     rounded = float(value)
