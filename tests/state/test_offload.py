@@ -60,15 +60,15 @@ def engine_of(
 
 
 @pytest.fixture(scope="module")
-def alone(request):
-    """Engine with all pages on the device."""
+def plain_engine(request):
+    """Engine without offload, which runs one request at a time."""
     return engine_of(family=getattr(request, "param", "qwen3"))
 
 
 @pytest.fixture(scope="module")
-def run_alone(alone):
-    """Generate with one request at a time and all pages on the device."""
-    return lambda ids, params=GREEDY: alone.generate(ids, params, reuse_prefix=False).token_ids
+def run_alone(plain_engine):
+    """Generate with the plain engine."""
+    return lambda ids, params=GREEDY: plain_engine.generate(ids, params, reuse_prefix=False).token_ids
 
 
 def assert_sampled_alike(tokens, expected, prompt, engine):
@@ -91,7 +91,7 @@ def on_host(engine) -> int:
     return len(engine.scheduler.slots._ring_place)
 
 
-@pytest.mark.parametrize("family, alone", [*zip(BOTH, BOTH)], indirect=["alone"], ids=BOTH)
+@pytest.mark.parametrize("family, plain_engine", [*zip(BOTH, BOTH)], indirect=["plain_engine"], ids=BOTH)
 @covering(1, pages=[4, 5, 8, 11, 16], buffers=[2, 3])
 def test_tokens_do_not_depend_on_the_location_of_pages(pages, buffers, family, run_alone):
     engine = engine_of(pages, ring=16, buffers=buffers, family=family)
@@ -314,7 +314,7 @@ def test_any_schedule_returns_the_tokens_of_single_requests(seed, ring, run_alon
 
 @pytest.mark.parametrize("ring", [0, 4], ids=["swap", "ring"])
 @pytest.mark.parametrize("seed", range(3))
-def test_rounds_that_preempt_return_the_tokens_of_single_requests(seed, ring, alone, run_alone):
+def test_rounds_that_preempt_return_the_tokens_of_single_requests(seed, ring, plain_engine, run_alone):
     """Each round submits `n` answers to one or two prompts. The slots need far more pages than there are."""
     choose, rounds, preempted, resumed = random.Random(seed), 5, 0, 0
     engine = engine_of(13, ring=ring, host=9, slots=4, context=10, chunk_tokens=PAGE + PAGE // 2)
@@ -338,7 +338,7 @@ def test_rounds_that_preempt_return_the_tokens_of_single_requests(seed, ring, al
         resumed += engine.scheduler.preemptions - before
         for request, text, params in kept:
             if request.finish_reason != "cancelled":
-                assert_sampled_alike(request.result().token_ids, run_alone(text, params), text, alone)
+                assert_sampled_alike(request.result().token_ids, run_alone(text, params), text, plain_engine)
     assert preempted > rounds // 2 and resumed > rounds, "most rounds must preempt requests"
 
 
