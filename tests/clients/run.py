@@ -27,6 +27,7 @@ PYTHON = [
     "langchain-openai",
     "langchain-anthropic",
     "pydantic-ai-slim[openai,anthropic]",
+    "anthropic<2",  # pydantic-ai 2.38 does not work with anthropic 2.14.
     "instructor",
     "llm",
 ]
