@@ -9,6 +9,7 @@ from models import CUDA, FAMILIES, tiny_config, tiny_engine
 from util import covering, relative_rms
 
 from tridecode import SamplingParams
+from tridecode.blocks.attention import Attention
 from tridecode.cli.chat.local import IdleCapture
 from tridecode.errors import ParameterError
 from tridecode.kernels.attention import prompt_attention_hopper
@@ -217,13 +218,28 @@ def test_dispatch_of_prompt_passes(mode, attention, expected):
 
 
 def test_tokens_within_a_time_limit():
-    model = SimpleNamespace(prompt_pair_flops=4 * 4096 * 35, adapter_forms=(False,))
+    attention = Attention(hidden=4096, heads=32, kv_heads=8, head_dim=128)
     seconds = {PromptDescriptor(16, 0): 1e-9}
     seconds |= {PromptDescriptor(n, 8): s for n, s in {16: 0.003, 512: 0.006, 1024: 0.011, 2048: 0.02}.items()}
-    within = PromptPasses.tokens_within.__get__(SimpleNamespace(seconds=seconds, model=model))
+
+    def within(*args, block=attention):
+        flops = lambda start, tokens: 35 * block.attention_flops(start, start + tokens)  # noqa: E731
+        model = SimpleNamespace(prompt_attention_flops=flops, adapter_forms=(False,))
+        return PromptPasses.tokens_within(SimpleNamespace(seconds=seconds, model=model), *args)
+
     assert [within(limit, 0, 4096) for limit in (0.001, 0.004, 0.015, 1.0)] == [16, 16, 1024, 2048]
     assert within(0.015, 30_000, 4096) < 1024, "the estimate ignores the time of attention to earlier positions"
+    assert within(0.015, 30_000, 4096, block=replace(attention, window=1024)) == 1024, "the window is ignored"
     assert within(0.015, 0, 700) == 700
+
+
+def test_attention_flops_of_a_prompt_pass():
+    """Layers with a window attend to that many positions. The last layer is cut."""
+    kinds = ("sliding_attention", "full_attention", "sliding_attention")
+    model = tiny_engine(num_layers=3, layer_types=kinds, sliding_window=24).model
+    of_layer = 4 * 4 * 64  # For each pair of positions.
+    assert model.prompt_attention_flops(100, 3) == of_layer * (3 * 24 + 101 + 102 + 103)
+    assert model.prompt_attention_flops(22, 3) == of_layer * (23 + 24 + 24 + 23 + 24 + 25)
 
 
 @pytest.mark.parametrize(

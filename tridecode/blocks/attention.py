@@ -108,9 +108,9 @@ class Attention(Block):
         """Return the declaration of the K/V pages."""
         return (Pages(self.kv_heads, self.head_dim),)
 
-    def pair_flops(self) -> int:
-        """Return the floating-point operations of q @ k and p @ v for one query position and one key position."""
-        return 4 * self.q_size
+    def attention_flops(self, start: int, end: int) -> int:
+        """Return the floating-point operations of q @ k and p @ v for the tokens at positions start to end - 1."""
+        return 4 * self.q_size * (self._pairs(end) - self._pairs(start))
 
     def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
         """List qkv, attention and o_proj."""
@@ -171,6 +171,11 @@ class Attention(Block):
     def _heads(self) -> Heads:
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return Heads(self.heads, self.kv_heads, self.head_dim, scale, self.window, self.gate)
+
+    def _pairs(self, tokens: int) -> int:
+        """Return the number of positions to which the first `tokens` tokens attend in total."""
+        full = min(tokens, self.window or tokens)
+        return full * (full + 1) // 2 + (tokens - full) * self.window
 
     def _scratch(self, state: DecodeState) -> Scratch:
         own = state.buffers(self)

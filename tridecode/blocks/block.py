@@ -312,8 +312,8 @@ class Block:
         """Return the declarations of the state that a request keeps between passes."""
         return ()
 
-    def pair_flops(self) -> int:
-        """Return the floating point operations for one token and one position before it."""
+    def attention_flops(self, start: int, end: int) -> int:
+        """Return the floating-point operations in which the tokens at positions start to end - 1 attend to others."""
         return 0
 
     def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:

@@ -1,5 +1,6 @@
 """DecodeModel: all tensors that the passes read and write, at addresses that never change."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -277,11 +278,16 @@ class DecodeModel:
         fits = self.queries * block.group <= 32 and block.head_dim in (64, 128)
         return self.fixed_chunk > 0 or not fits or self.weights.dtype == torch.float32
 
-    @property
-    def prompt_pair_flops(self) -> int:
-        """Floating point operations for one token and one position before it in a prompt pass."""
+    @cached_property
+    def _prompt_mixers(self) -> Mapping[Block, int]:
+        """The mixers of a prompt pass and the number of layers that have each, without a last layer that is cut."""
         layers = self.spec.layers[: -1 if self.spec.layers[-1].mixer.cuts_prompt else None]
-        return sum(block.pair_flops() for layer in layers for block in layer.blocks)
+        return Counter(layer.mixer for layer in layers)
+
+    def prompt_attention_flops(self, start: int, tokens: int) -> int:
+        """Return the floating-point operations of attention in a prompt pass of `tokens` tokens from a position."""
+        mixers = self._prompt_mixers.items()
+        return sum(count * mixer.attention_flops(start, start + tokens) for mixer, count in mixers)
 
     def for_rows(self, rows: int) -> "DecodeModel":
         """Return the same model for passes of its first `rows` rows."""

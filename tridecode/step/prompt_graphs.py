@@ -124,8 +124,8 @@ class PromptPasses(PassRunner[PromptDescriptor]):
         timed.sort()
         if not timed:
             return limit
-        pair = self.model.prompt_pair_flops / ATTENTION_RATE  # Unit: seconds.
-        fitting = [tokens for tokens, spent in timed if spent + tokens * (start + tokens / 2) * pair <= seconds]
+        flops = self.model.prompt_attention_flops
+        fitting = [tokens for tokens, spent in timed if spent + flops(start, tokens) / ATTENTION_RATE <= seconds]
         return min(max(fitting, default=timed[0][0]), limit)
 
     def capture(self, key: PromptDescriptor) -> None:

@@ -108,9 +108,8 @@ def prompt_ids(spec: ModelSpec, tokens: int) -> list[int]:
 def prefill_flops(spec: ModelSpec, tokens: int, cached: int = 0) -> int:
     """Return the floating-point operations of a prompt pass up to the first sampled token.
 
-    A linear takes two operations per weight and token; blocks declare their operations per token and attended position.
-    If the last layer is cut, it computes K/V for all tokens and the rest for the last token only. Only the last token
-    needs the LM head.
+    A linear takes two operations per weight and token; blocks declare the operations of attention. If the last layer
+    is cut, it computes K/V for all tokens and the rest for the last token only. Only the last token needs the LM head.
 
     Args:
         spec: the model
@@ -125,10 +124,7 @@ def prefill_flops(spec: ModelSpec, tokens: int, cached: int = 0) -> int:
                 whole = not cut or (block is layer.mixer and linear.epilogue != "residual")
                 rows = linear.n * linear.active // linear.experts if linear.experts else linear.n
                 flops += 2 * rows * linear.k * (tokens if whole else 1)
-            if pair := block.pair_flops():
-                window = getattr(block, "window", 0) or end
-                positions = 0 if cut else seen(end - 1, window) - seen(cached, window)
-                flops += pair * (positions + min(end, window))
+            flops += block.attention_flops(end - 1 if cut else cached, end)
     return flops
 
 
@@ -140,9 +136,3 @@ def chunk_weights(engine: Engine, tokens: int) -> list[tuple[int, float]]:
     chunk = engine.plan.chunk
     rows = [min(chunk, tokens - first) for first in range(0, tokens, chunk)]
     return [(count, bytes_read(engine.config, engine.model.weights, count)) for count in rows]
-
-
-def seen(tokens: int, window: int) -> int:
-    """Return the number of positions to which the first `tokens` tokens attend in total, with at most `window` each."""
-    full = min(tokens, window)
-    return full * (full + 1) // 2 + (tokens - full) * window
