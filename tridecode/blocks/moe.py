@@ -6,7 +6,6 @@ from functools import cached_property
 
 import torch
 
-from ..kernels.add_norm import ADD_NORM
 from ..kernels.linear.packed import Packed
 from ..kernels.linear.project import AddResidual, Gated, Normed
 from ..kernels.linear.weight import LoadedLinear
@@ -167,11 +166,8 @@ class MoE(Block):
         meta = None if state.decoding is None else state.decoding.meta
         routes = self._route(run, state, layer, meta, state.chunks, residual.normed, None)
         self._experts(run, state, layer, residual.normed, None, routes, None)
-        if self.apart is not None:  # add_norm adds the output to hidden. Its norm is overwritten before it is read.
-            shared = self.apart.prompt(run, state, layer, residual).pending
-            norm = layer.weights["ffn_norm"]
-            run("add_shared", ADD_NORM, residual.hidden, shared, norm, residual.normed, self.eps)
-        run("add_experts", ADD_EXPERTS, None, own["experts_out"], routes, state.delta, None, self.sizes)
+        shared = None if self.apart is None else self.apart.prompt(run, state, layer, residual).pending
+        run("add_experts", ADD_EXPERTS, None, own["experts_out"], routes, state.delta, None, self.sizes, shared)
         return residual._replace(pending=state.delta)
 
     def _shared(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> None:

@@ -180,9 +180,14 @@ def test_experts_are_added(sizes, hidden, dtype):
     rows = 5
     x, routes = random(rows, sizes.used * hidden, dtype=dtype), random_routes(rows, sizes, (3,))
     x[3] = float("nan")
-    check_op(
-        ADD_EXPERTS, (None, x, routes, poisoned(rows, hidden, dtype=dtype), None, sizes), tolerance=TOLERANCE[dtype]
-    )
+    for shared in (None, random(rows, hidden, dtype=dtype, seed=6)):
+        args = None, x, routes, poisoned(rows, hidden, dtype=dtype), None, sizes, shared
+        check_op(ADD_EXPERTS, args, tolerance=TOLERANCE[dtype])
+    ADD_EXPERTS.launch(*args)
+    expected = args[3].clone()
+    args[3].copy_(shared)
+    ADD_EXPERTS.launch(*args[:6], args[3])
+    assert torch.equal(args[3], expected), "the output differs if it is also the input"
     out = random(rows, hidden, seed=5)
     epilogue = AddResidual(norm_weight(hidden, dtype), poisoned(rows, hidden, dtype=dtype), poisoned(rows, hidden))
     check_op(

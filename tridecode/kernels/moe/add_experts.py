@@ -1,5 +1,6 @@
 """add_experts: adds the products of the experts of each row."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -12,16 +13,21 @@ from .expert_rows import prepare_norm
 
 @triton.jit
 def _add_experts_kernel(
-    meta_ptr, x_ptr, ids_ptr, norm_ptr, out_ptr, normed_ptr, sumsq_ptr, stride_om, stride_normed, stride_sumsq,
-    N: tl.constexpr, USED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    meta_ptr, x_ptr, ids_ptr, shared_ptr, norm_ptr, out_ptr, normed_ptr, sumsq_ptr, stride_om, stride_normed,
+    stride_sumsq, N: tl.constexpr, USED: tl.constexpr, SHARED: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of a row. With RESIDUAL, add them to the residual stream and prepare the next norm.
+    """Add the products of a row.
+
+    With SHARED, add those of another tensor too. With RESIDUAL, add the sum to the residual stream and prepare the next
+    norm.
 
     Grid: (rows,).
 
     Args:
         x_ptr: [rows, USED, N].
         ids_ptr: [rows, USED] int32. A row whose first id is -1 has no products. Read only without RESIDUAL.
+        shared_ptr: contiguous [rows, N], other products. Read only if SHARED.
         norm_ptr: [N], the weight of the next norm. Read only if RESIDUAL.
         out_ptr: [rows, N] (output).
     """
@@ -43,6 +49,8 @@ def _add_experts_kernel(
     else:
         mask_x = offs < tl.where(tl.load(ids_ptr + row * USED) < 0, 0, N)
         y = tl.zeros([BLOCK], tl.float32)
+    if SHARED:
+        y += tl.load(shared_ptr + row.to(tl.int64) * N + offs, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(USED):
         x = tl.load(x_ptr + (row.to(tl.int64) * USED + i) * N + offs, mask=mask_x, other=0.0)
         y += x.to(tl.float32)
@@ -53,39 +61,41 @@ def _add_experts_kernel(
         tl.store(sumsq_ptr + row * stride_sumsq, tl.sum(y * y, 0))
 
 
-def add_experts(meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: Experts, *, pdl=False):
+def add_experts(meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: Experts, shared=None, *, pdl=False):
     """Add the products of the experts of each row.
 
     Args:
         meta: int32 [rows, META_WIDTH], or None without `epilogue`.
         x: contiguous [rows, used experts * n].
-        routes: the experts of the rows. A row without a token gets zeros.
+        routes: the experts of the rows. A row without a token has no products.
         out: [rows, n] (output). With `epilogue`, the residual stream in fp32, to which the products are added.
         epilogue: the next norm, or None.
+        shared: contiguous [rows, n], which is added too, or None. It may be `out`.
     """
     rows, n = out.shape
     norm, normed, sumsq = (out, out, out) if epilogue is None else epilogue
     _add_experts_kernel[(rows,)](
-        routes.ids if meta is None else meta, x, routes.ids, norm, out, normed, sumsq, out.stride(0), normed.stride(0),
-        sumsq.stride(0), n, sizes.used, epilogue is not None, next_power_of_2(n), pdl, **options(8, pdl),
+        routes.ids if meta is None else meta, x, routes.ids, x if shared is None else shared, norm, out, normed, sumsq,
+        out.stride(0), normed.stride(0), sumsq.stride(0), n, sizes.used, shared is not None, epilogue is not None,
+        next_power_of_2(n), pdl, **options(8, pdl),
     )  # fmt: skip
 
 
-def add_experts_ref(meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: Experts) -> None:
+def add_experts_ref(meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: Experts, shared=None) -> None:
     """Compute `add_experts` in torch in fp32."""
-    parts = x.view(len(out), sizes.used, -1)
+    parts, other = x.view(len(out), sizes.used, -1), torch.zeros_like(out) if shared is None else shared
     if epilogue is None:
         has = routes.ids[:, :1] >= 0
-        out.copy_(parts.float().sum(1).where(has, 0.0))
+        out.copy_(parts.float().sum(1).where(has, 0.0) + other)
         return
     for row in running(meta, len(out)):
-        out[row] += parts[row].float().sum(0)
+        out[row] += parts[row].float().sum(0) + other[row]
         prepare_norm(row, out, epilogue)
 
 
-def add_experts_bytes(meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: Experts) -> int:
+def add_experts_bytes(meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: Experts, shared=None) -> int:
     """Return the bytes that a launch moves."""
-    return x.nbytes + out.nbytes * (1 if epilogue is None else 2)
+    return x.nbytes + out.nbytes * (1 if epilogue is None else 2) + (0 if shared is None else shared.nbytes)
 
 
 ADD_EXPERTS = Op(add_experts, add_experts_ref, add_experts_bytes, (_add_experts_kernel,), OUTPUTS)
