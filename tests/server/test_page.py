@@ -776,6 +776,24 @@ def test_model_can_be_selected_if_there_are_several(chat, served):
     assert "does not exist" in text_of(chat, ".turn .remark") and errors_of(chat)
 
 
+@in_chromium
+def test_statistics_name_the_model_if_there_are_several(chat):
+    names = ["bundled", "<b>other</b>\u202e"]
+    answers(chat, 200, json.dumps({"data": [{"id": name, "max_model_len": 2048} for name in names]}), path="v1/models")
+    chat.run("document.querySelector('#retry').click()")
+    chat.until("!document.querySelector('#models').hidden")
+    body = stream({"delta": {"content": "Yes."}}, usage={"prompt_tokens": 3, "completion_tokens": 1})
+    for name in names:
+        select(chat, "#models", name)
+        answers(chat, 200, body + "data: [DONE]\n\n")
+        ask(chat, QUESTION)
+        answered(chat, 1 + names.index(name))
+    chat.reload()
+    answered(chat, 2)
+    shown = [stats.split(" · ")[:2] for stats in texts_of(chat, ".turn .stats:last-of-type")]
+    assert shown == [["bundled", "1 token"], ["<b>other</b>\ufffd", "1 token"]]
+
+
 # ---- conversations
 
 

@@ -166,7 +166,7 @@ async function merge(id) {
 /** Receive the answer of a turn. Each frame is saved before it is drawn, so nothing on the screen is lost. */
 async function run(conversation, turn) {
   const controller = new AbortController(), entry = {conversation, controller, discarded: false};
-  const live = {...turn}, model = card();
+  const live = {...turn}, model = card(), isNamed = cards.length > 1;
   let pause = FRAME, timer = 0;
   runs.set(turn.id, entry);
   conversation.updated = Date.now();
@@ -185,6 +185,7 @@ async function run(conversation, turn) {
     timer ||= setTimeout(() => { timer = 0; frame(); }, pause);
   });
   clearTimeout(timer);
+  if (isNamed && live.stats) live.stats = `${model.id} · ${live.stats}`;
   await frame();
   runs.delete(turn.id);
   conversation.updated = Date.now();

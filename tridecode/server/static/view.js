@@ -70,7 +70,7 @@ function fill(conversation, turn, isRunning, actions) {
   const waits = runs && !turn.answer && !turn.thought, remark = turn.state === "running" ? INTERRUPTED : turn.remark;
   nodes.remark.textContent = waits ? WAITING : runs ? "" : visible(remark);
   nodes.remark.classList.toggle("error", !runs && turn.state === "failed");
-  nodes.stats.textContent = runs ? "" : turn.stats;
+  nodes.stats.textContent = runs ? "" : visible(turn.stats);
   if (runs !== nodes.runs) nodes.actions.replaceChildren(...runs ? [] : buttons(conversation, turn, actions));
   nodes.runs = runs;
   for (const node of [nodes.note, nodes.remark, nodes.stats, nodes.actions]) node.hidden = !node.hasChildNodes();
