@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 
 from ..arguments import shown
 from ..blocks.host_layers import HostLayers, make_host_layers
-from ..blocks.moe import MoE
 from ..blocks.spec import ModelSpec
 from ..blocks.weights import LayerWeights, Weights
 from ..errors import CheckpointError, DeviceError, brief, counted
@@ -451,7 +450,8 @@ def _check(
         raise CheckpointError(f"{path}: tensor {shown(missing[0])} is missing{more}; {fix}")
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
-        layers, experts = counted(spec.num_layers, "layer"), {b.experts for b in spec.blocks() if isinstance(b, MoE)}
+        layers = counted(spec.num_layers, "layer")
+        experts = {linear.experts - linear.always for linear in spec.linears() if linear.experts}
         size = f"{layers} and {counted(max(experts), 'expert')}" if experts else layers
         raise CheckpointError(
             f"{tensors[extra[0]].file}: tensor {shown(extra[0])}{more} does not belong to a {spec.family} model of "
