@@ -310,6 +310,17 @@ def test_gone_client_cancels_its_request(engine, monkeypatch, stream):
         assert running.metric("requests_total", 'outcome="cancelled"') == 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_left_before_its_request_is_parsed_is_noticed(engine, monkeypatch, stream):
+    monkeypatch.setattr(Connections, "delay", lambda self: 0.2)
+    slow_passes(engine, monkeypatch, 0.02)
+    with Running(engine) as running:
+        with opened(running) as client:
+            client.sendall(post(LONG | {"stream": stream}, path="/v1/completions"))
+        until(lambda: running.metric("requests_total", 'outcome="cancelled"') == 1, 10)
+    assert engine.scheduler.load().requests == 0
+
+
 def test_incomplete_request_of_a_half_closed_client_is_closed(running, pace):
     with opened(running) as client:
         client.sendall(post(GREEDY)[:-5])

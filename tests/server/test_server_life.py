@@ -424,7 +424,7 @@ def test_storm_leaves_engine_consistent(engine):
     with Running(engine, max_queue=40) as running:
         counts = storm(running, STORM_SECONDS)
         assert {"answered", "disconnected", "slow", "garbage"} <= counts.keys(), counts
-        until(lambda: engine.scheduler.load().requests == 0)
+        until(lambda: engine.scheduler.load().requests == 0, 60)
         assert_idle(engine)
         several = GREEDY | {"n": engine.slots + 40}  # The requests fill all places of the queue.
         until(lambda: running.post("/v1/chat/completions", several).status_code == 200, 60)

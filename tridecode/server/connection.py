@@ -129,8 +129,7 @@ class Connection(HttpToolsProtocol):
             return False
         if not self._ended:
             self._ended = True
-            if not self._idle and not self.pipeline and not self.cycle.response_started:
-                self._probe(_EarlyTransport(self.cycle))
+            self._begin_probes()
         return True
 
     # ---- parser
@@ -221,6 +220,7 @@ class Connection(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+        self._begin_probes()
 
     # ---- responses
 
@@ -247,6 +247,7 @@ class Connection(HttpToolsProtocol):
         """Continue with the next request, or wait for it."""
         self._pipelined = bool(self.pipeline)
         super().on_response_complete()
+        self._begin_probes()
         if not self._idle or self.transport.is_closing():
             return
         self._limits.waiting[self] = None
@@ -283,6 +284,11 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
         else:
             self.transport.close()
+
+    def _begin_probes(self) -> None:
+        """Probe a client that ended its side, if the response to its last request has not begun."""
+        if self._ended and not self._idle and not self.pipeline and not self.cycle.response_started:
+            self._probe(_EarlyTransport(self.cycle))
 
     def _probe(self, transport: "_EarlyTransport") -> None:
         """Send a byte of a response that has not begun. The kernel of a client that is gone resets the connection.
