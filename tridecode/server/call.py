@@ -130,7 +130,6 @@ class Call:
     def attach(self, requests: list[Request]) -> None:
         """Set the submitted requests; cancel them if the call has ended in the meantime."""
         self._requests, self._read = requests, [0] * len(requests)
-        self._loop.update(self)
         if self.ended:
             self._cancel()
 
@@ -163,7 +162,6 @@ class Call:
         """
         if self.ended is None:
             self.ended = error
-            self._loop.update(self)
             self._cancel()
             self.wake()
 

@@ -45,8 +45,7 @@ class Loop:
     def __init__(self, engine: Engine, max_queue: int, keep_alive: float):
         self.engine, self._keep_alive = engine, keep_alive
         self._max_requests = engine.slots + max_queue
-        self._calls: dict[Call, int] = {}  # Call -> number of its requests that `open` includes.
-        self.open = 0  # Number of requests that run or wait. `update` changes it.
+        self._calls: set[Call] = set()
         self._work, self._notified, self._stopping = threading.Event(), False, False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._pool = ThreadPoolExecutor(PREPARING, "prompt")
@@ -73,6 +72,11 @@ class Loop:
     def running(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def open(self) -> int:
+        """Number of requests that run or wait."""
+        return sum(call.open for call in self._calls)
 
     # ---- the thread
 
@@ -111,7 +115,6 @@ class Loop:
         self._notified = False
         for call in self._calls:
             call.wake()
-            self.update(call)
         if self.failure is not None and self._on_failure is not None:
             on_failure, self._on_failure = self._on_failure, None
             on_failure()
@@ -166,7 +169,6 @@ class Loop:
         """
         self.check(count)
         call.expected = count
-        self.update(call)
         try:
             call.attach(await self._asyncio.run_in_executor(self._grammar_pool if constrained else self._pool, submit))
         finally:
@@ -174,18 +176,11 @@ class Loop:
 
     def add(self, call: "Call") -> None:
         """Register a call, so that it is woken and its deadline is checked."""
-        self._calls[call] = 0
+        self._calls.add(call)
 
     def remove(self, call: "Call") -> None:
         """Remove a call that has ended."""
-        self.open -= self._calls.pop(call)
-
-    def update(self, call: "Call") -> None:
-        """Count the requests of a call again, because some have begun or ended."""
-        if call in self._calls:
-            count = call.open
-            self.open += count - self._calls[call]
-            self._calls[call] = count
+        self._calls.discard(call)
 
     def end_all(self, error: ApiError) -> None:
         """End all calls with `error`."""
