@@ -311,7 +311,7 @@ def test_gone_client_cancels_its_request(engine, monkeypatch, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_client_that_left_before_its_request_is_parsed_is_noticed(engine, monkeypatch, stream):
+def test_client_gone_before_parsing_cancels_its_request(engine, monkeypatch, stream):
     monkeypatch.setattr(Connections, "delay", lambda self: 0.2)
     slow_passes(engine, monkeypatch, 0.02)
     with Running(engine) as running:

@@ -97,7 +97,7 @@ def test_stuck_reader_neither_blocks_others_nor_loses_tokens(engine, monkeypatch
         until(lambda: engine.scheduler.load().rows == 1)
         assert running.client().chat.completions.create(**GREEDY).choices[0].message.content == ANSWER
         # The engine has sampled all tokens, and the slot is free.
-        until(lambda: engine.scheduler.load().requests == 0, 60)
+        until(lambda: engine.scheduler.load().requests == 0)
         time.sleep(0.2)
         got = events(stuck.rest().splitlines())
     expected = engine.generate(LONG["prompt"], SamplingParams(temperature=0, ignore_eos=True, max_tokens=400))
@@ -401,7 +401,7 @@ def test_storm_leaves_engine_consistent(engine):
     with Running(engine, max_queue=40) as running:
         counts = storm(running, STORM_SECONDS)
         assert {"answered", "disconnected", "slow", "garbage"} <= counts.keys(), counts
-        until(lambda: engine.scheduler.load().requests == 0, 60)
+        until(lambda: engine.scheduler.load().requests == 0)
         assert_idle(engine)
         several = GREEDY | {"n": engine.slots + 40}  # The requests fill all places of the queue.
         until(lambda: running.post("/v1/chat/completions", several).status_code == 200, 60)
