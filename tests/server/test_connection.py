@@ -162,7 +162,7 @@ def test_idle_connection_is_kept_for_the_announced_time(running):
         assert b"keep-alive: timeout=75\r\n" in client.recv(4096).lower()
         until(lambda: any(each.timeout_keep_alive_task for each in running.connections()))
         (kept,) = [each for each in running.connections() if each.timeout_keep_alive_task]
-        assert 70 < kept.timeout_keep_alive_task.when() - kept.loop.time() <= 75
+        assert 70 < kept.timeout_keep_alive_task.when() - kept.loop.time() < 75.5
     with opened(running) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert b"keep-alive" not in rest(client).lower()
