@@ -48,6 +48,11 @@ GGUF_SCHEMES = {
 }
 
 
+def width_of(scheme: str, k: int) -> int:
+    """Return k. If scales have factors, round it up to a multiple of 128, so that kernels can load words of scales."""
+    return -(-k // 128) * 128 if "_over" in scheme else k
+
+
 def kernel_of(config):
     return next(kernel for kernel in LINEAR_KERNELS if kernel.config is type(config))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from check import check_op
-from linear_product import EPILOGUES, GGUF_SCHEMES, PLAIN, SCHEMES, Product, dense, packed
+from linear_product import EPILOGUES, GGUF_SCHEMES, PLAIN, SCHEMES, Product, dense, packed, width_of
 from util import BF16_ROUNDING, CUDA, Case, assert_close, covering, poisoned, random
 
 from tridecode.kernels.linear.dequantize import DEQUANTIZE
@@ -47,7 +47,8 @@ def product(epilogue, scheme, n, k, rows, **options) -> Product:
 )  # fmt: skip
 def test_schemes_and_epilogues_match_the_reference(scheme, rows, case, epilogue):
     config = config_for(scheme, rows)
-    product(epilogue, scheme, case.sizes["n"], case.sizes["k"], rows).check(config, **tolerances(config))
+    n, k = case.sizes["n"], width_of(scheme, case.sizes["k"])
+    product(epilogue, scheme, n, k, rows).check(config, **tolerances(config))
 
 
 CONFIGS = {
@@ -75,7 +76,7 @@ def test_configs_match_the_reference(epilogue, scheme, config):
 
 @SCHEME
 def test_dequantize_matches_the_reference(scheme):
-    n, k = (1001, 4864) if CUDA else (40, 320)
+    n, k = (1001, 4864) if CUDA else (40, width_of(scheme, 320))
     check_op(DEQUANTIZE, (packed(scheme, n, k), 3, n - 2, poisoned(n - 5, k)), tolerance=1e-6)
 
 

@@ -56,5 +56,6 @@ def dense(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> LoadedLinear:
 def partial_sums(x: torch.Tensor, count: int = 3) -> torch.Tensor:
     """Return a buffer whose first `count` columns sum to about the squares of x, which has a mean square of 1."""
     sums = torch.full((len(x), 16), float("nan"), device=x.device)
-    sums[:, :count] = x.float().square().sum(1, keepdim=True) / count * torch.rand(len(x), 1).to(x.device).add(0.5)
+    factors = torch.rand(len(x), 1, generator=torch.Generator().manual_seed(len(x))).to(x.device).add(0.5)
+    sums[:, :count] = x.float().square().sum(1, keepdim=True) / count * factors
     return sums

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from check import check_op
-from linear_product import GGUF_SCHEMES, SCHEMES, packed
+from linear_product import GGUF_SCHEMES, SCHEMES, packed, width_of
 from moe_util import EPS, empty_tiles, meta_of, partial_sums, random_routes
 from util import BF16_ROUNDING, CUDA, covering, norm_weight, poisoned, random
 
@@ -57,9 +57,15 @@ OPS = {
 }
 
 
+def sizes_of(scheme: str, name: str) -> tuple[Experts, int]:
+    """Return sizes of SIZES, with widths that the scheme can have."""
+    sizes, hidden = SIZES[name]
+    return sizes._replace(intermediate=width_of(scheme, sizes.intermediate)), width_of(scheme, hidden)
+
+
 @cache
 def weights(scheme: str, name: str) -> tuple[LoadedLinear, LoadedLinear]:
-    sizes, hidden = SIZES[name]
+    sizes, hidden = sizes_of(scheme, name)
     n = sizes.stored * sizes.intermediate
     return packed(scheme, 2 * n, hidden), packed(scheme, sizes.stored * hidden, sizes.intermediate)
 
@@ -75,7 +81,7 @@ def tolerance_of(linear: LoadedLinear, config) -> float:
 
 
 def check_rows(scheme: str, name: str, rows: int, config: PackedRowsConfig) -> None:
-    sizes, hidden = SIZES[name]
+    sizes, hidden = sizes_of(scheme, name)
     gate_up, down = weights(scheme, name)
     x, meta = random(rows, hidden, dtype=torch.bfloat16), meta_of(rows, (1,)[: rows // 2])
     routes, gated = random_routes(rows, sizes), Gated(partial_sums(x), 3, EPS)
@@ -99,7 +105,7 @@ def check_rows(scheme: str, name: str, rows: int, config: PackedRowsConfig) -> N
 def check_tiles(
     scheme: str, name: str, rows: int, config: PackedTilesConfig | PackedPromptConfig, prompt: bool
 ) -> None:
-    sizes, hidden = SIZES[name]
+    sizes, hidden = sizes_of(scheme, name)
     gate_up, down = weights(scheme, name)
     gate_up_op, down_op = OPS[type(config)]
     routes, tiles = random_routes(rows, sizes, (2,)[: rows // 3]), empty_tiles(rows, sizes)

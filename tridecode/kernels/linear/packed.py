@@ -129,6 +129,7 @@ class Packed:
         scale_dtype: dtype of the scales, and of the minimums.
         minimums: each row of a group has a minimum, which is subtracted.
         over_group: columns whose scales and minimums, which are integers, share factors in fp16; 0 if there are none.
+            A row has a multiple of four of these integers, because kernels load them as words of four bytes.
     """
 
     number_type: str
@@ -141,6 +142,9 @@ class Packed:
     scale_dtype: torch.dtype = torch.float32
     minimums: bool = False
     over_group: int = 0
+
+    def __post_init__(self) -> None:
+        assert not self.over_group or self.k % (4 * minimum_group(self.group)) == 0
 
     @property
     def plain(self) -> bool:
