@@ -66,6 +66,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker("quick")
 
 
+def pytest_sessionstart(session):
+    """Compile in this process if pytest-xdist runs several test processes, which already use all CPUs."""
+    if torch.cuda.is_available() and os.environ.get("PYTEST_XDIST_WORKER"):
+        from tridecode.step import compiling
+
+        compiling.MAX_WORKERS, compiling.MAX_IN_PROCESS = 2, sys.maxsize
+
+
 def pytest_addoption(parser):
     parser.addoption("--template-dir", metavar="DIR", help="chat templates of public models (*.jinja) for the tests")
 

@@ -14,8 +14,8 @@ from tridecode.kernels.linear.project import Plain
 from tridecode.kernels.linear.torch_linear import TORCH, piece_rows
 
 CASES = [
-    Case("qwen3-4b_down", gpu=dict(n=2560, k=9728), small=dict(n=24, k=384)),
-    Case("odd_rows", gpu=dict(n=1001, k=4864), small=dict(n=21, k=192)),
+    Case("qwen3-4b_o_proj", gpu=dict(n=2560, k=4096), small=dict(n=24, k=384)),
+    Case("odd_rows", gpu=dict(n=1001, k=2432), small=dict(n=21, k=192)),
     Case("qwen3-0.6b_o_proj", gpu=dict(n=1024, k=2048), small=dict(n=32, k=128)),
 ]
 ALL = [*SCHEMES, *GGUF_SCHEMES]

@@ -7,8 +7,9 @@ import torch
 from check import check_op
 from linear_product import GGUF_SCHEMES, SCHEMES, packed, width_of
 from moe_util import EPS, empty_tiles, meta_of, partial_sums, random_routes
-from util import BF16_ROUNDING, CUDA, covering, norm_weight, poisoned, random
+from util import BF16_ROUNDING, CUDA, DEVICE, covering, norm_weight, poisoned, random
 
+from tridecode.kernels.device import device_of
 from tridecode.kernels.linear.project import AddResidual, Gated, Normed
 from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.kernels.moe.arguments import Experts
@@ -22,19 +23,19 @@ from tridecode.kernels.moe.expert_packed import (
 from tridecode.kernels.moe.expert_weight import PackedRowsConfig
 from tridecode.kernels.moe.prompt_packed import DOWN_PACKED_PROMPT, GATE_UP_PACKED_PROMPT, PackedPromptConfig
 from tridecode.kernels.moe.sort_pairs import SORT_PAIRS
+from tridecode.tuning.experts import experts_config
 
 EVERY_SCHEME = pytest.mark.parametrize("scheme", [*SCHEMES, *GGUF_SCHEMES])
 SIZES = {
     "two of three, shared": (Experts(3, 2, 64, shared=True), 144),
     "one of two": (Experts(2, 1, 48), 96),
 }
-if CUDA:  # The widths of these models, with fewer experts, so that several test processes fit on one GPU.
-    SIZES |= {
-        "Qwen3-30B-A3B": (Experts(16, 8, 768), 2048),
-        "Qwen3.6-35B-A3B": (Experts(16, 8, 512, shared=True), 2048),
-        "704 columns": (Experts(16, 4, 704), 2816),
-    }
 SMALL = next(iter(SIZES))
+MODELS = {  # These have fewer experts than the models, so that several test processes fit on one GPU.
+    "Qwen3-30B-A3B": (Experts(16, 8, 768), 2048),
+    "Qwen3.6-35B-A3B": (Experts(16, 8, 512, shared=True), 2048),
+    "704 columns": (Experts(16, 4, 704), 2816),
+}
 ROWS = {
     "one warp, shared": PackedRowsConfig(16, 1, 2, max_programs=3),
     "two warps": PackedRowsConfig(32, 2, 64),
@@ -58,8 +59,8 @@ OPS = {
 
 
 def sizes_of(scheme: str, name: str) -> tuple[Experts, int]:
-    """Return sizes of SIZES, with widths that the scheme can have."""
-    sizes, hidden = SIZES[name]
+    """Return sizes of SIZES or MODELS, with widths that the scheme can have."""
+    sizes, hidden = (SIZES | MODELS)[name]
     return sizes._replace(intermediate=width_of(scheme, sizes.intermediate)), width_of(scheme, hidden)
 
 
@@ -80,7 +81,9 @@ def tolerance_of(linear: LoadedLinear, config) -> float:
     return ROUNDED if integers and (config.rounds or description.minimums or description.group < 32) else TOLERANCE
 
 
-def check_rows(scheme: str, name: str, rows: int, config: PackedRowsConfig) -> None:
+def check_rows(scheme: str, name: str, rows: int, *configs: PackedRowsConfig) -> None:
+    """Check both products of a few rows. configs: those of gate_up and of down, or one for both."""
+    config, down_config = configs[0], configs[-1]
     sizes, hidden = sizes_of(scheme, name)
     gate_up, down = weights(scheme, name)
     x, meta = random(rows, hidden, dtype=torch.bfloat16), meta_of(rows, (1,)[: rows // 2])
@@ -93,9 +96,9 @@ def check_rows(scheme: str, name: str, rows: int, config: PackedRowsConfig) -> N
     out = random(rows, hidden, seed=5)
     normed = poisoned(rows, hidden, dtype=torch.bfloat16)
     epilogue = AddResidual(norm_weight(hidden, torch.bfloat16), normed, poisoned(rows, hidden))
-    programs, tolerance = config.programs(hidden), tolerance_of(down, config)
+    programs, tolerance = down_config.programs(hidden), tolerance_of(down, down_config)
     check_op(
-        DOWN_PACKED_ROWS, (meta, act, down, routes, out, epilogue, sizes), dict(config=config),
+        DOWN_PACKED_ROWS, (meta, act, down, routes, out, epilogue, sizes), dict(config=down_config),
         {"out": tolerance, "epilogue.normed": tolerance, "epilogue.sumsq": tolerance},
         accumulates=("out", "epilogue.sumsq"),
         views={"epilogue.sumsq": lambda sums: sums[:, :programs].nan_to_num(0.0).sum(1)},
@@ -103,8 +106,10 @@ def check_rows(scheme: str, name: str, rows: int, config: PackedRowsConfig) -> N
 
 
 def check_tiles(
-    scheme: str, name: str, rows: int, config: PackedTilesConfig | PackedPromptConfig, prompt: bool
+    scheme: str, name: str, rows: int, prompt: bool, *configs: PackedTilesConfig | PackedPromptConfig
 ) -> None:
+    """Check both products of tiles of pairs. configs: those of gate_up and of down, or one for both."""
+    config, down_config = configs[0], configs[-1]
     sizes, hidden = sizes_of(scheme, name)
     gate_up, down = weights(scheme, name)
     gate_up_op, down_op = OPS[type(config)]
@@ -118,8 +123,8 @@ def check_tiles(
 
     act = random(rows, sizes.used * sizes.intermediate, dtype=torch.bfloat16, seed=3)
     out = poisoned(rows, sizes.used * hidden, dtype=torch.bfloat16 if prompt else torch.float32)
-    tolerance = tolerance_of(down, config)
-    check_op(down_op, (act, down, tiles, routes, out, sizes), dict(config=config), tolerance)
+    tolerance = tolerance_of(down, down_config)
+    check_op(down_op, (act, down, tiles, routes, out, sizes), dict(config=down_config), tolerance)
 
 
 @EVERY_SCHEME
@@ -134,19 +139,19 @@ def test_rows_match_the_reference(scheme, name, rows, config):
 
 @EVERY_SCHEME
 def test_tiles_match_the_reference(scheme):
-    check_tiles(scheme, SMALL, 5, TILES["tiles of 16"], False)
+    check_tiles(scheme, SMALL, 5, False, TILES["tiles of 16"])
 
 
 @covering(
     2, scheme=["int4", "int8_zeros", "e4m3", "int8_minimums_over"], name=list(SIZES), rows=[1, 7, 40], config=TILES
 )
 def test_tiles_of_several_rows_match_the_reference(scheme, name, rows, config):
-    check_tiles(scheme, name, rows, config, False)
+    check_tiles(scheme, name, rows, False, config)
 
 
 @EVERY_SCHEME
 def test_prompt_matches_the_reference(scheme):
-    check_tiles(scheme, SMALL, 9, PROMPTS["tiles of 16"], True)
+    check_tiles(scheme, SMALL, 9, True, PROMPTS["tiles of 16"])
 
 
 @covering(
@@ -157,4 +162,24 @@ def test_prompt_matches_the_reference(scheme):
     config=PROMPTS,
 )
 def test_prompts_of_many_rows_match_the_reference(scheme, name, rows, config):
-    check_tiles(scheme, name, rows, config, True)
+    check_tiles(scheme, name, rows, True, config)
+
+
+@pytest.mark.skipif(not CUDA, reason="the launch configs of a GPU, at widths for which the interpreter takes minutes")
+@covering(
+    2,
+    scheme=["int4", "int4_a_row", "int8_zeros", "e4m3_blocks", "int6_over", "int8_minimums_over"],
+    name=list(MODELS),
+    passes=["1", "2", "7", "40", "prompt of 19", "prompt of 300"],
+)
+def test_configs_in_use_match_the_reference(scheme, name, passes):
+    """A pass is named by its number of rows."""
+    rows, prompt, linears = int(passes.split()[-1]), passes.startswith("prompt"), weights(scheme, name)
+    gpu = device_of(torch.device(DEVICE))
+    config = experts_config(
+        sizes_of(scheme, name)[0], rows, gpu, False, prompt, packed=tuple(each.packed for each in linears)
+    )
+    if config.rows is not None:
+        check_rows(scheme, name, rows, *config.rows)
+    else:
+        check_tiles(scheme, name, rows, prompt, *config.tiles)
