@@ -10,7 +10,7 @@ from ..kernels.linear.packed import Packed
 from ..kernels.linear.project import AddResidual, Gated, Normed
 from ..kernels.linear.weight import LoadedLinear
 from ..kernels.moe.add_experts import ADD_EXPERTS
-from ..kernels.moe.arguments import TILE_FIELDS, Experts, PairTiles, Router, Routes
+from ..kernels.moe.arguments import TILE_FIELDS, ExpertSizes, PairTiles, Router, Routes
 from ..kernels.moe.config import OPS
 from ..kernels.moe.route import ROUTE
 from ..kernels.moe.sort_pairs import SORT_PAIRS
@@ -46,9 +46,9 @@ class MoE(Block):
     stacked: bool = False
 
     @property
-    def sizes(self) -> Experts:
+    def sizes(self) -> ExpertSizes:
         """The sizes as kernels take them."""
-        return Experts(self.experts, self.top_k, self.intermediate, self.normalize, self.shared)
+        return ExpertSizes(self.experts, self.top_k, self.intermediate, self.normalize, self.shared)
 
     def stored_as(self, tensors: Container[str], prefix: str) -> "MoE":
         """Return the block that names the tensors of a checkpoint: one for each expert, or one for all experts."""

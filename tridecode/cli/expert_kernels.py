@@ -7,7 +7,7 @@ from ..blocks.spec import ModelSpec
 from ..blocks.weights import Weights
 from ..kernels.device import Device
 from ..kernels.linear.weight import LoadedLinear
-from ..kernels.moe.arguments import Experts, Router
+from ..kernels.moe.arguments import ExpertSizes, Router
 from ..step.decode import decode_pass
 from ..step.dispatch import SIZES
 from ..step.model import DecodeModel, linear_case, make_model
@@ -65,12 +65,12 @@ def _rows(prefix: str, passes: Mapping[int, Iterable[Launch]]) -> list[KernelRow
 
 def _has_config(launch: Launch) -> bool:
     """Return whether a launch reads weights of experts or of their router."""
-    return "config" in launch.options and any(isinstance(arg, Experts) for arg in launch.args)
+    return "config" in launch.options and any(isinstance(arg, ExpertSizes) for arg in launch.args)
 
 
 def _row(prefix: str, size: int, launch: Launch) -> KernelRow:
     """Return the row of a launch. n and k are the sizes of the router, or of the weight of one expert."""
-    sizes = next(arg for arg in launch.args if isinstance(arg, Experts))
+    sizes = next(arg for arg in launch.args if isinstance(arg, ExpertSizes))
     config, kernel = asdict(launch.options["config"]), launch.op.launch.__name__
     for arg in launch.args:
         if isinstance(arg, LoadedLinear):

@@ -5,7 +5,7 @@ from functools import cache
 
 from ..kernels.device import Device
 from ..kernels.linear.packed import Packed
-from ..kernels.moe.arguments import Experts
+from ..kernels.moe.arguments import ExpertSizes
 from ..kernels.moe.config import AnyRows, AnyTiles, ExpertsConfig
 from ..kernels.moe.expert_packed import PackedTilesConfig
 from ..kernels.moe.expert_rows import RowsConfig
@@ -21,7 +21,7 @@ FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs
 
 @cache
 def experts_config(
-    sizes: Experts, rows: int, gpu: Device, batch_invariant: bool, prompt: bool = False, itemsize: int = 2,
+    sizes: ExpertSizes, rows: int, gpu: Device, batch_invariant: bool, prompt: bool = False, itemsize: int = 2,
     packed: tuple[Packed | None, Packed | None] = (None, None),
 ) -> ExpertsConfig:  # fmt: skip
     """Choose the launch configs for passes of `rows` rows. They were measured on an H100.
@@ -35,29 +35,31 @@ def experts_config(
     programs = gpu.multiprocessors or PROGRAMS
     expected = 0 if batch_invariant else rows * sizes.top_k / sizes.experts
     if expected <= FEW:
-        gate_up = TilesConfig(16, 64, 256, 3, 4, 4 * programs)
-        down = TilesConfig(16, 64, 128, 3, 4, 2 * programs)
+        gate_up = TilesConfig(16, 64, 256, stages=3, num_warps=4, programs=4 * programs)
+        down = TilesConfig(16, 64, 128, stages=3, num_warps=4, programs=2 * programs)
     elif expected <= 2.5 * FEW:
-        gate_up = down = TilesConfig(32, 64, 128, 3, 4, 2 * programs)
+        gate_up = down = TilesConfig(32, 64, 128, stages=3, num_warps=4, programs=2 * programs)
     elif expected <= 8 * FEW:
-        gate_up, down = TilesConfig(64, 64, 128, 3, 4, 2 * programs), TilesConfig(64, 128, 64, 4, 8, 2 * programs)
+        gate_up = TilesConfig(64, 64, 128, stages=3, num_warps=4, programs=2 * programs)
+        down = TilesConfig(64, 128, 64, stages=4, num_warps=8, programs=2 * programs)
     else:
-        gate_up = TilesConfig(128, 128, 64, 4, 8, 2 * programs, extra_m=32)
-        down = TilesConfig(128, 64, 64, 4, 4, 2 * programs, extra_m=32)
+        gate_up = TilesConfig(128, 128, 64, stages=4, num_warps=8, programs=2 * programs, extra_m=32)
+        down = TilesConfig(128, 64, 64, stages=4, num_warps=4, programs=2 * programs, extra_m=32)
     tiles: tuple[AnyTiles, AnyTiles] = fitted(gate_up, 2, gpu, itemsize), fitted(down, 1, gpu, itemsize)
     if batch_invariant and not gpu.capability:  # Products of torch on a CPU depend on their number of rows.
-        tiles = TilesConfig(1, 64, 128, 3, 4, programs), TilesConfig(1, 64, 128, 3, 4, programs)
+        row_by_row = TilesConfig(1, 64, 128, stages=3, num_warps=4, programs=programs)
+        tiles = row_by_row, row_by_row
     if any(packed):
         tiles = _packed_tiles(packed, expected, prompt, gpu, itemsize)
     if prompt and not batch_invariant:
-        return ExpertsConfig(RouteConfig(16, 128 if rows >= 1024 else 16, 128, 4), tiles)
-    configs = ExpertsConfig(RouteConfig(16, 16, 64, 4, stages=6), tiles)
+        return ExpertsConfig(RouteConfig(16, 128 if rows >= 1024 else 16, 128), tiles)
+    configs = ExpertsConfig(RouteConfig(16, 16, 64, stages=6), tiles)
     if batch_invariant or rows > MAX_ROWS:
         return configs
     gate_up_rows, down_rows = _rows(packed[0], True, sizes.used), _rows(packed[1], False, sizes.used)
     if gate_up_rows is None or down_rows is None:
         return configs
-    return configs._replace(route=RouteConfig(1, 4, 1024, 4), rows=(gate_up_rows, down_rows))
+    return configs._replace(route=RouteConfig(), rows=(gate_up_rows, down_rows))
 
 
 def _rows(packed: Packed | None, gate_up: bool, used: int) -> AnyRows | None:
@@ -68,15 +70,17 @@ def _rows(packed: Packed | None, gate_up: bool, used: int) -> AnyRows | None:
         used: number of experts of a row.
     """
     if packed is None:
-        return RowsConfig(2, 4 if gate_up else 1)
+        return RowsConfig(2, num_warps=4 if gate_up else 1)
     if gate_up:  # All tiles of the weight and of the activations are in flight.
         if packed.k > 2560:
-            return PackedRowsConfig(16, 8)
-        return PackedRowsConfig(32 if _words(packed, 4) <= 4 and _is_simple(packed) else 16, 4, registers=168)
+            return PackedRowsConfig(16, num_warps=8)
+        block_n = 32 if _words(packed, 4) <= 4 and _is_simple(packed) else 16
+        return PackedRowsConfig(block_n, num_warps=4, registers=168)
     warps = 8 if _words(packed, 8, used) <= 12 else 16
     if _words(packed, warps, used) > 96 // warps:
         return None
-    return PackedRowsConfig(16, warps, 8, 168 if warps == 8 and _has_row_scales(packed) else 0)
+    registers = 168 if warps == 8 and _has_row_scales(packed) else 0
+    return PackedRowsConfig(16, warps, x_ahead=8, registers=registers)
 
 
 def _words(packed: Packed, warps: int, rows: int = 1) -> int:
@@ -107,7 +111,7 @@ def _packed_tiles(
     else:
         tile = 8 if expected <= 4 and all(packed) else 16
         own = [_decode_tiles(each, tile, gpu) for each in packed if each]
-    dense = fitted(TilesConfig(tile, 64, 64, 3, 4, 2 * programs), 2, gpu, itemsize)
+    dense = fitted(TilesConfig(tile, 64, 64, stages=3, num_warps=4, programs=2 * programs), 2, gpu, itemsize)
     return own.pop(0) if packed[0] else dense, own.pop() if packed[1] else dense
 
 
@@ -122,13 +126,15 @@ def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfi
     stages = 2 if packed.bits == 6 else 8
     block_n = 32 if _is_simple(packed) or block_m == 8 else 16
     programs = gpu.multiprocessors * fit or PROGRAMS
-    return PackedTilesConfig(block_n, warps, 4, registers, programs, stages, block_m=block_m)
+    return PackedTilesConfig(
+        block_n, warps, x_ahead=4, registers=registers, max_programs=programs, stages=stages, block_m=block_m
+    )
 
 
 def _prompt(packed: Packed, block_m: int, gpu: Device, programs: int) -> PackedPromptConfig:
     """Choose the most stages, then the largest tiles, that fit into the shared memory of a program."""
     block_n = 128 if gpu.capability in (90, 100) else 64  # Without wgmma the sums leave fewer registers.
-    config = PackedPromptConfig(block_m, block_n, 3, 8, 2 * programs)
+    config = PackedPromptConfig(block_m, block_n, stages=3, num_warps=8, programs=2 * programs)
     columns, words, available = packed.tile * 2, packed.tile * packed.bits // 8, gpu.shared_memory - 2**12
     while gpu.shared_memory and config.stages * (config.block_m * columns + block_n * words) > available:
         smaller = dict(stages=2) if config.stages > 2 else dict(block_m=config.block_m // 2)

@@ -5,7 +5,7 @@ from util import DEVICE, meta_rows, random
 
 from tridecode import layout
 from tridecode.kernels.linear.weight import LoadedLinear
-from tridecode.kernels.moe.arguments import TILE_FIELDS, Experts, PairTiles, Routes
+from tridecode.kernels.moe.arguments import TILE_FIELDS, ExpertSizes, PairTiles, Routes
 from tridecode.layout import CHUNK_WIDTH, MAX_CHUNKS, Chunk
 
 EPS = 1e-6
@@ -24,13 +24,13 @@ def chunk_table(*chunks: Chunk) -> torch.Tensor:
     return table.to(DEVICE)
 
 
-def empty_routes(rows: int, sizes: Experts) -> Routes:
+def empty_routes(rows: int, sizes: ExpertSizes) -> Routes:
     ids = torch.full((rows, sizes.used), POISON, dtype=torch.int32, device=DEVICE)
     logits = torch.full((rows, sizes.stored), float("nan"), device=DEVICE)
     return Routes(logits, ids, torch.full((rows, sizes.used), float("nan"), device=DEVICE))
 
 
-def random_routes(rows: int, sizes: Experts, without: tuple[int, ...] = (), seed: int = 0) -> Routes:
+def random_routes(rows: int, sizes: ExpertSizes, without: tuple[int, ...] = (), seed: int = 0) -> Routes:
     """Return different random experts for each row. Rows in `without` have the id -1."""
     generator = torch.Generator().manual_seed(seed)
     routes = empty_routes(rows, sizes)
@@ -42,7 +42,7 @@ def random_routes(rows: int, sizes: Experts, without: tuple[int, ...] = (), seed
     return routes
 
 
-def empty_tiles(rows: int, sizes: Experts) -> PairTiles:
+def empty_tiles(rows: int, sizes: ExpertSizes) -> PairTiles:
     def integers(*shape):
         return torch.full(shape, POISON, dtype=torch.int32, device=DEVICE)
 

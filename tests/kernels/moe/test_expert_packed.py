@@ -12,7 +12,7 @@ from util import BF16_ROUNDING, CUDA, DEVICE, covering, norm_weight, poisoned, r
 from tridecode.kernels.device import device_of
 from tridecode.kernels.linear.project import AddResidual, Gated, Normed
 from tridecode.kernels.linear.weight import LoadedLinear
-from tridecode.kernels.moe.arguments import Experts
+from tridecode.kernels.moe.arguments import ExpertSizes
 from tridecode.kernels.moe.down_packed import DOWN_PACKED_ROWS
 from tridecode.kernels.moe.expert_packed import (
     DOWN_PACKED_TILES,
@@ -27,14 +27,14 @@ from tridecode.tuning.experts import experts_config
 
 EVERY_SCHEME = pytest.mark.parametrize("scheme", [*SCHEMES, *GGUF_SCHEMES])
 SIZES = {
-    "two of three, shared": (Experts(3, 2, 64, shared=True), 144),
-    "one of two": (Experts(2, 1, 48), 96),
+    "two of three, shared": (ExpertSizes(3, 2, 64, shared=True), 144),
+    "one of two": (ExpertSizes(2, 1, 48), 96),
 }
 SMALL = next(iter(SIZES))
 MODELS = {  # These have fewer experts than the models, so that several test processes fit on one GPU.
-    "Qwen3-30B-A3B": (Experts(16, 8, 768), 2048),
-    "Qwen3.6-35B-A3B": (Experts(16, 8, 512, shared=True), 2048),
-    "704 columns": (Experts(16, 4, 704), 2816),
+    "Qwen3-30B-A3B": (ExpertSizes(16, 8, 768), 2048),
+    "Qwen3.6-35B-A3B": (ExpertSizes(16, 8, 512, shared=True), 2048),
+    "704 columns": (ExpertSizes(16, 4, 704), 2816),
 }
 ROWS = {
     "one warp, shared": PackedRowsConfig(16, 1, 2, max_programs=3),
@@ -58,7 +58,7 @@ OPS = {
 }
 
 
-def sizes_of(scheme: str, name: str) -> tuple[Experts, int]:
+def sizes_of(scheme: str, name: str) -> tuple[ExpertSizes, int]:
     """Return sizes of SIZES or MODELS, with widths that the scheme can have."""
     sizes, hidden = (SIZES | MODELS)[name]
     return sizes._replace(intermediate=width_of(scheme, sizes.intermediate)), width_of(scheme, hidden)

@@ -10,7 +10,7 @@ from util import BF16_ROUNDING, CUDA, DEVICE, norm_weight, poisoned, random
 
 from tridecode.kernels.linear.project import AddResidual, Gated, Normed
 from tridecode.kernels.moe.add_experts import ADD_EXPERTS
-from tridecode.kernels.moe.arguments import Experts, Router
+from tridecode.kernels.moe.arguments import ExpertSizes, Router
 from tridecode.kernels.moe.expert_rows import DOWN_ROWS, GATE_UP_ROWS, RowsConfig
 from tridecode.kernels.moe.expert_tiles import DOWN_TILES, GATE_UP_TILES, TilesConfig
 from tridecode.kernels.moe.route import ROUTE, RouteConfig
@@ -18,16 +18,16 @@ from tridecode.kernels.moe.sort_pairs import SORT_PAIRS
 from tridecode.layout import Chunk
 
 SIZES = {
-    "two of six": (Experts(6, 2, 48), 96),
-    "not normalized, shared": (Experts(5, 3, 40, normalize=False, shared=True), 80),
-    "one of four, shared": (Experts(4, 1, 32, shared=True), 64),
+    "two of six": (ExpertSizes(6, 2, 48), 96),
+    "not normalized, shared": (ExpertSizes(5, 3, 40, normalize=False, shared=True), 80),
+    "one of four, shared": (ExpertSizes(4, 1, 32, shared=True), 64),
 }
 if CUDA:
     SIZES |= {
-        "Qwen3-30B-A3B": (Experts(128, 8, 768), 2048),
-        "Qwen3.6-35B-A3B": (Experts(256, 8, 512, shared=True), 2048),
-        "Qwen3-Next-80B-A3B": (Experts(512, 10, 512, shared=True), 2048),
-        "Qwen1.5-MoE-A2.7B": (Experts(60, 4, 1408, normalize=False), 2048),
+        "Qwen3-30B-A3B": (ExpertSizes(128, 8, 768), 2048),
+        "Qwen3.6-35B-A3B": (ExpertSizes(256, 8, 512, shared=True), 2048),
+        "Qwen3-Next-80B-A3B": (ExpertSizes(512, 10, 512, shared=True), 2048),
+        "Qwen1.5-MoE-A2.7B": (ExpertSizes(60, 4, 1408, normalize=False), 2048),
     }
 EVERY_SIZE = pytest.mark.parametrize("sizes, hidden", SIZES.values(), ids=SIZES)
 # Fewer experts, so that the weights of several test processes fit on one GPU.
@@ -82,7 +82,7 @@ def test_rows_of_a_prompt_pass_without_a_token_have_no_experts(decoding):
 
 @pytest.mark.parametrize("config", ROUTE_CONFIGS.values(), ids=ROUTE_CONFIGS)
 def test_equal_logits_choose_the_lowest_expert(config):
-    sizes, hidden = Experts(7, 4, 32), 64
+    sizes, hidden = ExpertSizes(7, 4, 32), 64
     args = route_args(sizes, hidden, 2)
     args[3].weight[:] = args[3].weight[:1]
     args[3].weight[5] *= 2  # The first row prefers it or likes it least.
@@ -114,13 +114,13 @@ def test_pairs_are_sorted(sizes, hidden, rows, tile, prompt):
 
 
 def test_idle_rows_have_no_tiles():
-    sizes, tiles = Experts(6, 2, 48), empty_tiles(3, Experts(6, 2, 48))
+    sizes, tiles = ExpertSizes(6, 2, 48), empty_tiles(3, ExpertSizes(6, 2, 48))
     SORT_PAIRS.launch(meta_of(3, (0, 1, 2)), random_routes(3, sizes).ids, tiles, sizes, 16)
     assert tiles.number[0].item() == 0
 
 
 def test_pairs_of_one_expert_fill_several_blocks():
-    sizes = Experts(3, 1, 32)
+    sizes = ExpertSizes(3, 1, 32)
     routes = random_routes(1500, sizes)
     routes.ids[routes.ids == 1] = 0
     check_op(SORT_PAIRS, (None, routes.ids, empty_tiles(1500, sizes), sizes, 128))

@@ -139,7 +139,8 @@ def _matmul_kernel(
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
     T: tl.constexpr = tiling(
         N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER,
-        ROUNDS and FORM != "e4m3", EPILOGUE == "gated", BLOCK_N, WARPS, X_AHEAD, BLOCKS, PROGRAMS,
+        ROUNDS=ROUNDS and FORM != "e4m3", GATED=EPILOGUE == "gated", BLOCK_N=BLOCK_N, WARPS=WARPS, X_AHEAD=X_AHEAD,
+        BLOCKS=BLOCKS, PROGRAMS=PROGRAMS,
     )  # fmt: skip
     OUT_N: tl.constexpr = T.OUT_N
     CHUNKS: tl.constexpr = T.CHUNKS

@@ -36,39 +36,42 @@ Activations = namedtuple("Activations", "ptrs order_ptr offs_k offs_m rows")
 
 @triton.constexpr_function
 def tiling(
-    N, K, FORM, GROUP, SCALE_ROWS, SCALE_TYPE, ZEROS, MINIMUMS, OVER, ROUNDS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS,
-    PROGRAMS,
+    N, K, FORM, GROUP, SCALE_ROWS, SCALE_TYPE, ZEROS, MINIMUMS, OVER, ROUNDS, GATED, BLOCK_N, WARPS, X_AHEAD, BLOCKS=1,
+    PROGRAMS=1,
 ):  # fmt: skip
     """Return the constants of a kernel that follow from the weight and the launch config.
 
-    The weight is [N, K], or [2 * N, K] if GATED.
+    The weight is [N, K], or [2 * N, K] if GATED. A *line* is what a warp loads of one row of the weight at a time, a
+    *part* is 32 columns of it, and a *tile* is the lines of all warps for a block of BLOCK_N rows.
 
-    OUT_N: outputs of a block of BLOCK_N rows.
-    MASKED: whether the last block exceeds the rows.
-    SHARED: whether a program takes several blocks.
-    PARTS: parts of 32 columns in a line of a tile.
-    LINE: elements of a line in memory.
-    PIECES: loads of a line, each of LINE / PIECES elements.
-    STEP: columns of a line.
-    LENGTH: elements of a row in memory.
-    CHUNKS: tiles of a block.
-    X_TILES: tiles of activations.
-    GROUPS: groups of GROUP columns in a row.
-    GROUPED: whether a row has several scales. They multiply the sums of tiles or, for smaller groups, of parts of
-    tiles, or the weights if ROUNDS.
-    ROUNDS: whether weights are scaled and rounded before the product.
-    ROW_SCALES: whether a row has one scale, which multiplies the whole sum.
-    SCALES, MINS, ZERO_PARTS: scales, minimums and zero points of a line.
-    SIZE: bytes of a scale and of a minimum if they are loaded as words, else 0.
-    FP16: whether scales of two bytes are fp16, not bf16.
-    SCALE_LOADS: numbers that are loaded for the scales of a line.
-    LOADED: numbers that are loaded for the scales, the minimums and their factors.
-    EACH: columns of a line that share a scale.
-    HALVES: scales of a part, which is multiplied once for each: 2 for groups of 16 columns.
-    MIN_GROUP, LOWS: columns that share a minimum, and such groups in a row.
-    OVERS: groups of OVER columns in a row.
-    GROUP_PARTS: parts that share a scale.
-    ZEROS_AFTER: whether zero points are subtracted from the sums instead of from the weight.
+    Blocks of rows:
+        OUT_N: outputs of a block of BLOCK_N rows.
+        MASKED: whether the last block exceeds the rows.
+        SHARED: whether a program takes several blocks.
+        CHUNKS: tiles of a block.
+        X_TILES: parts of the activations that a warp needs.
+    Lines:
+        STEP: columns of a line.
+        PARTS: parts of a line.
+        LINE: elements of a line in memory.
+        PIECES: loads of a line, each of LINE / PIECES elements.
+        LENGTH: elements of a row in memory.
+    Groups of columns, which share a scale, a minimum or a zero point:
+        GROUPED: whether a row has several scales. They multiply the sums of tiles or, for smaller groups, of parts of
+            tiles, or the weights if ROUNDS.
+        ROW_SCALES: whether a row has one scale, which multiplies the whole sum.
+        ROUNDS: whether weights are scaled and rounded before the product.
+        GROUPS, LOWS, OVERS: groups of a row with the same scale, minimum, and factors of both.
+        MIN_GROUP: columns that share a minimum.
+        EACH: columns of a line that share a scale.
+        GROUP_PARTS: parts that share a scale.
+        HALVES: scales of a part, which is multiplied once for each: 2 for groups of 16 columns.
+        SCALES, MINS, ZERO_PARTS: scales, minimums and zero points of a line.
+        SIZE: bytes of a scale and of a minimum if they are loaded as words, else 0.
+        FP16: whether scales of two bytes are fp16, not bf16.
+        SCALE_LOADS: numbers that are loaded for the scales of a line.
+        LOADED: numbers that are loaded for the scales, the minimums and their factors.
+        ZEROS_AFTER: whether zero points are subtracted from the sums instead of from the weight.
     """
     dense, shared = FORM == "dense", BLOCKS > PROGRAMS
     out_n = BLOCK_N // 2 if GATED else BLOCK_N

@@ -7,7 +7,7 @@ import triton.language as tl
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
 from ..linear.project import OUTPUTS, AddResidual
 from ..op import Op
-from .arguments import Experts, Routes
+from .arguments import ExpertSizes, Routes
 from .expert_rows import prepare_norm
 
 
@@ -61,7 +61,9 @@ def _add_experts_kernel(
         tl.store(sumsq_ptr + row * stride_sumsq, tl.sum(y * y, 0))
 
 
-def add_experts(meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: Experts, shared=None, *, pdl=False):
+def add_experts(
+    meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: ExpertSizes, shared=None, *, pdl=False
+):
     """Add the products of the experts of each row.
 
     Args:
@@ -81,7 +83,9 @@ def add_experts(meta, x, routes: Routes, out, epilogue: AddResidual | None, size
     )  # fmt: skip
 
 
-def add_experts_ref(meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: Experts, shared=None) -> None:
+def add_experts_ref(
+    meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: ExpertSizes, shared=None
+) -> None:
     """Compute `add_experts` in torch in fp32."""
     parts, other = x.view(len(out), sizes.used, -1), torch.zeros_like(out) if shared is None else shared
     if epilogue is None:
@@ -93,7 +97,9 @@ def add_experts_ref(meta, x, routes: Routes, out, epilogue: AddResidual | None, 
         prepare_norm(row, out, epilogue)
 
 
-def add_experts_bytes(meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: Experts, shared=None) -> int:
+def add_experts_bytes(
+    meta, x, routes: Routes, out, epilogue: AddResidual | None, sizes: ExpertSizes, shared=None
+) -> int:
     """Return the bytes that a launch moves."""
     return x.nbytes + out.nbytes * (1 if epilogue is None else 2) + (0 if shared is None else shared.nbytes)
 

@@ -10,7 +10,7 @@ TILE_FIELDS = 3  # Fields of an entry of the table of tiles: expert, place of th
 FIELDS = tl.constexpr(TILE_FIELDS)
 
 
-class Experts(NamedTuple):
+class ExpertSizes(NamedTuple):
     """Sizes of a mixture of experts.
 
     A shared expert is stored as one more expert after the others. Every row uses it.

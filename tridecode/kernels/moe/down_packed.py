@@ -12,7 +12,7 @@ from ..linear.project import OUTPUTS, AddResidual
 from ..linear.register_tiles import STEP_COLUMNS, Block, Weight, load_group, load_scales, places, tiling
 from ..linear.weight import LoadedLinear
 from ..op import Op
-from .arguments import Experts, Routes
+from .arguments import ExpertSizes, Routes
 from .expert_rows import down_rows_ref, expert_rows_bytes
 from .expert_weight import MIN_BLOCK_M, PackedRowsConfig, add_tile, rounds, warp_parts
 
@@ -155,8 +155,8 @@ def _down_packed_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else DTYPE
     T: tl.constexpr = tiling(
-        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, ROUNDS and FORM != "e4m3",
-        False, BLOCK_N, WARPS, X_AHEAD, 1, 1,
+        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER,
+        ROUNDS=ROUNDS and FORM != "e4m3", GATED=False, BLOCK_N=BLOCK_N, WARPS=WARPS, X_AHEAD=X_AHEAD,
     )  # fmt: skip
     CHUNKS: tl.constexpr = (USED * (T.LENGTH // T.LINE) + WARPS - 1) // WARPS  # Weight tiles of a warp.
     pid, row = tl.program_id(0), tl.program_id(1)
@@ -202,7 +202,7 @@ def _down_packed_kernel(
 
 
 def down_packed_rows(
-    meta, x, linear: LoadedLinear, routes: Routes, out, epilogue: AddResidual, sizes: Experts, *,
+    meta, x, linear: LoadedLinear, routes: Routes, out, epilogue: AddResidual, sizes: ExpertSizes, *,
     config: PackedRowsConfig, pdl=False,
 ):  # fmt: skip
     """Add the products of each row with its experts, times their weights, to the residual stream, as `down_rows`."""

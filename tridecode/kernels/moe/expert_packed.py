@@ -40,7 +40,7 @@ from ..linear.register_tiles import (
 )
 from ..linear.weight import LoadedLinear
 from ..op import Op
-from .arguments import Experts, PairTiles, Routes, load_entry
+from .arguments import ExpertSizes, PairTiles, Routes, load_entry
 from .expert_rows import expert_rows_bytes, gate_up_rows_ref
 from .expert_tiles import down_tiles_ref, expert_tiles_bytes, gate_up_tiles_ref
 from .expert_weight import (
@@ -174,8 +174,8 @@ def _expert_packed_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else DTYPE
     T: tl.constexpr = tiling(
-        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, ROUNDS and FORM != "e4m3",
-        GATED, BLOCK_N, WARPS, X_AHEAD, 1, 1,
+        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER,
+        ROUNDS=ROUNDS and FORM != "e4m3", GATED=GATED, BLOCK_N=BLOCK_N, WARPS=WARPS, X_AHEAD=X_AHEAD,
     )  # fmt: skip
     BLOCKS: tl.constexpr = (N + T.OUT_N - 1) // T.OUT_N
     ROWS: tl.constexpr = 2 * N if GATED else N
@@ -316,7 +316,7 @@ def _launch(
 
 
 def gate_up_packed_rows(
-    meta, x, linear: LoadedLinear, routes: Routes, out, gated: Gated, sizes: Experts, *, config: PackedRowsConfig,
+    meta, x, linear: LoadedLinear, routes: Routes, out, gated: Gated, sizes: ExpertSizes, *, config: PackedRowsConfig,
     pdl=False,
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of each row, as `gate_up_rows`."""
@@ -328,7 +328,7 @@ def gate_up_packed_rows(
 
 
 def gate_up_packed_tiles(
-    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, normed: Normed | None, sizes: Experts, *,
+    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, normed: Normed | None, sizes: ExpertSizes, *,
     config: PackedTilesConfig, pdl=False,
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of each row, as `gate_up_tiles`, for a few rows."""
@@ -338,7 +338,7 @@ def gate_up_packed_tiles(
 
 
 def down_packed_tiles(
-    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, sizes: Experts, *, config: PackedTilesConfig,
+    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, sizes: ExpertSizes, *, config: PackedTilesConfig,
     pdl=False,
 ):  # fmt: skip
     """Multiply silu(gate) * up of each pair by its expert's weight and its own, as `down_tiles`, for a few rows."""

@@ -24,7 +24,7 @@ from ..linear.matvec import dot_tiles, load_tiles
 from ..linear.project import OUTPUTS, AddResidual, Gated
 from ..linear.weight import LoadedLinear
 from ..op import Op
-from .arguments import Experts, Routes
+from .arguments import ExpertSizes, Routes
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _down_rows_kernel(
 
 
 def gate_up_rows(
-    meta, x, linear: LoadedLinear, routes: Routes, out, gated: Gated, sizes: Experts, *, config, pdl=False
+    meta, x, linear: LoadedLinear, routes: Routes, out, gated: Gated, sizes: ExpertSizes, *, config, pdl=False
 ):
     """Compute silu(gate) * up of the experts of each row.
 
@@ -152,7 +152,7 @@ def gate_up_rows(
     )  # fmt: skip
 
 
-def gate_up_rows_ref(meta, x, linear: LoadedLinear, routes: Routes, out, gated: Gated, sizes: Experts) -> None:
+def gate_up_rows_ref(meta, x, linear: LoadedLinear, routes: Routes, out, gated: Gated, sizes: ExpertSizes) -> None:
     """Compute `gate_up_rows` in torch in fp32."""
     for row in running(meta, len(x)):
         scale = (gated.sumsq[row, : gated.partials].sum() / x.shape[1] + gated.eps).rsqrt()
@@ -164,7 +164,7 @@ def gate_up_rows_ref(meta, x, linear: LoadedLinear, routes: Routes, out, gated: 
 
 
 def down_rows(
-    meta, x, linear: LoadedLinear, routes: Routes, out, epilogue: AddResidual, sizes: Experts, *, config, pdl=False
+    meta, x, linear: LoadedLinear, routes: Routes, out, epilogue: AddResidual, sizes: ExpertSizes, *, config, pdl=False
 ):
     """Add the products of each row with its experts, times their weights, to the residual stream.
 
@@ -182,7 +182,9 @@ def down_rows(
     )  # fmt: skip
 
 
-def down_rows_ref(meta, x, linear: LoadedLinear, routes: Routes, out, epilogue: AddResidual, sizes: Experts) -> None:
+def down_rows_ref(
+    meta, x, linear: LoadedLinear, routes: Routes, out, epilogue: AddResidual, sizes: ExpertSizes
+) -> None:
     """Compute `down_rows` in torch in fp32."""
     n = out.shape[1]
     for row in running(meta, len(x)):
@@ -200,7 +202,7 @@ def prepare_norm(row: int, out, epilogue: AddResidual) -> None:
     epilogue.sumsq[row, 0] = out[row].square().sum()
 
 
-def expert_rows_bytes(meta, x, linear: LoadedLinear, routes: Routes, out, epilogue, sizes: Experts) -> int:
+def expert_rows_bytes(meta, x, linear: LoadedLinear, routes: Routes, out, epilogue, sizes: ExpertSizes) -> int:
     """Return the bytes that a launch moves: the weights of the experts of each row, the rows in and out."""
     used = len(running(meta, len(x))) * sizes.used
     return linear.nbytes // sizes.stored * used + x.nbytes + out.nbytes

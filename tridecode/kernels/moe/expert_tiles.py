@@ -16,7 +16,7 @@ from ..linear.epilogue import load_partials, norm_scale, silu
 from ..linear.project import Normed
 from ..linear.weight import LoadedLinear
 from ..op import Op
-from .arguments import TILE_FIELDS, Experts, PairTiles, Routes, load_entry
+from .arguments import TILE_FIELDS, ExpertSizes, PairTiles, Routes, load_entry
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _launch(x, linear, tiles, routes, out, normed, sizes, config, pdl, n, gated)
 
 
 def gate_up_tiles(
-    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, normed: Normed | None, sizes: Experts, *,
+    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, normed: Normed | None, sizes: ExpertSizes, *,
     config: TilesConfig, pdl=False,
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of each row.
@@ -194,7 +194,15 @@ def gate_up_tiles(
 
 
 def down_tiles(
-    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, sizes: Experts, *, config: TilesConfig, pdl=False
+    x,
+    linear: LoadedLinear,
+    tiles: PairTiles,
+    routes: Routes,
+    out,
+    sizes: ExpertSizes,
+    *,
+    config: TilesConfig,
+    pdl=False,
 ):
     """Multiply silu(gate) * up of each pair by its expert's weight and by the weight of the pair.
 
@@ -215,7 +223,7 @@ def _listed(tiles: PairTiles) -> list[tuple[int, torch.Tensor]]:
 
 
 def gate_up_tiles_ref(
-    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, normed: Normed | None, sizes: Experts
+    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, normed: Normed | None, sizes: ExpertSizes
 ) -> None:
     """Compute `gate_up_tiles` in torch in fp32."""
     n, by_pair = sizes.intermediate, out.view(-1, sizes.intermediate)
@@ -229,7 +237,7 @@ def gate_up_tiles_ref(
         by_pair[pairs] = (torch.nn.functional.silu(gate) * up).to(out.dtype)
 
 
-def down_tiles_ref(x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, sizes: Experts) -> None:
+def down_tiles_ref(x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, sizes: ExpertSizes) -> None:
     """Compute `down_tiles` in torch in fp32."""
     n = out.shape[1] // sizes.used
     inputs, by_pair, weights = x.view(-1, sizes.intermediate), out.view(-1, n), routes.weights.view(-1, 1)

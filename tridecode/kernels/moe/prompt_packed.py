@@ -25,7 +25,7 @@ from ..linear.register_tiles import (
 )
 from ..linear.weight import LoadedLinear
 from ..op import Op
-from .arguments import Experts, PairTiles, Routes, load_entry
+from .arguments import ExpertSizes, PairTiles, Routes, load_entry
 from .expert_tiles import down_tiles_ref, expert_tiles_bytes, gate_up_tiles_ref
 from .expert_weight import store_products, unpack_part, weight_of_expert
 
@@ -115,8 +115,8 @@ def _prompt_packed_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else DTYPE
     T: tl.constexpr = tiling(
-        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, True, GATED, BLOCK_N, 1, 0,
-        1, 1,
+        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, ROUNDS=True, GATED=GATED,
+        BLOCK_N=BLOCK_N, WARPS=1, X_AHEAD=0,
     )  # fmt: skip
     BLOCKS: tl.constexpr = (N + T.OUT_N - 1) // T.OUT_N
     ROWS: tl.constexpr = 2 * N if GATED else N
@@ -184,7 +184,7 @@ def _launch(x, linear, tiles, routes, out, normed, sizes, config, pdl, gated) ->
 
 
 def gate_up_packed_prompt(
-    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, normed: Normed | None, sizes: Experts, *,
+    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, normed: Normed | None, sizes: ExpertSizes, *,
     config: PackedPromptConfig, pdl=False,
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of each row, as `gate_up_tiles`, for many rows."""
@@ -192,7 +192,7 @@ def gate_up_packed_prompt(
 
 
 def down_packed_prompt(
-    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, sizes: Experts, *, config: PackedPromptConfig,
+    x, linear: LoadedLinear, tiles: PairTiles, routes: Routes, out, sizes: ExpertSizes, *, config: PackedPromptConfig,
     pdl=False,
 ):  # fmt: skip
     """Multiply silu(gate) * up of each pair by its expert's weight and its own, as `down_tiles`, for many rows."""

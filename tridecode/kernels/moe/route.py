@@ -23,7 +23,7 @@ from ..common import (
 from ..linear.epilogue import load_partials, norm_scale
 from ..linear.project import Normed
 from ..op import Op
-from .arguments import Experts, Router, Routes
+from .arguments import ExpertSizes, Router, Routes
 
 _CHUNKS = tl.constexpr(MAX_CHUNKS)
 
@@ -207,7 +207,7 @@ def _route_kernel(
 
 
 def route(
-    meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: Experts, *,
+    meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes, *,
     config: RouteConfig, pdl=False,
 ):  # fmt: skip
     """Choose the experts of each row: those with the largest logits. Their weights are softmax of their logits.
@@ -236,7 +236,9 @@ def route(
     )  # fmt: skip
 
 
-def route_ref(meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: Experts) -> None:
+def route_ref(
+    meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes
+) -> None:
     """Compute `route` in torch in fp32. Logits are computed row by row, so other rows do not change their bits."""
     rows = [] if meta is None else running(meta, len(meta))
     if chunks is not None:
@@ -264,7 +266,9 @@ def route_ref(meta, chunks, x, router: Router, normed: Normed | None, routes: Ro
     routes.logits[at], routes.ids[at], routes.weights[at] = logits, ids.int(), weights
 
 
-def route_bytes(meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: Experts) -> int:
+def route_bytes(
+    meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes
+) -> int:
     """Return the bytes that a launch moves."""
     shared = 0 if router.shared_gate is None else router.shared_gate.nbytes
     return x.nbytes + router.weight.nbytes + shared + sum(each.nbytes for each in routes)

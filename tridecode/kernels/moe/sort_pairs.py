@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
 from ..op import Op
-from .arguments import FIELDS, TILE_FIELDS, Experts, PairTiles
+from .arguments import FIELDS, TILE_FIELDS, ExpertSizes, PairTiles
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _sort_pairs_kernel(
         first += tl.sum(own_pairs, 0)
 
 
-def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int, *, pdl=False):
+def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: ExpertSizes, tile: int, *, pdl=False):
     """Sort the pairs of all rows by expert. Pairs of one expert keep their order. Without pairs, there are 0 tiles.
 
     Args:
@@ -86,7 +86,7 @@ def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int, *,
     )  # fmt: skip
 
 
-def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int) -> None:
+def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: ExpertSizes, tile: int) -> None:
     """Compute `sort_pairs` in torch."""
     ids = ids.clone()
     if meta is not None:
@@ -108,7 +108,7 @@ def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int
         )
 
 
-def sort_pairs_bytes(meta, ids, sorted_pairs: PairTiles, sizes: Experts, tile: int) -> int:
+def sort_pairs_bytes(meta, ids, sorted_pairs: PairTiles, sizes: ExpertSizes, tile: int) -> int:
     """Return the bytes that a launch moves."""
     return ids.nbytes + sorted_pairs.pairs.nbytes + sorted_pairs.tiles.nbytes
 
