@@ -21,7 +21,7 @@ from tridecode.server.choice import Choice
 from tridecode.server.constraints import ResponseFormat, answer_constraint
 from tridecode.server.tools.parser import TEXT
 from tridecode.server.tools.toolset import openai_tools
-from tridecode.text.thinking import ANSWER, OPEN, THINKING, ThinkSplitter, end_thinking, strip_thinking
+from tridecode.text.thinking import ANSWER, OPEN, THINKING, ThinkSplitter, strip_thinking
 from tridecode.text.tokenizer import Tokenizer
 
 FRAGMENTS = ["<think>", "</think>", "<", "/", "think", ">", "</", "<thi", " ", "\n", "\r", "a", "é", "</thinking>"]
@@ -105,19 +105,6 @@ def test_tokens_and_seconds_of_block():
 def test_tokens_of_empty_or_open_block(text, tokens):
     splitter = split(text)[2]
     assert splitter.tokens == tokens and (splitter.seconds > 0) == (tokens > 0)
-
-
-@pytest.mark.parametrize("text, starts_inside, ended", [
-    ("<think>\nhm", False, "<think>\nhm\n</think>\n\n"),
-    ("hm", True, "hm\n</think>\n\n"),
-    ("<think>hm</think>ye", False, "<think>hm</think>ye"),
-    ("hm</think>", True, "hm</think>"),
-    ("ye", False, "ye"),
-    ("", False, ""),
-])  # fmt: skip
-def test_interrupted_think_block_is_closed(text, starts_inside, ended):
-    assert end_thinking(text, starts_inside) == ended
-    assert strip_thinking(ended, starts_inside) == strip_thinking(text, starts_inside)
 
 
 # A template of a thinking model. It omits the thinking of earlier turns. With enable_thinking=False it writes an
@@ -235,7 +222,7 @@ def test_server_and_grammar_start_inside_thinking_that_the_template_opens(checkp
 def test_earlier_thinking_is_omitted_and_prefix_reused(engine):
     few = engine.default_params(temperature=0, max_tokens=2)
     first = engine.generate(as_messages("Hello"), few, reuse_prefix=False)
-    later = as_messages("Hello", end_thinking("<think>\nquick brown fox"), "again")
+    later = as_messages("Hello", "<think>\nquick brown fox\n</think>\n\n", "again")
     assert "quick" not in engine.tokenizer.decode(engine.encode(later))
     later[1]["content"] += "Hello"
     assert engine.generate(later, few).usage.reused_tokens == first.usage.prompt_tokens

@@ -114,20 +114,6 @@ def last_tag(prompt: str) -> str:
     return next((tag for tag in (OPEN, CLOSE) if prompt.rstrip().endswith(tag)), "")
 
 
-def end_thinking(text: str, starts_inside: bool = False) -> str:
-    """Return an answer with its think block closed, if generation stopped inside the block.
-
-    Chat templates remove only closed blocks from earlier turns.
-
-    Args:
-        starts_inside: whether the prompt ends inside a think block.
-    """
-    splitter = ThinkSplitter(starts_inside)
-    splitter.feed(text)
-    splitter.finish()
-    return f"{text}\n{CLOSE}\n\n" if splitter.thinking else text
-
-
 def strip_thinking(text: str, starts_inside: bool = False) -> str:
     """Return an answer without its think block; "" if the block does not end.
 
