@@ -178,9 +178,9 @@ def resolve(
     return run.stdout.strip()
 
 
-def outcomes(repos: list[str], home: Path, endpoint: str) -> dict[str, str]:
+def outcomes(repos: list[str], home: Path, endpoint: str, offline: bool = False) -> dict[str, str]:
     """Map repositories to what one process prints for each of them."""
-    return dict(zip(repos, resolve(repos[0], home, endpoint, *repos[1:]).splitlines()))
+    return dict(zip(repos, resolve(repos[0], home, endpoint, *repos[1:], offline=offline).splitlines()))
 
 
 def test_download_then_offline_then_no_network(hub, files, tmp_path):
@@ -274,6 +274,7 @@ def test_plan_follows_the_downloaded_weights(hub, tmp_path):
 
 GGUFS = ("m-Q4_0.gguf", "m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "a-F16.gguf")
 GGUFS += ("BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf", "mmproj-m-F16.gguf", "b-F16.gguf")
+GGUFS += ("m[1]-Q5_K_M.gguf",)
 
 
 def test_gguf_files(hub, tmp_path):
@@ -284,19 +285,24 @@ def test_gguf_files(hub, tmp_path):
         "Q4_0": "m-Q4_0.gguf",
         "q4_0": "m-Q4_0.gguf",
         "m-Q4_K_M.gguf": "m-Q4_K_M.gguf",
+        "Q5_K_M": "m[1]-Q5_K_M.gguf",
         "Q8_0": "m-Q8_0-00001-of-00002.gguf",
         "BF16": "BF16/m-BF16-00001-of-00002.gguf",
         "BF16/m-BF16-00002-of-00002.gguf": "BF16/m-BF16-00001-of-00002.gguf",
     }
-    for tag, name in expected.items():
-        hub.fetched.clear()
-        assert resolve(f"owner/m-gguf:{tag}", home, hub.url) == f"path {path / name}"
-        assert {Path(each).name[:5] for each in hub.fetched} <= {Path(name).name[:5]}
-        assert resolve(f"owner/m-gguf:{tag}", home, hub.url, offline=True) == f"path {path / name}"
-    assert "m-Q4_K_M.gguf" not in hub.fetched
-    assert "has no such GGUF file; see " in resolve("owner/m-gguf:Q4", home, hub.url)
-    assert "a-F16.gguf, b-F16.gguf" in resolve("owner/m-gguf:F16", home, hub.url)
-    assert "lacks it; run once with HF_HUB_OFFLINE=0" in resolve("owner/m-gguf:Q6_K", home, hub.url, offline=True)
+    paths = {f"owner/m-gguf:{tag}": f"path {path / name}" for tag, name in expected.items()}
+    absent, several, offline = "owner/m-gguf:Q4", "owner/m-gguf:F16", "owner/m-gguf:Q6_K"
+    found = outcomes([*paths, absent, several], home, hub.url)
+    assert "has no such GGUF file; see " in found.pop(absent)
+    assert "a-F16.gguf, b-F16.gguf" in found.pop(several)
+    assert found == paths
+    wanted = ("m-Q4_0", "m-Q4_K_M", "m[1]", "m-Q8_0", "BF16/m-BF16")
+    # Neither the files of the vision model nor those of an ambiguous name were downloaded.
+    assert {name for name in hub.fetched if name.endswith(".gguf")} == {n for n in GGUFS if n.startswith(wanted)}
+    found = outcomes([*paths, offline], home, hub.url, offline=True)
+    assert "lacks it; run once with HF_HUB_OFFLINE=0" in found.pop(offline)
+    assert found == paths
+    assert resolve("owner/m-gguf:Q8_0", home, "http://127.0.0.1:9") == paths["owner/m-gguf:Q8_0"]
 
 
 def test_directory_with_a_gguf_file(tmp_path):

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterable
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from glob import escape
 from pathlib import Path, PurePosixPath
 
 from ..arguments import nearest, shown
@@ -232,24 +234,55 @@ def _download_gguf(repo: Repository, name: str) -> Path:
     from huggingface_hub import constants
 
     if name.endswith(".gguf"):
-        patterns = [str(part) for part in part_names(Path(name))]
+        patterns = [escape(str(part)) for part in part_names(Path(name))]
     else:
         cases = (name, name.upper(), name.lower())
         starts = [start + case for case in dict.fromkeys(cases) for start in ("*[-_.]", "")]
         patterns = [start + end for start in starts for end in (".gguf", "-0*-of-0*.gguf")]
+    names = _names(repo)
+    if names is not None:  # Choose before the download: files of other models may be large.
+        page = f"{constants.ENDPOINT}/{repo.id}/tree/main"
+        absent = f"the repository has no such GGUF file; see {page} for its files"
+        patterns = [escape(str(part)) for part in part_names(_chosen(repo, name, patterns, names, absent))]
     folder = _snapshot(repo, patterns, repo.revision)
-    candidates = {file for pattern in patterns for file in folder.rglob(PurePosixPath(pattern).name)}
-    if "/" in name:
-        candidates = {folder / name} & candidates
-    files = sorted({part_names(file)[0] for file in candidates if "mmproj" not in file.name.lower()})
+    cached = [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
+    absent = f"the cached copy {folder} lacks it; run once with HF_HUB_OFFLINE=0"
+    return folder / _chosen(repo, name, patterns, cached, absent)
+
+
+def _names(repo: Repository) -> list[str] | None:
+    """Return the names of a repository's files. If this fails, return None: the download reports the reason."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    try:
+        with _bounded_requests(huggingface_hub, constants.HF_HUB_ETAG_TIMEOUT):
+            siblings = huggingface_hub.HfApi().model_info(repo.id, revision=repo.revision).siblings
+    except Exception:
+        return None
+    return [sibling.rfilename for sibling in siblings or []]
+
+
+def _chosen(repo: Repository, name: str, patterns: list[str], names: list[str], absent: str) -> Path:
+    """Return the GGUF file that a name means, of a split model its first part.
+
+    Args:
+        name: see `_download_gguf`.
+        patterns: patterns of its files.
+        names: names of all files.
+        absent: the message if there is no such file.
+
+    Raises:
+        CheckpointError: no file, or more than one, matches.
+    """
+    matches = {each for each in names if any(fnmatchcase(each, pattern) for pattern in patterns)}
+    if name.endswith(".gguf"):
+        matches &= {name}
+    files = sorted({part_names(Path(each))[0] for each in matches if "mmproj" not in PurePosixPath(each).name.lower()})
     if not files:
-        if constants.HF_HUB_OFFLINE:
-            raise CheckpointError(f"{repo}: the cached copy {folder} lacks it; run once with HF_HUB_OFFLINE=0")
-        raise CheckpointError(
-            f"{repo}: the repository has no such GGUF file; see {constants.ENDPOINT}/{repo.id}/tree/main for its files"
-        )
+        raise CheckpointError(f"{repo}: {absent}")
     if len(files) > 1:
-        listed = ", ".join(str(file.relative_to(folder)) for file in files)
+        listed = ", ".join(map(str, files))
         raise CheckpointError(f"{repo}: the repository has several of them; give one: {repo.id}:FILE, of {listed}")
     return files[0]
 

@@ -132,7 +132,9 @@ def test_one_row_matches_the_reference(scheme):
     check_rows(scheme, SMALL, 1, ROWS["two warps"])
 
 
-@covering(2, scheme=["int4", "int4_a_row", "e4m3_blocks", "int6_over"], name=list(SIZES), rows=[1, 2, 3], config=ROWS)
+@covering(
+    2, scheme=["int4", "int4_a_row", "e4m3_blocks", "int4_minimums_over"], name=list(SIZES), rows=[1, 2, 3], config=ROWS
+)
 def test_rows_match_the_reference(scheme, name, rows, config):
     check_rows(scheme, name, rows, config)
 
