@@ -14,6 +14,7 @@ from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull, TooLong
 from tridecode.layout import MAX_STOP_IDS
 from tridecode.serve import output
+from tridecode.serve.scheduler import Scheduler
 
 PROMPTS = [[5, 17, 300, 42, 8, 8, 99], [1, 2], [200, 100, 50, 25], [7] * 30, [9, 9, 8]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -314,6 +315,22 @@ def test_close_ends_a_pending_score_with_an_error(engine):
     assert isinstance(closed, EngineClosed)
     (cancelled,) = scores(lambda own: own._driver.exclusively(type(own.scheduler).cancel_all))
     assert "score was cancelled" in str(cancelled) and not isinstance(cancelled, EngineClosed)
+
+
+def test_requests_end_after_their_engine_is_closed(monkeypatch):
+    """Another thread may see that its request has ended before `close` has returned."""
+    cancel_all = Scheduler.cancel_all
+    with build(1) as own:
+        request = own.submit(PROMPTS[0], GREEDY)
+
+        def check(scheduler):
+            cancel_all(scheduler)
+            assert request.finish_reason == "cancelled"
+            with pytest.raises(EngineClosed):
+                own.submit(PROMPTS[1], GREEDY)
+
+        monkeypatch.setattr(Scheduler, "cancel_all", check)
+        own.close()
 
 
 def test_stepping_threads_pause_for_close():

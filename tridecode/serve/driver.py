@@ -197,12 +197,11 @@ class Driver:
         self._waiting_threads.add(me)  # A thread that steps then pauses after its step.
         try:
             with self._lock:
-                if self.scheduler is not None:
-                    try:
-                        self._catch_up(self.scheduler)
-                        self.scheduler.cancel_all()
-                    finally:
-                        self.scheduler = None  # Release the memory of the scheduler.
+                # This comes first: a thread that sees that its request has ended also sees that the engine is closed.
+                scheduler, self.scheduler = self.scheduler, None
+                if scheduler is not None:
+                    self._catch_up(scheduler)
+                    scheduler.cancel_all()
         finally:
             self._waiting_threads.discard(me)
 
