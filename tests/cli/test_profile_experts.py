@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from checkpoints import write_tiny
+from models import CUDA
 
 from tridecode import cli as commands
 from tridecode.blocks.moe import MoE
@@ -15,6 +16,9 @@ from tridecode.text.tokenizer import Tokenizer
 
 TEXT = "A graph is captured once and replayed for ever; the token goes back into memory. " * 3
 TOKENS = 64
+# On a GPU the engine computes in bf16, so a few tokens choose other experts than in fp32: the share of choices that may
+# differ, counted in the old and the new expert.
+FLIPS = 0.05 if CUDA else 0
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "qwen2-moe-equal", "qwen3.5-moe"])
@@ -54,14 +58,16 @@ def test_counts_agree_with_transformers(checkpoint, rows, capsys, tmp_path):
     assert len(full["layers"]) == len(expected)
     for layer, routes in zip(full["layers"], expected):
         counts = torch.bincount(routes.flatten(), minlength=layer["experts"])
-        assert layer["counts"] == counts.tolist() and layer["counts"][layer["busiest"]] == max(layer["counts"])
-        assert layer["unused"] == int((counts == 0).sum())
-        assert layer["busiest_share"] == pytest.approx(float(counts.max() / counts.sum()))
+        own = torch.tensor(layer["counts"])
+        assert own.sum() == counts.sum() and (own - counts).abs().sum() <= FLIPS * counts.sum()
+        assert layer["counts"][layer["busiest"]] == max(layer["counts"])
+        assert layer["unused"] == int((own == 0).sum())
+        assert layer["busiest_share"] == pytest.approx(float(own.max() / own.sum()))
         by_text = routes.view(rows, length, -1)
         used = [distinct(by_text[:, place]) for place in range(length)]
-        assert layer["experts_of_pass"] == pytest.approx(sum(used) / length)
-        pairs = [distinct(pair) for own in by_text for pair in own.split(2)]
-        assert layer["neighbors"]["2"] == pytest.approx(sum(pairs) / len(pairs))
+        assert layer["experts_of_pass"] == pytest.approx(sum(used) / length, rel=max(FLIPS, 1e-6))
+        pairs = [distinct(pair) for tokens in by_text for pair in tokens.split(2)]
+        assert layer["neighbors"]["2"] == pytest.approx(sum(pairs) / len(pairs), rel=max(FLIPS, 1e-6))
     assert "distinct experts of a pass of" in printed and "of 8 neighboring tokens" in printed
     drawn = ElementTree.fromstring((out / "experts.svg").read_text())
     cells = sum(node.get("d", "").count("M") for node in drawn.iter())

@@ -29,9 +29,9 @@ def ids(n: int, base: int = 1) -> list[int]:
     return [(base * 41 + 13 * i) % 300 for i in range(n)]
 
 
-def engine_of(slots=1, graph="full", family="qwen3", **build):
+def engine_of(slots=1, graph="full", family="qwen3", dtype=DTYPE, **build):
     build = {"slots": slots, "page": 64} | build
-    return tiny_engine(graph=graph, dtype=DTYPE, capacity=512, max_position=512, build=build, **FAMILIES[family])
+    return tiny_engine(graph=graph, dtype=dtype, capacity=512, max_position=512, build=build, **FAMILIES[family])
 
 
 def close(a, b) -> bool:
@@ -169,7 +169,9 @@ def test_several_prompts_share_a_pass(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_pass_matches_separate_passes(family):
     """A pass reads a prompt and decodes a row; the K/V of both match those of separate passes."""
-    engine, single = (engine_of(slots=2, family=family, chunk_tokens=40) for _ in range(2))
+    # Rounding to bf16 can make a router choose other experts.
+    dtype = torch.float32 if "experts" in FAMILIES[family] else DTYPE
+    engine, single = (engine_of(slots=2, family=family, dtype=dtype, chunk_tokens=40) for _ in range(2))
     first = engine.submit(ids(20), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     pieces = iter(first)
     next(pieces)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoints import FAMILIES, write_tiny
+from checkpoints import EXPERTS, FAMILIES, write_tiny
 from models import CUDA, DEVICE
 from needles import LLAMA, Needles
 from test_parity import REAL_WIDTHS, errors, transformers
@@ -36,13 +36,17 @@ def reference_logits(path, ids, ends, dtype):
         return model(torch.tensor([ids], device=DEVICE), logits_to_keep=keep).logits[0].float()
 
 
-def check_contract(path, tokens, chunk_tokens):
-    """Check the logits of a prompt that is read in one chunk, in many chunks, and after a cached prefix."""
+def check_contract(path, tokens, chunk_tokens, median=False, noise=1.0):
+    """Check the logits of a prompt that is read in one chunk, in many chunks, and after a cached prefix.
+
+    median: see `errors`, and check_contract of test_parity for the reason.
+    noise: factor by which the errors of two computations in bf16 may differ.
+    """
     ids = torch.randint(0, 380, (tokens,), generator=torch.Generator().manual_seed(8)).tolist()
     step = tokens // (2 * ENDS)
     ends = [tokens - step * i for i in reversed(range(ENDS))]
     exact = reference_logits(path, ids, ends, torch.float32)
-    bf16_kl, bf16_rms = errors(reference_logits(path, ids, ends, torch.bfloat16), exact)
+    bf16_kl, bf16_rms = errors(reference_logits(path, ids, ends, torch.bfloat16), exact, median)
     for way, chunk, reuse_prefix in (
         ("one chunk", tokens, False),
         ("chunks", chunk_tokens, False),
@@ -52,20 +56,21 @@ def check_contract(path, tokens, chunk_tokens):
         with Engine.load(path, device=str(DEVICE), **sizes) as engine:
             while engine.capture_next():
                 pass
-            kl, rms = errors(prompt_logits(engine, ids, ends, reuse_prefix), exact)
+            kl, rms = errors(prompt_logits(engine, ids, ends, reuse_prefix), exact, median)
             stats = engine.graph_stats()
         reads = [stat for stat in stats if stat.kind == "prompt"]
         assert {stat.kind for stat in stats} == {"prompt"}, "a pass of another kind ran"
         assert {stat.mode for stat in reads} == {"full" if CUDA else "none"}
         assert max(stat.rows for stat in reads) == chunk
         print(f"\n{path.name}, {way}: KL {kl:.2e} (transformers bf16 {bf16_kl:.2e}), RMS {rms:.2e} ({bf16_rms:.2e})")
-        assert kl <= bf16_kl and rms <= bf16_rms, way
+        assert kl <= bf16_kl * noise and rms <= bf16_rms * noise, way
         assert CUDA or rms <= 1e-5, f"{way}: the fp32 reference differs from transformers in fp32"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_passes_are_as_accurate_as_transformers_bf16(family, tmp_path):
-    check_contract(write_tiny(tmp_path / family, family, dtype=DTYPE), tokens=300, chunk_tokens=48)
+    path, flips = write_tiny(tmp_path / family, family, dtype=DTYPE), CUDA and family in EXPERTS
+    check_contract(path, tokens=300, chunk_tokens=48, median=flips, noise=1.1 if flips else 1.0)
 
 
 @needs_gpu
