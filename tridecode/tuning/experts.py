@@ -15,6 +15,7 @@ from ..kernels.moe.prompt_packed import PackedPromptConfig
 from ..kernels.moe.route import RouteConfig
 
 MAX_ROWS = 2  # Rows of a decode pass that are computed separately. They rarely share an expert.
+MAX_LOGITS = 4096  # Logits of a decode pass, up to which the router computes each row separately.
 PROGRAMS = 4  # Number of programs without a GPU, because the interpreter runs one program after the other.
 FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs rarely overflows.
 
@@ -47,19 +48,20 @@ def experts_config(
         down = TilesConfig(128, 64, 64, stages=4, num_warps=4, programs=2 * programs, extra_m=32)
     tiles: tuple[AnyTiles, AnyTiles] = fitted(gate_up, 2, gpu, itemsize), fitted(down, 1, gpu, itemsize)
     if batch_invariant and not gpu.capability:  # Products of torch on a CPU depend on their number of rows.
-        row_by_row = TilesConfig(1, 64, 128, stages=3, num_warps=4, programs=programs)
-        tiles = row_by_row, row_by_row
+        single = TilesConfig(1, 64, 128, stages=3, num_warps=4, programs=programs)
+        tiles = single, single
     if any(packed):
         tiles = _packed_tiles(packed, expected, prompt, gpu, itemsize)
     if prompt and not batch_invariant:
         return ExpertsConfig(RouteConfig(16, 128 if rows >= 1024 else 16, 128), tiles)
-    configs = ExpertsConfig(RouteConfig(16, 16, 64, stages=6), tiles)
+    row_by_row = not batch_invariant and rows * sizes.stored <= MAX_LOGITS
+    configs = ExpertsConfig(RouteConfig() if row_by_row else RouteConfig(16, 16, 128, stages=4), tiles)
     if batch_invariant or rows > MAX_ROWS:
         return configs
     gate_up_rows, down_rows = _rows(packed[0], True, sizes.used), _rows(packed[1], False, sizes.used)
     if gate_up_rows is None or down_rows is None:
         return configs
-    return configs._replace(route=RouteConfig(), rows=(gate_up_rows, down_rows))
+    return configs._replace(rows=(gate_up_rows, down_rows))
 
 
 def _rows(packed: Packed | None, gate_up: bool, used: int) -> AnyRows | None:
