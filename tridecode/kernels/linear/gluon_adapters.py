@@ -12,6 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..triton_compat import async_load_pointers, barrier, reinterpret
 from .adapters import STEP, TOGETHER, begin_of
 
+MAX_COPIES = 4  # Maximum number of copies of B in shared memory.
+
 
 @gluon.constexpr_function
 def _copy_layout(warps):
@@ -27,13 +29,14 @@ def _y_layout(warps):
 
 @gluon.jit
 def fetch_adapters(C: gl.constexpr, w, tile):
-    """Copy B of all adapters of the pass to the L2 cache, for a tile of the weight. A thread copies one adapter's.
+    """Store the adapters of the pass in shared memory, and copy a tile of B of each one to the L2 cache.
 
-    Only the first of the programs that share the columns of a tile adds adapters.
+    A thread copies one adapter's. Only the first of the programs that share the columns of a tile adds adapters.
     """
     A = w.adapters
     place = gl.arange(0, 32 * C.WARPS, gl.BlockedLayout([1], [32], [C.WARPS], [0]))
-    adapter = gl.load(A.groups_ptr + 1 + place, mask=place < gl.load(A.groups_ptr), other=0)
+    count = gl.load(A.groups_ptr)
+    adapter = gl.load(A.groups_ptr + 1 + place, mask=place < count, other=0)
     rank = gl.load(A.ranks_ptr + adapter)
     rows = gl.minimum(w.N - tile * C.OUT_N, C.OUT_N)
     size = gl.where(w.pid < w.tiles, 2 * rows * rank, 0)
@@ -48,6 +51,10 @@ def fetch_adapters(C: gl.constexpr, w, tile):
             "=r,l,r", [(ptrs + (tile * C.OUT_N + half * w.N) * rank).to(gl.uint64), size], dtype=gl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
+    listed = gl.arange(0, C.BLOCK_M, gl.BlockedLayout([1], [32], [C.WARPS], [0]))
+    adapter = gl.load(A.groups_ptr + 1 + listed, mask=listed < count, other=0)
+    reinterpret(w.listed[0], gl.int32, [C.BLOCK_M], w.listed[0].layout).store(adapter)
+    reinterpret(w.listed[1], gl.int32, [C.BLOCK_M], w.listed[1].layout).store(gl.load(A.ranks_ptr + adapter))
 
 
 @gluon.jit
@@ -68,13 +75,13 @@ def _copy_b(C: gl.constexpr, w, tile, part, first, r, stage):
     """
     A = w.adapters
     L: gl.constexpr = _copy_layout(C.WARPS)
+    G: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
     in_tile = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(2, L)))
     row = tile * C.OUT_N + in_tile % C.OUT_N
     line = row + in_tile // C.OUT_N * w.N
     exists = (row < w.N) & (line >= _begin(C, part)) & (line < _begin(C, part + 1))
-    place = first + gl.arange(0, TOGETHER, gl.SliceLayout(0, gl.SliceLayout(2, L)))
-    adapter = gl.load(A.groups_ptr + 1 + place, mask=place < gl.load(A.groups_ptr), other=0)
-    rank = gl.load(A.ranks_ptr + adapter)
+    adapter = w.listed[0].index(first // TOGETHER).load(G)
+    rank = w.listed[1].index(first // TOGETHER).load(G)
     columns = gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(1, L)))
     ptrs = A.b_ptr + ((adapter - 1).to(gl.int64) * A.stride_b + r)[None, :, None]
     ptrs += line[:, None, None] * rank[None, :, None] + columns[None, None, :]
@@ -85,6 +92,14 @@ def _copy_b(C: gl.constexpr, w, tile, part, first, r, stage):
     ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [16, 16]), [1, 8])
     async_load_pointers(_b_stage(C, w, stage), ptrs, mask=gl.max_constancy(mask, [1, 8]))
     async_copy.commit_group()
+
+
+@gluon.jit
+def _following(part, place, r, count, first, last):
+    """Return the part, the place in the list and the column of B of the copy after this one."""
+    of_part = place + TOGETHER < count
+    next_part = gl.where(of_part, part, gl.where(part == last, first, part + 1))
+    return next_part, gl.where(of_part, place + TOGETHER, 0), gl.where(of_part | (part < last), r, r + STEP)
 
 
 @gluon.jit
@@ -118,20 +133,26 @@ def _parts(C: gl.constexpr, w, tile):
     return first, last
 
 
+@gluon.constexpr_function
+def _b_stages(C):
+    """Return the number of copies of B whose memory is in use at a time."""
+    return min(C.STAGES * C.BOXES * C.BOX_BYTES // 128, MAX_COPIES)
+
+
 @gluon.jit
 def _b_stage(C: gl.constexpr, w, stage):
-    """Return one of two buffers [BLOCK_N, 64] for B in the memory of the weight, whose tiles are no longer needed."""
+    """Return one of the buffers [BLOCK_N, 64] for B in the memory of the weight, whose tiles are no longer needed."""
     L: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PARTS: gl.constexpr = C.STAGES * C.BOXES * C.BOX_BYTES // 128
     return reinterpret(w.w_ring, w.x_ring.dtype, [PARTS, C.BLOCK_N, TOGETHER * STEP], L).index(stage)
 
 
 @gluon.jit
-def _y_stage(C: gl.constexpr, w):
+def _y_stage(C: gl.constexpr, w, stage):
     """Return the first 128 bytes of each row of a stage of the activations, as [BLOCK_M, 64]."""
     DEPTH: gl.constexpr = TOGETHER * STEP
     shape: gl.constexpr = [C.BLOCK_K // DEPTH, C.BLOCK_M, DEPTH]
-    return reinterpret(w.x_ring.index(0), w.x_ring.dtype, shape, w.x_desc.layout).index(0)
+    return reinterpret(w.x_ring.index(stage), w.x_ring.dtype, shape, w.x_desc.layout).index(0)
 
 
 @gluon.jit
@@ -139,14 +160,20 @@ def add_adapters(C: gl.constexpr, w, acc, tile):
     """Add B y of each row's adapter to the sums acc [BLOCK_N, BLOCK_M] of a tile; see adapters.expand_rows."""
     A = w.adapters
     L: gl.constexpr = _y_layout(C.WARPS)
-    gl.static_assert(C.STAGES > 1 and not C.PERSISTENT)
+    G: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
+    COPIES: gl.constexpr = _b_stages(C)
+    gl.static_assert(min(C.STAGES, C.X_STAGES) > 1 and not C.PERSISTENT)
     offs_m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(1, gl.SliceLayout(2, L)))
     numbers = gl.load(A.numbers_ptr + offs_m, mask=offs_m < w.outputs.rows, other=0)
     count, largest = gl.load(A.groups_ptr), gl.max(gl.load(A.ranks_ptr + numbers), 0)
     first, last = _parts(C, w, tile)
     barrier()  # All warps have multiplied the last tile.
-    stage = 0
-    _copy_b(C, w, tile, first, 0, 0, stage)
+    # The next copy, and the number of copies before it.
+    next_part, next_place, next_r, copied = first, 0, 0, 0
+    for _ in gl.static_range(COPIES - 1):
+        _copy_b(C, w, tile, next_part, next_place, next_r, copied)
+        next_part, next_place, next_r = _following(next_part, next_place, next_r, count, first, last)
+        copied += 1
     for r in range(0, largest, STEP):
         if C.GATED:  # Load both parts at once.
             gate, up = _load_y(C, w, r, 0), _load_y(C, w, r, 1)
@@ -156,22 +183,19 @@ def add_adapters(C: gl.constexpr, w, acc, tile):
             else:
                 y = _load_y(C, w, r, part)
             for place in range(0, count, TOGETHER):
-                # Start to copy the next group, that of the next part, or the next columns.
-                more = place + TOGETHER < count
-                next_part = gl.where(more, part, gl.where(part == last, first, part + 1))
-                next_r = gl.where(more | (part < last), r, r + STEP)
-                _copy_b(C, w, tile, next_part, gl.where(more, place + TOGETHER, 0), next_r, 1 - stage)
-                offs_g = place + gl.arange(0, TOGETHER, gl.SliceLayout(0, gl.SliceLayout(2, L)))
-                adapter = gl.load(A.groups_ptr + 1 + offs_g, mask=offs_g < count, other=-1)
+                adapter = w.listed[0].index(place // TOGETHER).load(G)
                 own = numbers[:, None] == adapter[None, :]
                 columns = gl.where(own[:, :, None], y[:, None, :], 0.0).to(w.x_ring.dtype)
-                _y_stage(C, w).store(gl.reshape(columns, [C.BLOCK_M, TOGETHER * STEP]))
-                async_copy.wait_group(1)
+                y_stage = _y_stage(C, w, copied % 2)
+                y_stage.store(gl.reshape(columns, [C.BLOCK_M, TOGETHER * STEP]))
+                async_copy.wait_group(COPIES - 2)
                 fence_async_shared()
-                barrier()
-                acc = warpgroup_mma(_b_stage(C, w, stage), _y_stage(C, w).permute((1, 0)), acc, is_async=True)
+                barrier()  # All warps have also multiplied the group before this one.
+                b_stage = _b_stage(C, w, (copied + 1) % COPIES)
+                acc = warpgroup_mma(b_stage, y_stage.permute((1, 0)), acc, is_async=True)
+                _copy_b(C, w, tile, next_part, next_place, next_r, copied % COPIES)
+                next_part, next_place, next_r = _following(next_part, next_place, next_r, count, first, last)
+                copied += 1
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                barrier()
-                stage = 1 - stage
     async_copy.wait_group(0)
     return acc

@@ -38,7 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..common import RUN, cdiv, gdc_launch_dependents, gdc_wait, next_power_of_2, options
 from ..op import Op
 from ..triton_compat import Constants, async_load, barrier, reinterpret
-from .adapters import Adapters, adapter_arguments
+from .adapters import TOGETHER, Adapters, adapter_arguments
 from .epilogue import epilogue_arguments
 from .gluon_adapters import add_adapters, fetch_adapters
 from .gluon_epilogue import Outputs, any_row_runs, finish, load_partials, load_status, norm_scale, silu
@@ -91,10 +91,11 @@ MIN_ROWS = 16  # Minimum number of rows of a tile of the activations.
 # - iterations: number of tiles of this program along the rows
 # - total: iterations * n
 # - adapters: see adapter_arguments
+# - listed: shared memory for the distinct adapters of the pass, and for their ranks, [groups, TOGETHER] each
 _Work = namedtuple(
     "_Work",
     "x_desc weight_desc scale_ptr zero_ptr minimum_ptr over_ptr sums_ptr counter_ptr outputs N K w_ring x_ring w_full "
-    "x_full free pid tiles begin n iterations total adapters",
+    "x_full free pid tiles begin n iterations total adapters listed",
 )
 
 
@@ -605,6 +606,10 @@ def _matmul_hopper_kernel(
     w_full = barriers(STAGES)
     x_full = barriers(X_STAGES) if STAGES != X_STAGES else w_full
     free = barriers(STAGES) if PRODUCER else w_full
+    LISTED_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    listed = ()
+    for _ in gl.static_range(2 if ADAPTERS else 0):
+        listed += (gl.allocate_shared_memory(gl.int32, [BLOCK_M // TOGETHER, TOGETHER], LISTED_L),)
     fence_async_shared()
     barrier()
     pid = gl.program_id(0)
@@ -620,7 +625,7 @@ def _matmul_hopper_kernel(
     w = _Work(
         x_desc, weight_desc, scale_ptr, zero_ptr, minimum_ptr, over_ptr, sums_ptr, counter_ptr, outputs, N, K, w_ring,
         x_ring, w_full, x_full, free, pid, tiles, begin, n, iterations, iterations * n,
-        Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym),
+        Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym), listed,
     )  # fmt: skip
     for c in gl.static_range(STAGES):
         if c < w.total:
