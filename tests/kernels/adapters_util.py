@@ -5,8 +5,6 @@ from util import DEVICE, poisoned, random
 
 from tridecode.kernels.linear.adapters import LinearAdapters
 
-MAX_RANK = 64
-
 
 def make_adapters(
     ends: tuple[int, ...], k: int, ranks: list[int], numbers: list[int], dtype=torch.bfloat16, splits: int = 1
@@ -18,18 +16,18 @@ def make_adapters(
         ranks: the rank of each adapter, from number 1 on.
         numbers: the adapter of each row.
     """
-    n, parts = ends[-1], len(ends)
-    a = poisoned(len(ranks), parts * MAX_RANK * k + 16, dtype=dtype)
-    b = poisoned(len(ranks), n * MAX_RANK + 32, dtype=dtype)
+    n, parts, max_rank = ends[-1], len(ends), max(64, *ranks)
+    a = poisoned(len(ranks), parts * max_rank * k + 16, dtype=dtype)
+    b = poisoned(len(ranks), n * max_rank + 32, dtype=dtype)
     for number, rank in enumerate(ranks):
         a[number, : parts * rank * k] = random(parts * rank * k, dtype=dtype, scale=k**-0.5, seed=number)
         b[number, : n * rank] = random(n * rank, dtype=dtype, scale=max(rank, 1) ** -0.5, seed=number + 50)
-    y = poisoned(splits, len(numbers), parts * MAX_RANK + 16)
+    y = poisoned(splits, len(numbers), parts * max_rank + 16)
     distinct = [number for number in dict.fromkeys(numbers) if number]
     groups = torch.full((1 + len(numbers),), 10**6, dtype=torch.int32)
     groups[: 1 + len(distinct)] = torch.tensor([len(distinct), *distinct])
     ranks_, index_ = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in ([0, *ranks], numbers))
-    adapters = LinearAdapters(a, b[:, : n * MAX_RANK], ranks_, index_, groups.to(DEVICE), y, k, ends)
+    adapters = LinearAdapters(a, b[:, : n * max_rank], ranks_, index_, groups.to(DEVICE), y, k, ends)
     for row, number in enumerate(numbers):
         if number:
             y[:, row, : parts * ranks[number - 1]] = random(splits, parts * ranks[number - 1], seed=row)

@@ -48,7 +48,7 @@ def indices(rows: int) -> list[int]:
     return [(2, 0, 4, 5, 3, 1, 6, 2, 1, 0, 5)[row % 11] for row in range(rows)] if rows > 1 else [2]
 
 
-def with_adapters(epilogue, case, rows, dtype=DTYPE, linear=None, splits=2) -> Product:
+def with_adapters(epilogue, case, rows, dtype=DTYPE, linear=None, splits=2, ranks=RANKS, numbers=None) -> Product:
     """Return a product whose row 1 is stopped. A stopped row has no adapter."""
     ends, k = case.sizes["ends"], case.sizes["k"]
     gated = epilogue == "gated"
@@ -57,13 +57,19 @@ def with_adapters(epilogue, case, rows, dtype=DTYPE, linear=None, splits=2) -> P
     if epilogue == "residual":
         ends = ends[-1:]
     product = Product(epilogue, linear or dense(ends[-1], k, dtype), rows, dtype)
-    product.adapters = make_adapters(ends, k, RANKS, indices(rows), dtype, splits)
+    product.adapters = make_adapters(ends, k, ranks, numbers or indices(rows), dtype, splits)
     return product
 
 
 @covering(2, form=FORMS.keys(), rows=[1, 3, 8, 33, 64] if CUDA else [1, 3, 8], case=CASES, epilogue=EPILOGUES)
 def test_epilogues_add_the_adapters(case, rows, form, epilogue):
     with_adapters(epilogue, case, rows).check(config_of(form), max(TOLERANCE, ROUNDED), ROUNDED + 3e-3)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_matvec_adds_ranks_that_it_loads_in_several_steps(epilogue):
+    product = with_adapters(epilogue, CASES[1], 3, ranks=[16, 80, 144], numbers=[3, 0, 2])
+    product.check(config_of("matvec"), max(TOLERANCE, ROUNDED), ROUNDED + 3e-3)
 
 
 HOPPER_FORMS = {
@@ -83,6 +89,18 @@ def test_epilogues_on_hopper_add_the_adapters(case, rows, form, epilogue):
     if epilogue == "gated":
         config = replace(config, split=1)
     with_adapters(epilogue, case, rows, torch.bfloat16).check(config, max(TOLERANCE, ROUNDED), ROUNDED + 3e-3)
+
+
+@hopper_only
+@covering(1, form=HOPPER_FORMS.keys(), case=CASES, epilogue=EPILOGUES)
+def test_every_row_has_an_adapter_of_its_own_on_hopper(case, form, epilogue):
+    """The kernel copies 16 groups of adapters, which is more than are in shared memory at a time."""
+    config = HOPPER_FORMS[form]
+    if epilogue == "gated":
+        config = replace(config, split=1)
+    numbers = [0 if row == 1 else row + 1 for row in range(64)]
+    product = with_adapters(epilogue, case, 64, torch.bfloat16, ranks=[16, 48, 32, 16] * 16, numbers=numbers)
+    product.check(config, max(TOLERANCE, ROUNDED), ROUNDED + 3e-3)
 
 
 @hopper_only

@@ -55,6 +55,11 @@ class LinearAdapters(NamedTuple):
         """Rows of the linear."""
         return self.ends[-1]
 
+    @property
+    def max_rank(self) -> int:
+        """Largest rank that fits into a row of b."""
+        return self.b.shape[1] // self.n
+
     def matrices(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [parts, rank, k] and B [n, rank] of an adapter."""
         rank, parts = int(self.ranks[number]), len(self.ends)
@@ -116,16 +121,20 @@ Adapters = namedtuple("Adapters", "b_ptr ranks_ptr numbers_ptr groups_ptr y_ptr 
 
 
 @triton.constexpr_function
-def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2, SOME=False):
-    """Return the constants P of a linear's adapters.
+def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2, SOME=False, MAX_RANK=0):
+    """Return the constants P of a linear's adapters. WIDTH is the number of columns that `expand_row` loads at once.
 
     Args:
         GATED: A tile contains rows of both halves of the weight.
         SPLITS: number of sums in y for each element of A x.
         PARTS, BEGIN_1, BEGIN_2: see part_arguments.
         SOME: A program has some of the rows of the pass, so it may have no row with an adapter of the list.
+        MAX_RANK: largest rank that fits into the pool. `expand_row` needs it.
     """
-    return Constants(GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, SOME=SOME)
+    return Constants(
+        GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, SOME=SOME, MAX_RANK=MAX_RANK,
+        WIDTH=min(1 << max(MAX_RANK - 1, 0).bit_length(), 64),
+    )  # fmt: skip
 
 
 @triton.constexpr_function
@@ -240,45 +249,45 @@ def adapter_of(A, row):
 
 
 @triton.jit
-def load_b(A, adapter, rank, n, mask_n, r):
-    """Load columns r to r + STEP - 1 of B for rows n of the weight, [BLOCK_N, STEP]. Beyond the rank they are 0."""
-    offs_r = r + tl.arange(0, STEP)[None, :]
+def load_b(A, P: tl.constexpr, adapter, rank, n, mask_n, r):
+    """Load columns r to r + P.WIDTH - 1 of B for rows n of the weight, [BLOCK_N, P.WIDTH], 0 beyond the rank."""
+    offs_r = r + tl.arange(0, P.WIDTH)[None, :]
     ptrs = _matrix_b(A, adapter) + n[:, None] * rank + offs_r
     return tl.load(ptrs, mask=mask_n[:, None] & (offs_r < rank), other=0.0)
 
 
 @triton.jit
-def load_y(A, P: tl.constexpr, rank, n, mask_n, row, r):
-    """Load elements r to r + STEP - 1 of A x of the parts of rows n of the weight, [BLOCK_N, STEP] fp32.
-
-    Beyond the rank they are 0.
-    """
-    part = tl.zeros_like(n)
-    if P.PARTS > 1:
-        part += (n >= P.BEGIN_1).to(tl.int32)
-    if P.PARTS > 2:
-        part += (n >= P.BEGIN_2).to(tl.int32)
-    offs_r = r + tl.arange(0, STEP)[None, :]
-    ptrs = A.y_ptr + row * A.stride_ym + part[:, None] * rank + offs_r
-    return _load_y(A, ptrs, mask_n[:, None] & (offs_r < rank), P.SPLITS)
+def load_ys(A, P: tl.constexpr, rank, row, r):
+    """Load columns r to r + P.WIDTH - 1 of A x of a row, [1, P.WIDTH] for each part, 0 beyond the rank."""
+    offs_r = r + tl.arange(0, P.WIDTH)[None, :]
+    ys = ()
+    for part in tl.static_range(P.PARTS):
+        ptrs = A.y_ptr + row * A.stride_ym + part * rank + offs_r
+        ys += (_load_y(A, ptrs, offs_r < rank, P.SPLITS),)  # type: ignore[assignment]
+    return ys
 
 
 @triton.jit
-def expand_row(A, P: tl.constexpr, adapter, rank, b, y, n, mask_n, row):
+def _product(P: tl.constexpr, b, ys, n):
+    """Return the product of columns of B for rows n of the weight with those of A x of their parts, [BLOCK_N] fp32."""
+    y = ys[0]
+    for part in tl.static_range(1, P.PARTS):
+        y = tl.where((n >= begin_of(P.BEGIN_1, P.BEGIN_2, part))[:, None], ys[part], y)
+    return tl.sum(b.to(tl.float32) * y, 1)
+
+
+@triton.jit
+def expand_row(A, P: tl.constexpr, adapter, rank, b, ys, n, mask_n, row):
     """Return B y for some outputs of one row, [BLOCK_N] fp32.
 
     Args:
         adapter, rank: see adapter_of.
         b: the first columns of B, from load_b.
-        y: the first columns of A x, from load_y. If it is None, each step loads its own, which needs fewer registers.
+        ys: the first columns of A x, from load_ys.
         n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
     """
-    sums = tl.zeros([n.shape[0]], tl.float32)
-    for r in range(0, rank, STEP):
-        if y is None:
-            sums += tl.sum(b.to(tl.float32) * load_y(A, P, rank, n, mask_n, row, r), 1)
-        else:
-            sums += tl.sum(b.to(tl.float32) * y, 1)
-            y = load_y(A, P, rank, n, mask_n, row, r + STEP)
-        b = load_b(A, adapter, rank, n, mask_n, r + STEP)
+    sums = _product(P, b, ys, n)
+    if P.MAX_RANK > P.WIDTH:
+        for r in range(P.WIDTH, rank, P.WIDTH):
+            sums += _product(P, load_b(A, P, adapter, rank, n, mask_n, r), load_ys(A, P, rank, row, r), n)
     return sums

@@ -120,7 +120,7 @@ def shrink(x, adapters, *, config=ShrinkConfig(), pdl=False):
     rows, K = x.shape
     block_m = min(max(next_power_of_2(rows), config.block_m), MAX_ROWS)
     parts = len(adapters.ends)
-    blocks = parts * (adapters.b.shape[1] // adapters.n) // RANK_STEP
+    blocks = parts * adapters.max_rank // RANK_STEP
     programs = min(config.groups, rows, len(adapters.a))
     _shrink_kernel[(blocks * config.split, programs, cdiv(rows, block_m))](
         x, adapters.a, adapters.ranks, adapters.numbers, adapters.groups, adapters.y, x.stride(0),
