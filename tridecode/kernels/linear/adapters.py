@@ -19,6 +19,7 @@ from ..triton_compat import Constants
 
 RANK_STEP = 16  # Ranks are multiples of this number, which is the depth of one instruction of the tensor cores.
 STEP = tl.constexpr(RANK_STEP)
+B_WIDTH = tl.constexpr(64)  # Number of columns of B that `expand_row` loads at once.
 TOGETHER = tl.constexpr(4)  # Number of adapters in a group.
 MAX_PARTS = 3  # Maximum number of parts of a linear. Each part has a matrix A of its own.
 
@@ -121,20 +122,19 @@ Adapters = namedtuple("Adapters", "b_ptr ranks_ptr numbers_ptr groups_ptr y_ptr 
 
 
 @triton.constexpr_function
-def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2, SOME=False, MAX_RANK=0):
-    """Return the constants P of a linear's adapters. WIDTH is the number of columns that `expand_row` loads at once.
+def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2, SOME=False, LARGE_RANKS=False):
+    """Return the constants P of a linear's adapters.
 
     Args:
         GATED: A tile contains rows of both halves of the weight.
         SPLITS: number of sums in y for each element of A x.
         PARTS, BEGIN_1, BEGIN_2: see part_arguments.
         SOME: A program has some of the rows of the pass, so it may have no row with an adapter of the list.
-        MAX_RANK: largest rank that fits into the pool. `expand_row` needs it.
+        LARGE_RANKS: Ranks may be larger than B_WIDTH. `expand_row` needs it.
     """
     return Constants(
-        GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, SOME=SOME, MAX_RANK=MAX_RANK,
-        WIDTH=min(1 << max(MAX_RANK - 1, 0).bit_length(), 64),
-    )  # fmt: skip
+        GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, SOME=SOME, LARGE_RANKS=LARGE_RANKS
+    )
 
 
 @triton.constexpr_function
@@ -249,17 +249,17 @@ def adapter_of(A, row):
 
 
 @triton.jit
-def load_b(A, P: tl.constexpr, adapter, rank, n, mask_n, r):
-    """Load columns r to r + P.WIDTH - 1 of B for rows n of the weight, [BLOCK_N, P.WIDTH], 0 beyond the rank."""
-    offs_r = r + tl.arange(0, P.WIDTH)[None, :]
+def load_b(A, adapter, rank, n, mask_n, r):
+    """Load columns r to r + B_WIDTH - 1 of B for rows n of the weight, [BLOCK_N, B_WIDTH], 0 beyond the rank."""
+    offs_r = r + tl.arange(0, B_WIDTH)[None, :]
     ptrs = _matrix_b(A, adapter) + n[:, None] * rank + offs_r
     return tl.load(ptrs, mask=mask_n[:, None] & (offs_r < rank), other=0.0)
 
 
 @triton.jit
 def load_ys(A, P: tl.constexpr, rank, row, r):
-    """Load columns r to r + P.WIDTH - 1 of A x of a row, [1, P.WIDTH] for each part, 0 beyond the rank."""
-    offs_r = r + tl.arange(0, P.WIDTH)[None, :]
+    """Load columns r to r + B_WIDTH - 1 of A x of a row, [1, B_WIDTH] for each part, 0 beyond the rank."""
+    offs_r = r + tl.arange(0, B_WIDTH)[None, :]
     ys = ()
     for part in tl.static_range(P.PARTS):
         ptrs = A.y_ptr + row * A.stride_ym + part * rank + offs_r
@@ -287,7 +287,7 @@ def expand_row(A, P: tl.constexpr, adapter, rank, b, ys, n, mask_n, row):
         n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
     """
     sums = _product(P, b, ys, n)
-    if P.MAX_RANK > P.WIDTH:
-        for r in range(P.WIDTH, rank, P.WIDTH):
-            sums += _product(P, load_b(A, P, adapter, rank, n, mask_n, r), load_ys(A, P, rank, row, r), n)
+    if P.LARGE_RANKS:  # Without the loop, fewer registers are in use.
+        for r in range(B_WIDTH, rank, B_WIDTH):
+            sums += _product(P, load_b(A, adapter, rank, n, mask_n, r), load_ys(A, P, rank, row, r), n)
     return sums

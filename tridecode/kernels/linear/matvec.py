@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
 from ..op import Op
-from .adapters import Adapters, adapter_arguments, adapter_of, expand_row, load_b, load_ys, parts_of
+from .adapters import B_WIDTH, Adapters, adapter_arguments, adapter_of, expand_row, load_b, load_ys, parts_of
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import OUTPUTS, LinearKernel, adapted_bytes, adapted_ref
@@ -82,7 +82,7 @@ def _matvec_kernel(
     N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, SUMSQ_UNIT: tl.constexpr, EPILOGUE: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
     PROGRAMS: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr,
-    BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, MAX_RANK: tl.constexpr, PDL: tl.constexpr,
+    BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, LARGE_RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for each row separately.
 
@@ -97,7 +97,7 @@ def _matvec_kernel(
         weight_ptr: [N, K], or [2 * N, K] if "gated".
         extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
         n_sumsq: Number of partial sums in units of SUMSQ_UNIT, which is SUMSQ_BLOCK if there are exactly that many.
-        b_ptr and the following: see adapter_arguments. MAX_RANK: see parts_of.
+        b_ptr and the following: see adapter_arguments. LARGE_RANKS: see parts_of.
     """
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     GATED: tl.constexpr = EPILOGUE == "gated"
@@ -114,10 +114,10 @@ def _matvec_kernel(
     extra = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS)
     if ADAPTERS:
         A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
-        P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2, MAX_RANK=MAX_RANK)
+        P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2, LARGE_RANKS=LARGE_RANKS)
         adapter, rank = adapter_of(A, row)
-        b = load_b(A, P, adapter, rank, offs_n, offs_n < N, 0)
-        b_up = load_b(A, P, adapter, rank, offs_n + N, offs_n < N, 0) if GATED else b
+        b = load_b(A, adapter, rank, offs_n, offs_n < N, 0)
+        b_up = load_b(A, adapter, rank, offs_n + N, offs_n < N, 0) if GATED else b
     if PDL:
         gdc_wait()
     if status != RUN:
@@ -155,8 +155,8 @@ def _matvec_kernel(
             y_up += expand_row(A, P, adapter, rank, b_up, ys, offs_n + N, offs_n < N, row)
             y = silu(y) * (y_up * scale)
         if ADAPTERS and BLOCKS > PROGRAMS:
-            b = load_b(A, P, adapter, rank, offs_next, offs_next < N, 0)
-            b_up = load_b(A, P, adapter, rank, offs_next + N, offs_next < N, 0) if GATED else b
+            b = load_b(A, adapter, rank, offs_next, offs_next < N, 0)
+            b_up = load_b(A, adapter, rank, offs_next + N, offs_next < N, 0) if GATED else b
         mask_n, out_ptrs = offs_n < N, out_ptr + row * stride_om + offs_n
         normed_ptrs = normed_ptr + row * stride_normed + offs_n
         squares = finish(y, out_ptrs, normed_ptrs, extra, residual, mask_n, mask_n, EPILOGUE, HAS_BIAS)
@@ -179,7 +179,7 @@ def matvec(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, confi
     _matvec_kernel[(programs, rows)](
         meta, x, linear.weight, **arguments, **adapter_arguments(adapters), SUMSQ_UNIT=unit, stride_xm=x.stride(0),
         N=N, K=linear.in_features, BLOCK_N=config.block_n, BLOCK_K=256 * config.num_warps, BLOCKS=blocks,
-        PROGRAMS=programs, MAX_RANK=adapters.max_rank if adapters else 0, PDL=pdl,
+        PROGRAMS=programs, LARGE_RANKS=adapters is not None and adapters.max_rank > B_WIDTH.value, PDL=pdl,
         **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ class ShrinkConfig:
     split: int = 1
     steps: int = 1
     num_warps: int = 4
-    groups: int = 16
+    groups: int = 64
     block_m: int = 8
 
 
