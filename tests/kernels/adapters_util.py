@@ -24,10 +24,10 @@ def make_adapters(
         b[number, : n * rank] = random(n * rank, dtype=dtype, scale=max(rank, 1) ** -0.5, seed=number + 50)
     y = poisoned(splits, len(numbers), parts * max_rank + 16)
     distinct = [number for number in dict.fromkeys(numbers) if number]
-    groups = torch.full((1 + len(numbers),), 10**6, dtype=torch.int32)
-    groups[: 1 + len(distinct)] = torch.tensor([len(distinct), *distinct])
+    listed = torch.full((1 + len(numbers),), 10**6, dtype=torch.int32)
+    listed[: 1 + len(distinct)] = torch.tensor([len(distinct), *distinct])
     ranks_, index_ = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in ([0, *ranks], numbers))
-    adapters = LinearAdapters(a, b[:, : n * max_rank], ranks_, index_, groups.to(DEVICE), y, k, ends)
+    adapters = LinearAdapters(a, b[:, : n * max_rank], ranks_, index_, listed.to(DEVICE), y, k, ends)
     for row, number in enumerate(numbers):
         if number:
             y[:, row, : parts * ranks[number - 1]] = random(splits, parts * ranks[number - 1], seed=row)

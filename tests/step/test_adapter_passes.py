@@ -88,8 +88,8 @@ def test_rows_of_a_pass_find_their_adapters_on_the_device():
         engine.scheduler.slots.adapters.wait(1)
     requests = [engine.submit(PROMPT, GREEDY, adapter=name) for name in ("b", None, "a")]
     engine.wait(requests[:1])
-    rows, groups = engine.model.pool.decode.numbers.tolist(), engine.model.pool.decode.groups.tolist()
-    assert sorted(rows[:3]) == [0, 1, 2] and groups[0] == 2 and set(groups[1:3]) == {1, 2}
+    rows, listed = engine.model.pool.decode.numbers.tolist(), engine.model.pool.decode.listed.tolist()
+    assert sorted(rows[:3]) == [0, 1, 2] and listed[0] == 2 and set(listed[1:3]) == {1, 2}
     assert engine.model.pool.weights.device == DEVICE
 
 

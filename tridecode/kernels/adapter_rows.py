@@ -24,7 +24,7 @@ def _row_adapters(meta_ptr, slots_ptr, offs_m, decoding):
 
 @triton.jit(do_not_specialize=["rows", "decoding"])
 def _adapter_rows_kernel(
-    meta_ptr, chunks_ptr, slots_ptr, numbers_ptr, groups_ptr, rows, decoding, BLOCK_M: tl.constexpr,
+    meta_ptr, chunks_ptr, slots_ptr, numbers_ptr, listed_ptr, rows, decoding, BLOCK_M: tl.constexpr,
     DECODING: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Write the adapters of BLOCK_M rows. The last program writes the list of distinct adapters.
@@ -37,7 +37,7 @@ def _adapter_rows_kernel(
         chunks_ptr: [CHUNKS, CHUNK_WIDTH] int32, the chunks of prompts. Not read if CHUNKS is 0.
         slots_ptr: [slots] int32, the adapter of each slot.
         numbers_ptr: [rows] int32 (output).
-        groups_ptr: [1 + ...] int32 (output), the number of distinct adapters, then the adapters.
+        listed_ptr: [1 + ...] int32 (output), the number of distinct adapters, then the adapters.
     """
     pid = tl.program_id(0)
     if pid < tl.num_programs(0) - 1:
@@ -67,30 +67,30 @@ def _adapter_rows_kernel(
         earlier = (adapters[None, :] == adapters[:, None]) & (offs[None, :] < offs[:, None])
         distinct = (adapters > 0) & (tl.max(earlier.to(tl.int32), 1) == 0)
         place = tl.cumsum(distinct.to(tl.int32), 0)
-        tl.store(groups_ptr + place, adapters, mask=distinct)
-        tl.store(groups_ptr, tl.sum(distinct.to(tl.int32), 0))
+        tl.store(listed_ptr + place, adapters, mask=distinct)
+        tl.store(listed_ptr, tl.sum(distinct.to(tl.int32), 0))
 
 
-def adapter_rows(meta, chunks, slots, numbers, groups, *, pdl=False):
-    """Write the adapter of each row to numbers, and the number of distinct adapters and the adapters to groups.
+def adapter_rows(meta, chunks, slots, numbers, listed, *, pdl=False):
+    """Write the adapter of each row to numbers, and the number of distinct adapters and the adapters to listed.
 
     Args:
         meta: [decoding, META_WIDTH] int32, the first rows. None: no rows decode.
         chunks: [MAX_CHUNKS, CHUNK_WIDTH] int32, or None in a decode pass.
         slots: [slots] int32, the adapter of each slot.
         numbers: [rows] int32 (output). Rows of no request, and rows that do not run, have adapter 0.
-        groups: [1 + ...] int32 (output). Elements after the list keep their values.
+        listed: [1 + ...] int32 (output). Elements after the list keep their values.
     """
     rows, decoding, chunk_count = len(numbers), 0 if meta is None else len(meta), 0 if chunks is None else MAX_CHUNKS
     # The sum of both sizes is a power of two.
     size = chunk_count or next_power_of_2(decoding)
     _adapter_rows_kernel[(cdiv(rows, BLOCK_M) + 1,)](
-        slots if meta is None else meta, slots if chunks is None else chunks, slots, numbers, groups, rows, decoding,
+        slots if meta is None else meta, slots if chunks is None else chunks, slots, numbers, listed, rows, decoding,
         BLOCK_M=BLOCK_M, DECODING=size if decoding else 0, CHUNKS=chunk_count, **options(4),
     )  # fmt: skip
 
 
-def adapter_rows_ref(meta, chunks, slots, numbers, groups) -> None:
+def adapter_rows_ref(meta, chunks, slots, numbers, listed) -> None:
     """Compute `adapter_rows` in torch."""
     numbers.zero_()
     adapters = []
@@ -102,14 +102,14 @@ def adapter_rows_ref(meta, chunks, slots, numbers, groups) -> None:
             numbers[first : first + count] = slots[slot]
             adapters.append(int(slots[slot]))
     distinct = [number for number in dict.fromkeys(adapters) if number]
-    groups[: 1 + len(distinct)] = torch.tensor([len(distinct), *distinct], dtype=torch.int32)
+    listed[: 1 + len(distinct)] = torch.tensor([len(distinct), *distinct], dtype=torch.int32)
 
 
-def adapter_rows_bytes(meta, chunks, slots, numbers, groups) -> int:
+def adapter_rows_bytes(meta, chunks, slots, numbers, listed) -> int:
     """Return the bytes that a launch moves."""
-    return sum(tensor.nbytes for tensor in (meta, chunks, slots, numbers, groups) if tensor is not None)
+    return sum(tensor.nbytes for tensor in (meta, chunks, slots, numbers, listed) if tensor is not None)
 
 
 ADAPTER_ROWS = Op(
-    adapter_rows, adapter_rows_ref, adapter_rows_bytes, (_adapter_rows_kernel,), outputs=("numbers", "groups")
+    adapter_rows, adapter_rows_ref, adapter_rows_bytes, (_adapter_rows_kernel,), outputs=("numbers", "listed")
 )

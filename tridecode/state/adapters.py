@@ -31,11 +31,11 @@ class RowAdapters(NamedTuple):
     """The adapters of the rows of a pass.
 
     Args:
-        numbers, groups, y: see LinearAdapters. y has room for each linear.
+        numbers, listed, y: see LinearAdapters. y has room for each linear.
     """
 
     numbers: torch.Tensor
-    groups: torch.Tensor
+    listed: torch.Tensor
     y: torch.Tensor
 
 
@@ -104,7 +104,7 @@ class AdapterPool:
         place, own = self.places[layer, name], self.prompt if prompt else self.decode
         a, b = self.weights[:, place.a : place.b], self.weights[:, place.b : place.end]
         numbers, y = own.numbers[:rows], own.y[:splits, :rows]
-        return LinearAdapters(a, b, self.ranks[place.number], numbers, own.groups, y, place.linear.k, place.ends)
+        return LinearAdapters(a, b, self.ranks[place.number], numbers, own.listed, y, place.linear.k, place.ends)
 
     def fill(self, rank: int) -> None:
         """Fill the pool with random adapters of this rank, for benchmarks. All slots get the first adapter."""

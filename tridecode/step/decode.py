@@ -58,7 +58,7 @@ def find_adapters(run: Run, m: DecodeModel) -> None:
     """List the launch that finds the adapters of the rows, if the pass has adapters."""
     if m.adapting and m.pool is not None:
         own = m.pool.decode
-        run("adapters", ADAPTER_ROWS, m.meta, None, m.pool.slots, own.numbers[: m.rows], own.groups)
+        run("adapters", ADAPTER_ROWS, m.meta, None, m.pool.slots, own.numbers[: m.rows], own.listed)
 
 
 def embed(run: Run, m: DecodeModel) -> Residual:

@@ -144,16 +144,16 @@ def test_nan_of_one_row_stays_in_the_row(form):
 
 
 @covering(
-    2, rows=[1, 3, 64, 200] if CUDA else [1, 3, 70], case=CASES, split=[1, 3], steps=[1, 2], groups=[1, 16],
+    2, rows=[1, 3, 64, 200] if CUDA else [1, 3, 70], case=CASES, split=[1, 3], steps=[1, 2], programs=[1, 16],
     dtype=[DTYPE, torch.float32],
 )  # fmt: skip
-def test_shrink_matches_the_reference(case, rows, split, steps, groups, dtype):
+def test_shrink_matches_the_reference(case, rows, split, steps, programs, dtype):
     ends, k = case.sizes["ends"], case.sizes["k"]
     if dtype == torch.float32:
         k = min(k, 1024)  # The limit of a program in a decode pass. The loop is unrolled, and fp32 compiles slowly.
     adapters = make_adapters(ends, k, RANKS, indices(rows), dtype, split)
     x = random(rows, k, dtype=dtype)
-    config = ShrinkConfig(split, steps, (8 if rows > 32 else 4) if CUDA else 2, groups)
+    config = ShrinkConfig(split, steps, (8 if rows > 32 else 4) if CUDA else 2, programs)
     # The reference stores the whole sum as the first of the sums.
     check_op(SHRINK, (x, adapters), {"config": config}, 1e-5, views={"adapters.y": lambda y: y.sum(0)})
 
@@ -188,9 +188,9 @@ def test_rows_find_their_adapters(decoding, prompts):
         meta[3, layout.STATUS] = layout.WAIT
     table = chunks(*prompts) if prompts else None
     numbers = torch.zeros(max([decoding, *(first + count for _, first, count in prompts)]), dtype=torch.int32)
-    groups = torch.zeros(1 + len(SLOTS), dtype=torch.int32)
-    args = meta, table, slots, numbers.to(slots.device), groups.to(slots.device)
+    listed = torch.zeros(1 + len(SLOTS), dtype=torch.int32)
+    args = meta, table, slots, numbers.to(slots.device), listed.to(slots.device)
     launched = check_op(ADAPTER_ROWS, args, idle=False).launched
-    count = int(launched["groups"][0])
-    listed = set(launched["groups"][1 : 1 + count].tolist())
-    assert listed == set(launched["numbers"].tolist()) - {0} and len(listed) == count
+    count = int(launched["listed"][0])
+    adapters = set(launched["listed"][1 : 1 + count].tolist())
+    assert adapters == set(launched["numbers"].tolist()) - {0} and len(adapters) == count

@@ -1,7 +1,7 @@
 """Adapters of a linear: for each row with an adapter, B (A x) is added to the product W x.
 
 `shrink` (shrink.py) computes y = A x before the linear. The epilogues of the linear kernels add B y with the functions
-below. Each row has the number of its adapter. Number 0 means no adapter. `groups` lists the distinct adapters of a
+below. Each row has the number of its adapter. Number 0 means no adapter. `listed` contains the distinct adapters of a
 pass, so a program loads a tile of B once for all rows with this adapter. TOGETHER successive adapters of this list are
 a group, whose columns of B are operands of one product.
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from ..triton_compat import Constants
 
 RANK_STEP = 16  # Ranks are multiples of this number, which is the depth of one instruction of the tensor cores.
-STEP = tl.constexpr(RANK_STEP)
+R_STEP = tl.constexpr(RANK_STEP)
 B_WIDTH = tl.constexpr(64)  # Number of columns of B that `expand_row` loads at once.
 TOGETHER = tl.constexpr(4)  # Number of adapters in a group.
 MAX_PARTS = 3  # Maximum number of parts of a linear. Each part has a matrix A of its own.
@@ -36,7 +36,7 @@ class LinearAdapters(NamedTuple):
         ranks: int32 [adapters + 1], the rank of each adapter in this linear, by its number. 0: the adapter does not
             change this linear.
         numbers: int32 [rows], the number of each row's adapter, which is in row number - 1 of a and b.
-        groups: int32 [1 + ...], the number of distinct adapters of the rows, then their numbers.
+        listed: int32 [1 + ...], the number of distinct adapters of the rows, then their numbers.
         y: fp32 [splits, rows, ...]. A row begins with A x [parts * rank], as sums over parts of the columns.
         k: columns of the linear.
         ends: for each part, the row of the weight at which it ends.
@@ -46,7 +46,7 @@ class LinearAdapters(NamedTuple):
     b: torch.Tensor
     ranks: torch.Tensor
     numbers: torch.Tensor
-    groups: torch.Tensor
+    listed: torch.Tensor
     y: torch.Tensor
     k: int
     ends: tuple[int, ...]
@@ -81,7 +81,7 @@ class LinearAdapters(NamedTuple):
 
     def used(self) -> list[int]:
         """Return the numbers of the distinct adapters of the rows."""
-        count, *numbers = self.groups.tolist()
+        count, *numbers = self.listed.tolist()
         return numbers[:count]
 
     def nbytes(self, columns: int) -> int:
@@ -95,13 +95,13 @@ def adapter_arguments(adapters: LinearAdapters | None) -> dict:
     Without adapters they are None, so that the compiled kernel has no such arguments.
     """
     if adapters is None:
-        names = "b_ptr", "ranks_ptr", "numbers_ptr", "groups_ptr", "y_ptr", "stride_b", "stride_ys", "stride_ym"
+        names = "b_ptr", "ranks_ptr", "numbers_ptr", "listed_ptr", "y_ptr", "stride_b", "stride_ys", "stride_ym"
         return dict.fromkeys(names) | {"ADAPTERS": False, "A_SPLITS": 0, "A_PARTS": 0, "BEGIN_1": 0, "BEGIN_2": 0}
     return {
         "b_ptr": adapters.b,
         "ranks_ptr": adapters.ranks,
         "numbers_ptr": adapters.numbers,
-        "groups_ptr": adapters.groups,
+        "listed_ptr": adapters.listed,
         "y_ptr": adapters.y,
         "stride_b": adapters.b.stride(0),
         "stride_ys": adapters.y.stride(0),
@@ -118,7 +118,7 @@ def part_arguments(adapters: LinearAdapters) -> dict:
 
 
 # Pointers and strides of adapter_arguments.
-Adapters = namedtuple("Adapters", "b_ptr ranks_ptr numbers_ptr groups_ptr y_ptr stride_b stride_ys stride_ym")
+Adapters = namedtuple("Adapters", "b_ptr ranks_ptr numbers_ptr listed_ptr y_ptr stride_b stride_ys stride_ym")
 
 
 @triton.constexpr_function
@@ -155,7 +155,7 @@ def _load_y(A, ptrs, mask, SPLITS: tl.constexpr):
 @triton.jit
 def _rank_of(A, adapter):
     """Load the rank of an adapter."""
-    return tl.multiple_of(tl.load(A.ranks_ptr + adapter), STEP)
+    return tl.multiple_of(tl.load(A.ranks_ptr + adapter), R_STEP)
 
 
 @triton.jit
@@ -166,9 +166,9 @@ def _matrix_b(A, adapter):
 
 @triton.jit
 def load_b_group(A, P: tl.constexpr, numbers, first, r, n, mask_n):
-    """Load columns r to r + STEP - 1 of B of a group of adapters for rows n of the weight.
+    """Load columns r to r + R_STEP - 1 of B of a group of adapters for rows n of the weight.
 
-    Return the numbers of the adapters [TOGETHER], and their columns [BLOCK_N, TOGETHER, STEP]. Beyond the list, an
+    Return the numbers of the adapters [TOGETHER], and their columns [BLOCK_N, TOGETHER, R_STEP]. Beyond the list, an
     adapter is 0. Columns beyond its rank are 0.
 
     Args:
@@ -177,9 +177,9 @@ def load_b_group(A, P: tl.constexpr, numbers, first, r, n, mask_n):
         n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
     """
     place = first + tl.arange(0, TOGETHER)
-    adapter = tl.load(A.groups_ptr + 1 + place, mask=place < tl.load(A.groups_ptr), other=0)
-    rank = tl.multiple_of(tl.load(A.ranks_ptr + adapter), (STEP,))
-    offs_r = r + tl.arange(0, STEP)
+    adapter = tl.load(A.listed_ptr + 1 + place, mask=place < tl.load(A.listed_ptr), other=0)
+    rank = tl.multiple_of(tl.load(A.ranks_ptr + adapter), (R_STEP,))
+    offs_r = r + tl.arange(0, R_STEP)
     ptrs = A.b_ptr + ((adapter - 1).to(tl.int64) * A.stride_b)[None, :, None]
     ptrs += n[:, None, None] * rank[None, :, None] + offs_r[None, None, :]
     mask = r < rank
@@ -203,14 +203,14 @@ def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_
         offs_m: [BLOCK_M], rows of the pass.
         TYPE: Dtype of the operands of the product.
     """
-    DEPTH: tl.constexpr = TOGETHER * STEP
+    DEPTH: tl.constexpr = TOGETHER * R_STEP
     BLOCK_N: tl.constexpr = n.shape[0]
     BLOCK_M: tl.constexpr = offs_m.shape[0]
     rank = tl.load(A.ranks_ptr + numbers)
-    count, largest = tl.load(A.groups_ptr), tl.max(rank, 0)
-    y_ptrs = A.y_ptr + offs_m[None, :] * A.stride_ym + tl.arange(0, STEP)[:, None]
+    count, largest = tl.load(A.listed_ptr), tl.max(rank, 0)
+    y_ptrs = A.y_ptr + offs_m[None, :] * A.stride_ym + tl.arange(0, R_STEP)[:, None]
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for r in range(0, largest, STEP):
+    for r in range(0, largest, R_STEP):
         ys = ()
         for part in tl.static_range(P.PARTS):
             own_rank = rank
@@ -224,7 +224,7 @@ def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_
             adapter, b = group
             last = place + TOGETHER >= count
             group = load_b_group(
-                A, P, numbers, tl.where(last, 0, place + TOGETHER), tl.where(last, r + STEP, r), n, mask_n
+                A, P, numbers, tl.where(last, 0, place + TOGETHER), tl.where(last, r + R_STEP, r), n, mask_n
             )  # fmt: skip
             own = (numbers[None, :] == adapter[:, None]) & (adapter > 0)[:, None]
             if not P.SOME or tl.max(own.to(tl.int32).reshape(TOGETHER * BLOCK_M), 0) > 0:

@@ -12,7 +12,7 @@ BLOCK_M, BLOCK_N = 64, 128
 
 @triton.jit(do_not_specialize=["rows"])
 def _expand_kernel(
-    out_ptr, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, stride_om, rows,
+    out_ptr, b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym, stride_om, rows,
     N: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr,
     BEGIN_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
@@ -22,7 +22,7 @@ def _expand_kernel(
         out_ptr: [rows, N] (input and output).
         Others: see LinearAdapters.
     """
-    A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+    A = Adapters(b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym)
     P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2, True)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else b_ptr.dtype.element_ty
     first = tl.program_id(0) * BLOCK_N

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..triton_compat import async_load_pointers, barrier, reinterpret
-from .adapters import STEP, TOGETHER, begin_of
+from .adapters import R_STEP, TOGETHER, begin_of
 
 MAX_COPIES = 4  # Maximum number of copies of B in shared memory.
 
@@ -35,8 +35,8 @@ def fetch_adapters(C: gl.constexpr, w, tile):
     """
     A = w.adapters
     place = gl.arange(0, 32 * C.WARPS, gl.BlockedLayout([1], [32], [C.WARPS], [0]))
-    count = gl.load(A.groups_ptr)
-    adapter = gl.load(A.groups_ptr + 1 + place, mask=place < count, other=0)
+    count = gl.load(A.listed_ptr)
+    adapter = gl.load(A.listed_ptr + 1 + place, mask=place < count, other=0)
     rank = gl.load(A.ranks_ptr + adapter)
     rows = gl.minimum(w.N - tile * C.OUT_N, C.OUT_N)
     size = gl.where(w.pid < w.tiles, 2 * rows * rank, 0)
@@ -51,8 +51,8 @@ def fetch_adapters(C: gl.constexpr, w, tile):
             "=r,l,r", [(ptrs + (tile * C.OUT_N + half * w.N) * rank).to(gl.uint64), size], dtype=gl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
-    listed = gl.arange(0, C.BLOCK_M, gl.BlockedLayout([1], [32], [C.WARPS], [0]))
-    adapter = gl.load(A.groups_ptr + 1 + listed, mask=listed < count, other=0)
+    places = gl.arange(0, C.BLOCK_M, gl.BlockedLayout([1], [32], [C.WARPS], [0]))
+    adapter = gl.load(A.listed_ptr + 1 + places, mask=places < count, other=0)
     reinterpret(w.listed[0], gl.int32, [C.BLOCK_M], w.listed[0].layout).store(adapter)
     reinterpret(w.listed[1], gl.int32, [C.BLOCK_M], w.listed[1].layout).store(gl.load(A.ranks_ptr + adapter))
 
@@ -66,7 +66,7 @@ def _begin(C: gl.constexpr, part):
 
 @gluon.jit
 def _copy_b(C: gl.constexpr, w, tile, part, first, r, stage):
-    """Start to copy columns r to r + STEP - 1 of B of a group of adapters to a stage of the weight.
+    """Start to copy columns r to r + R_STEP - 1 of B of a group of adapters to a stage of the weight.
 
     Rows of other parts of the weight become 0, and so do columns beyond the rank of an adapter.
 
@@ -82,12 +82,12 @@ def _copy_b(C: gl.constexpr, w, tile, part, first, r, stage):
     exists = (row < w.N) & (line >= _begin(C, part)) & (line < _begin(C, part + 1))
     adapter = w.listed[0].index(first // TOGETHER).load(G)
     rank = w.listed[1].index(first // TOGETHER).load(G)
-    columns = gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    columns = gl.arange(0, R_STEP, gl.SliceLayout(0, gl.SliceLayout(1, L)))
     ptrs = A.b_ptr + ((adapter - 1).to(gl.int64) * A.stride_b + r)[None, :, None]
     ptrs += line[:, None, None] * rank[None, :, None] + columns[None, None, :]
     mask = exists[:, None, None] & ((r < rank)[None, :, None] & (columns >= 0)[None, None, :])
-    ptrs = gl.reshape(ptrs, [C.BLOCK_N, TOGETHER * STEP])
-    mask = gl.reshape(mask, [C.BLOCK_N, TOGETHER * STEP])
+    ptrs = gl.reshape(ptrs, [C.BLOCK_N, TOGETHER * R_STEP])
+    mask = gl.reshape(mask, [C.BLOCK_N, TOGETHER * R_STEP])
     # The rows of B are multiples of 32 bytes.
     ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [16, 16]), [1, 8])
     async_load_pointers(_b_stage(C, w, stage), ptrs, mask=gl.max_constancy(mask, [1, 8]))
@@ -99,12 +99,12 @@ def _following(part, place, r, count, first, last):
     """Return the part, the place in the list and the column of B of the copy after this one."""
     of_part = place + TOGETHER < count
     next_part = gl.where(of_part, part, gl.where(part == last, first, part + 1))
-    return next_part, gl.where(of_part, place + TOGETHER, 0), gl.where(of_part | (part < last), r, r + STEP)
+    return next_part, gl.where(of_part, place + TOGETHER, 0), gl.where(of_part | (part < last), r, r + R_STEP)
 
 
 @gluon.jit
 def _load_y(C: gl.constexpr, w, r, part):
-    """Load columns r to r + STEP - 1 of A x of a part, as [BLOCK_M, STEP] in the dtype of the activations.
+    """Load columns r to r + R_STEP - 1 of A x of a part, as [BLOCK_M, R_STEP] in the dtype of the activations.
 
     Columns beyond the rank of a row's adapter are 0.
     """
@@ -112,8 +112,8 @@ def _load_y(C: gl.constexpr, w, r, part):
     L: gl.constexpr = gl.SliceLayout(1, _y_layout(C.WARPS))
     offs_m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(1, L))
     rank = gl.load(A.ranks_ptr + gl.load(A.numbers_ptr + offs_m, mask=offs_m < w.outputs.rows, other=0))
-    ptrs = A.y_ptr + (offs_m * A.stride_ym + part * gl.multiple_of(rank, (STEP,)))[:, None]
-    ptrs += r + gl.arange(0, STEP, gl.SliceLayout(0, L))[None, :]
+    ptrs = A.y_ptr + (offs_m * A.stride_ym + part * gl.multiple_of(rank, (R_STEP,)))[:, None]
+    ptrs += r + gl.arange(0, R_STEP, gl.SliceLayout(0, L))[None, :]
     y = gl.load(ptrs, mask=(r < rank)[:, None], other=0.0)
     for split in gl.static_range(1, C.A_SPLITS):
         y += gl.load(ptrs + split * A.stride_ys, mask=(r < rank)[:, None], other=0.0)
@@ -144,13 +144,13 @@ def _b_stage(C: gl.constexpr, w, stage):
     """Return one of the buffers [BLOCK_N, 64] for B in the memory of the weight, whose tiles are no longer needed."""
     L: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PARTS: gl.constexpr = C.STAGES * C.BOXES * C.BOX_BYTES // 128
-    return reinterpret(w.w_ring, w.x_ring.dtype, [PARTS, C.BLOCK_N, TOGETHER * STEP], L).index(stage)
+    return reinterpret(w.w_ring, w.x_ring.dtype, [PARTS, C.BLOCK_N, TOGETHER * R_STEP], L).index(stage)
 
 
 @gluon.jit
 def _y_stage(C: gl.constexpr, w, stage):
     """Return the first 128 bytes of each row of a stage of the activations, as [BLOCK_M, 64]."""
-    DEPTH: gl.constexpr = TOGETHER * STEP
+    DEPTH: gl.constexpr = TOGETHER * R_STEP
     shape: gl.constexpr = [C.BLOCK_K // DEPTH, C.BLOCK_M, DEPTH]
     return reinterpret(w.x_ring.index(stage), w.x_ring.dtype, shape, w.x_desc.layout).index(0)
 
@@ -165,7 +165,7 @@ def add_adapters(C: gl.constexpr, w, acc, tile):
     gl.static_assert(min(C.STAGES, C.X_STAGES) > 1 and not C.PERSISTENT)
     offs_m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(1, gl.SliceLayout(2, L)))
     numbers = gl.load(A.numbers_ptr + offs_m, mask=offs_m < w.outputs.rows, other=0)
-    count, largest = gl.load(A.groups_ptr), gl.max(gl.load(A.ranks_ptr + numbers), 0)
+    count, largest = gl.load(A.listed_ptr), gl.max(gl.load(A.ranks_ptr + numbers), 0)
     first, last = _parts(C, w, tile)
     barrier()  # All warps have multiplied the last tile.
     # The next copy, and the number of copies before it.
@@ -174,7 +174,7 @@ def add_adapters(C: gl.constexpr, w, acc, tile):
         _copy_b(C, w, tile, next_part, next_place, next_r, copied)
         next_part, next_place, next_r = _following(next_part, next_place, next_r, count, first, last)
         copied += 1
-    for r in range(0, largest, STEP):
+    for r in range(0, largest, R_STEP):
         if C.GATED:  # Load both parts at once.
             gate, up = _load_y(C, w, r, 0), _load_y(C, w, r, 1)
         for part in range(first, last + 1):
@@ -187,7 +187,7 @@ def add_adapters(C: gl.constexpr, w, acc, tile):
                 own = numbers[:, None] == adapter[None, :]
                 columns = gl.where(own[:, :, None], y[:, None, :], 0.0).to(w.x_ring.dtype)
                 y_stage = _y_stage(C, w, copied % 2)
-                y_stage.store(gl.reshape(columns, [C.BLOCK_M, TOGETHER * STEP]))
+                y_stage.store(gl.reshape(columns, [C.BLOCK_M, TOGETHER * R_STEP]))
                 async_copy.wait_group(COPIES - 2)
                 fence_async_shared()
                 barrier()  # All warps have also multiplied the group before this one.

@@ -102,7 +102,7 @@ def _ones(T: tl.constexpr, FORM: tl.constexpr, TYPE: tl.constexpr):
 def _matmul_kernel(
     meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps,
     stride_xm, stride_om, stride_normed, stride_sumsq, rows, n_sumsq, minimum_ptr, over_ptr, b_ptr, ranks_ptr,
-    numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr,
+    numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr,
     GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr,
     OVER: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
@@ -169,7 +169,7 @@ def _matmul_kernel(
     if T.ROW_SCALES:
         row_scales = load_row_scales(T, weight, pid)
     if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym)
         P: tl.constexpr = parts_of(EPILOGUE == "gated", A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
         numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
         # If "gated", the second half of the lines is up.

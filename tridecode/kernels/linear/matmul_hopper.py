@@ -559,7 +559,7 @@ def _multiply(C: gl.constexpr, w):
 def _matmul_hopper_kernel(
     meta_ptr, x_desc, weight_desc, scale_ptr, zero_ptr, minimum_ptr, over_ptr, extra_ptr, out_ptr, normed_ptr,
     sumsq_ptr, sums_ptr, counter_ptr, eps, stride_om, stride_normed, stride_sumsq, rows, N, K, n_sumsq, b_ptr,
-    ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: gl.constexpr,
+    ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: gl.constexpr,
     SUMSQ_BLOCK: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, MINIMUMS: gl.constexpr, OVER: gl.constexpr, ROUNDS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -625,7 +625,7 @@ def _matmul_hopper_kernel(
     w = _Work(
         x_desc, weight_desc, scale_ptr, zero_ptr, minimum_ptr, over_ptr, sums_ptr, counter_ptr, outputs, N, K, w_ring,
         x_ring, w_full, x_full, free, pid, tiles, begin, n, iterations, iterations * n,
-        Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym), listed,
+        Adapters(b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym), listed,
     )  # fmt: skip
     for c in gl.static_range(STAGES):
         if c < w.total:

@@ -48,7 +48,7 @@ class TilesConfig:
 @triton.jit
 def _matmul_tiles_kernel(
     meta_ptr, x_desc, weight_desc, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_om, stride_normed,
-    stride_sumsq, rows, N, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym,
+    stride_sumsq, rows, N, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym,
     K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr,
     A_PARTS: tl.constexpr, BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
@@ -75,7 +75,7 @@ def _matmul_tiles_kernel(
     mask_n = (offs_n < N)[None, :]
     extra = load_extra(extra_ptr, offs_n[None, :], N, EPILOGUE, HAS_BIAS)
     if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym)
         P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
         first_n, numbers = pid * BLOCK_N, tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
         group = load_b_group(A, P, numbers, 0, 0, offs_n, offs_n < N)

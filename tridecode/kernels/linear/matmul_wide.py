@@ -109,7 +109,7 @@ def _load(
 @triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matmul_wide_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, sums_ptr, counter_ptr, eps, stride_xm,
-    stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr,
+    stride_om, stride_normed, stride_sumsq, stride_sums, rows, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, listed_ptr,
     y_ptr, stride_b, stride_ys, stride_ym, BLOCK_M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     SUMSQ_BLOCK: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, X_AHEAD: tl.constexpr, SPLIT: tl.constexpr,
@@ -193,7 +193,7 @@ def _matmul_wide_kernel(
             w += (_load(weights, lines, offs_wk, c + AHEAD, K, BLOCK_K, WHOLE, MASKED, "evict_first"),)
     if ADAPTERS:
         if SPLIT == 1 or part == 0:  # One of the programs that share the columns adds them.
-            A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+            A = Adapters(b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym)
             P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2)
             line, half = tl.arange(0, BLOCK_N), 0
             if GATED:  # Eight rows of gate and the same rows of up follow each other.

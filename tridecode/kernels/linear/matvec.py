@@ -78,7 +78,7 @@ def dot_tiles(w, x, BLOCK_N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexp
 @triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
 def _matvec_kernel(
     meta_ptr, x_ptr, weight_ptr, extra_ptr, out_ptr, normed_ptr, sumsq_ptr, eps, stride_xm, stride_om, stride_normed,
-    stride_sumsq, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym,
+    stride_sumsq, n_sumsq, b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym,
     N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, SUMSQ_UNIT: tl.constexpr, EPILOGUE: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
     PROGRAMS: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr,
@@ -113,7 +113,7 @@ def _matvec_kernel(
         up = load_rows(up_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
     extra = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS)
     if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, groups_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym)
         P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2, LARGE_RANKS=LARGE_RANKS)
         adapter, rank = adapter_of(A, row)
         b = load_b(A, adapter, rank, offs_n, offs_n < N, 0)
