@@ -1,4 +1,4 @@
-"""MoE: a mixture of experts. A router chooses a few of these gated feed-forwards for each row."""
+"""MoE: a feed-forward of many experts, which are gated MLPs. A router chooses a few of them for each row."""
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -60,7 +60,10 @@ class MoE(Block):
         return () if self.apart is None else (self.apart,)
 
     def linears(self) -> tuple[Linear, ...]:
-        """Return gate_up and down. They contain the rows of one expert after the other; a shared expert is the last."""
+        """Return gate_up and down, with the rows of one expert after the other, then the linears of `apart`.
+
+        A shared expert of the width of the experts is the last expert.
+        """
         return self._linears
 
     @cached_property
@@ -137,7 +140,7 @@ class MoE(Block):
         )
 
     def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
-        """List the router, gate_up with the activation, and down. With several rows, sort the pairs first."""
+        """List route, gate_up and down. Without `rows` in the configs, sort_pairs and add_experts are listed too."""
         own, sizes, configs, meta = state.buffers(self), self.sizes, state.experts(self, layer), state.meta
         assert residual.next_norm is not None
         normed = Normed(residual.sumsq, residual.partials, self.eps)
@@ -173,7 +176,7 @@ class MoE(Block):
     def _shared(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> None:
         """List the shared expert, if it has another width. It adds its output to the residual stream.
 
-        Its down writes residual.normed, which the router and gate_up of the experts read, so it follows them.
+        `shared_down` overwrites residual.normed, which route and gate_up read. So it is listed after them.
         """
         if self.apart is not None:
             self.apart.decode(run, state, layer, residual)

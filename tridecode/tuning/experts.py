@@ -14,10 +14,11 @@ from ..kernels.moe.expert_weight import PackedRowsConfig
 from ..kernels.moe.prompt_packed import PackedPromptConfig
 from ..kernels.moe.route import RouteConfig
 
-MAX_ROWS = 2  # Rows of a decode pass that are computed separately. They rarely share an expert.
+MAX_UNSORTED_ROWS = 2  # Rows of the largest decode pass whose pairs are not sorted. They rarely share an expert.
 MAX_LOGITS = 4096  # Logits of a decode pass, up to which the router computes each row separately.
 PROGRAMS = 4  # Number of programs without a GPU, because the interpreter runs one program after the other.
 FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs rarely overflows.
+RESERVED = 2**12  # Bytes of shared memory that a program needs besides its stages.
 
 
 @cache
@@ -27,14 +28,19 @@ def experts_config(
 ) -> ExpertsConfig:  # fmt: skip
     """Choose the launch configs for passes of `rows` rows. They were measured on an H100.
 
+    In batch-invariant mode they do not depend on the number of rows.
+
     Args:
+        sizes: numbers and widths of the experts.
+        rows: rows of the pass.
+        gpu: the GPU, or a device without multiprocessors for the CPU.
         batch_invariant: the order of the sums of a row does not depend on the number of rows.
         prompt: whether the pass is a prompt pass.
         itemsize: bytes of an element of the weights.
         packed: the descriptions of the packed weights of gate_up and down, None for dense weights.
     """
     programs = gpu.multiprocessors or PROGRAMS
-    expected = 0 if batch_invariant else rows * sizes.top_k / sizes.experts
+    expected = 0 if batch_invariant else rows * sizes.top_k / sizes.experts  # Expected number of pairs of an expert.
     if expected <= FEW:
         gate_up = TilesConfig(16, 64, 256, stages=3, num_warps=4, programs=4 * programs)
         down = TilesConfig(16, 64, 128, stages=3, num_warps=4, programs=2 * programs)
@@ -46,48 +52,52 @@ def experts_config(
     else:
         gate_up = TilesConfig(128, 128, 64, stages=4, num_warps=8, programs=2 * programs, extra_m=32)
         down = TilesConfig(128, 64, 64, stages=4, num_warps=4, programs=2 * programs, extra_m=32)
-    tiles: tuple[AnyTiles, AnyTiles] = fitted(gate_up, 2, gpu, itemsize), fitted(down, 1, gpu, itemsize)
-    if batch_invariant and not gpu.capability:  # Products of torch on a CPU depend on their number of rows.
-        single = TilesConfig(1, 64, 128, stages=3, num_warps=4, programs=programs)
-        tiles = single, single
+    tiles: tuple[AnyTiles, AnyTiles] = _fitted(gate_up, 2, gpu, itemsize), _fitted(down, 1, gpu, itemsize)
     if any(packed):
         tiles = _packed_tiles(packed, expected, prompt, gpu, itemsize)
+    elif batch_invariant and not gpu.capability:  # Products of torch on a CPU depend on their number of rows.
+        tiles = replace(tiles[0], block_m=1), replace(tiles[1], block_m=1)
     if prompt and not batch_invariant:
         return ExpertsConfig(RouteConfig(16, 128 if rows >= 1024 else 16, 128), tiles)
     row_by_row = not batch_invariant and rows * sizes.stored <= MAX_LOGITS
     configs = ExpertsConfig(RouteConfig() if row_by_row else RouteConfig(16, 16, 128, stages=4), tiles)
-    if batch_invariant or rows > MAX_ROWS:
+    down_rows = _down_rows(packed[1], sizes.used)
+    if batch_invariant or rows > MAX_UNSORTED_ROWS or down_rows is None:
         return configs
-    gate_up_rows, down_rows = _rows(packed[0], True, sizes.used), _rows(packed[1], False, sizes.used)
-    if gate_up_rows is None or down_rows is None:
-        return configs
-    return configs._replace(rows=(gate_up_rows, down_rows))
+    return configs._replace(rows=(_gate_up_rows(packed[0]), down_rows))
 
 
-def _rows(packed: Packed | None, gate_up: bool, used: int) -> AnyRows | None:
-    """Choose the launch config of gate_up or down for one row. None: the row is a tile of its own.
+def _gate_up_rows(packed: Packed | None) -> AnyRows:
+    """Choose the launch config of gate_up without sorted pairs. All its loads are in flight at a time."""
+    if packed is None:
+        return RowsConfig(2, num_warps=4)
+    if packed.k > 2560:
+        return PackedRowsConfig(16, num_warps=8)
+    block_n = 32 if _loads(packed, 4) <= 4 and _is_simple(packed) else 16
+    return PackedRowsConfig(block_n, num_warps=4, registers=168)
 
-    Args:
-        packed: the packed weight, or None.
-        used: number of experts of a row.
+
+def _down_rows(packed: Packed | None, used: int) -> AnyRows | None:
+    """Choose the launch config of down without sorted pairs.
+
+    None: the weights of `used` experts, those of a row, do not fit into the registers of a program. Then the pairs are
+    sorted, and tiles of pairs are computed.
     """
     if packed is None:
-        return RowsConfig(2, num_warps=4 if gate_up else 1)
-    if gate_up:  # All tiles of the weight and of the activations are in flight.
-        if packed.k > 2560:
-            return PackedRowsConfig(16, num_warps=8)
-        block_n = 32 if _words(packed, 4) <= 4 and _is_simple(packed) else 16
-        return PackedRowsConfig(block_n, num_warps=4, registers=168)
-    warps = 8 if _words(packed, 8, used) <= 12 else 16
-    if _words(packed, warps, used) > 96 // warps:
+        return RowsConfig(2, num_warps=1)
+    warps = next((warps for warps in (8, 16) if _loads(packed, warps, used) <= 96 // warps), None)
+    if warps is None:
         return None
     registers = 168 if warps == 8 and _has_row_scales(packed) else 0
     return PackedRowsConfig(16, warps, x_ahead=8, registers=registers)
 
 
-def _words(packed: Packed, warps: int, rows: int = 1) -> int:
-    """Return how many times a warp loads words of eight rows of a weight, times `rows`."""
-    return -(-rows * -(-packed.k // packed.tile) // warps) * (3 if packed.bits == 6 else 1)
+def _loads(packed: Packed, warps: int, experts: int = 1) -> int:
+    """Return the number of loads of each lane for eight rows of the weights of some experts, which the warps share.
+
+    A load has 16 bytes. A tile of codes of six bits needs three.
+    """
+    return -(-experts * -(-packed.k // packed.tile) // warps) * (3 if packed.bits == 6 else 1)
 
 
 def _has_row_scales(packed: Packed) -> bool:
@@ -96,7 +106,7 @@ def _has_row_scales(packed: Packed) -> bool:
 
 
 def _is_simple(packed: Packed) -> bool:
-    """Return whether few numbers are loaded with the codes."""
+    """Return whether only scales are loaded with the codes, at most one for each 64 columns."""
     return packed.plain and not packed.zeros and packed.group >= 64
 
 
@@ -107,22 +117,21 @@ def _packed_tiles(
     programs = gpu.multiprocessors or PROGRAMS
     if prompt:
         block_m = 16 if expected <= FEW else 32 if expected <= 2.5 * FEW else 64 if expected <= 8 * FEW else 128
-        configs = [_prompt(each, block_m, gpu, programs) for each in packed if each]
-        tile = min(config.block_m for config in configs)
-        own: list[AnyTiles] = [replace(config, block_m=tile) for config in configs]
+        prompts = [_prompt(each, block_m, gpu, programs) if each else None for each in packed]
+        tile = min(config.block_m for config in prompts if config)
+        own: list[AnyTiles | None] = [replace(config, block_m=tile) if config else None for config in prompts]
     else:
-        tile = 8 if expected <= 4 and all(packed) else 16
-        own = [_decode_tiles(each, tile, gpu) for each in packed if each]
-    dense = fitted(TilesConfig(tile, 64, 64, stages=3, num_warps=4, programs=2 * programs), 2, gpu, itemsize)
-    return own.pop(0) if packed[0] else dense, own.pop() if packed[1] else dense
+        tile = 8 if expected <= 4 and all(packed) else 16  # A dense product needs tiles of at least 16 pairs.
+        own = [_decode_tiles(each, tile, gpu) if each else None for each in packed]
+    dense = _fitted(TilesConfig(tile, 64, 64, stages=3, num_warps=4, programs=2 * programs), 2, gpu, itemsize)
+    return own[0] or dense, own[1] or dense
 
 
 def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfig:
     """Choose the smallest number of warps whose registers hold a block, and as many programs as run at a time."""
-    few = next((warps for warps in (2, 4) if _words(packed, warps) <= 4), None)
-    warps = few or (4 if _words(packed, 4) <= 8 else 8)
+    warps = 2 if _loads(packed, 2) <= 4 else 4 if _loads(packed, 4) <= 8 else 8
     registers = 0
-    if few and _is_simple(packed) and block_m == 8:
+    if _loads(packed, warps) <= 4 and _is_simple(packed) and block_m == 8:
         registers = 128 if _has_row_scales(packed) else 168
     fit = gpu.registers // (32 * warps * (registers or 255))
     stages = 2 if packed.bits == 6 else 8
@@ -134,17 +143,19 @@ def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfi
 
 
 def _prompt(packed: Packed, block_m: int, gpu: Device, programs: int) -> PackedPromptConfig:
-    """Choose the most stages, then the largest tiles, that fit into the shared memory of a program."""
+    """Reduce the stages from 3 to 2, then halve the tiles of `block_m` pairs, until they fit into shared memory."""
     block_n = 128 if gpu.capability in (90, 100) else 64  # Without wgmma the sums leave fewer registers.
     config = PackedPromptConfig(block_m, block_n, stages=3, num_warps=8, programs=2 * programs)
-    columns, words, available = packed.tile * 2, packed.tile * packed.bits // 8, gpu.shared_memory - 2**12
-    while gpu.shared_memory and config.stages * (config.block_m * columns + block_n * words) > available:
+    # Bytes of a row of the activations and of the weight in a stage.
+    x_bytes, weight_bytes = packed.tile * 2, packed.tile * packed.bits // 8
+    available = gpu.shared_memory - RESERVED
+    while gpu.shared_memory and config.stages * (config.block_m * x_bytes + block_n * weight_bytes) > available:
         smaller = dict(stages=2) if config.stages > 2 else dict(block_m=config.block_m // 2)
         config = replace(config, **smaller)
     return config
 
 
-def fitted(config: TilesConfig, weights: int, gpu: Device, itemsize: int) -> TilesConfig:
+def _fitted(config: TilesConfig, weights: int, gpu: Device, itemsize: int) -> TilesConfig:
     """Return the config with fewer stages and columns, until its steps fit into the shared memory of a program.
 
     Args:
@@ -152,7 +163,7 @@ def fitted(config: TilesConfig, weights: int, gpu: Device, itemsize: int) -> Til
     """
     while gpu.shared_memory and config.block_k > 32:
         step = (weights * config.block_n + config.tile) * config.block_k * itemsize
-        if config.stages * step <= gpu.shared_memory - 2**12:
+        if config.stages * step <= gpu.shared_memory - RESERVED:
             break
         smaller = dict(stages=config.stages - 1) if config.stages > 2 else dict(block_k=config.block_k // 2)
         config = replace(config, **smaller)

@@ -14,20 +14,20 @@ from .expert_rows import prepare_norm
 @triton.jit
 def _add_experts_kernel(
     meta_ptr, x_ptr, ids_ptr, shared_ptr, norm_ptr, out_ptr, normed_ptr, sumsq_ptr, stride_om, stride_normed,
-    stride_sumsq, N: tl.constexpr, USED: tl.constexpr, SHARED: tl.constexpr, RESIDUAL: tl.constexpr,
+    stride_sumsq, N: tl.constexpr, USED: tl.constexpr, HAS_SHARED: tl.constexpr, RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the products of a row.
 
-    With SHARED, add those of another tensor too. With RESIDUAL, add the sum to the residual stream and prepare the next
-    norm.
+    With HAS_SHARED, add the output of a shared expert with linears of its own. With RESIDUAL, add the sum to the
+    residual stream and prepare the next norm.
 
     Grid: (rows,).
 
     Args:
         x_ptr: [rows, USED, N].
         ids_ptr: [rows, USED] int32. A row whose first id is -1 has no products. Read only without RESIDUAL.
-        shared_ptr: contiguous [rows, N], other products. Read only if SHARED.
+        shared_ptr: contiguous [rows, N], the output of the shared expert. Read only if HAS_SHARED.
         norm_ptr: [N], the weight of the next norm. Read only if RESIDUAL.
         out_ptr: [rows, N] (output).
     """
@@ -49,7 +49,7 @@ def _add_experts_kernel(
     else:
         mask_x = offs < tl.where(tl.load(ids_ptr + row * USED) < 0, 0, N)
         y = tl.zeros([BLOCK], tl.float32)
-    if SHARED:
+    if HAS_SHARED:
         y += tl.load(shared_ptr + row.to(tl.int64) * N + offs, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(USED):
         x = tl.load(x_ptr + (row.to(tl.int64) * USED + i) * N + offs, mask=mask_x, other=0.0)

@@ -6,30 +6,33 @@ import torch
 import triton
 import triton.language as tl
 
-TILE_FIELDS = 3  # Fields of an entry of the table of tiles: expert, place of the first pair, number of pairs.
+TILE_FIELDS = (
+    3  # Fields of an entry of the table of tiles: expert, index of the first pair in `pairs`, number of pairs.
+)
 FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 class ExpertSizes(NamedTuple):
     """Sizes of a mixture of experts.
 
-    A shared expert is stored as one more expert after the others. Every row uses it.
+    If the shared expert has the width of the experts, it is stored after them as one more expert, which every row uses.
+    Otherwise it has linears of its own (blocks/shared_expert.py) and is not counted here.
     """
 
-    experts: int  # number of experts, without a shared one
+    experts: int  # number of experts, without the shared one
     top_k: int  # number of experts that the router chooses for a row
     intermediate: int  # width of an expert
     normalize: bool = True  # the weights of the chosen experts are divided by their sum
-    shared: bool = False  # whether there is a shared expert
+    shared: bool = False  # whether a shared expert is stored with the experts
 
     @property
     def stored(self) -> int:
-        """Number of experts, with a shared one."""
+        """Number of stored experts, with the shared one."""
         return self.experts + self.shared
 
     @property
     def used(self) -> int:
-        """Number of experts that a row uses, with a shared one."""
+        """Number of stored experts that a row uses, with the shared one."""
         return self.top_k + self.shared
 
 
@@ -48,24 +51,27 @@ class Routes(NamedTuple):
     """
 
     logits: torch.Tensor  # fp32 [rows, stored experts]
-    ids: torch.Tensor  # int32 [rows, used experts], numbers of experts; -1 in rows without a token
+    # int32 [rows, used experts], numbers of experts. In a prompt pass, rows without a token have -1. In a decode pass,
+    # rows that do not run keep old values, so the kernels read their status.
+    ids: torch.Tensor
     weights: torch.Tensor  # fp32 [rows, used experts], the weights of the pairs
 
 
 class PairTiles(NamedTuple):
     """The pairs of all rows sorted by expert, and the table of tiles, which divides them. See `Routes`.
 
-    A tile of pairs has one expert, and its pairs are adjacent in `pairs`.
+    A tile of pairs has one expert, and its pairs are adjacent in `pairs`. The tensors have room for all pairs. Only the
+    first elements of the flattened tensors are in use.
     """
 
-    pairs: torch.Tensor  # int32 [rows, used experts]
-    tiles: torch.Tensor  # int32 [rows, used experts, TILE_FIELDS]
+    pairs: torch.Tensor  # int32 [rows, used experts], numbers of pairs
+    tiles: torch.Tensor  # int32 [rows, used experts, TILE_FIELDS], an entry for each tile
     number: torch.Tensor  # int32 [rows, 1]: the first element is the number of tiles
 
 
 @triton.jit
 def load_entry(tiles_ptr, tile):
-    """Return the expert of a tile of pairs, the place of its first pair, and its number of pairs.
+    """Return the expert of a tile of pairs, the index of its first pair in `pairs`, and its number of pairs.
 
     Args:
         tiles_ptr: the table of tiles.

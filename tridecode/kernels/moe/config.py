@@ -35,10 +35,11 @@ class ExpertsConfig(NamedTuple):
     """The launch configs of the ops of a mixture of experts, for passes of one size.
 
     Args:
-        route: of the router.
-        tiles: of gate_up and of down in tiles of pairs. Both have the same maximum number of pairs (`tile`).
-        rows: of gate_up and of down for each row separately, or None. If they exist, decode passes use them instead of
-            `tiles`.
+        route: launch config of `route`.
+        tiles: launch configs of gate_up and of down in tiles of pairs. Both have the same maximum number of pairs of a
+            tile (`tile`).
+        rows: launch configs of gate_up and of down for each row separately, or None. If they exist, decode passes use
+            them instead of `tiles`.
     """
 
     route: RouteConfig

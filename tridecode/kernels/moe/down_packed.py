@@ -33,9 +33,10 @@ def _tile_is_whole(k, step, tiles, warps, used, c):
 
 @triton.jit
 def _place(T: tl.constexpr, c: tl.constexpr, warp, USED: tl.constexpr):
-    """Return the place of tile c of a warp: that of its expert's id, and that of the tile in the expert's row.
+    """Return the indices of tile c of each warp: of its expert in the row's USED experts, and of the tile in a row.
 
-    If the numbers allow, a warp takes whole rows of experts. Otherwise all warps share the tiles of each row.
+    If CHUNKS is a multiple of TILES, a warp takes all tiles of CHUNKS / TILES experts. Otherwise successive tiles go to
+    successive warps.
     """
     TILES: tl.constexpr = T.LENGTH // T.LINE
     CHUNKS: tl.constexpr = (USED * TILES + T.WARPS - 1) // T.WARPS  # Tiles of a warp.
@@ -111,7 +112,8 @@ def _load_x_of_tiles(
 ):  # fmt: skip
     """Load the activations for part i % PARTS of tile i // PARTS of each warp: [WARPS * BLOCK_M, 32].
 
-    Every row of the tensor cores' operand has the same activations. Only the first one is stored.
+    The operand of the tensor cores has BLOCK_M rows, all of which have the activations of this row of the pass. The
+    kernel stores only the first column of the product.
 
     Args:
         xs: pointer to the activations of the row of the pass, [USED * K].
@@ -140,8 +142,8 @@ def _down_packed_kernel(
 ):  # fmt: skip
     """Add the weighted products of the experts of a row to the residual stream, and prepare the next norm.
 
-    Grid: (cdiv(N, BLOCK_N), rows). A program computes BLOCK_N columns of the residual stream. It reads the ids before
-    its wait: the kernel before it started it after they were written.
+    Grid: (cdiv(N, BLOCK_N), rows). A program computes BLOCK_N columns of the residual stream. It reads ids_ptr and
+    routes_ptr before gdc_wait; see _expert_packed_kernel.
 
     Args:
         x_ptr: [rows, USED * K].

@@ -100,9 +100,11 @@ def _load_pairs(
     """Load the pairs of a tile, and the first parts of their activations.
 
     Return the pairs [BLOCK_M], pointers to the first part of the activations [WARPS * BLOCK_M, 32], and a tuple of the
-    first X_PARTS parts. Pairs beyond the tile have number 0 and the activations of its last pair.
+    first X_PARTS parts. Elements beyond the pairs of the tile have number 0, or that of the only pair without SORTED.
+    Their activations are those of the last pair.
 
     Args:
+        T: see `tiling`. P, X: PairPointers and Inputs.
         first, count: see `_entry`.
     """
     line_m, warp_m = places(T.WARPS, BLOCK_M)
@@ -157,8 +159,8 @@ def _expert_packed_kernel(
 
     Grid: (PROGRAMS,). An item is the product of a tile of pairs and a block of BLOCK_N rows of the weight. The items of
     a program follow each other. STAGES weight tiles are in flight: while a program multiplies the last tiles of an
-    item, it loads the first of the next one. The kernel lets its successor start after its own wait, so the successor
-    may read the ids before its own wait.
+    item, it loads the first of the next one. It calls gdc_launch_dependents only after gdc_wait. So `route` has
+    ended before any later kernel starts, and later kernels may read ids and routes_ptr before their own gdc_wait.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. Read only if SINGLE_PAIRS > 0.
@@ -181,10 +183,10 @@ def _expert_packed_kernel(
     ROWS: tl.constexpr = 2 * N if GATED else N
     SORTED: tl.constexpr = SINGLE_PAIRS == 0
     # Whether a program may have several items.
-    SHARED: tl.constexpr = SORTED or SINGLE_PAIRS * BLOCKS > PROGRAMS
+    SEVERAL: tl.constexpr = SORTED or SINGLE_PAIRS * BLOCKS > PROGRAMS
     # Whether activations are loaded once for all items of a tile of pairs. If X_AHEAD is less than all parts, only the
     # parts in flight fit into registers, and each item loads them again.
-    X_KEPT: tl.constexpr = X_AHEAD == T.X_TILES or not SHARED
+    X_KEPT: tl.constexpr = X_AHEAD == T.X_TILES or not SEVERAL
     X_PARTS: tl.constexpr = X_AHEAD if X_KEPT else 0
     # Numbers of tensors of a weight tile; see load_tile.
     PIECES: tl.constexpr = T.PIECES
@@ -216,17 +218,17 @@ def _expert_packed_kernel(
         next_words, next_scales, next_zeros = next_words + loaded[0], next_scales + loaded[1], next_zeros + loaded[2]
     if T.ROW_SCALES:
         row_scales = load_row_scales(T, weight, begin % BLOCKS)
-    if SORTED:
+    if SORTED:  # The numbers of the pairs are loaded first. So the loads of the weight start before them.
         pairs, xs, first_x = _load_pairs(T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, X_PARTS)
     norm = tl.zeros([1, BLOCK_M], tl.float32)
     if NORMED:
         norm = _norms(X, pairs, count, K, USED, SORTED, SUMSQ_BLOCK, BLOCK_M)
     # The condition is tested after the loads. The branch keeps the compiler from moving loads behind products.
-    if not SHARED:
+    if not SEVERAL:
         if count == 0:
             return
     next_expert = expert
-    if SHARED:  # An expert is loaded one item before its weight.
+    if SEVERAL:  # An expert is loaded one item before its weight.
         next_expert, _, _ = _entry(P, tl.minimum(begin + 1, end - 1) // BLOCKS, USED, SORTED)
     for item in range(begin, end):
         x, activations = first_x, Activations(xs, order_ptr, offs_k, 0, 1)
@@ -234,9 +236,9 @@ def _expert_packed_kernel(
             x = ()
             for i in tl.static_range(X_AHEAD):
                 x += (load_x(T, activations, i, ORDERED),)
-        # After the last item these are its own.
+        # After the last item these are those of this item, and nothing reads them.
         next_block, next_row_scales, next_item = block, row_scales, tl.minimum(item + 1, end - 1)
-        if SHARED:
+        if SEVERAL:
             weight = weight_of_expert(T, experts, next_expert, ROWS)
             next_block = block_of_rows(T, weight, next_item % BLOCKS)
             if T.ROW_SCALES:
@@ -261,11 +263,13 @@ def _expert_packed_kernel(
             if c + STAGES < T.CHUNKS:
                 tile = load_tile(T, block, c + STAGES)
                 words, scales, zeros = words + tile[0], scales + tile[1], zeros + tile[2]
-            elif SHARED:
-                if item + 1 < end:  # The branch keeps the compiler from moving loads of other tiles.
+            elif SEVERAL:
+                # Without a next item, the tile just multiplied takes its place, and nothing reads it. The branch keeps
+                # the compiler from moving this load behind products.
+                if item + 1 < end:
                     tile = load_tile(T, next_block, c + STAGES - T.CHUNKS)
                 words, scales, zeros = words + tile[0], scales + tile[1], zeros + tile[2]
-        if SHARED:
+        if SEVERAL:
             next_words, next_scales = words[T.CHUNKS * PIECES :], scales[T.CHUNKS * LOADED :]
             next_zeros = zeros[T.CHUNKS * ZERO_PARTS :]
         y = tl.sum(acc, 0) * factor(FORM, FORM == "e4m3")
@@ -274,7 +278,7 @@ def _expert_packed_kernel(
         mask_m = tl.arange(0, BLOCK_M) < count
         store_products(T, y, pairs, mask_m, item % BLOCKS, norm, routes_ptr, out_ptr, GATED, NORMED, BLOCK_M)
         row_scales = next_row_scales
-        if SHARED:
+        if SEVERAL:
             block = next_block
             if next_item // BLOCKS != item // BLOCKS:  # The next item has another tile of pairs.
                 _, first, count = _entry(P, next_item // BLOCKS, USED, SORTED)

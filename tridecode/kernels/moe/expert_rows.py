@@ -51,8 +51,8 @@ def _gate_up_rows_kernel(
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of a row. A program computes BLOCK_N columns of one expert.
 
-    Grid: (USED * cdiv(N, BLOCK_N), rows). The kernel lets its successor start after its own wait, so that the successor
-    may read the ids before its wait.
+    Grid: (USED * cdiv(N, BLOCK_N), rows). It calls gdc_launch_dependents only after gdc_wait. So `route` has
+    ended before any later kernel of the pass starts, and later kernels may read the ids before their own gdc_wait.
 
     Args:
         x_ptr: [rows, K], the residual stream times the norm's weight.
@@ -92,8 +92,8 @@ def _down_rows_kernel(
 ):  # fmt: skip
     """Add the weighted products of the experts of a row to the residual stream, and prepare the next norm.
 
-    Grid: (cdiv(N, BLOCK_N), rows). A program computes BLOCK_N columns. It reads the ids before its wait: the kernel
-    before it started it after they were written.
+    Grid: (cdiv(N, BLOCK_N), rows). A program computes BLOCK_N columns. It reads the ids before gdc_wait; see
+    _gate_up_rows_kernel.
 
     Args:
         x_ptr: [rows, USED * K].

@@ -24,10 +24,10 @@ class TilesConfig:
     """Launch config of a product of expert_tiles.
 
     Attributes:
-        block_m: Number of pairs that are multiplied together, a power of two of at least 16.
+        block_m: Number of pairs that are multiplied together: a power of two of at least 16, or 1 on a CPU.
         extra_m: Number of further pairs of a tile, with products of their own; 0 or a power of two of at least 16. A
             tile has up to block_m + extra_m pairs, so that one tile suffices for most experts.
-        block_n: Rows of the weight of a tile; gate_up takes block_n rows of gate and of up.
+        block_n: Rows of the weight of a block; gate_up takes block_n rows of gate and of up.
         block_k: Columns of a step.
         stages: Steps in flight.
         programs: Number of programs.

@@ -16,7 +16,7 @@ from ..linear.epilogue import silu
 from ..linear.register_tiles import STEP_COLUMNS, Weight, operand, rounded, scale_of
 from ..linear.weight import LoadedLinear
 
-MIN_BLOCK_M = 8  # Number of columns of one mma instruction, which multiplies a column for each row of activations.
+MIN_BLOCK_M = 8  # Minimum number of rows of activations of an mma instruction.
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PackedRowsConfig:
     Attributes:
         block_n: Rows of the weight in a block, a multiple of 16. gate_up counts gate and up together.
         x_ahead: Parts of 32 columns of the activations that a warp prefetches.
-        registers: Maximum number of registers of a thread; 0: no limit.
+        registers: Maximum number of registers of a thread; 0: only the limit of the GPU.
         max_programs: Number of programs of gate_up, which share the blocks. 0 launches one for each block.
         stages: Weight tiles of gate_up that a warp has in flight; 64 means all of a block. down loads all tiles at
             once.
@@ -85,7 +85,9 @@ def add_tile(
     T: tl.constexpr, acc, words, scales, zeros, x, factors, FORM: tl.constexpr, BLOCK_M: tl.constexpr,
     HAS_FACTORS: tl.constexpr, DTYPE: tl.constexpr, TYPE: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the warps' weight tiles to acc [WARPS, BLOCK_N, BLOCK_M], without `factor(FORM)`.
+    """Add the products of the warps' weight tiles to acc [WARPS, BLOCK_N, BLOCK_M].
+
+    The caller multiplies acc by `factor(FORM)` at the end.
 
     Args:
         words, scales, zeros: see `load_tile`.

@@ -34,7 +34,7 @@ class RouteConfig:
 
     Attributes:
         block_m: Rows of a program: 1, or a multiple of 16 for products on tensor cores.
-        block_n: Experts of a program. If it is less than all, the last program of the rows chooses.
+        block_n: Experts of a program. If it is less than all, the program of the rows that ends last chooses.
         block_k: Columns of a step.
         stages: Steps in flight, with tensor cores.
     """
@@ -121,7 +121,7 @@ def _route_kernel(
     BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits of BLOCK_M rows for BLOCK_N experts. The last program of the rows chooses their experts.
+    """Compute the logits of BLOCK_M rows for BLOCK_N experts. The last program to end chooses the experts.
 
     Grid: (PROGRAMS, cdiv(rows, BLOCK_M)), PROGRAMS = cdiv(stored experts, BLOCK_N).
 
@@ -132,7 +132,7 @@ def _route_kernel(
         router_ptr: [E, K].
         shared_ptr: [1, K]. Read only if SHARED.
         logits_ptr: [rows, E + SHARED] fp32 (output).
-        ids_ptr, weights_ptr: [rows, TOP_K + SHARED] (outputs).
+        ids_ptr, weights_ptr: [rows, TOP_K + SHARED] int32 and fp32 (outputs).
         counter_ptr: [cdiv(rows, BLOCK_M)] int32, zero between launches. It counts the programs of BLOCK_M rows whose
             logits are stored.
         sumsq_ptr: partial sums of squares. Read only if NORMED.
@@ -195,10 +195,7 @@ def _route_kernel(
     offs_e = tl.arange(0, BLOCK_E)
     mask = has[:, None] & (offs_e < E)[None, :]
     all_logits = tl.load(logits_ptrs + offs_e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-    if CHUNKS:
-        mask_stored = mask_m
-    else:
-        mask_stored = has
+    mask_stored = mask_m if CHUNKS else has
     _choose(all_logits, has, offs_m, mask_stored, ids_ptr, weights_ptr, E, TOP_K, USED, NORMALIZE, BLOCK_E, BLOCK_TOP)
     if SHARED:
         gate = tl.load(logits_ptr + offs_m.to(tl.int64) * STORED + E, mask=has, other=0.0, cache_modifier=".cg")
@@ -210,7 +207,9 @@ def route(
     meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes, *,
     config: RouteConfig, pdl=False,
 ):  # fmt: skip
-    """Choose the experts of each row: those with the largest logits. Their weights are softmax of their logits.
+    """Choose the experts of each row: those with the largest logits.
+
+    A weight is the softmax over all logits, or with `sizes.normalize` over those of the chosen experts.
 
     A decode pass writes nothing for idle rows. A prompt pass stores the id -1 for rows without a token.
 
