@@ -72,7 +72,7 @@ class AdapterPool:
     """The adapters of a model on its device. Adapter i is in row i - 1 of `weights`. 0 means no adapter.
 
     Args:
-        weights: [adapters, numbers of all linears]. A smaller rank than the maximum leaves numbers unused.
+        weights: [adapters, elements of all linears]. A smaller rank than the maximum leaves elements unused.
         ranks: int32 [linears, adapters + 1].
         slots: int32 [slots], the adapter of each slot.
         places: (layer, name of the linear) -> its part of a row of `weights`.
@@ -125,7 +125,7 @@ class AdapterPool:
         }
 
     def copies(self, number: int, adapter: Adapter) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (part of row `number` of the pool, part of the adapter in host memory), both 1-D."""
+        """Yield the copies that store an adapter under its number: (target, source in host memory), both 1-D."""
         row = self.weights[number - 1]
         for key, matrices in adapter.linears.items():
             place = self.places[key]
@@ -141,7 +141,7 @@ class AdapterPool:
 
 
 def places_of(spec: ModelSpec, max_rank: int) -> tuple[dict[tuple[int, str], Place], int]:
-    """Return the place of each linear without experts in an adapter's row of the pool, and the numbers of the row."""
+    """Return the place of each linear outside of experts in an adapter's row of the pool, and the row's elements."""
     places: dict[tuple[int, str], Place] = {}
     at = 0
     for index, layer in enumerate(spec.layers):
@@ -213,14 +213,14 @@ class _Resident:
 
     @property
     def ready(self) -> bool:
-        """Whether passes may read the adapter."""
+        """Whether the copy has ended, with or without an error. `acquire` raises its error."""
         return self.loading is not None and self.loading.done()
 
 
 class Residents:
-    """The adapters that the pool holds. It has no lock: the scheduler calls its methods, except `busy`.
+    """The adapters that the pool holds. It has no lock: only the scheduler calls methods other than `names` and `load`.
 
-    Each change is one assignment, so the state is valid after an interrupt at any line.
+    Each change is one assignment, so the state is valid after a KeyboardInterrupt at any line.
     """
 
     def __init__(self, pool: AdapterPool):
@@ -244,7 +244,7 @@ class Residents:
             used: numbers of adapters that requests use.
 
         Raises:
-            RuntimeError: the copy to the device failed.
+            Exception: the error of the copy to the device.
         """
         number = self._number(adapter)
         if number is None:

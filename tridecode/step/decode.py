@@ -3,8 +3,8 @@
 Each block lists its own launches (blocks/attention.py, blocks/mlp.py). Embedding, LM head and sampling are here. No
 launch allocates, synchronizes or reads back. Kernels read the values that change between passes from the meta buffer,
 so the whole pass is captured once as a CUDA graph and replayed. The argument `run` launches, captures or records a
-line, or runs its reference (run.py). In a pass of a model made by `with_adapters`, the first launch finds the adapters
-of the rows, and a launch before each linear computes A x (kernels/linear/adapters.py).
+line, or runs its reference (run.py). In a pass of a model made by `with_adapters`, a launch before the embedding
+finds the adapters of the rows, and a launch before each linear computes A x (kernels/linear/adapters.py).
 
 `kind` and `masked` are fixed in a captured pass. `kind` is "greedy", "sample" or "logprobs" (sample, and report the
 most likely tokens). `masked` means that some rows may sample only the tokens that their masks allow. A model made by

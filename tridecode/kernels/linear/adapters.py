@@ -1,11 +1,17 @@
-"""Adapters of a linear: for each row with an adapter, B (A x) is added to the product W x.
+"""LoRA in the linear kernels: a row x gets W x + B (A x), with A and B of its adapter.
 
-`shrink` (shrink.py) computes y = A x before the linear. The epilogues of the linear kernels add B y with the functions
-below. Each row has the number of its adapter. Number 0 means no adapter. `listed` contains the distinct adapters of a
-pass, so a program loads a tile of B once for all rows with this adapter. TOGETHER successive adapters of this list are
-a group, whose columns of B are operands of one product.
+1. adapter_rows.py writes the number of each row's adapter (`numbers`), and the distinct numbers (`listed`). Number 0
+   means no adapter.
+2. shrink.py computes y = A x.
+3. The kernel that computes W x adds B y in its epilogue: with the functions below, or in matmul_hopper.py with those of
+   gluon_adapters.py. In prompt passes, expand.py adds it to the product that torch computes.
 
-Names in kernels: n is a row of the weight, and thus a row of B; r is a column of B, and thus an element of y.
+Kernels of several rows use tensor cores (`load_b_group`, `expand_rows`): TOGETHER successive adapters of the list are a
+group, whose columns of B are operands of one product. matvec.py computes each row in registers (`adapter_of`, `load_b`,
+`load_ys`, `expand_row`).
+
+Names in kernels: n is a row of the weight, and thus a row of B. r is a column of B, and thus an element of y. A is a
+tuple of pointers, Adapters, and P a tuple of constants (`parts_of`).
 """
 
 from collections import namedtuple
@@ -30,16 +36,17 @@ class LinearAdapters(NamedTuple):
     A part of the linear is the rows that come from one module of the checkpoint, such as q of qkv.
 
     Args:
-        a: [adapters, ...], in the dtype of the activations, as b. A row begins with the matrices A of an adapter, one
+        a: [adapters, ...], in the dtype of the activations, as b. a[i - 1] begins with the matrices A of adapter i, one
             for each part: [parts * rank, k].
-        b: [adapters, ...]. A row begins with the matrix B, [n, rank].
+        b: [adapters, ...]. b[i - 1] begins with the matrix B of adapter i, [n, rank].
         ranks: int32 [adapters + 1], the rank of each adapter in this linear, by its number. 0: the adapter does not
-            change this linear.
-        numbers: int32 [rows], the number of each row's adapter, which is in row number - 1 of a and b.
+            change this linear. ranks[0] is 0, so kernels load nothing for rows without an adapter.
+        numbers: int32 [rows], the number of each row's adapter; 0: none.
         listed: int32 [1 + ...], the number of distinct adapters of the rows, then their numbers.
-        y: fp32 [splits, rows, ...]. A row begins with A x [parts * rank], as sums over parts of the columns.
+        y: fp32 [splits, rows, ...]. A row begins with parts * rank elements. A x is the sum over the splits, each of
+            which has a range of the columns of x.
         k: columns of the linear.
-        ends: for each part, the row of the weight at which it ends.
+        ends: for each part, the row of the weight after its last row.
     """
 
     a: torch.Tensor
@@ -84,9 +91,9 @@ class LinearAdapters(NamedTuple):
         count, *numbers = self.listed.tolist()
         return numbers[:count]
 
-    def nbytes(self, columns: int) -> int:
-        """Return the bytes of matrices of `columns` numbers for each rank, over the distinct adapters of the rows."""
-        return sum(int(self.ranks[number]) for number in self.used()) * columns * self.a.itemsize
+    def nbytes(self, size: int) -> int:
+        """Return the bytes of `size` elements for each unit of rank of the distinct adapters of the rows."""
+        return sum(int(self.ranks[number]) for number in self.used()) * size * self.a.itemsize
 
 
 def adapter_arguments(adapters: LinearAdapters | None) -> dict:
@@ -192,13 +199,13 @@ def load_b_group(A, P: tl.constexpr, numbers, first, r, n, mask_n):
 def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_m, TYPE: tl.constexpr):
     """Return B y of each row's adapter for a tile of outputs, [BLOCK_N, BLOCK_M] fp32.
 
-    One product has the columns of B of several adapters. A row has zeros for the columns of other adapters, so its sum
-    does not depend on them, because all numbers of an adapter are finite.
+    One product has the columns of B of TOGETHER adapters. In the other operand, a row has its y at the columns of its
+    adapter and zeros elsewhere. The loader refuses adapters with NaN or Inf, so other adapters do not change its sum.
 
     Args:
         group: the first group of adapters, from load_b_group. Each step loads the group of the next step.
         n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
-        first, end: If P.GATED is False, n has the rows from first to end - 1, so a part without them is skipped.
+        first, end: the rows n are those from first to end - 1, and parts without them are skipped. Not read if P.GATED.
         numbers: [BLOCK_M], the adapters of the rows.
         offs_m: [BLOCK_M], rows of the pass.
         TYPE: Dtype of the operands of the product.

@@ -20,10 +20,10 @@ def _expand_kernel(
 
     Args:
         out_ptr: [rows, N] (input and output).
-        Others: see LinearAdapters.
+        b_ptr and the following: see adapter_arguments.
     """
     A = Adapters(b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym)
-    P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2, True)
+    P: tl.constexpr = parts_of(False, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2, SOME=True)
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else b_ptr.dtype.element_ty
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)

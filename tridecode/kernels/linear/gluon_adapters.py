@@ -29,9 +29,10 @@ def _y_layout(warps):
 
 @gluon.jit
 def fetch_adapters(C: gl.constexpr, w, tile):
-    """Store the adapters of the pass in shared memory, and copy a tile of B of each one to the L2 cache.
+    """Store the listed adapters and their ranks in shared memory, and prefetch a tile of B of each one into L2.
 
-    A thread copies one adapter's. Only the first of the programs that share the columns of a tile adds adapters.
+    A thread prefetches that of one adapter. If several programs share the columns of a tile, only the first one adds
+    adapters, so the others prefetch nothing.
     """
     A = w.adapters
     place = gl.arange(0, 32 * C.WARPS, gl.BlockedLayout([1], [32], [C.WARPS], [0]))
@@ -39,7 +40,7 @@ def fetch_adapters(C: gl.constexpr, w, tile):
     adapter = gl.load(A.listed_ptr + 1 + place, mask=place < count, other=0)
     rank = gl.load(A.ranks_ptr + adapter)
     rows = gl.minimum(w.N - tile * C.OUT_N, C.OUT_N)
-    size = gl.where(w.pid < w.tiles, 2 * rows * rank, 0)
+    size = gl.where(w.pid < w.tiles, 2 * rows * rank, 0)  # Bytes; an element has two.
     ptrs = A.b_ptr + (adapter - 1).to(gl.int64) * A.stride_b
     for half in gl.static_range(2 if C.GATED else 1):
         gl.inline_asm_elementwise(
@@ -168,14 +169,14 @@ def add_adapters(C: gl.constexpr, w, acc, tile):
     count, largest = gl.load(A.listed_ptr), gl.max(gl.load(A.ranks_ptr + numbers), 0)
     first, last = _parts(C, w, tile)
     barrier()  # All warps have multiplied the last tile.
-    # The next copy, and the number of copies before it.
+    # The next copy to start, and the number of copies that have been started.
     next_part, next_place, next_r, copied = first, 0, 0, 0
     for _ in gl.static_range(COPIES - 1):
         _copy_b(C, w, tile, next_part, next_place, next_r, copied)
         next_part, next_place, next_r = _following(next_part, next_place, next_r, count, first, last)
         copied += 1
     for r in range(0, largest, R_STEP):
-        if C.GATED:  # Load both parts at once.
+        if C.GATED:  # Both loads are in flight at a time.
             gate, up = _load_y(C, w, r, 0), _load_y(C, w, r, 1)
         for part in range(first, last + 1):
             if C.GATED:
@@ -190,8 +191,10 @@ def add_adapters(C: gl.constexpr, w, acc, tile):
                 y_stage.store(gl.reshape(columns, [C.BLOCK_M, TOGETHER * R_STEP]))
                 async_copy.wait_group(COPIES - 2)
                 fence_async_shared()
-                barrier()  # All warps have also multiplied the group before this one.
-                b_stage = _b_stage(C, w, (copied + 1) % COPIES)
+                # All warps have stored y, and have ended the product before this one, whose buffer the next copy
+                # overwrites.
+                barrier()
+                b_stage = _b_stage(C, w, (copied + 1) % COPIES)  # Its copy was started COPIES - 1 copies ago.
                 acc = warpgroup_mma(b_stage, y_stage.permute((1, 0)), acc, is_async=True)
                 _copy_b(C, w, tile, next_part, next_place, next_r, copied % COPIES)
                 next_part, next_place, next_r = _following(next_part, next_place, next_r, count, first, last)

@@ -36,7 +36,7 @@ class MatvecConfig(RowBlocks):
 
 @triton.jit
 def load_tiles(row_ptrs, mask_n, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    """Load K columns of the rows at row_ptrs [n, 1] as a tuple of [n, BLOCK_K]. MASKED: a row may not exist."""
+    """Load K columns of the rows at row_ptrs [n, 1] as a tuple of [n, BLOCK_K]. MASKED: see mask_n."""
     offs_k = tl.arange(0, BLOCK_K)[None, :]
     tiles = ()
     for k in tl.static_range(0, K, BLOCK_K):
@@ -52,7 +52,7 @@ def load_tiles(row_ptrs, mask_n, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED:
 
 @triton.jit
 def load_rows(weight_ptr, offs_n, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows offs_n of weight [N, K] as tiles. MASKED: offs_n may exceed N. A pass reads each row once."""
+    """Load rows offs_n of weight [N, K] as tiles. MASKED: offs_n may exceed N. A program reads each row once."""
     rows = weight_ptr + offs_n.to(tl.int64)[:, None] * K
     return load_tiles(rows, (offs_n < N)[:, None], K, BLOCK_K, MASKED, "evict_first")
 
@@ -168,7 +168,7 @@ def _matvec_kernel(
 
 
 def matvec(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, config, pdl=False):
-    """Compute `project` for any number of rows, one after the other."""
+    """Compute `project`. Each row has programs of its own."""
     rows, N = out.shape
     blocks, programs = config.grid(N)
     arguments = epilogue_arguments(linear, out, epilogue)

@@ -20,7 +20,7 @@ class ShrinkConfig:
 
     Attributes:
         split: Number of programs that share the columns. Their sums are separate outputs.
-        steps: Number of parts in which a program takes its columns. The tiles of A of one part are in flight.
+        steps: Number of steps in which a program takes its columns. The tiles of A of one step are in flight.
         num_warps: Warps of a program, which share its columns.
         programs: Maximum number of programs that share the adapters of a pass.
         block_m: Minimum number of rows of a tile of activations.
@@ -117,6 +117,7 @@ def shrink(x, adapters, *, config=ShrinkConfig(), pdl=False):
         x: [rows, k].
         adapters: LinearAdapters. y is written for rows with an adapter.
     """
+    assert len(adapters.y) == config.split, "y has a sum for each split"
     rows, K = x.shape
     block_m = min(max(next_power_of_2(rows), config.block_m), MAX_ROWS)
     parts = len(adapters.ends)
