@@ -101,7 +101,7 @@ def _load_pairs(
 
     Return the pairs [BLOCK_M], pointers to the first part of the activations [WARPS * BLOCK_M, 32], and a tuple of the
     first X_PARTS parts. Elements beyond the pairs of the tile have number 0, or that of the only pair without SORTED.
-    Their activations are those of the last pair.
+    They have the activations of the last pair.
 
     Args:
         T: see `tiling`. P, X: PairPointers and Inputs.
@@ -236,7 +236,7 @@ def _expert_packed_kernel(
             x = ()
             for i in tl.static_range(X_AHEAD):
                 x += (load_x(T, activations, i, ORDERED),)
-        # After the last item these are those of this item, and nothing reads them.
+        # After the last item these repeat this item, and nothing reads them.
         next_block, next_row_scales, next_item = block, row_scales, tl.minimum(item + 1, end - 1)
         if SEVERAL:
             weight = weight_of_expert(T, experts, next_expert, ROWS)

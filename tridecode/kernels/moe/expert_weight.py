@@ -26,7 +26,7 @@ class PackedRowsConfig:
     Attributes:
         block_n: Rows of the weight in a block, a multiple of 16. gate_up counts gate and up together.
         x_ahead: Parts of 32 columns of the activations that a warp prefetches.
-        registers: Maximum number of registers of a thread; 0: only the limit of the GPU.
+        registers: Maximum number of registers of a thread. With 0, only the GPU limits it.
         max_programs: Number of programs of gate_up, which share the blocks. 0 launches one for each block.
         stages: Weight tiles of gate_up that a warp has in flight; 64 means all of a block. down loads all tiles at
             once.
