@@ -16,8 +16,8 @@ from tridecode.text.tokenizer import Tokenizer
 
 TEXT = "A graph is captured once and replayed for ever; the token goes back into memory. " * 3
 TOKENS = 64
-# On a GPU the engine computes in bf16, so a few tokens choose other experts than in fp32: the share of choices that may
-# differ, counted in the old and the new expert.
+# Share of the choices that may differ. On a GPU the engine computes in bf16, so a few tokens choose other experts than
+# in fp32. A changed choice counts twice: for the old and for the new expert.
 FLIPS = 0.05 if CUDA else 0
 
 

@@ -51,7 +51,7 @@ if CUDA:
     TILES |= {"tiles of 32": PackedTilesConfig(64, 4, 4, block_m=32, max_programs=264)}
     PROMPTS |= {"tiles of 128": PackedPromptConfig(128, 128, 3, 8, 132)}
 TOLERANCE = BF16_ROUNDING + 2e-3
-# Weights are rounded to bf16, which changes outputs by up to 0.5%, and how they are rounded. The interpreter truncates.
+# Rounding weights to bf16 changes outputs by up to 0.5% before they are rounded themselves. The interpreter truncates.
 ROUNDED = TOLERANCE + (5e-3 if CUDA else 8e-3)
 OPS = {
     PackedTilesConfig: (GATE_UP_PACKED_TILES, DOWN_PACKED_TILES),

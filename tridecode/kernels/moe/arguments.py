@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-TILE_FIELDS = (
-    3  # Fields of an entry of the table of tiles: expert, index of the first pair in `pairs`, number of pairs.
-)
+# Fields of an entry of the table of tiles: the expert, the index of the first pair in `pairs`, the number of pairs.
+TILE_FIELDS = 3
 FIELDS = tl.constexpr(TILE_FIELDS)
 
 

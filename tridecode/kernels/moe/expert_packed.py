@@ -159,7 +159,7 @@ def _expert_packed_kernel(
 
     Grid: (PROGRAMS,). An item is the product of a tile of pairs and a block of BLOCK_N rows of the weight. The items of
     a program follow each other. STAGES weight tiles are in flight: while a program multiplies the last tiles of an
-    item, it loads the first of the next one. It calls gdc_launch_dependents only after gdc_wait. So `route` has
+    item, it loads the first of the next one. The kernel calls gdc_launch_dependents only after gdc_wait. So `route` has
     ended before any later kernel starts, and later kernels may read ids and routes_ptr before their own gdc_wait.
 
     Args:
@@ -218,7 +218,7 @@ def _expert_packed_kernel(
         next_words, next_scales, next_zeros = next_words + loaded[0], next_scales + loaded[1], next_zeros + loaded[2]
     if T.ROW_SCALES:
         row_scales = load_row_scales(T, weight, begin % BLOCKS)
-    if SORTED:  # The numbers of the pairs are loaded first. So the loads of the weight start before them.
+    if SORTED:  # The activations wait for the numbers of the pairs. So the loads of the weight start first.
         pairs, xs, first_x = _load_pairs(T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, X_PARTS)
     norm = tl.zeros([1, BLOCK_M], tl.float32)
     if NORMED:

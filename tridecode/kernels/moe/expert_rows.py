@@ -51,7 +51,7 @@ def _gate_up_rows_kernel(
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of a row. A program computes BLOCK_N columns of one expert.
 
-    Grid: (USED * cdiv(N, BLOCK_N), rows). It calls gdc_launch_dependents only after gdc_wait. So `route` has
+    Grid: (USED * cdiv(N, BLOCK_N), rows). The kernel calls gdc_launch_dependents only after gdc_wait. So `route` has
     ended before any later kernel of the pass starts, and later kernels may read the ids before their own gdc_wait.
 
     Args:
