@@ -96,6 +96,12 @@ def enter(tab, text):
     tab.press("Enter")
 
 
+def wait_for_draft(tab, text):
+    """Wait until the page has saved this draft. Without this, a reload may be earlier than the save."""
+    load = """const {loadDraft} = await page("store"); return (await loadDraft(location.hash.slice(1)))?.text"""
+    until(lambda: tab.script(load) == text)
+
+
 def answered(tab, number=1):
     """Wait for the end of the answer to the turn with this number and return its text."""
     tab.until(f"document.querySelectorAll('.turn').length === {number} && document.querySelector('#stop').hidden"
@@ -366,6 +372,16 @@ def test_silent_connection_counts_as_lost(chat, served, slowly):
         assert answered(chat).startswith(seen) and text_of(chat, ".turn .remark") == LOST
 
 
+SLOW_SERVER = """
+import sys, time
+from tridecode.cli import main
+from tridecode.step.graphs import DecodePasses
+replay = DecodePasses.replay
+DecodePasses.replay = lambda *args, **rest: (time.sleep(0.05), replay(*args, **rest))
+sys.exit(main())
+"""
+
+
 @in_chromium
 def test_killed_server_loses_nothing(chromium, tmp_path):
     with socket.socket() as free:
@@ -373,7 +389,7 @@ def test_killed_server_loses_nothing(chromium, tmp_path):
         port = free.getsockname()[1]
 
     def start():
-        command = [sys.executable, "cli.py", "serve", "--device", "cpu", "--port", str(port)]
+        command = [sys.executable, "-c", SLOW_SERVER, "serve", "--device", "cpu", "--port", str(port)]
         process = subprocess.Popen(command, cwd=STATIC.parents[2], stderr=subprocess.PIPE, text=True)
         assert any(line.startswith("serving ") for line in process.stderr)
         return process
@@ -472,6 +488,7 @@ def test_draft_and_files_survive_reload_and_closed_tab(chat, served, tmp_path):
     tab.until("document.querySelector('#files li')")
     tab.run("document.querySelector('#input').focus()")
     tab.type("a long message that is not sent yet")
+    wait_for_draft(tab, "a long message that is not sent yet")
     tab.reload()
     tab.until("document.querySelector('#files li')")
     assert tab.run("document.querySelector('#input').value") == "a long message that is not sent yet"
@@ -525,6 +542,7 @@ def test_idle_tab_shows_turns_of_another_tab_and_keeps_its_draft(chat, served):
     ask(chat, QUESTION)
     answered(chat, 2)
     tab.until("document.querySelectorAll('.turn').length === 2")
+    wait_for_draft(tab, "my draft")
     tab.reload()
     answered(tab, 2)
     assert tab.run("document.querySelector('#input').value") == "my draft"
@@ -951,6 +969,7 @@ def test_titles_split_no_character(chat):
     text = "x" * 59 + "\U0001f600 and more"
     enter(chat, "")
     chat.type(text)
+    wait_for_draft(chat, text)
     chat.reload()
     chat.until("document.querySelector('#list a')")
     assert texts_of(chat, "#list a") == [f"Draft: {'x' * 59}"]
@@ -981,7 +1000,9 @@ def test_copy_works_without_the_clipboard_of_the_browser(chat):
     set_up(chat, temperature="0")
     ask(chat, QUESTION)
     answered(chat)
-    click(chat, "Copy answer")
+    # A key press, because Chromium copies only within five seconds after a key press or a click of the user.
+    chat.run("[...document.querySelectorAll('.actions button')].find(each => each.ariaLabel === 'Copy answer').focus()")
+    chat.press("Enter")
     chat.until(f"window.copied === {json.dumps(ANSWER)}")
     chat.until("!document.querySelector('body > textarea')")
 
@@ -1141,7 +1162,7 @@ def fill(chat):
         await save(made, made.turns);
         location.hash = made.id;
     """)
-    chat.until("document.querySelectorAll('.turn').length === 3")
+    chat.until("document.querySelectorAll('.turn').length === 3 && document.querySelector('#list a')")
     chat.run("for (const each of document.querySelectorAll('#log details')) each.open = true")
     chat.run("document.querySelector('#editing').hidden = document.querySelector('#failed').hidden = false")
     chat.run("document.querySelector('#keyed').hidden = false")

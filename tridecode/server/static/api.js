@@ -27,8 +27,8 @@ async function request(path, body, signal) {
   const method = body ? "POST" : "GET";
   const response = await fetch(path, {method, headers, body: body && JSON.stringify(body), signal});
   if (response.ok) return response;
-  if (response.status === 401) document.dispatchEvent(new Event("unauthorized"));
   const error = (await response.json().catch(() => null))?.error, wait = response.headers.get("Retry-After");
+  if (response.status === 401) document.dispatchEvent(new Event("unauthorized"));
   const message = `${error?.message || response.statusText || "an error"}${wait ? `; retry after ${wait} s` : ""}`;
   throw new ServerError(`${message} (${response.status})`, {status: response.status, code: error?.code});
 }
