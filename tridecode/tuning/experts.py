@@ -39,24 +39,14 @@ def experts_config(
         itemsize: bytes of an element of the weights.
         packed: the descriptions of the packed weights of gate_up and down, None for dense weights.
     """
-    programs = gpu.multiprocessors or PROGRAMS
     expected = 0 if batch_invariant else rows * sizes.top_k / sizes.experts  # Expected number of pairs of an expert.
-    if expected <= FEW:
-        gate_up = TilesConfig(16, 64, 256, stages=3, num_warps=4, programs=4 * programs)
-        down = TilesConfig(16, 64, 128, stages=3, num_warps=4, programs=2 * programs)
-    elif expected <= 2.5 * FEW:
-        gate_up = down = TilesConfig(32, 64, 128, stages=3, num_warps=4, programs=2 * programs)
-    elif expected <= 8 * FEW:
-        gate_up = TilesConfig(64, 64, 128, stages=3, num_warps=4, programs=2 * programs)
-        down = TilesConfig(64, 128, 64, stages=4, num_warps=8, programs=2 * programs)
-    else:
-        gate_up = TilesConfig(128, 128, 64, stages=4, num_warps=8, programs=2 * programs, extra_m=32)
-        down = TilesConfig(128, 64, 64, stages=4, num_warps=4, programs=2 * programs, extra_m=32)
-    tiles: tuple[AnyTiles, AnyTiles] = _fitted(gate_up, 2, gpu, itemsize), _fitted(down, 1, gpu, itemsize)
+    tiles: tuple[AnyTiles, AnyTiles]
     if any(packed):
         tiles = _packed_tiles(packed, expected, prompt, gpu, itemsize)
-    elif batch_invariant and not gpu.capability:  # Products of torch on a CPU depend on their number of rows.
-        tiles = replace(tiles[0], block_m=1), replace(tiles[1], block_m=1)
+    else:
+        tiles = gate_up, down = _dense_tiles(expected, gpu, itemsize)
+        if batch_invariant and not gpu.capability:  # Products of torch on a CPU depend on their number of rows.
+            tiles = replace(gate_up, block_m=1), replace(down, block_m=1)
     if prompt and not batch_invariant:
         return ExpertsConfig(RouteConfig(16, 128 if rows >= 1024 else 16, 128), tiles)
     row_by_row = not batch_invariant and rows * sizes.stored <= MAX_LOGITS
@@ -110,6 +100,23 @@ def _is_simple(packed: Packed) -> bool:
     return packed.plain and not packed.zeros and packed.group >= 64
 
 
+def _dense_tiles(expected: float, gpu: Device, itemsize: int) -> tuple[TilesConfig, TilesConfig]:
+    """Choose the launch configs of gate_up and down with dense weights, for the expected number of pairs."""
+    programs = gpu.multiprocessors or PROGRAMS
+    if expected <= FEW:
+        gate_up = TilesConfig(16, 64, 256, stages=3, num_warps=4, programs=4 * programs)
+        down = TilesConfig(16, 64, 128, stages=3, num_warps=4, programs=2 * programs)
+    elif expected <= 2.5 * FEW:
+        gate_up = down = TilesConfig(32, 64, 128, stages=3, num_warps=4, programs=2 * programs)
+    elif expected <= 8 * FEW:
+        gate_up = TilesConfig(64, 64, 128, stages=3, num_warps=4, programs=2 * programs)
+        down = TilesConfig(64, 128, 64, stages=4, num_warps=8, programs=2 * programs)
+    else:
+        gate_up = TilesConfig(128, 128, 64, stages=4, num_warps=8, programs=2 * programs, extra_m=32)
+        down = TilesConfig(128, 64, 64, stages=4, num_warps=4, programs=2 * programs, extra_m=32)
+    return _fitted(gate_up, 2, gpu, itemsize), _fitted(down, 1, gpu, itemsize)
+
+
 def _packed_tiles(
     packed: tuple[Packed | None, Packed | None], expected: float, prompt: bool, gpu: Device, itemsize: int
 ) -> tuple[AnyTiles, AnyTiles]:
@@ -138,7 +145,7 @@ def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfi
     block_n = 32 if _is_simple(packed) or block_m == 8 else 16
     programs = gpu.multiprocessors * fit or PROGRAMS
     return PackedTilesConfig(
-        block_n, warps, x_ahead=4, registers=registers, max_programs=programs, stages=stages, block_m=block_m
+        block_m, block_n, x_ahead=4, stages=stages, num_warps=warps, programs=programs, registers=registers
     )
 
 

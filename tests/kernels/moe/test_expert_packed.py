@@ -37,18 +37,18 @@ MODELS = {  # These have fewer experts than the models, so that several test pro
     "704 columns": (ExpertSizes(16, 4, 704), 2816),
 }
 ROWS = {
-    "one warp, shared": PackedRowsConfig(16, 1, 2, max_programs=3),
+    "one warp": PackedRowsConfig(16, 1, 2),
     "two warps": PackedRowsConfig(32, 2, 64),
-    "four warps, rounded, shared": PackedRowsConfig(16, 4, 16, max_programs=5, rounds=True),
+    "four warps": PackedRowsConfig(16, 4, 16),
 }
 TILES = {
-    "tiles of 16": PackedTilesConfig(32, 2, 64, block_m=16, max_programs=3),
-    "tiles of 8, rounded": PackedTilesConfig(16, 1, 1, rounds=True, block_m=8, max_programs=2),
+    "tiles of 16": PackedTilesConfig(16, 32, x_ahead=64, stages=64, num_warps=2, programs=3),
+    "tiles of 8": PackedTilesConfig(8, 16, x_ahead=1, stages=2, num_warps=1, programs=2),
     "prompt": PackedPromptConfig(16, 32, 2, 4, 3),
 }
 PROMPTS = {"tiles of 16": PackedPromptConfig(16, 32, 2, 4, 3)}
 if CUDA:
-    TILES |= {"tiles of 32": PackedTilesConfig(64, 4, 4, block_m=32, max_programs=264)}
+    TILES |= {"tiles of 32": PackedTilesConfig(32, 64, x_ahead=4, stages=64, num_warps=4, programs=264)}
     PROMPTS |= {"tiles of 128": PackedPromptConfig(128, 128, 3, 8, 132)}
 TOLERANCE = BF16_ROUNDING + 2e-3
 # Rounding weights to bf16 changes outputs by up to 0.5% before they are rounded themselves. The interpreter truncates.
@@ -78,8 +78,8 @@ def tolerance_of(linear: LoadedLinear, config) -> float:
     grouped = description.group < description.k
     if isinstance(config, PackedPromptConfig):
         return ROUNDED if grouped else TOLERANCE
-    integers = grouped and description.number_type != "e4m3"
-    return ROUNDED if integers and (config.rounds or description.minimums or description.group < 32) else TOLERANCE
+    rounded = grouped and description.number_type != "e4m3" and (description.minimums or description.group < 32)
+    return ROUNDED if rounded else TOLERANCE
 
 
 def check_rows(scheme: str, name: str, rows: int, *configs: PackedRowsConfig) -> None:

@@ -134,21 +134,22 @@ def _load_x_of_tiles(
 
 @triton.jit
 def _down_packed_kernel(
-    meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, minimum_ptr, over_ptr, ids_ptr, routes_ptr, norm_ptr,
-    out_ptr, normed_ptr, sumsq_ptr, stride_xm, stride_om, stride_normed, stride_sumsq, N: tl.constexpr, K: tl.constexpr,
-    USED: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
-    ORDERED: tl.constexpr, MINIMUMS: tl.constexpr, OVER: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WARPS: tl.constexpr, X_AHEAD: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+    meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, minimum_ptr, over_ptr, ids_ptr, pair_weights_ptr,
+    norm_ptr, out_ptr, normed_ptr, sumsq_ptr, stride_xm, stride_om, stride_normed, stride_sumsq, N: tl.constexpr,
+    K: tl.constexpr, USED: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr, OVER: tl.constexpr, ROUNDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, X_AHEAD: tl.constexpr, PDL: tl.constexpr,
+    DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Add the weighted products of the experts of a row to the residual stream, and prepare the next norm.
 
     Grid: (cdiv(N, BLOCK_N), rows). A program computes BLOCK_N columns of the residual stream. It reads ids_ptr and
-    routes_ptr before gdc_wait; see _expert_packed_kernel.
+    pair_weights_ptr before gdc_wait; see _expert_packed_kernel.
 
     Args:
         x_ptr: [rows, USED * K].
         weight_ptr and the following: the weights of all experts, [experts, N, K]; see _matmul_kernel.
-        ids_ptr, routes_ptr: [rows, USED], the experts and their weights.
+        ids_ptr, pair_weights_ptr: [rows, USED], the experts and their weights.
         norm_ptr: [N], the weight of the next norm.
         out_ptr: [rows, N] fp32, the residual stream, updated in place.
         normed_ptr: [rows, N] (output), out * norm.
@@ -172,7 +173,7 @@ def _down_packed_kernel(
         experts = Weight(weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr)
         words, scales, zeros, factors = (), (), (), ()
         for c in tl.static_range(CHUNKS):
-            tile = _load_tiles(T, experts, ids, routes_ptr + row * USED, c, pid * BLOCK_N, USED)
+            tile = _load_tiles(T, experts, ids, pair_weights_ptr + row * USED, c, pid * BLOCK_N, USED)
             words, scales, zeros, factors = words + tile[0], scales + tile[1], zeros + tile[2], factors + tile[3]
         if PDL:
             gdc_wait()
@@ -213,10 +214,10 @@ def down_packed_rows(
     assert packed is not None
     tiles = cdiv(linear.in_features, packed.tile) * sizes.used
     _down_packed_kernel[(config.programs(n), rows)](
-        meta, x, **linear.arguments(out), ids_ptr=routes.ids, routes_ptr=routes.weights, norm_ptr=epilogue.norm,
+        meta, x, **linear.arguments(out), ids_ptr=routes.ids, pair_weights_ptr=routes.weights, norm_ptr=epilogue.norm,
         out_ptr=out, normed_ptr=epilogue.normed, sumsq_ptr=epilogue.sumsq, stride_xm=x.stride(0),
         stride_om=out.stride(0), stride_normed=epilogue.normed.stride(0), stride_sumsq=epilogue.sumsq.stride(0), N=n,
-        USED=sizes.used, ROUNDS=rounds(linear, config), BLOCK_M=MIN_BLOCK_M, BLOCK_N=config.block_n,
+        USED=sizes.used, ROUNDS=rounds(linear), BLOCK_M=MIN_BLOCK_M, BLOCK_N=config.block_n,
         WARPS=config.num_warps,
         X_AHEAD=min(config.x_ahead, warp_parts(linear, tiles * packed.tile, config.num_warps)), PDL=pdl,
         DOT_FP32=interpreted(), **options(config.num_warps, pdl, config.registers),

@@ -1,7 +1,7 @@
 """expert_packed: the products of a few rows with packed weights of experts.
 
-gate_up and down multiply tiles of pairs that `sort_pairs` lists. In passes of one or two rows, gate_up takes each pair
-as a tile of its own, and nothing is sorted (SINGLE_PAIRS); down is in down_packed.py.
+gate_up and down multiply tiles of pairs that `sort_pairs` lists. In passes of one or two rows, each pair is a tile of
+gate_up, and nothing is sorted (SINGLE_PAIRS); down is in down_packed.py.
 
 Weight tiles are loaded into the registers from which mma reads them, and the warps of a program share the columns, as
 in linear/matmul.py.
@@ -55,16 +55,23 @@ from .expert_weight import (
 
 
 @dataclass(frozen=True)
-class PackedTilesConfig(PackedRowsConfig):
+class PackedTilesConfig:
     """Launch config of a product with packed weights in tiles of pairs, for a few rows.
 
     Attributes:
         block_m: Maximum number of pairs of a tile, a multiple of 8.
-        max_programs: Number of programs, which share the blocks of all tiles.
+        block_n, x_ahead, registers: see PackedRowsConfig.
+        stages: Weight tiles that a warp has in flight.
+        programs: Number of programs, which share the products of a tile of pairs and a block.
     """
 
-    max_programs: int = 132
-    block_m: int = 16
+    block_m: int
+    block_n: int
+    x_ahead: int
+    stages: int
+    num_warps: int
+    programs: int
+    registers: int = 0
 
     @property
     def tile(self) -> int:
@@ -144,7 +151,7 @@ def _norms(
 @triton.jit(do_not_specialize=["n_sumsq"])
 def _expert_packed_kernel(
     meta_ptr, x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, minimum_ptr, over_ptr, out_ptr, pairs_ptr, tiles_ptr,
-    count_ptr, routes_ptr, sumsq_ptr, eps, stride_xm, stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr,
+    count_ptr, pair_weights_ptr, sumsq_ptr, eps, stride_xm, stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr,
     USED: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, FORM: tl.constexpr,
     GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr,
     OVER: tl.constexpr, ROUNDS: tl.constexpr, SINGLE_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -158,9 +165,10 @@ def _expert_packed_kernel(
     of the pair.
 
     Grid: (PROGRAMS,). An item is the product of a tile of pairs and a block of BLOCK_N rows of the weight. The items of
-    a program follow each other. STAGES weight tiles are in flight: while a program multiplies the last tiles of an
-    item, it loads the first of the next one. The kernel calls gdc_launch_dependents only after gdc_wait. So `route` has
-    ended before any later kernel starts, and later kernels may read ids and routes_ptr before their own gdc_wait.
+    a program follow each other; with SINGLE_PAIRS > 0, each program has one item. STAGES weight tiles are in flight:
+    while a program multiplies the last tiles of an item, it loads the first of the next one. The kernel calls
+    gdc_launch_dependents only after gdc_wait. So `route` has ended before any later kernel starts, and later kernels
+    may read ids and the weights of pairs before their own gdc_wait.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. Read only if SINGLE_PAIRS > 0.
@@ -169,7 +177,7 @@ def _expert_packed_kernel(
         out_ptr: [pairs, N] (output).
         pairs_ptr, tiles_ptr, count_ptr: see PairTiles. If SINGLE_PAIRS > 0, only tiles_ptr is read. It is then the
             experts of the pairs, [SINGLE_PAIRS] int32.
-        routes_ptr: [pairs] fp32. Read only without GATED.
+        pair_weights_ptr: [pairs] fp32. Read only without GATED.
         sumsq_ptr: partial sums of squares of the rows. Read only if NORMED.
         SINGLE_PAIRS: number of pairs, each of which is a tile. 0: the pairs are sorted into tiles.
     """
@@ -182,11 +190,9 @@ def _expert_packed_kernel(
     BLOCKS: tl.constexpr = (N + T.OUT_N - 1) // T.OUT_N
     ROWS: tl.constexpr = 2 * N if GATED else N
     SORTED: tl.constexpr = SINGLE_PAIRS == 0
-    # Whether a program may have several items.
-    SEVERAL: tl.constexpr = SORTED or SINGLE_PAIRS * BLOCKS > PROGRAMS
     # Whether activations are loaded once for all items of a tile of pairs. If X_AHEAD is less than all parts, only the
     # parts in flight fit into registers, and each item loads them again.
-    X_KEPT: tl.constexpr = X_AHEAD == T.X_TILES or not SEVERAL
+    X_KEPT: tl.constexpr = X_AHEAD == T.X_TILES or not SORTED
     X_PARTS: tl.constexpr = X_AHEAD if X_KEPT else 0
     # Numbers of tensors of a weight tile; see load_tile.
     PIECES: tl.constexpr = T.PIECES
@@ -224,11 +230,11 @@ def _expert_packed_kernel(
     if NORMED:
         norm = _norms(X, pairs, count, K, USED, SORTED, SUMSQ_BLOCK, BLOCK_M)
     # The condition is tested after the loads. The branch keeps the compiler from moving loads behind products.
-    if not SEVERAL:
+    if not SORTED:
         if count == 0:
             return
     next_expert = expert
-    if SEVERAL:  # An expert is loaded one item before its weight.
+    if SORTED:  # An expert is loaded one item before its weight.
         next_expert, _, _ = _entry(P, tl.minimum(begin + 1, end - 1) // BLOCKS, USED, SORTED)
     for item in range(begin, end):
         x, activations = first_x, Activations(xs, order_ptr, offs_k, 0, 1)
@@ -238,7 +244,7 @@ def _expert_packed_kernel(
                 x += (load_x(T, activations, i, ORDERED),)
         # After the last item these repeat this item, and nothing reads them.
         next_block, next_row_scales, next_item = block, row_scales, tl.minimum(item + 1, end - 1)
-        if SEVERAL:
+        if SORTED:
             weight = weight_of_expert(T, experts, next_expert, ROWS)
             next_block = block_of_rows(T, weight, next_item % BLOCKS)
             if T.ROW_SCALES:
@@ -263,22 +269,22 @@ def _expert_packed_kernel(
             if c + STAGES < T.CHUNKS:
                 tile = load_tile(T, block, c + STAGES)
                 words, scales, zeros = words + tile[0], scales + tile[1], zeros + tile[2]
-            elif SEVERAL:
+            elif SORTED:
                 # Without a next item, the tile just multiplied takes its place, and nothing reads it. The branch keeps
                 # the compiler from moving this load behind products.
                 if item + 1 < end:
                     tile = load_tile(T, next_block, c + STAGES - T.CHUNKS)
                 words, scales, zeros = words + tile[0], scales + tile[1], zeros + tile[2]
-        if SEVERAL:
+        if SORTED:
             next_words, next_scales = words[T.CHUNKS * PIECES :], scales[T.CHUNKS * LOADED :]
             next_zeros = zeros[T.CHUNKS * ZERO_PARTS :]
         y = tl.sum(acc, 0) * factor(FORM, FORM == "e4m3")
         if T.ROW_SCALES:
             y *= row_scales.to(tl.float32)
         mask_m = tl.arange(0, BLOCK_M) < count
-        store_products(T, y, pairs, mask_m, item % BLOCKS, norm, routes_ptr, out_ptr, GATED, NORMED, BLOCK_M)
+        store_products(T, y, pairs, mask_m, item % BLOCKS, norm, pair_weights_ptr, out_ptr, GATED, NORMED, BLOCK_M)
         row_scales = next_row_scales
-        if SEVERAL:
+        if SORTED:
             block = next_block
             if next_item // BLOCKS != item // BLOCKS:  # The next item has another tile of pairs.
                 _, first, count = _entry(P, next_item // BLOCKS, USED, SORTED)
@@ -290,32 +296,32 @@ def _expert_packed_kernel(
 
 
 def _launch(
-    meta, x, linear, tiles, routes, out, norm: Gated | Normed | None, sizes, config: PackedRowsConfig, pdl, *,
-    gated: bool, block_m: int, single_pairs: int = 0,
+    meta, x, linear, tiles, routes, out, norm: Gated | Normed | None, sizes,
+    config: PackedRowsConfig | PackedTilesConfig, pdl, gated: bool,
 ) -> None:  # fmt: skip
-    """Launch the kernel.
+    """Launch the kernel. With PackedRowsConfig, each pair is a tile.
 
     Args:
-        meta: read only if single_pairs > 0.
+        meta: read only with PackedRowsConfig.
         norm: the partial sums for the division by the root mean square, or None.
         gated: True for gate_up, False for down.
-        block_m, single_pairs: BLOCK_M and SINGLE_PAIRS of the kernel.
     """
     sumsq, n_sumsq, eps = norm or (out, 0, 0.0)
     k, n = linear.in_features, out.shape[1] // sizes.used
-    programs = config.max_programs
-    if single_pairs:
-        items = single_pairs * config.programs(2 * n if gated else n)
-        programs = min(programs or items, items)
+    weight_tiles = cdiv(k, linear.packed.tile * config.num_warps)  # of a warp
+    if isinstance(config, PackedTilesConfig):
+        single_pairs, block_m, stages, programs = 0, config.block_m, config.stages, config.programs
+    else:
+        single_pairs, block_m, stages = len(x) * sizes.used, MIN_BLOCK_M, weight_tiles
+        programs = single_pairs * config.programs(2 * n)
     _expert_packed_kernel[(programs,)](
         meta, x, **linear.arguments(out), out_ptr=out, pairs_ptr=tiles.pairs, tiles_ptr=tiles.tiles,
-        count_ptr=tiles.number, routes_ptr=routes.weights, sumsq_ptr=sumsq, eps=eps,
+        count_ptr=tiles.number, pair_weights_ptr=routes.weights, sumsq_ptr=sumsq, eps=eps,
         stride_xm=x.stride(0) if gated else k, stride_sumsq=sumsq.stride(0), n_sumsq=n_sumsq, N=n, USED=sizes.used,
-        GATED=gated, NORMED=norm is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
-        ROUNDS=rounds(linear, config), SINGLE_PAIRS=single_pairs, BLOCK_M=block_m, BLOCK_N=config.block_n,
-        WARPS=config.num_warps, STAGES=min(config.stages, cdiv(k, linear.packed.tile * config.num_warps)),
-        X_AHEAD=min(config.x_ahead, warp_parts(linear, k, config.num_warps)), PROGRAMS=programs, PDL=pdl,
-        DOT_FP32=interpreted(), **options(config.num_warps, pdl, config.registers),
+        GATED=gated, NORMED=norm is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)), ROUNDS=rounds(linear),
+        SINGLE_PAIRS=single_pairs, BLOCK_M=block_m, BLOCK_N=config.block_n, WARPS=config.num_warps,
+        STAGES=min(stages, weight_tiles), X_AHEAD=min(config.x_ahead, warp_parts(linear, k, config.num_warps)),
+        PROGRAMS=programs, PDL=pdl, DOT_FP32=interpreted(), **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 
@@ -325,10 +331,7 @@ def gate_up_packed_rows(
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of each row, as `gate_up_rows`."""
     tiles = PairTiles(routes.ids, routes.ids, routes.ids)  # Only `tiles` is read.
-    _launch(
-        meta, x, linear, tiles, routes, out, gated, sizes, config, pdl, gated=True, block_m=MIN_BLOCK_M,
-        single_pairs=len(x) * sizes.used,
-    )  # fmt: skip
+    _launch(meta, x, linear, tiles, routes, out, gated, sizes, config, pdl, True)
 
 
 def gate_up_packed_tiles(
@@ -336,9 +339,7 @@ def gate_up_packed_tiles(
     config: PackedTilesConfig, pdl=False,
 ):  # fmt: skip
     """Compute silu(gate) * up of the experts of each row, as `gate_up_tiles`, for a few rows."""
-    _launch(
-        routes.ids, x, linear, tiles, routes, out, normed, sizes, config, pdl, gated=True, block_m=config.block_m
-    )  # fmt: skip
+    _launch(routes.ids, x, linear, tiles, routes, out, normed, sizes, config, pdl, True)
 
 
 def down_packed_tiles(
@@ -346,9 +347,7 @@ def down_packed_tiles(
     pdl=False,
 ):  # fmt: skip
     """Multiply silu(gate) * up of each pair by its expert's weight and its own, as `down_tiles`, for a few rows."""
-    _launch(
-        routes.ids, x, linear, tiles, routes, out, None, sizes, config, pdl, gated=False, block_m=config.block_m
-    )  # fmt: skip
+    _launch(routes.ids, x, linear, tiles, routes, out, None, sizes, config, pdl, False)
 
 
 GATE_UP_PACKED_ROWS = Op(

@@ -86,8 +86,8 @@ def _gate_up_rows_kernel(
 
 @triton.jit
 def _down_rows_kernel(
-    meta_ptr, x_ptr, weight_ptr, ids_ptr, routes_ptr, norm_ptr, out_ptr, normed_ptr, sumsq_ptr, stride_xm, stride_om,
-    stride_normed, stride_sumsq, N: tl.constexpr, K: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr,
+    meta_ptr, x_ptr, weight_ptr, ids_ptr, pair_weights_ptr, norm_ptr, out_ptr, normed_ptr, sumsq_ptr, stride_xm,
+    stride_om, stride_normed, stride_sumsq, N: tl.constexpr, K: tl.constexpr, USED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add the weighted products of the experts of a row to the residual stream, and prepare the next norm.
@@ -98,7 +98,7 @@ def _down_rows_kernel(
     Args:
         x_ptr: [rows, USED * K].
         weight_ptr: [experts, N, K].
-        ids_ptr, routes_ptr: [rows, USED], the experts and their weights.
+        ids_ptr, pair_weights_ptr: [rows, USED], the experts and their weights.
         norm_ptr: [N], the weight of the next norm.
         out_ptr: [rows, N] fp32, the residual stream, updated in place.
         normed_ptr: [rows, N] (output), out * norm.
@@ -123,7 +123,7 @@ def _down_rows_kernel(
         y = tl.load(out_ptrs, mask=mask_n, other=0.0)
         for i in tl.static_range(USED):
             x = load_tiles(x_ptr + row * stride_xm + i * K, True, K, BLOCK_K, False, "")
-            y += tl.load(routes_ptr + row * USED + i) * dot_tiles(w[i], x, BLOCK_N, K, BLOCK_K)
+            y += tl.load(pair_weights_ptr + row * USED + i) * dot_tiles(w[i], x, BLOCK_N, K, BLOCK_K)
         tl.store(out_ptrs, y, mask=mask_n)
         normed = (y * norm).to(normed_ptr.dtype.element_ty)
         tl.store(normed_ptr + row * stride_normed + offs_n, normed, mask=mask_n)

@@ -73,7 +73,7 @@ def _dot(w, x, acc, DOT_FP32: tl.constexpr):
 
 @triton.jit
 def _finish(
-    X, acc, up, pairs, mask_m, offs_n, n_sumsq, eps, routes_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr,
+    X, acc, up, pairs, mask_m, offs_n, n_sumsq, eps, pair_weights_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr,
     USED: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the results of pairs.
@@ -95,17 +95,18 @@ def _finish(
             acc, up = acc * scale, up * scale
         acc = silu(acc) * up
     else:
-        acc = acc * tl.load(routes_ptr + pairs[None, :], mask=mask_m, other=0.0)
+        acc = acc * tl.load(pair_weights_ptr + pairs[None, :], mask=mask_m, other=0.0)
     out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * N + offs_n
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_m & (offs_n < N))
 
 
 @triton.jit(do_not_specialize=["n_sumsq"])
 def _expert_tiles_kernel(
-    x_ptr, weight_desc, out_ptr, pairs_ptr, tiles_ptr, count_ptr, routes_ptr, sumsq_ptr, eps, stride_xm, stride_sumsq,
-    n_sumsq, N: tl.constexpr, K: tl.constexpr, USED: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr,
-    SUMSQ_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, EXTRA_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+    x_ptr, weight_desc, out_ptr, pairs_ptr, tiles_ptr, count_ptr, pair_weights_ptr, sumsq_ptr, eps, stride_xm,
+    stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr, USED: tl.constexpr, GATED: tl.constexpr,
+    NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, EXTRA_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of each tile of pairs by the weight of its expert, and store the results by pair.
 
@@ -120,7 +121,7 @@ def _expert_tiles_kernel(
         weight_desc: tensor descriptor of the weights of all experts, [rows, K], in tiles [BLOCK_N, BLOCK_K].
         out_ptr: [pairs, N] (output).
         pairs_ptr, tiles_ptr, count_ptr: see PairTiles.
-        routes_ptr: [pairs] fp32. Read only without GATED.
+        pair_weights_ptr: [pairs] fp32. Read only without GATED.
         sumsq_ptr: partial sums of squares of the rows. Read only if NORMED.
     """
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -155,13 +156,13 @@ def _expert_tiles_kernel(
                     up_more = _dot(w_up, x, up_more, DOT_FP32)
         offs_n = first_n + tl.arange(0, BLOCK_N)[:, None]
         _finish(
-            X, acc, up, pairs, mask_m, offs_n, n_sumsq, eps, routes_ptr, out_ptr, N, K, USED, GATED, NORMED,
+            X, acc, up, pairs, mask_m, offs_n, n_sumsq, eps, pair_weights_ptr, out_ptr, N, K, USED, GATED, NORMED,
             SUMSQ_BLOCK,
         )  # fmt: skip
         if EXTRA_M > 0:
             _finish(
-                X, acc_more, up_more, more, more_mask, offs_n, n_sumsq, eps, routes_ptr, out_ptr, N, K, USED, GATED,
-                NORMED, SUMSQ_BLOCK,
+                X, acc_more, up_more, more, more_mask, offs_n, n_sumsq, eps, pair_weights_ptr, out_ptr, N, K, USED,
+                GATED, NORMED, SUMSQ_BLOCK,
             )  # fmt: skip
 
 

@@ -27,20 +27,12 @@ class PackedRowsConfig:
         block_n: Rows of the weight in a block, a multiple of 16. gate_up counts gate and up together.
         x_ahead: Parts of 32 columns of the activations that a warp prefetches.
         registers: Maximum number of registers of a thread. With 0, only the GPU limits it.
-        max_programs: Number of programs of gate_up, which share the blocks. 0 launches one for each block.
-        stages: Weight tiles of gate_up that a warp has in flight; 64 means all of a block. down loads all tiles at
-            once.
-        rounds: Scale integers and round them to bf16 before the product. Otherwise the scales multiply the sums of
-            groups. Weights with minimums or groups of 16 columns are always rounded.
     """
 
     block_n: int = 16
     num_warps: int = 4
     x_ahead: int = 16
     registers: int = 0
-    max_programs: int = 0
-    stages: int = 64
-    rounds: bool = False
 
     def programs(self, n: int) -> int:
         """Return the number of blocks of n rows of a weight. Each of down stores one partial sum of squares."""
@@ -117,8 +109,8 @@ def add_tile(
 
 @triton.jit
 def store_products(
-    T: tl.constexpr, y, pairs, mask_m, block, norm, routes_ptr, out_ptr, GATED: tl.constexpr, NORMED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    T: tl.constexpr, y, pairs, mask_m, block, norm, pair_weights_ptr, out_ptr, GATED: tl.constexpr,
+    NORMED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Store the results of pairs from their products with a block of rows of their expert's weight.
 
@@ -129,7 +121,7 @@ def store_products(
         pairs, mask_m: [BLOCK_M], the pairs, and whether they exist.
         block: number of the block.
         norm: [1, BLOCK_M] or a number, which multiplies the products if NORMED.
-        routes_ptr: [all pairs] fp32, the weights of the pairs. Read only without GATED.
+        pair_weights_ptr: [all pairs] fp32, the weights of the pairs. Read only without GATED.
         out_ptr: [all pairs, T.N] (output).
     """
     offs_n = block * T.OUT_N + tl.arange(0, T.OUT_N)[:, None]
@@ -139,16 +131,19 @@ def store_products(
         gate, up = tl.split(tl.permute(y.reshape(2, T.OUT_N, BLOCK_M), (1, 2, 0)))
         y = silu(gate) * up
     else:
-        y = y * tl.load(routes_ptr + pairs, mask=mask_m, other=0.0)[None, :]
+        y = y * tl.load(pair_weights_ptr + pairs, mask=mask_m, other=0.0)[None, :]
     out_ptrs = out_ptr + pairs.to(tl.int64)[None, :] * T.N + offs_n
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask_m[None, :] & (offs_n < T.N))
 
 
-def rounds(linear: LoadedLinear, config: PackedRowsConfig) -> bool:
-    """Return whether weights are scaled and rounded before the product. Kernels ignore it for e4m3 codes."""
+def rounds(linear: LoadedLinear) -> bool:
+    """Return whether weights are scaled and rounded to bf16 before the product.
+
+    Otherwise the scales multiply the sums of groups. Kernels ignore it for e4m3 codes.
+    """
     packed = linear.packed
     assert packed is not None
-    return config.rounds or packed.minimums or packed.group < STEP_COLUMNS.value
+    return packed.minimums or packed.group < STEP_COLUMNS.value
 
 
 def warp_parts(linear: LoadedLinear, k: int, num_warps: int) -> int:

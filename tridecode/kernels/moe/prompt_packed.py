@@ -89,11 +89,11 @@ def _weights_of_part(
 @triton.jit(do_not_specialize=["n_sumsq"])
 def _prompt_packed_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, order_ptr, minimum_ptr, over_ptr, out_ptr, pairs_ptr, tiles_ptr, count_ptr,
-    routes_ptr, sumsq_ptr, eps, stride_xm, stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr, USED: tl.constexpr,
-    GATED: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr, OVER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
-    DOT_FP32: tl.constexpr,
+    pair_weights_ptr, sumsq_ptr, eps, stride_xm, stride_sumsq, n_sumsq, N: tl.constexpr, K: tl.constexpr,
+    USED: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, FORM: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, MINIMUMS: tl.constexpr,
+    OVER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of each tile of pairs by the weight of its expert, and store the results by pair.
 
@@ -109,7 +109,7 @@ def _prompt_packed_kernel(
         weight_ptr and the following: the weights of all experts; see _matmul_kernel.
         out_ptr: [pairs, N] (output).
         pairs_ptr, tiles_ptr, count_ptr: see PairTiles.
-        routes_ptr: [pairs] fp32. Read only without GATED.
+        pair_weights_ptr: [pairs] fp32. Read only without GATED.
         sumsq_ptr: partial sums of squares of the rows. Read only if NORMED.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -168,17 +168,18 @@ def _prompt_packed_kernel(
             rows_m = (pairs // USED)[:, None]
             partials = load_partials(sumsq_ptr, rows_m, mask_m[:, None], stride_sumsq, n_sumsq, SUMSQ_BLOCK)
             norm = norm_scale(tl.sum(partials, 1), K, eps)[None, :]
-        store_products(T, y, pairs, mask_m, block_number, norm, routes_ptr, out_ptr, GATED, NORMED, BLOCK_M)
+        store_products(T, y, pairs, mask_m, block_number, norm, pair_weights_ptr, out_ptr, GATED, NORMED, BLOCK_M)
 
 
 def _launch(x, linear, tiles, routes, out, normed, sizes, config, pdl, gated) -> None:
     sumsq, n_sumsq, eps = normed or (out, 0, 0.0)
     _prompt_packed_kernel[(config.programs,)](
         x, **linear.arguments(out), out_ptr=out, pairs_ptr=tiles.pairs, tiles_ptr=tiles.tiles, count_ptr=tiles.number,
-        routes_ptr=routes.weights, sumsq_ptr=sumsq, eps=eps, stride_xm=x.stride(0) if gated else linear.in_features,
-        stride_sumsq=sumsq.stride(0), n_sumsq=n_sumsq, N=out.shape[1] // sizes.used, USED=sizes.used, GATED=gated,
-        NORMED=normed is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)), BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, STAGES=config.stages, PROGRAMS=config.programs, PDL=pdl, DOT_FP32=interpreted(),
+        pair_weights_ptr=routes.weights, sumsq_ptr=sumsq, eps=eps,
+        stride_xm=x.stride(0) if gated else linear.in_features, stride_sumsq=sumsq.stride(0), n_sumsq=n_sumsq,
+        N=out.shape[1] // sizes.used, USED=sizes.used, GATED=gated, NORMED=normed is not None,
+        SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        STAGES=config.stages, PROGRAMS=config.programs, PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl),
     )  # fmt: skip
 
