@@ -237,7 +237,7 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
     monkeypatch.setattr(command, "bench_engine", lambda *args: engine)
     monkeypatch.setattr(command, "prefill", lambda *args: None)
     monkeypatch.setattr(command, "read_bandwidth", lambda device: 1e12)
-    monkeypatch.setattr(command, "time_decode", lambda *args: [9e-6, 8e-6, 7e-6])
+    monkeypatch.setattr(command, "time_decode", lambda *args, **more: [9e-6, 8e-6, 7e-6])
     monkeypatch.setattr(command, "run_facts", lambda device: {"gpu": "A GPU"})
     assert commands.main(["profile", "--preset", "qwen3-0.6b", "--output", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
@@ -263,6 +263,55 @@ def test_the_command_writes_tables_files_and_one_json_line(monkeypatch, capsys, 
     assert json.loads((tmp_path / "out" / "profile.json").read_text()) == report
     with gzip.open(tmp_path / "out" / "prefill_trace.json.gz", "rt") as file:
         assert len(json.load(file)["traceEvents"]) == 21
+
+
+def test_passes_with_adapters_have_their_launches_and_bytes(monkeypatch, capsys):
+    engine = tiny_engine("torch", build=dict(slots=4, adapter_memory=0.01, max_rank=16))
+    engine.model.pool.fill(16)
+    made, passes = [], []
+    roles, kernels = command.roles_and_kernels(command.step_launches(engine.model.with_adapters(), 4))
+    assert roles[0] == "adapters" and kernels.count("_shrink_kernel") == 4 * engine.config.num_layers
+    events = [event(kernel, 10 * i, 8) for i, kernel in enumerate(kernels * (command.STEPS + command.DROPPED))]
+    chunk = {"traceEvents": [event("k", 10 * i, 8) for i in range(7)]}
+
+    def record(work):
+        if made:  # Before, the command attaches the profiler.
+            work()
+        return {"traceEvents": events}
+
+    def make(args, *sizes, adapters, rank):
+        made.append((adapters, rank))
+        return engine
+
+    def enqueue(engine, params, rows, adapters):
+        if not passes:
+            run_pass(engine, params, rows, adapters=adapters)
+        passes.append((rows, adapters, engine.model.pool.slots.tolist()))
+
+    run_pass = command.enqueue
+    monkeypatch.setattr(command, "need_gpu", lambda name: None)
+    monkeypatch.setattr(command, "record_on_gpu", record)
+    monkeypatch.setattr(command, "bench_engine", make)
+    monkeypatch.setattr(command, "enqueue", enqueue)
+    monkeypatch.setattr(command, "prefill_trace", lambda model, tokens: chunk if model.adapting else None)
+    monkeypatch.setattr(command, "read_bandwidth", lambda device: 1e12)
+    monkeypatch.setattr(command, "run_facts", lambda device: {"gpu": "A GPU"})
+    options = "--preset qwen3-0.6b --rows 4 --context 20 --prompt-tokens 32 --random-adapters 3 --rank 9"
+    assert commands.main(["profile", *options.split()]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert made == [(3, 9)] and (report["adapters"], report["rank"]) == (3, 9)
+    assert passes == [(4, True, [1, 2, 3, 1])] * (command.STEPS + command.DROPPED)
+    assert "token step at 4 rows with 3 adapters at context 20" in out
+    moved = {role["op"]: role["bytes"] for role in report["decode"]["kernels"] if "bytes" in role}
+    qkv = engine.config.layers[0].linears()[0]
+    assert moved["qkv_shrink"] > 3 * 16 * 3 * qkv.k * 4, "A of three adapters has three parts"
+
+
+def test_more_adapters_than_rows_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(command, "need_gpu", lambda name: None)
+    assert commands.main("profile --rows 2 --random-adapters 3".split()) == 1
+    assert "--random-adapters must be at most --rows, 2, got 3" in capsys.readouterr().err
 
 
 def test_a_trace_does_not_name_the_machine(monkeypatch):

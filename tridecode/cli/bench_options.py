@@ -180,7 +180,11 @@ BENCH_OPTIONS = (
     _option("random_adapters", None, Several(Integer(1, 1024)), "numbers of random adapters that the rows use in turn; "
         "the table has a line for each, and compares it with the pass without adapters", "batch", metavar="N,N",
         excludes={"model": ((), " cannot be used with --model; use --preset")}),
-    _option("rank", None, Integer(1, MAX_RANK), "rank of the random adapters", "batch", metavar="R",
+    _option("random_adapters", None, Integer(1, 1024), "number of random adapters that the rows use in turn", "profile",
+        default_text="none", excludes={
+            "model": ((), " cannot be used with --model; use --preset"),
+            "experts": ((), " cannot be used with --experts; leave out one of them")}),
+    _option("rank", None, Integer(1, MAX_RANK), "rank of the random adapters", "batch", "profile", metavar="R",
         default_text=str(DEFAULT_RANK), needs=("random_adapters", " needs --random-adapters")),
     _option("ablate", False, Flag(), "also time the pass without workspace, without graph and without dependent launch",
         "decode"),

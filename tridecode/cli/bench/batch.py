@@ -14,6 +14,7 @@ from .measure import (
     check_running,
     experts_of,
     make_row,
+    random_adapters,
     read_bandwidth,
     reserved_positions,
     step_bytes,
@@ -48,7 +49,7 @@ def batch(args, output) -> list[Row]:
     With --random-adapters, each has a row for each number of adapters that is not greater than its requests.
     """
     cases, counts, rank = cases_of(args), args.random_adapters or (0,), args.rank or DEFAULT_RANK
-    engine = bench_engine(args, *sizes_of(args), **adapters_of(args))
+    engine = bench_engine(args, *sizes_of(args), **random_adapters(max(counts), rank))
     bandwidth, params = read_bandwidth(engine.device), SAMPLING[args.sampling]
 
     def times(contexts: list[int], adapters: int = 0) -> list[float]:
@@ -82,12 +83,6 @@ def sizes_of(args) -> tuple[int, int, int]:
     """Return the positions of the longest request, the number of requests, and the positions of all of them."""
     room = [[reserved_positions(context, args.steps) for context in contexts] for _, contexts in cases_of(args)]
     return max(map(max, room)), max(map(len, room)), max(map(sum, room))
-
-
-def adapters_of(args) -> dict[str, int]:
-    """Return the arguments of `bench_engine` for --random-adapters."""
-    counts = args.random_adapters
-    return {"adapters": max(counts), "rank": args.rank or DEFAULT_RANK} if counts else {}
 
 
 def cases_of(args) -> list[tuple[int | str, list[int]]]:

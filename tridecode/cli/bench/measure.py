@@ -136,6 +136,11 @@ def bench_engine(args, capacity: int, slots: int = 1, kv_tokens: int | None = No
     return engine
 
 
+def random_adapters(count: int | None, rank: int | None) -> dict[str, int]:
+    """Return the arguments of `bench_engine` for --random-adapters and --rank."""
+    return {"adapters": count, "rank": rank or DEFAULT_RANK} if count else {}
+
+
 class Runners(NamedTuple):
     """The decode and prompt passes of an engine in one graph mode, with every size captured."""
 

@@ -17,7 +17,16 @@ from ...step import decode
 from ...step.model import DecodeModel
 from ...step.prompt import CHUNK, prefill, read, write_chunks
 from ...step.run import Launch, Recorder
-from ..bench.measure import GREEDY, bench_engine, model_facts, need_gpu, read_bandwidth, run_facts, time_decode
+from ..bench.measure import (
+    GREEDY,
+    bench_engine,
+    model_facts,
+    need_gpu,
+    random_adapters,
+    read_bandwidth,
+    run_facts,
+    time_decode,
+)
 from ..bench.passes import enqueue, rewind
 from ..bench.rows import print_table
 from ..terminal import Output, counted
@@ -44,19 +53,24 @@ def run(args, output: Output) -> int:
     if args.experts is not None:
         return experts(args, output)
     need_gpu("profile")
+    adapters = args.random_adapters or 0
+    if adapters > args.rows:
+        raise ParameterError(f"--random-adapters must be at most --rows, {args.rows}, got {adapters}")
     if args.prompt_tokens > CHUNK:
         raise ParameterError(f"--prompt-tokens must be at most {CHUNK}, one chunk, got {args.prompt_tokens}")
     folder = None if args.output is None else Path(args.output)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     record_on_gpu(lambda: torch.zeros(1, device="cuda"))  # This attaches the profiler before the pass is captured.
-    engine = bench_engine(args, max(args.context + DROPPED + STEPS + 2, args.prompt_tokens), args.rows)
+    capacity = max(args.context + DROPPED + STEPS + 2, args.prompt_tokens)
+    engine = bench_engine(args, capacity, args.rows, **random_adapters(adapters, args.rank))
+    model = engine.model.with_adapters(adapters > 0)
     bandwidth = read_bandwidth(engine.device)
-    clean = median(time_decode(engine, args.context, STEPS, 5, GREEDY, args.rows)) * 1e6
+    clean = median(time_decode(engine, args.context, STEPS, 5, GREEDY, args.rows, adapters=adapters)) * 1e6
     name = args.model or args.preset
-    step_trace = decode_trace(engine, args.context, args.rows)
-    steps = decode_spans(step_trace, engine, args.rows)
-    chunk_trace = prefill_trace(engine, args.prompt_tokens)
+    step_trace = decode_trace(engine, args.context, args.rows, adapters)
+    steps = decode_spans(step_trace, model, args.rows)
+    chunk_trace = prefill_trace(model, args.prompt_tokens)
     chunks = separate_spans(split_steps(read_records(chunk_trace), CHUNKS + DROPPED_CHUNKS), DROPPED_CHUNKS)
     report = {
         "command": "profile",
@@ -64,6 +78,7 @@ def run(args, output: Output) -> int:
         "rows": args.rows,
         "context": args.context,
         "prompt_tokens": args.prompt_tokens,
+        **random_adapters(adapters, args.rank),
         "read_bandwidth_gbs": bandwidth / 1e9,
         "decode": {"us_without_profiler": clean} | summarize(steps),
         "prefill": summarize(chunks),
@@ -71,8 +86,8 @@ def run(args, output: Output) -> int:
     }
     # The middle one of the counted passes has this context.
     rewind(engine, args.context + DROPPED + STEPS // 2, GREEDY, args.rows)
-    add_bytes(report["decode"]["kernels"], bytes_by_role(step_launches(engine.model, args.rows)), bandwidth)
-    chunk_launches = prompt_launches(engine.model, args.prompt_tokens)
+    add_bytes(report["decode"]["kernels"], bytes_by_role(step_launches(model, args.rows)), bandwidth)
+    chunk_launches = prompt_launches(model, args.prompt_tokens)
     add_bytes(report["prefill"]["kernels"], bytes_by_kernel(chunk_launches), bandwidth)
     report = json.loads(json.dumps(report), parse_float=lambda number: round(float(number), 3))
     if folder is not None:
@@ -87,26 +102,28 @@ def run(args, output: Output) -> int:
     return 0
 
 
-def decode_trace(engine: Engine, context: int, rows: int = 1) -> dict:
-    """Return the profiler's trace of decode passes of `rows` rows at a context."""
+def decode_trace(engine: Engine, context: int, rows: int = 1, adapters: int = 0) -> dict:
+    """Return the profiler's trace of decode passes of `rows` rows, which use so many adapters, at a context."""
 
     def steps():
         for _ in range(DROPPED + STEPS):
-            enqueue(engine, GREEDY, rows)
+            enqueue(engine, GREEDY, rows, adapters=adapters > 0)
 
     rewind(engine, context, GREEDY, rows)
+    if adapters and engine.model.pool is not None:
+        engine.model.pool.assign(adapters)
     return record_on_gpu(steps)
 
 
-def decode_spans(trace: dict, engine: Engine, rows: int = 1) -> list[list[Span]]:
+def decode_spans(trace: dict, model: DecodeModel, rows: int = 1) -> list[list[Span]]:
     """Return the spans of the counted decode passes, each with its role."""
-    roles, kernels = roles_and_kernels(step_launches(engine.model, rows))
+    roles, kernels = roles_and_kernels(step_launches(model, rows))
     return chained(split_steps(read_records(trace), DROPPED + STEPS, kernels), roles, DROPPED)
 
 
-def prefill_trace(engine: Engine, tokens: int) -> dict:
+def prefill_trace(model: DecodeModel, tokens: int) -> dict:
     """Return the profiler's trace of prompt passes of `tokens` tokens, with waits between them."""
-    once = partial(prefill, engine.model, 0, tokens)
+    once = partial(prefill, model, 0, tokens)
 
     def chunks():
         for _ in range(DROPPED_CHUNKS + CHUNKS):
@@ -130,8 +147,9 @@ def pictures(report: dict, name: str, step: Sequence[Span]) -> dict[str, str]:
 
 
 def at(report: dict) -> str:
-    """Return the rows and the context of the pass as text, such as "8 rows at context 64"."""
-    rows = f"{report['rows']} rows at " if report["rows"] > 1 else ""
+    """Return the rows, their adapters and the context as text, such as "8 rows with 2 adapters at context 64"."""
+    with_adapters = f" with {counted(report['adapters'], 'adapter')}" if "adapters" in report else ""
+    rows = f"{counted(report['rows'], 'row')}{with_adapters} at " if report["rows"] > 1 or with_adapters else ""
     return f"{rows}context {report['context']:,}"
 
 
