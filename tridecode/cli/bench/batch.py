@@ -49,7 +49,7 @@ def batch(args, output) -> list[Row]:
     With --random-adapters, each has a row for each number of adapters that is not greater than its requests.
     """
     cases, counts, rank = cases_of(args), args.random_adapters or (0,), args.rank or DEFAULT_RANK
-    engine = bench_engine(args, *sizes_of(args), **random_adapters(max(counts), rank))
+    engine = bench_engine(args, *sizes_of(args), **adapters_of(args))
     bandwidth, params = read_bandwidth(engine.device), SAMPLING[args.sampling]
 
     def times(contexts: list[int], adapters: int = 0) -> list[float]:
@@ -83,6 +83,11 @@ def sizes_of(args) -> tuple[int, int, int]:
     """Return the positions of the longest request, the number of requests, and the positions of all of them."""
     room = [[reserved_positions(context, args.steps) for context in contexts] for _, contexts in cases_of(args)]
     return max(map(max, room)), max(map(len, room)), max(map(sum, room))
+
+
+def adapters_of(args) -> dict[str, int]:
+    """Return the arguments of `bench_engine` for the adapters."""
+    return random_adapters(max(args.random_adapters or (0,)), args.rank)
 
 
 def cases_of(args) -> list[tuple[int | str, list[int]]]:
