@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from check import check_op
 from linear_product import EPILOGUES, GGUF_SCHEMES, PLAIN, SCHEMES, Product, dense, packed, width_of
 from util import BF16_ROUNDING, CUDA, Case, assert_close, covering, poisoned, random
 
+from tridecode.kernels.linear import register_tiles
 from tridecode.kernels.linear.dequantize import DEQUANTIZE
 from tridecode.kernels.linear.matmul import MatmulConfig
 from tridecode.kernels.linear.project import Plain
@@ -72,6 +75,48 @@ CONFIGS = {
 )
 def test_configs_match_the_reference(epilogue, scheme, config):
     product(epilogue, scheme, 44, 640, 2).check(config, **tolerances(config))
+
+
+@triton.jit
+def _fetch_kernel(
+    weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr, N: tl.constexpr, K: tl.constexpr, FORM: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, OVER: tl.constexpr,
+):  # fmt: skip
+    T: tl.constexpr = register_tiles.tiling(
+        N, K, FORM, GROUP, SCALE_ROWS, scale_ptr.dtype.element_ty, ZEROS, MINIMUMS, OVER, ROUNDS=False, GATED=False,
+        BLOCK_N=16, WARPS=2, X_AHEAD=1,
+    )  # fmt: skip
+    w = register_tiles.Weight(weight_ptr, scale_ptr, zero_ptr, minimum_ptr, over_ptr)
+    for block in range((N + 15) // 16):
+        register_tiles.fetch_block(T, w, tl.program_id(0) + block)
+
+
+@pytest.mark.skipif(CUDA, reason="only the interpreter shows the addresses that are copied to the L2 cache")
+@SCHEME
+def test_all_bytes_of_a_weight_are_copied_to_the_l2_cache(scheme, monkeypatch):
+    copied = {}
+
+    def fetch(ptr, size):
+        copied[int(ptr.handle.data.item())] = int(getattr(size, "handle", size).data.item())
+
+    monkeypatch.setattr(register_tiles, "_fetch", fetch)
+    linear = packed(scheme, 40, width_of(scheme, 640))
+    arguments = linear.arguments(linear.weight)
+    del arguments["order_ptr"], arguments["ORDERED"]
+    _fetch_kernel[(1,)](**arguments, N=40)
+    tensors = [linear.weight, linear.zero, linear.minimum, linear.over]
+    if linear.packed.group < linear.packed.k and linear.packed.rows == 1:
+        tensors.append(linear.scale)
+    expected = [(each.data_ptr(), each.nbytes) for each in tensors if each is not None]
+    # Adjacent copies become one.
+    found: list[list[int]] = []
+    for begin, size in sorted(copied.items()):
+        assert begin % 16 == size % 16 == 0
+        if found and sum(found[-1]) == begin:
+            found[-1][1] += size
+        else:
+            found.append([begin, size])
+    assert sorted(map(tuple, found)) == sorted(expected)
 
 
 @SCHEME

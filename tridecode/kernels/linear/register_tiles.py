@@ -329,17 +329,17 @@ def load_row_scales(T: tl.constexpr, w, block):
 @triton.jit
 def fetch_block(T: tl.constexpr, w, block):
     """Copy a block of rows of a packed weight, with its scales and zero points of groups, to the L2 cache."""
-    SCALE_BYTES: tl.constexpr = T.GROUPS * (w.scale_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    SCALE_BYTES: tl.constexpr = w.scale_ptr.dtype.element_ty.primitive_bitwidth // 8  # of a minimum too
     rows = tl.minimum(T.N - block * T.OUT_N, T.OUT_N)
     for half in tl.static_range(2 if T.GATED else 1):
         first = (block * T.OUT_N + half * T.N).to(tl.int64)
         _fetch(w.weight_ptr + first * T.LENGTH, rows * (T.LENGTH * 4))
         if T.GROUPED and T.SCALE_ROWS == 1:
-            _fetch(w.scale_ptr + first * T.GROUPS, rows * SCALE_BYTES)
+            _fetch(w.scale_ptr + first * T.GROUPS, rows * (T.GROUPS * SCALE_BYTES))
         if T.ZEROS:
             _fetch(w.zero_ptr + first * T.GROUPS, rows * (T.GROUPS * 2))
         if T.MINIMUMS:
-            _fetch(w.minimum_ptr + first * T.GROUPS, rows * SCALE_BYTES)
+            _fetch(w.minimum_ptr + first * T.LOWS, rows * (T.LOWS * SCALE_BYTES))
         if T.OVER > 0:
             _fetch(w.over_ptr + first * (T.OVERS * (1 + T.MINIMUMS)), rows * (T.OVERS * (1 + T.MINIMUMS) * 2))
 
