@@ -241,6 +241,21 @@ def test_a_failed_copy_fails_only_its_request(tuned, monkeypatch):
         engine.scheduler.assert_consistent()
 
 
+def test_an_adapter_whose_copy_failed_is_not_listed(tuned, monkeypatch):
+    def fail(self, number, adapter, before):
+        raise RuntimeError("the copy failed")
+
+    with tuned.load(adapters=tuned.sources(0), **room_for(tuned, 2)) as engine:
+        engine.submit(PROMPTS[0], GREEDY, adapter="a0").result()
+        monkeypatch.setattr(Residents, "_load", fail)
+        residents, adapter = engine.scheduler.slots.adapters, engine.load_adapter("a1", tuned.adapters[1])
+        assert residents.acquire(adapter, ()) is None
+        residents.wait(60)
+        assert residents.names() == ["a0"] and residents.load().on_device == 1
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            residents.acquire(adapter, ())
+
+
 def test_unloaded_adapters_serve_the_requests_that_have_them(tuned):
     with tuned.load(adapters=tuned.sources(0, 1)) as engine:
         request = engine.submit(PROMPTS[0], GREEDY, adapter="a0")

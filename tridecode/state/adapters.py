@@ -213,8 +213,13 @@ class _Resident:
 
     @property
     def ready(self) -> bool:
-        """Whether the copy has ended, with or without an error. `acquire` raises its error."""
+        """Whether the copy has ended, with or without an error."""
         return self.loading is not None and self.loading.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of a copy that has ended, or None."""
+        return self.loading.exception() if self.loading is not None and self.loading.done() else None
 
 
 class Residents:
@@ -258,7 +263,7 @@ class Residents:
             resident.loading = self._threads.submit(self._load, number, adapter, self._passes_before())
         if not resident.ready:
             return None
-        if error := resident.loading.exception():
+        if error := resident.error:
             del self._residents[number]
             raise error
         resident.used = self._tick()
@@ -287,7 +292,8 @@ class Residents:
 
     def names(self) -> list[str]:
         """Return the names of the adapters in the pool. Any thread may call this."""
-        return [resident.adapter.name for resident in list(self._residents.values()) if resident.ready]
+        residents = list(self._residents.values())
+        return [resident.adapter.name for resident in residents if resident.ready and resident.error is None]
 
     def load(self) -> AdapterLoad:
         """Return the number of adapters in the pool, and of copies. Any thread may call this."""
