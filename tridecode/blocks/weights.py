@@ -60,10 +60,6 @@ class Weights:
         """Return the linears of all layers, then the LM head."""
         return [*(linear for layer in self.layers for linear in layer.linears.values()), self.lm_head]
 
-    def number_types(self) -> list[str]:
-        """Return the distinct number types of the linears, "dense" for those that are not quantized."""
-        return list(dict.fromkeys(linear.number_type for linear in self.linears()))
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by its dotted name. A tied LM head occurs once."""
         tensors = {"embed": self.embed, "final_norm": self.final_norm}
