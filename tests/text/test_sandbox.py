@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tridecode.text.sandbox import Program, Sandbox, SandboxError
+from tridecode.text.sandbox import Program, Sandbox, SandboxError, _Child
 
 ENDLESS = "sum(iter(int, 1))"
 
@@ -164,6 +164,19 @@ def test_ended_child_is_replaced():
         os.kill(made.pids[0], signal.SIGKILL)
         wait_until(lambda: made.pids == [])
         assert made.call("1", 30) == 1
+
+
+def test_error_of_a_start_in_the_background_is_left_to_the_next_call(monkeypatch):
+    """When a program exits, the socket of a child that is starting may be closed. Nothing is printed then."""
+    printed, made = [], sandbox()
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(_Child, "_exchange", lambda *args: os.close(-1))
+        made.start()
+        made.wait()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            made.call("1 + 1", 30)
+    assert printed == [] and made.call("1 + 1", 30) == 2
 
 
 def test_child_killed_during_call_is_an_error():

@@ -119,7 +119,8 @@ class Sandbox:
 
     def _start(self, child: "_Child") -> None:
         try:
-            with suppress(SandboxError):
+            # `call` starts the child again and reports its error. When the program exits, the socket may be closed.
+            with suppress(Exception):
                 child.start()
         finally:
             self._release(child)
