@@ -166,8 +166,8 @@ def test_ended_child_is_replaced():
         assert made.call("1", 30) == 1
 
 
-def test_error_of_a_start_in_the_background_is_left_to_the_next_call(monkeypatch):
-    """When a program exits, the socket of a child that is starting may be closed. Nothing is printed then."""
+def test_next_call_reports_the_error_of_a_background_start(monkeypatch):
+    """When a program exits, the socket of a child that is starting may be closed. The thread prints no traceback."""
     printed, made = [], sandbox()
     monkeypatch.setattr(threading, "excepthook", printed.append)
     with monkeypatch.context() as patched:

@@ -181,7 +181,7 @@ BENCH_OPTIONS = (
         "the table has a line for each, and compares it with the pass without adapters", "batch", metavar="N,N",
         excludes={"model": ((), " cannot be used with --model; use --preset")}),
     _option("random_adapters", None, Integer(1, 1024), "number of random adapters that the rows use in turn", "profile",
-        default_text="none", excludes={
+        metavar="N", default_text="none", excludes={
             "model": ((), " cannot be used with --model; use --preset"),
             "experts": ((), " cannot be used with --experts; leave out one of them")}),
     _option("rank", None, Integer(1, MAX_RANK), "rank of the random adapters", "batch", "profile", metavar="R",

@@ -108,15 +108,14 @@ def test_all_bytes_of_a_weight_are_copied_to_the_l2_cache(scheme, monkeypatch):
     if linear.packed.group < linear.packed.k and linear.packed.rows == 1:
         tensors.append(linear.scale)
     expected = [(each.data_ptr(), each.nbytes) for each in tensors if each is not None]
-    # Adjacent copies become one.
-    found: list[list[int]] = []
+    merged: list[list[int]] = []  # [address, bytes] of adjacent copies together
     for begin, size in sorted(copied.items()):
         assert begin % 16 == size % 16 == 0
-        if found and sum(found[-1]) == begin:
-            found[-1][1] += size
+        if merged and sum(merged[-1]) == begin:
+            merged[-1][1] += size
         else:
-            found.append([begin, size])
-    assert sorted(map(tuple, found)) == sorted(expected)
+            merged.append([begin, size])
+    assert sorted(map(tuple, merged)) == sorted(expected)
 
 
 @SCHEME

@@ -103,7 +103,7 @@ def run(args, output: Output) -> int:
 
 
 def decode_trace(engine: Engine, context: int, rows: int = 1, adapters: int = 0) -> dict:
-    """Return the profiler's trace of decode passes of `rows` rows, which use so many adapters, at a context."""
+    """Return the profiler's trace of decode passes at a context. Their `rows` rows use `adapters` adapters."""
 
     def steps():
         for _ in range(DROPPED + STEPS):

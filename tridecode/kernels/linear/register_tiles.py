@@ -329,7 +329,7 @@ def load_row_scales(T: tl.constexpr, w, block):
 @triton.jit
 def fetch_block(T: tl.constexpr, w, block):
     """Copy a block of rows of a packed weight, with its scales and zero points of groups, to the L2 cache."""
-    SCALE_BYTES: tl.constexpr = w.scale_ptr.dtype.element_ty.primitive_bitwidth // 8  # of a minimum too
+    SCALE_BYTES: tl.constexpr = w.scale_ptr.dtype.element_ty.primitive_bitwidth // 8  # A minimum has as many.
     rows = tl.minimum(T.N - block * T.OUT_N, T.OUT_N)
     for half in tl.static_range(2 if T.GATED else 1):
         first = (block * T.OUT_N + half * T.N).to(tl.int64)

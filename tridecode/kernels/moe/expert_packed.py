@@ -308,7 +308,7 @@ def _launch(
     """
     sumsq, n_sumsq, eps = norm or (out, 0, 0.0)
     k, n = linear.in_features, out.shape[1] // sizes.used
-    weight_tiles = cdiv(k, linear.packed.tile * config.num_warps)  # of a warp
+    weight_tiles = cdiv(k, linear.packed.tile * config.num_warps)  # Number of tiles of a row for each warp.
     if isinstance(config, PackedTilesConfig):
         single_pairs, block_m, stages, programs = 0, config.block_m, config.stages, config.programs
     else:
