@@ -38,8 +38,8 @@ def _add_experts_kernel(
         status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
         norm = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     out_ptrs = out_ptr + row.to(tl.int64) * stride_om + offs
     mask_x = mask
     if RESIDUAL:

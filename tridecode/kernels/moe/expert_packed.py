@@ -166,9 +166,11 @@ def _expert_packed_kernel(
 
     Grid: (PROGRAMS,). An item is the product of a tile of pairs and a block of BLOCK_N rows of the weight. The items of
     a program follow each other; with SINGLE_PAIRS > 0, each program has one item. STAGES weight tiles are in flight:
-    while a program multiplies the last tiles of an item, it loads the first of the next one. The kernel calls
-    gdc_launch_dependents only after gdc_wait. So `route` has ended before any later kernel starts, and later kernels
-    may read ids and the weights of pairs before their own gdc_wait.
+    while a program multiplies the last tiles of an item, it loads the first of the next one.
+
+    gate_up calls gdc_launch_dependents only after gdc_wait. So `route` and `sort_pairs` have ended before any later
+    kernel starts, and later kernels may read their results before their own gdc_wait. down does so: it waits only for
+    its activations.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. Read only if SINGLE_PAIRS > 0.
@@ -205,12 +207,15 @@ def _expert_packed_kernel(
     offs_k = warp_m * T.STEP + tl.arange(0, STEP_COLUMNS)[None, :]
     pid = tl.program_id(0)
     if PDL:
-        gdc_wait()
+        if GATED:
+            gdc_wait()
         gdc_launch_dependents()
     total = tl.load(count_ptr) * BLOCKS if SORTED else SINGLE_PAIRS * BLOCKS
-    each = (total + PROGRAMS - 1) // PROGRAMS
-    begin, end = pid * each, tl.minimum(pid * each + each, total)
+    # The numbers of items of programs differ by at most one.
+    begin, end = pid * total // PROGRAMS, (pid + 1) * total // PROGRAMS
     if begin >= end:
+        if PDL and not GATED:
+            gdc_wait()
         return
     expert, first, count = _entry(P, begin // BLOCKS, USED, SORTED)
     if not SORTED:
@@ -225,6 +230,8 @@ def _expert_packed_kernel(
     if T.ROW_SCALES:
         row_scales = load_row_scales(T, weight, begin % BLOCKS)
     if SORTED:  # The activations wait for the numbers of the pairs. So the loads of the weight start first.
+        if PDL and not GATED:
+            gdc_wait()
         pairs, xs, first_x = _load_pairs(T, P, X, first, count, USED, GATED, SORTED, ORDERED, BLOCK_M, X_PARTS)
     norm = tl.zeros([1, BLOCK_M], tl.float32)
     if NORMED:

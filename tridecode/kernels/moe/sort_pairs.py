@@ -40,8 +40,8 @@ def _sort_pairs_kernel(
     """
     expert = tl.program_id(0)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     offs_e = tl.arange(0, BLOCK_E)
     counts = tl.zeros([BLOCK_E], tl.int32)
     for begin in range(0, pairs, BLOCK):
