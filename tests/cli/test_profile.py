@@ -305,7 +305,8 @@ def test_passes_with_adapters_have_their_launches_and_bytes(monkeypatch, capsys)
     assert "token step at 4 rows with 3 adapters at context 20" in out
     moved = {role["op"]: role["bytes"] for role in report["decode"]["kernels"] if "bytes" in role}
     qkv = engine.config.layers[0].linears()[0]
-    assert moved["qkv_shrink"] > 3 * 16 * 3 * qkv.k * 4, "A of three adapters has three parts"
+    itemsize = engine.model.weights.dtype.itemsize
+    assert moved["qkv_shrink"] > 3 * 16 * 3 * qkv.k * itemsize, "A of three adapters has three parts"
 
 
 def test_more_adapters_than_rows_are_refused(monkeypatch, capsys):
@@ -326,7 +327,7 @@ def test_a_trace_does_not_name_the_machine(monkeypatch):
 def test_records_of_a_real_pass_are_complete():
     records.record_on_gpu(lambda: torch.zeros(1, device="cuda"))
     engine = tiny_engine()
-    steps = command.decode_spans(command.decode_trace(engine, 16), engine)
+    steps = command.decode_spans(command.decode_trace(engine, 16), engine.model)
     found = summarize(steps)
     assert found["steps"] == command.STEPS and found["wall_us"] > 0
     assert found["compute_us"] + found["gap_us"] == pytest.approx(found["wall_us"], rel=0.2)
