@@ -169,8 +169,8 @@ def _expert_packed_kernel(
     while a program multiplies the last tiles of an item, it loads the first of the next one.
 
     gate_up calls gdc_launch_dependents only after gdc_wait. So `route` and `sort_pairs` have ended before any later
-    kernel starts, and later kernels may read their results before their own gdc_wait. down does so: it waits only for
-    its activations.
+    kernel starts, and later kernels may read their results before their own gdc_wait. down reads its tiles and its
+    first weights before gdc_wait, and its activations after it.
 
     Args:
         meta_ptr: [rows, META_WIDTH] int32. Read only if SINGLE_PAIRS > 0.
