@@ -24,3 +24,15 @@ def test_rows_are_multiplied_by_their_sigmoid(dtype, rows, n, k, decode):
         meta[2, layout.STATUS] = layout.WAIT
     args = meta, x, gate, normed, random(rows, n, dtype=dtype, seed=2)
     check_op(ROW_GATE, args, tolerance=TOLERANCE[dtype], outputs=("out",), accumulates=("out",))
+
+
+def test_reference_of_a_row_does_not_depend_on_the_number_of_rows():
+    """On a CPU, torch would compute most rows by vector instructions, and round the remaining rows differently."""
+    x, gate, out = random(70, 96).cpu(), random(1, 96, seed=1).cpu(), random(70, 32, seed=2).cpu()
+    alone = out.clone()
+    for row in range(len(x)):
+        ROW_GATE.ref(None, x[row : row + 1], gate, None, alone[row : row + 1])
+    for rows in range(1, len(x) + 1):
+        together = out.clone()
+        ROW_GATE.ref(None, x[:rows], gate, None, together[:rows])
+        assert torch.equal(together[:rows], alone[:rows]), rows

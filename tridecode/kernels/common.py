@@ -82,6 +82,16 @@ def options(num_warps: int, pdl: bool = False, registers: int = 0) -> dict:
     return launch
 
 
+def sigmoid_by_row(numbers) -> None:
+    """Replace the numbers of a torch tensor, [rows] or [rows, 1], by their sigmoids, for a reference.
+
+    On a CPU, torch computes adjacent numbers together by vector instructions and rounds the remaining ones differently.
+    Then the result of a row would depend on the number of rows.
+    """
+    for number in numbers:
+        number.sigmoid_()
+
+
 def running(meta, count: int) -> list[int]:
     """Return those of the first `count` rows whose status is RUN. References skip the other rows, as kernels do."""
     return [row for row, status in enumerate(meta[:count, STATUS.value].tolist()) if status == RUN.value]

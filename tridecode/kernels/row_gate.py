@@ -4,7 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, RUN, STATUS, cdiv, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
+from .common import (
+    META_WIDTH,
+    RUN,
+    STATUS,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    next_power_of_2,
+    options,
+    running,
+    sigmoid_by_row,
+)
 from .linear.epilogue import load_partials, norm_scale
 from .linear.project import Normed
 from .op import Op
@@ -75,7 +86,8 @@ def row_gate_ref(meta, x, gate, normed: Normed | None, out) -> None:
     if normed is not None:
         sums = normed.sumsq[rows, : normed.partials].sum(1)
         logits = logits * torch.rsqrt(sums / x.shape[1] + normed.eps)
-    out[rows] = (out[rows].float() * logits.sigmoid()[:, None]).to(out.dtype)
+    sigmoid_by_row(logits)
+    out[rows] = (out[rows].float() * logits[:, None]).to(out.dtype)
 
 
 def row_gate_bytes(meta, x, gate, normed: Normed | None, out) -> int:

@@ -19,6 +19,7 @@ from ..common import (
     next_power_of_2,
     options,
     running,
+    sigmoid_by_row,
 )
 from ..linear.epilogue import load_partials, norm_scale
 from ..linear.project import Normed
@@ -238,7 +239,10 @@ def route(
 def route_ref(
     meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes
 ) -> None:
-    """Compute `route` in torch in fp32. Logits are computed row by row, so other rows do not change their bits."""
+    """Compute `route` in torch in fp32.
+
+    Logits and gates are computed row by row, so other rows do not change their bits.
+    """
     rows = [] if meta is None else running(meta, len(meta))
     if chunks is not None:
         routes.ids.fill_(-1)
@@ -261,7 +265,8 @@ def route_ref(
     if router.shared_gate is not None:
         gate = (own * router.shared_gate.float()).sum(1, keepdim=True)
         logits, ids = torch.cat((logits, gate), 1), torch.cat((ids, torch.full_like(ids[:, :1], sizes.experts)), 1)
-        weights = torch.cat((weights, gate.sigmoid()), 1)
+        sigmoid_by_row(gate)
+        weights = torch.cat((weights, gate), 1)
     routes.logits[at], routes.ids[at], routes.weights[at] = logits, ids.int(), weights
 
 
